@@ -1,0 +1,31 @@
+# The commands of this repository. `make test` works from a fresh clone with only Python 3.11+, gcc, make and git.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: test check soak bench clean
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[check]"
+	touch $@
+
+test: .venv/installed
+	$(BIN)/pytest -n auto
+
+check: .venv/installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# The simulation with fresh seeds, until stopped or until a seed fails.
+soak: .venv/installed
+	$(BIN)/python -m tests.simulation.soak
+
+bench: .venv/installed
+	$(BIN)/python -m benchmarks.tree
+	$(BIN)/python -m benchmarks.copy
+
+clean:
+	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

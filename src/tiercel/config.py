@@ -1,0 +1,108 @@
+"""One frozen configuration, checked once. Every default carries its reason.
+
+Names of policies, layouts and copiers are checked here against the names their rooms define, so a
+typing error is found at start and not at the first copy.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from tiercel.errors import ConfigError
+
+LAYOUTS = ("layer_first", "page_first", "page_first_direct")
+COPIERS = ("reference", "direct", "kernel")
+SAVE_POLICIES = ("through", "selective", "back")
+EVICT_POLICIES = ("lru", "lfu", "slru", "priority")
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("KMGT", start=1)
+    for suffix, base in (("iB", 1024), ("B", 1000))
+}
+
+
+def parse_bytes(text: str | int, field: str = "bytes") -> int:
+    """`40GiB`, `1.5 MiB`, `200GB`, `4096` → bytes."""
+    if isinstance(text, int):
+        return text
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if not found or found[2] not in _UNITS:
+        raise ConfigError(field, text, "is not a size such as 40GiB, 512MiB or 4096")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """How one `TieredCache` is run. What a model stores is not here: that is `CacheSpec`."""
+
+    device_pages: int
+    """Places for pages on the device. No default: it is what is left beside the weights."""
+
+    device_tails: int = 0
+    """Places for tails on the device. 0 is right only for a spec without tails."""
+
+    host_bytes: int = 0
+    """The one host budget, shared by pages and tails. 0 turns the host tier off."""
+
+    layout: str = "page_first_direct"
+    """Host layout. The default keeps a page one record and each layer of it one plain copy."""
+
+    copier: str = "direct"
+    """Who moves bytes. `reference` is the slow truth the others are compared with."""
+
+    save: str = "through"
+    """When a page is copied to the host. `through` makes evictions free of copies."""
+
+    evict: str = "lru"
+    """Who goes first: a name, or `module:Class` of a policy of your own."""
+
+    tail_every_pages: int = 16
+    """A tail each so many pages of a long text (4 K tokens at 256-token pages: 6 % more bytes than history)."""
+
+    tails_per_path: int = 64
+    """At most so many tails between the root and a page; the coldest gives way."""
+
+    huge_pages: bool = False
+    """Ask the kernel for huge pages for host memory. Off: not every machine has them enabled."""
+
+    force_miss: bool = False
+    """Every match finds nothing: for comparing cached with uncached runs."""
+
+    def __post_init__(self) -> None:
+        for name in ("device_tails", "host_bytes"):
+            _check_at_least(name, getattr(self, name), 0)
+        for name in ("device_pages", "tail_every_pages", "tails_per_path"):
+            _check_at_least(name, getattr(self, name), 1)
+        _check_one_of("layout", self.layout, LAYOUTS)
+        _check_one_of("copier", self.copier, COPIERS)
+        _check_one_of("save", self.save, SAVE_POLICIES)
+        if ":" not in self.evict:
+            _check_one_of("evict", self.evict, (*EVICT_POLICIES, "module:Class"))
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> CacheConfig:
+        """Unknown keys are errors; `host_bytes` may be text such as 200GiB."""
+        known = {field.name for field in fields(CacheConfig)}
+        for key in data:
+            if key not in known:
+                raise ConfigError(key, data[key], f"is not a setting; settings are {', '.join(sorted(known))}")
+        if "device_pages" not in data:
+            raise ConfigError("device_pages", None, "is missing")
+        values = dict(data)
+        if "host_bytes" in values:
+            values["host_bytes"] = parse_bytes(values["host_bytes"], "host_bytes")
+        return CacheConfig(**values)
+
+
+def _check_at_least(field: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(field, value, f"must be a whole number of at least {least}")
+
+
+def _check_one_of(field: str, value: object, names: tuple[str, ...]) -> None:
+    if value not in names:
+        raise ConfigError(field, value, f"must be one of {', '.join(names)}")

@@ -1,0 +1,67 @@
+"""What the world can break, drawn as a tree. What only a bug can break is an assertion.
+
+    TiercelError
+    ├── InputError            a field of what a caller gave us; names the field and the value
+    │   ├── SpecError         a cache declaration that can not be stored
+    │   ├── ConfigError       a setting
+    │   └── TokenError        token ids or a namespace that can not name a page
+    ├── BudgetError           host memory that is not there; carries both numbers
+    ├── RefusedError          a layout, copier and stream that do not fit together
+    └── TransferError         a copy that failed; its plan fails, nothing else
+
+A full pool is none of these: it is an outcome (`tiercel.types.Wait`).
+"""
+
+from __future__ import annotations
+
+
+class TiercelError(Exception):
+    """Everything this package raises on purpose."""
+
+
+class InputError(TiercelError, ValueError):
+    """One field that can not be used as given."""
+
+    def __init__(self, field: str, value: object, why: str) -> None:
+        super().__init__(f"{field} = {value!r}: {why}")
+        self.field = field
+        self.value = value
+        self.why = why
+
+
+class SpecError(InputError):
+    """A cache declaration that can not be stored."""
+
+
+class ConfigError(InputError):
+    """A setting that can not be used."""
+
+
+class TokenError(InputError):
+    """Token ids or a namespace that can not name a page."""
+
+
+class BudgetError(TiercelError):
+    """Host memory was asked for that the machine does not have."""
+
+    def __init__(self, *, bytes_asked: int, bytes_available: int) -> None:
+        super().__init__(
+            f"host memory of {bytes_asked:,} B was asked for, {bytes_available:,} B are available"
+        )
+        self.bytes_asked = bytes_asked
+        self.bytes_available = bytes_available
+
+
+class RefusedError(TiercelError):
+    """A layout, a copier and a stream that can not move bytes together."""
+
+    def __init__(self, *, layout: str, copier: str, stream: str, why: str) -> None:
+        super().__init__(f"copier {copier} refuses stream {stream} in layout {layout}: {why}")
+        self.layout = layout
+        self.copier = copier
+        self.stream = stream
+        self.why = why
+
+
+class TransferError(TiercelError):
+    """A copy failed. The cause is chained."""

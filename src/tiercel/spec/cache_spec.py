@@ -1,0 +1,234 @@
+"""What a model stores, as one frozen value. Everything else is derived from it.
+
+    page    page_tokens tokens of every PREFIX stream, all layers
+    tail    what is needed besides the pages to continue at a page boundary: the WINDOW rows and the STATE
+            snapshots. A window longer than a page needs the tails of `pages_per_window` boundaries in a row,
+            so that neighbouring tails share rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from tiercel.errors import SpecError
+from tiercel.spec.stream import Keep, Part, Prefix, State, Stream, Window
+
+FORMAT_VERSION = 1
+"""Part of the fingerprint: raise it when the meaning of stored bytes changes."""
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """The streams of one model (or of one pipeline stage of it) and the size of a page.
+
+    `model` names the weights: pages of two models never share a key.
+    """
+
+    model: str
+    page_tokens: int
+    streams: tuple[Stream, ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.page_tokens, int) or self.page_tokens <= 0:
+            raise SpecError("page_tokens", self.page_tokens, "must be a positive whole number")
+        if not self.streams:
+            raise SpecError("streams", self.streams, "a cache needs at least one stream")
+        names = [stream.name for stream in self.streams]
+        for name in names:
+            if names.count(name) > 1:
+                raise SpecError("streams", name, "two streams have the same name")
+        for stream in self.streams:
+            stream.row_bytes(self.page_tokens)
+
+    # What lies where
+
+    @cached_property
+    def page_streams(self) -> tuple[Stream, ...]:
+        return tuple(s for s in self.streams if isinstance(s.keep, Prefix))
+
+    @cached_property
+    def tail_streams(self) -> tuple[Stream, ...]:
+        return tuple(s for s in self.streams if not isinstance(s.keep, Prefix))
+
+    @cached_property
+    def layers(self) -> tuple[int, ...]:
+        """Every layer id that owns bytes, ascending."""
+        return tuple(sorted({layer for stream in self.streams for layer in stream.layers}))
+
+    def stream(self, name: str) -> Stream:
+        for stream in self.streams:
+            if stream.name == name:
+                return stream
+        raise KeyError(name)
+
+    # Sizes
+
+    def row_bytes(self, stream: Stream) -> int:
+        return stream.row_bytes(self.page_tokens)
+
+    def bytes_of(self, stream: Stream) -> int:
+        """Bytes of all layers of one stream in one page (or one tail)."""
+        return len(stream.layers) * self.row_bytes(stream)
+
+    @cached_property
+    def page_bytes(self) -> int:
+        return sum(self.bytes_of(stream) for stream in self.page_streams)
+
+    @cached_property
+    def tail_bytes(self) -> int:
+        return sum(self.bytes_of(stream) for stream in self.tail_streams)
+
+    @property
+    def bytes_per_token(self) -> float:
+        return self.page_bytes / self.page_tokens
+
+    @property
+    def host_page_bytes(self) -> int:
+        """The unit of host memory: one page. (A stage that owns no PREFIX stream has only tails.)"""
+        return self.page_bytes or self.tail_bytes
+
+    @property
+    def host_pages_per_tail(self) -> int:
+        """A tail takes whole host pages, so that pages and tails share one budget without a split."""
+        return -(-self.tail_bytes // self.host_page_bytes)
+
+    @cached_property
+    def pages_per_window(self) -> int:
+        """How many boundaries in a row must have a tail so that the last of them can be resumed; 0: none."""
+        if not self.tail_streams:
+            return 0
+        windows = [s.keep.tokens for s in self.tail_streams if isinstance(s.keep, Window)]
+        return max((-(-window // self.page_tokens) for window in windows), default=1)
+
+    @cached_property
+    def replay_tokens(self) -> int | None:
+        """Tokens to compute again before a boundary so that its missing tail is rebuilt exactly.
+
+        A layer's window rows are exact once the layers before it are, so the windows add up; None when
+        a state depends on the whole prefix.
+        """
+        reach = replay = 0
+        for layer in self.layers:
+            own = [s.keep for s in self.tail_streams if layer in s.layers]
+            windows = [keep.tokens - 1 for keep in own if isinstance(keep, Window)]
+            spans = [keep.span for keep in own if isinstance(keep, State)]
+            if None in spans:
+                return None
+            replay = max([replay, *(reach + need for need in windows + [s for s in spans if s])])
+            reach += max(windows, default=0)
+        return replay
+
+    # Derived specs
+
+    def stage(self, first: int, last: int) -> CacheSpec:
+        """The same declaration for layers first … last - 1. Layer ids stay global."""
+        kept = []
+        for stream in self.streams:
+            layers = tuple(layer for layer in stream.layers if first <= layer < last)
+            if layers:
+                kept.append(replace(stream, layers=layers))
+        if not kept:
+            raise SpecError("stage", (first, last), f"no stream has layers there; layers are {self.layers}")
+        return replace(self, streams=tuple(kept))
+
+    def with_draft(self, draft: CacheSpec) -> CacheSpec:
+        """Target and draft in one page, so that they can not part. Draft layers follow the target's.
+
+        A draft's entry belongs to the newest token it has seen. A head that pairs the hidden state of token
+        t with token t + 1 therefore writes entry t + 1, and a page never depends on a token outside it.
+        """
+        if draft.page_tokens != self.page_tokens:
+            raise SpecError("draft.page_tokens", draft.page_tokens, f"the target has {self.page_tokens}")
+        base = self.layers[-1] + 1
+        drafted = tuple(
+            replace(s, name=f"draft_{s.name}", layers=tuple(base + layer for layer in s.layers))
+            for s in draft.streams
+        )
+        return replace(self, model=f"{self.model}+{draft.model}", streams=self.streams + drafted)
+
+    # Identity
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """32 bytes that change with anything that changes the meaning of a stored byte."""
+        text = json.dumps([FORMAT_VERSION, self.to_dict()], sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).digest()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "page_tokens": self.page_tokens,
+            "streams": [
+                {
+                    "name": s.name,
+                    "layers": list(s.layers),
+                    "parts": {part.name: part.bytes for part in s.parts},
+                    "keep": _keep_to_dict(s.keep),
+                    "tokens_per_entry": s.tokens_per_entry,
+                    "row_align": s.row_align,
+                }
+                for s in self.streams
+            ],
+        }
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> CacheSpec:
+        """The inverse of `to_dict`: how a stream nobody wrote code for is declared."""
+        _check_keys("spec", data, {"model", "page_tokens", "streams"}, optional=set())
+        streams = []
+        for i, item in enumerate(data["streams"]):
+            where = f"streams[{i}]"
+            _check_keys(where, item, {"name", "layers", "parts"}, optional=_STREAM_OPTIONAL)
+            if not isinstance(item["parts"], Mapping):
+                raise SpecError(f"{where}.parts", item["parts"], "must map part names to bytes")
+            streams.append(
+                Stream(
+                    name=item["name"],
+                    layers=tuple(item["layers"]),
+                    parts=tuple(Part(name, size) for name, size in item["parts"].items()),
+                    keep=_keep_from_dict(f"{where}.keep", item.get("keep", "prefix")),
+                    tokens_per_entry=item.get("tokens_per_entry", 1),
+                    row_align=item.get("row_align", 1),
+                )
+            )
+        return CacheSpec(data["model"], data["page_tokens"], tuple(streams))
+
+
+_STREAM_OPTIONAL = {"keep", "tokens_per_entry", "row_align"}
+
+
+def _check_keys(
+    where: str, data: Mapping[str, Any], required: set[str], *, optional: set[str]
+) -> None:
+    if not isinstance(data, Mapping):
+        raise SpecError(where, data, "must be an object")
+    for key in sorted(required - data.keys()):
+        raise SpecError(f"{where}.{key}", None, "is missing")
+    for key in sorted(data.keys() - required - optional):
+        raise SpecError(f"{where}.{key}", data[key], "is not a field of a spec")
+
+
+def _keep_to_dict(keep: Keep) -> Any:
+    match keep:
+        case Prefix():
+            return "prefix"
+        case Window(tokens):
+            return {"window": tokens}
+        case State(entries, span):
+            return {"state": entries, "span": span}
+
+
+def _keep_from_dict(where: str, data: Any) -> Keep:
+    match data:
+        case "prefix":
+            return Prefix()
+        case {"window": int(tokens), **rest} if not rest:
+            return Window(tokens)
+        case {"state": int(entries), **rest} if rest.keys() <= {"span"}:
+            return State(entries, rest.get("span"))
+    raise SpecError(where, data, 'is none of "prefix", {"window": tokens}, {"state": entries, "span": tokens}')

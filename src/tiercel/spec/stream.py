@@ -1,0 +1,140 @@
+"""One kind of cached bytes: which layers own it, what an entry is, how long it is needed.
+
+A row is one layer's entries of one page (or tail). Inside a row the parts follow each other, each part
+for all entries, and the row is padded to an alignment:
+
+    stream c4 of DeepSeek V4, 64 entries      part value: 576 B, part scale: 8 B, row_align 576
+    ┌───────┬───────┬─────┬────────┬─────┬─────┬─────┬──────┬─────────┐
+    │ value0│ value1│  …  │ value63│scal0│scal1│  …  │scal63│ padding │  = 37,440 B
+    └───────┴───────┴─────┴────────┴─────┴─────┴─────┴──────┴─────────┘
+    0                              36,864                   37,376
+
+So an entry with two parts is two byte ranges. `Stream.part_ranges` is the only place that knows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tiercel.errors import SpecError
+
+
+@dataclass(frozen=True)
+class Part:
+    """Bytes of one entry that lie together."""
+
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Needed for every page of the prefix: the stream lives in pages."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Needed for the last `tokens` tokens only: the stream lives in tails."""
+
+    tokens: int
+
+
+@dataclass(frozen=True)
+class State:
+    """A snapshot at the boundary: the stream lives in tails.
+
+    `span` is the number of last tokens the snapshot depends on (a compressor's open window), or None
+    when it depends on the whole prefix (a recurrent state), which no replay can rebuild.
+    """
+
+    entries: int = 1
+    span: int | None = None
+
+
+Keep = Prefix | Window | State
+PREFIX = Prefix()
+
+
+@dataclass(frozen=True)
+class Stream:
+    """One kind of cached bytes for a set of layers. Layer ids are global, never stage-local."""
+
+    name: str
+    layers: tuple[int, ...]
+    parts: tuple[Part, ...]
+    keep: Keep = PREFIX
+    tokens_per_entry: int = 1
+    row_align: int = 1
+
+    def __post_init__(self) -> None:
+        self._check_names_and_layers()
+        self._check_sizes()
+
+    def _check_names_and_layers(self) -> None:
+        if not self.name:
+            raise SpecError("stream.name", self.name, "a stream needs a name")
+        if not self.layers:
+            raise SpecError(f"{self.name}.layers", self.layers, "a stream needs at least one layer")
+        if min(self.layers) < 0:
+            raise SpecError(f"{self.name}.layers", self.layers, "layer ids are not negative")
+        if list(self.layers) != sorted(set(self.layers)):
+            raise SpecError(f"{self.name}.layers", self.layers, "layer ids ascend without repeats")
+
+    def _check_sizes(self) -> None:
+        if not self.parts:
+            raise SpecError(f"{self.name}.parts", self.parts, "an entry needs at least one part")
+        for part in self.parts:
+            _check_positive(f"{self.name}.{part.name}.bytes", part.bytes)
+        _check_positive(f"{self.name}.tokens_per_entry", self.tokens_per_entry)
+        _check_positive(f"{self.name}.row_align", self.row_align)
+        if isinstance(self.keep, Window):
+            _check_positive(f"{self.name}.window", self.keep.tokens)
+        if isinstance(self.keep, State):
+            _check_positive(f"{self.name}.entries", self.keep.entries)
+            if self.keep.span is not None:
+                _check_positive(f"{self.name}.span", self.keep.span)
+
+    @property
+    def bytes_per_entry(self) -> int:
+        return sum(part.bytes for part in self.parts)
+
+    def entries_per_row(self, page_tokens: int) -> int:
+        """A window longer than a page is kept as one row per page; a shorter one is one short row."""
+        match self.keep:
+            case Prefix():
+                tokens = page_tokens
+            case Window(window):
+                tokens = min(window, page_tokens)
+            case State(entries):
+                return entries
+        if tokens % self.tokens_per_entry:
+            raise SpecError(
+                f"{self.name}.tokens_per_entry",
+                self.tokens_per_entry,
+                f"entries do not divide a row of {tokens} tokens (page_tokens = {page_tokens})",
+            )
+        return tokens // self.tokens_per_entry
+
+    def row_bytes(self, page_tokens: int) -> int:
+        used = self.entries_per_row(page_tokens) * self.bytes_per_entry
+        return -(-used // self.row_align) * self.row_align
+
+    def part_ranges(self, entry: int, page_tokens: int) -> tuple[tuple[int, int], ...]:
+        """(offset, bytes) of each part of one entry, inside its row."""
+        entries = self.entries_per_row(page_tokens)
+        assert 0 <= entry < entries, f"entry {entry} of {entries} in a row of {self.name}"
+        ranges, base = [], 0
+        for part in self.parts:
+            ranges.append((base + entry * part.bytes, part.bytes))
+            base += entries * part.bytes
+        return tuple(ranges)
+
+    def cut_by_entries(self, page_tokens: int) -> bool:
+        """Whether entry i of a row is simply its i-th slice: one part, no padding."""
+        entries = self.entries_per_row(page_tokens)
+        return len(self.parts) == 1 and self.row_bytes(page_tokens) == entries * self.parts[0].bytes
+
+
+def _check_positive(field: str, value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise SpecError(field, value, "must be a positive whole number")
