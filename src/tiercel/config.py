@@ -29,7 +29,7 @@ def parse_bytes(text: str | int, field: str = "bytes") -> int:
     """`40GiB`, `1.5 MiB`, `200GB`, `4096` → bytes."""
     if isinstance(text, int):
         return text
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    found = isinstance(text, str) and re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if not found or found[2] not in _UNITS:
         raise ConfigError(field, text, "is not a size such as 40GiB, 512MiB or 4096")
     return int(float(found[1]) * _UNITS[found[2]])
@@ -61,7 +61,7 @@ class CacheConfig:
     """Who goes first: a name, or `module:Class` of a policy of your own."""
 
     tail_every_pages: int = 16
-    """A tail each so many pages of a long text (4 K tokens at 256-token pages: 6 % more bytes than history)."""
+    """A tail each so many pages of a long text (DeepSeek V4 Flash: each 4 K tokens, 23 % more bytes)."""
 
     tails_per_path: int = 64
     """At most so many tails between the root and a page; the coldest gives way."""
@@ -80,7 +80,7 @@ class CacheConfig:
         _check_one_of("layout", self.layout, LAYOUTS)
         _check_one_of("copier", self.copier, COPIERS)
         _check_one_of("save", self.save, SAVE_POLICIES)
-        if ":" not in self.evict:
+        if ":" not in str(self.evict):
             _check_one_of("evict", self.evict, (*EVICT_POLICIES, "module:Class"))
 
     @staticmethod
@@ -89,7 +89,9 @@ class CacheConfig:
         known = {field.name for field in fields(CacheConfig)}
         for key in data:
             if key not in known:
-                raise ConfigError(key, data[key], f"is not a setting; settings are {', '.join(sorted(known))}")
+                raise ConfigError(
+                    key, data[key], f"is not a setting; settings are {', '.join(sorted(known))}"
+                )
         if "device_pages" not in data:
             raise ConfigError("device_pages", None, "is missing")
         values = dict(data)

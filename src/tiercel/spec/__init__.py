@@ -1,1 +1,35 @@
 """What a model stores: streams, pages, tails, and the builders for the models we know."""
+
+from tiercel.spec.attention import Heads, Recurrence, eagle, mha, mla, mla_indexer, recurrent, sliding_window
+from tiercel.spec.cache_spec import CacheSpec
+from tiercel.spec.capacity import Capacity, Fit, StreamSize, capacity_of
+from tiercel.spec.deepseek_v4 import deepseek_v4, deepseek_v4_mtp
+from tiercel.spec.presets import PRESETS, load
+from tiercel.spec.stream import PREFIX, Keep, Part, Prefix, State, Stream, Window
+
+__all__ = [
+    "PREFIX",
+    "PRESETS",
+    "CacheSpec",
+    "Capacity",
+    "Fit",
+    "Heads",
+    "Keep",
+    "Part",
+    "Prefix",
+    "Recurrence",
+    "State",
+    "Stream",
+    "StreamSize",
+    "Window",
+    "capacity_of",
+    "deepseek_v4",
+    "deepseek_v4_mtp",
+    "eagle",
+    "load",
+    "mha",
+    "mla",
+    "mla_indexer",
+    "recurrent",
+    "sliding_window",
+]

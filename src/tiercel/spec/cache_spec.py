@@ -1,9 +1,9 @@
 """What a model stores, as one frozen value. Everything else is derived from it.
 
-    page    page_tokens tokens of every PREFIX stream, all layers
-    tail    what is needed besides the pages to continue at a page boundary: the WINDOW rows and the STATE
-            snapshots. A window longer than a page needs the tails of `pages_per_window` boundaries in a row,
-            so that neighbouring tails share rows.
+page    page_tokens tokens of every PREFIX stream, all layers
+tail    what is needed besides the pages to continue at a page boundary: the WINDOW rows and the STATE
+        snapshots. A window longer than a page needs the tails of `pages_per_window` boundaries in a row,
+        so that neighbouring tails share rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from tiercel.errors import SpecError
-from tiercel.spec.stream import Keep, Part, Prefix, State, Stream, Window
+from tiercel.spec.stream import Keep, Part, Prefix, State, Stream, Window, check_positive
 
 FORMAT_VERSION = 1
 """Part of the fingerprint: raise it when the meaning of stored bytes changes."""
@@ -34,8 +34,9 @@ class CacheSpec:
     streams: tuple[Stream, ...]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.page_tokens, int) or self.page_tokens <= 0:
-            raise SpecError("page_tokens", self.page_tokens, "must be a positive whole number")
+        if not isinstance(self.model, str):
+            raise SpecError("model", self.model, "must be a name")
+        check_positive("page_tokens", self.page_tokens)
         if not self.streams:
             raise SpecError("streams", self.streams, "a cache needs at least one stream")
         names = [stream.name for stream in self.streams]
@@ -156,7 +157,8 @@ class CacheSpec:
     @cached_property
     def fingerprint(self) -> bytes:
         """32 bytes that change with anything that changes the meaning of a stored byte."""
-        text = json.dumps([FORMAT_VERSION, self.to_dict()], sort_keys=True, separators=(",", ":"))
+        # Keys are not sorted: the order of an entry's parts is the order of its bytes.
+        text = json.dumps([FORMAT_VERSION, self.to_dict()], separators=(",", ":"))
         return hashlib.sha256(text.encode()).digest()
 
     def to_dict(self) -> dict[str, Any]:
@@ -180,10 +182,12 @@ class CacheSpec:
     def from_dict(data: Mapping[str, Any]) -> CacheSpec:
         """The inverse of `to_dict`: how a stream nobody wrote code for is declared."""
         _check_keys("spec", data, {"model", "page_tokens", "streams"}, optional=set())
+        _check_list("spec.streams", data["streams"])
         streams = []
         for i, item in enumerate(data["streams"]):
             where = f"streams[{i}]"
             _check_keys(where, item, {"name", "layers", "parts"}, optional=_STREAM_OPTIONAL)
+            _check_list(f"{where}.layers", item["layers"])
             if not isinstance(item["parts"], Mapping):
                 raise SpecError(f"{where}.parts", item["parts"], "must map part names to bytes")
             streams.append(
@@ -202,15 +206,18 @@ class CacheSpec:
 _STREAM_OPTIONAL = {"keep", "tokens_per_entry", "row_align"}
 
 
-def _check_keys(
-    where: str, data: Mapping[str, Any], required: set[str], *, optional: set[str]
-) -> None:
+def _check_keys(where: str, data: Mapping[str, Any], required: set[str], *, optional: set[str]) -> None:
     if not isinstance(data, Mapping):
         raise SpecError(where, data, "must be an object")
     for key in sorted(required - data.keys()):
         raise SpecError(f"{where}.{key}", None, "is missing")
     for key in sorted(data.keys() - required - optional):
         raise SpecError(f"{where}.{key}", data[key], "is not a field of a spec")
+
+
+def _check_list(where: str, data: object) -> None:
+    if not isinstance(data, list | tuple):
+        raise SpecError(where, data, "must be a list")
 
 
 def _keep_to_dict(keep: Keep) -> Any:
@@ -230,5 +237,8 @@ def _keep_from_dict(where: str, data: Any) -> Keep:
         case {"window": int(tokens), **rest} if not rest:
             return Window(tokens)
         case {"state": int(entries), **rest} if rest.keys() <= {"span"}:
-            return State(entries, rest.get("span"))
-    raise SpecError(where, data, 'is none of "prefix", {"window": tokens}, {"state": entries, "span": tokens}')
+            span: Any = rest.get("span")  # checked by Stream
+            return State(entries, span)
+    raise SpecError(
+        where, data, 'is none of "prefix", {"window": tokens}, {"state": entries, "span": tokens}'
+    )

@@ -71,10 +71,12 @@ class Stream:
         self._check_sizes()
 
     def _check_names_and_layers(self) -> None:
-        if not self.name:
+        if not isinstance(self.name, str) or not self.name:
             raise SpecError("stream.name", self.name, "a stream needs a name")
         if not self.layers:
             raise SpecError(f"{self.name}.layers", self.layers, "a stream needs at least one layer")
+        if any(not isinstance(layer, int) or isinstance(layer, bool) for layer in self.layers):
+            raise SpecError(f"{self.name}.layers", self.layers, "layer ids are whole numbers")
         if min(self.layers) < 0:
             raise SpecError(f"{self.name}.layers", self.layers, "layer ids are not negative")
         if list(self.layers) != sorted(set(self.layers)):
@@ -83,16 +85,18 @@ class Stream:
     def _check_sizes(self) -> None:
         if not self.parts:
             raise SpecError(f"{self.name}.parts", self.parts, "an entry needs at least one part")
+        if len({part.name for part in self.parts}) < len(self.parts):
+            raise SpecError(f"{self.name}.parts", self.parts, "two parts have the same name")
         for part in self.parts:
-            _check_positive(f"{self.name}.{part.name}.bytes", part.bytes)
-        _check_positive(f"{self.name}.tokens_per_entry", self.tokens_per_entry)
-        _check_positive(f"{self.name}.row_align", self.row_align)
+            check_positive(f"{self.name}.{part.name}.bytes", part.bytes)
+        check_positive(f"{self.name}.tokens_per_entry", self.tokens_per_entry)
+        check_positive(f"{self.name}.row_align", self.row_align)
         if isinstance(self.keep, Window):
-            _check_positive(f"{self.name}.window", self.keep.tokens)
+            check_positive(f"{self.name}.window", self.keep.tokens)
         if isinstance(self.keep, State):
-            _check_positive(f"{self.name}.entries", self.keep.entries)
+            check_positive(f"{self.name}.entries", self.keep.entries)
             if self.keep.span is not None:
-                _check_positive(f"{self.name}.span", self.keep.span)
+                check_positive(f"{self.name}.span", self.keep.span)
 
     @property
     def bytes_per_entry(self) -> int:
@@ -135,6 +139,6 @@ class Stream:
         return len(self.parts) == 1 and self.row_bytes(page_tokens) == entries * self.parts[0].bytes
 
 
-def _check_positive(field: str, value: int) -> None:
+def check_positive(field: str, value: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise SpecError(field, value, "must be a positive whole number")

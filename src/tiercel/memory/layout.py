@@ -1,0 +1,266 @@
+"""Where every byte of a page is: pure arithmetic over places, no memory.
+
+A place holds one page (or, on the device, one tail). Its record is its rows in the order of the declaration:
+
+    record      [stream][layer][row]
+
+A layout says where the bytes of a record lie among those of the other places. With two streams, `k` of
+layers 0 and 1 and `v` of layer 1, places p0 and p1, entries a and b in a row:
+
+    layer_first          k0:p0 k0:p1 │ k1:p0 k1:p1 │ v1:p0 v1:p1
+    page_first_direct    p0: k0 k1 v1                │ p1: k0 k1 v1
+    page_first           p0: k0a k1a k0b k1b v1      │ p1: k0a k1a k0b k1b v1
+
+Every layout is linear in the place: the row of place p begins at `offset + p · stride`. Copiers, buffers
+and stores ask for regions and ranges; nobody outside this file asks which layout it is.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+from tiercel.errors import ConfigError
+from tiercel.spec.stream import Stream
+
+
+class Range(NamedTuple):
+    """Bytes that lie together."""
+
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Region:
+    """One row in memory: `count` equal pieces, `stride_bytes` from the start of one to the start of the next.
+
+    offset
+    ├─ block_bytes ─┤           ├─ block_bytes ─┤
+    ├─────── stride_bytes ──────┤                      count = 2
+    """
+
+    offset: int
+    block_bytes: int
+    count: int
+    stride_bytes: int
+
+    @property
+    def contiguous(self) -> bool:
+        return self.count == 1
+
+    @property
+    def bytes(self) -> int:
+        return self.count * self.block_bytes
+
+    def ranges(self) -> tuple[Range, ...]:
+        """The pieces, in the order of the row's bytes."""
+        return tuple(Range(self.offset + i * self.stride_bytes, self.block_bytes) for i in range(self.count))
+
+
+def record_rows(streams: Iterable[Stream], page_tokens: int) -> Iterator[tuple[Stream, int, Range]]:
+    """(stream, layer, where the row lies in the record) of every row, in record order."""
+    offset = 0
+    for stream in streams:
+        row_bytes = stream.row_bytes(page_tokens)
+        for layer in stream.layers:
+            yield stream, layer, Range(offset, row_bytes)
+            offset += row_bytes
+
+
+class Layout(ABC):
+    """The places of one pool in one flat buffer.
+
+    A layout says where a row begins in place 0 and how far the same row of the next place is (`_lay`). It
+    holds no memory and knows no ids, only places.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, streams: Sequence[Stream], page_tokens: int, places: int) -> None:
+        assert places >= 0, places
+        self.streams = tuple(streams)
+        self.page_tokens = page_tokens
+        self.places = places
+        self.place_bytes = sum(row.bytes for _, _, row in record_rows(streams, page_tokens))
+        self.bytes_total = places * self.place_bytes
+        self._regions: dict[tuple[str, int], tuple[Region, int]] = {}
+        for stream, layer, row in record_rows(streams, page_tokens):
+            offset, stride = self._lay(row)
+            self._regions[stream.name, layer] = Region(offset, row.bytes, 1, row.bytes), stride
+
+    @abstractmethod
+    def _lay(self, row: Range) -> tuple[int, int]:
+        """(offset in place 0, bytes to the next place) of the row that lies at `row` in the record."""
+
+    @abstractmethod
+    def cut(self, place: int, offset: int, size: int) -> tuple[Range, ...]:
+        """Bytes offset … offset + size - 1 of one place, counted in the order of `place_ranges`."""
+
+    def region(self, stream: Stream, layer: int, place: int) -> Region:
+        """The row of one layer in one place."""
+        self._check(place)
+        first, stride = self._find(stream, layer)
+        return Region(first.offset + place * stride, first.block_bytes, first.count, first.stride_bytes)
+
+    def column(self, stream: Stream, layer: int) -> Region:
+        """The rows of one layer in all places: piece p is the row of place p."""
+        first, stride = self._find(stream, layer)
+        assert first.contiguous, f"a row of {stream.name} is {first.count} pieces in {self.name}"
+        return Region(first.offset, first.block_bytes, self.places, stride)
+
+    def entry_ranges(self, stream: Stream, layer: int, place: int, entry: int) -> tuple[Range, ...]:
+        """One range per part of one entry."""
+        region = self.region(stream, layer, place)
+        parts = stream.part_ranges(entry, self.page_tokens)
+        if region.contiguous:
+            return tuple(Range(region.offset + offset, size) for offset, size in parts)
+        return (region.ranges()[entry],)  # a row in pieces is one that entries cut: piece i is entry i
+
+    def place_ranges(self, place: int) -> tuple[Range, ...]:
+        """All bytes of one place; ranges that touch are joined.
+
+        In record order, except that `page_first` keeps the order it stores: whoever writes these bytes
+        outside the process must name the order beside them.
+        """
+        return joined(self.cut(place, 0, self.place_bytes))
+
+    def _find(self, stream: Stream, layer: int) -> tuple[Region, int]:
+        found = self._regions.get((stream.name, layer))
+        assert found is not None, f"layer {layer} of {stream.name} is not in this pool"
+        return found
+
+    def _check(self, place: int, offset: int = 0, size: int = 0) -> None:
+        assert 0 <= place < self.places, f"place {place} of {self.places}"
+        assert 0 <= offset <= offset + size <= self.place_bytes, (offset, size)
+
+
+def joined(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    """The same bytes in the same order, with neighbours joined."""
+    done: list[Range] = []
+    for offset, size in ranges:
+        if done and done[-1].offset + done[-1].bytes == offset:
+            done[-1] = Range(done[-1].offset, done[-1].bytes + size)
+        else:
+            done.append(Range(offset, size))
+    return tuple(done)
+
+
+class LayerFirst(Layout):
+    """[stream][layer][page][row]: how attention reads the device, and its mirror on the host.
+
+              page 0   page 1   page 2
+    k   0   │  row   │  row   │  row   │      neighbouring pages of one layer touch;
+        1   │  row   │  row   │  row   │      a page is as many ranges as it has rows
+    v   0   │ row  │ row  │ row  │
+    """
+
+    name = "layer_first"
+
+    def __init__(self, streams: Sequence[Stream], page_tokens: int, places: int) -> None:
+        super().__init__(streams, page_tokens, places)
+        self._rows = [row for _, _, row in record_rows(streams, page_tokens)]
+        self._starts = [row.offset for row in self._rows]
+
+    def _lay(self, row: Range) -> tuple[int, int]:
+        return self.places * row.offset, row.bytes
+
+    def cut(self, place: int, offset: int, size: int) -> tuple[Range, ...]:
+        self._check(place, offset, size)
+        ranges = []
+        at = bisect_right(self._starts, offset) - 1
+        while size:
+            row, skip = self._rows[at], offset - self._starts[at]
+            take = min(size, row.bytes - skip)
+            first, stride = self._lay(row)
+            ranges.append(Range(first + place * stride + skip, take))
+            at, offset, size = at + 1, offset + take, size - take
+        return tuple(ranges)
+
+
+class PageFirstDirect(Layout):
+    """[page][stream][layer][row]: a page is one record, a layer of it is one copy.
+
+    page 0                                   page 1
+    │ k: 0 row │ 1 row │ v: 0 row │ 1 row │  │ k: 0 row │ …
+    """
+
+    name = "page_first_direct"
+
+    def _lay(self, row: Range) -> tuple[int, int]:
+        return row.offset, self.place_bytes
+
+    def cut(self, place: int, offset: int, size: int) -> tuple[Range, ...]:
+        self._check(place, offset, size)
+        return (Range(place * self.place_bytes + offset, size),)
+
+
+class PageFirst(PageFirstDirect):
+    """[page][stream][entry][layer]: all layers of an entry lie together, so part of a page is one range too.
+
+    page 0
+    │ k: entry 0: layer 0, layer 1 │ entry 1: layer 0, layer 1 │ … │ v: …
+
+    A row of more than one part, or with padding, can not be cut by entries: such a stream is kept as in
+    `page_first_direct`, [page][stream][layer][row].
+    """
+
+    name = "page_first"
+
+    def __init__(self, streams: Sequence[Stream], page_tokens: int, places: int) -> None:
+        super().__init__(streams, page_tokens, places)
+        for stream in streams:
+            if stream.cut_by_entries(page_tokens):
+                self._interleave(stream)
+
+    def _interleave(self, stream: Stream) -> None:
+        entries, layers = stream.entries_per_row(self.page_tokens), len(stream.layers)
+        if entries == 1 or layers == 1:
+            return  # one piece in either order
+        base = self._regions[stream.name, stream.layers[0]][0].offset
+        size = stream.bytes_per_entry
+        for index, layer in enumerate(stream.layers):
+            region = Region(base + index * size, size, entries, layers * size)
+            self._regions[stream.name, layer] = region, self.place_bytes
+
+
+LAYOUTS: dict[str, type[Layout]] = {kind.name: kind for kind in (LayerFirst, PageFirst, PageFirstDirect)}
+
+
+def make_layout(name: str, streams: Sequence[Stream], page_tokens: int, places: int) -> Layout:
+    if name not in LAYOUTS:
+        raise ConfigError("layout", name, f"must be one of {', '.join(LAYOUTS)}")
+    return LAYOUTS[name](streams, page_tokens, places)
+
+
+class TailPour:
+    """A tail on the host: its record [stream][layer][row] poured over the bytes of whole host pages.
+
+    record       │ window 0 │ window 1 │ window 2 │ state 0 │ state 1 │
+    host pages   │ page 7            │ page 2            │ page 9 ┄┄┄┄┄┄┄┄┄┄│    any ids, the last one's rest unused
+
+    So pages and tails share one pool of host pages in every layout. A row may end in one page and go on in
+    the next, and a page may itself be several ranges.
+    """
+
+    def __init__(self, host: Layout, streams: Sequence[Stream], page_tokens: int) -> None:
+        self._host = host
+        self._rows = {(s.name, layer): row for s, layer, row in record_rows(streams, page_tokens)}
+        self.tail_bytes = sum(row.bytes for row in self._rows.values())
+
+    def ranges(self, stream: Stream, layer: int, places: Sequence[int]) -> tuple[Range, ...]:
+        """The row of one layer of the tail that lies in these host pages."""
+        page_bytes = self._host.place_bytes
+        assert self.tail_bytes <= len(places) * page_bytes, f"{len(places)} host pages do not hold a tail"
+        assert (stream.name, layer) in self._rows, f"layer {layer} of {stream.name} is not in a tail"
+        offset, size = self._rows[stream.name, layer]
+        ranges: list[Range] = []
+        while size:
+            page, skip = divmod(offset, page_bytes)
+            take = min(size, page_bytes - skip)
+            ranges += self._host.cut(places[page], skip, take)
+            offset, size = offset + take, size - take
+        return joined(ranges)

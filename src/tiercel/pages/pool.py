@@ -1,0 +1,81 @@
+"""A pool: numbered places in one tier. Who owns a place, not what is in it.
+
+The free list holds ids that are ready to be given out. Releasing an id puts its successor there, the same
+place in the next generation, so an id kept after its release equals no live id of any pool.
+
+    take      free: [.. 7g2 9g0]  →  owned: {7g2, 9g0}
+    release   owned: {9g0}        →  free: [.. 9g1]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, TypeVar, cast
+
+from tiercel.types import GENERATION_ONE, PLACE_MASK, TAG_SHIFT
+
+Id = TypeVar("Id", bound=int)
+
+_TAG_MASK = ~((1 << TAG_SHIFT) - 1)
+
+
+class PagePool(Generic[Id]):
+    """`capacity` places. Misuse (double release, an id of another pool, use after release) is an assertion.
+
+    `order` is the order in which places are first given out; tests permute it, so that code which mixes the
+    numbers of two pools can not pass by luck.
+    """
+
+    def __init__(self, name: str, capacity: int, *, tag: int, order: Sequence[int] | None = None) -> None:
+        places = range(capacity) if order is None else order
+        assert sorted(places) == list(range(capacity)), "the order names every place once"
+        self.name = name
+        self.capacity = capacity
+        self._tag = tag << TAG_SHIFT
+        self._free: list[Id] = [cast(Id, self._tag | place) for place in reversed(places)]
+        self._owned: set[Id] = set()
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def owned(self) -> int:
+        return len(self._owned)
+
+    def take(self, count: int) -> list[Id]:
+        """`count` places; the caller has looked at `free` (or goes through `reserve`)."""
+        assert 0 <= count <= len(self._free), f"{count} of {len(self._free)} free places of {self.name}"
+        if count == 0:
+            return []
+        taken = self._free[-count:]
+        del self._free[-count:]
+        self._owned.update(taken)
+        return taken
+
+    def release(self, ids: Sequence[Id]) -> None:
+        """Give places back. Every id is owned now and named once."""
+        once = set(ids)
+        owned = len(once) == len(ids) and once <= self._owned
+        assert owned, f"I3: {self.name} does not own each of {[hex(i) for i in ids]} once"
+        self._owned -= once
+        self._free.extend([cast(Id, self._next(i)) for i in ids])
+
+    def owns(self, page_id: Id) -> bool:
+        return page_id in self._owned
+
+    def owned_ids(self) -> frozenset[Id]:
+        return frozenset(self._owned)
+
+    def check(self) -> None:
+        """I4: free + owned = capacity, and each place is in one of the two."""
+        places = sorted(i & PLACE_MASK for i in (*self._free, *self._owned))
+        assert places == list(range(self.capacity)), f"I4: places of {self.name} are lost or doubled"
+        assert all(i & _TAG_MASK == self._tag for i in (*self._free, *self._owned)), (
+            f"I7: foreign id in {self.name}"
+        )
+
+    def _next(self, page_id: int) -> int:
+        """The same place, one generation later; the generation wraps inside its own bits."""
+        following = page_id + GENERATION_ONE
+        return following if following & _TAG_MASK == self._tag else self._tag | (page_id & PLACE_MASK)

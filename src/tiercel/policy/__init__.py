@@ -1,0 +1,2 @@
+"""When: who is evicted, what is saved, where tails are placed, what a request resumes from. Pure
+decisions."""

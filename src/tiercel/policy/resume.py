@@ -1,0 +1,72 @@
+"""From where a request goes on, and the answer to "what was reused, from which tier, and why not more"."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Why(Enum):
+    """Why a request did not reuse more than it did."""
+
+    COMPLETE = "every full page before the last token was reused"
+    NOT_CACHED = "the next page is in no tier"
+    NOT_ON_DEVICE = "the next page is not on the device, and loads were turned off for this request"
+    NO_TAIL = "more pages were found, but there is no tail to resume after them"
+    FORCED_MISS = "the cache is told to find nothing"
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Reuse `pages` pages; without tails if the last `replay_tokens` of them are to be computed again."""
+
+    pages: int
+    replay_tokens: int
+
+
+def choose_resume(
+    *, found: int, boundary: int, page_tokens: int, replay_tokens: int | None, replay: bool
+) -> Resume:
+    """The tail's boundary, or an exact replay up to all found pages where that computes fewer tokens.
+
+    0            boundary                     found
+    ├───────────────┼───────────────────────────┤
+                    └──── compute these ────────┘      resume at the tail
+                              └─ replay_tokens ─┘      resume by replay
+    """
+    if replay and replay_tokens is not None:
+        cost = min(replay_tokens, found * page_tokens)
+        if cost < (found - boundary) * page_tokens:
+            return Resume(found, cost)
+    return Resume(boundary, 0)
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """What one request took from the cache. Token counts; the tiers add up to what was reused."""
+
+    prompt_tokens: int
+    device_tokens: int
+    host_tokens: int
+    store_tokens: int
+    found_tokens: int
+    """Pages found in any tier, reused or not."""
+
+    replay_tokens: int
+    """Of the reused tokens, how many are to be computed again because there is no tail after them."""
+
+    replay_cost_tokens: int | None
+    """What an exact replay up to `found_tokens` costs; None when no replay can rebuild the state."""
+
+    why: Why
+
+    @property
+    def tokens(self) -> int:
+        return self.device_tokens + self.host_tokens + self.store_tokens
+
+    def __str__(self) -> str:
+        tiers = f"{self.device_tokens} device, {self.host_tokens} host, {self.store_tokens} store"
+        text = f"reused {self.tokens} of {self.prompt_tokens} tokens ({tiers}); {self.why.value}"
+        if self.why is Why.NO_TAIL and self.replay_cost_tokens is not None:
+            text += f" ({self.found_tokens} tokens found; an exact replay costs {self.replay_cost_tokens})"
+        return text

@@ -1,0 +1,42 @@
+"""Reading a Hugging Face config: a field that is missing or unusable is named, never guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tiercel.errors import SpecError
+
+
+def whole(config: Mapping[str, Any], name: str, *, least: int = 1) -> int:
+    """A field that is a whole number."""
+    value = config.get(name)
+    if value is None:
+        raise SpecError(name, value, "is missing in the config")
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise SpecError(name, value, f"must be a whole number of at least {least}")
+    return value
+
+
+def per_layer(config: Mapping[str, Any], name: str, *, extra: int = 0) -> Sequence[Any]:
+    """A list with one value per layer. It may go on for `extra` draft layers."""
+    layers, values = whole(config, "num_hidden_layers"), config.get(name)
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise SpecError(name, values, "must be a list with one value per layer")
+    if len(values) not in (layers, layers + extra):
+        raise SpecError(name, values, f"has {len(values)} values for num_hidden_layers = {layers}")
+    return values
+
+
+def layer_kinds(config: Mapping[str, Any], known: Sequence[str]) -> Sequence[str]:
+    """`layer_types`, each of them one of the known kinds."""
+    kinds = per_layer(config, "layer_types")
+    for i, kind in enumerate(kinds):
+        if kind not in known:
+            raise SpecError(f"layer_types[{i}]", kind, f"is none of {', '.join(known)}")
+    return kinds
+
+
+def layers_of(kinds: Sequence[str], kind: str) -> tuple[int, ...]:
+    """The ids of the layers of one kind."""
+    return tuple(i for i, own in enumerate(kinds) if own == kind)

@@ -1,0 +1,220 @@
+"""A spec by name, from a Hugging Face config.json, or from a declaration in JSON.
+
+`FAMILIES` is the register of the configs we can read. A model of a family nobody wrote down is declared
+as JSON (`CacheSpec.from_dict`): the register is a convenience, and no other room knows it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tiercel.errors import SpecError
+from tiercel.spec.attention import Heads, Recurrence, mha, mla, mla_indexer, recurrent, sliding_window
+from tiercel.spec.cache_spec import CacheSpec
+from tiercel.spec.deepseek_v4 import deepseek_v4, deepseek_v4_mtp
+from tiercel.spec.hf_fields import layer_kinds, layers_of, whole
+
+Config = Mapping[str, Any]
+
+PRESETS: Mapping[str, Config] = {
+    "deepseek-v4-flash": {
+        "model_type": "deepseek_v4",
+        "num_hidden_layers": 43,
+        "num_nextn_predict_layers": 1,
+        "head_dim": 512,
+        "qk_rope_head_dim": 64,
+        "index_head_dim": 128,
+        "sliding_window": 128,
+        "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0],
+    },
+    "deepseek-v4-pro": {
+        "model_type": "deepseek_v4",
+        "num_hidden_layers": 61,
+        "num_nextn_predict_layers": 1,
+        "head_dim": 512,
+        "qk_rope_head_dim": 64,
+        "index_head_dim": 128,
+        "sliding_window": 128,
+        "compress_ratios": [128, 128, *[4, 128] * 29, 4, 0],
+    },
+}
+
+
+def load(
+    name_or_path: str | Path, page_tokens: int | None = None, format: str | None = None, draft: bool = False
+) -> CacheSpec:
+    """A preset, or a file that is a Hugging Face config or a spec declaration.
+
+    The model is named after the preset or the file (`config.json`: after its folder).
+    """
+    name = str(name_or_path)
+    model, config = (name, PRESETS[name]) if name in PRESETS else _read_file(Path(name))
+    if "streams" in config:
+        return _declared(config, page_tokens, format, draft)
+    return _from_config(config, model, page_tokens, format, draft)
+
+
+def _declared(config: Config, page_tokens: int | None, format: str | None, draft: bool) -> CacheSpec:
+    """A declaration has its bytes and its draft streams already; only the page size may differ."""
+    if format is not None:
+        raise SpecError("format", format, "the file declares the bytes of its streams itself")
+    if draft:
+        raise SpecError("draft", draft, "the file declares its draft streams itself")
+    spec = CacheSpec.from_dict(config)
+    return spec if page_tokens is None else replace(spec, page_tokens=page_tokens)
+
+
+def _read_file(path: Path) -> tuple[str, Config]:
+    try:
+        config = json.loads(path.read_text())
+    except OSError as error:
+        known = ", ".join(PRESETS)
+        raise SpecError("name", str(path), f"no preset ({known}) and no readable file: {error}") from error
+    except ValueError as error:
+        raise SpecError("file", str(path), f"is not JSON: {error}") from error
+    if not isinstance(config, Mapping):
+        raise SpecError("file", str(path), "must hold one JSON object")
+    return path.resolve().parent.name if path.name == "config.json" else path.stem, config
+
+
+# Hugging Face configs by family
+
+Reader = Callable[[Config, int, str, str], CacheSpec]
+DraftReader = Callable[[Config, int, str], CacheSpec]
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the configs of one `model_type` are read, and what is right for it where the caller is silent."""
+
+    read: Reader
+    read_draft: DraftReader | None = None
+    page_tokens: int = 64
+    format: str = "bf16"
+
+
+def _from_config(
+    config: Config, model: str, page_tokens: int | None, format: str | None, draft: bool
+) -> CacheSpec:
+    if isinstance(config.get("text_config"), Mapping):  # a model that also sees or hears
+        config = {**config, **config["text_config"]}
+    name = _family_name(config)
+    family = FAMILIES[name]
+    page_tokens = family.page_tokens if page_tokens is None else page_tokens
+    format = family.format if format is None else format
+    spec = family.read(config, page_tokens, format, model)
+    if not draft:
+        return spec
+    if family.read_draft is None:
+        raise SpecError("draft", draft, f"no draft is known for {name}")
+    return spec.with_draft(family.read_draft(config, page_tokens, format))
+
+
+def _family_name(config: Config) -> str:
+    """By `model_type`, else by `architectures` (DeepseekV4ForCausalLM is deepseek_v4)."""
+    names = [config.get("model_type")]
+    if isinstance(config.get("architectures"), list):
+        names += config["architectures"]
+    by_plain_name = {name.replace("_", ""): name for name in FAMILIES}
+    for name in names:
+        plain = str(name).replace("_", "").lower().removesuffix("forcausallm")
+        if plain in by_plain_name:
+            return by_plain_name[plain]
+    raise SpecError("model_type", names, f"is none of {', '.join(sorted(FAMILIES))}")
+
+
+def _dense(config: Config, page_tokens: int, format: str, model: str) -> CacheSpec:
+    """Every layer reads the whole prefix unless `layer_types` says otherwise.
+
+    A window that is not assigned to layers is not used: keeping more than a layer reads is exact.
+    """
+    if config.get("layer_types") is None:
+        config = {**config, "layer_types": ["full_attention"] * whole(config, "num_hidden_layers")}
+    return _windowed(config, page_tokens, format, model)
+
+
+def _windowed(config: Config, page_tokens: int, format: str, model: str) -> CacheSpec:
+    kinds = layer_kinds(config, ("full_attention", "sliding_attention"))
+    full, window = layers_of(kinds, "full_attention"), layers_of(kinds, "sliding_attention")
+    heads = _heads(config, format)
+    if not window:
+        return mha(model, page_tokens, full, heads.kv_heads, heads.head_dim, heads.v_head_dim, format)
+    tokens = whole(config, "sliding_window")
+    return sliding_window(
+        model, page_tokens, full_layers=full, window_layers=window, window=tokens, heads=heads
+    )
+
+
+def _latent(config: Config, page_tokens: int, format: str, model: str) -> CacheSpec:
+    names = ("num_hidden_layers", "kv_lora_rank", "qk_rope_head_dim")
+    layers, rank, rope = (whole(config, name) for name in names)
+    if config.get("index_head_dim") is None:
+        return mla(model, page_tokens, layers, rank, rope, format)
+    return mla_indexer(model, page_tokens, layers, rank, rope, whole(config, "index_head_dim"), format)
+
+
+def _linear_attention(config: Config, page_tokens: int, format: str, model: str) -> CacheSpec:
+    """Gated delta-net layers with an attention layer at every `full_attention_interval`-th place."""
+    if config.get("layer_types") is None:
+        every, layers = whole(config, "full_attention_interval"), whole(config, "num_hidden_layers")
+        kinds = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
+        config = {**config, "layer_types": kinds}
+    kinds = list(layer_kinds(config, ("linear_attention", "full_attention")))
+    keys, k_dim = whole(config, "linear_num_key_heads"), whole(config, "linear_key_head_dim")
+    vals, v_dim = whole(config, "linear_num_value_heads"), whole(config, "linear_value_head_dim")
+    kernel = whole(config, "linear_conv_kernel_dim")
+    return recurrent(
+        model,
+        page_tokens,
+        attention_layers=layers_of(kinds, "full_attention"),
+        recurrent_layers=layers_of(kinds, "linear_attention"),
+        heads=_heads(config, format),
+        recurrence=Recurrence(2 * keys * k_dim + vals * v_dim, kernel, vals * k_dim * v_dim),
+    )
+
+
+def _jamba(config: Config, page_tokens: int, format: str, model: str) -> CacheSpec:
+    """Mamba layers with an attention layer once in every `attn_layer_period`."""
+    layers, period = whole(config, "num_hidden_layers"), whole(config, "attn_layer_period")
+    offset = whole(config, "attn_layer_offset", least=0)
+    kinds = ["attention" if i % period == offset else "mamba" for i in range(layers)]
+    channels = whole(config, "mamba_expand") * whole(config, "hidden_size")
+    kernel, state = whole(config, "mamba_d_conv"), whole(config, "mamba_d_state")
+    return recurrent(
+        model,
+        page_tokens,
+        attention_layers=layers_of(kinds, "attention"),
+        recurrent_layers=layers_of(kinds, "mamba"),
+        heads=_heads(config, format),
+        recurrence=Recurrence(channels, kernel, channels * state),
+    )
+
+
+def _heads(config: Config, format: str) -> Heads:
+    kv_heads = "num_attention_heads" if config.get("num_key_value_heads") is None else "num_key_value_heads"
+    if config.get("head_dim") is not None:
+        head_dim = whole(config, "head_dim")
+    else:
+        head_dim = whole(config, "hidden_size") // whole(config, "num_attention_heads")
+    v_head_dim = None if config.get("v_head_dim") is None else whole(config, "v_head_dim")
+    return Heads(whole(config, kv_heads), head_dim, v_head_dim, format)
+
+
+FAMILIES: Mapping[str, Family] = {
+    # 256-token pages and fp8 are what production kernels of this model read.
+    "deepseek_v4": Family(deepseek_v4, deepseek_v4_mtp, page_tokens=256, format="fp8"),
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_k2"), Family(_latent)
+    ),
+    **dict.fromkeys(
+        ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "glm4_moe"),
+        Family(_dense),
+    ),
+    **dict.fromkeys(("gpt_oss", "gemma2", "gemma3", "gemma3_text", "olmo3", "cohere2"), Family(_windowed)),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text"), Family(_linear_attention)),
+    "jamba": Family(_jamba),
+}

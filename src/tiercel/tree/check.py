@@ -1,0 +1,93 @@
+"""Every invariant of the tree, checked by counting everything again, and a picture of it for a failing
+test."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from tiercel.tree.node import Item, Page, Tail
+from tiercel.tree.prefix_tree import PrefixTree
+
+
+def check(tree: PrefixTree) -> None:
+    """Assertions cite the invariants of ARCHITECTURE.md."""
+    children: Counter[Page] = Counter()
+    children_device: Counter[Page] = Counter()
+    doubles: set[Item] = set()
+    for key, page in tree.index.items():
+        parent = page.parent
+        assert parent is not None and page.key == key and page.depth == parent.depth + 1
+        assert parent is tree.root or tree.index.get(parent.key) is parent, (
+            "I6: a page's ancestors are present"
+        )
+        children[parent] += 1
+        if page.device is not None:
+            children_device[parent] += 1
+            assert parent is tree.root or parent.device is not None, "I6: the device holds a prefix"
+            assert page.load is not None or parent.load is None, (
+                "I2: a readable page below one that is arriving"
+            )
+        for item in _items(page):
+            _check_item(item)
+            if item.device is not None and item.load is None and item.on_host:
+                doubles.add(item)
+    for page in (tree.root, *tree.index.values()):
+        assert page.children == children[page] and page.children_device == children_device[page]
+    assert doubles == set(tree.doubles), "a double is what both tiers can read, no more and no less"
+    _check_candidates(tree)
+
+
+def _items(page: Page) -> Iterator[Page | Tail]:
+    yield page
+    if page.tail is not None:
+        assert page.tail.page is page
+        yield page.tail
+
+
+def _check_item(item: Page | Tail) -> None:
+    assert not item.gone and item.lock >= 0
+    assert item.device is not None or item.host is not None, "what no tier holds is not in the tree"
+    assert item.load is None or item.device is not None
+    assert item.save is None or item.host is not None
+    assert item.load is None or item.on_host, "I2: a load reads a readable copy"
+
+
+def _check_candidates(tree: PrefixTree) -> None:
+    """Whoever may go stands in line; who may not is passed over when its turn comes."""
+    for page in tree.index.values():
+        for item in _items(page):
+            line = tree.device_pages if isinstance(item, Page) else tree.device_tails
+            assert item in line or not line.ready(item), (
+                f"may leave the device, but stands in no line: {_row(item)}"
+            )  # type: ignore[arg-type]
+            assert item in tree.host or not tree.host.ready(item), (
+                f"may leave the host, but stands in no line: {_row(item)}"
+            )
+
+
+def show(tree: PrefixTree) -> str:
+    """One line per page, indented where the text branches:
+
+    a1b2c3d4 D H lock=1 used=7 hits=2
+    └ tail   D .
+    """
+    below: dict[Page, list[Page]] = {}
+    for page in tree.index.values():
+        assert page.parent is not None
+        below.setdefault(page.parent, []).append(page)
+    lines: list[str] = []
+    todo = [(page, 0) for page in reversed(below.get(tree.root, []))]
+    while todo:
+        page, indent = todo.pop()
+        lines += [" " * indent + _row(item) for item in _items(page)]
+        children = below.get(page, [])
+        todo += [(child, indent + (2 if len(children) > 1 else 0)) for child in reversed(children)]
+    return "\n".join(lines)
+
+
+def _row(item: Page | Tail) -> str:
+    device = "." if item.device is None else "D" if item.load is None else "d"
+    host = "." if item.host is None else "H" if item.save is None else "h"
+    name = item.key.hex()[:8] if isinstance(item, Page) else "└ tail  "
+    return f"{name} {device} {host} lock={item.lock} used={item.used} hits={item.hits}"

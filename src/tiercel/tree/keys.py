@@ -1,0 +1,83 @@
+"""Names of pages. Pages with the same name hold the same bytes.
+
+The key of a page is the SHA-256 of a seed and of every token from the start of the text to the page's end,
+read off a running hash at each page boundary:
+
+    seed ─ page 0 ─┬─ page 1 ─┬─ page 2 ─┬─ …          seed = fingerprint of the spec + namespace
+                   ▼          ▼          ▼
+                 key 0      key 1      key 2
+
+So a key names its whole prefix: if a tree holds key i, it can hold it only below key i - 1. Each token is
+hashed once, also when the text grows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tiercel.errors import TokenError
+from tiercel.types import Namespace, PageKey
+
+Tokens = Sequence[int] | npt.NDArray[Any]
+
+_VERSION = b"tiercel key 1"
+
+
+class KeyChain:
+    """The keys of one text, extended as it grows. Tokens that do not fill a page yet wait in the chain."""
+
+    def __init__(self, fingerprint: bytes, namespace: Namespace, page_tokens: int) -> None:
+        self.page_tokens = page_tokens
+        self.keys: list[PageKey] = []
+        self.tokens = 0
+        self._hash = _seeded(fingerprint, namespace).copy()
+        self._rest = b""
+
+    def extend(self, tokens: Tokens) -> None:
+        """Append tokens; bad ones are refused before anything changes."""
+        data = _token_bytes(tokens)
+        self.tokens += len(data) // 4
+        if self._rest:
+            data = self._rest + data
+        step = 4 * self.page_tokens
+        full = len(data) - len(data) % step
+        update, digest, keys = self._hash.update, self._hash.digest, self.keys
+        for start in range(0, full, step):
+            update(data[start : start + step])
+            keys.append(PageKey(digest()))
+        self._rest = data[full:]
+
+
+def _token_bytes(tokens: Tokens) -> bytes:
+    """Tokens as little-endian uint32; a token that does not fit would make two texts share a key."""
+    array = np.asarray(tokens)
+    if array.ndim != 1:
+        raise TokenError("tokens", array.shape, "must be a flat list of token ids")
+    if array.size == 0:
+        return b""
+    if array.dtype.kind not in "iu":
+        raise TokenError("tokens", array.dtype, "token ids are whole numbers")
+    if int(np.bitwise_or.reduce(array)) >> 32:  # a bit above the 32nd, or a sign
+        bad = int(array[(array < 0) | (array > 2**32 - 1)][0])
+        raise TokenError("tokens", bad, "a token id lies between 0 and 2**32 - 1")
+    return array.astype("<u4").tobytes()
+
+
+@lru_cache(maxsize=1024)
+def _seeded(fingerprint: bytes, namespace: Namespace) -> hashlib._Hash:
+    """A hash to copy from: most texts of a server share a few namespaces."""
+    return hashlib.sha256(_seed(fingerprint, namespace))
+
+
+def _seed(fingerprint: bytes, namespace: Namespace) -> bytes:
+    """Every word carries its length, so that no two namespaces run together."""
+    if isinstance(namespace, str) or not all(isinstance(word, str) for word in namespace):
+        raise TokenError("namespace", namespace, "must be a tuple of words")
+    parts = [_VERSION, fingerprint, *(word.encode() for word in namespace)]
+    return b"".join(len(part).to_bytes(4, "little") + part for part in parts)

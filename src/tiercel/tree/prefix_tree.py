@@ -1,0 +1,532 @@
+"""The prefix tree: which pages and tails are cached, in which tier, and which of them may go.
+
+    root ── A ── B ── C ── D            A, B on the device and the host, C, D on the host only
+                 │    └ tail            a tail at C: the text can be resumed after C
+                 └── E ── F             E, F on the device: a second text with the same first two pages
+
+Two facts make every question short. A key names its whole prefix (`tree.keys`), so the tree holds the pages
+of a text up to some depth and none after it, and that depth is found by bisection over the keys; the same
+for what the device holds. And only leaves are evicted, so locking the deepest page of a path protects all of
+it.
+
+The tree decides and keeps the books; it never copies a byte and owns no pool. Places it lets go of and saves
+it wants collect in `actions`, and whoever drives it (`TieredCache`) carries them out.
+
+The life of a place on the device, and who gives it back:
+
+    insert ──────────────► readable ── evict, copy on the host ─────────► given back at once
+    load_start ─ load_done ─►│
+                             └────── evict, no copy yet: save ─ save_done ► given back when the copy ended
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from tiercel.policy.evict import EvictPolicy, Rank
+from tiercel.policy.save import SavePolicy
+from tiercel.tree.candidates import Candidates
+from tiercel.tree.node import Item, Page, Tail
+from tiercel.types import DevicePageId, DeviceTailId, HostPageId, PageKey, Tier
+
+TakeHost = Callable[[int], tuple[HostPageId, ...] | None]
+"""So many host pages, or None when there are not so many free."""
+
+
+class Match(NamedTuple):
+    """What the tiers hold of a text. Counts are in pages from its start."""
+
+    found: int
+    """Pages in any tier."""
+
+    device: int
+    """Pages on the device, those a load is bringing included."""
+
+    boundary: int
+    """The longest prefix that can be resumed: all pages found, and the tails it needs."""
+
+    page: Page
+    """The page that ends at `boundary` (the root when it is 0)."""
+
+    tails: tuple[Tail, ...]
+    """The tails a resume at `boundary` reads, the last one first."""
+
+    branch: int
+    """Where this text leaves the others: a boundary that deserves a tail; 0 when it does not branch off."""
+
+
+class Move(NamedTuple):
+    """One page or tail on its way between the tiers, and the places it goes between."""
+
+    item: Item
+    device: int
+    host: tuple[HostPageId, ...]
+
+
+class Event(NamedTuple):
+    """Something became readable in a tier, or is no longer there."""
+
+    stored: bool
+    tier: Tier
+    tail: bool
+    key: PageKey
+
+
+@dataclass
+class Actions:
+    """What the tree has decided and someone else must do."""
+
+    pages: list[DevicePageId] = field(default_factory=list)
+    tails: list[DeviceTailId] = field(default_factory=list)
+    host: list[HostPageId] = field(default_factory=list)
+    saves: list[Move] = field(default_factory=list)
+
+
+class PrefixTree:
+    """Pages and tails in two tiers. All counts are in pages, all times are ticks of its own clock."""
+
+    def __init__(
+        self, *, evict: EvictPolicy, save: SavePolicy, pages_per_window: int = 0, tails_per_path: int = 64
+    ) -> None:
+        self.root = Page(PageKey(b""), None, None, 0, 0)
+        self.index: dict[PageKey, Page] = {}
+        self.actions = Actions()
+        self.events: list[Event] | None = None
+        self.doubles: dict[Item, None] = {}
+        """Readable in both tiers, the latest last: the first host copies to go when the host is full."""
+        self.pages_per_window = pages_per_window
+        self._evict_policy = evict
+        self._rank = evict.rank
+        self._save = save
+        self._tails_per_path = tails_per_path * max(1, pages_per_window)
+        self._clock = 0
+        self._saving = 0
+        self._line_up()
+
+    def _line_up(self) -> None:
+        """Everything that may leave a tier, in line to do so."""
+        self.device_pages: Candidates[Page] = Candidates(self._evict_policy, _page_may_leave_device)
+        self.device_tails: Candidates[Tail] = Candidates(self._evict_policy, _tail_may_leave_device)
+        self.host: Candidates[Item] = Candidates(self._evict_policy, _may_leave_host)
+        for page in self.index.values():
+            self._offer(page)
+            if page.tail is not None:
+                self._offer(page.tail)
+
+    # Finding
+
+    def match(self, keys: Sequence[PageKey], limit: int, *, device_only: bool = False) -> Match:
+        """What is held of a text, looking at its first `limit` pages. Changes nothing."""
+        found = self._depth(keys, min(len(keys), limit), self._is_held)
+        device = self._depth(keys, found, self._is_on_device)
+        if device_only:
+            found = device
+        page = self.index[keys[found - 1]] if found else self.root
+        branch = found if page.children and found < len(keys) and page is not self.root else 0
+        if self.pages_per_window:
+            page, tails = self._resumable(page, device_only)
+            return Match(found, device, page.depth, page, tails, branch)
+        return Match(found, device, found, page, (), branch)
+
+    def _is_held(self, key: PageKey) -> bool:
+        return key in self.index
+
+    def _is_on_device(self, key: PageKey) -> bool:
+        return self.index[key].device is not None
+
+    def _depth(self, keys: Sequence[PageKey], most: int, holds: Callable[[PageKey], bool]) -> int:
+        """How many of the first keys satisfy `holds`, which is true of a prefix of them and false after
+        it."""
+        if most == 0 or holds(keys[most - 1]):
+            return most
+        low, high = 0, most - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            if holds(keys[middle - 1]):
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _resumable(self, page: Page, device_only: bool) -> tuple[Page, tuple[Tail, ...]]:
+        """The deepest page on the path with a tail on it and on enough pages before it. I6."""
+        run: list[Tail] = []
+        while page is not self.root:
+            tail = page.tail
+            if tail is None or (device_only and tail.device is None):
+                run.clear()
+            else:
+                run.append(tail)
+                if len(run) == self.pages_per_window or page.depth == 1:
+                    return run[0].page, tuple(run)
+            page = _parent(page)
+        return page, ()
+
+    def touch(self, page: Page, tails: Sequence[Tail], priority: int) -> None:
+        """A request found this prefix. Its other pages inherit the use when this one goes
+        (`policy.evict`)."""
+        self._clock += 1
+        for item in (page, *tails):
+            item.used = self._clock
+            item.hits += 1
+            if priority > item.priority:
+                item.priority = priority
+
+    def lock(self, item: Item) -> None:
+        item.lock += 1
+
+    def unlock(self, item: Item) -> None:
+        assert item.lock > 0, "I3: more unlocks than locks"
+        item.lock -= 1
+        if item.lock == 0:
+            self._offer(item)
+
+    # Growing
+
+    def insert(
+        self, parent: Page, keys: Sequence[PageKey], ids: Sequence[DevicePageId], priority: int = 0
+    ) -> list[Page]:
+        """Add full pages after `parent`, which is readable on the device (or the root). Answers the pages
+        now in the tree.
+
+        A page that is there already gives the new copy back; one that was only on the host takes it. A page
+        that a load is bringing just now ends the answer early: the caller keeps its copy and comes again.
+        """
+        assert parent is self.root or (parent.device is not None and parent.load is None)
+        self._clock += 1
+        clock, index, pages = self._clock, self.index, []
+        for key, device in zip(keys, ids, strict=True):
+            page = index.get(key)
+            if page is None:
+                page = index[key] = Page(key, parent, device, clock, priority)
+                parent.children += 1
+                parent.children_device += 1
+                if self.events is not None:
+                    self._tell(True, Tier.DEVICE, page)
+            elif page.device is None:
+                self._adopt(page, device)
+                parent.children_device += 1
+            elif page.load is not None:
+                break
+            else:
+                self.actions.pages.append(device)
+            page.used = clock
+            pages.append(page)
+            parent = page
+        if pages:
+            self.device_pages.offer(parent)
+        return pages
+
+    def insert_tail(self, page: Page, device: DeviceTailId, priority: int = 0) -> Tail:
+        """Hang a tail on a page; where one is readable or arriving already, the new copy is given back."""
+        self._clock += 1
+        tail = page.tail
+        if tail is None:
+            tail = page.tail = Tail(page, device, self._clock, priority)
+            self._tell(True, Tier.DEVICE, tail)
+            self._cap_tails(page)
+        elif tail.device is None:
+            self._adopt(tail, device)
+        else:
+            self.actions.tails.append(device)
+        tail.used = self._clock
+        self.device_tails.offer(tail)
+        return tail
+
+    def _adopt(self, item: Page | Tail, device: Any) -> None:
+        """Something that was only on the host gets fresh bytes on the device, without a copy."""
+        item.device = device
+        self._tell(True, Tier.DEVICE, item)
+        if item.on_host:
+            self.doubles[item] = None
+
+    def _cap_tails(self, page: Page) -> None:
+        """At most so many tails on a path; the coldest of the older ones gives way."""
+        older: list[Tail] = []
+        above = _parent(page)
+        while above is not self.root:
+            if above.tail is not None:
+                older.append(above.tail)
+            above = _parent(above)
+        if len(older) >= self._tails_per_path:
+            idle = [tail for tail in older if tail.lock == 0 and tail.load is None and tail.save is None]
+            if idle:
+                self._remove_tail(min(idle, key=self._rank))  # type: ignore[arg-type]
+
+    # Moving between the tiers
+
+    def load_start(self, item: Page | Tail, device: Any, batch: int) -> Move:
+        """A load is going to fill `device` from the host copy."""
+        assert item.device is None and item.on_host and item.host is not None, (
+            "I2: a load reads a readable copy"
+        )
+        item.device = device
+        item.load = batch
+        if isinstance(item, Page):
+            parent = _parent(item)
+            assert parent is self.root or parent.device is not None, "the device holds a prefix"
+            parent.children_device += 1
+        return Move(item, device, item.host)
+
+    def load_done(self, move: Move, ok: bool) -> None:
+        """The load ended. If it failed, the host copy is still what it was. Children before parents when it
+        failed."""
+        item = move.item
+        assert isinstance(item, Page | Tail)
+        if item.gone:
+            self._give_device(item, move.device)
+            self.actions.host.extend(move.host)
+            return
+        item.load = None
+        if ok:
+            self.doubles[item] = None
+            self._tell(True, Tier.DEVICE, item)
+        else:
+            self._give_device(item, move.device)
+            self._leave_device(item)
+        self._offer(item)
+
+    def save_start(self, item: Page | Tail, host: tuple[HostPageId, ...], batch: int) -> None:
+        """A save is going to fill `host` from the device copy, which stays where it is until the save
+        ended."""
+        assert item.device is not None and item.load is None and item.host is None
+        item.host = host
+        item.save = batch
+        self._saving += 1
+        self.actions.saves.append(Move(item, item.device, host))
+
+    def save_done(self, move: Move, ok: bool) -> None:
+        """The save ended. What was evicted meanwhile gives its device place back now; if it failed, it is
+        lost."""
+        item = move.item
+        assert isinstance(item, Page | Tail)
+        self._saving -= 1
+        if item.device != move.device:
+            self._give_device(item, move.device)
+        if item.gone:
+            self.actions.host.extend(move.host)
+            return
+        item.save = None
+        if ok:
+            self._tell(True, Tier.HOST, item)
+            if item.device is not None:
+                self.doubles[item] = None
+        else:
+            item.host = None
+            item.unsavable = True
+            self.actions.host.extend(move.host)
+            if item.device is None:
+                self._drop(item)
+                return
+        self._offer(item)
+
+    def unsaved(self, page: Page) -> list[Page]:
+        """Pages at the end of a path that have no host copy and none on its way, the deepest last."""
+        pages = []
+        while page is not self.root and page.host is None:
+            pages.append(page)
+            page = _parent(page)
+        return pages[::-1]
+
+    # Evicting
+
+    def evict_pages(self, count: int, batch: int = 0, take_host: TakeHost | None = None) -> int:
+        """Take up to `count` pages off the device, coldest leaves first; answers how many went.
+
+        Each goes to the host: it is there, or it is saved with `batch` into places from `take_host`;
+        otherwise it is gone. Places of pages being saved are given back by `save_done`.
+        """
+        for going in range(count):
+            page = self.device_pages.pop()
+            if page is None or not self._evict(page, 1, batch, take_host):
+                return going
+        return count
+
+    def evict_tails(
+        self, count: int, host_pages: int = 0, batch: int = 0, take_host: TakeHost | None = None
+    ) -> int:
+        """The same for tails, each of which takes `host_pages` on the host."""
+        for going in range(count):
+            tail = self.device_tails.pop()
+            if tail is None or not self._evict(tail, host_pages, batch, take_host):
+                return going
+        return count
+
+    def _evict(self, item: Page | Tail, host_pages: int, batch: int, take_host: TakeHost | None) -> bool:
+        """False when it has to wait: the host has no room because of saves whose end will show who is
+        colder."""
+        assert item.device is not None
+        if item.host is None:
+            if take_host is None or item.unsavable or item.hits < self._save.evict_hits:
+                self._drop(item)
+                return True
+            host = self._host_for(item, host_pages, take_host)
+            if host is None and self._saving:
+                self._offer(item)
+                return False
+            if host is None:
+                self._drop(item)
+                return True
+            self.save_start(item, host, batch)
+        elif item.save is None:
+            self._give_device(item, item.device)
+        self._leave_device(item)
+        self._tell(False, Tier.DEVICE, item)
+        self._offer(item)
+        return True
+
+    def _host_for(self, item: Page | Tail, count: int, take_host: TakeHost) -> tuple[HostPageId, ...] | None:
+        """Host pages for something about to leave the device; it displaces doubles and what is colder,
+        nothing else."""
+        rank = self._rank(item)
+        while (host := take_host(count)) is None:
+            if not self.evict_host(colder_than=rank):
+                return None
+        return host
+
+    def evict_host(self, *, colder_than: Rank | None = None) -> bool:
+        """Take one thing off the host: the latest double, or else the coldest page or tail that only the
+        host has."""
+        if self.doubles:
+            item, _ = self.doubles.popitem()
+            self._leave_host(item)
+            return True
+        coldest = self.host.coldest()
+        if coldest is None or (colder_than is not None and self._rank(coldest) > colder_than):  # type: ignore[operator]
+            return False
+        self._drop(coldest)
+        return True
+
+    def flush(self) -> int:
+        """Forget everything that no request holds and no transfer moves; answers how many pages stay."""
+        for page in reversed(list(self.index.values())):
+            tail = page.tail
+            if tail is not None and _idle(tail):
+                self._remove_tail(tail)
+            if page.children == 0 and page.tail is None and _idle(page):
+                self._remove(page)
+        self._line_up()
+        return len(self.index)
+
+    # The books
+
+    def _offer(self, item: Item) -> None:
+        if isinstance(item, Page):
+            self.device_pages.offer(item)
+            self.host.offer(item)
+        elif isinstance(item, Tail):
+            self.device_tails.offer(item)
+            self.host.offer(item)
+            self.host.offer(item.page)
+
+    def _leave_device(self, item: Page | Tail) -> None:
+        """The device copy is no longer the tree's. Its place was given back, or a save still reads it."""
+        item.device = None
+        self.doubles.pop(item, None)
+        if isinstance(item, Page):
+            parent = _parent(item)
+            parent.children_device -= 1
+            self._inherit(parent, item)
+            self.device_pages.offer(parent)
+
+    def _leave_host(self, item: Item) -> None:
+        if item.host is not None and item.save is None:
+            self.actions.host.extend(item.host)
+            item.host = None
+            self.doubles.pop(item, None)
+            self._tell(False, Tier.HOST, item)
+
+    def _inherit(self, parent: Page, page: Page) -> None:
+        """A parent was used whenever its child was."""
+        parent.used = max(parent.used, page.used)
+        parent.priority = max(parent.priority, page.priority)
+        parent.hits += page.hits - page.hits_given
+        page.hits_given = page.hits
+
+    def _drop(self, item: Item) -> None:
+        """Forget something altogether; for a page, everything below it too. None of it is on the device but
+        itself."""
+        if isinstance(item, Tail):
+            self._remove_tail(item)
+            return
+        assert isinstance(item, Page)
+        doomed = [item]
+        if item.children:
+            # Rare: a page that could not be saved, with descendants on the host. Parents stand before
+            # children in the index.
+            below = {item}
+            for page in self.index.values():
+                if page.parent in below:
+                    below.add(page)
+                    doomed.append(page)
+        for page in reversed(doomed):
+            self._remove(page)
+
+    def _remove(self, page: Page) -> None:
+        assert page.lock == 0 and page.children == 0 and page.load is None, "I3: a page in use is not removed"
+        if page.tail is not None:
+            self._remove_tail(page.tail)
+        if page.device is not None:
+            if page.save is None:
+                self._give_device(page, page.device)
+            self._leave_device(page)
+            self._tell(False, Tier.DEVICE, page)
+        self._leave_host(page)
+        page.gone = True
+        del self.index[page.key]
+        parent = _parent(page)
+        parent.children -= 1
+        self._inherit(parent, page)
+        self.host.offer(parent)
+
+    def _remove_tail(self, tail: Tail) -> None:
+        """Places that a transfer still uses are given back when it ends."""
+        assert tail.lock == 0, "I3: a tail in use is not removed"
+        if tail.device is not None and tail.load is None:
+            if tail.save is None:
+                self._give_device(tail, tail.device)
+            self._leave_device(tail)
+            self._tell(False, Tier.DEVICE, tail)
+        if tail.load is None:
+            self._leave_host(tail)
+        tail.gone = True
+        tail.page.tail = None
+        self.host.offer(tail.page)
+
+    def _give_device(self, item: Item, device: Any) -> None:
+        (self.actions.pages if isinstance(item, Page) else self.actions.tails).append(device)
+
+    def _tell(self, stored: bool, tier: Tier, item: Item) -> None:
+        if self.events is not None:
+            page = item.page if isinstance(item, Tail) else item
+            assert isinstance(page, Page)
+            self.events.append(Event(stored, tier, page is not item, page.key))
+
+
+def _parent(page: Page) -> Page:
+    assert page.parent is not None, "the root is never asked for its parent"
+    return page.parent
+
+
+def _idle(item: Item) -> bool:
+    return item.lock == 0 and item.load is None and item.save is None
+
+
+def _page_may_leave_device(page: Page) -> bool:
+    return page.device is not None and page.children_device == 0 and page.lock == 0 and page.load is None
+
+
+def _tail_may_leave_device(tail: Tail) -> bool:
+    return tail.device is not None and tail.lock == 0 and tail.load is None
+
+
+def _may_leave_host(item: Item) -> bool:
+    """Only what the host alone holds, and of pages only leaves without a tail in use."""
+    if not (item.on_host and _idle(item)):
+        return False
+    if isinstance(item, Page):
+        return item.device is None and item.children == 0 and (item.tail is None or _idle(item.tail))
+    assert isinstance(item, Tail)
+    return item.device is None

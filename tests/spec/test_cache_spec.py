@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiercel.errors import SpecError
+from tiercel.spec import PREFIX, CacheSpec, Keep, Part, State, Stream, Window
+
+
+def make_stream(name: str = "kv", **changes: Any) -> Stream:
+    fields: dict[str, Any] = {"layers": (0, 1), "parts": (Part("value", 16), Part("scale", 4))}
+    return Stream(name, **{**fields, **changes})
+
+
+def make_spec(*streams: Stream, page_tokens: int = 64, model: str = "m") -> CacheSpec:
+    return CacheSpec(model, page_tokens, streams or (make_stream(),))
+
+
+# Pages and tails
+
+
+def test_prefix_streams_are_in_pages_and_all_others_in_tails() -> None:
+    spec = make_spec(make_stream("a"), make_stream("b", keep=Window(8)), make_stream("c", keep=State()))
+    assert [s.name for s in spec.page_streams] == ["a"]
+    assert [s.name for s in spec.tail_streams] == ["b", "c"]
+    assert spec.page_bytes == 2 * 64 * 20
+    assert spec.tail_bytes == 2 * 8 * 20 + 2 * 20
+
+
+@pytest.mark.parametrize(("window", "pages"), [(1, 1), (64, 1), (65, 2), (128, 2), (1000, 16)])
+def test_a_window_longer_than_a_page_needs_the_tails_of_several_boundaries(window: int, pages: int) -> None:
+    assert make_spec(make_stream(keep=Window(window))).pages_per_window == pages
+
+
+def test_a_state_alone_needs_one_boundary_and_pages_alone_need_none() -> None:
+    assert make_spec(make_stream(keep=State())).pages_per_window == 1
+    assert make_spec().pages_per_window == 0
+
+
+def test_a_tail_takes_whole_host_pages() -> None:
+    spec = make_spec(make_stream("a", parts=(Part("x", 1),)), make_stream("b", keep=State(entries=7)))
+    assert (spec.page_bytes, spec.tail_bytes, spec.host_pages_per_tail) == (128, 280, 3)
+
+
+# Replay
+
+
+def test_the_windows_of_successive_layers_add_up() -> None:
+    assert make_spec(make_stream(layers=(0, 1, 2), keep=Window(32))).replay_tokens == 3 * 31
+
+
+def test_layers_that_read_pages_do_not_lengthen_a_replay() -> None:
+    spec = make_spec(make_stream("a", layers=(0, 1, 3)), make_stream("b", layers=(2, 4), keep=Window(32)))
+    assert spec.replay_tokens == 2 * 31
+
+
+def test_a_state_adds_its_span_behind_the_windows_before_it() -> None:
+    window = make_stream("w", layers=(0, 1), keep=Window(5))
+    state = make_stream("s", layers=(2,), keep=State(entries=4, span=9))
+    assert make_spec(window, state).replay_tokens == 2 * 4 + 9
+
+
+def test_a_state_of_the_whole_prefix_can_not_be_replayed() -> None:
+    assert make_spec(make_stream("w", keep=Window(5)), make_stream("s", keep=State())).replay_tokens is None
+
+
+def test_a_spec_without_tails_replays_nothing() -> None:
+    assert make_spec().replay_tokens == 0
+
+
+# Derived specs
+
+
+def test_a_stage_keeps_global_layer_ids_and_drops_streams_it_does_not_own() -> None:
+    spec = make_spec(make_stream("a", layers=(0, 1, 2, 3)), make_stream("b", layers=(0, 1)))
+    stage = spec.stage(2, 4)
+    assert [(s.name, s.layers) for s in stage.streams] == [("a", (2, 3))]
+
+
+def test_a_stage_without_bytes_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"stage = \(7, 9\)"):
+        make_spec().stage(7, 9)
+
+
+def test_draft_layers_follow_the_targets_in_the_same_page() -> None:
+    spec = make_spec().with_draft(make_spec(make_stream(layers=(0,)), model="d"))
+    assert [(s.name, s.layers) for s in spec.streams] == [("kv", (0, 1)), ("draft_kv", (2,))]
+    assert (spec.model, spec.page_bytes) == ("m+d", 3 * 64 * 20)
+
+
+def test_a_draft_with_other_pages_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"draft.page_tokens = 32: the target has 64"):
+        make_spec().with_draft(make_spec(page_tokens=32))
+
+
+def test_a_second_draft_of_the_same_streams_is_refused() -> None:
+    drafted = make_spec().with_draft(make_spec())
+    with pytest.raises(SpecError, match=r"streams = 'draft_kv': two streams have the same name"):
+        drafted.with_draft(make_spec())
+
+
+# Refusals
+
+
+def test_entries_that_do_not_divide_a_page_are_refused() -> None:
+    with pytest.raises(SpecError, match=r"kv.tokens_per_entry = 3: .*page_tokens = 64"):
+        make_spec(make_stream(tokens_per_entry=3))
+
+
+def test_streams_with_one_name_are_refused() -> None:
+    with pytest.raises(SpecError, match=r"streams = 'kv': two streams have the same name"):
+        make_spec(make_stream(), make_stream(layers=(5,)))
+
+
+@pytest.mark.parametrize("page_tokens", [0, -64, True, 1.5, "64", None])
+def test_a_page_size_that_is_no_positive_whole_number_is_refused(page_tokens: Any) -> None:
+    with pytest.raises(SpecError) as refused:
+        make_spec(page_tokens=page_tokens)
+    assert f"page_tokens = {page_tokens!r}" in str(refused.value)
+
+
+def test_a_spec_without_streams_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"streams = \(\)"):
+        CacheSpec("m", 64, ())
+
+
+# Fingerprint
+
+STREAM_CHANGES: dict[str, dict[str, Any]] = {
+    "name": {"name": "other"},
+    "layers": {"layers": (0, 2)},
+    "bytes of a part": {"parts": (Part("value", 17), Part("scale", 4))},
+    "name of a part": {"parts": (Part("fp16", 16), Part("scale", 4))},
+    "order of the parts": {"parts": (Part("scale", 4), Part("value", 16))},
+    "window": {"keep": Window(8)},
+    "state": {"keep": State(entries=2)},
+    "span of a state": {"keep": State(entries=2, span=4)},
+    "tokens per entry": {"tokens_per_entry": 4},
+    "row alignment": {"row_align": 256},
+}
+
+
+def test_every_field_changes_the_fingerprint() -> None:
+    base = make_spec()
+    changed = {what: make_spec(replace(make_stream(), **change)) for what, change in STREAM_CHANGES.items()}
+    changed["model"] = replace(base, model="n")
+    changed["page_tokens"] = replace(base, page_tokens=128)
+    changed["number of streams"] = make_spec(make_stream(), make_stream("b"))
+    changed["order of streams"] = make_spec(make_stream("b"), make_stream())
+    prints = {what: spec.fingerprint for what, spec in {"base": base, **changed}.items()}
+    assert len(set(prints.values())) == len(prints)
+
+
+def test_equal_specs_have_one_fingerprint_whoever_built_them() -> None:
+    assert make_spec() is not make_spec()
+    assert make_spec().fingerprint == make_spec().fingerprint
+    assert len(make_spec().fingerprint) == 32
+
+
+# Declarations
+
+keeps: st.SearchStrategy[Keep] = st.one_of(
+    st.just(PREFIX),
+    st.builds(Window, st.integers(1, 16).map(lambda n: n * 8)),
+    st.builds(State, st.integers(1, 9), st.none() | st.integers(1, 9)),
+)
+streams = st.builds(
+    Stream,
+    name=st.text(min_size=1, max_size=5),
+    layers=st.sets(st.integers(0, 20), min_size=1).map(lambda ids: tuple(sorted(ids))),
+    parts=st.dictionaries(st.text(max_size=3), st.integers(1, 600), min_size=1, max_size=3).map(
+        lambda parts: tuple(Part(name, size) for name, size in parts.items())
+    ),
+    keep=keeps,
+    tokens_per_entry=st.sampled_from([1, 2, 4, 8]),
+    row_align=st.sampled_from([1, 16, 576]),
+)
+specs = st.builds(
+    CacheSpec,
+    model=st.text(),
+    page_tokens=st.sampled_from([8, 64, 256]),
+    streams=st.lists(streams, min_size=1, max_size=4, unique_by=lambda s: s.name).map(tuple),
+)
+
+
+@given(specs)
+def test_a_declaration_comes_back_from_json_as_the_same_spec(spec: CacheSpec) -> None:
+    again = CacheSpec.from_dict(json.loads(json.dumps(spec.to_dict())))
+    assert again == spec
+    assert again.fingerprint == spec.fingerprint
+
+
+@given(specs, st.integers(1, 20))
+def test_two_stages_hold_the_bytes_of_the_whole(spec: CacheSpec, cut: int) -> None:
+    sides = [
+        (first, last) for first, last in ((0, cut), (cut, 21)) if set(range(first, last)) & {*spec.layers}
+    ]
+    stages = [spec.stage(first, last) for first, last in sides]
+    assert sum(stage.page_bytes for stage in stages) == spec.page_bytes
+    assert sum(stage.tail_bytes for stage in stages) == spec.tail_bytes
+
+
+def declare(**changes: Any) -> dict[str, Any]:
+    stream = {"name": "kv", "layers": [0], "parts": {"value": 4}, **changes}
+    return {"model": "m", "page_tokens": 64, "streams": [stream]}
+
+
+@pytest.mark.parametrize(
+    ("declaration", "message"),
+    [
+        ({"model": "m", "page_tokens": 64}, "spec.streams = None: is missing"),
+        ({"model": 5, "page_tokens": 64, "streams": declare()["streams"]}, "model = 5"),
+        ({**declare(), "pages": 3}, "spec.pages = 3: is not a field"),
+        ({**declare(), "streams": 43}, "spec.streams = 43"),
+        ({**declare(), "streams": ["kv"]}, "streams[0] = 'kv'"),
+        (declare(layers=43), "streams[0].layers = 43"),
+        (declare(layers=["0"]), "kv.layers = ('0',)"),
+        (declare(parts=[4]), "streams[0].parts = [4]"),
+        (declare(parts={"value": -4}), "kv.value.bytes = -4"),
+        (declare(kepp="prefix"), "streams[0].kepp = 'prefix'"),
+        (declare(keep="suffix"), "streams[0].keep = 'suffix'"),
+        (declare(keep={"window": "8"}), "streams[0].keep = {'window': '8'}"),
+        (declare(keep={"state": 1, "span": "4"}), "kv.span = '4'"),
+        (declare(tokens_per_entry="4"), "kv.tokens_per_entry = '4'"),
+    ],
+)
+def test_a_declaration_that_can_not_be_read_is_refused_by_field_and_value(
+    declaration: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SpecError) as refused:
+        CacheSpec.from_dict(declaration)
+    assert message in str(refused.value)

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tiercel.errors import SpecError
+from tiercel.spec import Part, State, Stream, Window
+
+
+def make_stream(**changes: Any) -> Stream:
+    fields: dict[str, Any] = {"name": "kv", "layers": (0, 1), "parts": (Part("value", 16),)}
+    return Stream(**{**fields, **changes})
+
+
+def test_parts_follow_each_other_each_for_all_entries() -> None:
+    stream = make_stream(parts=(Part("value", 576), Part("scale", 8)), tokens_per_entry=4, row_align=576)
+    assert stream.row_bytes(256) == 37_440
+    assert stream.part_ranges(0, 256) == ((0, 576), (36_864, 8))
+    assert stream.part_ranges(63, 256) == ((63 * 576, 576), (36_864 + 63 * 8, 8))
+
+
+def test_parts_of_all_entries_cover_a_row_without_overlap() -> None:
+    stream = make_stream(parts=(Part("a", 3), Part("b", 2), Part("c", 5)))
+    covered = [
+        byte
+        for entry in range(8)
+        for offset, size in stream.part_ranges(entry, 8)
+        for byte in range(offset, offset + size)
+    ]
+    assert sorted(covered) == list(range(stream.row_bytes(8)))
+
+
+def test_a_row_is_cut_by_entries_only_with_one_part_and_no_padding() -> None:
+    assert make_stream().cut_by_entries(4)
+    assert not make_stream(row_align=48).cut_by_entries(4)
+    assert not make_stream(parts=(Part("value", 16), Part("scale", 4))).cut_by_entries(4)
+
+
+@pytest.mark.parametrize(
+    ("keep", "entries"), [(Window(8), 8), (Window(16), 16), (Window(100), 16), (State(entries=3), 3)]
+)
+def test_a_tail_row_holds_at_most_one_page_of_a_window_and_all_of_a_state(
+    keep: Window | State, entries: int
+) -> None:
+    assert make_stream(keep=keep).entries_per_row(16) == entries
+
+
+def test_a_window_shorter_than_a_page_takes_only_its_own_bytes() -> None:
+    assert make_stream(keep=Window(8)).row_bytes(256) == 8 * 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": ""}, "stream.name = ''"),
+        ({"name": 5}, "stream.name = 5"),
+        ({"layers": ()}, "kv.layers = ()"),
+        ({"layers": (-1, 0)}, "kv.layers = (-1, 0)"),
+        ({"layers": (2, 1)}, "kv.layers = (2, 1)"),
+        ({"layers": (1, 1)}, "kv.layers = (1, 1)"),
+        ({"layers": ("a",)}, "kv.layers = ('a',)"),
+        ({"parts": ()}, "kv.parts = ()"),
+        ({"parts": (Part("value", -16),)}, "kv.value.bytes = -16"),
+        ({"parts": (Part("value", 0),)}, "kv.value.bytes = 0"),
+        ({"parts": (Part("value", 8), Part("value", 8))}, "two parts have the same name"),
+        ({"tokens_per_entry": -4}, "kv.tokens_per_entry = -4"),
+        ({"row_align": 0}, "kv.row_align = 0"),
+        ({"keep": Window(-128)}, "kv.window = -128"),
+        ({"keep": State(entries=0)}, "kv.entries = 0"),
+        ({"keep": State(span=-4)}, "kv.span = -4"),
+    ],
+)
+def test_a_stream_that_can_not_be_stored_is_refused_by_field_and_value(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SpecError) as refused:
+        make_stream(**changes)
+    assert message in str(refused.value)

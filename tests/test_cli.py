@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMAND = Path(sys.executable).with_name("tiercel")
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([COMMAND, *arguments], capture_output=True, text=True, check=False)
+
+
+def test_a_table_for_people_has_thousands_separators_and_is_not_cut() -> None:
+    done = run("spec", "deepseek-v4-flash", "--device-memory", "40GiB", "--host-memory", "200GiB")
+    assert done.returncode == 0
+    for text in ("c4_index_state", "37,440", "998,208", "3,649,920", "3,899", "5,461", "11,014,656 tokens"):
+        assert text in done.stdout
+    assert "…" not in done.stdout
+
+
+def test_json_for_programs_carries_the_same_numbers() -> None:
+    done = run("spec", "deepseek-v4-flash", "--device-memory", "1GiB", "--json")
+    table = json.loads(done.stdout)
+    assert table["bytes_per_page"] == 998_208
+    assert table["bytes_per_token"] == 3_899
+    assert table["device"]["tokens"] == 2**30 // 998_208 * 256
+    assert table["host"] is None
+
+
+def test_page_size_format_and_draft_can_be_chosen() -> None:
+    options = ("--page-tokens", "128", "--format", "bf16", "--draft", "--json")
+    table = json.loads(run("spec", "deepseek-v4-flash", *options).stdout)
+    assert (table["page_tokens"], table["bytes_per_token"]) == (128, 6_880)
+    assert table["streams"][-1]["name"] == "draft_window"
+
+
+def test_a_stream_nobody_wrote_code_for_is_declared_in_json(tmp_path: Path) -> None:
+    stream = {"name": "c2", "layers": [0, 1], "parts": {"value": 100}, "tokens_per_entry": 2}
+    path = tmp_path / "made_up.json"
+    path.write_text(json.dumps({"model": "made-up", "page_tokens": 64, "streams": [stream]}))
+    table = json.loads(run("spec", path, "--json").stdout)
+    assert (table["model"], table["bytes_per_page"]) == ("made-up", 2 * 32 * 100)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("deepseek-v9",), "'deepseek-v9'"),
+        (("deepseek-v4-flash", "--page-tokens", "200"), "page_tokens = 200"),
+        (("deepseek-v4-flash", "--page-tokens", "0"), "page_tokens = 0"),
+        (("deepseek-v4-flash", "--format", "fp6"), "format = 'fp6'"),
+        (("deepseek-v4-flash", "--device-memory", "much"), "--device-memory = 'much'"),
+    ],
+)
+def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(arguments: tuple[str, ...], message: str) -> None:
+    done = run("spec", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_command_needs_its_name() -> None:
+    done = run("deepseek-v4-flash")
+    assert done.returncode == 2
+    assert "No such command" in done.stderr
+
+
+def test_the_module_is_the_same_command() -> None:
+    command = [sys.executable, "-m", "tiercel.cli", "spec", "deepseek-v4-flash", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == run("spec", "deepseek-v4-flash", "--json").stdout
+
+
+@pytest.mark.parametrize("module", ["tiercel.spec", "tiercel.cli"])
+def test_deciding_what_a_model_stores_does_not_load_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

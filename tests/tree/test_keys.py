@@ -1,0 +1,84 @@
+"""Goal: a key names a prefix, its model and its namespace, and nothing else. Method: golden value, and pairs
+that must differ."""
+
+import hashlib
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.make import FINGERPRINT
+from tiercel.errors import TokenError
+from tiercel.tree.keys import KeyChain
+
+
+def keys_of(tokens, namespace=(), page_tokens=4, fingerprint=FINGERPRINT):
+    chain = KeyChain(fingerprint, namespace, page_tokens)
+    chain.extend(tokens)
+    return chain.keys
+
+
+def test_the_key_is_what_the_documentation_says():
+    seed = b"".join(len(p).to_bytes(4, "little") + p for p in (b"tiercel key 1", FINGERPRINT, b"tenant"))
+    tokens = np.arange(8, dtype="<u4").tobytes()
+    assert keys_of(range(8), ("tenant",)) == [
+        hashlib.sha256(seed + tokens[:16]).digest(),
+        hashlib.sha256(seed + tokens).digest(),
+    ]
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=40), st.lists(st.integers(0, 40), max_size=5))
+def test_a_text_extended_piece_by_piece_has_the_keys_of_the_whole(tokens, cuts):
+    chain, cuts = KeyChain(FINGERPRINT, (), 4), sorted(cuts)
+    for start, end in zip([0, *cuts], [*cuts, len(tokens)], strict=True):
+        chain.extend(tokens[start:end])
+    assert chain.keys == keys_of(tokens) and chain.tokens == len(tokens)
+    assert len(chain.keys) == len(tokens) // 4
+
+
+@given(
+    st.lists(st.integers(0, 3), min_size=8, max_size=8), st.lists(st.integers(0, 3), min_size=8, max_size=8)
+)
+def test_equal_keys_mean_equal_prefixes(one, two):
+    for i, (a, b) in enumerate(zip(keys_of(one), keys_of(two), strict=True)):
+        assert (a == b) == (one[: 4 * i + 4] == two[: 4 * i + 4])
+
+
+@pytest.mark.parametrize("other", [("ab", "c"), ("abc",), ("a", "bc", ""), ("a", "bC"), ()])
+def test_namespaces_never_share_a_key(other):
+    assert not set(keys_of(range(8), ("a", "bc"))) & set(keys_of(range(8), other))
+
+
+def test_two_models_never_share_a_key():
+    assert not set(keys_of(range(8))) & set(keys_of(range(8), fingerprint=b"g" * 32))
+
+
+def test_page_sizes_never_share_a_key_by_way_of_the_fingerprint():
+    assert keys_of(range(8), page_tokens=4)[-1] == keys_of(range(8), page_tokens=8)[-1], (
+        "the page size is in the spec's fingerprint, not in the chain"
+    )
+
+
+@pytest.mark.parametrize(
+    "tokens", [[1, -1], [2**32], np.array([2**40]), np.array([-5], dtype=np.int32), [0.5], [[1, 2]], ["a"]]
+)
+def test_tokens_that_can_not_name_a_page_are_refused_and_change_nothing(tokens):
+    chain = KeyChain(FINGERPRINT, (), 2)
+    chain.extend([1, 2, 3])
+    keys = list(chain.keys)
+    with pytest.raises(TokenError, match="tokens"):
+        chain.extend(tokens)
+    chain.extend([4])
+    assert chain.keys == keys_of([1, 2, 3, 4], page_tokens=2) and chain.keys[:1] == keys
+
+
+@pytest.mark.parametrize("namespace", ["abc", (1, "a"), (None,)])
+def test_a_namespace_that_is_not_a_tuple_of_words_is_refused(namespace):
+    with pytest.raises(TokenError, match="namespace"):
+        keys_of([1], namespace)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint16, np.uint32, np.uint64])
+def test_the_type_of_the_token_array_does_not_matter(dtype):
+    assert keys_of(np.arange(8, dtype=dtype)) == keys_of(list(range(8)))

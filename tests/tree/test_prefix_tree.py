@@ -1,0 +1,497 @@
+"""Goal: each rule of the tree in a scene of a few pages. Method: texts are words, a letter is a page
+(`tests.make`)."""
+
+import pytest
+
+from tests.make import TreeDriver, make_keys
+from tiercel.tree.check import check, show
+
+
+def make_tree(**options):
+    driver = TreeDriver(**options)
+    return driver
+
+
+# Matching
+
+
+def test_a_match_is_the_longest_common_prefix_of_any_text():
+    tree = make_tree()
+    for text in ("abcd", "abxy", "q"):
+        tree.add(text)
+    lengths = {text: tree.match(text).found for text in ("abcz", "abxyz", "ab", "z", "qq", "")}
+    assert lengths == {"abcz": 3, "abxyz": 4, "ab": 2, "z": 0, "qq": 1, "": 0}
+
+
+def test_a_match_looks_no_further_than_its_limit():
+    tree = make_tree()
+    tree.add("abcd")
+    assert tree.tree.match(make_keys("abcd"), 3).found == 3
+
+
+def test_a_match_tells_the_tiers_apart():
+    tree = make_tree(host_pages=9)
+    tree.add("abcd")
+    tree.evict(2)
+    match = tree.match("abcd")
+    assert (match.found, match.device, match.boundary) == (4, 2, 4)
+    assert tree.match("abcd", device_only=True).found == 2
+
+
+def test_a_match_changes_nothing():
+    tree = make_tree(host_pages=9)
+    tree.add("abcd")
+    before = show(tree.tree)
+    tree.match("abzz")
+    assert show(tree.tree) == before
+
+
+def test_a_branch_point_is_where_a_text_leaves_the_others():
+    tree = make_tree()
+    tree.add("abcd")
+    assert tree.match("abx").branch == 2
+    assert tree.match("abcd").branch == 0, "the whole text is known"
+    assert tree.match("abcde").branch == 0, "it only goes on where the other ended"
+    assert tree.match("xyz").branch == 0, "it shares nothing"
+
+
+# Tails
+
+
+def test_without_a_tail_nothing_can_be_resumed_and_with_one_up_to_it():
+    tree = make_tree(pages_per_window=1)
+    tree.add("abcdef")
+    assert tree.match("abcdef").boundary == 0
+    tree.add_tail("ab")
+    tree.add_tail("abcd")
+    match = tree.match("abcdef")
+    assert (match.boundary, match.found) == (4, 6)
+    assert [tail.page for tail in match.tails] == [tree.page("abcd")]
+    assert tree.match("abc").boundary == 2, "an earlier tail, not zero"
+
+
+def test_a_window_of_three_pages_needs_three_tails_in_a_row():
+    tree = make_tree(pages_per_window=3)
+    tree.add("abcdefgh")
+    for text in ("ab", "abc", "abcde", "abcdef"):
+        tree.add_tail(text)
+    assert tree.match("abcdefgh").boundary == 0
+    tree.add_tail("abcd")
+    assert tree.match("abcdefgh").boundary == 6
+    assert [t.page.depth for t in tree.match("abcdefgh").tails] == [6, 5, 4]
+    assert tree.match("abcd").boundary == 4
+
+
+def test_near_the_start_of_a_text_a_long_window_needs_only_what_there_is():
+    tree = make_tree(pages_per_window=3)
+    tree.add("abcd")
+    tree.add_tail("a")
+    tree.add_tail("ab")
+    assert tree.match("abcd").boundary == 2
+
+
+def test_a_device_only_match_wants_its_tails_on_the_device():
+    tree = make_tree(pages_per_window=1, host_pages=9)
+    tree.add("abcd")
+    tree.add_tail("ab")
+    tree.add_tail("abcd")
+    tree.tree.evict_tails(1, 2, 1, tree.take_host)
+    tree.finish_saves()
+    assert tree.match("abcd").boundary == 4
+    assert tree.match("abcd", device_only=True).boundary == 4, "the older tail went first"
+    tree.tree.evict_tails(1, 2, 1, tree.take_host)
+    assert tree.match("abcd", device_only=True).boundary == 0
+
+
+def test_a_path_keeps_at_most_so_many_tails_and_the_coldest_gives_way():
+    tree = make_tree(pages_per_window=1, tails_per_path=2)
+    tree.add("abcdef")
+    tree.add_tail("a")
+    tree.add_tail("ab")
+    tree.find("a")
+    tree.add_tail("abcd")
+    assert [bool(tree.page("abcd"[:n]).tail) for n in (1, 2, 4)] == [True, False, True]
+    assert len(tree.tree.actions.tails) == 1
+    check(tree.tree)
+
+
+def test_a_locked_tail_does_not_give_way():
+    tree = make_tree(pages_per_window=1, tails_per_path=1)
+    tree.add("abc")
+    tree.add_tail("a")
+    tree.tree.lock(tree.page("a").tail)
+    tree.add_tail("abc")
+    assert tree.page("a").tail is not None
+
+
+def test_tails_are_evicted_apart_from_pages():
+    tree = make_tree(pages_per_window=1)
+    tree.add("ab")
+    tree.add_tail("ab")
+    tree.tree.evict_tails(1)
+    assert tree.page("ab").tail is None and tree.on("device", "a", "ab") == ["a", "ab"]
+    assert tree.tree.actions.tails and not tree.tree.actions.pages
+
+
+def test_a_page_takes_its_tail_with_it():
+    tree = make_tree(pages_per_window=1)
+    tree.add("ab")
+    tree.add_tail("ab")
+    tree.tree.evict_pages(1)
+    assert len(tree.tree.actions.tails) == 1 and len(tree.tree.actions.pages) == 1
+
+
+# Inserting
+
+
+def test_a_duplicate_is_given_back_and_the_first_copy_stays():
+    tree = make_tree()
+    tree.add("ab")
+    keys, first = make_keys("abc"), tree.page("ab").device
+    pages = tree.tree.insert(tree.tree.root, keys, [901, 902, 903])
+    assert tree.tree.actions.pages == [901, 902]
+    assert [page.device for page in pages][1:] == [first, 903]
+
+
+def test_a_page_that_was_only_on_the_host_takes_the_fresh_copy():
+    tree = make_tree(host_pages=9)
+    tree.add("abc")
+    tree.evict(2)
+    freed = len(tree.tree.actions.pages)
+    tree.add("abc")
+    assert tree.on("device", "ab", "abc") == tree.on("host", "ab", "abc") == ["ab", "abc"]
+    assert len(tree.tree.actions.pages) == freed
+    check(tree.tree)
+
+
+def test_a_fresh_copy_may_come_while_the_old_one_is_still_being_saved():
+    tree = make_tree(host_pages=9)
+    tree.add("ab")
+    old = tree.page("ab").device
+    tree.evict(1, finish_saves=False)
+    assert tree.on("device", "ab") == tree.on("host", "ab") == []
+    tree.add("ab")
+    tree.finish_saves()
+    assert tree.on("device", "ab") == tree.on("host", "ab") == ["ab"]
+    assert tree.tree.actions.pages == [old], "the old place is free only now"
+    check(tree.tree)
+
+
+def test_an_insert_stops_before_a_page_that_is_arriving():
+    tree = make_tree(host_pages=9)
+    tree.add("abc")
+    tree.evict(2)
+    tree.tree.load_start(tree.page("ab"), 77, batch=5)
+    pages = tree.tree.insert(tree.page("a"), make_keys("abc")[1:], [901, 902])
+    assert pages == [] and tree.tree.actions.pages.count(901) == 0
+    check(tree.tree)
+
+
+def test_growing_chunk_by_chunk_gives_the_same_tree():
+    whole, parts = make_tree(), make_tree()
+    whole.add("abcdef")
+    for text in ("ab", "abcd", "abcdef"):
+        parts.add(text)
+    assert [p.key for p in whole.tree.index.values()] == [p.key for p in parts.tree.index.values()]
+
+
+# Evicting
+
+
+def test_the_least_recently_used_leaf_goes_first_and_then_its_parents():
+    tree = make_tree()
+    for text in ("abc", "xyz"):
+        tree.add(text)
+    tree.find("abc")
+    tree.evict(4)
+    assert tree.on("device", "x", "xy", "xyz", "a", "ab", "abc") == ["a", "ab"]
+
+
+def test_a_parent_counts_as_used_when_its_child_was():
+    tree = make_tree()
+    tree.add("ab")
+    tree.add("x")
+    tree.find("ab")
+    tree.evict(1)
+    assert tree.on("device", "x", "ab") == ["ab"], "x is older than the use of ab"
+    tree.add("y")
+    tree.evict(1)
+    tree.evict(1)
+    assert tree.on("device", "a", "ab", "y") == ["y"], "a inherited the use of ab, and that is older than y"
+
+
+def test_the_most_often_found_page_survives_under_lfu_through_its_children():
+    tree = make_tree(evict="lfu")
+    tree.add("ab")
+    tree.add("xy")
+    for _ in range(3):
+        tree.find("ab")
+    tree.find("xy")
+    tree.find("xy")
+    tree.evict(2)
+    assert tree.on("device", "x", "xy", "a", "ab") == ["a", "ab"]
+    tree.evict(1)
+    assert tree.page("a").hits == 3
+
+
+def test_a_page_found_twice_is_protected_under_slru():
+    tree = make_tree(evict="slru")
+    for text in ("a", "b"):
+        tree.add(text)
+    tree.find("a")
+    tree.find("a")
+    tree.find("b")
+    tree.evict(1)
+    assert tree.on("device", "a", "b") == ["a"]
+
+
+def test_high_priority_survives_under_priority():
+    tree = make_tree(evict="priority")
+    tree.add("a", priority=5)
+    tree.add("b")
+    tree.find("b")
+    tree.evict(1)
+    assert tree.on("device", "a", "b") == ["a"]
+
+
+def test_a_lock_on_the_deepest_page_protects_its_whole_path():
+    tree = make_tree()
+    tree.add("abc")
+    tree.tree.lock(tree.page("abc"))
+    assert tree.evict(9) == 0
+    tree.tree.unlock(tree.page("abc"))
+    assert tree.evict(9) == 3
+
+
+def test_more_unlocks_than_locks_is_an_assertion():
+    tree = make_tree()
+    tree.add("a")
+    with pytest.raises(AssertionError, match="I3"):
+        tree.tree.unlock(tree.page("a"))
+
+
+def test_a_page_with_a_host_copy_gives_its_place_back_at_once():
+    tree = make_tree(host_pages=9)
+    tree.add("ab")
+    tree.save("ab")
+    device = tree.page("ab").device
+    tree.evict(1, finish_saves=False)
+    assert tree.tree.actions.pages == [device] and not tree.tree.actions.saves
+    assert tree.on("host", "a", "ab") == ["a", "ab"]
+
+
+def test_a_page_without_one_gives_its_place_back_when_the_copy_ended():
+    tree = make_tree(host_pages=9)
+    tree.add("ab")
+    device = tree.page("ab").device
+    tree.evict(1, finish_saves=False)
+    assert tree.tree.actions.pages == [] and len(tree.tree.actions.saves) == 1
+    assert tree.match("ab").found == 2, "still in the tree, on its way"
+    tree.finish_saves()
+    assert tree.tree.actions.pages == [device] and tree.on("host", "ab") == ["ab"]
+
+
+def test_a_whole_cold_path_can_leave_in_one_go():
+    tree = make_tree(host_pages=9)
+    tree.add("abcd")
+    assert tree.evict(4, finish_saves=False) == 4
+    assert len(tree.tree.actions.saves) == 4
+    tree.finish_saves()
+    assert tree.match("abcd").found == 4 and tree.match("abcd").device == 0
+    check(tree.tree)
+
+
+def test_without_a_host_a_page_is_gone():
+    tree = make_tree()
+    tree.add("ab")
+    tree.tree.evict_pages(1)
+    assert tree.match("ab").found == 1
+
+
+def test_selective_saves_only_what_was_found_again():
+    tree = make_tree(save="selective", host_pages=9)
+    tree.add("ab")
+    tree.add("xy")
+    tree.find("ab")
+    tree.evict(4)
+    assert tree.on("host", "a", "ab", "x", "xy") == ["a", "ab"]
+
+
+def test_a_failed_save_of_a_page_that_left_loses_it_and_what_is_below_it():
+    tree = make_tree(host_pages=9)
+    tree.add("abcd")
+    tree.evict(2)
+    tree.evict(1, finish_saves=False)
+    tree.finish_saves(ok=False)
+    assert tree.match("abcd").found == 1
+    check(tree.tree)
+    assert tree.host_free + len(tree.tree.actions.host) == 9
+
+
+def test_a_failed_save_of_a_page_that_stayed_changes_nothing():
+    tree = make_tree(host_pages=9)
+    tree.add("ab")
+    tree.tree.save_start(tree.page("ab"), tree.take_host(1), 1)
+    tree.finish_saves(ok=False)
+    assert tree.on("device", "ab") == ["ab"] and tree.on("host", "ab") == []
+    check(tree.tree)
+
+
+def test_what_can_not_be_saved_is_let_go_instead_of_tried_for_ever():
+    tree = make_tree(host_pages=9)
+    tree.add("ab")
+    tree.tree.save_start(tree.page("ab"), tree.take_host(1), 1)
+    tree.finish_saves(ok=False)
+    tree.evict(1, finish_saves=False)
+    assert not tree.tree.actions.saves and tree.match("ab").found == 1
+
+
+# The host
+
+
+def test_a_full_host_gives_up_doubles_first():
+    tree = make_tree(host_pages=3)
+    tree.add("x")
+    tree.evict(1)
+    tree.add("ab")
+    tree.save("ab")
+    tree.add("q")
+    tree.find("ab")
+    tree.find("x")
+    tree.evict(1)
+    assert tree.on("host", "x", "q") == ["x", "q"], "x is the only copy; a copy of ab's pages had to go"
+    assert len(tree.on("host", "a", "ab")) == 1 and tree.on("device", "a", "ab") == ["a", "ab"]
+    check(tree.tree)
+
+
+def test_without_doubles_the_coldest_page_of_the_host_goes():
+    tree = make_tree(host_pages=2)
+    for text in ("x", "y", "z"):
+        tree.add(text)
+    for _ in range(3):
+        tree.evict(1)
+    assert tree.on("host", "x", "y", "z") == ["y", "z"]
+    assert tree.match("x").found == 0
+
+
+def test_a_page_waits_rather_than_being_lost_while_colder_ones_are_still_on_their_way():
+    tree = make_tree(host_pages=2)
+    for text in ("x", "y", "z"):
+        tree.add(text)
+    assert tree.evict(3, finish_saves=False) == 2
+    assert tree.on("device", "z") == ["z"]
+    tree.finish_saves()
+    assert tree.evict(1) == 1 and tree.on("host", "x", "y", "z") == ["y", "z"]
+    check(tree.tree)
+
+
+def test_a_page_displaces_only_what_is_colder():
+    tree = make_tree(host_pages=1, evict="priority")
+    tree.add("a", priority=5)
+    tree.evict(1)
+    tree.add("b", priority=1)
+    tree.evict(1)
+    assert tree.on("host", "a", "b") == ["a"]
+
+
+def test_the_host_evicts_leaves_only():
+    tree = make_tree(host_pages=2)
+    tree.add("ab")
+    tree.evict(2)
+    tree.add("x")
+    tree.evict(1)
+    assert tree.on("host", "a", "ab", "x") == ["a", "x"]
+
+
+def test_pages_and_tails_share_the_host():
+    tree = make_tree(host_pages=3, pages_per_window=1)
+    tree.add("ab")
+    tree.add_tail("ab")
+    tree.tree.evict_tails(1, 3, 1, tree.take_host)
+    tree.finish_saves()
+    assert tree.host_free == 0 and tree.page("ab").tail.on_host
+    tree.tree.lock(tree.page("ab"))
+    tree.add("x")
+    tree.evict(1)
+    assert tree.on("host", "x") == ["x"], "the tail was colder than x and took three pages"
+    assert tree.page("ab").tail is None
+    check(tree.tree)
+
+
+# Loading
+
+
+def test_a_load_that_fails_leaves_the_host_copy_as_it_was():
+    tree = make_tree(host_pages=9)
+    tree.add("ab")
+    tree.evict(2)
+    moves = [
+        tree.tree.load_start(tree.page(text), n, batch=1) for n, text in enumerate(("a", "ab"), start=500)
+    ]
+    for move in reversed(moves):
+        tree.tree.load_done(move, ok=False)
+    assert tree.match("ab").device == 0 and tree.on("host", "a", "ab") == ["a", "ab"]
+    assert set(tree.tree.actions.pages) >= {500, 501}
+    check(tree.tree)
+
+
+def test_what_is_being_loaded_can_not_leave_either_tier():
+    tree = make_tree(host_pages=2)
+    tree.add("ab")
+    tree.evict(2)
+    for n, text in enumerate(("a", "ab"), start=500):
+        tree.tree.load_start(tree.page(text), n, batch=1)
+    assert tree.evict(9) == 0 and not tree.tree.evict_host()
+
+
+# Flushing and looking
+
+
+def test_a_flush_forgets_what_nobody_holds():
+    tree = make_tree(host_pages=9, pages_per_window=1)
+    tree.add("abc")
+    tree.add("abx")
+    tree.add_tail("abc")
+    tree.tree.lock(tree.page("abx"))
+    assert tree.tree.flush() == 3
+    assert tree.match("abc").found == 2
+    tree.tree.unlock(tree.page("abx"))
+    assert tree.tree.flush() == 0
+    check(tree.tree)
+
+
+def test_a_flush_with_transfers_pending_loses_no_place():
+    tree = make_tree(host_pages=9)
+    tree.add("ab")
+    tree.evict(1, finish_saves=False)
+    assert tree.tree.flush() == 2
+    tree.finish_saves()
+    assert tree.tree.flush() == 0
+    assert len(tree.tree.actions.pages) == 2 and tree.host_free + len(tree.tree.actions.host) == 9
+
+
+def test_show_draws_one_line_per_page_and_tail():
+    tree = make_tree(host_pages=9, pages_per_window=1)
+    tree.add("ab")
+    tree.add("ax")
+    tree.add_tail("ab")
+    lines = show(tree.tree).splitlines()
+    assert len(lines) == 4 and lines[1].startswith("  ") and "tail" in lines[2] and " D ." in lines[0]
+
+
+@pytest.mark.parametrize("fault", ["children", "device gap", "doubles", "line"])
+def test_the_check_finds_seeded_faults(fault):
+    tree = make_tree(host_pages=9)
+    tree.add("abc")
+    tree.save("abc")
+    check(tree.tree)
+    if fault == "children":
+        tree.page("a").children += 1
+    elif fault == "device gap":
+        tree.page("ab").device = None
+    elif fault == "doubles":
+        tree.tree.doubles.popitem()
+    else:
+        tree.tree.device_pages.pop()
+    with pytest.raises(AssertionError):
+        check(tree.tree)
