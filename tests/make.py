@@ -65,7 +65,7 @@ class TreeDriver:
         return tuple(HostPageId(next(self.ids)) for _ in range(n))
 
     def evict(self, n: int = 1, *, finish_saves: bool = True) -> int:
-        going = self.tree.evict_pages(n, 1, self.take_host)
+        going = self.tree.evict_pages(n, self.take_host)
         if finish_saves:
             self.finish_saves()
         return going
@@ -82,7 +82,7 @@ class TreeDriver:
             if page.host is None:
                 host = self.take_host(1)
                 assert host is not None
-                self.tree.save_start(page, host, 1)
+                self.tree.save_start(page, host)
         self.finish_saves()
 
     def on(self, tier: str, *texts: str) -> list[str]:

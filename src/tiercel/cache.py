@@ -441,10 +441,10 @@ class TieredCache:
         take_host = self._take_host if self.host else None
         short = pages - self.pages.free - self._leaving(Page)
         if short > 0:
-            self.tree.evict_pages(short, self._batch, take_host)
+            self.tree.evict_pages(short, take_host)
         short = tails - self.tails.free - self._leaving(Tail)
         if short > 0:
-            self.tree.evict_tails(short, self.spec.host_pages_per_tail, self._batch, take_host)
+            self.tree.evict_tails(short, self.spec.host_pages_per_tail, take_host)
         self._settle()
         room = reserve((self.pages, pages), (self.tails, tails))
         if isinstance(room, Short):
@@ -485,7 +485,7 @@ class TieredCache:
                 host = self._take_host(1 if isinstance(item, Page) else self.spec.host_pages_per_tail)
                 if host is None:
                     return
-                self.tree.save_start(item, host, self._batch)
+                self.tree.save_start(item, host)
 
     def _share_pages(self, request: Request, pages: int) -> None:
         first = request.committed

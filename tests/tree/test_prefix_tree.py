@@ -8,8 +8,7 @@ from tiercel.tree.check import check, show
 
 
 def make_tree(**options):
-    driver = TreeDriver(**options)
-    return driver
+    return TreeDriver(**options)
 
 
 # Matching
@@ -95,11 +94,11 @@ def test_a_device_only_match_wants_its_tails_on_the_device():
     tree.add("abcd")
     tree.add_tail("ab")
     tree.add_tail("abcd")
-    tree.tree.evict_tails(1, 2, 1, tree.take_host)
+    tree.tree.evict_tails(1, 2, tree.take_host)
     tree.finish_saves()
     assert tree.match("abcd").boundary == 4
     assert tree.match("abcd", device_only=True).boundary == 4, "the older tail went first"
-    tree.tree.evict_tails(1, 2, 1, tree.take_host)
+    tree.tree.evict_tails(1, 2, tree.take_host)
     assert tree.match("abcd", device_only=True).boundary == 0
 
 
@@ -331,7 +330,7 @@ def test_a_failed_save_of_a_page_that_left_loses_it_and_what_is_below_it():
 def test_a_failed_save_of_a_page_that_stayed_changes_nothing():
     tree = make_tree(host_pages=9)
     tree.add("ab")
-    tree.tree.save_start(tree.page("ab"), tree.take_host(1), 1)
+    tree.tree.save_start(tree.page("ab"), tree.take_host(1))
     tree.finish_saves(ok=False)
     assert tree.on("device", "ab") == ["ab"] and tree.on("host", "ab") == []
     check(tree.tree)
@@ -340,7 +339,7 @@ def test_a_failed_save_of_a_page_that_stayed_changes_nothing():
 def test_what_can_not_be_saved_is_let_go_instead_of_tried_for_ever():
     tree = make_tree(host_pages=9)
     tree.add("ab")
-    tree.tree.save_start(tree.page("ab"), tree.take_host(1), 1)
+    tree.tree.save_start(tree.page("ab"), tree.take_host(1))
     tree.finish_saves(ok=False)
     tree.evict(1, finish_saves=False)
     assert not tree.tree.actions.saves and tree.match("ab").found == 1
@@ -407,7 +406,7 @@ def test_pages_and_tails_share_the_host():
     tree = make_tree(host_pages=3, pages_per_window=1)
     tree.add("ab")
     tree.add_tail("ab")
-    tree.tree.evict_tails(1, 3, 1, tree.take_host)
+    tree.tree.evict_tails(1, 3, tree.take_host)
     tree.finish_saves()
     assert tree.host_free == 0 and tree.page("ab").tail.on_host
     tree.tree.lock(tree.page("ab"))

@@ -122,7 +122,7 @@ def _cuda_unregister(address: int) -> None:
 
 
 def bytes_available(root: Path = Path("/")) -> int:
-    """What may be mapped now: the least of the kernel's estimate and the control groups' room, less a reserve."""
+    """What may be mapped now: the kernel's estimate or the least room of a control group, less a reserve."""
     return max(0, min(_machine_available(root), *_group_headrooms(root)) - RESERVE_BYTES)
 
 

@@ -34,9 +34,20 @@ class Range(NamedTuple):
     bytes: int
 
 
+class Piece(NamedTuple):
+    """The same bytes of every place: in place p they begin at `offset + p · stride`."""
+
+    offset: int
+    stride: int
+    bytes: int
+
+    def at(self, place: int) -> Range:
+        return Range(self.offset + place * self.stride, self.bytes)
+
+
 @dataclass(frozen=True)
 class Region:
-    """One row in memory: `count` equal pieces, `stride_bytes` from the start of one to the start of the next.
+    """One row in memory: `count` equal blocks, `stride_bytes` from the start of one to the start of the next.
 
     offset
     ├─ block_bytes ─┤           ├─ block_bytes ─┤
@@ -57,7 +68,7 @@ class Region:
         return self.count * self.block_bytes
 
     def ranges(self) -> tuple[Range, ...]:
-        """The pieces, in the order of the row's bytes."""
+        """The blocks, in the order of the row's bytes."""
         return tuple(Range(self.offset + i * self.stride_bytes, self.block_bytes) for i in range(self.count))
 
 
@@ -97,19 +108,19 @@ class Layout(ABC):
         """(offset in place 0, bytes to the next place) of the row that lies at `row` in the record."""
 
     @abstractmethod
-    def cut(self, place: int, offset: int, size: int) -> tuple[Range, ...]:
-        """Bytes offset … offset + size - 1 of one place, counted in the order of `place_ranges`."""
+    def cut(self, offset: int, size: int) -> tuple[Piece, ...]:
+        """Bytes offset … offset + size - 1 of any place, counted in the order of `place_ranges`."""
 
     def region(self, stream: Stream, layer: int, place: int) -> Region:
         """The row of one layer in one place."""
-        self._check(place)
+        assert 0 <= place < self.places, f"place {place} of {self.places}"
         first, stride = self._find(stream, layer)
         return Region(first.offset + place * stride, first.block_bytes, first.count, first.stride_bytes)
 
     def column(self, stream: Stream, layer: int) -> Region:
-        """The rows of one layer in all places: piece p is the row of place p."""
+        """The rows of one layer in all places: block p is the row of place p."""
         first, stride = self._find(stream, layer)
-        assert first.contiguous, f"a row of {stream.name} is {first.count} pieces in {self.name}"
+        assert first.contiguous, f"a row of {stream.name} is {first.count} blocks in {self.name}"
         return Region(first.offset, first.block_bytes, self.places, stride)
 
     def entry_ranges(self, stream: Stream, layer: int, place: int, entry: int) -> tuple[Range, ...]:
@@ -118,7 +129,7 @@ class Layout(ABC):
         parts = stream.part_ranges(entry, self.page_tokens)
         if region.contiguous:
             return tuple(Range(region.offset + offset, size) for offset, size in parts)
-        return (region.ranges()[entry],)  # a row in pieces is one that entries cut: piece i is entry i
+        return (region.ranges()[entry],)  # a row in blocks is one that entries cut: block i is entry i
 
     def place_ranges(self, place: int) -> tuple[Range, ...]:
         """All bytes of one place; ranges that touch are joined.
@@ -126,16 +137,13 @@ class Layout(ABC):
         In record order, except that `page_first` keeps the order it stores: whoever writes these bytes
         outside the process must name the order beside them.
         """
-        return joined(self.cut(place, 0, self.place_bytes))
+        assert 0 <= place < self.places, f"place {place} of {self.places}"
+        return joined(piece.at(place) for piece in self.cut(0, self.place_bytes))
 
     def _find(self, stream: Stream, layer: int) -> tuple[Region, int]:
         found = self._regions.get((stream.name, layer))
         assert found is not None, f"layer {layer} of {stream.name} is not in this pool"
         return found
-
-    def _check(self, place: int, offset: int = 0, size: int = 0) -> None:
-        assert 0 <= place < self.places, f"place {place} of {self.places}"
-        assert 0 <= offset <= offset + size <= self.place_bytes, (offset, size)
 
 
 def joined(ranges: Iterable[Range]) -> tuple[Range, ...]:
@@ -168,17 +176,18 @@ class LayerFirst(Layout):
     def _lay(self, row: Range) -> tuple[int, int]:
         return self.places * row.offset, row.bytes
 
-    def cut(self, place: int, offset: int, size: int) -> tuple[Range, ...]:
-        self._check(place, offset, size)
-        ranges = []
-        at = bisect_right(self._starts, offset) - 1
-        while size:
-            row, skip = self._rows[at], offset - self._starts[at]
+    def cut(self, offset: int, size: int) -> tuple[Piece, ...]:
+        assert 0 <= offset <= offset + size <= self.place_bytes, (offset, size)
+        pieces = []
+        for row in self._rows[bisect_right(self._starts, offset) - 1 :]:
+            if not size:
+                break
+            skip = offset - row.offset
             take = min(size, row.bytes - skip)
             first, stride = self._lay(row)
-            ranges.append(Range(first + place * stride + skip, take))
-            at, offset, size = at + 1, offset + take, size - take
-        return tuple(ranges)
+            pieces.append(Piece(first + skip, stride, take))
+            offset, size = offset + take, size - take
+        return tuple(pieces)
 
 
 class PageFirstDirect(Layout):
@@ -193,9 +202,9 @@ class PageFirstDirect(Layout):
     def _lay(self, row: Range) -> tuple[int, int]:
         return row.offset, self.place_bytes
 
-    def cut(self, place: int, offset: int, size: int) -> tuple[Range, ...]:
-        self._check(place, offset, size)
-        return (Range(place * self.place_bytes + offset, size),)
+    def cut(self, offset: int, size: int) -> tuple[Piece, ...]:
+        assert 0 <= offset <= offset + size <= self.place_bytes, (offset, size)
+        return (Piece(offset, self.place_bytes, size),)
 
 
 class PageFirst(PageFirstDirect):
@@ -219,7 +228,7 @@ class PageFirst(PageFirstDirect):
     def _interleave(self, stream: Stream) -> None:
         entries, layers = stream.entries_per_row(self.page_tokens), len(stream.layers)
         if entries == 1 or layers == 1:
-            return  # one piece in either order
+            return  # one block in either order
         base = self._regions[stream.name, stream.layers[0]][0].offset
         size = stream.bytes_per_entry
         for index, layer in enumerate(stream.layers):
@@ -240,7 +249,7 @@ class TailPour:
     """A tail on the host: its record [stream][layer][row] poured over the bytes of whole host pages.
 
     record       │ window 0 │ window 1 │ window 2 │ state 0 │ state 1 │
-    host pages   │ page 7            │ page 2            │ page 9 ┄┄┄┄┄┄┄┄┄┄│    any ids, the last one's rest unused
+    host pages   │ page 7           │ page 2           │ page 9 ┄┄┄┄┄┄┄┄│      any ids; the end stays unused
 
     So pages and tails share one pool of host pages in every layout. A row may end in one page and go on in
     the next, and a page may itself be several ranges.
@@ -248,19 +257,31 @@ class TailPour:
 
     def __init__(self, host: Layout, streams: Sequence[Stream], page_tokens: int) -> None:
         self._host = host
-        self._rows = {(s.name, layer): row for s, layer, row in record_rows(streams, page_tokens)}
-        self.tail_bytes = sum(row.bytes for row in self._rows.values())
+        self._rows: dict[tuple[str, int], tuple[tuple[int, Piece], ...]] = {}
+        self.tail_bytes = 0
+        for stream, layer, row in record_rows(streams, page_tokens):
+            self._rows[stream.name, layer] = tuple(self._pour(row))
+            self.tail_bytes += row.bytes
+
+    def _pour(self, row: Range) -> Iterator[tuple[int, Piece]]:
+        """(which host page of the tail, which bytes of it) for the row that lies at `row` in the record."""
+        offset, size = row
+        while size:
+            page, skip = divmod(offset, self._host.place_bytes)
+            take = min(size, self._host.place_bytes - skip)
+            for piece in self._host.cut(skip, take):
+                yield page, piece
+            offset, size = offset + take, size - take
+
+    def pieces(self, stream: Stream, layer: int) -> tuple[tuple[int, Piece], ...]:
+        """(which host page of a tail, which bytes of it) that make the row of one layer."""
+        found = self._rows.get((stream.name, layer))
+        assert found is not None, f"layer {layer} of {stream.name} is not in a tail"
+        return found
 
     def ranges(self, stream: Stream, layer: int, places: Sequence[int]) -> tuple[Range, ...]:
         """The row of one layer of the tail that lies in these host pages."""
-        page_bytes = self._host.place_bytes
-        assert self.tail_bytes <= len(places) * page_bytes, f"{len(places)} host pages do not hold a tail"
-        assert (stream.name, layer) in self._rows, f"layer {layer} of {stream.name} is not in a tail"
-        offset, size = self._rows[stream.name, layer]
-        ranges: list[Range] = []
-        while size:
-            page, skip = divmod(offset, page_bytes)
-            take = min(size, page_bytes - skip)
-            ranges += self._host.cut(places[page], skip, take)
-            offset, size = offset + take, size - take
-        return joined(ranges)
+        assert self.tail_bytes <= len(places) * self._host.place_bytes, f"{len(places)} pages hold no tail"
+        for place in places:
+            assert 0 <= place < self._host.places, f"place {place} of {self._host.places}"
+        return tuple(piece.at(places[page]) for page, piece in self.pieces(stream, layer))

@@ -19,7 +19,6 @@ The controller merges nothing (`plan.merge` does) and never asks who owns an id:
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
@@ -62,8 +61,8 @@ class _Flight:
 class Controller:
     """Runs plans. `submit`, `poll` and `close` belong to one thread; gates to any.
 
-    `executors` gives each direction its worker; the default is one thread each. Executors that were given are
-    not shut down.
+    `executors` gives each direction its worker, and gives it away: `close` shuts it down. The default is one
+    thread each.
     """
 
     def __init__(
@@ -74,10 +73,8 @@ class Controller:
     ) -> None:
         self._copier = copier
         self._layers = tuple(sorted(layers))
-        self._own = {} if executors is not None else {d: _worker(d) for d in Direction}
-        self._executors = self._own if executors is None else executors
+        self._executors = executors or {direction: _worker(direction) for direction in Direction}
         self._queues: dict[Direction, deque[_Flight]] = {direction: deque() for direction in Direction}
-        self._landing = threading.Condition()
         self._submitted = 0
         self._published = 0
 
@@ -104,13 +101,8 @@ class Controller:
 
     def close(self) -> None:
         """Wait for everything in flight; `poll` still tells how it ended. May be called again."""
-        with self._landing:
-            self._landing.wait_for(self._all_landed)
-        for executor in self._own.values():
-            executor.shutdown()
-
-    def _all_landed(self) -> bool:
-        return all(flight.done is not None for queue in self._queues.values() for flight in queue)
+        for executor in self._executors.values():
+            executor.shutdown(wait=True)
 
     def _carry(self, ticket: Ticket) -> None:
         """The worker's work. It may raise anything: the future keeps it, and the worker goes on (I13)."""
@@ -127,9 +119,7 @@ class Controller:
             error = TransferError(f"{ticket.direction.value} {ticket.number} failed: {cause!r}")
             error.__cause__ = cause
             ticket.gate.fail(error)
-        with self._landing:
-            flight.done = Done(ticket, error)
-            self._landing.notify_all()
+        flight.done = Done(ticket, error)
 
 
 def _worker(direction: Direction) -> Executor:

@@ -1,7 +1,7 @@
 """Who moves bytes between device and host memory.
 
     reference    follows every range the layouts name. Slow, and the truth the others are compared with.
-    direct       one plain copy per row, one for rows that touch. Needs rows in one piece.
+    direct       one plain copy per row, one for rows that touch. Needs rows in one block.
     kernel       a kernel on the device that reads and writes host memory itself. Needs CUDA.
 
 Every (layout, copier, stream) either moves bytes exactly or is refused when the copier is made.
@@ -116,8 +116,8 @@ class ReferenceCopier(Copier):
     ) -> Iterator[tuple[tuple[Range, ...], tuple[Range, ...]]]:
         """The ranges of each row, on the device and on the host."""
         match leg:
-            case PageLeg(device_pages, host_pages):
-                for device, host in zip(map(place, device_pages), map(place, host_pages), strict=True):
+            case PageLeg():
+                for device, host in leg.places:
                     yield (
                         self.device.page_layout.region(stream, layer, device).ranges(),
                         self.host.layout.region(stream, layer, host).ranges(),
@@ -151,16 +151,12 @@ def _scatter(data: bytes, memory: memoryview, ranges: tuple[Range, ...]) -> None
         at += size
 
 
-class Span(NamedTuple):
-    """Bytes that lie together on both sides."""
-
-    device: int
-    host: int
-    bytes: int
+Span = tuple[int, int, int]
+"""(device offset, host offset, bytes) of bytes that lie together on both sides."""
 
 
-class _Column(NamedTuple):
-    """One layer's rows of all places on both sides."""
+class _Rows(NamedTuple):
+    """One layer's rows of all pages, on both sides."""
 
     device: int
     host: int
@@ -181,10 +177,8 @@ class DirectCopier(Copier):
 
     def __init__(self, spec: CacheSpec, device: DeviceMemory, host: HostMemory) -> None:
         super().__init__(spec, device, host)
-        self._columns = {
-            (stream.name, layer): self._column(stream, layer)
-            for stream in spec.page_streams
-            for layer in stream.layers
+        self._rows = {
+            (s.name, layer): self._rows_of(s, layer) for s in spec.page_streams for layer in s.layers
         }
         self._queues: dict[Direction, torch.cuda.Stream] = {}
         if device.device.type == "cuda":
@@ -195,88 +189,88 @@ class DirectCopier(Copier):
         if self.device.device.type not in ("cpu", "cuda"):
             yield self.spec.streams[0], f"it copies to cpu and cuda, and the device is {self.device.device}"
         for stream in self.spec.page_streams:
-            pieces = self.host.layout.region(stream, stream.layers[0], 0).count
-            if pieces > 1:
-                yield (
-                    stream,
-                    f"a row is {pieces} pieces there; use layout page_first_direct or copier reference",
-                )
+            blocks = self.host.layout.region(stream, stream.layers[0], 0).count
+            if blocks > 1:
+                yield stream, f"a row is {blocks} blocks there; use page_first_direct, or copier reference"
 
-    def _column(self, stream: Stream, layer: int) -> _Column:
-        device = self.device.page_layout.column(stream, layer)
-        host = self.host.layout.column(stream, layer)
+    def _rows_of(self, stream: Stream, layer: int) -> _Rows:
+        device, host = (
+            memory.column(stream, layer) for memory in (self.device.page_layout, self.host.layout)
+        )
         assert device.stride_bytes == device.block_bytes == host.block_bytes, stream.name
-        return _Column(device.offset, host.offset, host.block_bytes, host.stride_bytes)
+        return _Rows(device.offset, host.offset, host.block_bytes, host.stride_bytes)
 
     def copy(self, direction: Direction, leg: Leg, layer: int) -> None:
-        for stream in self._streams_of(leg, layer):
-            spans = (
-                self._page_spans(leg, self._columns[stream.name, layer])
-                if isinstance(leg, PageLeg)
-                else self._tail_spans(leg, stream, layer)
-            )
-            self._move(direction, stream, spans)
+        streams, spans = self._streams_of(leg, layer), []
+        if isinstance(leg, PageLeg):
+            self._check_places(leg, self.device.page_layout.places)
+            for stream in streams:
+                spans += self._page_spans(leg, self._rows[stream.name, layer])
+            self._move(direction, self.device.flat_pages, spans)
+        else:
+            self._check_places(leg, self.device.tail_layout.places)
+            for stream in streams:
+                spans += self._tail_spans(leg, stream, layer)
+            self._move(direction, self.device.flat_tails, spans)
 
     def copy_entries(
         self, direction: Direction, stream: Stream, layer: int, pairs: Sequence[EntryPair]
     ) -> None:
-        ranges = (self._entry_ranges(stream, layer, pair) for pair in pairs)
-        parts = (zip(device, host, strict=True) for device, host in ranges)
-        self._move(direction, stream, (Span(d.offset, h.offset, d.bytes) for each in parts for d, h in each))
+        spans: list[Span] = []
+        for pair in pairs:
+            device, host = self._entry_ranges(stream, layer, pair)
+            spans += [(d.offset, h.offset, d.bytes) for d, h in zip(device, host, strict=True)]
+        self._move(direction, self.device.flat_pages, spans)
+
+    def _check_places(self, leg: Leg, device_places: int) -> None:
+        """Once for the leg instead of once for every row: past the end of a layer lies the next one."""
+        device, host = leg.places_max
+        assert device < device_places and host < self.host.pages, f"I7: places {leg.places_max} do not exist"
 
     @staticmethod
-    def _page_spans(leg: PageLeg, column: _Column) -> Iterator[tuple[int, int, int]]:
-        device, host, row_bytes, host_stride = column
-        for device_place, host_place, count in leg.runs:
-            if host_stride == row_bytes:
-                yield device + device_place * row_bytes, host + host_place * row_bytes, count * row_bytes
-                continue
-            for i in range(count):
-                yield (
-                    device + (device_place + i) * row_bytes,
-                    host + (host_place + i) * host_stride,
-                    row_bytes,
-                )
+    def _page_spans(leg: PageLeg, rows: _Rows) -> list[Span]:
+        device, host, size, stride = rows
+        if stride == size:
+            return [(device + d * size, host + h * size, length * size) for d, h, length in leg.runs]
+        return [(device + d * size, host + h * stride, size) for d, h in leg.places]
 
-    def _tail_spans(self, leg: TailLeg, stream: Stream, layer: int) -> Iterator[Span]:
+    def _tail_spans(self, leg: TailLeg, stream: Stream, layer: int) -> list[Span]:
+        rows, pieces = self.device.tail_layout.column(stream, layer), self.host.tails.pieces(stream, layer)
+        spans = []
         for device_place, host_places in leg.places:
-            at = self.device.tail_layout.region(stream, layer, device_place).offset
-            for offset, size in self.host.tails.ranges(stream, layer, host_places):
-                yield Span(at, offset, size)
+            at = rows.offset + device_place * rows.stride_bytes
+            for page, (offset, stride, size) in pieces:
+                spans.append((at, offset + host_places[page] * stride, size))
                 at += size
+        return spans
 
-    def _move(self, direction: Direction, stream: Stream, spans: Iterable[tuple[int, int, int]]) -> None:
-        flat = self.device.memory_of(stream)[0]
-        if flat.is_cpu:
-            _move_addressable(direction, flat, self.host.flat, spans)
+    def _move(self, direction: Direction, device: Tensor, spans: list[Span]) -> None:
+        if device.is_cpu:
+            _move_addressable(direction, device, self.host.flat, spans)
             return
         queue = self._queues[direction]
         with torch.cuda.stream(queue):
-            _move_queued(direction, flat, self.host.flat, spans)
+            _move_queued(direction, device, self.host.flat, spans)
         queue.synchronize()
 
 
-def _move_addressable(
-    direction: Direction, device_flat: Tensor, host_flat: Tensor, spans: Iterable[tuple[int, int, int]]
-) -> None:
-    device, host = device_flat.numpy().data, host_flat.numpy().data
+def _move_addressable(direction: Direction, device: Tensor, host: Tensor, spans: list[Span]) -> None:
+    on_device, on_host = device.numpy().data, host.numpy().data
     if direction is Direction.LOAD:
         for here, there, size in spans:
-            device[here : here + size] = host[there : there + size]
+            on_device[here : here + size] = on_host[there : there + size]
     else:
         for here, there, size in spans:
-            host[there : there + size] = device[here : here + size]
+            on_host[there : there + size] = on_device[here : here + size]
 
 
-def _move_queued(
-    direction: Direction, device: Tensor, host: Tensor, spans: Iterable[tuple[int, int, int]]
-) -> None:
-    if direction is Direction.LOAD:
-        for here, there, size in spans:
-            device[here : here + size].copy_(host[there : there + size], non_blocking=True)
-    else:
-        for here, there, size in spans:
-            host[there : there + size].copy_(device[here : here + size], non_blocking=True)
+def _move_queued(direction: Direction, device: Tensor, host: Tensor, spans: list[Span]) -> None:
+    for here, there, size in spans:
+        on_device, on_host = device[here : here + size], host[there : there + size]
+        if direction is Direction.LOAD:
+            on_device.copy_(on_host, non_blocking=True)
+        else:
+            on_host.copy_(on_device, non_blocking=True)
 
 
 class KernelCopier(Copier):

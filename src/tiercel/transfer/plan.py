@@ -44,10 +44,20 @@ class PageLeg:
         assert len(self.device_pages) == len(self.host_pages), "I7: a page of one side has no partner"
 
     @cached_property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """(device place, host place) of each page."""
+        return tuple(zip(map(place, self.device_pages), map(place, self.host_pages), strict=True))
+
+    @cached_property
+    def places_max(self) -> tuple[int, int]:
+        """The highest place on the device and on the host."""
+        return max(map(place, self.device_pages), default=-1), max(map(place, self.host_pages), default=-1)
+
+    @cached_property
     def runs(self) -> tuple[Run, ...]:
-        """The places in the order of the leg, neighbours on both sides taken together."""
+        """The same places, neighbours on both sides taken together."""
         runs: list[Run] = []
-        for device, host in zip(map(place, self.device_pages), map(place, self.host_pages), strict=True):
+        for device, host in self.places:
             last = runs[-1] if runs else Run(-1, -1, 0)
             if (device, host) == (last.device + last.length, last.host + last.length):
                 runs[-1] = Run(last.device, last.host, last.length + 1)
@@ -71,6 +81,12 @@ class TailLeg:
         """(device place, host places) of each tail."""
         hosts = [tuple(map(place, pages)) for pages in self.host_pages]
         return tuple(zip(map(place, self.device_tails), hosts, strict=True))
+
+    @cached_property
+    def places_max(self) -> tuple[int, int]:
+        """The highest place on the device and on the host."""
+        hosts = (place(page) for pages in self.host_pages for page in pages)
+        return max(map(place, self.device_tails), default=-1), max(hosts, default=-1)
 
 
 Leg = PageLeg | TailLeg

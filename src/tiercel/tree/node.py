@@ -7,10 +7,11 @@ Both live in up to two tiers, and each tier's copy is absent, on its way, or rea
 
     device   load     meaning                       host   save     meaning
     None     None     not on the device             None   None     not on the host
-    id       number   a load is filling it          ids    number   a save is filling it
+    id       number   a load is filling it          ids    id       a save is filling it
     id       None     readable                      ids    None     readable
 
-The number is the batch the copy travels with. A page with `device` set has a parent with `device` set, so
+The number is the batch a load travels with. The id is the device place a save reads: the page may leave the device before
+the save ends, and may even be back at another place by then. A page with `device` set has a parent with `device` set, so
 what the device holds of a text is a prefix of it.
 """
 
@@ -50,7 +51,7 @@ class Page(Item):
     ) -> None:
         self.key = key
         self.parent = parent
-        self.depth = 0 if parent is None else parent.depth + 1
+        self.depth: int = 0 if parent is None else parent.depth + 1
         self.device = device
         self.host = None
         self.load = self.save = None

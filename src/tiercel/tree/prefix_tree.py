@@ -213,6 +213,8 @@ class PrefixTree:
             else:
                 self.actions.pages.append(device)
             page.used = clock
+            if priority > page.priority:
+                page.priority = priority
             pages.append(page)
             parent = page
         if pages:
@@ -288,12 +290,12 @@ class PrefixTree:
             self._leave_device(item)
         self._offer(item)
 
-    def save_start(self, item: Page | Tail, host: tuple[HostPageId, ...], batch: int) -> None:
+    def save_start(self, item: Page | Tail, host: tuple[HostPageId, ...]) -> None:
         """A save is going to fill `host` from the device copy, which stays where it is until the save
         ended."""
         assert item.device is not None and item.load is None and item.host is None
         item.host = host
-        item.save = batch
+        item.save = item.device
         self._saving += 1
         self.actions.saves.append(Move(item, item.device, host))
 
@@ -332,7 +334,7 @@ class PrefixTree:
 
     # Evicting
 
-    def evict_pages(self, count: int, batch: int = 0, take_host: TakeHost | None = None) -> int:
+    def evict_pages(self, count: int, take_host: TakeHost | None = None) -> int:
         """Take up to `count` pages off the device, coldest leaves first; answers how many went.
 
         Each goes to the host: it is there, or it is saved with `batch` into places from `take_host`;
@@ -340,21 +342,19 @@ class PrefixTree:
         """
         for going in range(count):
             page = self.device_pages.pop()
-            if page is None or not self._evict(page, 1, batch, take_host):
+            if page is None or not self._evict(page, 1, take_host):
                 return going
         return count
 
-    def evict_tails(
-        self, count: int, host_pages: int = 0, batch: int = 0, take_host: TakeHost | None = None
-    ) -> int:
+    def evict_tails(self, count: int, host_pages: int = 0, take_host: TakeHost | None = None) -> int:
         """The same for tails, each of which takes `host_pages` on the host."""
         for going in range(count):
             tail = self.device_tails.pop()
-            if tail is None or not self._evict(tail, host_pages, batch, take_host):
+            if tail is None or not self._evict(tail, host_pages, take_host):
                 return going
         return count
 
-    def _evict(self, item: Page | Tail, host_pages: int, batch: int, take_host: TakeHost | None) -> bool:
+    def _evict(self, item: Page | Tail, host_pages: int, take_host: TakeHost | None) -> bool:
         """False when it has to wait: the host has no room because of saves whose end will show who is
         colder."""
         assert item.device is not None
@@ -369,8 +369,8 @@ class PrefixTree:
             if host is None:
                 self._drop(item)
                 return True
-            self.save_start(item, host, batch)
-        elif item.save is None:
+            self.save_start(item, host)
+        elif item.save != item.device:
             self._give_device(item, item.device)
         self._leave_device(item)
         self._tell(False, Tier.DEVICE, item)
@@ -381,9 +381,10 @@ class PrefixTree:
         """Host pages for something about to leave the device; it displaces doubles and what is colder,
         nothing else."""
         rank = self._rank(item)
-        while (host := take_host(count)) is None:
-            if not self.evict_host(colder_than=rank):
-                return None
+        self.lock(item)  # a tail must not displace the page it hangs on
+        while (host := take_host(count)) is None and self.evict_host(colder_than=rank):
+            pass
+        self.unlock(item)
         return host
 
     def evict_host(self, *, colder_than: Rank | None = None) -> bool:
@@ -469,7 +470,7 @@ class PrefixTree:
         if page.tail is not None:
             self._remove_tail(page.tail)
         if page.device is not None:
-            if page.save is None:
+            if page.save != page.device:
                 self._give_device(page, page.device)
             self._leave_device(page)
             self._tell(False, Tier.DEVICE, page)
@@ -485,7 +486,7 @@ class PrefixTree:
         """Places that a transfer still uses are given back when it ends."""
         assert tail.lock == 0, "I3: a tail in use is not removed"
         if tail.device is not None and tail.load is None:
-            if tail.save is None:
+            if tail.save != tail.device:
                 self._give_device(tail, tail.device)
             self._leave_device(tail)
             self._tell(False, Tier.DEVICE, tail)

@@ -1,0 +1,1 @@
+"""Measurements. Timings live here and never in tests."""

@@ -1,0 +1,151 @@
+"""How fast pages and tails move: every layout × copier against one large copy of the same bytes.
+
+    python -m benchmarks.copy [--json]
+
+DeepSeek-V4-Flash geometry. `scattered`: no two pages are neighbours. `neighbours`: both sides in one run.
+Each number is the median of several runs; the ratio is to the large copy of this run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from tiercel.errors import RefusedError
+from tiercel.memory.buffers import DeviceMemory, HostMemory
+from tiercel.memory.layout import LAYOUTS
+from tiercel.spec import CacheSpec, load
+from tiercel.transfer.copier import COPIERS, Copier, make_copier
+from tiercel.transfer.plan import Direction, Leg, Plan
+from tiercel.types import DevicePageId, DeviceTailId, HostPageId
+
+PAGES = 64
+TAILS = 16
+PLACES = 256
+"""More places than are moved, so that a copy does not find its bytes in a cache by chance."""
+RUNS = 7
+
+
+@dataclass(frozen=True)
+class Rate:
+    """One line of the table. `key` is its name in the JSON."""
+
+    key: str
+    gb_s: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    as_json = parser.parse_args().json
+    spec = load("deepseek-v4-flash")
+    rates = [Rate("limit_gb_s", measure_limit(spec)), *measure_all(spec)]
+    print(json.dumps(to_json(rates), indent=1) if as_json else to_table(spec, rates))
+
+
+# Measuring
+
+
+def measure_limit(spec: CacheSpec) -> float:
+    """One torch copy of as many bytes as the pages have."""
+    source, target = (torch.ones(PAGES * spec.page_bytes, dtype=torch.uint8) for _ in range(2))
+    return gb_s(source.numel(), lambda: target.copy_(source))
+
+
+def measure_all(spec: CacheSpec) -> Iterator[Rate]:
+    device = DeviceMemory(spec, pages=PLACES, tails=TAILS)
+    for flat in (device.flat_pages, device.flat_tails):
+        flat.fill_(1)
+    for layout in LAYOUTS:
+        with HostMemory(spec, layout, PLACES * spec.host_page_bytes) as host:
+            for name in COPIERS:
+                try:
+                    copier = make_copier(name, spec, device, host)
+                except RefusedError as refused:
+                    print(refused, file=sys.stderr)
+                    continue
+                yield from measure_copier(f"{layout}.{name}", copier)
+
+
+def measure_copier(name: str, copier: Copier) -> Iterator[Rate]:
+    for what, leg, size in legs(copier.spec):
+        for direction in (Direction.SAVE, Direction.LOAD):
+            rate = gb_s(size, lambda d=direction, leg=leg: carry(copier, d, leg))  # type: ignore[misc]
+            yield Rate(f"{direction.value}{what}_gb_s.{name}", rate)
+
+
+def legs(spec: CacheSpec) -> Iterator[tuple[str, Leg, int]]:
+    """(word in the key, leg, bytes). Tails take host pages anywhere, as after some hours."""
+    random.seed(0)
+    scattered = [random.sample(range(0, PLACES, 2), PAGES) for _ in range(2)]
+    anywhere = iter(random.sample(range(PLACES), TAILS * spec.host_pages_per_tail))
+    tails = [(i, tuple(next(anywhere) for _ in range(spec.host_pages_per_tail))) for i in range(TAILS)]
+    yield "", page_leg(*scattered), PAGES * spec.page_bytes
+    yield "_neighbours", page_leg(range(PAGES), range(PLACES - PAGES, PLACES)), PAGES * spec.page_bytes
+    pairs = [(DeviceTailId(device), tuple(map(HostPageId, host))) for device, host in tails]
+    yield "_tails", Plan.of(Direction.SAVE, tails=pairs).legs[0], TAILS * spec.tail_bytes
+
+
+def page_leg(device: list[int] | range, host: list[int] | range) -> Leg:
+    pairs = zip(map(DevicePageId, device), map(HostPageId, host), strict=True)
+    return Plan.of(Direction.SAVE, pages=pairs).legs[0]
+
+
+def carry(copier: Copier, direction: Direction, leg: Leg) -> None:
+    """As the controller does it: layer by layer."""
+    for layer in copier.spec.layers:
+        copier.copy(direction, leg, layer)
+
+
+def gb_s(size: int, copy: Callable[[], object]) -> float:
+    copy()
+    times = []
+    for _ in range(RUNS):
+        start = time.perf_counter()
+        copy()
+        times.append(time.perf_counter() - start)
+    return size / statistics.median(times) / 1e9
+
+
+# Telling
+
+
+def to_json(rates: list[Rate]) -> dict[str, float | str]:
+    return {"machine": machine()} | {rate.key: round(rate.gb_s, 2) for rate in rates}
+
+
+def to_table(spec: CacheSpec, rates: list[Rate]) -> str:
+    limit = rates[0].gb_s
+    sizes = f"{PAGES} pages of {spec.page_bytes:,} B, {TAILS} tails of {spec.tail_bytes:,} B"
+    lines = [f"{machine()}\n{sizes}\n", f"{'':44}{'GB/s':>7}  of limit"]
+    lines += [f"{rate.key:44}{rate.gb_s:7.2f}{rate.gb_s / limit:10.2f}" for rate in rates]
+    return "\n".join(lines)
+
+
+def machine() -> str:
+    cores = torch.get_num_threads()
+    return f"torch {torch.__version__}, {platform.machine()}, {cores} threads, commit {commit()}"
+
+
+def commit() -> str:
+    try:
+        told = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return told.stdout.strip()
+
+
+if __name__ == "__main__":
+    main()

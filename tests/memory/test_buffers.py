@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.memory.specs import SPECS, V4
+from tiercel.errors import BudgetError, ConfigError
+from tiercel.memory.buffers import DeviceMemory, HostMemory
+from tiercel.memory.layout import LAYOUTS
+from tiercel.types import PLACE_BITS, TAG_SHIFT, HostPageId
+
+
+def make_host_id(place: int) -> HostPageId:
+    return HostPageId(3 << TAG_SHIFT | 9 << PLACE_BITS | place)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_device_views_are_the_flat_bytes_row_after_row(spec) -> None:
+    device = DeviceMemory(spec, pages=3, tails=2)
+    for flat, streams in ((device.flat_pages, spec.page_streams), (device.flat_tails, spec.tail_streams)):
+        flat.copy_(torch.arange(flat.numel()) % 251)
+        views = [device.view(stream.name, layer) for stream in streams for layer in stream.layers]
+        joined = torch.cat([view.flatten() for view in views]) if views else flat[:0]
+        assert torch.equal(joined, flat)
+
+
+def test_a_device_view_is_not_a_copy() -> None:
+    device = DeviceMemory(V4, pages=3, tails=2)
+    view = device.view("c4", 1)
+    assert view.shape == (3, V4.row_bytes(V4.stream("c4")))
+    view[1] = 9
+    assert int(device.flat_pages.sum()) == 9 * view.shape[1]
+
+
+def test_no_tails_are_no_bytes() -> None:
+    device = DeviceMemory(V4, pages=3, tails=0)
+    assert device.flat_tails.numel() == 0
+    assert device.view("window", 0).shape[0] == 0
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_host_memory_holds_as_many_pages_as_the_budget_pays(spec, name: str) -> None:
+    with HostMemory(spec, name, 5 * spec.host_page_bytes - 1) as host:
+        assert host.pages == 4
+        assert host.flat.numel() == 4 * spec.host_page_bytes
+        assert host.tails.tail_bytes == spec.tail_bytes <= spec.host_pages_per_tail * spec.host_page_bytes
+
+
+def test_a_budget_below_one_page_is_refused() -> None:
+    with pytest.raises(ConfigError, match="one host page takes"):
+        HostMemory(V4, "page_first", V4.host_page_bytes - 1)
+
+
+def test_a_budget_above_the_machine_is_refused() -> None:
+    with pytest.raises(BudgetError):
+        HostMemory(V4, "page_first", 1 << 50)
+
+
+@pytest.mark.parametrize("name", ["page_first", "page_first_direct"])
+def test_a_page_is_one_record_by_its_id(name: str) -> None:
+    with HostMemory(V4, name, 4 * V4.page_bytes) as host:
+        host.page_bytes_view(make_host_id(2)).fill_(7)
+        assert host.flat.nonzero().flatten().tolist() == list(range(2 * V4.page_bytes, 3 * V4.page_bytes))
+
+
+def test_records_are_named_by_their_ranges_in_every_layout() -> None:
+    with HostMemory(V4, "layer_first", 4 * V4.page_bytes) as host:
+        records = host.record_ranges([make_host_id(2), make_host_id(0)])
+        assert [sum(size for _, size in record) for record in records] == [V4.page_bytes] * 2
+        with pytest.raises(AssertionError, match="ranges"):
+            host.page_bytes_view(make_host_id(2))
+
+
+def test_closing_host_memory_twice_is_closing_it_once() -> None:
+    host = HostMemory(V4, "page_first", 4 * V4.page_bytes)
+    host.close()
+    host.close()
+    assert host.flat.numel() == 0
+
+
+def test_a_tensor_that_outlives_host_memory_still_has_its_bytes() -> None:
+    host = HostMemory(V4, "page_first", 4 * V4.page_bytes)
+    record = host.page_bytes_view(make_host_id(1))
+    record.fill_(3)
+    host.close()
+    assert int(record.sum()) == 3 * V4.page_bytes

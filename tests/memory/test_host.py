@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tiercel.errors import BudgetError
+from tiercel.memory.host import RESERVE_BYTES, HostMap, bytes_available
+
+GIB = 1024**3
+
+
+def make_machine(
+    root: Path, *, available: int, groups: str = "", files: dict[str, dict[str, object]] | None = None
+):
+    """The files of a machine that `bytes_available` reads."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(f"MemTotal: 99999999 kB\nMemAvailable: {available // 1024} kB\n")
+    (root / "proc/self/cgroup").write_text(groups)
+    for folder, contents in (files or {}).items():
+        (root / "sys/fs/cgroup" / folder).mkdir(parents=True, exist_ok=True)
+        for name, text in contents.items():
+            (root / "sys/fs/cgroup" / folder / name).write_text(f"{text}\n")
+    return root
+
+
+def version_2(limit: object, usage: int, cache: int = 0) -> dict[str, object]:
+    return {"memory.max": limit, "memory.current": usage, "memory.stat": f"anon 5\ninactive_file {cache}"}
+
+
+def test_without_control_groups_the_kernels_estimate_counts(tmp_path: Path) -> None:
+    assert bytes_available(make_machine(tmp_path, available=8 * GIB)) == 8 * GIB - RESERVE_BYTES
+
+
+def test_the_room_in_a_control_group_counts_when_it_is_less(tmp_path: Path) -> None:
+    files = {"pod": version_2(4 * GIB, GIB)}
+    root = make_machine(tmp_path, available=8 * GIB, groups="0::/pod\n", files=files)
+    assert bytes_available(root) == 3 * GIB - RESERVE_BYTES
+
+
+def test_a_limit_above_counts_too(tmp_path: Path) -> None:
+    files = {"": version_2("max", GIB), "pod": version_2(4 * GIB, 2 * GIB), "pod/app": version_2("max", GIB)}
+    root = make_machine(tmp_path, available=8 * GIB, groups="0::/pod/app\n", files=files)
+    assert bytes_available(root) == 2 * GIB - RESERVE_BYTES
+
+
+def test_file_cache_gives_way(tmp_path: Path) -> None:
+    files = {"": version_2(4 * GIB, 3 * GIB, cache=2 * GIB)}
+    root = make_machine(tmp_path, available=8 * GIB, groups="0::/\n", files=files)
+    assert bytes_available(root) == 3 * GIB - RESERVE_BYTES
+
+
+def test_version_1_of_the_interface_is_read(tmp_path: Path) -> None:
+    names = {"memory.limit_in_bytes": 4 * GIB, "memory.usage_in_bytes": GIB}
+    files = {"memory/job": names | {"memory.stat": f"total_inactive_file {GIB // 2}"}}
+    groups = "4:memory:/job\n1:cpu:/\n0::/\n"
+    root = make_machine(tmp_path, available=8 * GIB, groups=groups, files=files)
+    assert bytes_available(root) == 3 * GIB + GIB // 2 - RESERVE_BYTES
+
+
+def test_a_full_machine_has_nothing(tmp_path: Path) -> None:
+    assert bytes_available(make_machine(tmp_path, available=RESERVE_BYTES // 2)) == 0
+
+
+def test_a_budget_the_machine_does_not_have_is_refused_with_both_numbers() -> None:
+    available = bytes_available()
+    with pytest.raises(BudgetError) as refused:
+        HostMap(1 << 50)
+    assert refused.value.bytes_asked == 1 << 50
+    assert 0 < refused.value.bytes_available < 2 * available
+    assert f"{1 << 50:,}" in str(refused.value)
+    assert f"{refused.value.bytes_available:,}" in str(refused.value)
+
+
+@pytest.mark.parametrize("size", [1, 4096, 3 * 4096 + 5, 8 * 1024**2])
+@pytest.mark.parametrize("huge_pages", [False, True])
+def test_memory_is_zero_and_can_be_written(size: int, huge_pages: bool) -> None:
+    with HostMap(size, huge_pages) as memory:
+        array = np.frombuffer(memory.view, np.uint8)
+        assert len(array) == size and not array.any()
+        array[:] = 7
+        assert memory.view[size - 1] == 7
+        del array
+    assert memory.closed
+
+
+def test_closing_twice_is_closing_once() -> None:
+    memory = HostMap(4096)
+    memory.close()
+    memory.close()
+    assert memory.closed
+
+
+def test_a_view_that_outlives_close_is_not_left_dangling() -> None:
+    memory = HostMap(4096)
+    view = memory.view
+    memory.close()
+    view[0] = 5
+    assert view[0] == 5 and not memory.closed
+    view.release()
+    memory.close()
+    assert memory.closed

@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.memory.specs import FLASH, SPECS
+from tiercel.config import LAYOUTS as CONFIGURED
+from tiercel.errors import ConfigError
+from tiercel.memory.layout import LAYOUTS, Layout, Range, TailPour, joined, make_layout
+from tiercel.spec import Part, Stream
+
+PAGE_TOKENS = 4
+ALL = tuple(LAYOUTS)
+PAGE_FIRST = ("page_first", "page_first_direct")
+
+
+@st.composite
+def page_streams(draw: st.DrawFn) -> list[Stream]:
+    count = draw(st.integers(1, 3))
+    return [
+        Stream(
+            name=f"s{i}",
+            layers=tuple(sorted(draw(st.sets(st.integers(0, 5), min_size=1, max_size=4)))),
+            parts=tuple(
+                Part(f"p{j}", size)
+                for j, size in enumerate(draw(st.lists(st.integers(1, 5), min_size=1, max_size=2)))
+            ),
+            tokens_per_entry=draw(st.sampled_from([1, 2, 4])),
+            row_align=draw(st.integers(1, 6)),
+        )
+        for i in range(count)
+    ]
+
+
+layouts = st.builds(
+    make_layout, st.sampled_from(ALL), page_streams(), st.just(PAGE_TOKENS), places=st.integers(1, 4)
+)
+
+
+def bytes_of(ranges: Iterable[Range]) -> list[int]:
+    return [byte for offset, size in ranges for byte in range(offset, offset + size)]
+
+
+def rows_of(layout: Layout, place: int) -> list[list[int]]:
+    """The byte numbers of each row of one place, in record order."""
+    return [
+        bytes_of(layout.region(stream, layer, place).ranges())
+        for stream in layout.streams
+        for layer in stream.layers
+    ]
+
+
+@given(layouts)
+def test_regions_never_overlap_and_cover_every_byte(layout: Layout) -> None:
+    seen = [byte for place in range(layout.places) for row in rows_of(layout, place) for byte in row]
+    assert sorted(seen) == list(range(layout.bytes_total))
+
+
+@given(layouts)
+def test_the_ranges_of_a_place_are_the_bytes_of_its_rows(layout: Layout) -> None:
+    for place in range(layout.places):
+        rows = [byte for row in rows_of(layout, place) for byte in row]
+        ranges = layout.place_ranges(place)
+        assert sorted(bytes_of(ranges)) == sorted(rows)
+        assert joined(ranges) == ranges
+        if layout.name != "page_first":
+            assert bytes_of(ranges) == rows
+        if layout.name in PAGE_FIRST:
+            assert ranges == (Range(place * layout.place_bytes, layout.place_bytes),)
+
+
+@given(layouts)
+def test_an_entry_is_its_parts_and_nothing_else(layout: Layout) -> None:
+    for stream in layout.streams:
+        for layer in stream.layers:
+            row = bytes_of(layout.region(stream, layer, layout.places - 1).ranges())
+            for entry in range(stream.entries_per_row(PAGE_TOKENS)):
+                ranges = layout.entry_ranges(stream, layer, layout.places - 1, entry)
+                parts = stream.part_ranges(entry, PAGE_TOKENS)
+                assert [bytes_of([r]) for r in ranges] == [
+                    row[offset : offset + size] for offset, size in parts
+                ]
+
+
+@given(layouts, st.data())
+def test_a_cut_is_that_part_of_the_place(layout: Layout, data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, layout.place_bytes))
+    size = data.draw(st.integers(0, layout.place_bytes - start))
+    place = data.draw(st.integers(0, layout.places - 1))
+    whole = bytes_of(layout.place_ranges(place))
+    assert bytes_of(piece.at(place) for piece in layout.cut(start, size)) == whole[start : start + size]
+
+
+@given(layouts, page_streams(), st.data())
+def test_a_tail_is_poured_over_its_host_pages_in_order(
+    layout: Layout, tail_streams: list[Stream], data: st.DataObject
+) -> None:
+    pour = TailPour(layout, tail_streams, PAGE_TOKENS)
+    needed = -(-pour.tail_bytes // layout.place_bytes)
+    host = make_layout(layout.name, layout.streams, PAGE_TOKENS, needed + 2)
+    pour = TailPour(host, tail_streams, PAGE_TOKENS)
+    places = data.draw(st.permutations(range(needed + 2)))[:needed]
+    poured = [
+        byte
+        for stream in tail_streams
+        for layer in stream.layers
+        for byte in bytes_of(pour.ranges(stream, layer, places))
+    ]
+    pages = [byte for place in places for byte in bytes_of(host.place_ranges(place))]
+    assert poured == pages[: pour.tail_bytes]
+
+
+K = Stream("k", (0, 1), (Part("bf16", 10),))
+V = Stream("v", (1,), (Part("bf16", 7),))
+
+
+def test_the_drawing_of_the_three_layouts() -> None:
+    """k0 k1 v1 of places 0 and 1, two entries each: 20, 20 and 14 bytes a row."""
+
+    def starts(name: str, place: int) -> list[list[int]]:
+        layout = make_layout(name, (K, V), 2, 2)
+        rows = [layout.region(stream, layer, place) for stream in (K, V) for layer in stream.layers]
+        return [[offset for offset, _ in row.ranges()] for row in rows]
+
+    assert starts("layer_first", 0) == [[0], [40], [80]]
+    assert starts("layer_first", 1) == [[20], [60], [94]]
+    assert starts("page_first_direct", 1) == [[54], [74], [94]]
+    assert starts("page_first", 0) == [[0, 20], [10, 30], [40]]
+    assert starts("page_first", 1) == [[54, 74], [64, 84], [94]]
+
+
+def test_page_first_keeps_a_row_whole_that_entries_can_not_cut() -> None:
+    packed = Stream("packed", (0, 1), (Part("value", 5), Part("scale", 2)))
+    padded = Stream("padded", (0, 1), (Part("value", 5),), row_align=3)
+    layout = make_layout("page_first", (packed, padded), 4, 3)
+    assert all(layout.region(s, layer, 1).contiguous for s in (packed, padded) for layer in (0, 1))
+
+
+@pytest.mark.parametrize("name", PAGE_FIRST)
+def test_a_flash_page_is_one_record_of_998208_bytes(name: str) -> None:
+    layout = make_layout(name, FLASH.page_streams, FLASH.page_tokens, 10)
+    assert layout.place_ranges(3) == (Range(3 * 998_208, 998_208),)
+
+
+def test_a_flash_page_is_a_range_for_each_row_layer_first() -> None:
+    layout = make_layout("layer_first", FLASH.page_streams, FLASH.page_tokens, 10)
+    assert [size for _, size in layout.place_ranges(3)] == [37_440] * 21 + [8_448] * 21 + [1_728] * 20
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_flash_entries_are_a_value_and_a_scale(name: str) -> None:
+    """Compressed tokens 0, 63, 64 and 191: the ends of page 0, the start of page 1, the end of page 2."""
+    layout = make_layout(name, FLASH.page_streams, FLASH.page_tokens, 10)
+    c4 = FLASH.stream("c4")
+    for token in (0, 63, 64, 191):
+        page, entry = divmod(token, 64)
+        row = layout.region(c4, 6, page).offset
+        ranges = layout.entry_ranges(c4, 6, page, entry)
+        assert ranges == (Range(row + 576 * entry, 576), Range(row + 36_864 + 8 * entry, 8))
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_a_place_takes_the_bytes_the_spec_says(spec, name: str) -> None:
+    layout = make_layout(name, spec.page_streams, spec.page_tokens, 5)
+    assert (layout.place_bytes, layout.bytes_total) == (spec.page_bytes, 5 * spec.page_bytes)
+
+
+def test_places_entries_and_layers_that_do_not_exist_are_bugs() -> None:
+    layout = make_layout("page_first", (K, V), 2, 2)
+    for wrong in (
+        lambda: layout.region(K, 0, 2),
+        lambda: layout.region(K, 0, -1),
+        lambda: layout.region(V, 0, 0),
+        lambda: layout.entry_ranges(K, 0, 0, 2),
+        lambda: layout.place_ranges(2),
+        lambda: layout.cut(50, 5),
+        lambda: TailPour(layout, (V,), 2).ranges(V, 1, [2]),
+        lambda: TailPour(layout, (V,), 2).ranges(V, 1, []),
+        lambda: TailPour(layout, (V,), 2).ranges(V, 0, [0]),
+    ):
+        with pytest.raises(AssertionError):
+            wrong()
+
+
+def test_the_configuration_knows_every_layout() -> None:
+    assert set(LAYOUTS) == set(CONFIGURED)
+    with pytest.raises(ConfigError, match="layer_last"):
+        make_layout("layer_last", (K,), 2, 1)
+
+
+def test_planning_needs_no_torch() -> None:
+    check = "import sys, tiercel.memory.layout, tiercel.transfer.plan; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", check], check=True)

@@ -1,0 +1,68 @@
+"""What the bytes of a page or tail must be: a function of the text it ends, so that any copy can be checked bit by bit.
+
+The text is named here without the help of `tree.keys`, so two texts that share a key by mistake are found too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+
+import numpy as np
+
+from tiercel.memory.buffers import DeviceMemory
+from tiercel.spec.cache_spec import CacheSpec
+from tiercel.spec.stream import Stream
+from tiercel.types import PageKey, place
+
+POISON = 0xEE
+
+Text = bytes
+"""A namespace and the tokens up to a boundary."""
+
+
+def text_of(namespace: tuple[str, ...], tokens: list[int]) -> Text:
+    return repr((namespace, tokens)).encode()
+
+
+class Bytes:
+    """Writes, checks and poisons places of device memory through plain views, not through copiers."""
+
+    def __init__(self, spec: CacheSpec, device: DeviceMemory) -> None:
+        self.spec = spec
+        self.rows = {
+            (stream.name, layer): device.view(stream.name, layer).numpy()
+            for stream in spec.streams
+            for layer in stream.layers
+        }
+        self.expected = lru_cache(maxsize=4096)(self._expected)
+        self.texts: dict[PageKey, Text] = {}
+
+    def _expected(self, text: Text, tail: bool) -> list[tuple[tuple[str, int], np.ndarray]]:
+        """A row for each stream and layer; every byte depends on its position, so on stream, layer and entry."""
+        streams = self.spec.tail_streams if tail else self.spec.page_streams
+        record = hashlib.shake_128(text + bytes([tail])).digest(sum(map(self.spec.bytes_of, streams)))
+        data, rows, start = np.frombuffer(record, np.uint8), [], 0
+        for stream in streams:
+            for layer in stream.layers:
+                end = start + self.spec.row_bytes(stream)
+                rows.append(((stream.name, layer), data[start:end]))
+                start = end
+        return rows
+
+    def write(self, page_id: int, key: PageKey, text: Text, *, tail: bool) -> None:
+        assert self.texts.setdefault(key, text) == text, "I8: two texts share a key"
+        for row, data in self.expected(text, tail):
+            self.rows[row][place(page_id)] = data
+
+    def check(self, page_id: int, text: Text, *, tail: bool, who: str) -> None:
+        for row, data in self.expected(text, tail):
+            got = self.rows[row][place(page_id)]
+            kind = "tail" if tail else "page"
+            assert (got == data).all(), f"I2: wrong bytes in {row} of {kind} of {text!r} ({who})"
+
+    def poison(self, page_id: int, *, tail: bool) -> None:
+        streams: tuple[Stream, ...] = self.spec.tail_streams if tail else self.spec.page_streams
+        for stream in streams:
+            for layer in stream.layers:
+                self.rows[stream.name, layer][place(page_id)] = POISON

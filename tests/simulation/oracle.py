@@ -1,0 +1,166 @@
+"""The stupid model: sets of keys and linear scans, told of what happens and comparing after every step.
+
+It keeps no tree. It knows which keys each tier can read (from the events), and how every page of a path was used (touching
+all of them, where the real tree touches one). From that it says what a match must answer and who must be evicted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tiercel.policy.evict import Rank
+from tiercel.tree.node import Item, Page, Tail
+from tiercel.tree.prefix_tree import Event, Match, PrefixTree
+from tiercel.types import PageKey, Tier
+
+
+@dataclass
+class Use:
+    used: int = 0
+    hits: int = 0
+    priority: int = 0
+
+
+class WatchedTree(PrefixTree):
+    """The real tree, reporting to an oracle what it decides at the moment it decides it."""
+
+    def __init__(self, **options) -> None:
+        super().__init__(**options)
+        self.oracle = Oracle(self)
+
+    def match(self, keys, limit, *, device_only=False):
+        match = super().match(keys, limit, device_only=device_only)
+        self.oracle.check_match(keys[:limit], match, device_only)
+        return match
+
+    def touch(self, page, tails, priority):
+        super().touch(page, tails, priority)
+        self.oracle.use_path(page, self._clock, priority, hit=True)
+
+    def insert(self, parent, keys, ids, priority=0):
+        pages = super().insert(parent, keys, ids, priority)
+        if pages:
+            self.oracle.use_path(pages[-1], self._clock, priority, hit=False)
+        return pages
+
+    def _evict(self, item, host_pages, take_host):
+        self.oracle.check_victim(item)
+        return super()._evict(item, host_pages, take_host)
+
+    def evict_host(self, *, colder_than=None):
+        doubles = set(self.doubles)
+        coldest = None if doubles else self.host.coldest()
+        if coldest is not None:
+            self.oracle.check_host_victim(coldest)
+        before = set(self.index)
+        done = super().evict_host(colder_than=colder_than)
+        assert not doubles or (done and set(self.index) == before), "a double goes before the only copy of anything"
+        return done
+
+    def _tell(self, stored, tier, item):
+        page = item.page if isinstance(item, Tail) else item
+        self.oracle.hear(Event(stored, tier, isinstance(item, Tail), page.key))
+        super()._tell(stored, tier, item)
+
+    def _remove(self, page):
+        super()._remove(page)
+        self.oracle.uses.pop(page.key, None)
+
+
+class Oracle:
+    def __init__(self, tree: PrefixTree) -> None:
+        self.tree = tree
+        self.readable: dict[tuple[Tier, bool], set[PageKey]] = {
+            (tier, tail): set() for tier in (Tier.DEVICE, Tier.HOST) for tail in (False, True)
+        }
+        self.uses: dict[PageKey, Use] = {}
+
+    def hear(self, event: Event) -> None:
+        keys = self.readable[event.tier, event.tail]
+        assert (event.key in keys) != event.stored, f"told twice: {event}"
+        (keys.add if event.stored else keys.discard)(event.key)
+
+    # Uses
+
+    def use_path(self, page: Page, clock: int, priority: int, *, hit: bool) -> None:
+        """Everything up to the root was used; the priority of an insert belongs to the pages it visited and what they inherit."""
+        here: Page | None = page
+        while here is not None and here is not self.tree.root:
+            use = self.uses.setdefault(here.key, Use())
+            use.used = clock
+            use.hits += hit
+            use.priority = max(use.priority, priority)
+            here = here.parent
+
+    def rank(self, item: Item) -> Rank:
+        """Of a page by the oracle's own books; a tail inherits nothing, so its own books will do."""
+        return self.tree._rank(self.uses[item.key] if isinstance(item, Page) else item)
+
+    # Decisions
+
+    def check_match(self, keys: list[PageKey], match: Match, device_only: bool) -> None:
+        pages = []
+        for key in keys:
+            if key not in self.tree.index:
+                break
+            pages.append(self.tree.index[key])
+        device = 0
+        while device < len(pages) and pages[device].device is not None:
+            device += 1
+        if device_only:
+            pages = pages[:device]
+        assert (match.found, match.device) == (len(pages), device)
+        window = self.tree.pages_per_window
+
+        def legal(boundary: int) -> bool:
+            needed = pages[max(0, boundary - window) : boundary] if window else []
+            return all(p.tail is not None and not (device_only and p.tail.device is None) for p in needed)
+
+        assert match.boundary == max(b for b in range(len(pages) + 1) if legal(b)), "I6"
+        assert match.page is (pages[match.boundary - 1] if match.boundary else self.tree.root)
+        wanted = pages[max(0, match.boundary - window) : match.boundary] if window else []
+        assert [t.page for t in match.tails] == wanted[::-1]
+
+    def check_victim(self, item: Page | Tail) -> None:
+        """Whoever leaves the device is unlocked, carries nobody, and is the coldest of its kind."""
+        pages = list(self.tree.index.values())
+        if isinstance(item, Tail):
+            line = [p.tail for p in pages if p.tail and p.tail.device is not None]
+            line = [tail for tail in line if tail.lock == 0 and tail.load is None]
+        else:
+            carrying = {id(p.parent) for p in pages if p.device is not None}
+            line = [p for p in pages if p.device is not None and p.load is None and p.lock == 0 and id(p) not in carrying]
+        assert item in line, "I3: this may not leave the device"
+        assert self.rank(item) == min(map(self.rank, line)), "somebody colder was passed over"
+
+    def check_host_victim(self, item: Item) -> None:
+        pages = list(self.tree.index.values())
+        carrying = {id(p.parent) for p in pages}
+        line: list[Item] = []
+        for page in pages:
+            tail = page.tail
+            busy_tail = tail is not None and (tail.lock or tail.load is not None or tail.save is not None)
+            if page.on_host and page.device is None and not page.lock and id(page) not in carrying and not busy_tail:
+                line.append(page)
+            if tail is not None and tail.on_host and tail.device is None and not busy_tail:
+                line.append(tail)
+        assert item in line, "I3: this may not leave the host"
+        assert self.rank(item) == min(map(self.rank, line)), "somebody colder was passed over on the host"
+
+    # After every step
+
+    def check(self) -> None:
+        real = {name: set() for name in self.readable}
+        for page in self.tree.index.values():
+            for item, tail in ((page, False), (page.tail, True)):
+                if item is None:
+                    continue
+                if item.device is not None and item.load is None:
+                    real[Tier.DEVICE, tail].add(page.key)
+                if item.on_host:
+                    real[Tier.HOST, tail].add(page.key)
+        assert real == self.readable, "the tree and the stupid model disagree about what can be read"
+        for key, page in self.tree.index.items():
+            above = page.parent
+            assert above is self.tree.root or above.key in self.tree.index, "I6"
+            assert page.lock == 0 or key in self.uses or page.host is not None

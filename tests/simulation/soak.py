@@ -1,0 +1,27 @@
+"""`make soak`: fresh seeds until stopped, or until one fails."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+
+from tests.simulation.run import run
+
+STEPS = 2000
+
+
+def main() -> None:
+    logging.disable(logging.CRITICAL)
+    seed = int(sys.argv[1]) if len(sys.argv) > 1 else time.time_ns() % 2**40
+    start, count = time.monotonic(), 0
+    while True:
+        run(seed, STEPS)
+        seed, count = seed + 1, count + 1
+        if count % 20 == 0:
+            rate = count * STEPS / (time.monotonic() - start)
+            print(f"{count * STEPS:,} steps, {rate:,.0f} steps/s, next seed {seed}", flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

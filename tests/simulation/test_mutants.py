@@ -1,0 +1,150 @@
+"""Goal: the simulation notices. Method: faults of the kinds this field has had are put into the code, one at a time; a run that
+does not fail then is a hole in the simulation. Each fault is a patch of one function."""
+
+import logging
+from unittest.mock import patch
+
+import pytest
+
+import tiercel.tree.keys as keys
+import tiercel.tree.prefix_tree as prefix_tree
+from tests.simulation.run import numbers_of
+from tests.simulation.world import World
+from tiercel.cache import TieredCache
+from tiercel.transfer.copier import DirectCopier, ReferenceCopier
+from tiercel.tree.candidates import Candidates
+from tiercel.tree.prefix_tree import PrefixTree
+
+real_insert, real_load_start, real_save_start = PrefixTree.insert, PrefixTree.load_start, PrefixTree.save_start
+real_seeded, real_take_host, real_touch = keys._seeded, TieredCache._take_host, PrefixTree.touch
+real_evict = PrefixTree._evict
+
+
+def locked_pages_are_evicted(page):
+    return page.device is not None and page.children_device == 0 and page.load is None
+
+
+def parents_are_evicted(page):
+    return page.device is not None and page.lock == 0 and page.load is None
+
+
+def a_duplicate_leaks(self, parent, page_keys, ids, priority=0):
+    given = len(self.actions.pages)
+    pages = real_insert(self, parent, page_keys, ids, priority)
+    del self.actions.pages[given:]
+    return pages
+
+
+def a_load_is_readable_at_once(self, item, device, batch):
+    move = real_load_start(self, item, device, batch)
+    item.load = None
+    self.doubles[item] = None
+    self._tell(True, prefix_tree.Tier.DEVICE, item)
+    return move
+
+
+def a_save_is_readable_at_once(self, item, host):
+    real_save_start(self, item, host)
+    item.save = None
+    self._tell(True, prefix_tree.Tier.HOST, item)
+
+
+def a_missing_tail_is_overlooked(self, page, device_only):
+    return page, ()
+
+
+def the_namespace_is_forgotten(fingerprint, namespace):
+    return real_seeded(fingerprint, ())
+
+
+def namespaces_run_together(fingerprint, namespace):
+    return real_seeded(fingerprint, ("".join(namespace),))
+
+
+def only_the_match_counts_as_used(self, page, tails, priority):
+    real_touch(self, page, tails, priority)
+    page.used -= 1
+
+
+def children_leave_no_inheritance(self, parent, page):
+    pass
+
+
+def the_hottest_goes_first(self):
+    ready = [entry for entry in self._heap if self.ready(entry[2])]
+    return max(ready, key=lambda entry: entry[:2])[2] if ready else None
+
+
+def a_place_comes_back_before_its_save_ended(self, item, host_pages, take_host):
+    device = item.device
+    going = real_evict(self, item, host_pages, take_host)
+    if item.save == device:
+        self._give_device(item, device)
+    return going
+
+
+def the_last_layer_is_not_copied(real):
+    def copy(self, direction, leg, layer):
+        if layer != self.spec.layers[-1]:
+            real(self, direction, leg, layer)
+
+    return copy
+
+
+def host_pages_are_taken_twice(self, count):
+    ids = real_take_host(self, count)
+    if ids:
+        self.host_pages.release(ids[:1])
+    return ids
+
+
+MUTANTS = {
+    locked_pages_are_evicted: (prefix_tree, "_page_may_leave_device"),
+    parents_are_evicted: (prefix_tree, "_page_may_leave_device"),
+    a_duplicate_leaks: (PrefixTree, "insert"),
+    a_load_is_readable_at_once: (PrefixTree, "load_start"),
+    a_save_is_readable_at_once: (PrefixTree, "save_start"),
+    a_missing_tail_is_overlooked: (PrefixTree, "_resumable"),
+    the_namespace_is_forgotten: (keys, "_seeded"),
+    namespaces_run_together: (keys, "_seeded"),
+    only_the_match_counts_as_used: (PrefixTree, "touch"),
+    children_leave_no_inheritance: (PrefixTree, "_inherit"),
+    the_hottest_goes_first: (Candidates, "coldest"),
+    a_place_comes_back_before_its_save_ended: (PrefixTree, "_evict"),
+    host_pages_are_taken_twice: (TieredCache, "_take_host"),
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def caught_within(seeds, steps=600):
+    for seed in range(seeds):
+        try:
+            World(seed).run(numbers_of(seed, steps))
+        except AssertionError:
+            return seed
+    return None
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_the_simulation_catches(mutant):
+    owner, name = MUTANTS[mutant]
+    with patch.object(owner, name, mutant):
+        assert caught_within(seeds=40) is not None
+
+
+def test_the_simulation_catches_a_layer_that_is_not_copied():
+    with (
+        patch.object(DirectCopier, "copy", the_last_layer_is_not_copied(DirectCopier.copy)),
+        patch.object(ReferenceCopier, "copy", the_last_layer_is_not_copied(ReferenceCopier.copy)),
+    ):
+        assert caught_within(seeds=40) is not None
+
+
+def test_without_a_fault_nothing_is_caught():
+    assert caught_within(seeds=10) is None

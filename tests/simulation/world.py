@@ -1,0 +1,293 @@
+"""A whole cache, its requests and its copies, driven step by step by numbers.
+
+Each step is one integer, the seed of what happens in it, so a run is a list of integers and shrinks by leaving some out. After
+every step all invariants hold (`TieredCache.check`), the stupid model agrees (`oracle`), and every byte a request could
+read is the right one (`bytes`). Freed places are poisoned, so a byte read from one is never right by luck.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from random import Random
+from unittest.mock import patch
+
+import tiercel.cache as cache_module
+from tests.simulation.bytes import Bytes, Text, text_of
+from tests.simulation.copies import FaultyCopier, HeldCopies
+from tests.simulation.oracle import WatchedTree
+from tests.simulation.specs import SPECS
+from tiercel.cache import Extended, Request, RequestState, TieredCache, Wait
+from tiercel.config import EVICT_POLICIES, LAYOUTS, SAVE_POLICIES, CacheConfig
+from tiercel.errors import RefusedError
+from tiercel.transfer.plan import Direction
+from tiercel.tree.keys import KeyChain
+from tiercel.tree.node import Page
+
+NAMESPACES = ((), ("a", "bc"), ("ab", "c"))
+TOKENS_MAX = 40
+
+
+@dataclass(eq=False)
+class Actor:
+    """One client: its text, and how much of it is computed."""
+
+    tokens: list[int]
+    namespace: tuple[str, ...]
+    chain: KeyChain
+    options: dict[str, object]
+    request: Request | None = None
+    written: int = 0
+    tails_due: dict[int, int] = field(default_factory=dict)
+
+    def text(self, pages: int) -> Text:
+        return text_of(self.namespace, self.tokens[: pages * self.chain.page_tokens])
+
+
+class World:
+    def __init__(self, setup: int) -> None:
+        random = Random(setup)
+        self.spec = SPECS[random.choice(sorted(SPECS))]
+        self.copies = {direction: HeldCopies() for direction in Direction}
+        self.cache = self._make_cache(random)
+        self.bytes = Bytes(self.spec, self.cache.device)
+        if self.cache._controller is not None:
+            self.copier = FaultyCopier(self.cache._controller._copier)
+            self.cache._controller._copier = self.copier  # type: ignore[assignment]
+        self._poison_what_is_freed()
+        self.events = 0
+        self.observer_fails = False
+        self.cache.watch(self._observe)
+        self.actors: list[Actor] = []
+        self.texts: list[tuple[list[int], tuple[str, ...]]] = [([], ())]
+        self.log: list[str] = []
+
+    def _make_cache(self, random: Random) -> TieredCache:
+        tails = random.randint(2, 7) * self.spec.pages_per_window
+        config = CacheConfig(
+            device_pages=random.randint(4, 14),
+            device_tails=tails,
+            host_bytes=self.spec.host_page_bytes * random.choice([0, 6, 20, 60]),
+            layout=random.choice(LAYOUTS),
+            copier=random.choice(["reference", "direct"]),
+            save=random.choice(SAVE_POLICIES),
+            evict=random.choice(EVICT_POLICIES),
+            tail_every_pages=random.randint(1, 4),
+            tails_per_path=random.randint(1, 4),
+        )
+        shuffled = lambda count: random.sample(range(count), count)  # noqa: E731
+        with patch.object(cache_module, "PrefixTree", WatchedTree):
+            try:
+                return TieredCache(self.spec, config, executors=self.copies, pool_order=shuffled)
+            except RefusedError:
+                fields = config.__dict__ | {"copier": "reference"}
+                return TieredCache(self.spec, CacheConfig(**fields), executors=self.copies, pool_order=shuffled)
+
+    def _poison_what_is_freed(self) -> None:
+        for pool, tail in ((self.cache.pages, False), (self.cache.tails, True)):
+
+            def release(ids, pool=pool, tail=tail, real=pool.release):
+                for page_id in ids:
+                    self.bytes.poison(page_id, tail=tail)
+                real(ids)
+
+            pool.release = release  # type: ignore[method-assign]
+
+    def _observe(self, event: object) -> None:
+        self.events += 1
+        if self.observer_fails:
+            raise RuntimeError("the simulation made the observer fail")
+
+    # One step
+
+    ACTIONS = (
+        ("arrive", 10),
+        ("begin", 10),
+        ("compute", 30),
+        ("finish", 7),
+        ("abort", 1),
+        ("preempt", 1),
+        ("step", 12),
+        ("copy", 16),
+        ("fault", 1),
+        ("flush", 1),
+    )
+
+    def step(self, number: int) -> None:
+        random = Random(number)
+        names, weights = zip(*self.ACTIONS, strict=True)
+        (name,) = random.choices(names, weights)
+        self.log.append(f"{number}: {name}")
+        getattr(self, f"_do_{name}")(random)
+        self.check()
+
+    def run(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self.step(number)
+        self.wind_down()
+
+    def _do_arrive(self, random: Random) -> None:
+        """A text that shares a prefix with an earlier one, perhaps in another namespace."""
+        if len(self.actors) >= 6:
+            return
+        base, namespace = random.choice(self.texts[-24:])
+        if random.random() < 0.1:
+            namespace = random.choice(NAMESPACES)
+        tokens = base[: random.choice([len(base), random.randint(0, len(base))])]
+        tokens = (tokens + [random.randint(0, 3) for _ in range(random.randint(1, TOKENS_MAX // 3))])[:TOKENS_MAX]
+        self.texts.append((tokens, namespace))
+        options = {
+            "priority": random.randint(0, 2),
+            "turn_ends": [random.randint(0, len(tokens)) for _ in range(random.randint(0, 2))],
+            "load": random.random() < 0.9,
+            "replay": random.random() < 0.2,
+        }
+        self.actors.append(Actor(tokens, namespace, self.cache.chain(tokens, namespace), options))
+
+    def _do_begin(self, random: Random) -> None:
+        waiting = [actor for actor in self.actors if actor.request is None]
+        if not waiting:
+            return
+        actor = random.choice(waiting)
+        before = self._snapshot()
+        events = self.events
+        outcome = self.cache.begin(actor.chain, **actor.options)  # type: ignore[arg-type]
+        if isinstance(outcome, Wait):
+            made_room = self.events > events
+            assert made_room or self._snapshot() == before, "I5: waiting left a trace"
+            return
+        actor.request = outcome
+        actor.written = outcome.committed * self.spec.page_tokens
+        reuse = outcome.reuse
+        assert reuse.tokens == actor.written <= max(0, len(actor.tokens) - 1)
+        assert not (self.cache.config.host_bytes == 0 and reuse.host_tokens)
+
+    def _do_compute(self, random: Random) -> None:
+        """Read everything that came from the cache, write some more tokens, share them."""
+        running = [a for a in self.actors if a.request and a.request.state is RequestState.RUNNING]
+        if not running:
+            return
+        actor = random.choice(running)
+        request, page_tokens = actor.request, self.spec.page_tokens
+        assert request is not None
+        self._read(actor)
+        if actor.written >= len(actor.tokens) and len(actor.tokens) < TOKENS_MAX + 12:
+            actor.tokens.append(random.randint(0, 3))
+            actor.chain.extend(actor.tokens[-1:])
+        upto = min(len(actor.tokens), actor.written + random.randint(1, 3 * page_tokens))
+        outcome = self.cache.extend(request, upto)
+        if isinstance(outcome, Wait):
+            if random.random() < 0.2:
+                self._preempt(actor)
+            return
+        assert isinstance(outcome, Extended)
+        actor.tails_due.update(outcome.tails)
+        for page in range(actor.written // page_tokens, upto // page_tokens):
+            self.bytes.write(request.table[page], actor.chain.keys[page], actor.text(page + 1), tail=False)
+        for boundary in [b for b in actor.tails_due if b <= upto]:
+            page = boundary // page_tokens
+            tail = actor.tails_due.pop(boundary)
+            self.bytes.write(tail, actor.chain.keys[page - 1], actor.text(page), tail=True)
+        actor.written = upto
+        if random.random() < 0.9:
+            self.cache.commit(request, upto)
+
+    def _read(self, actor: Actor) -> None:
+        request = actor.request
+        assert request is not None
+        for page in range(actor.written // self.spec.page_tokens):
+            self.bytes.check(request.table[page], actor.text(page + 1), tail=False, who="a request's table")
+        if len(request.held) > 1:
+            for tail in request.resume_tails:
+                assert tail.device is not None
+                self.bytes.check(tail.device, actor.text(tail.page.depth), tail=True, who="a tail to resume from")
+
+    def _do_finish(self, random: Random) -> None:
+        running = [a for a in self.actors if a.request and a.request.state is RequestState.RUNNING]
+        if running:
+            actor = random.choice(running)
+            self.cache.commit(actor.request, actor.written)  # type: ignore[arg-type]
+            self.cache.finish(actor.request)  # type: ignore[arg-type]
+            self.actors.remove(actor)
+
+    def _do_abort(self, random: Random) -> None:
+        started = [a for a in self.actors if a.request]
+        if started:
+            actor = random.choice(started)
+            self.cache.abort(actor.request)  # type: ignore[arg-type]
+            self.actors.remove(actor)
+
+    def _do_preempt(self, random: Random) -> None:
+        started = [a for a in self.actors if a.request]
+        if started:
+            self._preempt(random.choice(started))
+
+    def _preempt(self, actor: Actor) -> None:
+        assert actor.request is not None
+        self.cache.preempt(actor.request)
+        actor.request, actor.written, actor.tails_due = None, 0, {}
+
+    def _do_step(self, random: Random) -> None:
+        for loaded in self.cache.step():
+            (actor,) = [a for a in self.actors if a.request is loaded.request]
+            if loaded.error is not None:
+                assert loaded.request.state is RequestState.ENDED
+                actor.request, actor.written, actor.tails_due = None, 0, {}
+                continue
+            assert loaded.request.state is RequestState.RUNNING
+            self._read(actor)
+
+    def _do_copy(self, random: Random) -> None:
+        """A copy ends, any of those under way."""
+        for copies in random.sample(list(self.copies.values()), 2):
+            if copies.held:
+                copies.run(random.randrange(len(copies.held)))
+                return
+
+    def _do_fault(self, random: Random) -> None:
+        """The next copy fails part way, or the observer fails for a while."""
+        self.observer_fails = random.random() < 0.3
+        if self.cache.host is not None and random.random() < 0.7:
+            self.copier.copies_until_fault = random.randint(0, 6)
+
+    def _do_flush(self, random: Random) -> None:
+        if random.random() < 0.1:
+            self.cache.flush()
+
+    # Always
+
+    def check(self) -> None:
+        self.cache.check()
+        self.cache.tree.oracle.check()  # type: ignore[attr-defined]
+        for page in self.cache.tree.index.values():
+            if page.device is not None and page.load is None:
+                self.bytes.check(page.device, self.bytes.texts[page.key], tail=False, who="the tree")
+            if page.tail is not None and page.tail.device is not None and page.tail.load is None:
+                self.bytes.check(page.tail.device, self.bytes.texts[page.key], tail=True, who="the tree")
+
+    def _snapshot(self) -> object:
+        """Everything a caller could notice; the order of the lines and the clock are not part of it."""
+        items: list[object] = []
+        for page in self.cache.tree.index.values():
+            for item in (page, page.tail):
+                if item is not None:
+                    kind = isinstance(item, Page)
+                    items.append((page.key, kind, item.device, item.host, item.load, item.save, item.lock, item.hits))
+        pools = [pool.owned_ids() for pool in (self.cache.pages, self.cache.tails, self.cache.host_pages)]
+        return items, pools, len(self.cache._loads.moves), len(self.cache._saves)
+
+    def wind_down(self) -> None:
+        """Everything ends; then no place is missing."""
+        for actor in self.actors:
+            if actor.request is not None:
+                self.cache.abort(actor.request)
+        while self.cache._flights or self.cache._loads.moves or self.cache._saves:
+            self.cache.step()
+            for copies in self.copies.values():
+                copies.shutdown()
+        self.check()
+        assert self.cache.flush() == 0
+        for pool in (self.cache.pages, self.cache.tails, self.cache.host_pages):
+            assert pool.free == pool.capacity, f"I4: {pool.name} lost places"
+        assert self.cache.counters["observer_errors"] == 0 or self.events
+        self.cache.close()

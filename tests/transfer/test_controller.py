@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Executor, Future
+from typing import Any
+
+import pytest
+
+from tests.memory.specs import V4
+from tests.transfer.rig import Rig, host_page
+from tiercel.errors import TransferError
+from tiercel.transfer.controller import Controller, Done, Ticket
+from tiercel.transfer.copier import DirectCopier, make_copier
+from tiercel.transfer.plan import Direction, Leg, PageLeg, Plan
+
+LOAD, SAVE = Direction.LOAD, Direction.SAVE
+
+
+class ByHand(Executor):
+    """An executor whose tasks run when and in the order the test says."""
+
+    def __init__(self) -> None:
+        self.tasks: list[tuple[Future[Any], Callable[[], Any]]] = []
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.tasks.append((future, lambda: fn(*args, **kwargs)))
+        return future
+
+    def run(self, index: int) -> None:
+        future, task = self.tasks.pop(index)
+        try:
+            future.set_result(task())
+        except Exception as error:  # noqa: BLE001 - as a pool's worker does
+            future.set_exception(error)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        while self.tasks:
+            self.run(0)
+
+
+class BrokenPageCopier(DirectCopier):
+    """One host page can not be read or written, from some layer on."""
+
+    broken_page = host_page(0)
+    broken_layer = 2
+
+    def copy(self, direction: Direction, leg: Leg, layer: int) -> None:
+        if isinstance(leg, PageLeg) and self.broken_page in leg.host_pages and layer >= self.broken_layer:
+            raise OSError("bad memory")
+        super().copy(direction, leg, layer)
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig(V4, "page_first_direct")
+    yield rig
+    rig.host.close()
+
+
+@pytest.fixture
+def by_hand() -> dict[Direction, ByHand]:
+    return {direction: ByHand() for direction in Direction}
+
+
+def make_controller(rig: Rig, executors: dict[Direction, ByHand] | None = None) -> Controller:
+    return Controller(make_copier("direct", V4, rig.device, rig.host), V4.layers, executors)
+
+
+def page_plan(rig: Rig, direction: Direction, device: int, host: int) -> Plan:
+    return rig.plan(direction, [(device, host)], [])
+
+
+def tickets(done: list[Done]) -> list[Ticket]:
+    return [each.ticket for each in done]
+
+
+def wait_for_all(controller: Controller) -> list[Done]:
+    controller.close()
+    return controller.poll()
+
+
+def test_a_plan_goes_out_and_comes_back_on_the_default_workers(rig: Rig) -> None:
+    expected = rig.device_after_round_trip()
+    controller = make_controller(rig)
+    save = controller.submit(rig.save_plan())
+    save.gate.wait(V4.layers[-1])
+    load = controller.submit(rig.load_plan())
+    done = wait_for_all(controller)
+    assert {each.ticket: each.error for each in done} == {save: None, load: None}
+    assert rig.holds(expected)
+    assert (save.direction, load.direction) == (SAVE, LOAD)
+    assert (save.number, load.number) == (0, 1)
+
+
+def test_nothing_in_flight_is_nothing_done(rig: Rig) -> None:
+    controller = make_controller(rig)
+    assert controller.poll() == []
+    controller.close()
+    assert controller.poll() == []
+
+
+def test_an_empty_plan_is_done_and_opens_its_gate(rig: Rig) -> None:
+    controller = make_controller(rig)
+    ticket = controller.submit(Plan.of(LOAD))
+    for layer in V4.layers:
+        ticket.gate.wait(layer)
+    assert tickets(wait_for_all(controller)) == [ticket]
+
+
+def test_eight_loads_are_in_flight_at_once(rig: Rig, by_hand: dict[Direction, ByHand]) -> None:
+    controller = make_controller(rig, by_hand)
+    sent = [controller.submit(page_plan(rig, LOAD, device, device % 3)) for device in range(8)]
+    assert len(by_hand[LOAD].tasks) == 8
+    assert controller.poll() == []
+    for _ in range(8):
+        by_hand[LOAD].run(0)
+    assert tickets(controller.poll()) == sent
+
+
+def test_out_of_order_completion_is_published_in_order(rig: Rig, by_hand: dict[Direction, ByHand]) -> None:
+    controller = make_controller(rig, by_hand)
+    sent = [controller.submit(page_plan(rig, LOAD, device, 0)) for device in range(4)]
+    by_hand[LOAD].run(2)
+    assert controller.poll() == []
+    by_hand[LOAD].run(0)
+    assert tickets(controller.poll()) == [sent[0]]
+    by_hand[LOAD].run(0)
+    assert tickets(controller.poll()) == sent[1:3]
+    by_hand[LOAD].run(0)
+    assert tickets(controller.poll()) == [sent[3]]
+    assert controller.poll() == []
+
+
+def test_loads_do_not_wait_for_saves(rig: Rig, by_hand: dict[Direction, ByHand]) -> None:
+    controller = make_controller(rig, by_hand)
+    save = controller.submit(page_plan(rig, SAVE, 0, 0))
+    load = controller.submit(page_plan(rig, LOAD, 1, 1))
+    by_hand[LOAD].run(0)
+    assert tickets(controller.poll()) == [load]
+    by_hand[SAVE].run(0)
+    assert tickets(controller.poll()) == [save]
+
+
+def test_a_failing_copy_fails_its_ticket_only_and_the_worker_goes_on(rig: Rig) -> None:
+    controller = Controller(BrokenPageCopier(V4, rig.device, rig.host), V4.layers)
+    plans = [page_plan(rig, SAVE, device, host) for device, host in ((0, 1), (1, 0), (2, 2))]
+    sent = [controller.submit(plan) for plan in plans]
+    done = wait_for_all(controller)
+    assert tickets(done) == sent
+    assert [each.error is None for each in done] == [True, False, True]
+    assert isinstance(done[1].error, TransferError)
+    assert isinstance(done[1].error.__cause__, OSError)
+    stored = rig.host.page_bytes_view(host_page(2))
+    c4 = V4.stream("c4")
+    row = rig.host.layout.region(c4, 3, 0)
+    assert stored[row.offset : row.offset + row.bytes].equal(rig.device.view("c4", 3)[2])
+
+
+def test_a_reader_of_a_failed_load_gets_the_cause_for_the_layers_that_did_not_arrive(rig: Rig) -> None:
+    controller = Controller(BrokenPageCopier(V4, rig.device, rig.host), V4.layers)
+    gate = controller.submit(page_plan(rig, LOAD, 4, 0)).gate
+    gate.wait(0)
+    gate.wait(1)
+    for layer in (2, 3, 4):
+        with pytest.raises(TransferError) as error:
+            gate.wait(layer)
+        assert isinstance(error.value.__cause__, TransferError)
+        assert isinstance(error.value.__cause__.__cause__, OSError)
+    controller.close()
+
+
+def test_a_transfer_its_executor_cancels_fails_and_nobody_waits_for_ever(
+    rig: Rig, by_hand: dict[Direction, ByHand]
+) -> None:
+    controller = make_controller(rig, by_hand)
+    ticket = controller.submit(page_plan(rig, LOAD, 4, 0))
+    by_hand[LOAD].tasks.pop()[0].cancel()
+    with pytest.raises(TransferError):
+        ticket.gate.wait(0)
+    (done,) = controller.poll()
+    assert done.error is not None and isinstance(done.error.__cause__, CancelledError)
+
+
+def test_closing_waits_for_what_is_in_flight_and_may_be_done_twice(
+    rig: Rig, by_hand: dict[Direction, ByHand]
+) -> None:
+    controller = make_controller(rig, by_hand)
+    sent = [controller.submit(page_plan(rig, SAVE, device, device)) for device in range(3)]
+    controller.close()
+    controller.close()
+    assert tickets(controller.poll()) == sent
+
+
+def test_layers_are_copied_in_ascending_order_all_legs_of_one_first(rig: Rig) -> None:
+    order: list[tuple[int, str]] = []
+
+    class Noting(DirectCopier):
+        def copy(self, direction: Direction, leg: Leg, layer: int) -> None:
+            order.append((layer, type(leg).__name__))
+            super().copy(direction, leg, layer)
+
+    controller = Controller(Noting(V4, rig.device, rig.host), (4, 0, 2, 1, 3))
+    controller.submit(rig.save_plan())
+    controller.close()
+    assert order == [(layer, kind) for layer in range(5) for kind in ("PageLeg", "TailLeg")]
