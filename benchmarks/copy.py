@@ -3,17 +3,16 @@
     python -m benchmarks.copy [--json]
 
 DeepSeek-V4-Flash geometry. `scattered`: no two pages are neighbours. `neighbours`: both sides in one run.
-Each number is the median of several runs; the ratio is to the large copy of this run.
+Each number is the median of several runs; the ratios are to the large copy of this run, with all threads
+and with one. A copier uses one thread: the other cores belong to the model.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.machine import describe
 from tiercel.errors import RefusedError
 from tiercel.memory.buffers import DeviceMemory, HostMemory
 from tiercel.memory.layout import LAYOUTS
@@ -49,7 +49,12 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     as_json = parser.parse_args().json
     spec = load("deepseek-v4-flash")
-    rates = [Rate("limit_gb_s", measure_limit(spec)), *measure_all(spec)]
+    limits = [Rate("limit_gb_s", measure_limit(spec))]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    limits.append(Rate("limit_one_thread_gb_s", measure_limit(spec)))
+    torch.set_num_threads(threads)
+    rates = [*limits, *measure_all(spec)]
     print(json.dumps(to_json(rates), indent=1) if as_json else to_table(spec, rates))
 
 
@@ -121,30 +126,15 @@ def gb_s(size: int, copy: Callable[[], object]) -> float:
 
 
 def to_json(rates: list[Rate]) -> dict[str, float | str]:
-    return {"machine": machine()} | {rate.key: round(rate.gb_s, 2) for rate in rates}
+    return {"machine": describe()} | {rate.key: round(rate.gb_s, 2) for rate in rates}
 
 
 def to_table(spec: CacheSpec, rates: list[Rate]) -> str:
-    limit = rates[0].gb_s
+    limit, one = rates[0].gb_s, rates[1].gb_s
     sizes = f"{PAGES} pages of {spec.page_bytes:,} B, {TAILS} tails of {spec.tail_bytes:,} B"
-    lines = [f"{machine()}\n{sizes}\n", f"{'':44}{'GB/s':>7}  of limit"]
-    lines += [f"{rate.key:44}{rate.gb_s:7.2f}{rate.gb_s / limit:10.2f}" for rate in rates]
+    lines = [f"{describe()}\n{sizes}\n", f"{'':50}{'GB/s':>6}{'of limit':>10}{'of one thread':>15}"]
+    lines += [f"{r.key:50}{r.gb_s:6.2f}{r.gb_s / limit:10.2f}{r.gb_s / one:15.2f}" for r in rates]
     return "\n".join(lines)
-
-
-def machine() -> str:
-    cores = torch.get_num_threads()
-    return f"torch {torch.__version__}, {platform.machine()}, {cores} threads, commit {commit()}"
-
-
-def commit() -> str:
-    try:
-        told = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return told.stdout.strip()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""What the bytes of a page or tail must be: a function of the text it ends, so that any copy can be checked bit by bit.
+"""What the bytes of a page or tail must be: a function of the text it ends, so that any copy can be checked
+bit by bit.
 
-The text is named here without the help of `tree.keys`, so two texts that share a key by mistake are found too.
+The text is named here without the help of `tree.keys`, so two texts that share a key by mistake are found
+too.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class Bytes:
         self.texts: dict[PageKey, Text] = {}
 
     def _expected(self, text: Text, tail: bool) -> list[tuple[tuple[str, int], np.ndarray]]:
-        """A row for each stream and layer; every byte depends on its position, so on stream, layer and entry."""
+        """A row for each stream and layer; every byte depends on its position, so on stream, layer and
+        entry."""
         streams = self.spec.tail_streams if tail else self.spec.page_streams
         record = hashlib.shake_128(text + bytes([tail])).digest(sum(map(self.spec.bytes_of, streams)))
         data, rows, start = np.frombuffer(record, np.uint8), [], 0

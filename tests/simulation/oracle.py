@@ -1,7 +1,8 @@
 """The stupid model: sets of keys and linear scans, told of what happens and comparing after every step.
 
-It keeps no tree. It knows which keys each tier can read (from the events), and how every page of a path was used (touching
-all of them, where the real tree touches one). From that it says what a match must answer and who must be evicted.
+It keeps no tree. It knows which keys each tier can read (from the events), and how every page of a path was
+used (touching all of them, where the real tree touches one). From that it says what a match must answer and
+who must be evicted.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tiercel.policy.evict import Rank
+from tiercel.tree.actions import Event
 from tiercel.tree.node import Item, Page, Tail
-from tiercel.tree.prefix_tree import Event, Match, PrefixTree
+from tiercel.tree.prefix_tree import Match, PrefixTree
 from tiercel.types import PageKey, Tier
 
 
@@ -54,7 +56,9 @@ class WatchedTree(PrefixTree):
             self.oracle.check_host_victim(coldest)
         before = set(self.index)
         done = super().evict_host(colder_than=colder_than)
-        assert not doubles or (done and set(self.index) == before), "a double goes before the only copy of anything"
+        assert not doubles or (done and set(self.index) == before), (
+            "a double goes before the only copy of anything"
+        )
         return done
 
     def _tell(self, stored, tier, item):
@@ -83,7 +87,8 @@ class Oracle:
     # Uses
 
     def use_path(self, page: Page, clock: int, priority: int, *, hit: bool) -> None:
-        """Everything up to the root was used; the priority of an insert belongs to the pages it visited and what they inherit."""
+        """Everything up to the root was used; the priority of an insert belongs to the pages it visited and
+        what they inherit."""
         here: Page | None = page
         while here is not None and here is not self.tree.root:
             use = self.uses.setdefault(here.key, Use())
@@ -129,7 +134,11 @@ class Oracle:
             line = [tail for tail in line if tail.lock == 0 and tail.load is None]
         else:
             carrying = {id(p.parent) for p in pages if p.device is not None}
-            line = [p for p in pages if p.device is not None and p.load is None and p.lock == 0 and id(p) not in carrying]
+            line = [
+                p
+                for p in pages
+                if p.device is not None and p.load is None and p.lock == 0 and id(p) not in carrying
+            ]
         assert item in line, "I3: this may not leave the device"
         assert self.rank(item) == min(map(self.rank, line)), "somebody colder was passed over"
 
@@ -140,7 +149,13 @@ class Oracle:
         for page in pages:
             tail = page.tail
             busy_tail = tail is not None and (tail.lock or tail.load is not None or tail.save is not None)
-            if page.on_host and page.device is None and not page.lock and id(page) not in carrying and not busy_tail:
+            if (
+                page.on_host
+                and page.device is None
+                and not page.lock
+                and id(page) not in carrying
+                and not busy_tail
+            ):
                 line.append(page)
             if tail is not None and tail.on_host and tail.device is None and not busy_tail:
                 line.append(tail)

@@ -34,6 +34,10 @@ SPECS = {
         ),
     ),
     "ratio two": RATIO_TWO,
-    "with a draft": CacheSpec("target", 4, (K,)).with_draft(CacheSpec("mtp", 4, (Stream("window", (0,), (Part("x", 9),), Window(4)),))),
-    "last stage": CacheSpec("staged", 4, (K, PACKED, Stream("window", (0, 2), (Part("x", 3),), Window(2)))).stage(2, 3),
+    "with a draft": CacheSpec("target", 4, (K,)).with_draft(
+        CacheSpec("mtp", 4, (Stream("window", (0,), (Part("x", 9),), Window(4)),))
+    ),
+    "last stage": CacheSpec(
+        "staged", 4, (K, PACKED, Stream("window", (0, 2), (Part("x", 3),), Window(2)))
+    ).stage(2, 3),
 }

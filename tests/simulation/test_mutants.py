@@ -1,4 +1,5 @@
-"""Goal: the simulation notices. Method: faults of the kinds this field has had are put into the code, one at a time; a run that
+"""Goal: the simulation notices. Method: faults of the kinds this field has had are put into the code, one at
+a time; a run that
 does not fail then is a hole in the simulation. Each fault is a patch of one function."""
 
 import logging
@@ -15,7 +16,11 @@ from tiercel.transfer.copier import DirectCopier, ReferenceCopier
 from tiercel.tree.candidates import Candidates
 from tiercel.tree.prefix_tree import PrefixTree
 
-real_insert, real_load_start, real_save_start = PrefixTree.insert, PrefixTree.load_start, PrefixTree.save_start
+real_insert, real_load_start, real_save_start = (
+    PrefixTree.insert,
+    PrefixTree.load_start,
+    PrefixTree.save_start,
+)
 real_seeded, real_take_host, real_touch = keys._seeded, TieredCache._take_host, PrefixTree.touch
 real_evict = PrefixTree._evict
 

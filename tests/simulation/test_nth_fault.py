@@ -1,12 +1,14 @@
-"""Goal: whichever allocation, copy or callback fails, nothing is left half done. Method: one scene, run once for every n with the n-th
-of them failing; around the call that met the fault the state is compared, and afterwards the scene goes on to its end."""
+"""Goal: whichever allocation, copy or callback fails, nothing is left half done. Method: one scene, run once
+for every n with the n-th
+of them failing; around the call that met the fault the state is compared, and afterwards the scene goes on
+to its end."""
 
 import logging
 from unittest.mock import patch
 
 import pytest
 
-import tiercel.cache as cache_module
+import tiercel.cache.tiered_cache as cache_module
 from tests.simulation.world import Actor, World
 from tiercel.cache import Loaded, RequestState, TieredCache, Wait
 from tiercel.pages.reservation import Short
@@ -28,7 +30,8 @@ class Fault:
 
 
 class Scene(World):
-    """The world's cache and bytes, without its dice: two texts that share a prefix, a device too small for both."""
+    """The world's cache and bytes, without its dice: two texts that share a prefix, a device too small for
+    both."""
 
     def _make_cache(self, random):
         from tests.simulation.oracle import WatchedTree
@@ -98,7 +101,9 @@ class Scene(World):
             return False
         pages = size // self.spec.page_tokens
         for page in range(actor.written // self.spec.page_tokens, pages):
-            self.bytes.write(actor.request.table[page], actor.chain.keys[page], actor.text(page + 1), tail=False)
+            self.bytes.write(
+                actor.request.table[page], actor.chain.keys[page], actor.text(page + 1), tail=False
+            )
         for boundary, tail in outcome.tails.items():
             page = boundary // self.spec.page_tokens
             self.bytes.write(tail, actor.chain.keys[page - 1], actor.text(page), tail=True)
@@ -171,7 +176,9 @@ def quiet():
 @pytest.mark.parametrize("install", [failing_allocations, failing_copies, failing_callbacks])
 def test_the_nth_fault_leaves_no_trace_for_every_n(install):
     clean, counters = play(Fault(0), install)
-    assert counters["pages_loaded"] and counters["tails_loaded"] and counters["pages_saved"], "the scene has loads"
+    assert counters["pages_loaded"] and counters["tails_loaded"] and counters["pages_saved"], (
+        "the scene has loads"
+    )
     n = 0
     while True:
         n += 1

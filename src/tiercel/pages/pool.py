@@ -16,7 +16,7 @@ from tiercel.types import GENERATION_ONE, PLACE_MASK, TAG_SHIFT
 
 Id = TypeVar("Id", bound=int)
 
-_TAG_MASK = ~((1 << TAG_SHIFT) - 1)
+_LOW_MASK = (1 << TAG_SHIFT) - 1
 
 
 class PagePool(Generic[Id]):
@@ -59,7 +59,10 @@ class PagePool(Generic[Id]):
         owned = len(once) == len(ids) and once <= self._owned
         assert owned, f"I3: {self.name} does not own each of {[hex(i) for i in ids]} once"
         self._owned -= once
-        self._free.extend([cast(Id, self._next(i)) for i in ids])
+        following = [
+            (i + GENERATION_ONE) & _LOW_MASK | self._tag for i in ids
+        ]  # the generation wraps inside its bits
+        self._free += cast(list[Id], following)
 
     def owns(self, page_id: Id) -> bool:
         return page_id in self._owned
@@ -71,11 +74,6 @@ class PagePool(Generic[Id]):
         """I4: free + owned = capacity, and each place is in one of the two."""
         places = sorted(i & PLACE_MASK for i in (*self._free, *self._owned))
         assert places == list(range(self.capacity)), f"I4: places of {self.name} are lost or doubled"
-        assert all(i & _TAG_MASK == self._tag for i in (*self._free, *self._owned)), (
+        assert all(i & ~_LOW_MASK == self._tag for i in (*self._free, *self._owned)), (
             f"I7: foreign id in {self.name}"
         )
-
-    def _next(self, page_id: int) -> int:
-        """The same place, one generation later; the generation wraps inside its own bits."""
-        following = page_id + GENERATION_ONE
-        return following if following & _TAG_MASK == self._tag else self._tag | (page_id & PLACE_MASK)

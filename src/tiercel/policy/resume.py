@@ -34,11 +34,15 @@ def choose_resume(
                     └──── compute these ────────┘      resume at the tail
                               └─ replay_tokens ─┘      resume by replay
     """
-    if replay and replay_tokens is not None:
-        cost = min(replay_tokens, found * page_tokens)
-        if cost < (found - boundary) * page_tokens:
-            return Resume(found, cost)
+    cost = replay_cost(replay_tokens, found * page_tokens)
+    if replay and cost is not None and cost < (found - boundary) * page_tokens:
+        return Resume(found, cost)
     return Resume(boundary, 0)
+
+
+def replay_cost(replay_tokens: int | None, found_tokens: int) -> int | None:
+    """Tokens an exact replay computes again; None when it can not be exact. No text is longer than itself."""
+    return None if replay_tokens is None else min(replay_tokens, found_tokens)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@
 Loads do not wait for saves nor saves for loads. Within a direction transfers may land in any order, and are
 published in the order they were submitted, so a later page is never visible before an earlier one.
 
-The controller merges nothing (`plan.merge` does) and never asks who owns an id: places stay reserved until
-`poll` has named their ticket.
+The controller merges nothing (one plan is one step's work) and never asks who owns an id: places stay
+reserved until `poll` has named their ticket.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ A leg pairs the ids of two pools; the direction is the plan's. Ids become places
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -124,21 +124,6 @@ def _targets(direction: Direction, leg: Leg) -> Iterable[int]:
             return device if direction is Direction.LOAD else host
         case TailLeg(tails, pages):
             return tails if direction is Direction.LOAD else (page for each in pages for page in each)
-
-
-def merge(plans: Sequence[Plan]) -> Plan:
-    """One plan that does the work of all: the legs of one kind become one leg, in order."""
-    assert plans, "nothing to merge"
-    direction = plans[0].direction
-    assert all(plan.direction is direction for plan in plans), "loads and saves are not merged"
-    legs = [leg for plan in plans for leg in plan.legs]
-    page_legs = [leg for leg in legs if isinstance(leg, PageLeg)]
-    tail_legs = [leg for leg in legs if isinstance(leg, TailLeg)]
-    return Plan.of(
-        direction,
-        [pair for leg in page_legs for pair in zip(leg.device_pages, leg.host_pages, strict=True)],
-        [pair for leg in tail_legs for pair in zip(leg.device_tails, leg.host_pages, strict=True)],
-    )
 
 
 # Entries

@@ -12,9 +12,9 @@ from heapq import heappop, heappush, heapreplace
 from typing import Generic, TypeVar
 
 from tiercel.policy.evict import EvictPolicy, Rank
-from tiercel.tree.node import Item
+from tiercel.tree.node import Cached
 
-AnyItem = TypeVar("AnyItem", bound=Item)
+AnyItem = TypeVar("AnyItem", bound=Cached)
 
 
 class Candidates(Generic[AnyItem]):
@@ -32,7 +32,7 @@ class Candidates(Generic[AnyItem]):
         if item not in self._members and self.ready(item):
             self._members.add(item)
             self._serial += 1
-            heappush(self._heap, (self._rank(item), self._serial, item))  # type: ignore[misc]
+            heappush(self._heap, (self._rank(item), self._serial, item))
 
     def coldest(self) -> AnyItem | None:
         """The next to go, left where it is; None when nothing may go."""
@@ -47,7 +47,7 @@ class Candidates(Generic[AnyItem]):
             if now == rank:
                 return item
             assert now > rank, "a rank never falls (policy.evict)"  # type: ignore[operator]
-            heapreplace(heap, (now, serial, item))  # type: ignore[misc]
+            heapreplace(heap, (now, serial, item))
         return None
 
     def pop(self) -> AnyItem | None:

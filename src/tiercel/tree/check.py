@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from tiercel.tree.node import Item, Page, Tail
+from tiercel.tree.node import Item, Page
 from tiercel.tree.prefix_tree import PrefixTree
 
 
@@ -38,14 +38,14 @@ def check(tree: PrefixTree) -> None:
     _check_candidates(tree)
 
 
-def _items(page: Page) -> Iterator[Page | Tail]:
+def _items(page: Page) -> Iterator[Item]:
     yield page
     if page.tail is not None:
         assert page.tail.page is page
         yield page.tail
 
 
-def _check_item(item: Page | Tail) -> None:
+def _check_item(item: Item) -> None:
     assert not item.gone and item.lock >= 0
     assert item.device is not None or item.host is not None, "what no tier holds is not in the tree"
     assert item.load is None or item.device is not None
@@ -56,14 +56,14 @@ def _check_item(item: Page | Tail) -> None:
 def _check_candidates(tree: PrefixTree) -> None:
     """Whoever may go stands in line; who may not is passed over when its turn comes."""
     for page in tree.index.values():
+        on_device = page in tree.device_pages or not tree.device_pages.ready(page)
+        assert on_device, f"may leave the device, but stands in no line: {_row(page)}"
+        tail = page.tail
+        on_device = tail is None or tail in tree.device_tails or not tree.device_tails.ready(tail)
+        assert on_device, f"its tail may leave the device, but stands in no line: {_row(page)}"
         for item in _items(page):
-            line = tree.device_pages if isinstance(item, Page) else tree.device_tails
-            assert item in line or not line.ready(item), (
-                f"may leave the device, but stands in no line: {_row(item)}"
-            )  # type: ignore[arg-type]
-            assert item in tree.host or not tree.host.ready(item), (
-                f"may leave the host, but stands in no line: {_row(item)}"
-            )
+            on_host = item in tree.host or not tree.host.ready(item)
+            assert on_host, f"may leave the host, but stands in no line: {_row(item)}"
 
 
 def show(tree: PrefixTree) -> str:
@@ -86,7 +86,7 @@ def show(tree: PrefixTree) -> str:
     return "\n".join(lines)
 
 
-def _row(item: Page | Tail) -> str:
+def _row(item: Item) -> str:
     device = "." if item.device is None else "D" if item.load is None else "d"
     host = "." if item.host is None else "H" if item.save is None else "h"
     name = item.key.hex()[:8] if isinstance(item, Page) else "└ tail  "

@@ -14,9 +14,9 @@ hashed once, also when the text grows.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -47,10 +47,11 @@ class KeyChain:
             data = self._rest + data
         step = 4 * self.page_tokens
         full = len(data) - len(data) % step
-        update, digest, keys = self._hash.update, self._hash.digest, self.keys
+        update, digest = self._hash.update, self._hash.digest
+        add = cast(Callable[[bytes], None], self.keys.append)  # a call of PageKey() per page would cost 5 %
         for start in range(0, full, step):
             update(data[start : start + step])
-            keys.append(PageKey(digest()))
+            add(digest())
         self._rest = data[full:]
 
 

@@ -10,9 +10,10 @@ Both live in up to two tiers, and each tier's copy is absent, on its way, or rea
     id       number   a load is filling it          ids    id       a save is filling it
     id       None     readable                      ids    None     readable
 
-The number is the batch a load travels with. The id is the device place a save reads: the page may leave the device before
-the save ends, and may even be back at another place by then. A page with `device` set has a parent with `device` set, so
-what the device holds of a text is a prefix of it.
+The number is the batch a load travels with. The id is the device place a save reads: the page may leave the
+device before the save ends, and may even be back at another place by then. A page with `device` set has a
+parent with
+`device` set, so what the device holds of a text is a prefix of it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 from tiercel.types import DevicePageId, DeviceTailId, HostPageId, PageKey
 
 
-class Item:
+class Cached:
     """What pages and tails have in common: places in two tiers, and their use (see `policy.evict.Used`)."""
 
     __slots__ = ("gone", "hits", "host", "load", "lock", "priority", "save", "unsavable", "used")
@@ -41,7 +42,7 @@ class Item:
         return self.host is not None and self.save is None
 
 
-class Page(Item):
+class Page(Cached):
     """A page in the tree. Locking it protects its whole path: only leaves are ever evicted."""
 
     __slots__ = ("children", "children_device", "depth", "device", "hits_given", "key", "parent", "tail")
@@ -62,7 +63,7 @@ class Page(Item):
         self.unsavable = self.gone = False
 
 
-class Tail(Item):
+class Tail(Cached):
     """What is needed besides the pages to continue after `page`."""
 
     __slots__ = ("device", "page")
@@ -76,3 +77,7 @@ class Tail(Item):
         self.used = used
         self.priority = priority
         self.unsavable = self.gone = False
+
+
+Item = Page | Tail
+"""Anything the tree caches."""

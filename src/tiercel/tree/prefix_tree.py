@@ -22,11 +22,11 @@ The life of a place on the device, and who gives it back:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tiercel.policy.evict import EvictPolicy, Rank
 from tiercel.policy.save import SavePolicy
+from tiercel.tree.actions import Actions, Event, Move
 from tiercel.tree.candidates import Candidates
 from tiercel.tree.node import Item, Page, Tail
 from tiercel.types import DevicePageId, DeviceTailId, HostPageId, PageKey, Tier
@@ -55,33 +55,6 @@ class Match(NamedTuple):
 
     branch: int
     """Where this text leaves the others: a boundary that deserves a tail; 0 when it does not branch off."""
-
-
-class Move(NamedTuple):
-    """One page or tail on its way between the tiers, and the places it goes between."""
-
-    item: Item
-    device: int
-    host: tuple[HostPageId, ...]
-
-
-class Event(NamedTuple):
-    """Something became readable in a tier, or is no longer there."""
-
-    stored: bool
-    tier: Tier
-    tail: bool
-    key: PageKey
-
-
-@dataclass
-class Actions:
-    """What the tree has decided and someone else must do."""
-
-    pages: list[DevicePageId] = field(default_factory=list)
-    tails: list[DeviceTailId] = field(default_factory=list)
-    host: list[HostPageId] = field(default_factory=list)
-    saves: list[Move] = field(default_factory=list)
 
 
 class PrefixTree:
@@ -119,50 +92,37 @@ class PrefixTree:
 
     def match(self, keys: Sequence[PageKey], limit: int, *, device_only: bool = False) -> Match:
         """What is held of a text, looking at its first `limit` pages. Changes nothing."""
-        found = self._depth(keys, min(len(keys), limit), self._is_held)
-        device = self._depth(keys, found, self._is_on_device)
-        if device_only:
+        index = self.index
+        found = _prefix(keys, min(len(keys), limit), index.__contains__)
+        page = index[keys[found - 1]] if found else self.root
+        device = found
+        if found and page.device is None:
+            device = _prefix(keys, found, lambda key: index[key].device is not None)
+        if device_only and device < found:
             found = device
-        page = self.index[keys[found - 1]] if found else self.root
+            page = index[keys[found - 1]] if found else self.root
         branch = found if page.children and found < len(keys) and page is not self.root else 0
         if self.pages_per_window:
             page, tails = self._resumable(page, device_only)
             return Match(found, device, page.depth, page, tails, branch)
         return Match(found, device, found, page, (), branch)
 
-    def _is_held(self, key: PageKey) -> bool:
-        return key in self.index
-
-    def _is_on_device(self, key: PageKey) -> bool:
-        return self.index[key].device is not None
-
-    def _depth(self, keys: Sequence[PageKey], most: int, holds: Callable[[PageKey], bool]) -> int:
-        """How many of the first keys satisfy `holds`, which is true of a prefix of them and false after
-        it."""
-        if most == 0 or holds(keys[most - 1]):
-            return most
-        low, high = 0, most - 1
-        while low < high:
-            middle = (low + high + 1) // 2
-            if holds(keys[middle - 1]):
-                low = middle
-            else:
-                high = middle - 1
-        return low
-
     def _resumable(self, page: Page, device_only: bool) -> tuple[Page, tuple[Tail, ...]]:
         """The deepest page on the path with a tail on it and on enough pages before it. I6."""
         run: list[Tail] = []
-        while page is not self.root:
-            tail = page.tail
+        here: Page | None = page
+        while here is not None:
+            tail = here.tail
             if tail is None or (device_only and tail.device is None):
-                run.clear()
+                run = []
             else:
                 run.append(tail)
-                if len(run) == self.pages_per_window or page.depth == 1:
+                if len(run) == self.pages_per_window or here.depth == 1:
                     return run[0].page, tuple(run)
-            page = _parent(page)
-        return page, ()
+            here = here.parent
+            while here is not None and here.tail is None and not run:
+                here = here.parent
+        return self.root, ()
 
     def touch(self, page: Page, tails: Sequence[Tail], priority: int) -> None:
         """A request found this prefix. Its other pages inherit the use when this one goes
@@ -205,16 +165,17 @@ class PrefixTree:
                 parent.children_device += 1
                 if self.events is not None:
                     self._tell(True, Tier.DEVICE, page)
-            elif page.device is None:
-                self._adopt(page, device)
-                parent.children_device += 1
-            elif page.load is not None:
-                break
             else:
-                self.actions.pages.append(device)
-            page.used = clock
-            if priority > page.priority:
-                page.priority = priority
+                if page.device is None:
+                    self._adopt(page, device)
+                    parent.children_device += 1
+                elif page.load is not None:
+                    break
+                else:
+                    self.actions.pages.append(device)
+                page.used = clock
+                if priority > page.priority:
+                    page.priority = priority
             pages.append(page)
             parent = page
         if pages:
@@ -237,7 +198,7 @@ class PrefixTree:
         self.device_tails.offer(tail)
         return tail
 
-    def _adopt(self, item: Page | Tail, device: Any) -> None:
+    def _adopt(self, item: Item, device: Any) -> None:
         """Something that was only on the host gets fresh bytes on the device, without a copy."""
         item.device = device
         self._tell(True, Tier.DEVICE, item)
@@ -255,11 +216,11 @@ class PrefixTree:
         if len(older) >= self._tails_per_path:
             idle = [tail for tail in older if tail.lock == 0 and tail.load is None and tail.save is None]
             if idle:
-                self._remove_tail(min(idle, key=self._rank))  # type: ignore[arg-type]
+                self._remove_tail(min(idle, key=self._rank))
 
     # Moving between the tiers
 
-    def load_start(self, item: Page | Tail, device: Any, batch: int) -> Move:
+    def load_start(self, item: Item, device: Any, batch: int) -> Move:
         """A load is going to fill `device` from the host copy."""
         assert item.device is None and item.on_host and item.host is not None, (
             "I2: a load reads a readable copy"
@@ -276,21 +237,19 @@ class PrefixTree:
         """The load ended. If it failed, the host copy is still what it was. Children before parents when it
         failed."""
         item = move.item
-        assert isinstance(item, Page | Tail)
         if item.gone:
             self._give_device(item, move.device)
             self.actions.host.extend(move.host)
             return
-        item.load = None
         if ok:
             self.doubles[item] = None
             self._tell(True, Tier.DEVICE, item)
         else:
-            self._give_device(item, move.device)
             self._leave_device(item)
+        item.load = None
         self._offer(item)
 
-    def save_start(self, item: Page | Tail, host: tuple[HostPageId, ...]) -> None:
+    def save_start(self, item: Item, host: tuple[HostPageId, ...]) -> None:
         """A save is going to fill `host` from the device copy, which stays where it is until the save
         ended."""
         assert item.device is not None and item.load is None and item.host is None
@@ -303,7 +262,6 @@ class PrefixTree:
         """The save ended. What was evicted meanwhile gives its device place back now; if it failed, it is
         lost."""
         item = move.item
-        assert isinstance(item, Page | Tail)
         self._saving -= 1
         if item.device != move.device:
             self._give_device(item, move.device)
@@ -354,7 +312,7 @@ class PrefixTree:
                 return going
         return count
 
-    def _evict(self, item: Page | Tail, host_pages: int, take_host: TakeHost | None) -> bool:
+    def _evict(self, item: Item, host_pages: int, take_host: TakeHost | None) -> bool:
         """False when it has to wait: the host has no room because of saves whose end will show who is
         colder."""
         assert item.device is not None
@@ -370,14 +328,11 @@ class PrefixTree:
                 self._drop(item)
                 return True
             self.save_start(item, host)
-        elif item.save != item.device:
-            self._give_device(item, item.device)
         self._leave_device(item)
-        self._tell(False, Tier.DEVICE, item)
         self._offer(item)
         return True
 
-    def _host_for(self, item: Page | Tail, count: int, take_host: TakeHost) -> tuple[HostPageId, ...] | None:
+    def _host_for(self, item: Item, count: int, take_host: TakeHost) -> tuple[HostPageId, ...] | None:
         """Host pages for something about to leave the device; it displaces doubles and what is colder,
         nothing else."""
         rank = self._rank(item)
@@ -395,7 +350,9 @@ class PrefixTree:
             self._leave_host(item)
             return True
         coldest = self.host.coldest()
-        if coldest is None or (colder_than is not None and self._rank(coldest) > colder_than):  # type: ignore[operator]
+        if coldest is None:
+            return False
+        if colder_than is not None and self._rank(coldest) > colder_than:  # type: ignore[operator]
             return False
         self._drop(coldest)
         return True
@@ -417,15 +374,19 @@ class PrefixTree:
         if isinstance(item, Page):
             self.device_pages.offer(item)
             self.host.offer(item)
-        elif isinstance(item, Tail):
+        else:
             self.device_tails.offer(item)
             self.host.offer(item)
             self.host.offer(item.page)
 
-    def _leave_device(self, item: Page | Tail) -> None:
-        """The device copy is no longer the tree's. Its place was given back, or a save still reads it."""
+    def _leave_device(self, item: Item) -> None:
+        """Off the device. The place is given back, unless a save still reads it: then by `save_done`."""
+        if item.save != item.device:
+            self._give_device(item, item.device)
         item.device = None
         self.doubles.pop(item, None)
+        if item.load is None:
+            self._tell(False, Tier.DEVICE, item)
         if isinstance(item, Page):
             parent = _parent(item)
             parent.children_device -= 1
@@ -441,8 +402,10 @@ class PrefixTree:
 
     def _inherit(self, parent: Page, page: Page) -> None:
         """A parent was used whenever its child was."""
-        parent.used = max(parent.used, page.used)
-        parent.priority = max(parent.priority, page.priority)
+        if page.used > parent.used:
+            parent.used = page.used
+        if page.priority > parent.priority:
+            parent.priority = page.priority
         parent.hits += page.hits - page.hits_given
         page.hits_given = page.hits
 
@@ -452,45 +415,41 @@ class PrefixTree:
         if isinstance(item, Tail):
             self._remove_tail(item)
             return
-        assert isinstance(item, Page)
-        doomed = [item]
         if item.children:
-            # Rare: a page that could not be saved, with descendants on the host. Parents stand before
-            # children in the index.
-            below = {item}
+            # Rare: a page that could not be saved, with descendants on the host. In the index parents stand
+            # before their children.
+            below = {item: None}
             for page in self.index.values():
                 if page.parent in below:
-                    below.add(page)
-                    doomed.append(page)
-        for page in reversed(doomed):
-            self._remove(page)
+                    below[page] = None
+            del below[item]
+            for page in reversed(below):
+                self._remove(page)
+        self._remove(item)
 
     def _remove(self, page: Page) -> None:
         assert page.lock == 0 and page.children == 0 and page.load is None, "I3: a page in use is not removed"
         if page.tail is not None:
             self._remove_tail(page.tail)
+        parent = _parent(page)
         if page.device is not None:
-            if page.save != page.device:
-                self._give_device(page, page.device)
             self._leave_device(page)
-            self._tell(False, Tier.DEVICE, page)
-        self._leave_host(page)
+        else:
+            self._inherit(parent, page)
+        if page.host is not None:
+            self._leave_host(page)
         page.gone = True
         del self.index[page.key]
-        parent = _parent(page)
         parent.children -= 1
-        self._inherit(parent, page)
-        self.host.offer(parent)
+        if parent.host is not None:
+            self.host.offer(parent)
 
     def _remove_tail(self, tail: Tail) -> None:
         """Places that a transfer still uses are given back when it ends."""
         assert tail.lock == 0, "I3: a tail in use is not removed"
-        if tail.device is not None and tail.load is None:
-            if tail.save != tail.device:
-                self._give_device(tail, tail.device)
-            self._leave_device(tail)
-            self._tell(False, Tier.DEVICE, tail)
         if tail.load is None:
+            if tail.device is not None:
+                self._leave_device(tail)
             self._leave_host(tail)
         tail.gone = True
         tail.page.tail = None
@@ -502,8 +461,21 @@ class PrefixTree:
     def _tell(self, stored: bool, tier: Tier, item: Item) -> None:
         if self.events is not None:
             page = item.page if isinstance(item, Tail) else item
-            assert isinstance(page, Page)
             self.events.append(Event(stored, tier, page is not item, page.key))
+
+
+def _prefix(keys: Sequence[PageKey], most: int, holds: Callable[[PageKey], bool]) -> int:
+    """How many of the first `most` keys satisfy `holds`, which is true up to some key and false after it."""
+    if most == 0 or holds(keys[most - 1]):
+        return most
+    low, high = 0, most - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if holds(keys[middle - 1]):
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _parent(page: Page) -> Page:
@@ -527,7 +499,6 @@ def _may_leave_host(item: Item) -> bool:
     """Only what the host alone holds, and of pages only leaves without a tail in use."""
     if not (item.on_host and _idle(item)):
         return False
-    if isinstance(item, Page):
-        return item.device is None and item.children == 0 and (item.tail is None or _idle(item.tail))
-    assert isinstance(item, Tail)
-    return item.device is None
+    if isinstance(item, Tail):
+        return item.device is None
+    return item.device is None and item.children == 0 and (item.tail is None or _idle(item.tail))

@@ -18,109 +18,54 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
+from tiercel.cache.audit import check, stats
+from tiercel.cache.flights import Flights, Landed
+from tiercel.cache.request import Extended, Loaded, Request, RequestState, Wait, WaitFor
 from tiercel.config import CacheConfig
-from tiercel.errors import ConfigError, TransferError
+from tiercel.errors import ConfigError
 from tiercel.memory.buffers import DeviceMemory, HostMemory
 from tiercel.pages.pool import PagePool
 from tiercel.pages.reservation import Reservation, Short, reserve
 from tiercel.policy.evict import make_evict_policy
 from tiercel.policy.placement import tail_boundaries, with_window
-from tiercel.policy.resume import Resume, Reuse, Why, choose_resume
+from tiercel.policy.resume import Reuse, Why, choose_resume, replay_cost
 from tiercel.policy.save import make_save_policy
 from tiercel.spec.cache_spec import CacheSpec
-from tiercel.transfer.controller import Controller, Ticket
+from tiercel.transfer.controller import Controller
 from tiercel.transfer.copier import make_copier
-from tiercel.transfer.gate import LayerGate
-from tiercel.transfer.plan import Direction, Plan
-from tiercel.tree.check import check, show
+from tiercel.transfer.plan import Direction
+from tiercel.tree.actions import Actions, Event
+from tiercel.tree.check import show
 from tiercel.tree.keys import KeyChain, Tokens
 from tiercel.tree.node import Item, Page, Tail
-from tiercel.tree.prefix_tree import Actions, Event, Match, Move, PrefixTree
-from tiercel.types import DevicePageId, DeviceTailId, HostPageId, Namespace, place
+from tiercel.tree.prefix_tree import PrefixTree
+from tiercel.types import DevicePageId, DeviceTailId, HostPageId, Namespace
 
 log = logging.getLogger(__name__)
 
 
-class WaitFor(Enum):
-    """What a request lacks. All but the last pass by themselves as requests end and transfers arrive."""
-
-    DEVICE_PAGES = "device pages"
-    DEVICE_TAILS = "device places for tails"
-    ARRIVING = "a transfer that is bringing or taking what it wants to reuse"
-    LARGER_DEVICE = "more device pages than there are"
-
-
 @dataclass(frozen=True)
-class Wait:
-    """Not now; nothing was changed. Ask again after a `step`."""
+class _Found:
+    """What a request is going to reuse.
 
-    what: WaitFor
-    missing: int = 0
+    root ── ■ ── ■ ── ■ ── □ ── □            ■ on the device, □ on the host only
+                   near │       │ page       where the device's part ends, where the reused part ends
+    """
 
+    page: Page
+    near: Page
+    far: list[Page]
+    tails: tuple[Tail, ...]
+    branch: int
+    reuse: Reuse
 
-@dataclass(frozen=True)
-class Extended:
-    """There is room. `tails` maps a boundary, in tokens, to the place the tail at it is to be written to."""
-
-    tails: dict[int, DeviceTailId]
-
-
-class RequestState(Enum):
-    LOADING = "loading"
-    RUNNING = "running"
-    ENDED = "ended"
-
-
-class Request:
-    """One running text: its page table, what of it is shared, and what it holds locked. Made by
-    `TieredCache.begin`."""
-
-    def __init__(self, chain: KeyChain, priority: int, reuse: Reuse, page: Page) -> None:
-        self.chain = chain
-        self.priority = priority
-        self.reuse = reuse
-        self.state = RequestState.RUNNING
-        self.table: list[DevicePageId] = []
-        """Device pages of the text, shared ones first; behind `committed` they are private to this
-        request."""
-        self.committed = page.depth
-        self.page = page
-        """The deepest shared page; its lock protects the whole shared part of the table."""
-        self.resume_tails: tuple[Tail, ...] = ()
-        """Tails to continue from, the last first: read them before the first `commit`."""
-        self.gate: LayerGate | None = None
-        """Opens layer by layer while the loads of this request arrive; None when there are none or they are
-        not sent yet."""
-        self.tails: dict[int, DeviceTailId] = {}
-        """Places for tails not shared yet, by boundary in pages."""
-        self.tail_boundaries: frozenset[int] = frozenset()
-        self.prompt_pages = 0
-        self.extended_pages = 0
-        self.held: list[Item] = []
-
-    def places(self) -> npt.NDArray[np.int32]:
-        """The page table as row numbers of device memory."""
-        return np.fromiter(map(place, self.table), np.int32, len(self.table))
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """The loads of a request ended; with an error the request ended too, and may begin again."""
-
-    request: Request
-    error: TransferError | None = None
-
-
-@dataclass(frozen=True)
-class _Flight:
-    moves: list[Move]
-    requests: list[Request]
+    @property
+    def items(self) -> list[Item]:
+        """Everything it depends on: what else is on the way to `near` is there when `near` is."""
+        near = [self.near] if self.near.parent else []
+        return [*near, *self.far, *self.tails]
 
 
 _DEVICE_PAGE_TAG, _DEVICE_TAIL_TAG, _HOST_PAGE_TAG = 1, 2, 3
@@ -166,15 +111,12 @@ class TieredCache:
         self.host_pages: PagePool[HostPageId] = PagePool(
             "host pages", host_pages, tag=_HOST_PAGE_TAG, order=order(host_pages)
         )
-        self._controller: Controller | None = None
+        controller = None
         if self.host:
             copier = make_copier(config.copier, spec, self.device, self.host)
-            self._controller = Controller(copier, spec.layers, executors)
-        self._batch = 1
-        self._loads = _Flight([], [])
-        self._saves: list[Move] = []
-        self._flights: dict[int, _Flight] = {}
-        self._requests: set[Request] = set()
+            controller = Controller(copier, spec.layers, executors)
+        self.flights = Flights(controller)
+        self.requests: set[Request] = set()
         self._observer: Callable[[Event], None] | None = None
         self.counters: Counter[str] = Counter()
 
@@ -203,57 +145,25 @@ class TieredCache:
         `load=False` reuses only what the device has; `replay=True` allows to resume without a tail where
         computing the last tokens again is exact and cheaper (`request.reuse.replay_tokens` says how many).
         """
-        spec, tree = self.spec, self.tree
-        limit = 0 if self.config.force_miss else max(0, chain.tokens - 1) // spec.page_tokens
-        match = tree.match(chain.keys, limit, device_only=not load)
-        resume = choose_resume(
-            found=match.found,
-            boundary=match.boundary,
-            page_tokens=spec.page_tokens,
-            replay_tokens=spec.replay_tokens,
-            replay=replay,
-        )
-        page = self._page_at(chain, resume.pages)
-        tails = () if resume.replay_tokens else match.tails
-        near = self._page_at(chain, min(match.device, resume.pages))
-        far = [tree.index[key] for key in chain.keys[near.depth : resume.pages]]
-        missing = [*far, *(tail for tail in tails if tail.device is None)]
-        if any(self._is_arriving(item) for item in (near, *far, *tails)):
+        too_large = -(-chain.tokens // self.spec.page_tokens) - self.pages.capacity
+        if too_large > 0:
+            return Wait(WaitFor.LARGER_DEVICE, too_large)
+        found = self._find(chain, load=load, replay=replay)
+        if any(self._is_arriving(item) for item in found.items):
             return Wait(WaitFor.ARRIVING)
-        held = [page, near, *tails]
+        held: list[Item] = [found.page, found.near, *found.tails]
         for item in held:
-            tree.lock(item)
-        room = self._reserve(len(far), len(missing) - len(far))
+            self.tree.lock(item)
+        tails_far = [tail for tail in found.tails if tail.device is None]
+        room = self._reserve(len(found.far), len(tails_far))
         if isinstance(room, Wait):
             self._unlock(held)
             return room
-        request = Request(chain, priority, self._reuse(chain, match, resume, near, limit), page)
         with room:
-            pages, places = room.ids(self.pages), room.ids(self.tails)
-            self._loads.moves.extend(
-                tree.load_start(item, device, self._batch)
-                for item, device in zip(missing, pages + places, strict=True)
-            )
+            self._start_loads(found.far, room.ids(self.pages))
+            self._start_loads(tails_far, room.ids(self.tails))
             room.keep()
-        request.held = held
-        request.table = [self._device_of(tree.index[key]) for key in chain.keys[: page.depth]]
-        request.resume_tails = tails
-        request.prompt_pages = chain.tokens // spec.page_tokens
-        request.extended_pages = (
-            max(0, page.depth - spec.pages_per_window) if resume.replay_tokens else page.depth
-        )
-        request.tail_boundaries = self._tail_boundaries(request, match, turn_ends)
-        if any(item.load is not None for item in (near, page, *tails) if item is not tree.root):
-            request.state = RequestState.LOADING
-            self._loads.requests.append(request)
-        if page is not tree.root:
-            tree.touch(page, tails, priority)
-            if self._save.early_hits == 1:
-                self._save_early([*tree.unsaved(page), *tails])
-        self._requests.add(request)
-        self._count_reuse(request.reuse)
-        self._settle()
-        return request
+        return self._start(Request(chain, priority, found.reuse, held), found, turn_ends)
 
     def extend(self, request: Request, upto: int) -> Extended | Wait:
         """Room for positions below `upto`: device pages, and places for the tails to keep on the way.
@@ -293,6 +203,7 @@ class TieredCache:
         )
         self._unlock(request.held[1:])
         del request.held[1:]
+        request.written_tokens = max(request.written_tokens, upto)
         pages = min(upto, request.chain.tokens) // self.spec.page_tokens
         if pages > request.committed:
             self._share_pages(request, pages)
@@ -322,50 +233,28 @@ class TieredCache:
     def step(self) -> list[Loaded]:
         """Publish the transfers that ended and send those queued since the last step, merged into one load
         and one save."""
-        if self._controller is None:
-            return []
         loaded: list[Loaded] = []
-        for done in self._controller.poll():
-            loaded += self._publish(done.ticket, done.error)
-        if self._loads.moves:
-            loads, self._loads = self._loads, _Flight([], [])
-            self._batch += 1
-            ticket = self._send(Direction.LOAD, loads)
-            for request in loads.requests:
-                request.gate = ticket.gate
-        if self._saves:
-            saves, self._saves = self._saves, []
-            self._send(Direction.SAVE, _Flight(saves, []))
+        for landed in self.flights.landed():
+            loaded += self._publish(landed)
+        self.flights.send()
         return loaded
 
-    def _send(self, direction: Direction, flight: _Flight) -> Ticket:
-        assert self._controller is not None
-        pages = [(m.device, m.host[0]) for m in flight.moves if isinstance(m.item, Page)]
-        tails = [(m.device, m.host) for m in flight.moves if isinstance(m.item, Tail)]
-        ticket = self._controller.submit(Plan.of(direction, pages, tails))
-        self._flights[ticket.number] = flight
-        return ticket
-
-    def _publish(self, ticket: Ticket, error: TransferError | None) -> list[Loaded]:
-        flight = self._flights.pop(ticket.number)
-        word = ticket.direction.value
-        self.counters[f"{word}s_failed" if error else f"{word}s"] += 1
-        if ticket.direction is Direction.SAVE:
-            for move in flight.moves:
-                self._count_bytes("saved", move, error)
-                self.tree.save_done(move, ok=error is None)
-            self._settle()
-            return []
-        for move in reversed(flight.moves):
-            self._count_bytes("loaded", move, error)
-            self.tree.load_done(move, ok=error is None)
-        waiting = [request for request in flight.requests if request.state is RequestState.LOADING]
-        for request in waiting:
-            request.state = RequestState.RUNNING
-            if error is not None:
-                self._end(request)
+    def _publish(self, landed: Landed) -> list[Loaded]:
+        """The books follow the bytes: children before parents, so that a failed load takes a path apart."""
+        ok, loads = landed.error is None, landed.direction is Direction.LOAD
+        end = self.tree.load_done if loads else self.tree.save_done
+        moves, waiting = landed.flight.moves, []
+        for move in reversed(moves) if loads else moves:
+            end(move, ok)
+        for request in landed.flight.requests:
+            if request.state is RequestState.LOADING:
+                waiting.append(request)
+                request.state = RequestState.RUNNING
+                if not ok:
+                    self._end(request)
+        self._count_landed(landed)
         self._settle()
-        return [Loaded(request, error) for request in waiting]
+        return [Loaded(request, landed.error) for request in waiting]
 
     def flush(self) -> int:
         """Forget everything no request holds and no transfer moves; answers how many pages stay."""
@@ -381,8 +270,7 @@ class TieredCache:
 
     def close(self) -> None:
         """Wait for the transfers and release host memory."""
-        if self._controller is not None:
-            self._controller.close()
+        self.flights.close()
         if self.host is not None:
             self.host.close()
 
@@ -390,34 +278,103 @@ class TieredCache:
 
     def stats(self) -> dict[str, Any]:
         """Places and true bytes per tier and stream, bytes moved, and counters."""
-        pages = [page for page in self.tree.index.values()]
-        tails = [page.tail for page in pages if page.tail is not None]
-        held = {
-            "device": (sum(p.device is not None for p in pages), sum(t.device is not None for t in tails)),
-            "host": (sum(p.on_host for p in pages), sum(t.on_host for t in tails)),
-        }
-        tiers = {tier: self._bytes_by_stream(*counts) for tier, counts in held.items()}
-        pools = {
-            pool.name: {"capacity": pool.capacity, "free": pool.free}
-            for pool in (self.pages, self.tails, self.host_pages)
-        }
-        moved = {
-            word: self._bytes_by_stream(self.counters[f"pages_{word}"], self.counters[f"tails_{word}"])
-            for word in ("loaded", "saved")
-        }
-        return {"cached_bytes": tiers, "pools": pools, "moved_bytes": moved, "counters": dict(self.counters)}
+        return stats(self)
 
     def check(self) -> None:
         """Every invariant, counted again from nothing. For tests and for idle moments."""
-        check(self.tree)
-        for pool in (self.pages, self.tails, self.host_pages):
-            pool.check()
-        self._check_owners()
+        check(self)
 
     def show(self) -> str:
         return show(self.tree)
 
-    # How
+    # How a request begins
+
+    def _find(self, chain: KeyChain, *, load: bool, replay: bool) -> _Found:
+        spec, index = self.spec, self.tree.index
+        limit = 0 if self.config.force_miss else max(0, chain.tokens - 1) // spec.page_tokens
+        match = self.tree.match(chain.keys, limit, device_only=not load)
+        resume = choose_resume(
+            found=match.found,
+            boundary=match.boundary,
+            page_tokens=spec.page_tokens,
+            replay_tokens=spec.replay_tokens,
+            replay=replay,
+        )
+        near = self._page_at(chain, min(match.device, resume.pages))
+        if self.config.force_miss:
+            why = Why.FORCED_MISS
+        elif resume.pages < match.found:
+            why = Why.NO_TAIL
+        elif resume.pages == limit:
+            why = Why.COMPLETE
+        else:
+            why = Why.NOT_ON_DEVICE if chain.keys[resume.pages] in index else Why.NOT_CACHED
+        return _Found(
+            page=self._page_at(chain, resume.pages),
+            near=near,
+            far=[index[key] for key in chain.keys[near.depth : resume.pages]],
+            tails=() if resume.replay_tokens else match.tails,
+            branch=match.branch,
+            reuse=Reuse(
+                prompt_tokens=chain.tokens,
+                device_tokens=near.depth * spec.page_tokens,
+                host_tokens=(resume.pages - near.depth) * spec.page_tokens,
+                store_tokens=0,
+                found_tokens=match.found * spec.page_tokens,
+                replay_tokens=resume.replay_tokens,
+                replay_cost_tokens=replay_cost(spec.replay_tokens, match.found * spec.page_tokens),
+                why=why,
+            ),
+        )
+
+    def _start_loads(self, items: Sequence[Item], places: Sequence[int]) -> None:
+        pairs = zip(items, places, strict=True)
+        self.flights.queue_loads([self.tree.load_start(item, to, self.flights.batch) for item, to in pairs])
+
+    def _start(self, request: Request, found: _Found, turn_ends: Iterable[int]) -> Request:
+        """Everything is locked and reserved: nothing can fail from here on."""
+        page, tree = found.page, self.tree
+        request.table = [self._device_of(tree.index[key]) for key in request.chain.keys[: page.depth]]
+        request.resume_tails = found.tails
+        request.prompt_pages = request.chain.tokens // self.spec.page_tokens
+        request.extended_pages = page.depth
+        if found.reuse.replay_tokens:
+            request.extended_pages = max(0, page.depth - self.spec.pages_per_window)
+        request.tail_boundaries = self._tail_boundaries(request, found.branch, turn_ends)
+        if any(item.load is not None for item in found.items):
+            request.state = RequestState.LOADING
+            self.flights.join(request)
+        if page is not tree.root:
+            tree.touch(page, found.tails, request.priority)
+            if self._save.early_hits == 1:
+                self._save_early([*tree.unsaved(page), *found.tails])
+        self.requests.add(request)
+        self.counters["requests"] += 1
+        self.counters["tokens_asked"] += found.reuse.prompt_tokens
+        self.counters["tokens_device"] += found.reuse.device_tokens
+        self.counters["tokens_host"] += found.reuse.host_tokens
+        self._settle()
+        return request
+
+    def _tail_boundaries(self, request: Request, branch: int, turn_ends: Iterable[int]) -> frozenset[int]:
+        """Where the prompt gets tails; after a replay also at the boundary it went up to."""
+        if not self.spec.tail_streams:
+            return frozenset()
+        first = request.extended_pages
+        wanted = tail_boundaries(
+            resumed_pages=first,
+            total_pages=request.prompt_pages,
+            turn_ends=turn_ends,
+            branch_page=branch,
+            every_pages=self.config.tail_every_pages,
+            page_tokens=self.spec.page_tokens,
+        )
+        replayed = {request.committed} if request.committed > first else set()
+        return with_window(
+            wanted | replayed, pages_per_window=self.spec.pages_per_window, resumed_pages=first
+        )
+
+    # How places are had and given back
 
     def _page_at(self, chain: KeyChain, pages: int) -> Page:
         return self.tree.index[chain.keys[pages - 1]] if pages else self.tree.root
@@ -425,12 +382,9 @@ class TieredCache:
     def _is_arriving(self, item: Item) -> bool:
         """On its way with a batch that was sent already (or away from the device and not readable on the
         host yet)."""
-        if item is self.tree.root:
-            return False
-        assert isinstance(item, Page | Tail)
         if item.device is None:
             return not item.on_host
-        return item.load is not None and item.load != self._batch
+        return item.load is not None and item.load != self.flights.batch
 
     def _device_of(self, page: Page) -> DevicePageId:
         assert page.device is not None
@@ -439,11 +393,11 @@ class TieredCache:
     def _reserve(self, pages: int, tails: int) -> Reservation | Wait:
         """Device places, made free by eviction where they are short."""
         take_host = self._take_host if self.host else None
-        short = pages - self.pages.free - self._leaving(Page)
-        if short > 0:
+        if pages > self.pages.free:
+            short = pages - self.pages.free - self.flights.leaving(Page)
             self.tree.evict_pages(short, take_host)
-        short = tails - self.tails.free - self._leaving(Tail)
-        if short > 0:
+        if tails > self.tails.free:
+            short = tails - self.tails.free - self.flights.leaving(Tail)
             self.tree.evict_tails(short, self.spec.host_pages_per_tail, take_host)
         self._settle()
         room = reserve((self.pages, pages), (self.tails, tails))
@@ -451,20 +405,6 @@ class TieredCache:
             pages_short = room.pool == self.pages.name
             return Wait(WaitFor.DEVICE_PAGES if pages_short else WaitFor.DEVICE_TAILS, room.missing)
         return room
-
-    def _leaving(self, kind: type[Item]) -> int:
-        """Device places that come free when the saves under way end."""
-        flights = [flight.moves for flight in self._flights.values()]
-        return sum(
-            isinstance(move.item, kind) and self._has_left(move)
-            for moves in (self._saves, *flights)
-            for move in moves
-        )
-
-    @staticmethod
-    def _has_left(move: Move) -> bool:
-        assert isinstance(move.item, Page | Tail)
-        return move.item.device != move.device
 
     def _take_host(self, count: int) -> tuple[HostPageId, ...] | None:
         self._settle()
@@ -476,7 +416,7 @@ class TieredCache:
             room.keep()
         return ids
 
-    def _save_early(self, items: Iterable[Page | Tail]) -> None:
+    def _save_early(self, items: Iterable[Item]) -> None:
         """Copies into host memory that is free anyway (`policy.save`)."""
         if self.host is None:
             return
@@ -498,13 +438,14 @@ class TieredCache:
         request.committed += len(shared)
         self.tree.lock(shared[-1])
         self.tree.unlock(request.page)
-        request.page = request.held[0] = shared[-1]
+        request.held[0] = shared[-1]
         if self._save.early_hits == 0:
             self._save_early(shared)
 
     def _share_tails(self, request: Request, *, everything: bool) -> None:
         """Wanted tails are shared; of the others only the latest are kept, privately, until the text ends."""
-        ready = sorted(boundary for boundary in request.tails if boundary <= request.committed)
+        written = min(request.committed, request.written_tokens // self.spec.page_tokens)
+        ready = sorted(boundary for boundary in request.tails if boundary <= written)
         for boundary in ready:
             if everything or boundary in request.tail_boundaries:
                 page = self._page_at(request.chain, boundary)
@@ -517,7 +458,7 @@ class TieredCache:
     def _end(self, request: Request) -> None:
         assert request.state is not RequestState.ENDED, "I3: a request ends once"
         request.state = RequestState.ENDED
-        self._requests.discard(request)
+        self.requests.discard(request)
         self._unlock(request.held)
         self.pages.release(request.table[request.committed :])
         self.tails.release(list(request.tails.values()))
@@ -536,7 +477,7 @@ class TieredCache:
             self.pages.release(actions.pages)
             self.tails.release(actions.tails)
             self.host_pages.release(actions.host)
-            self._saves.extend(actions.saves)
+            self.flights.queue_saves(actions.saves)
         if self.tree.events:
             events, self.tree.events = self.tree.events, []
             for event in events:
@@ -550,24 +491,6 @@ class TieredCache:
             self.counters["observer_errors"] += 1
             log.exception("the observer failed on %s", event)
 
-    def _tail_boundaries(self, request: Request, match: Match, turn_ends: Iterable[int]) -> frozenset[int]:
-        """Where the prompt gets tails; after a replay also at the boundary it went up to."""
-        if not self.spec.tail_streams:
-            return frozenset()
-        first = request.extended_pages
-        wanted = tail_boundaries(
-            resumed_pages=first,
-            total_pages=request.prompt_pages,
-            turn_ends=turn_ends,
-            branch_page=match.branch,
-            every_pages=self.config.tail_every_pages,
-            page_tokens=self.spec.page_tokens,
-        )
-        replayed = {request.committed} if request.committed > first else set()
-        return with_window(
-            wanted | replayed, pages_per_window=self.spec.pages_per_window, resumed_pages=first
-        )
-
     def _tails_between(self, request: Request, first: int, last: int) -> list[int]:
         """Boundaries after `first` up to `last` whose tails are to be written."""
         window = self.spec.pages_per_window
@@ -575,60 +498,12 @@ class TieredCache:
         latest = range(max(first, request.prompt_pages, last - window) + 1, last + 1) if window else ()
         return sorted({*prompt, *latest})
 
-    def _reuse(self, chain: KeyChain, match: Match, resume: Resume, near: Page, limit: int) -> Reuse:
-        page_tokens = self.spec.page_tokens
-        if self.config.force_miss:
-            why = Why.FORCED_MISS
-        elif resume.pages < match.found:
-            why = Why.NO_TAIL
-        elif resume.pages == limit:
-            why = Why.COMPLETE
-        else:
-            held = chain.keys[resume.pages] in self.tree.index
-            why = Why.NOT_ON_DEVICE if held else Why.NOT_CACHED
-        cost = self.spec.replay_tokens
-        found_tokens = match.found * page_tokens
-        return Reuse(
-            prompt_tokens=chain.tokens,
-            device_tokens=near.depth * page_tokens,
-            host_tokens=(resume.pages - near.depth) * page_tokens,
-            store_tokens=0,
-            found_tokens=found_tokens,
-            replay_tokens=resume.replay_tokens,
-            replay_cost_tokens=None if cost is None else min(cost, found_tokens),
-            why=why,
-        )
-
-    def _count_reuse(self, reuse: Reuse) -> None:
-        self.counters["requests"] += 1
-        self.counters["tokens_asked"] += reuse.prompt_tokens
-        self.counters["tokens_device"] += reuse.device_tokens
-        self.counters["tokens_host"] += reuse.host_tokens
-
-    def _count_bytes(self, word: str, move: Move, error: TransferError | None) -> None:
-        if error is None:
-            self.counters[f"{'pages' if isinstance(move.item, Page) else 'tails'}_{word}"] += 1
-
-    def _bytes_by_stream(self, pages: int, tails: int) -> dict[str, int]:
-        counts = [(self.spec.page_streams, pages), (self.spec.tail_streams, tails)]
-        return {s.name: count * self.spec.bytes_of(s) for streams, count in counts for s in streams}
-
-    def _check_owners(self) -> None:
-        """I4: every owned place has exactly one owner: the tree, a request, or a transfer."""
-        pages = [p.device for p in self.tree.index.values() if p.device is not None]
-        own_tails = [p.tail for p in self.tree.index.values() if p.tail is not None]
-        tails = [t.device for t in own_tails if t.device is not None]
-        host = [h for item in (*self.tree.index.values(), *own_tails) for h in item.host or ()]
-        for request in self._requests:
-            pages += request.table[request.committed :]
-            tails += request.tails.values()
-        flights = [flight.moves for flight in self._flights.values()]
-        for moves in (self._loads.moves, self._saves, *flights):
-            for move in moves:
-                if self._has_left(move) or move.item.gone:
-                    (pages if isinstance(move.item, Page) else tails).append(move.device)  # type: ignore[arg-type]
-                if move.item.gone:
-                    host += move.host
-        for pool, ids in ((self.pages, pages), (self.tails, tails), (self.host_pages, host)):
-            assert len(ids) == len(set(ids)), f"I4: a place of {pool.name} has two owners"  # type: ignore[arg-type]
-            assert set(ids) == pool.owned_ids(), f"I4: {pool.name}: owned and in use differ"  # type: ignore[arg-type]
+    def _count_landed(self, landed: Landed) -> None:
+        word, done = ("load", "loaded") if landed.direction is Direction.LOAD else ("save", "saved")
+        if landed.error is not None:
+            self.counters[f"{word}s_failed"] += 1
+            return
+        pages = sum(isinstance(move.item, Page) for move in landed.flight.moves)
+        self.counters[f"{word}s"] += 1
+        self.counters[f"pages_{done}"] += pages
+        self.counters[f"tails_{done}"] += len(landed.flight.moves) - pages

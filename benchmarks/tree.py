@@ -1,0 +1,226 @@
+"""How fast the prefix tree is: `python -m benchmarks.tree [--pages 256] [--json]`.
+
+Two parts. The loop a scheduler runs (tokens → keys → match → lock → evict if short → take pages → insert →
+unlock) on
+`benchmarks.workload`, 2 M tokens of capacity, one thread, keys included. And single operations in a tree of
+100,000 pages. Every figure is the median of several rounds; the machine and the versions are printed beside
+them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+import tracemalloc
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from benchmarks import workload
+from benchmarks.machine import describe
+from tiercel.cache import TieredCache
+from tiercel.config import CacheConfig
+from tiercel.pages.pool import PagePool
+from tiercel.policy.evict import make_evict_policy
+from tiercel.policy.save import make_save_policy
+from tiercel.spec.attention import mha
+from tiercel.tree.actions import Actions
+from tiercel.tree.keys import KeyChain
+from tiercel.tree.prefix_tree import PrefixTree
+from tiercel.types import DevicePageId, DeviceTailId, PageKey
+
+CAPACITY_TOKENS = 2_000_000
+TREE_PAGES = 100_000
+PROMPT_PAGES = 512
+ROUNDS = 5
+
+
+def make_tree(pages_per_window: int = 0) -> PrefixTree:
+    return PrefixTree(
+        evict=make_evict_policy("lru"), save=make_save_policy("through"), pages_per_window=pages_per_window
+    )
+
+
+# The loop
+
+
+def serve(requests: list[Any], page_tokens: int) -> tuple[float, float]:
+    """(requests per second, hit rate)."""
+    tree = make_tree()
+    pool: PagePool[DevicePageId] = PagePool("device pages", CAPACITY_TOKENS // page_tokens, tag=1)
+    asked = hit = 0
+    start = time.perf_counter()
+    for tokens in requests:
+        chain = KeyChain(b"benchmark", (), page_tokens)
+        chain.extend(tokens)
+        keys = chain.keys
+        match = tree.match(keys, len(keys))
+        page = match.page
+        if match.boundary:
+            tree.touch(page, (), 0)
+        tree.lock(page)
+        need = len(keys) - match.boundary
+        if need > pool.free:
+            tree.evict_pages(need - pool.free)
+            pool.release(tree.actions.pages)
+            tree.actions = Actions()
+        tree.insert(page, keys[match.boundary :], pool.take(need))
+        tree.unlock(page)
+        asked += len(tokens)
+        hit += match.boundary * page_tokens
+    return len(requests) / (time.perf_counter() - start), hit / asked
+
+
+# Single operations
+
+
+def random_keys(seed: int) -> list[PageKey]:
+    data = np.random.default_rng(seed).bytes(32 * PROMPT_PAGES)
+    return [PageKey(data[i : i + 32]) for i in range(0, len(data), 32)]
+
+
+def timed(operation: Callable[[], object], *, calls: int = 1) -> float:
+    """Microseconds per call."""
+    gc.collect()
+    start = time.perf_counter()
+    operation()
+    return (time.perf_counter() - start) / calls * 1e6
+
+
+def median(measure: Callable[[], float]) -> float:
+    return statistics.median(measure() for _ in range(ROUNDS))
+
+
+def key_us() -> float:
+    tokens = np.arange(PROMPT_PAGES * 256)
+    return timed(lambda: KeyChain(b"benchmark", (), 256).extend(tokens), calls=PROMPT_PAGES)
+
+
+def big_tree(pages_per_window: int = 0) -> tuple[PrefixTree, list[list[PageKey]]]:
+    """100,000 pages: texts of 512 pages, every one a path of its own."""
+    tree, ids = make_tree(pages_per_window), count(1 << 56)
+    texts = [random_keys(i) for i in range(TREE_PAGES // PROMPT_PAGES)]
+    for keys in texts:
+        tree.insert(tree.root, keys, [DevicePageId(next(ids)) for _ in keys])
+    return tree, texts
+
+
+def match_us(tail_every: int | None) -> float:
+    """A prompt of 512 pages, keys given, of which the tree holds the first 400."""
+    tree, texts = big_tree(pages_per_window=0 if tail_every is None else 1)
+    for keys in texts:
+        for page in range(tail_every, PROMPT_PAGES, tail_every) if tail_every else ():
+            tree.insert_tail(tree.index[keys[page - 1]], DeviceTailId(0))
+    fresh = random_keys(10**6)
+    prompts = [keys[:400] + fresh[400:] for keys in texts]
+
+    def once() -> None:
+        for prompt in prompts:
+            tree.match(prompt, PROMPT_PAGES)
+
+    return median(lambda: timed(once, calls=len(prompts)))
+
+
+def insert_us() -> float:
+    tree, _ = big_tree()
+    rounds = count(10**7)
+
+    def once() -> float:
+        keys, ids = random_keys(next(rounds)), [DevicePageId(i) for i in range(PROMPT_PAGES)]
+        return timed(lambda: tree.insert(tree.root, keys, ids), calls=PROMPT_PAGES)
+
+    return median(once)
+
+
+def evict_us() -> float:
+    """One page at a time from 100,000 evictable leaves, all children of the root."""
+    tree, calls = make_tree(), 1000
+    for i in range(TREE_PAGES):
+        tree.insert(tree.root, [PageKey(i.to_bytes(32, "little"))], [DevicePageId(i)])
+
+    def once() -> None:
+        for _ in range(calls):
+            tree.evict_pages(1)
+
+    return median(lambda: timed(once, calls=calls))
+
+
+def idle_step_us() -> float:
+    spec = mha("benchmark", 16, layers=2, kv_heads=1, head_dim=16)
+    cache = TieredCache(spec, CacheConfig(device_pages=64, host_bytes=64 * spec.page_bytes))
+    calls = 10_000
+
+    def once() -> None:
+        for _ in range(calls):
+            cache.step()
+
+    figure = median(lambda: timed(once, calls=calls))
+    cache.close()
+    return figure
+
+
+def python_bytes_per_page() -> float:
+    """Everything the tree and its pool keep for a page: the node, its key, its ids, its share of every
+    table."""
+    gc.collect()
+    tracemalloc.start()
+    pool: PagePool[DevicePageId] = PagePool("device pages", TREE_PAGES, tag=1)
+    tree, pages = make_tree(), 0
+    for seed in range(TREE_PAGES // PROMPT_PAGES):
+        tree.insert(tree.root, random_keys(seed), pool.take(PROMPT_PAGES))
+        pages += PROMPT_PAGES
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return size / pages
+
+
+def measure(page_sizes: list[int]) -> dict[str, Any]:
+    requests = workload.make()
+    rates: dict[str, float] = {}
+    hits: dict[str, float] = {}
+    for page_tokens in page_sizes:
+        rounds = [serve(requests, page_tokens) for _ in range(3)]
+        rates[str(page_tokens)] = statistics.median(rate for rate, _ in rounds)
+        hits[str(page_tokens)] = rounds[0][1]
+    return {
+        "requests_per_s": rates,
+        "hit_rate": hits,
+        "key_us_per_page": median(key_us),
+        "match_us": match_us(tail_every=16),
+        "match_us_no_tails_needed": match_us(tail_every=None),
+        "match_us_no_tail_found": match_us(tail_every=10**9),
+        "insert_us_per_page": insert_us(),
+        "evict_us": evict_us(),
+        "idle_step_us": idle_step_us(),
+        "python_bytes_per_page": python_bytes_per_page(),
+        "machine": describe(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument(
+        "--pages", type=int, action="append", help="page size in tokens (default: 64 and 256)"
+    )
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    figures = measure(options.pages or [64, 256])
+    if options.json:
+        print(json.dumps(figures, indent=2))
+        return
+    print(figures.pop("machine"))
+    hits = figures.pop("hit_rate")
+    for page_tokens, rate in figures.pop("requests_per_s").items():
+        name = f"requests/s, pages of {page_tokens}"
+        print(f"{name:36} {rate:12,.0f}   hit rate {hits[page_tokens]:.4f}")
+    for name, figure in figures.items():
+        print(f"{name:36} {figure:12.2f}")
+
+
+if __name__ == "__main__":
+    main()

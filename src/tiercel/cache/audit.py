@@ -1,0 +1,66 @@
+"""A look at a cache from outside: what it holds and has moved, in true bytes, and whether its books are right."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tiercel.pages.pool import PagePool
+from tiercel.spec.cache_spec import CacheSpec
+from tiercel.tree import check as tree_check
+from tiercel.tree.node import Page
+
+if TYPE_CHECKING:
+    from tiercel.cache.tiered_cache import TieredCache
+
+
+def stats(cache: TieredCache) -> dict[str, Any]:
+    pages = list(cache.tree.index.values())
+    tails = [page.tail for page in pages if page.tail is not None]
+    held = {
+        "device": (sum(p.device is not None for p in pages), sum(t.device is not None for t in tails)),
+        "host": (sum(p.on_host for p in pages), sum(t.on_host for t in tails)),
+    }
+    moved = {
+        word: (cache.counters[f"pages_{word}"], cache.counters[f"tails_{word}"])
+        for word in ("loaded", "saved")
+    }
+    return {
+        "cached_bytes": {tier: _bytes_by_stream(cache.spec, *counts) for tier, counts in held.items()},
+        "moved_bytes": {word: _bytes_by_stream(cache.spec, *counts) for word, counts in moved.items()},
+        "pools": {pool.name: {"capacity": pool.capacity, "free": pool.free} for pool in _pools(cache)},
+        "counters": dict(cache.counters),
+    }
+
+
+def _bytes_by_stream(spec: CacheSpec, pages: int, tails: int) -> dict[str, int]:
+    counts = [(spec.page_streams, pages), (spec.tail_streams, tails)]
+    return {s.name: count * spec.bytes_of(s) for streams, count in counts for s in streams}
+
+
+def _pools(cache: TieredCache) -> list[PagePool[Any]]:
+    return [cache.pages, cache.tails, cache.host_pages]
+
+
+def check(cache: TieredCache) -> None:
+    """Every invariant of tree and pools; and I4: each owned place has one owner, tree, request or transfer."""
+    tree_check.check(cache.tree)
+    pages: list[int] = []
+    tails: list[int] = []
+    host: list[int] = []
+    for page in cache.tree.index.values():
+        pages += [page.device] if page.device is not None else []
+        host += page.host or ()
+        if page.tail is not None:
+            tails += [page.tail.device] if page.tail.device is not None else []
+            host += page.tail.host or ()
+    for request in cache.requests:
+        pages += request.table[request.committed :]
+        tails += request.tails.values()
+    for move in cache.flights.moves():
+        if move.item.gone or move.item.device != move.device:
+            (pages if isinstance(move.item, Page) else tails).append(move.device)
+        if move.item.gone:
+            host += move.host
+    for pool, owned in zip(_pools(cache), (pages, tails, host), strict=True):
+        pool.check()
+        assert sorted(owned) == sorted(pool.owned_ids()), f"I4: owners of {pool.name}"

@@ -1,0 +1,109 @@
+"""What is on its way between the tiers: queued since the last step, or sent.
+
+    queue_load, queue_saves ──► queued ── send: one plan per direction ──► sent ── landed ──► the tree's books
+                                `batch`                                    ticket
+
+The loads of one step travel together, so requests of one step may share what is queued. What was sent already
+can not be joined any more: who wants that waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from tiercel.cache.request import Request
+from tiercel.errors import TransferError
+from tiercel.transfer.controller import Controller, Ticket
+from tiercel.transfer.plan import Direction, Plan
+from tiercel.tree.actions import Move
+from tiercel.tree.node import Item, Page, Tail
+from tiercel.types import DevicePageId, DeviceTailId
+
+
+@dataclass
+class Flight:
+    """Things that move together, and the requests that wait for them."""
+
+    moves: list[Move] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Landed:
+    """A flight that ended, in one way or the other for all of it."""
+
+    direction: Direction
+    flight: Flight
+    error: TransferError | None
+
+
+class Flights:
+    """The bookkeeping of transfers. Without a controller (no host tier) nothing is ever queued."""
+
+    def __init__(self, controller: Controller | None) -> None:
+        self.controller = controller
+        self.batch = 1
+        """Number of the loads that are queued now (`tree.node`)."""
+        self._loads = Flight()
+        self._saves: list[Move] = []
+        self._sent: dict[int, Flight] = {}
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._sent or self._loads.moves or self._saves)
+
+    def queue_loads(self, moves: Iterable[Move]) -> None:
+        self._loads.moves.extend(moves)
+
+    def queue_saves(self, moves: Iterable[Move]) -> None:
+        self._saves.extend(moves)
+
+    def join(self, request: Request) -> None:
+        """The request runs once the queued loads have landed."""
+        self._loads.requests.append(request)
+
+    def landed(self) -> list[Landed]:
+        """What ended since the last call, in the order it was sent."""
+        if not self._sent:
+            return []
+        assert self.controller is not None
+        return [
+            Landed(done.ticket.direction, self._sent.pop(done.ticket.number), done.error)
+            for done in self.controller.poll()
+        ]
+
+    def send(self) -> None:
+        """Everything queued, merged into one load and one save."""
+        if self._loads.moves:
+            loads, self._loads = self._loads, Flight()
+            self.batch += 1
+            gate = self._submit(Direction.LOAD, loads).gate
+            for request in loads.requests:
+                request.gate = gate
+        if self._saves:
+            saves, self._saves = self._saves, []
+            self._submit(Direction.SAVE, Flight(saves))
+
+    def _submit(self, direction: Direction, flight: Flight) -> Ticket:
+        assert self.controller is not None
+        pages = [(DevicePageId(m.device), m.host[0]) for m in flight.moves if isinstance(m.item, Page)]
+        tails = [(DeviceTailId(m.device), m.host) for m in flight.moves if isinstance(m.item, Tail)]
+        ticket = self.controller.submit(Plan.of(direction, pages, tails))
+        self._sent[ticket.number] = flight
+        return ticket
+
+    def moves(self) -> Iterator[Move]:
+        """Everything queued or sent."""
+        yield from self._loads.moves
+        yield from self._saves
+        for flight in self._sent.values():
+            yield from flight.moves
+
+    def leaving(self, kind: type[Item]) -> int:
+        """Device places that come free when the saves under way land."""
+        return sum(isinstance(move.item, kind) and move.item.device != move.device for move in self.moves())
+
+    def close(self) -> None:
+        if self.controller is not None:
+            self.controller.close()

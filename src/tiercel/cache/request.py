@@ -1,0 +1,94 @@
+"""A request as the cache sees it, and the outcomes of asking for something."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+from tiercel.errors import TransferError
+from tiercel.policy.resume import Reuse
+from tiercel.transfer.gate import LayerGate
+from tiercel.tree.keys import KeyChain
+from tiercel.tree.node import Item, Page, Tail
+from tiercel.types import DevicePageId, DeviceTailId, place
+
+
+class WaitFor(Enum):
+    """What a request lacks. All but the last pass by themselves as requests end and transfers arrive."""
+
+    DEVICE_PAGES = "device pages"
+    DEVICE_TAILS = "device places for tails"
+    ARRIVING = "a transfer that is bringing or taking what it wants to reuse"
+    LARGER_DEVICE = "more device pages than there are"
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Not now; nothing was changed. Ask again after a `step`."""
+
+    what: WaitFor
+    missing: int = 0
+
+
+@dataclass(frozen=True)
+class Extended:
+    """There is room. `tails` maps a boundary, in tokens, to the place the tail at it is to be written to."""
+
+    tails: dict[int, DeviceTailId]
+
+
+class RequestState(Enum):
+    LOADING = "loading"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+class Request:
+    """One running text: its page table, what of it is shared, and what it holds locked. Made by
+    `TieredCache.begin`."""
+
+    def __init__(self, chain: KeyChain, priority: int, reuse: Reuse, held: list[Item]) -> None:
+        self.chain = chain
+        self.priority = priority
+        self.reuse = reuse
+        self.state = RequestState.RUNNING
+        self.table: list[DevicePageId] = []
+        """Device pages of the text, shared ones first; behind `committed` they are private to this
+        request."""
+        self.held = held
+        """What it has locked. First the deepest shared page: that lock protects the shared part of the
+        table."""
+        self.committed = self.page.depth
+        self.resume_tails: tuple[Tail, ...] = ()
+        """Tails to continue from, the last first: read them before the first `commit`."""
+        self.gate: LayerGate | None = None
+        """Opens layer by layer while the loads of this request arrive; None when there are none or they are
+        not sent yet."""
+        self.tails: dict[int, DeviceTailId] = {}
+        """Places for tails not shared yet, by boundary in pages."""
+        self.tail_boundaries: frozenset[int] = frozenset()
+        """Boundaries of the prompt that get a tail, in pages."""
+        self.prompt_pages = 0
+        self.extended_pages = 0
+        self.written_tokens = 0
+
+    @property
+    def page(self) -> Page:
+        """The deepest shared page."""
+        assert isinstance(self.held[0], Page)
+        return self.held[0]
+
+    def places(self) -> npt.NDArray[np.int32]:
+        """The page table as row numbers of device memory."""
+        return np.fromiter(map(place, self.table), np.int32, len(self.table))
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The loads of a request ended; with an error the request ended too, and may begin again."""
+
+    request: Request
+    error: TransferError | None = None

@@ -1,0 +1,553 @@
+"""Goal: what `TieredCache` promises a caller, one promise per test. Method: a tiny declaration, bytes that
+name their text."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.simulation.bytes import Bytes, text_of
+from tests.simulation.copies import HeldCopies
+from tests.simulation.specs import SPECS
+from tiercel.cache import Loaded, Request, RequestState, TieredCache, Wait, WaitFor
+from tiercel.config import CacheConfig
+from tiercel.errors import BudgetError, ConfigError, RefusedError
+from tiercel.policy.resume import Why
+from tiercel.transfer.plan import Direction
+from tiercel.types import Tier
+
+PLAIN, WINDOW, LONG, V4 = (
+    SPECS["full attention"],
+    SPECS["short window"],
+    SPECS["long window"],
+    SPECS["compressed"],
+)
+
+
+class Driver:
+    """A cache and a one-request-at-a-time engine that writes bytes which name their text."""
+
+    def __init__(self, spec=PLAIN, *, host_pages=40, held=False, **settings):
+        settings = {"device_pages": 8, "device_tails": 4 * spec.pages_per_window} | settings
+        self.copies = {direction: HeldCopies() for direction in Direction}
+        self.spec = spec
+        self.cache = TieredCache(
+            spec,
+            CacheConfig(host_bytes=host_pages * spec.host_page_bytes, **settings),
+            executors=self.copies if held else None,
+        )
+        self.bytes = Bytes(spec, self.cache.device)
+
+    def begin(self, tokens, namespace=(), **options):
+        return self.cache.begin(self.cache.chain(tokens, namespace), **options)
+
+    def begin_loaded(self, tokens, namespace=(), **options):
+        request = self.begin(tokens, namespace, **options)
+        self.settle()
+        if isinstance(request, Wait):
+            request = self.begin(tokens, namespace, **options)
+        assert isinstance(request, Request), request
+        self.settle()
+        assert request.state is RequestState.RUNNING
+        self.check_bytes(request, tokens, namespace)
+        return request
+
+    def compute(self, request, tokens, namespace=(), upto=None):
+        size, page_tokens = upto or len(tokens), self.spec.page_tokens
+        outcome = self.cache.extend(request, size)
+        for _ in range(5):
+            if isinstance(outcome, Wait):
+                self.settle()
+                outcome = self.cache.extend(request, size)
+        assert not isinstance(outcome, Wait), outcome
+        keys = request.chain.keys
+        for page in range(request.committed, size // page_tokens):
+            text = text_of(namespace, tokens[: (page + 1) * page_tokens])
+            self.bytes.write(request.table[page], keys[page], text, tail=False)
+        for boundary, tail in outcome.tails.items():
+            key = keys[boundary // page_tokens - 1]
+            self.bytes.write(tail, key, text_of(namespace, tokens[:boundary]), tail=True)
+        self.cache.commit(request, size)
+        return outcome
+
+    def serve(self, tokens, namespace=(), **options):
+        """A whole request; answers what it reused."""
+        request = self.begin_loaded(tokens, namespace, **options)
+        self.compute(request, tokens, namespace)
+        self.cache.finish(request)
+        self.settle()
+        return request.reuse
+
+    def check_bytes(self, request, tokens, namespace=()):
+        for page in range(request.committed):
+            text = text_of(namespace, tokens[: (page + 1) * self.spec.page_tokens])
+            self.bytes.check(request.table[page], text, tail=False, who="the page table")
+        for tail in request.resume_tails:
+            text = text_of(namespace, tokens[: tail.page.depth * self.spec.page_tokens])
+            self.bytes.check(tail.device, text, tail=True, who="a tail to resume from")
+
+    def settle(self):
+        """Until nothing is on its way."""
+        while self.cache.flights.busy:
+            self.cache.step()
+            for copies in self.copies.values():
+                while copies.held:
+                    copies.run(0)
+            time.sleep(0)
+        self.cache.check()
+
+    def push_out(self, pages=8):
+        """Fill the device with another text, so that everything else leaves it."""
+        self.serve([9] * (pages * self.spec.page_tokens))
+
+
+def make(spec=PLAIN, **settings):
+    return Driver(spec, **settings)
+
+
+TEXT = list(range(18))
+"""Four full pages of four tokens, and two tokens more."""
+
+
+# What is reused
+
+
+def test_a_text_seen_before_comes_from_the_device():
+    driver = make()
+    assert driver.serve(TEXT).tokens == 0
+    reuse = driver.serve(TEXT)
+    assert (reuse.device_tokens, reuse.host_tokens, reuse.why) == (16, 0, Why.COMPLETE)
+
+
+def test_a_text_that_left_the_device_comes_back_from_the_host_bit_by_bit():
+    driver = make()
+    driver.serve(TEXT)
+    driver.push_out()
+    reuse = driver.serve(TEXT)
+    assert (reuse.device_tokens, reuse.host_tokens, reuse.why) == (0, 16, Why.COMPLETE)
+
+
+def test_a_text_half_on_the_device_comes_from_both():
+    driver = make()
+    driver.serve(TEXT)
+    driver.push_out(pages=6)
+    reuse = driver.serve(TEXT)
+    assert (reuse.device_tokens, reuse.host_tokens) == (8, 8)
+
+
+def test_the_last_token_is_always_computed():
+    driver = make()
+    driver.serve(TEXT[:16])
+    reuse = driver.serve(TEXT[:16])
+    assert reuse.tokens == 12 and reuse.why is Why.COMPLETE
+
+
+def test_namespaces_share_nothing():
+    driver = make()
+    driver.serve(TEXT, ("a", "bc"))
+    for other in [("ab", "c"), ("abc",), ()]:
+        assert driver.begin(TEXT, other).reuse.tokens == 0
+    assert driver.begin(TEXT, ("a", "bc")).reuse.tokens == 16
+
+
+@pytest.mark.parametrize("save", ["through", "selective", "back"])
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_every_kind_of_stream_survives_the_host_under_every_save_policy(spec, save):
+    driver = make(SPECS[spec], save=save)
+    driver.serve(TEXT)
+    assert driver.serve(TEXT).tokens == 16
+    driver.push_out()
+    reuse = driver.serve(TEXT)
+    assert (reuse.device_tokens, reuse.host_tokens) == (0, 16)
+
+
+def test_turning_the_host_off_changes_speed_only():
+    driver = make(host_pages=0)
+    driver.serve(TEXT)
+    driver.push_out()
+    reuse = driver.serve(TEXT)
+    assert reuse.tokens == 0 and reuse.why is Why.NOT_CACHED
+
+
+# Why not more
+
+
+def test_a_text_that_differs_stops_at_the_difference():
+    driver = make()
+    driver.serve(TEXT)
+    reuse = driver.serve([*TEXT[:9], 99, *TEXT[10:]])
+    assert reuse.tokens == 8 and reuse.why is Why.NOT_CACHED
+
+
+def test_without_its_last_tail_a_text_resumes_from_an_earlier_one():
+    driver = make(WINDOW, tail_every_pages=2)
+    driver.serve(TEXT)
+    tree = driver.cache.tree
+    (last,) = [page for page in tree.index.values() if page.depth == 4]
+    assert last.tail is not None
+    tree._drop(last.tail)
+    reuse = driver.serve(TEXT)
+    assert reuse.tokens == 8 and reuse.found_tokens == 16 and reuse.why is Why.NO_TAIL
+    assert reuse.replay_cost_tokens == WINDOW.replay_tokens == 2
+    assert "16 tokens found" in str(reuse)
+
+
+def test_an_exact_replay_uses_every_page_and_leaves_a_tail_behind():
+    driver = make(WINDOW, tail_every_pages=9)
+    driver.serve(TEXT)
+    tree = driver.cache.tree
+    for page in list(tree.index.values()):
+        if page.tail is not None:
+            tree._drop(page.tail)
+    request = driver.begin_loaded(TEXT, replay=True)
+    assert request.reuse.tokens == 16 and request.reuse.replay_tokens == 2 and request.resume_tails == ()
+    driver.compute(request, TEXT)
+    driver.cache.finish(request)
+    assert driver.serve(TEXT).replay_tokens == 0
+
+
+def test_no_replay_rebuilds_a_recurrent_state():
+    driver = make(SPECS["recurrent"], tail_every_pages=9)
+    driver.serve(TEXT)
+    for page in list(driver.cache.tree.index.values()):
+        if page.tail is not None:
+            driver.cache.tree._drop(page.tail)
+    reuse = driver.serve(TEXT, replay=True)
+    assert reuse.tokens == 0 and reuse.replay_cost_tokens is None and reuse.why is Why.NO_TAIL
+
+
+def test_a_request_may_refuse_loads():
+    driver = make()
+    driver.serve(TEXT)
+    driver.push_out(pages=6)
+    reuse = driver.serve(TEXT, load=False)
+    assert (reuse.device_tokens, reuse.host_tokens, reuse.why) == (8, 0, Why.NOT_ON_DEVICE)
+
+
+def test_a_cache_told_to_miss_finds_nothing():
+    driver = make(force_miss=True)
+    driver.serve(TEXT)
+    reuse = driver.serve(TEXT)
+    assert reuse.tokens == 0 and reuse.why is Why.FORCED_MISS
+
+
+# Tails
+
+
+def test_tails_stand_at_message_ends_the_prompt_end_and_branch_points():
+    driver = make(WINDOW, tail_every_pages=99, device_pages=16, device_tails=8)
+    driver.serve(TEXT, turn_ends=[7])
+    assert boundaries(driver) == [1, 4]
+    driver.serve(TEXT[:12] + [50] * 6)
+    assert boundaries(driver) == [1, 3, 4, 4], "three pages are shared: a tail where the texts part"
+    assert driver.begin(TEXT[:12] + [60] * 6).reuse.tokens == 12
+
+
+def test_the_end_of_the_answer_gets_a_tail_and_the_boundaries_before_it_do_not():
+    driver = make(WINDOW, tail_every_pages=99)
+    tokens = TEXT[:6]
+    request = driver.begin_loaded(tokens)
+    driver.compute(request, tokens)
+    for token in TEXT[6:]:
+        tokens = [*tokens, token]
+        request.chain.extend([token])
+        driver.compute(request, tokens)
+        assert len(request.tails) <= 1
+    driver.cache.finish(request)
+    driver.settle()
+    assert boundaries(driver) == [1, 4]
+    assert driver.serve([*TEXT, 1, 2]).tokens == 16
+
+
+def test_a_window_of_three_pages_keeps_three_tails_and_resumes():
+    driver = make(LONG, tail_every_pages=99)
+    driver.serve(TEXT)
+    assert boundaries(driver) == [2, 3, 4]
+    request = driver.begin_loaded([*TEXT, 1])
+    assert request.reuse.tokens == 16 and len(request.resume_tails) == 3
+
+
+def test_a_tail_without_a_place_is_left_out_and_counted():
+    driver = make(WINDOW, device_tails=2, tail_every_pages=1)
+    held = [driver.begin_loaded(TEXT[:5] + [n] * 3) for n in (1, 2)]
+    for request in held:
+        driver.cache.extend(request, 5)
+    driver.serve([7] * 9)
+    assert driver.cache.counters["tails_skipped"] == 2
+
+
+def boundaries(driver):
+    return sorted(page.depth for page in driver.cache.tree.index.values() if page.tail is not None)
+
+
+# Saving
+
+
+def test_through_saves_what_is_committed():
+    driver = make()
+    request = driver.begin_loaded(TEXT)
+    driver.compute(request, TEXT)
+    driver.settle()
+    assert on_host(driver) == 4
+    assert driver.cache.counters["saves"] == 1, "four pages, one submission"
+
+
+def test_selective_saves_what_is_used_a_second_time():
+    driver = make(save="selective")
+    driver.serve(TEXT)
+    assert on_host(driver) == 0
+    driver.serve(TEXT)
+    assert on_host(driver) == 4
+
+
+def test_back_saves_what_leaves_the_device():
+    driver = make(save="back")
+    driver.serve(TEXT)
+    driver.serve(TEXT)
+    assert on_host(driver) == 0
+    driver.push_out(pages=6)
+    assert on_host(driver) == 2
+
+
+def test_a_copy_of_what_the_device_holds_never_displaces_the_only_copy_of_something():
+    driver = make(host_pages=4)
+    driver.serve(TEXT)
+    driver.push_out()
+    assert on_host(driver) == 4, "the host is full of the first text, now its only home"
+    match = driver.cache.tree.match(driver.cache.chain(TEXT).keys, 4)
+    assert (match.found, match.device) == (4, 0)
+
+
+def on_host(driver):
+    return sum(page.on_host for page in driver.cache.tree.index.values())
+
+
+# Loading
+
+
+def test_requests_of_one_step_share_one_load():
+    driver = make(held=True)
+    driver.serve(TEXT)
+    driver.push_out()
+    first, second = driver.begin(TEXT), driver.begin(TEXT)
+    loads = driver.cache.counters["loads"]
+    assert first.state is second.state is RequestState.LOADING and first.table == second.table
+    driver.settle()
+    assert first.state is second.state is RequestState.RUNNING
+    assert driver.cache.counters["loads"] == loads + 1 and driver.cache.counters["pages_loaded"] == 4
+
+
+def test_a_request_that_comes_while_a_load_is_under_way_waits_for_it():
+    driver = make(held=True)
+    driver.serve(TEXT)
+    driver.push_out()
+    driver.begin(TEXT)
+    driver.cache.step()
+    assert driver.begin(TEXT) == Wait(WaitFor.ARRIVING)
+    driver.settle()
+    assert driver.begin(TEXT).reuse.device_tokens == 16
+
+
+def test_a_request_that_wants_what_is_leaving_waits_for_it():
+    driver = make(held=True, save="back", device_pages=5)
+    driver.serve(TEXT)
+    request = driver.begin([9] * 18)
+    assert driver.cache.extend(request, 12) == Wait(WaitFor.DEVICE_PAGES, 2)
+    assert driver.begin(TEXT) == Wait(WaitFor.ARRIVING)
+    assert driver.begin(TEXT[:10]).reuse.device_tokens == 8, "its pages have not left"
+    driver.settle()
+    assert driver.begin(TEXT).reuse.host_tokens == 8
+
+
+def test_layers_arrive_one_by_one():
+    driver = make(held=True)
+    driver.serve(TEXT)
+    driver.push_out()
+    request = driver.begin(TEXT)
+    assert request.gate is None
+    driver.cache.step()
+    driver.copies[Direction.LOAD].run(0)
+    for layer in driver.spec.layers:
+        request.gate.wait(layer)
+    assert driver.cache.step() == [Loaded(request)]
+
+
+def test_many_loads_may_be_under_way_at_once():
+    driver = make(held=True, device_pages=40, host_pages=80)
+    texts = [[n] * 9 for n in range(8)]
+    for text in texts:
+        driver.serve(text)
+    driver.push_out(pages=40)
+    requests = []
+    for text in texts:
+        requests.append(driver.begin(text))
+        driver.cache.step()
+    assert all(request.state is RequestState.LOADING for request in requests)
+    driver.copies[Direction.LOAD].run(5)
+    assert driver.cache.step() == [], "an earlier load has not ended"
+    driver.settle()
+    assert all(request.state is RequestState.RUNNING for request in requests)
+
+
+def test_a_request_aborted_while_it_loads_leaves_nothing_behind():
+    driver = make(held=True)
+    driver.serve(TEXT)
+    driver.push_out()
+    request = driver.begin(TEXT)
+    driver.cache.step()
+    driver.cache.abort(request)
+    driver.settle()
+    assert driver.cache.flush() == 0
+    assert driver.cache.pages.free == 8
+
+
+def test_a_preempted_request_goes_on_where_it_was():
+    driver = make(WINDOW, tail_every_pages=99)
+    request = driver.begin_loaded(TEXT)
+    driver.compute(request, TEXT, upto=16)
+    driver.cache.preempt(request)
+    driver.push_out()
+    assert driver.cache.begin(request.chain).reuse.tokens == 16
+
+
+# Sharing
+
+
+def test_of_two_requests_computing_the_same_text_one_copy_stays():
+    driver = make(device_pages=10)
+    first, second = driver.begin(TEXT), driver.begin(TEXT)
+    driver.compute(first, TEXT)
+    driver.compute(second, TEXT)
+    assert first.table[:4] == second.table[:4] and first.table[4] != second.table[4]
+    assert driver.cache.pages.owned == 6
+    driver.check_bytes(second, TEXT)
+
+
+def test_chunks_of_any_size_give_the_same_tree():
+    keys = []
+    for chunk in (1, 3, 4, 18):
+        driver = make()
+        request = driver.begin(TEXT)
+        for upto in range(chunk, 19, chunk):
+            driver.compute(request, TEXT, upto=upto)
+        keys.append(list(driver.cache.tree.index))
+    assert keys[0] == keys[1][:4] == keys[2] == keys[3]
+
+
+# Capacity is an outcome
+
+
+def test_a_full_device_makes_a_request_wait_without_a_trace():
+    driver = make(device_pages=4)
+    running = driver.begin(TEXT[:13])
+    driver.cache.extend(running, 13)
+    waiting = driver.begin([7] * 9)
+    before = driver.cache.stats()
+    assert driver.cache.extend(waiting, 9) == Wait(WaitFor.DEVICE_PAGES, 3)
+    assert driver.cache.stats() == before
+    driver.cache.abort(running)
+    assert not isinstance(driver.cache.extend(waiting, 9), Wait)
+
+
+def test_a_text_larger_than_the_device_is_told_so():
+    driver = make(device_pages=4)
+    assert driver.begin(TEXT) == Wait(WaitFor.LARGER_DEVICE, 1)
+    request = driver.begin(TEXT[:16])
+    assert driver.cache.extend(request, 18) == Wait(WaitFor.LARGER_DEVICE, 1)
+
+
+# Looking
+
+
+def test_statistics_count_true_bytes_per_tier_and_stream():
+    driver = make(V4)
+    driver.serve(TEXT)
+    stats = driver.cache.stats()
+    tails = driver.cache.counters["tails_saved"]
+    for stream in V4.streams:
+        things = 4 if stream in V4.page_streams else tails
+        assert stats["cached_bytes"]["host"][stream.name] == things * V4.bytes_of(stream)
+        assert stats["moved_bytes"]["saved"][stream.name] == things * V4.bytes_of(stream)
+    assert stats["pools"]["device pages"] == {"capacity": 8, "free": 4}
+    assert stats["counters"]["tokens_asked"] == 18
+
+
+def test_an_observer_hears_what_each_tier_holds():
+    driver, held = make(device_pages=4), set()
+    driver.cache.watch(lambda e: (held.add if e.stored else held.remove)((e.tier, e.key)))
+    driver.serve(TEXT[:16])
+    driver.serve([5] * 9)
+    tree = driver.cache.tree
+    real = {(Tier.DEVICE, k) for k, p in tree.index.items() if p.device is not None}
+    real |= {(Tier.HOST, k) for k, p in tree.index.items() if p.on_host}
+    assert held == real and len(tree.index) == 6
+
+
+def test_a_failing_observer_stops_nothing(caplog):
+    driver = make()
+
+    def observer(event):
+        raise RuntimeError("not ours")
+
+    driver.cache.watch(observer)
+    assert driver.serve(TEXT).tokens == 0 and driver.serve(TEXT).tokens == 16
+    assert driver.cache.counters["observer_errors"] == 8 and "the observer failed" in caplog.text
+
+
+def test_a_flush_leaves_what_a_request_holds():
+    driver = make()
+    driver.serve(TEXT)
+    request = driver.begin(TEXT[:10])
+    assert driver.cache.flush() == 2
+    driver.cache.finish(request)
+    assert driver.cache.flush() == 0 and driver.cache.pages.free == 8
+
+
+# Starting
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"spec": WINDOW, "device_tails": 1}, ConfigError, "device_tails = 1"),
+        ({"host_pages": 0, "copier": "nobody"}, ConfigError, "copier = 'nobody'"),
+        ({"copier": "kernel"}, RefusedError, "CUDA"),
+        ({"layout": "page_first", "copier": "direct"}, RefusedError, "page_first"),
+        ({"host_pages": 10**12}, BudgetError, "are available"),
+    ],
+)
+def test_what_can_not_work_is_refused_at_the_start(settings, error, message):
+    with pytest.raises(error, match=message):
+        make(**settings)
+
+
+def test_closing_twice_is_fine():
+    driver = make()
+    driver.serve(TEXT)
+    driver.cache.close()
+    driver.cache.close()
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "spec",
+        "policy.evict",
+        "policy.save",
+        "policy.placement",
+        "policy.resume",
+        "pages.pool",
+        "pages.reservation",
+        "tree.prefix_tree",
+        "tree.check",
+        "tree.keys",
+        "memory.layout",
+        "transfer.plan",
+        "config",
+        "cli",
+    ],
+)
+def test_rooms_that_decide_never_load_torch(module):
+    code = f"import sys, tiercel.{module}; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
