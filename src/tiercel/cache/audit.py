@@ -1,4 +1,4 @@
-"""A look at a cache from outside: what it holds and has moved, in true bytes, and whether its books are right."""
+"""A look from outside: what a cache holds and has moved, in true bytes, and whether its books are right."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _pools(cache: TieredCache) -> list[PagePool[Any]]:
 
 
 def check(cache: TieredCache) -> None:
-    """Every invariant of tree and pools; and I4: each owned place has one owner, tree, request or transfer."""
+    """Every invariant of tree and pools; and I4: a place has one owner, the tree, a request or a transfer."""
     tree_check.check(cache.tree)
     pages: list[int] = []
     tails: list[int] = []
