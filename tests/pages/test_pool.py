@@ -23,7 +23,15 @@ def test_a_place_comes_back_under_another_id():
 
 def test_places_are_given_out_in_the_order_asked_for():
     pool = make_pool(3, order=[2, 0, 1])
-    assert [place(i) for i in pool.take(1) + pool.take(2)[::-1]] == [2, 0, 1]
+    assert [place(i) for i in pool.take(1) + pool.take(2)] == [2, 0, 1]
+
+
+def test_neighbours_stay_neighbours():
+    pool = make_pool(6)
+    first, second = pool.take(3), pool.take(3)
+    pool.release(first)
+    assert [place(i) for i in pool.take(3)] == [place(i) for i in first] == [0, 1, 2]
+    pool.release(second)
 
 
 def test_an_order_that_forgets_a_place_is_refused():

@@ -3,8 +3,11 @@
 The free list holds ids that are ready to be given out. Releasing an id puts its successor there, the same
 place in the next generation, so an id kept after its release equals no live id of any pool.
 
-    take      free: [.. 7g2 9g0]  →  owned: {7g2, 9g0}
-    release   owned: {9g0}        →  free: [.. 9g1]
+    take      free: [.. 9g0 7g2]  →  owned: {7g2, 9g0}
+    release   owned: {7g2}        →  free: [.. 9g1]
+
+The list is a stack, kept so that neighbours stay neighbours: what was released in some order is given out in
+that order again.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ class PagePool(Generic[Id]):
         assert 0 <= count <= len(self._free), f"{count} of {len(self._free)} free places of {self.name}"
         if count == 0:
             return []
-        taken = self._free[-count:]
+        taken = self._free[: -count - 1 : -1]
         del self._free[-count:]
         self._owned.update(taken)
         return taken
@@ -59,9 +62,8 @@ class PagePool(Generic[Id]):
         owned = len(once) == len(ids) and once <= self._owned
         assert owned, f"I3: {self.name} does not own each of {[hex(i) for i in ids]} once"
         self._owned -= once
-        following = [
-            (i + GENERATION_ONE) & _LOW_MASK | self._tag for i in ids
-        ]  # the generation wraps inside its bits
+        # The sum may run over into the tag: the generation wraps inside its own bits.
+        following = [(i + GENERATION_ONE) & _LOW_MASK | self._tag for i in reversed(ids)]
         self._free += cast(list[Id], following)
 
     def owns(self, page_id: Id) -> bool:
