@@ -155,9 +155,13 @@ class TieredCache:
         for item in held:
             self.tree.lock(item)
         tails_far = [tail for tail in found.tails if tail.device is None]
-        room = self._reserve(len(found.far), len(tails_far))
+        room: Reservation | Wait | None = None
+        try:
+            room = self._reserve(len(found.far), len(tails_far))
+        finally:
+            if not isinstance(room, Reservation):
+                self._unlock(held)
         if isinstance(room, Wait):
-            self._unlock(held)
             return room
         with room:
             self._start_loads(found.far, room.ids(self.pages))
