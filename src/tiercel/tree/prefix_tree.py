@@ -295,8 +295,8 @@ class PrefixTree:
     def evict_pages(self, count: int, take_host: TakeHost | None = None) -> int:
         """Take up to `count` pages off the device, coldest leaves first; answers how many went.
 
-        Each goes to the host: it is there, or it is saved with `batch` into places from `take_host`;
-        otherwise it is gone. Places of pages being saved are given back by `save_done`.
+        Each goes to the host: it is there already, or it is saved into places from `take_host`; otherwise it
+        is gone. Places of pages being saved are given back by `save_done`.
         """
         for going in range(count):
             page = self.device_pages.pop()
