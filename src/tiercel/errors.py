@@ -9,7 +9,7 @@
     ├── RefusedError          a layout, copier and stream that do not fit together
     └── TransferError         a copy that failed; its plan fails, nothing else
 
-A full pool is none of these: it is an outcome (`tiercel.types.Wait`).
+A full pool is none of these: it is an outcome (`tiercel.cache.Wait`).
 """
 
 from __future__ import annotations

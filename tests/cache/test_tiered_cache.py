@@ -193,7 +193,7 @@ def test_without_its_last_tail_a_text_resumes_from_an_earlier_one():
     assert "16 tokens found" in str(reuse)
 
 
-def test_an_exact_replay_uses_every_page_and_leaves_a_tail_behind():
+def test_an_exact_replay_uses_every_page_and_leaves_no_tail_it_did_not_compute_in_full():
     driver = make(WINDOW, tail_every_pages=9)
     driver.serve(TEXT)
     tree = driver.cache.tree
@@ -204,7 +204,9 @@ def test_an_exact_replay_uses_every_page_and_leaves_a_tail_behind():
     assert request.reuse.tokens == 16 and request.reuse.replay_tokens == 2 and request.resume_tails == ()
     driver.compute(request, TEXT)
     driver.cache.finish(request)
-    assert driver.serve(TEXT).replay_tokens == 0
+    assert boundaries(driver) == []
+    driver.serve([*TEXT, *TEXT[:10]], replay=True)
+    assert boundaries(driver) == [7], "further on everything is computed, and the tail is exact"
 
 
 def test_no_replay_rebuilds_a_recurrent_state():
@@ -268,13 +270,23 @@ def test_a_window_of_three_pages_keeps_three_tails_and_resumes():
     assert request.reuse.tokens == 16 and len(request.resume_tails) == 3
 
 
-def test_a_tail_without_a_place_is_left_out_and_counted():
+def test_tails_without_a_place_are_left_out_the_earliest_first_and_counted():
     driver = make(WINDOW, device_tails=2, tail_every_pages=1)
-    held = [driver.begin_loaded(TEXT[:5] + [n] * 3) for n in (1, 2)]
-    for request in held:
-        driver.cache.extend(request, 5)
-    driver.serve([7] * 9)
-    assert driver.cache.counters["tails_skipped"] == 2
+    driver.serve(TEXT)
+    assert boundaries(driver) == [3, 4] and driver.cache.counters["tails_skipped"] == 2
+    held = driver.begin_loaded([7] * 9)
+    driver.cache.extend(held, 9)
+    driver.serve([8] * 9)
+    assert driver.cache.counters["tails_skipped"] == 4, "another request holds both places"
+
+
+@pytest.mark.parametrize("save", ["through", "back"])
+def test_the_last_tail_of_every_text_is_kept_also_when_the_host_is_full(save):
+    driver = make(WINDOW, host_pages=12, save=save, tail_every_pages=99, device_pages=6)
+    for n in range(30):
+        driver.serve([n] * 9)
+        driver.cache.step()
+    assert driver.cache.counters["tails_skipped"] == 0
 
 
 def boundaries(driver):
@@ -478,6 +490,7 @@ def test_an_observer_hears_what_each_tier_holds():
     driver.cache.watch(lambda e: (held.add if e.stored else held.remove)((e.tier, e.key)))
     driver.serve(TEXT[:16])
     driver.serve([5] * 9)
+    driver.cache.step()
     tree = driver.cache.tree
     real = {(Tier.DEVICE, k) for k, p in tree.index.items() if p.device is not None}
     real |= {(Tier.HOST, k) for k, p in tree.index.items() if p.on_host}
@@ -492,7 +505,50 @@ def test_a_failing_observer_stops_nothing(caplog):
 
     driver.cache.watch(observer)
     assert driver.serve(TEXT).tokens == 0 and driver.serve(TEXT).tokens == 16
+    driver.cache.step()
     assert driver.cache.counters["observer_errors"] == 8 and "the observer failed" in caplog.text
+
+
+def test_an_observer_that_comes_late_hears_everything_and_may_leave_at_any_time():
+    driver, heard = make(), []
+    driver.serve(TEXT)
+
+    def observer(event):
+        heard.append((event.tier, event.key))
+        if len(heard) == 8:
+            driver.cache.watch(None)
+
+    driver.cache.watch(observer)
+    driver.cache.step()
+    driver.serve([5] * 9)
+    assert len(heard) == len(set(heard)) == 8
+
+
+def test_a_worker_that_takes_no_work_fails_the_load_and_nothing_else():
+    driver = make(held=True)
+    driver.serve(TEXT)
+    driver.push_out()
+    request = driver.begin(TEXT)
+
+    def refuse(*args):
+        raise RuntimeError("cannot schedule new futures after shutdown")
+
+    submit, driver.copies[Direction.LOAD].submit = driver.copies[Direction.LOAD].submit, refuse
+    driver.cache.step()
+    (loaded,) = driver.cache.step()
+    assert loaded.request is request and "shutdown" in str(loaded.error)
+    assert driver.cache.counters["requests_failed"] == 1
+    driver.copies[Direction.LOAD].submit = submit
+    assert driver.serve(TEXT).host_tokens == 16
+
+
+def test_committing_more_than_there_is_room_for_is_an_assertion():
+    driver = make()
+    request = driver.begin(TEXT)
+    driver.cache.extend(request, 8)
+    with pytest.raises(AssertionError, match="I2"):
+        driver.cache.commit(request, 12)
+    driver.cache.check()
 
 
 def test_a_flush_leaves_what_a_request_holds():
@@ -512,6 +568,7 @@ def test_a_flush_leaves_what_a_request_holds():
     [
         ({"spec": WINDOW, "device_tails": 1}, ConfigError, "device_tails = 1"),
         ({"host_pages": 0, "copier": "nobody"}, ConfigError, "copier = 'nobody'"),
+        ({"spec": SPECS["recurrent"], "host_pages": 1}, ConfigError, "host_bytes = .* a tail takes 2"),
         ({"copier": "kernel"}, RefusedError, "CUDA"),
         ({"layout": "page_first", "copier": "direct"}, RefusedError, "page_first"),
         ({"host_pages": 10**12}, BudgetError, "are available"),

@@ -54,7 +54,10 @@ def test_a_users_own_class_is_loaded_by_its_name():
     assert isinstance(make_evict_policy(f"{__name__}:Newest"), Newest)
 
 
-@pytest.mark.parametrize("name", ["no.such.module:Class", f"{__name__}:Missing", f"{__name__}:make_use", ":"])
+BAD = [f"{__name__}:{name}" for name in ("Missing", "make_use", "EvictPolicy")]
+
+
+@pytest.mark.parametrize("name", ["no.such.module:Class", ":", ".x:Y", *BAD])
 def test_a_class_that_can_not_be_used_is_a_clear_error(name):
     with pytest.raises(ConfigError, match="evict"):
         make_evict_policy(name)

@@ -20,7 +20,7 @@ from tiercel.types import PageKey, Tier
 class Use:
     used: int = 0
     hits: int = 0
-    priority: int = 0
+    priority: int = -(10**9)
 
 
 class WatchedTree(PrefixTree):
@@ -49,7 +49,7 @@ class WatchedTree(PrefixTree):
         self.oracle.check_victim(item)
         return super()._evict(item, host_pages, take_host)
 
-    def evict_host(self, *, colder_than=None):
+    def evict_host(self, *, colder_than):
         doubles = set(self.doubles)
         coldest = None if doubles else self.host.coldest()
         if coldest is not None:

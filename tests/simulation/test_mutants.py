@@ -76,6 +76,7 @@ def children_leave_no_inheritance(self, parent, page):
 
 
 def the_hottest_goes_first(self):
+    self._close_ranks()
     ready = [entry for entry in self._heap if self.ready(entry[2])]
     return max(ready, key=lambda entry: entry[:2])[2] if ready else None
 

@@ -21,6 +21,7 @@ from tests.simulation.specs import SPECS
 from tiercel.cache import Extended, Request, RequestState, TieredCache, Wait
 from tiercel.config import EVICT_POLICIES, LAYOUTS, SAVE_POLICIES, CacheConfig
 from tiercel.errors import RefusedError
+from tiercel.policy.evict import EvictPolicy, Used
 from tiercel.transfer.plan import Direction
 from tiercel.tree.keys import KeyChain
 from tiercel.tree.node import Page
@@ -45,6 +46,13 @@ class Actor:
         return text_of(self.namespace, self.tokens[: pages * self.chain.page_tokens])
 
 
+class Indifferent(EvictPolicy):
+    """A user's policy that makes no difference at all."""
+
+    def rank(self, use: Used) -> int:
+        return 0
+
+
 class World:
     def __init__(self, setup: int) -> None:
         random = Random(setup)
@@ -60,20 +68,22 @@ class World:
         self.events = 0
         self.observer_fails = False
         self.cache.watch(self._observe)
+        self.tokens_max = min(TOKENS_MAX, self.cache.pages.capacity * self.spec.page_tokens)
         self.actors: list[Actor] = []
         self.texts: list[tuple[list[int], tuple[str, ...]]] = [([], ())]
         self.log: list[str] = []
 
     def _make_cache(self, random: Random) -> TieredCache:
-        tails = random.randint(2, 7) * self.spec.pages_per_window
+        tails = random.choice([2, 3, 7]) * self.spec.pages_per_window
+        least = max(1, self.spec.host_pages_per_tail)
         config = CacheConfig(
-            device_pages=random.randint(4, 14),
+            device_pages=random.choice([2, 6, 9, 9, 14]),
             device_tails=tails,
-            host_bytes=self.spec.host_page_bytes * random.choice([0, 6, 20, 60]),
+            host_bytes=self.spec.host_page_bytes * least * random.choice([0, 1, 8, 30, 30]),
             layout=random.choice(LAYOUTS),
             copier=random.choice(["reference", "direct"]),
             save=random.choice(SAVE_POLICIES),
-            evict=random.choice(EVICT_POLICIES),
+            evict=random.choice([*EVICT_POLICIES, f"{__name__}:Indifferent"]),
             tail_every_pages=random.randint(1, 4),
             tails_per_path=random.randint(1, 4),
         )
@@ -115,6 +125,7 @@ class World:
         ("copy", 16),
         ("fault", 1),
         ("flush", 1),
+        ("oddity", 4),
     )
 
     def step(self, number: int) -> None:
@@ -138,12 +149,12 @@ class World:
         if random.random() < 0.1:
             namespace = random.choice(NAMESPACES)
         tokens = base[: random.choice([len(base), random.randint(0, len(base))])]
-        tokens = (tokens + [random.randint(0, 3) for _ in range(random.randint(1, TOKENS_MAX // 3))])[
-            :TOKENS_MAX
+        tokens = (tokens + [random.randint(0, 3) for _ in range(random.randint(1, self.tokens_max // 3))])[
+            : self.tokens_max
         ]
         self.texts.append((tokens, namespace))
         options = {
-            "priority": random.randint(0, 2),
+            "priority": random.randint(-2, 2),
             "turn_ends": [random.randint(0, len(tokens)) for _ in range(random.randint(0, 2))],
             "load": random.random() < 0.9,
             "replay": random.random() < 0.2,
@@ -154,12 +165,14 @@ class World:
         waiting = [actor for actor in self.actors if actor.request is None]
         if not waiting:
             return
-        actor = random.choice(waiting)
+        self._begin(random.choice(waiting))
+
+    def _begin(self, actor: Actor) -> None:
         before = self._snapshot()
-        events = self.events
+        events = len(self.cache.tree.events or ())
         outcome = self.cache.begin(actor.chain, **actor.options)  # type: ignore[arg-type]
         if isinstance(outcome, Wait):
-            made_room = self.events > events
+            made_room = len(self.cache.tree.events or ()) > events
             assert made_room or self._snapshot() == before, "I5: waiting left a trace"
             return
         actor.request = outcome
@@ -174,22 +187,29 @@ class World:
         if not running:
             return
         actor = random.choice(running)
-        request, page_tokens = actor.request, self.spec.page_tokens
+        request = actor.request
         assert request is not None
         self._read(actor)
-        if actor.written >= len(actor.tokens) and len(actor.tokens) < TOKENS_MAX + 12:
+        if actor.written >= len(actor.tokens) and len(actor.tokens) < self.tokens_max + 12:
             actor.tokens.append(random.randint(0, 3))
             actor.chain.extend(actor.tokens[-1:])
-        upto = min(len(actor.tokens), actor.written + random.randint(1, 3 * page_tokens))
-        outcome = self.cache.extend(request, upto)
-        if isinstance(outcome, Wait):
+        upto = min(len(actor.tokens), actor.written + random.randint(1, 3 * self.spec.page_tokens))
+        if not self._compute(actor, upto, cancelled=random.random() < 0.05):
             if random.random() < 0.2:
                 self._preempt(actor)
-            return
-        assert isinstance(outcome, Extended)
+        elif actor.written == upto and random.random() < 0.9:
+            self.cache.commit(request, upto)
+
+    def _compute(self, actor: Actor, upto: int, *, cancelled: bool = False) -> bool:
+        """Find room and write; False when there is none. Cancelled: there is room, and nothing is written."""
+        request, page_tokens = actor.request, self.spec.page_tokens
+        assert request is not None
+        outcome = self.cache.extend(request, upto)
+        if isinstance(outcome, Wait):
+            return False
         actor.tails_due.update(outcome.tails)
-        if random.random() < 0.05:
-            return  # the computation was cancelled: there is room, and nothing is written
+        if cancelled:
+            return True
         for page in range(actor.written // page_tokens, upto // page_tokens):
             self.bytes.write(request.table[page], actor.chain.keys[page], actor.text(page + 1), tail=False)
         for boundary in [b for b in actor.tails_due if b <= upto]:
@@ -197,8 +217,23 @@ class World:
             tail = actor.tails_due.pop(boundary)
             self.bytes.write(tail, actor.chain.keys[page - 1], actor.text(page), tail=True)
         actor.written = upto
-        if random.random() < 0.9:
-            self.cache.commit(request, upto)
+        return True
+
+    def _serve_the_oldest(self) -> None:
+        """Everybody else gives way to it."""
+        oldest, *others = self.actors
+        for actor in others:
+            if actor.request is not None:
+                self._preempt(actor)
+        if oldest.request is None:
+            self._begin(oldest)
+        if oldest.request is None or oldest.request.state is not RequestState.RUNNING:
+            return
+        self._read(oldest)
+        if self._compute(oldest, len(oldest.tokens)):
+            self.cache.commit(oldest.request, len(oldest.tokens))
+            self.cache.finish(oldest.request)
+            self.actors.remove(oldest)
 
     def _read(self, actor: Actor) -> None:
         request = actor.request
@@ -265,6 +300,24 @@ class World:
         if random.random() < 0.1:
             self.cache.flush()
 
+    def _do_oddity(self, random: Random) -> None:
+        """What is allowed and no sensible engine does."""
+        started = [a for a in self.actors if a.request]
+        if not started:
+            return
+        actor = random.choice(started)
+        assert actor.request is not None
+        running = actor.request.state is RequestState.RUNNING
+        what = random.choice(["far", "again", "finish"])
+        if what == "far":
+            outcome = self.cache.extend(actor.request, random.randint(0, TOKENS_MAX + 20))
+            actor.tails_due.update(outcome.tails if isinstance(outcome, Extended) else {})
+        elif what == "again" and running and all(boundary > actor.written for boundary in actor.tails_due):
+            self.cache.commit(actor.request, random.randint(0, actor.written))
+        elif what == "finish":
+            self.cache.finish(actor.request)
+            self.actors.remove(actor)
+
     # Always
 
     def check(self) -> None:
@@ -290,10 +343,27 @@ class World:
         return items, pools, list(self.cache.flights.moves())
 
     def wind_down(self) -> None:
-        """Everything ends; then no place is missing."""
-        for actor in self.actors:
-            if actor.request is not None:
+        """No fault happens any more: every request that is left gets through. Then no place is missing."""
+        self.observer_fails = False
+        if self.cache.host is not None:
+            self.copier.copies_until_fault = None
+        largest = self.cache.pages.capacity * self.spec.page_tokens
+        for actor in list(self.actors):
+            if actor.request is not None and actor.request.state is not RequestState.RUNNING:
                 self.cache.abort(actor.request)
+                self.actors.remove(actor)
+            elif len(actor.tokens) > largest:
+                if actor.request is not None:
+                    self.cache.abort(actor.request)
+                self.actors.remove(actor)
+        for _ in range(200):
+            if not self.actors:
+                break
+            self._serve_the_oldest()
+            self._do_step(Random(0))
+            for copies in self.copies.values():
+                copies.shutdown()
+        assert not self.actors, "a request that could run waits for ever"
         while self.cache.flights.busy:
             self.cache.step()
             for copies in self.copies.values():

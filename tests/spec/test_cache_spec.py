@@ -32,7 +32,7 @@ def test_prefix_streams_are_in_pages_and_all_others_in_tails() -> None:
     assert spec.tail_bytes == 2 * 8 * 20 + 2 * 20
 
 
-@pytest.mark.parametrize(("window", "pages"), [(1, 1), (64, 1), (65, 2), (128, 2), (1000, 16)])
+@pytest.mark.parametrize(("window", "pages"), [(1, 1), (64, 1), (65, 1), (66, 2), (128, 2), (1000, 16)])
 def test_a_window_longer_than_a_page_needs_the_tails_of_several_boundaries(window: int, pages: int) -> None:
     assert make_spec(make_stream(keep=Window(window))).pages_per_window == pages
 
@@ -235,3 +235,19 @@ def test_a_declaration_that_can_not_be_read_is_refused_by_field_and_value(
     with pytest.raises(SpecError) as refused:
         CacheSpec.from_dict(declaration)
     assert message in str(refused.value)
+
+
+def test_a_stage_replays_what_the_whole_model_needs() -> None:
+    whole = make_spec(make_stream(layers=(0, 1, 2, 3), keep=Window(9)))
+    assert (
+        whole.replay_tokens
+        == whole.stage(2, 3).replay_tokens
+        == whole.stage(1, 4).stage(3, 4).replay_tokens
+        == 32
+    )
+
+
+def test_a_draft_is_added_before_stages_are_taken() -> None:
+    spec = make_spec(make_stream())
+    with pytest.raises(SpecError, match="draft"):
+        spec.stage(0, 1).with_draft(spec)

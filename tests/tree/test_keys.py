@@ -73,7 +73,7 @@ def test_tokens_that_can_not_name_a_page_are_refused_and_change_nothing(tokens):
     assert chain.keys == keys_of([1, 2, 3, 4], page_tokens=2) and chain.keys[:1] == keys
 
 
-@pytest.mark.parametrize("namespace", ["abc", (1, "a"), (None,)])
+@pytest.mark.parametrize("namespace", ["abc", ["abc"], (1, "a"), (None,), None])
 def test_a_namespace_that_is_not_a_tuple_of_words_is_refused(namespace):
     with pytest.raises(TokenError, match="namespace"):
         keys_of([1], namespace)

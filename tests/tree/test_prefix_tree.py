@@ -4,6 +4,7 @@
 import pytest
 
 from tests.make import TreeDriver, make_keys
+from tiercel.tree.candidates import SWEEP_AT_LEAST
 from tiercel.tree.check import check, show
 
 
@@ -51,6 +52,7 @@ def test_a_branch_point_is_where_a_text_leaves_the_others():
     assert tree.match("abx").branch == 2
     assert tree.match("abcd").branch == 0, "the whole text is known"
     assert tree.match("abcde").branch == 0, "it only goes on where the other ended"
+    assert tree.tree.match(make_keys("abcd"), 3).branch == 0, "a limit is not a branch"
     assert tree.match("xyz").branch == 0, "it shares nothing"
 
 
@@ -109,6 +111,7 @@ def test_a_path_keeps_at_most_so_many_tails_and_the_coldest_gives_way():
     tree.add_tail("ab")
     tree.find("a")
     tree.add_tail("abcd")
+    tree.tree.cap_tails(tree.page("abcd"))
     assert [bool(tree.page("abcd"[:n]).tail) for n in (1, 2, 4)] == [True, False, True]
     assert len(tree.tree.actions.tails) == 1
     check(tree.tree)
@@ -120,7 +123,21 @@ def test_a_locked_tail_does_not_give_way():
     tree.add_tail("a")
     tree.tree.lock(tree.page("a").tail)
     tree.add_tail("abc")
+    tree.tree.cap_tails(tree.page("abc"))
     assert tree.page("a").tail is not None
+
+
+@pytest.mark.parametrize("evict", ["lru", "lfu", "slru", "priority"])
+def test_the_tails_a_resume_reads_never_give_way_to_each_other(evict):
+    tree = make_tree(pages_per_window=3, tails_per_path=1, evict=evict)
+    tree.add("abcdefgh")
+    for end in (2, 3, 4):
+        tree.add_tail("abcdefgh"[:end])
+    tree.find("abcdefgh")
+    for end in (6, 7, 8):
+        tree.add_tail("abcdefgh"[:end])
+    tree.tree.cap_tails(tree.page("abcdefgh"))
+    assert tree.match("abcdefgh").boundary == 8 and tree.match("abcde").boundary == 0
 
 
 def test_tails_are_evicted_apart_from_pages():
@@ -336,13 +353,13 @@ def test_a_failed_save_of_a_page_that_stayed_changes_nothing():
     check(tree.tree)
 
 
-def test_what_can_not_be_saved_is_let_go_instead_of_tried_for_ever():
+def test_what_could_not_be_saved_once_is_tried_again_when_it_leaves():
     tree = make_tree(host_pages=9)
     tree.add("ab")
     tree.tree.save_start(tree.page("ab"), tree.take_host(1))
     tree.finish_saves(ok=False)
-    tree.evict(1, finish_saves=False)
-    assert not tree.tree.actions.saves and tree.match("ab").found == 1
+    tree.evict(1)
+    assert tree.on("host", "ab") == ["ab"]
 
 
 # The host
@@ -440,7 +457,7 @@ def test_what_is_being_loaded_can_not_leave_either_tier():
     tree.evict(2)
     for n, text in enumerate(("a", "ab"), start=500):
         tree.tree.load_start(tree.page(text), n, batch=1)
-    assert tree.evict(9) == 0 and not tree.tree.evict_host()
+    assert tree.evict(9) == 0 and not tree.tree.evict_host(colder_than=99)
 
 
 # Flushing and looking
@@ -494,3 +511,23 @@ def test_the_check_finds_seeded_faults(fault):
         tree.tree.device_pages.pop()
     with pytest.raises(AssertionError):
         check(tree.tree)
+
+
+def test_what_is_gone_is_not_kept_alive_by_the_line_it_stood_in():
+    tree = make_tree(pages_per_window=1)
+    for n in range(500):
+        tree.add(chr(n + 300))
+        tree.add_tail(chr(n + 300))
+        tree.tree._drop(tree.page(chr(n + 300)))
+    for line in (tree.tree.device_pages, tree.tree.device_tails, tree.tree.host):
+        assert len(line._heap) <= SWEEP_AT_LEAST and len(line._members) <= SWEEP_AT_LEAST
+
+
+def test_being_used_without_end_does_not_lengthen_the_line():
+    tree = make_tree()
+    tree.add("ab")
+    for _ in range(500):
+        tree.find("ab")
+        tree.tree.lock(tree.page("ab"))
+        tree.tree.unlock(tree.page("ab"))
+    assert len(tree.tree.device_pages._heap) <= 1

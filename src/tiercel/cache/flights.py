@@ -1,7 +1,7 @@
 """What is on its way between the tiers: queued since the last step, or sent.
 
-    queue_load, queue_saves ──► queued ── send: one plan per direction ──► sent ── landed ──► the tree's books
-                                `batch`                                    ticket
+    queue_loads, queue_saves ──► queued ── send: a plan per direction ──► sent ── landed ──► the tree's books
+                                 `batch`                                  ticket
 
 The loads of one step travel together, so requests of one step may share what is queued. What was sent already
 can not be joined any more: who wants that waits for it.
@@ -17,7 +17,7 @@ from tiercel.errors import TransferError
 from tiercel.transfer.controller import Controller, Ticket
 from tiercel.transfer.plan import Direction, Plan
 from tiercel.tree.actions import Move
-from tiercel.tree.node import Item, Page, Tail
+from tiercel.tree.node import Page, Tail
 from tiercel.types import DevicePageId, DeviceTailId
 
 
@@ -64,7 +64,7 @@ class Flights:
         self._loads.requests.append(request)
 
     def landed(self) -> list[Landed]:
-        """What ended since the last call, in the order it was sent."""
+        """What ended since the last call, each direction in the order it was sent."""
         if not self._sent:
             return []
         assert self.controller is not None
@@ -99,10 +99,6 @@ class Flights:
         yield from self._saves
         for flight in self._sent.values():
             yield from flight.moves
-
-    def leaving(self, kind: type[Item]) -> int:
-        """Device places that come free when the saves under way land."""
-        return sum(isinstance(move.item, kind) and move.item.device != move.device for move in self.moves())
 
     def close(self) -> None:
         if self.controller is not None:

@@ -27,7 +27,7 @@ class WaitFor(Enum):
 
 @dataclass(frozen=True)
 class Wait:
-    """Not now; nothing was changed. Ask again after a `step`."""
+    """Not now. Nothing is held, and what was evicted to make room stays evicted. Ask again after a `step`."""
 
     what: WaitFor
     missing: int = 0
@@ -47,8 +47,7 @@ class RequestState(Enum):
 
 
 class Request:
-    """One running text: its page table, what of it is shared, and what it holds locked. Made by
-    `TieredCache.begin`."""
+    """One running text: its page table, what of it is shared, what it holds locked."""
 
     def __init__(self, chain: KeyChain, priority: int, reuse: Reuse, held: list[Item]) -> None:
         self.chain = chain
@@ -56,23 +55,20 @@ class Request:
         self.reuse = reuse
         self.state = RequestState.RUNNING
         self.table: list[DevicePageId] = []
-        """Device pages of the text, shared ones first; behind `committed` they are private to this
-        request."""
+        """Device pages of the text, shared ones first; behind `committed` they are this request's own."""
         self.held = held
-        """What it has locked. First the deepest shared page: that lock protects the shared part of the
-        table."""
+        """What it has locked. First the deepest shared page: that protects the shared part of the table."""
         self.committed = self.page.depth
         self.resume_tails: tuple[Tail, ...] = ()
         """Tails to continue from, the last first: read them before the first `commit`."""
         self.gate: LayerGate | None = None
-        """Opens layer by layer while the loads of this request arrive; None when there are none or they are
-        not sent yet."""
+        """Opens layer by layer while the loads arrive; None when there are none, or they are not sent yet."""
         self.tails: dict[int, DeviceTailId] = {}
         """Places for tails not shared yet, by boundary in pages."""
         self.tail_boundaries: frozenset[int] = frozenset()
         """Boundaries of the prompt that get a tail, in pages."""
         self.prompt_pages = 0
-        self.extended_pages = 0
+        self.extended_tokens = 0
         self.written_tokens = 0
 
     @property

@@ -2,13 +2,13 @@
 
     begin ──► (step: loads arrive) ──► extend ─► commit ─► extend ─► commit … ──► finish | preempt | abort
 
-    begin     match, choose where to resume, lock it, reserve device places, queue the loads     no trace if
-    it has to wait extend    places for the tokens about to be computed, and for the tails to keep of them
+    begin     match, choose where to resume, lock it, reserve device places, queue the loads
+    extend    places for the tokens about to be computed, and for the tails to keep of them
     commit    bytes are written: full pages and tails become shared, and are saved to the host
     finish    everything is released; what was committed stays cached
 
-One thread drives a cache. Copies run elsewhere (`transfer.controller`) and become visible in `step`, so
-between two steps nothing changes behind the caller's back.
+One thread drives a cache. Copies run elsewhere (`transfer.controller`) and become visible in `step`, which is
+also when observers hear of everything: between two steps nothing happens behind the caller's back.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
 from typing import Any
 
 from tiercel.cache.audit import check, stats
 from tiercel.cache.flights import Flights, Landed
+from tiercel.cache.found import Found, find, find_nothing
 from tiercel.cache.request import Extended, Loaded, Request, RequestState, Wait, WaitFor
 from tiercel.config import CacheConfig
 from tiercel.errors import ConfigError
@@ -30,42 +30,19 @@ from tiercel.pages.pool import PagePool
 from tiercel.pages.reservation import Reservation, Short, reserve
 from tiercel.policy.evict import make_evict_policy
 from tiercel.policy.placement import tail_boundaries, with_window
-from tiercel.policy.resume import Reuse, Why, choose_resume, replay_cost
 from tiercel.policy.save import make_save_policy
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.transfer.controller import Controller
 from tiercel.transfer.copier import make_copier
 from tiercel.transfer.plan import Direction
-from tiercel.tree.actions import Actions, Event
-from tiercel.tree.check import show
+from tiercel.tree.actions import Actions, Event, Move
+from tiercel.tree.check import readable, show
 from tiercel.tree.keys import KeyChain, Tokens
 from tiercel.tree.node import Item, Page, Tail
 from tiercel.tree.prefix_tree import PrefixTree
 from tiercel.types import DevicePageId, DeviceTailId, HostPageId, Namespace
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Found:
-    """What a request is going to reuse.
-
-    root ── ■ ── ■ ── ■ ── □ ── □            ■ on the device, □ on the host only
-                   near │       │ page       where the device's part ends, where the reused part ends
-    """
-
-    page: Page
-    near: Page
-    far: list[Page]
-    tails: tuple[Tail, ...]
-    branch: int
-    reuse: Reuse
-
-    @property
-    def items(self) -> list[Item]:
-        """Everything it depends on: what else is on the way to `near` is there when `near` is."""
-        near = [self.near] if self.near.parent else []
-        return [*near, *self.far, *self.tails]
 
 
 _DEVICE_PAGE_TAG, _DEVICE_TAIL_TAG, _HOST_PAGE_TAG = 1, 2, 3
@@ -108,6 +85,9 @@ class TieredCache:
         if config.host_bytes:
             self.host = HostMemory(spec, config.layout, config.host_bytes, huge_pages=config.huge_pages)
         host_pages = self.host.pages if self.host else 0
+        if self.host and host_pages < spec.host_pages_per_tail:
+            why = f"a tail takes {spec.host_pages_per_tail} host pages of {spec.host_page_bytes:,} B"
+            raise ConfigError("host_bytes", config.host_bytes, why)
         self.host_pages: PagePool[HostPageId] = PagePool(
             "host pages", host_pages, tag=_HOST_PAGE_TAG, order=order(host_pages)
         )
@@ -123,8 +103,7 @@ class TieredCache:
     # A request's life
 
     def chain(self, tokens: Tokens = (), namespace: Namespace = ()) -> KeyChain:
-        """The keys of a text: made once, kept by the caller while the request waits, extended as the text
-        grows."""
+        """The keys of a text: made once, kept while the request waits, extended as the text grows."""
         chain = KeyChain(self.spec.fingerprint, namespace, self.spec.page_tokens)
         chain.extend(tokens)
         return chain
@@ -148,7 +127,10 @@ class TieredCache:
         too_large = -(-chain.tokens // self.spec.page_tokens) - self.pages.capacity
         if too_large > 0:
             return Wait(WaitFor.LARGER_DEVICE, too_large)
-        found = self._find(chain, load=load, replay=replay)
+        if self.config.force_miss:
+            found = find_nothing(self.tree, chain)
+        else:
+            found = find(self.tree, self.spec, chain, load=load, replay=replay)
         if any(self._is_arriving(item) for item in found.items):
             return Wait(WaitFor.ARRIVING)
         held: list[Item] = [found.page, found.near, *found.tails]
@@ -173,19 +155,21 @@ class TieredCache:
         """Room for positions below `upto`: device pages, and places for the tails to keep on the way.
 
         Tails are kept at the request's boundaries, and after the prompt at the latest boundary, since any
-        token may end the turn. A tail that finds no place is left out and counted; it never makes a request
-        wait.
+        token may end the turn. Tails that find no place are left out and counted, the earliest first; they
+        never make a request wait.
         """
         assert request.state is not RequestState.ENDED
-        pages = -(-upto // self.spec.page_tokens) - len(request.table)
+        page_tokens = self.spec.page_tokens
+        pages = max(0, -(-upto // page_tokens) - len(request.table))
         if pages + len(request.table) > self.pages.capacity:
             return Wait(WaitFor.LARGER_DEVICE, pages + len(request.table) - self.pages.capacity)
-        boundaries = self._tails_between(request, request.extended_pages, upto // self.spec.page_tokens)
-        room = self._reserve(max(0, pages), len(boundaries))
+        boundaries = self._tails_between(request, request.extended_tokens // page_tokens, upto // page_tokens)
+        room = self._reserve(pages, len(boundaries))
         if isinstance(room, Wait) and room.what is WaitFor.DEVICE_TAILS:
-            self.counters["tails_skipped"] += len(boundaries)
-            boundaries = []
-            room = self._reserve(max(0, pages), 0)
+            skipped = len(boundaries) - self.tails.free
+            boundaries = boundaries[skipped:]
+            self.counters["tails_skipped"] += skipped
+            room = self._reserve(pages, len(boundaries))
         if isinstance(room, Wait):
             return room
         with room:
@@ -193,8 +177,8 @@ class TieredCache:
             new = dict(zip(boundaries, room.ids(self.tails), strict=True))
             room.keep()
         request.tails.update(new)
-        request.extended_pages = max(request.extended_pages, upto // self.spec.page_tokens)
-        return Extended({boundary * self.spec.page_tokens: tail for boundary, tail in new.items()})
+        request.extended_tokens = max(request.extended_tokens, upto)
+        return Extended({boundary * page_tokens: tail for boundary, tail in new.items()})
 
     def commit(self, request: Request, upto: int) -> None:
         """Positions below `upto` are written, and so are the tails at boundaries up to there: share them.
@@ -202,14 +186,13 @@ class TieredCache:
         Where another request was first, the table now names its pages and this request's copies are free
         again.
         """
-        assert request.state is RequestState.RUNNING, (
-            f"a request commits while it runs, not {request.state.value}"
-        )
+        assert request.state is RequestState.RUNNING, "a request commits while it runs"
+        assert upto <= request.extended_tokens, "I2: more was committed than there is room for"
         self._unlock(request.held[1:])
         del request.held[1:]
         request.written_tokens = max(request.written_tokens, upto)
         pages = min(upto, request.chain.tokens) // self.spec.page_tokens
-        if pages > request.committed:
+        if pages > request.committed and not self.config.force_miss:
             self._share_pages(request, pages)
         self._share_tails(request, everything=False)
         self._settle()
@@ -235,12 +218,14 @@ class TieredCache:
     # Moving
 
     def step(self) -> list[Loaded]:
-        """Publish the transfers that ended and send those queued since the last step, merged into one load
-        and one save."""
+        """Publish what ended; send what was queued since the last step, merged into one load and one save."""
         loaded: list[Loaded] = []
         for landed in self.flights.landed():
             loaded += self._publish(landed)
+        self._make_room_ahead()
         self.flights.send()
+        if self.tree.events:
+            self._notify()
         return loaded
 
     def _publish(self, landed: Landed) -> list[Loaded]:
@@ -256,6 +241,7 @@ class TieredCache:
                 request.state = RequestState.RUNNING
                 if not ok:
                     self._end(request)
+                    self.counters["requests_failed"] += 1
         self._count_landed(landed)
         self._settle()
         return [Loaded(request, landed.error) for request in waiting]
@@ -267,10 +253,12 @@ class TieredCache:
         return stay
 
     def watch(self, observer: Callable[[Event], None] | None) -> None:
-        """Tell `observer` of everything that becomes readable in a tier or leaves it. Its errors are logged,
-        not raised."""
+        """Tell `observer` what each tier can read: at the next `step` everything, then what changed.
+
+        Its errors are logged and counted, never raised.
+        """
         self._observer = observer
-        self.tree.events = [] if observer else None
+        self.tree.events = readable(self.tree) if observer else None
 
     def close(self) -> None:
         """Wait for the transfers and release host memory."""
@@ -293,57 +281,19 @@ class TieredCache:
 
     # How a request begins
 
-    def _find(self, chain: KeyChain, *, load: bool, replay: bool) -> _Found:
-        spec, index = self.spec, self.tree.index
-        limit = 0 if self.config.force_miss else max(0, chain.tokens - 1) // spec.page_tokens
-        match = self.tree.match(chain.keys, limit, device_only=not load)
-        resume = choose_resume(
-            found=match.found,
-            boundary=match.boundary,
-            page_tokens=spec.page_tokens,
-            replay_tokens=spec.replay_tokens,
-            replay=replay,
-        )
-        near = self._page_at(chain, min(match.device, resume.pages))
-        if self.config.force_miss:
-            why = Why.FORCED_MISS
-        elif resume.pages < match.found:
-            why = Why.NO_TAIL
-        elif resume.pages == limit:
-            why = Why.COMPLETE
-        else:
-            why = Why.NOT_ON_DEVICE if chain.keys[resume.pages] in index else Why.NOT_CACHED
-        return _Found(
-            page=self._page_at(chain, resume.pages),
-            near=near,
-            far=[index[key] for key in chain.keys[near.depth : resume.pages]],
-            tails=() if resume.replay_tokens else match.tails,
-            branch=match.branch,
-            reuse=Reuse(
-                prompt_tokens=chain.tokens,
-                device_tokens=near.depth * spec.page_tokens,
-                host_tokens=(resume.pages - near.depth) * spec.page_tokens,
-                store_tokens=0,
-                found_tokens=match.found * spec.page_tokens,
-                replay_tokens=resume.replay_tokens,
-                replay_cost_tokens=replay_cost(spec.replay_tokens, match.found * spec.page_tokens),
-                why=why,
-            ),
-        )
-
     def _start_loads(self, items: Sequence[Item], places: Sequence[int]) -> None:
         pairs = zip(items, places, strict=True)
-        self.flights.queue_loads([self.tree.load_start(item, to, self.flights.batch) for item, to in pairs])
+        moves = [self.tree.load_start(item, device, self.flights.batch) for item, device in pairs]
+        assert all(map(self._owns, moves)), "I3: a load of a place that was given back"
+        self.flights.queue_loads(moves)
 
-    def _start(self, request: Request, found: _Found, turn_ends: Iterable[int]) -> Request:
+    def _start(self, request: Request, found: Found, turn_ends: Iterable[int]) -> Request:
         """Everything is locked and reserved: nothing can fail from here on."""
         page, tree = found.page, self.tree
         request.table = [self._device_of(tree.index[key]) for key in request.chain.keys[: page.depth]]
         request.resume_tails = found.tails
         request.prompt_pages = request.chain.tokens // self.spec.page_tokens
-        request.extended_pages = page.depth
-        if found.reuse.replay_tokens:
-            request.extended_pages = max(0, page.depth - self.spec.pages_per_window)
+        request.extended_tokens = page.depth * self.spec.page_tokens
         request.tail_boundaries = self._tail_boundaries(request, found.branch, turn_ends)
         if any(item.load is not None for item in found.items):
             request.state = RequestState.LOADING
@@ -361,22 +311,19 @@ class TieredCache:
         return request
 
     def _tail_boundaries(self, request: Request, branch: int, turn_ends: Iterable[int]) -> frozenset[int]:
-        """Where the prompt gets tails; after a replay also at the boundary it went up to."""
+        """Where the prompt gets tails. None at the resumed boundary: a replay computes too little for one."""
         if not self.spec.tail_streams:
             return frozenset()
-        first = request.extended_pages
         wanted = tail_boundaries(
-            resumed_pages=first,
+            resumed_pages=request.committed,
             total_pages=request.prompt_pages,
             turn_ends=turn_ends,
             branch_page=branch,
             every_pages=self.config.tail_every_pages,
             page_tokens=self.spec.page_tokens,
         )
-        replayed = {request.committed} if request.committed > first else set()
-        return with_window(
-            wanted | replayed, pages_per_window=self.spec.pages_per_window, resumed_pages=first
-        )
+        window = self.spec.pages_per_window
+        return with_window(wanted, pages_per_window=window, resumed_pages=request.committed)
 
     # How places are had and given back
 
@@ -384,8 +331,7 @@ class TieredCache:
         return self.tree.index[chain.keys[pages - 1]] if pages else self.tree.root
 
     def _is_arriving(self, item: Item) -> bool:
-        """On its way with a batch that was sent already (or away from the device and not readable on the
-        host yet)."""
+        """On its way with a batch that was sent, or off the device and not readable on the host yet."""
         if item.device is None:
             return not item.on_host
         return item.load is not None and item.load != self.flights.batch
@@ -397,18 +343,25 @@ class TieredCache:
     def _reserve(self, pages: int, tails: int) -> Reservation | Wait:
         """Device places, made free by eviction where they are short."""
         take_host = self._take_host if self.host else None
-        if pages > self.pages.free:
-            short = pages - self.pages.free - self.flights.leaving(Page)
-            self.tree.evict_pages(short, take_host)
-        if tails > self.tails.free:
-            short = tails - self.tails.free - self.flights.leaving(Tail)
-            self.tree.evict_tails(short, self.spec.host_pages_per_tail, take_host)
+        self.tree.evict_pages(pages - self.pages.free - self.tree.leaving[Page], take_host)
+        self._make_room_for_tails(tails)
         self._settle()
         room = reserve((self.pages, pages), (self.tails, tails))
         if isinstance(room, Short):
             pages_short = room.pool == self.pages.name
             return Wait(WaitFor.DEVICE_PAGES if pages_short else WaitFor.DEVICE_TAILS, room.missing)
         return room
+
+    def _make_room_for_tails(self, tails: int) -> None:
+        take_host = self._take_host if self.host else None
+        short = min(tails, self.tails.capacity) - self.tails.free - self.tree.leaving[Tail]
+        self.tree.evict_tails(short, self.spec.host_pages_per_tail, take_host)
+
+    def _make_room_ahead(self) -> None:
+        """No request waits for places for tails, so an eighth is kept free for what one step writes."""
+        if self.host is not None and self.spec.tail_streams:
+            self._make_room_for_tails(max(self.spec.pages_per_window, self.tails.capacity // 8))
+            self._settle()
 
     def _take_host(self, count: int) -> tuple[HostPageId, ...] | None:
         self._settle()
@@ -420,12 +373,16 @@ class TieredCache:
             room.keep()
         return ids
 
+    def _owns(self, move: Move) -> bool:
+        device: PagePool[Any] = self.pages if isinstance(move.item, Page) else self.tails
+        return device.owns(move.device) and all(map(self.host_pages.owns, move.host))
+
     def _save_early(self, items: Iterable[Item]) -> None:
         """Copies into host memory that is free anyway (`policy.save`)."""
         if self.host is None:
             return
         for item in items:
-            if item.host is None and item.load is None and not item.unsavable:
+            if item.host is None and item.load is None:
                 host = self._take_host(1 if isinstance(item, Page) else self.spec.host_pages_per_tail)
                 if host is None:
                     return
@@ -450,14 +407,17 @@ class TieredCache:
         """Wanted tails are shared; of the others only the latest are kept, privately, until the text ends."""
         written = min(request.committed, request.written_tokens // self.spec.page_tokens)
         ready = sorted(boundary for boundary in request.tails if boundary <= written)
+        shared: list[Tail] = []
         for boundary in ready:
             if everything or boundary in request.tail_boundaries:
                 page = self._page_at(request.chain, boundary)
-                tail = self.tree.insert_tail(page, request.tails.pop(boundary), request.priority)
-                if self._save.early_hits == 0:
-                    self._save_early([tail])
+                shared.append(self.tree.insert_tail(page, request.tails.pop(boundary), request.priority))
             elif boundary <= ready[-1] - self.spec.pages_per_window:
                 self.tails.release([request.tails.pop(boundary)])
+        if shared:
+            self.tree.cap_tails(shared[-1].page)
+            if self._save.early_hits == 0:
+                self._save_early(tail for tail in shared if not tail.gone)
 
     def _end(self, request: Request) -> None:
         assert request.state is not RequestState.ENDED, "I3: a request ends once"
@@ -467,6 +427,7 @@ class TieredCache:
         self.pages.release(request.table[request.committed :])
         self.tails.release(list(request.tails.values()))
         request.held, request.table, request.tails = [], [], {}
+        request.resume_tails, request.gate = (), None
         self._settle()
 
     def _unlock(self, items: Iterable[Item]) -> None:
@@ -481,19 +442,18 @@ class TieredCache:
             self.pages.release(actions.pages)
             self.tails.release(actions.tails)
             self.host_pages.release(actions.host)
+            assert all(map(self._owns, actions.saves)), "I3: a save of a place that was given back"
             self.flights.queue_saves(actions.saves)
-        if self.tree.events:
-            events, self.tree.events = self.tree.events, []
-            for event in events:
-                self._notify(event)
 
-    def _notify(self, event: Event) -> None:
-        assert self._observer is not None
-        try:
-            self._observer(event)
-        except Exception:  # noqa: BLE001 - an observer is not ours; its error must not stop the cache
-            self.counters["observer_errors"] += 1
-            log.exception("the observer failed on %s", event)
+    def _notify(self) -> None:
+        assert self._observer is not None and self.tree.events is not None
+        observer, events, self.tree.events = self._observer, self.tree.events, []
+        for event in events:
+            try:
+                observer(event)
+            except Exception:  # noqa: BLE001 - an observer is not ours; its error must not stop the cache
+                self.counters["observer_errors"] += 1
+                log.exception("the observer failed on %s", event)
 
     def _tails_between(self, request: Request, first: int, last: int) -> list[int]:
         """Boundaries after `first` up to `last` whose tails are to be written."""

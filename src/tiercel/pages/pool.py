@@ -3,8 +3,8 @@
 The free list holds ids that are ready to be given out. Releasing an id puts its successor there, the same
 place in the next generation, so an id kept after its release equals no live id of any pool.
 
-    take      free: [.. 9g0 7g2]  →  owned: {7g2, 9g0}
-    release   owned: {7g2}        →  free: [.. 9g1]
+    take 2         free: [.. 9g0 7g2]  →  owned: {7g2, 9g0}
+    release 9g0    owned: {7g2}        →  free: [.. 9g1]
 
 The list is a stack, kept so that neighbours stay neighbours: what was released in some order is given out in
 that order again.

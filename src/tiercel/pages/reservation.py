@@ -1,10 +1,10 @@
 """Acquire everything an operation needs, from any set of pools and tiers, or nothing.
 
-    with reserve((device_pages, 3), (device_tails, 1)) as held:     Short → the block is not entered: test it
-    first
-        ...                                                        may raise
-        held.keep()                                                 ownership passes to the caller
-    # left without keep(): everything is back in its pools
+    room = reserve((device_pages, 3), (device_tails, 1))    Short: nothing was taken
+    with room:
+        ...                                                 may raise
+        room.keep()                                         ownership passes to the caller
+                                                            left without keep: all is back in its pools
 
 There is no other rollback of places in this package.
 """

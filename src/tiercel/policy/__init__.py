@@ -1,2 +1,1 @@
-"""When: who is evicted, what is saved, where tails are placed, what a request resumes from. Pure
-decisions."""
+"""When: who is evicted, what is saved, where tails are placed, what a request resumes from."""

@@ -1,14 +1,11 @@
 """Who leaves a full tier first.
 
-A policy turns the use of a page or tail into a rank; the lowest rank goes first. Two promises make this
-cheap:
+A policy turns the use of a page or tail into a rank; the lowest goes first. Two promises make this cheap:
 
-- **A rank never falls when the thing is used.** So a heap entry may be stale only downwards, and is put
-right when
-  it reaches the top: one entry per thing, no rebuild, no scan.
+- **A rank never falls when the thing is used.** So an entry of the heap may be stale only downwards, and is
+  put right when it reaches the top: one entry per thing, no scan of the leaves.
 - **A parent inherits its children's use when they go.** So a match touches one page, its deepest, and yet
-every
-  page that can be evicted (a leaf) has the rank it would have if the whole path had been touched.
+  every page that can be evicted (a leaf) has the rank it would have if the whole path had been touched.
 """
 
 from __future__ import annotations
@@ -83,11 +80,9 @@ def make_evict_policy(name: str) -> EvictPolicy:
         return _POLICIES[name]()
     module_name, _, class_name = name.partition(":")
     try:
-        found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
+        policy = getattr(importlib.import_module(module_name), class_name)()
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise ConfigError("evict", name, f"can not be loaded: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, EvictPolicy)):
+    if not isinstance(policy, EvictPolicy):
         raise ConfigError("evict", name, "is not a class derived from tiercel.policy.evict.EvictPolicy")
-    policy = found()
-    assert isinstance(policy, EvictPolicy)
     return policy

@@ -18,10 +18,11 @@ class Why(Enum):
 
 @dataclass(frozen=True)
 class Resume:
-    """Reuse `pages` pages; without tails if the last `replay_tokens` of them are to be computed again."""
+    """Reuse `pages` pages: from the tails there, or by replay, computing the last `replay_tokens` again."""
 
     pages: int
-    replay_tokens: int
+    by_replay: bool = False
+    replay_tokens: int = 0
 
 
 def choose_resume(
@@ -36,8 +37,8 @@ def choose_resume(
     """
     cost = replay_cost(replay_tokens, found * page_tokens)
     if replay and cost is not None and cost < (found - boundary) * page_tokens:
-        return Resume(found, cost)
-    return Resume(boundary, 0)
+        return Resume(found, by_replay=True, replay_tokens=cost)
+    return Resume(boundary)
 
 
 def replay_cost(replay_tokens: int | None, found_tokens: int) -> int | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -32,6 +32,8 @@ class CacheSpec:
     model: str
     page_tokens: int
     streams: tuple[Stream, ...]
+    whole: CacheSpec | None = field(default=None, compare=False, repr=False)
+    """Of a stage, the model it is a stage of: some answers depend on all layers."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str):
@@ -104,15 +106,17 @@ class CacheSpec:
         if not self.tail_streams:
             return 0
         windows = [s.keep.tokens for s in self.tail_streams if isinstance(s.keep, Window)]
-        return max((-(-window // self.page_tokens) for window in windows), default=1)
+        return max([1, *(-(-(window - 1) // self.page_tokens) for window in windows)])
 
     @cached_property
     def replay_tokens(self) -> int | None:
-        """Tokens to compute again before a boundary so that its missing tail is rebuilt exactly.
+        """Tokens to compute again before a boundary so that a text goes on exactly there without a tail.
 
-        A layer's window rows are exact once the layers before it are, so the windows add up; None when
-        a state depends on the whole prefix.
+        A layer's window rows are exact once the layers before it are, so the windows add up, over all stages;
+        None when a state depends on the whole prefix.
         """
+        if self.whole is not None:
+            return self.whole.replay_tokens
         reach = replay = 0
         for layer in self.layers:
             own = [s.keep for s in self.tail_streams if layer in s.layers]
@@ -135,7 +139,7 @@ class CacheSpec:
                 kept.append(replace(stream, layers=layers))
         if not kept:
             raise SpecError("stage", (first, last), f"no stream has layers there; layers are {self.layers}")
-        return replace(self, streams=tuple(kept))
+        return replace(self, streams=tuple(kept), whole=self.whole or self)
 
     def with_draft(self, draft: CacheSpec) -> CacheSpec:
         """Target and draft in one page, so that they can not part. Draft layers follow the target's.
@@ -143,6 +147,10 @@ class CacheSpec:
         A draft's entry belongs to the newest token it has seen. A head that pairs the hidden state of token
         t with token t + 1 therefore writes entry t + 1, and a page never depends on a token outside it.
         """
+        if self.whole is not None:
+            raise SpecError(
+                "draft", draft.model, "is added to the whole model, before a stage is taken of it"
+            )
         if draft.page_tokens != self.page_tokens:
             raise SpecError("draft.page_tokens", draft.page_tokens, f"the target has {self.page_tokens}")
         base = self.layers[-1] + 1

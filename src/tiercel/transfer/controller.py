@@ -79,12 +79,16 @@ class Controller:
         self._published = 0
 
     def submit(self, plan: Plan) -> Ticket:
-        """Hand a plan to its direction's worker. Never blocks."""
+        """Hand a plan to its direction's worker. Never blocks; a worker that takes no work fails the plan."""
         flight = _Flight(Ticket(self._submitted, plan, LayerGate(self._layers)))
-        future = self._executors[plan.direction].submit(self._carry, flight.ticket)
         self._queues[plan.direction].append(flight)
         self._submitted += 1
-        future.add_done_callback(partial(self._land, flight))
+        try:
+            future = self._executors[plan.direction].submit(self._carry, flight.ticket)
+        except RuntimeError as refusal:  # what an executor that is shut down, or can start no thread, raises
+            self._end(flight, refusal)
+        else:
+            future.add_done_callback(partial(self._land, flight))
         return flight.ticket
 
     def poll(self) -> list[Done]:
@@ -113,8 +117,10 @@ class Controller:
 
     def _land(self, flight: _Flight, future: Future[None]) -> None:
         """A transfer ended in whatever way: by itself, by an error, or cancelled by its executor."""
+        self._end(flight, CancelledError() if future.cancelled() else future.exception())
+
+    def _end(self, flight: _Flight, cause: BaseException | None) -> None:
         ticket, error = flight.ticket, None
-        cause = CancelledError() if future.cancelled() else future.exception()
         if cause is not None:
             error = TransferError(f"{ticket.direction.value} {ticket.number} failed: {cause!r}")
             error.__cause__ = cause

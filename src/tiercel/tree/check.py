@@ -1,13 +1,14 @@
-"""Every invariant of the tree, checked by counting everything again, and a picture of it for a failing
-test."""
+"""A look at the tree: its invariants counted again, what each tier can read, a picture for a failing test."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
 
+from tiercel.tree.actions import Event
 from tiercel.tree.node import Item, Page
 from tiercel.tree.prefix_tree import PrefixTree
+from tiercel.types import Tier
 
 
 def check(tree: PrefixTree) -> None:
@@ -64,6 +65,18 @@ def _check_candidates(tree: PrefixTree) -> None:
         for item in _items(page):
             on_host = item in tree.host or not tree.host.ready(item)
             assert on_host, f"may leave the host, but stands in no line: {_row(item)}"
+
+
+def readable(tree: PrefixTree) -> list[Event]:
+    """Everything a tier can read, as if it had just been told."""
+    events = []
+    for page in tree.index.values():
+        for item in _items(page):
+            if item.device is not None and item.load is None:
+                events.append(Event(True, Tier.DEVICE, item is not page, page.key))
+            if item.on_host:
+                events.append(Event(True, Tier.HOST, item is not page, page.key))
+    return events
 
 
 def show(tree: PrefixTree) -> str:

@@ -36,6 +36,8 @@ class KeyChain:
         self.page_tokens = page_tokens
         self.keys: list[PageKey] = []
         self.tokens = 0
+        if not (isinstance(namespace, tuple) and all(isinstance(word, str) for word in namespace)):
+            raise TokenError("namespace", namespace, "must be a tuple of words")
         self._hash = _seeded(fingerprint, namespace).copy()
         self._rest = b""
 
@@ -78,7 +80,5 @@ def _seeded(fingerprint: bytes, namespace: Namespace) -> hashlib._Hash:
 
 def _seed(fingerprint: bytes, namespace: Namespace) -> bytes:
     """Every word carries its length, so that no two namespaces run together."""
-    if isinstance(namespace, str) or not all(isinstance(word, str) for word in namespace):
-        raise TokenError("namespace", namespace, "must be a tuple of words")
     parts = [_VERSION, fingerprint, *(word.encode() for word in namespace)]
     return b"".join(len(part).to_bytes(4, "little") + part for part in parts)

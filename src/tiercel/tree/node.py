@@ -11,9 +11,9 @@ Both live in up to two tiers, and each tier's copy is absent, on its way, or rea
     id       None     readable                      ids    None     readable
 
 The number is the batch a load travels with. The id is the device place a save reads: the page may leave the
-device before the save ends, and may even be back at another place by then. A page with `device` set has a
-parent with
-`device` set, so what the device holds of a text is a prefix of it.
+device before the save ends, and may even be back at another place by then.
+
+A page with `device` set has a parent with `device` set: what the device holds of a text is a prefix of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tiercel.types import DevicePageId, DeviceTailId, HostPageId, PageKey
 class Cached:
     """What pages and tails have in common: places in two tiers, and their use (see `policy.evict.Used`)."""
 
-    __slots__ = ("gone", "hits", "host", "load", "lock", "priority", "save", "unsavable", "used")
+    __slots__ = ("gone", "hits", "host", "load", "lock", "priority", "save", "used")
 
     host: tuple[HostPageId, ...] | None
     load: int | None
@@ -33,7 +33,6 @@ class Cached:
     used: int
     hits: int
     priority: int
-    unsavable: bool
     gone: bool
 
     @property
@@ -60,7 +59,7 @@ class Page(Cached):
         self.lock = self.children = self.children_device = self.hits = self.hits_given = 0
         self.used = used
         self.priority = priority
-        self.unsavable = self.gone = False
+        self.gone = False
 
 
 class Tail(Cached):
@@ -76,7 +75,7 @@ class Tail(Cached):
         self.lock = self.hits = 0
         self.used = used
         self.priority = priority
-        self.unsavable = self.gone = False
+        self.gone = False
 
 
 Item = Page | Tail

@@ -76,6 +76,8 @@ class PrefixTree:
         self._tails_per_path = tails_per_path * max(1, pages_per_window)
         self._clock = 0
         self._saving = 0
+        self.leaving: dict[type[Item], int] = {Page: 0, Tail: 0}
+        """Device places that come free when the saves under way end."""
         self._line_up()
 
     def _line_up(self) -> None:
@@ -101,7 +103,8 @@ class PrefixTree:
         if device_only and device < found:
             found = device
             page = index[keys[found - 1]] if found else self.root
-        branch = found if page.children and found < len(keys) and page is not self.root else 0
+        leaves = found and page.children and found < len(keys) and keys[found] not in index
+        branch = found if leaves else 0
         if self.pages_per_window:
             page, tails = self._resumable(page, device_only)
             return Match(found, device, page.depth, page, tails, branch)
@@ -125,8 +128,7 @@ class PrefixTree:
         return self.root, ()
 
     def touch(self, page: Page, tails: Sequence[Tail], priority: int) -> None:
-        """A request found this prefix. Its other pages inherit the use when this one goes
-        (`policy.evict`)."""
+        """A request found this prefix. Its other pages inherit the use when this one goes."""
         self._clock += 1
         for item in (page, *tails):
             item.used = self._clock
@@ -163,7 +165,7 @@ class PrefixTree:
                 page = index[key] = Page(key, parent, device, clock, priority)
                 parent.children += 1
                 parent.children_device += 1
-                if self.events is not None:
+                if self.events is not None:  # asked here too: a call for every new page costs a tenth
                     self._tell(True, Tier.DEVICE, page)
             else:
                 if page.device is None:
@@ -189,14 +191,28 @@ class PrefixTree:
         if tail is None:
             tail = page.tail = Tail(page, device, self._clock, priority)
             self._tell(True, Tier.DEVICE, tail)
-            self._cap_tails(page)
         elif tail.device is None:
             self._adopt(tail, device)
         else:
             self.actions.tails.append(device)
         tail.used = self._clock
+        tail.priority = max(tail.priority, priority)
         self.device_tails.offer(tail)
         return tail
+
+    def cap_tails(self, page: Page) -> None:
+        """At most so many tails from the root to `page`; the coldest go, but none a resume there reads."""
+        tails: list[Tail] = []
+        here: Page | None = page
+        while here is not None:
+            if here.tail is not None:
+                tails.append(here.tail)
+            here = here.parent
+        excess = len(tails) - self._tails_per_path
+        if excess > 0:
+            older = [t for t in tails if t.page.depth <= page.depth - self.pages_per_window and _idle(t)]
+            for tail in sorted(older, key=self._rank)[:excess]:
+                self._remove_tail(tail)
 
     def _adopt(self, item: Item, device: Any) -> None:
         """Something that was only on the host gets fresh bytes on the device, without a copy."""
@@ -204,19 +220,6 @@ class PrefixTree:
         self._tell(True, Tier.DEVICE, item)
         if item.on_host:
             self.doubles[item] = None
-
-    def _cap_tails(self, page: Page) -> None:
-        """At most so many tails on a path; the coldest of the older ones gives way."""
-        older: list[Tail] = []
-        above = _parent(page)
-        while above is not self.root:
-            if above.tail is not None:
-                older.append(above.tail)
-            above = _parent(above)
-        if len(older) >= self._tails_per_path:
-            idle = [tail for tail in older if tail.lock == 0 and tail.load is None and tail.save is None]
-            if idle:
-                self._remove_tail(min(idle, key=self._rank))
 
     # Moving between the tiers
 
@@ -234,8 +237,7 @@ class PrefixTree:
         return Move(item, device, item.host)
 
     def load_done(self, move: Move, ok: bool) -> None:
-        """The load ended. If it failed, the host copy is still what it was. Children before parents when it
-        failed."""
+        """The load ended. If it failed, the host copy is what it was. Children come before their parents."""
         item = move.item
         if item.gone:
             self._give_device(item, move.device)
@@ -250,8 +252,7 @@ class PrefixTree:
         self._offer(item)
 
     def save_start(self, item: Item, host: tuple[HostPageId, ...]) -> None:
-        """A save is going to fill `host` from the device copy, which stays where it is until the save
-        ended."""
+        """A save is going to fill `host` from the device copy, whose place it holds until it ended."""
         assert item.device is not None and item.load is None and item.host is None
         item.host = host
         item.save = item.device
@@ -259,12 +260,12 @@ class PrefixTree:
         self.actions.saves.append(Move(item, item.device, host))
 
     def save_done(self, move: Move, ok: bool) -> None:
-        """The save ended. What was evicted meanwhile gives its device place back now; if it failed, it is
-        lost."""
+        """The save ended. What was evicted meanwhile gives its place back now; if the save failed, it is lost."""
         item = move.item
         self._saving -= 1
         if item.device != move.device:
             self._give_device(item, move.device)
+            self.leaving[type(item)] -= 1
         if item.gone:
             self.actions.host.extend(move.host)
             return
@@ -275,7 +276,6 @@ class PrefixTree:
                 self.doubles[item] = None
         else:
             item.host = None
-            item.unsavable = True
             self.actions.host.extend(move.host)
             if item.device is None:
                 self._drop(item)
@@ -298,32 +298,34 @@ class PrefixTree:
         Each goes to the host: it is there already, or it is saved into places from `take_host`; otherwise it
         is gone. Places of pages being saved are given back by `save_done`.
         """
-        for going in range(count):
-            page = self.device_pages.pop()
-            if page is None or not self._evict(page, 1, take_host):
-                return going
-        return count
+        return self._evict_from(self.device_pages, count, 1, take_host)
 
     def evict_tails(self, count: int, host_pages: int = 0, take_host: TakeHost | None = None) -> int:
         """The same for tails, each of which takes `host_pages` on the host."""
+        return self._evict_from(self.device_tails, count, host_pages, take_host)
+
+    def _evict_from(
+        self,
+        line: Candidates[Page] | Candidates[Tail],
+        count: int,
+        host_pages: int,
+        take_host: TakeHost | None,
+    ) -> int:
         for going in range(count):
-            tail = self.device_tails.pop()
-            if tail is None or not self._evict(tail, host_pages, take_host):
+            item = line.pop()
+            if item is None or not self._evict(item, host_pages, take_host):
                 return going
         return count
 
     def _evict(self, item: Item, host_pages: int, take_host: TakeHost | None) -> bool:
-        """False when it has to wait: the host has no room because of saves whose end will show who is
-        colder."""
+        """False when it has to wait: saves are filling the host, and their end will show who is colder."""
         assert item.device is not None
         if item.host is None:
-            if take_host is None or item.unsavable or item.hits < self._save.evict_hits:
-                self._drop(item)
-                return True
-            host = self._host_for(item, host_pages, take_host)
-            if host is None and self._saving:
-                self._offer(item)
-                return False
+            host = None
+            if take_host is not None and item.hits >= self._save.evict_hits:
+                host = self._host_for(item, host_pages, take_host)
+                if host is None and self._saving:
+                    return False
             if host is None:
                 self._drop(item)
                 return True
@@ -333,8 +335,7 @@ class PrefixTree:
         return True
 
     def _host_for(self, item: Item, count: int, take_host: TakeHost) -> tuple[HostPageId, ...] | None:
-        """Host pages for something about to leave the device; it displaces doubles and what is colder,
-        nothing else."""
+        """Host pages for something about to leave the device. It displaces doubles, and what is colder."""
         rank = self._rank(item)
         self.lock(item)  # a tail must not displace the page it hangs on
         while (host := take_host(count)) is None and self.evict_host(colder_than=rank):
@@ -342,17 +343,14 @@ class PrefixTree:
         self.unlock(item)
         return host
 
-    def evict_host(self, *, colder_than: Rank | None = None) -> bool:
-        """Take one thing off the host: the latest double, or else the coldest page or tail that only the
-        host has."""
+    def evict_host(self, *, colder_than: Rank) -> bool:
+        """Take one thing off the host: the latest double, or else the coldest that only the host has."""
         if self.doubles:
             item, _ = self.doubles.popitem()
             self._leave_host(item)
             return True
         coldest = self.host.coldest()
-        if coldest is None:
-            return False
-        if colder_than is not None and self._rank(coldest) > colder_than:  # type: ignore[operator]
+        if coldest is None or self._rank(coldest) > colder_than:  # type: ignore[operator]
             return False
         self._drop(coldest)
         return True
@@ -381,7 +379,9 @@ class PrefixTree:
 
     def _leave_device(self, item: Item) -> None:
         """Off the device. The place is given back, unless a save still reads it: then by `save_done`."""
-        if item.save != item.device:
+        if item.save == item.device:
+            self.leaving[type(item)] += 1
+        else:
             self._give_device(item, item.device)
         item.device = None
         self.doubles.pop(item, None)
@@ -410,8 +410,7 @@ class PrefixTree:
         page.hits_given = page.hits
 
     def _drop(self, item: Item) -> None:
-        """Forget something altogether; for a page, everything below it too. None of it is on the device but
-        itself."""
+        """Forget something altogether; with a page all that is below it, of which the device holds nothing."""
         if isinstance(item, Tail):
             self._remove_tail(item)
             return
@@ -451,6 +450,8 @@ class PrefixTree:
             if tail.device is not None:
                 self._leave_device(tail)
             self._leave_host(tail)
+        else:
+            self._tell(False, Tier.HOST, tail)
         tail.gone = True
         tail.page.tail = None
         self.host.offer(tail.page)

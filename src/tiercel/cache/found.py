@@ -1,0 +1,77 @@
+"""What a request is going to reuse, and why not more. Reads only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tiercel.policy.resume import Reuse, Why, choose_resume, replay_cost
+from tiercel.spec.cache_spec import CacheSpec
+from tiercel.tree.keys import KeyChain
+from tiercel.tree.node import Item, Page, Tail
+from tiercel.tree.prefix_tree import PrefixTree
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a request is going to reuse.
+
+    root ── ■ ── ■ ── ■ ── □ ── □            ■ on the device, □ on the host only
+                   near │       │ page       where the device's part ends, where the reused part ends
+    """
+
+    page: Page
+    near: Page
+    far: list[Page]
+    tails: tuple[Tail, ...]
+    branch: int
+    reuse: Reuse
+
+    @property
+    def items(self) -> list[Item]:
+        """Everything it depends on: what else is on the way to `near` is there when `near` is."""
+        near = [self.near] if self.near.parent else []
+        return [*near, *self.far, *self.tails]
+
+
+def find(tree: PrefixTree, spec: CacheSpec, chain: KeyChain, *, load: bool, replay: bool) -> Found:
+    """The longest prefix to resume from; at least the last token is always computed."""
+    limit = max(0, chain.tokens - 1) // spec.page_tokens
+    match = tree.match(chain.keys, limit, device_only=not load)
+    resume = choose_resume(
+        found=match.found,
+        boundary=match.boundary,
+        page_tokens=spec.page_tokens,
+        replay_tokens=spec.replay_tokens,
+        replay=replay,
+    )
+    pages = [tree.index[key] for key in chain.keys[: resume.pages]]
+    near = min(match.device, resume.pages)
+    if resume.pages < match.found:
+        why = Why.NO_TAIL
+    elif resume.pages == limit:
+        why = Why.COMPLETE
+    else:
+        why = Why.NOT_ON_DEVICE if chain.keys[resume.pages] in tree.index else Why.NOT_CACHED
+    return Found(
+        page=pages[-1] if pages else tree.root,
+        near=pages[near - 1] if near else tree.root,
+        far=pages[near:],
+        tails=() if resume.by_replay else match.tails,
+        branch=match.branch,
+        reuse=Reuse(
+            prompt_tokens=chain.tokens,
+            device_tokens=near * spec.page_tokens,
+            host_tokens=len(pages[near:]) * spec.page_tokens,
+            store_tokens=0,
+            found_tokens=match.found * spec.page_tokens,
+            replay_tokens=resume.replay_tokens,
+            replay_cost_tokens=replay_cost(spec.replay_tokens, match.found * spec.page_tokens),
+            why=why,
+        ),
+    )
+
+
+def find_nothing(tree: PrefixTree, chain: KeyChain) -> Found:
+    """For a cache that is told to miss."""
+    reuse = Reuse(chain.tokens, 0, 0, 0, 0, 0, None, Why.FORCED_MISS)
+    return Found(tree.root, tree.root, [], (), 0, reuse)
