@@ -260,7 +260,7 @@ class PrefixTree:
         self.actions.saves.append(Move(item, item.device, host))
 
     def save_done(self, move: Move, ok: bool) -> None:
-        """The save ended. What was evicted meanwhile gives its place back now; if the save failed, it is lost."""
+        """The save ended. What was evicted meanwhile gives its place back now, and is lost if it failed."""
         item = move.item
         self._saving -= 1
         if item.device != move.device:
@@ -410,7 +410,7 @@ class PrefixTree:
         page.hits_given = page.hits
 
     def _drop(self, item: Item) -> None:
-        """Forget something altogether; with a page all that is below it, of which the device holds nothing."""
+        """Forget something altogether; with a page, all below it, of which the device holds nothing."""
         if isinstance(item, Tail):
             self._remove_tail(item)
             return
