@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Executor, Future
-from typing import Any
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
 
 import pytest
 
 from tests.memory.specs import V4
+from tests.simulation.copies import HeldCopies
 from tests.transfer.rig import Rig, host_page
 from tiercel.errors import TransferError
 from tiercel.transfer.controller import Controller, Done, Ticket
@@ -14,29 +14,6 @@ from tiercel.transfer.copier import DirectCopier, make_copier
 from tiercel.transfer.plan import Direction, Leg, PageLeg, Plan
 
 LOAD, SAVE = Direction.LOAD, Direction.SAVE
-
-
-class ByHand(Executor):
-    """An executor whose tasks run when and in the order the test says."""
-
-    def __init__(self) -> None:
-        self.tasks: list[tuple[Future[Any], Callable[[], Any]]] = []
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        self.tasks.append((future, lambda: fn(*args, **kwargs)))
-        return future
-
-    def run(self, index: int) -> None:
-        future, task = self.tasks.pop(index)
-        try:
-            future.set_result(task())
-        except Exception as error:  # noqa: BLE001 - as a pool's worker does
-            future.set_exception(error)
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        while self.tasks:
-            self.run(0)
 
 
 class BrokenPageCopier(DirectCopier):
@@ -59,11 +36,11 @@ def rig() -> Iterator[Rig]:
 
 
 @pytest.fixture
-def by_hand() -> dict[Direction, ByHand]:
-    return {direction: ByHand() for direction in Direction}
+def by_hand() -> dict[Direction, HeldCopies]:
+    return {direction: HeldCopies() for direction in Direction}
 
 
-def make_controller(rig: Rig, executors: dict[Direction, ByHand] | None = None) -> Controller:
+def make_controller(rig: Rig, executors: dict[Direction, HeldCopies] | None = None) -> Controller:
     return Controller(make_copier("direct", V4, rig.device, rig.host), V4.layers, executors)
 
 
@@ -108,17 +85,19 @@ def test_an_empty_plan_is_done_and_opens_its_gate(rig: Rig) -> None:
     assert tickets(wait_for_all(controller)) == [ticket]
 
 
-def test_eight_loads_are_in_flight_at_once(rig: Rig, by_hand: dict[Direction, ByHand]) -> None:
+def test_eight_loads_are_in_flight_at_once(rig: Rig, by_hand: dict[Direction, HeldCopies]) -> None:
     controller = make_controller(rig, by_hand)
     sent = [controller.submit(page_plan(rig, LOAD, device, device % 3)) for device in range(8)]
-    assert len(by_hand[LOAD].tasks) == 8
+    assert len(by_hand[LOAD].held) == 8
     assert controller.poll() == []
     for _ in range(8):
         by_hand[LOAD].run(0)
     assert tickets(controller.poll()) == sent
 
 
-def test_out_of_order_completion_is_published_in_order(rig: Rig, by_hand: dict[Direction, ByHand]) -> None:
+def test_out_of_order_completion_is_published_in_order(
+    rig: Rig, by_hand: dict[Direction, HeldCopies]
+) -> None:
     controller = make_controller(rig, by_hand)
     sent = [controller.submit(page_plan(rig, LOAD, device, 0)) for device in range(4)]
     by_hand[LOAD].run(2)
@@ -132,7 +111,7 @@ def test_out_of_order_completion_is_published_in_order(rig: Rig, by_hand: dict[D
     assert controller.poll() == []
 
 
-def test_loads_do_not_wait_for_saves(rig: Rig, by_hand: dict[Direction, ByHand]) -> None:
+def test_loads_do_not_wait_for_saves(rig: Rig, by_hand: dict[Direction, HeldCopies]) -> None:
     controller = make_controller(rig, by_hand)
     save = controller.submit(page_plan(rig, SAVE, 0, 0))
     load = controller.submit(page_plan(rig, LOAD, 1, 1))
@@ -171,11 +150,11 @@ def test_a_reader_of_a_failed_load_gets_the_cause_for_the_layers_that_did_not_ar
 
 
 def test_a_transfer_its_executor_cancels_fails_and_nobody_waits_for_ever(
-    rig: Rig, by_hand: dict[Direction, ByHand]
+    rig: Rig, by_hand: dict[Direction, HeldCopies]
 ) -> None:
     controller = make_controller(rig, by_hand)
     ticket = controller.submit(page_plan(rig, LOAD, 4, 0))
-    by_hand[LOAD].tasks.pop()[0].cancel()
+    by_hand[LOAD].held.pop()[0].cancel()
     with pytest.raises(TransferError):
         ticket.gate.wait(0)
     (done,) = controller.poll()
@@ -183,7 +162,7 @@ def test_a_transfer_its_executor_cancels_fails_and_nobody_waits_for_ever(
 
 
 def test_closing_waits_for_what_is_in_flight_and_may_be_done_twice(
-    rig: Rig, by_hand: dict[Direction, ByHand]
+    rig: Rig, by_hand: dict[Direction, HeldCopies]
 ) -> None:
     controller = make_controller(rig, by_hand)
     sent = [controller.submit(page_plan(rig, SAVE, device, device)) for device in range(3)]
