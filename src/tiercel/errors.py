@@ -6,6 +6,7 @@
     │   ├── ConfigError       a setting
     │   └── TokenError        token ids or a namespace that can not name a page
     ├── BudgetError           host memory that is not there; carries both numbers
+    ├── WeightsError          a model's files: broken, or of another model; names file and tensors
     ├── RefusedError          a layout, copier and stream that do not fit together
     └── TransferError         a copy that failed; its plan fails, nothing else
 
@@ -13,6 +14,8 @@ A full pool is none of these: it is an outcome (`tiercel.cache.Wait`).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 class TiercelError(Exception):
@@ -50,6 +53,16 @@ class BudgetError(TiercelError):
         )
         self.bytes_asked = bytes_asked
         self.bytes_available = bytes_available
+
+
+class WeightsError(TiercelError):
+    """A model's files can not be read, or do not hold this model. Names the file and the tensors."""
+
+    def __init__(self, file: object, why: str, tensors: Sequence[str] = ()) -> None:
+        super().__init__(f"{file}: {why}")
+        self.file = str(file)
+        self.why = why
+        self.tensors = tuple(tensors)
 
 
 class RefusedError(TiercelError):

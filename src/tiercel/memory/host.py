@@ -107,7 +107,7 @@ def _cuda_register(memory: mmap.mmap) -> int:
     if not torch.cuda.is_available():
         return 0
     address = np.frombuffer(memory, np.uint8).ctypes.data
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    runtime = torch.cuda.cudart()
     code = runtime.cudaHostRegister(address, len(memory), 0)
     if code != runtime.cudaError.success:
         raise ConfigError("host_bytes", len(memory), f"CUDA can not register it: error {int(code)}")
@@ -117,7 +117,7 @@ def _cuda_register(memory: mmap.mmap) -> int:
 def _cuda_unregister(address: int) -> None:
     import torch
 
-    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 # What the machine has

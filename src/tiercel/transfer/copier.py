@@ -185,7 +185,7 @@ class DirectCopier(Copier):
         }
         self._queues: dict[Direction, torch.cuda.Stream] = {}
         if device.device.type == "cuda":
-            self._queues = {direction: torch.cuda.Stream(device.device) for direction in Direction}  # type: ignore[no-untyped-call]
+            self._queues = {direction: torch.cuda.Stream(device.device) for direction in Direction}
 
     def _refused(self) -> Iterable[tuple[Stream, str]]:
         """Tails are never a reason: in every layout they are poured over whole host pages."""

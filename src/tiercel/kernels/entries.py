@@ -1,0 +1,60 @@
+"""One quantizer for all paths: entries as the bytes a cache keeps, and back.
+
+fp32, bf16    the values themselves
+fp8           nope channels as e4m3 in groups with a power-of-two scale (one exponent byte each), rope
+channels as
+              bf16: value = nope bytes then rope bytes, scale = exponent bytes, padded
+fp8 index     all channels as e4m3 with one fp32 scale
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FP8_MAX = 448.0
+AMAX_LEAST = 1e-4
+
+
+def encode_plain(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """[n, dim] → one part [n, bytes]."""
+    return (x.to(dtype).contiguous().view(torch.uint8),)
+
+
+def decode_plain(parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+    return parts[0].contiguous().view(dtype).float()
+
+
+def encode_fp8(x: Tensor, rope: int, group: int, scale_bytes: int) -> tuple[Tensor, ...]:
+    """[n, dim] → value [n, nope + 2·rope], scale [n, scale_bytes]."""
+    nope = x.shape[-1] - rope
+    groups = x[:, :nope].float().view(x.shape[0], nope // group, group)
+    amax = groups.abs().amax(dim=-1).clamp(min=AMAX_LEAST)
+    exponent = torch.ceil(torch.log2(amax / FP8_MAX))
+    scaled = groups * torch.exp2(-exponent)[..., None]
+    value = scaled.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8).flatten(1)
+    rotary = x[:, nope:].to(torch.bfloat16).contiguous().view(torch.uint8)
+    scale = torch.zeros(x.shape[0], scale_bytes, dtype=torch.uint8, device=x.device)
+    scale[:, : nope // group] = (exponent + 127).to(torch.uint8)
+    return torch.cat([value, rotary], dim=1), scale
+
+
+def decode_fp8(parts: tuple[Tensor, ...], rope: int, group: int) -> Tensor:
+    value, scale = parts
+    nope = value.shape[-1] - 2 * rope
+    groups = value[:, :nope].contiguous().view(torch.float8_e4m3fn).float().view(-1, nope // group, group)
+    exponent = scale[:, : nope // group].float() - 127
+    plain = (groups * torch.exp2(exponent)[..., None]).flatten(1)
+    return torch.cat([plain, value[:, nope:].contiguous().view(torch.bfloat16).float()], dim=1)
+
+
+def encode_fp8_index(x: Tensor) -> tuple[Tensor, ...]:
+    """[n, dim] → value [n, dim], scale [n, 4]."""
+    scale = x.float().abs().amax(dim=-1, keepdim=True).clamp(min=AMAX_LEAST) / FP8_MAX
+    value = (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    return value, scale.contiguous().view(torch.uint8)
+
+
+def decode_fp8_index(parts: tuple[Tensor, ...]) -> Tensor:
+    value, scale = parts
+    return value.contiguous().view(torch.float8_e4m3fn).float() * scale.contiguous().view(torch.float32)

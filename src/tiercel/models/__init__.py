@@ -1,0 +1,1 @@
+"""Models that run on the cache: their dimensions, their weights, their layers."""

@@ -1,0 +1,132 @@
+"""A folder as Hugging Face writes it: `config.json`, and tensors in one safetensors file or in several.
+
+    config.json
+    model.safetensors                    one file, or
+    model.safetensors.index.json         which tensor is in which file
+    model-00001-of-00002.safetensors …   those files
+
+It knows files, not models: which tensors there must be is `weights.py`'s to say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from tiercel.errors import WeightsError
+
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+SUFFIX = ".safetensors"
+
+NAMES_SHOWN = 5
+"""More names in one message hide the first."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor as its file's header tells it."""
+
+    name: str
+    file: Path
+    dtype: str
+    """In safetensors' words: F32, BF16, F8_E4M3, I8, …"""
+    shape: tuple[int, ...]
+
+
+class Checkpoint:
+    """Everything about a folder that its headers tell; the bytes are read tensor by tensor.
+
+    Opening checks that every file is whole and that the index tells the truth. The files must not change as
+    long as this lives: tensors are views of them.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise WeightsError(self.folder, "is no folder")
+        self.config: Mapping[str, Any] = _read_json(self.folder / CONFIG)
+        self._files: dict[Path, Any] = {}
+        if (self.folder / SINGLE).exists():  # as in transformers, it goes before an index
+            self.tensors: Mapping[str, StoredTensor] = self._open(self.folder / SINGLE)
+        elif (self.folder / INDEX).exists():
+            self.tensors = self._open_indexed(self.folder / INDEX)
+        else:
+            raise WeightsError(self.folder, f"has neither {SINGLE} nor {INDEX}")
+
+    def read(self, name: str) -> Tensor:
+        """A tensor as stored, not copied: a private view of its file, to be copied from."""
+        stored = self.tensors[name]
+        try:
+            tensor = self._files[stored.file].get_tensor(name)
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise WeightsError(stored.file, f"{name} can not be read: {error}", [name]) from error
+        assert isinstance(tensor, Tensor)
+        return tensor
+
+    def _open(self, file: Path) -> dict[str, StoredTensor]:
+        """What one file holds, in the order of its bytes."""
+        try:
+            opened: Any = safe_open(file, framework="pt")
+            slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
+        except FileNotFoundError as error:
+            raise WeightsError(file, "is missing") from error
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(file, f"is no whole safetensors file: {error}") from error
+        self._files[file] = opened
+        return {
+            name: StoredTensor(name, file, each.get_dtype(), tuple(each.get_shape()))
+            for name, each in slices.items()
+        }
+
+    def _open_indexed(self, index: Path) -> dict[str, StoredTensor]:
+        """What all files hold. The index must agree with them, tensor for tensor."""
+        told_of: dict[str, set[str]] = {}
+        for name, file_name in _weight_map(index).items():
+            told_of.setdefault(file_name, set()).add(name)
+        tensors: dict[str, StoredTensor] = {}
+        for file_name, told in sorted(told_of.items()):
+            file = self.folder / file_name
+            held = self._open(file)
+            if lost := sorted(told - held.keys()):
+                raise WeightsError(file, f"does not hold what {INDEX} says: {listed(lost)}", lost)
+            if stray := sorted(held.keys() - told):
+                raise WeightsError(file, f"holds what {INDEX} does not say: {listed(stray)}", stray)
+            tensors |= held
+        return tensors
+
+
+def listed(names: Sequence[str]) -> str:
+    """A few names, and how many more there are."""
+    shown, more = ", ".join(names[:NAMES_SHOWN]), len(names) - NAMES_SHOWN
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor → file, every file in the index's own folder."""
+    given = _read_json(index).get("weight_map")
+    if not isinstance(given, dict) or not given:
+        raise WeightsError(index, "has no weight_map")
+    for name, file in given.items():
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(SUFFIX):
+            raise WeightsError(index, f"{name} is in {file!r}, which is no file of this folder", [name])
+    return given
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise WeightsError(file, "is missing") from error
+    except OSError as error:
+        raise WeightsError(file, f"can not be read: {error}") from error
+    except ValueError as error:
+        raise WeightsError(file, f"is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise WeightsError(file, "must hold one JSON object")
+    return value

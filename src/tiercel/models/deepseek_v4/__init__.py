@@ -1,0 +1,1 @@
+"""DeepSeek V4: the model, on pages and private rings."""

@@ -1,0 +1,318 @@
+"""The dimensions of a DeepSeek V4 model, from its Hugging Face config.
+
+Two forms of the same facts are read: DeepSeek's own (`compress_ratios`, `num_hash_layers`,
+`qk_rope_head_dim`, `rope_scaling`) and what `transformers` turns it into (`layer_types`,
+`mlp_layer_types`, `partial_rotary_factor`, `rope_parameters`). Both give the same `V4Config`.
+
+A dimension that is missing is never guessed, and a choice the model does not make is refused: a model
+that runs with the wrong arithmetic answers fluently and wrongly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from tiercel.errors import SpecError
+from tiercel.spec.deepseek_v4 import HEAVY, RATES, SLIDING, SPARSE
+from tiercel.spec.hf_fields import layer_kinds, per_layer, whole
+
+MODEL_TYPE = "deepseek_v4"
+ARCHITECTURE = "DeepseekV4ForCausalLM"
+HASH, SCORE = "hash_moe", "moe"
+SCORING = "sqrtsoftplus"
+
+ONLY: Mapping[str, object] = {
+    "hidden_act": "silu",
+    "num_key_value_heads": 1,
+    "n_shared_experts": 1,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "scoring_func": SCORING,
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 0,
+}
+"""What the model does without asking. A config may leave it out; it may not say something else."""
+
+FP8_BLOCK = (128, 128)
+"""One scale per so many rows and columns of an fp8 weight: `quantization_config.weight_block_size`."""
+
+
+@dataclass(frozen=True)
+class Rope:
+    """One kind of rotary positions. A factor of 1 is plain, all else YaRN. Nothing scales cos and sin."""
+
+    theta: float
+    factor: float = 1.0
+    original_length: int = 65536
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+
+@dataclass(frozen=True)
+class V4Config:
+    """Every dimension the model and its weights need. Not how it is served, stored or quantized."""
+
+    vocab_size: int
+    hidden_size: int
+    ratios: tuple[int, ...]
+    """Tokens per compressed entry of each layer: 4 (sparse), 128 (heavy), 0 (window only)."""
+    hash_layers: tuple[bool, ...]
+    """Which layers choose experts by token id. The others choose by score."""
+
+    heads: int
+    head_dim: int
+    rope_dim: int
+    q_lora_rank: int
+    o_groups: int
+    o_lora_rank: int
+    window: int
+
+    index_heads: int
+    index_head_dim: int
+    index_topk: int
+
+    experts: int
+    experts_per_token: int
+    moe_intermediate: int
+    shared_experts: int
+    routed_scaling_factor: float
+    norm_topk_prob: bool
+    scoring_func: str
+    swiglu_limit: float
+
+    hc_mult: int
+    hc_sinkhorn_iters: int
+    hc_eps: float
+    rms_norm_eps: float
+
+    rope_main: Rope
+    """Of layers with ratio 0, and of the MTP layers."""
+    rope_compress: Rope
+    """Of layers that compress: queries, window and entries alike."""
+
+    mtp_layers: int
+    tie_word_embeddings: bool
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Self:
+        """From the object in `config.json`. Anything unusable is a `SpecError` that names it."""
+        _check_architecture(config)
+        _check_choices(config)
+        rope_dim = _rope_dim(config)
+        own = cls(
+            vocab_size=whole(config, "vocab_size"),
+            hidden_size=whole(config, "hidden_size"),
+            ratios=_ratios(config),
+            hash_layers=_hash_layers(config),
+            heads=whole(config, "num_attention_heads"),
+            head_dim=whole(config, "head_dim"),
+            rope_dim=rope_dim,
+            q_lora_rank=whole(config, "q_lora_rank"),
+            o_groups=whole(config, "o_groups"),
+            o_lora_rank=whole(config, "o_lora_rank"),
+            window=whole(config, "sliding_window"),
+            index_heads=whole(config, "index_n_heads"),
+            index_head_dim=whole(config, "index_head_dim"),
+            index_topk=whole(config, "index_topk"),
+            experts=whole(config, "n_routed_experts"),
+            experts_per_token=whole(config, "num_experts_per_tok"),
+            moe_intermediate=whole(config, "moe_intermediate_size"),
+            shared_experts=1,
+            routed_scaling_factor=_number(config, "routed_scaling_factor"),
+            norm_topk_prob=True,
+            scoring_func=SCORING,
+            swiglu_limit=_number(config, "swiglu_limit"),
+            hc_mult=whole(config, "hc_mult"),
+            hc_sinkhorn_iters=whole(config, "hc_sinkhorn_iters"),
+            hc_eps=_number(config, "hc_eps"),
+            rms_norm_eps=_number(config, "rms_norm_eps"),
+            rope_main=_rope_main(config),
+            rope_compress=_rope_compress(config),
+            mtp_layers=_mtp_layers(config),
+            tie_word_embeddings=_flag(config, "tie_word_embeddings"),
+        )
+        own._check_fit()
+        return own
+
+    @property
+    def layers(self) -> int:
+        """The target's layers; MTP layers are not among them."""
+        return len(self.ratios)
+
+    def _check_fit(self) -> None:
+        """Dimensions that are fine alone and can not be used together."""
+        if self.heads % self.o_groups:
+            raise SpecError("o_groups", self.o_groups, f"must divide num_attention_heads = {self.heads}")
+        if self.experts_per_token > self.experts:
+            why = f"is more than n_routed_experts = {self.experts}"
+            raise SpecError("num_experts_per_tok", self.experts_per_token, why)
+        if self.rope_dim > self.index_head_dim and SPARSE_RATIO in self.ratios:
+            why = f"must hold the {self.rope_dim} rotary channels"
+            raise SpecError("index_head_dim", self.index_head_dim, why)
+
+
+SPARSE_RATIO, HEAVY_RATIO = RATES[SPARSE], RATES[HEAVY]
+RATIO_OF = {SLIDING: 0, **RATES}
+
+
+# What must be so
+
+
+def _check_architecture(config: Mapping[str, Any]) -> None:
+    kind, classes = config.get("model_type"), config.get("architectures")
+    if kind is None and isinstance(classes, list) and ARCHITECTURE in classes:
+        return
+    if kind != MODEL_TYPE:
+        field, value = ("architectures", classes) if kind is None and classes else ("model_type", kind)
+        raise SpecError(field, value, f"is not {MODEL_TYPE}, the only architecture this model runs")
+
+
+def _check_choices(config: Mapping[str, Any]) -> None:
+    for name, only in ONLY.items():
+        given = config.get(name)
+        if given is not None and given != only:
+            raise SpecError(name, given, f"is not supported: the model has {only!r}")
+    for name, rate in _rates(config).items():
+        if rate is not None and rate != RATES[name]:
+            raise SpecError(f"compress_rates.{name}", rate, f"is not supported: the model has {RATES[name]}")
+    quantization = config.get("quantization_config")
+    block = quantization.get("weight_block_size") if isinstance(quantization, Mapping) else None
+    if block is not None and tuple(block) != FP8_BLOCK:
+        why = f"is not supported: an fp8 scale is of {FP8_BLOCK[0]} x {FP8_BLOCK[1]} values"
+        raise SpecError("quantization_config.weight_block_size", block, why)
+
+
+def _rates(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Tokens per entry as the config tells them, in the present and in an older form."""
+    given = config.get("compress_rates") or {}
+    if not isinstance(given, Mapping) or not given.keys() <= RATES.keys():
+        raise SpecError("compress_rates", given, f"must map {' and '.join(RATES)} to tokens per entry")
+    older = {SPARSE: config.get("compress_rate_csa"), HEAVY: config.get("compress_rate_hca")}
+    return {name: given.get(name) if older[name] is None else older[name] for name in RATES}
+
+
+# Layers
+
+
+def _ratios(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """From `layer_types`, or else from `compress_ratios`, which goes on for the MTP layers."""
+    if config.get("layer_types") is not None:
+        return tuple(RATIO_OF[kind] for kind in layer_kinds(config, tuple(RATIO_OF)))
+    layers = whole(config, "num_hidden_layers")
+    ratios = per_layer(config, "compress_ratios", extra=_mtp_layers(config))
+    for i, ratio in enumerate(ratios):
+        known = tuple(RATIO_OF.values()) if i < layers else (0,)
+        if ratio not in known or isinstance(ratio, bool):
+            raise SpecError(f"compress_ratios[{i}]", ratio, f"is none of {', '.join(map(str, known))}")
+    return tuple(ratios[:layers])
+
+
+def _hash_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:
+    """From `mlp_layer_types`, or else the first `num_hash_layers`."""
+    if config.get("mlp_layer_types") is None:
+        layers, hashed = whole(config, "num_hidden_layers"), whole(config, "num_hash_layers", least=0)
+        return tuple(i < hashed for i in range(layers))
+    kinds = per_layer(config, "mlp_layer_types")
+    for i, kind in enumerate(kinds):
+        if kind not in (HASH, SCORE):
+            raise SpecError(f"mlp_layer_types[{i}]", kind, f"is none of {HASH}, {SCORE}")
+    return tuple(kind == HASH for kind in kinds)
+
+
+def _mtp_layers(config: Mapping[str, Any]) -> int:
+    """1 where the config does not say: as in every published one."""
+    name = "num_nextn_predict_layers"
+    return whole({name: 1, **config}, name, least=0)
+
+
+# Rotary positions
+
+
+def _rope_dim(config: Mapping[str, Any]) -> int:
+    head_dim, factor = whole(config, "head_dim"), config.get("partial_rotary_factor")
+    if config.get("qk_rope_head_dim") is None and factor is not None:
+        field, rope = "partial_rotary_factor", int(head_dim * _number(config, "partial_rotary_factor"))
+    else:
+        field, rope = "qk_rope_head_dim", whole(config, "qk_rope_head_dim")
+    if not 0 < rope < head_dim or rope % 2:
+        why = f"gives {rope} rotary channels, must be even and between 0 and head_dim = {head_dim}"
+        raise SpecError(field, config.get(field), why)
+    return rope
+
+
+def _rope_main(config: Mapping[str, Any]) -> Rope:
+    """Plain in every form."""
+    given = _nested(config).get("main", {})
+    if (kind := _rope_kind(given)) != "default":
+        raise SpecError("rope_parameters.main.rope_type", kind, "is not supported: window layers are plain")
+    return Rope(_theta(given, config, "rope_theta"))
+
+
+def _rope_compress(config: Mapping[str, Any]) -> Rope:
+    """YaRN if the config tells its numbers, plain if not."""
+    given = _nested(config).get("compress")
+    if given is None:
+        given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        if not isinstance(given, Mapping):
+            raise SpecError("rope_scaling", given, "must be an object")
+        theta = _number(config, "compress_rope_theta")  # the flat forms' rope_theta is the main one
+    else:
+        theta = _theta(given, config, "compress_rope_theta")
+    kind = _rope_kind(given)
+    if kind == "default":
+        return Rope(theta)
+    if kind != "yarn":
+        raise SpecError("rope_type", kind, "is none of default, yarn")
+    if given.get("attention_factor", 1.0) != 1.0:
+        raise SpecError("attention_factor", given["attention_factor"], "is not supported: the model has 1.0")
+    return Rope(
+        theta,
+        factor=_number(given, "factor"),
+        original_length=whole(given, "original_max_position_embeddings"),
+        beta_fast=_number({"beta_fast": 32.0, **given}, "beta_fast"),
+        beta_slow=_number({"beta_slow": 1.0, **given}, "beta_slow"),
+    )
+
+
+def _nested(config: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """`rope_parameters` where it tells the two kinds apart, else nothing."""
+    given = config.get("rope_parameters")
+    if not isinstance(given, Mapping):
+        return {}
+    kinds = {name: given[name] for name in ("main", "compress") if isinstance(given.get(name), Mapping)}
+    return kinds if len(kinds) == 2 else {}
+
+
+def _rope_kind(given: Mapping[str, Any]) -> object:
+    return given.get("rope_type", given.get("type", "default"))
+
+
+def _theta(given: Mapping[str, Any], config: Mapping[str, Any], name: str) -> float:
+    return _number(given, "rope_theta") if "rope_theta" in given else _number(config, name)
+
+
+# Fields
+
+
+def _number(config: Mapping[str, Any], name: str) -> float:
+    """A field that is a number above 0."""
+    value = config.get(name)
+    if value is None:
+        raise SpecError(name, value, "is missing in the config")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise SpecError(name, value, "must be a number above 0")
+    return float(value)
+
+
+def _flag(config: Mapping[str, Any], name: str) -> bool:
+    """A field that is true or false; false if it is not there, as in `transformers`."""
+    value = config.get(name, False)
+    if not isinstance(value, bool):
+        raise SpecError(name, value, "must be true or false")
+    return value

@@ -1,0 +1,189 @@
+"""Goal: our model is DeepSeek V4, however its text is cut, resumed, shared or moved. Method: logits against
+`transformers` on the
+same random weights, fp32, at most 1e-4 apart (logits have a spread of about 1)."""
+
+import pytest
+import torch
+
+from tests.models.reference import (
+    HEAVY,
+    SLIDING,
+    SPARSE,
+    Shape,
+    make_reference,
+    our_config,
+    random_tokens,
+    reference_logits,
+)
+from tiercel.cache import Loaded, Request, TieredCache
+from tiercel.config import CacheConfig
+from tiercel.memory.buffers import DeviceMemory
+from tiercel.models.deepseek_v4.batch import Span
+from tiercel.models.deepseek_v4.model import DeepseekV4
+from tiercel.spec import deepseek_v4
+
+TOLERANCE = 1e-4
+PAGE = 128
+TOKENS = 600
+SHAPES = {
+    "flash-like": Shape(),
+    "pro-like": Shape(layers=(HEAVY, HEAVY, SPARSE, HEAVY, SPARSE), window=64, hash_layers=3),
+    "nothing dropped": Shape(topk=512),
+    "windows only": Shape(layers=(SLIDING, SLIDING), hash_layers=0, yarn=False),
+    "one of each": Shape(layers=(SPARSE, SLIDING, HEAVY), window=16, topk=8, heads=2, hash_layers=1),
+}
+CUTS = {
+    "in one": [TOKENS],
+    "at multiples of 128": [128, 256, 384, 512, TOKENS],
+    "at multiples of 4": [100, 256, 300, 500, TOKENS],
+    "anywhere": [101, 231, 298, 501, 502, TOKENS],
+    "in sevens, from 500 on": [500, *range(507, TOKENS, 7), TOKENS],
+    "token by token, from 540 on": [540, *range(541, TOKENS + 1)],
+}
+
+
+class Ours:
+    """Our model on the weights of a reference, with pages in no particular order."""
+
+    def __init__(self, reference, format="fp32"):
+        spec = deepseek_v4(reference.config.to_dict(), PAGE, format)
+        self.memory = DeviceMemory(spec, pages=16, tails=8)
+        self.model = DeepseekV4(our_config(reference), reference.state_dict(), self.memory, rings=4)
+        self.pages = torch.tensor([5, 3, 9, 1, 14, 12, 0])
+
+    def run(self, tokens, cuts, *, ring=0, start=0, **options):
+        """Logits of tokens start …, computed in pieces that end at the cuts."""
+        logits = []
+        for end in cuts:
+            span = Span(tokens[start:end], start, self.pages, ring, **options)
+            logits.append(self.model([span], every_token=True))
+            start = end
+        return torch.cat(logits)
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def case(request):
+    reference = make_reference(SHAPES[request.param])
+    tokens = random_tokens(TOKENS)
+    return reference, tokens, reference_logits(reference, tokens)
+
+
+def distance(ours, theirs):
+    return (ours - theirs).abs().max().item()
+
+
+@pytest.mark.parametrize("cuts", CUTS)
+def test_a_text_may_be_cut_anywhere(case, cuts):
+    reference, tokens, expected = case
+    assert distance(Ours(reference).run(tokens, CUTS[cuts]), expected) < TOLERANCE
+
+
+def test_a_text_goes_on_from_a_tail_at_every_boundary(case):
+    reference, tokens, expected = case
+    ours = Ours(reference)
+    ours.run(tokens, [300, 513], tails={})
+    ours = Ours(reference)
+    ours.model([Span(tokens[:300], 0, ours.pages, 0, tails={128: 2, 256: 5})])
+    ours.model([Span(tokens[300:512], 300, ours.pages, 0, tails={384: 7, 512: 1})])
+    for boundary, place in ((128, 2), (256, 5), (384, 7), (512, 1)):
+        ours.model.restore(1, place)
+        steps = [boundary + n for n in (1, 2, 3, 4, 5, 60)]
+        logits = ours.run(tokens, [*steps, TOKENS], ring=1, start=boundary)
+        assert distance(logits, expected[boundary:]) < TOLERANCE, boundary
+
+
+def test_a_text_goes_on_without_a_tail_after_an_exact_replay(case):
+    reference, tokens, expected = case
+    ours = Ours(reference)
+    replay = ours.memory.spec.replay_tokens
+    ours.run(tokens, [512])
+    pages = ours.memory.flat_pages.clone()
+    ours.run(random_tokens(200, seed=9), [200], ring=2)  # somebody else's rows are in the ring
+    ours.memory.flat_pages.copy_(pages)
+    start = 512 - replay
+    ours.model([Span(tokens[start:512], start, ours.pages, 2, write_from=512)])
+    assert torch.equal(ours.memory.flat_pages, pages), "a replay writes no entry"
+    assert distance(ours.run(tokens, [513, 520, TOKENS], ring=2, start=512), expected[512:]) < TOLERANCE
+
+
+def test_a_replay_that_is_too_short_is_noticed(case):
+    reference, tokens, expected = case
+    ours = Ours(reference)
+    ours.run(tokens, [512])
+    ours.model([Span(tokens[508:512], 508, ours.pages, 2, write_from=512)])
+    assert distance(ours.run(tokens, [TOKENS], ring=2, start=512), expected[512:]) > 100 * TOLERANCE
+
+
+def test_two_texts_share_pages_and_run_in_one_batch(case):
+    reference, tokens, expected = case
+    other = torch.cat([tokens[:256], random_tokens(200, seed=3)])
+    expected_other = reference_logits(reference, other)
+    ours = Ours(reference)
+    ours.model([Span(tokens[:300], 0, ours.pages, 0, tails={256: 4})])
+    ours.model.restore(1, 4)
+    other_pages = torch.cat([ours.pages[:2], torch.tensor([7, 8])])
+    batch = [
+        Span(tokens[300:TOKENS], 300, ours.pages, 0),
+        Span(other[256:400], 256, other_pages, 1),
+    ]
+    logits = ours.model(batch, every_token=True)
+    assert distance(logits[:300], expected[300:]) < TOLERANCE
+    assert distance(logits[300:], expected_other[256:400]) < TOLERANCE
+    step = [Span(other[400:401], 400, other_pages, 1)]
+    assert distance(ours.model(step)[0], expected_other[400]) < TOLERANCE
+
+
+def test_a_text_that_went_to_the_host_and_came_back_goes_on_bit_by_bit(case):
+    reference, tokens, expected = case
+    spec = deepseek_v4(reference.config.to_dict(), PAGE, "fp32")
+    cache = TieredCache(
+        spec, CacheConfig(device_pages=6, device_tails=4, host_bytes=64 * spec.host_page_bytes)
+    )
+    model = DeepseekV4(our_config(reference), reference.state_dict(), cache.device, rings=2)
+    serve(cache, model, tokens[:520])
+    warm, reuse = serve(cache, model, tokens)
+    assert reuse.device_tokens == 512
+    serve(cache, model, random_tokens(700, seed=5))
+    cold, reuse = serve(cache, model, tokens)
+    assert (reuse.device_tokens, reuse.host_tokens) == (0, 512)
+    assert torch.equal(cold, warm), "device or host: the same bytes, the same logits"
+    assert distance(cold, expected[512:]) < TOLERANCE
+    cache.close()
+
+
+def serve(cache, model, tokens):
+    """One request from begin to finish; answers the logits it computed and what it reused."""
+    chain = cache.chain(tokens)
+    request = cache.begin(chain)
+    while not isinstance(request, Request):
+        cache.step()
+        request = cache.begin(chain)
+    while request.state.value == "loading":
+        assert all(isinstance(each, Loaded) and each.error is None for each in cache.step())
+    start = request.reuse.tokens
+    for tail in request.resume_tails:
+        model.restore(0, tail.device & 0xFFFFFFFF)
+    room = cache.extend(request, len(tokens))
+    while not hasattr(room, "tails"):
+        cache.step()
+        room = cache.extend(request, len(tokens))
+    tails = {boundary: tail & 0xFFFFFFFF for boundary, tail in room.tails.items()}
+    pages = torch.from_numpy(request.places()).long()
+    logits = model([Span(tokens[start:], start, pages, 0, tails=tails)], every_token=True)
+    cache.commit(request, len(tokens))
+    cache.finish(request)
+    while cache.flights.busy:
+        cache.step()
+    return logits, request.reuse
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp8"])
+def test_a_smaller_format_changes_little_and_does_not_care_how_the_text_is_cut(format):
+    reference = make_reference(SHAPES["nothing dropped"])
+    tokens = random_tokens(TOKENS)
+    expected = reference_logits(reference, tokens)
+    whole = Ours(reference, format).run(tokens, [TOKENS])
+    cut = Ours(reference, format).run(tokens, CUTS["anywhere"])
+    assert distance(whole, cut) < 0.02
+    kl = (expected.softmax(-1) * (expected.log_softmax(-1) - whole.log_softmax(-1))).sum(-1).mean().item()
+    assert 1e-9 < kl < 0.02, "it is another format, and nearly the same model"
