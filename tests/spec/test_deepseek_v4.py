@@ -248,3 +248,10 @@ def test_the_format_of_the_draft_is_that_of_its_target() -> None:
 
     for format in ("fp8", "bf16", "fp32"):
         assert entry(deepseek_v4_mtp(FLASH, format=format)) == entry(deepseek_v4(FLASH, format=format))
+
+
+def test_a_draft_that_shall_go_on_exactly_keeps_the_streams_before_a_boundary() -> None:
+    config = FLASH | {"hc_mult": 4, "hidden_size": 4096}
+    spec = deepseek_v4(config).with_draft(deepseek_v4_mtp(config, hidden=True))
+    assert spec.stream("draft_hidden").layers == (43,) and spec.replay_tokens == 44 * 127
+    assert spec.bytes_of(spec.stream("draft_hidden")) == 4 * 4096 * 4

@@ -62,15 +62,27 @@ def deepseek_v4(
     return CacheSpec(model or "deepseek_v4", page_tokens, (*history, window, *states))
 
 
-def deepseek_v4_mtp(config: Mapping[str, Any], page_tokens: int = 256, format: str = "fp8") -> CacheSpec:
-    """The draft: each MTP layer is one more window layer. Give it to `CacheSpec.with_draft`."""
+def deepseek_v4_mtp(
+    config: Mapping[str, Any], page_tokens: int = 256, format: str = "fp8", *, hidden: bool = False
+) -> CacheSpec:
+    """The draft: each MTP layer is one more window layer. Give it to `CacheSpec.with_draft`.
+
+    `hidden` adds the streams of the token before a boundary, from which the draft's next entry is made: with
+    it a draft goes on exactly after a tail, without it the first entry after the tail is missing.
+    """
     layers = _mtp_layers(config)
     check_positive("num_nextn_predict_layers", layers)
     if config.get("compress_ratios") is not None:
         for ratio in per_layer(config, "compress_ratios", extra=layers)[whole(config, "num_hidden_layers") :]:
             if ratio != 0:
                 raise SpecError("compress_ratios", ratio, "an MTP layer is a window layer, ratio 0")
-    return CacheSpec("mtp", page_tokens, (_window(config, _entry(config, format), layers=layers),))
+    streams = [_window(config, _entry(config, format), layers=layers)]
+    if hidden:
+        size = whole(config, "hc_mult") * whole(config, "hidden_size")
+        streams.append(
+            Stream("hidden", tuple(range(layers)), (values(size, "fp32"),), State(entries=1, span=1))
+        )
+    return CacheSpec("mtp", page_tokens, tuple(streams))
 
 
 # Streams

@@ -115,16 +115,17 @@ class Attention:
     def __init__(
         self, config: V4Config, layer: int, weights: Weights, rotary: Rotary, memory: DeviceMemory, rings: int
     ) -> None:
-        ratio = config.ratios[layer]
+        draft = layer == config.layers
+        ratio = 0 if draft else config.ratios[layer]
         self._config = config
         self._w = weights
         self._scale = config.head_dim**-0.5
         spec = memory.spec
         self.rotary = rotary
-        window = spec.stream("window")
+        window = spec.stream("draft_window" if draft else "window")
         codec = codec_of(window, config.rope_dim)
         self.window = RecentEntries(rings, config.window - 1, window, codec)
-        self.window_tails = EntryRows.over(memory.view("window", layer), window, spec.page_tokens, codec)
+        self.window_tails = EntryRows.over(memory.view(window.name, layer), window, spec.page_tokens, codec)
         self.compressor: Compressor | None = None
         self.indexer: Compressor | None = None
         if ratio:
@@ -197,7 +198,7 @@ class Attention:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """What each token of a span attends to: pools of entries, and the rows of each."""
         c, n = self._config, len(span.tokens)
-        parts = self.window.extend(span.ring, kv)
+        parts = self.window.extend(span.ring, kv, keep=span.keep)
         pools, rows = [self.window.codec.decode(parts)], [_window_rows(span, c.window)]
         for boundary, place in span.tails.items():
             end = boundary - span.start + self.window.rows

@@ -28,6 +28,9 @@ class Span:
     write_from: int = 0
     """Entries that end before this position are in the pages already: a replay must not write them again."""
 
+    keep: bool = True
+    """False for a draft of what may not come: the ring does not remember it."""
+
     @property
     def end(self) -> int:
         return self.start + len(self.tokens)

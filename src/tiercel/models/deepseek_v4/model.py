@@ -9,37 +9,12 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from tiercel.memory.buffers import DeviceMemory
-from tiercel.models.deepseek_v4.attention import Attention
 from tiercel.models.deepseek_v4.batch import Span
-from tiercel.models.deepseek_v4.blocks import Experts, HyperConnection, Weights, hyper_head, norm, part_of
+from tiercel.models.deepseek_v4.blocks import Weights, hyper_head, norm, part_of
 from tiercel.models.deepseek_v4.config import V4Config
-from tiercel.models.deepseek_v4.rope import Rotary, Turn
-
-
-class Layer:
-    """Attention, then experts, each between hyper-connections."""
-
-    def __init__(
-        self, config: V4Config, layer: int, weights: Weights, rotary: Rotary, memory: DeviceMemory, rings: int
-    ) -> None:
-        self._eps = config.rms_norm_eps
-        self._norms = [weights["input_layernorm.weight"], weights["post_attention_layernorm.weight"]]
-        self._connections = [
-            HyperConnection(config, part_of(weights, f"{site}_hc.")) for site in ("attn", "ffn")
-        ]
-        self.attention = Attention(config, layer, part_of(weights, "self_attn."), rotary, memory, rings)
-        self.experts = Experts(config, part_of(weights, "mlp."))
-
-    def __call__(
-        self, x: Tensor, tokens: Tensor, positions: Tensor, turn: Turn, spans: Sequence[Span]
-    ) -> Tensor:
-        """The streams [tokens, n, d] after this layer."""
-        seen, place, mix = self._connections[0].read(x)
-        y = self.attention(norm(seen, self._norms[0], self._eps), positions, turn, spans)
-        x = HyperConnection.write(x, y, place, mix)
-        seen, place, mix = self._connections[1].read(x)
-        y = self.experts(norm(seen, self._norms[1], self._eps), tokens)
-        return HyperConnection.write(x, y, place, mix)
+from tiercel.models.deepseek_v4.draft import Draft
+from tiercel.models.deepseek_v4.layer import Layer
+from tiercel.models.deepseek_v4.rope import Rotary
 
 
 class DeepseekV4:
@@ -54,6 +29,9 @@ class DeepseekV4:
             Layer(config, i, part_of(weights, f"model.layers.{i}."), self._rotaries[ratio > 0], memory, rings)
             for i, ratio in enumerate(config.ratios)
         ]
+        drafted = any(stream.name.startswith("draft_") for stream in memory.spec.streams)
+        self.draft = Draft(config, weights, memory, rings) if drafted else None
+        """There when the cache declaration has the draft's streams; then it follows every call."""
 
     @torch.inference_mode()
     def __call__(self, spans: Sequence[Span], *, every_token: bool = False) -> Tensor:
@@ -65,6 +43,8 @@ class DeepseekV4:
         x = x[:, None, :].expand(-1, self.config.hc_mult, -1)
         for layer, ratio in zip(self.layers, self.config.ratios, strict=True):
             x = layer(x, tokens, positions, turns[ratio > 0], spans)
+        if self.draft is not None:
+            self.draft.follow(spans, x, tokens)
         if not every_token:
             x = x[torch.tensor([len(span.tokens) for span in spans]).cumsum(0) - 1]
         y = hyper_head(self.config, self._head, x)
@@ -75,3 +55,5 @@ class DeepseekV4:
         """A request resumes from the tail at this device place."""
         for layer in self.layers:
             layer.attention.restore(ring, place)
+        if self.draft is not None:
+            self.draft.restore(ring, place)

@@ -26,12 +26,12 @@ class RecentEntries:
         self.codec = codec
         self._parts = tuple(torch.zeros(rings, rows, part.bytes, dtype=torch.uint8) for part in stream.parts)
 
-    def extend(self, ring: int, x: Tensor) -> Parts:
-        """Append entries; answers the old rows and the new ones together, encoded."""
+    def extend(self, ring: int, x: Tensor, *, keep: bool) -> Parts:
+        """Old rows and new ones together, encoded; the newest are remembered if they are to be kept."""
         new = self.codec.encode(x)
         both = tuple(torch.cat([old[ring], data]) for old, data in zip(self._parts, new, strict=True))
-        for own, data in zip(self._parts, both, strict=True):
-            own[ring] = data[-self.rows :] if self.rows else data[:0]
+        for own, data in zip(self._parts, both, strict=True) if keep else ():
+            own[ring] = data[len(data) - self.rows :]
         return both
 
     def restore(self, ring: int, parts: Parts) -> None:

@@ -1,0 +1,152 @@
+"""Goal: the draft's logits are the specification's, and depend on its own cache. Method: a dense computation
+of one sequence, written
+straight from the formulas; then the same text in pieces, resumed from a tail, and proposed ahead of the
+target."""
+
+import pytest
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from tests.models.reference import Shape, make_reference, our_config, random_tokens
+from tiercel.memory.buffers import DeviceMemory
+from tiercel.models.deepseek_v4.batch import Span
+from tiercel.models.deepseek_v4.blocks import Experts, HyperConnection, hyper_head, norm, part_of, rms
+from tiercel.models.deepseek_v4.model import DeepseekV4
+from tiercel.models.deepseek_v4.rope import Rotary, rotate
+from tiercel.spec import deepseek_v4, deepseek_v4_mtp
+
+TOKENS, PAGE, TOLERANCE = 300, 128, 1e-4
+
+
+def make_weights(reference):
+    """The reference's weights and, HF having no draft, random ones for it: those of its second layer,
+    shaken."""
+    weights, random = dict(reference.state_dict()), torch.Generator().manual_seed(7)
+    d = reference.config.hidden_size
+    for name in list(weights):
+        if name.startswith("model.layers.1."):
+            shaken = weights[name] + 0.1 * torch.randn(weights[name].shape, generator=random)
+            weights["mtp.0." + name.removeprefix("model.layers.1.")] = shaken
+    for name, shape in {
+        "e_proj": (d, d),
+        "h_proj": (d, d),
+        "enorm": (d,),
+        "hnorm": (d,),
+        "norm": (d,),
+    }.items():
+        noise = torch.randn(shape, generator=random)
+        weights[f"mtp.0.{name}.weight"] = noise * d**-0.5 if len(shape) == 2 else 1 + 0.2 * noise
+    for name in ("hc_fn", "hc_base", "hc_scale"):
+        like = weights[f"model.hc_head.{name}"]
+        weights[f"mtp.0.hc_head.{name}"] = like + 0.1 * torch.randn(like.shape, generator=random)
+    return weights
+
+
+class Drafted:
+    def __init__(self, reference, weights):
+        config = reference.config.to_dict()
+        draft = deepseek_v4_mtp(config, PAGE, "fp32", hidden=True)
+        self.memory = DeviceMemory(deepseek_v4(config, PAGE, "fp32").with_draft(draft), pages=8, tails=4)
+        self.model = DeepseekV4(our_config(reference), weights, self.memory, rings=3)
+        self.pages = torch.tensor([4, 2, 7])
+        self.draft_logits = []
+        self.streams = []
+        follow = self.model.draft.follow
+
+        def listen(spans, x, tokens):
+            self.streams.append(x.clone())
+            self.draft_logits.append(follow(spans, x, tokens))
+
+        self.model.draft.follow = listen
+
+    def run(self, tokens, cuts, *, start=0, ring=0, tails=None):
+        self.draft_logits, self.streams = [], []
+        for end in cuts:
+            due = {b: p for b, p in (tails or {}).items() if start < b <= end}
+            self.model([Span(tokens[start:end], start, self.pages, ring, tails=due)])
+            start = end
+        return torch.cat(self.draft_logits)
+
+
+@pytest.fixture(scope="module")
+def case():
+    reference = make_reference(Shape(hash_layers=1))
+    weights, tokens = make_weights(reference), random_tokens(TOKENS)
+    drafted = Drafted(reference, weights)
+    drafted.run(tokens, [TOKENS])
+    expected = dense_draft(our_config(reference), weights, drafted.streams[0], tokens)
+    return reference, weights, tokens, expected
+
+
+@torch.inference_mode()
+def dense_draft(config, weights, x, tokens):
+    """Every token at once, with a mask for the window."""
+    w, eps = part_of(weights, "mtp.0."), config.rms_norm_eps
+    embedded = norm(weights["model.embed_tokens.weight"][tokens[1:]], w["enorm.weight"], eps)
+    x = F.linear(norm(x[:-1], w["hnorm.weight"], eps), w["h_proj.weight"])
+    x = x + F.linear(embedded, w["e_proj.weight"])[:, None]
+    n = len(x)
+    seen, place, mix = HyperConnection(config, part_of(w, "attn_hc.")).read(x)
+    h, a = norm(seen, w["input_layernorm.weight"], eps), part_of(w, "self_attn.")
+    turn = Rotary(config.rope_main, config.rope_dim).at(torch.arange(n))
+    q = F.linear(norm(F.linear(h, a["q_a_proj.weight"]), a["q_a_norm.weight"], eps), a["q_b_proj.weight"])
+    q = rotate(rms(q.view(n, config.heads, -1), eps), turn)
+    kv = rotate(norm(F.linear(h, a["kv_proj.weight"]), a["kv_norm.weight"], eps), turn)
+    scores = torch.einsum("qhd,kd->hqk", q, kv) * config.head_dim**-0.5
+    behind = torch.arange(n)[:, None] - torch.arange(n)
+    scores = scores.masked_fill((behind < 0) | (behind >= config.window), float("-inf"))
+    sinks = a["sinks"].view(-1, 1, 1).expand(-1, n, 1)
+    attended = torch.einsum("hqk,kd->qhd", torch.cat([scores, sinks], -1).softmax(-1)[..., :-1], kv)
+    attended = rotate(attended, turn, back=True).reshape(n, config.o_groups, -1)
+    low = torch.einsum(
+        "tgi,goi->tgo", attended, a["o_a_proj.weight"].view(config.o_groups, config.o_lora_rank, -1)
+    )
+    x = HyperConnection.write(x, F.linear(low.flatten(1), a["o_b_proj.weight"]), place, mix)
+    seen, place, mix = HyperConnection(config, part_of(w, "ffn_hc.")).read(x)
+    y = Experts(config, part_of(w, "mlp."))(norm(seen, w["post_attention_layernorm.weight"], eps), tokens[1:])
+    x = HyperConnection.write(x, y, place, mix)
+    return F.linear(
+        norm(hyper_head(config, part_of(w, "hc_head."), x), w["norm.weight"], eps), weights["lm_head.weight"]
+    )
+
+
+def distance(ours, theirs):
+    return (ours - theirs).abs().max().item()
+
+
+@pytest.mark.parametrize("cuts", [[TOKENS], [1, 2, 130, TOKENS], [128, 256, 257, 258, TOKENS]], ids=str)
+def test_the_draft_follows_the_target_however_the_text_is_cut(case, cuts):
+    reference, weights, tokens, expected = case
+    assert distance(Drafted(reference, weights).run(tokens, cuts), expected) < TOLERANCE
+
+
+def test_the_draft_goes_on_exactly_from_a_tail(case):
+    reference, weights, tokens, expected = case
+    drafted = Drafted(reference, weights)
+    drafted.run(tokens, [200, 300], tails={128: 1, 256: 3})
+    for boundary, place in ((128, 1), (256, 3)):
+        drafted.model.restore(1, place)
+        logits = drafted.run(tokens, [boundary + 1, boundary + 5, TOKENS], start=boundary, ring=1)
+        assert distance(logits, expected[boundary - 1 :]) < TOLERANCE
+
+
+def test_a_proposal_is_what_the_draft_will_say_and_is_not_remembered(case):
+    reference, weights, tokens, expected = case
+    drafted = Drafted(reference, weights)
+    drafted.run(tokens, [200])
+    ahead = Span(tokens[200:201], 200, drafted.pages, 0)
+    for _ in range(2):
+        with torch.inference_mode():
+            logits, _ = drafted.model.draft.propose(ahead)
+        assert distance(logits[0], expected[199]) < TOLERANCE
+    assert distance(drafted.run(tokens, [TOKENS], start=200), expected[199:]) < TOLERANCE
+
+
+def test_without_its_cache_the_draft_says_something_else(case):
+    reference, weights, tokens, expected = case
+    drafted = Drafted(reference, weights)
+    drafted.run(tokens, [256], tails={256: 3})
+    drafted.memory.view("draft_window", our_config(reference).layers)[3] = 0
+    drafted.model.restore(1, 3)
+    logits = drafted.run(tokens, [TOKENS], start=256, ring=1)
+    assert distance(logits, expected[255:]) > 100 * TOLERANCE
