@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiercel.kernels.attention import (
+    best_rows_reference,
     compress_reference,
     index_scores_reference,
     sparse_attention_reference,
@@ -65,3 +66,10 @@ def test_a_row_with_gate_minus_infinity_does_not_count():
     kv, gate = torch.randn(2, 4, 3), torch.randn(2, 4, 3)
     gate[:, :2] = float("-inf")
     torch.testing.assert_close(compress_reference(kv, gate), compress_reference(kv[:, 2:], gate[:, 2:]))
+
+
+def test_the_best_rows_do_not_depend_on_how_many_queries_are_scored_at_once():
+    q, weights, keys = torch.randn(300, 2, 4), torch.randn(300, 2), torch.randn(40, 4)
+    visible = torch.arange(300) % 41
+    whole = top_rows_reference(index_scores_reference(q, keys, weights), visible, 5)
+    assert torch.equal(best_rows_reference(q, weights, keys, visible, 5), whole)

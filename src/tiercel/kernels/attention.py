@@ -61,6 +61,14 @@ def index_scores_reference(q: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
     return torch.matmul(weights[:, None, :], scores).squeeze(1)
 
 
+def best_rows_reference(q: Tensor, weights: Tensor, keys: Tensor, visible: Tensor, k: int) -> Tensor:
+    """Rows of the indexer's k best scores, a few queries at a time: all scores at once would be quadratic."""
+    parts = [slice(start, start + QUERIES_AT_ONCE) for start in range(0, q.shape[0], QUERIES_AT_ONCE)]
+    return torch.cat(
+        [top_rows_reference(index_scores_reference(q[p], keys, weights[p]), visible[p], k) for p in parts]
+    )
+
+
 def compress_reference(kv: Tensor, gate: Tensor) -> Tensor:
     """Softmax of the gates over the rows of a window, channel by channel. kv, gate [windows, rows, dim]."""
     return (kv * torch.softmax(gate, dim=1)).sum(dim=1)

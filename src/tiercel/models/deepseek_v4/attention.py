@@ -18,10 +18,9 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from tiercel.kernels.attention import (
+    best_rows_reference,
     compress_reference,
-    index_scores_reference,
     sparse_attention_reference,
-    top_rows_reference,
 )
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.models.deepseek_v4.batch import Span
@@ -213,8 +212,9 @@ class Attention:
             chosen = torch.where(entries[None, :] < visible[:, None], entries, -1)
         else:
             self.indexer.extend(span, compressed[2], compressed[3])
-            scores = index_scores_reference(queries[0], self.indexer.read(span, entries), queries[1])
-            chosen = top_rows_reference(scores, visible, c.index_topk)
+            chosen = best_rows_reference(
+                queries[0], queries[1], self.indexer.read(span, entries), visible, c.index_topk
+            )
         if chosen.numel() < len(entries):  # few queries: read what they chose, not everything
             pools.append(self.compressor.read(span, chosen.clamp(min=0).flatten()))
             chosen = torch.where(chosen < 0, -1, torch.arange(chosen.numel()).view_as(chosen))
