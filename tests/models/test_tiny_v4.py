@@ -1,0 +1,74 @@
+"""Goal: the embedded model answers from its context, and broken pages show. Method: its own recall task."""
+
+import json
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+import tiercel.models
+from tiercel.memory.buffers import DeviceMemory
+from tiercel.models.checkpoint import Checkpoint
+from tiercel.models.deepseek_v4.batch import Span
+from tiercel.models.deepseek_v4.config import V4Config
+from tiercel.models.deepseek_v4.model import DeepseekV4
+from tiercel.models.deepseek_v4.weights import load_weights
+from tiercel.spec import deepseek_v4
+
+FOLDER = Path(tiercel.models.__file__).parent / "tiny_v4"
+PAGE, FACTS = 128, 8
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    checkpoint = Checkpoint(FOLDER)
+    config = V4Config.from_hf(checkpoint.config)
+    memory = DeviceMemory(deepseek_v4(checkpoint.config, PAGE, "fp32"), pages=16, tails=2)
+    model = DeepseekV4(config, load_weights(checkpoint, config), memory, rings=2)
+    return model, memory, Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+
+
+def exam(tokenizer):
+    """(context tokens, [(question tokens, key token, value token)])"""
+    words, random = json.loads((FOLDER / "recall.json").read_text()), Random(0)
+    prose = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
+    keys = random.sample(words["keys"], FACTS)
+    values = [random.choice(words["values"]) for _ in keys]
+    text = "<|bos|><|user|>"
+    for i, (key, value) in enumerate(zip(keys, values, strict=True)):
+        text += prose[150 * i : 150 * i + 150] + words["fact"].format(key=f" {key}", value=f" {value}")
+    asked = []
+    for key, value in zip(keys, values, strict=True):
+        question = words["question"].format(key=f" {key}") + "<|assistant|>"
+        answer = tokenizer.encode(words["answer"].format(key=f" {key}", value=f" {value}")).ids
+        asked.append((tokenizer.encode(question).ids, answer))
+    return tokenizer.encode(text).ids, asked
+
+
+def score(model, context, asked, *, break_pages=None):
+    """How many questions are answered right, each after the same context."""
+    right = 0
+    for question, answer in asked:
+        pages = torch.arange(16)
+        model([Span(torch.tensor(context), 0, pages, 0)])
+        if break_pages is not None:
+            break_pages()
+        tokens, at, said = question, len(context), []
+        for _ in answer:
+            logits = model([Span(torch.tensor(tokens), at, pages, 0)])
+            at += len(tokens)
+            tokens = [int(logits[0].argmax())]
+            said += tokens
+        right += said == answer
+    return right
+
+
+def test_the_embedded_model_recalls_what_it_was_told_and_not_from_broken_pages(tiny):
+    model, memory, tokenizer = tiny
+    context, asked = exam(tokenizer)
+    assert len(context) > 2 * PAGE
+    right = score(model, context, asked)
+    broken = score(model, context, asked, break_pages=memory.flat_pages.zero_)
+    assert right >= FACTS - 1 and broken <= right - 3, (right, broken)
