@@ -81,8 +81,6 @@ def test_a_text_may_be_cut_anywhere(case, cuts):
 def test_a_text_goes_on_from_a_tail_at_every_boundary(case):
     reference, tokens, expected = case
     ours = Ours(reference)
-    ours.run(tokens, [300, 513], tails={})
-    ours = Ours(reference)
     ours.model([Span(tokens[:300], 0, ours.pages, 0, tails={128: 2, 256: 5})])
     ours.model([Span(tokens[300:512], 300, ours.pages, 0, tails={384: 7, 512: 1})])
     for boundary, place in ((128, 2), (256, 5), (384, 7), (512, 1)):
