@@ -4,7 +4,7 @@ BIN := .venv/bin
 
 .PHONY: test check soak bench clean
 
-.venv/installed: pyproject.toml constraints.txt
+.venv/installed: pyproject.toml constraints.txt setup.py src/tiercel/kernels/native.c
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[check]"

@@ -8,11 +8,12 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from tests.models.reference import Shape, make_reference, our_config, random_tokens
+from tiercel.kernels import reference as k
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.models.deepseek_v4.batch import Span
-from tiercel.models.deepseek_v4.blocks import Experts, HyperConnection, hyper_head, norm, part_of, rms
+from tiercel.models.deepseek_v4.blocks import Experts, head_site, hyper_site, part_of
 from tiercel.models.deepseek_v4.model import DeepseekV4
-from tiercel.models.deepseek_v4.rope import Rotary, rotate
+from tiercel.models.deepseek_v4.rope import Rotary
 from tiercel.spec import deepseek_v4, deepseek_v4_mtp
 
 TOKENS, PAGE, TOLERANCE = 300, 128, 1e-4
@@ -82,31 +83,34 @@ def case():
 def dense_draft(config, weights, x, tokens):
     """Every token at once, with a mask for the window."""
     w, eps = part_of(weights, "mtp.0."), config.rms_norm_eps
-    embedded = norm(weights["model.embed_tokens.weight"][tokens[1:]], w["enorm.weight"], eps)
-    x = F.linear(norm(x[:-1], w["hnorm.weight"], eps), w["h_proj.weight"])
+    embedded = k.norm(weights["model.embed_tokens.weight"][tokens[1:]], w["enorm.weight"], eps)
+    x = F.linear(k.norm(x[:-1], w["hnorm.weight"], eps), w["h_proj.weight"])
     x = x + F.linear(embedded, w["e_proj.weight"])[:, None]
     n = len(x)
-    seen, place, mix = HyperConnection(config, part_of(w, "attn_hc.")).read(x)
-    h, a = norm(seen, w["input_layernorm.weight"], eps), part_of(w, "self_attn.")
+    site = hyper_site(config, k, part_of(w, "attn_hc."), w["input_layernorm.weight"])
+    h, place, mix = k.hyper_read(x, site)
+    a = part_of(w, "self_attn.")
     turn = Rotary(config.rope_main, config.rope_dim).at(torch.arange(n))
-    q = F.linear(norm(F.linear(h, a["q_a_proj.weight"]), a["q_a_norm.weight"], eps), a["q_b_proj.weight"])
-    q = rotate(rms(q.view(n, config.heads, -1), eps), turn)
-    kv = rotate(norm(F.linear(h, a["kv_proj.weight"]), a["kv_norm.weight"], eps), turn)
+    q = F.linear(k.norm(F.linear(h, a["q_a_proj.weight"]), a["q_a_norm.weight"], eps), a["q_b_proj.weight"])
+    q = k.norm_rotate(q.view(n, config.heads, -1), turn, eps=eps)
+    kv = F.linear(h, a["kv_proj.weight"])[:, None]
+    kv = k.norm_rotate(kv, turn, eps=eps, weight=a["kv_norm.weight"])[:, 0]
     scores = torch.einsum("qhd,kd->hqk", q, kv) * config.head_dim**-0.5
     behind = torch.arange(n)[:, None] - torch.arange(n)
     scores = scores.masked_fill((behind < 0) | (behind >= config.window), float("-inf"))
     sinks = a["sinks"].view(-1, 1, 1).expand(-1, n, 1)
     attended = torch.einsum("hqk,kd->qhd", torch.cat([scores, sinks], -1).softmax(-1)[..., :-1], kv)
-    attended = rotate(attended, turn, back=True).reshape(n, config.o_groups, -1)
+    attended = k.norm_rotate(attended, turn, back=True).reshape(n, config.o_groups, -1)
     low = torch.einsum(
         "tgi,goi->tgo", attended, a["o_a_proj.weight"].view(config.o_groups, config.o_lora_rank, -1)
     )
-    x = HyperConnection.write(x, F.linear(low.flatten(1), a["o_b_proj.weight"]), place, mix)
-    seen, place, mix = HyperConnection(config, part_of(w, "ffn_hc.")).read(x)
-    y = Experts(config, part_of(w, "mlp."))(norm(seen, w["post_attention_layernorm.weight"], eps), tokens[1:])
-    x = HyperConnection.write(x, y, place, mix)
+    x = k.hyper_write(x, F.linear(low.flatten(1), a["o_b_proj.weight"]), place, mix)
+    site = hyper_site(config, k, part_of(w, "ffn_hc."), w["post_attention_layernorm.weight"])
+    seen, place, mix = k.hyper_read(x, site)
+    x = k.hyper_write(x, Experts(config, k, part_of(w, "mlp."))(seen, tokens[1:]), place, mix)
     return F.linear(
-        norm(hyper_head(config, part_of(w, "hc_head."), x), w["norm.weight"], eps), weights["lm_head.weight"]
+        k.hyper_head(x, head_site(config, k, part_of(w, "hc_head."), w["norm.weight"])),
+        weights["lm_head.weight"],
     )
 
 
@@ -125,7 +129,7 @@ def test_the_draft_goes_on_exactly_from_a_tail(case):
     drafted = Drafted(reference, weights)
     drafted.run(tokens, [200, 300], tails={128: 1, 256: 3})
     for boundary, place in ((128, 1), (256, 3)):
-        drafted.model.restore(1, place)
+        drafted.model.restore(1, place, boundary)
         logits = drafted.run(tokens, [boundary + 1, boundary + 5, TOKENS], start=boundary, ring=1)
         assert distance(logits, expected[boundary - 1 :]) < TOLERANCE
 
@@ -142,11 +146,28 @@ def test_a_proposal_is_what_the_draft_will_say_and_is_not_remembered(case):
     assert distance(drafted.run(tokens, [TOKENS], start=200), expected[199:]) < TOLERANCE
 
 
+def test_a_second_proposal_goes_beside_the_drafts_own_streams(case):
+    """As if the text had gone so: the draft's entries of proposed tokens are seen, and then forgotten."""
+    reference, weights, tokens, _ = case
+    drafted = Drafted(reference, weights)
+    drafted.run(tokens, [200])
+    with torch.inference_mode():
+        _, streams = drafted.model.draft.propose(Span(tokens[200:201], 200, drafted.pages, 0))
+        two = Span(tokens[200:202], 200, drafted.pages, 0)
+        logits, more = drafted.model.draft.propose(two, streams)
+    assert torch.equal(more[:1], streams), "the first one is what it was"
+    last = drafted.streams[0][-1:]
+    longer = torch.cat([drafted.streams[0], streams, more[1:]])
+    expected = dense_draft(our_config(reference), weights, longer[:202], tokens[:202])
+    assert last.shape == streams.shape
+    assert distance(logits[0], expected[-1]) < TOLERANCE
+
+
 def test_without_its_cache_the_draft_says_something_else(case):
     reference, weights, tokens, expected = case
     drafted = Drafted(reference, weights)
     drafted.run(tokens, [256], tails={256: 3})
     drafted.memory.view("draft_window", our_config(reference).layers)[3] = 0
-    drafted.model.restore(1, 3)
+    drafted.model.restore(1, 3, 256)
     logits = drafted.run(tokens, [TOKENS], start=256, ring=1)
     assert distance(logits, expected[255:]) > 100 * TOLERANCE

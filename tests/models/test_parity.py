@@ -17,6 +17,7 @@ from tests.models.reference import (
 )
 from tiercel.cache import Loaded, Request, TieredCache
 from tiercel.config import CacheConfig
+from tiercel.kernels.choice import make_kernels
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.models.deepseek_v4.batch import Span
 from tiercel.models.deepseek_v4.model import DeepseekV4
@@ -45,10 +46,11 @@ CUTS = {
 class Ours:
     """Our model on the weights of a reference, with pages in no particular order."""
 
-    def __init__(self, reference, format="fp32"):
+    def __init__(self, reference, format="fp32", kernels="auto"):
         spec = deepseek_v4(reference.config.to_dict(), PAGE, format)
         self.memory = DeviceMemory(spec, pages=16, tails=8)
-        self.model = DeepseekV4(our_config(reference), reference.state_dict(), self.memory, rings=4)
+        config, weights = our_config(reference), reference.state_dict()
+        self.model = DeepseekV4(config, weights, self.memory, rings=4, kernels=make_kernels(kernels))
         self.pages = torch.tensor([5, 3, 9, 1, 14, 12, 0])
 
     def run(self, tokens, cuts, *, ring=0, start=0, **options):
@@ -78,13 +80,27 @@ def test_a_text_may_be_cut_anywhere(case, cuts):
     assert distance(Ours(reference).run(tokens, CUTS[cuts]), expected) < TOLERANCE
 
 
+@pytest.mark.parametrize("format", ["fp32", "bf16", "fp8"])
+def test_the_bits_do_not_depend_on_where_a_text_is_cut(case, format):
+    reference, tokens, _ = case
+    whole = Ours(reference, format).run(tokens, [TOKENS])
+    for name, cuts in CUTS.items():
+        assert torch.equal(Ours(reference, format).run(tokens, cuts), whole), name
+
+
+@pytest.mark.parametrize("cuts", ["in one", "anywhere"])
+def test_the_plain_kernels_are_the_same_model(case, cuts):
+    reference, tokens, expected = case
+    assert distance(Ours(reference, kernels="reference").run(tokens, CUTS[cuts]), expected) < TOLERANCE
+
+
 def test_a_text_goes_on_from_a_tail_at_every_boundary(case):
     reference, tokens, expected = case
     ours = Ours(reference)
     ours.model([Span(tokens[:300], 0, ours.pages, 0, tails={128: 2, 256: 5})])
     ours.model([Span(tokens[300:512], 300, ours.pages, 0, tails={384: 7, 512: 1})])
     for boundary, place in ((128, 2), (256, 5), (384, 7), (512, 1)):
-        ours.model.restore(1, place)
+        ours.model.restore(1, place, boundary)
         steps = [boundary + n for n in (1, 2, 3, 4, 5, 60)]
         logits = ours.run(tokens, [*steps, TOKENS], ring=1, start=boundary)
         assert distance(logits, expected[boundary:]) < TOLERANCE, boundary
@@ -118,7 +134,7 @@ def test_two_texts_share_pages_and_run_in_one_batch(case):
     expected_other = reference_logits(reference, other)
     ours = Ours(reference)
     ours.model([Span(tokens[:300], 0, ours.pages, 0, tails={256: 4})])
-    ours.model.restore(1, 4)
+    ours.model.restore(1, 4, 256)
     other_pages = torch.cat([ours.pages[:2], torch.tensor([7, 8])])
     batch = [
         Span(tokens[300:TOKENS], 300, ours.pages, 0),
@@ -160,7 +176,7 @@ def serve(cache, model, tokens):
         assert all(isinstance(each, Loaded) and each.error is None for each in cache.step())
     start = request.reuse.tokens
     for tail in request.resume_tails:
-        model.restore(0, tail.device & 0xFFFFFFFF)
+        model.restore(0, tail.device & 0xFFFFFFFF, start)
     room = cache.extend(request, len(tokens))
     while not hasattr(room, "tails"):
         cache.step()

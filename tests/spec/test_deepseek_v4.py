@@ -91,7 +91,7 @@ def test_the_compressor_state_is_fp32_in_every_format() -> None:
         (96, 32, 128, 4),
         (384, 64, 448, 8),
         (40, 8, 48, 4),
-        (50, 1, 51, 52),
+        (51, 2, 53, 52),
     ],
 )
 def test_an_fp8_entry_has_one_scale_byte_per_group_padded_to_words(
@@ -209,7 +209,7 @@ def test_pages_that_cut_an_entry_are_refused() -> None:
         ({"head_dim": None}, "head_dim = None: is missing"),
         ({"index_head_dim": -1}, "index_head_dim = -1"),
         ({"sliding_window": -32}, "sliding_window = -32"),
-        ({"qk_rope_head_dim": 64}, "qk_rope_head_dim = 64: must lie between 0 and head_dim = 64"),
+        ({"qk_rope_head_dim": 64}, "qk_rope_head_dim = 64: gives 64 rotary channels"),
         ({"qk_rope_head_dim": None}, "qk_rope_head_dim = None"),
         ({"compress_rates": {"linear": 4}}, "compress_rates = {'linear': 4}"),
         ({"compress_rates": {"compressed_sparse_attention": -4}}, "compressed_sparse_attention = -4"),

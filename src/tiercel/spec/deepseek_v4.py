@@ -70,7 +70,7 @@ def deepseek_v4_mtp(
     `hidden` adds the streams of the token before a boundary, from which the draft's next entry is made: with
     it a draft goes on exactly after a tail, without it the first entry after the tail is missing.
     """
-    layers = _mtp_layers(config)
+    layers = mtp_layers(config)
     check_positive("num_nextn_predict_layers", layers)
     if config.get("compress_ratios") is not None:
         for ratio in per_layer(config, "compress_ratios", extra=layers)[whole(config, "num_hidden_layers") :]:
@@ -121,7 +121,7 @@ def _entry(config: Mapping[str, Any], format: str) -> _Entry:
     head_dim = whole(config, "head_dim")
     if format != "fp8":
         return _Entry((values(head_dim, format),))
-    nope = head_dim - (rope := _rope_dim(config, head_dim))
+    nope = head_dim - (rope := rope_dim(config))
     value = Part("value", nope + 2 * rope)
     return _Entry((value, Part("scale", _scale_bytes(nope))), row_align=value.bytes)
 
@@ -135,14 +135,16 @@ def _scale_bytes(nope: int) -> int:
     return -(-(nope // group) // 4) * 4
 
 
-def _rope_dim(config: Mapping[str, Any], head_dim: int) -> int:
-    factor = config.get("partial_rotary_factor")
+def rope_dim(config: Mapping[str, Any]) -> int:
+    """How many channels of a head turn with the position."""
+    head_dim, factor = whole(config, "head_dim"), config.get("partial_rotary_factor")
     if config.get("qk_rope_head_dim") is None and isinstance(factor, int | float):
-        rope = int(head_dim * factor)
+        field, rope = "partial_rotary_factor", int(head_dim * factor)
     else:
-        rope = whole(config, "qk_rope_head_dim")
-    if not 0 < rope < head_dim:
-        raise SpecError("qk_rope_head_dim", rope, f"must lie between 0 and head_dim = {head_dim}")
+        field, rope = "qk_rope_head_dim", whole(config, "qk_rope_head_dim")
+    if not 0 < rope < head_dim or rope % 2:
+        why = f"gives {rope} rotary channels, must be even and between 0 and head_dim = {head_dim}"
+        raise SpecError(field, config.get(field), why)
     return rope
 
 
@@ -155,7 +157,7 @@ def _kinds(config: Mapping[str, Any]) -> Sequence[str]:
     if config.get("layer_types") is not None:
         return layer_kinds(config, (SLIDING, *rates))
     kind_of = {0: SLIDING} | {rate: kind for kind, rate in rates.items()}
-    ratios = per_layer(config, "compress_ratios", extra=_mtp_layers(config))
+    ratios = per_layer(config, "compress_ratios", extra=mtp_layers(config))
     ratios = ratios[: whole(config, "num_hidden_layers")]
     for i, ratio in enumerate(ratios):
         if ratio not in tuple(kind_of):
@@ -175,7 +177,7 @@ def _rates(config: Mapping[str, Any]) -> dict[str, int]:
     return rates
 
 
-def _mtp_layers(config: Mapping[str, Any]) -> int:
+def mtp_layers(config: Mapping[str, Any]) -> int:
     """1 where the config does not say: as in every published one."""
     name = "num_nextn_predict_layers"
     return whole({name: 1, **config}, name, least=0)

@@ -5,31 +5,24 @@
     heavy (ratio 128)  and all compressed entries
 
 A query at position t sees the compressed entries i < (t + 1) // ratio: entry i exists once its last token
-does, and is then in the pages. So a span first writes its new entries, then all its queries read, and the
+does, and is then in the pages. So a call first writes its new entries, then all its queries read, and the
 page table is the only thing between them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812 - its usual name
 
-from tiercel.kernels.attention import (
-    best_rows_reference,
-    compress_reference,
-    sparse_attention_reference,
-)
+from tiercel.kernels.choice import Kernels
+from tiercel.kernels.reference import Turn
 from tiercel.memory.buffers import DeviceMemory
-from tiercel.models.deepseek_v4.batch import Span
-from tiercel.models.deepseek_v4.blocks import Weights, norm, part_of, rms
+from tiercel.models.deepseek_v4.batch import Batch
+from tiercel.models.deepseek_v4.blocks import Weights, part_of
 from tiercel.models.deepseek_v4.config import V4Config
-from tiercel.models.deepseek_v4.entries import EntryRows, codec_of
-from tiercel.models.deepseek_v4.recent import RecentEntries, RecentRows
-from tiercel.models.deepseek_v4.rope import Rotary, Turn, rotate
-from tiercel.spec.stream import Stream
+from tiercel.models.deepseek_v4.entries import EntryRows, plain_codec
+from tiercel.models.deepseek_v4.recent import Recent
+from tiercel.models.deepseek_v4.rope import Rotary
 
 
 class Compressor:
@@ -42,190 +35,189 @@ class Compressor:
     def __init__(
         self,
         config: V4Config,
+        kernels: Kernels,
         weights: Weights,
         rotary: Rotary,
         pages: EntryRows,
-        tails: EntryRows | None,
         rings: int,
     ) -> None:
+        self._k = kernels
         self._eps = config.rms_norm_eps
-        self._w = weights
+        self._norm, self._bias = weights["kv_norm.weight"], weights["position_bias"]
         self._rotary = rotary
-        self._tails = tails
+        self.tails: EntryRows | None = None
+        """Where the rows of an open entry go, if a boundary can leave any."""
         self.pages = pages
-        self.ratio = weights["position_bias"].shape[0]
-        self.dim = weights["kv_norm.weight"].shape[0]
-        channels = weights["kv_proj.weight"].shape[0]
-        self.overlap = channels == 2 * self.dim
-        self.recent = RecentRows(rings, 2 * self.ratio if self.overlap else self.ratio, channels)
+        self.ratio, self._channels = self._bias.shape
+        self.dim = self._norm.shape[0]
+        self._width = self.ratio * self._channels // self.dim
+        self.weight = torch.cat([weights["kv_proj.weight"], weights["gate_proj.weight"]])
+        """Projects a token to its row: kv, then gate."""
+        self._recent = Recent(kernels, rings, self._width, plain_codec(2 * self._channels))
 
-    def project(self, h: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """(kv, gate) of flat tokens, the gate with its position's bias."""
-        gate = F.linear(h, self._w["gate_proj.weight"]) + self._w["position_bias"][positions % self.ratio]
-        return F.linear(h, self._w["kv_proj.weight"]), gate
+    @property
+    def sparse(self) -> bool:
+        return self._width > self.ratio
 
-    def extend(self, span: Span, kv: Tensor, gate: Tensor) -> None:
-        """Write the entries that end in this span, and the open rows of its tails."""
-        rows = self.recent.extend(span.ring, kv, gate)
-        first = max(span.start, span.write_from) // self.ratio
-        entries = torch.arange(first, span.end // self.ratio)
-        if len(entries):
-            self._write(span, rows, entries)
-        if self._tails is None:
+    def extend(self, batch: Batch, rows: Tensor) -> None:
+        """Write the entries that end in this call, and the open rows of its tails."""
+        recent = self._recent
+        made = batch.new_entries(self.ratio, self._width, recent.rows, self.pages.per_row)
+        if made is not None:
+            entry = self._k.compress((recent.read(), rows), made.rows, self._bias, self.dim)
+            turn = self._rotary.at(made.positions)
+            entry = self._k.norm_rotate(entry[:, None, :], turn, eps=self._eps, weight=self._norm)
+            self.pages.write(made.pages, entry[:, 0, :])
+        data = recent.codec.encode(rows)
+        for i, span in enumerate(batch.spans if self.tails else ()):
+            for boundary, place in span.tails.items():
+                numbers = batch.recent_before(boundary, self.ratio, i, recent.rows)
+                self._write_tail(place, recent.codec.decode(recent.gather(data, numbers)))
+        recent.keep(batch, data)
+
+    def _write_tail(self, place: int, rows: Tensor) -> None:
+        """Of open rows only the first channels count any more."""
+        assert self.tails is not None
+        halves = rows.unflatten(1, (2, self._channels))[:, :, : self.dim].flatten(1)
+        self.tails.write_row(place, self.tails.codec.encode(halves))
+
+    def restore(self, ring: int, place: int, boundary: int) -> None:
+        if self.tails is None:
             return
-        for boundary, place in span.tails.items():
-            end = boundary - span.start + self.recent.rows
-            open_rows = rows[end - self.ratio : end, :, : self.dim].flatten(1)
-            self._tails.write_row(place, self._tails.codec.encode(open_rows))
+        halves = self.tails.codec.decode(self.tails.read_row(place)).unflatten(1, (2, self.dim))
+        rows = torch.zeros(len(halves), 2, self._channels)
+        rows[:, :, : self.dim] = halves
+        self._recent.restore(ring, boundary, self._recent.codec.encode(rows.flatten(1)))
 
-    def restore(self, ring: int, place: int) -> None:
-        if self._tails is not None:
-            open_rows = self._tails.codec.decode(self._tails.read_row(place))
-            self.recent.restore(ring, open_rows.unflatten(1, (2, self.dim)))
-
-    def _write(self, span: Span, rows: Tensor, entries: Tensor) -> None:
-        width = 2 * self.ratio if self.overlap else self.ratio
-        ends = (entries + 1) * self.ratio - span.start + self.recent.rows
-        window = rows[ends[:, None] - torch.arange(width, 0, -1)]
-        kv, gate = window[:, :, 0], window[:, :, 1]
-        if self.overlap:
-            halves = torch.arange(width) < self.ratio
-            kv = torch.where(halves[None, :, None], kv[..., : self.dim], kv[..., self.dim :])
-            gate = torch.where(halves[None, :, None], gate[..., : self.dim], gate[..., self.dim :])
-            if entries[0] == 0:
-                gate[0, : self.ratio] = float("-inf")
-                kv[0, : self.ratio] = 0
-        entry = norm(compress_reference(kv, gate), self._w["kv_norm.weight"], self._eps)
-        entry = rotate(entry, self._rotary.at(entries * self.ratio))
-        self.pages.write(*self.where(span, entries), entry)
-
-    def where(self, span: Span, entries: Tensor) -> tuple[Tensor, Tensor]:
-        """(place, entry in the row) of entries of the text."""
-        per_page = self.pages.parts[0].shape[1]
-        return span.pages[entries // per_page], entries % per_page
-
-    def read(self, span: Span, entries: Tensor) -> Tensor:
-        return self.pages.read(*self.where(span, entries))
+    def entries(self, batch: Batch, *, in_place: bool) -> Tensor:
+        """The pool that `batch.entries` numbers."""
+        if in_place:
+            return self.pages.all()
+        rows = batch.entries(self.ratio, self.pages.per_row, in_place=True)
+        return self.pages.read(rows[rows >= 0].long())
 
 
 class Attention:
     """One layer. `__call__` takes flat tokens of several spans."""
 
     def __init__(
-        self, config: V4Config, layer: int, weights: Weights, rotary: Rotary, memory: DeviceMemory, rings: int
+        self,
+        config: V4Config,
+        kernels: Kernels,
+        layer: int,
+        weights: Weights,
+        rotary: Rotary,
+        memory: DeviceMemory,
+        rings: int,
     ) -> None:
         draft = layer == config.layers
         ratio = 0 if draft else config.ratios[layer]
-        self._config = config
-        self._w = weights
+        self._config, self._k = config, kernels
         self._scale = config.head_dim**-0.5
-        spec = memory.spec
+        self._memory, self._layer, self._rings = memory, layer, rings
         self.rotary = rotary
-        window = spec.stream("draft_window" if draft else "window")
-        codec = codec_of(window, config.rope_dim)
-        self.window = RecentEntries(rings, config.window - 1, window, codec)
-        self.window_tails = EntryRows.over(memory.view(window.name, layer), window, spec.page_tokens, codec)
-        self.compressor: Compressor | None = None
-        self.indexer: Compressor | None = None
+        self._tails = self._rows("draft_window" if draft else "window")
+        self._recent = Recent(kernels, rings, config.window - 1, self._tails.codec)
+        self._compressors: list[Compressor] = []
         if ratio:
-            self.compressor = self._compressor(memory, layer, f"c{ratio}", "compressor.", rings)
-        self._index_weights = part_of(weights, "compressor.indexer.")
-        if self.compressor is not None and self.compressor.overlap:
-            self.indexer = self._compressor(memory, layer, f"c{ratio}_index", "compressor.indexer.", rings)
+            self._compressors.append(self._compressor(f"c{ratio}", part_of(weights, "compressor.")))
+            if self._compressors[0].sparse:
+                index = part_of(weights, "compressor.indexer.")
+                self._compressors.append(self._compressor(f"c{ratio}_index", index))
+        self._in_place = all(each.pages.in_place for each in self._compressors)
+        self._take_weights(weights)
 
-    def _compressor(self, memory: DeviceMemory, layer: int, name: str, prefix: str, rings: int) -> Compressor:
-        def entries(stream: Stream) -> EntryRows:
-            codec = codec_of(stream, self._config.rope_dim)
-            return EntryRows.over(memory.view(stream.name, layer), stream, spec.page_tokens, codec)
+    def _rows(self, stream_name: str) -> EntryRows:
+        memory = self._memory
+        stream, rows = memory.spec.stream(stream_name), memory.view(stream_name, self._layer)
+        return EntryRows(self._k, rows, stream, memory.spec.page_tokens, self._config.rope_dim)
 
-        spec = memory.spec
-        states = [entries(stream) for stream in spec.tail_streams if stream.name == f"{name}_state"]
-        return Compressor(
-            self._config,
-            part_of(self._w, prefix),
-            self.rotary,
-            entries(spec.stream(name)),
-            states[0] if states else None,
-            rings,
-        )
+    def _compressor(self, name: str, weights: Weights) -> Compressor:
+        own = Compressor(self._config, self._k, weights, self.rotary, self._rows(name), self._rings)
+        if any(stream.name == f"{name}_state" for stream in self._memory.spec.tail_streams):
+            own.tails = self._rows(f"{name}_state")
+        return own
 
-    def restore(self, ring: int, place: int) -> None:
+    def _take_weights(self, w: Weights) -> None:
+        """Everything that reads the same input is one matrix."""
+        c, pack = self._config, self._k.pack
+        inputs = [w["q_a_proj.weight"], w["kv_proj.weight"], *(each.weight for each in self._compressors)]
+        queries = [w["q_b_proj.weight"]]
+        if len(self._compressors) == 2:
+            scale = c.index_head_dim**-0.5 * c.index_heads**-0.5
+            inputs.append(w["compressor.indexer.scorer.weights_proj.weight"] * scale)
+            queries.append(w["compressor.indexer.q_b_proj.weight"])
+        self._input, self._widths = pack(torch.cat(inputs)), [len(each) for each in inputs]
+        self._queries, self._query_widths = pack(torch.cat(queries)), [len(each) for each in queries]
+        self._q_norm, self._kv_norm = w["q_a_norm.weight"], w["kv_norm.weight"]
+        self._sinks = w["sinks"]
+        self._out_low = [pack(each) for each in w["o_a_proj.weight"].unflatten(0, (c.o_groups, -1))]
+        self._out = pack(w["o_b_proj.weight"])
+
+    def restore(self, ring: int, place: int, boundary: int) -> None:
         """The ring goes on where the tail at this place was written."""
-        self.window.restore(ring, self.window_tails.read_row(place))
-        for compressor in (self.compressor, self.indexer):
-            if compressor is not None:
-                compressor.restore(ring, place)
+        self._recent.restore(ring, boundary, self._tails.read_row(place))
+        for compressor in self._compressors:
+            compressor.restore(ring, place, boundary)
 
-    def __call__(self, h: Tensor, positions: Tensor, turn: Turn, spans: Sequence[Span]) -> Tensor:
+    def __call__(self, h: Tensor, turn: Turn, batch: Batch) -> Tensor:
         """h [tokens, d], normed; `turn` of the layer's kind at these positions."""
-        c, w = self._config, self._w
-        q_low = norm(F.linear(h, w["q_a_proj.weight"]), w["q_a_norm.weight"], c.rms_norm_eps)
-        q = F.linear(q_low, w["q_b_proj.weight"]).unflatten(1, (c.heads, c.head_dim))
-        q = rotate(rms(q, c.rms_norm_eps), turn)
-        kv = rotate(norm(F.linear(h, w["kv_proj.weight"]), w["kv_norm.weight"], c.rms_norm_eps), turn)
-        compressed = self._compress(h, positions)
-        scores = self._index_queries(h, q_low, turn)
-        out, at = torch.empty_like(q), 0
-        for span in spans:
-            part = slice(at, at + len(span.tokens))
-            pools, rows = self._rows(span, kv[part], [x[part] for x in compressed], [x[part] for x in scores])
-            out[part] = sparse_attention_reference(q[part], pools, rows, w["sinks"], self._scale)
-            at += len(span.tokens)
-        out = rotate(out, turn, back=True).reshape(len(h), c.o_groups, -1)
-        groups = w["o_a_proj.weight"].unflatten(0, (c.o_groups, -1)).transpose(1, 2)
-        low = torch.bmm(out.transpose(0, 1), groups).transpose(0, 1)
-        return F.linear(low.flatten(1), w["o_b_proj.weight"])
-
-    def _compress(self, h: Tensor, positions: Tensor) -> list[Tensor]:
-        """(kv, gate) of the compressor, then of the indexer, on flat tokens."""
-        both = [each for each in (self.compressor, self.indexer) if each is not None]
-        return [x for each in both for x in each.project(h, positions)]
-
-    def _index_queries(self, h: Tensor, q_low: Tensor, turn: Turn) -> list[Tensor]:
-        """The indexer's queries and head weights, scaled, on flat tokens."""
-        if self.indexer is None:
-            return []
-        c, w = self._config, self._index_weights
-        q = F.linear(q_low, w["q_b_proj.weight"]).unflatten(1, (c.index_heads, c.index_head_dim))
-        weights = F.linear(h, w["scorer.weights_proj.weight"]) * (
-            c.index_head_dim**-0.5 * c.index_heads**-0.5
+        c, k = self._config, self._k
+        q_low, kv, *rest = k.linear(h, self._input).split(self._widths, 1)
+        q, *index_q = k.linear(k.norm(q_low, self._q_norm, c.rms_norm_eps), self._queries).split(
+            self._query_widths, 1
         )
-        return [rotate(q, turn), weights]
-
-    def _rows(
-        self, span: Span, kv: Tensor, compressed: list[Tensor], queries: list[Tensor]
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """What each token of a span attends to: pools of entries, and the rows of each."""
-        c, n = self._config, len(span.tokens)
-        parts = self.window.extend(span.ring, kv, keep=span.keep)
-        pools, rows = [self.window.codec.decode(parts)], [_window_rows(span, c.window)]
-        for boundary, place in span.tails.items():
-            end = boundary - span.start + self.window.rows
-            assert boundary > span.start, "a tail is written by the span that reaches it"
-            self.window_tails.write_row(place, tuple(part[end - c.window : end] for part in parts))
-        if self.compressor is None:
-            return pools, rows
-        self.compressor.extend(span, compressed[0], compressed[1])
-        visible = (torch.arange(span.start, span.end) + 1) // self.compressor.ratio
-        entries = torch.arange(span.end // self.compressor.ratio)
-        if self.indexer is None:
-            chosen = torch.where(entries[None, :] < visible[:, None], entries, -1)
+        q = k.norm_rotate(q.unflatten(1, (c.heads, c.head_dim)), turn, eps=c.rms_norm_eps)
+        kv = k.norm_rotate(kv[:, None, :], turn, eps=c.rms_norm_eps, weight=self._kv_norm)[:, 0, :]
+        new = self._recent.codec.encode(kv)
+        for compressor, rows in zip(self._compressors, rest, strict=False):
+            compressor.extend(batch, rows)
+        if index_q:
+            entries, chosen = self._best_entries(batch, index_q[0], rest[2], turn)
+        elif self._compressors:
+            entries, chosen = self._all_entries(batch)
         else:
-            self.indexer.extend(span, compressed[2], compressed[3])
-            chosen = best_rows_reference(
-                queries[0], queries[1], self.indexer.read(span, entries), visible, c.index_topk
-            )
-        if chosen.numel() < len(entries):  # few queries: read what they chose, not everything
-            pools.append(self.compressor.read(span, chosen.clamp(min=0).flatten()))
-            chosen = torch.where(chosen < 0, -1, torch.arange(chosen.numel()).view_as(chosen))
-        else:
-            pools.append(self.compressor.read(span, entries))
-        assert chosen.shape[0] == n
-        return pools, [*rows, chosen]
+            entries, chosen = kv, torch.empty(len(h), 0, dtype=torch.int32)
+        out = k.attention(
+            q,
+            (self._recent.read(), self._recent.codec.decode(new)),
+            batch.window(c.window),
+            entries,
+            chosen,
+            self._sinks,
+            self._scale,
+        )
+        self._write_tails(batch, new)
+        self._recent.keep(batch, new)
+        return self._project(k.norm_rotate(out, turn, back=True))
 
+    def _all_entries(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        own = self._compressors[0]
+        seen = batch.seen_entries(own.ratio, own.pages.per_row, in_place=self._in_place)
+        return own.entries(batch, in_place=self._in_place), seen
 
-def _window_rows(span: Span, window: int) -> Tensor:
-    """[n, window]: rows of the recent entries followed by the span's own, the newest last."""
-    n = len(span.tokens)
-    rows = torch.arange(n)[:, None] + torch.arange(window)[None, :]
-    return torch.where(rows + span.start >= window - 1, rows, -1)
+    def _best_entries(self, batch: Batch, q: Tensor, weights: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
+        """The compressed entries, and the rows of those that the indexer finds best for each token."""
+        c, (own, index) = self._config, self._compressors
+        q = self._k.norm_rotate(q.unflatten(1, (c.index_heads, c.index_head_dim)), turn)
+        rows = batch.entries(own.ratio, own.pages.per_row, in_place=self._in_place)
+        keys = index.entries(batch, in_place=self._in_place)
+        visible = batch.visible(own.ratio)
+        chosen = self._k.best_rows(q, weights, keys, rows, batch.span, visible, c.index_topk)
+        return own.entries(batch, in_place=self._in_place), chosen
+
+    def _write_tails(self, batch: Batch, new: tuple[Tensor, ...]) -> None:
+        for i, span in enumerate(batch.spans):
+            for boundary, place in span.tails.items():
+                assert boundary > span.start, "a tail is written by the span that reaches it"
+                numbers = batch.recent_before(boundary, self._config.window, i, self._recent.rows)
+                self._tails.write_row(place, self._recent.gather(new, numbers))
+
+    def _project(self, out: Tensor) -> Tensor:
+        """Group by group to a low rank, then together."""
+        groups = out.reshape(len(out), len(self._out_low), -1)
+        rank = self._config.o_lora_rank
+        low = torch.empty(len(out), len(self._out_low) * rank)
+        for i, weight in enumerate(self._out_low):
+            self._k.linear(groups[:, i], weight, out=low[:, i * rank : (i + 1) * rank])
+        return self._k.linear(low, self._out)

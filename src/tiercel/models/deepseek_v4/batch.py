@@ -1,11 +1,17 @@
-"""What the model is asked to compute: no scheduling, no HTTP, only tokens and where their rows are."""
+"""What the model is asked to compute, and the lists of rows that every layer of it works on."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor
+
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -34,3 +40,109 @@ class Span:
     @property
     def end(self) -> int:
         return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True)
+class NewEntries:
+    """Entries that are complete with this call: the rows each is made of, where it goes, its position."""
+
+    rows: Tensor
+    pages: Tensor
+    positions: Tensor
+
+
+class Batch:
+    """The spans of one call as flat tokens, and lists of row numbers, made once for all layers.
+
+    flat tokens    │ span 0: 7 8 9 │ span 1: 40 │ span 2: 0 1 2 3 │
+    recent rows    ring · rows + position % rows, in what rings keep, for positions before the span
+                   rings · rows + flat token, for the span's own
+    entry rows     page's place · entries of a page + number in the page
+    """
+
+    def __init__(self, spans: Sequence[Span], rings: int) -> None:
+        lengths = np.array([len(span.tokens) for span in spans])
+        self.spans = spans
+        self._rings = rings
+        self._starts = np.array([span.start for span in spans])
+        self._ends = self._starts + lengths
+        self._ring = np.array([span.ring for span in spans])
+        self._first = lengths.cumsum() - lengths
+        self._span = np.arange(len(spans)).repeat(lengths)
+        self._positions = np.arange(lengths.sum()) + (self._starts - self._first)[self._span]
+        self.tokens = spans[0].tokens if len(spans) == 1 else torch.cat([span.tokens for span in spans])
+        self.span = torch.from_numpy(self._span)
+        self.positions = torch.from_numpy(self._positions)
+        self.last = torch.from_numpy(self._first + lengths - 1)
+        """The last token of each span."""
+        widest = max(len(span.pages) for span in spans)
+        self._pages = np.full((len(spans), widest), -1)
+        for table, span in zip(self._pages, spans, strict=True):
+            table[: len(span.pages)] = span.pages
+        # Made when first asked for, and kept: every layer of a kind asks for the same lists.
+        self.window = cache(self._window)
+        self.kept = cache(self._kept)
+        self.visible = cache(self._visible)
+        self.entries = cache(self._entries)
+        self.new_entries = cache(self._new_entries)
+        self.seen_entries = cache(self._seen_entries)
+
+    def recent(self, positions: Ints, span: Ints, ring_rows: int) -> Tensor:
+        """Row numbers of positions of spans; -1 before the start of the text."""
+        own = positions - self._starts[span]
+        old = self._ring[span] * ring_rows + positions % ring_rows
+        new = self._rings * ring_rows + self._first[span] + own
+        rows = np.where(own < 0, old, new)
+        return torch.from_numpy(np.where(positions < 0, -1, rows).astype(np.int32))
+
+    def recent_before(self, end: int, count: int, span: int, ring_rows: int) -> Tensor:
+        """Row numbers of the `count` positions before `end`."""
+        positions = np.arange(end - count, end)
+        return self.recent(positions, np.full(count, span), ring_rows)
+
+    def _window(self, width: int) -> Tensor:
+        """[tokens, width]: each token's window, itself last."""
+        positions = self._positions[:, None] + np.arange(1 - width, 1)
+        return self.recent(positions, self._span[:, None], width - 1)
+
+    def _kept(self, ring_rows: int) -> tuple[Tensor, Tensor]:
+        """(flat tokens, ring rows): what the rings remember of this call."""
+        keep = np.array([span.keep for span in self.spans])
+        chosen = (self._positions >= (self._ends - ring_rows)[self._span]) & keep[self._span]
+        rows = self._ring[self._span] * ring_rows + self._positions % ring_rows
+        return torch.from_numpy(chosen.nonzero()[0]), torch.from_numpy(rows[chosen])
+
+    def _visible(self, ratio: int) -> Tensor:
+        """How many entries each token sees: those that ended with it or before."""
+        return torch.from_numpy((self._positions + 1) // ratio)
+
+    def _entries(self, ratio: int, per_page: int, *, in_place: bool) -> Tensor:
+        """[spans, most]: rows of all entries of each span, in the pages or in the order they are read out."""
+        counts = self._ends // ratio
+        numbers = np.arange(counts.max())[None, :]
+        if in_place:
+            rows = self._pages[:, numbers[0] // per_page] * per_page + numbers % per_page
+        else:
+            rows = (counts.cumsum() - counts)[:, None] + numbers
+        return torch.from_numpy(np.where(numbers < counts[:, None], rows, -1).astype(np.int32))
+
+    def _seen_entries(self, ratio: int, per_page: int, *, in_place: bool) -> Tensor:
+        """[tokens, most]: rows of all entries each token sees."""
+        rows = self.entries(ratio, per_page, in_place=in_place)
+        numbers = torch.arange(rows.shape[1])
+        return torch.where(numbers < self.visible(ratio)[:, None], rows[self.span], -1)
+
+    def _new_entries(self, ratio: int, width: int, ring_rows: int, per_page: int) -> NewEntries | None:
+        since = np.maximum(self._starts, [span.write_from for span in self.spans]) // ratio
+        counts = np.maximum(self._ends // ratio - since, 0)
+        if not counts.any():
+            return None
+        span = np.arange(len(counts)).repeat(counts)
+        numbers = np.arange(counts.sum()) + (since - (counts.cumsum() - counts))[span]
+        positions = numbers[:, None] * ratio + np.arange(ratio - width, ratio)
+        pages = self._pages[span, numbers // per_page] * per_page + numbers % per_page
+        return NewEntries(
+            self.recent(positions, span[:, None], ring_rows),
+            torch.from_numpy(pages),
+            torch.from_numpy(numbers * ratio),
+        )

@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from tiercel.errors import SpecError
-from tiercel.spec.deepseek_v4 import HEAVY, RATES, SLIDING, SPARSE
+from tiercel.spec.deepseek_v4 import HEAVY, RATES, SLIDING, SPARSE, mtp_layers, rope_dim
 from tiercel.spec.hf_fields import layer_kinds, per_layer, whole
 
 MODEL_TYPE = "deepseek_v4"
 ARCHITECTURE = "DeepseekV4ForCausalLM"
 HASH, SCORE = "hash_moe", "moe"
-SCORING = "sqrtsoftplus"
 
 ONLY: Mapping[str, object] = {
     "hidden_act": "silu",
@@ -30,7 +29,7 @@ ONLY: Mapping[str, object] = {
     "n_shared_experts": 1,
     "attention_bias": False,
     "mlp_bias": False,
-    "scoring_func": SCORING,
+    "scoring_func": "sqrtsoftplus",
     "topk_method": "noaux_tc",
     "norm_topk_prob": True,
     "n_group": 1,
@@ -80,10 +79,7 @@ class V4Config:
     experts: int
     experts_per_token: int
     moe_intermediate: int
-    shared_experts: int
     routed_scaling_factor: float
-    norm_topk_prob: bool
-    scoring_func: str
     swiglu_limit: float
 
     hc_mult: int
@@ -104,7 +100,6 @@ class V4Config:
         """From the object in `config.json`. Anything unusable is a `SpecError` that names it."""
         _check_architecture(config)
         _check_choices(config)
-        rope_dim = _rope_dim(config)
         own = cls(
             vocab_size=whole(config, "vocab_size"),
             hidden_size=whole(config, "hidden_size"),
@@ -112,7 +107,7 @@ class V4Config:
             hash_layers=_hash_layers(config),
             heads=whole(config, "num_attention_heads"),
             head_dim=whole(config, "head_dim"),
-            rope_dim=rope_dim,
+            rope_dim=rope_dim(config),
             q_lora_rank=whole(config, "q_lora_rank"),
             o_groups=whole(config, "o_groups"),
             o_lora_rank=whole(config, "o_lora_rank"),
@@ -123,10 +118,7 @@ class V4Config:
             experts=whole(config, "n_routed_experts"),
             experts_per_token=whole(config, "num_experts_per_tok"),
             moe_intermediate=whole(config, "moe_intermediate_size"),
-            shared_experts=1,
             routed_scaling_factor=_number(config, "routed_scaling_factor"),
-            norm_topk_prob=True,
-            scoring_func=SCORING,
             swiglu_limit=_number(config, "swiglu_limit"),
             hc_mult=whole(config, "hc_mult"),
             hc_sinkhorn_iters=whole(config, "hc_sinkhorn_iters"),
@@ -134,7 +126,7 @@ class V4Config:
             rms_norm_eps=_number(config, "rms_norm_eps"),
             rope_main=_rope_main(config),
             rope_compress=_rope_compress(config),
-            mtp_layers=_mtp_layers(config),
+            mtp_layers=mtp_layers(config),
             tie_word_embeddings=_flag(config, "tie_word_embeddings"),
         )
         own._check_fit()
@@ -205,7 +197,7 @@ def _ratios(config: Mapping[str, Any]) -> tuple[int, ...]:
     if config.get("layer_types") is not None:
         return tuple(RATIO_OF[kind] for kind in layer_kinds(config, tuple(RATIO_OF)))
     layers = whole(config, "num_hidden_layers")
-    ratios = per_layer(config, "compress_ratios", extra=_mtp_layers(config))
+    ratios = per_layer(config, "compress_ratios", extra=mtp_layers(config))
     for i, ratio in enumerate(ratios):
         known = tuple(RATIO_OF.values()) if i < layers else (0,)
         if ratio not in known or isinstance(ratio, bool):
@@ -225,25 +217,7 @@ def _hash_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:
     return tuple(kind == HASH for kind in kinds)
 
 
-def _mtp_layers(config: Mapping[str, Any]) -> int:
-    """1 where the config does not say: as in every published one."""
-    name = "num_nextn_predict_layers"
-    return whole({name: 1, **config}, name, least=0)
-
-
 # Rotary positions
-
-
-def _rope_dim(config: Mapping[str, Any]) -> int:
-    head_dim, factor = whole(config, "head_dim"), config.get("partial_rotary_factor")
-    if config.get("qk_rope_head_dim") is None and factor is not None:
-        field, rope = "partial_rotary_factor", int(head_dim * _number(config, "partial_rotary_factor"))
-    else:
-        field, rope = "qk_rope_head_dim", whole(config, "qk_rope_head_dim")
-    if not 0 < rope < head_dim or rope % 2:
-        why = f"gives {rope} rotary channels, must be even and between 0 and head_dim = {head_dim}"
-        raise SpecError(field, config.get(field), why)
-    return rope
 
 
 def _rope_main(config: Mapping[str, Any]) -> Rope:

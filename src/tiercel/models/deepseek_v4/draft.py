@@ -13,16 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812 - its usual name
 
+from tiercel.kernels.choice import Kernels
 from tiercel.memory.buffers import DeviceMemory
-from tiercel.models.deepseek_v4.batch import Span
-from tiercel.models.deepseek_v4.blocks import Weights, hyper_head, norm, part_of
+from tiercel.models.deepseek_v4.batch import Batch, Span
+from tiercel.models.deepseek_v4.blocks import Weights, head_site, part_of
 from tiercel.models.deepseek_v4.config import V4Config
-from tiercel.models.deepseek_v4.entries import EntryRows, codec_of
+from tiercel.models.deepseek_v4.entries import EntryRows
 from tiercel.models.deepseek_v4.layer import Layer
 from tiercel.models.deepseek_v4.rope import Rotary
 
@@ -30,17 +31,26 @@ from tiercel.models.deepseek_v4.rope import Rotary
 class Draft:
     """One MTP layer. `weights` are all of the model's: it shares embedding and head."""
 
-    def __init__(self, config: V4Config, weights: Weights, memory: DeviceMemory, rings: int) -> None:
-        self._config = config
-        self._w = part_of(weights, "mtp.0.")
-        self._head = part_of(self._w, "hc_head.")
-        self._embedding, self._lm_head = weights["model.embed_tokens.weight"], weights["lm_head.weight"]
+    def __init__(
+        self,
+        config: V4Config,
+        kernels: Kernels,
+        weights: Weights,
+        lm_head: Any,
+        memory: DeviceMemory,
+        rings: int,
+    ) -> None:
+        self._config, self._k, self._rings = config, kernels, rings
+        w = part_of(weights, "mtp.0.")
+        self._norms = [w["enorm.weight"], w["hnorm.weight"]]
+        self._projections = [kernels.pack(w[f"{name}.weight"]) for name in ("e_proj", "h_proj")]
+        self._head = head_site(config, kernels, part_of(w, "hc_head."), w["norm.weight"])
+        self._embedding, self._lm_head = weights["model.embed_tokens.weight"], lm_head
         self._rotary = Rotary(config.rope_main, config.rope_dim)
-        self.layer = Layer(config, config.layers, self._w, self._rotary, memory, rings)
+        self.layer = Layer(config, kernels, config.layers, w, self._rotary, memory, rings)
         stream = memory.spec.stream("draft_hidden")
-        codec = codec_of(stream, config.rope_dim)
         rows = memory.view("draft_hidden", config.layers)
-        self._tails = EntryRows.over(rows, stream, memory.spec.page_tokens, codec)
+        self._tails = EntryRows(kernels, rows, stream, memory.spec.page_tokens, config.rope_dim)
         self._last = torch.zeros(rings, config.hc_mult, config.hidden_size)
 
     def follow(self, spans: Sequence[Span], x: Tensor, tokens: Tensor) -> Tensor:
@@ -68,31 +78,33 @@ class Draft:
                 )
             at += len(span.tokens)
         if not shifted:
-            return torch.empty(0, self._lm_head.shape[0])
+            return torch.empty(0, len(self._embedding))
         return self._run(shifted, torch.cat(streams), torch.cat(seen))[0]
 
     def propose(self, span: Span, streams: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Logits of the token after `span`'s one token, which the target has not computed yet; nothing is
-        remembered.
+        """Logits after `span`'s tokens, which the target has not computed yet, and the draft's own streams of
+        them; nothing is remembered.
 
-        To draft further, give the streams it answers and the next token.
+        The first token goes beside the target's last streams. To draft further, give the span again with one
+        more token, and the streams it answered, which the tokens after the first go beside.
         """
-        assert len(span.tokens) == 1
-        before = self._last[span.ring][None] if streams is None else streams
-        shifted = replace(span, start=span.start - 1, keep=False)
-        return self._run([shifted], before, span.tokens)
+        before = self._last[span.ring][None]
+        if streams is not None:
+            before = torch.cat([before, streams])
+        assert len(before) == len(span.tokens), "one token more than there are streams of the draft"
+        logits, x = self._run([replace(span, start=span.start - 1, keep=False)], before, span.tokens)
+        return logits[-1:], x
 
-    def restore(self, ring: int, place: int) -> None:
-        self.layer.attention.restore(ring, place)
+    def restore(self, ring: int, place: int, boundary: int) -> None:
+        self.layer.attention.restore(ring, place, boundary - 1)
         self._last[ring] = self._tails.codec.decode(self._tails.read_row(place)).view_as(self._last[ring])
 
     def _run(self, spans: Sequence[Span], x: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """(logits, streams) of tokens beside the streams of the tokens before them."""
-        c, w = self._config, self._w
-        embedded = norm(self._embedding[tokens], w["enorm.weight"], c.rms_norm_eps)
-        x = F.linear(norm(x, w["hnorm.weight"], c.rms_norm_eps), w["h_proj.weight"])
-        x = x + F.linear(embedded, w["e_proj.weight"])[:, None, :]
-        positions = torch.cat([torch.arange(span.start, span.end) for span in spans])
-        x = self.layer(x, tokens, positions, self._rotary.at(positions), spans)
-        y = norm(hyper_head(c, self._head, x), w["norm.weight"], c.rms_norm_eps)
-        return F.linear(y, self._lm_head), x
+        c, k = self._config, self._k
+        batch = Batch(spans, self._rings)
+        embedded = k.norm(self._embedding[tokens], self._norms[0], c.rms_norm_eps)
+        x = k.linear(k.norm(x.flatten(0, 1), self._norms[1], c.rms_norm_eps), self._projections[1])
+        x = x.unflatten(0, (len(tokens), -1)) + k.linear(embedded, self._projections[0])[:, None, :]
+        x = self.layer(x, tokens, self._rotary.at(batch.positions), batch)
+        return k.linear(k.hyper_head(x, self._head), self._lm_head), x

@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from tiercel.kernels.choice import Kernels
 from tiercel.kernels.entries import (
     decode_fp8,
     decode_fp8_index,
@@ -37,52 +38,80 @@ class Codec:
 
     encode: Callable[[Tensor], Parts]
     decode: Callable[[Parts], Tensor]
+    sizes: tuple[int, ...]
+    """Bytes of one entry in each part."""
+    plain: bool = False
+    """The bytes are the numbers: decoding is a view."""
+
+
+def plain_codec(dim: int) -> Codec:
+    """fp32 as it is."""
+    return Codec(
+        partial(encode_plain, dtype=torch.float32),
+        partial(decode_plain, dtype=torch.float32),
+        (4 * dim,),
+        True,
+    )
 
 
 def codec_of(stream: Stream, rope: int) -> Codec:
     """The parts of a declaration say how their entries are written."""
-    first = stream.parts[0]
-    if first.name in _PLAIN:
-        dtype = _PLAIN[first.name]
-        return Codec(partial(encode_plain, dtype=dtype), partial(decode_plain, dtype=dtype))
+    first, sizes = stream.parts[0], tuple(part.bytes for part in stream.parts)
+    if first.name == "fp32":
+        return plain_codec(first.bytes // 4)
+    if first.name == "bf16":
+        dtype = torch.bfloat16
+        return Codec(partial(encode_plain, dtype=dtype), partial(decode_plain, dtype=dtype), sizes)
     if stream.name.endswith("_index"):
-        return Codec(encode_fp8_index, decode_fp8_index)
+        return Codec(encode_fp8_index, decode_fp8_index, sizes)
     nope = first.bytes - 2 * rope
     group = min(64, nope & -nope)
-    scale = stream.parts[1].bytes
     return Codec(
-        partial(encode_fp8, rope=rope, group=group, scale_bytes=scale),
+        partial(encode_fp8, rope=rope, group=group, scale_bytes=sizes[1]),
         partial(decode_fp8, rope=rope, group=group),
+        sizes,
     )
 
 
 class EntryRows:
-    """The entries of one layer of one stream."""
+    """The entries of one layer of one stream, numbered place · entries of a row + number in the row."""
 
-    def __init__(self, parts: Parts, codec: Codec) -> None:
-        self.parts = parts
-        self.codec = codec
-
-    @staticmethod
-    def over(rows: Tensor, stream: Stream, page_tokens: int, codec: Codec) -> EntryRows:
+    def __init__(self, kernels: Kernels, rows: Tensor, stream: Stream, page_tokens: int, rope: int) -> None:
         """Views into device memory [places, row_bytes]."""
-        entries, base, parts = stream.entries_per_row(page_tokens), 0, []
-        for part in stream.parts:
-            parts.append(rows[:, base : base + entries * part.bytes].unflatten(1, (entries, part.bytes)))
-            base += entries * part.bytes
-        return EntryRows(tuple(parts), codec)
+        self._k = kernels
+        self.codec = codec = codec_of(stream, rope)
+        self.per_row = stream.entries_per_row(page_tokens)
+        self.in_place = codec.plain and rows.shape[1] == self.per_row * codec.sizes[0]
+        """Whether attention can read the memory itself."""
+        base, parts = 0, []
+        for size in codec.sizes:
+            parts.append(rows[:, base : base + self.per_row * size].unflatten(1, (self.per_row, size)))
+            base += self.per_row * size
+        self._parts = tuple(parts)
+        self._flat = rows.view(-1, codec.sizes[0]) if self.in_place else None
 
-    def read(self, places: Tensor, entries: Tensor) -> Tensor:
-        return self.codec.decode(tuple(part[places, entries] for part in self.parts))
+    def all(self) -> Tensor:
+        """Every entry there is, without a copy."""
+        assert self._flat is not None
+        return self.codec.decode((self._flat,))
 
-    def write(self, places: Tensor, entries: Tensor, x: Tensor) -> None:
-        for part, data in zip(self.parts, self.codec.encode(x), strict=True):
-            part[places, entries] = data
+    def read(self, numbers: Tensor) -> Tensor:
+        where = numbers // self.per_row, numbers % self.per_row
+        return self.codec.decode(tuple(part[where] for part in self._parts))
+
+    def write(self, numbers: Tensor, x: Tensor) -> None:
+        data = self.codec.encode(x)
+        if self._flat is not None:
+            self._k.put_rows(self._flat, numbers, data[0])
+            return
+        where = numbers // self.per_row, numbers % self.per_row
+        for own, new in zip(self._parts, data, strict=True):
+            own[where] = new
 
     def write_row(self, place: int, parts: Parts) -> None:
         """A whole row, encoded already."""
-        for own, data in zip(self.parts, parts, strict=True):
+        for own, data in zip(self._parts, parts, strict=True):
             own[place] = data
 
     def read_row(self, place: int) -> Parts:
-        return tuple(part[place] for part in self.parts)
+        return tuple(part[place] for part in self._parts)

@@ -5,8 +5,8 @@ it.
     c4 rows    per sparse layer, (kv, gate) of the last 8 tokens, for the compressor and for the indexer
     c128 rows  per heavy layer, (kv, gate) of the last 128 tokens
 
-Rows are kept in the order of their positions, the newest last; what lies before the start of the text is
-never read.
+Each request has a ring: position p lies in row p % rows, so that a call writes what is new and moves nothing.
+What lies before the start of the text is never read.
 """
 
 from __future__ import annotations
@@ -14,46 +14,39 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tiercel.kernels.choice import Kernels
+from tiercel.models.deepseek_v4.batch import Batch
 from tiercel.models.deepseek_v4.entries import Codec, Parts
-from tiercel.spec.stream import Stream
 
 
-class RecentEntries:
-    """The last entries of one window layer, for every ring."""
+class Recent:
+    """The last rows of one layer, for every ring."""
 
-    def __init__(self, rings: int, rows: int, stream: Stream, codec: Codec) -> None:
+    def __init__(self, kernels: Kernels, rings: int, rows: int, codec: Codec) -> None:
+        self._k = kernels
         self.rows = rows
         self.codec = codec
-        self._parts = tuple(torch.zeros(rings, rows, part.bytes, dtype=torch.uint8) for part in stream.parts)
+        self._parts = tuple(torch.zeros(rings * rows, size, dtype=torch.uint8) for size in codec.sizes)
 
-    def extend(self, ring: int, x: Tensor, *, keep: bool) -> Parts:
-        """Old rows and new ones together, encoded; the newest are remembered if they are to be kept."""
-        new = self.codec.encode(x)
-        both = tuple(torch.cat([old[ring], data]) for old, data in zip(self._parts, new, strict=True))
-        for own, data in zip(self._parts, both, strict=True) if keep else ():
-            own[ring] = data[len(data) - self.rows :]
-        return both
+    def read(self) -> Tensor:
+        """[rings · rows, dim], without a copy where they are plain numbers."""
+        return self.codec.decode(self._parts)
 
-    def restore(self, ring: int, parts: Parts) -> None:
-        """From the row of a tail: its last entries."""
+    def keep(self, batch: Batch, new: Parts) -> None:
+        """Remember the newest of a call's rows."""
+        tokens, rows = batch.kept(self.rows)
+        for own, data in zip(self._parts, new, strict=True):
+            self._k.put_rows(own, rows, data, tokens)
+
+    def gather(self, new: Parts, rows: Tensor) -> Parts:
+        """Kept and new rows by their numbers, encoded; the kept ones come first."""
+        kept = len(self._parts[0])
+        olds, news = rows[rows < kept], rows[rows >= kept] - kept
+        return tuple(torch.cat([own[olds], data[news]]) for own, data in zip(self._parts, new, strict=True))
+
+    def restore(self, ring: int, end: int, parts: Parts) -> None:
+        """From the row of a tail: the entries up to position `end`."""
+        count = min(self.rows, len(parts[0]))
+        rows = ring * self.rows + torch.arange(end - count, end) % self.rows
         for own, data in zip(self._parts, parts, strict=True):
-            rows = min(self.rows, data.shape[0])
-            own[ring, self.rows - rows :] = data[data.shape[0] - rows :]
-
-
-class RecentRows:
-    """The last (kv, gate) rows of one compressor, for every ring."""
-
-    def __init__(self, rings: int, rows: int, dim: int) -> None:
-        self.rows = rows
-        self._data = torch.zeros(rings, rows, 2, dim)
-
-    def extend(self, ring: int, kv: Tensor, gate: Tensor) -> Tensor:
-        """Append rows; answers the old ones and the new ones together, [rows + n, 2, dim]."""
-        both = torch.cat([self._data[ring], torch.stack([kv, gate], dim=1)])
-        self._data[ring] = both[-self.rows :]
-        return both
-
-    def restore(self, ring: int, rows: Tensor) -> None:
-        """[n, 2, d]: the first channels of the last rows; the others are not needed any more."""
-        self._data[ring, -rows.shape[0] :, :, : rows.shape[2]] = rows
+            own[rows] = data[len(data) - count :]

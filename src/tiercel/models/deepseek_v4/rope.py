@@ -7,7 +7,10 @@ import math
 import torch
 from torch import Tensor
 
+from tiercel.kernels.reference import Turn
 from tiercel.models.deepseek_v4.config import Rope
+
+POSITIONS_AT_ONCE = 4096
 
 
 def inverse_frequencies(rope: Rope, dim: int) -> Tensor:
@@ -27,26 +30,16 @@ def _channel(turns: float, rope: Rope, dim: int) -> float:
     return dim * math.log(rope.original_length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
 
-Turn = tuple[Tensor, Tensor]
-"""(cos, sin) of some positions, [n, rope] each."""
-
-
 class Rotary:
-    """Turns the last channels of vectors by their positions, or back."""
+    """(cos, sin) of positions, from a table that grows with the longest text."""
 
     def __init__(self, rope: Rope, dim: int) -> None:
         self._frequencies = inverse_frequencies(rope, dim)
+        self._cos = self._sin = torch.empty(0, dim // 2)
 
     def at(self, positions: Tensor) -> Turn:
-        """(cos, sin) [n, dim], each repeated for its pair."""
-        angles = positions.float()[:, None] * self._frequencies
-        return angles.cos().repeat_interleave(2, -1), angles.sin().repeat_interleave(2, -1)
-
-
-def rotate(x: Tensor, turn: Turn, *, back: bool = False) -> Tensor:
-    """x [n, …, dim]: its last channels rotated by (cos, sin) [n, rope]."""
-    cos, sin = (each.view(each.shape[0], *(1,) * (x.dim() - 2), -1) for each in turn)
-    sin = -sin if back else sin
-    still, turned = x[..., : -cos.shape[-1]], x[..., -cos.shape[-1] :]
-    pairs = torch.stack((-turned[..., 1::2], turned[..., 0::2]), dim=-1).flatten(-2)
-    return torch.cat([still, turned * cos + pairs * sin], dim=-1)
+        while len(positions) and len(self._cos) <= positions.max():
+            more = torch.arange(len(self._cos), len(self._cos) + POSITIONS_AT_ONCE)
+            angles = more.float()[:, None] * self._frequencies
+            self._cos, self._sin = torch.cat([self._cos, angles.cos()]), torch.cat([self._sin, angles.sin()])
+        return self._cos[positions], self._sin[positions]

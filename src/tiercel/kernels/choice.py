@@ -1,0 +1,74 @@
+"""Which kernels a model runs on: the same functions, by name."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from tiercel.errors import ConfigError
+from tiercel.kernels import native, reference
+from tiercel.kernels.reference import Matrix, Recent, Site, Turn
+
+NAMES = ("auto", "native", "reference")
+
+
+class Kernels(Protocol):
+    """What `reference` says and `native` does. Matrices are opaque."""
+
+    NAME: str
+    EXACT: bool
+
+    def pack(self, weight: Tensor) -> Matrix: ...
+    def linear(self, x: Tensor, weight: Matrix, out: Tensor | None = None) -> Tensor: ...
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+    def put_rows(self, target: Tensor, to: Tensor, source: Tensor, rows: Tensor | None = None) -> None: ...
+    def norm_rotate(
+        self,
+        x: Tensor,
+        turn: Turn,
+        *,
+        eps: float | None = None,
+        weight: Tensor | None = None,
+        back: bool = False,
+    ) -> Tensor: ...
+    def hyper_read(self, x: Tensor, site: Site) -> tuple[Tensor, Tensor, Tensor]: ...
+    def hyper_write(self, x: Tensor, y: Tensor, place: Tensor, mix: Tensor) -> Tensor: ...
+    def hyper_head(self, x: Tensor, site: Site) -> Tensor: ...
+    def route(
+        self, logits: Tensor, chosen: Tensor | None, bias: Tensor | None, k: int, factor: float
+    ) -> tuple[Tensor, Tensor]: ...
+    def pack_experts(self, gate_up: Tensor, down: Tensor) -> tuple[Matrix, Matrix]: ...
+    def experts(
+        self, x: Tensor, chosen: Tensor, weights: Tensor, matrices: tuple[Matrix, Matrix], limit: float
+    ) -> Tensor: ...
+    def compress(self, recent: Recent, rows: Tensor, bias: Tensor, dim: int) -> Tensor: ...
+    def best_rows(
+        self,
+        q: Tensor,
+        weights: Tensor,
+        keys: Tensor,
+        rows: Tensor,
+        span: Tensor,
+        visible: Tensor,
+        k: int,
+    ) -> Tensor: ...
+    def attention(
+        self,
+        q: Tensor,
+        recent: Recent,
+        window: Tensor,
+        entries: Tensor,
+        chosen: Tensor,
+        sinks: Tensor,
+        scale: float,
+    ) -> Tensor: ...
+
+
+def make_kernels(name: str = "auto") -> Kernels:
+    """`auto` takes the native ones where they were built."""
+    if name not in NAMES:
+        raise ConfigError("kernels", name, f"must be one of {', '.join(NAMES)}")
+    if name == "native" and not native.AVAILABLE:
+        raise ConfigError("kernels", name, "were not built when tiercel was installed: gcc was missing")
+    return native if name == "native" or (name == "auto" and native.AVAILABLE) else reference

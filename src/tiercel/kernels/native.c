@@ -1,0 +1,558 @@
+/* The CPU kernels of `native.py`. Plain twins of all of them are in `reference.py`.
+
+   One rule everywhere: what is computed for a token depends on that token's own inputs only, never on how
+   many others there are or which thread takes it. Every sum has one order, so a text gives the same bits
+   whether it is computed alone or in a batch, in one piece or token by token.
+
+   A matrix [n, k] is packed in panels of 16 rows, so that 16 results are computed side by side and each is
+   one chain of fused multiply-adds over k:
+
+       panel 0   w[0..15][0]  w[0..15][1]  …  w[0..15][k-1]
+       panel 1   w[16..31][0] …                                    rows past n are zero
+*/
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+#define PANEL 16
+#define PV (PANEL / LANES)
+#define INLINE static inline __attribute__((always_inline))
+#define PARALLEL_WORK 2000000 /* multiply-adds worth a second thread: 0.1 ms; waking one takes 10 us, more on a busy machine */
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int64_t i64;
+
+INLINE vec load(const float *p) {
+    vec v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+INLINE void store(float *p, vec v) { memcpy(p, &v, sizeof v); }
+
+/* exp to about 1 ulp without a branch, so that loops over it become vector code. */
+INLINE float exp_of(float x) {
+    x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
+    float n = __builtin_rintf(x * 1.44269504088896341f);
+    float r = __builtin_fmaf(n, -0.693359375f, x);
+    r = __builtin_fmaf(n, 2.12194440e-4f, r);
+    float p = 1.9875691500e-4f;
+    p = __builtin_fmaf(p, r, 1.3981999507e-3f);
+    p = __builtin_fmaf(p, r, 8.3334519073e-3f);
+    p = __builtin_fmaf(p, r, 4.1665795894e-2f);
+    p = __builtin_fmaf(p, r, 1.6666665459e-1f);
+    p = __builtin_fmaf(p, r, 5.0000001201e-1f);
+    p = __builtin_fmaf(p * r, r, r) + 1.0f;
+    union { int32_t i; float f; } two = {.i = ((int32_t)n + 127) << 23};
+    return p * two.f;
+}
+
+INLINE float sigmoid(float x) { return 1.0f / (1.0f + exp_of(-x)); }
+
+/* A sum in 16 interleaved parts. */
+INLINE float sum_of(const float part[PANEL]) {
+    float total = 0;
+    for (int i = 0; i < PANEL; i++) total += part[i];
+    return total;
+}
+
+INLINE float dot(const float *a, const float *b, i64 n) {
+    float part[PANEL] = {0};
+    i64 i = 0;
+    for (; i + PANEL <= n; i += PANEL)
+        for (int l = 0; l < PANEL; l++) part[l] = __builtin_fmaf(a[i + l], b[i + l], part[l]);
+    for (int l = 0; i < n; i++, l++) part[l] = __builtin_fmaf(a[i], b[i], part[l]);
+    return sum_of(part);
+}
+
+INLINE float inverse_rms(const float *x, i64 n, float eps) { return 1.0f / sqrtf(dot(x, x, n) / n + eps); }
+
+/* Matrix products */
+
+#define TILE(ROWS, PANELS)                                                                                   \
+    static void tile_##ROWS##x##PANELS(const float *x, i64 xs, const float *w, i64 k, float *y, i64 ys,      \
+                                       i64 columns) {                                                        \
+        vec acc[ROWS][PANELS * PV];                                                                          \
+        memset(acc, 0, sizeof acc);                                                                          \
+        for (i64 i = 0; i < k; i++) {                                                                        \
+            vec b[PANELS * PV];                                                                              \
+            for (int p = 0; p < PANELS; p++)                                                                 \
+                for (int v = 0; v < PV; v++) b[p * PV + v] = load(w + (p * k + i) * PANEL + v * LANES);      \
+            for (int r = 0; r < ROWS; r++) {                                                                 \
+                float a = x[r * xs + i];                                                                     \
+                for (int v = 0; v < PANELS * PV; v++) acc[r][v] += b[v] * a;                                 \
+            }                                                                                                \
+        }                                                                                                    \
+        for (int r = 0; r < ROWS; r++) {                                                                     \
+            if (columns >= PANELS * PANEL)                                                                   \
+                for (int v = 0; v < PANELS * PV; v++) store(y + r * ys + v * LANES, acc[r][v]);              \
+            else                                                                                             \
+                memcpy(y + r * ys, acc[r], sizeof(float) * columns);                                         \
+        }                                                                                                    \
+    }
+TILE(6, 1)
+TILE(4, 1)
+TILE(2, 2)
+TILE(2, 1)
+TILE(1, 4)
+TILE(1, 1)
+
+/* y[rows, from .. to) = x[rows, k] · wᵀ; from is a multiple of 16. */
+static void product(const float *x, i64 xs, const float *w, float *y, i64 ys, i64 rows, i64 k, i64 from, i64 to) {
+    i64 r = 0;
+    for (; rows - r >= 4; ) {
+        int take = rows - r >= 6 ? 6 : 4;
+        for (i64 c = from; c < to; c += PANEL) {
+            if (take == 6) tile_6x1(x + r * xs, xs, w + c * k, k, y + r * ys + c, ys, to - c);
+            else tile_4x1(x + r * xs, xs, w + c * k, k, y + r * ys + c, ys, to - c);
+        }
+        r += take;
+    }
+    for (; rows - r >= 2; r += 2) {
+        i64 c = from;
+        for (; to - c >= 2 * PANEL; c += 2 * PANEL) tile_2x2(x + r * xs, xs, w + c * k, k, y + r * ys + c, ys, to - c);
+        for (; c < to; c += PANEL) tile_2x1(x + r * xs, xs, w + c * k, k, y + r * ys + c, ys, to - c);
+    }
+    for (; r < rows; r++) {
+        i64 c = from;
+        for (; to - c >= 4 * PANEL; c += 4 * PANEL) tile_1x4(x + r * xs, xs, w + c * k, k, y + r * ys + c, ys, to - c);
+        for (; c < to; c += PANEL) tile_1x1(x + r * xs, xs, w + c * k, k, y + r * ys + c, ys, to - c);
+    }
+}
+
+#define ROWS_AT_ONCE 48
+
+void linear(const float *x, i64 xs, const float *w, float *y, i64 ys, i64 rows, i64 k, i64 n) {
+    i64 row_parts = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+    i64 width = row_parts > 1 ? n : (n / 2 + 63) / 64 * 64; /* few rows: two threads take half the panels each */
+    i64 column_parts = width ? (n + width - 1) / width : 0;
+#pragma omp parallel for schedule(dynamic) if (rows * k * n > PARALLEL_WORK)
+    for (i64 part = 0; part < row_parts * column_parts; part++) {
+        i64 r = part / column_parts * ROWS_AT_ONCE, c = part % column_parts * width;
+        i64 take = rows - r < ROWS_AT_ONCE ? rows - r : ROWS_AT_ONCE;
+        /* panel by panel within the rows: both stay in the first cache */
+        i64 end = c + width < n ? c + width : n;
+        if (take < 12) product(x + r * xs, xs, w, y + r * ys, ys, take, k, c, end);
+        else
+            for (i64 at = c; at < end; at += PANEL)
+                product(x + r * xs, xs, w, y + r * ys, ys, take, k, at, at + PANEL < end ? at + PANEL : end);
+    }
+}
+
+/* Norms and rotary positions */
+
+void norm(const float *x, i64 xs, const float *weight, float *y, i64 rows, i64 d, float eps) {
+#pragma omp parallel for if (rows * d > PARALLEL_WORK)
+    for (i64 t = 0; t < rows; t++) {
+        float scale = inverse_rms(x + t * xs, d, eps);
+        for (i64 i = 0; i < d; i++) y[t * d + i] = weight[i] * (x[t * xs + i] * scale);
+    }
+}
+
+/* Each head normed (eps < 0: not), scaled by the weight if there is one, its last r channels turned. */
+void norm_rotate(const float *x, i64 xs, float *y, const float *cosine, const float *sine, const float *weight,
+                 i64 rows, i64 heads, i64 d, i64 r, float eps, float direction) {
+#pragma omp parallel for if (rows * heads * d > PARALLEL_WORK)
+    for (i64 t = 0; t < rows; t++)
+        for (i64 h = 0; h < heads; h++) {
+            const float *in = x + t * xs + h * d;
+            float *out = y + (t * heads + h) * d;
+            float scale = eps < 0 ? 1.0f : inverse_rms(in, d, eps);
+            if (weight) for (i64 i = 0; i < d; i++) out[i] = weight[i] * (in[i] * scale);
+            else for (i64 i = 0; i < d; i++) out[i] = in[i] * scale;
+            float *turned = out + d - r;
+            for (i64 i = 0; i < r / 2; i++) {
+                float c = cosine[t * (r / 2) + i], s = direction * sine[t * (r / 2) + i];
+                float a = turned[2 * i], b = turned[2 * i + 1];
+                turned[2 * i] = a * c - b * s;
+                turned[2 * i + 1] = b * c + a * s;
+            }
+        }
+}
+
+/* Hyper-connections: n streams of d channels */
+
+#define STREAMS_MOST 8
+
+/* Rows and columns brought towards a sum of one, columns last. */
+INLINE void sinkhorn(float *m, const int n, i64 iterations, float eps) {
+    for (i64 step = 0; step < iterations; step++) {
+        for (int i = 0; step && i < n; i++) {
+            float sum = eps;
+            for (int j = 0; j < n; j++) sum += m[i * n + j];
+            float scale = 1.0f / sum;
+            for (int j = 0; j < n; j++) m[i * n + j] *= scale;
+        }
+        float sum[STREAMS_MOST];
+        for (int j = 0; j < n; j++) sum[j] = m[j] + eps;
+        for (int i = 1; i < n; i++)
+            for (int j = 0; j < n; j++) sum[j] += m[i * n + j];
+        for (int j = 0; j < n; j++) sum[j] = 1.0f / sum[j];
+        for (int i = 0; i < n; i++)
+            for (int j = 0; j < n; j++) m[i * n + j] *= sum[j];
+    }
+}
+
+INLINE void read_one(const float *x, const float *fn, const float *scale, const float *base, const float *weight,
+                     const int n, i64 d, i64 iterations, float hc_eps, float eps, float *seen, float *place,
+                     float *mix) {
+    float mixed[2 * STREAMS_MOST + STREAMS_MOST * STREAMS_MOST], collapse[STREAMS_MOST];
+    const int outs = 2 * n + n * n;
+    product(x, 0, fn, mixed, 0, 1, n * d, 0, outs);
+    float inverse = inverse_rms(x, n * d, eps);
+    for (int i = 0; i < outs; i++) mixed[i] = mixed[i] * inverse * scale[i] + base[i];
+    for (int i = 0; i < n; i++) collapse[i] = sigmoid(mixed[i]) + hc_eps;
+    for (int i = 0; i < n; i++) place[i] = 2.0f * sigmoid(mixed[n + i]);
+    for (int i = 0; i < n; i++) {
+        const float *row = mixed + 2 * n + i * n;
+        float most = row[0], sum = 0;
+        for (int j = 1; j < n; j++) most = row[j] > most ? row[j] : most;
+        for (int j = 0; j < n; j++) sum += mix[i * n + j] = exp_of(row[j] - most);
+        for (int j = 0; j < n; j++) mix[i * n + j] = mix[i * n + j] / sum + hc_eps;
+    }
+    sinkhorn(mix, n, iterations, hc_eps);
+    for (i64 c = 0; c < d; c++) seen[c] = collapse[0] * x[c];
+    for (int i = 1; i < n; i++)
+        for (i64 c = 0; c < d; c++) seen[c] = __builtin_fmaf(collapse[i], x[i * d + c], seen[c]);
+    inverse = inverse_rms(seen, d, eps);
+    for (i64 c = 0; c < d; c++) seen[c] = weight[c] * (seen[c] * inverse);
+}
+
+/* What a site sees (collapsed and normed), how its answer is placed, how the streams mix. */
+void hyper_read(const float *x, const float *fn, const float *scale, const float *base, const float *weight,
+                float *seen, float *place, float *mix, i64 rows, i64 n, i64 d, i64 iterations, float hc_eps, float eps) {
+#pragma omp parallel for if (rows * n * d * 40 > PARALLEL_WORK)
+    for (i64 t = 0; t < rows; t++) {
+        const float *in = x + t * n * d;
+        float *s = seen + t * d, *p = place + t * n, *m = mix + t * n * n;
+        if (n == 4) read_one(in, fn, scale, base, weight, 4, d, iterations, hc_eps, eps, s, p, m);
+        else read_one(in, fn, scale, base, weight, (int)n, d, iterations, hc_eps, eps, s, p, m);
+    }
+}
+
+INLINE void write_one(const float *x, const float *y, const float *place, const float *mix, float *out, const int n,
+                      i64 d) {
+    for (int j = 0; j < n; j++)
+        for (i64 c = 0; c < d; c++) {
+            float sum = place[j] * y[c];
+            for (int i = 0; i < n; i++) sum = __builtin_fmaf(mix[i * n + j], x[i * d + c], sum);
+            out[j * d + c] = sum;
+        }
+}
+
+void hyper_write(const float *x, const float *y, const float *place, const float *mix, float *out, i64 rows, i64 n,
+                 i64 d) {
+#pragma omp parallel for if (rows * n * n * d > PARALLEL_WORK)
+    for (i64 t = 0; t < rows; t++) {
+        const float *in = x + t * n * d, *answer = y + t * d, *p = place + t * n, *m = mix + t * n * n;
+        if (n == 4) write_one(in, answer, p, m, out + t * n * d, 4, d);
+        else write_one(in, answer, p, m, out + t * n * d, (int)n, d);
+    }
+}
+
+/* The streams collapsed and normed, once, at the end. */
+void hyper_head(const float *x, const float *fn, float scale, const float *base, const float *weight, float *y,
+                i64 rows, i64 n, i64 d, float hc_eps, float eps) {
+    for (i64 t = 0; t < rows; t++) {
+        const float *in = x + t * n * d;
+        float collapse[STREAMS_MOST], *out = y + t * d;
+        product(in, 0, fn, collapse, 0, 1, n * d, 0, n);
+        float inverse = inverse_rms(in, n * d, eps);
+        for (i64 c = 0; c < d; c++) out[c] = 0;
+        for (i64 i = 0; i < n; i++) {
+            float share = sigmoid(collapse[i] * inverse * scale + base[i]) + hc_eps;
+            for (i64 c = 0; c < d; c++) out[c] = __builtin_fmaf(share, in[i * d + c], out[c]);
+        }
+        inverse = inverse_rms(out, d, eps);
+        for (i64 c = 0; c < d; c++) out[c] = weight[c] * (out[c] * inverse);
+    }
+}
+
+/* Experts */
+
+/* scores = sqrt(softplus(logits)); the k best by score + bias (bias null: chosen is given); ties to the lower. */
+void route(const float *logits, i64 ls, const float *bias, i64 *chosen, float *weights, i64 rows, i64 count, i64 k,
+           float factor) {
+    for (i64 t = 0; t < rows; t++) {
+        const float *in = logits + t * ls;
+        float score[count], sum = 0;
+        for (i64 e = 0; e < count; e++)
+            score[e] = sqrtf(in[e] > 20.0f ? in[e] : log1pf(expf(in[e])));
+        if (bias) {
+            char taken[count];
+            memset(taken, 0, sizeof taken);
+            for (i64 j = 0; j < k; j++) {
+                i64 best = -1;
+                for (i64 e = 0; e < count; e++)
+                    if (!taken[e] && (best < 0 || score[e] + bias[e] > score[best] + bias[best])) best = e;
+                taken[best] = 1;
+                chosen[t * k + j] = best;
+            }
+        }
+        for (i64 j = 0; j < k; j++) sum += weights[t * k + j] = score[chosen[t * k + j]];
+        for (i64 j = 0; j < k; j++) weights[t * k + j] = weights[t * k + j] / (sum + 1e-20f) * factor;
+    }
+}
+
+#define TOKENS_AT_ONCE 24
+
+/* One expert for a few tokens: gate and up, the gated product, down. */
+static void ask_expert(const float *x, i64 rows, const float *gate_up, const float *down, float *y, i64 d, i64 inner,
+                       float limit) {
+    float wide[TOKENS_AT_ONCE * 2 * inner];
+    product(x, d, gate_up, wide, 2 * inner, rows, d, 0, 2 * inner);
+    for (i64 r = 0; r < rows; r++) {
+        float *gate = wide + r * 2 * inner, *up = gate + inner;
+        for (i64 i = 0; i < inner; i++) {
+            float g = gate[i] > limit ? limit : gate[i];
+            float u = up[i] > limit ? limit : up[i] < -limit ? -limit : up[i];
+            gate[i] = g * sigmoid(g) * u;
+        }
+    }
+    product(wide, 2 * inner, down, y, d, rows, inner, 0, d);
+}
+
+/* y = the sum over the chosen experts, in their order, and the shared one, which is the last of the weights. */
+void experts(const float *x, const i64 *chosen, const float *weights, const float *gate_up, const float *down, float *y,
+             i64 rows, i64 count, i64 k, i64 d, i64 inner, float limit) {
+    i64 gate_up_size = (2 * inner + PANEL - 1) / PANEL * PANEL * d, down_size = (d + PANEL - 1) / PANEL * PANEL * inner;
+    i64 asks = rows * k;
+    float *answers = malloc(sizeof(float) * asks * d);
+    i64 *order = malloc(sizeof(i64) * asks), *first = calloc(count + 2, sizeof(i64));
+    for (i64 a = 0; a < asks; a++) first[chosen[a] + 1]++;
+    for (i64 e = 0; e < count; e++) first[e + 1] += first[e];
+    i64 *next = malloc(sizeof(i64) * count);
+    memcpy(next, first, sizeof(i64) * count);
+    for (i64 a = 0; a < asks; a++) order[next[chosen[a]]++] = a;
+    i64 parts = 0, (*part)[3] = malloc(sizeof(*part) * (asks + (rows + TOKENS_AT_ONCE - 1) / TOKENS_AT_ONCE));
+    for (i64 r = 0; r < rows; r += TOKENS_AT_ONCE, parts++)
+        part[parts][0] = count, part[parts][1] = r, part[parts][2] = r + TOKENS_AT_ONCE < rows ? r + TOKENS_AT_ONCE : rows;
+    for (i64 e = 0; e < count; e++)
+        for (i64 a = first[e]; a < first[e + 1]; a += TOKENS_AT_ONCE, parts++)
+            part[parts][0] = e, part[parts][1] = a,
+            part[parts][2] = a + TOKENS_AT_ONCE < first[e + 1] ? a + TOKENS_AT_ONCE : first[e + 1];
+#pragma omp parallel if (rows * (k + 1) * d * inner * 3 > PARALLEL_WORK)
+    {
+#pragma omp for schedule(dynamic)
+        for (i64 p = 0; p < parts; p++) {
+            i64 e = part[p][0], from = part[p][1], many = part[p][2] - from;
+            if (e == count) {
+                ask_expert(x + from * d, many, gate_up + e * gate_up_size, down + e * down_size, y + from * d, d, inner,
+                           limit);
+                continue;
+            }
+            float in[TOKENS_AT_ONCE * d], out[TOKENS_AT_ONCE * d];
+            for (i64 i = 0; i < many; i++) memcpy(in + i * d, x + order[from + i] / k * d, sizeof(float) * d);
+            ask_expert(in, many, gate_up + e * gate_up_size, down + e * down_size, out, d, inner, limit);
+            for (i64 i = 0; i < many; i++) memcpy(answers + order[from + i] * d, out + i * d, sizeof(float) * d);
+        }
+#pragma omp for
+        for (i64 t = 0; t < rows; t++)
+            for (i64 j = 0; j < k; j++)
+                for (i64 c = 0; c < d; c++)
+                    y[t * d + c] = __builtin_fmaf(weights[t * k + j], answers[(t * k + j) * d + c], y[t * d + c]);
+    }
+    free(part), free(next), free(first), free(order), free(answers);
+}
+
+/* target[to[i]] = source[from[i]], rows of bytes; no `from`: in order. */
+void put_rows(char *target, i64 ts, const i64 *to, const char *source, i64 ss, const i64 *from, i64 count, i64 bytes) {
+    for (i64 i = 0; i < count; i++) memcpy(target + to[i] * ts, source + (from ? from[i] : i) * ss, bytes);
+}
+
+/* Rows of a window: those below `olds` are in the first pool, the others in the second; -1 is none. */
+INLINE const float *row_of(const float *old, i64 os, i64 olds, const float *new, i64 ns, int32_t row) {
+    return row < olds ? old + row * os : new + (row - olds) * ns;
+}
+
+/* Entries of a compressor: per channel the softmax of the gates over `width` rows.
+   A row is kv then gate, `channels` each; with overlap the first half of the rows count with their first
+   channels, the second half with their last. */
+void compress(const float *old, i64 os, i64 olds, const float *new, i64 ns, const int32_t *rows, const float *bias,
+              float *y, i64 entries, i64 width, i64 ratio, i64 dim, i64 channels) {
+#pragma omp parallel for if (entries * width * dim * 16 > PARALLEL_WORK)
+    for (i64 e = 0; e < entries; e++) {
+        float most[dim], sum[dim], *out = y + e * dim;
+        for (i64 c = 0; c < dim; c++) most[c] = -INFINITY, sum[c] = 0, out[c] = 0;
+        for (int pass = 0; pass < 2; pass++)
+            for (i64 j = 0; j < width; j++) {
+                int32_t row = rows[e * width + j];
+                if (row < 0) continue;
+                i64 shift = width > ratio && j >= ratio ? dim : 0;
+                const float *kv = row_of(old, os, olds, new, ns, row) + shift, *gate = kv + channels;
+                const float *b = bias + j % ratio * channels + shift;
+                if (!pass) for (i64 c = 0; c < dim; c++) {
+                    float g = gate[c] + b[c];
+                    most[c] = g > most[c] ? g : most[c];
+                }
+                else for (i64 c = 0; c < dim; c++) {
+                    float share = exp_of(gate[c] + b[c] - most[c]);
+                    sum[c] += share;
+                    out[c] = __builtin_fmaf(share, kv[c], out[c]);
+                }
+            }
+        for (i64 c = 0; c < dim; c++) out[c] /= sum[c];
+    }
+}
+
+/* The lightning indexer: of each query the k best of its first `visible` keys, ascending, -1 where there are fewer.
+
+   score = sum over heads of weight · relu(q · key). Score and number are one integer, so that ties go to the
+   lower number and the choice does not depend on how many there are. */
+
+INLINE uint64_t rank_of(float score, i64 number) {
+    union { float f; uint32_t i; } bits = {.f = score + 0.0f};
+    uint32_t ordered = bits.i >> 31 ? ~bits.i : bits.i | 0x80000000u;
+    return (uint64_t)ordered << 32 | (uint32_t)~number;
+}
+
+/* The rank of the k-th best of n; reorders. */
+static uint64_t kth_best(uint64_t *rank, i64 n, i64 k) {
+    i64 low = 0, high = n - 1;
+    while (low < high) {
+        uint64_t pivot = rank[low + (high - low) / 2];
+        i64 i = low, j = high;
+        while (i <= j) {
+            while (rank[i] > pivot) i++;
+            while (rank[j] < pivot) j--;
+            if (i <= j) {
+                uint64_t other = rank[i];
+                rank[i++] = rank[j], rank[j--] = other;
+            }
+        }
+        if (k - 1 <= j) high = j;
+        else if (k - 1 >= i) low = i;
+        else break;
+    }
+    return rank[k - 1];
+}
+
+#define HEADS_AT_ONCE 16
+#define KEYS_AT_ONCE 4
+
+static void index_scores(const float *q, const float *weights, const float *keys, const int32_t *rows, i64 n, i64 heads,
+                         i64 dim, float *scores) {
+    i64 groups = (heads + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE;
+    float turned[groups * dim * HEADS_AT_ONCE], shares[groups * HEADS_AT_ONCE];
+    memset(turned, 0, sizeof turned), memset(shares, 0, sizeof shares);
+    for (i64 h = 0; h < heads; h++) {
+        shares[h] = weights[h];
+        for (i64 c = 0; c < dim; c++)
+            turned[(h / HEADS_AT_ONCE * dim + c) * HEADS_AT_ONCE + h % HEADS_AT_ONCE] = q[h * dim + c];
+    }
+    for (i64 first = 0; first < n; first += KEYS_AT_ONCE) {
+        const float *key[KEYS_AT_ONCE];
+        for (int i = 0; i < KEYS_AT_ONCE; i++) key[i] = keys + rows[first + i < n ? first + i : n - 1] * dim;
+        float total[KEYS_AT_ONCE] = {0};
+        for (i64 g = 0; g < groups; g++) {
+            vec acc[KEYS_AT_ONCE][PV];
+            memset(acc, 0, sizeof acc);
+            const float *column = turned + g * dim * HEADS_AT_ONCE;
+            for (i64 c = 0; c < dim; c++) {
+                vec a[PV];
+                for (int v = 0; v < PV; v++) a[v] = load(column + c * HEADS_AT_ONCE + v * LANES);
+                for (int i = 0; i < KEYS_AT_ONCE; i++)
+                    for (int v = 0; v < PV; v++) acc[i][v] += a[v] * key[i][c];
+            }
+            for (int i = 0; i < KEYS_AT_ONCE; i++) {
+                float each[HEADS_AT_ONCE];
+                memcpy(each, acc[i], sizeof each);
+                for (int h = 0; h < HEADS_AT_ONCE; h++)
+                    each[h] = shares[g * HEADS_AT_ONCE + h] * (each[h] > 0 ? each[h] : 0);
+                total[i] += sum_of(each);
+            }
+        }
+        for (int i = 0; i < KEYS_AT_ONCE && first + i < n; i++) scores[first + i] = total[i];
+    }
+}
+
+void best_rows(const float *q, const float *weights, i64 ws, const float *keys, const int32_t *rows, i64 most,
+               const i64 *span, const i64 *visible, int32_t *best, i64 queries, i64 heads, i64 dim, i64 k) {
+#pragma omp parallel for schedule(dynamic, 8) if (queries * most * heads * dim > PARALLEL_WORK)
+    for (i64 t = 0; t < queries; t++) {
+        i64 n = visible[t];
+        const int32_t *own = rows + span[t] * most;
+        int32_t *out = best + t * k;
+        i64 taken = 0;
+        if (n <= k) for (; taken < n; taken++) out[taken] = own[taken];
+        else {
+            float *scores = malloc(sizeof(float) * n);
+            uint64_t *rank = malloc(sizeof(uint64_t) * n);
+            index_scores(q + t * heads * dim, weights + t * ws, keys, own, n, heads, dim, scores);
+            for (i64 i = 0; i < n; i++) rank[i] = rank_of(scores[i], i);
+            uint64_t least = kth_best(rank, n, k);
+            for (i64 i = 0; i < n && taken < k; i++)
+                if (rank_of(scores[i], i) >= least) out[taken++] = own[i];
+            free(rank), free(scores);
+        }
+        for (; taken < k; taken++) out[taken] = -1;
+    }
+}
+
+/* Attention: each query to the rows it names, keys and values at once; a sink is a logit without a value. */
+
+#define HEADS_TOGETHER 4
+
+static void attend(const float *q, const float **row, i64 count, const float *sinks, float scale, i64 heads, i64 dim,
+                   float *score, float *out) {
+    for (i64 h = 0; h < heads; h += HEADS_TOGETHER) {
+        int together = heads - h < HEADS_TOGETHER ? (int)(heads - h) : HEADS_TOGETHER;
+        for (i64 j = 0; j < count; j++)
+            for (int i = 0; i < together; i++) score[i * count + j] = dot(q + (h + i) * dim, row[j], dim) * scale;
+        for (int i = 0; i < together; i++) {
+            float *own = score + i * count, most = sinks[h + i], part[PANEL] = {0};
+            for (i64 j = 0; j < count; j++) most = own[j] > most ? own[j] : most;
+            for (i64 j = 0; j < count; j++) own[j] = exp_of(own[j] - most);
+            for (i64 j = 0; j < count; j++) part[j % PANEL] += own[j];
+            float inverse = 1.0f / (sum_of(part) + exp_of(sinks[h + i] - most));
+            for (i64 j = 0; j < count; j++) own[j] *= inverse;
+        }
+        i64 c = 0;
+        for (; c + PANEL <= dim; c += PANEL) {
+            vec acc[HEADS_TOGETHER][PV];
+            memset(acc, 0, sizeof acc);
+            if (together == HEADS_TOGETHER) /* four heads share what is read */
+                for (i64 j = 0; j < count; j++)
+                    for (int v = 0; v < PV; v++) {
+                        vec b = load(row[j] + c + v * LANES);
+                        for (int i = 0; i < HEADS_TOGETHER; i++) acc[i][v] += b * score[i * count + j];
+                    }
+            else
+                for (i64 j = 0; j < count; j++)
+                    for (int i = 0; i < together; i++)
+                        for (int v = 0; v < PV; v++) acc[i][v] += load(row[j] + c + v * LANES) * score[i * count + j];
+            for (int i = 0; i < together; i++)
+                for (int v = 0; v < PV; v++) store(out + (h + i) * dim + c + v * LANES, acc[i][v]);
+        }
+        for (; c < dim; c++)
+            for (int i = 0; i < together; i++) {
+                float sum = 0;
+                for (i64 j = 0; j < count; j++) sum = __builtin_fmaf(row[j][c], score[i * count + j], sum);
+                out[(h + i) * dim + c] = sum;
+            }
+    }
+}
+
+void attention(const float *q, const float *old, i64 os, i64 olds, const float *new, i64 ns, const int32_t *window,
+               i64 width, const float *entries, const int32_t *chosen, i64 k, const float *sinks, float scale, float *out,
+               i64 queries, i64 heads, i64 dim) {
+#pragma omp parallel for schedule(dynamic, 8) if (queries * (width + k) * heads * dim > PARALLEL_WORK)
+    for (i64 t = 0; t < queries; t++) {
+        const float **row = malloc(sizeof(float *) * (width + k) + sizeof(float) * HEADS_TOGETHER * (width + k));
+        i64 count = 0;
+        for (i64 j = 0; j < width; j++)
+            if (window[t * width + j] >= 0) row[count++] = row_of(old, os, olds, new, ns, window[t * width + j]);
+        for (i64 j = 0; j < k; j++)
+            if (chosen[t * k + j] >= 0) row[count++] = entries + (i64)chosen[t * k + j] * dim;
+        attend(q + t * heads * dim, row, count, sinks, scale, heads, dim, (float *)(row + width + k), out + t * heads * dim);
+        free(row);
+    }
+}

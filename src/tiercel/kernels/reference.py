@@ -1,0 +1,242 @@
+"""What the kernels of a model mean, in plain torch. `native.py` has the same functions for the CPU, and
+Triton will have them for CUDA; a model runs on any of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812 - its usual name
+
+NAME = "reference"
+EXACT = False
+"""A row's bits depend on how many rows there are: torch's sums have another order for another shape."""
+
+QUERIES_AT_ONCE = 256
+"""So many queries are gathered together: [256, rows, dim] stays in the tens of megabytes."""
+
+Matrix = Any
+"""A weight [n, k] as `linear` wants it: it comes out of `pack`. Here it is the tensor as it was."""
+
+Turn = tuple[Tensor, Tensor]
+"""(cos, sin) of some positions, [tokens, pairs] each."""
+
+Recent = tuple[Tensor, Tensor]
+"""Rows of recent tokens in two pools: kept from earlier calls, and of this one. Row numbers run on from the
+first to the second, and -1 is no row."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """One hyper-connection: how a site reads the n streams. `weight` is of the norm behind it."""
+
+    fn: Matrix
+    scale: Tensor
+    base: Tensor
+    weight: Tensor
+    streams: int
+    iterations: int
+    hc_eps: float
+    eps: float
+
+
+def pack(weight: Tensor) -> Matrix:
+    return weight.contiguous()
+
+
+def linear(x: Tensor, weight: Matrix, out: Tensor | None = None) -> Tensor:
+    """x [tokens, k] · weightᵀ, into `out` if it is given."""
+    y = F.linear(x, weight)
+    return y if out is None else out.copy_(y)
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps))
+
+
+def put_rows(target: Tensor, to: Tensor, source: Tensor, rows: Tensor | None = None) -> None:
+    """target[to] = source[rows], whole rows; without `rows`, all of them in order."""
+    target[to] = source if rows is None else source[rows]
+
+
+def norm_rotate(
+    x: Tensor, turn: Turn, *, eps: float | None = None, weight: Tensor | None = None, back: bool = False
+) -> Tensor:
+    """x [tokens, heads, dim]: each head normed if `eps` is given, its last channels turned pair by pair."""
+    if eps is not None:
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        x = weight * x
+    cos, sin = (each[:, None, :] for each in turn)
+    sin = -sin if back else sin
+    still, turned = x.split([x.shape[-1] - 2 * cos.shape[-1], 2 * cos.shape[-1]], dim=-1)
+    a, b = turned[..., 0::2], turned[..., 1::2]
+    pairs = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+    return torch.cat([still, pairs], dim=-1)
+
+
+# Hyper-connections
+
+
+def hyper_read(x: Tensor, site: Site) -> tuple[Tensor, Tensor, Tensor]:
+    """x [tokens, n, d] → what the site sees [tokens, d], normed; how its answer is placed [tokens, n]; how
+    the streams mix [tokens, n, n]."""
+    n = site.streams
+    mixed = F.linear(_rms(x.flatten(1), site.eps), site.fn) * site.scale + site.base
+    collapse, place, mix = mixed.split([n, n, n * n], dim=1)
+    seen = torch.matmul((torch.sigmoid(collapse) + site.hc_eps)[:, None, :], x).squeeze(1)
+    mix = torch.softmax(mix.unflatten(1, (n, n)), -1) + site.hc_eps
+    mix = sinkhorn(mix, site.iterations, site.hc_eps)
+    return norm(seen, site.weight, site.eps), 2 * torch.sigmoid(place), mix
+
+
+def sinkhorn(mix: Tensor, iterations: int, eps: float) -> Tensor:
+    """Rows and columns of [tokens, n, n] brought towards a sum of one, columns last."""
+    mix = mix / (mix.sum(1, keepdim=True) + eps)
+    for _ in range(iterations - 1):
+        mix = mix / (mix.sum(2, keepdim=True) + eps)
+        mix = mix / (mix.sum(1, keepdim=True) + eps)
+    return mix
+
+
+def hyper_write(x: Tensor, y: Tensor, place: Tensor, mix: Tensor) -> Tensor:
+    """The streams after the site answered y [tokens, d]."""
+    return place[..., None] * y[:, None, :] + torch.matmul(mix.transpose(1, 2), x)
+
+
+def hyper_head(x: Tensor, site: Site) -> Tensor:
+    """The streams [tokens, n, d] collapsed to [tokens, d] and normed, once, at the end."""
+    mixed = F.linear(_rms(x.flatten(1), site.eps), site.fn)
+    collapse = torch.sigmoid(mixed * site.scale + site.base) + site.hc_eps
+    return norm(torch.matmul(collapse[:, None, :], x).squeeze(1), site.weight, site.eps)
+
+
+def _rms(x: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+# Experts
+
+
+def route(
+    logits: Tensor, chosen: Tensor | None, bias: Tensor | None, k: int, factor: float
+) -> tuple[Tensor, Tensor]:
+    """(experts [tokens, k], weights): those `chosen`, or the k best by score and bias."""
+    scores = F.softplus(logits).sqrt()
+    if chosen is None:
+        assert bias is not None
+        chosen = (scores + bias).topk(k, dim=-1, sorted=False).indices
+    weights = scores.gather(1, chosen)
+    return chosen, weights / (weights.sum(-1, keepdim=True) + 1e-20) * factor
+
+
+def pack_experts(gate_up: Tensor, down: Tensor) -> tuple[Matrix, Matrix]:
+    """[experts, 2 · inner, d] and [experts, d, inner]."""
+    return gate_up.contiguous(), down.contiguous()
+
+
+def experts(
+    x: Tensor, chosen: Tensor, weights: Tensor, matrices: tuple[Matrix, Matrix], limit: float
+) -> Tensor:
+    """The weighted answers of the chosen experts, and of the last one, which everyone asks."""
+    gate_up, down = matrices
+    flat, k = chosen.flatten(), chosen.shape[1]
+    answers = torch.empty(flat.numel(), x.shape[1], device=x.device)
+    for expert in flat.unique().tolist():
+        asked = torch.where(flat == expert)[0]
+        answers[asked] = _ask(x[asked // k], gate_up[expert], down[expert], limit)
+    routed = (answers.view(*chosen.shape, -1) * weights[..., None]).sum(1)
+    return routed + _ask(x, gate_up[-1], down[-1], limit)
+
+
+def _ask(x: Tensor, gate_up: Tensor, down: Tensor, limit: float) -> Tensor:
+    gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
+    return F.linear(F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit), down)
+
+
+# Attention
+
+
+def compress(recent: Recent, rows: Tensor, bias: Tensor, dim: int) -> Tensor:
+    """Entries [n, dim] of windows of rows [n, width]: per channel the softmax of the gates over the window.
+
+    A row is kv, then gate, `channels` each; bias [ratio, channels] is added to the gates. Where a window is
+    two ratios wide its first half counts with the first channels of its rows, the second half with the last.
+    """
+    ratio, channels = bias.shape
+    both = torch.cat(recent)[rows.clamp(min=0).long()].unflatten(2, (2, channels))
+    both[:, :, 1] += bias.repeat(rows.shape[1] // ratio, 1)
+    if rows.shape[1] > ratio:
+        both = torch.cat([both[:, :ratio, :, :dim], both[:, ratio:, :, dim:]], dim=1)
+    gate = both[:, :, 1].masked_fill((rows < 0)[..., None], float("-inf"))
+    values: Tensor = both[:, :, 0]
+    return (values * torch.softmax(gate, dim=1)).sum(dim=1)
+
+
+def best_rows(
+    q: Tensor, weights: Tensor, keys: Tensor, rows: Tensor, span: Tensor, visible: Tensor, k: int
+) -> Tensor:
+    """The lightning indexer: rows [tokens, k] of each query's best keys, in their order; -1: it sees fewer.
+
+    score = sum over heads of weight · ReLU(q · key). q [tokens, heads, dim], weights [tokens, heads]; keys
+    [m, dim], of which rows [spans, n] are each span's; `span` of each token, how many are `visible` to it.
+    Ties go to the lower number: score and number are one integer, so it does not matter how many there are.
+    """
+    parts = []
+    for start in range(0, q.shape[0], QUERIES_AT_ONCE):
+        part = slice(start, start + QUERIES_AT_ONCE)
+        own = rows[span[part]].long()
+        scores = torch.relu_(torch.matmul(q[part], keys[own.clamp(min=0)].transpose(1, 2)))
+        scores = torch.matmul(weights[part][:, None, :], scores).squeeze(1)
+        best = top_numbers(scores, visible[part], k)
+        picked = own.gather(1, best.clamp(min=0)) if own.shape[1] else best
+        parts.append(torch.where(best < 0, -1, picked).int())
+    return torch.cat(parts)
+
+
+def top_numbers(scores: Tensor, visible: Tensor, k: int) -> Tensor:
+    """The k best of each query among its first `visible`, ascending, -1 where there are fewer."""
+    tokens, n = scores.shape
+    number = torch.arange(n, device=scores.device)
+    hidden = number[None, :] >= visible[:, None]
+    if n <= k:
+        return torch.where(hidden, -1, number.expand(tokens, n))
+    bits = scores.float().contiguous().view(torch.int32).long()
+    ordered = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)  # the order of floats, as integers; -0 is 0
+    keys = (ordered << 32) | (n - 1 - number)
+    keys = keys.masked_fill(hidden, torch.iinfo(torch.int64).min)
+    best, picked = keys.topk(k, dim=-1)
+    chosen = torch.where(best == torch.iinfo(torch.int64).min, n, picked).sort(dim=-1).values
+    return torch.where(chosen == n, -1, chosen)
+
+
+def attention(
+    q: Tensor,
+    recent: Recent,
+    window: Tensor,
+    entries: Tensor,
+    chosen: Tensor,
+    sinks: Tensor,
+    scale: float,
+) -> Tensor:
+    """Each query attends to the rows it names, which are keys and values at once.
+
+    q [tokens, heads, dim]; `window` [tokens, w]: rows of the recent ones; `chosen` [tokens, k]: rows of
+    entries; sinks [heads], a logit without a value. Answers [tokens, heads, dim].
+    """
+    out = torch.empty(q.shape, device=q.device)
+    pool = torch.cat(recent)
+    for start in range(0, q.shape[0], QUERIES_AT_ONCE):
+        part = slice(start, start + QUERIES_AT_ONCE)
+        named = torch.cat([window[part], chosen[part]], dim=1)
+        seen = torch.cat(
+            [pool[window[part].clamp(min=0).long()], entries[chosen[part].clamp(min=0).long()]], dim=1
+        )
+        scores = torch.matmul(q[part], seen.transpose(1, 2)) * scale
+        scores = scores.masked_fill_((named < 0)[:, None, :], float("-inf"))
+        sink = sinks.view(1, -1, 1).expand(scores.shape[0], -1, 1)
+        weights = torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)[..., :-1]
+        out[part] = torch.matmul(weights, seen)
+    return out

@@ -1,0 +1,167 @@
+"""Goal: the native kernels are their plain twins, and a token's bits do not depend on its company. Method:
+random inputs of awkward sizes; then tokens again alone, and in other groups."""
+
+import pytest
+import torch
+
+from tiercel.kernels import native, reference
+from tiercel.kernels.choice import make_kernels
+from tiercel.kernels.reference import Site
+
+TOKENS = 131
+
+
+def test_the_native_kernels_were_built():
+    """Where these tests run there is a compiler: a silent fall back to torch would hide them all."""
+    assert native.AVAILABLE
+    assert make_kernels().NAME == "native"
+
+
+def rand(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def rows_of(count, *shape, seed=0):
+    """Row numbers below `count`, some of them -1."""
+    random = torch.Generator().manual_seed(seed + count)
+    return torch.randint(-1, count, shape, generator=random).int()
+
+
+def linear(k, take, *, n=45, depth=33):
+    return k.linear(rand(TOKENS, depth + 5)[take][:, 2 : 2 + depth], k.pack(rand(n, depth)))
+
+
+def linear_wide(k, take):
+    return linear(k, take, n=256, depth=128)
+
+
+def norm(k, take):
+    return k.norm(rand(TOKENS, 50)[take][:, 3:40], rand(37), 1e-6)
+
+
+def norm_rotate(k, take):
+    turn = rand(TOKENS, 3)[take], rand(TOKENS, 3, seed=1)[take]
+    x = rand(TOKENS, 60)[take].view(-1, 3, 20)
+    plain, weighted = k.norm_rotate(x, turn), k.norm_rotate(x, turn, eps=1e-6, weight=rand(20))
+    return torch.cat([plain, weighted, k.norm_rotate(x, turn, eps=1e-6, back=True)], dim=2)
+
+
+def make_site(k, streams, d, outs, scale):
+    fn = k.pack(rand(outs, streams * d) * 0.1)
+    return Site(fn, rand(scale) * 0.3, rand(outs), rand(d), streams, 20, 1e-6, 1e-6)
+
+
+def hyper(k, take, streams=4):
+    d = 24
+    x, y = rand(TOKENS, streams, d)[take], rand(TOKENS, d)[take]
+    outs = 2 * streams + streams * streams
+    seen, place, mix = k.hyper_read(x, make_site(k, streams, d, outs, outs))
+    out = k.hyper_write(x, y, place, mix)
+    head = k.hyper_head(x, make_site(k, streams, d, streams, 1))
+    return torch.cat([seen, place, mix.flatten(1), out.flatten(1), head], dim=1)
+
+
+def hyper_of_three(k, take):
+    return hyper(k, take, streams=3)
+
+
+def experts(k, take):
+    x, logits, bias = rand(TOKENS, 40)[take], rand(TOKENS, 6)[take], rand(6)
+    chosen, weights = k.route(logits, None, bias, 2, 1.5)
+    order = chosen.argsort(1)
+    chosen, weights = chosen.gather(1, order).contiguous(), weights.gather(1, order).contiguous()
+    matrices = k.pack_experts(rand(7, 2 * 20, 40), rand(7, 40, 20))
+    hashed = torch.arange(TOKENS)[take][:, None] * torch.tensor([1, 3]) % 6
+    _, given = k.route(logits, hashed.contiguous(), None, 2, 1.5)
+    return torch.cat([k.experts(x, chosen, weights, matrices, 7.0), chosen.float(), given], dim=1)
+
+
+def compress(k, take):
+    old, new = rand(9, 24), rand(30, 26)[:, 1:25]
+    overlap = k.compress((old, new), rows_of(39, TOKENS, 8)[take], rand(4, 12), 6)
+    plain = k.compress((old, new), rows_of(39, TOKENS, 5)[take].clamp(min=0), rand(5, 12), 12)
+    return torch.cat([overlap, plain], dim=1)
+
+
+def attention(k, take, heads=5, dim=40):
+    q, old, new, entries = rand(TOKENS, heads, dim)[take], rand(9, dim), rand(30, dim), rand(50, dim)
+    window, chosen = rows_of(39, TOKENS, 21)[take], rows_of(50, TOKENS, 13)[take]
+    return k.attention(q, (old, new), window, entries, chosen, rand(heads), dim**-0.5)
+
+
+def attention_of_four_heads(k, take):
+    return attention(k, take, heads=4, dim=32)
+
+
+CASES = [
+    linear,
+    linear_wide,
+    norm,
+    norm_rotate,
+    hyper,
+    hyper_of_three,
+    experts,
+    compress,
+    attention,
+    attention_of_four_heads,
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_native_kernel_is_its_plain_twin(case):
+    everything = torch.arange(TOKENS)
+    torch.testing.assert_close(case(native, everything), case(reference, everything), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_token_does_not_depend_on_its_company(case):
+    whole = case(native, torch.arange(TOKENS))
+    for first, count in ((0, 1), (7, 1), (130, 1), (3, 2), (50, 3), (5, 5), (64, 7), (20, 49), (1, 130)):
+        take = torch.arange(first, first + count)
+        assert torch.equal(case(native, take), whole[take]), (first, count)
+    shuffled = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(5))
+    assert torch.equal(case(native, shuffled), whole[shuffled])
+
+
+@pytest.mark.parametrize("heads", [1, 5, 16, 20])
+def test_the_indexer_chooses_what_its_twin_chooses_ties_included(heads):
+    """Whole numbers: their sums are exact, so both see the same ties."""
+    random = torch.Generator().manual_seed(heads)
+    q, keys = (
+        torch.randint(-2, 3, shape, generator=random).float() for shape in ((TOKENS, heads, 6), (90, 6))
+    )
+    weights = torch.randint(-1, 3, (TOKENS, heads), generator=random).float()
+    rows = torch.stack([torch.randperm(90, generator=random)[:70] for _ in range(4)]).int()
+    span, visible = torch.arange(TOKENS) % 4, torch.arange(TOKENS) % 71
+    mine = native.best_rows(q, weights, keys, rows, span, visible, 16)
+    theirs = reference.best_rows(q, weights, keys, rows, span, visible, 16)
+    for own, other in zip(mine, theirs, strict=True):
+        assert own[own >= 0].tolist() == other[other >= 0].tolist()
+    alone = [
+        native.best_rows(q[[t]], weights[[t]], keys, rows, span[[t]], visible[[t]], 16) for t in range(TOKENS)
+    ]
+    assert torch.equal(torch.cat(alone), mine)
+
+
+def test_ties_of_experts_go_to_the_lower():
+    chosen, _ = native.route(torch.zeros(1, 6), None, torch.tensor([0.0, 1, 0, 1, 1, 0]), 2, 1.0)
+    assert chosen.tolist() == [[1, 3]]
+
+
+def test_rows_are_put_where_they_belong_and_nowhere_else():
+    target, source = torch.zeros(5, 3), rand(4, 6)
+    native.put_rows(target, torch.tensor([4, 0]), source[:, 1:4], torch.tensor([3, 1]))
+    expected = torch.zeros(5, 3)
+    reference.put_rows(expected, torch.tensor([4, 0]), source[:, 1:4], torch.tensor([3, 1]))
+    assert torch.equal(target, expected)
+    assert not target[1:4].any()
+
+
+@pytest.mark.parametrize("x", [-200.0, -87.5, -1.0, 0.0, 1e-8, 3.0, 80.0])
+def test_gates_far_apart_do_not_overflow(x):
+    rows = torch.tensor([[1.0, 0.0], [2.0, x]])
+    numbers, bias = torch.tensor([[0, 1]], dtype=torch.int32), torch.zeros(2, 1)
+    mine = native.compress((rows, rows[:0]), numbers, bias, 1)
+    torch.testing.assert_close(
+        mine, reference.compress((rows, rows[:0]), numbers, bias, 1), atol=1e-6, rtol=1e-6
+    )
