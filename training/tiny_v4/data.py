@@ -8,6 +8,7 @@ a target.
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +17,21 @@ from tokenizers import Tokenizer
 
 UNSCORED, TEXT, ANSWER, COPY = 0, 1, 2, 3
 COPY_INSTRUCTION = "\nRepeat:"
+EXAM_TOKENS_PER_FACT = 64
+
+
+@dataclass(frozen=True)
+class Exam:
+    """One user turn that ends with a question, and the first token of the answer: a model that knows it says
+    `answer`, key and value, at the last two positions."""
+
+    ids: list[int]
+    answer: list[int]
 
 
 class Maker:
     def __init__(self, work: Path, seed: int, split: str = "train") -> None:
-        tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
+        self.tokenizer = tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
         recall = json.loads((work / "recall.json").read_text())
         self.text = np.load(work / "tokens.npz")[split]
         self.rng = np.random.default_rng(seed)
@@ -31,11 +42,8 @@ class Maker:
         def around(template: str) -> list[list[int]]:
             return [ids(part) for part in template.replace("{value}", "{key}").split("{key}")]
 
-        self.fact, self.question, self.copy = (
-            around(recall["fact"]),
-            around(recall["question"]),
-            ids(COPY_INSTRUCTION),
-        )
+        self.fact, self.question = around(recall["fact"]), around(recall["question"])
+        self.copy = ids(COPY_INSTRUCTION)
         self.keys = np.array([ids(" " + w)[0] for w in recall["keys"]])
         self.values = np.array([ids(" " + w)[0] for w in recall["values"]])
         self.words = np.concatenate((self.keys, self.values))
@@ -51,8 +59,7 @@ class Maker:
     def fact_tokens(self, key: int, value: int) -> tuple[list[int], list[int]]:
         before, middle, after = self.fact
         ids = [*before, key, *middle, value, *after]
-        kinds = [TEXT] * len(before) + [UNSCORED] + [TEXT] * len(middle) + [UNSCORED] + [TEXT] * len(after)
-        return ids, kinds
+        return ids, [UNSCORED if i in (key, value) else TEXT for i in ids]
 
     def question_tokens(self, key: int) -> tuple[list[int], list[int]]:
         before, after = self.question
@@ -105,27 +112,23 @@ class Maker:
         pairs = [self.sequence(length, text_share) for _ in range(count)]
         return torch.tensor([p[0] for p in pairs]), torch.tensor([p[1] for p in pairs], dtype=torch.uint8)
 
-    def exam(self, length: int, tokens_per_fact: int = 64) -> tuple[list[int], list[int]]:
-        """`length` tokens: one user turn that ends with a question, and the first token of the answer.
-
-        The last two tokens must predict the second value: both tokens of the answer.
-        """
-        rng = self.rng
-        facts = max(2, length // tokens_per_fact)
-        keys = rng.permutation(self.keys)[:facts]
-        values = rng.choice(self.values, facts)
-        pieces = [self.fact_tokens(int(k), int(v))[0] for k, v in zip(keys, values, strict=True)]
+    def exam(self, length: int) -> Exam:
+        rng, facts = self.rng, length // EXAM_TOKENS_PER_FACT
+        keys, values = rng.permutation(self.keys)[:facts].tolist(), rng.choice(self.values, facts).tolist()
+        pieces = [self.fact_tokens(k, v)[0] for k, v in zip(keys, values, strict=True)]
         asked = int(rng.integers(facts))
-        tail = [*self.question_tokens(int(keys[asked]))[0], int(keys[asked])]
+        tail = [*self.question_tokens(keys[asked])[0], keys[asked]]
         room = length - 2 - len(tail) - sum(map(len, pieces))
-        cuts = np.sort(rng.integers(0, room + 1, facts))
-        ids, done = [self.bos, self.user], 0
-        for cut, piece in zip(cuts.tolist(), pieces, strict=True):
+        cuts = np.sort(rng.integers(0, room + 1, facts)).tolist()
+        ids = [self.bos, self.user]
+        for cut, done, piece in zip(cuts, [0, *cuts], pieces, strict=False):
             ids += self.filler(cut - done) + piece
-            done = cut
-        ids += self.filler(room - done) + tail
+        ids += self.filler(room - cuts[-1]) + tail
         assert len(ids) == length
-        return ids, [int(keys[asked]), int(values[asked])]
+        return Exam(ids, [keys[asked], values[asked]])
+
+    def bytes_per_token(self) -> float:
+        return len(self.tokenizer.decode(self.text.tolist()).encode()) / len(self.text)
 
 
 class Stream(torch.utils.data.IterableDataset):

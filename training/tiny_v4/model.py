@@ -15,6 +15,13 @@ from sinkhorn import sinkhorn
 from torch import Tensor, nn
 
 HIDDEN = -1e30  # a masked logit; finite, so that a row with nothing visible is not NaN
+YARN = {
+    "type": "yarn",
+    "factor": 4,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -44,15 +51,7 @@ class Config:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     compress_rope_theta: float = 160000.0
-    rope_scaling: dict[str, float | int | str] = field(
-        default_factory=lambda: {
-            "type": "yarn",
-            "factor": 4,
-            "original_max_position_embeddings": 4096,
-            "beta_fast": 32,
-            "beta_slow": 1,
-        }
-    )
+    rope_scaling: dict[str, int | str] = field(default_factory=lambda: dict(YARN))
     max_position_embeddings: int = 16384
 
 
@@ -124,18 +123,14 @@ class Compressor(nn.Module):
         kv = self.kv_proj(h).float().unflatten(1, (count, self.ratio))
         gate = self.gate_proj(h).float().unflatten(1, (count, self.ratio)) + self.position_bias
         if self.overlap:
-            kv = torch.cat(
-                (F.pad(kv[:, :-1, :, : self.width], (0, 0, 0, 0, 1, 0)), kv[..., self.width :]), dim=2
-            )
-            gate = torch.cat(
-                (
-                    F.pad(gate[:, :-1, :, : self.width], (0, 0, 0, 0, 1, 0), value=HIDDEN),
-                    gate[..., self.width :],
-                ),
-                dim=2,
-            )
+            kv, gate = self.with_group_before(kv, 0.0), self.with_group_before(gate, HIDDEN)
         entry = self.kv_norm((kv * gate.softmax(dim=2)).sum(dim=2))
         return rotate(entry, torch.arange(count, device=h.device)[None] * self.ratio, self.frequencies)
+
+    def with_group_before(self, rows: Tensor, absent: float) -> Tensor:
+        """The first half of the channels is for the next group, the second for the own one."""
+        before = F.pad(rows[:, :-1, :, : self.width], (0, 0, 0, 0, 1, 0), value=absent)
+        return torch.cat((before, rows[..., self.width :]), dim=2)
 
 
 class Indexer(Compressor):
@@ -174,15 +169,13 @@ class GroupedLinear(nn.Module):
 
 
 class Attention(nn.Module):
+    """`project` and `output` are per token, `forward` mixes positions."""
+
     def __init__(self, config: Config, ratio: int) -> None:
         super().__init__()
-        self.ratio, self.heads, self.width, self.window = (
-            ratio,
-            config.num_attention_heads,
-            config.head_dim,
-            config.sliding_window,
-        )
-        self.topk, self.eps, self.groups = config.index_topk, config.rms_norm_eps, config.o_groups
+        self.ratio, self.heads, self.width = ratio, config.num_attention_heads, config.head_dim
+        self.window, self.topk = config.sliding_window, config.index_topk
+        self.eps, self.groups = config.rms_norm_eps, config.o_groups
         d = config.hidden_size
         self.q_a_proj = linear(d, config.q_lora_rank)
         self.q_a_norm = RMSNorm(config.q_lora_rank, self.eps)
@@ -196,82 +189,75 @@ class Attention(nn.Module):
             self.compressor = (
                 SparseCompressor(config) if ratio == 4 else Compressor(config, ratio, self.width)
             )
-        self.register_buffer(
-            "frequencies", rope_frequencies(config, compressed=bool(ratio)), persistent=False
-        )
+        frequencies = rope_frequencies(config, compressed=bool(ratio))
+        self.register_buffer("frequencies", frequencies, persistent=False)
 
-    def forward(self, h: Tensor, sparse: bool) -> tuple[Tensor, Tensor]:
-        """The output and the indexer's loss (zero where there is no indexer)."""
-        batch, length, _ = h.shape
-        w, blocks = self.window, length // self.window
-        at = torch.arange(length, device=h.device)
+    def project(self, h: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q_r = self.q_a_norm(self.q_a_proj(h))
         q = rms(self.q_b_proj(q_r).unflatten(-1, (self.heads, self.width)), self.eps)
-        q = rotate(q, at[None, :, None], self.frequencies).to(h.dtype)
-        kv = (
-            rotate(self.kv_norm(self.kv_proj(h)), at[None], self.frequencies)
-            .to(h.dtype)
-            .unflatten(1, (blocks, w))
-        )
-        near = torch.cat((F.pad(kv[:, :-1], (0, 0, 0, 0, 1, 0)), kv), dim=2)  # [B, blocks, 2W, D]
-        rows = q.unflatten(1, (blocks, w)).flatten(2, 3)  # [B, blocks, W*H, D]
-        scale = self.width**-0.5
-        i, j = at[:w, None], torch.arange(2 * w, device=h.device)[None]
-        seen = (j > i) & (j <= i + w)
-        first = seen & (j >= w)
-        seen = torch.cat((first[None], seen[None].expand(blocks - 1, -1, -1))).flatten(0, 1)  # [S, 2W]
-        window_logits = (
-            torch.matmul(rows, near.transpose(2, 3)).float().reshape(batch, length, self.heads, 2 * w) * scale
-        )
-        logits = [window_logits.masked_fill(~seen[None, :, None], HIDDEN)]
-        loss = h.new_zeros((), dtype=torch.float32)
+        q = rotate(q, at[..., None], self.frequencies)
+        kv = rotate(self.kv_norm(self.kv_proj(h)), at, self.frequencies)
+        return q_r, q.to(h.dtype), kv.to(h.dtype)
+
+    def output(self, o: Tensor, at: Tensor) -> Tensor:
+        o = rotate(o, at[..., None], self.frequencies, -1).to(o.dtype)
+        return self.o_b_proj(self.o_a_proj(o.flatten(-2).unflatten(-1, (self.groups, -1))))
+
+    def forward(self, h: Tensor, q_r: Tensor, q: Tensor, kv: Tensor, sparse: bool) -> tuple[Tensor, Tensor]:
+        """[B,S,H,D], and the indexer's loss (zero where there is no indexer)."""
+        batch, length, w = *kv.shape[:2], self.window
+        blocks = kv.unflatten(1, (-1, w))
+        near = torch.cat((F.pad(blocks[:, :-1], (0, 0, 0, 0, 1, 0)), blocks), dim=2)  # [B, S/W, 2W, D]
+        rows = q.reshape(batch, -1, w * self.heads, self.width)
+        logits = torch.matmul(rows, near.mT).float().reshape(batch, length, self.heads, 2 * w)
+        query = torch.arange(length, device=kv.device)[:, None]
+        key = query - query % w - w + torch.arange(2 * w, device=kv.device)
+        seen = (key >= 0) & (key > query - w) & (key <= query)
+        logits = (logits * self.width**-0.5).masked_fill(~seen[:, None], HIDDEN)
+        sink = self.sinks.float()[:, None].expand(batch, length, -1, 1)
+        loss = logits.new_zeros(())
         if self.ratio:
-            entries = self.compressor.entries(h).to(h.dtype)
-            count = entries.shape[1]
-            far = (
-                torch.matmul(q.flatten(1, 2), entries.transpose(1, 2))
-                .float()
-                .unflatten(1, (length, self.heads))
-                * scale
-            )
-            visible = torch.arange(count, device=h.device)[None] < ((at + 1) // self.ratio)[:, None]  # [S, T]
-            far = far.masked_fill(~visible[None, :, None], HIDDEN)
-            if self.ratio == 4:
-                scores = self.compressor.indexer(h.detach(), q_r.detach()).masked_fill(~visible[None], HIDDEN)
-                loss = index_loss(
-                    scores, torch.cat((*logits, far), dim=-1).detach(), self.sinks.detach(), count
-                )
-                if sparse and count > self.topk:
-                    # equal scores (sums of ReLUs are often 0): the lower index wins, the rule of the cache
-                    best = (
-                        scores.detach().sort(dim=-1, descending=True, stable=True).indices[..., : self.topk]
-                    )
-                    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)
-                    far = far.masked_fill(~(chosen & visible[None])[:, :, None], HIDDEN)
-            logits.append(far)
-        sink = self.sinks.float()[None, None, :, None].expand(batch, length, -1, 1)
-        p = torch.cat((*logits, sink), dim=-1).softmax(dim=-1).to(h.dtype)
-        o = torch.matmul(p[..., : 2 * w].reshape(batch, blocks, w * self.heads, 2 * w), near)
-        o = o.reshape(batch, length, self.heads, self.width)
+            entries, far, loss = self.far(h, q_r, q, torch.cat((sink, logits), dim=-1).detach(), sparse)
+            logits = torch.cat((logits, far), dim=-1)
+        p = torch.cat((logits, sink), dim=-1).softmax(dim=-1).to(kv.dtype)
+        o = torch.matmul(p[..., : 2 * w].reshape(*rows.shape[:3], 2 * w), near).reshape(q.shape)
         if self.ratio:
-            o = o + torch.matmul(p[..., 2 * w : -1].flatten(1, 2), entries).reshape(o.shape)
-        o = rotate(o, at[None, :, None], self.frequencies, -1).to(h.dtype)
-        return self.o_b_proj(self.o_a_proj(o.reshape(batch, length, self.groups, -1))), loss
+            o = o + torch.matmul(p[..., 2 * w : -1].flatten(1, 2), entries).reshape(q.shape)
+        return o, loss
+
+    def far(
+        self, h: Tensor, q_r: Tensor, q: Tensor, others: Tensor, sparse: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The compressed entries, their logits, and the indexer's loss. `others`: every other logit."""
+        entries = self.compressor.entries(h).to(q.dtype)
+        length, count = h.shape[1], entries.shape[1]
+        logits = torch.matmul(q.flatten(1, 2), entries.mT).float().unflatten(1, (length, self.heads))
+        known = (torch.arange(length, device=h.device)[:, None] + 1) // self.ratio
+        visible = torch.arange(count, device=h.device) < known  # [S,T]
+        logits = (logits * self.width**-0.5).masked_fill(~visible[:, None], HIDDEN)
+        if self.ratio != 4:
+            return entries, logits, logits.new_zeros(())
+        scores = self.compressor.indexer(h.detach(), q_r.detach()).masked_fill(~visible, HIDDEN)
+        loss = index_loss(scores, torch.cat((others, logits.detach()), dim=-1))
+        if sparse and count > self.topk:
+            # equal scores (sums of ReLUs are often 0): the lower index wins, the rule of the cache
+            best = scores.detach().sort(dim=-1, descending=True, stable=True).indices[..., : self.topk]
+            chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)
+            logits = logits.masked_fill(~(chosen & visible)[:, :, None], HIDDEN)
+        return entries, logits, loss
 
 
-def index_loss(scores: Tensor, logits: Tensor, sinks: Tensor, count: int) -> Tensor:
-    """KL from the head-summed attention over all visible entries to the indexer's softmax.
+def index_loss(scores: Tensor, logits: Tensor) -> Tensor:
+    """KL from the head-summed attention over all entries, the last of `logits`, to the indexer's softmax.
 
     A query counts by the attention mass it gives to entries: most give little, and what they would
     pick does not matter.
     """
-    sink = sinks.float()[None, None, :, None].expand(*logits.shape[:3], 1)
-    p = torch.cat((logits, sink), dim=-1).softmax(dim=-1)[..., -1 - count : -1].sum(dim=2)
-    mass = p.sum(dim=-1, keepdim=True)
-    target = p / (mass + 1e-9)
+    p = logits.softmax(dim=-1)[..., -scores.shape[-1] :].sum(dim=2)
+    mass = p.sum(dim=-1)
+    target = p / (mass[..., None] + 1e-9)
     kl = (target * ((target + 1e-9).log() - scores.log_softmax(dim=-1))).sum(dim=-1)
-    weight = mass[..., 0]
-    return (kl * weight).sum() / (weight.sum() + 1e-6)
+    return (kl * mass).sum() / (mass.sum() + 1e-6)
 
 
 class HyperConnection(nn.Module):
@@ -283,41 +269,35 @@ class HyperConnection(nn.Module):
         self.base = nn.Parameter(mix)
         self.scale = nn.Parameter(torch.full((3,), 0.3))
 
-    def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # [T,n,d]
         n = self.config.hc_mult
         with torch.autocast(streams.device.type, enabled=False):
-            f = F.linear(rms(streams.flatten(2), self.config.rms_norm_eps), self.fn)
+            f = F.linear(rms(streams.flatten(1), self.config.rms_norm_eps), self.fn)
             pre, post, mix = f.split((n, n, n * n), dim=-1)
             pre_base, post_base, mix_base = self.base.split((n, n, n * n))
             pre = torch.sigmoid(pre * self.scale[0] + pre_base) + self.config.hc_eps
             post = 2 * torch.sigmoid(post * self.scale[1] + post_base)
             mix = (mix * self.scale[2] + mix_base).reshape(-1, n, n)
-            mix = sinkhorn(mix, self.config.hc_sinkhorn_iters, self.config.hc_eps).reshape(
-                *streams.shape[:2], n, n
-            )
-            return (pre[..., None] * streams).sum(dim=2), post, mix
+            mix = sinkhorn(mix, self.config.hc_sinkhorn_iters, self.config.hc_eps)
+            return (pre[..., None] * streams).sum(dim=1), post, mix
 
 
 def spread(post: Tensor, mix: Tensor, streams: Tensor, y: Tensor) -> Tensor:
-    mixed = (mix[..., None] * streams[..., :, None, :]).sum(dim=2)  # the sum runs over the FIRST index of mix
-    return post[..., None] * y.float()[..., None, :] + mixed
+    mixed = (mix[..., None] * streams[:, :, None]).sum(dim=1)  # the sum runs over the FIRST index of mix
+    return post[..., None] * y.float()[:, None] + mixed
 
 
 def head_mix(streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, config: Config) -> Tensor:
     with torch.autocast(streams.device.type, enabled=False):
-        f = F.linear(rms(streams.flatten(2), config.rms_norm_eps), fn)
-        return ((torch.sigmoid(f * scale + base) + config.hc_eps)[..., None] * streams).sum(dim=2)
+        f = F.linear(rms(streams.flatten(1), config.rms_norm_eps), fn)
+        return ((torch.sigmoid(f * scale + base) + config.hc_eps)[..., None] * streams).sum(dim=1)
 
 
 class Router(nn.Module):
     def __init__(self, config: Config, hashed: bool) -> None:
         super().__init__()
-        self.hashed, self.topk, self.scaling = (
-            hashed,
-            config.num_experts_per_tok,
-            config.routed_scaling_factor,
-        )
-        self.experts = config.n_routed_experts
+        self.hashed, self.experts = hashed, config.n_routed_experts
+        self.topk, self.scaling = config.num_experts_per_tok, config.routed_scaling_factor
         self.weight = nn.Parameter(torch.randn(self.experts, config.hidden_size) * config.hidden_size**-0.5)
         if hashed:
             table = torch.stack([torch.randperm(self.experts)[: self.topk] for _ in range(config.vocab_size)])
@@ -326,7 +306,7 @@ class Router(nn.Module):
             self.register_buffer("e_score_correction_bias", torch.zeros(self.experts))
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        """Weight of every expert for every token, [B,S,E]; zero where not chosen."""
+        """Weight of every expert for every token, [T,E]; zero where not chosen."""
         with torch.autocast(x.device.type, enabled=False):
             score = F.softplus(F.linear(x.float(), self.weight)).sqrt()
             if self.hashed:
@@ -354,7 +334,7 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         weights = self.gate(x, ids)
-        load = (weights.detach() > 0).float().mean(dim=(0, 1))
+        load = (weights.detach() > 0).float().mean(dim=0)
         weights = F.pad(weights, (0, 1), value=1.0)  # the shared expert: one more, with weight 1
         shared = self.shared_experts
         gate_up = torch.cat(
@@ -362,11 +342,8 @@ class MoE(nn.Module):
         )
         down = torch.cat((self.experts.down_proj.transpose(0, 1).flatten(1), shared.down_proj.weight), dim=1)
         gate, up = F.linear(x, gate_up).unflatten(-1, (-1, 2, self.width)).unbind(-2)
-        inner = (
-            F.silu(gate.clamp(max=self.limit))
-            * up.clamp(-self.limit, self.limit)
-            * weights.to(gate.dtype)[..., None]
-        )
+        inner = F.silu(gate.clamp(max=self.limit)) * up.clamp(-self.limit, self.limit)
+        inner = inner * weights.to(gate.dtype)[..., None]
         return F.linear(inner.flatten(-2), down), load
 
 
@@ -380,32 +357,27 @@ class Block(nn.Module):
         self.attn_hc = HyperConnection(config)
         self.ffn_hc = HyperConnection(config)
 
-    def before(self, streams: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    def before(self, streams: Tensor, at: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
         x, post, mix = self.attn_hc(streams)
-        return self.input_layernorm(x).to(dtype), post, mix
+        h = self.input_layernorm(x).to(dtype)
+        return post, mix, h, *self.self_attn.project(h, at)
 
     def after(
-        self, streams: Tensor, post: Tensor, mix: Tensor, y: Tensor, ids: Tensor
+        self, streams: Tensor, post: Tensor, mix: Tensor, o: Tensor, at: Tensor, ids: Tensor
     ) -> tuple[Tensor, Tensor]:
-        streams = spread(post, mix, streams, y)
+        streams = spread(post, mix, streams, self.self_attn.output(o, at))
         x, post, mix = self.ffn_hc(streams)
-        y, load = self.mlp(self.post_attention_layernorm(x).to(y.dtype), ids)
+        y, load = self.mlp(self.post_attention_layernorm(x).to(o.dtype), ids)
         return spread(post, mix, streams, y), load
 
     def forward(self, streams: Tensor, ids: Tensor, sparse: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """All but the attention is per token: flattened, so that one compilation serves every length."""
+        """Streams are [T,n,d], T = B * S: all but the attention is per token, so compiled once for all."""
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else torch.float32
-        shape = streams.shape
-        streams = streams.reshape(1, -1, *shape[2:])
-        x, post, mix = STEPS["before"](self, streams, dtype)
-        y, loss = self.self_attn(x.reshape(*shape[:2], -1), sparse)
-        streams, load = STEPS["after"](
-            self, streams, post, mix, y.to(dtype).reshape(x.shape), ids.reshape(1, -1)
-        )
-        return streams.reshape(shape), loss, load
-
-
-STEPS = {"before": Block.before, "after": Block.after}  # train.py puts compiled ones here
+        at = torch.arange(ids.shape[1], device=ids.device).repeat(ids.shape[0])
+        post, mix, *rows = self.before(streams, at, dtype)
+        o, loss = self.self_attn(*(x.unflatten(0, ids.shape) for x in rows), sparse)
+        streams, load = self.after(streams, post, mix, o.flatten(0, 1), at, ids.flatten())
+        return streams, loss, load
 
 
 class Mtp(Block):
@@ -447,17 +419,22 @@ class TinyV4(nn.Module):
         """Normed hidden states of the model and of the MTP head, index loss, expert loads."""
         config, model, mtp = self.config, self.model, self.mtp[0]
         embedded = model.embed_tokens(ids)
-        streams = embedded[:, :, None].expand(-1, -1, config.hc_mult, -1).contiguous()
+        streams = embedded.flatten(0, 1)[:, None].expand(-1, config.hc_mult, -1).contiguous()
         loss, loads = 0.0, []
         for layer in model.layers:
             streams, index, load = layer(streams, ids, sparse)
             loss, loads = loss + index, [*loads, load]
         head = model.hc_head
         hidden = model.norm(head_mix(streams, head.hc_fn, head.hc_base, head.hc_scale, config))
-        following = F.pad(
-            embedded[:, 1:], (0, 0, 0, 1)
-        )  # the last position has no next token: ignored by the loss
-        drafts = mtp.h_proj(mtp.hnorm(streams)).float() + mtp.e_proj(mtp.enorm(following)).float()[:, :, None]
+        following = F.pad(embedded[:, 1:], (0, 0, 0, 1)).flatten(
+            0, 1
+        )  # the last has none: no loss looks at it
+        drafts = mtp.h_proj(mtp.hnorm(streams)).float() + mtp.e_proj(mtp.enorm(following)).float()[:, None]
         drafts, _, load = mtp(drafts, ids, sparse)
         drafts = mtp.norm(head_mix(drafts, mtp.hc_head_fn, mtp.hc_head_base, mtp.hc_head_scale, config))
-        return hidden, drafts, loss, [*loads, load]
+        return hidden.unflatten(0, ids.shape), drafts.unflatten(0, ids.shape), loss, [*loads, load]
+
+    def score(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Per token, [T]: the loss, and whether the arg-max is right."""
+        logits = self.lm_head(hidden).float()
+        return F.cross_entropy(logits, targets, reduction="none"), logits.argmax(-1) == targets

@@ -1,12 +1,15 @@
-"""The doubly-stochastic projection of mHC, [N,n,n] logits -> [N,n,n], with its gradient.
+"""The doubly-stochastic projection of mHC, [T,n,n] logits -> [T,n,n], with its gradient.
 
-`sinkhorn_plain` is the definition; `Sinkhorn` runs it in registers on CUDA: about eighty tiny
-launches per site become one. The forward pass keeps the 2*iters-1 divisors, so the backward pass walks
-back through the iterations by multiplying, and recomputes nothing.
+`sinkhorn_plain` is the definition; on CUDA one kernel each way does it in registers instead of about eighty
+tiny launches. The forward pass keeps its divisors, so the backward pass walks back through the iterations by
+multiplying and recomputes nothing.
 """
 
-# ruff: noqa: ARG001, PLR0913
+# ruff: noqa: PLR0913
+from typing import Any
+
 import torch
+from torch import Tensor
 
 try:
     import triton
@@ -14,14 +17,14 @@ try:
 except ImportError:  # a machine without an accelerator: only the plain form exists
     triton = None
 
-BLOCK_TOKENS = 64
+BLOCK_TOKENS = 64  # a sequence is a multiple of the window of 64, so no block is partly filled
 
 
-def sinkhorn_plain(logits: torch.Tensor, iters: int, eps: float) -> torch.Tensor:
+def sinkhorn_plain(logits: Tensor, iters: int, eps: float) -> Tensor:
     b = torch.softmax(logits, dim=-1) + eps
-    b = b / (b.sum(dim=-2, keepdim=True) + eps)
-    for _ in range(iters - 1):
-        b = b / (b.sum(dim=-1, keepdim=True) + eps)
+    for i in range(iters):
+        if i:
+            b = b / (b.sum(dim=-1, keepdim=True) + eps)
         b = b / (b.sum(dim=-2, keepdim=True) + eps)
     return b
 
@@ -29,117 +32,77 @@ def sinkhorn_plain(logits: torch.Tensor, iters: int, eps: float) -> torch.Tensor
 if triton is not None:
 
     @triton.jit
-    def _forward(
-        logits,
-        out,
-        divisors,
-        tokens,
-        EPS: tl.constexpr,
-        N: tl.constexpr,
-        ITERS: tl.constexpr,
-        BLOCK: tl.constexpr,
-    ):
-        row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    def _places(BLOCK: tl.constexpr, N: tl.constexpr, ITERS: tl.constexpr):
+        """Of the matrices, [BLOCK,N,N], and of their first divisors, [BLOCK,N] (2 * ITERS rows a token)."""
+        token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         n = tl.arange(0, N)
-        at = row[:, None, None] * N * N + n[None, :, None] * N + n[None, None, :]
-        keep = (row < tokens)[:, None, None] & (n >= 0)[None, :, None] & (n >= 0)[None, None, :]
-        at_d = row[:, None] * (2 * ITERS - 1) * N + n[None, :]
-        keep_d = (row < tokens)[:, None] & (n >= 0)[None, :]
-        b = tl.load(logits + at, mask=keep, other=0.0)
+        at = token[:, None, None] * N * N + n[None, :, None] * N + n[None, None, :]
+        return at, token[:, None] * 2 * ITERS * N + n[None, :]
+
+    @triton.jit
+    def _forward(
+        logits, out, divisors, EPS: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, ITERS: tl.constexpr
+    ):
+        at, row = _places(BLOCK, N, ITERS)
+        b = tl.load(logits + at)
         b = tl.exp(b - tl.max(b, axis=2)[:, :, None])
         b = b / tl.sum(b, axis=2)[:, :, None] + EPS
-        c = tl.sum(b, axis=1) + EPS
-        tl.store(divisors + at_d, c, mask=keep_d)
-        b = b / c[:, None, :]
-        for i in range(1, ITERS):
-            r = tl.sum(b, axis=2) + EPS
-            tl.store(divisors + at_d + (2 * i - 1) * N, r, mask=keep_d)
-            b = b / r[:, :, None]
+        for i in tl.static_range(ITERS):
+            if i > 0:
+                r = tl.sum(b, axis=2) + EPS
+                tl.store(divisors + row + 2 * i * N, r)
+                b = b / r[:, :, None]
             c = tl.sum(b, axis=1) + EPS
-            tl.store(divisors + at_d + (2 * i) * N, c, mask=keep_d)
+            tl.store(divisors + row + (2 * i + 1) * N, c)
             b = b / c[:, None, :]
-        tl.store(out + at, b, mask=keep)
+        tl.store(out + at, b)
 
     @triton.jit
     def _backward(
         out,
-        grad,
         divisors,
-        grad_in,
-        tokens,
+        grad,
+        back,
         EPS: tl.constexpr,
+        BLOCK: tl.constexpr,
         N: tl.constexpr,
         ITERS: tl.constexpr,
-        BLOCK: tl.constexpr,
     ):
-        row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        n = tl.arange(0, N)
-        at = row[:, None, None] * N * N + n[None, :, None] * N + n[None, None, :]
-        keep = (row < tokens)[:, None, None] & (n >= 0)[None, :, None] & (n >= 0)[None, None, :]
-        at_d = row[:, None] * (2 * ITERS - 1) * N + n[None, :]
-        keep_d = (row < tokens)[:, None] & (n >= 0)[None, :]
-        b = tl.load(out + at, mask=keep, other=0.0)
-        g = tl.load(grad + at, mask=keep, other=0.0)
-        for k in range(1, ITERS):
-            i = ITERS - k
-            c = tl.load(divisors + at_d + (2 * i) * N, mask=keep_d, other=1.0)
+        at, row = _places(BLOCK, N, ITERS)
+        b, g = tl.load(out + at), tl.load(grad + at)
+        for k in tl.static_range(ITERS):
+            c = tl.load(divisors + row + (2 * (ITERS - k) - 1) * N)
             g = (g - tl.sum(g * b, axis=1)[:, None, :]) / c[:, None, :]
             b = b * c[:, None, :]
-            r = tl.load(divisors + at_d + (2 * i - 1) * N, mask=keep_d, other=1.0)
-            g = (g - tl.sum(g * b, axis=2)[:, :, None]) / r[:, :, None]
-            b = b * r[:, :, None]
-        c = tl.load(divisors + at_d, mask=keep_d, other=1.0)
-        g = (g - tl.sum(g * b, axis=1)[:, None, :]) / c[:, None, :]
-        p = b * c[:, None, :] - EPS
-        tl.store(grad_in + at, p * (g - tl.sum(g * p, axis=2)[:, :, None]), mask=keep)
+            if k < ITERS - 1:
+                r = tl.load(divisors + row + (2 * (ITERS - k) - 2) * N)
+                g = (g - tl.sum(g * b, axis=2)[:, :, None]) / r[:, :, None]
+                b = b * r[:, :, None]
+        p = b - EPS
+        tl.store(back + at, p * (g - tl.sum(g * p, axis=2)[:, :, None]))
 
 
-@torch.library.custom_op("tiny_v4::sinkhorn_forward", mutates_args=())
-def sinkhorn_forward(logits: torch.Tensor, iters: int, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens, n, _ = logits.shape
-    out = torch.empty_like(logits)
-    divisors = logits.new_empty(tokens, 2 * iters - 1, n)
-    _forward[(triton.cdiv(tokens, BLOCK_TOKENS),)](logits, out, divisors, tokens, eps, n, iters, BLOCK_TOKENS)
-    return out, divisors
+class Sinkhorn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, iters: int, eps: float) -> Tensor:
+        tokens, n, _ = logits.shape
+        out, divisors = torch.empty_like(logits), logits.new_empty(tokens, 2 * iters, n)
+        _forward[(tokens // BLOCK_TOKENS,)](logits, out, divisors, eps, BLOCK_TOKENS, n, iters)
+        ctx.save_for_backward(out, divisors)
+        ctx.iters, ctx.eps = iters, eps
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        out, divisors = ctx.saved_tensors
+        tokens, n, _ = out.shape
+        back, grad = torch.empty_like(out), grad.contiguous()
+        _backward[(tokens // BLOCK_TOKENS,)](out, divisors, grad, back, ctx.eps, BLOCK_TOKENS, n, ctx.iters)
+        return back, None, None
 
 
-@sinkhorn_forward.register_fake
-def _(logits: torch.Tensor, iters: int, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(logits), logits.new_empty(logits.shape[0], 2 * iters - 1, logits.shape[1])
-
-
-@torch.library.custom_op("tiny_v4::sinkhorn_backward", mutates_args=())
-def sinkhorn_backward(
-    out: torch.Tensor, grad: torch.Tensor, divisors: torch.Tensor, eps: float
-) -> torch.Tensor:
-    tokens, n, _ = out.shape
-    grad_in = torch.empty_like(out)
-    iters = (divisors.shape[1] + 1) // 2
-    _backward[(triton.cdiv(tokens, BLOCK_TOKENS),)](
-        out, grad.contiguous(), divisors, grad_in, tokens, eps, n, iters, BLOCK_TOKENS
-    )
-    return grad_in
-
-
-@sinkhorn_backward.register_fake
-def _(out: torch.Tensor, grad: torch.Tensor, divisors: torch.Tensor, eps: float) -> torch.Tensor:
-    return torch.empty_like(out)
-
-
-def _setup(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*output)
-    ctx.eps = inputs[2]
-
-
-def _gradient(ctx, grad_out, _grad_divisors):
-    out, divisors = ctx.saved_tensors
-    return sinkhorn_backward(out, grad_out, divisors, ctx.eps), None, None
-
-
-sinkhorn_forward.register_autograd(_gradient, setup_context=_setup)
-
-
-def sinkhorn(logits: torch.Tensor, iters: int, eps: float) -> torch.Tensor:
-    if logits.is_cuda:
-        return sinkhorn_forward(logits.contiguous(), iters, eps)[0]
-    return sinkhorn_plain(logits, iters, eps)
+def sinkhorn(logits: Tensor, iters: int, eps: float) -> Tensor:
+    if not logits.is_cuda:
+        return sinkhorn_plain(logits, iters, eps)
+    assert len(logits) % BLOCK_TOKENS == 0, len(logits)
+    return Sinkhorn.apply(logits.contiguous(), iters, eps)

@@ -1,261 +1,216 @@
-r"""Train tiny-v4.
+"""Train tiny-v4. The defaults are the recipe of the shipped weights.
 
-    python train.py --work WORK_DIR --out OUT_DIR \
-        --stages 256:64:300:dense,512:32:60:dense,1024:16:60:dense,2048:8:120:sparse
+    python train.py WORK_DIR FOLDER [--stages 256:64:60:dense,4096:4:60:sparse] [--seed N]
 
-A stage is length:batch:seconds:mode. It ends by the clock, or earlier once nine answers in ten were right for
-100 steps; the last stage gets the time that is left. Keep length * batch the same: what is compiled is
-compiled once for it. `dense` lets CSA queries see every entry while the indexer learns from them; `sparse`
-keeps the index_topk best, as in inference (the indexer's target stays the dense attention).
-Loss = text + answers + 0.2 copies + 0.3 MTP + indexer KL. The checkpoint comes in parts under 16 MiB (ckpt.0,
-ckpt.1, ...); `--resume DIR` reads the weights back. `--seed` fixes weights and data, not the number of steps.
+A stage is length:batch:seconds:mode. `dense` lets CSA queries see every entry while the indexer learns from
+them; it ends by the clock, or earlier once nine answers in ten were right for 100 steps. `sparse` keeps the
+index_topk best, as in inference (the indexer's target stays the dense attention); it ends by the clock, and
+the last stage gets the time that is left. Keep length * batch the same: what is compiled is compiled once for
+it. Loss = text + answers + 0.2 copies + 0.3 MTP + indexer KL. FOLDER is written every minute and at the end.
+`--seed` fixes weights and data; the number of steps is the clock's.
 """
 
 # ruff: noqa: T201
 import argparse
-import io
 import json
+import math
+import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from data import ANSWER, COPY, TEXT, Maker, Stream
+from export import export_model, export_tokenizer
+from measure import autocast, recall
 from torch import Tensor
 
-from model import STEPS, Config, TinyV4
+from model import Block, Config, TinyV4
 
-PART_BYTES = 15 << 20
+STAGES = "256:64:40:dense,512:32:20:dense,1024:16:20:dense,1024:16:220:sparse,4096:4:120:sparse"
+RATE, WARMUP_STEPS = 2e-3, 200
+DECAY_SHARE, RATE_FLOOR = 0.4, 0.02  # over the last 40 % of the time the rate falls to 2 %
+TEXT_SHARE = 0.4  # sequences of plain text; the others are conversations, with text between the facts
 BALANCE_RATE = 1e-3  # router bias step per update, DeepSeek's auxiliary-loss-free balancing
-MTP_WEIGHT = 0.3
+MTP_WEIGHT, COPY_WEIGHT = 0.3, 0.2
+RECORDED_CALL = 4  # three calls as they are, for what is compiled or allocated on first use
+ENOUGH_RIGHT = 0.9
+WORKERS = max(0, (os.cpu_count() or 1) - 2)
 
 
-def save(model: TinyV4, out: Path, record: dict[str, object]) -> None:
-    buffer = io.BytesIO()
-    state = {k: v.detach().cpu() for k, v in model.state_dict().items()}
-    torch.save({"model": state, "config": model.config, "record": record}, buffer)
-    data = buffer.getvalue()
-    for i, start in enumerate(range(0, len(data), PART_BYTES)):
-        (out / f"ckpt.{i}").write_bytes(data[start : start + PART_BYTES])
+@dataclass(frozen=True)
+class Stage:
+    length: int
+    batch: int
+    seconds: float
+    sparse: bool
+
+    @classmethod
+    def parse(cls, text: str) -> "Stage":
+        length, batch, seconds, mode = text.split(":")
+        return cls(int(length), int(batch), float(seconds), {"dense": False, "sparse": True}[mode])
 
 
-def load(folder: Path) -> dict[str, object]:
-    parts = sorted(folder.glob("ckpt.*"))
-    return torch.load(
-        io.BytesIO(b"".join(p.read_bytes() for p in parts)), map_location="cpu", weights_only=False
-    )
-
-
-def cross_entropy(hidden: Tensor, head: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    logits = F.linear(hidden, head).float()
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none"), logits.argmax(
-        -1
-    ).flatten()
+def say(**row: object) -> None:
+    print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
 
 
 def mean_of(values: Tensor, mask: Tensor) -> Tensor:
     return (values * mask).sum() / mask.sum().clamp(min=1)
 
 
-class Trainer:
-    def __init__(self, model: TinyV4, device: str, compiled: bool) -> None:
-        self.model, self.device = model.to(device), device
-        self.cross_entropy = cross_entropy
-        if compiled:
-            torch._dynamo.config.recompile_limit = 64
-            STEPS.update({name: torch.compile(step, dynamic=False) for name, step in STEPS.items()})
-            self.cross_entropy = torch.compile(cross_entropy, dynamic=False)
-        self.routers = [m for n, m in model.named_modules() if n.endswith("mlp.gate")]
+def ahead(x: Tensor, steps: int) -> Tensor:
+    """Every token's later one, [T]; 0 (as a kind: unscored) where there is none."""
+    return F.pad(x[:, steps:], (0, steps)).flatten()
 
-    def autocast(self) -> torch.autocast:
-        return torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.device == "cuda")
 
-    def losses(
-        self, ids: Tensor, kinds: Tensor, sparse: bool
-    ) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
-        with self.autocast():
-            hidden, drafts, index, loads = self.model(ids, sparse)
-            head = self.model.lm_head.weight
-            next_loss, guess = self.cross_entropy(hidden[:, :-1], head, ids[:, 1:])
-            draft_loss, _ = self.cross_entropy(drafts[:, :-2], head, ids[:, 2:])
-        kind, kind2 = kinds[:, 1:].flatten(), kinds[:, 2:].flatten()
-        text, answer, copy = (mean_of(next_loss, kind == k) for k in (TEXT, ANSWER, COPY))
-        draft = mean_of(draft_loss, kind2 == TEXT) + 0.2 * mean_of(draft_loss, kind2 >= ANSWER)
-        total = text + answer + 0.2 * copy + MTP_WEIGHT * draft + index
-        right = (guess == ids[:, 1:].flatten()).float()
-        parts = {"text": text, "ans": answer, "copy": copy, "draft": draft, "index": index}
-        parts |= {"ans_acc": mean_of(right, kind == ANSWER), "copy_acc": mean_of(right, kind == COPY)}
-        return total, {k: v.detach() for k, v in parts.items()}, loads
+class Update:
+    """One optimizer step on batches of one shape.
 
-    def balance(self, loads: list[Tensor]) -> None:
+    On CUDA it is recorded once and then replayed: it is some thousand small kernels, and launching them
+    one by one takes longer than running them.
+    """
+
+    def __init__(self, model: TinyV4, optimizer: torch.optim.Optimizer, sparse: bool) -> None:
+        self.model, self.optimizer, self.sparse = model, optimizer, sparse
+        self.device = model.lm_head.weight.device.type
+        self.routers = [b.mlp.gate for b in (*model.model.layers, *model.mtp)]
+        self.calls, self.graph = 0, None
+
+    def __call__(self, *batch: Tensor) -> dict[str, Tensor]:
+        self.calls += 1
+        if self.device != "cuda" or self.calls < RECORDED_CALL:
+            return self.step(*(x.to(self.device) for x in batch))
+        if self.graph is None:
+            self.inputs, self.graph = [x.to(self.device) for x in batch], torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
+                self.outputs = self.step(*self.inputs)
+        for place, fresh in zip(self.inputs, batch, strict=True):
+            place.copy_(fresh)
+        self.graph.replay()
+        return self.outputs
+
+    def step(self, ids: Tensor, kinds: Tensor) -> dict[str, Tensor]:
+        self.optimizer.zero_grad(set_to_none=True)
+        total, parts, loads = self.losses(ids, kinds)
+        total.backward()
+        parts["norm"] = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
         for router, load in zip(self.routers, loads, strict=True):
             if not router.hashed:
                 router.e_score_correction_bias -= BALANCE_RATE * torch.sign(load - load.mean())
+        return {k: v.detach() for k, v in parts.items()}
+
+    def losses(self, ids: Tensor, kinds: Tensor) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
+        with autocast(self.device):
+            hidden, drafts, index, loads = self.model(ids, self.sparse)
+            loss, right = self.model.score(hidden.flatten(0, 1), ahead(ids, 1))
+            draft_loss, _ = self.model.score(drafts.flatten(0, 1), ahead(ids, 2))
+        kind, kind2 = ahead(kinds, 1), ahead(kinds, 2)
+        text, answer, copy = (mean_of(loss, kind == k) for k in (TEXT, ANSWER, COPY))
+        draft = mean_of(draft_loss, kind2 == TEXT) + COPY_WEIGHT * mean_of(draft_loss, kind2 >= ANSWER)
+        parts = {"text": text, "answer": answer, "copy": copy, "draft": draft, "index": index}
+        parts |= {"right": mean_of(right, kind == ANSWER), "copied": mean_of(right, kind == COPY)}
+        return text + answer + COPY_WEIGHT * copy + MTP_WEIGHT * draft + index, parts, loads
 
 
-def groups(model: TinyV4, lr: float) -> list[dict[str, object]]:
+def groups(model: TinyV4) -> list[dict[str, object]]:
     """Hyper-connection maps steer every stream from 4*d inputs: a tenth of the rate. Vectors do not decay."""
-    kinds: dict[str, list[Tensor]] = {"matrix": [], "vector": [], "hyper": []}
+    vectors, hyper, matrices = [], [], []
     for name, p in model.named_parameters():
-        hyper = "_hc." in name or "hc_" in name
-        kinds[
-            "hyper"
-            if hyper and p.dim() == 2
-            else "matrix"
-            if p.dim() >= 2 and "position" not in name
-            else "vector"
-        ].append(p)
-    return [
-        {"params": kinds["matrix"], "lr": lr, "rate": 1.0, "weight_decay": 0.05},
-        {"params": kinds["vector"], "lr": lr, "rate": 1.0, "weight_decay": 0.0},
-        {"params": kinds["hyper"], "lr": lr, "rate": 0.1, "weight_decay": 0.0},
-    ]
+        vector = p.dim() < 2 or "position_bias" in name
+        (vectors if vector else hyper if "hc" in name else matrices).append(p)
+
+    def group(params: list[Tensor], share: float, decay: float) -> dict[str, object]:
+        rate = torch.zeros((), device=params[0].device)
+        return {"params": params, "lr": rate, "share": share, "weight_decay": decay}
+
+    return [group(matrices, 1.0, 0.05), group(vectors, 1.0, 0.0), group(hyper, 0.1, 0.0)]
 
 
-@torch.compiler.set_stance("force_eager")
-@torch.no_grad()
-def recall(trainer: Trainer, maker: Maker, length: int, questions: int, tokens_per_fact: int = 64) -> float:
-    right, size = 0, max(1, 65536 // length)
-    for start in range(0, questions, size):
-        exams = [maker.exam(length, tokens_per_fact) for _ in range(min(size, questions - start))]
-        with trainer.autocast():
-            hidden = trainer.model(torch.tensor([e[0] for e in exams], device=trainer.device), True)[0][
-                :, -2:
-            ]
-            guess = trainer.model.lm_head(hidden).argmax(-1).tolist()
-        right += sum(g == e[1] for g, e in zip(guess, exams, strict=True))
-    return right / questions
+class Run:
+    """The curriculum: the model, its optimizer, and how far they are."""
 
-
-@torch.compiler.set_stance("force_eager")
-@torch.no_grad()
-def held_out(trainer: Trainer, maker: Maker, length: int, count: int) -> dict[str, float]:
-    """Text loss (nats per token), MTP loss, and how often MTP's arg-max is the model's own next one."""
-    sums, done = torch.zeros(3), 0
-    starts = torch.linspace(0, len(maker.text) - length - 1, count).long().tolist()
-    for begin in range(0, count, 16):
-        ids = torch.stack(
-            [torch.from_numpy(maker.text[s : s + length].astype("int64")) for s in starts[begin : begin + 16]]
+    def __init__(self, model: TinyV4, arguments: argparse.Namespace) -> None:
+        self.model, self.arguments = model, arguments
+        device = model.lm_head.weight.device.type
+        self.optimizer = torch.optim.AdamW(
+            groups(model), betas=(0.9, 0.95), eps=1e-10, fused=True, capturable=device == "cuda"
         )
-        ids = ids.to(trainer.device)
-        with trainer.autocast():
-            hidden, drafts, _, _ = trainer.model(ids, True)
-            head = trainer.model.lm_head.weight
-            loss, guess = cross_entropy(hidden[:, :-1], head, ids[:, 1:])
-            draft_loss, draft = cross_entropy(drafts[:, :-2], head, ids[:, 2:])
-        same = guess.unflatten(0, (len(ids), -1))[:, 1:].flatten() == draft
-        sums += torch.stack((loss.mean(), draft_loss.mean(), same.float().mean())).cpu() * len(ids)
-        done += len(ids)
-    return dict(zip(("text_loss", "mtp_loss", "mtp_agreement"), (sums / done).tolist(), strict=True))
+        self.stages = [Stage.parse(s) for s in arguments.stages.split(",")]
+        self.seconds = sum(s.seconds for s in self.stages)
+        self.spent, self.steps, self.tokens, self.saved = 0.0, 0, 0, time.monotonic()
+
+    def set_rate(self, seconds: float) -> None:
+        fall = max(RATE_FLOOR, min(1.0, (1 - seconds / self.seconds) / DECAY_SHARE))
+        for group in self.optimizer.param_groups:
+            group["lr"].fill_(RATE * group["share"] * fall * min(1.0, (self.steps + 1) / WARMUP_STEPS))
+
+    def stage(self, stage: Stage) -> None:
+        a, last = self.arguments, stage is self.stages[-1]
+        stream = Stream(
+            a.work, a.seed * 7919 + self.steps + stage.length, stage.batch, stage.length, TEXT_SHARE
+        )
+        batches = iter(torch.utils.data.DataLoader(stream, batch_size=None, num_workers=WORKERS))
+        update = Update(self.model, self.optimizer, stage.sparse)
+        end = self.seconds if last else self.spent + stage.seconds
+        begun, spent, right = time.monotonic(), self.spent, 0.0
+        while self.spent < end:
+            self.set_rate(self.spent)
+            parts = update(*next(batches))
+            right = right + parts["right"]
+            self.steps, self.tokens = self.steps + 1, self.tokens + stage.batch * stage.length
+            if update.calls <= RECORDED_CALL:  # compilation is not training time
+                float(parts["text"])
+                begun = time.monotonic()
+            self.spent = spent + time.monotonic() - begun
+            if update.calls % 100 == 0:
+                row = {k: float(v) for k, v in parts.items()} | {"right": float(right) / 100}
+                rate = int((update.calls - RECORDED_CALL) * stage.batch * stage.length / (self.spent - spent))
+                say(step=self.steps, length=stage.length, s=self.spent, tokens_per_s=rate, **row)
+                assert math.isfinite(row["text"]), "the loss is not a number"
+                right = 0.0
+                self.save(every=60)
+                if row["right"] > ENOUGH_RIGHT and not stage.sparse:
+                    break
+        self.recall(stage.length)
+
+    def recall(self, length: int) -> None:
+        maker = Maker(self.arguments.work, 1, "held")
+        with torch.compiler.set_stance("force_eager"), autocast(self.model.lm_head.weight.device.type):
+            scores = {
+                n: recall(self.model, [maker.exam(n) for _ in range(128)]) for n in (length // 2, length)
+            }
+        say(step=self.steps, tokens=self.tokens, recall=scores)
+
+    def save(self, every: float = 0.0) -> None:
+        if time.monotonic() - self.saved >= every:
+            export_model(self.model, self.arguments.folder, torch.bfloat16)
+            self.saved = time.monotonic()
 
 
 def main() -> None:
     parse = argparse.ArgumentParser()
-    parse.add_argument("--work", type=Path, required=True)
-    parse.add_argument("--out", type=Path, required=True)
-    parse.add_argument("--stages", required=True)
-    parse.add_argument("--resume", type=Path)
-    parse.add_argument("--lr", type=float, default=2e-3)
-    parse.add_argument("--warmup-steps", type=int, default=200)
-    parse.add_argument(
-        "--decay-share",
-        type=float,
-        default=0.0,
-        help="share of all stage time, at the end, with falling rate",
-    )
-    parse.add_argument("--text-share", type=float, default=0.2)
+    parse.add_argument("work", type=Path)
+    parse.add_argument("folder", type=Path)
+    parse.add_argument("--stages", default=STAGES)
     parse.add_argument("--seed", type=int, default=0)
-    parse.add_argument("--workers", type=int, default=6)
-    parse.add_argument("--eval-lengths", default="512,1024,2048,4096")
-    parse.add_argument("--questions", type=int, default=256)
     arguments = parse.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(arguments.seed)
-    torch.backends.cuda.matmul.allow_tf32 = True
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    log = (arguments.out / "log.jsonl").open("a")
-
-    def say(**row: object) -> None:
-        line = json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()})
-        print(line, flush=True)
-        log.write(line + "\n")
-        log.flush()
-
     model = TinyV4(Config())
-    if arguments.resume:
-        model.load_state_dict(load(arguments.resume)["model"])
-    trainer = Trainer(model, device, compiled=device == "cuda")
-    optimizer = torch.optim.AdamW(
-        groups(model, arguments.lr), betas=(0.9, 0.95), eps=1e-10, fused=device == "cuda"
-    )
-    stages = [
-        (int(n), int(b), float(s), m == "sparse")
-        for n, b, s, m in (x.split(":") for x in arguments.stages.split(","))
-    ]
-    whole, spent, step = sum(s[2] for s in stages), 0.0, 0
-    maker = Maker(arguments.work, arguments.seed + 77, "held")
-    for stage in stages:
-        length, batch, seconds, sparse = stage
-        stream = Stream(
-            arguments.work, arguments.seed * 7919 + step + length, batch, length, arguments.text_share
-        )
-        loader = iter(
-            torch.utils.data.DataLoader(
-                stream, batch_size=None, num_workers=arguments.workers, pin_memory=device == "cuda"
-            )
-        )
-        begun = mark = time.monotonic()
-        since, saved, accuracies = 0, time.monotonic(), []
-        last = stage is stages[-1]  # what the others left over is its time
-        while (now := time.monotonic() - begun) < (whole - spent if last else seconds):
-            share = (spent + now) / whole
-            fall = min(1.0, (1 - share) / arguments.decay_share) if arguments.decay_share else 1.0
-            for group in optimizer.param_groups:
-                group["lr"] = (
-                    arguments.lr
-                    * group["rate"]
-                    * min(1.0, (step + 1) / arguments.warmup_steps)
-                    * max(fall, 0.02)
-                )
-            ids, kinds = (x.to(device, non_blocking=True) for x in next(loader))
-            total, parts, loads = trainer.losses(ids, kinds, sparse)
-            total.backward()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            trainer.balance(loads)
-            accuracies.append(parts["ans_acc"])
-            step, since = step + 1, since + 1
-            if since == 1:  # compilation is not training time
-                torch.cuda.synchronize() if device == "cuda" else None
-                begun = time.monotonic()
-            if since == 1 or since % 100 == 0:
-                row = {k: float(v) for k, v in parts.items()}
-                rate = batch * length * (1 if since == 1 else 100) / (time.monotonic() - mark)
-                mark = time.monotonic()
-                row["ans_mean"] = float(torch.stack(accuracies).mean())
-                accuracies.clear()
-                say(step=step, S=length, s=spent + now, tok_s=int(rate), norm=float(norm), **row)
-                if row["ans_mean"] > 0.9 and not last and since > 1:
-                    break
-                assert row["text"] == row["text"], "the loss is not a number"
-            if time.monotonic() - saved > 60:
-                save(model, arguments.out, {"step": step})
-                saved = time.monotonic()
-        spent += time.monotonic() - begun
-        say(
-            step=step, stage=length, recall={n: recall(trainer, maker, n, 128) for n in (length // 2, length)}
-        )
-        del loader
-    save(model, arguments.out, {"step": step})
-    if arguments.eval_lengths:
-        lengths = [int(n) for n in arguments.eval_lengths.split(",")]
-        say(
-            final={n: recall(trainer, maker, n, arguments.questions) for n in lengths},
-            **held_out(trainer, maker, 1024, 64),
-        )
-    if device == "cuda":
-        say(memory_gib=torch.cuda.max_memory_allocated() / 2**30)
+    if torch.cuda.is_available():
+        torch.set_float32_matmul_precision("high")
+        torch.cuda.set_stream(torch.cuda.Stream())  # the default one can not be recorded
+        per_token = Block.before, Block.after, TinyV4.score
+        Block.before, Block.after, TinyV4.score = (torch.compile(f, dynamic=False) for f in per_token)
+        model.cuda()
+    export_tokenizer(arguments.work, arguments.folder)
+    run = Run(model, arguments)
+    for stage in run.stages:
+        run.stage(stage)
+    run.save()
+    say(steps=run.steps, tokens=run.tokens, seconds=run.spent)
 
 
 if __name__ == "__main__":
