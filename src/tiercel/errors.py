@@ -4,9 +4,12 @@
     ├── InputError            a field of what a caller gave us; names the field and the value
     │   ├── SpecError         a cache declaration that can not be stored
     │   ├── ConfigError       a setting
-    │   └── TokenError        token ids or a namespace that can not name a page
+    │   ├── TokenError        token ids or a namespace that can not name a page
+    │   └── AskError          a request that can not be served
+    ├── QueueFull             more is waiting than may wait; the same request may come again
     ├── BudgetError           host memory that is not there; carries both numbers
     ├── WeightsError          a model's files: broken, or of another model; names file and tensors
+    ├── LogitsError           a model's answer that names no token
     ├── RefusedError          a layout, copier and stream that do not fit together
     └── TransferError         a copy that failed; its plan fails, nothing else
 
@@ -44,6 +47,22 @@ class TokenError(InputError):
     """Token ids or a namespace that can not name a page."""
 
 
+class AskError(InputError):
+    """A request that can not be served as it was asked."""
+
+
+class QueueFull(TiercelError):
+    """More is waiting than may wait. Nothing was begun; the same request may be sent again later."""
+
+    def __init__(self, *, waiting: int, waiting_max: int, retry_after_s: int = 1) -> None:
+        super().__init__(
+            f"{waiting} requests are waiting, {waiting_max} may; try again in {retry_after_s} s or more"
+        )
+        self.waiting = waiting
+        self.waiting_max = waiting_max
+        self.retry_after_s = retry_after_s
+
+
 class BudgetError(TiercelError):
     """Host memory was asked for that the machine does not have."""
 
@@ -63,6 +82,10 @@ class WeightsError(TiercelError):
         self.file = str(file)
         self.why = why
         self.tensors = tuple(tensors)
+
+
+class LogitsError(TiercelError):
+    """A model computed something from which no token can be drawn. One request fails, nothing else."""
 
 
 class RefusedError(TiercelError):

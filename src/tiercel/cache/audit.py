@@ -6,8 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from tiercel.pages.pool import PagePool
 from tiercel.spec.cache_spec import CacheSpec
+from tiercel.transfer.plan import Direction
 from tiercel.tree import check as tree_check
 from tiercel.tree.node import Page
+
+WORDS = {Direction.LOAD: "loaded", Direction.SAVE: "saved"}
 
 if TYPE_CHECKING:
     from tiercel.cache.tiered_cache import TieredCache
@@ -21,15 +24,23 @@ def stats(cache: TieredCache) -> dict[str, Any]:
         "host": (sum(p.on_host for p in pages), sum(t.on_host for t in tails)),
     }
     moved = {
-        word: (cache.counters[f"pages_{word}"], cache.counters[f"tails_{word}"])
-        for word in ("loaded", "saved")
+        word: (cache.counters[f"pages_{word}"], cache.counters[f"tails_{word}"]) for word in WORDS.values()
     }
     return {
         "cached_bytes": {tier: _bytes_by_stream(cache.spec, *counts) for tier, counts in held.items()},
         "moved_bytes": {word: _bytes_by_stream(cache.spec, *counts) for word, counts in moved.items()},
+        "moved_s": _seconds(cache),
+        "hit_tokens": {tier: cache.counters[f"tokens_{tier}"] for tier in ("device", "host")},
         "pools": {pool.name: {"capacity": pool.capacity, "free": pool.free} for pool in _pools(cache)},
         "counters": dict(cache.counters),
     }
+
+
+def _seconds(cache: TieredCache) -> dict[str, dict[str, float]]:
+    """Time spent copying, by direction and by what was copied."""
+    controller = cache.flights.controller
+    spent = controller.seconds if controller else {}
+    return {WORDS[direction]: dict(each) for direction, each in spent.items()}
 
 
 def _bytes_by_stream(spec: CacheSpec, pages: int, tails: int) -> dict[str, int]:

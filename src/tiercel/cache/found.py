@@ -33,9 +33,12 @@ class Found:
         return [*near, *self.far, *self.tails]
 
 
-def find(tree: PrefixTree, spec: CacheSpec, chain: KeyChain, *, load: bool, replay: bool) -> Found:
-    """The longest prefix to resume from; at least the last token is always computed."""
-    limit = max(0, chain.tokens - 1) // spec.page_tokens
+def find(
+    tree: PrefixTree, spec: CacheSpec, chain: KeyChain, *, load: bool, replay: bool, most: int | None = None
+) -> Found:
+    """The longest prefix to resume from, of `most` tokens; at least the last token is always computed."""
+    whole = max(0, chain.tokens - 1) // spec.page_tokens
+    limit = whole if most is None else min(whole, most // spec.page_tokens)
     match = tree.match(chain.keys, limit, device_only=not load)
     resume = choose_resume(
         found=match.found,
@@ -49,7 +52,7 @@ def find(tree: PrefixTree, spec: CacheSpec, chain: KeyChain, *, load: bool, repl
     if resume.pages < match.found:
         why = Why.NO_TAIL
     elif resume.pages == limit:
-        why = Why.COMPLETE
+        why = Why.COMPLETE if limit == whole else Why.NOT_WANTED
     else:
         why = Why.NOT_ON_DEVICE if chain.keys[resume.pages] in tree.index else Why.NOT_CACHED
     return Found(

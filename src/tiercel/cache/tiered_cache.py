@@ -116,6 +116,8 @@ class TieredCache:
         turn_ends: Iterable[int] = (),
         load: bool = True,
         replay: bool = False,
+        reuse_most: int | None = None,
+        room_for: int = 0,
     ) -> Request | Wait:
         """Reuse what the tiers hold of a prompt.
 
@@ -123,14 +125,17 @@ class TieredCache:
         break points.
         `load=False` reuses only what the device has; `replay=True` allows to resume without a tail where
         computing the last tokens again is exact and cheaper (`request.reuse.replay_tokens` says how many).
+        `reuse_most`: the caller needs what the model says from this position on, so nothing behind it helps.
+        `room_for`: device pages for so many tokens are reserved at once: `extend` up to there never waits.
         """
-        too_large = -(-chain.tokens // self.spec.page_tokens) - self.pages.capacity
+        pages_needed = -(-max(chain.tokens, room_for) // self.spec.page_tokens)
+        too_large = pages_needed - self.pages.capacity
         if too_large > 0:
             return Wait(WaitFor.LARGER_DEVICE, too_large)
         if self.config.force_miss:
             found = find_nothing(self.tree, chain)
         else:
-            found = find(self.tree, self.spec, chain, load=load, replay=replay)
+            found = find(self.tree, self.spec, chain, load=load, replay=replay, most=reuse_most)
         if any(self._is_arriving(item) for item in found.items):
             return Wait(WaitFor.ARRIVING)
         held: list[Item] = [found.page, found.near, *found.tails]
@@ -139,17 +144,21 @@ class TieredCache:
         tails_far = [tail for tail in found.tails if tail.device is None]
         room: Reservation | Wait | None = None
         try:
-            room = self._reserve(len(found.far), len(tails_far))
+            own = max(0, -(-room_for // self.spec.page_tokens) - found.page.depth)
+            room = self._reserve(len(found.far) + own, len(tails_far))
         finally:
             if not isinstance(room, Reservation):
                 self._unlock(held)
         if isinstance(room, Wait):
             return room
         with room:
-            self._start_loads(found.far, room.ids(self.pages))
+            places = room.ids(self.pages)
+            self._start_loads(found.far, places[: len(found.far)])
             self._start_loads(tails_far, room.ids(self.tails))
             room.keep()
-        return self._start(Request(chain, priority, found.reuse, held), found, turn_ends)
+        request = self._start(Request(chain, priority, found.reuse, held), found, turn_ends)
+        request.table.extend(places[len(found.far) :])
+        return request
 
     def extend(self, request: Request, upto: int) -> Extended | Wait:
         """Room for positions below `upto`: device pages, and places for the tails to keep on the way.
@@ -267,6 +276,11 @@ class TieredCache:
             self.host.close()
 
     # Looking
+
+    @property
+    def pages_leaving(self) -> int:
+        """Device pages that are free again as soon as their copies have landed."""
+        return self.tree.leaving[Page]
 
     def stats(self) -> dict[str, Any]:
         """Places and true bytes per tier and stream, bytes moved, and counters."""

@@ -13,6 +13,7 @@ class Why(Enum):
     NOT_CACHED = "the next page is in no tier"
     NOT_ON_DEVICE = "the next page is not on the device, and loads were turned off for this request"
     NO_TAIL = "more pages were found, but there is no tail to resume after them"
+    NOT_WANTED = "the request asks for the model's answers from here on, so they are computed"
     FORCED_MISS = "the cache is told to find nothing"
 
 

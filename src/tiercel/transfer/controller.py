@@ -24,11 +24,12 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 
 from tiercel.errors import TransferError
 from tiercel.transfer.copier import Copier
 from tiercel.transfer.gate import LayerGate
-from tiercel.transfer.plan import Direction, Plan
+from tiercel.transfer.plan import Direction, PageLeg, Plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +78,8 @@ class Controller:
         self._queues: dict[Direction, deque[_Flight]] = {direction: deque() for direction in Direction}
         self._submitted = 0
         self._published = 0
+        self.seconds: dict[Direction, dict[str, float]] = {direction: {} for direction in Direction}
+        """Time spent copying pages and tails. Each direction's worker writes its own."""
 
     def submit(self, plan: Plan) -> Ticket:
         """Hand a plan to its direction's worker. Never blocks; a worker that takes no work fails the plan."""
@@ -110,9 +113,13 @@ class Controller:
 
     def _carry(self, ticket: Ticket) -> None:
         """The worker's work. It may raise anything: the future keeps it, and the worker goes on (I13)."""
+        seconds = self.seconds[ticket.direction]
         for layer in self._layers:
             for leg in ticket.plan.legs:
+                start = perf_counter()
                 self._copier.copy(ticket.direction, leg, layer)
+                what = "pages" if isinstance(leg, PageLeg) else "tails"
+                seconds[what] = seconds.get(what, 0.0) + perf_counter() - start
             ticket.gate.open(layer)
 
     def _land(self, flight: _Flight, future: Future[None]) -> None:

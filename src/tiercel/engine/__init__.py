@@ -1,0 +1,1 @@
+"""Running requests on a model and its cache: asks in, tokens out."""

@@ -1,0 +1,105 @@
+"""What an engine is asked and what it answers: plain values, the only thing the server and it share.
+
+Ask ──► engine ──► Delta, Delta, …, the last one with `finish`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from tiercel.types import Namespace
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn, and when to stop. Checked where it is made: `engine.sampling.check`."""
+
+    max_tokens: int = 128
+    temperature: float = 1.0
+    """0 takes the best token."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: all."""
+    min_p: float = 0.0
+    seed: int | None = None
+    """The same seed and the same text give the same draw, whatever else runs."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    stop_tokens: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    keep_stop: bool = False
+    """Whether the text that stopped it is part of the answer."""
+    logprobs: int | None = None
+    """None: not asked for. n: of each token drawn, and of the n best beside it."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One text to be continued."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    turn_ends: tuple[int, ...] = ()
+    """Positions after which the text may go on differently: message ends and named break points."""
+    namespace: Namespace = ()
+    priority: int = 0
+    prompt_logprobs_from: int | None = None
+    """None: not asked for. Else of the prompt's tokens from this position on; nothing behind it is reused."""
+
+
+@dataclass(frozen=True)
+class TokenOut:
+    """One token and, if asked for, how likely it was."""
+
+    token: int
+    logprob: float | None = None
+    """None for the first token of a text: nothing came before it."""
+    top: tuple[tuple[int, float], ...] = ()
+    """The best (token, logprob), best first."""
+
+
+class Finish(Enum):
+    """Why a text ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens of one request. What was reused is told apart by tier."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    device_tokens: int = 0
+    host_tokens: int = 0
+    store_tokens: int = 0
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.device_tokens + self.host_tokens + self.store_tokens
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What one step brought for one request."""
+
+    request_id: str
+    usage: Usage
+    tokens: tuple[TokenOut, ...] = ()
+    text: str = ""
+    """What may be shown now: it holds back what may become a stop string or half a character."""
+    prompt: tuple[TokenOut, ...] = ()
+    """The prompt's tokens with their logprobs, once, if they were asked for."""
+    finish: Finish | None = None
+    stopped_by: str | int | None = None
+    """The stop string or token that ended it."""
+    error: str = ""

@@ -1,0 +1,110 @@
+"""From a model's folder and a few sizes to an engine, with every choice told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import tiercel.models
+from tiercel.cache import TieredCache
+from tiercel.config import CacheConfig
+from tiercel.engine.config import EngineConfig
+from tiercel.engine.engine import Engine
+from tiercel.engine.text import Text
+from tiercel.errors import ConfigError
+from tiercel.kernels.choice import make_kernels
+from tiercel.models.checkpoint import Checkpoint
+from tiercel.models.deepseek_v4.config import V4Config
+from tiercel.models.deepseek_v4.model import DeepseekV4
+from tiercel.models.deepseek_v4.weights import load_weights
+from tiercel.spec import deepseek_v4
+from tiercel.spec.cache_spec import CacheSpec
+
+EMBEDDED = "tiny-v4"
+EMBEDDED_FOLDER = Path(tiercel.models.__file__).parent / "tiny_v4"
+MIB = 1024**2
+
+
+@dataclass(frozen=True)
+class Build:
+    """What to serve, and in which memory. The rest of the cache's settings are in `engine.cache`."""
+
+    model: str = EMBEDDED
+    page_tokens: int | None = None
+    """None: 128 for the embedded model, whose texts are short, else 256."""
+    format: str = "fp32"
+    """How entries are kept. fp32: the bits of the model, on a CPU nothing else is faster."""
+    device_bytes: int = 256 * MIB
+    """For pages and tails where attention reads them. On a CPU any size works; a test may want little."""
+    kernels: str = "auto"
+    exact: bool | None = None
+    """True: refuse to start unless bits never depend on what else is computed. None: if it can be had."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One line of what was chosen, and why."""
+
+    what: str
+    value: str
+    why: str
+
+
+def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice]]:
+    """Everything is read and checked before it answers; what is wrong is one error that names it."""
+    folder = EMBEDDED_FOLDER if build.model == EMBEDDED else Path(build.model)
+    checkpoint = Checkpoint(folder)
+    own = V4Config.from_hf(checkpoint.config)
+    kernels = make_kernels(build.kernels)
+    if build.exact and not kernels.EXACT:
+        why = f"the {kernels.NAME} kernels add in an order that depends on the batch"
+        raise ConfigError("exact", build.exact, why)
+    page_tokens = build.page_tokens or (128 if build.model == EMBEDDED else 256)
+    spec = deepseek_v4(checkpoint.config, page_tokens, build.format, model=folder.name)
+    pages, tails = _places(build.device_bytes, spec, config)
+    text = Text(folder)
+    weights = load_weights(checkpoint, own)
+    cache = TieredCache(spec, replace(config.cache, device_pages=pages, device_tails=tails))
+    model = DeepseekV4(own, weights, cache.device, config.running_max, kernels)
+    engine = Engine(model, cache, text, config)
+    return engine, _choices(
+        build, config, engine, kernels.NAME, exact=kernels.EXACT and build.exact is not False
+    )
+
+
+def _places(device_bytes: int, spec: CacheSpec, config: EngineConfig) -> tuple[int, int]:
+    """Tails get a third of the device's bytes, and never fewer places than running requests write to."""
+    least = 2 * spec.pages_per_window
+    wanted = max(least, min(device_bytes // 3 // spec.tail_bytes, 4 * config.running_max))
+    tails = wanted if spec.tail_streams else 0
+    pages = (device_bytes - tails * spec.tail_bytes) // spec.page_bytes
+    if pages < 2:
+        need = 2 * spec.page_bytes + least * spec.tail_bytes
+        raise ConfigError("device_bytes", device_bytes, f"two pages and their tails take {need:,} B")
+    return pages, tails
+
+
+def _choices(
+    build: Build, config: EngineConfig, engine: Engine, kernels: str, *, exact: bool
+) -> list[Choice]:
+    cache: CacheConfig = engine.cache.config
+    spec = engine.cache.spec
+    host = f"{cache.host_bytes:,} B, {cache.layout}, {cache.copier}" if cache.host_bytes else "off"
+    auto = (
+        "built at installation" if kernels == "native" else "the native ones were not built, or not asked for"
+    )
+    same = "a text's bits do not depend on what else is computed" if exact else "sums depend on the batch"
+    device = f"{cache.device_pages} pages of {spec.page_tokens} tokens, {cache.device_tails} tails"
+    return [
+        Choice(
+            "model", build.model, f"{spec.model}, {len(spec.layers)} layers, {engine.vocab_size:,} tokens"
+        ),
+        Choice("entries", build.format, f"{spec.bytes_per_token:,.0f} B per token"),
+        Choice("kernels", kernels, auto),
+        Choice("exact", "on" if exact else "off", same),
+        Choice("device tier", device, f"{build.device_bytes:,} B"),
+        Choice("host tier", host, f"save {cache.save}, evict {cache.evict}"),
+        Choice("longest text", f"{engine.context_tokens:,} tokens", "what fits on the device"),
+        Choice("steps", "overlapped" if config.overlap else "plain", f"{config.step_tokens} tokens each"),
+        Choice("requests", f"{config.running_max} running", f"{config.waiting_max} may wait"),
+    ]

@@ -1,0 +1,35 @@
+"""How an engine is run: one frozen configuration, every default with its reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tiercel.config import CacheConfig
+from tiercel.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How requests share a model."""
+
+    cache: CacheConfig = field(default_factory=lambda: CacheConfig(device_pages=256, device_tails=64))
+    running_max: int = 64
+    """Requests that compute at the same time. Each has rows of its own beside the pages."""
+
+    waiting_max: int = 1024
+    """More than so many waiting are refused: they would wait longer than a client does."""
+
+    step_tokens: int = 512
+    """Tokens of one step: four pages keep the matrices busy, and a running answer waits for no more."""
+
+    replay: bool = True
+    """Resume without a tail where computing the last tokens again is exact and cheaper."""
+
+    overlap: bool = True
+    """Decide the next step while the model computes this one. The answers are the same."""
+
+    def __post_init__(self) -> None:
+        for name in ("running_max", "waiting_max", "step_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(name, value, "must be a whole number of at least 1")

@@ -1,0 +1,484 @@
+"""The engine: asks in, tokens out. One thread drives it, step by step.
+
+    plan      what arrived, who is let in, which positions are computed      (bookkeeping only)
+    forward   the model computes them                                        (touches device memory only)
+    advance   tokens are drawn, pages and tails shared, texts ended
+    emit      tokens become text
+
+`loop.py` calls these in turn, or plans the next step while this one is computed. What is computed for a text
+does not depend on what else is in a step, so the order of things never changes an answer.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import insort
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tiercel.cache import Loaded, TieredCache, Wait
+from tiercel.engine.ask import Ask, Delta, Finish, TokenOut, Usage
+from tiercel.engine.config import EngineConfig
+from tiercel.engine.plan import Part, Plan, share
+from tiercel.engine.sampling import Sampler, check, token_logprobs
+from tiercel.engine.task import Stage, Task
+from tiercel.engine.text import Text, TextStream
+from tiercel.errors import AskError, LogitsError, QueueFull
+from tiercel.models.deepseek_v4.batch import Span
+from tiercel.models.deepseek_v4.config import V4Config
+from tiercel.types import place
+
+log = logging.getLogger(__name__)
+
+EXPLAINED_MOST = 4096
+"""So many requests are remembered for `explain`."""
+
+
+class Model(Protocol):
+    """What the engine needs of a model."""
+
+    config: V4Config
+
+    def __call__(self, spans: Sequence[Span], *, every_token: bool = False) -> Tensor: ...
+    def restore(self, ring: int, place: int, boundary: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step meant for one task; text is made of it later."""
+
+    task: Task
+    usage: Usage
+    token: TokenOut | None = None
+    text: str | None = None
+    """Made already where a stop string may end the task."""
+    prompt: tuple[TokenOut, ...] = ()
+    finish: Finish | None = None
+    stopped_by: str | int | None = None
+    error: str = ""
+
+
+class Engine:
+    """Runs asks on one model and its cache."""
+
+    def __init__(self, model: Model, cache: TieredCache, text: Text, config: EngineConfig) -> None:
+        self.model = model
+        self.cache = cache
+        self.text = text
+        self.config = config
+        self.page_tokens = cache.spec.page_tokens
+        self.vocab_size = model.config.vocab_size
+        self.context_tokens = cache.pages.capacity * self.page_tokens
+        self.waiting: list[Task] = []
+        self.loading: dict[int, Task] = {}
+        self.running: list[Task] = []
+        self.tasks: dict[str, Task] = {}
+        self.counters: Counter[str] = Counter()
+        self.stalled = False
+        """The last plan left someone out whose room was with a task under way."""
+        self._rings = list(range(config.running_max))
+        self._number = 0
+        self._ended: list[Outcome] = []
+        """Ended outside a step's own tokens: aborted, or failed."""
+        self._explained: OrderedDict[str, dict[str, Any]] = OrderedDict()
+
+    # Asks
+
+    def check(self, ask: Ask) -> None:
+        """Whether an ask can ever be served. What is wrong is named."""
+        check(ask.sampling, self.vocab_size)
+        if not ask.prompt:
+            raise AskError("prompt", ask.prompt, "has no tokens")
+        worst = max(ask.prompt), min(ask.prompt)
+        if worst[0] >= self.vocab_size or worst[1] < 0:
+            bad = worst[0] if worst[1] >= 0 else worst[1]
+            raise AskError("prompt", bad, f"is no token: the vocabulary has {self.vocab_size}")
+        if len(ask.prompt) + ask.sampling.max_tokens > self.context_tokens:
+            asked = f"{len(ask.prompt)} tokens of prompt and {ask.sampling.max_tokens} of answer"
+            raise AskError("max_tokens", ask.sampling.max_tokens, f"{asked}; {self.context_tokens} fit")
+        if ask.request_id in self.tasks:
+            raise AskError("request_id", ask.request_id, "is in use")
+
+    def add(self, ask: Ask) -> None:
+        """Queue an ask. Raises `AskError` or `QueueFull`, and then nothing has happened."""
+        self.check(ask)
+        if len(self.waiting) >= self.config.waiting_max:
+            raise QueueFull(waiting=len(self.waiting), waiting_max=self.config.waiting_max)
+        sampler = Sampler(ask.sampling, ask.prompt, self.vocab_size)
+        stream = TextStream(self.text, ask.sampling.stop, ask.sampling.keep_stop)
+        task = Task(ask, self._number, self.cache.chain(ask.prompt, ask.namespace), sampler, stream)
+        self._number += 1
+        self.tasks[ask.request_id] = task
+        insort(self.waiting, task, key=lambda each: each.order)
+        self.counters["asks"] += 1
+
+    def abort(self, request_id: str) -> None:
+        """End a request, at any moment. It is not known any more: nothing happens."""
+        task = self.tasks.get(request_id)
+        if task is not None:
+            task.aborted = True
+
+    @property
+    def idle(self) -> bool:
+        return not (self.tasks or self._ended or self.cache.flights.busy)
+
+    def flush(self) -> int:
+        """Forget what is cached; answers how many pages stay because they are in use."""
+        return self.cache.flush()
+
+    def explain(self, request_id: str) -> dict[str, Any] | None:
+        """What a request reused, from where, and why not more."""
+        return self._explained.get(request_id)
+
+    def stats(self) -> dict[str, Any]:
+        queue = {"waiting": len(self.waiting), "loading": len(self.loading), "running": len(self.running)}
+        return {**self.cache.stats(), "queue": queue, "engine": dict(self.counters)}
+
+    # A step
+
+    def step(self) -> list[Delta]:
+        """One whole step, the plain way."""
+        plan = self.plan()
+        return self.emit(self.advance(plan, self.forward(plan)))
+
+    def plan(self, under_way: Sequence[Part] = ()) -> Plan:
+        """What to compute next. `under_way` is being computed: it counts as done, and its tasks keep what
+        they hold."""
+        busy = {part.task for part in under_way}
+        self.stalled = False
+        for loaded in self.cache.step():
+            self._arrived(loaded)
+        self._abort_marked(busy)
+        self._admit()
+        return self._choose(busy)
+
+    def _abort_marked(self, busy: set[Task]) -> None:
+        for task in [task for task in self.tasks.values() if task.aborted and task not in busy]:
+            self._end(task, Finish.ABORT)
+            self._ended.append(Outcome(task, task.usage, finish=Finish.ABORT))
+
+    def forward(self, plan: Plan) -> Tensor | None:
+        """Logits of the last position of each part, or of all positions if a prompt is to be scored."""
+        if not plan:
+            return None
+        spans = [self._span(part) for part in plan]
+        return self.model(spans, every_token=self._scores(plan))
+
+    def _span(self, part: Part) -> Span:
+        task = part.task
+        tails = {b: p for b, p in task.tails.items() if part.start < b <= part.end} if task.tails else {}
+        tokens = torch.tensor(task.tokens[part.start : part.end])
+        return Span(tokens, part.start, task.places, task.ring, tails, task.write_from)
+
+    def _scores(self, plan: Plan) -> bool:
+        return any(part.task.scores_from is not None for part in plan)
+
+    def advance(self, plan: Plan, logits: Tensor | None) -> list[Outcome]:
+        """The model answered: draw, share, end."""
+        outcomes, self._ended = self._ended, []
+        if logits is None:
+            return outcomes
+        if self._scores(plan):
+            logits = self._take_scores(plan, logits)
+        most, best = logits.max(-1)
+        sound, best_tokens = bool(most.isfinite().all()), best.tolist()
+        for i, part in enumerate(plan):
+            task = part.task
+            task.computed = part.end
+            if part.end // self.page_tokens != task.committed:
+                self._commit(task)
+            if not part.draws:
+                continue
+            try:
+                plain = sound and task.sampler.plain
+                token = TokenOut(best_tokens[i]) if plain else task.sampler.draw(logits[i])
+                outcome = self._drawn(task, token)
+            except LogitsError as error:
+                outcome = Outcome(task, task.usage, finish=Finish.ERROR, error=str(error))
+            outcomes.append(outcome)
+            if outcome.finish is not None:
+                self._end(task, outcome.finish)
+        self.counters["steps"] += 1
+        self.counters["tokens_computed"] += sum(part.end - part.start for part in plan)
+        return outcomes
+
+    def failed(self, plan: Plan, error: Exception) -> None:
+        """The model raised: the texts of this step end, the engine goes on."""
+        log.exception("a step failed", exc_info=error)
+        self.counters["steps_failed"] += 1
+        for part in plan:
+            self._end(part.task, Finish.ERROR)
+            self._ended.append(Outcome(part.task, part.task.usage, finish=Finish.ERROR, error=str(error)))
+
+    def emit(self, outcomes: Sequence[Outcome]) -> list[Delta]:
+        """What the askers are told."""
+        deltas = []
+        for outcome in outcomes:
+            task, text = outcome.task, outcome.text
+            if text is None:
+                shown = outcome.token is not None and outcome.stopped_by is None
+                text = task.stream.push(outcome.token.token).text if shown and outcome.token else ""
+                if outcome.finish is not None:
+                    text += task.stream.finish()
+            tokens = () if outcome.token is None else (outcome.token,)
+            deltas.append(
+                Delta(
+                    task.ask.request_id,
+                    outcome.usage,
+                    tokens,
+                    text,
+                    outcome.prompt,
+                    outcome.finish,
+                    outcome.stopped_by,
+                    outcome.error,
+                )
+            )
+        return deltas
+
+    # Letting in
+
+    def _arrived(self, loaded: Loaded) -> None:
+        task = self.loading.pop(id(loaded.request), None)
+        if task is None:
+            return
+        if loaded.error is None:
+            self._resume(task)
+            return
+        log.warning("a load failed, %s computes instead: %s", task.ask.request_id, loaded.error)
+        self.counters["loads_failed"] += 1
+        task.load = False
+        self._wait_again(task)
+
+    def _admit(self) -> None:
+        """In order, and nobody is passed: who waits for room gets it when it is there."""
+        while self.waiting and self._rings:
+            task = self.waiting[0]
+            if not self._begin(task):
+                return
+            self.waiting.pop(0)
+
+    def _begin(self, task: Task) -> bool:
+        request = self.cache.begin(
+            task.chain,
+            priority=task.ask.priority,
+            turn_ends=task.ask.turn_ends,
+            load=task.load,
+            replay=self.config.replay,
+            reuse_most=task.scores_from,
+            room_for=self._page_end(len(task.tokens)),
+        )
+        if isinstance(request, Wait):
+            return False
+        task.request = request
+        roomy = self._extend(task, len(task.tokens))
+        assert roomy, "the pages were reserved with the beginning"
+        task.ring = self._rings.pop()
+        task.computed = task.planned = request.reuse.tokens - request.reuse.replay_tokens
+        task.write_from = request.reuse.tokens
+        task.committed = -1
+        task.scores.clear()
+        if request.state.value == "loading":
+            task.stage = Stage.LOADING
+            self.loading[id(request)] = task
+        else:
+            self._resume(task)
+        if not task.drawn:
+            self._explain(task)
+        return True
+
+    def _resume(self, task: Task) -> None:
+        """Everything it reuses is on the device."""
+        request = task.request
+        assert request is not None
+        for tail in reversed(request.resume_tails):
+            assert tail.device is not None
+            boundary = tail.page.depth * self.page_tokens
+            self.model.restore(task.ring, place(tail.device), boundary)
+        task.stage = Stage.RUNNING
+        insort(self.running, task, key=lambda each: each.order)
+
+    def _extend(self, task: Task, upto: int) -> bool:
+        """Room up to the end of the page that position `upto` lies in."""
+        assert task.request is not None
+        room = self.cache.extend(task.request, self._page_end(upto))
+        if isinstance(room, Wait):
+            return False
+        task.tails.update({boundary: place(tail) for boundary, tail in room.tails.items()})
+        task.places = torch.from_numpy(task.request.places()).long()
+        return True
+
+    def _page_end(self, position: int) -> int:
+        return min((position // self.page_tokens + 1) * self.page_tokens, self.context_tokens)
+
+    def _explain(self, task: Task) -> None:
+        assert task.request is not None
+        reuse = task.request.reuse
+        task.usage = replace(
+            task.usage,
+            device_tokens=reuse.device_tokens,
+            host_tokens=reuse.host_tokens,
+            store_tokens=reuse.store_tokens,
+        )
+        self._explained[task.ask.request_id] = {
+            "prompt_tokens": reuse.prompt_tokens,
+            "reused_tokens": {
+                "device": reuse.device_tokens,
+                "host": reuse.host_tokens,
+                "store": reuse.store_tokens,
+            },
+            "computed_tokens": reuse.prompt_tokens - reuse.tokens + reuse.replay_tokens,
+            "replayed_tokens": reuse.replay_tokens,
+            "found_tokens": reuse.found_tokens,
+            "why_not_more": reuse.why.value,
+            "summary": str(reuse),
+        }
+        while len(self._explained) > EXPLAINED_MOST:
+            self._explained.popitem(last=False)
+
+    # Choosing
+
+    def _choose(self, busy: set[Task]) -> Plan:
+        """Running answers first, one token each; then prompts, sharing what is left of the step."""
+        plan: Plan = []
+        prompts: list[tuple[Task, int]] = []
+        for task in list(self.running):
+            if task.stage is not Stage.RUNNING or task.aborted:
+                continue  # it was preempted for one before it, or ends once its step is done
+            known = len(task.tokens)
+            if task in busy and task.planned == known:
+                known += 1  # the token that is being drawn
+                if known - len(task.ask.prompt) >= task.ask.sampling.max_tokens:
+                    continue
+            missing = known - task.planned
+            if missing > 1:
+                prompts.append((task, missing))
+            elif missing == 1 and self._room_for(task, busy):
+                plan.append(Part(task, task.planned, known, draws=True))
+        plan = [part for part in plan if part.task.stage is Stage.RUNNING]
+        tokens = max(self.config.step_tokens - len(plan), self.page_tokens)
+        for (task, missing), count in zip(
+            prompts, share(tokens, [missing for _, missing in prompts], self.page_tokens), strict=True
+        ):
+            if count and task.stage is Stage.RUNNING:
+                end = task.planned + count
+                plan.append(Part(task, task.planned, end, draws=count == missing))
+        for part in plan:
+            part.task.planned = part.end
+        return plan
+
+    def _room_for(self, task: Task, busy: set[Task]) -> bool:
+        """Whether the next position has a place; others may have to give theirs up for it."""
+        assert task.request is not None
+        while task.planned >= task.request.extended_tokens:
+            if self._extend(task, task.planned):
+                return True
+            last = self.running[-1]
+            if self.cache.pages_leaving:
+                return False  # places are on their way
+            if last in busy:
+                self.stalled = True
+                return False
+            self._preempt(last)
+            if last is task:
+                return False
+        return True
+
+    def _preempt(self, task: Task) -> None:
+        """The last in line gives its places up. What it has computed stays cached."""
+        assert task.request is not None
+        self.counters["preemptions"] += 1
+        self.cache.preempt(task.request)
+        self.running.remove(task)
+        self._wait_again(task)
+
+    def _wait_again(self, task: Task) -> None:
+        self._give_back(task)
+        task.stage = Stage.WAITING
+        insort(self.waiting, task, key=lambda each: each.order)
+
+    # Ending
+
+    def _drawn(self, task: Task, token: TokenOut) -> Outcome:
+        """The text goes on with a token, or ends."""
+        sampling = task.ask.sampling
+        prompt = tuple(task.scores) if not task.drawn else ()
+        if sampling.max_tokens == 0:
+            return Outcome(task, task.usage, prompt=prompt, finish=Finish.LENGTH)
+        task.tokens.append(token.token)
+        task.chain.extend((token.token,))
+        self.counters["tokens_drawn"] += 1
+        task.usage = replace(task.usage, completion_tokens=task.drawn)
+        text: str | None = None
+        finish: Finish | None = None
+        stopped_by: str | int | None = None
+        if token.token in sampling.stop_tokens or (token.token in self.text.eos and not sampling.ignore_eos):
+            finish, stopped_by = Finish.STOP, token.token
+        elif sampling.stop:
+            piece = task.stream.push(token.token)
+            text, stopped_by = piece.text, piece.stopped_by
+            finish = Finish.STOP if stopped_by is not None else None
+        if finish is None and task.drawn >= sampling.max_tokens:
+            finish = Finish.LENGTH
+        if text is not None and finish is Finish.LENGTH:
+            text += task.stream.finish()
+        return Outcome(task, task.usage, token, text, prompt, finish, stopped_by)
+
+    def _commit(self, task: Task) -> None:
+        assert task.request is not None
+        first = task.committed < 0
+        task.committed = task.computed // self.page_tokens
+        if task.computed < task.write_from:
+            task.committed = -1  # a replay is not over
+            return
+        self.cache.commit(task.request, task.computed)
+        if not first or task.committed:
+            task.places = torch.from_numpy(task.request.places()).long()
+        task.tails = {b: p for b, p in task.tails.items() if b > task.computed}
+
+    def _take_scores(self, plan: Plan, logits: Tensor) -> Tensor:
+        """Logprobs of prompt tokens; answers the logits of each part's last position."""
+        last, at = [], 0
+        for part in plan:
+            task, count = part.task, part.end - part.start
+            first = task.scores_from
+            if first is not None:
+                self._score(task, part, first, logits[at : at + count])
+            at += count
+            last.append(at - 1)
+        return logits[last]
+
+    def _score(self, task: Task, part: Part, first: int, logits: Tensor) -> None:
+        """Row i of the logits says how likely the token after position part.start + i was."""
+        top = task.ask.sampling.logprobs or 0
+        prompt = task.ask.prompt
+        if part.start <= first and task.ask.prompt_logprobs_from == 0 and not task.scores:
+            task.scores.append(TokenOut(prompt[0]))
+        start = max(part.start, first)
+        following = prompt[start + 1 : part.end + 1]
+        rows = logits[start - part.start : start - part.start + len(following)]
+        task.scores += token_logprobs(rows, following, top)
+
+    def _end(self, task: Task, finish: Finish) -> None:
+        if task.stage is Stage.WAITING:
+            self.waiting.remove(task)
+        elif task.stage is Stage.LOADING:
+            self.loading.pop(id(task.request))
+        elif task.stage is Stage.RUNNING:
+            self.running.remove(task)
+        if task.request is not None and task.request.state.value != "ended":
+            whole = finish in (Finish.STOP, Finish.LENGTH)
+            (self.cache.finish if whole else self.cache.abort)(task.request)
+        self._give_back(task)
+        task.stage = Stage.ENDED
+        del self.tasks[task.ask.request_id]
+        self.counters[f"finished_{finish.value}"] += 1
+
+    def _give_back(self, task: Task) -> None:
+        if task.ring >= 0:
+            self._rings.append(task.ring)
+        task.ring, task.request, task.tails = -1, None, {}

@@ -1,0 +1,56 @@
+"""Driving an engine: two ways, the same answers.
+
+plain        plan ─ forward ─ advance ─ emit ─ plan ─ forward ─ …
+
+overlapped   forward 1 │ forward 2 │ forward 3
+             plan 2    │ plan 3    │ plan 4             while the model computes
+             emit 0    │ emit 1    │ emit 2
+                    advance 1   advance 2               between two forwards
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+
+from torch import Tensor
+
+from tiercel.engine.ask import Delta
+from tiercel.engine.engine import Engine, Outcome
+from tiercel.engine.plan import Plan
+from tiercel.engine.task import Stage
+
+
+def plain_steps(engine: Engine) -> Iterator[list[Delta]]:
+    """One step after the other, for ever. The plain truth."""
+    while True:
+        plan = engine.plan()
+        yield engine.emit(_advance(engine, plan, lambda: engine.forward(plan)))  # noqa: B023 - called at once
+
+
+def overlapped_steps(engine: Engine, executor: Executor) -> Iterator[list[Delta]]:
+    """The next step is decided, and the last one's tokens become text, while the model computes."""
+    plan, outcomes = engine.plan(), list[Outcome]()
+    while True:
+        computing = executor.submit(engine.forward, plan)
+        deltas = engine.emit(outcomes)
+        ahead = engine.plan(plan)
+        outcomes = _advance(engine, plan, computing.result)
+        yield deltas
+        plan = [part for part in ahead if part.task.stage is Stage.RUNNING]
+        if engine.stalled or not plan:  # it takes what this step gave back
+            for part in plan:
+                part.task.planned = part.start
+            plan = engine.plan()
+        if not plan:  # nothing to compute meanwhile: what is known is told now
+            yield engine.emit(outcomes)
+            outcomes = []
+
+
+def _advance(engine: Engine, plan: Plan, forward: Callable[[], Tensor | None]) -> list[Outcome]:
+    try:
+        logits = forward()
+    except Exception as error:  # noqa: BLE001 - whatever a model raises: its texts end, the engine goes on
+        engine.failed(plan, error)
+        logits = None
+    return engine.advance(plan, logits)

@@ -1,0 +1,253 @@
+"""From a row of logits to a token: one `Sampler` per request, on the CPU.
+
+    logits ─ penalties ─ bias ─┬─ temperature 0 ─────────────────────────── the best token
+                               └─ ÷ temperature ─ top_k ─ top_p ─ min_p ─── one draw
+
+What is drawn depends on the row, the request's own tokens, its seed and the index of the token in its
+output; on nothing that shares the batch. So a request that was preempted goes on as if it had not been.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tiercel.engine.ask import Sampling, TokenOut
+from tiercel.errors import AskError, LogitsError
+
+Row = NDArray[np.float32]
+Ids = NDArray[np.int64]
+
+TEMPERATURE_LEAST, TEMPERATURE_MOST = 1e-6, 1e30
+"""Below the first it is 0, as in SGLang; fp32 logits divided by the second are already all alike."""
+LOGIT_MOST = 1e38
+"""What penalties may make of a logit: the difference of two such is still an fp32."""
+NUCLEUS_FLOORS = (2.0**-6, 2.0**-12, 0.0)
+"""Weights relative to the best. `top_p` sorts only what is above the first floor that leaves enough."""
+FINITE = sys.float_info.max
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers a field may hold. A bool is none of them, and neither is what is not finite."""
+
+    low: float
+    high: float
+    whole: bool = False
+    above: bool = False  # `low` itself is left out
+
+    def holds(self, value: object) -> bool:
+        if isinstance(value, bool) or not isinstance(value, int if self.whole else (int, float)):
+            return False
+        return (self.low < value if self.above else self.low <= value) and value <= self.high
+
+    def __str__(self) -> str:
+        border = f"above {self.low:g}" if self.above else f"of at least {self.low:g}"
+        most = "" if self.high == FINITE else f" and at most {self.high:g}"
+        return f"a {'whole' if self.whole else 'finite'} number {border}{most}"
+
+
+RANGES: Mapping[str, Range] = {
+    "max_tokens": Range(0, FINITE, whole=True),
+    "temperature": Range(0, FINITE),
+    "top_p": Range(0, 1, above=True),
+    "top_k": Range(0, FINITE, whole=True),
+    "min_p": Range(0, 1),
+    "seed": Range(-(2**63), 2**63 - 1, whole=True),
+    "presence_penalty": Range(-2, 2),
+    "frequency_penalty": Range(-2, 2),
+    "repetition_penalty": Range(0, FINITE, above=True),
+    "logprobs": Range(0, 20, whole=True),
+}
+"""As OpenAI and SGLang have them, but for temperatures and repetition penalties above 2."""
+
+
+def check(sampling: Sampling, vocab_size: int) -> None:
+    """Nothing if it can be sampled so; else an `AskError` that names the first field in the way."""
+    for name, allowed in RANGES.items():
+        value = getattr(sampling, name)
+        if value is not None or name not in ("seed", "logprobs"):
+            _within(name, value, allowed)
+    tokens = Range(0, vocab_size - 1, whole=True)
+    for token, bias in sampling.logit_bias.items():
+        _within("logit_bias", token, tokens)
+        _within(f"logit_bias[{token}]", bias, Range(-100, 100))
+    for token in sampling.stop_tokens:
+        _within("stop_tokens", token, tokens)
+    for index, stop in enumerate(sampling.stop):
+        if not isinstance(stop, str) or not stop:
+            raise AskError(f"stop[{index}]", stop, "must be a text that is not empty")
+
+
+def _within(name: str, value: object, allowed: Range) -> None:
+    if not allowed.holds(value):
+        raise AskError(name, value, f"must be {allowed}")
+
+
+class Sampler:
+    """Draws one request's tokens, and remembers them.
+
+    Two of one `Sampling`, prompt and output so far draw alike. Without a seed one is made up: see `seed`.
+
+    One draw, ms, of 4,096 and of 129,280 tokens: greedy 0.02 and 0.07, plain 0.10 and 1.0 to 1.2, top_k 50
+    0.14 and 0.7, top_p 0.95 0.2 and 1.4 to 9 (a flat row: more to sort); 5 logprobs 0.15 and 1.5 more.
+    Two shared Neoverse N1 cores, numpy 2.4, torch 2.13, 2026-11-15.
+    """
+
+    def __init__(
+        self, sampling: Sampling, prompt: Sequence[int], vocab_size: int, output: Sequence[int] = ()
+    ) -> None:
+        self.sampling, self.vocab_size = sampling, vocab_size
+        self.seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        self._greedy = sampling.temperature < TEMPERATURE_LEAST
+        self._sharpness = 1.0 / min(max(sampling.temperature, TEMPERATURE_LEAST), TEMPERATURE_MOST)
+        self._index = 0
+        # Each is there only if it changes something, so that a plain request pays nothing for it.
+        self._seen: NDArray[np.bool_] | None = None
+        if sampling.repetition_penalty != 1.0:
+            self._seen = np.bincount(np.asarray(prompt, np.int64), minlength=vocab_size) > 0
+        asked = sampling.presence_penalty or sampling.frequency_penalty
+        self._less = np.zeros(vocab_size, np.float32) if asked else None
+        self._counts: Counter[int] = Counter()
+        self._biased = np.fromiter(sampling.logit_bias.keys(), np.int64)
+        self._bias = np.fromiter(sampling.logit_bias.values(), np.float32)
+        self.plain = self._greedy and sampling.logprobs is None and self._seen is None and self._less is None
+        """It takes the best token and tells nothing else: whoever knows that one need not ask."""
+        self.plain = self.plain and not len(self._biased)
+        for token in output:
+            self._remember(token)
+
+    def draw(self, logits: Tensor) -> TokenOut:
+        """The next token. `logits` is this request's row, fp32; it is not changed."""
+        assert logits.shape == (self.vocab_size,) and logits.dtype == torch.float32
+        raw: Row = logits.detach().cpu().numpy()
+        row = self._adjusted(raw)
+        best = int(row.argmax())  # the lowest id of the best: numpy promises the first
+        if not math.isfinite(row[best]):  # argmax finds any nan and +inf there is
+            raise LogitsError(f"the best of {self.vocab_size} logits is {row[best]}, token {best}")
+        token = best if self._greedy else self._drawn(row, row[best])
+        out = TokenOut(token) if (top := self.sampling.logprobs) is None else _scored(raw, token, top)
+        self._remember(token)
+        return out
+
+    def _adjusted(self, raw: Row) -> Row:
+        """Penalties and bias: the same array if there are none."""
+        if self._seen is None and self._less is None and not len(self._biased):
+            return raw
+        row = raw.copy()
+        if self._seen is not None:
+            seen = np.flatnonzero(self._seen)
+            values, penalty = row[seen].astype(np.float64), self.sampling.repetition_penalty
+            with np.errstate(over="ignore"):
+                values = np.where(values > 0, values / penalty, values * penalty)
+            row[seen] = np.clip(values, -LOGIT_MOST, LOGIT_MOST)
+        if self._less is not None:
+            row -= self._less
+        row[self._biased] += self._bias
+        return row
+
+    def _drawn(self, row: Row, best: np.float32) -> int:
+        """By the running sum of weights in order of ids: a filter that lets all pass changes nothing."""
+        sampling = self.sampling
+        ids = _largest(row, sampling.top_k) if 0 < sampling.top_k < self.vocab_size else None
+        weights = _weights(row if ids is None else row[ids], best, self._sharpness)
+        if sampling.top_p < 1.0:
+            weights = _nucleus(weights, sampling.top_p)
+        if sampling.min_p > 0.0:
+            weights[weights < sampling.min_p] = 0.0  # the best has weight 1
+        sums = _sums(weights)
+        # To the right of equal sums: what has no weight is never drawn.
+        at = sums.searchsorted(uniform(self.seed, self._index) * sums[-1], side="right")
+        return int(at if ids is None else ids[at])
+
+    def _remember(self, token: int) -> None:
+        self._index += 1
+        if self._seen is not None:
+            self._seen[token] = True
+        if self._less is not None:
+            self._counts[token] += 1
+            once, each = self.sampling.presence_penalty, self.sampling.frequency_penalty
+            self._less[token] = once + each * self._counts[token]
+
+
+def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenOut]:
+    """Row i scored for `tokens[i]`: to the bit what `Sampler.draw` reports of that row."""
+    assert logits.ndim == 2 and len(logits) == len(tokens) and logits.dtype == torch.float32
+    return [
+        _scored(row, token, top) for row, token in zip(logits.detach().cpu().numpy(), tokens, strict=True)
+    ]
+
+
+def uniform(seed: int, index: int) -> float:
+    """In [0, 1), for the token at `index`. A hash, no generator: there is no state to restore."""
+    key = seed.to_bytes(8, "little", signed=True)
+    digest = blake2b(index.to_bytes(8, "little"), key=key, digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def _scored(raw: Row, token: int, top: int) -> TokenOut:
+    """Log-softmax of one row as the model gave it. Row by row, so that the batch can not show."""
+    best = raw.max()
+    if not math.isfinite(best):
+        raise LogitsError(f"the best of {len(raw)} logits is {best}")
+    log_sum = float(best) + math.log(_weights(raw, best).sum(dtype=np.float64))
+    ranked = _largest(raw, min(top, len(raw))) if top else np.empty(0, np.int64)
+    ranked = ranked[np.argsort(-raw[ranked], kind="stable")]
+    named = tuple((int(each), float(raw[each]) - log_sum) for each in ranked)
+    return TokenOut(token, float(raw[token]) - log_sum, named)
+
+
+def _weights(row: Row, best: np.float32, sharpness: float = 1.0) -> Row:
+    """exp of the distance to the best: 1 for it, less for the others.
+
+    numpy's, in one thread: torch's exp is 1.5 times as quick, but parts even 4,096 numbers over threads, and
+    on a busy machine waits for them: 0.6 ms instead of 0.02.
+    """
+    with np.errstate(over="ignore"):
+        distance = row - best
+        if sharpness != 1.0:
+            distance *= np.float32(sharpness)
+    np.exp(distance, out=distance)
+    return distance
+
+
+def _largest(row: Row, count: int) -> Ids:
+    """The ids of the `count` largest, in order of ids; of equals the lower ones."""
+    return _down_to(row, torch.from_numpy(row).topk(count, sorted=False).values.min().item(), count)
+
+
+def _nucleus(weights: Row, top_p: float) -> Row:
+    """The fewest weights that make up `top_p` of all, and 0 for the others; of equals those of lower ids."""
+    enough = top_p * weights.sum(dtype=np.float64)
+    for floor in NUCLEUS_FLOORS:
+        heavy = weights[weights >= floor]
+        if heavy.sum(dtype=np.float64) >= enough:
+            break
+    heavy = -np.sort(-heavy)
+    count = min(int(_sums(heavy).searchsorted(enough)) + 1, len(heavy))
+    kept = _down_to(weights, float(heavy[count - 1]), count)
+    thinned = np.zeros_like(weights)
+    thinned[kept] = weights[kept]
+    return thinned
+
+
+def _sums(weights: Row) -> NDArray[np.float64]:
+    """The running sum, from left to right in one thread. torch's takes 0.16 ms for 129,280, numpy's 1 ms."""
+    return torch.from_numpy(weights).cumsum(0, dtype=torch.float64).numpy()
+
+
+def _down_to(row: Row, least: float, count: int) -> Ids:
+    ids = np.flatnonzero(row >= least)
+    if surplus := len(ids) - count:
+        ids = np.delete(ids, np.flatnonzero(row[ids] == least)[-surplus:])
+    return ids

@@ -1,0 +1,178 @@
+"""An engine behind a thread, for programs that wait on many answers at once.
+
+    event loop                     engine's thread
+    submit ──── inbox ──────────►  add, abort, flush …      between two steps
+    queues ◄─── one call a step ── deltas
+
+The engine is driven by its own thread only; everything else asks it through the inbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from tiercel.engine.ask import Ask, Delta
+from tiercel.engine.engine import Engine
+from tiercel.engine.loop import overlapped_steps, plain_steps
+from tiercel.engine.text import Text
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+POLL_S = 0.0005
+"""While nothing can be computed but a transfer is under way: how often it is looked after."""
+
+
+class EngineService:
+    """An engine that others wait on. Made in any thread, used from one event loop, closed once."""
+
+    def __init__(self, engine: Engine, model_name: str) -> None:
+        self.model_name = model_name
+        self.context_tokens = engine.context_tokens
+        self._engine = engine
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._answers: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Delta]]] = {}
+        self._thread = threading.Thread(target=self._run, name="tiercel-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def text(self) -> Text:
+        return self._engine.text
+
+    @property
+    def ready(self) -> bool:
+        return self._thread.is_alive() and not self._closing
+
+    # Asking
+
+    async def submit(self, ask: Ask) -> AsyncGenerator[Delta, None]:
+        """The answer as it comes; closing it ends the request. Raises `AskError` or `QueueFull` first."""
+        queue: asyncio.Queue[Delta] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def add() -> None:
+            self._engine.add(ask)
+            self._answers[ask.request_id] = loop, queue
+
+        await asyncio.wrap_future(self._ask(add))
+        ended = False
+        try:
+            while not ended:
+                delta = await queue.get()
+                ended = delta.finish is not None
+                yield delta
+        finally:
+            if not ended:
+                self._ask(lambda: self._engine.abort(ask.request_id))
+
+    async def flush(self, timeout_s: float) -> int:
+        """Forgets what is cached, waiting so long for what is in use. Returns the pages that stayed."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + timeout_s
+        while True:
+            stayed = await asyncio.wrap_future(self._ask(self._engine.flush))
+            if not stayed or loop.time() >= until:
+                return stayed
+            await asyncio.sleep(0.01)
+
+    def explain(self, request_id: str) -> dict[str, Any] | None:
+        return self._engine.explain(request_id)
+
+    async def stats(self) -> dict[str, Any]:
+        return await asyncio.wrap_future(self._ask(self._engine.stats))
+
+    # Ending
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Let what runs finish, for so long; then abort it. True if everything had finished by itself."""
+        self._closing = True
+        with self._wake:
+            finished = self._wake.wait_for(lambda: not self._engine.tasks, timeout_s)
+        if not finished:
+            self._ask(self._abort_all)
+        self._ask(self._stop)
+        self._thread.join()
+        self._engine.cache.close()
+        return finished
+
+    def _abort_all(self) -> None:
+        for request_id in list(self._engine.tasks):
+            self._engine.abort(request_id)
+
+    # The engine's thread
+
+    def _ask(self, what: Callable[[], T]) -> Future[T]:
+        """Have the engine's thread do something between two steps."""
+        future: Future[T] = Future()
+
+        def do() -> None:
+            try:
+                future.set_result(what())
+            except Exception as error:  # noqa: BLE001 - it is the asker's
+                future.set_exception(error)
+
+        with self._wake:
+            self._inbox.append(do)
+            self._wake.notify_all()
+        return future
+
+    def _stop(self) -> None:
+        self._stopped = True
+
+    _stopped = False
+
+    def _run(self) -> None:
+        with ThreadPoolExecutor(1, "tiercel-forward") as executor:
+            overlap = self._engine.config.overlap
+            steps = overlapped_steps(self._engine, executor) if overlap else plain_steps(self._engine)
+            while not self._stopped or self._engine.tasks:
+                self._wait_for_work()
+                self._step(steps)
+
+    def _step(self, steps: Iterator[list[Delta]]) -> None:
+        while self._inbox:
+            self._inbox.popleft()()
+        deltas = next(steps)
+        if deltas:
+            self._tell(deltas)
+            with self._wake:
+                self._wake.notify_all()
+
+    def _wait_for_work(self) -> None:
+        engine = self._engine
+        with self._wake:
+            if self._inbox or engine.running or self._stopped:
+                return
+            self._wake.wait(POLL_S if not engine.idle else None)
+
+    def _tell(self, deltas: list[Delta]) -> None:
+        """One call into each event loop for all its answers of a step."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue[Delta], Delta]]] = {}
+        for delta in deltas:
+            found = self._answers.get(delta.request_id)
+            if found is None:
+                continue
+            if delta.finish is not None:
+                del self._answers[delta.request_id]
+            by_loop.setdefault(found[0], []).append((found[1], delta))
+        for loop, answers in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_put, answers)
+            except RuntimeError:  # the loop was closed: nobody waits any more
+                for _, delta in answers:
+                    if delta.finish is None:
+                        self._engine.abort(delta.request_id)
+
+
+def _put(answers: list[tuple[asyncio.Queue[Delta], Delta]]) -> None:
+    for queue, delta in answers:
+        queue.put_nowait(delta)

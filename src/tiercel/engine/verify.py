@@ -1,0 +1,212 @@
+"""Proof on a model that the tiers change nothing: the same conversations, cold and with every tier forced.
+
+    cold      nothing is reused: every prompt is computed from its first token
+    device    everything fits on the device
+    host      the device holds hardly more than one conversation, so the others come back from the host
+    replay    each answer again as part of a prompt: what was decoded is now prefilled
+
+Conversations branch: a few beginnings, each continued in several ways, several turns each, turn by turn in
+turn. All runs are given the texts of the cold one, so a difference shows where it arises and does not spread.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from tiercel.engine.ask import Ask, Sampling, TokenOut, Usage
+from tiercel.engine.build import EMBEDDED, EMBEDDED_FOLDER, Build, open_engine
+from tiercel.engine.config import EngineConfig
+from tiercel.engine.engine import Engine
+from tiercel.engine.loop import plain_steps
+
+GROUPS, BRANCHES, TURNS, ANSWER_TOKENS = 3, 3, 3, 12
+EXAMS, FACTS = 6, 4
+
+
+@dataclass
+class Answer:
+    """One answered ask."""
+
+    tokens: list[TokenOut] = field(default_factory=list)
+    prompt: list[TokenOut] = field(default_factory=list)
+    text: str = ""
+    usage: Usage = field(default_factory=lambda: Usage(0))
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """How far the tiers changed anything. All zero and equal, or something is broken."""
+
+    kl: float
+    """Mean of exp(d) - 1 - d over answers' tokens, d the difference of logprobs; the largest of all runs."""
+    max_abs_dlogprob: float
+    tokens_equal: bool
+    recall: Mapping[str, float | None]
+    cached_tokens: Mapping[str, int]
+
+    def holds(self, *, kl: float, dlogprob: float) -> bool:
+        """Within bounds, with tiers that were really used."""
+        recalls = {score for score in self.recall.values() if score is not None}
+        used = self.cached_tokens["device"] > 0 and self.cached_tokens["host"] > 0
+        within = self.kl <= kl and self.max_abs_dlogprob <= dlogprob
+        return used and within and self.tokens_equal and len(recalls) <= 1
+
+
+def verify(build: Build, config: EngineConfig) -> Report:
+    """Run everything on one model. Takes a minute on the embedded one."""
+    cold = _engine(build, replace(config, cache=replace(config.cache, force_miss=True, host_bytes=0)))
+    prompts, truth = _converse(cold)
+    exams = list(_exams(cold, build.model))
+    asks = [(prompt, ANSWER_TOKENS) for prompt in prompts]
+    runs = {"cold": [*truth], "replay": [_replayed(cold, *pair) for pair in zip(prompts, truth, strict=True)]}
+    recall = {"cold": _score(cold, exams)}
+    cold.cache.close()
+    used = {"device": 0, "host": 0, "store": 0}
+    for tier in ("device", "host"):
+        engine = _engine(_squeezed(build, cold, prompts, exams) if tier == "host" else build, config)
+        runs[tier] = [answer_one(engine, prompt, count) for prompt, count in asks]
+        recall[tier] = _score(engine, exams)
+        used[tier] = int(engine.cache.counters[f"tokens_{tier}"])
+        engine.cache.close()
+    return _compare(truth, runs, recall, used)
+
+
+def answer_one(engine: Engine, prompt: Sequence[int], count: int, **options: Any) -> Answer:
+    """One ask from beginning to end, greedy, with logprobs."""
+    ask = Ask("verify", tuple(prompt), Sampling(count, temperature=0, logprobs=0, ignore_eos=True), **options)
+    return answer_all(engine, [ask])[0]
+
+
+def answer_all(engine: Engine, asks: Iterable[Ask], steps: Any = None) -> list[Answer]:
+    """All at once, in the order of the asks."""
+    answers: dict[str, Answer] = {}
+    for ask in asks:
+        engine.add(ask)
+        answers[ask.request_id] = Answer()
+    left = len(answers)
+    for deltas in steps or plain_steps(engine):
+        for delta in deltas:
+            answer = answers[delta.request_id]
+            answer.tokens += delta.tokens
+            answer.prompt += delta.prompt
+            answer.text += delta.text
+            answer.usage, answer.error = delta.usage, delta.error
+            left -= delta.finish is not None
+        if not left:
+            return list(answers.values())
+    raise AssertionError("an engine's steps never end")
+
+
+def k3(differences: Sequence[float]) -> float:
+    """An estimate of KL from the logprobs of drawn tokens; never negative, zero if nothing differs."""
+    return sum(math.expm1(d) - d for d in differences) / max(1, len(differences))
+
+
+def _engine(build: Build, config: EngineConfig) -> Engine:
+    return open_engine(build, config)[0]
+
+
+def _squeezed(build: Build, engine: Engine, prompts: Sequence[Sequence[int]], exams: Sequence[Any]) -> Build:
+    """A device for the longest text and a little more."""
+    longest = max(len(text) for text in [*prompts, *(context for context, _, _ in exams)])
+    spec = engine.cache.spec
+    pages = -(-longest // spec.page_tokens) + 3
+    return replace(build, device_bytes=pages * spec.page_bytes + 4 * spec.pages_per_window * spec.tail_bytes)
+
+
+# Conversations
+
+
+def _converse(cold: Engine) -> tuple[list[tuple[int, ...]], list[Answer]]:
+    """Prompts of all turns in the order they are asked, and the cold answers."""
+    random = Random(0)
+    vocabulary = [token for token in range(cold.vocab_size) if cold.text.piece(token).strip().isalpha()]
+    page = cold.page_tokens
+
+    def words(count: int) -> list[int]:
+        return [random.choice(vocabulary) for _ in range(count)]
+
+    begun = [words(2 * page + 17) for _ in range(GROUPS)]
+    texts = [begun[i % GROUPS] + words(5) for i in range(GROUPS * BRANCHES)]
+    prompts: list[tuple[int, ...]] = []
+    answers: list[Answer] = []
+    for _ in range(TURNS):
+        for text in texts:
+            prompts.append(tuple(text))
+            answers.append(answer_one(cold, text, ANSWER_TOKENS))
+            text += [out.token for out in answers[-1].tokens] + words(page // 2 + 9)
+    return prompts, answers
+
+
+def _replayed(cold: Engine, prompt: Sequence[int], answer: Answer) -> Answer:
+    """The answer's logprobs when it is a part of a prompt."""
+    whole = [*prompt, *(out.token for out in answer.tokens)]
+    scored = answer_one(cold, whole, 0, prompt_logprobs_from=len(prompt))
+    return Answer(scored.prompt, usage=scored.usage)
+
+
+def _compare(
+    truth: Sequence[Answer],
+    runs: Mapping[str, Sequence[Answer]],
+    recall: Mapping[str, float | None],
+    used: Mapping[str, int],
+) -> Report:
+    kl, most, equal = 0.0, 0.0, True
+    for answers in runs.values():
+        pairs = [
+            (mine, own)
+            for answer, cold in zip(answers, truth, strict=True)
+            for mine, own in zip(answer.tokens, cold.tokens, strict=True)
+        ]
+        differences = [(mine.logprob or 0.0) - (own.logprob or 0.0) for mine, own in pairs]
+        kl, most = max(kl, k3(differences)), max([most, *map(abs, differences)])
+        equal = equal and all(mine.token == own.token for mine, own in pairs)
+    return Report(kl, most, equal, dict(recall), dict(used))
+
+
+# Recall
+
+Exam = tuple[list[int], list[int], list[int]]
+"""Context, question, answer."""
+
+
+def _exams(engine: Engine, model: str) -> Iterable[Exam]:
+    """What the model was trained to look up, where its folder says so (`recall.json`)."""
+    folder = EMBEDDED_FOLDER if model == EMBEDDED else Path(model)
+    if not (folder / "recall.json").exists():
+        return
+    words, random = json.loads((folder / "recall.json").read_text()), Random(1)
+    prose = (folder / "README.md").read_text() if (folder / "README.md").exists() else ""
+    encode = engine.text.encode
+    for _ in range(EXAMS):
+        keys = random.sample(words["keys"], FACTS * 2)
+        values = [random.choice(words["values"]) for _ in keys]
+        context = "<|bos|><|user|>"
+        for i, (key, value) in enumerate(zip(keys, values, strict=True)):
+            at = random.randrange(max(1, len(prose) - 200))
+            context += prose[at : at + 150] + words["fact"].format(key=f" {key}", value=f" {value}")
+            assert i < len(keys)
+        for key, value in random.sample(list(zip(keys, values, strict=True)), FACTS):
+            question = words["question"].format(key=f" {key}") + "<|assistant|>"
+            answer = words["answer"].format(key=f" {key}", value=f" {value}")
+            yield encode(context), encode(question), encode(answer)
+
+
+def _score(engine: Engine, exams: Sequence[Exam]) -> float | None:
+    """The share of right answers; contexts are told first, all of them, then the questions are asked."""
+    if not exams:
+        return None
+    for context, _, _ in exams[::FACTS]:
+        answer_one(engine, context, 0)
+    right = 0
+    for context, question, answer in exams:
+        told = answer_one(engine, [*context, *question], len(answer))
+        right += [out.token for out in told.tokens] == answer
+    return right / len(exams)

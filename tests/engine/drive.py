@@ -1,0 +1,74 @@
+"""Engines on the embedded model, and asks for them."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import tiercel.models
+from tiercel.cache import TieredCache
+from tiercel.config import CacheConfig
+from tiercel.engine.ask import Ask, Sampling
+from tiercel.engine.config import EngineConfig
+from tiercel.engine.engine import Engine
+from tiercel.engine.loop import overlapped_steps, plain_steps
+from tiercel.engine.text import Text
+from tiercel.engine.verify import answer_all
+from tiercel.models.checkpoint import Checkpoint
+from tiercel.models.deepseek_v4.config import V4Config
+from tiercel.models.deepseek_v4.model import DeepseekV4
+from tiercel.models.deepseek_v4.weights import load_weights
+from tiercel.spec import deepseek_v4
+
+FOLDER = Path(tiercel.models.__file__).parent / "tiny_v4"
+CHECKPOINT = Checkpoint(FOLDER)
+CONFIG = V4Config.from_hf(CHECKPOINT.config)
+WEIGHTS = load_weights(CHECKPOINT, CONFIG)
+TEXT = Text(FOLDER)
+PAGE = 128
+SPEC = deepseek_v4(CHECKPOINT.config, PAGE, "fp32")
+
+
+def make_engine(*, pages=64, tails=16, host_pages=0, model=DeepseekV4, cache=None, **options):
+    """`host_pages` of host memory; `cache`: other settings of the cache; `options`: the engine's."""
+    settings = CacheConfig(pages, tails, host_bytes=host_pages * SPEC.host_page_bytes)
+    settings = replace(settings, **(cache or {}))
+    config = EngineConfig(cache=settings, **({"running_max": 8} | options))
+    own = TieredCache(SPEC, settings)
+    return Engine(model(CONFIG, WEIGHTS, own.device, config.running_max), own, TEXT, config)
+
+
+def make_ask(name, prompt, count=8, **options):
+    """Greedy with logprobs; options that are the ask's own go there, all others are the sampling's."""
+    own = {key: options.pop(key) for key in list(options) if key in Ask.__dataclass_fields__}
+    sampling = {"temperature": 0.0, "logprobs": 0, "ignore_eos": True} | options
+    return Ask(name, tuple(prompt), Sampling(count, **sampling), **own)
+
+
+def words(count, seed=0):
+    """Tokens of a text nobody wrote."""
+    return [(seed * 7919 + i * i * 31 + i * 17) % 3800 + 200 for i in range(count)]
+
+
+def run(engine, *asks, overlap=False):
+    """Answers in the order of the asks."""
+    if not overlap:
+        return answer_all(engine, asks, plain_steps(engine))
+    with ThreadPoolExecutor(1) as executor:
+        return answer_all(engine, asks, overlapped_steps(engine, executor))
+
+
+def settle(engine):
+    """Nothing on its way, every invariant holds, and no place is held by nobody."""
+    while engine.cache.flights.busy:
+        engine.cache.step()
+    engine.cache.check()
+    assert not engine.tasks and not engine.running and not engine.waiting and not engine.loading
+    assert len(engine._rings) == engine.config.running_max
+
+
+def tokens_of(answer):
+    return [out.token for out in answer.tokens]
+
+
+def logprobs_of(answer):
+    return [out.logprob for out in answer.tokens]

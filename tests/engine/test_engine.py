@@ -1,0 +1,237 @@
+"""Goal: asks are served in order, within bounds, and every way to end gives everything back. Method: the
+embedded model, small devices, models and copies that fail."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.engine.drive import PAGE, TEXT, make_ask, make_engine, run, settle, tokens_of, words
+from tiercel.engine.ask import Finish, Sampling
+from tiercel.engine.loop import overlapped_steps, plain_steps
+from tiercel.engine.plan import share
+from tiercel.errors import AskError, QueueFull
+from tiercel.models.deepseek_v4.model import DeepseekV4
+
+
+def finishes(deltas):
+    return {delta.request_id: delta.finish for delta in deltas if delta.finish}
+
+
+# What is asked
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"prompt": ()}, "prompt"),
+        ({"prompt": (5, 4096)}, "prompt"),
+        ({"prompt": (-1,)}, "prompt"),
+        ({"sampling": Sampling(64 * PAGE)}, "max_tokens"),
+        ({"sampling": Sampling(top_p=2.0)}, "top_p"),
+    ],
+)
+def test_what_can_never_be_served_is_refused_by_name(change, field):
+    engine = make_engine()
+    with pytest.raises(AskError, match=field):
+        engine.add(replace(make_ask("a", words(5)), **change))
+    settle(engine)
+
+
+def test_more_than_may_wait_are_refused_and_may_come_again():
+    engine = make_engine(waiting_max=2)
+    engine.add(make_ask("a", words(5)))
+    engine.add(make_ask("b", words(5)))
+    with pytest.raises(QueueFull, match="2 requests are waiting, 2 may"):
+        engine.add(make_ask("c", words(5)))
+    assert all(answer.tokens for answer in run(make_engine(), make_ask("c", words(5))))
+    next(plain_steps(engine))
+    engine.add(make_ask("c", words(5)))
+
+
+def test_a_name_in_use_is_refused():
+    engine = make_engine()
+    engine.add(make_ask("a", words(5)))
+    with pytest.raises(AskError, match="in use"):
+        engine.add(make_ask("a", words(6)))
+
+
+def test_an_answer_of_no_tokens_fills_the_cache():
+    engine = make_engine()
+    [answer] = run(engine, make_ask("a", words(2 * PAGE + 5), 0))
+    assert not answer.tokens and answer.usage.completion_tokens == 0
+    [again] = run(engine, make_ask("b", words(2 * PAGE + 5), 0))
+    assert again.usage.device_tokens == 2 * PAGE
+
+
+def test_the_higher_priority_goes_first_and_among_equals_the_earlier():
+    engine, order = make_engine(running_max=1), []
+    for name, priority in (("a", 0), ("b", 0), ("c", 5)):
+        engine.add(make_ask(name, words(5), 1, priority=priority))
+    for deltas in plain_steps(engine):
+        order += finishes(deltas)
+        if len(order) == 3:
+            break
+    assert order == ["c", "a", "b"]
+
+
+def test_namespaces_never_share():
+    engine, text = make_engine(), words(PAGE + 5)
+    run(engine, make_ask("a", text, namespace=("one",)))
+    [other] = run(engine, make_ask("b", text, namespace=("two",)))
+    [same] = run(engine, make_ask("c", text, namespace=("one",)))
+    assert (other.usage.cached_tokens, same.usage.cached_tokens) == (0, PAGE)
+
+
+@given(st.integers(1, 600), st.lists(st.integers(1, 500), max_size=8))
+def test_a_step_is_shared_so_that_everyone_gets_a_piece_before_anyone_gets_two(tokens, wanted):
+    given = share(tokens, wanted, 128)
+    assert sum(given) == min(tokens, sum(wanted))
+    assert all(0 <= count <= want for count, want in zip(given, wanted, strict=True))
+    for i, count in enumerate(given):
+        if count < min(wanted[i], 128):
+            assert all(later == 0 for later in given[i + 1 :])
+
+
+# How an answer ends
+
+
+def test_a_stop_string_ends_an_answer_and_is_not_shown():
+    engine = make_engine()
+    [whole] = run(engine, make_ask("a", words(9), 30))
+    stop = whole.text[10:14]
+    [cut] = run(engine, make_ask("b", words(9), 30, stop=(stop,)))
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    [kept] = run(engine, make_ask("c", words(9), 30, stop=(stop,), keep_stop=True))
+    assert kept.text == whole.text[: whole.text.index(stop) + 4]
+
+
+def test_a_stop_token_and_the_end_of_text_end_an_answer():
+    engine = make_engine()
+    [whole] = run(engine, make_ask("a", words(9), 30))
+    [cut] = run(engine, make_ask("b", words(9), 30, stop_tokens=frozenset({whole.tokens[5].token})))
+    assert tokens_of(cut) == tokens_of(whole)[: tokens_of(whole).index(whole.tokens[5].token) + 1]
+    fact, question = TEXT.encode("<|bos|><|user|>Record: K V.\n"), TEXT.encode("\nWhich?<|assistant|>")
+    [ended] = run(engine, make_ask("c", [*fact, *question], 64, ignore_eos=False, logit_bias={2: 100.0}))
+    assert tokens_of(ended) == [2] and ended.text == ""
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_seed_gives_the_same_answer_whatever_runs_beside_it(overlap):
+    asks = [make_ask(str(i), words(30, seed=i), 20, temperature=1.0, seed=i, top_p=0.9) for i in range(6)]
+    alone = [tokens_of(run(make_engine(), ask)[0]) for ask in asks]
+    together = [tokens_of(answer) for answer in run(make_engine(running_max=4), *asks, overlap=overlap)]
+    assert alone == together
+
+
+def test_logprobs_of_a_prompt_do_not_depend_on_the_cache_nor_on_how_it_is_cut():
+    text = words(2 * PAGE + 30)
+    asked = make_ask("a", text, 3, prompt_logprobs_from=0, logprobs=2)
+    [cold] = run(make_engine(), asked)
+    engine = make_engine(step_tokens=50)
+    run(engine, make_ask("warm", text, turn_ends=(PAGE,)))
+    [warm] = run(engine, asked)
+    assert [out.token for out in cold.prompt] == text
+    assert cold.prompt[0].logprob is None and all(len(out.top) == 2 for out in cold.prompt[1:])
+    assert warm.prompt == cold.prompt and warm.tokens == cold.tokens
+    [late] = run(engine, replace(asked, request_id="b", prompt_logprobs_from=PAGE + 7))
+    assert late.prompt == cold.prompt[PAGE + 7 :]
+    assert late.usage.device_tokens == PAGE, "what lies before is reused"
+
+
+# Trouble
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("after", range(0, 12, 2))
+def test_an_abort_at_any_moment_gives_everything_back(after, overlap):
+    engine = make_engine(pages=12, tails=4, host_pages=100, step_tokens=PAGE, running_max=2)
+    run(engine, make_ask("warm", words(4 * PAGE)), make_ask("other", words(5 * PAGE, seed=1)))
+    asks = [make_ask(str(i), words(4 * PAGE + 9, seed=i % 2), 40) for i in range(4)]
+    for ask in asks:
+        engine.add(ask)
+    seen = {}
+    with ThreadPoolExecutor(1) as executor:
+        drive = overlapped_steps(engine, executor) if overlap else plain_steps(engine)
+        for step, deltas in enumerate(drive):
+            seen |= finishes(deltas)
+            if step == after:
+                engine.abort("0"), engine.abort("3"), engine.abort("nobody")
+            if len(seen) == 4:
+                break
+    assert {name: seen[name] for name in "12"} == {"1": Finish.LENGTH, "2": Finish.LENGTH}
+    assert {seen["0"], seen["3"]} == {Finish.ABORT}
+    settle(engine)
+
+
+class Failing(DeepseekV4):
+    """Raises at its third call."""
+
+    calls = 0
+
+    def __call__(self, spans, *, every_token=False):
+        Failing.calls += 1
+        if Failing.calls == 3:
+            raise RuntimeError("out of something")
+        return super().__call__(spans, every_token=every_token)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_failing_step_ends_its_texts_and_nothing_else(overlap):
+    Failing.calls = 0
+    engine = make_engine(model=Failing)
+    [failed] = run(engine, make_ask("a", words(20)), overlap=overlap)
+    assert failed.error == "out of something"
+    [well] = run(engine, make_ask("b", words(20)), overlap=overlap)
+    assert len(well.tokens) == 8
+    settle(engine)
+
+
+def test_logits_that_are_no_numbers_end_one_text():
+    class Sick(DeepseekV4):
+        def __call__(self, spans, *, every_token=False):
+            logits = super().__call__(spans, every_token=every_token).clone()
+            logits[0] = float("nan")
+            return logits
+
+    engine = make_engine(model=Sick)
+    sick, well = run(engine, make_ask("a", words(20), logprobs=None), make_ask("b", words(21), logprobs=None))
+    assert "nan" in sick.error and not sick.tokens
+    assert not well.error or well.tokens, "the other one goes on until it is first itself"
+    settle(engine)
+
+
+def test_a_load_that_fails_is_computed_instead():
+    engine = make_engine(pages=8, tails=4, host_pages=100)
+    text = words(3 * PAGE + 5)
+    [truth] = run(engine, make_ask("a", text))
+    run(engine, make_ask("other", words(6 * PAGE, seed=4)))
+    settle(engine)
+    copier = engine.cache.flights.controller._copier
+    copy = copier.copy
+
+    def fail(direction, leg, layer):
+        if direction.value == "load":
+            raise OSError("a cable")
+        copy(direction, leg, layer)
+
+    copier.copy = fail
+    [answer] = run(engine, make_ask("b", text))
+    assert answer.tokens == truth.tokens and engine.counters["loads_failed"] == 1
+    copier.copy = copy
+    settle(engine)
+
+
+def test_a_flush_forgets_everything_that_is_not_in_use():
+    engine = make_engine(host_pages=100)
+    run(engine, make_ask("a", words(3 * PAGE)))
+    settle(engine)
+    assert engine.flush() == 0
+    [cold] = run(engine, make_ask("b", words(3 * PAGE)))
+    assert cold.usage.cached_tokens == 0
+    pools = engine.cache.stats()["pools"]
+    settle(engine)
+    engine.flush()
+    assert all(pool["free"] == pool["capacity"] for pool in engine.cache.stats()["pools"].values()), pools
