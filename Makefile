@@ -1,13 +1,23 @@
-# The commands of this repository. `make test` works from a fresh clone with only Python 3.11+, gcc, make and git.
+# The commands of this repository. They work from a fresh clone with only Python 3.11+, gcc, make and git.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: test check soak bench clean
+.PHONY: serve test check soak bench clean
 
 .venv/installed: pyproject.toml constraints.txt setup.py src/tiercel/kernels/native.c
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[check]"
+	touch $@
+
+# The server on the embedded model; options in ARGS, such as ARGS="--port 9000 --host-memory 4GiB".
+serve: .venv/serve
+	$(BIN)/tiercel serve $(ARGS)
+
+.venv/serve: pyproject.toml constraints.txt setup.py src/tiercel/kernels/native.c
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
 	touch $@
 
 test: .venv/installed
@@ -26,6 +36,8 @@ soak: .venv/installed
 bench: .venv/installed
 	$(BIN)/python -m benchmarks.tree
 	$(BIN)/python -m benchmarks.copy
+	$(BIN)/python -m benchmarks.model
+	$(BIN)/python -m benchmarks.engine
 
 clean:
 	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from tiercel.types import Namespace
 
@@ -53,8 +54,7 @@ class Ask:
     """None: not asked for. Else of the prompt's tokens from this position on; nothing behind it is reused."""
 
 
-@dataclass(frozen=True)
-class TokenOut:
+class TokenOut(NamedTuple):
     """One token and, if asked for, how likely it was."""
 
     token: int

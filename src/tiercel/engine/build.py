@@ -8,7 +8,7 @@ from pathlib import Path
 import tiercel.models
 from tiercel.cache import TieredCache
 from tiercel.config import CacheConfig
-from tiercel.engine.config import EngineConfig
+from tiercel.engine.config import EMBEDDED, Build, EngineConfig
 from tiercel.engine.engine import Engine
 from tiercel.engine.text import Text
 from tiercel.errors import ConfigError
@@ -20,25 +20,7 @@ from tiercel.models.deepseek_v4.weights import load_weights
 from tiercel.spec import deepseek_v4
 from tiercel.spec.cache_spec import CacheSpec
 
-EMBEDDED = "tiny-v4"
 EMBEDDED_FOLDER = Path(tiercel.models.__file__).parent / "tiny_v4"
-MIB = 1024**2
-
-
-@dataclass(frozen=True)
-class Build:
-    """What to serve, and in which memory. The rest of the cache's settings are in `engine.cache`."""
-
-    model: str = EMBEDDED
-    page_tokens: int | None = None
-    """None: 128 for the embedded model, whose texts are short, else 256."""
-    format: str = "fp32"
-    """How entries are kept. fp32: the bits of the model, on a CPU nothing else is faster."""
-    device_bytes: int = 256 * MIB
-    """For pages and tails where attention reads them. On a CPU any size works; a test may want little."""
-    kernels: str = "auto"
-    exact: bool | None = None
-    """True: refuse to start unless bits never depend on what else is computed. None: if it can be had."""
 
 
 @dataclass(frozen=True)

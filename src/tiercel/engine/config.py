@@ -1,4 +1,4 @@
-"""How an engine is run: one frozen configuration, every default with its reason."""
+"""What an engine is built from and how it is run: frozen, checked once, every default with its reason."""
 
 from __future__ import annotations
 
@@ -6,6 +6,27 @@ from dataclasses import dataclass, field
 
 from tiercel.config import CacheConfig
 from tiercel.errors import ConfigError
+
+EMBEDDED = "tiny-v4"
+"""The model that comes with the package."""
+
+MIB = 1024**2
+
+
+@dataclass(frozen=True)
+class Build:
+    """What to serve, and in which memory. The rest of the cache's settings are in `engine.cache`."""
+
+    model: str = EMBEDDED
+    page_tokens: int | None = None
+    """None: 128 for the embedded model, whose texts are short, else 256."""
+    format: str = "fp32"
+    """How entries are kept. fp32: the bits of the model, on a CPU nothing else is faster."""
+    device_bytes: int = 256 * MIB
+    """For pages and tails where attention reads them. On a CPU any size works; a test may want little."""
+    kernels: str = "auto"
+    exact: bool | None = None
+    """True: refuse to start unless bits never depend on what else is computed. None: if it can be had."""
 
 
 @dataclass(frozen=True)

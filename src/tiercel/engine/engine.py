@@ -15,17 +15,16 @@ import logging
 from bisect import insort
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from tiercel.cache import Loaded, TieredCache, Wait
-from tiercel.engine.ask import Ask, Delta, Finish, TokenOut, Usage
+from tiercel.engine.ask import Ask, Delta, Finish, TokenOut
 from tiercel.engine.config import EngineConfig
 from tiercel.engine.plan import Part, Plan, share
-from tiercel.engine.sampling import Sampler, check, token_logprobs
+from tiercel.engine.sampling import Sampler, best_tokens, check, token_logprobs
 from tiercel.engine.task import Stage, Task
 from tiercel.engine.text import Text, TextStream
 from tiercel.errors import AskError, LogitsError, QueueFull
@@ -48,12 +47,10 @@ class Model(Protocol):
     def restore(self, ring: int, place: int, boundary: int) -> None: ...
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What a step meant for one task; text is made of it later."""
 
     task: Task
-    usage: Usage
     token: TokenOut | None = None
     text: str | None = None
     """Made already where a stop string may end the task."""
@@ -83,6 +80,7 @@ class Engine:
         """The last plan left someone out whose room was with a task under way."""
         self._rings = list(range(config.running_max))
         self._number = 0
+        self._aborted: list[Task] = []
         self._ended: list[Outcome] = []
         """Ended outside a step's own tokens: aborted, or failed."""
         self._explained: OrderedDict[str, dict[str, Any]] = OrderedDict()
@@ -112,6 +110,7 @@ class Engine:
         sampler = Sampler(ask.sampling, ask.prompt, self.vocab_size)
         stream = TextStream(self.text, ask.sampling.stop, ask.sampling.keep_stop)
         task = Task(ask, self._number, self.cache.chain(ask.prompt, ask.namespace), sampler, stream)
+        task.ends = ask.sampling.stop_tokens | (frozenset() if ask.sampling.ignore_eos else self.text.eos)
         self._number += 1
         self.tasks[ask.request_id] = task
         insort(self.waiting, task, key=lambda each: each.order)
@@ -122,6 +121,7 @@ class Engine:
         task = self.tasks.get(request_id)
         if task is not None:
             task.aborted = True
+            self._aborted.append(task)
 
     @property
     def idle(self) -> bool:
@@ -158,9 +158,13 @@ class Engine:
         return self._choose(busy)
 
     def _abort_marked(self, busy: set[Task]) -> None:
-        for task in [task for task in self.tasks.values() if task.aborted and task not in busy]:
-            self._end(task, Finish.ABORT)
-            self._ended.append(Outcome(task, task.usage, finish=Finish.ABORT))
+        marked, self._aborted = self._aborted, []
+        for task in marked:
+            if task in busy:
+                self._aborted.append(task)
+            elif task.stage is not Stage.ENDED:
+                self._end(task, Finish.ABORT)
+                self._ended.append(Outcome(task, finish=Finish.ABORT))
 
     def forward(self, plan: Plan) -> Tensor | None:
         """Logits of the last position of each part, or of all positions if a prompt is to be scored."""
@@ -176,7 +180,7 @@ class Engine:
         return Span(tokens, part.start, task.places, task.ring, tails, task.write_from)
 
     def _scores(self, plan: Plan) -> bool:
-        return any(part.task.scores_from is not None for part in plan)
+        return any(part.task.scoring for part in plan)
 
     def advance(self, plan: Plan, logits: Tensor | None) -> list[Outcome]:
         """The model answered: draw, share, end."""
@@ -185,26 +189,28 @@ class Engine:
             return outcomes
         if self._scores(plan):
             logits = self._take_scores(plan, logits)
-        most, best = logits.max(-1)
-        sound, best_tokens = bool(most.isfinite().all()), best.tolist()
-        for i, part in enumerate(plan):
-            task = part.task
-            task.computed = part.end
-            if part.end // self.page_tokens != task.committed:
+        best, drawn, computed = best_tokens(logits), 0, 0
+        page_tokens = self.page_tokens
+        for i, (task, start, end, draws) in enumerate(plan):
+            task.computed = end
+            computed += end - start
+            if end // page_tokens != task.committed:
                 self._commit(task)
-            if not part.draws:
+            if not draws:
                 continue
+            drawn += 1
             try:
-                plain = sound and task.sampler.plain
-                token = TokenOut(best_tokens[i]) if plain else task.sampler.draw(logits[i])
+                plain = task.sampler.plain and best[i] >= 0
+                token = TokenOut(best[i]) if plain else task.sampler.draw(logits[i])
                 outcome = self._drawn(task, token)
             except LogitsError as error:
-                outcome = Outcome(task, task.usage, finish=Finish.ERROR, error=str(error))
+                outcome = Outcome(task, finish=Finish.ERROR, error=str(error))
             outcomes.append(outcome)
             if outcome.finish is not None:
                 self._end(task, outcome.finish)
         self.counters["steps"] += 1
-        self.counters["tokens_computed"] += sum(part.end - part.start for part in plan)
+        self.counters["tokens_drawn"] += drawn
+        self.counters["tokens_computed"] += computed
         return outcomes
 
     def failed(self, plan: Plan, error: Exception) -> None:
@@ -213,7 +219,7 @@ class Engine:
         self.counters["steps_failed"] += 1
         for part in plan:
             self._end(part.task, Finish.ERROR)
-            self._ended.append(Outcome(part.task, part.task.usage, finish=Finish.ERROR, error=str(error)))
+            self._ended.append(Outcome(part.task, finish=Finish.ERROR, error=str(error)))
 
     def emit(self, outcomes: Sequence[Outcome]) -> list[Delta]:
         """What the askers are told."""
@@ -229,7 +235,7 @@ class Engine:
             deltas.append(
                 Delta(
                     task.ask.request_id,
-                    outcome.usage,
+                    task.usage,
                     tokens,
                     text,
                     outcome.prompt,
@@ -264,7 +270,7 @@ class Engine:
 
     def _begin(self, task: Task) -> bool:
         request = self.cache.begin(
-            task.chain,
+            task.name_pages(),
             priority=task.ask.priority,
             turn_ends=task.ask.turn_ends,
             load=task.load,
@@ -308,6 +314,7 @@ class Engine:
         room = self.cache.extend(task.request, self._page_end(upto))
         if isinstance(room, Wait):
             return False
+        task.room = task.request.extended_tokens
         task.tails.update({boundary: place(tail) for boundary, tail in room.tails.items()})
         task.places = torch.from_numpy(task.request.places()).long()
         return True
@@ -318,12 +325,7 @@ class Engine:
     def _explain(self, task: Task) -> None:
         assert task.request is not None
         reuse = task.request.reuse
-        task.usage = replace(
-            task.usage,
-            device_tokens=reuse.device_tokens,
-            host_tokens=reuse.host_tokens,
-            store_tokens=reuse.store_tokens,
-        )
+        task.reuse = reuse
         self._explained[task.ask.request_id] = {
             "prompt_tokens": reuse.prompt_tokens,
             "reused_tokens": {
@@ -357,24 +359,22 @@ class Engine:
             missing = known - task.planned
             if missing > 1:
                 prompts.append((task, missing))
-            elif missing == 1 and self._room_for(task, busy):
-                plan.append(Part(task, task.planned, known, draws=True))
+            elif missing == 1 and (known <= task.room or self._room_for(task, busy)):
+                plan.append(Part(task, task.planned, known, True))
+                task.planned = known
         plan = [part for part in plan if part.task.stage is Stage.RUNNING]
         tokens = max(self.config.step_tokens - len(plan), self.page_tokens)
         for (task, missing), count in zip(
             prompts, share(tokens, [missing for _, missing in prompts], self.page_tokens), strict=True
         ):
             if count and task.stage is Stage.RUNNING:
-                end = task.planned + count
-                plan.append(Part(task, task.planned, end, draws=count == missing))
-        for part in plan:
-            part.task.planned = part.end
+                plan.append(Part(task, task.planned, task.planned + count, draws=count == missing))
+                task.planned += count
         return plan
 
     def _room_for(self, task: Task, busy: set[Task]) -> bool:
         """Whether the next position has a place; others may have to give theirs up for it."""
-        assert task.request is not None
-        while task.planned >= task.request.extended_tokens:
+        while task.planned >= task.room:
             if self._extend(task, task.planned):
                 return True
             last = self.running[-1]
@@ -406,27 +406,21 @@ class Engine:
     def _drawn(self, task: Task, token: TokenOut) -> Outcome:
         """The text goes on with a token, or ends."""
         sampling = task.ask.sampling
-        prompt = tuple(task.scores) if not task.drawn else ()
+        drawn = len(task.tokens) - task.prompt_tokens
+        prompt, task.scoring = () if drawn else tuple(task.scores), False
         if sampling.max_tokens == 0:
-            return Outcome(task, task.usage, prompt=prompt, finish=Finish.LENGTH)
+            return Outcome(task, prompt=prompt, finish=Finish.LENGTH)
         task.tokens.append(token.token)
-        task.chain.extend((token.token,))
-        self.counters["tokens_drawn"] += 1
-        task.usage = replace(task.usage, completion_tokens=task.drawn)
-        text: str | None = None
-        finish: Finish | None = None
-        stopped_by: str | int | None = None
-        if token.token in sampling.stop_tokens or (token.token in self.text.eos and not sampling.ignore_eos):
-            finish, stopped_by = Finish.STOP, token.token
-        elif sampling.stop:
-            piece = task.stream.push(token.token)
-            text, stopped_by = piece.text, piece.stopped_by
-            finish = Finish.STOP if stopped_by is not None else None
-        if finish is None and task.drawn >= sampling.max_tokens:
-            finish = Finish.LENGTH
-        if text is not None and finish is Finish.LENGTH:
-            text += task.stream.finish()
-        return Outcome(task, task.usage, token, text, prompt, finish, stopped_by)
+        finish = Finish.LENGTH if drawn + 1 >= sampling.max_tokens else None
+        if token.token in task.ends:
+            return Outcome(task, token, None, prompt, Finish.STOP, token.token)
+        if not sampling.stop:
+            return Outcome(task, token, None, prompt, finish)
+        piece = task.stream.push(token.token)
+        if piece.stopped_by is not None:
+            return Outcome(task, token, piece.text, prompt, Finish.STOP, piece.stopped_by)
+        rest = task.stream.finish() if finish else ""
+        return Outcome(task, token, piece.text + rest, prompt, finish)
 
     def _commit(self, task: Task) -> None:
         assert task.request is not None
@@ -435,6 +429,7 @@ class Engine:
         if task.computed < task.write_from:
             task.committed = -1  # a replay is not over
             return
+        task.name_pages()
         self.cache.commit(task.request, task.computed)
         if not first or task.committed:
             task.places = torch.from_numpy(task.request.places()).long()

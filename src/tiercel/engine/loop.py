@@ -36,15 +36,14 @@ def overlapped_steps(engine: Engine, executor: Executor) -> Iterator[list[Delta]
         deltas = engine.emit(outcomes)
         ahead = engine.plan(plan)
         outcomes = _advance(engine, plan, computing.result)
-        yield deltas
         plan = [part for part in ahead if part.task.stage is Stage.RUNNING]
         if engine.stalled or not plan:  # it takes what this step gave back
             for part in plan:
                 part.task.planned = part.start
             plan = engine.plan()
         if not plan:  # nothing to compute meanwhile: what is known is told now
-            yield engine.emit(outcomes)
-            outcomes = []
+            deltas, outcomes = deltas + engine.emit(outcomes), []
+        yield deltas
 
 
 def _advance(engine: Engine, plan: Plan, forward: Callable[[], Tensor | None]) -> list[Outcome]:

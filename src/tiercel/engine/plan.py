@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tiercel.engine.task import Task
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Positions start … end of one task."""
 
     task: Task

@@ -180,6 +180,15 @@ class Sampler:
             self._less[token] = once + each * self._counts[token]
 
 
+def best_tokens(logits: Tensor) -> list[int]:
+    """The best token of each row, the lowest of equals; -1 where the best is no number."""
+    rows = logits.cpu().numpy()
+    best = rows.argmax(1)
+    sound = np.isfinite(rows[np.arange(len(rows)), best])
+    tokens: list[int] = np.where(sound, best, -1).tolist()
+    return tokens
+
+
 def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenOut]:
     """Row i scored for `tokens[i]`: to the bit what `Sampler.draw` reports of that row."""
     assert logits.ndim == 2 and len(logits) == len(tokens) and logits.dtype == torch.float32

@@ -63,9 +63,9 @@ class EngineService:
             self._engine.add(ask)
             self._answers[ask.request_id] = loop, queue
 
-        await asyncio.wrap_future(self._ask(add))
         ended = False
         try:
+            await asyncio.wrap_future(self._ask(add))
             while not ended:
                 delta = await queue.get()
                 ended = delta.finish is not None
@@ -115,6 +115,8 @@ class EngineService:
         future: Future[T] = Future()
 
         def do() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # whoever asked has left
             try:
                 future.set_result(what())
             except Exception as error:  # noqa: BLE001 - it is the asker's

@@ -11,6 +11,7 @@ from tiercel.cache import Request
 from tiercel.engine.ask import Ask, TokenOut, Usage
 from tiercel.engine.sampling import Sampler
 from tiercel.engine.text import TextStream
+from tiercel.policy.resume import Reuse
 from tiercel.tree.keys import KeyChain
 
 
@@ -41,6 +42,9 @@ class Task:
         self.stage = Stage.WAITING
         self.tokens = list(ask.prompt)
         """Prompt and answer. The last one drawn is not computed yet."""
+        self.prompt_tokens = len(ask.prompt)
+        self.ends: frozenset[int] = frozenset()
+        """Tokens that end the answer."""
         self.computed = 0
         """Positions whose rows are written."""
         self.planned = 0
@@ -50,23 +54,41 @@ class Task:
         self.aborted = False
         self.request: Request | None = None
         self.ring = -1
+        self.room = 0
+        """Positions below this have a place."""
         self.write_from = 0
         self.tails: dict[int, int] = {}
         self.places: Tensor = torch.empty(0, dtype=torch.int64)
         self.committed = -1
         """Pages that were full at the last commit; -1: none yet."""
+        asked = ask.prompt_logprobs_from
+        self.scoring = asked is not None and asked < self.prompt_tokens
+        """Whether the prompt's logprobs are asked for and not known yet."""
         self.scores: list[TokenOut] = []
-        """Of the prompt's tokens, if they are asked for."""
-        self.usage = Usage(len(ask.prompt))
+        self.reuse: Reuse | None = None
+        """What its prompt took from the cache, when it first began."""
+
+    @property
+    def usage(self) -> Usage:
+        device, host, store = (
+            (self.reuse.device_tokens, self.reuse.host_tokens, self.reuse.store_tokens)
+            if self.reuse
+            else (0, 0, 0)
+        )
+        return Usage(self.prompt_tokens, self.drawn, device, host, store)
+
+    def name_pages(self) -> KeyChain:
+        """The keys of the text so far. Tokens are added when a page may be full: one by one would be slow."""
+        if self.chain.tokens < len(self.tokens):
+            self.chain.extend(self.tokens[self.chain.tokens :])
+        return self.chain
 
     @property
     def drawn(self) -> int:
-        return len(self.tokens) - len(self.ask.prompt)
+        return len(self.tokens) - self.prompt_tokens
 
     @property
     def scores_from(self) -> int | None:
         """The first position whose logits are needed for the prompt's logprobs, as long as they are."""
         asked = self.ask.prompt_logprobs_from
-        if asked is None or self.drawn or asked >= len(self.ask.prompt):
-            return None
-        return max(0, asked - 1)
+        return max(0, asked - 1) if self.scoring and asked is not None else None

@@ -20,8 +20,8 @@ from random import Random
 from typing import Any
 
 from tiercel.engine.ask import Ask, Sampling, TokenOut, Usage
-from tiercel.engine.build import EMBEDDED, EMBEDDED_FOLDER, Build, open_engine
-from tiercel.engine.config import EngineConfig
+from tiercel.engine.build import EMBEDDED_FOLDER, open_engine
+from tiercel.engine.config import EMBEDDED, Build, EngineConfig
 from tiercel.engine.engine import Engine
 from tiercel.engine.loop import plain_steps
 

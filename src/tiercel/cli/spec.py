@@ -1,4 +1,4 @@
-"""The command line. A mistake of the caller is one line on stderr and exit code 2, never a traceback."""
+"""`tiercel spec`: what a model stores, and how many tokens fit in a given memory."""
 
 from __future__ import annotations
 
@@ -11,21 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from tiercel.config import parse_bytes
-from tiercel.errors import TiercelError
 from tiercel.spec import Capacity, Fit, capacity_of, load
 
 PIPE_WIDTH = 120
 """Columns where no terminal says how many there are: the table is not cut."""
 
-app = typer.Typer(no_args_is_help=True, add_completion=False)
 
-
-@app.callback()
-def tiercel() -> None:
-    """A tiered KV cache for hybrid-attention language models."""
-
-
-@app.command()
 def spec(
     source: Annotated[
         str,
@@ -50,14 +41,6 @@ def spec(
         typer.echo(json.dumps(table.to_dict(), indent=2))
     else:
         _show(table)
-
-
-def main() -> None:
-    try:
-        app()
-    except TiercelError as error:
-        typer.echo(f"tiercel: {error}", err=True)
-        sys.exit(2)
 
 
 def _bytes(option: str, text: str | None) -> int | None:
@@ -102,7 +85,3 @@ def _fit_text(tier: str, fit: Fit) -> str:
     return f"{tier} memory of {fit.bytes:,} B holds {held}" + (
         f", or {fit.tails:,} tails" if fit.tails else ""
     )
-
-
-if __name__ == "__main__":
-    main()

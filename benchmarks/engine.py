@@ -1,0 +1,219 @@
+"""The engine and the server on the embedded model: `python -m benchmarks.engine [--json]`.
+
+    ttft_ms                 a prompt of 4 K tokens until its first token: computed, from the device, the host
+    no_hit_throughput       texts that never repeat, with both tiers against none: what the cache costs
+    scheduler_us_per_step   64 running requests, everything but the model and the drawing of tokens
+    requests_per_s          a real server process, 1, 8 and 64 clients, short answers
+
+All figures of one run are of the same machine and moment; the ratios are what counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+import httpx
+import torch
+
+from benchmarks.machine import describe
+from tiercel.config import CacheConfig
+from tiercel.engine.ask import Ask, Sampling
+from tiercel.engine.build import open_engine
+from tiercel.engine.config import MIB, Build, EngineConfig
+from tiercel.engine.engine import Engine
+from tiercel.engine.loop import plain_steps
+from tiercel.engine.sampling import best_tokens
+from tiercel.engine.verify import answer_one
+
+LONG, ROUNDS = 4096, 5
+
+
+def words(count: int, seed: int) -> tuple[int, ...]:
+    random = torch.Generator().manual_seed(seed)
+    return tuple((torch.randint(200, 4096, (count,), generator=random)).tolist())
+
+
+def make_engine(device_mib: int = 256, host_mib: int = 0, **cache: Any) -> Engine:
+    settings = CacheConfig(device_pages=1, host_bytes=host_mib * MIB, **cache)
+    return open_engine(Build(device_bytes=device_mib * MIB), EngineConfig(settings))[0]
+
+
+def first_token_ms(engine: Engine, prompt: tuple[int, ...]) -> tuple[float, int, int]:
+    start = time.perf_counter()
+    answer = answer_one(engine, prompt, 1)
+    took = 1e3 * (time.perf_counter() - start)
+    return took, answer.usage.device_tokens, answer.usage.host_tokens
+
+
+def rest(engine: Engine) -> None:
+    while engine.cache.flights.busy:
+        engine.cache.step()
+
+
+def ttft() -> dict[str, float]:
+    """Alternately: cold, again from the device, and once others have taken the device, from the host."""
+    engine = make_engine(device_mib=5, host_mib=256)
+    times: dict[str, list[float]] = {"recompute": [], "device": [], "host": []}
+    for i in range(ROUNDS):
+        prompt, other = words(LONG, 2 * i), words(LONG, 2 * i + 1)
+        took, _, _ = first_token_ms(engine, prompt)
+        times["recompute"].append(took)
+        rest(engine)
+        took, device, host = first_token_ms(engine, prompt)
+        assert (device, host) == (LONG - 128, 0), (device, host)
+        times["device"].append(took)
+        for seed in range(3):
+            answer_one(engine, words(LONG, 1000 + 3 * i + seed), 1)
+        answer_one(engine, other, 1)
+        rest(engine)
+        took, device, host = first_token_ms(engine, prompt)
+        assert (device, host) == (0, LONG - 128), (device, host)
+        times["host"].append(took)
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+def throughput(engine: Engine, seed: int) -> float:
+    """Tokens computed per second, eight texts at a time that nobody has seen."""
+    asks = [
+        Ask(str(i), words(600 + 37 * i, seed * 100 + i), Sampling(24, temperature=0, ignore_eos=True))
+        for i in range(8)
+    ]
+    before, start = engine.counters["tokens_computed"], time.perf_counter()
+    left = len(asks)
+    for ask in asks:
+        engine.add(ask)
+    for deltas in plain_steps(engine):
+        left -= sum(delta.finish is not None for delta in deltas)
+        if not left:
+            break
+    return (engine.counters["tokens_computed"] - before) / (time.perf_counter() - start)
+
+
+def no_hit() -> dict[str, float]:
+    """Both tiers, full of other texts, so that everything that comes in pushes something out; and none."""
+    tiers, none = make_engine(device_mib=8, host_mib=16), make_engine(device_mib=8, force_miss=True)
+    for engine in (tiers, none):
+        throughput(engine, 999)
+    pairs = [(throughput(tiers, i), throughput(none, i)) for i in range(2 * ROUNDS)]
+    return {
+        "ratio": statistics.median(a / b for a, b in pairs),
+        "tokens_per_s_tiers": statistics.median(a for a, _ in pairs),
+        "tokens_per_s_none": statistics.median(b for _, b in pairs),
+    }
+
+
+def scheduler_us(running: int = 64, steps: int = 200) -> dict[str, float]:
+    """The model answers at once, with the same logits for all."""
+    engine = make_engine(device_mib=64)
+    logits = torch.zeros(running, engine.vocab_size)
+    spent = {"plan": 0.0, "advance": 0.0, "emit": 0.0}
+
+    def timed(what: str, call: Any, *arguments: Any) -> Any:
+        start = time.perf_counter()
+        answer = call(*arguments)
+        spent[what] += time.perf_counter() - start
+        return answer
+
+    for i in range(running):
+        engine.add(Ask(str(i), words(100, i), Sampling(10_000, temperature=0, ignore_eos=True)))
+    while any(task.computed < 100 for task in engine.tasks.values()):
+        engine.step()
+    for _ in range(steps):
+        plan = timed("plan", engine.plan)
+        assert len(plan) == running
+        drawn = logits[: len(plan)]
+        outcomes = timed("advance", engine.advance, plan, drawn)
+        timed("emit", engine.emit, outcomes)
+    each = {what: 1e6 * seconds / steps for what, seconds in spent.items()}
+    start = time.perf_counter()
+    for _ in range(steps):
+        best_tokens(logits)
+    each["drawing"] = 1e6 * (time.perf_counter() - start) / steps
+    each["total"] = each["plan"] + each["advance"] - each["drawing"]
+    return each
+
+
+# The whole server
+
+
+async def _clients(url: str, clients: int, seconds: float) -> float:
+    """Requests per second of so many clients that each wait for their answer."""
+    done, until = 0, time.perf_counter() + seconds
+    prompt = list(words(200, 5))
+
+    async def one(client: httpx.AsyncClient, number: int) -> None:
+        nonlocal done
+        turn = 0
+        while time.perf_counter() < until:
+            turn += 1
+            tail = [200 + number, 200 + turn % 3000]
+            body = {"model": "tiny-v4", "prompt": prompt + tail, "max_tokens": 8, "temperature": 0}
+            (await client.post("/v1/completions", json=body)).raise_for_status()
+            done += 1
+
+    limits = httpx.Limits(max_connections=clients, max_keepalive_connections=clients)
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+        await one_warm(client, prompt)
+        start = time.perf_counter()
+        until = start + seconds
+        await asyncio.gather(*(one(client, i) for i in range(clients)))
+        return done / (time.perf_counter() - start)
+
+
+async def one_warm(client: httpx.AsyncClient, prompt: list[int]) -> None:
+    body = {"model": "tiny-v4", "prompt": prompt, "max_tokens": 1}
+    (await client.post("/v1/completions", json=body)).raise_for_status()
+
+
+def requests_per_s() -> dict[str, float]:
+    command = [sys.executable, "-m", "tiercel.cli", "serve", "--port", "0"]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert server.stderr is not None
+        found = None
+        while found is None:
+            line = server.stderr.readline()
+            assert line, "the server did not start"
+            found = re.search(r"listening on (http://\S+)", line)
+        return {str(n): asyncio.run(_clients(found[1], n, 8.0)) for n in (1, 8, 64)}
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def measure() -> dict[str, Any]:
+    times, tiers, scheduler = ttft(), no_hit(), scheduler_us()
+    return {
+        "ttft_ms": times,
+        "ttft_host_over_device": times["host"] / times["device"],
+        "no_hit_throughput_ratio": tiers["ratio"],
+        "no_hit": tiers,
+        "scheduler_us_per_step": scheduler["total"],
+        "scheduler": scheduler,
+        "requests_per_s": requests_per_s(),
+        "machine": describe(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    figures = measure()
+    if options.json:
+        print(json.dumps(figures, indent=2))
+        return
+    for name, figure in figures.items():
+        print(f"{name:28} {figure:.3f}" if isinstance(figure, float) else f"{name:28} {figure}")
+
+
+if __name__ == "__main__":
+    main()

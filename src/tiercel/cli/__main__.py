@@ -1,0 +1,5 @@
+"""`python -m tiercel.cli`."""
+
+from tiercel.cli.commands import main
+
+main()

@@ -1,0 +1,30 @@
+"""The list of commands, and what all of them do with an error."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from tiercel.cli.chat import chat
+from tiercel.cli.serve import serve
+from tiercel.cli.spec import spec
+from tiercel.cli.verify import verify
+from tiercel.errors import TiercelError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False)
+for command in (serve, chat, verify, spec):
+    app.command()(command)
+
+
+@app.callback()
+def tiercel() -> None:
+    """A tiered KV cache for hybrid-attention language models, and the server built on it."""
+
+
+def main() -> None:
+    try:
+        app()
+    except TiercelError as error:
+        typer.echo(f"tiercel: {error}", err=True)
+        sys.exit(2)

@@ -1,0 +1,116 @@
+"""`tiercel serve`: a model behind HTTP, with everything that was chosen told first."""
+
+from __future__ import annotations
+
+import ipaddress
+import signal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tiercel.cli import options as o
+from tiercel.config import parse_bytes
+from tiercel.engine.config import Build, EngineConfig
+from tiercel.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tiercel.engine.build import Choice
+    from tiercel.engine.service import EngineService
+
+WIDTH = 120
+
+
+def serve(  # noqa: PLR0913 - a command has as many arguments as options
+    model: o.Model = o.MODEL,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)] = 8000,
+    device_memory: o.DeviceMemory = o.DEVICE_MEMORY,
+    host_memory: o.HostMemory = o.HOST_MEMORY,
+    page_tokens: o.PageTokens = None,
+    format: o.Format = "fp32",
+    layout: o.Layout = o.CACHE.layout,
+    copier: o.Copier = o.CACHE.copier,
+    save: o.Save = o.CACHE.save,
+    evict: o.Evict = o.CACHE.evict,
+    tail_every_pages: o.TailEvery = o.CACHE.tail_every_pages,
+    kernels: o.Kernels = "auto",
+    exact: o.Exact = None,
+    running_max: Annotated[int, typer.Option(help="Requests that compute at once.")] = o.ENGINE.running_max,
+    waiting_max: Annotated[int, typer.Option(help="More waiting are refused.")] = o.ENGINE.waiting_max,
+    step_tokens: Annotated[int, typer.Option(help="Tokens of one step.")] = o.ENGINE.step_tokens,
+    overlap: Annotated[
+        bool, typer.Option("--overlap/--plain", help="Decide the next step while one is computed.")
+    ] = o.ENGINE.overlap,
+    api_key: Annotated[
+        str | None, typer.Option(help="Asked of every user.", envvar="TIERCEL_API_KEY")
+    ] = None,
+    admin_key: Annotated[
+        str | None, typer.Option(help="Asked for calls that act on the server.", envvar="TIERCEL_ADMIN_KEY")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="The model's name for clients.")] = None,
+    shutdown_s: Annotated[int, typer.Option(help="How long running answers may finish.", min=0)] = 10,
+) -> None:
+    """Serve a model: OpenAI's API and SGLang's, on a tiered cache."""
+    from tiercel.engine.build import open_engine
+    from tiercel.engine.service import EngineService
+
+    cache = o.cache_config(host_memory, layout, copier, save, evict, tail_every_pages)
+    config = EngineConfig(
+        cache, running_max=running_max, waiting_max=waiting_max, step_tokens=step_tokens, overlap=overlap
+    )
+    device_bytes = parse_bytes(device_memory, "--device-memory")
+    build = Build(model, page_tokens, format, device_bytes, kernels, exact)
+    engine, choices = open_engine(build, config)
+    show(choices)
+    service = EngineService(engine, name or model.rstrip("/").rpartition("/")[2])
+    try:
+        _listen(service, host, port, api_key, admin_key, shutdown_s)
+    finally:
+        service.close(shutdown_s)
+
+
+def show(choices: Sequence[Choice]) -> None:
+    console = Console(stderr=True)
+    table = Table(title="tiercel serve", show_header=False)
+    for choice in choices:
+        table.add_row(choice.what, choice.value, f"[dim]{choice.why}[/dim]")
+    Console(stderr=True, width=None if console.is_terminal else WIDTH).print(table)
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _listen(
+    service: EngineService, host: str, port: int, api_key: str | None, admin_key: str | None, shutdown_s: int
+) -> None:
+    import uvicorn
+
+    from tiercel.server.app import create_app
+    from tiercel.server.options import ServerOptions
+
+    keys = ServerOptions(api_key=api_key, admin_key=admin_key, loopback=is_loopback(host))
+    config = uvicorn.Config(
+        create_app(service, keys),
+        host=host,
+        port=port,
+        log_level="warning",
+        timeout_graceful_shutdown=shutdown_s,
+        access_log=False,
+    )
+    # uvicorn ends on a signal and then raises it again: by then there is memory left to give back.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    try:
+        listener = config.bind_socket()
+    except SystemExit as error:
+        raise ConfigError("--port", port, f"can not listen on {host}") from error
+    address = f"http://{host}:{listener.getsockname()[1]}"
+    typer.echo(f"listening on {address} (API at {address}/v1, calls at {address}/docs)", err=True)
+    uvicorn.Server(config).run(sockets=[listener])

@@ -1,0 +1,1 @@
+"""The HTTP server: OpenAI's API and the native calls of this field."""

@@ -1,0 +1,37 @@
+"""The application: routes, border, errors and schema, put together."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+
+from tiercel.server import errors, native, openai_api, schema, status
+from tiercel.server.border import Border
+from tiercel.server.metrics import Metrics
+from tiercel.server.native import GenerateRequest
+from tiercel.server.options import ServerOptions
+from tiercel.server.protocol import ChatRequest, CompletionRequest
+from tiercel.server.reply import Front
+from tiercel.server.service import Service
+
+
+def create_app(service: Service, options: ServerOptions) -> FastAPI:
+    """An application of its own: two in one process share nothing. Starting and stopping the service is
+    not its business."""
+    app = FastAPI(
+        title="tiercel",
+        summary="A language model on a tiered KV cache: OpenAI's calls and SGLang's.",
+        version=version("tiercel"),
+        redirect_slashes=False,
+    )
+    metrics = Metrics()
+    front = Front(service, options, metrics)
+    for room in (openai_api, native, status):
+        app.include_router(room.router(front))
+    app.add_middleware(Border, metrics=metrics)
+    errors.install(app)
+    models: list[type[BaseModel]] = [ChatRequest, CompletionRequest, GenerateRequest]
+    schema.install(app, models, schema.limits_of(service, options))
+    return app

@@ -1,0 +1,107 @@
+"""Where a request comes in and an answer goes out: it gets a name, it is counted, and nothing falls through.
+
+    Border ── name, clock ──► routes ──► handlers
+       ▲                                     │
+       └── x-request-id, count, 500 ◄────────┘
+
+Plain ASGI, because it must see a streamed answer to its end.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass, field
+from uuid import uuid4
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tiercel.server.errors import translate
+from tiercel.server.metrics import Metrics
+
+ID_PATTERN = r"^[A-Za-z0-9_-]{1,128}$"
+"""Ids a client may choose. No dots: the server puts one before what it adds, so ids of the two never meet."""
+
+_KEY = "tiercel.visit"
+
+
+@dataclass(eq=False)
+class Visit:
+    """One request and its answer, from the first byte to the last."""
+
+    ids_live: set[str]
+    """Of all visits, to keep ids apart."""
+    request_id: str = ""
+    started_s: float = field(default_factory=time.perf_counter)
+    first_token_s: float | None = None
+    status: int | None = None
+    _claimed: set[str] = field(default_factory=set)
+
+    def claim(self, request_id: str) -> bool:
+        """Takes an id until the end of the visit, unless someone has it."""
+        if request_id in self.ids_live:
+            return False
+        self.ids_live.add(request_id)
+        self._claimed.add(request_id)
+        return True
+
+    def leave(self) -> None:
+        self.ids_live -= self._claimed
+
+    def token_seen(self) -> None:
+        if self.first_token_s is None:
+            self.first_token_s = self.age_s
+
+    @property
+    def age_s(self) -> float:
+        return time.perf_counter() - self.started_s
+
+
+def visit_of(request: Request) -> Visit:
+    visit = request.scope[_KEY]
+    assert isinstance(visit, Visit)
+    return visit
+
+
+class Border:
+    """The outermost layer of the application."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self.app = app
+        self.metrics = metrics
+        self.ids_live: set[str] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        self.metrics.began()
+        visit = scope[_KEY] = Visit(self.ids_live)
+        wanted = Headers(scope=scope).get("x-request-id", "")
+        if not (re.fullmatch(ID_PATTERN, wanted) and visit.claim(wanted)):
+            wanted = f"req-{uuid4().hex}"
+            visit.claim(wanted)
+        visit.request_id = wanted
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                visit.status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = visit.request_id
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_named)
+        except Exception as error:
+            if visit.status is not None:
+                raise
+            await translate(error).response()(scope, receive, send_named)
+        finally:
+            visit.leave()
+            self.metrics.ended(_call(scope), visit.status or 499, visit.age_s, visit.first_token_s)
+
+
+def _call(scope: Scope) -> str:
+    """The route as it is written, so that there are few names; what has no route has one."""
+    return getattr(scope.get("route"), "path", "other")

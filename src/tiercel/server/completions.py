@@ -1,0 +1,83 @@
+"""The answer to `/v1/completions`: texts, or pieces of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tiercel.engine.ask import Delta, TokenOut
+from tiercel.server import logprobs
+from tiercel.server.answers import Answer
+from tiercel.server.protocol import CompletionChoice, CompletionRequest, CompletionResponse
+from tiercel.server.service import Text
+from tiercel.server.usage import usage_of, wants_usage
+
+
+@dataclass
+class CompletionReply:
+    """Writes answers as OpenAI does: n to each of the prompts, in that order."""
+
+    request_id: str
+    text: Text
+    body: CompletionRequest
+    echoes: Sequence[str]
+    """Per prompt, what is put before the answer: the prompt, or nothing."""
+    created: int = field(default_factory=lambda: int(time.time()))
+    _offsets: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def n(self) -> int:
+        return self.body.n or 1
+
+    def whole(self, answers: Sequence[Answer]) -> CompletionResponse:
+        choices = [
+            self._choice(index, answer, answer.text, answer.prompt, answer.tokens)
+            for index, answer in enumerate(answers)
+        ]
+        return self._response(choices, usage=usage_of(answers, self.n))
+
+    def piece(self, index: int, answer: Answer, delta: Delta) -> Iterator[CompletionResponse]:
+        told = self.body.logprobs is not None and delta.tokens
+        if index not in self._offsets or delta.text or told or delta.finish:
+            choice = self._choice(index, answer, delta.text, delta.prompt, delta.tokens)
+            yield self._response([choice], **({"usage": None} if wants_usage(self.body) else {}))
+
+    def last(self, answers: Sequence[Answer]) -> Iterator[CompletionResponse]:
+        if wants_usage(self.body):
+            yield self._response([], usage=usage_of(answers, self.n))
+
+    def _response(self, choices: list[CompletionChoice], **more: Any) -> CompletionResponse:
+        return CompletionResponse(
+            id=self.request_id,
+            object="text_completion",
+            created=self.created,
+            model=self.body.model,
+            choices=choices,
+            **more,
+        )
+
+    def _choice(
+        self,
+        index: int,
+        answer: Answer,
+        text: str,
+        prompt: Sequence[TokenOut],
+        tokens: Sequence[TokenOut],
+    ) -> CompletionChoice:
+        """Text and tokens that are new; of each choice the first begins with the prompt, if it is echoed."""
+        more: dict[str, Any] = {}
+        if index not in self._offsets:
+            text = self.echoes[index // self.n] + text
+            tokens = (*prompt, *tokens) if self.body.echo else tokens
+            if self.body.prompt_logprobs is not None:
+                more["prompt_logprobs"] = logprobs.of_prompt(self.text, prompt, self.body.prompt_logprobs)
+        offset = self._offsets.setdefault(index, 0)
+        logged = None
+        if self.body.logprobs is not None:
+            logged = logprobs.of_completion(self.text, tokens, self.body.logprobs, offset)
+            self._offsets[index] += sum(map(len, logged.tokens))
+        return CompletionChoice(
+            index=index, text=text, logprobs=logged, finish_reason=answer.finish_reason, **more
+        )

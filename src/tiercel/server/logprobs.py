@@ -1,0 +1,101 @@
+"""Logprobs in the four forms clients read: chat, completions, vLLM's of prompts, SGLang's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from tiercel.engine.ask import TokenOut
+from tiercel.server.protocol import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+    TokenLogprobOut,
+    TopLogprobOut,
+)
+from tiercel.server.service import Text
+
+LEAST = -9999.0
+"""What OpenAI writes for a token that can not be drawn: JSON has no infinity."""
+
+Triple = tuple[float | None, int, str | None]
+"""SGLang's: logprob, token, its text if that was asked for."""
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, LEAST)
+
+
+def of_chat(text: Text, tokens: Iterable[TokenOut], top: int) -> ChatLogprobs:
+    content = []
+    for out in tokens:
+        best = [_named(text, token, logprob) for token, logprob in out.top[:top]]
+        own = _named(text, out.token, out.logprob)
+        content.append(
+            TokenLogprobOut(token=own.token, logprob=own.logprob, bytes=own.bytes, top_logprobs=best)
+        )
+    return ChatLogprobs(content=content, refusal=None)
+
+
+def _named(text: Text, token: int, logprob: float | None) -> TopLogprobOut:
+    return TopLogprobOut(
+        token=text.piece(token), logprob=finite(logprob or 0.0), bytes=list(text.piece_bytes(token))
+    )
+
+
+def of_completion(text: Text, tokens: Sequence[TokenOut], top: int, offset: int) -> CompletionLogprobs:
+    """`offset` is where in the text of the choice the first of the tokens begins."""
+    pieces = [text.piece(out.token) for out in tokens]
+    offsets = []
+    for piece in pieces:
+        offsets.append(offset)
+        offset += len(piece)
+    return CompletionLogprobs(
+        tokens=pieces,
+        token_logprobs=[None if out.logprob is None else finite(out.logprob) for out in tokens],
+        top_logprobs=[_best(text, out, top) for out in tokens],
+        text_offset=offsets,
+    )
+
+
+def _best(text: Text, out: TokenOut, top: int) -> dict[str, float] | None:
+    """The best by their text, and the token itself. Of two tokens with one text the better stays."""
+    if out.logprob is None:
+        return None
+    best: dict[str, float] = {}
+    for token, logprob in sorted((*out.top[:top], (out.token, out.logprob)), key=lambda each: -each[1]):
+        best.setdefault(text.piece(token), finite(logprob))
+    return best
+
+
+def of_prompt(text: Text, tokens: Iterable[TokenOut], top: int) -> PromptLogprobs:
+    """A rank is known only of the best."""
+    return [None if out.logprob is None else _by_token(text, out, out.logprob, top) for out in tokens]
+
+
+def _by_token(text: Text, out: TokenOut, logprob: float, top: int) -> dict[str, PromptLogprob]:
+    ranks = {token: rank for rank, (token, _) in enumerate(out.top, start=1)}
+    chosen = {out.token: logprob} | dict(out.top[:top])
+    return {
+        str(token): PromptLogprob(
+            logprob=finite(value), rank=ranks.get(token), decoded_token=text.piece(token)
+        )
+        for token, value in chosen.items()
+    }
+
+
+def triples(text: Text | None, tokens: Iterable[TokenOut]) -> list[Triple]:
+    """Without a text there is none in them."""
+    return [_triple(text, out.token, out.logprob) for out in tokens]
+
+
+def top_triples(text: Text | None, tokens: Iterable[TokenOut], top: int) -> list[list[Triple] | None]:
+    return [
+        None if out.logprob is None else [_triple(text, token, value) for token, value in out.top[:top]]
+        for out in tokens
+    ]
+
+
+def _triple(text: Text | None, token: int, logprob: float | None) -> Triple:
+    value = None if logprob is None else finite(logprob)
+    return value, token, text.piece(token) if text else None

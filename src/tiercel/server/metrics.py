@@ -1,0 +1,139 @@
+"""Numbers for Prometheus: what the engine counts, as families with labels, and what only the server sees.
+
+`Service.stats()` is nested; `FAMILIES` says which levels of it are labels:
+
+    {"cached_bytes": {"host": {"kv": 5}}}   →   tiercel_cached_bytes{tier="host",stream="kv"} 5
+
+What is below the labels, or not in the table, is joined to the name; what is not a number is left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+PREFIX = "tiercel"
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+"""From a cached answer of the embedded model to a long answer in a full queue."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one part of the statistics is written."""
+
+    name: str
+    about: str
+    labels: tuple[str, ...] = ()
+    grows: bool = False
+    """Whether it is a counter: never falls while the server runs."""
+
+
+FAMILIES: Mapping[str, Family] = {
+    "cached_bytes": Family("cached_bytes", "Bytes cached, by tier and stream.", ("tier", "stream")),
+    "moved_bytes": Family(
+        "moved_bytes", "Bytes moved between tiers, by direction and stream.", ("direction", "stream"), True
+    ),
+    "moved_s": Family(
+        "moved_seconds", "Time spent moving pages and tails, by direction.", ("direction", "what"), True
+    ),
+    "hit_tokens": Family("hit_tokens", "Prompt tokens that were reused, by tier.", ("tier",), True),
+    "pools": Family("pool", "Places of a pool.", ("pool",)),
+    "queue": Family("queue", "Requests, by where they are."),
+    "counters": Family("", "Counted by the cache.", grows=True),
+    "engine": Family("engine", "Counted by the engine.", grows=True),
+}
+
+
+class StatsCollector(Collector):
+    """Writes the engine's statistics, as they were when the page was asked for."""
+
+    def __init__(self) -> None:
+        self.stats: Mapping[str, Any] = {}
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        metrics: dict[str, Metric] = {}
+        for key, value in self.stats.items():
+            family = FAMILIES.get(key, Family(key, "As the engine says."))
+            for labels, words, number in _leaves(value, family.labels, (), (family.name,)):
+                name = _name(words)
+                if name not in metrics:
+                    make = CounterMetricFamily if family.grows else GaugeMetricFamily
+                    metrics[name] = make(name, family.about, labels=family.labels[: len(labels)])
+                metric = metrics[name]
+                assert isinstance(metric, CounterMetricFamily | GaugeMetricFamily)
+                metric.add_metric(labels, number)
+        yield from metrics.values()
+
+
+Leaf = tuple[tuple[str, ...], tuple[str, ...], float]
+
+
+def _leaves(
+    value: Any, names: tuple[str, ...], labels: tuple[str, ...], words: tuple[str, ...]
+) -> Iterator[Leaf]:
+    """(label values, words of the name, number) of every number below."""
+    if isinstance(value, Mapping):
+        for key, below in value.items():
+            if names:
+                yield from _leaves(below, names[1:], (*labels, str(key)), words)
+            else:
+                yield from _leaves(below, names, labels, (*words, str(key)))
+    elif isinstance(value, int | float):
+        yield labels, words, float(value)
+
+
+def _name(words: tuple[str, ...]) -> str:
+    joined = re.sub(r"[^a-z0-9_]+", "_", "_".join((PREFIX, *filter(None, words))).lower())
+    return re.sub(r"_s$", "_seconds", joined)
+
+
+class Metrics:
+    """One server's numbers, in a registry of its own: two servers in one process do not mix."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._stats = StatsCollector()
+        self.registry.register(self._stats)
+        self._requests = Counter(
+            f"{PREFIX}_http_requests", "Requests answered.", ("call", "status"), registry=self.registry
+        )
+        self._seconds = Histogram(
+            f"{PREFIX}_http_request_seconds",
+            "From the first byte of a request to the last of its answer.",
+            ("call",),
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self._first_token = Histogram(
+            f"{PREFIX}_time_to_first_token_seconds",
+            "From the first byte of a request to the first token of its answer.",
+            ("call",),
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self._open = Gauge(f"{PREFIX}_http_requests_open", "Requests now open.", registry=self.registry)
+
+    def began(self) -> None:
+        self._open.inc()
+
+    def ended(self, call: str, status: int, seconds: float, first_token_s: float | None) -> None:
+        self._open.dec()
+        self._requests.labels(call, str(status)).inc()
+        self._seconds.labels(call).observe(seconds)
+        if first_token_s is not None:
+            self._first_token.labels(call).observe(first_token_s)
+
+    def page(self, stats: Mapping[str, Any]) -> bytes:
+        """What Prometheus reads, with the engine's statistics of now."""
+        self._stats.stats = stats
+        return generate_latest(self.registry)

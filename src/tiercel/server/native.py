@@ -1,0 +1,419 @@
+"""SGLang's own call, `/generate`, as benchmark and test clients of this field use it.
+
+A request is one prompt or a batch; most fields may be one value for all, or a list with one for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar, cast
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tiercel.engine.ask import Ask, Delta, Sampling
+from tiercel.server import asks, keys, logprobs, schema
+from tiercel.server.answers import Answer, Family
+from tiercel.server.body import read_body
+from tiercel.server.border import ID_PATTERN, Visit, visit_of
+from tiercel.server.errors import conflict
+from tiercel.server.fields import (
+    Bias,
+    Body,
+    Count,
+    Ignored,
+    MaxTokens,
+    No,
+    Only,
+    Penalty,
+    Priority,
+    Repetition,
+    Salt,
+    Seed,
+    Share,
+    Stop,
+    TokenId,
+    Tokens,
+    TopK,
+    TopLogprobs,
+    TopP,
+    Written,
+    Yes,
+    limit,
+)
+from tiercel.server.logprobs import Triple
+from tiercel.server.reply import Front, respond
+from tiercel.server.schema import gives
+from tiercel.server.service import Text
+
+MAX_NEW_TOKENS = 128
+"""SGLang's default."""
+
+SPELLING = {
+    "max_tokens": "sampling_params.max_new_tokens",
+    "seed": "sampling_params.sampling_seed",
+    "stop_tokens": "sampling_params.stop_token_ids",
+    "logprobs": "top_logprobs_num",
+} | {
+    name: f"sampling_params.{name}"
+    for name in (
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "logit_bias",
+        "stop",
+    )
+}
+
+# --- the request ---
+
+
+class SamplingParams(Body):
+    max_new_tokens: MaxTokens | None = None
+    n: Count | None = None
+    stop: Stop | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    no_stop_trim: bool | None = None
+
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: Share | None = None
+    sampling_seed: Seed | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Repetition | None = None
+    logit_bias: Bias | None = None
+
+    custom_params: Only[None] = None
+    ebnf: Only[None] = None
+    json_schema: Only[None] = None
+    min_new_tokens: Only[Annotated[int, Field(ge=0, le=0)] | None] = None
+    regex: Only[None] = None
+    skip_special_tokens: Only[Yes | None] = None
+    stop_regex: Only[None] = None
+    structural_tag: Only[None] = None
+
+    spaces_between_special_tokens: Ignored = None
+    stream_interval: Ignored = None
+
+
+RequestId = Annotated[str, Field(pattern=ID_PATTERN)]
+StartLen = Annotated[int, Field(ge=-1), limit(maximum="context_tokens")]
+Nothing = Annotated[list[None], Field(max_length=0)]
+
+
+class GenerateRequest(Body):
+    # One of the two.
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [
+                {"required": [one], "properties": {one: {"not": {"type": "null"}}, other: {"type": "null"}}}
+                for one, other in (("text", "input_ids"), ("input_ids", "text"))
+            ]
+        }
+    )
+
+    text: (
+        Written
+        | Annotated[list[Written], Field(min_length=1, fail_fast=True), limit(maxItems="batch")]
+        | None
+    ) = None
+    input_ids: (
+        Tokens | Annotated[list[Tokens], Field(min_length=1, fail_fast=True), limit(maxItems="batch")] | None
+    ) = None
+    sampling_params: SamplingParams | list[SamplingParams] | None = None
+    return_logprob: bool | list[bool] | None = None
+    logprob_start_len: StartLen | list[StartLen] | None = None
+    top_logprobs_num: TopLogprobs | list[TopLogprobs] | None = None
+    return_text_in_logprobs: bool | None = None
+    stream: bool | None = None
+    rid: RequestId | list[RequestId] | None = None
+    cache_salt: Salt | list[Salt] | None = None
+    priority: Priority | None = None
+
+    audio_data: Only[Nothing | None] = None
+    image_data: Only[Nothing | None] = None
+    input_embeds: Only[None] = None
+    lora_path: Only[Literal[""] | None] = None
+    return_hidden_states: Only[No | None] = None
+    return_routed_experts: Only[No | None] = None
+    session_params: Only[None] = None
+    token_ids_logprob: Only[None] = None
+    video_data: Only[Nothing | None] = None
+
+    conversation_id: Ignored = None
+    custom_labels: Ignored = None
+    log_metrics: Ignored = None
+    modalities: Ignored = None
+    no_logs: Ignored = None
+    routing_key: Ignored = None
+    session_id: Ignored = None
+    stream_options: Ignored = None
+
+
+# --- the answer ---
+
+
+class FinishReason(BaseModel):
+    type: Literal["stop", "length"]
+    matched: str | int | None = None
+    length: int | None = None
+
+
+class CachedByTier(BaseModel):
+    device: int
+    host: int
+    storage: int
+
+
+class MetaInfo(BaseModel):
+    id: str
+    finish_reason: FinishReason | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    cached_tokens_details: CachedByTier
+    e2e_latency: float
+    input_token_logprobs: list[Triple] | None = None
+    output_token_logprobs: list[Triple] | None = None
+    input_top_logprobs: list[list[Triple] | None] | None = None
+    output_top_logprobs: list[list[Triple] | None] | None = None
+
+
+class Generated(BaseModel):
+    """Whole, or what is known so far: text and tokens of a stream grow."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: MetaInfo
+    index: int | None = None
+
+
+# --- from one to the other ---
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Item:
+    """One prompt of a request, with what is said about it."""
+
+    field: str
+    prompt: str | list[int]
+    params: SamplingParams
+    logprob: bool
+    start: int
+    top: int
+    request_id: str
+    salt: str | None
+
+
+@dataclass
+class NativeReply:
+    """Writes answers as SGLang does: whole ones, or ever longer ones."""
+
+    text: Text | None
+    """For the text of tokens in logprobs, if it is asked for."""
+    items: Sequence[Item]
+    """Of each answer."""
+    alone: bool
+    visit: Visit
+
+    def whole(self, answers: Sequence[Answer]) -> Generated | list[Generated]:
+        every = [self._generated(item, answer) for item, answer in zip(self.items, answers, strict=True)]
+        return every[0] if self.alone else every
+
+    def piece(self, index: int, answer: Answer, delta: Delta) -> Iterator[Generated]:
+        if delta.tokens or delta.text or delta.finish:
+            generated = self._generated(self.items[index], answer)
+            yield generated if self.alone else generated.model_copy(update={"index": index})
+
+    def last(self, answers: Sequence[Answer]) -> Iterator[Generated]:  # noqa: ARG002 (of the contract)
+        return iter(())
+
+    def _generated(self, item: Item, answer: Answer) -> Generated:
+        usage = answer.usage
+        tiers = CachedByTier(device=usage.device_tokens, host=usage.host_tokens, storage=usage.store_tokens)
+        meta = MetaInfo(
+            id=answer.ask.request_id,
+            finish_reason=_finish(answer),
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            cached_tokens=usage.cached_tokens,
+            cached_tokens_details=tiers,
+            e2e_latency=self.visit.age_s,
+            **self._logprobs(item, answer),
+        )
+        return Generated(text=answer.text, output_ids=[out.token for out in answer.tokens], meta_info=meta)
+
+    def _logprobs(self, item: Item, answer: Answer) -> dict[str, Any]:
+        if not item.logprob:
+            return {}
+        told: dict[str, Any] = {
+            "input_token_logprobs": logprobs.triples(self.text, answer.prompt),
+            "output_token_logprobs": logprobs.triples(self.text, answer.tokens),
+        }
+        if item.top:
+            told["input_top_logprobs"] = logprobs.top_triples(self.text, answer.prompt, item.top)
+            told["output_top_logprobs"] = logprobs.top_triples(self.text, answer.tokens, item.top)
+        return told
+
+
+def _finish(answer: Answer) -> FinishReason | None:
+    match answer.finish_reason:
+        case None:
+            return None
+        case "length":
+            return FinishReason(type="length", length=answer.usage.completion_tokens)
+        case "stop":
+            return FinishReason(type="stop", matched=answer.stopped_by)
+
+
+class Native:
+    """The call of one server."""
+
+    def __init__(self, front: Front) -> None:
+        self.front = front
+        self.service = front.service
+
+    async def generate(self, request: Request) -> Response:
+        """Continue one text or several. With `stream`, as server-sent events."""
+        self.front.check_ready()
+        body = await read_body(request, GenerateRequest, self.front.options.body_bytes_max)
+        alone, items = self._items(body, visit_of(request))
+        families: list[Family] = []
+        of_answers: list[Item] = []
+        for item in items:
+            family = self._family(item, body)
+            families.append(family)
+            of_answers += [item] * len(family)
+        reply = NativeReply(
+            text=self.service.text if body.return_text_in_logprobs else None,
+            items=of_answers,
+            alone=alone and len(of_answers) == 1,
+            visit=visit_of(request),
+        )
+        return await respond(self.front, request, families, reply, stream=bool(body.stream))
+
+    def _items(self, body: GenerateRequest, visit: Visit) -> tuple[bool, list[Item]]:
+        """Whether it is a single prompt, and every prompt with what belongs to it."""
+        alone, fields, prompts = _prompts(body)
+        count = len(prompts)
+        self.front.check_batch(fields[0].partition("[")[0], count)
+        params = _each("sampling_params", body.sampling_params, SamplingParams(), count)
+        logged = _each("return_logprob", body.return_logprob, False, count)
+        starts = _each("logprob_start_len", body.logprob_start_len, -1, count)
+        tops = _each("top_logprobs_num", body.top_logprobs_num, 0, count)
+        salts = _each("cache_salt", body.cache_salt, "", count)
+        ids = _ids(body.rid, count, visit)
+        return alone, [
+            Item(*each)
+            for each in zip(fields, prompts, params, logged, starts, tops, ids, salts, strict=True)
+        ]
+
+    def _family(self, item: Item, body: GenerateRequest) -> Family:
+        prompt = item.prompt if isinstance(item.prompt, list) else self.service.text.encode(item.prompt)
+        room = asks.room(self.service, prompt, item.field)
+        ask = Ask(
+            request_id=item.request_id,
+            prompt=tuple(prompt),
+            sampling=self._sampling(item, room),
+            namespace=asks.namespace_of(item.salt),
+            priority=body.priority or 0,
+            prompt_logprobs_from=self._start(item, len(prompt)),
+        )
+        asks.check(self.service, ask, SPELLING)
+        return asks.siblings(ask, item.params.n or 1, self.front.options, "sampling_params.n")
+
+    def _start(self, item: Item, tokens: int) -> int | None:
+        if not item.logprob or item.start < 0:
+            return None
+        if item.start > tokens:
+            raise conflict(
+                "logprob_start_len", item.start, f"is behind the prompt, which has {tokens} tokens"
+            )
+        return None if item.start == tokens else item.start
+
+    def _sampling(self, item: Item, room: int) -> Sampling:
+        params = item.params
+        given = {
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": None if params.top_k is None else max(params.top_k, 0),
+            "min_p": params.min_p,
+            "seed": params.sampling_seed,
+            "presence_penalty": params.presence_penalty,
+            "frequency_penalty": params.frequency_penalty,
+            "repetition_penalty": params.repetition_penalty,
+            "ignore_eos": params.ignore_eos,
+            "keep_stop": params.no_stop_trim,
+            "logprobs": item.top if item.logprob else None,
+        }
+        asked = params.max_new_tokens
+        return Sampling(
+            max_tokens=min(MAX_NEW_TOKENS, room) if asked is None else asked,
+            stop=asks.stop_of(params.stop, "sampling_params.stop", self.front.options),
+            stop_tokens=frozenset(params.stop_token_ids or ()),
+            logit_bias=asks.bias_of(params.logit_bias, "sampling_params.logit_bias", self.service),
+            **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
+        )
+
+
+def _prompts(body: GenerateRequest) -> tuple[bool, list[str], list[str | list[int]]]:
+    """Whether there is one alone, where each stands, and what it is."""
+    if (body.text is None) == (body.input_ids is None):
+        raise conflict("text", body.text, "either this or input_ids must be given, and not both")
+    name, given = ("input_ids", body.input_ids) if body.text is None else ("text", body.text)
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        return True, [name], [given]
+    many = cast(list[str | list[int]], given)
+    return False, [f"{name}[{index}]" for index in range(len(many))], many
+
+
+def _each(field: str, value: T | list[T] | None, default: T, count: int) -> list[T]:
+    """One value for each prompt."""
+    if value is None:
+        return [default] * count
+    if not isinstance(value, list):
+        return [value] * count
+    if len(value) != count:
+        raise conflict(field, value, f"has {len(value)} values for {count} prompts")
+    return value
+
+
+def _ids(rid: str | list[str] | None, count: int, visit: Visit) -> list[str]:
+    """The client's ids, if it gave some; they are in use until the answer is sent."""
+    if rid is None or isinstance(rid, str):
+        wanted = [visit.request_id if rid is None else rid]
+        ids = [asks.member_id(wanted[0], index) for index in range(count)]
+    else:
+        wanted = ids = _each("rid", rid, "", count)
+    if rid is not None:
+        for each in wanted:
+            if each != visit.request_id and not visit.claim(each):
+                raise conflict("rid", each, "is in use")
+        if len(set(wanted)) < len(wanted):
+            raise conflict("rid", rid, "has the same id twice")
+        visit.request_id = ids[0]
+    return ids
+
+
+def router(front: Front) -> APIRouter:
+    routes = APIRouter(tags=["native"], dependencies=keys.user(front.options))
+    routes.add_api_route(
+        "/generate",
+        Native(front).generate,
+        methods=["POST"],
+        responses=gives(Generated | list[Generated], 400, 401, 413, 429, 503, media_type="text/event-stream"),
+        openapi_extra=schema.body(GenerateRequest),
+    )
+    return routes

@@ -1,0 +1,203 @@
+"""OpenAI's calls: chat, completions, models. From their words to asks, and back."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from tiercel.engine.ask import Ask, Sampling
+from tiercel.server import asks, keys, schema
+from tiercel.server.body import read_body
+from tiercel.server.border import visit_of
+from tiercel.server.chat import ChatReply
+from tiercel.server.completions import CompletionReply
+from tiercel.server.errors import ApiError, conflict
+from tiercel.server.protocol import (
+    ChatRequest,
+    ChatResponse,
+    CompletionRequest,
+    CompletionResponse,
+    ModelCard,
+    ModelList,
+    Wish,
+)
+from tiercel.server.reply import Front, respond
+from tiercel.server.schema import gives
+from tiercel.server.service import Text
+
+COMPLETION_TOKENS = 16
+"""OpenAI's default for completions. A chat goes on until it ends or the context is full."""
+
+Asked = TypeVar("Asked", bound=Wish)
+
+CHAT_SPELLING = {"logprobs": "top_logprobs"}
+
+
+class OpenAI:
+    """The three calls of one server."""
+
+    def __init__(self, front: Front) -> None:
+        self.front = front
+        self.service = front.service
+        self.created = int(time.time())
+
+    async def chat(self, request: Request) -> Response:
+        """Continue a conversation. With `stream`, as server-sent events."""
+        body = await self._read(request, ChatRequest)
+        if body.top_logprobs and not body.logprobs:
+            raise conflict("top_logprobs", body.top_logprobs, "needs logprobs to be true")
+        prompt = self.service.text.chat([message.as_dict() for message in body.messages])
+        room = asks.room(self.service, prompt.tokens, "messages")
+        asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        ask = Ask(
+            request_id=visit_of(request).request_id,
+            prompt=prompt.tokens,
+            turn_ends=prompt.turn_ends,
+            sampling=self._sampling(
+                body,
+                max_tokens=room if asked is None else asked,
+                logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            ),
+            namespace=asks.namespace_of(body.cache_salt),
+            priority=body.priority or 0,
+            prompt_logprobs_from=None if body.prompt_logprobs is None else 0,
+        )
+        spelling = CHAT_SPELLING
+        if body.max_completion_tokens is not None:
+            spelling = CHAT_SPELLING | {"max_tokens": "max_completion_tokens"}
+        asks.check(self.service, ask, spelling)
+        family = asks.siblings(ask, body.n or 1, self.front.options)
+        reply = ChatReply(ask.request_id, self.service.text, body)
+        return await respond(self.front, request, [family], reply, stream=bool(body.stream))
+
+    async def completions(self, request: Request) -> Response:
+        """Continue one text or several. With `stream`, as server-sent events."""
+        body = await self._read(request, CompletionRequest)
+        n = body.n or 1
+        if body.best_of is not None and body.best_of != n:
+            raise conflict("best_of", body.best_of, f"only as many answers as are returned: n = {n}")
+        prompts = _given(body.prompt)
+        self.front.check_batch("prompt", len(prompts))
+        text, request_id = self.service.text, visit_of(request).request_id
+        families = []
+        for index, given in enumerate(prompts):
+            ask = self._completion(asks.member_id(request_id, index), body, given)
+            families.append(asks.siblings(ask, n, self.front.options))
+        echoes = [given.written(text) if body.echo else "" for given in prompts]
+        reply = CompletionReply(request_id, text, body, echoes)
+        return await respond(self.front, request, families, reply, stream=bool(body.stream))
+
+    def _completion(self, request_id: str, body: CompletionRequest, given: Given) -> Ask:
+        tokens = given.tokens(self.service.text)
+        room = asks.room(self.service, tokens, given.field)
+        max_tokens = min(COMPLETION_TOKENS, room) if body.max_tokens is None else body.max_tokens
+        about_prompt = body.prompt_logprobs is not None or (body.echo and body.logprobs is not None)
+        ask = Ask(
+            request_id=request_id,
+            prompt=tokens,
+            sampling=self._sampling(body, max_tokens=max_tokens, logprobs=body.logprobs),
+            namespace=asks.namespace_of(body.cache_salt),
+            priority=body.priority or 0,
+            prompt_logprobs_from=0 if about_prompt else None,
+        )
+        return asks.check(self.service, ask, {})
+
+    async def models(self) -> Response:
+        """The one model that is served."""
+        return JSONResponse(ModelList(object="list", data=[self._card()]).model_dump())
+
+    async def model(self, model: str) -> Response:
+        """The one model that is served, by its name."""
+        self._check_model(model)
+        return JSONResponse(self._card().model_dump())
+
+    async def _read(self, request: Request, model: type[Asked]) -> Asked:
+        self.front.check_ready()
+        body = await read_body(request, model, self.front.options.body_bytes_max)
+        self._check_model(body.model)
+        return body
+
+    def _check_model(self, name: str) -> None:
+        if name != self.service.model_name:
+            message = f"model {name[:100]!r} is not served here; {self.service.model_name!r} is"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def _card(self) -> ModelCard:
+        return ModelCard(
+            id=self.service.model_name,
+            object="model",
+            created=self.created,
+            owned_by="tiercel",
+            max_model_len=self.service.context_tokens,
+        )
+
+    def _sampling(self, body: Wish, *, max_tokens: int, logprobs: int | None) -> Sampling:
+        """Where nothing is said, OpenAI's defaults, which are ours."""
+        counts = [count for count in (logprobs, body.prompt_logprobs) if count is not None]
+        given = {
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "top_k": None if body.top_k is None else max(body.top_k, 0),
+            "min_p": body.min_p,
+            "seed": body.seed,
+            "presence_penalty": body.presence_penalty,
+            "frequency_penalty": body.frequency_penalty,
+            "repetition_penalty": body.repetition_penalty,
+            "ignore_eos": body.ignore_eos,
+            "logprobs": max(counts, default=None),
+        }
+        return Sampling(
+            max_tokens=max_tokens,
+            stop=asks.stop_of(body.stop, "stop", self.front.options),
+            logit_bias=asks.bias_of(body.logit_bias, "logit_bias", self.service),
+            **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
+        )
+
+
+@dataclass(frozen=True)
+class Given:
+    """One prompt of a request, and its place there."""
+
+    field: str
+    prompt: str | list[int]
+
+    def tokens(self, text: Text) -> tuple[int, ...]:
+        return tuple(text.encode(self.prompt) if isinstance(self.prompt, str) else self.prompt)
+
+    def written(self, text: Text) -> str:
+        return self.prompt if isinstance(self.prompt, str) else text.decode(self.prompt)
+
+
+def _given(prompt: str | list[str] | list[int] | list[list[int]]) -> list[Given]:
+    if isinstance(prompt, str) or isinstance(prompt[0], int):
+        return [Given("prompt", prompt)]
+    many = cast(list[str | list[int]], prompt)
+    return [Given(f"prompt[{index}]", each) for index, each in enumerate(many)]
+
+
+def router(front: Front) -> APIRouter:
+    calls = OpenAI(front)
+    routes = APIRouter(prefix="/v1", tags=["OpenAI"], dependencies=keys.user(front.options))
+    problems = (400, 401, 404, 413, 429, 503)
+    routes.add_api_route(
+        "/chat/completions",
+        calls.chat,
+        methods=["POST"],
+        responses=gives(ChatResponse, *problems, media_type="text/event-stream"),
+        openapi_extra=schema.body(ChatRequest),
+    )
+    routes.add_api_route(
+        "/completions",
+        calls.completions,
+        methods=["POST"],
+        responses=gives(CompletionResponse, *problems, media_type="text/event-stream"),
+        openapi_extra=schema.body(CompletionRequest),
+    )
+    routes.add_api_route("/models", calls.models, responses=gives(ModelList, 401))
+    routes.add_api_route("/models/{model:path}", calls.model, responses=gives(ModelCard, 401, 404))
+    return routes

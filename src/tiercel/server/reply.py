@@ -1,0 +1,123 @@
+"""How one call writes its answers, and the one place that sends them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tiercel.engine.ask import Delta
+from tiercel.server.answers import Answer, Family, Step, steps
+from tiercel.server.border import Visit, visit_of
+from tiercel.server.errors import ApiError, ClientGone
+from tiercel.server.metrics import Metrics
+from tiercel.server.options import ServerOptions
+from tiercel.server.service import Service
+from tiercel.server.sse import EventStream
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Front:
+    """What every handler needs."""
+
+    service: Service
+    options: ServerOptions
+    metrics: Metrics
+
+    def check_ready(self) -> None:
+        if not self.service.ready:
+            headers = {"retry-after": "1"}
+            raise ApiError(503, "the server is starting or ending", code="not_ready", headers=headers)
+
+    def check_batch(self, field: str, count: int) -> None:
+        if count > self.options.batch_max:
+            message = f"{field} has {count} prompts, {self.options.batch_max} are allowed"
+            raise ApiError(400, message, param=field, code="invalid_value")
+
+
+class Reply(Protocol):
+    """The words of one call. `answers` are in the order of the asks, complete up to now."""
+
+    def whole(self, answers: Sequence[Answer]) -> BaseModel | Sequence[BaseModel]:
+        """Everything at once."""
+        ...
+
+    def piece(self, index: int, answer: Answer, delta: Delta) -> Iterable[BaseModel]:
+        """What one Delta, already added to its answer, makes known."""
+        ...
+
+    def last(self, answers: Sequence[Answer]) -> Iterable[BaseModel]:
+        """What a stream ends with."""
+        ...
+
+
+async def respond(
+    front: Front, request: Request, families: Sequence[Family], reply: Reply, *, stream: bool
+) -> Response:
+    """Asks, and sends what `reply` makes of it. What fails before the first token has a status of its own."""
+    coming = steps(front.service, families)
+    answers = [Answer(ask) for family in families for ask in family]
+    if stream:
+        pieces = _pieces(coming, answers, reply, visit_of(request))
+        return EventStream(await while_present(request, _next(pieces)), pieces)
+    await while_present(request, _gather(coming, answers, visit_of(request)))
+    whole = reply.whole(answers)
+    many = whole if isinstance(whole, Sequence) else [whole]
+    bodies = [body.model_dump_json(exclude_unset=True) for body in many]
+    text = bodies[0] if isinstance(whole, BaseModel) else f"[{','.join(bodies)}]"
+    return Response(text, media_type="application/json")
+
+
+async def _gather(coming: AsyncGenerator[Step, None], answers: Sequence[Answer], visit: Visit) -> None:
+    async with aclosing(coming):
+        async for step in coming:
+            visit.token_seen()
+            answers[step.index].add(step.delta)
+
+
+async def _pieces(
+    coming: AsyncGenerator[Step, None], answers: Sequence[Answer], reply: Reply, visit: Visit
+) -> AsyncGenerator[BaseModel, None]:
+    async with aclosing(coming):
+        async for step in coming:
+            visit.token_seen()
+            answers[step.index].add(step.delta)
+            for piece in reply.piece(step.index, answers[step.index], step.delta):
+                yield piece
+    for piece in reply.last(answers):
+        yield piece
+
+
+async def _next(pieces: AsyncGenerator[BaseModel, None]) -> BaseModel:
+    return await anext(pieces)
+
+
+async def while_present(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """The work's result, unless the client leaves first: then the work is cancelled.
+
+    The body was read: all that can still be received is that the client is gone.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

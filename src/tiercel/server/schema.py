@@ -1,0 +1,91 @@
+"""The OpenAPI schema: what the server really takes and gives, with its limits.
+
+Requests are read by `body` and not by the framework, so their models are put in here; and marks of the form
+`x-limit` (see `fields`) become the numbers of this server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from tiercel.server.errors import ErrorBody
+from tiercel.server.options import ServerOptions
+from tiercel.server.service import Service
+
+REF = "#/components/schemas/{model}"
+
+Responses = dict[int | str, dict[str, Any]]
+
+
+def body(model: type[BaseModel]) -> dict[str, Any]:
+    """For a route's `openapi_extra`."""
+    content = {"application/json": {"schema": {"$ref": REF.format(model=model.__name__)}}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def gives(model: Any, *problems: int, media_type: str | None = None) -> Responses:
+    """For a route's `responses`: a model as JSON, perhaps something else instead, and what may go wrong."""
+    answer: dict[str, Any] = {"description": "The answer"}
+    if model is not None:
+        answer["model"] = model
+    if media_type is not None:
+        answer["content"] = {media_type: {}}
+    responses: Responses = {200: answer}
+    for status in (*problems, 500):
+        responses[status] = {"model": ErrorBody, "description": HTTPStatus(status).phrase}
+    return responses
+
+
+def limits_of(service: Service, options: ServerOptions) -> dict[str, Any]:
+    return {
+        "batch": options.batch_max,
+        "context_tokens": service.context_tokens,
+        "models": [service.model_name],
+        "n": options.n_max,
+        "stop": options.stop_max,
+        "stop_chars": options.stop_chars_max,
+        "token_id": service.text.vocab_size - 1,
+    }
+
+
+def install(app: FastAPI, models: list[type[BaseModel]], limits: Mapping[str, Any]) -> None:
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _schema(app, models, limits)
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _schema(app: FastAPI, models: list[type[BaseModel]], limits: Mapping[str, Any]) -> dict[str, Any]:
+    schema = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
+    _, requests = models_json_schema([(model, "validation") for model in models], ref_template=REF)
+    schema["components"]["schemas"] |= requests["$defs"]
+    for operations in schema["paths"].values():
+        for operation in operations.values():
+            # The framework's own complaint; here it is a 400 like all others.
+            if operation["responses"].pop("422", None):
+                operation["responses"].setdefault("400", operation["responses"]["500"])
+    for unused in ("HTTPValidationError", "ValidationError"):
+        schema["components"]["schemas"].pop(unused, None)
+    _fill(schema, limits)
+    return schema
+
+
+def _fill(node: Any, limits: Mapping[str, Any]) -> None:
+    """Marks become numbers, everywhere below."""
+    if isinstance(node, dict):
+        for keyword, name in node.pop("x-limit", {}).items():
+            node[keyword] = limits[name]
+        for below in node.values():
+            _fill(below, limits)
+    elif isinstance(node, list):
+        for below in node:
+            _fill(below, limits)

@@ -1,0 +1,88 @@
+"""What the server needs from an engine: the only border between the two.
+
+Everything here is a contract, nothing acts. An engine, a router to other engines, or the script of a test
+may stand behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any, Protocol
+
+from tiercel.engine.ask import Ask, Delta
+
+
+class Prompt(Protocol):
+    """A conversation as tokens."""
+
+    @property
+    def tokens(self) -> tuple[int, ...]: ...
+
+    @property
+    def turn_ends(self) -> tuple[int, ...]: ...
+
+
+class Text(Protocol):
+    """Between text and tokens. Raises `InputError` naming the field, such as `messages[0].content`."""
+
+    @property
+    def eos(self) -> frozenset[int]: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode(self, text: str, /) -> list[int]: ...
+
+    def decode(self, tokens: Sequence[int], /) -> str: ...
+
+    def piece(self, token: int, /) -> str:
+        """One token alone; half a character is shown as U+FFFD."""
+        ...
+
+    def piece_bytes(self, token: int, /) -> bytes:
+        """One token alone, exactly."""
+        ...
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], /) -> Prompt:
+        """A conversation, up to where the assistant begins to speak."""
+        ...
+
+
+class Service(Protocol):
+    """An engine as the server sees it. All calls are made from one event loop."""
+
+    @property
+    def text(self) -> Text: ...
+
+    @property
+    def model_name(self) -> str: ...
+
+    @property
+    def context_tokens(self) -> int:
+        """The longest prompt and answer together."""
+        ...
+
+    @property
+    def ready(self) -> bool: ...
+
+    def submit(self, ask: Ask) -> AsyncGenerator[Delta, None]:
+        """The answer as it comes.
+
+        Guaranteed: raises `errors.QueueFull` before the first Delta or never; the last Delta, and only that
+        one, has `finish`; a prompt's logprobs come with the first Delta; nothing waits for a slow reader.
+        Closing or cancelling the generator, at any moment, ends the request and gives back all it holds.
+        Required of the caller: an id that is not in use, and an ask that `asks.check` let pass.
+        """
+        ...
+
+    async def flush(self, timeout_s: float) -> int:
+        """Forgets what is cached, waiting so long for what is in use. Returns the pages that stayed."""
+        ...
+
+    def explain(self, request_id: str) -> dict[str, Any] | None:
+        """What a request reused, from where, and why not more. None: not known, or no longer."""
+        ...
+
+    async def stats(self) -> dict[str, Any]:
+        """Numbers, nested by name; `metrics.FAMILIES` says which levels become labels."""
+        ...

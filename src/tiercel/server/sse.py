@@ -1,0 +1,51 @@
+"""Server-sent events: an answer in pieces.
+
+    data: {…}\n\n  data: {…}\n\n  …  data: [DONE]\n\n
+
+What fails on the way is the last event, an error, and there is no [DONE].
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+
+from pydantic import BaseModel
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from tiercel.server.errors import translate
+
+
+def event(data: str) -> str:
+    return f"data: {data}\n\n"
+
+
+class EventStream(StreamingResponse):
+    """Sends what a generator makes, and closes it, whatever happens: the client may leave at any moment."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, head: BaseModel, rest: AsyncGenerator[BaseModel, None]) -> None:
+        self._events = _events(head, rest)
+        self._rest = rest
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(self._events, headers=headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._events.aclose()
+            await self._rest.aclose()
+
+
+async def _events(head: BaseModel, rest: AsyncGenerator[BaseModel, None]) -> AsyncGenerator[str, None]:
+    yield event(head.model_dump_json(exclude_unset=True))
+    try:
+        async for piece in rest:
+            yield event(piece.model_dump_json(exclude_unset=True))
+    except Exception as error:  # noqa: BLE001 (the status is sent: only an event can tell)
+        yield event(json.dumps(translate(error).body()))
+    else:
+        yield event("[DONE]")

@@ -1,0 +1,140 @@
+"""How the server is doing, and what it may be told to do: for probes, Prometheus, people and benchmarks."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from tiercel.server import keys
+from tiercel.server.errors import ApiError
+from tiercel.server.reply import Front
+from tiercel.server.schema import gives
+
+FLUSH_TIMEOUT_MAX_S = 600
+
+
+class Health(BaseModel):
+    status: Literal["ok"]
+
+
+class ModelInfo(BaseModel):
+    """SGLang's words."""
+
+    model_path: str
+    tokenizer_path: str
+    is_generation: bool
+    context_length: int
+    vocab_size: int
+
+
+class ServerInfo(BaseModel):
+    """SGLang's words, and the numbers of the engine."""
+
+    version: str
+    model_path: str
+    served_model_name: str
+    context_length: int
+    disable_radix_cache: bool
+    stats: dict[str, Any]
+
+
+class Status:
+    """What can be asked of one server about itself."""
+
+    def __init__(self, front: Front) -> None:
+        self.front = front
+        self.service = front.service
+
+    async def health(self) -> Response:
+        """The process is there and answers."""
+        return JSONResponse({"status": "ok"})
+
+    async def ready(self) -> Response:
+        """The model is there: requests are served."""
+        self.front.check_ready()
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(self) -> Response:
+        """For Prometheus."""
+        page = self.front.metrics.page(await self.service.stats())
+        return Response(page, media_type=CONTENT_TYPE_LATEST)
+
+    async def server_info(self) -> Response:
+        """What is served, and the numbers of the engine."""
+        name = self.service.model_name
+        info = ServerInfo(
+            version=version("tiercel"),
+            model_path=name,
+            served_model_name=name,
+            context_length=self.service.context_tokens,
+            disable_radix_cache=False,
+            stats=await self.service.stats(),
+        )
+        return JSONResponse(info.model_dump())
+
+    async def model_info(self) -> Response:
+        """What is served."""
+        info = ModelInfo(
+            model_path=self.service.model_name,
+            tokenizer_path=self.service.model_name,
+            is_generation=True,
+            context_length=self.service.context_tokens,
+            vocab_size=self.service.text.vocab_size,
+        )
+        return JSONResponse(info.model_dump())
+
+    async def stats(self) -> Response:
+        """The numbers of the engine, nested."""
+        return JSONResponse(await self.service.stats())
+
+    async def explain(self, request_id: str) -> Response:
+        """What a request reused, from where, and why not more."""
+        told = self.service.explain(request_id)
+        if told is None:
+            message = f"request {request_id[:200]!r} is not known, or no longer"
+            raise ApiError(404, message, param="request_id", code="request_not_found")
+        return JSONResponse(told)
+
+    async def flush_cache(
+        self, timeout: Annotated[float, Query(ge=0, le=FLUSH_TIMEOUT_MAX_S, allow_inf_nan=False)] = 0.0
+    ) -> Response:
+        """Forget everything cached, waiting so many seconds for what is in use."""
+        stayed = await self.service.flush(timeout)
+        if stayed:
+            message = f"{stayed} pages are in use and stayed; everything else is forgotten"
+            raise ApiError(400, message, code="cache_in_use")
+        return PlainTextResponse("Cache flushed.\n")
+
+
+def router(front: Front) -> APIRouter:
+    status = Status(front)
+    routes = APIRouter(tags=["status"])
+    routes.add_api_route("/health", status.health, responses=gives(Health))
+    routes.add_api_route("/ready", status.ready, responses=gives(Health, 503))
+    routes.add_api_route(
+        "/metrics", status.metrics, response_class=Response, responses=gives(None, media_type="text/plain")
+    )
+    routes.add_api_route(
+        "/flush_cache",
+        status.flush_cache,
+        methods=["POST"],
+        dependencies=keys.admin(front.options),
+        response_class=Response,
+        responses=gives(None, 400, 401, 403, media_type="text/plain"),
+    )
+    users = APIRouter(dependencies=keys.user(front.options))
+    for path in ("/get_server_info", "/server_info"):
+        users.add_api_route(path, status.server_info, responses=gives(ServerInfo, 401))
+    for path in ("/get_model_info", "/model_info"):
+        users.add_api_route(path, status.model_info, responses=gives(ModelInfo, 401))
+    users.add_api_route("/v1/cache/stats", status.stats, responses=gives(dict[str, Any], 401))
+    users.add_api_route(
+        "/v1/cache/explain/{request_id}", status.explain, responses=gives(dict[str, Any], 401, 404)
+    )
+    routes.include_router(users)
+    return routes

@@ -1,0 +1,274 @@
+"""A service that answers from a script, and everything a test needs to talk to one.
+
+Text: a few words are one token each, everything else one token per byte. Answers: the words of the script,
+one per Delta. Cached: a prompt that was asked before in the same namespace, all but its last token.
+"""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import uvicorn
+
+from tiercel.engine.ask import Ask, Delta, Finish, TokenOut, Usage
+from tiercel.errors import InputError
+from tiercel.server.app import create_app
+from tiercel.server.options import ServerOptions
+
+WORDS = ("Hello", " world", "!", " and", " again", "one", " two", " three")
+EOS = 256 + len(WORDS)
+GOODBYE = 50
+"""Turns of the loop a request takes to give back what it holds. Who does not wait for it cuts it off."""
+
+
+@dataclass(frozen=True)
+class ScriptedPrompt:
+    tokens: tuple[int, ...]
+    turn_ends: tuple[int, ...]
+
+
+class ScriptedText:
+    eos = frozenset({EOS})
+    vocab_size = EOS + 1
+
+    def encode(self, text: str) -> list[int]:
+        tokens: list[int] = []
+        while text:
+            word = next((word for word in WORDS if text.startswith(word)), None)
+            if word:
+                tokens.append(256 + WORDS.index(word))
+                text = text.removeprefix(word)
+            else:
+                tokens += text[0].encode()
+                text = text[1:]
+        return tokens
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return b"".join(self.piece_bytes(token) for token in ids).decode(errors="replace")
+
+    def piece(self, token: int) -> str:
+        return self.decode([token])
+
+    def piece_bytes(self, token: int) -> bytes:
+        if token == EOS:
+            return b""
+        return bytes([token]) if token < 256 else WORDS[token - 256].encode()
+
+    def chat(self, messages: Sequence[dict[str, Any]]) -> ScriptedPrompt:
+        tokens: list[int] = []
+        ends = []
+        for index, message in enumerate(messages):
+            if message["content"] == "impossible":
+                raise InputError(f"messages[{index}].content", message["content"], "can not be said")
+            content = message["content"]
+            parts = [content] if isinstance(content, str) else [part["text"] for part in content]
+            tokens += self.encode(f"{message['role']}:{''.join(parts)}\n")
+            ends.append(len(tokens))
+        return ScriptedPrompt(tuple(tokens + self.encode("assistant:")), tuple(ends))
+
+
+@dataclass
+class ScriptedService:
+    """Set what it shall do, read what it was asked."""
+
+    script: tuple[str, ...] = ("Hello", " world", "!")
+    text: ScriptedText = field(default_factory=ScriptedText)
+    model_name: str = "scripted"
+    context_tokens: int = 4096
+    ready: bool = True
+    fail_first: Exception | None = None
+    """Instead of the first Delta."""
+    fail_after: tuple[int, Exception] | None = None
+    """After so many tokens."""
+    end: Finish | None = None
+    """How it ends, if not as it should."""
+    hold_after: int | None = None
+    """After so many tokens it waits, for ever."""
+    pages_in_use: int = 0
+    asks: list[Ask] = field(default_factory=list)
+    events: list[str] = field(default_factory=list)
+    holding: threading.Event = field(default_factory=threading.Event)
+    """It has come to where it waits."""
+    closed: threading.Event = field(default_factory=threading.Event)
+    """A request ended, one way or another."""
+    _seen: set[Any] = field(default_factory=set)
+
+    @property
+    def ask(self) -> Ask:
+        (only,) = self.asks
+        return only
+
+    async def submit(self, ask: Ask) -> AsyncIterator[Delta]:
+        self.asks.append(ask)
+        self.events.append(f"begin {ask.request_id}")
+        try:
+            if self.fail_first:
+                raise self.fail_first
+            async for delta in self._answer(ask):
+                self.events.append(f"delta {ask.request_id}")
+                yield delta
+        finally:
+            for _ in range(GOODBYE):
+                await asyncio.sleep(0)
+            self.events.append(f"end {ask.request_id}")
+            self.closed.set()
+
+    async def _answer(self, ask: Ask) -> AsyncIterator[Delta]:
+        known = (ask.namespace, ask.prompt) in self._seen
+        self._seen.add((ask.namespace, ask.prompt))
+        cached = len(ask.prompt) - 1 if known else 0
+        usage = {
+            "prompt_tokens": len(ask.prompt),
+            "device_tokens": cached // 2,
+            "host_tokens": -(-cached // 2),
+        }
+        prompt = self._prompt(ask)
+        told = 0
+        for word in self.script:
+            await self._trouble(told)
+            if told == ask.sampling.max_tokens:
+                break
+            token = 256 + WORDS.index(word)
+            told += 1
+            stop = next((each for each in ask.sampling.stop if each in word), None)
+            if stop is None and token in ask.sampling.stop_tokens:
+                stop = token
+            yield Delta(
+                ask.request_id,
+                Usage(**usage, completion_tokens=told),
+                tokens=(self._scored(ask, token, told),),
+                text="" if stop is not None else word,
+                prompt=prompt,
+                finish=Finish.STOP if stop is not None else None,
+                stopped_by=stop,
+            )
+            if stop is not None:
+                return
+            prompt = ()
+        await self._trouble(told)
+        length = told == ask.sampling.max_tokens
+        yield Delta(
+            ask.request_id,
+            Usage(**usage, completion_tokens=told),
+            prompt=prompt,
+            finish=self.end or (Finish.LENGTH if length else Finish.STOP),
+            stopped_by=None if length else EOS,
+            error="the device is on fire" if self.end else "",
+        )
+
+    async def _trouble(self, told: int) -> None:
+        if self.hold_after == told:
+            self.holding.set()
+            await asyncio.Event().wait()
+        if self.fail_after and self.fail_after[0] == told:
+            raise self.fail_after[1]
+
+    def _scored(self, ask: Ask, token: int, at: int) -> TokenOut:
+        if ask.sampling.logprobs is None:
+            return TokenOut(token)
+        top = [(token, -at / 4), (ord("x"), -5.0), (0xC3, -6.0), (ord("y"), float("-inf"))]
+        return TokenOut(token, -at / 4, tuple(top[: ask.sampling.logprobs]))
+
+    def _prompt(self, ask: Ask) -> tuple[TokenOut, ...]:
+        begin = ask.prompt_logprobs_from
+        if begin is None:
+            return ()
+        every = [self._scored(ask, token, at) for at, token in enumerate(ask.prompt)]
+        every[0] = TokenOut(ask.prompt[0])
+        return tuple(every[begin:])
+
+    async def flush(self, timeout_s: float) -> int:
+        self.events.append(f"flush {timeout_s}")
+        self._seen.clear()
+        return self.pages_in_use
+
+    def explain(self, request_id: str) -> dict[str, Any] | None:
+        known = {ask.request_id for ask in self.asks}
+        return {"request_id": request_id, "why": "not cached"} if request_id in known else None
+
+    async def stats(self) -> dict[str, Any]:
+        return {
+            "queue": {"waiting": 2, "running": len(self.asks)},
+            "cached_bytes": {"device": {"kv": 100, "index": 7}, "host": {"kv": 300}},
+            "moved_bytes": {"loaded": {"kv": 5}},
+            "moved_s": {"loaded": {"pages": 0.5}},
+            "pools": {"device pages": {"capacity": 8, "free": 3}},
+            "counters": {"pages_saved": 4},
+            "exact": True,
+            "engine": {"tokens_drawn": 6},
+            "device": "cpu",
+        }
+
+
+LOOPBACK = ServerOptions(loopback=True)
+
+
+def client_of(service: ScriptedService, options: ServerOptions = LOOPBACK) -> httpx.AsyncClient:
+    """Straight into the application, without a network."""
+    app = create_app(service, options)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+
+
+@contextmanager
+def talking(service: ScriptedService, options: ServerOptions = LOOPBACK):
+    """Yields a function that makes one call after the other to one application."""
+    with asyncio.Runner() as runner:
+        client = client_of(service, options)
+
+        def each(method: str, path: str, **more: Any) -> httpx.Response:
+            return runner.run(client.request(method, path, **more))
+
+        yield each
+        runner.run(client.aclose())
+
+
+def call(
+    method: str,
+    path: str,
+    service: ScriptedService | None = None,
+    options: ServerOptions = LOOPBACK,
+    **more: Any,
+) -> httpx.Response:
+    """One call to a fresh application."""
+    with talking(service or ScriptedService(), options) as talk:
+        return talk(method, path, **more)
+
+
+def post(path: str, service: ScriptedService | None = None, **body: Any) -> httpx.Response:
+    return call("POST", path, service, json=body)
+
+
+def events_of(response: httpx.Response) -> list[str]:
+    """The data of server-sent events."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    blocks = response.text.split("\n\n")
+    assert blocks.pop() == ""
+    return [block.removeprefix("data: ") for block in blocks]
+
+
+@contextmanager
+def served(service: ScriptedService, options: ServerOptions = LOOPBACK):
+    """A real server on a free port of this machine; yields its address."""
+    config = uvicorn.Config(create_app(service, options), host="127.0.0.1", port=0, log_config=None)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    listening = threading.Event()
+    startup = server.startup
+
+    async def startup_and_tell(sockets: Any = None) -> None:
+        await startup(sockets)
+        listening.set()
+
+    server.startup = startup_and_tell  # type: ignore[method-assign]
+    thread.start()
+    try:
+        assert listening.wait(10)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(10)
+    assert not thread.is_alive()

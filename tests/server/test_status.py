@@ -1,0 +1,124 @@
+"""Goal: the server tells how it is, and forgets when told to. Method: ask, and read as Prometheus does."""
+
+import asyncio
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.server.scripted import ScriptedService, call, talking
+from tiercel.server.metrics import StatsCollector
+
+
+def samples_of(page: str) -> dict[str, float]:
+    """By name and labels."""
+    return {
+        sample.name + str(sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+    }
+
+
+def collected(stats) -> dict[str, float]:
+    collector = StatsCollector()
+    collector.stats = stats
+    return {
+        sample.name + str(sorted(sample.labels.items())): sample.value
+        for metric in collector.collect()
+        for sample in metric.samples
+    }
+
+
+def test_health_is_of_the_process_and_readiness_of_the_model():
+    loading = ScriptedService(ready=False)
+    assert call("GET", "/health", loading).json() == {"status": "ok"}
+    assert call("GET", "/ready", loading).status_code == 503
+    assert call("GET", "/ready").json() == {"status": "ok"}
+
+
+def test_numbers_of_the_engine_have_names_and_labels():
+    samples = samples_of(call("GET", "/metrics").text)
+    assert samples["tiercel_queue_waiting[]"] == 2
+    assert samples["tiercel_cached_bytes[('stream', 'kv'), ('tier', 'host')]"] == 300
+    assert samples["tiercel_cached_bytes[('stream', 'index'), ('tier', 'device')]"] == 7
+    assert samples["tiercel_moved_bytes_total[('direction', 'loaded'), ('stream', 'kv')]"] == 5
+    assert samples["tiercel_moved_seconds_total[('direction', 'loaded'), ('what', 'pages')]"] == 0.5
+    assert samples["tiercel_pool_free[('pool', 'device pages')]"] == 3
+    assert samples["tiercel_pages_saved_total[]"] == 4
+    assert samples["tiercel_engine_tokens_drawn_total[]"] == 6
+    assert samples["tiercel_exact[]"] == 1
+    assert not any("cpu" in name for name in samples)
+
+
+def test_what_the_table_does_not_know_is_joined_to_a_name():
+    assert collected({"some": {"new thing": {"wait_s": 1.5, "word": "x", "nothing": None}}}) == {
+        "tiercel_some_new_thing_wait_seconds[]": 1.5
+    }
+
+
+def test_requests_are_counted_by_call_and_status_and_the_first_token_is_timed():
+    with talking(ScriptedService()) as talk:
+        for body in ({"text": "x"}, {"text": "x", "stream": True}, {}):
+            talk("POST", "/generate", json=body)
+        for path in ("/v1/cache/explain/a", "/v1/cache/explain/b", "/nothing/1", "/nothing/2"):
+            talk("GET", path)
+        samples = samples_of(talk("GET", "/metrics").text)
+    requests = {
+        name: value for name, value in samples.items() if name.startswith("tiercel_http_requests_total")
+    }
+    assert requests == {
+        "tiercel_http_requests_total[('call', '/generate'), ('status', '200')]": 2,
+        "tiercel_http_requests_total[('call', '/generate'), ('status', '400')]": 1,
+        "tiercel_http_requests_total[('call', '/v1/cache/explain/{request_id}'), ('status', '404')]": 2,
+        "tiercel_http_requests_total[('call', 'other'), ('status', '404')]": 2,
+    }
+    assert samples["tiercel_http_request_seconds_count[('call', '/generate')]"] == 3
+    assert samples["tiercel_time_to_first_token_seconds_count[('call', '/generate')]"] == 2
+    assert samples["tiercel_http_requests_open[]"] == 1
+
+
+@pytest.mark.parametrize("path", ["/get_server_info", "/server_info"])
+def test_server_info_has_what_clients_of_sglang_look_for(path):
+    info = call("GET", path).json()
+    assert info["model_path"] == "scripted"
+    assert info["disable_radix_cache"] is False
+    assert info["stats"]["queue"]["waiting"] == 2
+
+
+def test_model_info_and_the_nested_numbers():
+    info = call("GET", "/get_model_info").json()
+    assert info["is_generation"] is True
+    assert info["context_length"] == 4096
+    assert call("GET", "/v1/cache/stats").json() == asyncio.run(ScriptedService().stats())
+
+
+def test_a_request_can_be_explained_by_its_id_until_it_is_forgotten():
+    with talking(ScriptedService()) as talk:
+        name = talk("POST", "/generate", json={"text": "x"}).headers["x-request-id"]
+        known = talk("GET", f"/v1/cache/explain/{name}")
+        assert known.json() == {"request_id": name, "why": "not cached"}
+        unknown = talk("GET", "/v1/cache/explain/other")
+        assert unknown.status_code == 404
+        assert unknown.json()["error"]["code"] == "request_not_found"
+
+
+def test_a_flush_waits_as_long_as_it_is_told():
+    service = ScriptedService()
+    response = call("POST", "/flush_cache?timeout=2.5", service)
+    assert response.status_code == 200
+    assert response.text == "Cache flushed.\n"
+    assert service.events == ["flush 2.5"]
+
+
+def test_a_flush_that_had_to_leave_something_says_how_much():
+    response = call("POST", "/flush_cache", ScriptedService(pages_in_use=3))
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith("3 pages")
+
+
+@pytest.mark.parametrize("timeout", ["-1", "601", "nan", "inf", "x", ""])
+def test_a_flush_with_a_wrong_timeout_flushes_nothing(timeout):
+    service = ScriptedService()
+    response = call("POST", f"/flush_cache?timeout={timeout}", service)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "timeout"
+    assert service.events == []
