@@ -35,6 +35,10 @@ def linear_wide(k, take):
     return linear(k, take, n=256, depth=128)
 
 
+def linear_groups(k, take):
+    return k.linear_groups(rand(TOKENS, 3 * 21)[take], k.pack_all(rand(3, 10, 21)))
+
+
 def norm(k, take):
     return k.norm(rand(TOKENS, 50)[take][:, 3:40], rand(37), 1e-6)
 
@@ -70,7 +74,7 @@ def experts(k, take):
     chosen, weights = k.route(logits, None, bias, 2, 1.5)
     order = chosen.argsort(1)
     chosen, weights = chosen.gather(1, order).contiguous(), weights.gather(1, order).contiguous()
-    matrices = k.pack_experts(rand(7, 2 * 20, 40), rand(7, 40, 20))
+    matrices = k.pack_all(rand(7, 2 * 20, 40)), k.pack_all(rand(7, 40, 20))
     hashed = torch.arange(TOKENS)[take][:, None] * torch.tensor([1, 3]) % 6
     _, given = k.route(logits, hashed.contiguous(), None, 2, 1.5)
     return torch.cat([k.experts(x, chosen, weights, matrices, 7.0), chosen.float(), given], dim=1)
@@ -96,6 +100,7 @@ def attention_of_four_heads(k, take):
 CASES = [
     linear,
     linear_wide,
+    linear_groups,
     norm,
     norm_rotate,
     hyper,

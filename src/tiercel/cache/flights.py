@@ -73,6 +73,11 @@ class Flights:
             for done in self.controller.poll()
         ]
 
+    def wait(self, timeout_s: float) -> None:
+        """Until something sent has ended."""
+        if self._sent and self.controller is not None:
+            self.controller.wait(timeout_s)
+
     def send(self) -> None:
         """Everything queued, merged into one load and one save."""
         if self._loads.moves:

@@ -255,6 +255,10 @@ class TieredCache:
         self._settle()
         return [Loaded(request, landed.error) for request in waiting]
 
+    def wait(self, timeout_s: float) -> None:
+        """Until a transfer ends, if one is under way: for a caller that can do nothing before."""
+        self.flights.wait(timeout_s)
+
     def flush(self) -> int:
         """Forget everything no request holds and no transfer moves; answers how many pages stay."""
         stay = self.tree.flush()
@@ -325,13 +329,16 @@ class TieredCache:
         return request
 
     def _tail_boundaries(self, request: Request, branch: int, turn_ends: Iterable[int]) -> frozenset[int]:
-        """Where the prompt gets tails. None at the resumed boundary: a replay computes too little for one."""
+        """Where the prompt gets tails. None at the resumed boundary: a replay computes too little for one.
+
+        One is where the same prompt, asked again, goes on: before its last token.
+        """
         if not self.spec.tail_streams:
             return frozenset()
         wanted = tail_boundaries(
             resumed_pages=request.committed,
             total_pages=request.prompt_pages,
-            turn_ends=turn_ends,
+            turn_ends=(*turn_ends, request.chain.tokens - 1),
             branch_page=branch,
             every_pages=self.config.tail_every_pages,
             page_tokens=self.spec.page_tokens,

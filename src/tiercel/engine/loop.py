@@ -20,11 +20,16 @@ from tiercel.engine.engine import Engine, Outcome
 from tiercel.engine.plan import Plan
 from tiercel.engine.task import Stage
 
+WAIT_S = 0.001
+"""While nothing can be computed and a transfer is under way: so long it is waited for at a time."""
+
 
 def plain_steps(engine: Engine) -> Iterator[list[Delta]]:
     """One step after the other, for ever. The plain truth."""
     while True:
         plan = engine.plan()
+        if not plan:
+            engine.cache.wait(WAIT_S)
         yield engine.emit(_advance(engine, plan, lambda: engine.forward(plan)))  # noqa: B023 - called at once
 
 
@@ -43,6 +48,8 @@ def overlapped_steps(engine: Engine, executor: Executor) -> Iterator[list[Delta]
             plan = engine.plan()
         if not plan:  # nothing to compute meanwhile: what is known is told now
             deltas, outcomes = deltas + engine.emit(outcomes), []
+            if not deltas:
+                engine.cache.wait(WAIT_S)
         yield deltas
 
 

@@ -26,9 +26,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-POLL_S = 0.0005
-"""While nothing can be computed but a transfer is under way: how often it is looked after."""
-
 
 class EngineService:
     """An engine that others wait on. Made in any thread, used from one event loop, closed once."""
@@ -152,9 +149,8 @@ class EngineService:
     def _wait_for_work(self) -> None:
         engine = self._engine
         with self._wake:
-            if self._inbox or engine.running or self._stopped:
-                return
-            self._wake.wait(POLL_S if not engine.idle else None)
+            if engine.idle and not (self._inbox or self._stopped):
+                self._wake.wait()
 
     def _tell(self, deltas: list[Delta]) -> None:
         """One call into each event loop for all its answers of a step."""

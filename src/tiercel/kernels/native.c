@@ -131,13 +131,17 @@ static void product(const float *x, i64 xs, const float *w, float *y, i64 ys, i6
 #define ROWS_AT_ONCE 48
 
 void linear(const float *x, i64 xs, const float *w, float *y, i64 ys, i64 rows, i64 k, i64 n) {
-    i64 row_parts = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
-    i64 width = row_parts > 1 ? n : (n / 2 + 63) / 64 * 64; /* few rows: two threads take half the panels each */
+    /* An even number of parts: two threads take as much each. Few rows: half the panels each. */
+    i64 row_parts = rows > ROWS_AT_ONCE ? (rows + 2 * ROWS_AT_ONCE - 1) / (2 * ROWS_AT_ONCE) * 2 : 1;
+    i64 height = (rows + row_parts - 1) / row_parts;
+    height = row_parts > 1 ? (height + 5) / 6 * 6 : height;
+    i64 width = row_parts > 1 ? n : (n / 2 + 63) / 64 * 64;
     i64 column_parts = width ? (n + width - 1) / width : 0;
 #pragma omp parallel for schedule(dynamic) if (rows * k * n > PARALLEL_WORK)
     for (i64 part = 0; part < row_parts * column_parts; part++) {
-        i64 r = part / column_parts * ROWS_AT_ONCE, c = part % column_parts * width;
-        i64 take = rows - r < ROWS_AT_ONCE ? rows - r : ROWS_AT_ONCE;
+        i64 r = part / column_parts * height, c = part % column_parts * width;
+        i64 take = rows - r < height ? rows - r : height;
+        if (take <= 0) continue;
         /* panel by panel within the rows: both stay in the first cache */
         i64 end = c + width < n ? c + width : n;
         if (take < 12) product(x + r * xs, xs, w, y + r * ys, ys, take, k, c, end);
@@ -145,6 +149,12 @@ void linear(const float *x, i64 xs, const float *w, float *y, i64 ys, i64 rows, 
             for (i64 at = c; at < end; at += PANEL)
                 product(x + r * xs, xs, w, y + r * ys, ys, take, k, at, at + PANEL < end ? at + PANEL : end);
     }
+}
+
+/* Each of `groups` parts of x by its own matrix, one after the other in w. */
+void linear_groups(const float *x, i64 xs, const float *w, float *y, i64 rows, i64 groups, i64 k, i64 n) {
+    i64 size = (n + PANEL - 1) / PANEL * PANEL * k;
+    for (i64 g = 0; g < groups; g++) linear(x + g * k, xs, w + g * size, y + g * n, groups * n, rows, k, n);
 }
 
 /* Norms and rotary positions */

@@ -38,6 +38,7 @@ class Matrix(NamedTuple):
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 _SIGNATURES = {
     "linear": "pippiiii",
+    "linear_groups": "pippiiii",
     "norm": "pippiif",
     "norm_rotate": "pippppiiiiff",
     "hyper_read": "ppppppppiiiiff",
@@ -70,7 +71,7 @@ AVAILABLE = _free is not None
 
 def _call(name: str, tokens: int, *arguments: object) -> None:
     function = getattr(_free if tokens >= TOKENS_FREE else _held, name)
-    function(*[each.data_ptr() if isinstance(each, Tensor) else each for each in arguments])
+    function(*[each.data_ptr() if type(each) is Tensor else each for each in arguments])
 
 
 def pack(weight: Tensor) -> Matrix:
@@ -80,11 +81,19 @@ def pack(weight: Tensor) -> Matrix:
     return Matrix(padded.view(-1, PANEL, k).transpose(1, 2).contiguous(), n, k)
 
 
-def linear(x: Tensor, weight: Matrix, out: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Matrix) -> Tensor:
     panels, n, k = weight
-    rows = x.shape[0]
-    y = torch.empty(rows, n) if out is None else out
-    _call("linear", rows, x, x.stride(0), panels, y, y.stride(0), rows, k, n)
+    rows = len(x)
+    y = torch.empty(rows, n)
+    _call("linear", rows, x, x.stride(0), panels, y, n, rows, k, n)
+    return y
+
+
+def linear_groups(x: Tensor, weights: Matrix) -> Tensor:
+    panels, n, k = weights
+    rows, groups = len(x), len(panels)
+    y = torch.empty(rows, groups * n)
+    _call("linear_groups", rows, x, x.stride(0), panels, y, rows, groups, k, n)
     return y
 
 
@@ -208,13 +217,10 @@ def route(
     return chosen, weights
 
 
-def pack_experts(gate_up: Tensor, down: Tensor) -> tuple[Matrix, Matrix]:
-    """One after the other in one piece; n and k are of one expert."""
-    both = []
-    for stack in (gate_up, down):
-        panels = torch.stack([pack(each).panels for each in stack])
-        both.append(Matrix(panels, stack.shape[1], stack.shape[2]))
-    return both[0], both[1]
+def pack_all(weights: Tensor) -> Matrix:
+    """[m, n, k], one after the other in one piece; n and k are of one."""
+    panels = torch.stack([pack(each).panels for each in weights])
+    return Matrix(panels, weights.shape[1], weights.shape[2])
 
 
 def experts(

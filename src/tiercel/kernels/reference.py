@@ -46,10 +46,20 @@ def pack(weight: Tensor) -> Matrix:
     return weight.contiguous()
 
 
-def linear(x: Tensor, weight: Matrix, out: Tensor | None = None) -> Tensor:
-    """x [tokens, k] · weightᵀ, into `out` if it is given."""
-    y = F.linear(x, weight)
-    return y if out is None else out.copy_(y)
+def pack_all(weights: Tensor) -> Matrix:
+    """[m, n, k]: several of one shape."""
+    return weights.contiguous()
+
+
+def linear(x: Tensor, weight: Matrix) -> Tensor:
+    """x [tokens, k] · weightᵀ."""
+    return F.linear(x, weight)
+
+
+def linear_groups(x: Tensor, weights: Matrix) -> Tensor:
+    """x [tokens, m · k]: each of its m parts by a matrix of its own, their answers beside each other."""
+    parts = x.unflatten(1, (weights.shape[0], -1)).transpose(0, 1)
+    return torch.bmm(parts, weights.transpose(1, 2)).transpose(0, 1).flatten(1)
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -132,15 +142,13 @@ def route(
     return chosen, weights / (weights.sum(-1, keepdim=True) + 1e-20) * factor
 
 
-def pack_experts(gate_up: Tensor, down: Tensor) -> tuple[Matrix, Matrix]:
-    """[experts, 2 · inner, d] and [experts, d, inner]."""
-    return gate_up.contiguous(), down.contiguous()
-
-
 def experts(
     x: Tensor, chosen: Tensor, weights: Tensor, matrices: tuple[Matrix, Matrix], limit: float
 ) -> Tensor:
-    """The weighted answers of the chosen experts, and of the last one, which everyone asks."""
+    """The weighted answers of the chosen experts, and of the last one, which everyone asks.
+
+    `matrices`: [experts, 2 · inner, d] and [experts, d, inner], packed.
+    """
     gate_up, down = matrices
     flat, k = chosen.flatten(), chosen.shape[1]
     answers = torch.empty(flat.numel(), x.shape[1], device=x.device)

@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from threading import Condition
 from time import perf_counter
 
 from tiercel.errors import TransferError
@@ -76,6 +77,7 @@ class Controller:
         self._layers = tuple(sorted(layers))
         self._executors = executors or {direction: _worker(direction) for direction in Direction}
         self._queues: dict[Direction, deque[_Flight]] = {direction: deque() for direction in Direction}
+        self._landed = Condition()
         self._submitted = 0
         self._published = 0
         self.seconds: dict[Direction, dict[str, float]] = {direction: {} for direction in Direction}
@@ -106,6 +108,11 @@ class Controller:
         self._published += len(ended)
         return ended
 
+    def wait(self, timeout_s: float) -> None:
+        """Until a transfer ends that no poll has named yet, or for so long."""
+        with self._landed:
+            self._landed.wait_for(lambda: any(q and q[0].done for q in self._queues.values()), timeout_s)
+
     def close(self) -> None:
         """Wait for everything in flight; `poll` still tells how it ended. May be called again."""
         for executor in self._executors.values():
@@ -132,7 +139,9 @@ class Controller:
             error = TransferError(f"{ticket.direction.value} {ticket.number} failed: {cause!r}")
             error.__cause__ = cause
             ticket.gate.fail(error)
-        flight.done = Done(ticket, error)
+        with self._landed:
+            flight.done = Done(ticket, error)
+            self._landed.notify_all()
 
 
 def _worker(direction: Direction) -> Executor:

@@ -151,7 +151,7 @@ class Attention:
         self._queries, self._query_widths = pack(torch.cat(queries)), [len(each) for each in queries]
         self._q_norm, self._kv_norm = w["q_a_norm.weight"], w["kv_norm.weight"]
         self._sinks = w["sinks"]
-        self._out_low = [pack(each) for each in w["o_a_proj.weight"].unflatten(0, (c.o_groups, -1))]
+        self._out_low = self._k.pack_all(w["o_a_proj.weight"].unflatten(0, (c.o_groups, -1)))
         self._out = pack(w["o_b_proj.weight"])
 
     def restore(self, ring: int, place: int, boundary: int) -> None:
@@ -189,7 +189,8 @@ class Attention:
         )
         self._write_tails(batch, new)
         self._recent.keep(batch, new)
-        return self._project(k.norm_rotate(out, turn, back=True))
+        out = k.norm_rotate(out, turn, back=True).flatten(1)
+        return k.linear(k.linear_groups(out, self._out_low), self._out)
 
     def _all_entries(self, batch: Batch) -> tuple[Tensor, Tensor]:
         own = self._compressors[0]
@@ -212,12 +213,3 @@ class Attention:
                 assert boundary > span.start, "a tail is written by the span that reaches it"
                 numbers = batch.recent_before(boundary, self._config.window, i, self._recent.rows)
                 self._tails.write_row(place, self._recent.gather(new, numbers))
-
-    def _project(self, out: Tensor) -> Tensor:
-        """Group by group to a low rank, then together."""
-        groups = out.reshape(len(out), len(self._out_low), -1)
-        rank = self._config.o_lora_rank
-        low = torch.empty(len(out), len(self._out_low) * rank)
-        for i, weight in enumerate(self._out_low):
-            self._k.linear(groups[:, i], weight, out=low[:, i * rank : (i + 1) * rank])
-        return self._k.linear(low, self._out)

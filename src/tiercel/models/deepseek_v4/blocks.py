@@ -56,7 +56,7 @@ class Experts:
         shared = [weights[f"shared_experts.{name}_proj.weight"] for name in ("gate", "up", "down")]
         gate_up = torch.cat([weights["experts.gate_up_proj"], torch.cat(shared[:2])[None]])
         down = torch.cat([weights["experts.down_proj"], shared[2][None]])
-        self._matrices = kernels.pack_experts(gate_up, down)
+        self._matrices = kernels.pack_all(gate_up), kernels.pack_all(down)
 
     def __call__(self, x: Tensor, tokens: Tensor) -> Tensor:
         c, k = self._config, self._k
