@@ -73,8 +73,7 @@ class Finish(Enum):
     ERROR = "error"
 
 
-@dataclass(frozen=True)
-class Usage:
+class Usage(NamedTuple):
     """Tokens of one request. What was reused is told apart by tier."""
 
     prompt_tokens: int
@@ -88,8 +87,7 @@ class Usage:
         return self.device_tokens + self.host_tokens + self.store_tokens
 
 
-@dataclass(frozen=True)
-class Delta:
+class Delta(NamedTuple):
     """What one step brought for one request."""
 
     request_id: str

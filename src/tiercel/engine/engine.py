@@ -199,10 +199,16 @@ class Engine:
             if not draws:
                 continue
             drawn += 1
+            if task.simple and (token := best[i]) >= 0 and token not in task.ends:  # most of the time
+                task.tokens.append(token)
+                if len(task.tokens) < task.longest:
+                    outcomes.append(Outcome(task, TokenOut(token)))
+                    continue
+                task.tokens.pop()
             try:
                 plain = task.sampler.plain and best[i] >= 0
-                token = TokenOut(best[i]) if plain else task.sampler.draw(logits[i])
-                outcome = self._drawn(task, token)
+                out = TokenOut(best[i]) if plain else task.sampler.draw(logits[i])
+                outcome = self._drawn(task, out)
             except LogitsError as error:
                 outcome = Outcome(task, finish=Finish.ERROR, error=str(error))
             outcomes.append(outcome)

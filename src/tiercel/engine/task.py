@@ -43,6 +43,9 @@ class Task:
         self.tokens = list(ask.prompt)
         """Prompt and answer. The last one drawn is not computed yet."""
         self.prompt_tokens = len(ask.prompt)
+        self.longest = self.prompt_tokens + ask.sampling.max_tokens
+        self.simple = sampler.plain and not ask.sampling.stop and ask.prompt_logprobs_from is None
+        """Its tokens are the best ones, and need no look at its text."""
         self.ends: frozenset[int] = frozenset()
         """Tokens that end the answer."""
         self.computed = 0

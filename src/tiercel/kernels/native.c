@@ -211,12 +211,11 @@ INLINE void sinkhorn(float *m, const int n, i64 iterations, float eps) {
     }
 }
 
-INLINE void read_one(const float *x, const float *fn, const float *scale, const float *base, const float *weight,
+INLINE void read_one(const float *x, float *mixed, const float *scale, const float *base, const float *weight,
                      const int n, i64 d, i64 iterations, float hc_eps, float eps, float *seen, float *place,
                      float *mix) {
-    float mixed[2 * STREAMS_MOST + STREAMS_MOST * STREAMS_MOST], collapse[STREAMS_MOST];
+    float collapse[STREAMS_MOST];
     const int outs = 2 * n + n * n;
-    product(x, 0, fn, mixed, 0, 1, n * d, 0, outs);
     float inverse = inverse_rms(x, n * d, eps);
     for (int i = 0; i < outs; i++) mixed[i] = mixed[i] * inverse * scale[i] + base[i];
     for (int i = 0; i < n; i++) collapse[i] = sigmoid(mixed[i]) + hc_eps;
@@ -239,12 +238,18 @@ INLINE void read_one(const float *x, const float *fn, const float *scale, const 
 /* What a site sees (collapsed and normed), how its answer is placed, how the streams mix. */
 void hyper_read(const float *x, const float *fn, const float *scale, const float *base, const float *weight,
                 float *seen, float *place, float *mix, i64 rows, i64 n, i64 d, i64 iterations, float hc_eps, float eps) {
+    i64 outs = 2 * n + n * n;
 #pragma omp parallel for if (rows * n * d * 40 > PARALLEL_WORK)
-    for (i64 t = 0; t < rows; t++) {
-        const float *in = x + t * n * d;
-        float *s = seen + t * d, *p = place + t * n, *m = mix + t * n * n;
-        if (n == 4) read_one(in, fn, scale, base, weight, 4, d, iterations, hc_eps, eps, s, p, m);
-        else read_one(in, fn, scale, base, weight, (int)n, d, iterations, hc_eps, eps, s, p, m);
+    for (i64 first = 0; first < rows; first += 6) { /* six rows share what is read of fn */
+        float mixed[6 * (2 * STREAMS_MOST + STREAMS_MOST * STREAMS_MOST)];
+        i64 take = rows - first < 6 ? rows - first : 6;
+        product(x + first * n * d, n * d, fn, mixed, outs, take, n * d, 0, outs);
+        for (i64 t = first; t < first + take; t++) {
+            const float *in = x + t * n * d;
+            float *own = mixed + (t - first) * outs, *s = seen + t * d, *p = place + t * n, *m = mix + t * n * n;
+            if (n == 4) read_one(in, own, scale, base, weight, 4, d, iterations, hc_eps, eps, s, p, m);
+            else read_one(in, own, scale, base, weight, (int)n, d, iterations, hc_eps, eps, s, p, m);
+        }
     }
 }
 
@@ -510,13 +515,40 @@ void best_rows(const float *q, const float *weights, i64 ws, const float *keys, 
 /* Attention: each query to the rows it names, keys and values at once; a sink is a logit without a value. */
 
 #define HEADS_TOGETHER 4
+#define ROWS_TOGETHER 4
+
+/* Products of a few heads with a few rows. Each is one chain over vectors, whatever its company. */
+INLINE void scores_of(const float *q, const float **row, const int heads, const int rows, i64 dim, float scale,
+                      float *score, i64 count) {
+    vec acc[HEADS_TOGETHER][ROWS_TOGETHER];
+    memset(acc, 0, sizeof acc);
+    i64 c = 0;
+    for (; c + LANES <= dim; c += LANES) {
+        vec b[ROWS_TOGETHER];
+        for (int j = 0; j < rows; j++) b[j] = load(row[j] + c);
+        for (int i = 0; i < heads; i++) {
+            vec a = load(q + i * dim + c);
+            for (int j = 0; j < rows; j++) acc[i][j] += a * b[j];
+        }
+    }
+    for (int i = 0; i < heads; i++)
+        for (int j = 0; j < rows; j++) {
+            float sum = 0;
+            for (int l = 0; l < LANES; l++) sum += acc[i][j][l];
+            for (i64 rest = c; rest < dim; rest++) sum = __builtin_fmaf(q[i * dim + rest], row[j][rest], sum);
+            score[i * count + j] = sum * scale;
+        }
+}
 
 static void attend(const float *q, const float **row, i64 count, const float *sinks, float scale, i64 heads, i64 dim,
                    float *score, float *out) {
     for (i64 h = 0; h < heads; h += HEADS_TOGETHER) {
         int together = heads - h < HEADS_TOGETHER ? (int)(heads - h) : HEADS_TOGETHER;
-        for (i64 j = 0; j < count; j++)
-            for (int i = 0; i < together; i++) score[i * count + j] = dot(q + (h + i) * dim, row[j], dim) * scale;
+        const float *own_q = q + h * dim;
+        i64 j = 0;
+        for (; together == HEADS_TOGETHER && count - j >= ROWS_TOGETHER; j += ROWS_TOGETHER)
+            scores_of(own_q, row + j, HEADS_TOGETHER, ROWS_TOGETHER, dim, scale, score + j, count);
+        for (; j < count; j++) scores_of(own_q, row + j, together, 1, dim, scale, score + j, count);
         for (int i = 0; i < together; i++) {
             float *own = score + i * count, most = sinks[h + i], part[PANEL] = {0};
             for (i64 j = 0; j < count; j++) most = own[j] > most ? own[j] : most;

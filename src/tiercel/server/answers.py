@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from anyio import CancelScope
@@ -125,7 +125,7 @@ class _Running:
                     _check(delta)
                     if not began:
                         began = True
-                        delta = replace(delta, prompt=delta.prompt or prompt)
+                        delta = delta._replace(prompt=delta.prompt or prompt)
                         for place, other in enumerate(others, start=1):
                             self.start(index + place, other, prompt=delta.prompt)
                     self.queue.put_nowait(Step(index, delta))
