@@ -1,5 +1,7 @@
 """Goal: the embedded model answers from its context, and broken pages show. Method: its own recall task."""
 
+import argparse
+import inspect
 import json
 from pathlib import Path
 from random import Random
@@ -15,7 +17,7 @@ from tiercel.models.deepseek_v4.batch import Span
 from tiercel.models.deepseek_v4.config import V4Config
 from tiercel.models.deepseek_v4.model import DeepseekV4
 from tiercel.models.deepseek_v4.weights import load_weights
-from tiercel.spec import deepseek_v4
+from tiercel.spec import deepseek_v4, deepseek_v4_mtp
 
 FOLDER = Path(tiercel.models.__file__).parent / "tiny_v4"
 PAGE, FACTS = 128, 8
@@ -63,6 +65,41 @@ def score(model, context, asked, *, break_pages=None):
             said += tokens
         right += said == answer
     return right
+
+
+class Drafting:
+    """The embedded model with its MTP head, resumed in the middle of a text."""
+
+    def __init__(self):
+        checkpoint = Checkpoint(FOLDER)
+        config = V4Config.from_hf(checkpoint.config)
+        spec = deepseek_v4(checkpoint.config, PAGE, "fp32")
+        spec = spec.with_draft(deepseek_v4_mtp(checkpoint.config, PAGE, "fp32", hidden=True))
+        self.memory = DeviceMemory(spec, pages=4, tails=1)
+        self.model = DeepseekV4(config, load_weights(checkpoint, config), self.memory, rings=2)
+        self.tail = self.memory.view("draft_window", config.layers)[0]
+
+    def agreed(self, text, *, lose, tokens=8):
+        """Of the tokens after a tail at the first boundary, how many the draft says as the model will."""
+        heard, follow = [], self.model.draft.follow
+        self.model([Span(text[:PAGE], 0, torch.arange(4), 0, tails={PAGE: 0})])
+        if lose:
+            self.tail.zero_()
+        self.model.restore(1, 0, PAGE)
+        self.model.draft.follow = lambda *given: heard.append(follow(*given))
+        span = Span(text[PAGE : PAGE + tokens], PAGE, torch.arange(4), 1)
+        logits = self.model([span], every_token=True)
+        self.model.draft.follow = follow
+        return int((heard[0].argmax(-1) == logits.argmax(-1)).sum())
+
+
+def test_how_much_of_a_draft_is_accepted_depends_on_its_cache(tiny):
+    """On text like that it was trained on: the standard library."""
+    drafting, tokens = Drafting(), tiny[2].encode(inspect.getsource(argparse)).ids
+    texts = [torch.tensor([1, *tokens[at : at + PAGE + 7]]) for at in range(0, 30 * 200, 200)]
+    whole = sum(drafting.agreed(text, lose=False) for text in texts)
+    lost = sum(drafting.agreed(text, lose=True) for text in texts)
+    assert whole > 0.55 * 8 * len(texts) and lost < 0.8 * whole, (whole, lost)
 
 
 def test_the_embedded_model_recalls_what_it_was_told_and_not_from_broken_pages(tiny):
