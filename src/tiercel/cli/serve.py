@@ -95,6 +95,7 @@ def _bind(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen(2048)  # who connects from now on waits a moment, and is not refused
     except OSError as error:
         listener.close()
         raise ConfigError("--port", port, f"can not listen on {host}: {error}") from error
