@@ -1,6 +1,7 @@
 """The engine: asks in, tokens out. One thread drives it, step by step.
 
     plan      what arrived, who is let in, which positions are computed      (bookkeeping only)
+    spans     … as the model is asked for them
     forward   the model computes them                                        (touches device memory only)
     advance   tokens are drawn, pages and tails shared, texts ended
     emit      tokens become text
@@ -45,6 +46,13 @@ class Model(Protocol):
 
     def __call__(self, spans: Sequence[Span], *, every_token: bool = False) -> Tensor: ...
     def restore(self, ring: int, place: int, boundary: int) -> None: ...
+
+
+class Work(NamedTuple):
+    """One call of the model."""
+
+    spans: list[Span]
+    every_token: bool
 
 
 class Outcome(NamedTuple):
@@ -144,7 +152,7 @@ class Engine:
     def step(self) -> list[Delta]:
         """One whole step, the plain way."""
         plan = self.plan()
-        return self.emit(self.advance(plan, self.forward(plan)))
+        return self.emit(self.advance(plan, self.forward(self.spans(plan))))
 
     def plan(self, under_way: Sequence[Part] = ()) -> Plan:
         """What to compute next. `under_way` is being computed: it counts as done, and its tasks keep what
@@ -166,12 +174,13 @@ class Engine:
                 self._end(task, Finish.ABORT)
                 self._ended.append(Outcome(task, finish=Finish.ABORT))
 
-    def forward(self, plan: Plan) -> Tensor | None:
+    def spans(self, plan: Plan) -> Work:
+        """What the model is asked; it depends on nothing that changes while the next step is planned."""
+        return Work([self._span(part) for part in plan], every_token=self._scores(plan))
+
+    def forward(self, work: Work) -> Tensor | None:
         """Logits of the last position of each part, or of all positions if a prompt is to be scored."""
-        if not plan:
-            return None
-        spans = [self._span(part) for part in plan]
-        return self.model(spans, every_token=self._scores(plan))
+        return self.model(work.spans, every_token=work.every_token) if work.spans else None
 
     def _span(self, part: Part) -> Span:
         task = part.task
@@ -199,15 +208,15 @@ class Engine:
             if not draws:
                 continue
             drawn += 1
-            if task.simple and (token := best[i]) >= 0 and token not in task.ends:  # most of the time
+            token = best[i]
+            more = len(task.tokens) + 1 < task.longest
+            if task.simple and more and token >= 0 and token not in task.ends:  # most of the time
                 task.tokens.append(token)
-                if len(task.tokens) < task.longest:
-                    outcomes.append(Outcome(task, TokenOut(token)))
-                    continue
-                task.tokens.pop()
+                outcomes.append(Outcome(task, TokenOut(token)))
+                continue
             try:
-                plain = task.sampler.plain and best[i] >= 0
-                out = TokenOut(best[i]) if plain else task.sampler.draw(logits[i])
+                plain = task.sampler.plain and token >= 0
+                out = TokenOut(token) if plain else task.sampler.draw(logits[i])
                 outcome = self._drawn(task, out)
             except LogitsError as error:
                 outcome = Outcome(task, finish=Finish.ERROR, error=str(error))
@@ -358,7 +367,7 @@ class Engine:
             if task.stage is not Stage.RUNNING or task.aborted:
                 continue  # it was preempted for one before it, or ends once its step is done
             known = len(task.tokens)
-            if task in busy and task.planned == known:
+            if busy and task in busy and task.planned == known:
                 known += 1  # the token that is being drawn
                 if known - len(task.ask.prompt) >= task.ask.sampling.max_tokens:
                     continue

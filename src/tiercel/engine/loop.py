@@ -30,14 +30,14 @@ def plain_steps(engine: Engine) -> Iterator[list[Delta]]:
         plan = engine.plan()
         if not plan:
             engine.cache.wait(WAIT_S)
-        yield engine.emit(_advance(engine, plan, lambda: engine.forward(plan)))  # noqa: B023 - called at once
+        yield engine.emit(_advance(engine, plan, lambda: engine.forward(engine.spans(plan))))  # noqa: B023
 
 
 def overlapped_steps(engine: Engine, executor: Executor) -> Iterator[list[Delta]]:
     """The next step is decided, and the last one's tokens become text, while the model computes."""
     plan, outcomes = engine.plan(), list[Outcome]()
     while True:
-        computing = executor.submit(engine.forward, plan)
+        computing = executor.submit(engine.forward, engine.spans(plan))
         deltas = engine.emit(outcomes)
         ahead = engine.plan(plan)
         outcomes = _advance(engine, plan, computing.result)
