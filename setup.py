@@ -11,7 +11,7 @@ setup(
         Extension(
             "tiercel.kernels._native",
             ["src/tiercel/kernels/native.c"],
-            extra_compile_args=["-O3", TUNE, "-fopenmp", "-ffp-contract=fast"],
+            extra_compile_args=["-O3", TUNE, "-fopenmp", "-ffp-contract=off"],
             extra_link_args=["-fopenmp"],
             optional=True,
         )

@@ -2,7 +2,9 @@
 
    One rule everywhere: what is computed for a token depends on that token's own inputs only, never on how
    many others there are or which thread takes it. Every sum has one order, so a text gives the same bits
-   whether it is computed alone or in a batch, in one piece or token by token.
+   whether it is computed alone or in a batch, in one piece or token by token. Compiled with -ffp-contract=off:
+   where a product and a sum are one rounding is written out (FMA, fmaf) and not the compiler's choice, which
+   once fell differently for two tiles of one product.
 
    A matrix [n, k] is packed in panels of 16 rows, so that 16 results are computed side by side and each is
    one chain of fused multiply-adds over k:
@@ -16,18 +18,35 @@
 #include <string.h>
 
 #if defined(__AVX512F__)
+#include <immintrin.h>
 #define LANES 16
-#elif defined(__AVX__)
+typedef __m512 vec;
+#define FMA(a, b, c) _mm512_fmadd_ps(a, b, c)
+#define SPLAT(a) _mm512_set1_ps(a)
+#elif defined(__AVX__) && defined(__FMA__)
+#include <immintrin.h>
 #define LANES 8
+typedef __m256 vec;
+#define FMA(a, b, c) _mm256_fmadd_ps(a, b, c)
+#define SPLAT(a) _mm256_set1_ps(a)
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+#include <arm_neon.h>
+#define LANES 4
+typedef float32x4_t vec;
+#define FMA(a, b, c) vfmaq_f32(c, a, b)
+#define SPLAT(a) vdupq_n_f32(a)
 #else
 #define LANES 4
+typedef float vec __attribute__((vector_size(16)));
+#define FMA(a, b, c) ((a) * (b) + (c)) /* two roundings, here everywhere */
+#define SPLAT(a) ((vec){(a), (a), (a), (a)})
 #endif
 #define PANEL 16
 #define PV (PANEL / LANES)
+#define UNROLL _Pragma("GCC unroll 16") /* else accumulators are kept in memory: half the speed, gcc 12 */
 #define INLINE static inline __attribute__((always_inline))
 #define PARALLEL_WORK 2000000 /* multiply-adds worth a second thread: 0.1 ms; waking one takes 10 us, more on a busy machine */
 
-typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int64_t i64;
 
 INLINE vec load(const float *p) {
@@ -81,22 +100,22 @@ INLINE float inverse_rms(const float *x, i64 n, float eps) { return 1.0f / sqrtf
     static void tile_##ROWS##x##PANELS(const float *x, i64 xs, const float *w, i64 k, float *y, i64 ys,      \
                                        i64 columns) {                                                        \
         vec acc[ROWS][PANELS * PV];                                                                          \
-        memset(acc, 0, sizeof acc);                                                                          \
+        UNROLL for (int r = 0; r < ROWS; r++)                                                                \
+            UNROLL for (int v = 0; v < PANELS * PV; v++) acc[r][v] = SPLAT(0.0f);                            \
         for (i64 i = 0; i < k; i++) {                                                                        \
             vec b[PANELS * PV];                                                                              \
-            for (int p = 0; p < PANELS; p++)                                                                 \
-                for (int v = 0; v < PV; v++) b[p * PV + v] = load(w + (p * k + i) * PANEL + v * LANES);      \
-            for (int r = 0; r < ROWS; r++) {                                                                 \
-                float a = x[r * xs + i];                                                                     \
-                for (int v = 0; v < PANELS * PV; v++) acc[r][v] += b[v] * a;                                 \
+            UNROLL for (int v = 0; v < PANELS * PV; v++)                                                     \
+                b[v] = load(w + (v / PV * k + i) * PANEL + v % PV * LANES);                                  \
+            UNROLL for (int r = 0; r < ROWS; r++) {                                                          \
+                vec a = SPLAT(x[r * xs + i]);                                                                \
+                UNROLL for (int v = 0; v < PANELS * PV; v++) acc[r][v] = FMA(b[v], a, acc[r][v]);            \
             }                                                                                                \
         }                                                                                                    \
-        for (int r = 0; r < ROWS; r++) {                                                                     \
-            if (columns >= PANELS * PANEL)                                                                   \
-                for (int v = 0; v < PANELS * PV; v++) store(y + r * ys + v * LANES, acc[r][v]);              \
-            else                                                                                             \
-                memcpy(y + r * ys, acc[r], sizeof(float) * columns);                                         \
-        }                                                                                                    \
+        float whole[ROWS][PANELS * PANEL];                                                                   \
+        UNROLL for (int r = 0; r < ROWS; r++)                                                                \
+            UNROLL for (int v = 0; v < PANELS * PV; v++) store(whole[r] + v * LANES, acc[r][v]);             \
+        for (int r = 0; r < ROWS; r++)                                                                       \
+            memcpy(y + r * ys, whole[r], sizeof(float) * (columns < PANELS * PANEL ? columns : PANELS * PANEL)); \
     }
 TILE(6, 1)
 TILE(4, 1)
@@ -278,7 +297,7 @@ void hyper_head(const float *x, const float *fn, float scale, const float *base,
                 i64 rows, i64 n, i64 d, float hc_eps, float eps) {
     for (i64 t = 0; t < rows; t++) {
         const float *in = x + t * n * d;
-        float collapse[STREAMS_MOST], *out = y + t * d;
+        float collapse[4 * PANEL], *out = y + t * d;
         product(in, 0, fn, collapse, 0, 1, n * d, 0, n);
         float inverse = inverse_rms(in, n * d, eps);
         for (i64 c = 0; c < d; c++) out[c] = 0;
@@ -302,13 +321,13 @@ void route(const float *logits, i64 ls, const float *bias, i64 *chosen, float *w
         for (i64 e = 0; e < count; e++)
             score[e] = sqrtf(in[e] > 20.0f ? in[e] : log1pf(expf(in[e])));
         if (bias) {
-            char taken[count];
-            memset(taken, 0, sizeof taken);
+            float biased[count];
+            for (i64 e = 0; e < count; e++) biased[e] = score[e] + bias[e];
             for (i64 j = 0; j < k; j++) {
-                i64 best = -1;
-                for (i64 e = 0; e < count; e++)
-                    if (!taken[e] && (best < 0 || score[e] + bias[e] > score[best] + bias[best])) best = e;
-                taken[best] = 1;
+                i64 best = 0;
+                for (i64 e = 1; e < count; e++)
+                    if (biased[e] > biased[best]) best = e;
+                biased[best] = -INFINITY;
                 chosen[t * k + j] = best;
             }
         }
@@ -469,17 +488,18 @@ static void index_scores(const float *q, const float *weights, const float *keys
         float total[KEYS_AT_ONCE] = {0};
         for (i64 g = 0; g < groups; g++) {
             vec acc[KEYS_AT_ONCE][PV];
-            memset(acc, 0, sizeof acc);
+            UNROLL for (int i = 0; i < KEYS_AT_ONCE; i++)
+                UNROLL for (int v = 0; v < PV; v++) acc[i][v] = SPLAT(0.0f);
             const float *column = turned + g * dim * HEADS_AT_ONCE;
             for (i64 c = 0; c < dim; c++) {
                 vec a[PV];
-                for (int v = 0; v < PV; v++) a[v] = load(column + c * HEADS_AT_ONCE + v * LANES);
-                for (int i = 0; i < KEYS_AT_ONCE; i++)
-                    for (int v = 0; v < PV; v++) acc[i][v] += a[v] * key[i][c];
+                UNROLL for (int v = 0; v < PV; v++) a[v] = load(column + c * HEADS_AT_ONCE + v * LANES);
+                UNROLL for (int i = 0; i < KEYS_AT_ONCE; i++)
+                    UNROLL for (int v = 0; v < PV; v++) acc[i][v] = FMA(a[v], SPLAT(key[i][c]), acc[i][v]);
             }
-            for (int i = 0; i < KEYS_AT_ONCE; i++) {
+            UNROLL for (int i = 0; i < KEYS_AT_ONCE; i++) {
                 float each[HEADS_AT_ONCE];
-                memcpy(each, acc[i], sizeof each);
+                UNROLL for (int v = 0; v < PV; v++) store(each + v * LANES, acc[i][v]);
                 for (int h = 0; h < HEADS_AT_ONCE; h++)
                     each[h] = shares[g * HEADS_AT_ONCE + h] * (each[h] > 0 ? each[h] : 0);
                 total[i] += sum_of(each);
@@ -521,22 +541,46 @@ void best_rows(const float *q, const float *weights, i64 ws, const float *keys, 
 INLINE void scores_of(const float *q, const float **row, const int heads, const int rows, i64 dim, float scale,
                       float *score, i64 count) {
     vec acc[HEADS_TOGETHER][ROWS_TOGETHER];
-    memset(acc, 0, sizeof acc);
+    UNROLL for (int i = 0; i < HEADS_TOGETHER; i++)
+        UNROLL for (int j = 0; j < ROWS_TOGETHER; j++) acc[i][j] = SPLAT(0.0f);
     i64 c = 0;
     for (; c + LANES <= dim; c += LANES) {
         vec b[ROWS_TOGETHER];
-        for (int j = 0; j < rows; j++) b[j] = load(row[j] + c);
-        for (int i = 0; i < heads; i++) {
+        UNROLL for (int j = 0; j < rows; j++) b[j] = load(row[j] + c);
+        UNROLL for (int i = 0; i < heads; i++) {
             vec a = load(q + i * dim + c);
-            for (int j = 0; j < rows; j++) acc[i][j] += a * b[j];
+            UNROLL for (int j = 0; j < rows; j++) acc[i][j] = FMA(a, b[j], acc[i][j]);
         }
     }
-    for (int i = 0; i < heads; i++)
-        for (int j = 0; j < rows; j++) {
+    UNROLL for (int i = 0; i < heads; i++)
+        UNROLL for (int j = 0; j < rows; j++) {
             float sum = 0;
-            for (int l = 0; l < LANES; l++) sum += acc[i][j][l];
+            UNROLL for (int l = 0; l < LANES; l++) sum += acc[i][j][l];
             for (i64 rest = c; rest < dim; rest++) sum = __builtin_fmaf(q[i * dim + rest], row[j][rest], sum);
             score[i * count + j] = sum * scale;
+        }
+}
+
+/* Weighted sums of the rows for a few heads, which share what is read; each adds the rows in their order. */
+INLINE void values_of(const float **row, i64 count, const float *score, const int heads, i64 dim, float *out) {
+    i64 c = 0;
+    for (; c + PANEL <= dim; c += PANEL) {
+        vec acc[HEADS_TOGETHER][PV];
+        UNROLL for (int i = 0; i < heads; i++)
+            UNROLL for (int v = 0; v < PV; v++) acc[i][v] = SPLAT(0.0f);
+        for (i64 j = 0; j < count; j++)
+            UNROLL for (int v = 0; v < PV; v++) {
+                vec b = load(row[j] + c + v * LANES);
+                UNROLL for (int i = 0; i < heads; i++) acc[i][v] = FMA(b, SPLAT(score[i * count + j]), acc[i][v]);
+            }
+        UNROLL for (int i = 0; i < heads; i++)
+            UNROLL for (int v = 0; v < PV; v++) store(out + i * dim + c + v * LANES, acc[i][v]);
+    }
+    for (; c < dim; c++)
+        for (int i = 0; i < heads; i++) {
+            float sum = 0;
+            for (i64 j = 0; j < count; j++) sum = __builtin_fmaf(row[j][c], score[i * count + j], sum);
+            out[i * dim + c] = sum;
         }
 }
 
@@ -557,29 +601,9 @@ static void attend(const float *q, const float **row, i64 count, const float *si
             float inverse = 1.0f / (sum_of(part) + exp_of(sinks[h + i] - most));
             for (i64 j = 0; j < count; j++) own[j] *= inverse;
         }
-        i64 c = 0;
-        for (; c + PANEL <= dim; c += PANEL) {
-            vec acc[HEADS_TOGETHER][PV];
-            memset(acc, 0, sizeof acc);
-            if (together == HEADS_TOGETHER) /* four heads share what is read */
-                for (i64 j = 0; j < count; j++)
-                    for (int v = 0; v < PV; v++) {
-                        vec b = load(row[j] + c + v * LANES);
-                        for (int i = 0; i < HEADS_TOGETHER; i++) acc[i][v] += b * score[i * count + j];
-                    }
-            else
-                for (i64 j = 0; j < count; j++)
-                    for (int i = 0; i < together; i++)
-                        for (int v = 0; v < PV; v++) acc[i][v] += load(row[j] + c + v * LANES) * score[i * count + j];
-            for (int i = 0; i < together; i++)
-                for (int v = 0; v < PV; v++) store(out + (h + i) * dim + c + v * LANES, acc[i][v]);
-        }
-        for (; c < dim; c++)
-            for (int i = 0; i < together; i++) {
-                float sum = 0;
-                for (i64 j = 0; j < count; j++) sum = __builtin_fmaf(row[j][c], score[i * count + j], sum);
-                out[(h + i) * dim + c] = sum;
-            }
+        if (together == HEADS_TOGETHER) values_of(row, count, score, HEADS_TOGETHER, dim, out + h * dim);
+        else
+            for (int i = 0; i < together; i++) values_of(row, count, score + i * count, 1, dim, out + (h + i) * dim);
     }
 }
 
