@@ -363,8 +363,9 @@ class Engine:
         """Running answers first, one token each; then prompts, sharing what is left of the step."""
         plan: Plan = []
         prompts: list[tuple[Task, int]] = []
-        for task in list(self.running):
-            if task.stage is not Stage.RUNNING or task.aborted:
+        running = Stage.RUNNING
+        for task in self.running.copy():
+            if task.stage is not running or task.aborted:
                 continue  # it was preempted for one before it, or ends once its step is done
             known = len(task.tokens)
             if busy and task in busy and task.planned == known:
@@ -377,12 +378,12 @@ class Engine:
             elif missing == 1 and (known <= task.room or self._room_for(task, busy)):
                 plan.append(Part(task, task.planned, known, True))
                 task.planned = known
-        plan = [part for part in plan if part.task.stage is Stage.RUNNING]
+        plan = [part for part in plan if part.task.stage is running]
         tokens = max(self.config.step_tokens - len(plan), self.page_tokens)
         for (task, missing), count in zip(
             prompts, share(tokens, [missing for _, missing in prompts], self.page_tokens), strict=True
         ):
-            if count and task.stage is Stage.RUNNING:
+            if count and task.stage is running:
                 plan.append(Part(task, task.planned, task.planned + count, draws=count == missing))
                 task.planned += count
         return plan
