@@ -48,7 +48,8 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
     weights = load_weights(checkpoint, own)
     cache = TieredCache(spec, replace(config.cache, device_pages=pages, device_tails=tails))
     model = DeepseekV4(own, weights, cache.device, config.running_max, kernels)
-    engine = Engine(model, cache, text, config)
+    longest = config.context_tokens or checkpoint.config.get("max_position_embeddings")
+    engine = Engine(model, cache, text, replace(config, context_tokens=longest))
     return engine, _choices(
         build, config, engine, kernels.NAME, exact=kernels.EXACT and build.exact is not False
     )
@@ -64,6 +65,11 @@ def _places(device_bytes: int, spec: CacheSpec, config: EngineConfig) -> tuple[i
         need = 2 * spec.page_bytes + least * spec.tail_bytes
         raise ConfigError("device_bytes", device_bytes, f"two pages and their tails take {need:,} B")
     return pages, tails
+
+
+def _why_longest(engine: Engine) -> str:
+    made_for = engine.config.context_tokens == engine.context_tokens
+    return "what the model was made for" if made_for else "what fits on the device"
 
 
 def _choices(
@@ -86,7 +92,7 @@ def _choices(
         Choice("exact", "on" if exact else "off", same),
         Choice("device tier", device, f"{build.device_bytes:,} B"),
         Choice("host tier", host, f"save {cache.save}, evict {cache.evict}"),
-        Choice("longest text", f"{engine.context_tokens:,} tokens", "what fits on the device"),
+        Choice("longest text", f"{engine.context_tokens:,} tokens", _why_longest(engine)),
         Choice("steps", "overlapped" if config.overlap else "plain", f"{config.step_tokens} tokens each"),
         Choice("requests", f"{config.running_max} running", f"{config.waiting_max} may wait"),
     ]

@@ -43,6 +43,9 @@ class EngineConfig:
     step_tokens: int = 512
     """Tokens of one step: four pages keep the matrices busy, and a running answer waits for no more."""
 
+    context_tokens: int | None = None
+    """The longest text. None: what the model was made for (`max_position_embeddings`), if it fits."""
+
     replay: bool = True
     """Resume without a tail where computing the last tokens again is exact and cheaper."""
 
@@ -50,7 +53,9 @@ class EngineConfig:
     """Decide the next step while the model computes this one. The answers are the same."""
 
     def __post_init__(self) -> None:
-        for name in ("running_max", "waiting_max", "step_tokens"):
+        for name in ("running_max", "waiting_max", "step_tokens", "context_tokens"):
             value = getattr(self, name)
+            if name == "context_tokens" and value is None:
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(name, value, "must be a whole number of at least 1")

@@ -78,7 +78,8 @@ class Engine:
         self.config = config
         self.page_tokens = cache.spec.page_tokens
         self.vocab_size = model.config.vocab_size
-        self.context_tokens = cache.pages.capacity * self.page_tokens
+        fits = cache.pages.capacity * self.page_tokens
+        self.context_tokens = min(fits, config.context_tokens or fits)
         self.waiting: list[Task] = []
         self.loading: dict[int, Task] = {}
         self.running: list[Task] = []
