@@ -5,7 +5,7 @@ must have come from each tier counted. Then bytes are broken on purpose, and the
 import pytest
 
 from tests.engine.drive import PAGE, logprobs_of, make_ask, make_engine, run, settle, tokens_of, words
-from tiercel.engine.verify import EXAMS, _exams, _score, answer_one, k3
+from tiercel.engine.verify import EXAMS, answer_one, exams_of, k3, score_of
 
 SMALL = {"pages": 6, "tails": 4, "host_pages": 400}
 """A device for one of the texts below: what was asked before comes back from the host."""
@@ -126,13 +126,13 @@ def test_a_preempted_text_goes_on_exactly(cold):
 
 @pytest.fixture(scope="module")
 def exams(cold):
-    return list(_exams(cold, "tiny-v4"))
+    return list(exams_of(cold, "tiny-v4"))
 
 
 def test_the_second_pass_from_the_host_scores_as_the_first_one_cold(exams):
     engine = make_engine(pages=14, tails=4, host_pages=600)
-    first = _score(engine, exams)
-    second = _score(engine, exams)
+    first = score_of(engine, exams)
+    second = score_of(engine, exams)
     assert engine.cache.counters["tokens_host"] > 20 * PAGE
     assert first == second >= 0.9
     settle(engine)
@@ -141,13 +141,13 @@ def test_the_second_pass_from_the_host_scores_as_the_first_one_cold(exams):
 def test_broken_host_pages_lower_the_score_and_raise_the_kl(cold, exams):
     """The control: if this comparison did not notice flipped bytes, the ones above would prove nothing."""
     engine = make_engine(pages=14, tails=4, host_pages=600)
-    whole = _score(engine, exams)
+    whole = score_of(engine, exams)
     for i in range(3):
         answer_one(engine, words(8 * PAGE, seed=90 + i), 0)  # nothing of the exams stays on the device
     settle(engine)
     flat = engine.cache.host.flat.view(-1)
     flat[::7] ^= 0x55
-    broken = _score(engine, exams)
+    broken = score_of(engine, exams)
     assert engine.cache.counters["tokens_host"] > 10 * PAGE
     assert broken <= whole - 0.25, (whole, broken)
     context, question, answer = exams[-1]

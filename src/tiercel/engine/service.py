@@ -36,7 +36,7 @@ class EngineService:
         self._engine = engine
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
-        self._closing = False
+        self._closing = self._stopped = False
         self._answers: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Delta]]] = {}
         self._thread = threading.Thread(target=self._run, name="tiercel-engine", daemon=True)
         self._thread.start()
@@ -55,12 +55,18 @@ class EngineService:
         """The answer as it comes; closing it ends the request. Raises `AskError` or `QueueFull` first."""
         queue: asyncio.Queue[Delta] = asyncio.Queue()
         loop = asyncio.get_running_loop()
+        added = ended = False
 
         def add() -> None:
+            nonlocal added
             self._engine.add(ask)
+            added = True
             self._answers[ask.request_id] = loop, queue
 
-        ended = False
+        def abort() -> None:
+            if added:  # if not, the name may be somebody else's
+                self._engine.abort(ask.request_id)
+
         try:
             await asyncio.wrap_future(self._ask(add))
             while not ended:
@@ -69,7 +75,7 @@ class EngineService:
                 yield delta
         finally:
             if not ended:
-                self._ask(lambda: self._engine.abort(ask.request_id))
+                self._ask(abort)
 
     async def flush(self, timeout_s: float) -> int:
         """Forgets what is cached, waiting so long for what is in use. Returns the pages that stayed."""
@@ -127,14 +133,14 @@ class EngineService:
     def _stop(self) -> None:
         self._stopped = True
 
-    _stopped = False
-
     def _run(self) -> None:
         with ThreadPoolExecutor(1, "tiercel-forward") as executor:
             overlap = self._engine.config.overlap
             steps = overlapped_steps(self._engine, executor) if overlap else plain_steps(self._engine)
             while not self._stopped or self._engine.tasks:
                 self._wait_for_work()
+                self._step(steps)
+            for _ in range(2):  # what the last steps meant is still to be told
                 self._step(steps)
 
     def _step(self, steps: Iterator[list[Delta]]) -> None:

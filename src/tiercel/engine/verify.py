@@ -63,16 +63,16 @@ def verify(build: Build, config: EngineConfig) -> Report:
     """Run everything on one model. Takes a minute on the embedded one."""
     cold = _engine(build, replace(config, cache=replace(config.cache, force_miss=True, host_bytes=0)))
     prompts, truth = _converse(cold)
-    exams = list(_exams(cold, build.model))
+    exams = list(exams_of(cold, build.model))
     asks = [(prompt, ANSWER_TOKENS) for prompt in prompts]
     runs = {"cold": [*truth], "replay": [_replayed(cold, *pair) for pair in zip(prompts, truth, strict=True)]}
-    recall = {"cold": _score(cold, exams)}
+    recall = {"cold": score_of(cold, exams)}
     cold.cache.close()
     used = {"device": 0, "host": 0, "store": 0}
     for tier in ("device", "host"):
         engine = _engine(_squeezed(build, cold, prompts, exams) if tier == "host" else build, config)
         runs[tier] = [answer_one(engine, prompt, count) for prompt, count in asks]
-        recall[tier] = _score(engine, exams)
+        recall[tier] = score_of(engine, exams)
         used[tier] = int(engine.cache.counters[f"tokens_{tier}"])
         engine.cache.close()
     return _compare(truth, runs, recall, used)
@@ -177,7 +177,7 @@ Exam = tuple[list[int], list[int], list[int]]
 """Context, question, answer."""
 
 
-def _exams(engine: Engine, model: str) -> Iterable[Exam]:
+def exams_of(engine: Engine, model: str) -> Iterable[Exam]:
     """What the model was trained to look up, where its folder says so (`recall.json`)."""
     folder = EMBEDDED_FOLDER if model == EMBEDDED else Path(model)
     if not (folder / "recall.json").exists():
@@ -189,17 +189,16 @@ def _exams(engine: Engine, model: str) -> Iterable[Exam]:
         keys = random.sample(words["keys"], FACTS * 2)
         values = [random.choice(words["values"]) for _ in keys]
         context = "<|bos|><|user|>"
-        for i, (key, value) in enumerate(zip(keys, values, strict=True)):
+        for key, value in zip(keys, values, strict=True):
             at = random.randrange(max(1, len(prose) - 200))
             context += prose[at : at + 150] + words["fact"].format(key=f" {key}", value=f" {value}")
-            assert i < len(keys)
         for key, value in random.sample(list(zip(keys, values, strict=True)), FACTS):
             question = words["question"].format(key=f" {key}") + "<|assistant|>"
             answer = words["answer"].format(key=f" {key}", value=f" {value}")
             yield encode(context), encode(question), encode(answer)
 
 
-def _score(engine: Engine, exams: Sequence[Exam]) -> float | None:
+def score_of(engine: Engine, exams: Sequence[Exam]) -> float | None:
     """The share of right answers; contexts are told first, all of them, then the questions are asked."""
     if not exams:
         return None
