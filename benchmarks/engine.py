@@ -124,8 +124,9 @@ def scheduler_us(running: int = 64, steps: int = 200) -> dict[str, float]:
 
     for i in range(running):
         engine.add(Ask(str(i), words(100, i), Sampling(10_000, temperature=0, ignore_eos=True)))
+    prompts = plain_steps(engine)
     while any(task.computed < 100 for task in engine.tasks.values()):
-        engine.step()
+        next(prompts)
     for _ in range(steps):
         plan = timed("plan", engine.plan)
         assert len(plan) == running

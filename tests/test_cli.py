@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tiercel.cli.serve import _bind
 
 COMMAND = Path(sys.executable).with_name("tiercel")
 
@@ -79,3 +82,11 @@ def test_the_module_is_the_same_command() -> None:
 def test_deciding_what_a_model_stores_does_not_load_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_server_sends_small_answers_at_once():
+    """asyncio turns Nagle's algorithm off only for sockets that are named TCP."""
+    with _bind("127.0.0.1", 0) as listener:
+        assert listener.proto == socket.IPPROTO_TCP
+        with socket.create_connection(listener.getsockname(), timeout=5):
+            pass  # nobody is refused once it is bound

@@ -109,11 +109,13 @@ def test_a_text_resumed_by_replay_is_exact(cold):
     settle(engine)
 
 
-def test_a_preempted_text_goes_on_exactly(cold):
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_preempted_text_goes_on_exactly(cold, overlap):
     """Three answers outgrow the device together; who came last gives way and comes back."""
     prompts = [words(PAGE + 10, seed=i) for i in range(3)]
     engine = make_engine(pages=8, tails=6, host_pages=100)
-    answers = run(engine, *(make_ask(str(i), prompt, 2 * PAGE) for i, prompt in enumerate(prompts)))
+    asks = [make_ask(str(i), prompt, 2 * PAGE) for i, prompt in enumerate(prompts)]
+    answers = run(engine, *asks, overlap=overlap)
     assert engine.counters["preemptions"] > 0
     for prompt, answer in zip(prompts, answers, strict=True):
         [truth] = run(cold, make_ask("t", prompt, 2 * PAGE))

@@ -22,10 +22,7 @@ Save = Annotated[str, typer.Option(help="When pages are copied to the host: thro
 Evict = Annotated[str, typer.Option(help="Who goes first: lru, lfu, slru, priority, module:Class.")]
 TailEvery = Annotated[int, typer.Option(help="A tail at least each so many pages of a prompt.")]
 Kernels = Annotated[str, typer.Option(help="auto, native, reference.")]
-Exact = Annotated[
-    bool | None,
-    typer.Option("--exact/--no-exact", help="Refuse to start unless bits never depend on the batch."),
-]
+Exact = Annotated[bool, typer.Option("--exact", help="Refuse to start if bits depend on the batch.")]
 
 MODEL = EMBEDDED
 DEVICE_MEMORY, HOST_MEMORY = f"{Build().device_bytes // MIB}MiB", "1GiB"

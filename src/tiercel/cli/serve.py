@@ -38,7 +38,7 @@ def serve(  # noqa: PLR0913 - a command has as many arguments as options
     evict: o.Evict = o.CACHE.evict,
     tail_every_pages: o.TailEvery = o.CACHE.tail_every_pages,
     kernels: o.Kernels = "auto",
-    exact: o.Exact = None,
+    exact: o.Exact = False,
     running_max: Annotated[int, typer.Option(help="Requests that compute at once.")] = o.ENGINE.running_max,
     waiting_max: Annotated[int, typer.Option(help="More waiting are refused.")] = o.ENGINE.waiting_max,
     step_tokens: Annotated[int, typer.Option(help="Tokens of one step.")] = o.ENGINE.step_tokens,

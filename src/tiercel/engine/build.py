@@ -50,9 +50,7 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
     model = DeepseekV4(own, weights, cache.device, config.running_max, kernels)
     longest = config.context_tokens or checkpoint.config.get("max_position_embeddings")
     engine = Engine(model, cache, text, replace(config, context_tokens=longest))
-    return engine, _choices(
-        build, config, engine, kernels.NAME, exact=kernels.EXACT and build.exact is not False
-    )
+    return engine, _choices(build, config, engine, kernels.NAME, exact=kernels.EXACT)
 
 
 def _places(device_bytes: int, spec: CacheSpec, config: EngineConfig) -> tuple[int, int]:

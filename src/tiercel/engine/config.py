@@ -25,8 +25,8 @@ class Build:
     device_bytes: int = 256 * MIB
     """For pages and tails where attention reads them. On a CPU any size works; a test may want little."""
     kernels: str = "auto"
-    exact: bool | None = None
-    """True: refuse to start unless bits never depend on what else is computed. None: if it can be had."""
+    exact: bool = False
+    """Refuse to start on kernels whose bits depend on what else is computed. Without it they are told of."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from tiercel.cache import Loaded, TieredCache, Wait
+from tiercel.cache import Loaded, RequestState, TieredCache, Wait
 from tiercel.engine.ask import Ask, Delta, Finish, TokenOut
 from tiercel.engine.config import EngineConfig
 from tiercel.engine.plan import Part, Plan, share
@@ -149,11 +149,6 @@ class Engine:
         return {**self.cache.stats(), "queue": queue, "engine": dict(self.counters)}
 
     # A step
-
-    def step(self) -> list[Delta]:
-        """One whole step, the plain way."""
-        plan = self.plan()
-        return self.emit(self.advance(plan, self.forward(self.spans(plan))))
 
     def plan(self, under_way: Sequence[Part] = ()) -> Plan:
         """What to compute next. `under_way` is being computed: it counts as done, and its tasks keep what
@@ -304,7 +299,7 @@ class Engine:
         task.write_from = request.reuse.tokens
         task.committed = -1
         task.scores.clear()
-        if request.state.value == "loading":
+        if request.state is RequestState.LOADING:
             task.stage = Stage.LOADING
             self.loading[id(request)] = task
         else:
@@ -482,7 +477,7 @@ class Engine:
             self.loading.pop(id(task.request))
         elif task.stage is Stage.RUNNING:
             self.running.remove(task)
-        if task.request is not None and task.request.state.value != "ended":
+        if task.request is not None and task.request.state is not RequestState.ENDED:
             whole = finish in (Finish.STOP, Finish.LENGTH)
             (self.cache.finish if whole else self.cache.abort)(task.request)
         self._give_back(task)

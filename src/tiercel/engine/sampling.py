@@ -121,9 +121,9 @@ class Sampler:
         self._counts: Counter[int] = Counter()
         self._biased = np.fromiter(sampling.logit_bias.keys(), np.int64)
         self._bias = np.fromiter(sampling.logit_bias.values(), np.float32)
-        self.plain = self._greedy and sampling.logprobs is None and self._seen is None and self._less is None
+        adjusts = self._seen is not None or self._less is not None or len(self._biased) > 0
+        self.plain = self._greedy and sampling.logprobs is None and not adjusts
         """It takes the best token and tells nothing else: whoever knows that one need not ask."""
-        self.plain = self.plain and not len(self._biased)
         for token in output:
             self._remember(token)
 
