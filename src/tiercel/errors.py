@@ -11,7 +11,8 @@
     ├── WeightsError          a model's files: broken, or of another model; names file and tensors
     ├── LogitsError           a model's answer that names no token
     ├── RefusedError          a layout, copier and stream that do not fit together
-    └── TransferError         a copy that failed; its plan fails, nothing else
+    ├── TransferError         a copy that failed; its plan fails, nothing else
+    └── StoreError            an operation of a store that failed; the store goes on
 
 A full pool is none of these: it is an outcome (`tiercel.cache.Wait`).
 """
@@ -101,3 +102,7 @@ class RefusedError(TiercelError):
 
 class TransferError(TiercelError):
     """A copy failed. The cause is chained."""
+
+
+class StoreError(TiercelError):
+    """An operation of a store failed; nothing is known of what it should have done. The cause is chained."""

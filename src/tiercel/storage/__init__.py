@@ -1,0 +1,1 @@
+"""What is kept outside the process: records by key, in files or on other machines."""

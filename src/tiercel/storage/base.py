@@ -1,0 +1,113 @@
+"""What every store promises, and what it may rely on.
+
+A store keeps values by key outside the process. Values are records (`storage.record`), keys are
+`RecordKey`s. A store may look into a record's header; it need not, and whoever reads verifies (I9).
+
+Guaranteed by a store
+- **A value is there in full or not at all.** A `get` that answers True has filled every byte that was put,
+  for this key, by one `put`; also while others put, delete or clear, and after any crash.
+- **A miss is an answer, not an error**: a key that is not there, never was, was evicted, or whose value has
+  another length than was asked for.
+- **True from `put` means kept** as well as this store keeps anything: a durable store has it on the disk.
+- **Capacity is an answer**: a store that is full lets something go, or answers False. It does not raise.
+- Whatever else goes wrong is a `StoreError`, and the store can be used again afterwards.
+- Any number of threads may call at the same time; none of them holds the interpreter while it waits.
+- `close` may be called twice; afterwards every other call raises `StoreError`.
+
+Required of the caller
+- Buffers stay as they are until the call that got them returns. Nothing is kept of them after that.
+- Calls may block (a disk, a network): they are made from workers, never from the thread of the requests.
+
+Keys name contents: two values of one key are the same bytes. So a `put` of a key that is there may keep
+either value.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, ClassVar, NamedTuple
+
+from tiercel.errors import StoreError
+from tiercel.storage.record import ALIGN_LEAST, RecordKey, View
+
+
+class Put(NamedTuple):
+    """A value to keep: its parts one after the other, the record's header first."""
+
+    key: RecordKey
+    parts: Sequence[View]
+
+    @property
+    def bytes(self) -> int:
+        return sum(len(part) for part in self.parts)
+
+
+class Get(NamedTuple):
+    """A value to read into these parts, the record's header first. Together they are as long as the value."""
+
+    key: RecordKey
+    parts: Sequence[memoryview]
+
+    @property
+    def bytes(self) -> int:
+        return sum(len(part) for part in self.parts)
+
+
+class Store(ABC):
+    """Values by key, outside the process. The contract is in this module's docstring."""
+
+    align: ClassVar[int] = ALIGN_LEAST
+    """A payload begins at a multiple of this many bytes in its record."""
+
+    @abstractmethod
+    def contains(self, keys: Sequence[RecordKey]) -> list[bool]:
+        """Which of the keys are there."""
+
+    @abstractmethod
+    def get(self, wanted: Sequence[Get]) -> list[bool]:
+        """Fill the parts of each; False: a miss, and its parts then hold anything."""
+
+    @abstractmethod
+    def put(self, values: Sequence[Put]) -> list[bool]:
+        """Keep each; False: not kept, for want of room. The whole batch is on the disk when it returns."""
+
+    @abstractmethod
+    def delete(self, keys: Sequence[RecordKey]) -> int:
+        """Forget these, durably; answers how many were there."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget everything, durably."""
+
+    @abstractmethod
+    def stats(self) -> dict[str, Any]:
+        """Numbers. At least `records` and `bytes` (None where they are not known)."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything back."""
+
+    def keys(self) -> Iterator[tuple[RecordKey, int]]:
+        """Every key with the bytes of its value, in no order."""
+        raise StoreError(f"{type(self).__name__} can not list what it holds")
+
+    def removed(self) -> list[RecordKey]:
+        """What the store let go of by itself since the last call, as far as it knows."""
+        return []
+
+    def compact(self) -> int:
+        """Give back space that holds nothing; answers how many bytes."""
+        return 0
+
+    def register(self, memory: memoryview) -> None:  # noqa: B027 - most stores need not know
+        """Parts of `get` and `put` will mostly lie in here. Called once, before them."""
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

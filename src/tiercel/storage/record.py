@@ -1,0 +1,199 @@
+"""A record: one page or one tail as it is stored, with a header that says what it is (docs/record-format.md).
+
+    ┌─ header ────────────────────────────────────────┐┌─ payload ─────────────────┐
+    │ fixed part │ stream table (JSON) │ zeros to align ││ bytes of the page or tail │
+    └─────────────────────────────────────────────────┘└───────────────────────────┘
+
+Nothing that comes back from a store is used before `Form.flaw` has looked at it: who wrote it, what it is
+the name of, how long it is, and the checksum of every byte.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from functools import cached_property
+from typing import Any, NamedTuple, NewType
+
+import xxhash
+
+MAGIC = b"tiercel\n"
+VERSION = 1
+ALIGN_LEAST = 64
+KEY_BYTES = 33
+
+_FIXED = struct.Struct("<8sHBxIQ32s32s16sI4x8s8x")
+_CHECK_AT = 112
+"""Where the header's own checksum stands: it is taken with zeros there."""
+
+RecordKey = NewType("RecordKey", bytes)
+"""A record's name in a store: the kind's byte, then the 32 bytes of the page's key."""
+
+View = memoryview | bytearray | bytes
+"""Bytes that lie together."""
+
+
+class Kind(IntEnum):
+    """What a record holds. The last two are notes a store writes for itself."""
+
+    PAGE = 1
+    """Rows in the order of the declaration: [stream][layer][row]."""
+    TAIL = 2
+    PAGE_BY_ENTRY = 3
+    """A page whose entries lie together: [stream][entry][layer]. It has a name of its own."""
+    REMOVED = 16
+    """The record of this key before this point is gone."""
+    CLEARED = 17
+    """Every record before this point is gone."""
+
+
+class Flaw(Enum):
+    """Why something read is not the record that was asked for."""
+
+    FOREIGN = "not a record"
+    VERSION = "a record of another format version"
+    HEADER = "a damaged header"
+    FINGERPRINT = "written for another model, or another form of it"
+    KEY = "the record of another key"
+    FORM = "other streams or another length"
+    CHECKSUM = "a damaged payload"
+
+
+def record_key(kind: Kind, page_key: bytes) -> RecordKey:
+    return RecordKey(bytes((kind,)) + page_key)
+
+
+class Header(NamedTuple):
+    """A header that was read and is whole. Whose record it is, is another question."""
+
+    kind: Kind
+    header_bytes: int
+    payload_bytes: int
+    fingerprint: bytes
+    page_key: bytes
+    checksum: bytes
+    table: bytes
+
+    @property
+    def key(self) -> RecordKey:
+        return record_key(self.kind, self.page_key)
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the records of one kind look like in one cache and one store. Everything but key and payload."""
+
+    kind: Kind
+    fingerprint: bytes
+    streams: tuple[tuple[str, tuple[int, ...], int], ...]
+    """Name, layers and bytes per row, in the order of the payload."""
+    payload_bytes: int
+    align: int = ALIGN_LEAST
+    """The payload begins at a multiple of this."""
+
+    def __post_init__(self) -> None:
+        assert len(self.fingerprint) == 32 and self.align >= 1
+        assert sum(len(layers) * row for _, layers, row in self.streams) == self.payload_bytes
+
+    @cached_property
+    def table(self) -> bytes:
+        rows: list[dict[str, Any]] = [
+            {"name": name, "layers": layers, "row_bytes": row} for name, layers, row in self.streams
+        ]
+        return json.dumps(rows, separators=(",", ":")).encode()
+
+    @cached_property
+    def header_bytes(self) -> int:
+        return header_bytes(len(self.table), self.align)
+
+    @property
+    def record_bytes(self) -> int:
+        return self.header_bytes + self.payload_bytes
+
+    def header(self, page_key: bytes, payload: Iterable[View]) -> bytes:
+        """The header of a record with this payload, whose ranges make `payload_bytes` in all."""
+        return pack(
+            Header(
+                self.kind,
+                self.header_bytes,
+                self.payload_bytes,
+                self.fingerprint,
+                page_key,
+                checksum(payload),
+                self.table,
+            )
+        )
+
+    def flaw(self, header: View, page_key: bytes, payload: Sequence[View]) -> Flaw | None:
+        """What is wrong with something read in answer to `page_key`; None: nothing, every byte is right."""
+        read = parse(header)
+        if isinstance(read, Flaw):
+            return read
+        if read.fingerprint != self.fingerprint:
+            return Flaw.FINGERPRINT
+        if read.page_key != page_key or read.kind is not self.kind:
+            return Flaw.KEY
+        if read.table != self.table or read.payload_bytes != self.payload_bytes:
+            return Flaw.FORM
+        return None if checksum(payload) == read.checksum else Flaw.CHECKSUM
+
+
+def header_bytes(table_bytes: int, align: int) -> int:
+    """The fixed part and the table, rounded up so that the payload is aligned."""
+    return -(-(_FIXED.size + table_bytes) // align) * align
+
+
+def checksum(payload: Iterable[View]) -> bytes:
+    """XXH3-128 of the ranges, one after the other."""
+    parts = list(payload)
+    if len(parts) == 1:
+        return xxhash.xxh3_128_digest(parts[0])
+    state = xxhash.xxh3_128()
+    for part in parts:
+        state.update(part)
+    return state.digest()
+
+
+def pack(header: Header) -> bytes:
+    fixed = _FIXED.pack(
+        MAGIC,
+        VERSION,
+        header.kind,
+        header.header_bytes,
+        header.payload_bytes,
+        header.fingerprint,
+        header.page_key,
+        header.checksum,
+        len(header.table),
+        bytes(8),
+    )
+    data = bytearray(header.header_bytes)
+    data[: len(fixed)] = fixed
+    data[len(fixed) : len(fixed) + len(header.table)] = header.table
+    data[_CHECK_AT : _CHECK_AT + 8] = xxhash.xxh3_64_digest(data)
+    return bytes(data)
+
+
+def parse(data: View) -> Header | Flaw:
+    """The header at the start of `data`, which may go on behind it; or what is wrong with it."""
+    if len(data) < _FIXED.size:
+        return Flaw.FOREIGN
+    magic, version, kind, size, payload, fingerprint, key, digest, table, check = _FIXED.unpack_from(data)
+    if magic != MAGIC:
+        return Flaw.FOREIGN
+    if version != VERSION:
+        return Flaw.VERSION
+    if not _FIXED.size + table <= size <= len(data) or kind not in _KINDS:
+        return Flaw.HEADER
+    whole = bytearray(data[:size])
+    whole[_CHECK_AT : _CHECK_AT + 8] = bytes(8)
+    if xxhash.xxh3_64_digest(whole) != check:
+        return Flaw.HEADER
+    names = bytes(whole[_FIXED.size : _FIXED.size + table])
+    return Header(Kind(kind), size, payload, fingerprint, key, digest, names)
+
+
+_KINDS = frozenset(Kind)
