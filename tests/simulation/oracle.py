@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from tiercel.policy.evict import Rank
 from tiercel.tree.actions import Event
+from tiercel.tree.match import Match
 from tiercel.tree.node import Item, Page, Tail
-from tiercel.tree.prefix_tree import Match, PrefixTree
+from tiercel.tree.prefix_tree import PrefixTree
 from tiercel.types import PageKey, Tier
 
 
@@ -39,8 +40,13 @@ class WatchedTree(PrefixTree):
         super().touch(page, tails, priority)
         self.oracle.use_path(page, self._clock, priority, hit=True)
 
-    def insert(self, parent, keys, ids, priority=0):
-        pages = super().insert(parent, keys, ids, priority)
+    def insert_fetched(self, parent, fetched):
+        page = super().insert_fetched(parent, fetched)
+        self.oracle.use_path(page, self._clock, 0, hit=False)
+        return page
+
+    def insert(self, parent, keys, ids, priority=0, tokens=()):
+        pages = super().insert(parent, keys, ids, priority, tokens)
         if pages:
             self.oracle.use_path(pages[-1], self._clock, priority, hit=False)
         return pages
@@ -49,7 +55,7 @@ class WatchedTree(PrefixTree):
         self.oracle.check_victim(item)
         return super()._evict(item, host_pages, take_host)
 
-    def evict_host(self, *, colder_than):
+    def evict_host(self, *, colder_than=None):
         doubles = set(self.doubles)
         coldest = None if doubles else self.host.coldest()
         if coldest is not None:
@@ -80,6 +86,8 @@ class Oracle:
         self.uses: dict[PageKey, Use] = {}
 
     def hear(self, event: Event) -> None:
+        if event.tier is Tier.STORE:
+            return
         keys = self.readable[event.tier, event.tail]
         assert (event.key in keys) != event.stored, f"told twice: {event}"
         (keys.add if event.stored else keys.discard)(event.key)
@@ -153,11 +161,12 @@ class Oracle:
                 page.on_host
                 and page.device is None
                 and not page.lock
+                and not page.storing
                 and id(page) not in carrying
                 and not busy_tail
             ):
                 line.append(page)
-            if tail is not None and tail.on_host and tail.device is None and not busy_tail:
+            if tail is not None and tail.on_host and tail.device is None and not (busy_tail or tail.storing):
                 line.append(tail)
         assert item in line, "I3: this may not leave the host"
         assert self.rank(item) == min(map(self.rank, line)), "somebody colder was passed over on the host"

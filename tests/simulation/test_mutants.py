@@ -11,8 +11,11 @@ import tiercel.tree.keys as keys
 import tiercel.tree.prefix_tree as prefix_tree
 from tests.simulation.run import numbers_of
 from tests.simulation.world import World
-from tiercel.cache import TieredCache
+from tiercel.cache.fetch import Fetch, give_back
+from tiercel.cache.places import Places
+from tiercel.storage.record import Flaw, Form, checksum, parse
 from tiercel.transfer.copier import DirectCopier, ReferenceCopier
+from tiercel.transfer.mover import Answer, StoreMover, Work
 from tiercel.tree.candidates import Candidates
 from tiercel.tree.prefix_tree import PrefixTree
 
@@ -21,8 +24,9 @@ real_insert, real_load_start, real_save_start = (
     PrefixTree.load_start,
     PrefixTree.save_start,
 )
-real_seeded, real_take_host, real_touch = keys._seeded, TieredCache._take_host, PrefixTree.touch
-real_evict = PrefixTree._evict
+real_seeded, real_take_host, real_touch = keys._seeded, Places.take_host, PrefixTree.touch
+real_evict, real_store_start = PrefixTree._evict, PrefixTree.store_start
+real_end, real_fetch_insert, real_read = Fetch.end, Fetch._insert, StoreMover._read
 
 
 def locked_pages_are_evicted(page):
@@ -33,9 +37,9 @@ def parents_are_evicted(page):
     return page.device is not None and page.lock == 0 and page.load is None
 
 
-def a_duplicate_leaks(self, parent, page_keys, ids, priority=0):
+def a_duplicate_leaks(self, parent, page_keys, ids, priority=0, tokens=()):
     given = len(self.actions.pages)
-    pages = real_insert(self, parent, page_keys, ids, priority)
+    pages = real_insert(self, parent, page_keys, ids, priority, tokens)
     del self.actions.pages[given:]
     return pages
 
@@ -54,8 +58,10 @@ def a_save_is_readable_at_once(self, item, host):
     self._tell(True, prefix_tree.Tier.HOST, item)
 
 
-def a_missing_tail_is_overlooked(self, page, device_only):
-    return page, ()
+def a_missing_tail_is_overlooked(page, pages_per_window, device_only):
+    while page.parent is not None and page.tail is None:
+        page = page.parent
+    return (page.tail,) if page.tail else ()
 
 
 def the_namespace_is_forgotten(fingerprint, namespace):
@@ -100,24 +106,62 @@ def the_last_layer_is_not_copied(real):
 def host_pages_are_taken_twice(self, count):
     ids = real_take_host(self, count)
     if ids:
-        self.host_pages.release(ids[:1])
+        self.host.release(ids[:1])
     return ids
 
 
+def nothing_read_is_verified(self, header, page_key, payload):
+    return None
+
+
+def only_the_payload_is_verified(self, header, page_key, payload):
+    read = parse(header)
+    return read if isinstance(read, Flaw) else None if checksum(payload) == read.checksum else Flaw.CHECKSUM
+
+
+def a_copy_may_leave_while_the_store_reads_it(self, item):
+    real_store_start(self, item)
+    item.storing = False
+    self._offer(item)
+
+
+def places_come_back_before_their_read_ended(self, tree, why=None):
+    reads = [read for read in self.reads if read not in self.landed]
+    real_end(self, tree, why)
+    for read in reads:
+        give_back(tree, read.pieces)
+
+
+def a_fetch_does_not_hold_its_anchor(self, tree, landed):
+    real_fetch_insert(self, tree, landed)
+    tree.unlock(self.anchor)
+    tree.lock(tree.root)
+    self.anchor = tree.root
+
+
+def what_is_missing_counts_as_read(self, pieces):
+    return [Answer.HERE for _ in real_read(self, pieces)]
+
+
 MUTANTS = {
-    locked_pages_are_evicted: (prefix_tree, "_page_may_leave_device"),
-    parents_are_evicted: (prefix_tree, "_page_may_leave_device"),
+    nothing_read_is_verified: (Form, "flaw"),
+    only_the_payload_is_verified: (Form, "flaw"),
+    a_copy_may_leave_while_the_store_reads_it: (PrefixTree, "store_start"),
+    places_come_back_before_their_read_ended: (Fetch, "end"),
+    a_fetch_does_not_hold_its_anchor: (Fetch, "_insert"),
+    locked_pages_are_evicted: (prefix_tree, "page_may_leave_device"),
+    parents_are_evicted: (prefix_tree, "page_may_leave_device"),
     a_duplicate_leaks: (PrefixTree, "insert"),
     a_load_is_readable_at_once: (PrefixTree, "load_start"),
     a_save_is_readable_at_once: (PrefixTree, "save_start"),
-    a_missing_tail_is_overlooked: (PrefixTree, "_resumable"),
+    a_missing_tail_is_overlooked: (prefix_tree, "resumable"),
     the_namespace_is_forgotten: (keys, "_seeded"),
     namespaces_run_together: (keys, "_seeded"),
     only_the_match_counts_as_used: (PrefixTree, "touch"),
     children_leave_no_inheritance: (PrefixTree, "_inherit"),
     the_hottest_goes_first: (Candidates, "coldest"),
     a_place_comes_back_before_its_save_ended: (PrefixTree, "_evict"),
-    host_pages_are_taken_twice: (TieredCache, "_take_host"),
+    host_pages_are_taken_twice: (Places, "take_host"),
 }
 
 
@@ -141,6 +185,11 @@ def caught_within(seeds, steps=600):
 def test_the_simulation_catches(mutant):
     owner, name = MUTANTS[mutant]
     with patch.object(owner, name, mutant):
+        assert caught_within(seeds=40) is not None
+
+
+def test_the_simulation_catches_a_miss_that_counts_as_read():
+    with patch.dict(StoreMover._DO, {Work.READ: what_is_missing_counts_as_read}):
         assert caught_within(seeds=40) is not None
 
 

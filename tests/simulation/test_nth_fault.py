@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
+import tiercel.cache.places as places_module
 import tiercel.cache.tiered_cache as cache_module
 from tests.simulation.world import Actor, World
 from tiercel.cache import Loaded, RequestState, TieredCache, Wait
@@ -137,12 +138,12 @@ def play(fault, install):
 
 
 def failing_allocations(scene, fault):
-    real = cache_module.reserve
+    real = places_module.reserve
 
     def reserve(*needs):
         return Short(needs[0][0].name, 1) if fault.due() else real(*needs)
 
-    return patch.object(cache_module, "reserve", reserve)
+    return patch.object(places_module, "reserve", reserve)
 
 
 def failing_copies(scene, fault):

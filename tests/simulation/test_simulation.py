@@ -45,12 +45,14 @@ def test_the_simulation_reaches_what_it_is_meant_to_test():
     for seed in range(60):
         world = run(seed, STEPS)
         specs.add(world.spec.model)
-        for name, count in world.cache.counters.items():
+        for name, count in (world.cache.counters + world.store_counters).items():
             seen[name] = seen.get(name, 0) + count
     assert specs == {spec.model for spec in SPECS.values()}
     for name in (
         "tokens_device", "tokens_host", "pages_loaded", "tails_loaded", "pages_saved", "tails_saved",
         "loads_failed", "saves_failed",
+        "tokens_store", "pages_written", "tails_written", "bytes_read", "flaws", "failures", "timeouts",
+        "fetches_late", "fetches_not_worth", "writes_refused", "writes_passed",
         "requests_finished", "requests_aborted", "requests_preempted", "observer_errors", "tails_skipped",
     ):  # fmt: skip
         assert seen.get(name, 0) >= 20, f"{name} hardly ever happens"

@@ -8,20 +8,24 @@ byte read from one is never right by luck.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from random import Random
 from unittest.mock import patch
 
+import tiercel.cache.fetch as fetch_module
 import tiercel.cache.tiered_cache as cache_module
-from tests.simulation.bytes import Bytes, Text, text_of
+from tests.simulation.bytes import POISON, Bytes, Text, text_of
 from tests.simulation.copies import FaultyCopier, HeldCopies
 from tests.simulation.oracle import WatchedTree
 from tests.simulation.specs import SPECS
+from tests.simulation.stores import FAULTS, LIES, FalseStore
 from tiercel.cache import Extended, Request, RequestState, TieredCache, Wait
-from tiercel.config import EVICT_POLICIES, LAYOUTS, SAVE_POLICIES, CacheConfig
+from tiercel.config import EVICT_POLICIES, FETCH_POLICIES, LAYOUTS, SAVE_POLICIES, CacheConfig
 from tiercel.errors import RefusedError
 from tiercel.policy.evict import EvictPolicy, Used
+from tiercel.transfer.mover import Workers
 from tiercel.transfer.plan import Direction
 from tiercel.tree.keys import KeyChain
 from tiercel.tree.node import Page
@@ -65,6 +69,13 @@ class World:
             self.copier = FaultyCopier(controller._copier)
             controller._copier = self.copier  # type: ignore[assignment]
         self._poison_what_is_freed()
+        self.now_s = 0.0
+        fetch_module.READ_BYTES_LEAST = 64  # so that a fetch of these few bytes is several reads
+        self.store_copies = {"read": HeldCopies(), "write": HeldCopies()}
+        self.store: FalseStore | None = None
+        self.store_counters: Counter[str] = Counter()
+        if random.random() < 0.7:
+            self._attach(random)
         self.events = 0
         self.observer_fails = False
         self.cache.watch(self._observe)
@@ -76,13 +87,19 @@ class World:
     def _make_cache(self, random: Random) -> TieredCache:
         tails = random.choice([2, 3, 7]) * self.spec.pages_per_window
         least = max(1, self.spec.host_pages_per_tail)
+        roomy = self.roomy = random.random() < 0.4
+        """Most of what is computed reaches the host, and so the store."""
         config = CacheConfig(
-            device_pages=random.choice([2, 6, 9, 9, 14]),
+            fetch=random.choice(FETCH_POLICIES),
+            store_writing_bytes=random.choice([1, 10_000, 1 << 20]),
+            device_pages=14 if roomy else random.choice([2, 6, 9, 9, 14]),
             device_tails=tails,
-            host_bytes=self.spec.host_page_bytes * least * random.choice([0, 1, 8, 30, 30]),
+            host_bytes=self.spec.host_page_bytes
+            * least
+            * (30 if roomy else random.choice([0, 2, 8, 16, 30])),
             layout=random.choice(LAYOUTS),
             copier=random.choice(["reference", "direct"]),
-            save=random.choice(SAVE_POLICIES),
+            save="through" if roomy else random.choice(SAVE_POLICIES),
             evict=random.choice([*EVICT_POLICIES, f"{__name__}:Indifferent"]),
             tail_every_pages=random.randint(1, 4),
             tails_per_path=random.randint(1, 4),
@@ -97,6 +114,14 @@ class World:
                     self.spec, CacheConfig(**fields), executors=self.copies, pool_order=shuffled
                 )
 
+    def _attach(self, random: Random) -> None:
+        if self.cache.host is None or self.cache.store is not None:
+            return
+        if self.store is None or self.store._closed:
+            self.store = FalseStore(Random(random.getrandbits(32)))
+        workers = Workers(self.store_copies["read"], self.store_copies["write"], retry_after_s=(0.0,))
+        self.cache.attach(self.store, clock=lambda: self.now_s, workers=workers)
+
     def _poison_what_is_freed(self) -> None:
         for pool, tail in ((self.cache.pages, False), (self.cache.tails, True)):
 
@@ -106,6 +131,14 @@ class World:
                 real(ids)
 
             pool.release = release  # type: ignore[method-assign]
+
+        def release_host(ids, real=self.cache.host_pages.release):
+            for page_id in ids:
+                for view in self.cache.host.views([page_id], self.spec.host_page_bytes):  # type: ignore[union-attr]
+                    view[:] = bytes([POISON]) * len(view)
+            real(ids)
+
+        self.cache.host_pages.release = release_host  # type: ignore[method-assign]
 
     def _observe(self, event: object) -> None:
         self.events += 1
@@ -121,11 +154,15 @@ class World:
         ("finish", 7),
         ("abort", 1),
         ("preempt", 1),
-        ("step", 12),
+        ("step", 20),
         ("copy", 16),
-        ("fault", 1),
-        ("flush", 1),
+        ("fault", 2),
+        ("flush", 2),
         ("oddity", 4),
+        ("store", 30),
+        ("store_fault", 2),
+        ("store_change", 1),
+        ("leave", 1),
     )
 
     def step(self, number: int) -> None:
@@ -149,9 +186,11 @@ class World:
         if random.random() < 0.1:
             namespace = random.choice(NAMESPACES)
         tokens = base[: random.choice([len(base), random.randint(0, len(base))])]
-        tokens = (tokens + [random.randint(0, 3) for _ in range(random.randint(1, self.tokens_max // 3))])[
-            : self.tokens_max
-        ]
+        if random.random() < (0.7 if self.roomy else 0.3):  # a document that others have read too
+            tokens = [random.randint(0, 2)] * (self.tokens_max - random.randint(1, 9))
+            namespace = random.choice([(), (), (), *NAMESPACES])
+        more = random.randint(1, self.tokens_max // 3)
+        tokens = (tokens + [random.randint(0, 3) for _ in range(more)])[: self.tokens_max]
         self.texts.append((tokens, namespace))
         options = {
             "priority": random.randint(-2, 2),
@@ -170,9 +209,10 @@ class World:
     def _begin(self, actor: Actor) -> None:
         before = self._snapshot()
         events = len(self.cache.tree.events or ())
+        late = self._late_fetches()
         outcome = self.cache.begin(actor.chain, **actor.options)  # type: ignore[arg-type]
         if isinstance(outcome, Wait):
-            made_room = len(self.cache.tree.events or ()) > events
+            made_room = len(self.cache.tree.events or ()) > events or self._late_fetches() > late
             assert made_room or self._snapshot() == before, "I5: waiting left a trace"
             return
         actor.request = outcome
@@ -180,6 +220,55 @@ class World:
         reuse = outcome.reuse
         assert reuse.tokens == actor.written <= max(0, len(actor.tokens) - 1)
         assert not (self.cache.config.host_bytes == 0 and reuse.host_tokens)
+
+    def _late_fetches(self) -> int:
+        return self.cache.store.counters["fetches_late"] if self.cache.store else 0
+
+    def _do_store(self, random: Random) -> None:
+        """A worker of the store ends something; or an actor's coming is announced, or speeds are measured."""
+        if self.cache.store is not None and random.random() < 0.02:
+            self.cache.store.costs.compute.observe(random.choice([10, 1000, 100_000]), 1.0)
+        waiting = [actor for actor in self.actors if actor.request is None]
+        if waiting and random.random() < 0.3:
+            self.cache.prefetch(random.choice(waiting).chain, replay=random.random() < 0.2)
+        if self.store is not None and random.random() < 0.15:
+            self.store.mood = None
+        if random.random() < 0.3:  # a quiet moment: all of it
+            for copies in (*self.copies.values(), *self.store_copies.values()):
+                copies.shutdown()
+            self._do_step(random)
+        for copies in random.sample(list(self.store_copies.values()), 2):
+            if copies.held:
+                copies.run(random.randrange(len(copies.held)))
+                return
+
+    def _do_store_fault(self, random: Random) -> None:
+        if self.store is not None:
+            self.store.mood = random.choice([*LIES, *FAULTS])
+            self.store.times = random.choice([1, 1, 2, 5, 20])
+
+    def _do_store_change(self, random: Random) -> None:
+        what = random.choice(["vanish", "vanish", "detach", "attach", "attach"])
+        if what == "vanish" and self.store is not None:
+            self.store._values.clear()
+        elif what == "detach" and self.cache.store is not None:
+            self._keep_counters()
+            self.cache.detach()
+        elif what == "attach" and not self.cache._stores_left:
+            self._attach(random)
+
+    def _keep_counters(self) -> None:
+        if self.cache.store is not None:
+            self.store_counters.update(self.cache.store.counters)
+            self.store_counters.update({"flaws": sum(self.cache.store.mover.flaws.values())})
+
+    def _do_leave(self, random: Random) -> None:
+        """A client leaves while it waits."""
+        waiting = [actor for actor in self.actors if actor.request is None]
+        if waiting:
+            actor = random.choice(waiting)
+            self.cache.withdraw(actor.chain)
+            self.actors.remove(actor)
 
     def _do_compute(self, random: Random) -> None:
         """Read everything that came from the cache, write some more tokens, share them."""
@@ -193,7 +282,8 @@ class World:
         if actor.written >= len(actor.tokens) and len(actor.tokens) < self.tokens_max + 12:
             actor.tokens.append(random.randint(0, 3))
             actor.chain.extend(actor.tokens[-1:])
-        upto = min(len(actor.tokens), actor.written + random.randint(1, 3 * self.spec.page_tokens))
+        most = random.choice([3, 10]) * self.spec.page_tokens
+        upto = min(len(actor.tokens), actor.written + random.randint(1, most))
         if not self._compute(actor, upto, cancelled=random.random() < 0.05):
             if random.random() < 0.2:
                 self._preempt(actor)
@@ -274,6 +364,7 @@ class World:
         actor.request, actor.written, actor.tails_due = None, 0, {}
 
     def _do_step(self, random: Random) -> None:
+        self.now_s += random.choice([0.0, 0.001, 0.001, 0.01, 0.01, 0.01, 0.1, 0.1, 0.1, 20.0])
         for loaded in self.cache.step():
             (actor,) = [a for a in self.actors if a.request is loaded.request]
             if loaded.error is not None:
@@ -297,7 +388,7 @@ class World:
             self.copier.copies_until_fault = random.randint(0, 6)
 
     def _do_flush(self, random: Random) -> None:
-        if random.random() < 0.1:
+        if random.random() < (0.1 if self.cache.store is None else 0.8):
             self.cache.flush()
 
     def _do_oddity(self, random: Random) -> None:
@@ -342,9 +433,18 @@ class World:
         pools = [pool.owned_ids() for pool in (self.cache.pages, self.cache.tails, self.cache.host_pages)]
         return items, pools, list(self.cache.flights.moves())
 
+    def _run_all(self) -> None:
+        for copies in (*self.copies.values(), *self.store_copies.values()):
+            copies.shutdown()
+
+    def fetching(self) -> list[KeyChain]:
+        return list(self.cache.store.fetches) if self.cache.store else []
+
     def wind_down(self) -> None:
         """No fault happens any more: every request that is left gets through. Then no place is missing."""
         self.observer_fails = False
+        if self.store is not None:
+            self.store.mood = None
         if self.cache.host is not None:
             self.copier.copies_until_fault = None
         largest = self.cache.pages.capacity * self.spec.page_tokens
@@ -361,16 +461,17 @@ class World:
                 break
             self._serve_the_oldest()
             self._do_step(Random(0))
-            for copies in self.copies.values():
-                copies.shutdown()
+            self._run_all()
         assert not self.actors, "a request that could run waits for ever"
-        while self.cache.flights.busy:
+        for actor in [*self.fetching()]:
+            self.cache.withdraw(actor)
+        while self.cache.busy:
             self.cache.step()
-            for copies in self.copies.values():
-                copies.shutdown()
+            self._run_all()
         self.check()
-        assert self.cache.flush() == 0
+        assert self.cache.flush() == 0, self.cache.show()
         for pool in (self.cache.pages, self.cache.tails, self.cache.host_pages):
             assert pool.free == pool.capacity, f"I4: {pool.name} lost places"
         assert self.cache.counters["observer_errors"] == 0 or self.events
+        self._keep_counters()
         self.cache.close()

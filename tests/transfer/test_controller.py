@@ -130,7 +130,7 @@ def test_a_failing_copy_fails_its_ticket_only_and_the_worker_goes_on(rig: Rig) -
     assert [each.error is None for each in done] == [True, False, True]
     assert isinstance(done[1].error, TransferError)
     assert isinstance(done[1].error.__cause__, OSError)
-    stored = rig.host.page_bytes_view(host_page(2))
+    stored = rig.host.flat[2 * V4.page_bytes :]
     c4 = V4.stream("c4")
     row = rig.host.layout.region(c4, 3, 0)
     assert stored[row.offset : row.offset + row.bytes].equal(rig.device.view("c4", 3)[2])

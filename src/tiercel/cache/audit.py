@@ -30,8 +30,9 @@ def stats(cache: TieredCache) -> dict[str, Any]:
         "cached_bytes": {tier: _bytes_by_stream(cache.spec, *counts) for tier, counts in held.items()},
         "moved_bytes": {word: _bytes_by_stream(cache.spec, *counts) for word, counts in moved.items()},
         "moved_s": _seconds(cache),
-        "hit_tokens": {tier: cache.counters[f"tokens_{tier}"] for tier in ("device", "host")},
+        "hit_tokens": {tier: cache.counters[f"tokens_{tier}"] for tier in ("device", "host", "store")},
         "pools": {pool.name: {"capacity": pool.capacity, "free": pool.free} for pool in _pools(cache)},
+        "store": cache.store.stats() if cache.store else {"attached": False},
         "counters": dict(cache.counters),
     }
 
@@ -72,6 +73,8 @@ def check(cache: TieredCache) -> None:
             (pages if isinstance(move.item, Page) else tails).append(move.device)
         if move.item.gone:
             host += move.host
+    for store in (cache.store, *cache._stores_left):
+        host += store.host_places() if store else ()
     for pool, owned in zip(_pools(cache), (pages, tails, host), strict=True):
         pool.check()
         assert sorted(owned) == sorted(pool.owned_ids()), f"I4: owners of {pool.name}"

@@ -73,10 +73,10 @@ class Flights:
             for done in self.controller.poll()
         ]
 
-    def wait(self, timeout_s: float) -> None:
-        """Until something sent has ended."""
-        if self._sent and self.controller is not None:
-            self.controller.wait(timeout_s)
+    @property
+    def has_landed(self) -> bool:
+        """Whether something sent has ended."""
+        return self.controller is not None and self.controller.has_landed
 
     def send(self) -> None:
         """Everything queued, merged into one load and one save."""

@@ -37,8 +37,8 @@ def find(
     tree: PrefixTree, spec: CacheSpec, chain: KeyChain, *, load: bool, replay: bool, most: int | None = None
 ) -> Found:
     """The longest prefix to resume from, of `most` tokens; at least the last token is always computed."""
-    whole = max(0, chain.tokens - 1) // spec.page_tokens
-    limit = whole if most is None else min(whole, most // spec.page_tokens)
+    whole = pages_useful(chain, spec)
+    limit = pages_useful(chain, spec, most)
     match = tree.match(chain.keys, limit, device_only=not load)
     resume = choose_resume(
         found=match.found,
@@ -64,14 +64,20 @@ def find(
         reuse=Reuse(
             prompt_tokens=chain.tokens,
             device_tokens=near * spec.page_tokens,
-            host_tokens=len(pages[near:]) * spec.page_tokens,
-            store_tokens=0,
+            host_tokens=sum(not page.fetched for page in pages[near:]) * spec.page_tokens,
+            store_tokens=sum(page.fetched for page in pages[near:]) * spec.page_tokens,
             found_tokens=match.found * spec.page_tokens,
             replay_tokens=resume.replay_tokens,
             replay_cost_tokens=replay_cost(spec.replay_tokens, match.found * spec.page_tokens),
             why=why,
         ),
     )
+
+
+def pages_useful(chain: KeyChain, spec: CacheSpec, most: int | None = None) -> int:
+    """Pages that help if they are cached: at least the last token is always computed."""
+    tokens = max(0, chain.tokens - 1)
+    return (tokens if most is None else min(tokens, most)) // spec.page_tokens
 
 
 def find_nothing(tree: PrefixTree, chain: KeyChain) -> Found:

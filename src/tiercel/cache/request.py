@@ -22,6 +22,7 @@ class WaitFor(Enum):
     DEVICE_PAGES = "device pages"
     DEVICE_TAILS = "device places for tails"
     ARRIVING = "a transfer that is bringing or taking what it wants to reuse"
+    STORE = "what the store is bringing, as long as that is sooner than computing it"
     LARGER_DEVICE = "more device pages than there are"
 
 

@@ -3,6 +3,7 @@
     begin ──► (step: loads arrive) ──► extend ─► commit ─► extend ─► commit … ──► finish | preempt | abort
 
     begin     match, choose where to resume, lock it, reserve device places, queue the loads
+    (prefetch) the store is asked early what it has of a text that will begin soon
     extend    places for the tokens about to be computed, and for the tails to keep of them
     commit    bytes are written: full pages and tails become shared, and are saved to the host
     finish    everything is released; what was committed stays cached
@@ -17,39 +18,41 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
+from threading import Condition
+from time import monotonic
 from typing import Any
 
 from tiercel.cache.audit import check, stats
 from tiercel.cache.flights import Flights, Landed
-from tiercel.cache.found import Found, find, find_nothing
+from tiercel.cache.found import Found, find, find_nothing, pages_useful
+from tiercel.cache.places import Places
 from tiercel.cache.request import Extended, Loaded, Request, RequestState, Wait, WaitFor
+from tiercel.cache.store_tier import StoreTier
+from tiercel.cache.tails import tails_between, tails_of_prompt
 from tiercel.config import CacheConfig
 from tiercel.errors import ConfigError
 from tiercel.memory.buffers import DeviceMemory, HostMemory
-from tiercel.pages.pool import PagePool
-from tiercel.pages.reservation import Reservation, Short, reserve
+from tiercel.pages.reservation import Reservation
 from tiercel.policy.evict import make_evict_policy
-from tiercel.policy.placement import tail_boundaries, with_window
 from tiercel.policy.save import make_save_policy
 from tiercel.spec.cache_spec import CacheSpec
+from tiercel.storage.base import Store
 from tiercel.transfer.controller import Controller
 from tiercel.transfer.copier import make_copier
+from tiercel.transfer.mover import StoreMover, Workers
 from tiercel.transfer.plan import Direction
-from tiercel.tree.actions import Actions, Event, Move
+from tiercel.tree.actions import Cleared, Event
 from tiercel.tree.check import readable, show
 from tiercel.tree.keys import KeyChain, Tokens
 from tiercel.tree.node import Item, Page, Tail
 from tiercel.tree.prefix_tree import PrefixTree
-from tiercel.types import DevicePageId, DeviceTailId, HostPageId, Namespace
+from tiercel.types import DevicePageId, Namespace
 
 log = logging.getLogger(__name__)
 
 
-_DEVICE_PAGE_TAG, _DEVICE_TAIL_TAG, _HOST_PAGE_TAG = 1, 2, 3
-
-
 class TieredCache:
-    """Device and host tiers of one model's cache."""
+    """The tiers of one model's cache."""
 
     def __init__(
         self,
@@ -67,13 +70,6 @@ class TieredCache:
         self.spec = spec
         self.config = config
         self.device = DeviceMemory(spec, config.device_pages, config.device_tails, device)
-        order = pool_order or range
-        self.pages: PagePool[DevicePageId] = PagePool(
-            "device pages", config.device_pages, tag=_DEVICE_PAGE_TAG, order=order(config.device_pages)
-        )
-        self.tails: PagePool[DeviceTailId] = PagePool(
-            "device tails", config.device_tails, tag=_DEVICE_TAIL_TAG, order=order(config.device_tails)
-        )
         self._save = make_save_policy(config.save)
         self.tree = PrefixTree(
             evict=make_evict_policy(config.evict),
@@ -88,23 +84,27 @@ class TieredCache:
         if self.host and host_pages < spec.host_pages_per_tail:
             why = f"a tail takes {spec.host_pages_per_tail} host pages of {spec.host_page_bytes:,} B"
             raise ConfigError("host_bytes", config.host_bytes, why)
-        self.host_pages: PagePool[HostPageId] = PagePool(
-            "host pages", host_pages, tag=_HOST_PAGE_TAG, order=order(host_pages)
-        )
         controller = None
+        self._landed = Condition()
         if self.host:
             copier = make_copier(config.copier, spec, self.device, self.host)
-            controller = Controller(copier, spec.layers, executors)
+            controller = Controller(copier, spec.layers, executors, landed=self._landed)
         self.flights = Flights(controller)
+        counts = config.device_pages, config.device_tails, host_pages
+        self.places = Places(self.tree, spec, counts, pool_order or range, self.flights.queue_saves)
+        self.pages, self.tails, self.host_pages = self.places.pages, self.places.tails, self.places.host
+        self.store: StoreTier | None = None
+        self._stores_left: list[StoreTier] = []
         self.requests: set[Request] = set()
-        self._observer: Callable[[Event], None] | None = None
+        self._observer: Callable[[Sequence[Event | Cleared]], None] | None = None
         self.counters: Counter[str] = Counter()
 
     # A request's life
 
     def chain(self, tokens: Tokens = (), namespace: Namespace = ()) -> KeyChain:
         """The keys of a text: made once, kept while the request waits, extended as the text grows."""
-        chain = KeyChain(self.spec.fingerprint, namespace, self.spec.page_tokens)
+        told = self._observer is not None
+        chain = KeyChain(self.spec.fingerprint, namespace, self.spec.page_tokens, keep_tokens=told)
         chain.extend(tokens)
         return chain
 
@@ -135,6 +135,11 @@ class TieredCache:
         if self.config.force_miss:
             found = find_nothing(self.tree, chain)
         else:
+            if load and self.store is not None:
+                useful = pages_useful(chain, self.spec, reuse_most)
+                fetch = self.store.want(chain, useful, replay=replay)
+                if not self.store.ready(fetch):
+                    return Wait(WaitFor.STORE)
             found = find(self.tree, self.spec, chain, load=load, replay=replay, most=reuse_most)
         if any(self._is_arriving(item) for item in found.items):
             return Wait(WaitFor.ARRIVING)
@@ -145,7 +150,7 @@ class TieredCache:
         room: Reservation | Wait | None = None
         try:
             own = max(0, -(-room_for // self.spec.page_tokens) - found.page.depth)
-            room = self._reserve(len(found.far) + own, len(tails_far))
+            room = self.places.reserve(len(found.far) + own, len(tails_far))
         finally:
             if not isinstance(room, Reservation):
                 self._unlock(held)
@@ -156,9 +161,26 @@ class TieredCache:
             self._start_loads(found.far, places[: len(found.far)])
             self._start_loads(tails_far, room.ids(self.tails))
             room.keep()
-        request = self._start(Request(chain, priority, found.reuse, held), found, turn_ends)
+        reuse = found.reuse
+        if self.store is not None:
+            reuse = self.store.explained(chain, reuse)
+            self.store.forget(chain)
+        request = self._start(Request(chain, priority, reuse, held), found, turn_ends)
         request.table.extend(places[len(found.far) :])
         return request
+
+    def prefetch(
+        self, chain: KeyChain, *, replay: bool = False, reuse_most: int | None = None, wait_s: float = 0.0
+    ) -> None:
+        """A request will `begin` with this chain in about `wait_s`: see what the store has of it."""
+        if self.store is not None and not self.config.force_miss:
+            useful = pages_useful(chain, self.spec, reuse_most)
+            self.store.want(chain, useful, replay=replay, wait_s=wait_s)
+
+    def withdraw(self, chain: KeyChain) -> None:
+        """The request that was waiting, or was announced, will not begin."""
+        if self.store is not None:
+            self.store.forget(chain)
 
     def extend(self, request: Request, upto: int) -> Extended | Wait:
         """Room for positions below `upto`: device pages, and places for the tails to keep on the way.
@@ -172,13 +194,13 @@ class TieredCache:
         pages = max(0, -(-upto // page_tokens) - len(request.table))
         if pages + len(request.table) > self.pages.capacity:
             return Wait(WaitFor.LARGER_DEVICE, pages + len(request.table) - self.pages.capacity)
-        boundaries = self._tails_between(request, request.extended_tokens // page_tokens, upto // page_tokens)
-        room = self._reserve(pages, len(boundaries))
+        boundaries = tails_between(self.spec, request, upto)
+        room = self.places.reserve(pages, len(boundaries))
         if isinstance(room, Wait) and room.what is WaitFor.DEVICE_TAILS:
             skipped = len(boundaries) - self.tails.free
             boundaries = boundaries[skipped:]
             self.counters["tails_skipped"] += skipped
-            room = self._reserve(pages, len(boundaries))
+            room = self.places.reserve(pages, len(boundaries))
         if isinstance(room, Wait):
             return room
         with room:
@@ -204,7 +226,7 @@ class TieredCache:
         if pages > request.committed and not self.config.force_miss:
             self._share_pages(request, pages)
         self._share_tails(request, everything=False)
-        self._settle()
+        self.places.settle()
 
     def finish(self, request: Request) -> None:
         """The text ended. The tail at its last boundary is kept: this is where the next turn goes on."""
@@ -231,7 +253,9 @@ class TieredCache:
         loaded: list[Loaded] = []
         for landed in self.flights.landed():
             loaded += self._publish(landed)
-        self._make_room_ahead()
+        if self.store is not None or self._stores_left:
+            self._step_stores()
+        self.places.make_room_ahead()
         self.flights.send()
         if self.tree.events:
             self._notify()
@@ -244,6 +268,8 @@ class TieredCache:
         moves, waiting = landed.flight.moves, []
         for move in reversed(moves) if loads else moves:
             end(move, ok)
+        if self.store is not None and ok and not loads:
+            self.store.offer(move.item for move in moves if not move.item.gone)
         for request in landed.flight.requests:
             if request.state is RequestState.LOADING:
                 waiting.append(request)
@@ -252,29 +278,84 @@ class TieredCache:
                     self._end(request)
                     self.counters["requests_failed"] += 1
         self._count_landed(landed)
-        self._settle()
+        self.places.settle()
         return [Loaded(request, landed.error) for request in waiting]
 
     def wait(self, timeout_s: float) -> None:
         """Until a transfer ends, if one is under way: for a caller that can do nothing before."""
-        self.flights.wait(timeout_s)
+        if self.busy:
+            with self._landed:
+                self._landed.wait_for(self._has_landed, timeout_s)
+
+    def _has_landed(self) -> bool:
+        return self.flights.has_landed or bool(self.store and self.store.mover.landed)
+
+    @property
+    def busy(self) -> bool:
+        """Something is on its way, or queued to be sent by the next `step`."""
+        return self.flights.busy or bool(self._stores_left or (self.store and self.store.busy))
 
     def flush(self) -> int:
         """Forget everything no request holds and no transfer moves; answers how many pages stay."""
         stay = self.tree.flush()
-        self._settle()
+        self.places.settle()
         return stay
 
-    def watch(self, observer: Callable[[Event], None] | None) -> None:
-        """Tell `observer` what each tier can read: at the next `step` everything, then what changed.
+    def watch(self, observer: Callable[[Sequence[Event | Cleared]], None] | None) -> None:
+        """Tell `observer` what each tier can read: at the next `step` everything, then each step's changes.
 
         Its errors are logged and counted, never raised.
         """
         self._observer = observer
         self.tree.events = readable(self.tree) if observer else None
 
-    def close(self) -> None:
-        """Wait for the transfers and release host memory."""
+    # The store
+
+    def attach(
+        self,
+        store: Store,
+        *,
+        clock: Callable[[], float] = monotonic,
+        workers: Workers | None = None,
+    ) -> None:
+        """Use a store from now on, and give it what the host has. The cache closes it when it leaves it."""
+        if self.host is None:
+            raise ConfigError("store", type(store).__name__, "needs a host tier to read into (host_bytes)")
+        if self.store is not None:
+            raise ConfigError("store", type(store).__name__, "one is attached already")
+        mover = StoreMover(store, self.spec, self.host, landed=self._landed, clock=clock, workers=workers)
+        self.store = StoreTier(mover, self.tree, self.spec, self.config, self.places, clock)
+        self.store.offer(item for item in self.tree.items() if item.on_host)
+
+    def detach(self) -> None:
+        """Go on without the store. It is closed as soon as what is under way has ended."""
+        if self.store is not None:
+            self.store.leave()
+            self._stores_left.append(self.store)
+            self.store = None
+
+    def _step_stores(self) -> None:
+        if self.store is not None:
+            self.store.step()
+        for left in list(self._stores_left):
+            left.step()
+            if not left.busy:
+                left.close()
+                self._stores_left.remove(left)
+        self.places.settle()
+
+    def close(self, store_wait_s: float = 10.0) -> None:
+        """Wait for the transfers, for so long also for what the store has not got yet; release everything."""
+        until = monotonic() + store_wait_s
+        while self.store is not None and self.busy and monotonic() < until:
+            self.step()
+            self.wait(0.01)
+        self.detach()
+        while self._stores_left and monotonic() < until:
+            self.step()
+            self.wait(0.01)
+        for left in self._stores_left:
+            left.close()
         self.flights.close()
         if self.host is not None:
             self.host.close()
@@ -302,7 +383,7 @@ class TieredCache:
     def _start_loads(self, items: Sequence[Item], places: Sequence[int]) -> None:
         pairs = zip(items, places, strict=True)
         moves = [self.tree.load_start(item, device, self.flights.batch) for item, device in pairs]
-        assert all(map(self._owns, moves)), "I3: a load of a place that was given back"
+        assert all(map(self.places.owns, moves)), "I3: a load of a place that was given back"
         self.flights.queue_loads(moves)
 
     def _start(self, request: Request, found: Found, turn_ends: Iterable[int]) -> Request:
@@ -312,7 +393,7 @@ class TieredCache:
         request.resume_tails = found.tails
         request.prompt_pages = request.chain.tokens // self.spec.page_tokens
         request.extended_tokens = page.depth * self.spec.page_tokens
-        request.tail_boundaries = self._tail_boundaries(request, found.branch, turn_ends)
+        request.tail_boundaries = tails_of_prompt(self.spec, self.config, request, found.branch, turn_ends)
         if any(item.load is not None for item in found.items):
             request.state = RequestState.LOADING
             self.flights.join(request)
@@ -325,26 +406,11 @@ class TieredCache:
         self.counters["tokens_asked"] += found.reuse.prompt_tokens
         self.counters["tokens_device"] += found.reuse.device_tokens
         self.counters["tokens_host"] += found.reuse.host_tokens
-        self._settle()
+        self.counters["tokens_store"] += found.reuse.store_tokens
+        for far in found.far:
+            far.fetched = False
+        self.places.settle()
         return request
-
-    def _tail_boundaries(self, request: Request, branch: int, turn_ends: Iterable[int]) -> frozenset[int]:
-        """Where the prompt gets tails. None at the resumed boundary: a replay computes too little for one.
-
-        One is where the same prompt, asked again, goes on: before its last token.
-        """
-        if not self.spec.tail_streams:
-            return frozenset()
-        wanted = tail_boundaries(
-            resumed_pages=request.committed,
-            total_pages=request.prompt_pages,
-            turn_ends=(*turn_ends, request.chain.tokens - 1),
-            branch_page=branch,
-            every_pages=self.config.tail_every_pages,
-            page_tokens=self.spec.page_tokens,
-        )
-        window = self.spec.pages_per_window
-        return with_window(wanted, pages_per_window=window, resumed_pages=request.committed)
 
     # How places are had and given back
 
@@ -361,58 +427,26 @@ class TieredCache:
         assert page.device is not None
         return page.device
 
-    def _reserve(self, pages: int, tails: int) -> Reservation | Wait:
-        """Device places, made free by eviction where they are short."""
-        take_host = self._take_host if self.host else None
-        self.tree.evict_pages(pages - self.pages.free - self.tree.leaving[Page], take_host)
-        self._make_room_for_tails(tails)
-        self._settle()
-        room = reserve((self.pages, pages), (self.tails, tails))
-        if isinstance(room, Short):
-            pages_short = room.pool == self.pages.name
-            return Wait(WaitFor.DEVICE_PAGES if pages_short else WaitFor.DEVICE_TAILS, room.missing)
-        return room
-
-    def _make_room_for_tails(self, tails: int) -> None:
-        take_host = self._take_host if self.host else None
-        short = min(tails, self.tails.capacity) - self.tails.free - self.tree.leaving[Tail]
-        self.tree.evict_tails(short, self.spec.host_pages_per_tail, take_host)
-
-    def _make_room_ahead(self) -> None:
-        """No request waits for places for tails, so an eighth is kept free for what one step writes."""
-        if self.host is not None and self.spec.tail_streams:
-            self._make_room_for_tails(max(self.spec.pages_per_window, self.tails.capacity // 8))
-            self._settle()
-
-    def _take_host(self, count: int) -> tuple[HostPageId, ...] | None:
-        self._settle()
-        room = reserve((self.host_pages, count))
-        if isinstance(room, Short):
-            return None
-        with room:
-            ids = tuple(room.ids(self.host_pages))
-            room.keep()
-        return ids
-
-    def _owns(self, move: Move) -> bool:
-        device: PagePool[Any] = self.pages if isinstance(move.item, Page) else self.tails
-        return device.owns(move.device) and all(map(self.host_pages.owns, move.host))
-
     def _save_early(self, items: Iterable[Item]) -> None:
         """Copies into host memory that is free anyway (`policy.save`)."""
         if self.host is None:
             return
         for item in items:
             if item.host is None and item.load is None:
-                host = self._take_host(1 if isinstance(item, Page) else self.spec.host_pages_per_tail)
+                host = self.places.take_host(1 if isinstance(item, Page) else self.spec.host_pages_per_tail)
                 if host is None:
                     return
                 self.tree.save_start(item, host)
 
     def _share_pages(self, request: Request, pages: int) -> None:
         first = request.committed
+        texts = request.chain.texts
         shared = self.tree.insert(
-            request.page, request.chain.keys[first:pages], request.table[first:pages], request.priority
+            request.page,
+            request.chain.keys[first:pages],
+            request.table[first:pages],
+            request.priority,
+            texts[first:pages] if texts else (),
         )
         if not shared:
             return
@@ -449,39 +483,20 @@ class TieredCache:
         self.tails.release(list(request.tails.values()))
         request.held, request.table, request.tails = [], [], {}
         request.resume_tails, request.gate = (), None
-        self._settle()
+        self.places.settle()
 
     def _unlock(self, items: Iterable[Item]) -> None:
         for item in items:
             self.tree.unlock(item)
 
-    def _settle(self) -> None:
-        """Carry out what the tree decided."""
-        actions = self.tree.actions
-        if actions.pages or actions.tails or actions.host or actions.saves:
-            self.tree.actions = Actions()
-            self.pages.release(actions.pages)
-            self.tails.release(actions.tails)
-            self.host_pages.release(actions.host)
-            assert all(map(self._owns, actions.saves)), "I3: a save of a place that was given back"
-            self.flights.queue_saves(actions.saves)
-
     def _notify(self) -> None:
         assert self._observer is not None and self.tree.events is not None
         observer, events, self.tree.events = self._observer, self.tree.events, []
-        for event in events:
-            try:
-                observer(event)
-            except Exception:  # noqa: BLE001 - an observer is not ours; its error must not stop the cache
-                self.counters["observer_errors"] += 1
-                log.exception("the observer failed on %s", event)
-
-    def _tails_between(self, request: Request, first: int, last: int) -> list[int]:
-        """Boundaries after `first` up to `last` whose tails are to be written."""
-        window = self.spec.pages_per_window
-        prompt = [b for b in range(first + 1, last + 1) if b in request.tail_boundaries]
-        latest = range(max(first, request.prompt_pages, last - window) + 1, last + 1) if window else ()
-        return sorted({*prompt, *latest})
+        try:
+            observer(events)
+        except Exception:  # noqa: BLE001 - an observer is not ours; its error must not stop the cache
+            self.counters["observer_errors"] += 1
+            log.exception("the observer failed on %d events", len(events))
 
     def _count_landed(self, landed: Landed) -> None:
         word, done = ("load", "loaded") if landed.direction is Direction.LOAD else ("save", "saved")

@@ -134,7 +134,7 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        return not (self.tasks or self._ended or self.cache.flights.busy)
+        return not (self.tasks or self._ended or self.cache.busy)
 
     def flush(self) -> int:
         """Forget what is cached; answers how many pages stay because they are in use."""

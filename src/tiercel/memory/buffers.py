@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tiercel.errors import ConfigError
 from tiercel.memory.host import HostMap
-from tiercel.memory.layout import Layout, Range, TailPour, make_layout
+from tiercel.memory.layout import Layout, TailPour, make_layout
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.stream import Part, State, Stream
 from tiercel.types import HostPageId, place
@@ -62,15 +62,23 @@ class HostMemory:
         # Over a view, not over the map: the view is what keeps the bytes mapped as long as a tensor lives.
         self.flat: Tensor = torch.frombuffer(self._map.view, dtype=torch.uint8)
 
-    def record_ranges(self, page_ids: Iterable[HostPageId]) -> list[tuple[Range, ...]]:
-        """For each host page the ranges of `flat` that make its record."""
-        return [self.layout.place_ranges(place(page_id)) for page_id in page_ids]
+    @property
+    def view(self) -> memoryview:
+        """All of it."""
+        return self._map.view
 
-    def page_bytes_view(self, page_id: HostPageId) -> Tensor:
-        """The record of one host page, without a copy, where the layout keeps it in one range."""
-        ranges = self.layout.place_ranges(place(page_id))
-        assert len(ranges) == 1, f"a page is {len(ranges)} ranges in {self.layout.name}"
-        return self.flat[ranges[0].offset :][: ranges[0].bytes]
+    def views(self, page_ids: Iterable[HostPageId], size: int) -> list[memoryview]:
+        """The first `size` bytes of these host pages, in the order of their record, without a copy: one range
+        a page where the layout keeps a page together, else as many as it has rows."""
+        views, memory = [], self._map.view
+        for page_id in page_ids:
+            for offset, length in self.layout.place_ranges(place(page_id)):
+                views.append(memory[offset : offset + min(length, size)])
+                size -= len(views[-1])
+                if not size:
+                    return views
+        assert not size, f"{size} bytes more than these host pages have"
+        return views
 
     def close(self) -> None:
         """Give the memory back. May be called again. Nothing may be copying."""

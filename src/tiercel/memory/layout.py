@@ -90,6 +90,8 @@ class Layout(ABC):
     """
 
     name: ClassVar[str]
+    by_entry: ClassVar[bool] = False
+    """The bytes of a place lie in another order than those of its record (`place_ranges`)."""
 
     def __init__(self, streams: Sequence[Stream], page_tokens: int, places: int) -> None:
         assert places >= 0, places
@@ -218,6 +220,7 @@ class PageFirst(PageFirstDirect):
     """
 
     name = "page_first"
+    by_entry = True
 
     def __init__(self, streams: Sequence[Stream], page_tokens: int, places: int) -> None:
         super().__init__(streams, page_tokens, places)

@@ -14,6 +14,11 @@ class Why(Enum):
     NOT_ON_DEVICE = "the next page is not on the device, and loads were turned off for this request"
     NO_TAIL = "more pages were found, but there is no tail to resume after them"
     NOT_WANTED = "the request asks for the model's answers from here on, so they are computed"
+    STORE_LATE = "the store did not bring more in time"
+    STORE_SLOW = "computing the rest was expected to be faster than the store"
+    STORE_OFF = "the store does not answer, and the next page is in no other tier"
+    STORE_DAMAGED = "what the store held of the rest was damaged"
+    STORE_NO_ROOM = "there was no host memory to fetch the rest into"
     FORCED_MISS = "the cache is told to find nothing"
 
 

@@ -64,7 +64,7 @@ class Controller:
     """Runs plans. `submit`, `poll` and `close` belong to one thread; gates to any.
 
     `executors` gives each direction its worker, and gives it away: `close` shuts it down. The default is one
-    thread each.
+    thread each. `landed` is told whenever a transfer ends.
     """
 
     def __init__(
@@ -72,12 +72,13 @@ class Controller:
         copier: Copier,
         layers: Sequence[int],
         executors: Mapping[Direction, Executor] | None = None,
+        landed: Condition | None = None,
     ) -> None:
         self._copier = copier
         self._layers = tuple(sorted(layers))
         self._executors = executors or {direction: _worker(direction) for direction in Direction}
         self._queues: dict[Direction, deque[_Flight]] = {direction: deque() for direction in Direction}
-        self._landed = Condition()
+        self._landed = landed or Condition()
         self._submitted = 0
         self._published = 0
         self.seconds: dict[Direction, dict[str, float]] = {direction: {} for direction in Direction}
@@ -108,10 +109,10 @@ class Controller:
         self._published += len(ended)
         return ended
 
-    def wait(self, timeout_s: float) -> None:
-        """Until a transfer ends that no poll has named yet, or for so long."""
-        with self._landed:
-            self._landed.wait_for(lambda: any(q and q[0].done for q in self._queues.values()), timeout_s)
+    @property
+    def has_landed(self) -> bool:
+        """Whether a transfer has ended that no poll has named yet."""
+        return any(queue and queue[0].done for queue in self._queues.values())
 
     def close(self) -> None:
         """Wait for everything in flight; `poll` still tells how it ended. May be called again."""

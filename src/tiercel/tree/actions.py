@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tiercel.tree.node import Item
+from tiercel.tree.node import Item, Tail
 from tiercel.types import DevicePageId, DeviceTailId, HostPageId, PageKey, Tier
 
 
@@ -24,6 +24,22 @@ class Event(NamedTuple):
     tier: Tier
     tail: bool
     key: PageKey
+    parent: PageKey = PageKey(b"")
+    """Of the page before it; empty for the first page of a text."""
+    tokens: bytes = b""
+    """Of the page, little-endian uint32; empty where they are not known."""
+
+
+def event(stored: bool, tier: Tier, item: Item) -> Event:
+    page = item.page if isinstance(item, Tail) else item
+    parent = page.parent.key if page.parent is not None else PageKey(b"")
+    return Event(stored, tier, page is not item, page.key, parent, page.tokens)
+
+
+class Cleared(NamedTuple):
+    """Nothing of what a tier held is there any more."""
+
+    tier: Tier
 
 
 @dataclass

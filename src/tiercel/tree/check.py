@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from tiercel.tree.actions import Event
+from tiercel.tree.actions import Cleared, Event, event
 from tiercel.tree.node import Item, Page
 from tiercel.tree.prefix_tree import PrefixTree
 from tiercel.types import Tier
@@ -31,7 +31,7 @@ def check(tree: PrefixTree) -> None:
             )
         for item in _items(page):
             _check_item(item)
-            if item.device is not None and item.load is None and item.on_host:
+            if item.device is not None and item.load is None and item.on_host and not item.storing:
                 doubles.add(item)
     for page in (tree.root, *tree.index.values()):
         assert page.children == children[page] and page.children_device == children_device[page]
@@ -52,6 +52,7 @@ def _check_item(item: Item) -> None:
     assert item.load is None or item.device is not None
     assert item.save is None or item.host is not None
     assert item.load is None or item.on_host, "I2: a load reads a readable copy"
+    assert not item.storing or item.on_host, "I2: the store is given a readable copy"
 
 
 def _check_candidates(tree: PrefixTree) -> None:
@@ -67,15 +68,17 @@ def _check_candidates(tree: PrefixTree) -> None:
             assert on_host, f"may leave the host, but stands in no line: {_row(item)}"
 
 
-def readable(tree: PrefixTree) -> list[Event]:
+def readable(tree: PrefixTree) -> list[Event | Cleared]:
     """Everything a tier can read, as if it had just been told."""
-    events = []
+    events: list[Event | Cleared] = []
     for page in tree.index.values():
         for item in _items(page):
             if item.device is not None and item.load is None:
-                events.append(Event(True, Tier.DEVICE, item is not page, page.key))
+                events.append(event(True, Tier.DEVICE, item))
             if item.on_host:
-                events.append(Event(True, Tier.HOST, item is not page, page.key))
+                events.append(event(True, Tier.HOST, item))
+            if item.stored:
+                events.append(event(True, Tier.STORE, item))
     return events
 
 

@@ -32,9 +32,13 @@ _VERSION = b"tiercel key 1"
 class KeyChain:
     """The keys of one text, extended as it grows. Tokens that do not fill a page yet wait in the chain."""
 
-    def __init__(self, fingerprint: bytes, namespace: Namespace, page_tokens: int) -> None:
+    def __init__(
+        self, fingerprint: bytes, namespace: Namespace, page_tokens: int, *, keep_tokens: bool = False
+    ) -> None:
         self.page_tokens = page_tokens
         self.keys: list[PageKey] = []
+        self.texts: list[bytes] | None = [] if keep_tokens else None
+        """The tokens of each page, for those who are to be told of them."""
         self.tokens = 0
         if not (isinstance(namespace, tuple) and all(isinstance(word, str) for word in namespace)):
             raise TokenError("namespace", namespace, "must be a tuple of words")
@@ -54,6 +58,8 @@ class KeyChain:
         for start in range(0, full, step):
             update(data[start : start + step])
             add(digest())
+            if self.texts is not None:
+                self.texts.append(data[start : start + step])
         self._rest = data[full:]
 
 

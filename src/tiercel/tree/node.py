@@ -13,6 +13,9 @@ Both live in up to two tiers, and each tier's copy is absent, on its way, or rea
 The number is the batch a load travels with. The id is the device place a save reads: the page may leave the
 device before the save ends, and may even be back at another place by then.
 
+The store is not ours alone, so of it only two things are known: `storing`, the host copy is being written to
+it and stays until that ended; `stored`, it has been there.
+
 A page with `device` set has a parent with `device` set: what the device holds of a text is a prefix of it.
 """
 
@@ -24,7 +27,7 @@ from tiercel.types import DevicePageId, DeviceTailId, HostPageId, PageKey
 class Cached:
     """What pages and tails have in common: places in two tiers, and their use (see `policy.evict.Used`)."""
 
-    __slots__ = ("gone", "hits", "host", "load", "lock", "priority", "save", "used")
+    __slots__ = ("gone", "hits", "host", "load", "lock", "priority", "save", "stored", "storing", "used")
 
     host: tuple[HostPageId, ...] | None
     load: int | None
@@ -33,6 +36,8 @@ class Cached:
     used: int
     hits: int
     priority: int
+    storing: bool
+    stored: bool
     gone: bool
 
     @property
@@ -44,7 +49,18 @@ class Cached:
 class Page(Cached):
     """A page in the tree. Locking it protects its whole path: only leaves are ever evicted."""
 
-    __slots__ = ("children", "children_device", "depth", "device", "hits_given", "key", "parent", "tail")
+    __slots__ = (
+        "children",
+        "children_device",
+        "depth",
+        "device",
+        "fetched",
+        "hits_given",
+        "key",
+        "parent",
+        "tail",
+        "tokens",
+    )
 
     def __init__(
         self, key: PageKey, parent: Page | None, device: DevicePageId | None, used: int, priority: int
@@ -59,7 +75,11 @@ class Page(Cached):
         self.lock = self.children = self.children_device = self.hits = self.hits_given = 0
         self.used = used
         self.priority = priority
-        self.gone = False
+        self.tokens = b""
+        """Its tokens, if somebody wants to be told of them."""
+        self.fetched = False
+        """The store brought it, and no request has used it since."""
+        self.storing = self.stored = self.gone = False
 
 
 class Tail(Cached):
@@ -75,8 +95,38 @@ class Tail(Cached):
         self.lock = self.hits = 0
         self.used = used
         self.priority = priority
-        self.gone = False
+        self.storing = self.stored = self.gone = False
 
 
 Item = Page | Tail
 """Anything the tree caches."""
+
+
+def parent_of(page: Page) -> Page:
+    assert page.parent is not None, "the root is never asked for its parent"
+    return page.parent
+
+
+# Who may go
+
+
+def idle(item: Item) -> bool:
+    """Held by no request and moved by no copy between device and host."""
+    return item.lock == 0 and item.load is None and item.save is None
+
+
+def page_may_leave_device(page: Page) -> bool:
+    return page.device is not None and page.children_device == 0 and page.lock == 0 and page.load is None
+
+
+def tail_may_leave_device(tail: Tail) -> bool:
+    return tail.device is not None and tail.lock == 0 and tail.load is None
+
+
+def may_leave_host(item: Item) -> bool:
+    """Only what the host alone holds, and of pages only leaves without a tail in use."""
+    if not (item.on_host and idle(item)) or item.storing:
+        return False
+    if isinstance(item, Tail):
+        return item.device is None
+    return item.device is None and item.children == 0 and (item.tail is None or idle(item.tail))

@@ -21,40 +21,28 @@ The life of a place on the device, and who gives it back:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from tiercel.policy.evict import EvictPolicy, Rank
 from tiercel.policy.save import SavePolicy
-from tiercel.tree.actions import Actions, Event, Move
+from tiercel.tree.actions import Actions, Cleared, Event, Move, event
 from tiercel.tree.candidates import Candidates
-from tiercel.tree.node import Item, Page, Tail
+from tiercel.tree.match import Match, prefix, resumable
+from tiercel.tree.node import (
+    Item,
+    Page,
+    Tail,
+    idle,
+    may_leave_host,
+    page_may_leave_device,
+    parent_of,
+    tail_may_leave_device,
+)
 from tiercel.types import DevicePageId, DeviceTailId, HostPageId, PageKey, Tier
 
 TakeHost = Callable[[int], tuple[HostPageId, ...] | None]
 """So many host pages, or None when there are not so many free."""
-
-
-class Match(NamedTuple):
-    """What the tiers hold of a text. Counts are in pages from its start."""
-
-    found: int
-    """Pages in any tier."""
-
-    device: int
-    """Pages on the device, those a load is bringing included."""
-
-    boundary: int
-    """The longest prefix that can be resumed: all pages found, and the tails it needs."""
-
-    page: Page
-    """The page that ends at `boundary` (the root when it is 0)."""
-
-    tails: tuple[Tail, ...]
-    """The tails a resume at `boundary` reads, the last one first."""
-
-    branch: int
-    """Where this text leaves the others: a boundary that deserves a tail; 0 when it does not branch off."""
 
 
 class PrefixTree:
@@ -66,7 +54,7 @@ class PrefixTree:
         self.root = Page(PageKey(b""), None, None, 0, 0)
         self.index: dict[PageKey, Page] = {}
         self.actions = Actions()
-        self.events: list[Event] | None = None
+        self.events: list[Event | Cleared] | None = None
         self.doubles: dict[Item, None] = {}
         """Readable in both tiers, the latest last: the first host copies to go when the host is full."""
         self.pages_per_window = pages_per_window
@@ -82,9 +70,9 @@ class PrefixTree:
 
     def _line_up(self) -> None:
         """Everything that may leave a tier, in line to do so."""
-        self.device_pages: Candidates[Page] = Candidates(self._evict_policy, _page_may_leave_device)
-        self.device_tails: Candidates[Tail] = Candidates(self._evict_policy, _tail_may_leave_device)
-        self.host: Candidates[Item] = Candidates(self._evict_policy, _may_leave_host)
+        self.device_pages: Candidates[Page] = Candidates(self._evict_policy, page_may_leave_device)
+        self.device_tails: Candidates[Tail] = Candidates(self._evict_policy, tail_may_leave_device)
+        self.host: Candidates[Item] = Candidates(self._evict_policy, may_leave_host)
         for page in self.index.values():
             self._offer(page)
             if page.tail is not None:
@@ -95,37 +83,21 @@ class PrefixTree:
     def match(self, keys: Sequence[PageKey], limit: int, *, device_only: bool = False) -> Match:
         """What is held of a text, looking at its first `limit` pages. Changes nothing."""
         index = self.index
-        found = _prefix(keys, min(len(keys), limit), index.__contains__)
+        found = prefix(keys, min(len(keys), limit), index.__contains__)
         page = index[keys[found - 1]] if found else self.root
         device = found
         if found and page.device is None:
-            device = _prefix(keys, found, lambda key: index[key].device is not None)
+            device = prefix(keys, found, lambda key: index[key].device is not None)
         if device_only and device < found:
             found = device
             page = index[keys[found - 1]] if found else self.root
         leaves = found and page.children and found < len(keys) and keys[found] not in index
         branch = found if leaves else 0
         if self.pages_per_window:
-            page, tails = self._resumable(page, device_only)
+            tails = resumable(page, self.pages_per_window, device_only)
+            page = tails[0].page if tails else self.root
             return Match(found, device, page.depth, page, tails, branch)
         return Match(found, device, found, page, (), branch)
-
-    def _resumable(self, page: Page, device_only: bool) -> tuple[Page, tuple[Tail, ...]]:
-        """The deepest page on the path with a tail on it and on enough pages before it. I6."""
-        run: list[Tail] = []
-        here: Page | None = page
-        while here is not None:
-            tail = here.tail
-            if tail is None or (device_only and tail.device is None):
-                run = []
-            else:
-                run.append(tail)
-                if len(run) == self.pages_per_window or here.depth == 1:
-                    return run[0].page, tuple(run)
-            here = here.parent
-            while here is not None and here.tail is None and not run:
-                here = here.parent
-        return self.root, ()
 
     def touch(self, page: Page, tails: Sequence[Tail], priority: int) -> None:
         """A request found this prefix. Its other pages inherit the use when this one goes."""
@@ -148,7 +120,12 @@ class PrefixTree:
     # Growing
 
     def insert(
-        self, parent: Page, keys: Sequence[PageKey], ids: Sequence[DevicePageId], priority: int = 0
+        self,
+        parent: Page,
+        keys: Sequence[PageKey],
+        ids: Sequence[DevicePageId],
+        priority: int = 0,
+        tokens: Sequence[bytes] = (),
     ) -> list[Page]:
         """Add full pages after `parent`, which is readable on the device (or the root). Answers the pages
         now in the tree.
@@ -159,13 +136,14 @@ class PrefixTree:
         assert parent is self.root or (parent.device is not None and parent.load is None)
         self._clock += 1
         clock, index, pages = self._clock, self.index, []
-        for key, device in zip(keys, ids, strict=True):
+        for number, (key, device) in enumerate(zip(keys, ids, strict=True)):
             page = index.get(key)
             if page is None:
                 page = index[key] = Page(key, parent, device, clock, priority)
                 parent.children += 1
                 parent.children_device += 1
                 if self.events is not None:  # asked here too: a call for every new page costs a tenth
+                    page.tokens = tokens[number] if tokens else b""
                     self._tell(True, Tier.DEVICE, page)
             else:
                 if page.device is None:
@@ -200,6 +178,46 @@ class PrefixTree:
         self.device_tails.offer(tail)
         return tail
 
+    def insert_fetched(
+        self, parent: Page, fetched: Sequence[tuple[PageKey, tuple[HostPageId, ...], bytes]]
+    ) -> Page:
+        """Pages that the store has brought to the host (key, host places, tokens), after `parent`, which is
+        in the tree. Answers the last."""
+        self._clock += 1
+        for key, host, tokens in fetched:
+            page = self.index.get(key)
+            if page is None:
+                page = self.index[key] = Page(key, parent, None, self._clock, 0)
+                page.tokens, page.fetched = tokens, True
+                parent.children += 1
+            page.used = self._clock
+            self._fetched(page, host)
+            parent = page
+        here = parent  # the deepest page on the device goes when it is the coldest: it was used just now
+        while here is not self.root and here.device is None:
+            self._inherit(parent_of(here), here)
+            here = parent_of(here)
+        return parent
+
+    def insert_fetched_tail(self, page: Page, host: tuple[HostPageId, ...]) -> None:
+        """The same for a tail."""
+        self._clock += 1
+        if page.tail is None:
+            page.tail = Tail(page, None, self._clock, page.priority)
+        self._fetched(page.tail, host)
+
+    def _fetched(self, item: Item, host: tuple[HostPageId, ...]) -> None:
+        """A host copy that is readable at once; where there is one already, the new one is given back."""
+        self.mark_stored(item)
+        if item.host is not None:
+            self.actions.host.extend(host)
+            return
+        item.host = host
+        self._tell(True, Tier.HOST, item)
+        if item.device is not None and item.load is None:
+            self.doubles[item] = None
+        self._offer(item)
+
     def cap_tails(self, page: Page) -> None:
         """At most so many tails from the root to `page`; the coldest go, but none a resume there reads."""
         tails: list[Tail] = []
@@ -210,7 +228,7 @@ class PrefixTree:
             here = here.parent
         excess = len(tails) - self._tails_per_path
         if excess > 0:
-            older = [t for t in tails if t.page.depth <= page.depth - self.pages_per_window and _idle(t)]
+            older = [t for t in tails if t.page.depth <= page.depth - self.pages_per_window and idle(t)]
             for tail in sorted(older, key=self._rank)[:excess]:
                 self._remove_tail(tail)
 
@@ -218,7 +236,7 @@ class PrefixTree:
         """Something that was only on the host gets fresh bytes on the device, without a copy."""
         item.device = device
         self._tell(True, Tier.DEVICE, item)
-        if item.on_host:
+        if item.on_host and not item.storing:
             self.doubles[item] = None
 
     # Moving between the tiers
@@ -231,7 +249,7 @@ class PrefixTree:
         item.device = device
         item.load = batch
         if isinstance(item, Page):
-            parent = _parent(item)
+            parent = parent_of(item)
             assert parent is self.root or parent.device is not None, "the device holds a prefix"
             parent.children_device += 1
         return Move(item, device, item.host)
@@ -241,10 +259,12 @@ class PrefixTree:
         item = move.item
         if item.gone:
             self._give_device(item, move.device)
-            self.actions.host.extend(move.host)
+            item.load = None
+            self._give_host(item)
             return
         if ok:
-            self.doubles[item] = None
+            if not item.storing:
+                self.doubles[item] = None
             self._tell(True, Tier.DEVICE, item)
         else:
             self._leave_device(item)
@@ -282,12 +302,34 @@ class PrefixTree:
                 return
         self._offer(item)
 
+    def store_start(self, item: Item) -> None:
+        """The host copy is being written to the store, and stays until that ended."""
+        assert item.on_host and not item.storing and not item.gone, "I2: the store is given a readable copy"
+        item.storing = True
+        self.doubles.pop(item, None)
+
+    def store_done(self, item: Item, ok: bool) -> None:
+        item.storing = False
+        if item.gone:
+            self._give_host(item)
+            return
+        if item.device is not None and item.load is None:
+            self.doubles[item] = None
+        if ok:
+            self.mark_stored(item)
+        self._offer(item)
+
+    def mark_stored(self, item: Item) -> None:
+        if not item.stored:
+            item.stored = True
+            self._tell(True, Tier.STORE, item)
+
     def unsaved(self, page: Page) -> list[Page]:
         """Pages at the end of a path that have no host copy and none on its way, the deepest last."""
         pages = []
         while page is not self.root and page.host is None:
             pages.append(page)
-            page = _parent(page)
+            page = parent_of(page)
         return pages[::-1]
 
     # Evicting
@@ -343,14 +385,16 @@ class PrefixTree:
         self.unlock(item)
         return host
 
-    def evict_host(self, *, colder_than: Rank) -> bool:
+    def evict_host(self, *, colder_than: Rank | None = None) -> bool:
         """Take one thing off the host: the latest double, or else the coldest that only the host has."""
         if self.doubles:
             item, _ = self.doubles.popitem()
             self._leave_host(item)
             return True
         coldest = self.host.coldest()
-        if coldest is None or self._rank(coldest) > colder_than:  # type: ignore[operator]
+        if coldest is None:
+            return False
+        if colder_than is not None and self._rank(coldest) > colder_than:  # type: ignore[operator]
             return False
         self._drop(coldest)
         return True
@@ -359,14 +403,21 @@ class PrefixTree:
         """Forget everything that no request holds and no transfer moves; answers how many pages stay."""
         for page in reversed(list(self.index.values())):
             tail = page.tail
-            if tail is not None and _idle(tail):
+            if tail is not None and idle(tail):
                 self._remove_tail(tail)
-            if page.children == 0 and page.tail is None and _idle(page):
+            if page.children == 0 and page.tail is None and idle(page):
                 self._remove(page)
         self._line_up()
         return len(self.index)
 
     # The books
+
+    def items(self) -> Iterator[Item]:
+        """Everything cached, parents before their children."""
+        for page in self.index.values():
+            yield page
+            if page.tail is not None:
+                yield page.tail
 
     def _offer(self, item: Item) -> None:
         if isinstance(item, Page):
@@ -388,17 +439,16 @@ class PrefixTree:
         if item.load is None:
             self._tell(False, Tier.DEVICE, item)
         if isinstance(item, Page):
-            parent = _parent(item)
+            parent = parent_of(item)
             parent.children_device -= 1
             self._inherit(parent, item)
             self.device_pages.offer(parent)
 
     def _leave_host(self, item: Item) -> None:
         if item.host is not None and item.save is None:
-            self.actions.host.extend(item.host)
-            item.host = None
             self.doubles.pop(item, None)
             self._tell(False, Tier.HOST, item)
+            self._give_host(item)
 
     def _inherit(self, parent: Page, page: Page) -> None:
         """A parent was used whenever its child was."""
@@ -430,7 +480,7 @@ class PrefixTree:
         assert page.lock == 0 and page.children == 0 and page.load is None, "I3: a page in use is not removed"
         if page.tail is not None:
             self._remove_tail(page.tail)
-        parent = _parent(page)
+        parent = parent_of(page)
         if page.device is not None:
             self._leave_device(page)
         else:
@@ -456,50 +506,15 @@ class PrefixTree:
         tail.page.tail = None
         self.host.offer(tail.page)
 
+    def _give_host(self, item: Item) -> None:
+        """The host places, unless a load or a write to the store still reads them: then when that ended."""
+        if item.host is not None and item.load is None and not item.storing:
+            self.actions.host.extend(item.host)
+            item.host = None
+
     def _give_device(self, item: Item, device: Any) -> None:
         (self.actions.pages if isinstance(item, Page) else self.actions.tails).append(device)
 
     def _tell(self, stored: bool, tier: Tier, item: Item) -> None:
         if self.events is not None:
-            page = item.page if isinstance(item, Tail) else item
-            self.events.append(Event(stored, tier, page is not item, page.key))
-
-
-def _prefix(keys: Sequence[PageKey], most: int, holds: Callable[[PageKey], bool]) -> int:
-    """How many of the first `most` keys satisfy `holds`, which is true up to some key and false after it."""
-    if most == 0 or holds(keys[most - 1]):
-        return most
-    low, high = 0, most - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if holds(keys[middle - 1]):
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def _parent(page: Page) -> Page:
-    assert page.parent is not None, "the root is never asked for its parent"
-    return page.parent
-
-
-def _idle(item: Item) -> bool:
-    return item.lock == 0 and item.load is None and item.save is None
-
-
-def _page_may_leave_device(page: Page) -> bool:
-    return page.device is not None and page.children_device == 0 and page.lock == 0 and page.load is None
-
-
-def _tail_may_leave_device(tail: Tail) -> bool:
-    return tail.device is not None and tail.lock == 0 and tail.load is None
-
-
-def _may_leave_host(item: Item) -> bool:
-    """Only what the host alone holds, and of pages only leaves without a tail in use."""
-    if not (item.on_host and _idle(item)):
-        return False
-    if isinstance(item, Tail):
-        return item.device is None
-    return item.device is None and item.children == 0 and (item.tail is None or _idle(item.tail))
+            self.events.append(event(stored, tier, item))

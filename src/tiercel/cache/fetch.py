@@ -1,0 +1,169 @@
+"""One text's way from the store to the host.
+
+    ASKING ── the store says what it has ──► PLANNING ── host places ──► READING ── all landed ──► OVER
+       │                                        │                           │
+       └──── nothing there, store off ──────────┴── not worth it, no room ──┴── too late, damaged ──► OVER
+
+What was read becomes visible page by page from the front, as soon as everything before it has: so a fetch
+that ends early has brought a prefix. Host places of a read that nobody waits for any more are given back when
+the read has ended, never before (I10).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from tiercel.policy.fetch import Held, Wanted
+from tiercel.policy.resume import Why
+from tiercel.transfer.mover import Answer, Operation, Piece
+from tiercel.tree.keys import KeyChain
+from tiercel.tree.node import Page
+from tiercel.tree.prefix_tree import PrefixTree
+from tiercel.types import HostPageId
+
+READ_BYTES_MOST = 8 * 1024**2
+READ_BYTES_LEAST = 256 * 1024
+READS = 8
+"""A fetch is cut into so many reads, within these sizes: enough to use every worker and to show how it
+goes, few enough that a read is large."""
+
+
+class Stage(Enum):
+    ASKING = "asking"
+    PLANNING = "planning"
+    READING = "reading"
+    OVER = "over"
+
+
+@dataclass(eq=False)
+class Fetch:
+    """What is known of one text, and what is under way for it."""
+
+    chain: KeyChain
+    limit: int
+    """Pages that would help."""
+    replay: bool
+    began_s: float
+    wait_s: float = 0.0
+    """How long it waits for its turn anyway, as far as known."""
+    stage: Stage = Stage.ASKING
+    why: Why | None = None
+    """Why it brought less than the text has."""
+    asked_from: int = 0
+    """The pages asked for begin here."""
+    pages_stored: Sequence[bool] = ()
+    tails_stored: frozenset[int] = frozenset()
+    wanted: Wanted | None = None
+    spared_tokens: int = 0
+    anchor: Page | None = None
+    """The deepest page of the text in the tree, locked while reads are under way."""
+    reads: list[Operation] = field(default_factory=list)
+    """Not published yet, in the order of the text."""
+    landed: set[Operation] = field(default_factory=set)
+    """Those of them that have ended: they wait for the ones before."""
+    moved_s: float = 0.0
+    """When it last got on."""
+    turn_s: float | None = None
+    """When its request could have begun without it."""
+
+    def held(self, tree: PrefixTree) -> Held:
+        """What the tree has of it now, beside what the store said."""
+        match = tree.match(self.chain.keys, self.limit)
+        path = self.chain.keys[: match.found]
+        tails = frozenset(depth for depth, key in enumerate(path, 1) if tree.index[key].tail is not None)
+        stored = 0
+        for here in (
+            self.pages_stored[match.found - self.asked_from :] if match.found >= self.asked_from else ()
+        ):
+            if not here:
+                break
+            stored += 1
+        return Held(match.boundary, match.found, stored, tails, self.tails_stored)
+
+    def pieces(self, held: Held, wanted: Wanted) -> Iterator[Piece]:
+        """What is to be read, in the order of the text: a tail follows its page."""
+        tails = set(wanted.tails)
+        for depth in range(1, wanted.upto + 1):
+            key = self.chain.keys[depth - 1]
+            if depth > held.found:
+                yield Piece(False, key)
+            if depth in tails:
+                yield Piece(True, key)
+
+    def publish(self, tree: PrefixTree) -> bool:
+        """What has landed at the front becomes visible; False when the rest can not be used any more."""
+        while self.reads and self.reads[0] in self.landed:
+            read = self.reads.pop(0)
+            good = [answer is Answer.HERE for answer in read.answers]
+            whole = next((i for i, p in enumerate(read.pieces) if not (good[i] or p.tail)), len(good))
+            if not all(good):
+                damaged = Answer.DAMAGED in read.answers
+                self.why = Why.STORE_DAMAGED if damaged else self.why or Why.NOT_CACHED
+            self._insert(tree, list(zip(read.pieces, good, strict=True))[:whole])
+            give_back(tree, read.pieces[whole:])
+            if whole < len(good):
+                return False
+        return True
+
+    def _insert(self, tree: PrefixTree, landed: Sequence[tuple[Piece, bool]]) -> None:
+        """Pages first, the tails hang on them."""
+        assert self.anchor is not None
+        texts, depth = self.chain.texts, self.anchor.depth
+        pages = [piece for piece, _ in landed if not piece.tail]
+        if pages:
+            tokens = texts[depth : depth + len(pages)] if texts else [b""] * len(pages)
+            named = [(page.key, page.host, text) for page, text in zip(pages, tokens, strict=True)]
+            last = tree.insert_fetched(self.anchor, named)
+            tree.lock(last)
+            tree.unlock(self.anchor)
+            self.anchor = last
+        for piece, good in landed:
+            if piece.tail and good:
+                tree.insert_fetched_tail(tree.index[piece.key], piece.host)
+            elif piece.tail:
+                tree.actions.host.extend(piece.host)
+
+    def end(self, tree: PrefixTree, why: Why | None = None) -> None:
+        """Nothing more is published. Reads under way end by themselves; `land` gives their places back."""
+        if self.stage is Stage.OVER:
+            return
+        self.stage = Stage.OVER
+        self.why = why or self.why
+        if self.anchor is not None:
+            tree.unlock(self.anchor)
+            self.anchor = None
+        for read in self.reads:
+            read.cancelled = True
+            if read in self.landed:
+                give_back(tree, read.pieces)
+        self.reads = []
+
+    def host_places(self) -> Iterator[HostPageId]:
+        """Of reads that have ended and wait to be published."""
+        for read in self.reads:
+            if read in self.landed:
+                for piece in read.pieces:
+                    yield from piece.host
+
+
+def give_back(tree: PrefixTree, pieces: Sequence[Piece]) -> None:
+    for piece in pieces:
+        tree.actions.host.extend(piece.host)
+
+
+def cut(pieces: Sequence[Piece], bytes_of: dict[bool, int]) -> Iterator[list[Piece]]:
+    """One fetch as several reads."""
+    total = sum(bytes_of[piece.tail] for piece in pieces)
+    size = min(max(total // READS, READ_BYTES_LEAST), READ_BYTES_MOST)
+    batch: list[Piece] = []
+    filled = 0
+    for piece in pieces:
+        if batch and filled + bytes_of[piece.tail] > size:
+            yield batch
+            batch, filled = [], 0
+        batch.append(piece)
+        filled += bytes_of[piece.tail]
+    if batch:
+        yield batch
