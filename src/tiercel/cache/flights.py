@@ -9,6 +9,7 @@ can not be joined any more: who wants that waits for it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -36,6 +37,18 @@ class Landed:
     direction: Direction
     flight: Flight
     error: TransferError | None
+
+
+def count(counters: Counter[str], landed: Landed) -> None:
+    """Add what has landed to a cache's counters."""
+    word, done = ("load", "loaded") if landed.direction is Direction.LOAD else ("save", "saved")
+    if landed.error is not None:
+        counters[f"{word}s_failed"] += 1
+        return
+    pages = sum(isinstance(move.item, Page) for move in landed.flight.moves)
+    counters[f"{word}s"] += 1
+    counters[f"pages_{done}"] += pages
+    counters[f"tails_{done}"] += len(landed.flight.moves) - pages
 
 
 class Flights:

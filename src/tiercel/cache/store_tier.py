@@ -20,7 +20,7 @@ from tiercel.cache.fetch import Fetch, Stage, cut, give_back
 from tiercel.cache.places import Places
 from tiercel.config import CacheConfig
 from tiercel.policy.breaker import Breaker, State
-from tiercel.policy.fetch import Costs, choose_fetch, worth_waiting
+from tiercel.policy.fetch import Costs, Rate, choose_fetch, worth_waiting
 from tiercel.policy.resume import Reuse, Why
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.storage.record import Kind
@@ -54,6 +54,7 @@ class StoreTier:
         spec: CacheSpec,
         config: CacheConfig,
         places: Places,
+        compute: Rate,
         clock: Callable[[], float],
     ) -> None:
         self.mover = mover
@@ -65,6 +66,7 @@ class StoreTier:
             tail_bytes=spec.tail_bytes,
             pages_per_window=spec.pages_per_window,
             replay_tokens=spec.replay_tokens,
+            compute=compute,
         )
         self.fetches: dict[KeyChain, Fetch] = {}
         self._tree = tree
@@ -74,6 +76,7 @@ class StoreTier:
         self._clock = clock
         self._host_bytes = places.host.capacity * spec.host_page_bytes
         self._left = False
+        self._closer: Thread | None = None
         self._backlog: deque[tuple[Item, int]] = deque()
         """What is to be written, and how often that was tried."""
         self._writes: dict[Operation, list[tuple[Item, int]]] = {}
@@ -380,6 +383,14 @@ class StoreTier:
         waits = self._backlog and self.breaker.state is State.WORKING
         return bool(self.mover.under_way or waits)
 
+    @property
+    def pending(self) -> bool:
+        return bool(self._backlog)
+
+    def clear(self) -> Operation:
+        """Have the store forget everything. The operation says how it ended."""
+        return self.mover.submit(Work.CLEAR)
+
     def leave(self) -> None:
         """Begin nothing more; what is under way ends by itself."""
         self._left = True
@@ -388,9 +399,12 @@ class StoreTier:
         for chain in list(self.fetches):
             self.forget(chain)
 
-    def close(self) -> None:
-        """After `leave`, when nothing is under way that could touch the tree. Never blocks."""
-        Thread(target=self.mover.close, name="tiercel-store-close", daemon=True).start()
+    def close(self) -> bool:
+        """After `leave`, when nothing is under way any more. Never blocks: True once it is closed."""
+        if self._closer is None:
+            self._closer = Thread(target=self.mover.close, name="tiercel-store-close", daemon=True)
+            self._closer.start()
+        return not self._closer.is_alive()
 
     # Looking
 

@@ -23,7 +23,7 @@ from time import monotonic
 from typing import Any
 
 from tiercel.cache.audit import check, stats
-from tiercel.cache.flights import Flights, Landed
+from tiercel.cache.flights import Flights, Landed, count
 from tiercel.cache.found import Found, find, find_nothing, pages_useful
 from tiercel.cache.places import Places
 from tiercel.cache.request import Extended, Loaded, Request, RequestState, Wait, WaitFor
@@ -34,6 +34,7 @@ from tiercel.errors import ConfigError
 from tiercel.memory.buffers import DeviceMemory, HostMemory
 from tiercel.pages.reservation import Reservation
 from tiercel.policy.evict import make_evict_policy
+from tiercel.policy.fetch import Rate
 from tiercel.policy.save import make_save_policy
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.storage.base import Store
@@ -93,6 +94,8 @@ class TieredCache:
         counts = config.device_pages, config.device_tails, host_pages
         self.places = Places(self.tree, spec, counts, pool_order or range, self.flights.queue_saves)
         self.pages, self.tails, self.host_pages = self.places.pages, self.places.tails, self.places.host
+        self.compute = Rate()
+        """Tokens of prompts per second, for those who choose between loading and computing."""
         self.store: StoreTier | None = None
         self._stores_left: list[StoreTier] = []
         self.requests: set[Request] = set()
@@ -277,7 +280,7 @@ class TieredCache:
                 if not ok:
                     self._end(request)
                     self.counters["requests_failed"] += 1
-        self._count_landed(landed)
+        count(self.counters, landed)
         self.places.settle()
         return [Loaded(request, landed.error) for request in waiting]
 
@@ -289,6 +292,11 @@ class TieredCache:
 
     def _has_landed(self) -> bool:
         return self.flights.has_landed or bool(self.store and self.store.mover.landed)
+
+    @property
+    def pending(self) -> bool:
+        """Something waits for a store that is off: a `step` now and then tries it again."""
+        return bool(self.store and self.store.pending)
 
     @property
     def busy(self) -> bool:
@@ -324,7 +332,7 @@ class TieredCache:
         if self.store is not None:
             raise ConfigError("store", type(store).__name__, "one is attached already")
         mover = StoreMover(store, self.spec, self.host, landed=self._landed, clock=clock, workers=workers)
-        self.store = StoreTier(mover, self.tree, self.spec, self.config, self.places, clock)
+        self.store = StoreTier(mover, self.tree, self.spec, self.config, self.places, self.compute, clock)
         self.store.offer(item for item in self.tree.items() if item.on_host)
 
     def detach(self) -> None:
@@ -334,13 +342,17 @@ class TieredCache:
             self._stores_left.append(self.store)
             self.store = None
 
+    @property
+    def detaching(self) -> bool:
+        """A store that was left is not closed yet."""
+        return bool(self._stores_left)
+
     def _step_stores(self) -> None:
         if self.store is not None:
             self.store.step()
         for left in list(self._stores_left):
             left.step()
-            if not left.busy:
-                left.close()
+            if not left.busy and left.close():
                 self._stores_left.remove(left)
         self.places.settle()
 
@@ -354,8 +366,6 @@ class TieredCache:
         while self._stores_left and monotonic() < until:
             self.step()
             self.wait(0.01)
-        for left in self._stores_left:
-            left.close()
         self.flights.close()
         if self.host is not None:
             self.host.close()
@@ -497,13 +507,3 @@ class TieredCache:
         except Exception:  # noqa: BLE001 - an observer is not ours; its error must not stop the cache
             self.counters["observer_errors"] += 1
             log.exception("the observer failed on %d events", len(events))
-
-    def _count_landed(self, landed: Landed) -> None:
-        word, done = ("load", "loaded") if landed.direction is Direction.LOAD else ("save", "saved")
-        if landed.error is not None:
-            self.counters[f"{word}s_failed"] += 1
-            return
-        pages = sum(isinstance(move.item, Page) for move in landed.flight.moves)
-        self.counters[f"{word}s"] += 1
-        self.counters[f"pages_{done}"] += pages
-        self.counters[f"tails_{done}"] += len(landed.flight.moves) - pages

@@ -19,6 +19,8 @@ from tiercel.models.deepseek_v4.model import DeepseekV4
 from tiercel.models.deepseek_v4.weights import load_weights
 from tiercel.spec import deepseek_v4
 from tiercel.spec.cache_spec import CacheSpec
+from tiercel.storage.open import _without_secrets as hide_password
+from tiercel.storage.open import open_store
 
 EMBEDDED_FOLDER = Path(tiercel.models.__file__).parent / "tiny_v4"
 
@@ -43,14 +45,23 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
         raise ConfigError("exact", build.exact, why)
     page_tokens = build.page_tokens or (128 if build.model == EMBEDDED else 256)
     spec = deepseek_v4(checkpoint.config, page_tokens, build.format, model=folder.name)
+    spec = replace(spec, made_by=f"{checkpoint.digest()} {kernels.BITS}")
     pages, tails = _places(build.device_bytes, spec, config)
     text = Text(folder)
     weights = load_weights(checkpoint, own)
     cache = TieredCache(spec, replace(config.cache, device_pages=pages, device_tails=tails))
+    if build.store is not None:
+        _attach(cache, build.store)
     model = DeepseekV4(own, weights, cache.device, config.running_max, kernels)
     longest = config.context_tokens or checkpoint.config.get("max_position_embeddings")
     engine = Engine(model, cache, text, replace(config, context_tokens=longest))
     return engine, _choices(build, config, engine, kernels.NAME, exact=kernels.EXACT)
+
+
+def _attach(cache: TieredCache, url: str) -> None:
+    if cache.host is None:
+        raise ConfigError("store", hide_password(url), "needs a host tier to read into: give it host memory")
+    cache.attach(open_store(url))
 
 
 def _places(device_bytes: int, spec: CacheSpec, config: EngineConfig) -> tuple[int, int]:
@@ -63,6 +74,13 @@ def _places(device_bytes: int, spec: CacheSpec, config: EngineConfig) -> tuple[i
         need = 2 * spec.page_bytes + least * spec.tail_bytes
         raise ConfigError("device_bytes", device_bytes, f"two pages and their tails take {need:,} B")
     return pages, tails
+
+
+def _store_choice(build: Build, cache: CacheConfig) -> Choice:
+    if build.store is None:
+        return Choice("store tier", "off", "--store URL turns it on")
+    late = f", {cache.fetch_deadline_s} s per 1,024 tokens" if cache.fetch == "deadline" else ""
+    return Choice("store tier", hide_password(build.store), f"fetch {cache.fetch}{late}")
 
 
 def _why_longest(engine: Engine) -> str:
@@ -90,6 +108,7 @@ def _choices(
         Choice("exact", "on" if exact else "off", same),
         Choice("device tier", device, f"{build.device_bytes:,} B"),
         Choice("host tier", host, f"save {cache.save}, evict {cache.evict}"),
+        _store_choice(build, cache),
         Choice("longest text", f"{engine.context_tokens:,} tokens", _why_longest(engine)),
         Choice("steps", "overlapped" if config.overlap else "plain", f"{config.step_tokens} tokens each"),
         Choice("requests", f"{config.running_max} running", f"{config.waiting_max} may wait"),

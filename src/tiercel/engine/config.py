@@ -27,6 +27,8 @@ class Build:
     kernels: str = "auto"
     exact: bool = False
     """Refuse to start on kernels whose bits depend on what else is computed. Without it they are told of."""
+    store: str | None = None
+    """URL of a store (`storage.open`); None: there is no third tier."""
 
 
 @dataclass(frozen=True)

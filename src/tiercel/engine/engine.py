@@ -16,12 +16,13 @@ import logging
 from bisect import insort
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from tiercel.cache import Loaded, RequestState, TieredCache, Wait
+from tiercel.cache import Loaded, RequestState, TieredCache, Wait, WaitFor
 from tiercel.engine.ask import Ask, Delta, Finish, TokenOut
 from tiercel.engine.config import EngineConfig
 from tiercel.engine.plan import Part, Plan, share
@@ -34,6 +35,9 @@ from tiercel.models.deepseek_v4.config import V4Config
 from tiercel.types import place
 
 log = logging.getLogger(__name__)
+
+PROMPT_TOKENS = 16
+"""A step with so many tokens for each text in it tells how fast prompts are computed."""
 
 EXPLAINED_MOST = 4096
 """So many requests are remembered for `explain`."""
@@ -88,6 +92,7 @@ class Engine:
         self.stalled = False
         """The last plan left someone out whose room was with a task under way."""
         self._rings = list(range(config.running_max))
+        self._forward_s = 0.0
         self._number = 0
         self._aborted: list[Task] = []
         self._ended: list[Outcome] = []
@@ -124,6 +129,17 @@ class Engine:
         self.tasks[ask.request_id] = task
         insort(self.waiting, task, key=lambda each: each.order)
         self.counters["asks"] += 1
+        self.cache.prefetch(
+            task.chain, replay=self.config.replay, reuse_most=task.scores_from, wait_s=self._wait_s(task)
+        )
+
+    def _wait_s(self, task: Task) -> float:
+        """How long the prompts before it take to compute, as far as known."""
+        if self.cache.store is None:
+            return 0.0
+        before = (each for each in (*self.running, *self.waiting) if each.order < task.order)
+        tokens = sum(len(each.tokens) - each.computed for each in before)
+        return self.cache.compute.seconds(tokens) or 0.0
 
     def abort(self, request_id: str) -> None:
         """End a request, at any moment. It is not known any more: nothing happens."""
@@ -176,7 +192,12 @@ class Engine:
 
     def forward(self, work: Work) -> Tensor | None:
         """Logits of the last position of each part, or of all positions if a prompt is to be scored."""
-        return self.model(work.spans, every_token=work.every_token) if work.spans else None
+        if not work.spans:
+            return None
+        began_s = perf_counter()
+        logits = self.model(work.spans, every_token=work.every_token)
+        self._forward_s = perf_counter() - began_s
+        return logits
 
     def _span(self, part: Part) -> Span:
         task = part.task
@@ -219,6 +240,8 @@ class Engine:
             outcomes.append(outcome)
             if outcome.finish is not None:
                 self._end(task, outcome.finish)
+        if computed > PROMPT_TOKENS * len(plan):
+            self.cache.compute.observe(computed, self._forward_s)
         self.counters["steps"] += 1
         self.counters["tokens_drawn"] += drawn
         self.counters["tokens_computed"] += computed
@@ -272,14 +295,19 @@ class Engine:
         self._wait_again(task)
 
     def _admit(self) -> None:
-        """In order, and nobody is passed: who waits for room gets it when it is there."""
-        while self.waiting and self._rings:
-            task = self.waiting[0]
-            if not self._begin(task):
+        """In order, and nobody is passed: who waits for room gets it when it is there. Only who waits for the
+        store lets others by, for they need not wait for it."""
+        passed = 0
+        while passed < len(self.waiting) and self._rings:
+            waits = self._begin(self.waiting[passed])
+            if waits is None:
+                self.waiting.pop(passed)
+            elif waits.what is WaitFor.STORE:
+                passed += 1
+            else:
                 return
-            self.waiting.pop(0)
 
-    def _begin(self, task: Task) -> bool:
+    def _begin(self, task: Task) -> Wait | None:
         request = self.cache.begin(
             task.name_pages(),
             priority=task.ask.priority,
@@ -290,7 +318,7 @@ class Engine:
             room_for=self._page_end(len(task.tokens)),
         )
         if isinstance(request, Wait):
-            return False
+            return request
         task.request = request
         roomy = self._extend(task, len(task.tokens))
         assert roomy, "the pages were reserved with the beginning"
@@ -306,7 +334,7 @@ class Engine:
             self._resume(task)
         if not task.drawn:
             self._explain(task)
-        return True
+        return None
 
     def _resume(self, task: Task) -> None:
         """Everything it reuses is on the device."""
@@ -473,6 +501,7 @@ class Engine:
     def _end(self, task: Task, finish: Finish) -> None:
         if task.stage is Stage.WAITING:
             self.waiting.remove(task)
+            self.cache.withdraw(task.chain)
         elif task.stage is Stage.LOADING:
             self.loading.pop(id(task.request))
         elif task.stage is Stage.RUNNING:

@@ -21,17 +21,24 @@ from tiercel.engine.ask import Ask, Delta
 from tiercel.engine.engine import Engine
 from tiercel.engine.loop import overlapped_steps, plain_steps
 from tiercel.engine.text import Text
+from tiercel.errors import ConfigError, StoreError
+from tiercel.storage.open import _without_secrets as hide_password
+from tiercel.storage.open import open_store
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+PENDING_S = 0.5
+"""While nothing is to be done but to try a store again."""
+
 
 class EngineService:
     """An engine that others wait on. Made in any thread, used from one event loop, closed once."""
 
-    def __init__(self, engine: Engine, model_name: str) -> None:
+    def __init__(self, engine: Engine, model_name: str, store_url: str | None = None) -> None:
         self.model_name = model_name
+        self._store_url = hide_password(store_url or "")
         self.context_tokens = engine.context_tokens
         self._engine = engine
         self._inbox: deque[Callable[[], None]] = deque()
@@ -92,6 +99,41 @@ class EngineService:
 
     async def stats(self) -> dict[str, Any]:
         return await asyncio.wrap_future(self._ask(self._engine.stats))
+
+    # The store
+
+    async def attach_store(self, url: str) -> dict[str, Any]:
+        """Use a store from now on. Raises `ConfigError` or `StoreError`, and then nothing has happened."""
+        store = await asyncio.to_thread(open_store, url)
+        try:
+            await asyncio.wrap_future(self._ask(lambda: self._engine.cache.attach(store)))
+        except ConfigError:
+            await asyncio.to_thread(store.close)
+            raise
+        self._store_url = hide_password(url)
+        return await self.store_status()
+
+    async def store_status(self) -> dict[str, Any]:
+        store = (await self.stats())["store"]
+        return {**store, "url": self._store_url} if store["attached"] else store
+
+    async def detach_store(self) -> dict[str, Any]:
+        """Go on without the store, and wait until it is closed."""
+        await asyncio.wrap_future(self._ask(self._engine.cache.detach))
+        while self._engine.cache.detaching:
+            await asyncio.sleep(0.01)
+        return await self.store_status()
+
+    async def clear_store(self) -> None:
+        """Have the store forget everything. Raises `StoreError`."""
+        store = self._engine.cache.store
+        if store is None:
+            raise StoreError("no store is attached")
+        clear = await asyncio.wrap_future(self._ask(store.clear))
+        while not clear.ended_s:
+            await asyncio.sleep(0.005)
+        if clear.error is not None:
+            raise clear.error
 
     # Ending
 
@@ -156,7 +198,7 @@ class EngineService:
         engine = self._engine
         with self._wake:
             if engine.idle and not (self._inbox or self._stopped):
-                self._wake.wait()
+                self._wake.wait(PENDING_S if engine.cache.pending else None)
 
     def _tell(self, deltas: list[Delta]) -> None:
         """One call into each event loop for all its answers of a step."""

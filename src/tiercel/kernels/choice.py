@@ -18,6 +18,7 @@ class Kernels(Protocol):
 
     NAME: str
     EXACT: bool
+    BITS: str
 
     def pack(self, weight: Tensor) -> Matrix: ...
     def pack_all(self, weights: Tensor) -> Matrix: ...

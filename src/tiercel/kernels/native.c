@@ -49,6 +49,15 @@ typedef float vec __attribute__((vector_size(16)));
 
 typedef int64_t i64;
 
+/* How many results lie side by side, and whether a product and a sum are one rounding: machines that agree
+   in this compute the same bits. */
+i64 lanes(void) {
+    vec fused = FMA(SPLAT(1.0f + 0x1p-23f), SPLAT(1.0f - 0x1p-23f), SPLAT(-1.0f));
+    float first[LANES];
+    memcpy(first, &fused, sizeof first);
+    return first[0] == 0.0f ? -LANES : LANES;
+}
+
 INLINE vec load(const float *p) {
     vec v;
     memcpy(&v, p, sizeof v);

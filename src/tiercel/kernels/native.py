@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import platform
 from typing import NamedTuple
 
 import torch
@@ -62,11 +63,14 @@ def _load(kind: type[ctypes.CDLL]) -> ctypes.CDLL | None:
     for name, kinds in _SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = [_TYPES[kind] for kind in kinds], None
+    library.lanes.restype = ctypes.c_int64
     return library
 
 
 _free, _held = _load(ctypes.CDLL), _load(ctypes.PyDLL)
 AVAILABLE = _free is not None
+BITS = f"{NAME} {platform.machine()} {_free.lanes() if _free else 0}"
+"""Where this is equal, so are the bits of what is computed, as far as is known."""
 
 
 def _call(name: str, tokens: int, *arguments: object) -> None:

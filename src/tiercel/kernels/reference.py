@@ -3,6 +3,7 @@ Triton will have them for CUDA; a model runs on any of them."""
 
 from __future__ import annotations
 
+import platform
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.nn import functional as F  # noqa: N812 - its usual name
 
 NAME = "reference"
 EXACT = False
+BITS = f"{NAME} {platform.machine()} torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
 """A row's bits depend on how many rows there are: torch's sums have another order for another shape."""
 
 QUERIES_AT_ONCE = 256

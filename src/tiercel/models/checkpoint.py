@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -23,6 +24,8 @@ from tiercel.errors import WeightsError
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 SUFFIX = ".safetensors"
+
+READ_BYTES = 16 * 1024**2
 
 NAMES_SHOWN = 5
 """More names in one message hide the first."""
@@ -68,6 +71,16 @@ class Checkpoint:
             raise WeightsError(stored.file, f"{name} can not be read: {error}", [name]) from error
         assert isinstance(tensor, Tensor)
         return tensor
+
+    def digest(self) -> str:
+        """A name for the weights: changes with any bit of any file of tensors."""
+        whole = xxhash.xxh3_128()
+        for file in sorted(self._files):
+            whole.update(file.name.encode() + b"\0")
+            with file.open("rb") as opened:
+                while part := opened.read(READ_BYTES):
+                    whole.update(part)
+        return whole.hexdigest()
 
     def _open(self, file: Path) -> dict[str, StoredTensor]:
         """What one file holds, in the order of its bytes."""

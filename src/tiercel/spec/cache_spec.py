@@ -32,12 +32,15 @@ class CacheSpec:
     model: str
     page_tokens: int
     streams: tuple[Stream, ...]
+    made_by: str = ""
+    """What else the bytes depend on: which weights, on which kernels. Another word is another cache."""
     whole: CacheSpec | None = field(default=None, compare=False, repr=False)
     """Of a stage, the model it is a stage of: some answers depend on all layers."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, str):
-            raise SpecError("model", self.model, "must be a name")
+        for name in ("model", "made_by"):
+            if not isinstance(getattr(self, name), str):
+                raise SpecError(name, getattr(self, name), "must be a name")
         check_positive("page_tokens", self.page_tokens)
         if not self.streams:
             raise SpecError("streams", self.streams, "a cache needs at least one stream")
@@ -173,6 +176,7 @@ class CacheSpec:
         return {
             "model": self.model,
             "page_tokens": self.page_tokens,
+            **({"made_by": self.made_by} if self.made_by else {}),
             "streams": [
                 {
                     "name": s.name,
@@ -189,7 +193,7 @@ class CacheSpec:
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> CacheSpec:
         """The inverse of `to_dict`: how a stream nobody wrote code for is declared."""
-        _check_keys("spec", data, {"model", "page_tokens", "streams"}, optional=set())
+        _check_keys("spec", data, {"model", "page_tokens", "streams"}, optional={"made_by"})
         _check_list("spec.streams", data["streams"])
         streams = []
         for i, item in enumerate(data["streams"]):
@@ -208,7 +212,7 @@ class CacheSpec:
                     row_align=item.get("row_align", 1),
                 )
             )
-        return CacheSpec(data["model"], data["page_tokens"], tuple(streams))
+        return CacheSpec(data["model"], data["page_tokens"], tuple(streams), data.get("made_by", ""))
 
 
 _STREAM_OPTIONAL = {"keep", "tokens_per_entry", "row_align"}
