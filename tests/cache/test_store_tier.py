@@ -1,0 +1,360 @@
+"""Goal: what a store adds and what it never does, one promise per test. Method: the cache of the other tests,
+workers that run when they are told to, a clock that stands still, and stores that misbehave on request."""
+
+import logging
+from random import Random
+
+import pytest
+
+from tests.cache.test_tiered_cache import PLAIN, TEXT, V4, WINDOW, Driver
+from tests.simulation.copies import HeldCopies
+from tests.simulation.stores import FalseStore
+from tiercel.cache import Request, Wait, WaitFor
+from tiercel.config import LAYOUTS
+from tiercel.errors import ConfigError, StoreError
+from tiercel.policy.breaker import State
+from tiercel.policy.resume import Why
+from tiercel.storage.memory import MemoryStore
+from tiercel.transfer.mover import Work, Workers
+from tiercel.tree.actions import Cleared, Event
+from tiercel.types import Tier
+
+
+class StoreDriver(Driver):
+    """With a store whose workers run only in `settle` and `work`."""
+
+    def __init__(self, spec=PLAIN, *, store=None, **settings):
+        super().__init__(spec, **({"fetch": "wait", "copier": "reference"} | settings))
+        self.now_s = 0.0
+        self.store = store if store is not None else MemoryStore()
+        self.readers, self.writers = HeldCopies(), HeldCopies()
+        workers = Workers(self.readers, self.writers, retry_after_s=())
+        self.cache.attach(self.store, clock=lambda: self.now_s, workers=workers)
+
+    def work(self):
+        self.readers.shutdown()
+        self.writers.shutdown()
+
+    def settle(self):
+        while self.cache.busy:
+            self.cache.step()
+            self.work()
+            super().settle()
+
+    def begin_loaded(self, tokens, namespace=(), **options):
+        chain = self.cache.chain(tokens, namespace)
+        for _ in range(8):
+            request = self.cache.begin(chain, **options)
+            self.settle()
+            if isinstance(request, Request):
+                self.check_bytes(request, tokens, namespace)
+                return request
+        raise AssertionError(f"still {request}")
+
+    def restart(self, **settings):
+        """Another cache on the same store."""
+        other = StoreDriver(self.spec, store=self.store, **settings)
+        other.bytes.texts = self.bytes.texts
+        return other
+
+
+def filled(spec=PLAIN, text=TEXT, store=None, **settings):
+    driver = StoreDriver(spec, store=store, **settings)
+    driver.serve(text)
+    return driver
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("spec", [PLAIN, WINDOW, V4], ids=lambda spec: spec.model)
+def test_another_cache_on_the_same_store_goes_on_where_the_first_ended(spec, layout):
+    first = filled(spec, layout=layout, tail_every_pages=1)
+    again = first.restart(layout=layout, tail_every_pages=1)
+    reuse = again.serve(TEXT)
+    assert (reuse.store_tokens, reuse.host_tokens, reuse.device_tokens) == (16, 0, 0)
+    assert reuse.why is Why.COMPLETE
+    assert again.serve(TEXT).device_tokens == 16, "and the second time it is near"
+
+
+def test_rows_and_entries_are_two_kinds_of_records_and_never_mistaken():
+    first = filled(layout="page_first")
+    other = first.restart(layout="layer_first")
+    assert other.serve(TEXT).tokens == 0
+    assert first.restart(layout="page_first").serve(TEXT).store_tokens == 16
+    assert first.restart(layout="page_first_direct").serve(TEXT).store_tokens == 16
+
+
+def test_what_the_store_has_already_is_not_written_again():
+    first, puts = filled(), []
+    again = first.restart()
+    again.settle()
+    real = first.store.put
+    first.store.put = lambda values: puts.extend(values) or real(values)
+    request = again.cache.begin(again.cache.chain(TEXT), load=False)
+    again.compute(request, TEXT)
+    again.cache.finish(request)
+    again.settle()
+    assert puts == [] and again.cache.store.counters["pages_written"] == 4
+
+
+def test_a_request_waits_for_the_store_and_begins_with_the_step_after_the_last_byte():
+    driver = filled().restart()
+    chain = driver.cache.chain(TEXT)
+    assert driver.cache.begin(chain) == Wait(WaitFor.STORE)
+    driver.work()
+    driver.cache.step()
+    assert driver.cache.begin(chain) == Wait(WaitFor.STORE)
+    driver.work()
+    driver.cache.step()
+    request = driver.cache.begin(chain)
+    assert isinstance(request, Request) and request.reuse.store_tokens == 16
+    driver.settle()
+    driver.cache.abort(request)
+
+
+def test_best_effort_never_waits_and_takes_what_was_announced_in_time():
+    first = filled()
+    late = first.restart(fetch="best_effort")
+    request = late.begin(TEXT)
+    assert isinstance(request, Request) and request.reuse.tokens == 0
+    assert request.reuse.why is Why.STORE_LATE
+    early = first.restart(fetch="best_effort")
+    chain = early.cache.chain(TEXT)
+    early.cache.prefetch(chain)
+    early.settle()
+    assert early.cache.begin(chain).reuse.store_tokens == 16
+
+
+def test_a_stuck_store_costs_a_request_its_deadline_and_no_more():
+    driver = filled().restart(fetch="deadline", fetch_deadline_s=0.25)
+    chain = driver.cache.chain(TEXT)
+    assert driver.cache.begin(chain) == Wait(WaitFor.STORE)
+    driver.now_s += 0.24
+    driver.cache.step()
+    assert driver.cache.begin(chain) == Wait(WaitFor.STORE)
+    driver.now_s += 0.02
+    request = driver.cache.begin(chain)
+    assert request.reuse.tokens == 0 and request.reuse.why is Why.STORE_LATE
+    driver.cache.check()
+    driver.cache.finish(request)
+    driver.settle()
+
+
+@pytest.mark.parametrize("steps", range(6))
+def test_a_request_that_leaves_in_any_phase_leaves_nothing_behind(steps):
+    driver = filled().restart()
+    free = driver.cache.host_pages.free
+    chain = driver.cache.chain(TEXT)
+    driver.cache.begin(chain)
+    for step in range(steps):
+        driver.work() if step % 2 == 0 else driver.cache.step()
+    driver.cache.withdraw(chain)
+    driver.cache.check()
+    driver.settle()
+    assert not driver.cache.store.fetches and not driver.cache.busy
+    driver.cache.flush()
+    assert driver.cache.host_pages.free == free
+
+
+def test_the_longest_legal_boundary_counts_not_the_least_of_pages_and_tails():
+    """A tail at page 4 is lost, the one at 2 is there: two pages are fetched, not none and not four."""
+    first = filled(WINDOW, tail_every_pages=2)
+    keys = first.cache.chain(TEXT).keys
+    first.store.delete([bytes([2]) + keys[3]])
+    again = first.restart(tail_every_pages=2)
+    request = again.begin_loaded(TEXT)
+    assert request.reuse.store_tokens == 8
+    again.cache.abort(request)
+
+
+def test_pages_that_arrived_before_the_deadline_are_used_up_to_a_legal_boundary(monkeypatch):
+    monkeypatch.setattr("tiercel.cache.fetch.READ_BYTES_LEAST", 1)
+    monkeypatch.setattr("tiercel.cache.fetch.READS", 8)
+    first = filled(WINDOW, tail_every_pages=1)
+    driver = first.restart(fetch="deadline", tail_every_pages=1)
+    chain = driver.cache.chain(TEXT)
+    driver.cache.begin(chain)
+    driver.work()
+    driver.cache.step()
+    assert len(driver.readers.held) == 8, "four pages and their tails"
+    for _ in range(5):
+        driver.readers.run(0)
+    driver.cache.step()
+    driver.now_s += 100.0
+    request = driver.cache.begin(chain)
+    assert (request.reuse.store_tokens, request.reuse.why) == (8, Why.STORE_LATE)
+    driver.settle()
+    driver.check_bytes(request, TEXT)
+    driver.cache.abort(request)
+    driver.settle()
+
+
+LIES = {"flip": "checksum", "zero": "foreign", "swap": "key", "stale": "key", "cut": None}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_store_that_lies_is_a_miss_and_the_record_is_removed(lie, caplog):
+    store = FalseStore(Random(4))
+    store.liar, store._size = 0.0, None
+    driver = filled(store=store).restart()
+    driver.settle()
+    store.mood, store.times = lie, 1
+    reuse = driver.serve(TEXT)
+    assert reuse.tokens < 16 and reuse.why is Why.STORE_DAMAGED
+    flaws = driver.cache.store.mover.flaws
+    assert sum(flaws.values()) >= 1 and sum("removed" in line for line in caplog.messages) == len(flaws)
+    store.mood = None
+    assert driver.restart().serve(TEXT).store_tokens == 16, "computed again, and stored again"
+
+
+def test_a_store_that_fails_is_left_alone_and_tried_again(caplog):
+    store = FalseStore(Random(1))
+    store.liar, store._size = 0.0, None
+    driver = filled(store=store)
+    store.mood, store.times = "raise", 10**6
+    again = driver.restart()
+    for text in range(4):
+        assert again.serve([text, *TEXT]).tokens == 0, "requests go on"
+    tier = again.cache.store
+    assert tier.breaker.state is State.OFF
+    calls = tier.counters["failures"]
+    reuse = again.serve(TEXT[:-1])
+    assert reuse.why is Why.STORE_OFF and tier.counters["failures"] == calls, "not even asked"
+    store.mood = None
+    again.now_s += 1.0
+    again.serve([7, 7, *TEXT])
+    assert tier.breaker.state is State.WORKING
+    again.settle()
+    assert not tier.pending, "what could not be written then is written now"
+    assert driver.restart().serve([0, *TEXT]).store_tokens == 16
+
+
+def test_an_operation_that_never_ends_turns_the_tier_off_and_holds_only_its_places():
+    driver = filled().restart(fetch="wait", store_timeout_s=10.0)
+    chain = driver.cache.chain(TEXT)
+    driver.cache.begin(chain)
+    driver.work()
+    driver.cache.step()
+    for _ in range(3):
+        driver.cache.begin(chain)
+        driver.now_s += 11.0
+        driver.cache.step()
+    request = driver.cache.begin(chain)
+    assert isinstance(request, Request) and request.reuse.why is Why.STORE_OFF
+    driver.cache.check()
+    driver.cache.finish(request)
+    driver.work()
+    driver.settle()
+
+
+def test_writes_hold_no_more_host_memory_than_they_may():
+    driver = StoreDriver(store_writing_bytes=1)
+    request = driver.begin_loaded(TEXT)
+    driver.compute(request, TEXT)
+    driver.cache.finish(request)
+    Driver.settle(driver)
+    writing = [op for op in driver.cache.store.mover.under_way if op.work is Work.WRITE]
+    assert [len(op.pieces) for op in writing] == [1]
+    driver.settle()
+    assert driver.cache.store.counters["pages_written"] == 4
+
+
+def test_a_copy_that_is_being_written_stays_on_the_host_until_it_is():
+    driver = StoreDriver(host_pages=4)
+    request = driver.begin_loaded(TEXT)
+    driver.compute(request, TEXT)
+    driver.cache.finish(request)
+    Driver.settle(driver)
+    storing = [page for page in driver.cache.tree.index.values() if page.storing]
+    assert storing
+    driver.cache.tree.flush()
+    driver.cache.places.settle()
+    driver.cache.check()
+    assert driver.cache.host_pages.free == 4 - len(storing)
+    driver.settle()
+    assert driver.cache.host_pages.free == 4
+
+
+def test_two_tenants_never_meet_in_the_store():
+    first = StoreDriver()
+    first.serve(TEXT, ("tenant", "a"))
+    again = first.restart()
+    assert again.serve(TEXT, ("tenant", "b")).tokens == 0
+    assert again.serve(TEXT, ("tenanta",)).tokens == 0
+    assert again.serve(TEXT, ("tenant", "a")).store_tokens == 16
+
+
+def test_a_store_is_attached_to_a_living_cache_and_gets_what_the_host_has():
+    driver = Driver()
+    driver.serve(TEXT)
+    store = MemoryStore()
+    driver.cache.attach(store)
+    while driver.cache.busy:
+        driver.cache.step()
+    assert store.stats()["records"] == 4
+    with pytest.raises(ConfigError, match="attached already"):
+        driver.cache.attach(MemoryStore())
+    driver.cache.detach()
+    while driver.cache.busy:
+        driver.cache.step()
+    with pytest.raises(StoreError, match="closed"):
+        store.stats()
+    assert not any(page.stored for page in driver.cache.tree.index.values())
+
+
+def test_a_store_without_a_host_tier_is_refused():
+    with pytest.raises(ConfigError, match="host tier"):
+        Driver(host_pages=0).cache.attach(MemoryStore())
+
+
+def test_detaching_gives_up_what_is_being_fetched_and_requests_go_on():
+    driver = filled().restart()
+    chain = driver.cache.chain(TEXT)
+    driver.cache.begin(chain)
+    driver.work()
+    driver.cache.step()
+    driver.cache.detach()
+    driver.cache.check()
+    request = driver.cache.begin(chain)
+    assert isinstance(request, Request) and request.reuse.tokens == 0
+    driver.settle()
+    driver.cache.abort(request)
+
+
+def test_an_observer_hears_of_the_store_and_of_what_a_page_says():
+    store = MemoryStore(size=1700)
+    driver = StoreDriver(store=store)
+    told = []
+    driver.cache.watch(told.extend)
+    driver.serve(TEXT)
+    driver.cache.step()
+    stored = [event for event in told if isinstance(event, Event) and event.tier is Tier.STORE]
+    keys = driver.cache.chain(TEXT).keys
+    assert [event.key for event in stored if event.stored] == keys
+    assert [event.parent for event in stored if event.stored] == [b"", *keys[:-1]]
+    assert stored[1].tokens == b"".join(token.to_bytes(4, "little") for token in TEXT[4:8])
+    for number in range(20):
+        driver.serve([100 + number] * 17)
+    driver.cache.step()
+    gone = {event.key for event in told if isinstance(event, Event) and not event.stored}
+    assert keys[0] in gone, "the store let go of the oldest"
+    driver.cache.store.clear()
+    driver.settle()
+    assert told[-1] == Cleared(Tier.STORE)
+
+
+def test_a_slow_store_is_not_asked_to_bring_what_is_computed_sooner():
+    driver = filled().restart(fetch="deadline")
+    driver.cache.compute.observe(1000, 0.01)
+    driver.settle()
+    driver.cache.store.costs.read.observe(1, 100.0)
+    driver.cache.store.costs.read.observe(1, 100.0)
+    for _ in range(60):
+        driver.cache.store.costs.read.observe(1, 100.0)
+    reuse = driver.serve(TEXT)
+    assert reuse.tokens == 0 and reuse.why is Why.STORE_SLOW
+    assert driver.cache.store.counters["bytes_read"] == 0
+
+
+@pytest.fixture(autouse=True)
+def _warnings_are_expected(caplog):
+    caplog.set_level(logging.WARNING)

@@ -1,0 +1,253 @@
+"""Goal: a store changes nothing but the time, on a real model, with a real file store. Method: engines that
+end and begin again on the same folder; every logprob compared bit by bit; stores that hang, die and come back
+under a living service."""
+
+import asyncio
+import shutil
+import threading
+from dataclasses import replace
+
+import pytest
+
+from tests.engine.drive import FOLDER, PAGE, logprobs_of, make_ask, make_engine, run, tokens_of, words
+from tiercel.engine.build import open_engine
+from tiercel.engine.config import Build, EngineConfig
+from tiercel.engine.service import EngineService
+from tiercel.engine.verify import EXAMS, answer_one, exams_of, score_of
+from tiercel.errors import ConfigError, StoreError
+from tiercel.storage.memory import MemoryStore
+from tiercel.storage.open import open_store
+
+MIB = 1024**2
+
+
+@pytest.fixture(scope="module")
+def cold():
+    return make_engine(cache={"force_miss": True})
+
+
+@pytest.fixture
+def url(tmp_path):
+    return f"file://{tmp_path}/store?size=256MiB"
+
+
+def stored_engine(url, **options):
+    cache = {"fetch": "wait"} | options.pop("cache", {})
+    engine = make_engine(host_pages=200, cache=cache, **options)
+    engine.cache.attach(open_store(url) if isinstance(url, str) else url)
+    return engine
+
+
+def test_a_conversation_goes_on_after_a_restart_from_the_store_bit_for_bit(cold, url):
+    text = words(2048)
+    first = stored_engine(url)
+    [answer] = run(first, make_ask("a", text, 24))
+    first.cache.close()
+    turn = [*text, *tokens_of(answer), *words(10, seed=4)]
+    again = stored_engine(url)
+    [hit] = run(again, make_ask("b", turn))
+    [truth] = run(cold, make_ask("t", turn))
+    assert hit.usage.store_tokens >= 0.95 * len(turn)
+    assert hit.usage.device_tokens == hit.usage.host_tokens == 0
+    assert tokens_of(hit) == tokens_of(truth) and logprobs_of(hit) == logprobs_of(truth)
+    assert again.explain("b")["reused_tokens"]["store"] == hit.usage.store_tokens
+    again.cache.check()
+    again.cache.close()
+
+
+def test_the_score_of_recall_is_the_same_through_the_store(cold, url):
+    exams = list(exams_of(cold, "tiny-v4"))[: 2 * EXAMS]
+    score = score_of(cold, exams)
+    first = stored_engine(url)
+    assert score_of(first, exams) == score
+    first.cache.close()
+    again = stored_engine(url)
+    assert score_of(again, exams) == score
+    assert again.cache.counters["tokens_store"] > 0
+    again.cache.close()
+
+
+def test_weights_format_and_tenant_are_part_of_the_name(tmp_path, url):
+    """What was stored by one model, form or tenant is not found by another."""
+    text = words(3 * PAGE + 5)
+    config = EngineConfig()
+    config = replace(config, cache=replace(config.cache, host_bytes=64 * MIB, fetch="wait"))
+    other = shutil.copytree(FOLDER, tmp_path / "other" / FOLDER.name)
+    weights = bytearray((other / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (other / "model.safetensors").write_bytes(weights)
+
+    def reused(build, **options):
+        engine, _ = open_engine(replace(build, store=url, device_bytes=16 * MIB), config)
+        told = answer_one(engine, text, 1, **options)
+        engine.cache.close()
+        return told.usage.store_tokens
+
+    same = Build()
+    assert reused(same) == 0
+    assert reused(same) == 3 * PAGE
+    assert reused(replace(same, model=str(other))) == 0, "one weight is another"
+    assert reused(replace(same, format="bf16")) == 0
+    assert reused(replace(same, page_tokens=256)) == 0
+    assert reused(same, namespace=("tenant", "b")) == 0
+    assert reused(replace(same, kernels="reference")) == 0, "other kernels, other bits"
+    assert reused(same) == 3 * PAGE
+
+
+class Gate(MemoryStore):
+    """Lets nobody through while it is shut."""
+
+    def __init__(self):
+        super().__init__()
+        self.open = threading.Event()
+        self.open.set()
+
+    def contains(self, keys):
+        self.open.wait(60)
+        return super().contains(keys)
+
+    def get(self, wanted):
+        self.open.wait(60)
+        return super().get(wanted)
+
+
+def test_who_waits_for_the_store_holds_nobody_up():
+    store = Gate()
+    engine = stored_engine(store)
+    while engine.cache.busy:
+        engine.cache.step()
+    store.open.clear()
+    engine.add(make_ask("waits", words(3 * PAGE), 2))
+    assert engine.plan() == []
+    assert [task.ask.request_id for task in engine.waiting] == ["waits"]
+    engine.add(make_ask("short", words(10), 2))
+    assert [part.task.ask.request_id for part in engine.plan()] == ["short"], "no store has half a page"
+    engine.abort("waits")
+    engine.plan()
+    assert not engine.cache.store.fetches
+    store.open.set()
+    engine.cache.close()
+
+
+@pytest.mark.parametrize("policy", ["deadline", "best_effort"])
+def test_a_store_that_hangs_makes_no_answer_wrong_and_none_wait_for_ever(cold, policy):
+    text = words(3 * PAGE + 9)
+    [truth] = run(cold, make_ask("t", text))
+    store = Gate()
+    engine = stored_engine(store, cache={"fetch": policy, "fetch_deadline_s": 0.02})
+    store.open.clear()
+    [answer] = run(engine, make_ask("a", text))
+    assert logprobs_of(answer) == logprobs_of(truth) and answer.usage.store_tokens == 0
+    assert "store" in engine.explain("a")["why_not_more"]
+    store.open.set()
+    engine.cache.close()
+
+
+async def ask(service, name, prompt, count=4):
+    usage, tokens = None, []
+    async for delta in service.submit(make_ask(name, prompt, count)):
+        usage = delta.usage
+        tokens += [out.token for out in delta.tokens]
+    return tokens, usage
+
+
+def test_a_store_comes_and_goes_under_a_living_service(url):
+    text = words(4 * PAGE + 3)
+    engine = make_engine(host_pages=200, cache={"fetch": "wait"})
+    service = EngineService(engine, "tiny")
+
+    async def main():
+        assert await service.store_status() == {"attached": False}
+        tokens, _ = await ask(service, "a", text)
+        status = await service.attach_store(url)
+        assert status["attached"] and status["url"].startswith("file://") and status["state"] == "working"
+        with pytest.raises(ConfigError, match="attached already"):
+            await service.attach_store("memory:")
+        with pytest.raises(ConfigError, match="nonsense"):
+            await service.attach_store("nonsense://x")
+        load = [asyncio.create_task(ask(service, f"load{i}", words(150, seed=i))) for i in range(6)]
+        while (await service.stats())["store"]["queued_bytes"] or engine.cache.busy:
+            await asyncio.sleep(0.01)
+        assert await service.flush(5.0) == 0
+        again, usage = await ask(service, "b", text)
+        assert again == tokens and usage.store_tokens == 4 * PAGE
+        assert await service.detach_store() == {"attached": False}
+        assert await service.flush(5.0) == 0
+        again, usage = await ask(service, "c", text)
+        assert again == tokens and usage.store_tokens == 0
+        assert await service.flush(5.0) == 0
+        await service.attach_store(url)
+        await service.clear_store()
+        again, usage = await ask(service, "d", text)
+        assert again == tokens and usage.store_tokens == 0
+        await asyncio.gather(*load)
+        await service.detach_store()
+        with pytest.raises(StoreError, match="no store"):
+            await service.clear_store()
+
+    try:
+        asyncio.run(main())
+    finally:
+        service.close()
+
+
+def test_a_store_that_dies_and_comes_back_is_used_again(cold):
+    """While it is dead every answer is right; what was computed meanwhile is written when it is back."""
+
+    class Mortal(MemoryStore):
+        dead = False
+
+        def contains(self, keys):
+            if self.dead:
+                raise ConnectionError("the store is dead")
+            return super().contains(keys)
+
+    store = Mortal()
+    engine = stored_engine(store, cache={"fetch": "deadline"})
+    service = EngineService(engine, "tiny")
+    texts = [words(2 * PAGE + 5, seed=seed) for seed in range(6)]
+
+    async def main():
+        store.dead = True
+        for i, text in enumerate(texts):
+            tokens, usage = await ask(service, f"dead{i}", text)
+            [truth] = run(cold, make_ask("t", text, 4))
+            assert tokens == tokens_of(truth) and usage.store_tokens == 0
+        while (await service.store_status())["state"] == "working":
+            await asyncio.sleep(0.01)
+        store.dead = False
+        while (
+            (await service.store_status())["state"] != "working" or engine.cache.pending or engine.cache.busy
+        ):
+            await asyncio.sleep(0.01)
+        assert await service.flush(5.0) == 0
+        _, usage = await ask(service, "back", texts[0])
+        assert usage.store_tokens == 2 * PAGE
+
+    try:
+        asyncio.run(asyncio.wait_for(main(), 60))
+    finally:
+        service.close()
+
+
+def test_a_load_that_fails_after_a_fetch_is_computed(cold, url):
+    text = words(3 * PAGE + 9)
+    [truth] = run(cold, make_ask("t", text))
+    first = stored_engine(url)
+    run(first, make_ask("a", text))
+    first.cache.close()
+    engine = stored_engine(url)
+    controller = engine.cache.flights.controller
+
+    class Broken:
+        """Fails once."""
+
+        def copy(self, *_):
+            controller._copier = copier
+            raise OSError("no copy today")
+
+    copier, controller._copier = controller._copier, Broken()
+    [answer] = run(engine, make_ask("b", text))
+    assert engine.counters["loads_failed"] == 1
+    assert logprobs_of(answer) == logprobs_of(truth)
+    engine.cache.close()
