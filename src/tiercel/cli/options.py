@@ -21,6 +21,8 @@ Copier = Annotated[str, typer.Option(help="Who moves bytes: direct, reference.")
 Save = Annotated[str, typer.Option(help="When pages are copied to the host: through, selective, back.")]
 Evict = Annotated[str, typer.Option(help="Who goes first: lru, lfu, slru, priority, module:Class.")]
 TailEvery = Annotated[int, typer.Option(help="A tail at least each so many pages of a prompt.")]
+Fetch = Annotated[str, typer.Option(help="Waiting for the store: best_effort, wait, deadline.")]
+FetchDeadline = Annotated[float, typer.Option(help="Seconds a request waits for each 1,024 tokens.")]
 Kernels = Annotated[str, typer.Option(help="auto, native, reference.")]
 Exact = Annotated[bool, typer.Option("--exact", help="Refuse to start if bits depend on the batch.")]
 

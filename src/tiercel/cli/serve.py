@@ -6,6 +6,8 @@ import ipaddress
 import signal
 import socket
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -37,6 +39,14 @@ def serve(  # noqa: PLR0913 - a command has as many arguments as options
     save: o.Save = o.CACHE.save,
     evict: o.Evict = o.CACHE.evict,
     tail_every_pages: o.TailEvery = o.CACHE.tail_every_pages,
+    store: Annotated[
+        str | None, typer.Option(help="The third tier: file:///path?size=200GiB, redis://…, mooncake://…")
+    ] = None,
+    fetch: o.Fetch = o.CACHE.fetch,
+    fetch_deadline_s: o.FetchDeadline = o.CACHE.fetch_deadline_s,
+    kv_events: Annotated[
+        str | None, typer.Option(help="Publish what is cached, for routers: tcp://*:5557")
+    ] = None,
     kernels: o.Kernels = "auto",
     exact: o.Exact = False,
     running_max: Annotated[int, typer.Option(help="Requests that compute at once.")] = o.ENGINE.running_max,
@@ -56,21 +66,29 @@ def serve(  # noqa: PLR0913 - a command has as many arguments as options
 ) -> None:
     """Serve a model: OpenAI's API and SGLang's, on a tiered cache."""
     from tiercel.engine.build import open_engine
+    from tiercel.engine.events import EventPublisher
     from tiercel.engine.service import EngineService
 
-    cache = o.cache_config(host_memory, layout, copier, save, evict, tail_every_pages)
+    cache = replace(
+        o.cache_config(host_memory, layout, copier, save, evict, tail_every_pages),
+        fetch=fetch,
+        fetch_deadline_s=fetch_deadline_s,
+    )
     config = EngineConfig(
         cache, running_max=running_max, waiting_max=waiting_max, step_tokens=step_tokens, overlap=overlap
     )
     device_bytes = parse_bytes(device_memory, "--device-memory")
-    build = Build(model, page_tokens, format, device_bytes, kernels, exact)
+    build = Build(model, page_tokens, format, device_bytes, kernels, exact, store)
     engine, choices = open_engine(build, config)
-    show(choices)
-    service = EngineService(engine, name or model.rstrip("/").rpartition("/")[2])
-    try:
+    with ExitStack() as ending:
+        if kv_events is not None:
+            publisher = EventPublisher(kv_events, page_tokens=engine.page_tokens)
+            ending.callback(publisher.close)
+            engine.cache.watch(publisher)
+        show(choices)
+        service = EngineService(engine, name or model.rstrip("/").rpartition("/")[2], store)
+        ending.callback(service.close, shutdown_s)
         _listen(service, host, port, api_key, admin_key, shutdown_s)
-    finally:
-        service.close(shutdown_s)
 
 
 def show(choices: Sequence[Choice]) -> None:

@@ -3,6 +3,7 @@
     cold      nothing is reused: every prompt is computed from its first token
     device    everything fits on the device
     host      the device holds hardly more than one conversation, so the others come back from the host
+    store     another engine, begun on the store the host's run has left behind
     replay    each answer again as part of a prompt: what was decoded is now prefilled
 
 Conversations branch: a few beginnings, each continued in several ways, several turns each, turn by turn in
@@ -17,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tiercel.engine.ask import Ask, Sampling, TokenOut, Usage
@@ -27,6 +29,7 @@ from tiercel.engine.loop import plain_steps
 
 GROUPS, BRANCHES, TURNS, ANSWER_TOKENS = 3, 3, 3, 12
 EXAMS, FACTS = 6, 4
+STORE_WAIT_S = 60.0
 
 
 @dataclass
@@ -54,13 +57,13 @@ class Report:
     def holds(self, *, kl: float, dlogprob: float) -> bool:
         """Within bounds, with tiers that were really used."""
         recalls = {score for score in self.recall.values() if score is not None}
-        used = self.cached_tokens["device"] > 0 and self.cached_tokens["host"] > 0
+        used = all(tokens > 0 for tokens in self.cached_tokens.values())
         within = self.kl <= kl and self.max_abs_dlogprob <= dlogprob
         return used and within and self.tokens_equal and len(recalls) <= 1
 
 
 def verify(build: Build, config: EngineConfig) -> Report:
-    """Run everything on one model. Takes a minute on the embedded one."""
+    """Run everything on one model. Takes a minute or two on the embedded one."""
     cold = _engine(build, replace(config, cache=replace(config.cache, force_miss=True, host_bytes=0)))
     prompts, truth = _converse(cold)
     exams = list(exams_of(cold, build.model))
@@ -69,12 +72,16 @@ def verify(build: Build, config: EngineConfig) -> Report:
     recall = {"cold": score_of(cold, exams)}
     cold.cache.close()
     used = {"device": 0, "host": 0, "store": 0}
-    for tier in ("device", "host"):
-        engine = _engine(_squeezed(build, cold, prompts, exams) if tier == "host" else build, config)
-        runs[tier] = [answer_one(engine, prompt, count) for prompt, count in asks]
-        recall[tier] = score_of(engine, exams)
-        used[tier] = int(engine.cache.counters[f"tokens_{tier}"])
-        engine.cache.close()
+    with TemporaryDirectory(prefix="tiercel-verify-") as folder:
+        stored = replace(build, store=f"file://{folder}/store?size=4GiB")
+        builds = {"device": build, "host": _squeezed(stored, cold, prompts, exams), "store": stored}
+        patient = replace(config, cache=replace(config.cache, fetch="wait"))
+        for tier, each in builds.items():
+            engine = _engine(each, patient)
+            runs[tier] = [answer_one(engine, prompt, count) for prompt, count in asks]
+            recall[tier] = score_of(engine, exams)
+            used[tier] = int(engine.cache.counters[f"tokens_{tier}"])
+            engine.cache.close(STORE_WAIT_S)
     return _compare(truth, runs, recall, used)
 
 
