@@ -20,7 +20,9 @@ serve: .venv/serve
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
 	touch $@
 
+# The tests start real Redis and Mooncake servers: the script installs what these need of the system.
 test: .venv/installed
+	tests/install-servers.sh
 	$(BIN)/pytest -n auto
 
 check: .venv/installed
@@ -38,6 +40,7 @@ bench: .venv/installed
 	$(BIN)/python -m benchmarks.copy
 	$(BIN)/python -m benchmarks.model
 	$(BIN)/python -m benchmarks.engine
+	$(BIN)/python -m benchmarks.store
 
 clean:
 	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

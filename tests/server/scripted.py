@@ -15,7 +15,7 @@ import httpx
 import uvicorn
 
 from tiercel.engine.ask import Ask, Delta, Finish, TokenOut, Usage
-from tiercel.errors import InputError
+from tiercel.errors import ConfigError, InputError, StoreError
 from tiercel.server.app import create_app
 from tiercel.server.options import ServerOptions
 
@@ -89,6 +89,11 @@ class ScriptedService:
     hold_after: int | None = None
     """After so many tokens it waits, for ever."""
     pages_in_use: int = 0
+    store: dict[str, Any] | None = None
+    """The status of the store, if there is one."""
+    store_fails: StoreError | None = None
+    store_tokens: int = 0
+    """Of what is cached, so many tokens come from the store."""
     asks: list[Ask] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
     holding: threading.Event = field(default_factory=threading.Event)
@@ -120,11 +125,12 @@ class ScriptedService:
     async def _answer(self, ask: Ask) -> AsyncIterator[Delta]:
         known = (ask.namespace, ask.prompt) in self._seen
         self._seen.add((ask.namespace, ask.prompt))
-        cached = len(ask.prompt) - 1 if known else 0
+        cached = len(ask.prompt) - 1 - self.store_tokens if known else 0
         usage = {
             "prompt_tokens": len(ask.prompt),
             "device_tokens": cached // 2,
             "host_tokens": -(-cached // 2),
+            "store_tokens": self.store_tokens if known else 0,
         }
         prompt = self._prompt(ask)
         told = 0
@@ -186,6 +192,43 @@ class ScriptedService:
         self._seen.clear()
         return self.pages_in_use
 
+    async def attach_store(self, url: str) -> dict[str, Any]:
+        assert self.store is None
+        self.events.append(f"attach {url}")
+        await self._store_trouble()
+        if not url.startswith("memory:"):
+            raise ConfigError("store", url, f"{url} is not a store that the script knows")
+        self.store = {
+            "attached": True,
+            "url": url,
+            "state": "working",
+            "records": 3,
+            "bytes": 300,
+            "read_bytes_s": None,
+            "counters": {"failures": 0},
+        }
+        return self.store
+
+    async def store_status(self) -> dict[str, Any]:
+        return self.store or {"attached": False}
+
+    async def detach_store(self) -> dict[str, Any]:
+        assert self.store is not None
+        await self._store_trouble()
+        self.store = None
+        return {"attached": False}
+
+    async def clear_store(self) -> None:
+        assert self.store is not None
+        await self._store_trouble()
+        self.store |= {"records": 0, "bytes": 0}
+
+    async def _store_trouble(self) -> None:
+        """A while, for others to come in between; then perhaps a failure."""
+        await asyncio.sleep(0)
+        if self.store_fails:
+            raise self.store_fails
+
     def explain(self, request_id: str) -> dict[str, Any] | None:
         known = {ask.request_id for ask in self.asks}
         return {"request_id": request_id, "why": "not cached"} if request_id in known else None
@@ -198,6 +241,8 @@ class ScriptedService:
             "moved_s": {"loaded": {"pages": 0.5}},
             "pools": {"device pages": {"capacity": 8, "free": 3}},
             "counters": {"pages_saved": 4},
+            "hit_tokens": {"device": 10, "host": 20, "store": 30},
+            "store": {"attached": False},
             "exact": True,
             "engine": {"tokens_drawn": 6},
             "device": "cpu",

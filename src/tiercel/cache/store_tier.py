@@ -346,6 +346,7 @@ class StoreTier:
             self.costs.read.observe(self._spec.page_bytes, self.mover.probed_s)
         elif operation.work is Work.CLEAR and operation.error is None:
             self.unmark()
+            self.mover.submit(Work.STATS)
 
     def _allowed(self) -> bool:
         return self.breaker.allows(self._clock())

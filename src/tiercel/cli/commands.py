@@ -9,12 +9,14 @@ import typer
 from tiercel.cli.chat import chat
 from tiercel.cli.serve import serve
 from tiercel.cli.spec import spec
+from tiercel.cli.store import app as store
 from tiercel.cli.verify import verify
 from tiercel.errors import TiercelError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 for command in (serve, chat, verify, spec):
     app.command()(command)
+app.add_typer(store, name="store")
 
 
 @app.callback()

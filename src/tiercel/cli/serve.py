@@ -47,6 +47,9 @@ def serve(  # noqa: PLR0913 - a command has as many arguments as options
     kv_events: Annotated[
         str | None, typer.Option(help="Publish what is cached, for routers: tcp://*:5557")
     ] = None,
+    kv_events_replay: Annotated[
+        str | None, typer.Option(help="Where routers ask for events they missed: tcp://*:5558")
+    ] = None,
     kernels: o.Kernels = "auto",
     exact: o.Exact = False,
     running_max: Annotated[int, typer.Option(help="Requests that compute at once.")] = o.ENGINE.running_max,
@@ -82,7 +85,9 @@ def serve(  # noqa: PLR0913 - a command has as many arguments as options
     engine, choices = open_engine(build, config)
     with ExitStack() as ending:
         if kv_events is not None:
-            publisher = EventPublisher(kv_events, page_tokens=engine.page_tokens)
+            publisher = EventPublisher(
+                kv_events, page_tokens=engine.page_tokens, replay_endpoint=kv_events_replay
+            )
             ending.callback(publisher.close)
             engine.cache.watch(publisher)
         show(choices)

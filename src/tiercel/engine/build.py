@@ -19,8 +19,8 @@ from tiercel.models.deepseek_v4.model import DeepseekV4
 from tiercel.models.deepseek_v4.weights import load_weights
 from tiercel.spec import deepseek_v4
 from tiercel.spec.cache_spec import CacheSpec
-from tiercel.storage.open import _without_secrets as hide_password
 from tiercel.storage.open import open_store
+from tiercel.storage.secrets import hide
 
 EMBEDDED_FOLDER = Path(tiercel.models.__file__).parent / "tiny_v4"
 
@@ -60,7 +60,7 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
 
 def _attach(cache: TieredCache, url: str) -> None:
     if cache.host is None:
-        raise ConfigError("store", hide_password(url), "needs a host tier to read into: give it host memory")
+        raise ConfigError("store", hide(url, url), "needs a host tier to read into: give it host memory")
     cache.attach(open_store(url))
 
 
@@ -80,7 +80,7 @@ def _store_choice(build: Build, cache: CacheConfig) -> Choice:
     if build.store is None:
         return Choice("store tier", "off", "--store URL turns it on")
     late = f", {cache.fetch_deadline_s} s per 1,024 tokens" if cache.fetch == "deadline" else ""
-    return Choice("store tier", hide_password(build.store), f"fetch {cache.fetch}{late}")
+    return Choice("store tier", hide(build.store, build.store), f"fetch {cache.fetch}{late}")
 
 
 def _why_longest(engine: Engine) -> str:

@@ -22,8 +22,8 @@ from tiercel.engine.engine import Engine
 from tiercel.engine.loop import overlapped_steps, plain_steps
 from tiercel.engine.text import Text
 from tiercel.errors import ConfigError, StoreError
-from tiercel.storage.open import _without_secrets as hide_password
 from tiercel.storage.open import open_store
+from tiercel.storage.secrets import hide
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class EngineService:
 
     def __init__(self, engine: Engine, model_name: str, store_url: str | None = None) -> None:
         self.model_name = model_name
-        self._store_url = hide_password(store_url or "")
+        self._store_url = hide(store_url, store_url) if store_url else ""
         self.context_tokens = engine.context_tokens
         self._engine = engine
         self._inbox: deque[Callable[[], None]] = deque()
@@ -110,7 +110,7 @@ class EngineService:
         except ConfigError:
             await asyncio.to_thread(store.close)
             raise
-        self._store_url = hide_password(url)
+        self._store_url = hide(url, url)
         return await self.store_status()
 
     async def store_status(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from importlib.metadata import version
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from tiercel.server import errors, native, openai_api, schema, status
+from tiercel.server import errors, native, openai_api, schema, status, store
 from tiercel.server.border import Border
 from tiercel.server.metrics import Metrics
 from tiercel.server.native import GenerateRequest
@@ -15,6 +15,7 @@ from tiercel.server.options import ServerOptions
 from tiercel.server.protocol import ChatRequest, CompletionRequest
 from tiercel.server.reply import Front
 from tiercel.server.service import Service
+from tiercel.server.store import AttachRequest
 
 
 def create_app(service: Service, options: ServerOptions) -> FastAPI:
@@ -28,10 +29,10 @@ def create_app(service: Service, options: ServerOptions) -> FastAPI:
     )
     metrics = Metrics()
     front = Front(service, options, metrics)
-    for room in (openai_api, native, status):
+    for room in (openai_api, native, status, store):
         app.include_router(room.router(front))
     app.add_middleware(Border, metrics=metrics)
     errors.install(app)
-    models: list[type[BaseModel]] = [ChatRequest, CompletionRequest, GenerateRequest]
+    models: list[type[BaseModel]] = [ChatRequest, CompletionRequest, GenerateRequest, AttachRequest]
     schema.install(app, models, schema.limits_of(service, options))
     return app

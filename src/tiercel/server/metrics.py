@@ -3,8 +3,10 @@
 `Service.stats()` is nested; `FAMILIES` says which levels of it are labels:
 
     {"cached_bytes": {"host": {"kv": 5}}}   →   tiercel_cached_bytes{tier="host",stream="kv"} 5
+    {"store": {"state": "off"}}             →   tiercel_store_state{state="off"} 1, and 0 for the others
 
-What is below the labels, or not in the table, is joined to the name; what is not a number is left out.
+A part of a part is named with a dot. What is below the labels, or not in the table, is joined to the name;
+what is not a number is left out.
 """
 
 from __future__ import annotations
@@ -33,6 +35,13 @@ class Family:
     labels: tuple[str, ...] = ()
     grows: bool = False
     """Whether it is a counter: never falls while the server runs."""
+    states: tuple[str, ...] = ()
+    """Of something that is in one of them: a word, written as 1 for this one and 0 for the others."""
+
+    def spread(self, value: Any) -> Any:
+        if not self.states:
+            return value
+        return {state: state == value for state in self.states}
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -48,6 +57,23 @@ FAMILIES: Mapping[str, Family] = {
     "queue": Family("queue", "Requests, by where they are."),
     "counters": Family("", "Counted by the cache.", grows=True),
     "engine": Family("engine", "Counted by the engine.", grows=True),
+    "store.attached": Family("store_attached", "Whether there is a store."),
+    "store.state": Family(
+        "store_state", "Whether the store is used.", ("state",), states=("working", "off", "trying")
+    ),
+    "store.records": Family("store_records", "Pages and tails in the store, where that is known."),
+    "store.bytes": Family("store_bytes", "Bytes in the store, where that is known."),
+    "store.saved_bytes": Family("store_saved_bytes", "Bytes written to the store.", grows=True),
+    "store.read_bytes": Family("store_read_bytes", "Bytes read from the store.", grows=True),
+    "store.queued_bytes": Family("store_queued_bytes", "Bytes waiting to be written to the store."),
+    "store.read_bytes_s": Family("store_read_bytes_per_second", "How fast the store was, lately."),
+    "store.compute_tokens_s": Family(
+        "store_compute_tokens_per_second", "How fast tokens are computed that a store might spare, lately."
+    ),
+    "store.flaws": Family("store_flaws", "Records that were not what was asked for.", ("flaw",), True),
+    "store.counters": Family("store", "Counted by the store tier.", grows=True),
+    "store.store": Family("store_own", "As the store says."),
+    "events": Family("events", "KV events: batches published, dropped, failed.", grows=True),
 }
 
 
@@ -62,9 +88,8 @@ class StatsCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         metrics: dict[str, Metric] = {}
-        for key, value in self.stats.items():
-            family = FAMILIES.get(key, Family(key, "As the engine says."))
-            for labels, words, number in _leaves(value, family.labels, (), (family.name,)):
+        for family, value in _parts(self.stats):
+            for labels, words, number in _leaves(family.spread(value), family.labels, (), (family.name,)):
                 name = _name(words)
                 if name not in metrics:
                     make = CounterMetricFamily if family.grows else GaugeMetricFamily
@@ -73,6 +98,19 @@ class StatsCollector(Collector):
                 assert isinstance(metric, CounterMetricFamily | GaugeMetricFamily)
                 metric.add_metric(labels, number)
         yield from metrics.values()
+
+
+def _parts(stats: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[Family, Any]]:
+    """The statistics, cut where the table has a family."""
+    for key, value in stats.items():
+        here = (*path, key)
+        name = ".".join(here)
+        if name in FAMILIES:
+            yield FAMILIES[name], value
+        elif isinstance(value, Mapping) and any(known.startswith(f"{name}.") for known in FAMILIES):
+            yield from _parts(value, here)
+        else:
+            yield Family("_".join(here), "As the engine says."), value
 
 
 Leaf = tuple[tuple[str, ...], tuple[str, ...], float]

@@ -86,3 +86,24 @@ class Service(Protocol):
     async def stats(self) -> dict[str, Any]:
         """Numbers, nested by name; `metrics.FAMILIES` says which levels become labels."""
         ...
+
+    async def attach_store(self, url: str) -> dict[str, Any]:
+        """Use a store from now on; answers as `store_status` does.
+
+        Raises `ConfigError` for a URL that names no store that can be opened, `StoreError` for a store that
+        does not answer. Required of the caller: none is attached.
+        """
+        ...
+
+    async def store_status(self) -> dict[str, Any]:
+        """`{"attached": False}`, or what `store.StoreStatus` describes."""
+        ...
+
+    async def detach_store(self) -> dict[str, Any]:
+        """Use the store no more; it keeps what it has. Answers as `store_status` does. Raises `StoreError`.
+        Required of the caller: one is attached."""
+        ...
+
+    async def clear_store(self) -> None:
+        """Forget everything in the store. Raises `StoreError`. Required of the caller: one is attached."""
+        ...

@@ -25,9 +25,9 @@ either value.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from tiercel.errors import StoreError
 from tiercel.storage.record import ALIGN_LEAST, RecordKey, View
@@ -111,3 +111,20 @@ class Store(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+_Value = TypeVar("_Value", Get, Put)
+
+
+def trips(values: Iterable[_Value], bytes_most: int) -> Iterator[list[_Value]]:
+    """A batch as a network likes it: in order, as many together as make `bytes_most`; a larger one alone."""
+    trip: list[_Value] = []
+    bytes_in_trip = 0
+    for each in values:
+        if trip and bytes_in_trip + each.bytes > bytes_most:
+            yield trip
+            trip, bytes_in_trip = [], 0
+        trip.append(each)
+        bytes_in_trip += each.bytes
+    if trip:
+        yield trip

@@ -1,0 +1,230 @@
+"""`tiercel store`: look into a store, check it, compact it; check a store of your own.
+
+Looking works beside a server that uses the store: it is opened for reading. torch is never loaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from tiercel.errors import ConfigError, TiercelError
+from tiercel.storage.base import Get, Store
+from tiercel.storage.record import Flaw, Kind, RecordKey, checksum, parse
+
+READ_BYTES = 64 * 1024**2
+"""Records are checked so many bytes at a time: enough for any disk, and little of the machine's memory."""
+
+app = typer.Typer(no_args_is_help=True, help="Look into a store, check it, compact it.")
+
+Url = Annotated[str, typer.Argument(metavar="URL", help="Such as file:///path or redis://host:6379.")]
+AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
+
+
+@app.command()
+def stat(url: Url, as_json: AsJson = False) -> None:
+    """What the store says about itself."""
+    with _open(url, read_only=True) as store:
+        numbers = store.stats()
+    if as_json:
+        typer.echo(json.dumps(numbers, indent=2, default=str))
+        return
+    width = max(map(len, numbers), default=0)
+    for name, value in numbers.items():
+        typer.echo(f"{name:{width}}  {_shown(value)}")
+
+
+@app.command()
+def ls(
+    url: Url,
+    limit: Annotated[int | None, typer.Option(help="So many at most.", min=0)] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Every record: its kind, the key of its page, its bytes. In no order."""
+    with _open(url, read_only=True) as store:
+        entries = (_entry(key, size) for key, size in islice(store.keys(), limit))
+        if as_json:
+            typer.echo(json.dumps([entry._asdict() for entry in entries], indent=2))
+        else:
+            for entry in entries:
+                typer.echo(f"{entry.kind:13} {entry.key}  {entry.bytes:>13,}")
+
+
+@app.command()
+def check(url: Url, as_json: AsJson = False) -> None:
+    """Read every record and verify every byte. Exit code 1: something is bad, and is listed."""
+    with _open(url, read_only=True) as store:
+        records, flaws = _flaws(store)
+    bad = [_Bad(*_entry(key)[:2], flaw.name, flaw.value) for key, flaw in flaws]
+    if as_json:
+        typer.echo(json.dumps({"records": records, "bad": [each._asdict() for each in bad]}, indent=2))
+    else:
+        for each in bad:
+            typer.echo(f"{each.kind:13} {each.key}  {each.why}")
+        typer.echo(f"{records:,} records, {len(bad):,} of them bad")
+    if bad:
+        raise typer.Exit(1)
+
+
+@app.command()
+def compact(url: Url, as_json: AsJson = False) -> None:
+    """Give back space that holds nothing. The store must not be in use."""
+    with _open(url, read_only=False) as store:
+        given = store.compact()
+    typer.echo(json.dumps({"bytes": given}) if as_json else f"{given:,} B given back")
+
+
+@app.command()
+def conformance(
+    source: Annotated[str, typer.Argument(metavar="MODULE:CLASS", help="A class derived from Store.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="Given to the class, as text. Nothing may be stored there yet.")
+    ] = None,
+    durable: Annotated[
+        bool, typer.Option("--durable", help="It must have what it had when it is opened again.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Put a store through the contract of tiercel.storage.base. Exit code 1: it does not keep it."""
+    from tiercel.storage.conformance import CHECKS, Outcome, Subject, run_checks
+
+    make = _factory(source, arguments or [])
+    _refuse_full(source, make)
+    subject = Subject(open=lambda: _emptied(make()), open_again=make if durable else None)
+    results = []
+    for each in CHECKS:
+        results += run_checks(subject, [each])
+        if not as_json:
+            typer.echo(str(results[-1]))
+    if as_json:
+        told = [{"check": r.check, "outcome": r.outcome.value.lower(), "why": r.why} for r in results]
+        typer.echo(json.dumps(told, indent=2))
+    if any(result.outcome is Outcome.FAILED for result in results):
+        raise typer.Exit(1)
+
+
+def _open(url: str, *, read_only: bool) -> Store:
+    from tiercel.storage.open import open_store
+
+    return open_store(url, read_only=read_only)
+
+
+class _Entry(NamedTuple):
+    kind: str
+    key: str
+    bytes: int
+
+
+class _Bad(NamedTuple):
+    kind: str
+    key: str
+    flaw: str
+    why: str
+
+
+def _entry(key: RecordKey, size: int = 0) -> _Entry:
+    """A record as it is shown: the kind by its name, the page's key in hexadecimal digits."""
+    known = key[0] in set(Kind)
+    return _Entry(Kind(key[0]).name.lower() if known else f"kind {key[0]}", key[1:].hex(), size)
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "not known"
+    return f"{value:,}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+
+
+# Checking
+
+Flaws = list[tuple[RecordKey, Flaw]]
+
+
+def _flaws(store: Store) -> tuple[int, Flaws]:
+    """How many records there are, and which of them are bad. The file store reads its segments in order,
+    others are asked for one record after the other."""
+    from tiercel.storage.file import FileStore
+
+    if isinstance(store, FileStore):
+        return store.stats()["records"], store.check()
+    records, flaws = 0, Flaws()
+    for batch in _batches(store):
+        records += len(batch)
+        flaws += _read(store, batch)
+    return records, flaws
+
+
+def _batches(store: Store) -> Iterator[list[tuple[RecordKey, int]]]:
+    batch: list[tuple[RecordKey, int]] = []
+    total = 0
+    for key, size in store.keys():  # noqa: SIM118 - a store is not a dictionary
+        if batch and total + size > READ_BYTES:
+            yield batch
+            batch, total = [], 0
+        batch.append((key, size))
+        total += size
+    yield batch
+
+
+def _read(store: Store, batch: list[tuple[RecordKey, int]]) -> Iterator[tuple[RecordKey, Flaw]]:
+    values = [bytearray(size) for _, size in batch]
+    wanted = [Get(key, [memoryview(value)]) for (key, _), value in zip(batch, values, strict=True)]
+    for get, value, there in zip(wanted, values, store.get(wanted), strict=True):
+        if there and (flaw := _flaw(get.key, value)) is not None:
+            yield get.key, flaw
+        elif (
+            not there and store.contains([get.key])[0]
+        ):  # not gone since it was listed, and yet not to be had
+            yield get.key, Flaw.FORM
+
+
+def _flaw(key: RecordKey, value: bytearray) -> Flaw | None:
+    """What is wrong with a whole value, whatever model it is of."""
+    header = parse(value)
+    if isinstance(header, Flaw):
+        return header
+    if header.key != key:
+        return Flaw.KEY
+    if header.header_bytes + header.payload_bytes != len(value):
+        return Flaw.FORM
+    payload = memoryview(value)[header.header_bytes :]
+    return None if checksum([payload]) == header.checksum else Flaw.CHECKSUM
+
+
+# A store of the user's own
+
+
+def _factory(source: str, arguments: list[str]) -> Callable[[], Store]:
+    module_name, _, class_name = source.partition(":")
+    sys.path.insert(0, str(Path.cwd()))  # as `python -m` would
+    try:
+        kind = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise ConfigError("MODULE:CLASS", source, f"can not be loaded: {error}") from error
+    if not (isinstance(kind, type) and issubclass(kind, Store)):
+        raise ConfigError("MODULE:CLASS", source, "is not a class derived from tiercel.storage.base.Store")
+    return lambda: kind(*arguments)
+
+
+def _emptied(store: Store) -> Store:
+    store.clear()
+    return store
+
+
+def _refuse_full(source: str, make: Callable[[], Store]) -> None:
+    """The checks empty the store: it must be one made for them."""
+    try:
+        with make() as store:
+            records = store.stats()["records"]
+    except TiercelError:
+        raise
+    except Exception as error:
+        raise ConfigError("MODULE:CLASS", source, f"can not be opened: {error}") from error
+    if records:
+        raise ConfigError("MODULE:CLASS", source, f"holds {records:,} records; the checks would remove them")

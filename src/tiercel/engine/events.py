@@ -1,0 +1,316 @@
+"""What is cached here, told to whoever routes requests: KV events over ZMQ (docs/events.md).
+
+    engine's thread                            publisher's thread
+    events ──► Ledger ──► encoded ──► queue ──► PUB ──► every subscriber
+               merged     numbered       └────► kept ◄── ROUTER ◄── who missed some
+
+The form is the one vLLM and SGLang publish: routers read it without knowing who sends.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from tiercel.errors import ConfigError
+from tiercel.tree.actions import Cleared, Event
+from tiercel.types import Tier
+
+if TYPE_CHECKING:
+    import zmq
+
+log = logging.getLogger(__name__)
+
+MEDIA = {Tier.DEVICE: "GPU", Tier.HOST: "CPU_PINNED", Tier.STORE: "DISK"}
+"""SGLang's words. Dynamo reads them in every version; it takes a word that it does not know for the GPU."""
+
+HASHES_MOST = 1024
+"""In one event. SGLang's router refuses more than 65,536; a message should not be megabytes either."""
+
+QUEUE_BATCHES = 10_000
+"""Between the two threads, and for each subscriber in the socket. A batch is a step: minutes of them."""
+
+LINGER_MS = 500
+"""How long the last batches may take to leave when the publisher is closed."""
+
+RANK = 0
+"""Data-parallel rank. Always written: older routers want three entries, and a number."""
+
+END = b"\xff" * 8
+"""Instead of a number: nothing more to replay."""
+
+
+class BlockStored(NamedTuple):
+    """Pages, each the parent of the next, that became readable in a medium. The fields are the wire's."""
+
+    tag: Literal["BlockStored"]
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    """Of the first; None: it begins a text."""
+    token_ids: list[int]
+    """Of all pages; empty: not known."""
+    block_size: int
+    lora_id: None
+    medium: str
+    lora_name: None
+
+
+class BlockRemoved(NamedTuple):
+    """Pages that are no longer in a medium."""
+
+    tag: Literal["BlockRemoved"]
+    block_hashes: list[int]
+    medium: str
+
+
+class AllBlocksCleared(NamedTuple):
+    """Nothing is cached any more, in any medium."""
+
+    tag: Literal["AllBlocksCleared"]
+
+
+WireEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+def hash_of(key: bytes) -> int:
+    """A page's name on the wire: the first 8 bytes of its key, as a signed number.
+
+    Signed, because SGLang's router reads nothing else; the first ones, because `tiercel store ls` shows them.
+    """
+    return int.from_bytes(key[:8], "big", signed=True)
+
+
+class Ledger:
+    """What subscribers have been told is there, by tier, and what they must be told next. A plain value:
+    it sends nothing."""
+
+    def __init__(self, page_tokens: int) -> None:
+        assert page_tokens >= 1
+        self._page_tokens = page_tokens
+        self._tokens = struct.Struct(f"<{page_tokens}I")
+        self.held: dict[Tier, dict[int, None]] = {tier: {} for tier in Tier}
+        """In the order in which they came: parents before children."""
+
+    def tell(self, events: Sequence[Event | Cleared]) -> list[WireEvent]:
+        """In the order of the events, but that a page joins the chain it goes on, if its tier told of nothing
+        else since. Tails are not told: a router counts whole pages."""
+        told: list[WireEvent] = []
+        chains: dict[Tier, BlockStored] = {}
+        for event in events:
+            if isinstance(event, Cleared):
+                chains.pop(event.tier, None)
+                self._clear(event.tier, told)
+            elif event.tail:
+                continue
+            elif event.stored:
+                chains[event.tier] = self._store(event, told, chains.get(event.tier))
+            else:
+                chains.pop(event.tier, None)
+                self._remove(event, told)
+        return told
+
+    def _store(self, event: Event, told: list[WireEvent], chain: BlockStored | None) -> BlockStored:
+        page = hash_of(event.key)
+        parent = hash_of(event.parent) if event.parent else None
+        tokens = self._tokens.unpack(event.tokens) if event.tokens else ()
+        self.held[event.tier][page] = None
+        if (
+            chain is not None
+            and chain.block_hashes[-1] == parent
+            and bool(chain.token_ids) == bool(tokens)
+            and len(chain.block_hashes) < HASHES_MOST
+        ):
+            chain.block_hashes.append(page)
+            chain.token_ids.extend(tokens)
+            return chain
+        medium, size = MEDIA[event.tier], self._page_tokens
+        chain = BlockStored("BlockStored", [page], parent, list(tokens), size, None, medium, None)
+        told.append(chain)
+        return chain
+
+    def _remove(self, event: Event, told: list[WireEvent]) -> None:
+        """What was never told is not taken back: some routers stop at a page they do not know."""
+        page = hash_of(event.key)
+        if page not in self.held[event.tier]:
+            return
+        del self.held[event.tier][page]
+        medium = MEDIA[event.tier]
+        last = told[-1] if told else None
+        if isinstance(last, BlockRemoved) and last.medium == medium and len(last.block_hashes) < HASHES_MOST:
+            last.block_hashes.append(page)
+        else:
+            told.append(BlockRemoved("BlockRemoved", [page], medium))
+
+    def _clear(self, tier: Tier, told: list[WireEvent]) -> None:
+        """A clear has no medium on the wire, and some routers do not read it: every page is named as well,
+        children before parents."""
+        pages = list(reversed(self.held[tier]))
+        self.held[tier] = {}
+        for at in range(0, len(pages), HASHES_MOST):
+            told.append(BlockRemoved("BlockRemoved", pages[at : at + HASHES_MOST], MEDIA[tier]))
+        nothing_left = not any(self.held.values())
+        if nothing_left and not (told and isinstance(told[-1], AllBlocksCleared)):
+            told.append(AllBlocksCleared("AllBlocksCleared"))
+
+
+class EventPublisher:
+    """Publishes what the tree tells. Called from one thread, the engine's, which it never blocks or fails.
+
+    A batch that finds the queue full is `dropped`, one that can not be written is among the `errors`. Its
+    number is used up either way, so that a subscriber sees the gap. `close` is called once no more events
+    come; what comes all the same is dropped.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        page_tokens: int,
+        topic: str = "",
+        replay_endpoint: str | None = None,
+        replay_batches: int = 10_000,
+    ) -> None:
+        try:
+            import msgspec
+            import zmq
+        except ImportError as error:
+            raise ConfigError("kv_events", endpoint, "needs pip install tiercel[events]") from error
+        self._again = zmq.Again
+        self._nowait = zmq.NOBLOCK
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._ledger = Ledger(page_tokens)
+        self._topic = topic.encode()
+        self._number = 0
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=replay_batches if replay_endpoint else 0)
+        self._lock = threading.Lock()
+        self.batches = self.dropped = self.errors = 0
+
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            self._pub = self._socket(zmq.PUB, QUEUE_BATCHES)
+            self.endpoint = _open(self._pub, "kv_events", endpoint, bind=_is_bound(endpoint))
+            """As it is reachable: with the port that was free, if the system chose one."""
+            self._replay: zmq.Socket[bytes] | None = None
+            self.replay_endpoint: str | None = None
+            if replay_endpoint:
+                self._replay = self._socket(zmq.ROUTER, replay_batches + 1)
+                self.replay_endpoint = _open(self._replay, "kv_events_replay", replay_endpoint, bind=True)
+        except ConfigError:
+            self._context.destroy(linger=0)
+            raise
+        self._outbox = self._socket(zmq.PULL, 1)
+        self._outbox.bind("inproc://batches")
+        self._queue = self._socket(zmq.PUSH, QUEUE_BATCHES)
+        self._queue.connect("inproc://batches")
+        self._thread = threading.Thread(target=self._run, name="tiercel-events", daemon=True)
+        self._thread.start()
+
+    def _socket(self, kind: int, high_water: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.set_hwm(high_water)
+        return socket
+
+    # The engine's thread
+
+    def __call__(self, events: Sequence[Event | Cleared]) -> None:
+        """One batch of what one step changed; none if nothing did."""
+        try:
+            self._publish(events)
+        except self._again:
+            self.dropped += 1
+        except Exception:  # noqa: BLE001 - an observer does not end what it observes (I13)
+            self._number += 1
+            self._failed()
+
+    def _publish(self, events: Sequence[Event | Cleared]) -> None:
+        told = self._ledger.tell(events)
+        if not told:
+            return
+        if self._queue.closed:
+            self.dropped += 1
+            return
+        number, self._number = self._number, self._number + 1
+        payload = self._encode((time.time(), told, RANK))
+        self._queue.send_multipart((number.to_bytes(8, "big"), payload), self._nowait)
+        self.batches += 1
+
+    def stats(self) -> dict[str, int]:
+        return {"batches": self.batches, "dropped": self.dropped, "errors": self.errors}
+
+    def close(self) -> None:
+        """Let the last batches leave, and give the addresses back."""
+        if self._queue.closed:
+            return
+        self._queue.send(b"")
+        self._thread.join()
+        self._context.destroy(linger=LINGER_MS)
+
+    # The publisher's thread
+
+    def _run(self) -> None:
+        import zmq
+
+        poller = zmq.Poller()
+        for socket in (self._outbox, self._replay):
+            if socket is not None:
+                poller.register(socket, zmq.POLLIN)
+        going = True
+        while going:
+            try:
+                ready = dict(poller.poll())
+                if self._replay is not None and self._replay in ready:
+                    self._answer(self._replay)
+                if self._outbox in ready:
+                    going = self._send()
+            except Exception:  # noqa: BLE001 - a worker does not end (I13)
+                self._failed()
+
+    def _send(self) -> bool:
+        """One batch on its way; False: it was the last word."""
+        number, *payload = self._outbox.recv_multipart()
+        if not payload:
+            return False
+        self._kept.append((int.from_bytes(number, "big"), payload[0]))
+        self._pub.send_multipart((self._topic, number, payload[0]), self._nowait)
+        return True
+
+    def _answer(self, replay: zmq.Socket[bytes]) -> None:
+        """Everything kept from a number on, then the end. An asker with an envelope gets it back."""
+        asker, *envelope, first = replay.recv_multipart()
+        if envelope not in ([], [b""]) or len(first) != 8:
+            raise ValueError("a replay is asked for with a number of 8 bytes")
+        for number, payload in self._kept:
+            if number >= int.from_bytes(first, "big"):
+                replay.send_multipart((asker, *envelope, number.to_bytes(8, "big"), payload), self._nowait)
+        replay.send_multipart((asker, *envelope, END, b""), self._nowait)
+
+    def _failed(self) -> None:
+        with self._lock:
+            self.errors += 1
+            first = self.errors == 1
+        if first:
+            log.exception("KV events: something could not be told; more of this is only counted")
+
+
+def _is_bound(endpoint: str) -> bool:
+    """The field's rule: an address with a wildcard is this machine's own, any other is a collector's."""
+    return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
+
+
+def _open(socket: zmq.Socket[bytes], field: str, endpoint: str, *, bind: bool) -> str:
+    import zmq
+
+    socket.setsockopt(zmq.IPV6, int("[" in endpoint))
+    try:
+        if bind:
+            socket.bind(endpoint)
+        else:
+            socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        raise ConfigError(field, endpoint, str(error)) from error
+    return str(socket.get_string(zmq.LAST_ENDPOINT))

@@ -1,0 +1,162 @@
+"""The store of a running server: attach one, look at it, empty it, let it go.
+
+    PUT     /v1/cache/store         200   400 invalid_store   409 store_attached   502 store_failed
+    GET     /v1/cache/store         200
+    DELETE  /v1/cache/store         200   404 store_not_attached   502 store_failed
+    POST    /v1/cache/store/clear   200   404 store_not_attached   502 store_failed
+
+A server that is starting or ending answers 503 not_ready to what would change something. All are for whoever
+runs the server (`keys.admin`): a store's URL is a path, an address or a class that the server opens with its
+own rights. A password in it is never said again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from tiercel.errors import ConfigError, StoreError
+from tiercel.server import keys, schema
+from tiercel.server.body import read_body
+from tiercel.server.errors import ApiError, refusal
+from tiercel.server.fields import Body
+from tiercel.server.reply import Front
+from tiercel.server.schema import gives
+from tiercel.storage.secrets import hide
+
+URL_CHARS_MAX = 4096
+BODY_BYTES_MAX = 64 << 10
+
+
+class AttachRequest(Body):
+    url: Annotated[
+        str,
+        Field(
+            min_length=1,
+            max_length=URL_CHARS_MAX,
+            description="Which store, and how: file:///path?size=10GiB, redis://host:6379 …",
+        ),
+    ]
+
+
+class StoreStatus(BaseModel):
+    """How the store is doing. Without one, only `attached`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    attached: bool
+    url: str | None = Field(None, description="Without its password.")
+    state: Literal["working", "off", "trying"] | None = Field(
+        None, description="Off: it failed, and requests go on without it until it works again."
+    )
+    records: int | None = Field(None, description="Pages and tails in it; null: not known.")
+    bytes: int | None = None
+    read_bytes_s: float | None = Field(None, description="How fast it was, lately; null: not known.")
+    counters: dict[str, Any] | None = None
+
+    @field_validator("url")
+    @classmethod
+    def _no_password(cls, url: str | None) -> str | None:
+        return url and hide(url, url)
+
+
+class StoreCalls:
+    """The calls of one server. Those that change something are made one after the other."""
+
+    def __init__(self, front: Front) -> None:
+        self.front = front
+        self.service = front.service
+        self._turn = asyncio.Lock()
+
+    async def status(self) -> Response:
+        """Which store is attached, and how it is doing."""
+        return self._told(await self.service.store_status())
+
+    async def attach(self, request: Request) -> Response:
+        """Use a store from now on: what is cached is written to it, and found again after a restart."""
+        self.front.check_ready()
+        url = (await read_body(request, AttachRequest, BODY_BYTES_MAX)).url
+        async with self._turn:
+            if (await self.service.store_status())["attached"]:
+                message = "a store is attached; detach it first (DELETE /v1/cache/store)"
+                raise ApiError(409, message, param="url", code="store_attached")
+            with _failures(url):
+                return self._told(await self.service.attach_store(url))
+
+    async def detach(self) -> Response:
+        """Use the store no more. It keeps what it has."""
+        self.front.check_ready()
+        async with self._turn:
+            with _failures(await self._attached()):
+                return self._told(await self.service.detach_store())
+
+    async def clear(self) -> Response:
+        """Forget everything in the store."""
+        self.front.check_ready()
+        async with self._turn:
+            with _failures(await self._attached()):
+                await self.service.clear_store()
+                return self._told(await self.service.store_status())
+
+    async def _attached(self) -> str:
+        """The URL of the store there is."""
+        status = await self.service.store_status()
+        if not status["attached"]:
+            raise ApiError(404, "no store is attached", code="store_not_attached")
+        return str(status.get("url", ""))
+
+    def _told(self, status: dict[str, Any]) -> Response:
+        return JSONResponse(StoreStatus.model_validate(status).model_dump(exclude_unset=True))
+
+
+@contextmanager
+def _failures(url: str) -> Iterator[None]:
+    """What goes wrong with a store, as a client is told of it. Passwords are in no cause either."""
+    try:
+        yield
+    except ConfigError as error:
+        raise refusal("url", hide(url, url), hide(error.why, url), code="invalid_store") from None
+    except StoreError as error:
+        raise ApiError(502, f"the store failed: {hide(str(error), url)}", code="store_failed") from None
+
+
+class StoreRoute(APIRoute):
+    """One path with several methods is several routes; who tries another method is told of all of them."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] not in (self.methods or ()):
+            allowed = "POST" if self.path.endswith("/clear") else "DELETE, GET, PUT"
+            raise HTTPException(405, headers={"allow": allowed})
+        await super().handle(scope, receive, send)
+
+
+def router(front: Front) -> APIRouter:
+    calls = StoreCalls(front)
+    routes = APIRouter(
+        prefix="/v1/cache", tags=["store"], dependencies=keys.admin(front.options), route_class=StoreRoute
+    )
+    routes.add_api_route("/store", calls.status, responses=gives(StoreStatus, 401, 403))
+    routes.add_api_route(
+        "/store",
+        calls.attach,
+        methods=["PUT"],
+        responses=gives(StoreStatus, 400, 401, 403, 409, 413, 502, 503),
+        openapi_extra=schema.body(AttachRequest),
+    )
+    routes.add_api_route(
+        "/store", calls.detach, methods=["DELETE"], responses=gives(StoreStatus, 401, 403, 404, 502, 503)
+    )
+    routes.add_api_route(
+        "/store/clear", calls.clear, methods=["POST"], responses=gives(StoreStatus, 401, 403, 404, 502, 503)
+    )
+    return routes

@@ -1,0 +1,517 @@
+"""The contract of `storage.base` as checks that any store can be put through, ours or yours.
+
+    from tiercel.storage.conformance import Subject, run_checks
+
+    for result in run_checks(Subject(open=lambda: MyStore("somewhere/empty"))):
+        print(result)
+
+A check is a function of a `Subject` that raises AssertionError with what went wrong. It knows nothing but the
+contract. `Inapplicable` says that a check does not concern this store.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from itertools import pairwise
+from threading import Semaphore, Thread
+from typing import NamedTuple
+
+from tiercel.errors import StoreError
+from tiercel.storage.base import Get, Put, Store
+from tiercel.storage.record import ALIGN_LEAST, Kind, View
+from tiercel.storage.samples import Read, expect, expect_absent, expect_there, keep, maker
+
+SMALL_BYTES = 16 << 20
+"""How much a small store holds, about."""
+
+_SIZES = (1, 4096, 256 << 10, 3 << 20)
+_THREADS = 8
+_WAIT_S = 120
+"""So long a check waits for a thread before it says that the store hangs."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is checked. Checks leave stores open, except where closing is the question; whoever gave the
+    factories closes what they opened (`run_checks` does)."""
+
+    open: Callable[[], Store]
+    """An empty store. It may be the one answered before, emptied, unless that was closed."""
+
+    open_small: Callable[[], Store] | None = None
+    """An empty store that holds about `SMALL_BYTES`. None: can not be had."""
+
+    open_again: Callable[[], Store] | None = None
+    """After a close: the store that `open` answered last, with what it kept. None: nothing outlives it."""
+
+
+class Inapplicable(Exception):
+    """The check does not concern this store."""
+
+
+class Outcome(Enum):
+    PASSED = "passed"
+    FAILED = "FAILED"
+    INAPPLICABLE = "inapplicable"
+
+
+class Result(NamedTuple):
+    check: str
+    outcome: Outcome
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.outcome.value:12} {self.check.replace('_', ' ')}{': ' if self.why else ''}{self.why}"
+
+
+Check = Callable[[Subject], None]
+
+
+def run_checks(subject: Subject, checks: Sequence[Check] | None = None) -> list[Result]:
+    """Every check, on stores that are closed again after each."""
+    return [_run(check, subject) for check in (CHECKS if checks is None else checks)]
+
+
+def _run(check: Check, subject: Subject) -> Result:
+    try:
+        with ExitStack() as opened:
+
+            def closed_later(factory: Callable[[], Store]) -> Callable[[], Store]:
+                return lambda: opened.enter_context(closing(factory()))
+
+            check(
+                Subject(
+                    closed_later(subject.open),
+                    subject.open_small and closed_later(subject.open_small),
+                    subject.open_again and closed_later(subject.open_again),
+                )
+            )
+    except Inapplicable as why:
+        return Result(check.__name__, Outcome.INAPPLICABLE, str(why))
+    except Exception as error:  # noqa: BLE001 - whatever a store raises, the other checks go on
+        return Result(check.__name__, Outcome.FAILED, f"{type(error).__name__}: {error}")
+    return Result(check.__name__, Outcome.PASSED)
+
+
+def together(acts: Iterable[Callable[[], None]]) -> None:
+    """All at the same time, each in a thread; the first that failed is told."""
+    errors: list[Exception] = []
+
+    def run(act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception as error:  # noqa: BLE001 - told below
+            errors.append(error)
+
+    threads = [Thread(target=run, args=(act,), daemon=True) for act in acts]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + _WAIT_S
+    for thread in threads:
+        thread.join(deadline - time.monotonic())
+        expect(not thread.is_alive(), f"a call did not return in {_WAIT_S} s")
+    if errors:
+        raise errors[0]
+
+
+# The checks.
+
+
+def a_value_comes_back_as_it_was_put(subject: Subject) -> None:
+    """Records of one byte up to a few megabytes, each alone and all together."""
+    store = subject.open()
+    expect(store.align >= ALIGN_LEAST and store.align % ALIGN_LEAST == 0, f"align is {store.align}")
+    samples = [maker(store)(number, size) for number, size in enumerate(_SIZES)]
+    for sample in samples:
+        keep(store, [sample])
+        expect_there(store, [sample], f"a payload of {sample.payload_bytes} B")
+    expect_there(store, samples, "all sizes together")
+
+
+def parts_may_be_many_and_lie_anywhere(subject: Subject) -> None:
+    """Hundreds of parts at odd addresses, cut otherwise when read than when put, of every kind of memory."""
+    store = subject.open()
+    sample = maker(store)(1, 64 << 10)
+    record = sample.header + sample.payload
+    cuts = sorted(random.Random(1).sample(range(sample.form.header_bytes + 1, len(record)), 300))
+    parts: list[View] = [sample.header]
+    parts += [record[start:end] for start, end in pairwise([len(sample.header), *cuts, len(record)])]
+    parts[1::3] = [bytearray(part) for part in parts[1::3]]
+    parts[2::3] = [memoryview(b"?" + bytes(part))[1:] for part in parts[2::3]]
+    expect(store.put([Put(sample.key, parts)]) == [True], f"a value of {len(parts)} parts was not kept")
+    for cut in ([], random.Random(2).sample(range(len(sample.header), len(record)), 200), [len(record) - 1]):
+        read = Read(sample, cut)
+        expect(store.get([read.get]) == [True], f"a value of {len(parts)} parts was not found")
+        read.check(f"put as {len(parts)} parts, read as {len(read.get.parts)}")
+
+
+def registered_memory_makes_no_difference(subject: Subject) -> None:
+    """Payloads in it and outside it, by turns; headers elsewhere. Closed before that memory goes."""
+    with subject.open() as store:
+        samples = [maker(store)(number, 1 << 20) for number in range(3)]
+        memory = memoryview(bytearray((3 << 20) + 7))
+        store.register(memory)
+        inside = [memory[at << 20 : (at + 1) << 20] for at in range(2)]
+        inside[0][:] = samples[0].payload
+        values = [Put(samples[0].key, [samples[0].header, inside[0]]), samples[1].put()]
+        expect(store.put(values) == [True] * 2, "values in registered memory were not kept")
+        expect_there(store, samples[:2], "put from registered memory")
+        header, reads = memoryview(bytearray(len(samples[1].header))), [Read(samples[0]), Read(samples[1])]
+        wanted = [reads[0].get, Get(samples[1].key, [header, inside[1]]), Read(samples[2]).get]
+        answer = store.get(wanted)
+        expect(answer == [True, True, False], f"get into registered memory answered {answer}")
+        reads[0].check("beside one in registered memory")
+        flaw = samples[1].form.flaw(header, samples[1].page_key, [inside[1]])
+        expect(flaw is None, f"read into registered memory: {flaw}")
+        expect(inside[0] == samples[0].payload, "get wrote outside the parts it was given")
+
+
+def a_miss_is_an_answer(subject: Subject) -> None:
+    """What was never put is not there, in an empty store and beside other things."""
+    store = subject.open()
+    make = maker(store)
+    expect_absent(store, [make(1)], "an empty store")
+    keep(store, [make(2)])
+    expect_absent(store, [make(1), make(3)], "a key that was never put")
+
+
+def another_length_is_a_miss(subject: Subject) -> None:
+    """A get for more or fewer bytes than were put answers False, and the value stays."""
+    store = subject.open()
+    sample = maker(store)(1, 5000)
+    keep(store, [sample])
+    for bytes_more in (1, -1, 100_000, -4999):
+        answer = store.get([Read(sample, bytes_more=bytes_more).get])
+        expect(answer == [False], f"asked for {bytes_more:+} bytes, get answered {answer}")
+    expect_there(store, [sample], "after asking for another length")
+
+
+def a_batch_answers_each_in_its_place(subject: Subject) -> None:
+    """Hits, misses, wrong lengths and repeated keys in one batch."""
+    store = subject.open()
+    make = maker(store)
+    a, b, absent = make(1, 100), make(2, 3000), make(3)
+    answer = store.put([a.put(), b.put(), a.put()])
+    expect(answer == [True] * 3, f"put of a key twice in one batch answered {answer}")
+    keys = [absent.key, a.key, absent.key, b.key, a.key]
+    expect(store.contains(keys) == [False, True, False, True, True], "contains mixes up a batch")
+    reads = [Read(absent), Read(b), Read(a, bytes_more=2900), Read(a), Read(absent), Read(b)]
+    answer = store.get([read.get for read in reads])
+    expect(answer == [False, True, False, True, False, True], f"get answered {answer}")
+    for read in (reads[1], reads[3], reads[5]):
+        read.check("one of a batch")
+
+
+def an_empty_batch_is_nothing(subject: Subject) -> None:
+    """No call minds having nothing to do."""
+    store = subject.open()
+    answers = (store.contains([]), store.get([]), store.put([]), store.delete([]))
+    expect(answers == ([], [], [], 0), f"contains, get, put, delete of nothing answered {answers}")
+
+
+def a_batch_may_be_large(subject: Subject) -> None:
+    """Many values in one call, and many bytes."""
+    store = subject.open()
+    make = maker(store)
+    for samples in ([make(n, 64) for n in range(1200)], [make(2000 + n, 3 << 20) for n in range(7)]):
+        keep(store, samples)
+        expect_there(store, samples, f"one batch of {len(samples)}")
+        gone = store.delete([sample.key for sample in samples])
+        expect(gone == len(samples), f"delete of {len(samples)} answered {gone}")
+
+
+def a_key_may_be_put_twice(subject: Subject) -> None:
+    """The second put is True as well, and the value is what it was."""
+    store = subject.open()
+    sample = maker(store)(1)
+    for _ in range(2):
+        keep(store, [sample])
+        expect_there(store, [sample], "a key that was put again")
+    expect(store.delete([sample.key]) == 1, "a key that was put twice is there twice")
+    expect_absent(store, [sample], "put twice, deleted once")
+
+
+def any_bytes_may_be_a_key(subject: Subject) -> None:
+    """Zeros, line ends, pattern characters, high bytes; keys that differ in one byte or only in the kind."""
+    store = subject.open()
+    names = [bytes(32), b"\xff" * 32, b"*" * 32, b"[a-z]?\\\r\n\0" * 3 + b"**", bytes(31) + b"\1"]
+    kinds = (Kind.PAGE, Kind.TAIL, Kind.PAGE_BY_ENTRY)
+    samples = [maker(store)(name, 100, kind) for name in names for kind in kinds]
+    keep(store, samples)
+    expect_there(store, samples, "a key of unusual bytes")
+    expect(store.delete([samples[6].key]) == 1, "delete of one key")
+    expect_absent(store, samples[6:7], "deleted")
+    expect_there(store, samples[:6] + samples[7:], "not deleted")
+
+
+def what_was_deleted_is_gone_and_counted(subject: Subject) -> None:
+    """The answer counts what was there, each once; what was not named stays; a key may come back."""
+    store = subject.open()
+    samples = [maker(store)(number) for number in range(4)]
+    keep(store, samples[:3])
+    keys = [samples[0].key, samples[3].key, samples[1].key, samples[0].key]
+    gone = store.delete(keys)
+    expect(gone == 2, f"two of the deleted keys were there, delete answered {gone}")
+    expect_absent(store, [*samples[:2], samples[3]], "deleted")
+    expect_there(store, [samples[2]], "not deleted")
+    expect(store.delete(keys) == 0, "deleted again, and counted again")
+    keep(store, samples[:1])
+    expect_there(store, samples[:1], "put after it was deleted")
+
+
+def clear_forgets_everything(subject: Subject) -> None:
+    """And the store goes on."""
+    store = subject.open()
+    samples = [maker(store)(number) for number in range(50)]
+    keep(store, samples)
+    store.clear()
+    expect_absent(store, samples, "after clear")
+    expect(store.delete([samples[0].key]) == 0, "after clear there was something to delete")
+    store.clear()
+    keep(store, samples[:2])
+    expect_there(store, samples[:2], "put after clear")
+
+
+def buffers_are_not_kept(subject: Subject) -> None:
+    """What the caller does with its memory after a put or a get does not change what is stored."""
+    store = subject.open()
+    sample = maker(store)(1, 300_000)
+    header, payload = bytearray(sample.header), bytearray(sample.payload)
+    expect(store.put([Put(sample.key, [header, memoryview(payload)])]) == [True], "put")
+    header[:], payload[:] = bytes(len(header)), bytes(len(payload))
+    expect_there(store, [sample], "the caller's memory was overwritten after put")
+    read = Read(sample)
+    expect(store.get([read.get]) == [True], "get")
+    for part in read.get.parts:
+        part[:] = bytes(len(part))
+    expect_there(store, [sample], "the caller's memory was overwritten after get")
+
+
+def what_one_thread_keeps_others_find(subject: Subject) -> None:
+    """Eight threads put different values at the same time; afterwards each is found by another."""
+    store = subject.open()
+    make = maker(store)
+    shares = [[make(10 * thread + n, 20_000) for n in range(4)] for thread in range(_THREADS)]
+    together(partial(keep, store, share) for share in shares)
+    together(partial(expect_there, store, share, "put by another thread") for share in shares[::-1])
+
+
+def threads_see_whole_values_or_none(subject: Subject) -> None:
+    """Eight threads put, get, delete and clear the same keys: what is found is always one whole value."""
+    store = subject.open()
+    sizes = (100, 4000, 4000, 30_000, 30_000, 200_000)
+    samples = [maker(store)(number, size) for number, size in enumerate(sizes)]
+    puts = {sample: sample.put() for sample in samples}
+
+    def act(seed: int) -> None:
+        chance = random.Random(seed)
+        for _ in range(60):
+            some = chance.choices(samples, k=chance.randint(1, 3))
+            keys = [sample.key for sample in some]
+            match chance.choices(("put", "get", "delete", "contains", "clear"), (40, 45, 8, 5, 2))[0]:
+                case "put":
+                    answer = store.put([puts[sample] for sample in some])
+                    expect(len(answer) == len(some), f"put of {len(some)} answered {answer}")
+                case "get":
+                    reads = [Read(sample) for sample in some]
+                    for read, hit in zip(reads, store.get([read.get for read in reads]), strict=True):
+                        if hit:
+                            read.check("while others put, delete and clear")
+                case "delete":
+                    gone = store.delete(keys)
+                    expect(0 <= gone <= len(set(keys)), f"delete of {len(keys)} answered {gone}")
+                case "contains":
+                    store.contains(keys)
+                case _:
+                    store.clear()
+
+    together(partial(act, seed) for seed in range(_THREADS))
+    store.clear()
+    expect_absent(store, samples, "cleared when all was over")
+    keep(store, samples)
+    expect_there(store, samples, "put when all was over")
+
+
+def a_full_store_answers(subject: Subject) -> None:
+    """More than fits: nothing raises, something is let go or refused, and what is there is right."""
+    if subject.open_small is None:
+        raise Inapplicable("it can not be opened small")
+    store = subject.open_small()
+    samples = [maker(store)(number, 400_000) for number in range(4 * SMALL_BYTES // 400_000)]
+    kept = [answer for sample in samples for answer in store.put([sample.put()])]
+    expect(any(kept), "it refused everything")
+    removed = store.removed()
+    expect(set(removed) <= {sample.key for sample in samples}, "removed() tells keys that were never put")
+    expect(not any(store.contains(removed)), "removed() tells a key that is there")
+    expect(store.removed() == [], "removed() tells the same twice")
+    store.put([sample.put() for sample in samples])
+    answer = store.put([maker(store)(10_000, 2 * SMALL_BYTES).put()])
+    expect(answer == [False], f"a value larger than the whole store: put answered {answer}")
+    reads = [Read(sample) for sample in samples]
+    hits = store.get([read.get for read in reads])
+    expect(not all(hits), f"all of {len(samples)} values are there: it is not small")
+    for read, hit in zip(reads, hits, strict=True):
+        if hit:
+            read.check("in a full store")
+    store.clear()
+    deadline = time.monotonic() + _WAIT_S
+    while store.put([samples[0].put()]) != [True]:  # room may come back a little later
+        expect(time.monotonic() < deadline, "it was cleared, and yet refuses everything")
+        time.sleep(0.01)
+
+
+def removed_tells_only_what_the_store_let_go(subject: Subject) -> None:
+    """Not what the caller deleted or cleared."""
+    store = subject.open()
+    samples = [maker(store)(number) for number in range(2)]
+    keep(store, samples)
+    store.removed()
+    store.delete([samples[0].key])
+    store.clear()
+    removed = store.removed()
+    expect(removed == [], f"the caller deleted and cleared, removed() answered {removed}")
+
+
+def keys_lists_what_is_there(subject: Subject) -> None:
+    """Each key with the bytes of its value; a store that can not list says so with a StoreError."""
+    store = subject.open()
+    try:
+        empty = list(store.keys())
+    except StoreError as why:
+        raise Inapplicable(str(why)) from why
+    expect(empty == [], f"an empty store lists {empty}")
+    samples = [maker(store)(number, 100 + number) for number in range(20)]
+    keep(store, samples)
+    store.delete([samples[0].key])
+    listed = list(store.keys())
+    expect(len(listed) == 19, f"19 are there, {len(listed)} are listed")
+    want = {sample.key: sample.form.record_bytes for sample in samples[1:]}
+    expect(dict(listed) == want, f"listed {listed}")
+
+
+def stats_has_records_and_bytes(subject: Subject) -> None:
+    """Numbers that are right, or None where they are not known."""
+    store = subject.open()
+    before = store.stats()
+    expect({"records", "bytes"} <= before.keys(), f"stats answered {before}")
+    expect(not before["records"], f"an empty store has {before['records']} records")
+    samples = [maker(store)(number) for number in range(2)]
+    keep(store, samples)
+    after = store.stats()
+    expect(after["records"] in (2, None), f"two records were put, stats says {after['records']}")
+    least = sum(sample.form.record_bytes for sample in samples)
+    held = after["bytes"]
+    expect(held is None or held >= least, f"{least} B were put, stats says {held}")
+
+
+def a_closed_store_refuses(subject: Subject) -> None:
+    """Every call but `close` raises StoreError, and `close` may come again."""
+    store = subject.open()
+    sample = maker(store)(1)
+    keep(store, [sample])
+    store.close()
+    store.close()
+    calls: dict[str, Callable[[], object]] = {
+        "contains": lambda: store.contains([sample.key]),
+        "get": lambda: store.get([Read(sample).get]),
+        "put": lambda: store.put([sample.put()]),
+        "delete": lambda: store.delete([sample.key]),
+        "clear": store.clear,
+        "stats": store.stats,
+        "keys": lambda: list(store.keys()),
+    }
+    for name, call in calls.items():
+        try:
+            answer = call()
+        except StoreError:
+            continue
+        raise AssertionError(f"{name} after close answered {answer}")
+    store.close()
+
+
+def leaving_a_with_closes(subject: Subject) -> None:
+    """And enters the store itself."""
+    with subject.open() as store:
+        sample = maker(store)(1)
+        keep(store, [sample])
+    try:
+        store.contains([sample.key])
+    except StoreError:
+        return
+    raise AssertionError("after the with it is still open")
+
+
+def closing_under_way_breaks_nothing(subject: Subject) -> None:
+    """Who is in a call while another thread closes gets an answer or a StoreError, never half a value."""
+    store = subject.open()
+    sample = maker(store)(1, 200_000)
+    keep(store, [sample])
+    begun = Semaphore(0)
+
+    def use() -> None:
+        deadline = time.monotonic() + _WAIT_S
+        while time.monotonic() < deadline:
+            read = Read(sample)
+            try:
+                if store.get([read.get]) == [True]:
+                    read.check("while it was closed")
+                store.put([sample.put()])
+            except StoreError:
+                return
+            finally:
+                begun.release()
+        raise AssertionError("closed, and yet it goes on answering")
+
+    def close() -> None:
+        for _ in range(_THREADS):
+            begun.acquire(timeout=_WAIT_S)
+        store.close()
+
+    together([use] * (_THREADS - 1) + [close])
+
+
+def what_was_kept_outlives_the_store(subject: Subject) -> None:
+    """Closed and opened again, it has what was put, and not what was deleted."""
+    if subject.open_again is None:
+        raise Inapplicable("nothing outlives it")
+    store = subject.open()
+    samples = [maker(store)(number, 10_000) for number in range(10)]
+    keep(store, samples)
+    store.delete([samples[0].key])
+    store.close()
+    again = subject.open_again()
+    expect_there(again, samples[1:], "after close and open")
+    expect_absent(again, samples[:1], "deleted before close and open")
+
+
+CHECKS: tuple[Check, ...] = (
+    a_value_comes_back_as_it_was_put,
+    parts_may_be_many_and_lie_anywhere,
+    registered_memory_makes_no_difference,
+    a_miss_is_an_answer,
+    another_length_is_a_miss,
+    a_batch_answers_each_in_its_place,
+    an_empty_batch_is_nothing,
+    a_batch_may_be_large,
+    a_key_may_be_put_twice,
+    any_bytes_may_be_a_key,
+    what_was_deleted_is_gone_and_counted,
+    clear_forgets_everything,
+    buffers_are_not_kept,
+    what_one_thread_keeps_others_find,
+    threads_see_whole_values_or_none,
+    a_full_store_answers,
+    removed_tells_only_what_the_store_let_go,
+    keys_lists_what_is_there,
+    stats_has_records_and_bytes,
+    a_closed_store_refuses,
+    leaving_a_with_closes,
+    closing_under_way_breaks_nothing,
+    what_was_kept_outlives_the_store,
+)

@@ -1,0 +1,189 @@
+"""Records in Redis or Valkey: one string each, over TCP or a unix socket.
+
+The names of records begin with `tiercel:1:`, so a database may be shared with others: nothing else in it is
+read, listed or deleted. When memory is full the server's own rule decides: with `maxmemory-policy
+noeviction` a `put` answers False, with `allkeys-lru` the server lets something go (and does not say what).
+
+Nothing is tried twice here: whoever calls knows whether a second try is worth its time. After a server was
+away the next call connects again by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import redis
+from redis.backoff import NoBackoff
+from redis.exceptions import OutOfMemoryError, RedisError
+from redis.retry import Retry
+
+from tiercel.errors import StoreError
+from tiercel.storage.base import Get, Put, Store, trips
+from tiercel.storage.record import RecordKey
+
+_PREFIX = b"tiercel:1:"
+_TRIP_BYTES = 8 << 20
+"""Values that travel together: larger batches were no faster (loopback, Neoverse-N1, 2026-11) and hold the
+server, which does one thing at a time, for longer."""
+_TRIP_KEYS = 1000
+_READ_BYTES = 256 << 10
+"""Asked of the socket at once. The client's 32 KiB make values of 64 KiB up to twice as slow (as above)."""
+
+
+class RedisStore(Store):
+    """Values in a Redis or Valkey server. Several processes may use one database."""
+
+    def __init__(self, url: str, *, db: int = 0, timeout_s: float = 5.0) -> None:
+        """
+        `url`: `redis://user:password@host:port/db`, `rediss://…` or `unix:///path/to.sock`, as the client
+        reads it.
+        `db`: where the URL names none.
+        `timeout_s`: for connecting, and for every wait for the next bytes of an answer.
+        """
+        self._closed = False
+        try:
+            self._client = redis.Redis.from_url(
+                url,
+                db=db,
+                socket_timeout=timeout_s,
+                socket_connect_timeout=timeout_s,
+                socket_read_size=_READ_BYTES,
+                retry=Retry(NoBackoff(), 0),
+                protocol=2,
+            )
+        except (RedisError, ValueError) as error:
+            raise StoreError(f"redis: {error}") from error
+        with self._asking() as client:
+            client.ping()
+
+    def contains(self, keys: Sequence[RecordKey]) -> list[bool]:
+        found: list[bool] = []
+        with self._asking() as client:
+            for some in _trips_of_keys(keys):
+                pipe = client.pipeline(transaction=False)
+                for key in some:
+                    pipe.exists(_name(key))
+                found += [bool(answer) for answer in pipe.execute()]
+        return found
+
+    def get(self, wanted: Sequence[Get]) -> list[bool]:
+        filled: list[bool] = []
+        with self._asking() as client:
+            for some in trips(wanted, _TRIP_BYTES):
+                values = cast("list[bytes | None]", client.mget([_name(each.key) for each in some]))
+                filled += [
+                    value is not None and _fill(each, value) for each, value in zip(some, values, strict=True)
+                ]
+        return filled
+
+    def put(self, values: Sequence[Put]) -> list[bool]:
+        kept: list[bool] = []
+        with self._asking() as client:
+            for some in trips(values, _TRIP_BYTES):
+                pipe = client.pipeline(transaction=False)
+                for each in some:
+                    pipe.set(_name(each.key), b"".join(each.parts))
+                kept += [_was_kept(answer) for answer in pipe.execute(raise_on_error=False)]
+        return kept
+
+    def delete(self, keys: Sequence[RecordKey]) -> int:
+        gone = 0
+        with self._asking() as client:
+            for some in _trips_of_keys(keys):
+                gone += client.unlink(*[_name(key) for key in some])
+        return gone
+
+    def clear(self) -> None:
+        with self._asking() as client:
+            for names in _scan(client):
+                client.unlink(*names)
+
+    def stats(self) -> dict[str, Any]:
+        """What the server holds in all. How much of it is ours only a walk over `keys` would tell."""
+        with self._asking() as client:
+            memory = client.info("memory")
+        return {
+            "records": None,
+            "bytes": None,
+            "server_bytes": memory["used_memory"],
+            "server_bytes_most": memory["maxmemory"] or None,
+        }
+
+    def keys(self) -> Iterator[tuple[RecordKey, int]]:
+        self._refuse_if_closed()
+        return self._keys()
+
+    def _keys(self) -> Iterator[tuple[RecordKey, int]]:
+        told: set[bytes] = set()
+        with self._asking() as client:
+            for names in _scan(client):
+                new = [name for name in names if name not in told]
+                told.update(new)
+                pipe = client.pipeline(transaction=False)
+                for name in new:
+                    pipe.strlen(name)
+                for name, size in zip(new, pipe.execute(), strict=True):
+                    if size:  # gone since
+                        yield RecordKey(name.removeprefix(_PREFIX)), size
+
+    def close(self) -> None:
+        self._closed = True
+        self._client.connection_pool.disconnect(inuse_connections=False)
+
+    @contextmanager
+    def _asking(self) -> Iterator[redis.Redis]:
+        """The client, while the store is open. Whatever it raises is a StoreError."""
+        self._refuse_if_closed()
+        try:
+            yield self._client
+        except (RedisError, OSError) as error:
+            raise StoreError(f"redis: {error}") from error
+        finally:
+            if self._closed:  # meanwhile, by another thread: the connection just used is still there
+                self._client.connection_pool.disconnect(inuse_connections=False)
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise StoreError("the store is closed")
+
+
+def _name(key: RecordKey) -> bytes:
+    return _PREFIX + key
+
+
+def _trips_of_keys(keys: Sequence[RecordKey]) -> Iterator[Sequence[RecordKey]]:
+    return (keys[at : at + _TRIP_KEYS] for at in range(0, len(keys), _TRIP_KEYS))
+
+
+def _scan(client: redis.Redis) -> Iterator[list[bytes]]:
+    """Names of our records, some at a time. A name may come twice; none that stays is missed."""
+    cursor = 0
+    while True:
+        cursor, names = cast(
+            "tuple[int, list[bytes]]", client.scan(cursor, match=_PREFIX + b"*", count=_TRIP_KEYS)
+        )
+        if names:
+            yield names
+        if cursor == 0:
+            return
+
+
+def _fill(wanted: Get, value: bytes) -> bool:
+    """The value over the parts, if it is as long as they are."""
+    if len(value) != wanted.bytes:
+        return False
+    view, at = memoryview(value), 0
+    for part in wanted.parts:
+        part[:] = view[at : at + len(part)]
+        at += len(part)
+    return True
+
+
+def _was_kept(answer: object) -> bool:
+    if isinstance(answer, OutOfMemoryError):
+        return False
+    if isinstance(answer, Exception):
+        raise answer
+    return True

@@ -1,0 +1,112 @@
+"""Records whose every byte follows from their name: what a store is tried with, and judged by."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import pairwise
+
+from tiercel.storage.base import Get, Put, Store
+from tiercel.storage.record import ALIGN_LEAST, Form, Kind, RecordKey, record_key
+
+_GAP = 3
+_BESIDE = 0xA5
+"""Between parts there are three bytes of this."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A record: its key follows from the name, its payload from the key."""
+
+    name: int | bytes
+    """A number, or the 32 bytes of a page's key."""
+    payload_bytes: int = 4096
+    kind: Kind = Kind.PAGE
+    align: int = ALIGN_LEAST
+
+    @cached_property
+    def page_key(self) -> bytes:
+        return self.name if isinstance(self.name, bytes) else hashlib.sha256(b"%d" % self.name).digest()
+
+    @property
+    def key(self) -> RecordKey:
+        return record_key(self.kind, self.page_key)
+
+    @cached_property
+    def form(self) -> Form:
+        streams = (("rows", (0,), self.payload_bytes),)
+        return Form(self.kind, b"conformance" + bytes(21), streams, self.payload_bytes, self.align)
+
+    @cached_property
+    def payload(self) -> bytes:
+        return random.Random(self.key + b"%d" % self.payload_bytes).randbytes(self.payload_bytes)
+
+    @cached_property
+    def header(self) -> bytes:
+        return self.form.header(self.page_key, [self.payload])
+
+    def put(self) -> Put:
+        return Put(self.key, [self.header, self.payload])
+
+
+class Read:
+    """Memory for one record, cut into parts that do not touch, at odd addresses; and what is in it."""
+
+    def __init__(self, sample: Sample, cuts: Sequence[int] = (), bytes_more: int = 0) -> None:
+        """Cut behind the header, and at these bytes; `bytes_more` than the record has, or fewer."""
+        self.sample = sample
+        whole = sample.form.record_bytes + bytes_more
+        ends = sorted({cut for cut in (sample.form.header_bytes, *cuts) if cut < whole} | {whole})
+        self._ranges = [
+            slice(start + _GAP * number, end + _GAP * number)
+            for number, (start, end) in enumerate(pairwise([0, *ends]), start=1)
+        ]
+        self._memory = bytearray([_BESIDE]) * (self._ranges[-1].stop + _GAP)
+        view = memoryview(self._memory)
+        self.get = Get(sample.key, [view[each] for each in self._ranges])
+
+    def check(self, what: str) -> None:
+        """That what was read is the record, every byte, and that nothing was written beside the parts."""
+        data = b"".join(self.get.parts)
+        header, payload = data[: self.sample.form.header_bytes], data[self.sample.form.header_bytes :]
+        flaw = self.sample.form.flaw(header, self.sample.page_key, [payload])
+        expect(flaw is None, f"{what}: get answered True, but it is {flaw.value if flaw else ''}")
+        expect(payload == self.sample.payload, f"{what}: get answered True with the bytes of another put")
+        beside = bytearray(self._memory)
+        for each in reversed(self._ranges):
+            del beside[each]
+        expect(set(beside) == {_BESIDE}, f"{what}: get wrote outside the parts it was given")
+
+
+def expect(condition: bool, why: str) -> None:
+    if not condition:
+        raise AssertionError(why)
+
+
+def keep(store: Store, samples: Sequence[Sample]) -> None:
+    answer = store.put([sample.put() for sample in samples])
+    expect(answer == [True] * len(samples), f"put of {len(samples)} values answered {answer}")
+
+
+def expect_there(store: Store, samples: Sequence[Sample], what: str) -> None:
+    """By `contains` and by `get`, with every byte."""
+    expect(store.contains([sample.key for sample in samples]) == [True] * len(samples), f"{what}: not there")
+    reads = [Read(sample) for sample in samples]
+    answer = store.get([read.get for read in reads])
+    expect(answer == [True] * len(samples), f"{what}: contains says it is there, get answered {answer}")
+    for read in reads:
+        read.check(what)
+
+
+def expect_absent(store: Store, samples: Sequence[Sample], what: str) -> None:
+    expect(store.contains([sample.key for sample in samples]) == [False] * len(samples), f"{what}: contains")
+    answer = store.get([Read(sample).get for sample in samples])
+    expect(answer == [False] * len(samples), f"{what}: get answered {answer}")
+
+
+def maker(store: Store) -> Callable[..., Sample]:
+    """Of samples in the form the store wants."""
+    return partial(Sample, align=store.align)

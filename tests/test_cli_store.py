@@ -1,0 +1,294 @@
+"""Goal: a store can be looked into, checked and compacted from a shell, also beside its server. Method: the
+real command on real folders."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.test_cli import run
+from tiercel.cli import store as command
+from tiercel.errors import StoreError
+from tiercel.storage.base import Get, Put
+from tiercel.storage.file import FileStore
+from tiercel.storage.memory import MemoryStore
+from tiercel.storage.record import Flaw, Form, Kind, RecordKey, record_key
+
+SIZE = 64 * 1024**2
+PAYLOAD_BYTES = 5000
+
+
+def put_of(number: int, kind: Kind = Kind.PAGE, align: int = FileStore.align) -> Put:
+    page_key, payload = bytes([number]) * 32, bytes([number]) * PAYLOAD_BYTES
+    form = Form(kind, b"f" * 32, (("rows", (0,), PAYLOAD_BYTES),), PAYLOAD_BYTES, align)
+    return Put(record_key(kind, page_key), [form.header(page_key, [payload]), payload])
+
+
+PUTS = [put_of(1), put_of(2), put_of(2, Kind.TAIL)]
+RECORD_BYTES = PUTS[0].bytes
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Of a store with two pages and a tail."""
+    path = tmp_path / "store"
+    with FileStore(path, SIZE) as store:
+        assert store.put(PUTS) == [True] * 3
+    return path
+
+
+def url_of(folder: Path) -> str:
+    return f"file://{folder}?size={SIZE}"
+
+
+def damage(folder: Path, number: int) -> None:
+    """One byte of the payloads of a number, wherever they are."""
+    pattern = bytes([number]) * PAYLOAD_BYTES
+    for segment in folder.glob("segment-*"):
+        data = bytearray(segment.read_bytes())
+        at = data.find(pattern)
+        while at >= 0:
+            data[at + 100] ^= 1
+            at = data.find(pattern, at + PAYLOAD_BYTES)
+        segment.write_bytes(data)
+
+
+def test_stat_tells_what_the_store_says(folder: Path) -> None:
+    numbers = json.loads(run("store", "stat", url_of(folder), "--json").stdout)
+    assert (numbers["records"], numbers["bytes_most"]) == (3, SIZE)
+    lines = dict(line.split(maxsplit=1) for line in run("store", "stat", url_of(folder)).stdout.splitlines())
+    assert (lines["records"], lines["bytes_most"]) == ("3", f"{SIZE:,}")
+
+
+def test_ls_tells_kind_key_and_bytes(folder: Path) -> None:
+    listed = json.loads(run("store", "ls", url_of(folder), "--json").stdout)
+    assert sorted(listed, key=str) == [
+        {"kind": "page", "key": "01" * 32, "bytes": RECORD_BYTES},
+        {"kind": "page", "key": "02" * 32, "bytes": RECORD_BYTES},
+        {"kind": "tail", "key": "02" * 32, "bytes": RECORD_BYTES},
+    ]
+    lines = sorted(run("store", "ls", url_of(folder)).stdout.splitlines())
+    assert [line.split() for line in lines] == [
+        ["page", "01" * 32, f"{RECORD_BYTES:,}"],
+        ["page", "02" * 32, f"{RECORD_BYTES:,}"],
+        ["tail", "02" * 32, f"{RECORD_BYTES:,}"],
+    ]
+    assert len(run("store", "ls", url_of(folder), "--limit", "2").stdout.splitlines()) == 2
+
+
+def test_check_of_a_good_store_is_content(folder: Path) -> None:
+    done = run("store", "check", url_of(folder))
+    assert (done.returncode, done.stdout) == (0, "3 records, 0 of them bad\n")
+    assert json.loads(run("store", "check", url_of(folder), "--json").stdout) == {"records": 3, "bad": []}
+
+
+def test_check_lists_what_is_bad_and_says_so_to_programs(folder: Path) -> None:
+    damage(folder, 2)
+    done = run("store", "check", url_of(folder))
+    assert done.returncode == 1
+    *bad, last = done.stdout.splitlines()
+    assert sorted(line.split(maxsplit=2) for line in bad) == [
+        ["page", "02" * 32, Flaw.CHECKSUM.value],
+        ["tail", "02" * 32, Flaw.CHECKSUM.value],
+    ]
+    assert last == "3 records, 2 of them bad"
+    told = run("store", "check", url_of(folder), "--json")
+    assert told.returncode == 1
+    assert {"kind": "tail", "key": "02" * 32, "flaw": "CHECKSUM", "why": Flaw.CHECKSUM.value} in json.loads(
+        told.stdout
+    )["bad"]
+
+
+def test_looking_works_beside_a_server_and_compacting_does_not(folder: Path) -> None:
+    with FileStore(folder, SIZE) as server:
+        assert json.loads(run("store", "stat", url_of(folder), "--json").stdout)["records"] == 3
+        for looking in ("ls", "check"):
+            assert run("store", looking, url_of(folder)).returncode == 0
+        done = run("store", "compact", url_of(folder))
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.count("\n") == 1
+        assert server.contains([PUTS[0].key]) == [True]
+
+
+def test_looking_changes_nothing(folder: Path) -> None:
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for looking in ("stat", "ls", "check"):
+        run("store", looking, url_of(folder))
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_compact_tells_how_much_it_gave_back(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    with FileStore(path, SIZE) as store:
+        for number in range(100):
+            store.put([put_of(number)])
+        store.delete([put_of(number).key for number in range(99)])
+    before = sum(each.stat().st_size for each in path.iterdir())
+    done = run("store", "compact", url_of(path), "--json")
+    assert done.returncode == 0
+    given = json.loads(done.stdout)["bytes"]
+    assert given > 50 * RECORD_BYTES
+    assert sum(each.stat().st_size for each in path.iterdir()) < before - 50 * RECORD_BYTES
+    assert run("store", "compact", url_of(path)).stdout == "0 B given back\n"
+    assert run("store", "check", url_of(path)).stdout == "1 records, 0 of them bad\n"
+
+
+@pytest.mark.parametrize("looking", ["stat", "ls", "check", "compact"])
+@pytest.mark.parametrize("url", ["nonsense", "carrier-pigeon://loft", "file:///proc/version?size=1GiB"])
+def test_a_url_that_is_no_store_is_one_line_and_exit_code_2(looking: str, url: str) -> None:
+    done = run("store", looking, url)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("tiercel: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_password_is_not_said_again() -> None:
+    done = run("store", "stat", "redis://user:sesame@host:no/0")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "sesame" not in done.stderr
+
+
+def test_a_folder_that_is_not_there_is_not_made_by_looking(tmp_path: Path) -> None:
+    done = run("store", "stat", url_of(tmp_path / "none"))
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert not (tmp_path / "none").exists()
+
+
+def test_torch_is_not_loaded(folder: Path) -> None:
+    for words in (["stat"], ["ls"], ["check"], ["compact"]):
+        code = (
+            f"import sys; sys.argv = ['tiercel', 'store', *{words!r}, {url_of(folder)!r}]\n"
+            "from tiercel.cli import main\n"
+            "try: main()\n"
+            "except SystemExit as end: assert not end.code\n"
+            "assert 'torch' not in sys.modules and 'fastapi' not in sys.modules\n"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+# Stores without a check of their own
+
+
+class Broken(MemoryStore):
+    """Lists what it can not give."""
+
+    def get(self, wanted: list[Get]) -> list[bool]:  # type: ignore[override]
+        return [False] * len(wanted)
+
+
+def values_with_flaws() -> Iterator[tuple[RecordKey, bytes, Flaw | None]]:
+    """Each what it should be, but for one thing."""
+    good = b"".join(put_of(1).parts)
+    yield put_of(1).key, good, None
+    yield put_of(2).key, good, Flaw.KEY
+    yield put_of(3).key, b"not a record", Flaw.FOREIGN
+    yield put_of(4).key, b"".join(put_of(4).parts)[:-1], Flaw.FORM
+    yield put_of(5).key, b"".join(put_of(5).parts)[:-1] + b"?", Flaw.CHECKSUM
+    damaged = bytearray(b"".join(put_of(6).parts))
+    damaged[50] ^= 1
+    yield put_of(6).key, bytes(damaged), Flaw.HEADER
+
+
+@pytest.mark.parametrize("read_bytes", [1, 2 * RECORD_BYTES, 1 << 30])
+def test_every_flaw_of_any_store_is_found(monkeypatch: pytest.MonkeyPatch, read_bytes: int) -> None:
+    monkeypatch.setattr(command, "READ_BYTES", read_bytes)
+    store = MemoryStore()
+    values = list(values_with_flaws())
+    store.put([Put(key, [value]) for key, value, _ in values])
+    records, flaws = command._flaws(store)
+    assert records == len(values)
+    assert dict(flaws) == {key: flaw for key, _, flaw in values if flaw}
+
+
+def test_a_record_that_is_listed_and_can_not_be_read_is_bad() -> None:
+    store = Broken()
+    store.put([put_of(1)])
+    assert command._flaws(store) == (1, [(put_of(1).key, Flaw.FORM)])
+
+
+def test_a_store_that_can_not_list_can_not_be_checked() -> None:
+    class Silent(MemoryStore):
+        def keys(self) -> Iterator[tuple[RecordKey, int]]:
+            raise StoreError("can not list")
+
+    with pytest.raises(StoreError, match="can not list"):
+        command._flaws(Silent())
+
+
+# A store of one's own
+
+
+def test_a_store_that_keeps_the_contract_passes_and_is_told_check_by_check() -> None:
+    done = run("store", "conformance", "tiercel.storage.memory:MemoryStore")
+    assert done.returncode == 0
+    lines = done.stdout.splitlines()
+    assert len(lines) > 20 and not any("FAILED" in line for line in lines)
+    assert any("inapplicable" in line and "outlives" in line for line in lines)
+
+
+FORGETFUL = """
+from pathlib import Path
+from tiercel.storage.memory import MemoryStore
+
+class Forgetful(MemoryStore):
+    def __init__(self, path):
+        Path(path).touch()
+        super().__init__()
+
+    def get(self, wanted):
+        return [False] * len(wanted)
+
+class Full(MemoryStore):
+    def stats(self):
+        return {"records": 7, "bytes": 1}
+
+    def clear(self):
+        raise SystemExit("it was emptied")
+
+class Shut(MemoryStore):
+    def __init__(self):
+        raise RuntimeError("it does not open")
+"""
+
+
+def run_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    (folder / "mine.py").write_text(FORGETFUL)
+    words = [sys.executable, "-m", "tiercel.cli", "store", "conformance", *arguments]
+    return subprocess.run(words, capture_output=True, text=True, check=False, cwd=folder)
+
+
+def test_one_that_does_not_keep_it_fails_and_says_where(tmp_path: Path) -> None:
+    done = run_in(tmp_path, "mine:Forgetful", "made", "--durable", "--json")
+    assert done.returncode == 1
+    outcomes = {each["check"]: each for each in json.loads(done.stdout)}
+    assert outcomes["a_value_comes_back_as_it_was_put"]["outcome"] == "failed"
+    assert "get answered [False]" in outcomes["a_value_comes_back_as_it_was_put"]["why"]
+    assert outcomes["what_was_kept_outlives_the_store"]["outcome"] == "failed"
+    assert outcomes["a_miss_is_an_answer"]["outcome"] == "passed"
+    assert (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("mine", "can not be loaded"),
+        ("mine:Nobody", "can not be loaded"),
+        ("nowhere:Store", "can not be loaded"),
+        (":", "can not be loaded"),
+        ("json:dumps", "is not a class derived from"),
+        ("mine:Shut", "it does not open"),
+        ("mine:Full", "holds 7 records"),
+    ],
+)
+def test_what_can_not_be_checked_is_one_line_and_exit_code_2(
+    tmp_path: Path, source: str, message: str
+) -> None:
+    done = run_in(tmp_path, source)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
