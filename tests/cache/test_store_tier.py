@@ -274,6 +274,20 @@ def test_a_copy_that_is_being_written_stays_on_the_host_until_it_is():
     assert driver.cache.host_pages.free == 4
 
 
+def test_a_small_host_is_a_buffer_on_the_way_to_the_store():
+    """Five host pages, eight on the device: everything computed is stored all the same."""
+    driver = StoreDriver(host_pages=5)
+    text = list(range(100, 132))
+    request = driver.begin_loaded(text)
+    for upto in range(4, 33, 4):
+        driver.compute(request, text, upto=upto)
+        driver.settle()
+    driver.cache.finish(request)
+    driver.settle()
+    assert driver.cache.store.counters["pages_written"] == 8
+    assert driver.restart().serve(text).store_tokens == 28
+
+
 def test_two_tenants_never_meet_in_the_store():
     first = StoreDriver()
     first.serve(TEXT, ("tenant", "a"))

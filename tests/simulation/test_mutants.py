@@ -47,7 +47,7 @@ def a_duplicate_leaks(self, parent, page_keys, ids, priority=0, tokens=()):
 def a_load_is_readable_at_once(self, item, device, batch):
     move = real_load_start(self, item, device, batch)
     item.load = None
-    self.doubles[item] = None
+    self.doubles.add(item)
     self._tell(True, prefix_tree.Tier.DEVICE, item)
     return move
 

@@ -506,7 +506,7 @@ def test_the_check_finds_seeded_faults(fault):
     elif fault == "device gap":
         tree.page("ab").device = None
     elif fault == "doubles":
-        tree.tree.doubles.popitem()
+        tree.tree.doubles.pop()
     else:
         tree.tree.device_pages.pop()
     with pytest.raises(AssertionError):

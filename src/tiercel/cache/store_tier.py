@@ -363,16 +363,14 @@ class StoreTier:
             page = self._tree.index.get(page_key)
             item: Item | None = page.tail if page is not None and tail else page
             if item is not None:
-                item.stored = False
+                self._tree.mark_stored(item, False)
             if self._tree.events is not None:
                 self._tree.events.append(Event(False, Tier.STORE, tail, page_key))
 
     def unmark(self) -> None:
         """Nothing is known of what the store holds: it was cleared, or it is another one."""
-        for page in self._tree.index.values():
-            page.stored = False
-            if page.tail is not None:
-                page.tail.stored = False
+        for item in self._tree.items():
+            self._tree.mark_stored(item, False)
         if self._tree.events is not None:
             self._tree.events.append(Cleared(Tier.STORE))
 

@@ -438,14 +438,15 @@ class TieredCache:
         return page.device
 
     def _save_early(self, items: Iterable[Item]) -> None:
-        """Copies into host memory that is free anyway (`policy.save`)."""
+        """Copies into host memory that is free, or holds what device and store have (`policy.save`)."""
         if self.host is None:
             return
         for item in items:
             if item.host is None and item.load is None:
-                host = self.places.take_host(1 if isinstance(item, Page) else self.spec.host_pages_per_tail)
-                if host is None:
-                    return
+                count = 1 if isinstance(item, Page) else self.spec.host_pages_per_tail
+                while (host := self.places.take_host(count)) is None:
+                    if not self.tree.evict_spare():
+                        return
                 self.tree.save_start(item, host)
 
     def _share_pages(self, request: Request, pages: int) -> None:

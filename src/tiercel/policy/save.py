@@ -5,8 +5,9 @@
     selective    it is found a first time   only if it was ever found
     back         never                      always
 
-A copy made early only ever takes free host memory. When the host is full the copy waits for the eviction: a
-copy of something the device still holds must not displace the only copy of something else.
+A copy made early only ever takes free host memory, or that of a copy which device and store have too. When
+the host is full the copy waits for the eviction: a copy of something the device still holds must not displace
+the only copy of something else.
 """
 
 from __future__ import annotations

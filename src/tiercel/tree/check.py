@@ -36,6 +36,7 @@ def check(tree: PrefixTree) -> None:
     for page in (tree.root, *tree.index.values()):
         assert page.children == children[page] and page.children_device == children_device[page]
     assert doubles == set(tree.doubles), "a double is what both tiers can read, no more and no less"
+    tree.doubles.check()
     _check_candidates(tree)
 
 

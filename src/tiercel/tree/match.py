@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from tiercel.tree.node import Page, Tail
@@ -61,3 +61,12 @@ def resumable(page: Page, pages_per_window: int, device_only: bool) -> tuple[Tai
         while here is not None and here.tail is None and not run:
             here = here.parent
     return ()
+
+
+def descendants(pages: Iterable[Page], page: Page) -> list[Page]:
+    """Everything below a page. `pages` are all there are, parents before their children."""
+    below = {page: None}
+    for each in pages:
+        if each.parent in below:
+            below[each] = None
+    return list(below)[1:]

@@ -28,7 +28,8 @@ from tiercel.policy.evict import EvictPolicy, Rank
 from tiercel.policy.save import SavePolicy
 from tiercel.tree.actions import Actions, Cleared, Event, Move, event
 from tiercel.tree.candidates import Candidates
-from tiercel.tree.match import Match, prefix, resumable
+from tiercel.tree.doubles import Doubles
+from tiercel.tree.match import Match, descendants, prefix, resumable
 from tiercel.tree.node import (
     Item,
     Page,
@@ -40,6 +41,11 @@ from tiercel.tree.node import (
     tail_may_leave_device,
 )
 from tiercel.types import DevicePageId, DeviceTailId, HostPageId, PageKey, Tier
+
+Line = Candidates[Page] | Candidates[Tail]
+
+Fetched = tuple[PageKey, tuple[HostPageId, ...], bytes]
+"""A page from the store: its key, where it is on the host, its tokens."""
 
 TakeHost = Callable[[int], tuple[HostPageId, ...] | None]
 """So many host pages, or None when there are not so many free."""
@@ -55,8 +61,7 @@ class PrefixTree:
         self.index: dict[PageKey, Page] = {}
         self.actions = Actions()
         self.events: list[Event | Cleared] | None = None
-        self.doubles: dict[Item, None] = {}
-        """Readable in both tiers, the latest last: the first host copies to go when the host is full."""
+        self.doubles = Doubles()
         self.pages_per_window = pages_per_window
         self._evict_policy = evict
         self._rank = evict.rank
@@ -178,11 +183,8 @@ class PrefixTree:
         self.device_tails.offer(tail)
         return tail
 
-    def insert_fetched(
-        self, parent: Page, fetched: Sequence[tuple[PageKey, tuple[HostPageId, ...], bytes]]
-    ) -> Page:
-        """Pages that the store has brought to the host (key, host places, tokens), after `parent`, which is
-        in the tree. Answers the last."""
+    def insert_fetched(self, parent: Page, fetched: Sequence[Fetched]) -> Page:
+        """Pages that the store has brought to the host, after `parent`, which is in the tree; the last."""
         self._clock += 1
         for key, host, tokens in fetched:
             page = self.index.get(key)
@@ -193,7 +195,7 @@ class PrefixTree:
             page.used = self._clock
             self._fetched(page, host)
             parent = page
-        here = parent  # the deepest page on the device goes when it is the coldest: it was used just now
+        here = parent  # the deepest page on the device was used just now, too
         while here is not self.root and here.device is None:
             self._inherit(parent_of(here), here)
             here = parent_of(here)
@@ -215,7 +217,7 @@ class PrefixTree:
         item.host = host
         self._tell(True, Tier.HOST, item)
         if item.device is not None and item.load is None:
-            self.doubles[item] = None
+            self.doubles.add(item)
         self._offer(item)
 
     def cap_tails(self, page: Page) -> None:
@@ -237,7 +239,7 @@ class PrefixTree:
         item.device = device
         self._tell(True, Tier.DEVICE, item)
         if item.on_host and not item.storing:
-            self.doubles[item] = None
+            self.doubles.add(item)
 
     # Moving between the tiers
 
@@ -264,7 +266,7 @@ class PrefixTree:
             return
         if ok:
             if not item.storing:
-                self.doubles[item] = None
+                self.doubles.add(item)
             self._tell(True, Tier.DEVICE, item)
         else:
             self._leave_device(item)
@@ -293,7 +295,7 @@ class PrefixTree:
         if ok:
             self._tell(True, Tier.HOST, item)
             if item.device is not None:
-                self.doubles[item] = None
+                self.doubles.add(item)
         else:
             item.host = None
             self.actions.host.extend(move.host)
@@ -306,7 +308,7 @@ class PrefixTree:
         """The host copy is being written to the store, and stays until that ended."""
         assert item.on_host and not item.storing and not item.gone, "I2: the store is given a readable copy"
         item.storing = True
-        self.doubles.pop(item, None)
+        self.doubles.discard(item)
 
     def store_done(self, item: Item, ok: bool) -> None:
         item.storing = False
@@ -314,15 +316,19 @@ class PrefixTree:
             self._give_host(item)
             return
         if item.device is not None and item.load is None:
-            self.doubles[item] = None
+            self.doubles.add(item)
         if ok:
             self.mark_stored(item)
         self._offer(item)
 
-    def mark_stored(self, item: Item) -> None:
-        if not item.stored:
-            item.stored = True
-            self._tell(True, Tier.STORE, item)
+    def mark_stored(self, item: Item, stored: bool = True) -> None:
+        """Whether the store has it, as far as is known."""
+        if item.stored != stored:
+            item.stored = stored
+            if item in self.doubles:
+                self.doubles.add(item)
+            if stored:
+                self._tell(True, Tier.STORE, item)
 
     def unsaved(self, page: Page) -> list[Page]:
         """Pages at the end of a path that have no host copy and none on its way, the deepest last."""
@@ -346,13 +352,7 @@ class PrefixTree:
         """The same for tails, each of which takes `host_pages` on the host."""
         return self._evict_from(self.device_tails, count, host_pages, take_host)
 
-    def _evict_from(
-        self,
-        line: Candidates[Page] | Candidates[Tail],
-        count: int,
-        host_pages: int,
-        take_host: TakeHost | None,
-    ) -> int:
+    def _evict_from(self, line: Line, count: int, host_pages: int, take_host: TakeHost | None) -> int:
         for going in range(count):
             item = line.pop()
             if item is None or not self._evict(item, host_pages, take_host):
@@ -387,9 +387,8 @@ class PrefixTree:
 
     def evict_host(self, *, colder_than: Rank | None = None) -> bool:
         """Take one thing off the host: the latest double, or else the coldest that only the host has."""
-        if self.doubles:
-            item, _ = self.doubles.popitem()
-            self._leave_host(item)
+        if (double := self.doubles.pop()) is not None:
+            self._leave_host(double)
             return True
         coldest = self.host.coldest()
         if coldest is None:
@@ -398,6 +397,12 @@ class PrefixTree:
             return False
         self._drop(coldest)
         return True
+
+    def evict_spare(self) -> bool:
+        """Take one thing off the host that both device and store have."""
+        if (spare := self.doubles.pop_stored()) is not None:
+            self._leave_host(spare)
+        return spare is not None
 
     def flush(self) -> int:
         """Forget everything that no request holds and no transfer moves; answers how many pages stay."""
@@ -435,7 +440,7 @@ class PrefixTree:
         else:
             self._give_device(item, item.device)
         item.device = None
-        self.doubles.pop(item, None)
+        self.doubles.discard(item)
         if item.load is None:
             self._tell(False, Tier.DEVICE, item)
         if isinstance(item, Page):
@@ -446,7 +451,7 @@ class PrefixTree:
 
     def _leave_host(self, item: Item) -> None:
         if item.host is not None and item.save is None:
-            self.doubles.pop(item, None)
+            self.doubles.discard(item)
             self._tell(False, Tier.HOST, item)
             self._give_host(item)
 
@@ -464,15 +469,8 @@ class PrefixTree:
         if isinstance(item, Tail):
             self._remove_tail(item)
             return
-        if item.children:
-            # Rare: a page that could not be saved, with descendants on the host. In the index parents stand
-            # before their children.
-            below = {item: None}
-            for page in self.index.values():
-                if page.parent in below:
-                    below[page] = None
-            del below[item]
-            for page in reversed(below):
+        if item.children:  # rare: a page that could not be saved, with descendants on the host
+            for page in reversed(descendants(self.index.values(), item)):
                 self._remove(page)
         self._remove(item)
 
