@@ -1,0 +1,119 @@
+"""Goal: what is fetched is the longest legal thing that is worth it. Method: drawn presence of pages and
+tails against a model that tries every boundary; rates given by hand."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiercel.policy.fetch import Costs, Held, Rate, Wanted, choose_fetch, legal, worth_waiting
+
+PAGES = 12
+
+
+def make_costs(*, window=1, replay=None, read=None, compute=None):
+    costs = Costs(
+        page_tokens=100, page_bytes=1000, tail_bytes=300, pages_per_window=window, replay_tokens=replay
+    )
+    if read:
+        costs.read.observe(read, 1.0)
+    if compute:
+        costs.compute.observe(compute, 1.0)
+    return costs
+
+
+def make_held(*, boundary=0, found=0, stored=PAGES, tails=(), tails_stored=()):
+    return Held(boundary, found, stored, frozenset(tails), frozenset(tails_stored))
+
+
+@given(
+    st.integers(0, PAGES),
+    st.integers(0, PAGES),
+    st.sets(st.integers(1, PAGES)),
+    st.sets(st.integers(1, PAGES)),
+    st.integers(0, 3),
+)
+def test_the_boundary_is_the_longest_at_which_everything_is_somewhere(found, stored, tails, more, window):
+    near = {tail for tail in tails if tail <= found}
+    last = min(PAGES, found + stored)
+
+    def resumable(boundary, known):
+        return all(b in known for b in range(max(1, boundary - window + 1), boundary + 1)) if window else True
+
+    boundary = max(b for b in range(found + 1) if b == 0 or resumable(b, near))
+    held = Held(boundary, found, last - found, frozenset(near), frozenset(more))
+    wanted = choose_fetch(held, make_costs(window=window))
+    legal_ones = [b for b in range(boundary + 1, last + 1) if resumable(b, near | more)]
+    if not legal_ones:
+        assert wanted is None
+        return
+    assert wanted is not None and wanted.upto == max(legal_ones[-1], found)
+    needed = set(range(max(1, legal_ones[-1] - window + 1), legal_ones[-1] + 1)) if window else set()
+    assert needed - near <= set(wanted.tails) <= more, "every tail the resume reads, none that is not there"
+
+
+def test_a_text_without_tails_needs_none():
+    assert choose_fetch(make_held(), make_costs(window=0)) == Wanted(PAGES, ())
+
+
+def test_a_tail_alone_is_fetched_where_the_pages_are_near():
+    held = make_held(found=8, stored=0, tails_stored=[6])
+    assert choose_fetch(held, make_costs()) == Wanted(8, (6,))
+
+
+def test_tails_on_the_way_are_fetched_so_that_an_early_end_is_worth_something_but_only_a_few():
+    wanted = choose_fetch(make_held(tails_stored=range(1, PAGES + 1)), make_costs())
+    assert wanted == Wanted(12, (3, 6, 9, 12))
+
+
+def test_pages_without_a_tail_are_fetched_where_a_replay_is_cheaper():
+    held = make_held(tails_stored=[2])
+    assert choose_fetch(held, make_costs()) == Wanted(2, (2,))
+    assert choose_fetch(held, make_costs(replay=250)) == Wanted(PAGES, ())
+    assert choose_fetch(held, make_costs(replay=250, read=1e9, compute=1.0)) == Wanted(PAGES, ())
+    assert choose_fetch(held, make_costs(replay=1150, read=1e9, compute=1.0)) == Wanted(2, (2,))
+
+
+@pytest.mark.parametrize(("read", "fetched"), [(1e6, True), (15_000, True), (9_000, False), (1, False)])
+def test_the_cheaper_of_reading_and_computing_is_taken(read, fetched):
+    """1,200 tokens at 1,000 a second against 12,300 bytes."""
+    wanted = choose_fetch(make_held(tails_stored=[12]), make_costs(read=read, compute=1000))
+    assert (wanted is not None) == fetched
+
+
+def test_what_is_read_before_counts_and_so_does_the_time_a_request_waits_anyway():
+    held, costs = make_held(tails_stored=[12]), make_costs(read=15_000, compute=1000)
+    assert choose_fetch(held, costs, bytes_ahead=20_000) is None
+    assert choose_fetch(held, costs, bytes_ahead=20_000, wait_s=2.0) is not None
+
+
+def test_part_of_it_is_fetched_where_there_is_no_room_for_all():
+    held = make_held(tails_stored=[4, 12])
+    assert choose_fetch(held, make_costs(), bytes_most=6000) == Wanted(4, (4,))
+    assert choose_fetch(held, make_costs(), bytes_most=4000) is None
+
+
+def test_waiting_ends_when_computing_would_be_sooner_or_nothing_moves():
+    costs = make_costs(read=1000, compute=1000)
+    assert worth_waiting(costs, 1000, bytes_left=900, still_s=0.0)
+    assert not worth_waiting(costs, 1000, bytes_left=1100, still_s=0.0)
+    assert worth_waiting(costs, 1000, bytes_left=0, still_s=0.2)
+    assert not worth_waiting(costs, 1000, bytes_left=0, still_s=0.3)
+    assert worth_waiting(make_costs(), 1000, bytes_left=10**9, still_s=0.0), "nobody knows better"
+
+
+def test_a_rate_follows_what_it_sees_and_survives_nonsense():
+    rate = Rate()
+    assert rate.seconds(5) is None
+    rate.observe(100, 1.0)
+    assert rate.seconds(50) == 0.5
+    for _ in range(20):
+        rate.observe(10, 1.0)
+    assert rate.seconds(10) == pytest.approx(1.0, rel=0.01)
+    rate.observe(0, 0.0)
+    rate.observe(0, 1e9)
+    assert 0 < rate.seconds(1) < float("inf")
+
+
+def test_a_boundary_before_the_first_window_needs_only_the_tails_there_are():
+    assert legal(1, 3, {1}.__contains__) and not legal(3, 3, {1, 3}.__contains__)
+    assert legal(3, 3, {1, 2, 3}.__contains__) and legal(5, 0, lambda _: False)
