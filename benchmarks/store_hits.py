@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine import first_token_ms, make_engine, rest, words
+from benchmarks.engine import first_token_ms, make_engine, rest, throughput, words
 from tiercel.engine.engine import Engine
 from tiercel.storage.base import Get, Store
 from tiercel.storage.file import FileStore
@@ -74,6 +74,19 @@ def ttft(folder: Path) -> dict[str, float]:
     return {name: statistics.median(taken) for name, taken in times.items()} | worst
 
 
+def no_hit(folder: Path) -> float:
+    """Tokens/s of texts that never repeat with three tiers, each written to all the time, over none."""
+    tiers, store = make_engine(device_mib=8, host_mib=16), FileStore(folder / "full", GIB)
+    tiers.cache.attach(store)
+    none = make_engine(device_mib=8, force_miss=True)
+    for engine in (tiers, none):
+        throughput(engine, 999)
+    ratios = [throughput(tiers, seed) / throughput(none, seed) for seed in range(ROUNDS)]
+    for engine in (tiers, none):
+        engine.cache.close()
+    return statistics.median(ratios)
+
+
 def _one(folder: Path, name: str, prompt: tuple[int, ...]) -> tuple[float, float]:
     """A new engine on the store, which has computed a little before and knows how fast that is."""
     Throttled.gate = threading.Event()
@@ -112,4 +125,4 @@ if __name__ == "__main__":
     import tempfile
 
     with tempfile.TemporaryDirectory(prefix="tiercel-hits-") as temporary:
-        print(json.dumps(ttft(Path(temporary)), indent=1))
+        print(json.dumps({"ttft_ms": ttft(Path(temporary)), "no_hit": no_hit(Path(temporary))}, indent=1))

@@ -165,7 +165,7 @@ def test_a_store_comes_and_goes_under_a_living_service(url):
             await service.attach_store("memory:")
         with pytest.raises(ConfigError, match="nonsense"):
             await service.attach_store("nonsense://x")
-        load = [asyncio.create_task(ask(service, f"load{i}", words(150, seed=i))) for i in range(6)]
+        load = [asyncio.create_task(ask(service, f"load{i}", words(150, seed=i + 50))) for i in range(6)]
         while (await service.stats())["store"]["queued_bytes"] or engine.cache.busy:
             await asyncio.sleep(0.01)
         assert await service.flush(5.0) == 0

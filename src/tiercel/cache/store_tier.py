@@ -378,9 +378,9 @@ class StoreTier:
 
     @property
     def busy(self) -> bool:
-        """Something is under way, or could be."""
+        """Something is under way, or could be. What hangs does not count: nobody waits for that."""
         waits = self._backlog and self.breaker.state is State.WORKING
-        return bool(self.mover.under_way or waits)
+        return bool(waits) or any(not operation.late for operation in self.mover.under_way)
 
     @property
     def pending(self) -> bool:

@@ -353,6 +353,7 @@ class TieredCache:
         for left in list(self._stores_left):
             left.step()
             if not left.busy and left.close():
+                left.step()
                 self._stores_left.remove(left)
         self.places.settle()
 
