@@ -28,7 +28,7 @@ class StoreDriver(Driver):
         self.now_s = 0.0
         self.store = store if store is not None else MemoryStore()
         self.readers, self.writers = HeldCopies(), HeldCopies()
-        workers = Workers(self.readers, self.writers, retry_after_s=())
+        workers = Workers(self.readers, self.readers, self.writers, retry_after_s=())
         self.cache.attach(self.store, clock=lambda: self.now_s, workers=workers)
 
     def work(self):
@@ -150,7 +150,7 @@ def test_a_request_that_leaves_in_any_phase_leaves_nothing_behind(steps):
     driver.cache.withdraw(chain)
     driver.cache.check()
     driver.settle()
-    assert not driver.cache.store.fetches and not driver.cache.busy
+    assert not driver.cache.store.fetches.of and not driver.cache.busy
     driver.cache.flush()
     assert driver.cache.host_pages.free == free
 
@@ -288,6 +288,127 @@ def test_a_small_host_is_a_buffer_on_the_way_to_the_store():
     assert driver.restart().serve(text).store_tokens == 28
 
 
+@pytest.mark.parametrize("save", ["through", "selective", "back"])
+def test_what_a_fetch_goes_on_from_may_leave_meanwhile(save, monkeypatch):
+    """The first page is on the device only, and a large text pushes it out while the rest is being read."""
+    monkeypatch.setattr("tiercel.cache.fetch.READ_BYTES_LEAST", 1)
+    driver = filled().restart(save=save, device_pages=4)
+    driver.settle()
+    request = driver.cache.begin(driver.cache.chain(TEXT[:4]), load=False)
+    driver.compute(request, TEXT[:4])
+    driver.cache.finish(request)
+    chain = driver.cache.chain(TEXT)
+    driver.cache.prefetch(chain)
+    driver.work()
+    driver.cache.step()
+    driver.readers.run(0)
+    driver.cache.step()
+    large = driver.cache.begin(driver.cache.chain([77] * 16), load=False)
+    assert isinstance(large, Wait) or driver.cache.extend(large, 16)
+    driver.settle()
+    driver.cache.withdraw(chain)
+    if isinstance(large, Request):
+        driver.cache.abort(large)
+    driver.settle()
+
+
+def test_a_fetch_that_waits_holds_nothing_of_the_device():
+    driver = filled().restart(device_pages=4)
+    request = driver.cache.begin(driver.cache.chain(TEXT[:4]), load=False)
+    driver.compute(request, TEXT[:4])
+    driver.cache.finish(request)
+    driver.cache.prefetch(driver.cache.chain(TEXT))
+    driver.work()
+    driver.cache.step()
+    assert all(page.lock == 0 for page in driver.cache.tree.index.values())
+
+
+class Panic(BaseException):
+    """As clients written in other languages raise."""
+
+
+@pytest.mark.parametrize("call", ["contains", "get", "put", "stats", "removed", "clear"])
+def test_whatever_a_store_raises_or_answers_the_cache_goes_on(call):
+    store = MemoryStore()
+    driver = filled(store=store)
+
+    def panic(*_):
+        raise Panic("not an Exception")
+
+    setattr(store, call, panic)
+    again = driver.restart()
+    again.cache.store.clear()
+    assert again.serve(TEXT).tokens in (0, 16)
+    setattr(store, call, lambda *_: [b""] if call == "removed" else None)
+    again.serve([5, *TEXT])
+    again.cache.stats()
+    again.cache.check()
+
+
+def test_asking_is_not_reading():
+    """Somebody who only asks about many pages takes no room from others."""
+    first = filled()
+    driver = first.restart(host_pages=12)
+    driver.settle()
+    driver.cache.prefetch(driver.cache.chain([8] * 400))
+    chain = driver.cache.chain(TEXT)
+    driver.cache.begin(chain)
+    driver.readers.run(1)
+    driver.cache.step()
+    driver.settle()
+    assert driver.cache.begin(chain).reuse.store_tokens == 16
+
+
+def test_who_finds_no_room_yet_is_served_when_there_is():
+    """Host memory for one fetch at a time, and three that want one."""
+    texts = [[t] * 18 for t in (1, 2, 3)]
+    first = StoreDriver()
+    for text in texts:
+        first.serve(text)
+    driver = first.restart(host_pages=8)
+    chains = [driver.cache.chain(text) for text in texts]
+    for chain in chains:
+        driver.cache.prefetch(chain, wait_s=10.0)
+    driver.settle()
+    for chain, text in zip(chains, texts, strict=True):
+        while isinstance(request := driver.cache.begin(chain), Wait):
+            driver.settle()
+        assert request.reuse.store_tokens == 16
+        driver.settle()
+        driver.check_bytes(request, text)
+        driver.cache.finish(request)
+
+
+def test_what_was_being_written_when_a_store_was_left_goes_to_the_next():
+    driver = StoreDriver()
+    request = driver.begin_loaded(TEXT)
+    driver.compute(request, TEXT)
+    driver.cache.finish(request)
+    Driver.settle(driver)
+    assert any(page.storing for page in driver.cache.tree.index.values())
+    driver.cache.detach()
+    other = MemoryStore()
+    driver.cache.attach(other)
+    while driver.cache.busy:
+        driver.cache.step()
+        driver.work()
+    assert other.stats()["records"] == 4
+
+
+def test_a_write_that_ends_after_the_store_was_emptied_proves_nothing():
+    driver = StoreDriver()
+    request = driver.begin_loaded(TEXT)
+    driver.compute(request, TEXT)
+    driver.cache.finish(request)
+    Driver.settle(driver)
+    driver.cache.store.clear()
+    driver.writers.shutdown()
+    driver.cache.store.mover._ended.rotate(1)  # the writer's thread was the slower one
+    driver.settle()
+    pages = driver.cache.tree.index.values()
+    assert all(page.stored for page in pages) and driver.store.stats()["records"] == len(pages)
+
+
 def test_two_tenants_never_meet_in_the_store():
     first = StoreDriver()
     first.serve(TEXT, ("tenant", "a"))
@@ -308,7 +429,7 @@ def test_a_store_is_attached_to_a_living_cache_and_gets_what_the_host_has():
     with pytest.raises(ConfigError, match="attached already"):
         driver.cache.attach(MemoryStore())
     driver.cache.detach()
-    while driver.cache.busy:
+    while driver.cache.detaching:
         driver.cache.step()
     with pytest.raises(StoreError, match="closed"):
         store.stats()
@@ -360,10 +481,10 @@ def test_a_slow_store_is_not_asked_to_bring_what_is_computed_sooner():
     driver = filled().restart(fetch="deadline")
     driver.cache.compute.observe(1000, 0.01)
     driver.settle()
-    driver.cache.store.costs.read.observe(1, 100.0)
-    driver.cache.store.costs.read.observe(1, 100.0)
+    driver.cache.store.fetches.costs.read.observe(1, 100.0)
+    driver.cache.store.fetches.costs.read.observe(1, 100.0)
     for _ in range(60):
-        driver.cache.store.costs.read.observe(1, 100.0)
+        driver.cache.store.fetches.costs.read.observe(1, 100.0)
     reuse = driver.serve(TEXT)
     assert reuse.tokens == 0 and reuse.why is Why.STORE_SLOW
     assert driver.cache.store.counters["bytes_read"] == 0

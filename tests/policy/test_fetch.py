@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercel.policy.fetch import Costs, Held, Rate, Wanted, choose_fetch, legal, worth_waiting
+from tiercel.policy.fetch import Costs, Held, Rate, Refusal, Wanted, choose_fetch, legal, worth_waiting
 
 PAGES = 12
 
@@ -19,6 +19,11 @@ def make_costs(*, window=1, replay=None, read=None, compute=None):
     if compute:
         costs.compute.observe(compute, 1.0)
     return costs
+
+
+def chosen(*args, **options):
+    wanted = choose_fetch(*args, **options)
+    return wanted if isinstance(wanted, Refusal) else (wanted.upto, wanted.tails)
 
 
 def make_held(*, boundary=0, found=0, stored=PAGES, tails=(), tails_stored=()):
@@ -44,52 +49,52 @@ def test_the_boundary_is_the_longest_at_which_everything_is_somewhere(found, sto
     wanted = choose_fetch(held, make_costs(window=window))
     legal_ones = [b for b in range(boundary + 1, last + 1) if resumable(b, near | more)]
     if not legal_ones:
-        assert wanted is None
+        assert wanted is Refusal.NOTHING
         return
-    assert wanted is not None and wanted.upto == max(legal_ones[-1], found)
+    assert isinstance(wanted, Wanted) and wanted.upto == max(legal_ones[-1], found)
     needed = set(range(max(1, legal_ones[-1] - window + 1), legal_ones[-1] + 1)) if window else set()
     assert needed - near <= set(wanted.tails) <= more, "every tail the resume reads, none that is not there"
 
 
 def test_a_text_without_tails_needs_none():
-    assert choose_fetch(make_held(), make_costs(window=0)) == Wanted(PAGES, ())
+    assert chosen(make_held(), make_costs(window=0)) == (PAGES, ())
 
 
 def test_a_tail_alone_is_fetched_where_the_pages_are_near():
     held = make_held(found=8, stored=0, tails_stored=[6])
-    assert choose_fetch(held, make_costs()) == Wanted(8, (6,))
+    assert chosen(held, make_costs()) == (8, (6,))
 
 
 def test_tails_on_the_way_are_fetched_so_that_an_early_end_is_worth_something_but_only_a_few():
-    wanted = choose_fetch(make_held(tails_stored=range(1, PAGES + 1)), make_costs())
-    assert wanted == Wanted(12, (3, 6, 9, 12))
+    wanted = chosen(make_held(tails_stored=range(1, PAGES + 1)), make_costs())
+    assert wanted == (12, (3, 6, 9, 12))
 
 
 def test_pages_without_a_tail_are_fetched_where_a_replay_is_cheaper():
     held = make_held(tails_stored=[2])
-    assert choose_fetch(held, make_costs()) == Wanted(2, (2,))
-    assert choose_fetch(held, make_costs(replay=250)) == Wanted(PAGES, ())
-    assert choose_fetch(held, make_costs(replay=250, read=1e9, compute=1.0)) == Wanted(PAGES, ())
-    assert choose_fetch(held, make_costs(replay=1150, read=1e9, compute=1.0)) == Wanted(2, (2,))
+    assert chosen(held, make_costs()) == (2, (2,))
+    assert chosen(held, make_costs(replay=250)) == (PAGES, ())
+    assert chosen(held, make_costs(replay=250, read=1e9, compute=1.0)) == (PAGES, ())
+    assert chosen(held, make_costs(replay=1150, read=1e9, compute=1.0)) == (2, (2,))
 
 
 @pytest.mark.parametrize(("read", "fetched"), [(1e6, True), (15_000, True), (9_000, False), (1, False)])
 def test_the_cheaper_of_reading_and_computing_is_taken(read, fetched):
     """1,200 tokens at 1,000 a second against 12,300 bytes."""
     wanted = choose_fetch(make_held(tails_stored=[12]), make_costs(read=read, compute=1000))
-    assert (wanted is not None) == fetched
+    assert wanted is Refusal.SLOW if not fetched else isinstance(wanted, Wanted) and wanted.spared == 1200
 
 
 def test_what_is_read_before_counts_and_so_does_the_time_a_request_waits_anyway():
     held, costs = make_held(tails_stored=[12]), make_costs(read=15_000, compute=1000)
-    assert choose_fetch(held, costs, bytes_ahead=20_000) is None
-    assert choose_fetch(held, costs, bytes_ahead=20_000, wait_s=2.0) is not None
+    assert chosen(held, costs, bytes_ahead=20_000) is Refusal.SLOW
+    assert chosen(held, costs, bytes_ahead=20_000, wait_s=2.0) == (12, (12,))
 
 
 def test_part_of_it_is_fetched_where_there_is_no_room_for_all():
     held = make_held(tails_stored=[4, 12])
-    assert choose_fetch(held, make_costs(), bytes_most=6000) == Wanted(4, (4,))
-    assert choose_fetch(held, make_costs(), bytes_most=4000) is None
+    assert chosen(held, make_costs(), bytes_most=6000) == (4, (4,))
+    assert chosen(held, make_costs(), bytes_most=4000) is Refusal.NO_ROOM
 
 
 def test_waiting_ends_when_computing_would_be_sooner_or_nothing_moves():
@@ -109,8 +114,14 @@ def test_a_rate_follows_what_it_sees_and_survives_nonsense():
     for _ in range(20):
         rate.observe(10, 1.0)
     assert rate.seconds(10) == pytest.approx(1.0, rel=0.01)
+    together = Rate()
+    together.observe(100, 2.0)
+    for _ in range(3):
+        together.observe(100, 0.0)
+    assert together.per_s == 200, "four that ended at the same moment"
     rate.observe(0, 0.0)
     rate.observe(0, 1e9)
+    rate.observe(5, -1.0)
     assert 0 < rate.seconds(1) < float("inf")
 
 

@@ -24,6 +24,8 @@ class HeldCopies(Executor):
 
     def run(self, index: int) -> None:
         future, task = self.held.pop(index)
+        if not future.set_running_or_notify_cancel():
+            return
         try:
             future.set_result(task())
         except Exception as error:  # noqa: BLE001 - what a real executor does

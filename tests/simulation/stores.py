@@ -22,7 +22,7 @@ class FalseStore(MemoryStore):
         self.times = 0
         self.old: dict[bytes, bytes] = {}
         self.lies = 0
-        self.liar = random.choice([0.0, 0.1, 0.4])
+        self.liar = random.choice([0.0, 0.2, 0.5])
         """How often it lies of its own accord when it is read."""
 
     def _struck(self, *moods: str) -> bool:

@@ -26,7 +26,7 @@ real_insert, real_load_start, real_save_start = (
 )
 real_seeded, real_take_host, real_touch = keys._seeded, Places.take_host, PrefixTree.touch
 real_evict, real_store_start = PrefixTree._evict, PrefixTree.store_start
-real_end, real_fetch_insert, real_read = Fetch.end, Fetch._insert, StoreMover._read
+real_end, real_read = Fetch.end, StoreMover._read
 
 
 def locked_pages_are_evicted(page):
@@ -132,15 +132,8 @@ def places_come_back_before_their_read_ended(self, tree, why=None):
         give_back(tree, read.pieces)
 
 
-def a_fetch_does_not_hold_its_anchor(self, tree, landed):
-    real_fetch_insert(self, tree, landed)
-    tree.unlock(self.anchor)
-    tree.lock(tree.root)
-    self.anchor = tree.root
-
-
-def what_is_missing_counts_as_read(self, pieces):
-    return [Answer.HERE for _ in real_read(self, pieces)]
+def what_is_missing_counts_as_read(self, operation):
+    return [Answer.HERE for _ in real_read(self, operation)]
 
 
 MUTANTS = {
@@ -148,7 +141,6 @@ MUTANTS = {
     only_the_payload_is_verified: (Form, "flaw"),
     a_copy_may_leave_while_the_store_reads_it: (PrefixTree, "store_start"),
     places_come_back_before_their_read_ended: (Fetch, "end"),
-    a_fetch_does_not_hold_its_anchor: (Fetch, "_insert"),
     locked_pages_are_evicted: (prefix_tree, "page_may_leave_device"),
     parents_are_evicted: (prefix_tree, "page_may_leave_device"),
     a_duplicate_leaks: (PrefixTree, "insert"),

@@ -71,7 +71,7 @@ class World:
         self._poison_what_is_freed()
         self.now_s = 0.0
         fetch_module.READ_BYTES_LEAST = 64  # so that a fetch of these few bytes is several reads
-        self.store_copies = {"read": HeldCopies(), "write": HeldCopies()}
+        self.store_copies = {name: HeldCopies() for name in ("ask", "read", "write")}
         self.store: FalseStore | None = None
         self.store_counters: Counter[str] = Counter()
         if random.random() < 0.7:
@@ -119,7 +119,7 @@ class World:
             return
         if self.store is None or self.store._closed:
             self.store = FalseStore(Random(random.getrandbits(32)))
-        workers = Workers(self.store_copies["read"], self.store_copies["write"], retry_after_s=(0.0,))
+        workers = Workers(*self.store_copies.values(), retry_after_s=(0.0,))
         self.cache.attach(self.store, clock=lambda: self.now_s, workers=workers)
 
     def _poison_what_is_freed(self) -> None:
@@ -227,7 +227,8 @@ class World:
     def _do_store(self, random: Random) -> None:
         """A worker of the store ends something; or an actor's coming is announced, or speeds are measured."""
         if self.cache.store is not None and random.random() < 0.02:
-            self.cache.store.costs.compute.observe(random.choice([10, 1000, 100_000]), 1.0)
+            self.cache.compute.observe(random.choice([10, 1000, 100_000]), 1.0)
+            self.cache.store.fetches.costs.read.observe(random.choice([1, 1000, 10**6]), 1.0)
         waiting = [actor for actor in self.actors if actor.request is None]
         if waiting and random.random() < 0.3:
             self.cache.prefetch(random.choice(waiting).chain, replay=random.random() < 0.2)
@@ -237,7 +238,7 @@ class World:
             for copies in (*self.copies.values(), *self.store_copies.values()):
                 copies.shutdown()
             self._do_step(random)
-        for copies in random.sample(list(self.store_copies.values()), 2):
+        for copies in random.sample(list(self.store_copies.values()), 3):
             if copies.held:
                 copies.run(random.randrange(len(copies.held)))
                 return
@@ -438,7 +439,7 @@ class World:
             copies.shutdown()
 
     def fetching(self) -> list[KeyChain]:
-        return list(self.cache.store.fetches) if self.cache.store else []
+        return list(self.cache.store.fetches.of) if self.cache.store else []
 
     def wind_down(self) -> None:
         """No fault happens any more: every request that is left gets through. Then no place is missing."""

@@ -24,7 +24,7 @@ class Rig:
         self.host = HostMemory(V4, layout, 20 * V4.host_page_bytes)
         self.store = store or MemoryStore()
         self.hands = HeldCopies()
-        workers = Workers(self.hands, self.hands, retry_after_s=retries)
+        workers = Workers(self.hands, self.hands, self.hands, retry_after_s=retries)
         self.mover = StoreMover(self.store, V4, self.host, landed=Condition(), workers=workers)
 
     def do(self, work, *pieces):
@@ -152,8 +152,8 @@ def test_what_nobody_waits_for_is_not_begun():
 
 def test_a_probe_tells_how_fast_a_page_is_read_and_leaves_nothing():
     rig = Rig()
-    assert rig.do(Work.PROBE).error is None
-    assert rig.mover.probed_s is not None and rig.store.stats()["records"] == 0
+    probe = rig.do(Work.PROBE)
+    assert probe.error is None and probe.read_s is not None and rig.store.stats()["records"] == 0
     rig.do(Work.STATS)
     assert rig.mover.numbers["records"] == 0
 

@@ -73,8 +73,8 @@ def check(cache: TieredCache) -> None:
             (pages if isinstance(move.item, Page) else tails).append(move.device)
         if move.item.gone:
             host += move.host
-    for store in (cache.store, *cache._stores_left):
-        host += store.host_places() if store else ()
+    for store in cache._stores():
+        host += store.host_places()
     for pool, owned in zip(_pools(cache), (pages, tails, host), strict=True):
         pool.check()
         assert sorted(owned) == sorted(pool.owned_ids()), f"I4: owners of {pool.name}"

@@ -5,8 +5,8 @@
        └──── nothing there, store off ──────────┴── not worth it, no room ──┴── too late, damaged ──► OVER
 
 What was read becomes visible page by page from the front, as soon as everything before it has: so a fetch
-that ends early has brought a prefix. Host places of a read that nobody waits for any more are given back when
-the read has ended, never before (I10).
+that ends early has brought a prefix. It locks nothing: if what it goes on from has left meanwhile, it ends.
+Host places of a read that nobody waits for any more come back when the read has ended, never before (I3).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from tiercel.policy.fetch import Held, Wanted
 from tiercel.policy.resume import Why
 from tiercel.transfer.mover import Answer, Operation, Piece
 from tiercel.tree.keys import KeyChain
+from tiercel.tree.match import Match
 from tiercel.tree.node import Page
 from tiercel.tree.prefix_tree import PrefixTree
 from tiercel.types import HostPageId
@@ -45,42 +46,41 @@ class Fetch:
     limit: int
     """Pages that would help."""
     replay: bool
+    match: Match
+    """What the nearer tiers had when the store was asked."""
     began_s: float
     wait_s: float = 0.0
     """How long it waits for its turn anyway, as far as known."""
     stage: Stage = Stage.ASKING
     why: Why | None = None
     """Why it brought less than the text has."""
-    asked_from: int = 0
-    """The pages asked for begin here."""
-    pages_stored: Sequence[bool] = ()
+    pages_stored: int = 0
+    """Pages the store has, one after the other, behind those that were found."""
     tails_stored: frozenset[int] = frozenset()
-    wanted: Wanted | None = None
+    planned: bool = False
+    """Somebody has looked at what the store said."""
     spared_tokens: int = 0
-    anchor: Page | None = None
-    """The deepest page of the text in the tree, locked while reads are under way."""
+    """What it saves if all goes well."""
+    depth: int = 0
+    """Pages of the text that are published, or were found."""
     reads: list[Operation] = field(default_factory=list)
     """Not published yet, in the order of the text."""
     landed: set[Operation] = field(default_factory=set)
     """Those of them that have ended: they wait for the ones before."""
+    bytes_held: int = 0
+    """Of host memory, for this request's sake, until it begins or leaves."""
     moved_s: float = 0.0
     """When it last got on."""
     turn_s: float | None = None
     """When its request could have begun without it."""
 
-    def held(self, tree: PrefixTree) -> Held:
+    def held(self, tree: PrefixTree, match: Match) -> Held:
         """What the tree has of it now, beside what the store said."""
-        match = tree.match(self.chain.keys, self.limit)
+        stored = self.match.found + self.pages_stored - match.found
         path = self.chain.keys[: match.found]
         tails = frozenset(depth for depth, key in enumerate(path, 1) if tree.index[key].tail is not None)
-        stored = 0
-        for here in (
-            self.pages_stored[match.found - self.asked_from :] if match.found >= self.asked_from else ()
-        ):
-            if not here:
-                break
-            stored += 1
-        return Held(match.boundary, match.found, stored, tails, self.tails_stored)
+        gone = match.found < self.match.found  # what was not asked for then is not known now
+        return Held(match.boundary, match.found, 0 if gone else max(0, stored), tails, self.tails_stored)
 
     def pieces(self, held: Held, wanted: Wanted) -> Iterator[Piece]:
         """What is to be read, in the order of the text: a tail follows its page."""
@@ -97,47 +97,52 @@ class Fetch:
         while self.reads and self.reads[0] in self.landed:
             read = self.reads.pop(0)
             good = [answer is Answer.HERE for answer in read.answers]
-            whole = next((i for i, p in enumerate(read.pieces) if not (good[i] or p.tail)), len(good))
-            if not all(good):
-                damaged = Answer.DAMAGED in read.answers
-                self.why = Why.STORE_DAMAGED if damaged else self.why or Why.NOT_CACHED
-            self._insert(tree, list(zip(read.pieces, good, strict=True))[:whole])
+            pages_lost = [i for i, piece in enumerate(read.pieces) if not (good[i] or piece.tail)]
+            whole = pages_lost[0] if pages_lost else len(good)
+            if Answer.DAMAGED in read.answers:
+                self.why = Why.STORE_DAMAGED
+            elif not all(good) and read.error is not None:
+                self.why = Why.STORE_OFF
+            parent = self._page(tree, self.depth)
+            if parent is None:
+                give_back(tree, read.pieces)
+                return False
+            self._insert(tree, parent, list(zip(read.pieces, good, strict=True))[:whole])
             give_back(tree, read.pieces[whole:])
-            if whole < len(good):
+            if pages_lost:
                 return False
         return True
 
-    def _insert(self, tree: PrefixTree, landed: Sequence[tuple[Piece, bool]]) -> None:
+    def _page(self, tree: PrefixTree, depth: int) -> Page | None:
+        return tree.index.get(self.chain.keys[depth - 1]) if depth else tree.root
+
+    def _insert(self, tree: PrefixTree, parent: Page, landed: Sequence[tuple[Piece, bool]]) -> None:
         """Pages first, the tails hang on them."""
-        assert self.anchor is not None
-        texts, depth = self.chain.texts, self.anchor.depth
         pages = [piece for piece, _ in landed if not piece.tail]
         if pages:
-            tokens = texts[depth : depth + len(pages)] if texts else [b""] * len(pages)
-            named = [(page.key, page.host, text) for page, text in zip(pages, tokens, strict=True)]
-            last = tree.insert_fetched(self.anchor, named)
-            tree.lock(last)
-            tree.unlock(self.anchor)
-            self.anchor = last
+            until = self.depth + len(pages)
+            texts = self.chain.texts[self.depth : until] if self.chain.texts else [b""] * len(pages)
+            named = [(page.key, page.host, text) for page, text in zip(pages, texts, strict=True)]
+            tree.insert_fetched(parent, named)
+            self.depth = until
         for piece, good in landed:
-            if piece.tail and good:
-                tree.insert_fetched_tail(tree.index[piece.key], piece.host)
+            page = tree.index.get(piece.key) if piece.tail else None
+            if page is not None and good:
+                tree.insert_fetched_tail(page, piece.host)
             elif piece.tail:
                 tree.actions.host.extend(piece.host)
 
     def end(self, tree: PrefixTree, why: Why | None = None) -> None:
-        """Nothing more is published. Reads under way end by themselves; `land` gives their places back."""
+        """Nothing more is published. Places of reads under way come back when these have ended."""
         if self.stage is Stage.OVER:
             return
         self.stage = Stage.OVER
         self.why = why or self.why
-        if self.anchor is not None:
-            tree.unlock(self.anchor)
-            self.anchor = None
         for read in self.reads:
-            read.cancelled = True
             if read in self.landed:
                 give_back(tree, read.pieces)
+            else:
+                read.cancel()
         self.reads = []
 
     def host_places(self) -> Iterator[HostPageId]:

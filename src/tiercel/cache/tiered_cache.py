@@ -51,6 +51,8 @@ from tiercel.types import DevicePageId, Namespace
 
 log = logging.getLogger(__name__)
 
+Clock = Callable[[], float]
+
 
 class TieredCache:
     """The tiers of one model's cache."""
@@ -140,8 +142,7 @@ class TieredCache:
         else:
             if load and self.store is not None:
                 useful = pages_useful(chain, self.spec, reuse_most)
-                fetch = self.store.want(chain, useful, replay=replay)
-                if not self.store.ready(fetch):
+                if not self.store.begins(chain, useful, replay=replay):
                     return Wait(WaitFor.STORE)
             found = find(self.tree, self.spec, chain, load=load, replay=replay, most=reuse_most)
         if any(self._is_arriving(item) for item in found.items):
@@ -166,8 +167,8 @@ class TieredCache:
             room.keep()
         reuse = found.reuse
         if self.store is not None:
-            reuse = self.store.explained(chain, reuse)
-            self.store.forget(chain)
+            reuse = self.store.fetches.explained(chain, reuse)
+            self.store.fetches.forget(chain)
         request = self._start(Request(chain, priority, reuse, held), found, turn_ends)
         request.table.extend(places[len(found.far) :])
         return request
@@ -178,12 +179,12 @@ class TieredCache:
         """A request will `begin` with this chain in about `wait_s`: see what the store has of it."""
         if self.store is not None and not self.config.force_miss:
             useful = pages_useful(chain, self.spec, reuse_most)
-            self.store.want(chain, useful, replay=replay, wait_s=wait_s)
+            self.store.expect(chain, useful, replay=replay, wait_s=wait_s)
 
     def withdraw(self, chain: KeyChain) -> None:
         """The request that was waiting, or was announced, will not begin."""
         if self.store is not None:
-            self.store.forget(chain)
+            self.store.fetches.forget(chain)
 
     def extend(self, request: Request, upto: int) -> Extended | Wait:
         """Room for positions below `upto`: device pages, and places for the tails to keep on the way.
@@ -256,7 +257,7 @@ class TieredCache:
         loaded: list[Loaded] = []
         for landed in self.flights.landed():
             loaded += self._publish(landed)
-        if self.store is not None or self._stores_left:
+        if self._stores():
             self._step_stores()
         self.places.make_room_ahead()
         self.flights.send()
@@ -291,17 +292,20 @@ class TieredCache:
                 self._landed.wait_for(self._has_landed, timeout_s)
 
     def _has_landed(self) -> bool:
-        return self.flights.has_landed or bool(self.store and self.store.mover.landed)
+        return self.flights.has_landed or any(store.mover.landed for store in self._stores())
+
+    def _stores(self) -> list[StoreTier]:
+        return self._stores_left if self.store is None else [*self._stores_left, self.store]
 
     @property
     def pending(self) -> bool:
-        """Something waits for a store that is off: a `step` now and then tries it again."""
-        return bool(self.store and self.store.pending)
+        """Something waits for a store that is off, or for one to be closed: a `step` now and then goes on."""
+        return bool(self._stores_left or (self.store and self.store.pending))
 
     @property
     def busy(self) -> bool:
         """Something is on its way, or queued to be sent by the next `step`."""
-        return self.flights.busy or bool(self._stores_left or (self.store and self.store.busy))
+        return self.flights.busy or any(store.busy for store in self._stores())
 
     def flush(self) -> int:
         """Forget everything no request holds and no transfer moves; answers how many pages stay."""
@@ -319,19 +323,22 @@ class TieredCache:
 
     # The store
 
-    def attach(
-        self,
-        store: Store,
-        *,
-        clock: Callable[[], float] = monotonic,
-        workers: Workers | None = None,
-    ) -> None:
+    def attach(self, store: Store, *, clock: Clock = monotonic, workers: Workers | None = None) -> None:
         """Use a store from now on, and give it what the host has. The cache closes it when it leaves it."""
+        self.attach_mover(self.mover_for(store, clock=clock, workers=workers), clock)
+
+    def mover_for(
+        self, store: Store, *, clock: Clock = monotonic, workers: Workers | None = None
+    ) -> StoreMover:
+        """The part of `attach` that may take time (stores register host memory), for any thread."""
         if self.host is None:
             raise ConfigError("store", type(store).__name__, "needs a host tier to read into (host_bytes)")
+        return StoreMover(store, self.spec, self.host, landed=self._landed, clock=clock, workers=workers)
+
+    def attach_mover(self, mover: StoreMover, clock: Clock = monotonic) -> None:
+        """The part of `attach` that takes none."""
         if self.store is not None:
-            raise ConfigError("store", type(store).__name__, "one is attached already")
-        mover = StoreMover(store, self.spec, self.host, landed=self._landed, clock=clock, workers=workers)
+            raise ConfigError("store", None, "one is attached already")
         self.store = StoreTier(mover, self.tree, self.spec, self.config, self.places, self.compute, clock)
         self.store.offer(item for item in self.tree.items() if item.on_host)
 
@@ -355,6 +362,9 @@ class TieredCache:
             if not left.busy and left.close():
                 left.step()
                 self._stores_left.remove(left)
+            returned, left.returned = left.returned, []
+            if self.store is not None:
+                self.store.offer(item for item in returned if item.on_host)
         self.places.settle()
 
     def close(self, store_wait_s: float = 10.0) -> None:

@@ -39,6 +39,9 @@ log = logging.getLogger(__name__)
 PROMPT_TOKENS = 16
 """A step with so many tokens for each text in it tells how fast prompts are computed."""
 
+PASSED_MOST = 64
+"""So many that wait for the store are looked at in a step, and others let by."""
+
 EXPLAINED_MOST = 4096
 """So many requests are remembered for `explain`."""
 
@@ -298,7 +301,7 @@ class Engine:
         """In order, and nobody is passed: who waits for room gets it when it is there. Only who waits for the
         store lets others by, for they need not wait for it."""
         passed = 0
-        while passed < len(self.waiting) and self._rings:
+        while passed < min(len(self.waiting), PASSED_MOST) and self._rings:
             waits = self._begin(self.waiting[passed])
             if waits is None:
                 self.waiting.pop(passed)

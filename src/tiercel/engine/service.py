@@ -21,9 +21,10 @@ from tiercel.engine.ask import Ask, Delta
 from tiercel.engine.engine import Engine
 from tiercel.engine.loop import overlapped_steps, plain_steps
 from tiercel.engine.text import Text
-from tiercel.errors import ConfigError, StoreError
+from tiercel.errors import StoreError
 from tiercel.storage.open import open_store
 from tiercel.storage.secrets import hide
+from tiercel.transfer.mover import StoreMover
 
 log = logging.getLogger(__name__)
 
@@ -104,24 +105,32 @@ class EngineService:
 
     async def attach_store(self, url: str) -> dict[str, Any]:
         """Use a store from now on. Raises `ConfigError` or `StoreError`, and then nothing has happened."""
-        store = await asyncio.to_thread(open_store, url)
+        mover = await asyncio.to_thread(self._open_store, url)
         try:
-            await asyncio.wrap_future(self._ask(lambda: self._engine.cache.attach(store)))
-        except ConfigError:
-            await asyncio.to_thread(store.close)
+            await asyncio.wrap_future(self._ask(lambda: self._engine.cache.attach_mover(mover)))
+        except BaseException:
+            threading.Thread(target=mover.close, daemon=True).start()
             raise
         self._store_url = hide(url, url)
         return await self.store_status()
+
+    def _open_store(self, url: str) -> StoreMover:
+        store = open_store(url)
+        try:
+            return self._engine.cache.mover_for(store)
+        except BaseException:
+            store.close()
+            raise
 
     async def store_status(self) -> dict[str, Any]:
         store = (await self.stats())["store"]
         return {**store, "url": self._store_url} if store["attached"] else store
 
     async def detach_store(self) -> dict[str, Any]:
-        """Go on without the store, and wait until it is closed."""
-        await asyncio.wrap_future(self._ask(self._engine.cache.detach))
-        while self._engine.cache.detaching:
-            await asyncio.sleep(0.01)
+        """Go on without the store. It is waited for until it is closed, unless it hangs."""
+        cache = self._engine.cache
+        await asyncio.wrap_future(self._ask(cache.detach))
+        await _until(lambda: not cache.detaching, cache.config.store_timeout_s)
         return await self.store_status()
 
     async def clear_store(self) -> None:
@@ -130,8 +139,8 @@ class EngineService:
         if store is None:
             raise StoreError("no store is attached")
         clear = await asyncio.wrap_future(self._ask(store.clear))
-        while not clear.ended_s:
-            await asyncio.sleep(0.005)
+        if not await _until(lambda: clear.ended_s > 0, self._engine.cache.config.store_timeout_s):
+            raise StoreError("the store has not answered yet")
         if clear.error is not None:
             raise clear.error
 
@@ -217,6 +226,15 @@ class EngineService:
                 for _, delta in answers:
                     if delta.finish is None:
                         self._engine.abort(delta.request_id)
+
+
+async def _until(there: Callable[[], bool], timeout_s: float) -> bool:
+    """Wait so long for something at most; whether it came."""
+    loop = asyncio.get_running_loop()
+    until = loop.time() + timeout_s
+    while not there() and loop.time() < until:
+        await asyncio.sleep(0.005)
+    return there()
 
 
 def _put(answers: list[tuple[asyncio.Queue[Delta], Delta]]) -> None:

@@ -39,6 +39,11 @@ class Breaker:
             return True
         return self.state is State.WORKING
 
+    def not_used(self) -> None:
+        """The trial that was allowed did not take place: the next one may."""
+        if self.state is State.TRYING:
+            self.state = State.OFF
+
     def worked(self) -> None:
         self.state = State.WORKING
         self._failures, self._wait_s = 0, WAIT_FIRST_S

@@ -12,26 +12,36 @@ what computing up to it would cost, less what reading it costs beyond the time t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from enum import Enum
 
 
 class Rate:
-    """So much of something per second, as last seen."""
+    """So much of something per second, as lately seen. Amounts and times are added up, and older ones fade:
+    so a few small ones that ended together do not look like a fast one."""
 
-    NEW = 0.4
-    """Weight of the latest: a store that slows down is noticed within a few reads."""
+    FADES = 0.6
+    """What an observation leaves of those before: a store that slows down is noticed within a few reads."""
 
     def __init__(self) -> None:
-        self.per_s: float | None = None
+        self._amount = self._seconds = 0.0
 
     def observe(self, amount: float, seconds: float) -> None:
-        now = amount / max(seconds, 1e-6)
-        self.per_s = now if self.per_s is None else self.NEW * now + (1 - self.NEW) * self.per_s
+        """An amount that took no time more came together with the one before."""
+        if amount > 0 and seconds >= 0:
+            fades = self.FADES if seconds else 1.0
+            self._amount = fades * self._amount + amount
+            self._seconds = fades * self._seconds + seconds
+
+    @property
+    def per_s(self) -> float | None:
+        """None: nobody knows."""
+        return self._amount / self._seconds if self._seconds else None
 
     def seconds(self, amount: float) -> float | None:
-        """How long so much takes; None: nobody knows."""
-        return None if self.per_s is None else amount / max(self.per_s, 1e-9)
+        """How long so much takes."""
+        return None if self.per_s is None else amount / self.per_s
 
 
 @dataclass(frozen=True)
@@ -52,10 +62,19 @@ class Held:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Pages found + 1 … upto, and tails, from the store."""
+    """Pages found + 1 … upto, and tails, from the store: `spared` tokens need not be computed then."""
 
     upto: int
     tails: tuple[int, ...]
+    spared: int
+
+
+class Refusal(Enum):
+    """Why nothing is fetched."""
+
+    NOTHING = "the store has nothing that helps"
+    SLOW = "computing is sooner"
+    NO_ROOM = "there is no host memory for it now"
 
 
 @dataclass(frozen=True)
@@ -85,21 +104,28 @@ def legal(boundary: int, pages_per_window: int, has_tail: Callable[[int], bool])
 
 def choose_fetch(
     held: Held, costs: Costs, *, bytes_ahead: int = 0, wait_s: float = 0.0, bytes_most: int | None = None
-) -> Wanted | None:
-    """What to read; None when nothing the store has is worth it.
+) -> Wanted | Refusal:
+    """What to read, or why nothing.
 
     `bytes_ahead` are read first; for `wait_s` the request waits whatever happens; more than `bytes_most` have
     no room.
     """
-    best, best_gain = None, 0.0
-    for wanted, tokens in _candidates(held, costs):
+    best, best_gain, why = None, 0.0, Refusal.NOTHING
+    boundaries = _boundaries(held, costs)
+    for wanted in _candidates(held, costs, boundaries):
         size = costs.bytes_of(held, wanted)
-        if bytes_most is not None and size > bytes_most:
-            continue
-        gain = _gain(costs, tokens, bytes_ahead + size, wait_s)
-        if gain > best_gain:
+        gain = _gain(costs, wanted.spared, bytes_ahead + size, wait_s)
+        if gain <= 0:
+            why = Refusal.SLOW if why is Refusal.NOTHING else why
+        elif bytes_most is not None and size > bytes_most:
+            why = Refusal.NO_ROOM
+        elif gain > best_gain:
             best, best_gain = wanted, gain
-    return best
+    if best is None:
+        return why
+    stations = replace(best, tails=_stations(best, boundaries, held, costs.pages_per_window))
+    fits = bytes_most is None or costs.bytes_of(held, stations) <= bytes_most
+    return stations if fits else best
 
 
 def _gain(costs: Costs, tokens: int, bytes_read: int, wait_s: float) -> float:
@@ -110,33 +136,44 @@ def _gain(costs: Costs, tokens: int, bytes_read: int, wait_s: float) -> float:
     return compute_s - max(0.0, read_s - wait_s)
 
 
-def _candidates(held: Held, costs: Costs) -> list[tuple[Wanted, int]]:
-    """Everything that could be read, with the tokens it spares, the longest first."""
+def _boundaries(held: Held, costs: Costs) -> list[int]:
+    """Where the text could be resumed if the store's part were here."""
     both, last = held.tails | held.tails_stored, held.found + held.stored
-    window = costs.pages_per_window
-    found = []
-    boundaries = [b for b in range(held.boundary + 1, last + 1) if legal(b, window, both.__contains__)]
+    every = range(held.boundary + 1, last + 1)
+    return [b for b in every if legal(b, costs.pages_per_window, both.__contains__)]
+
+
+def _candidates(held: Held, costs: Costs, boundaries: list[int]) -> Iterator[Wanted]:
+    """Everything that could be read, the longest first."""
     for boundary in reversed(boundaries):
-        tails = _stations(boundary, boundaries, held, window)
-        wanted = Wanted(max(boundary, held.found), tails)
-        found.append((wanted, (boundary - held.boundary) * costs.page_tokens))
-    if costs.replay_tokens is not None and last > held.found:
+        tails = _tails(boundary, costs.pages_per_window, held)
+        spared = (boundary - held.boundary) * costs.page_tokens
+        yield Wanted(max(boundary, held.found), tuple(sorted(tails)), spared)
+    last = held.found + held.stored
+    if costs.replay_tokens is not None and held.stored:
         spared = (last - held.boundary) * costs.page_tokens - costs.replay_tokens
         if spared > 0:
-            found.append((Wanted(last, ()), spared))
-    return found
+            yield Wanted(last, (), spared)
 
 
-def _stations(boundary: int, boundaries: list[int], held: Held, window: int) -> tuple[int, ...]:
-    """The tails to read for a resume at `boundary`, and at up to three places on the way there, so that a
-    fetch that ends early is worth something too."""
-    apart = max(1, (boundary - held.boundary) // 4)
-    stations = [boundary]
+def _tails(boundary: int, window: int, held: Held) -> set[int]:
+    """What a resume reads there and only the store has."""
+    first = max(1, boundary - window + 1)
+    return set(range(first, boundary + 1)) & held.tails_stored - held.tails if window else set()
+
+
+def _stations(wanted: Wanted, boundaries: list[int], held: Held, window: int) -> tuple[int, ...]:
+    """Its tails, and those at up to three places on the way there, so that a fetch that ends early is worth
+    something too."""
+    if not wanted.tails:
+        return ()
+    apart, last, reads = max(1, (wanted.upto - held.boundary) // 4), wanted.tails[-1], set(wanted.tails)
+    count = 1
     for each in reversed(boundaries):
-        if each <= stations[-1] - apart and len(stations) < 4:
-            stations.append(each)
-    reads = {tail for b in stations for tail in range(max(1, b - window + 1), b + 1)} if window else set()
-    return tuple(sorted(reads & held.tails_stored - held.tails))
+        if each <= last - apart and count < 4:
+            reads |= _tails(each, window, held)
+            last, count = each, count + 1
+    return tuple(sorted(reads))
 
 
 PATIENCE = 4

@@ -5,8 +5,11 @@
     write   … from host pages, those that are there already left out
 
 A worker survives whatever a store raises (I13): the operation is tried again after a moment, then it has
-failed, and says so. A call that never returns keeps its worker and its host pages, nothing else: who waits
-decides by the clock.
+failed, and says so. A call that never returns keeps its thread and its host pages, nothing else: another
+thread takes its place (`Crew`), and who waits decides by the clock.
+
+    queued ── a thread takes it ──► running ──► ended: answers, or an error
+       └── cancelled, nobody waits ───────────► ended: nothing was done
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from enum import Enum
 from threading import Condition
@@ -27,15 +30,11 @@ from tiercel.memory.buffers import HostMemory
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.stream import Stream
 from tiercel.storage.base import Get, Put, Store
-from tiercel.storage.record import Flaw, Form, Kind, RecordKey, record_key
+from tiercel.storage.record import KEY_BYTES, Flaw, Form, Kind, RecordKey, record_key
+from tiercel.transfer.crew import Crew
 from tiercel.types import HostPageId, PageKey
 
 log = logging.getLogger(__name__)
-
-READERS = 4
-"""Four reads at a time keep a disk busy (docs/log.md); one waits on most networks anyway."""
-WRITERS = 2
-"""One writes while the other sums."""
 
 
 class Work(Enum):
@@ -74,28 +73,46 @@ class Operation:
     work: Work
     pieces: Sequence[Piece]
     bytes: int
+    """Of the pieces that move."""
     began_s: float
+    started_s: float | None = None
+    """When a thread took it."""
     ended_s: float = 0.0
     answers: list[Answer] = field(default_factory=list)
     error: StoreError | None = None
     cancelled: bool = False
-    """Nobody waits for it any more: it need not begin, nor be tried again."""
     late: bool = False
     """It took longer than anybody waits; whoever submitted it counts it as failed already."""
+    read_s: float | None = None
+    """Of a probe: how long its page took to read."""
+    future: Future[None] | None = None
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more. If no thread has taken it, it ends at once."""
+        self.cancelled = True
+        if self.future is not None:
+            self.future.cancel()
 
 
 @dataclass(frozen=True)
 class Workers:
-    """Who does the work: reads do not wait for writes."""
+    """Who does the work: asks wait for no reads, reads for no writes."""
 
+    askers: Executor
     readers: Executor
     writers: Executor
     retry_after_s: Sequence[float] = (0.02, 0.1)
 
     @staticmethod
     def threads() -> Workers:
-        readers = ThreadPoolExecutor(READERS, "tiercel-store-read")
-        return Workers(readers, ThreadPoolExecutor(WRITERS, "tiercel-store-write"))
+        """Four reads at a time keep a disk busy; of two writes one waits while the other sums."""
+        askers, readers = Crew(1, "tiercel-store-ask"), Crew(4, "tiercel-store-read")
+        return Workers(askers, readers, Crew(2, "tiercel-store-write"))
+
+    def of(self, work: Work) -> Executor:
+        if work is Work.ASK:
+            return self.askers
+        return self.readers if work is Work.READ else self.writers
 
 
 class StoreMover:
@@ -123,6 +140,7 @@ class StoreMover:
             False: _form(pages, spec, spec.page_streams, store.align),
             True: _form(Kind.TAIL, spec, spec.tail_streams, store.align),
         }
+        store.register(host.view)
         self._workers = workers or Workers.threads()
         self._ended: deque[Operation] = deque()
         self.under_way: set[Operation] = set()
@@ -132,24 +150,28 @@ class StoreMover:
         """The store's own statistics, as last asked for."""
         self.removed: deque[RecordKey] = deque()
         """What the store let go of by itself."""
-        self.probed_s: float | None = None
-        """How long the probe's page took to read."""
-        store.register(host.view)
 
     def submit(self, work: Work, pieces: Sequence[Piece] = ()) -> Operation:
         """Never blocks."""
-        size = sum(self.forms[piece.tail].payload_bytes for piece in pieces)
+        moved = pieces if work in (Work.READ, Work.WRITE) else ()
+        size = sum(self.forms[piece.tail].payload_bytes for piece in moved)
         operation = Operation(work, pieces, size, self._clock())
         self.under_way.add(operation)
         try:
-            reads = work in (Work.ASK, Work.READ)
-            workers = self._workers.readers if reads else self._workers.writers
-            future = workers.submit(self._run, operation)
+            operation.future = self._workers.of(work).submit(self._run, operation)
         except RuntimeError as refusal:  # what an executor that can start no thread raises
-            self._end(operation, StoreError(f"no worker: {refusal}"))
+            operation.error = StoreError(f"no worker: {refusal}")
+            self._end(operation)
         else:
-            future.add_done_callback(lambda _: self._end(operation, operation.error))
+            operation.future.add_done_callback(lambda _: self._end(operation))
         return operation
+
+    def give_up_on(self, operation: Operation) -> None:
+        """It hangs. If its thread does, there is one more now."""
+        operation.late = True
+        crew = self._workers.of(operation.work)
+        if operation.started_s is not None and isinstance(crew, Crew):
+            crew.grow()
 
     def poll(self) -> list[Operation]:
         """What ended since the last poll."""
@@ -169,8 +191,8 @@ class StoreMover:
 
     def close(self) -> None:
         """Wait for what is under way; then the store is closed."""
-        self._workers.readers.shutdown(wait=True)
-        self._workers.writers.shutdown(wait=True)
+        for crew in (self._workers.askers, self._workers.readers, self._workers.writers):
+            crew.shutdown(wait=True)
         try:
             self._store.close()
         except Exception:  # noqa: BLE001 - a store is not ours; it is left anyway
@@ -179,34 +201,37 @@ class StoreMover:
     # In a worker
 
     def _run(self, operation: Operation) -> None:
+        operation.started_s = self._clock()
         for wait_s in (*self._workers.retry_after_s, None):
             if operation.cancelled:
-                operation.answers = [Answer.MISSING] * len(operation.pieces)
                 return
             try:
-                operation.answers = self._DO[operation.work](self, operation.pieces)
-                operation.error = None
+                answers = self._DO[operation.work](self, operation)
+                if len(answers) != len(operation.pieces):
+                    raise StoreError(f"{len(answers)} answers to {len(operation.pieces)} questions")
+                operation.answers, operation.error = answers, None
                 return
-            except Exception as error:  # noqa: BLE001 - whatever a store raises, its worker goes on
+            except BaseException as error:  # noqa: BLE001 - whatever a store raises, its worker goes on
                 operation.error = StoreError(f"{operation.work.value} failed: {error!r}")
                 operation.error.__cause__ = error
                 if wait_s is None or operation.work is Work.ASK:
                     return
                 time.sleep(wait_s)
 
-    def _end(self, operation: Operation, error: StoreError | None) -> None:
-        operation.error = error
+    def _end(self, operation: Operation) -> None:
+        if len(operation.answers) != len(operation.pieces):
+            operation.answers = [Answer.MISSING] * len(operation.pieces)
         operation.ended_s = self._clock()
         with self._landed:
             self._ended.append(operation)
             self._landed.notify_all()
 
-    def _ask(self, pieces: Sequence[Piece]) -> list[Answer]:
-        there = self._store.contains([self.key(piece) for piece in pieces])
-        assert len(there) == len(pieces), "a store answers for every key"
+    def _ask(self, operation: Operation) -> list[Answer]:
+        there = self._store.contains([self.key(piece) for piece in operation.pieces])
         return [Answer.HERE if each else Answer.MISSING for each in there]
 
-    def _read(self, pieces: Sequence[Piece]) -> list[Answer]:
+    def _read(self, operation: Operation) -> list[Answer]:
+        pieces = operation.pieces
         headers = [bytearray(self.forms[piece.tail].header_bytes) for piece in pieces]
         payloads = [self._views(piece) for piece in pieces]
         wanted = [
@@ -214,7 +239,6 @@ class StoreMover:
             for piece, header, payload in zip(pieces, headers, payloads, strict=True)
         ]
         there = self._store.get(wanted)
-        assert len(there) == len(pieces), "a store answers for every key"
         answers, damaged = [], []
         for piece, header, payload, here in zip(pieces, headers, payloads, there, strict=True):
             flaw = self.forms[piece.tail].flaw(header, piece.key, payload) if here else None
@@ -234,7 +258,8 @@ class StoreMover:
             log.error("the store answered %s with %s; such records are removed", key.hex(), flaw.value)
         return key
 
-    def _write(self, pieces: Sequence[Piece]) -> list[Answer]:
+    def _write(self, operation: Operation) -> list[Answer]:
+        pieces = operation.pieces
         keys = [self.key(piece) for piece in pieces]
         there = self._store.contains(keys)
         values = []
@@ -243,32 +268,36 @@ class StoreMover:
                 payload = self._views(piece)
                 values.append(Put(key, [self.forms[piece.tail].header(piece.key, payload), *payload]))
         kept = iter(self._store.put(values) if values else [])
-        self.removed.extend(self._store.removed())
+        kinds = {form.kind for form in self.forms.values()}
+        removed = [RecordKey(bytes(key)) for key in self._store.removed()]
+        self.removed.extend(key for key in removed if len(key) == KEY_BYTES and key[0] in kinds)
         return [Answer.HERE if here or next(kept) else Answer.MISSING for here in there]
 
-    def _clear(self, _: Sequence[Piece]) -> list[Answer]:
+    def _clear(self, _: Operation) -> list[Answer]:
         self._store.clear()
         return []
 
-    def _stats(self, _: Sequence[Piece]) -> list[Answer]:
-        self.numbers = self._store.stats()
+    def _stats(self, _: Operation) -> list[Answer]:
+        self.numbers = dict(self._store.stats())
         return []
 
-    def _probe(self, _: Sequence[Piece]) -> list[Answer]:
+    def _probe(self, operation: Operation) -> list[Answer]:
         form, key = self.forms[False], PageKey(os.urandom(32))
         name, payload = record_key(form.kind, key), bytearray(form.payload_bytes)
-        kept = self._store.put([Put(name, [form.header(key, [payload]), payload])])
-        began_s = self._clock()
-        parts = [memoryview(bytearray(form.header_bytes)), memoryview(payload)]
-        if all(kept) and all(self._store.get([Get(name, parts)])):
-            self.probed_s = self._clock() - began_s
-        self._store.delete([name])
+        try:
+            kept = self._store.put([Put(name, [form.header(key, [payload]), payload])])
+            began_s = self._clock()
+            parts = [memoryview(bytearray(form.header_bytes)), memoryview(payload)]
+            if all(kept) and all(self._store.get([Get(name, parts)])):
+                operation.read_s = self._clock() - began_s
+        finally:
+            self._store.delete([name])
         return []
 
     def _views(self, piece: Piece) -> list[memoryview]:
         return self._host.views(piece.host, self.forms[piece.tail].payload_bytes)
 
-    _DO: dict[Work, Callable[[StoreMover, Sequence[Piece]], list[Answer]]] = {
+    _DO: dict[Work, Callable[[StoreMover, Operation], list[Answer]]] = {
         Work.ASK: _ask,
         Work.READ: _read,
         Work.WRITE: _write,

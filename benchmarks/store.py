@@ -1,0 +1,306 @@
+"""How fast records go to a store and come back, beside what the disk itself can do.
+
+    python -m benchmarks.store [--json]
+
+Pages lie in one aligned host buffer. As in the mover, a few threads take batches of about 8 MiB; writing
+includes the header with its checksum, reading includes verifying every byte. Pages are read back in random
+order. Beside it, on the same disk and in the same rounds:
+
+- the limit: the same bytes in large direct writes, one fdatasync at the end; large direct reads
+- one plain file per page: written beside its place and renamed, no fsync; read back with cold caches
+
+A machine is never quiet, so the measurements are interleaved in rounds, and ratios are of medians.
+The index is asked in a store of a million records that are not there: files with holes for records, and
+whole tables. Asking and opening read the tables only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import random
+import shutil
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.machine import describe
+from tiercel.storage.base import Get, Put, Store
+from tiercel.storage.file import FileStore
+from tiercel.storage.file.direct import ALIGN
+from tiercel.storage.file.room import segment_bytes_for
+from tiercel.storage.file.segment import Segment
+from tiercel.storage.file.table import Table, packed_bytes
+from tiercel.storage.record import Form, Kind, RecordKey, record_key
+
+KIB, MIB, GIB = 1024, 1024**2, 1024**3
+BYTES = 384 * MIB
+"""Of pages in each measurement. A store of them, the limit's file and the page files make 1.2 GiB of disk."""
+SIZES = {"64k": 64 * KIB, "256k": 256 * KIB, "1m": MIB}
+BATCH_BYTES = 8 * MIB
+THREADS = 4
+ROUNDS = 5
+RECORDS = 1_000_000
+
+
+@dataclass
+class Figures:
+    """Every measurement of every round, by name; told as medians."""
+
+    taken: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, name: str, value: float) -> None:
+        self.taken[name].append(value)
+
+    def rate(self, name: str, work: Callable[[], object], size: int = BYTES) -> None:
+        """GB/s of one piece of work. What was deleted before is not paid for by who comes next."""
+        os.sync()
+        start = time.perf_counter()
+        work()
+        self.add(name, size / (time.perf_counter() - start) / 1e9)
+
+    def median(self, name: str) -> float:
+        return statistics.median(self.taken[name])
+
+    def best(self, start: str) -> float:
+        """The best median of those whose names start so."""
+        return max(self.median(name) for name in self.taken if name.startswith(start))
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Pages of one size in the host buffer, with their keys and the form of their records."""
+
+    memory: memoryview
+    size: int
+    keys: list[bytes]
+    form: Form
+
+    @staticmethod
+    def of(memory: memoryview, size: int, align: int) -> Pages:
+        keys = [random.randbytes(32) for _ in range(len(memory) // size)]
+        return Pages(memory, size, keys, Form(Kind.PAGE, bytes(32), (("kv", (0,), size),), size, align))
+
+    def page(self, number: int) -> memoryview:
+        return self.memory[number * self.size : (number + 1) * self.size]
+
+    def key(self, number: int) -> RecordKey:
+        return record_key(Kind.PAGE, self.keys[number])
+
+    def batches(self, order: Sequence[int]) -> list[Sequence[int]]:
+        step = BATCH_BYTES // self.size
+        return [order[start : start + step] for start in range(0, len(order), step)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    as_json = parser.parse_args().json
+    random.seed(0)
+    figures = Figures()
+    with tempfile.TemporaryDirectory(prefix="tiercel-store-") as folder:
+        measure_rounds(Path(folder), figures)
+        measure_index(Path(folder), figures)
+    told = to_json(figures)
+    print(json.dumps(told, indent=1) if as_json else to_table(told))
+
+
+# Writing and reading
+
+
+def measure_rounds(folder: Path, figures: Figures) -> None:
+    memory = aligned(BYTES)
+    noise = random.randbytes(MIB)
+    for start in range(0, BYTES, MIB):
+        memory[start : start + MIB] = noise
+    for _ in range(ROUNDS):
+        for name, size in SIZES.items():
+            measure_limit(folder, memory, figures)
+            with FileStore(folder / "store", 2 * GIB) as store:
+                measure_store(store, f"file.{name}", Pages.of(memory, size, store.align), figures)
+            shutil.rmtree(folder / "store")
+        measure_file_per_page(folder, Pages.of(memory, SIZES["256k"], ALIGN), figures)
+
+
+def measure_store(store: Store, name: str, pages: Pages, figures: Figures) -> None:
+    """Any store: put all pages, then get them in random order."""
+    order = list(range(len(pages.keys)))
+    figures.rate(
+        f"write_gb_s.{name}", lambda: in_threads(lambda b: put(store, pages, b), pages.batches(order))
+    )
+    random.shuffle(order)
+    figures.rate(
+        f"read_gb_s.{name}", lambda: in_threads(lambda b: get(store, pages, b), pages.batches(order))
+    )
+
+
+def put(store: Store, pages: Pages, batch: Sequence[int]) -> None:
+    values = []
+    for number in batch:
+        header = pages.form.header(pages.keys[number], [pages.page(number)])
+        values.append(Put(pages.key(number), [header, pages.page(number)]))
+    assert all(store.put(values)), "the store is large enough"
+
+
+def get(store: Store, pages: Pages, batch: Sequence[int]) -> None:
+    size = pages.form.header_bytes
+    memory = memoryview(bytearray(size * len(batch)))
+    headers = [memory[start : start + size] for start in range(0, len(memory), size)]
+    wanted = [Get(pages.key(n), [header, pages.page(n)]) for n, header in zip(batch, headers, strict=True)]
+    assert all(store.get(wanted)), "everything was put"
+    for number, header in zip(batch, headers, strict=True):
+        assert pages.form.flaw(header, pages.keys[number], [pages.page(number)]) is None
+
+
+def measure_limit(folder: Path, memory: memoryview, figures: Figures) -> None:
+    """The same bytes through one file, in pieces of several sizes: the best of them is the limit."""
+    for piece, threads in ((64 * MIB, 1), (8 * MIB, 1), (8 * MIB, 2)):
+        starts = range(0, BYTES, piece)
+        name = f"{piece // MIB}m.{threads}"
+        with new_file(folder / "limit") as file:
+            os.posix_fallocate(file, 0, BYTES)
+
+            def write(at: int, file: int = file, piece: int = piece) -> None:
+                assert os.pwrite(file, memory[at : at + piece], at) == piece
+
+            def read(at: int, file: int = file, piece: int = piece) -> None:
+                assert os.preadv(file, [memory[at : at + piece]], at) == piece
+
+            def write_all(file: int = file) -> None:
+                in_threads(write, starts, threads)  # noqa: B023 - called in this turn of the loop
+                os.fdatasync(file)
+
+            figures.rate(f"limit_write_gb_s.{name}", write_all)
+            figures.rate(f"limit_read_gb_s.{name}", lambda: in_threads(read, starts, threads))  # noqa: B023
+
+
+def measure_file_per_page(folder: Path, pages: Pages, figures: Figures) -> None:
+    """What is commonly done. Nothing is verified here, and nothing is durable."""
+    (folder / "pages").mkdir()
+    order = list(range(len(pages.keys)))
+
+    def write(batch: Sequence[int]) -> None:
+        for number in batch:
+            path = folder / "pages" / pages.keys[number].hex()
+            with open(path.with_suffix(".tmp"), "wb", buffering=0) as file:  # noqa: PTH123
+                file.write(pages.page(number))
+            path.with_suffix(".tmp").rename(path)
+
+    def read(batch: Sequence[int]) -> None:
+        for number in batch:
+            with open(folder / "pages" / pages.keys[number].hex(), "rb", buffering=0) as file:  # noqa: PTH123
+                assert file.readinto(pages.page(number)) == pages.size
+
+    figures.rate("write_gb_s.file_per_page", lambda: in_threads(write, pages.batches(order)))
+    drop_caches(folder / "pages")
+    random.shuffle(order)
+    figures.rate("read_gb_s.file_per_page", lambda: in_threads(read, pages.batches(order)))
+    shutil.rmtree(folder / "pages")
+
+
+# The index
+
+
+def measure_index(folder: Path, figures: Figures) -> None:
+    """Opening a store of a million records, and asking it for 128 of them at once."""
+    page = 256 * KIB + ALIGN
+    size = RECORDS * page * 5 // 4
+    keys = [record_key(Kind.PAGE, random.randbytes(32)) for _ in range(RECORDS)]
+    make_sealed(folder / "million", keys, page, segment_bytes_for(size))
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        store = FileStore(folder / "million", size)
+        figures.add("open_1m_s", time.perf_counter() - start)
+        assert store.stats()["records"] == RECORDS
+        for _ in range(20):
+            some = random.sample(keys, 128)
+            start = time.perf_counter()
+            found = store.contains(some)
+            figures.add("contains_128_of_1m_us", (time.perf_counter() - start) * 1e6)
+            assert all(found)
+        store.close()
+
+
+def make_sealed(folder: Path, keys: Sequence[RecordKey], page: int, segment_bytes: int) -> None:
+    """Sealed segments whose records are holes."""
+    folder.mkdir()
+    rows = (segment_bytes - packed_bytes(segment_bytes // page)) // page
+    for number, start in enumerate(range(0, len(keys), rows), 1):
+        table = Table()
+        table.add(
+            keys[start : start + rows], note=0, offset=0, sizes=[page] * len(keys[start : start + rows])
+        )
+        path = folder / f"segment-{number:010}.tcs"
+        with new_file(path, keep=True) as file:
+            Segment(number, path, file, segment_bytes, table).seal()
+
+
+# Around it
+
+
+def in_threads(work: Callable[..., None], items: Iterable[object], threads: int = THREADS) -> None:
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(work, items))
+
+
+def aligned(size: int) -> memoryview:
+    return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+@contextmanager
+def new_file(path: Path, *, keep: bool = False) -> Iterator[int]:
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT)
+    try:
+        yield file
+    finally:
+        os.close(file)
+        if not keep:
+            path.unlink()
+
+
+def drop_caches(folder: Path) -> None:
+    """All of them where we may; otherwise those of the files."""
+    os.sync()
+    with suppress(OSError):
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+        return
+    for path in folder.iterdir():
+        file = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(file)
+
+
+# Telling
+
+
+def to_json(figures: Figures) -> dict[str, float | str]:
+    told: dict[str, float | str] = {"machine": describe()}
+    for what in ("write", "read"):
+        limit = figures.best(f"limit_{what}_gb_s")
+        for name in SIZES:
+            told[f"{what}_ratio_{name}"] = figures.median(f"{what}_gb_s.file.{name}") / limit
+        per_page = figures.median(f"{what}_gb_s.file_per_page")
+        told[f"vs_file_per_page_{what}"] = figures.median(f"{what}_gb_s.file.256k") / per_page
+    told |= {name: figures.median(name) for name in figures.taken}
+    for name, size in SIZES.items():
+        for what in ("write", "read"):
+            told[f"{what}_records_s.file.{name}"] = figures.median(f"{what}_gb_s.file.{name}") * 1e9 / size
+    return {name: round(value, 3) if isinstance(value, float) else value for name, value in told.items()}
+
+
+def to_table(told: dict[str, float | str]) -> str:
+    lines = [f"{told['machine']}\n{BYTES // MIB} MiB in each measurement, medians of {ROUNDS}\n"]
+    lines += [f"{name:40}{value:12,.2f}" for name, value in told.items() if isinstance(value, float)]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

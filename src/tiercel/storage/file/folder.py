@@ -1,0 +1,97 @@
+"""The folder of a file store: what may lie in it, and who may write there.
+
+LOCK                       held by the process that writes; it holds that process's number
+segment-0000000001.tcs     records, oldest first
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from tiercel.errors import ConfigError
+from tiercel.storage.file import direct
+
+_NAME = re.compile(r"segment-(\d{10,})\.tcs")
+_LOCK = "LOCK"
+_NOT_FOREIGN = frozenset((_LOCK, "lost+found"))
+"""What a folder of ours may hold besides segments; the second is in every new file system of its own."""
+
+
+class Folder:
+    """Segments by number. Nothing in it is touched that is not named as one of ours."""
+
+    def __init__(self, path: Path, *, read_only: bool) -> None:
+        """Opens the folder, which is made if it is not there; raises ConfigError."""
+        self.path = path
+        self._file = self._lock = -1
+        try:
+            if not read_only:
+                path.mkdir(parents=True, exist_ok=True)
+            self._refuse_foreign()
+            self._file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            if not read_only:
+                self._take_lock()
+        except (FileExistsError, NotADirectoryError) as error:
+            raise ConfigError("store", str(path), "is not a folder") from error
+        except OSError as error:
+            self.close()
+            raise ConfigError("store", str(path), f"can not be used: {error.strerror}") from error
+        except ConfigError:
+            self.close()
+            raise
+        self.direct_io = self._takes_direct_io()
+
+    def numbers(self) -> list[int]:
+        """Of the segments that are there, oldest first."""
+        found = (_NAME.fullmatch(name) for name in os.listdir(self.path))  # noqa: PTH208 - names, not paths
+        return sorted(int(match[1]) for match in found if match)
+
+    def segment(self, number: int) -> Path:
+        return self.path / f"segment-{number:010}.tcs"
+
+    def sync(self) -> None:
+        """What was created or removed, is."""
+        direct.calls.fsync(self._file)
+
+    def bytes_free(self) -> int:
+        """What the file system has left for us."""
+        return direct.calls.space(str(self.path)).free
+
+    def bytes_in_all(self) -> int:
+        """How large the file system is."""
+        return direct.calls.space(str(self.path)).in_all
+
+    def close(self) -> None:
+        """Let go of the lock. The file stays: a lock that is removed can be held twice."""
+        for file in (self._lock, self._file):
+            if file >= 0:
+                os.close(file)
+        self._lock = self._file = -1
+
+    def _refuse_foreign(self) -> None:
+        for name in sorted(os.listdir(self.path)):  # noqa: PTH208 - names, not paths
+            if name not in _NOT_FOREIGN and not _NAME.fullmatch(name):
+                raise ConfigError("store", str(self.path), f"holds {name!r}, which is not of a store")
+
+    def _take_lock(self) -> None:
+        """A lock of the kernel's: it goes with its process, however that ends."""
+        self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            owner = os.pread(self._lock, 32, 0).decode(errors="replace").strip() or "unknown"
+            why = f"is open in process {owner}; each process needs a folder of its own, or read_only"
+            raise ConfigError("store", str(self.path), why) from error
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+
+    def _takes_direct_io(self) -> bool:
+        """Tried with the lock file: the answer is the file system's, the same for every file in it."""
+        with suppress(OSError):
+            os.close(direct.calls.open(str(self.path / _LOCK), os.O_RDONLY | os.O_DIRECT))
+            return True
+        return False

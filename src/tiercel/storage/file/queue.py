@@ -1,0 +1,155 @@
+"""Many reads in one call: the kernel's own queue (`io_submit`), without a library.
+
+A thread that waits for one read after the other leaves the disk idle in between, and every read costs it two
+turns at the interpreter's lock. Here a whole batch is handed over at once: two calls, whatever its length.
+Linux, direct I/O only (a buffered read would be done on the spot); everywhere else threads do the same work.
+
+Random reads, aarch64, 2 cores, virtual disk, 2026-10: 64 KiB 3.6 GB/s (4 threads with preadv: 1.5), 256 KiB
+5.0 (3.9), 1 MiB 4.4 (4.4).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from tiercel.storage.record import View
+
+QUEUE_DEPTH = 128
+"""Reads handed over at once, at most."""
+
+QUEUE_VIEWS = 1024
+"""Of all reads handed over at once: they stand in one list."""
+
+_CALLS = {"aarch64": (0, 2, 4), "x86_64": (206, 209, 208)}
+"""io_setup, io_submit, io_getevents (asm/unistd.h)."""
+
+_PREADV = 7
+_REQUEST = np.dtype(
+    [
+        ("data", "<u8"),
+        ("", "<u8"),
+        ("call", "<u2"),
+        ("", "<u2"),
+        ("file", "<u4"),
+        ("views", "<u8"),
+        ("count", "<u8"),
+        ("offset", "<i8"),
+        ("", "V16"),
+    ]
+)
+"""struct iocb (linux/aio_abi.h)."""
+
+_EVENT = np.dtype([("data", "<u8"), ("", "<u8"), ("result", "<i8"), ("", "<i8")])
+
+assert _REQUEST.itemsize == 64 and _EVENT.itemsize == 32
+
+Request = tuple[int, int, Sequence[Any]]
+"""File, offset, and the views to fill."""
+
+
+class Queue:
+    """For one thread at a time. What is handed over is waited for before anything is answered."""
+
+    def __init__(self) -> None:
+        """Raises OSError where the kernel, or a sandbox, has no such queue."""
+        numbers = _CALLS.get(platform.machine())
+        if numbers is None:
+            raise OSError(errno.ENOSYS, "unknown machine")
+        setup, self._submit, self._wait = numbers
+        self._handle = ctypes.c_ulong(0)
+        _call(setup, QUEUE_DEPTH, ctypes.addressof(self._handle))
+        self._requests = np.zeros(QUEUE_DEPTH, _REQUEST)
+        self._requests["call"] = _PREADV
+        self._requests["data"] = np.arange(QUEUE_DEPTH)
+        self._pointers = (
+            np.arange(QUEUE_DEPTH, dtype=np.uint64) * _REQUEST.itemsize + self._requests.ctypes.data
+        )
+        self._views = np.zeros((QUEUE_VIEWS, 2), np.uint64)
+        self._events = np.zeros(QUEUE_DEPTH, _EVENT)
+        arrays = (self._pointers, self._views, self._events)
+        self._pointers_at, self._views_at, self._events_at = (array.ctypes.data for array in arrays)
+
+    def read(self, requests: Sequence[Request]) -> list[int]:
+        """Fill the views of each; answers how many bytes each got, or its error number below zero."""
+        files, offsets, views = zip(*requests, strict=True)
+        counts = [len(each) for each in views]
+        ends = list(accumulate(counts))
+        assert len(requests) <= QUEUE_DEPTH and ends[-1] <= QUEUE_VIEWS
+        self._views[: ends[-1]] = [(address(view), len(view)) for each in views for view in each]
+        table = self._requests[: len(requests)]
+        table["file"] = files
+        table["offset"] = offsets
+        table["count"] = counts
+        table["views"] = [
+            self._views_at + 16 * (end - count) for end, count in zip(ends, counts, strict=True)
+        ]
+        return self._carry(len(requests))
+
+    def _carry(self, count: int) -> list[int]:
+        results = np.zeros(count, np.int64)
+        given = taken = 0
+        while taken < count:
+            try:
+                if given < count:
+                    at = self._pointers_at + 8 * given
+                    given += _call(self._submit, self._handle.value, count - given, at)
+            except OSError as error:
+                if given == taken:  # none is under way that could make room for another
+                    results[given:] = -(error.errno or errno.EIO)
+                    break
+            got = self._finish(given - taken)
+            results[self._events["data"][:got]] = self._events["result"][:got]
+            taken += got
+        return results.tolist()
+
+    def _finish(self, count: int) -> int:
+        """Wait for so many; answers how many came."""
+        while True:
+            try:
+                return _call(self._wait, self._handle.value, count, count, self._events_at, 0)
+            except InterruptedError:
+                continue
+
+
+_spare: list[Queue] = []
+"""Queues of stores that were closed, for the next: to end one takes the kernel 30 ms."""
+
+os.register_at_fork(after_in_child=_spare.clear)
+
+
+def take_queue() -> Queue:
+    """Raises OSError, see `Queue`."""
+    try:
+        return _spare.pop()
+    except IndexError:
+        return Queue()
+
+
+def give_queue_back(queue: Queue) -> None:
+    _spare.append(queue)
+
+
+def address(view: View) -> int:
+    """Of the first byte. Raises TypeError for what can not be written to."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+_libc.syscall.argtypes = [ctypes.c_long] * 6
+
+
+def _call(number: int, *arguments: int) -> int:
+    """A system call. The interpreter is free meanwhile."""
+    result: int = _libc.syscall(number, *arguments, *(0,) * (5 - len(arguments)))
+    if result < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return result

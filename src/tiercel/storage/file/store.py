@@ -1,0 +1,304 @@
+"""The file store: records in the segments of a folder, for one process.
+
+What was put is on the disk when `put` returns, and is there after any crash. A store has a size, in bytes of
+its files, and leaves some of the file system free; when it is full the oldest segment goes
+(`storage.file.room`). Reading and writing pass the page cache by (`storage.file.direct`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from tiercel.errors import ConfigError, StoreError
+from tiercel.policy.evict import make_evict_policy
+from tiercel.storage.base import Get, Put, Store
+from tiercel.storage.file import direct, note, room
+from tiercel.storage.file.direct import ALIGN, padded
+from tiercel.storage.file.folder import Folder
+from tiercel.storage.file.log import Log, Record
+from tiercel.storage.file.queue import Request
+from tiercel.storage.file.room import Limits
+from tiercel.storage.file.segment import HEADER_MOST, Reader, Segment
+from tiercel.storage.file.table import OtherVersion, packed_bytes
+from tiercel.storage.file.workers import THREADS
+from tiercel.storage.record import ALIGN_LEAST, MAGIC, Flaw, Header, Kind, RecordKey, View, parse
+
+SPAN_BYTES = 2 * 1024**2
+"""Neighbours are read together up to so many bytes: enough for the disk, and leaves work to share."""
+
+_GLANCE = 2 * ALIGN_LEAST
+"""The name of a record stands in its first bytes."""
+
+
+class Span(NamedTuple):
+    """Records side by side in a segment, read by one call."""
+
+    segment: Segment
+    offset: int
+    wanted: list[int]
+
+
+class FileStore(Store):
+    """Records in files. One process writes to a folder; others may read it, each what it found at opening."""
+
+    align: ClassVar[int] = ALIGN
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        size: int,
+        *,
+        evict: str = "lru",
+        free: int | None = None,
+        read_only: bool = False,
+        segment_bytes: int | None = None,
+    ) -> None:
+        """Opens what is in the folder.
+
+        size: of all files together. free: what stays free in the file system; by default 5 % of it, at most
+        1 GiB. segment_bytes: for tests; it follows from the size.
+        """
+        policy = make_evict_policy(evict)
+        self._folder = Folder(Path(path), read_only=read_only)
+        self._read_only = read_only
+        self._closed = False
+        self._calls = 0
+        try:
+            if free is None:
+                free = room.free_for(self._folder.bytes_in_all())
+            limits = Limits(size, free, segment_bytes or room.segment_bytes_for(size))
+            self._log = Log(self._folder, limits, policy)
+            self._log.load(read_only=read_only)
+        except OtherVersion as error:
+            self._folder.close()
+            raise ConfigError("store", str(path), f"is of another format version: {error}") from error
+        except OSError as error:
+            self._folder.close()
+            raise StoreError(f"the store in {path} can not be opened: {error}") from error
+        except BaseException:
+            self._folder.close()
+            raise
+        self._index = self._log.index
+
+    # Reading
+
+    def contains(self, keys: Sequence[RecordKey]) -> list[bool]:
+        with self._call("looking for records"):
+            return [key in self._index for key in keys]
+
+    def get(self, wanted: Sequence[Get]) -> list[bool]:
+        answers = [False] * len(wanted)
+        with self._call("reading records"):
+            spans = self._find(wanted)
+            threads = 1 if self._log.lanes.queued else THREADS
+            shares = [spans[start::threads] for start in range(min(threads, len(spans)))]
+            try:
+                if shares:
+                    self._log.workers.each(lambda share: self._read(share, wanted, answers), shares)
+            finally:
+                self._let_go(span.segment for span in spans)
+        return answers
+
+    def _find(self, wanted: Sequence[Get]) -> list[Span]:
+        """Where they are, neighbours together. Their segments stay readable until they are let go."""
+        found: list[tuple[int, int, int, int]] = []
+        spans: list[Span] = []
+        with self._log.lock:
+            for number, (key, parts) in enumerate(wanted):
+                place = self._index.find(key)
+                if place is None:
+                    continue
+                segment, row = place
+                size = segment.table.sizes[row]
+                if size == sum(map(len, parts)):
+                    self._index.touch(segment, row)
+                    found.append((segment.number, segment.table.offsets[row], padded(size), number))
+            found.sort()
+            end = 0
+            last: Span | None = None
+            for of, offset, room, number in found:
+                if (
+                    last
+                    and (of, offset) == (last.segment.number, end)
+                    and end + room - last.offset <= SPAN_BYTES
+                ):
+                    last.wanted.append(number)
+                else:
+                    last = Span(self._index.segments[of], offset, [number])
+                    last.segment.readers += 1
+                    spans.append(last)
+                end = offset + room
+        return spans
+
+    def _read(self, spans: Sequence[Span], wanted: Sequence[Get], answers: list[bool]) -> None:
+        requests: list[Request] = []
+        for segment, offset, numbers in spans:
+            parts: list[memoryview] = []
+            for number in numbers:
+                parts += wanted[number].parts
+                if rest := -sum(map(len, wanted[number].parts)) % ALIGN:
+                    parts.append(direct.NOWHERE[:rest])
+            requests.append((segment.file, offset, parts))
+        with self._log.lanes.take() as lane:
+            whole = direct.read_many(requests, lane)
+        for complete, span in zip(whole, spans, strict=True):
+            for number in span.wanted:
+                answers[number] = complete and _is_answer(wanted[number])
+
+    def _let_go(self, segments: Iterable[Segment]) -> None:
+        with self._log.lock:
+            for segment in segments:
+                segment.readers -= 1
+                if segment.gone:
+                    segment.close()
+
+    # Writing
+
+    def put(self, values: Sequence[Put]) -> list[bool]:
+        with self._call("writing records", changes=True):
+            records: dict[RecordKey, Record] = {}
+            for value in values:
+                if value.key not in self._index and value.key not in records:
+                    records[value.key] = _record(value)
+            fitting = [record for record in records.values() if self._fits(record)]
+            done = self._log.append(fitting)
+            for record in fitting[:done]:
+                del records[record.key]
+            return [value.key not in records for value in values]
+
+    def _fits(self, record: Record) -> bool:
+        return record.room + packed_bytes(1) <= self._log.limits.segment_bytes
+
+    def delete(self, keys: Sequence[RecordKey]) -> int:
+        with self._call("removing records", changes=True):
+            there = [key for key in dict.fromkeys(keys) if key in self._index]
+            noted = list(dict.fromkeys(keys)) if self._log.doubtful else there
+            notes = [Record(key, ALIGN, ALIGN, [note.removed(key)]) for key in noted]
+            if self._log.append(notes, Kind.REMOVED) < len(notes):
+                raise StoreError("there is no room on the disk to note that records are gone")
+            return len(there)
+
+    def clear(self) -> None:
+        with self._call("removing all records", changes=True):
+            self._log.clear()
+
+    def compact(self) -> int:
+        with self._call("compacting", changes=True):
+            return self._log.compact()
+
+    # Telling
+
+    def keys(self) -> Iterator[tuple[RecordKey, int]]:
+        with self._call("listing"), self._log.lock:
+            return iter(list(self._index.values()))
+
+    def removed(self) -> list[RecordKey]:
+        with self._call("listing"), self._log.lock:
+            removed = [key for key in self._index.removed if key not in self._index]
+            self._index.removed.clear()
+        return removed
+
+    def stats(self) -> dict[str, Any]:
+        with self._call("counting"), self._log.lock:
+            return {
+                "records": len(self._index),
+                "bytes": self._index.bytes,
+                "bytes_on_disk": self._log.bytes_on_disk,
+                "bytes_most": self._log.limits.size,
+                "segments": len(self._index.segments),
+                "segment_bytes": self._log.limits.segment_bytes,
+                "direct": self._folder.direct_io,
+                "read_only": self._read_only,
+                "evicted": self._log.evicted,
+            }
+
+    def check(self) -> list[tuple[RecordKey, Flaw]]:
+        """Read every record and verify every byte of it; answers those that are bad, and why."""
+        bad: list[tuple[RecordKey, Flaw]] = []
+        with self._call("checking"):
+            with self._log.lock:
+                segments = list(self._index.segments.values())
+                for segment in segments:
+                    segment.readers += 1
+            try:
+                for segment in segments:
+                    bad += self._check(segment)
+            finally:
+                self._let_go(segments)
+        return bad
+
+    def _check(self, segment: Segment) -> Iterator[tuple[RecordKey, Flaw]]:
+        with self._log.lock:
+            rows = [] if segment.gone else self._index.live(segment)
+        reader = Reader(segment)
+        for row in rows:
+            key = segment.table.keys[row]
+            try:
+                read = reader.record(segment.table.offsets[row])
+            except OSError:
+                read = Flaw.CHECKSUM
+            if isinstance(read, Flaw):
+                yield key, read
+            elif read.key != key:
+                yield key, Flaw.KEY
+
+    # Opening and closing
+
+    def close(self) -> None:
+        with self._log.lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._log.lock.wait_for(lambda: not self._calls)
+        self._log.close()
+        self._folder.close()
+
+    @contextmanager
+    def _call(self, what: str, *, changes: bool = False) -> Iterator[None]:
+        """What every call does: refused when closed, waited for by `close`, errors translated."""
+        if changes and self._read_only:
+            raise StoreError("the store is open for reading only")
+        with self._log.lock:
+            if self._closed:
+                raise StoreError("the store is closed")
+            self._calls += 1
+        try:
+            yield
+        except OSError as error:
+            raise StoreError(f"{what} failed in {self._folder.path}: {error}") from error
+        finally:
+            with self._log.lock:
+                self._calls -= 1
+                self._log.lock.notify_all()
+
+
+def _record(value: Put) -> Record:
+    """What is appended for a value, looked at before anything is written: a scan must find it again."""
+    key, parts = value
+    header = _header(parts)
+    size = sum(map(len, parts))
+    if isinstance(header, Flaw) or header.header_bytes > HEADER_MOST:
+        raise StoreError(f"a value does not begin with a record's header: {header}")
+    if header.key != key or header.kind in (Kind.REMOVED, Kind.CLEARED):
+        raise StoreError("a record was given under another key than its own")
+    if header.header_bytes + header.payload_bytes != size:
+        raise StoreError(f"a record of {header.payload_bytes:,} B was given {size:,} B with its header")
+    return Record(key, size, padded(size), parts)
+
+
+def _is_answer(wanted: Get) -> bool:
+    """A glance at what was read: does it begin as a record does that has this name? Whoever asked verifies
+    it; here it is enough that a place in a file is not taken for another."""
+    key, parts = wanted
+    start = bytes(parts[0][:_GLANCE]) if len(parts[0]) >= _GLANCE else b"".join(parts)[:_GLANCE]
+    return start.startswith(MAGIC) and key[1:] in start
+
+
+def _header(parts: Sequence[View]) -> Header | Flaw:
+    """The header that a value begins with. It is all in the first part, except for strange callers."""
+    header = parse(parts[0])
+    return parse(b"".join(parts)) if isinstance(header, Flaw) and len(parts) > 1 else header

@@ -1,0 +1,108 @@
+"""The table at the end of a sealed segment: what it holds and where, so that it opens by one read.
+
+    ┌─ record ─┬─ record ─┬─ … ─┬─ rows of the table ─┬─ zeros ─┬─ trailer ─┐ end of the file
+    0          each at a multiple of 4096                       each padded to 4096 together
+
+A table is an excerpt. Everything in it also stands in the headers of the records, where a scan finds it:
+losing one costs time.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+import xxhash
+
+from tiercel.storage.file.direct import ALIGN, padded
+from tiercel.storage.record import KEY_BYTES, RecordKey, View
+
+VERSION = 1
+
+_MAGIC = b"tiercel\t"
+_TRAILER = struct.Struct("<8sH6xQ16s16x8s")
+_ROW = np.dtype([("key", f"V{KEY_BYTES}"), ("note", "u1"), ("", "V2"), ("place", "<u4"), ("bytes", "<u8")])
+"""`place` counts in units of ALIGN; `bytes` is the value's length, without padding."""
+
+assert _ROW.itemsize == 48
+
+
+class OtherVersion(Exception):
+    """A table, or a record, written by another version of this code. Not damage: it must not be touched."""
+
+
+class Table:
+    """The records of one segment in the order of their places, a row each.
+
+    `notes[row]` is 0 for a record. A REMOVED note stands under the key that it removes."""
+
+    def __init__(self) -> None:
+        self.keys: list[RecordKey] = []
+        self.notes = bytearray()
+        self.offsets = array("Q")
+        self.sizes = array("Q")
+        self.end = 0
+        """Behind the last record."""
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def add(self, keys: Sequence[RecordKey], *, note: int, offset: int, sizes: Sequence[int]) -> None:
+        """More rows: records side by side from an offset on."""
+        self.keys += keys
+        self.notes += bytes((note,)) * len(keys)
+        rooms = [padded(size) for size in sizes]
+        self.offsets.extend(accumulate(rooms[:-1], initial=offset))
+        self.sizes.extend(sizes)
+        self.end = offset + sum(rooms)
+
+    def pack(self) -> bytes:
+        """As it is written behind the last record, the trailer last."""
+        rows = np.zeros(len(self), _ROW)
+        rows["key"] = np.frombuffer(b"".join(self.keys), f"V{KEY_BYTES}")
+        rows["note"] = np.frombuffer(self.notes, np.uint8)
+        rows["place"] = np.frombuffer(self.offsets, np.uint64) // ALIGN
+        rows["bytes"] = np.frombuffer(self.sizes, np.uint64)
+        body = rows.tobytes()
+        trailer = _TRAILER.pack(_MAGIC, VERSION, len(self), xxhash.xxh3_128_digest(body), bytes(8))
+        trailer = trailer[:-8] + xxhash.xxh3_64_digest(trailer)
+        return body + bytes(packed_bytes(len(self)) - len(body) - len(trailer)) + trailer
+
+    @staticmethod
+    def parse(data: View) -> Table | None:
+        """The table in what `pack` made; None: it is not whole."""
+        rows = rows_of(data)
+        if not rows or packed_bytes(rows) != len(data):
+            return None
+        body = memoryview(data)[: rows * _ROW.itemsize]
+        if xxhash.xxh3_128_digest(body) != _TRAILER.unpack(data[-_TRAILER.size :])[3]:
+            return None
+        read = np.frombuffer(body, _ROW)
+        table = Table()
+        table.keys = read["key"].tolist()
+        table.notes = bytearray(read["note"].tobytes())
+        table.offsets.frombytes((read["place"].astype(np.uint64) * ALIGN).tobytes())
+        table.sizes.frombytes(read["bytes"].tobytes())
+        table.end = table.offsets[-1] + padded(table.sizes[-1])
+        return table
+
+
+def packed_bytes(rows: int) -> int:
+    """How long a packed table of so many rows is."""
+    return padded(rows * _ROW.itemsize + _TRAILER.size)
+
+
+def rows_of(data: View) -> int | None:
+    """How many rows the table has whose trailer ends here; None: it is no trailer."""
+    if len(data) < _TRAILER.size:
+        return None
+    trailer = bytes(data[-_TRAILER.size :])
+    magic, version, rows, _, check = _TRAILER.unpack(trailer)
+    if magic != _MAGIC or xxhash.xxh3_64_digest(trailer[:-8] + bytes(8)) != check:
+        return None
+    if version != VERSION:
+        raise OtherVersion(f"table version {version}")
+    return int(rows)

@@ -1,0 +1,303 @@
+"""Goal: a store keeps to its size and to the room others need, and lets the right things go. Method: stores
+of sixteen segments, looked at after every put; the decisions alone, as values."""
+
+import random
+import shutil
+
+import pytest
+
+from tests.storage.file.make import (
+    NO_SPACE,
+    SEGMENT_BYTES,
+    SIZE,
+    Watched,
+    bytes_of,
+    delete,
+    failing,
+    has_all,
+    has_none,
+    held,
+    keep,
+    key_of,
+    make_store,
+    put,
+    room_of,
+)
+from tiercel.errors import StoreError
+from tiercel.storage.file import direct
+from tiercel.storage.file.room import Candidate, Limits, free_for, staying
+
+NAMES = [f"{number}:12000" for number in range(400)]
+"""Three of them fill a segment."""
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "store"
+
+
+def test_the_size_is_never_exceeded_and_what_is_gone_is_told(path, monkeypatch):
+    peaks = []
+    monkeypatch.setattr(direct, "calls", Watched(lambda call: peaks.append(bytes_of(path))))
+    with make_store(path) as store:
+        there = set()
+        for name in NAMES[:120]:
+            keep(store, name)
+            there = (there | {key_of(name)}) - set(store.removed())
+            assert bytes_of(path) <= SIZE and store.stats()["bytes_on_disk"] == bytes_of(path)
+            assert dict(store.keys()).keys() == there
+        assert max(peaks) <= SIZE
+        assert store.stats()["evicted"] == 120 - len(there)
+        assert bytes_of(path) > SIZE * 3 // 4, "what it may use, it uses"
+
+
+def test_batches_with_several_threads_keep_to_the_size_too(path):
+    with make_store(path) as store:
+        for start in range(0, 400, 40):
+            keep(store, *NAMES[start : start + 40])
+            assert bytes_of(path) <= SIZE
+        assert has_all(store, *NAMES[-10:])
+
+
+@pytest.mark.parametrize("evict", ["lru", "lfu", "slru"])
+def test_what_is_read_stays_and_what_is_not_goes(path, evict):
+    hot = NAMES[:12:3]
+    with make_store(path, evict=evict) as store:
+        keep(store, *NAMES[:12])
+        for name in NAMES[12:204]:
+            keep(store, name)
+            assert has_all(store, *hot)
+        assert has_none(store, *(set(NAMES[:100]) - set(hot)))
+        assert not {key_of(name) for name in hot} & set(store.removed())
+
+
+def test_what_stays_is_on_the_disk_before_its_old_place_is_given_up(path, monkeypatch):
+    """Opened by another before every call that changes something: the hot record is always there."""
+    with make_store(path, SIZE // 2) as store:
+        keep(store, "hot", *NAMES[:15])
+        held(store, "hot")
+        seen = []
+
+        def before(call):
+            with make_store(path, SIZE // 2, read_only=True) as reader:
+                seen.append(has_all(reader, "hot"))
+
+        monkeypatch.setattr(direct, "calls", Watched(before))
+        for name in NAMES[15:45]:
+            keep(store, name)
+            assert has_all(store, "hot")
+        assert len(seen) > 100 and all(seen)
+
+
+def test_for_every_byte_put_at_most_one_more_is_written(path, monkeypatch):
+    """Also when everything is hot."""
+    written = [0]
+
+    class Counting(direct.Calls):
+        def pwritev(self, file, views, offset):
+            done = super().pwritev(file, views, offset)
+            written[0] += done
+            return done
+
+    monkeypatch.setattr(direct, "calls", Counting())
+    with make_store(path) as store:
+        for name in NAMES:
+            keep(store, name)
+            held(store, *NAMES)
+    assert written[0] <= 2.2 * sum(room_of(name) for name in NAMES)
+
+
+def test_a_large_record_finds_a_place_beside_what_stays(path):
+    """What stays of an old segment leaves room in the new one for what it was begun for."""
+    huge = f"huge:{SEGMENT_BYTES - 4 * 4096}"
+    with make_store(path) as store:
+        for name in NAMES[:60]:
+            keep(store, name)
+            held(store, *NAMES)
+        before = store.stats()["records"]
+        keep(store, huge)
+        assert has_all(store, huge) and store.stats()["records"] > before - 12
+
+
+def test_deleting_a_record_that_was_moved_deletes_it_for_good(path):
+    with make_store(path) as store:
+        keep(store, "hot")
+        for name in NAMES[:60]:
+            keep(store, name)
+            held(store, "hot")
+        assert delete(store, "hot") == 1
+        for name in NAMES[60:200]:
+            keep(store, name)
+            assert has_none(store, "hot")
+    with make_store(path) as store:
+        assert has_none(store, "hot")
+
+
+def test_a_note_is_not_forgotten_before_what_it_speaks_of(path):
+    """Deletes between puts, with everything being evicted and moved: nothing deleted is ever found again."""
+    chance = random.Random(1)
+    gone, there = set(), set()
+    with make_store(path) as store:
+        for name in NAMES[:250]:
+            keep(store, name)
+            there.add(name)
+            if chance.random() < 0.4:
+                some = set(chance.sample(sorted(there), min(3, len(there))))
+                delete(store, *some)
+                gone, there = gone | some, there - some
+            held(store, *chance.choices(sorted(there | gone), k=3))
+            if chance.random() < 0.05:
+                with make_store(path, read_only=True) as reader:
+                    assert has_none(reader, *gone)
+            if chance.random() < 0.02:
+                store.compact()
+    with make_store(path) as store:
+        assert has_none(store, *gone)
+
+
+def test_an_unreadable_segment_does_not_stand_in_the_way(path, monkeypatch):
+    class Unreadable(direct.Calls):
+        def preadv(self, file, views, offset):
+            raise OSError(5, "bad sector")
+
+    with make_store(path) as store:
+        for name in NAMES[:40]:
+            keep(store, name)
+        held(store, *NAMES[:40])
+        monkeypatch.setattr(direct, "calls", Unreadable())
+        for name in NAMES[40:100]:
+            keep(store, name)
+        monkeypatch.undo()
+        assert has_all(store, *NAMES[90:100]) and bytes_of(path) <= SIZE
+
+
+def test_what_was_half_moved_does_not_come_back(path, monkeypatch):
+    """The disk fails in the middle of moving records: copies that are on the disk already do not count."""
+    monkeypatch.setitem(direct.Lanes.__init__.__kwdefaults__, "size", 2 * 4096)
+    hot = [f"hot {number}:100" for number in range(3)]
+    with make_store(path) as store:
+        keep(store, *hot, *NAMES[:38])
+        reads = []
+
+        class Wearing(direct.Calls):
+            def preadv(self, file, views, offset):
+                reads.append(offset)
+                if len(reads) > 2:
+                    raise OSError(5, "bad sector")
+                return super().preadv(file, views, offset)
+
+        held(store, *hot)
+        monkeypatch.setattr(direct, "calls", Wearing())
+        later = iter(NAMES[38:])
+        while len(reads) <= 2:
+            keep(store, next(later))
+        monkeypatch.setattr(direct, "calls", direct.Calls())
+        assert has_none(store, *hot)
+        delete(store, *hot)
+        keep(store, next(later))
+        shutil.copytree(path, path.with_name("copy"))
+    for each in (path, path.with_name("copy")):
+        with make_store(each) as store:
+            assert has_none(store, *hot) and store.check() == []
+
+
+class Disk(direct.Calls):
+    """A file system of a size, with something of others in it."""
+
+    def __init__(self, path, in_all):
+        self.path, self.in_all, self.others = path, in_all, 0
+
+    def space(self, path):
+        return direct.Space(self.in_all - self.others - bytes_of(self.path), self.in_all)
+
+
+def test_some_of_the_file_system_stays_free(path, monkeypatch):
+    path.mkdir()
+    disk = Disk(path, 12 * SEGMENT_BYTES)
+    monkeypatch.setattr(direct, "calls", disk)
+    free = 2 * SEGMENT_BYTES
+    with make_store(path, free=free) as store:
+        for name in NAMES[:60]:
+            keep(store, name)
+            assert disk.space("").free >= free
+        assert bytes_of(path) > 6 * SEGMENT_BYTES
+        disk.others = 4 * SEGMENT_BYTES
+        for name in NAMES[60:80]:
+            keep(store, name)
+        assert disk.space("").free >= free and has_all(store, NAMES[79])
+
+
+def test_a_disk_filled_by_others_is_an_answer_and_costs_nothing(path, monkeypatch):
+    path.mkdir()
+    disk = Disk(path, 12 * SEGMENT_BYTES)
+    monkeypatch.setattr(direct, "calls", disk)
+    with make_store(path, free=2 * SEGMENT_BYTES) as store:
+        keep(store, *NAMES[:9])
+        disk.others = 11 * SEGMENT_BYTES
+        answers = [put(store, name)[0] for name in NAMES[9:30]]
+        assert not answers[-1] and has_all(store, *NAMES[:9])
+        assert store.removed() == []
+        disk.others = 0
+        keep(store, *NAMES[30:33])
+        assert has_all(store, *NAMES[30:33])
+
+
+def test_a_store_can_be_cleared_when_there_is_no_room_for_a_note(path, monkeypatch):
+    path.mkdir()
+    disk = Disk(path, 12 * SEGMENT_BYTES)
+    monkeypatch.setattr(direct, "calls", disk)
+    with make_store(path) as store:
+        keep(store, *NAMES[:9])
+        disk.others = 20 * SEGMENT_BYTES
+        store.clear()
+        assert bytes_of(path) == 0 and has_none(store, *NAMES[:9])
+
+
+def test_a_full_disk_is_an_answer(path, monkeypatch):
+    with make_store(path) as store:
+        keep(store, *NAMES[:3])
+        with monkeypatch.context() as context:
+            context.setattr(direct, "calls", Watched(failing("fallocate", NO_SPACE)))
+            answers = put(store, *NAMES[3:9])
+            assert answers == sorted(answers, reverse=True) and not answers[-1]
+            assert has_all(store, *NAMES[:3])
+        keep(store, *NAMES[3:9])
+        assert has_all(store, *NAMES[:9])
+
+
+def test_no_room_for_a_note_is_an_error_for_who_deletes(path, monkeypatch):
+    with make_store(path) as store:
+        keep(store, *NAMES[:3])
+        monkeypatch.setattr(direct, "calls", Watched(failing("pwritev", NO_SPACE)))
+        with pytest.raises(StoreError, match="no room"):
+            delete(store, NAMES[0])
+        monkeypatch.undo()
+        assert delete(store, NAMES[0]) == 1
+
+
+# The decisions
+
+
+def test_the_hotter_half_stays_the_hottest_first_in_the_order_of_their_places():
+    candidates = [Candidate(rank, row, 10) for row, rank in enumerate([5, 90, 60, 10, 80, 50])]
+    assert staying(candidates, ranks=range(101), bytes_most=1000) == [1, 2, 4]
+    assert staying(candidates, ranks=range(101), bytes_most=20) == [1, 4]
+    assert staying(candidates, ranks=range(101), bytes_most=0) == []
+    assert staying(candidates, ranks=[], bytes_most=1000) == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_record_too_large_for_what_is_left_makes_way_for_a_smaller_one():
+    candidates = [Candidate(9, 0, 100), Candidate(8, 1, 10)]
+    assert staying(candidates, ranks=[1], bytes_most=50) == [1]
+
+
+def test_what_is_missing_is_the_larger_of_two_lacks():
+    limits = Limits(size=SIZE, free=1000, segment_bytes=SEGMENT_BYTES)
+    assert limits.missing(bytes_on_disk=0, bytes_free=SIZE) < 0
+    assert limits.missing(bytes_on_disk=SIZE - SEGMENT_BYTES, bytes_free=SIZE) == 0
+    assert limits.missing(bytes_on_disk=SIZE, bytes_free=SIZE) == SEGMENT_BYTES
+    assert limits.missing(bytes_on_disk=0, bytes_free=SEGMENT_BYTES) == 1000
+
+
+def test_others_are_left_a_twentieth_but_not_more_than_a_gibibyte():
+    assert free_for(10**9) == 50_000_000 and free_for(10**12) == 1024**3
