@@ -124,7 +124,7 @@ def test_who_waits_for_the_store_holds_nobody_up():
     assert [part.task.ask.request_id for part in engine.plan()] == ["short"], "no store has half a page"
     engine.abort("waits")
     engine.plan()
-    assert not engine.cache.store.fetches
+    assert not engine.cache.store.fetches.of
     store.open.set()
     engine.cache.close()
 

@@ -370,13 +370,11 @@ class TieredCache:
     def close(self, store_wait_s: float = 10.0) -> None:
         """Wait for the transfers, for so long also for what the store has not got yet; release everything."""
         until = monotonic() + store_wait_s
-        while self.store is not None and self.busy and monotonic() < until:
-            self.step()
-            self.wait(0.01)
-        self.detach()
-        while self._stores_left and monotonic() < until:
-            self.step()
-            self.wait(0.01)
+        for going in (lambda: self.store is not None and self.busy, lambda: self.detaching):
+            while going() and monotonic() < until:
+                self.step()
+                self.wait(0.01)
+            self.detach()
         self.flights.close()
         if self.host is not None:
             self.host.close()

@@ -17,7 +17,7 @@ from bisect import insort
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from torch import Tensor
 from tiercel.cache import Loaded, RequestState, TieredCache, Wait, WaitFor
 from tiercel.engine.ask import Ask, Delta, Finish, TokenOut
 from tiercel.engine.config import EngineConfig
-from tiercel.engine.plan import Part, Plan, share
+from tiercel.engine.plan import Outcome, Part, Plan, Work, share
 from tiercel.engine.sampling import Sampler, best_tokens, check, token_logprobs
 from tiercel.engine.task import Stage, Task
 from tiercel.engine.text import Text, TextStream
@@ -53,26 +53,6 @@ class Model(Protocol):
 
     def __call__(self, spans: Sequence[Span], *, every_token: bool = False) -> Tensor: ...
     def restore(self, ring: int, place: int, boundary: int) -> None: ...
-
-
-class Work(NamedTuple):
-    """One call of the model."""
-
-    spans: list[Span]
-    every_token: bool
-
-
-class Outcome(NamedTuple):
-    """What a step meant for one task; text is made of it later."""
-
-    task: Task
-    token: TokenOut | None = None
-    text: str | None = None
-    """Made already where a stop string may end the task."""
-    prompt: tuple[TokenOut, ...] = ()
-    finish: Finish | None = None
-    stopped_by: str | int | None = None
-    error: str = ""
 
 
 class Engine:

@@ -16,8 +16,8 @@ from concurrent.futures import Executor
 from torch import Tensor
 
 from tiercel.engine.ask import Delta
-from tiercel.engine.engine import Engine, Outcome
-from tiercel.engine.plan import Plan
+from tiercel.engine.engine import Engine
+from tiercel.engine.plan import Outcome, Plan
 from tiercel.engine.task import Stage
 
 WAIT_S = 0.001

@@ -1,11 +1,13 @@
-"""What one step computes, decided before anything is touched."""
+"""What one step computes, decided before anything is touched; and what it came to."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from tiercel.engine.ask import Finish, TokenOut
 from tiercel.engine.task import Task
+from tiercel.models.deepseek_v4.batch import Span
 
 
 class Part(NamedTuple):
@@ -19,6 +21,26 @@ class Part(NamedTuple):
 
 
 Plan = list[Part]
+
+
+class Work(NamedTuple):
+    """One call of the model."""
+
+    spans: list[Span]
+    every_token: bool
+
+
+class Outcome(NamedTuple):
+    """What a step meant for one task; text is made of it later."""
+
+    task: Task
+    token: TokenOut | None = None
+    text: str | None = None
+    """Made already where a stop string may end the task."""
+    prompt: tuple[TokenOut, ...] = ()
+    finish: Finish | None = None
+    stopped_by: str | int | None = None
+    error: str = ""
 
 
 def share(tokens: int, wanted: Sequence[int], piece: int) -> list[int]:
