@@ -31,8 +31,9 @@ check: .venv/installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# The simulation with fresh seeds, until stopped or until a seed fails.
+# Thousands of kills of a file store; then the simulation with fresh seeds, until stopped or until one fails.
 soak: .venv/installed
+	$(BIN)/python -m tests.storage.file.kill_loop --kills 5000
 	$(BIN)/python -m tests.simulation.soak
 
 bench: .venv/installed

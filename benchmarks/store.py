@@ -6,7 +6,8 @@ Pages lie in one aligned host buffer. As in the mover, a few threads take batche
 includes the header with its checksum, reading includes verifying every byte. Pages are read back in random
 order. Beside it, on the same disk and in the same rounds:
 
-- the limit: the same bytes in large direct writes, one fdatasync at the end; large direct reads
+- the limit: the same bytes in large direct writes, one after the other, one fdatasync at the end; in large
+  direct reads. The best piece size counts. Two at a time are told too, they are a little faster
 - one plain file per page: written beside its place and renamed, no fsync; read back with cold caches
 
 A machine is never quiet, so the measurements are interleaved in rounds, and ratios are of medians.
@@ -31,6 +32,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmarks.machine import describe
 from tiercel.storage.base import Get, Put, Store
@@ -42,8 +44,8 @@ from tiercel.storage.file.table import Table, packed_bytes
 from tiercel.storage.record import Form, Kind, RecordKey, record_key
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
-BYTES = 384 * MIB
-"""Of pages in each measurement. A store of them, the limit's file and the page files make 1.2 GiB of disk."""
+BYTES = 512 * MIB
+"""Of pages in each measurement; about as much of the disk is used at a time."""
 SIZES = {"64k": 64 * KIB, "256k": 256 * KIB, "1m": MIB}
 BATCH_BYTES = 8 * MIB
 THREADS = 4
@@ -104,41 +106,47 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     as_json = parser.parse_args().json
+    from benchmarks.store_hits import no_hit, ttft
+    from benchmarks.store_others import measure_others  # it uses this module
+
     random.seed(0)
     figures = Figures()
     with tempfile.TemporaryDirectory(prefix="tiercel-store-") as folder:
-        measure_rounds(Path(folder), figures)
+        memory = noise(BYTES)
+        measure_rounds(Path(folder), memory, figures)
         measure_index(Path(folder), figures)
-    told = to_json(figures)
+        measure_others(memory, figures)
+        del memory
+        told = to_json(figures) | {"ttft_ms": ttft(Path(folder)), "no_hit": no_hit(Path(folder))}
     print(json.dumps(told, indent=1) if as_json else to_table(told))
 
 
 # Writing and reading
 
 
-def measure_rounds(folder: Path, figures: Figures) -> None:
-    memory = aligned(BYTES)
-    noise = random.randbytes(MIB)
-    for start in range(0, BYTES, MIB):
-        memory[start : start + MIB] = noise
+def measure_rounds(folder: Path, memory: memoryview, figures: Figures) -> None:
     for _ in range(ROUNDS):
         for name, size in SIZES.items():
             measure_limit(folder, memory, figures)
             with FileStore(folder / "store", 2 * GIB) as store:
                 measure_store(store, f"file.{name}", Pages.of(memory, size, store.align), figures)
             shutil.rmtree(folder / "store")
-        measure_file_per_page(folder, Pages.of(memory, SIZES["256k"], ALIGN), figures)
+        measure_file_per_page(folder, Pages.of(memory[: BYTES // 2], SIZES["256k"], ALIGN), figures)
 
 
 def measure_store(store: Store, name: str, pages: Pages, figures: Figures) -> None:
     """Any store: put all pages, then get them in random order."""
     order = list(range(len(pages.keys)))
     figures.rate(
-        f"write_gb_s.{name}", lambda: in_threads(lambda b: put(store, pages, b), pages.batches(order))
+        f"write_gb_s.{name}",
+        lambda: in_threads(lambda b: put(store, pages, b), pages.batches(order)),
+        len(pages.memory),
     )
     random.shuffle(order)
     figures.rate(
-        f"read_gb_s.{name}", lambda: in_threads(lambda b: get(store, pages, b), pages.batches(order))
+        f"read_gb_s.{name}",
+        lambda: in_threads(lambda b: get(store, pages, b), pages.batches(order)),
+        len(pages.memory),
     )
 
 
@@ -164,7 +172,7 @@ def measure_limit(folder: Path, memory: memoryview, figures: Figures) -> None:
     """The same bytes through one file, in pieces of several sizes: the best of them is the limit."""
     for piece, threads in ((64 * MIB, 1), (8 * MIB, 1), (8 * MIB, 2)):
         starts = range(0, BYTES, piece)
-        name = f"{piece // MIB}m.{threads}"
+        limit = "limit" if threads == 1 else "two_at_a_time"
         with new_file(folder / "limit") as file:
             os.posix_fallocate(file, 0, BYTES)
 
@@ -178,8 +186,9 @@ def measure_limit(folder: Path, memory: memoryview, figures: Figures) -> None:
                 in_threads(write, starts, threads)  # noqa: B023 - called in this turn of the loop
                 os.fdatasync(file)
 
-            figures.rate(f"limit_write_gb_s.{name}", write_all)
-            figures.rate(f"limit_read_gb_s.{name}", lambda: in_threads(read, starts, threads))  # noqa: B023
+            figures.rate(f"{limit}_write_gb_s.{piece // MIB}m", write_all)
+            rate = f"{limit}_read_gb_s.{piece // MIB}m"
+            figures.rate(rate, lambda: in_threads(read, starts, threads))  # noqa: B023
 
 
 def measure_file_per_page(folder: Path, pages: Pages, figures: Figures) -> None:
@@ -199,10 +208,11 @@ def measure_file_per_page(folder: Path, pages: Pages, figures: Figures) -> None:
             with open(folder / "pages" / pages.keys[number].hex(), "rb", buffering=0) as file:  # noqa: PTH123
                 assert file.readinto(pages.page(number)) == pages.size
 
-    figures.rate("write_gb_s.file_per_page", lambda: in_threads(write, pages.batches(order)))
+    size = len(pages.memory)
+    figures.rate("write_gb_s.file_per_page", lambda: in_threads(write, pages.batches(order)), size)
     drop_caches(folder / "pages")
     random.shuffle(order)
-    figures.rate("read_gb_s.file_per_page", lambda: in_threads(read, pages.batches(order)))
+    figures.rate("read_gb_s.file_per_page", lambda: in_threads(read, pages.batches(order)), size)
     shutil.rmtree(folder / "pages")
 
 
@@ -251,6 +261,13 @@ def in_threads(work: Callable[..., None], items: Iterable[object], threads: int 
         list(pool.map(work, items))
 
 
+def noise(size: int) -> memoryview:
+    memory, some = aligned(size), random.randbytes(MIB)
+    for start in range(0, size, MIB):
+        memory[start : start + MIB] = some
+    return memory
+
+
 def aligned(size: int) -> memoryview:
     return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
@@ -281,8 +298,8 @@ def drop_caches(folder: Path) -> None:
 # Telling
 
 
-def to_json(figures: Figures) -> dict[str, float | str]:
-    told: dict[str, float | str] = {"machine": describe()}
+def to_json(figures: Figures) -> dict[str, Any]:
+    told: dict[str, Any] = {"machine": describe()}
     for what in ("write", "read"):
         limit = figures.best(f"limit_{what}_gb_s")
         for name in SIZES:
@@ -296,9 +313,10 @@ def to_json(figures: Figures) -> dict[str, float | str]:
     return {name: round(value, 3) if isinstance(value, float) else value for name, value in told.items()}
 
 
-def to_table(told: dict[str, float | str]) -> str:
+def to_table(told: dict[str, Any]) -> str:
     lines = [f"{told['machine']}\n{BYTES // MIB} MiB in each measurement, medians of {ROUNDS}\n"]
-    lines += [f"{name:40}{value:12,.2f}" for name, value in told.items() if isinstance(value, float)]
+    flat = told | {f"ttft_ms.{name}": value for name, value in told["ttft_ms"].items()}
+    lines += [f"{name:40}{value:12,.2f}" for name, value in flat.items() if isinstance(value, float)]
     return "\n".join(lines)
 
 

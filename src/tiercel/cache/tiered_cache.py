@@ -287,7 +287,7 @@ class TieredCache:
 
     def wait(self, timeout_s: float) -> None:
         """Until a transfer ends, if one is under way: for a caller that can do nothing before."""
-        if self.busy:
+        if self.busy or self.detaching:
             with self._landed:
                 self._landed.wait_for(self._has_landed, timeout_s)
 
@@ -370,11 +370,12 @@ class TieredCache:
     def close(self, store_wait_s: float = 10.0) -> None:
         """Wait for the transfers, for so long also for what the store has not got yet; release everything."""
         until = monotonic() + store_wait_s
-        for going in (lambda: self.store is not None and self.busy, lambda: self.detaching):
-            while going() and monotonic() < until:
-                self.step()
-                self.wait(0.01)
-            self.detach()
+        while monotonic() < until and (self.detaching if self.store is None else True):
+            if self.store is not None and not self.busy:
+                self.detach()
+            self.step()
+            self.wait(0.01)
+        self.detach()
         self.flights.close()
         if self.host is not None:
             self.host.close()

@@ -130,7 +130,7 @@ def kill_one(process, path: Path, ledger: Ledger, chance: random.Random) -> None
     os.write(process.stdin.fileno(), f"{path} {ledger.size} {chance.randrange(10**9)}\n".encode())
     child, told = 0, b""
     lines = 0
-    end = chance.choice([chance.randrange(1, 30), chance.randrange(1, 150)])
+    end = chance.choice([chance.randrange(1, 20), chance.randrange(1, 80)])
     while True:
         # Now and then in the middle of whatever it does after its last words, and not just after them.
         patience = chance.random() * 0.01 if lines >= end else 60

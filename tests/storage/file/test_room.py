@@ -101,10 +101,10 @@ def test_for_every_byte_put_at_most_one_more_is_written(path, monkeypatch):
 
     monkeypatch.setattr(direct, "calls", Counting())
     with make_store(path) as store:
-        for name in NAMES:
+        for name in NAMES[:200]:
             keep(store, name)
-            held(store, *NAMES)
-    assert written[0] <= 2.2 * sum(room_of(name) for name in NAMES)
+            held(store, *NAMES[:200])
+    assert written[0] <= 2.2 * sum(room_of(name) for name in NAMES[:200])
 
 
 def test_a_large_record_finds_a_place_beside_what_stays(path):

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from tiercel.policy.evict import EvictPolicy
 from tiercel.storage.file import direct, note, room
-from tiercel.storage.file.direct import ALIGN, Lanes, padded
+from tiercel.storage.file.direct import ALIGN, Lane, Lanes, padded
 from tiercel.storage.file.folder import Folder
 from tiercel.storage.file.index import Index
 from tiercel.storage.file.room import Candidate, Limits
@@ -151,14 +151,7 @@ class Log:
         done = 0
         for some in self._shares(records):
             with self.lanes.take() as lane:
-                room = sum(record.room for record in some)
-                memory = lane.memory if room <= len(lane.memory) else direct.aligned(room)
-                parts: list[View] = []
-                for record in some:
-                    parts += record.parts
-                    if record.room > record.size:
-                        parts.append(direct.ZEROS[: record.room - record.size])
-                job = Job(some, kind, direct.gather(parts, memory))
+                job = Job(some, kind, _gather(some, lane))
                 self._carry_out(job)
             if job.error is not None:
                 if job.error.errno in FULL:
@@ -235,13 +228,12 @@ class Log:
 
     def _group(self, segment: Segment) -> list[Job]:
         """The first that wait and may share a write."""
-        group: list[Job] = []
-        room = rows = 0
-        for job in list(self._queue):
+        first, *others = list(self._queue)
+        group, room, rows = [first], first.room, len(first.keys)
+        for job in others:
             room, rows = room + job.room, rows + len(job.keys)
-            if group and (
-                job.by_itself or group[0].by_itself or room > GROUP_BYTES or not segment.fits(room, rows)
-            ):
+            too_much = room > GROUP_BYTES or not segment.fits(room, rows)
+            if too_much or job.by_itself or first.by_itself:
                 break
             group.append(job)
         return group
@@ -424,6 +416,17 @@ class Log:
                 return None
             self._active = self._create()
         return self._active if self._has_place(size) else None
+
+
+def _gather(records: Sequence[Record], lane: Lane) -> list[View]:
+    """Records side by side, each padded, as they are written."""
+    parts: list[View] = []
+    for record in records:
+        parts += record.parts
+        if record.room > record.size:
+            parts.append(direct.ZEROS[: record.room - record.size])
+    room = sum(record.room for record in records)
+    return direct.gather(parts, lane.memory if room <= len(lane.memory) else direct.aligned(room))
 
 
 def _count_fitting(source: Segment, rows: Sequence[int], target: Segment) -> int:
