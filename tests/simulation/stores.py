@@ -60,7 +60,7 @@ class FalseStore(MemoryStore):
         if not self._struck(*READ_LIES):
             if self.random.random() >= self.liar:
                 return super().get(wanted)
-            mood = self.random.choice(READ_LIES)
+            mood = self.random.choice([*READ_LIES, "swap", "swap", "swap"])
         there = super().get(wanted)
         answers = []
         for each, here in zip(wanted, there, strict=True):

@@ -418,6 +418,11 @@ class World:
         for page in self.cache.tree.index.values():
             if page.device is not None and page.load is None:
                 self.bytes.check(page.device, self.bytes.texts[page.key], tail=False, who="the tree")
+            if page.fetched and page.on_host and not self.cache.host.layout.by_entry:  # type: ignore[union-attr]
+                assert page.key in self.bytes.texts, "I9: a page nobody has written came from the store"
+                record = b"".join(row for _, row in self.bytes.expected(self.bytes.texts[page.key], False))
+                views = self.cache.host.views(page.host, len(record))  # type: ignore[union-attr]
+                assert b"".join(views) == record, "I9: wrong bytes came from the store"
             if page.tail is not None and page.tail.device is not None and page.tail.load is None:
                 self.bytes.check(page.tail.device, self.bytes.texts[page.key], tail=True, who="the tree")
 

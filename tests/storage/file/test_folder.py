@@ -135,6 +135,14 @@ def test_a_folder_with_files_of_somebody_else_is_refused_and_left_alone(path):
     assert [file.name for file in path.iterdir()] == ["thesis.odt"]
 
 
+@pytest.mark.parametrize("name", ["segment-1.tcs", "segment-00000000001.tcs", "segment-0000000001.tcs.bak"])
+def test_a_name_that_is_almost_a_segments_is_not_one_of_ours(path, name):
+    path.mkdir()
+    (path / name).write_text("mine")
+    with pytest.raises(ConfigError, match="not of a store"):
+        make_store(path)
+
+
 def test_a_file_system_of_its_own_is_not_refused_for_what_is_in_every_one(path):
     (path / "lost+found").mkdir(parents=True)
     make_store(path).close()

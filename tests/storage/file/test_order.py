@@ -136,6 +136,29 @@ def test_what_failed_to_be_put_and_was_deleted_does_not_come_back(path, monkeypa
         assert held(store, "first", "a") == [True, False]
 
 
+@pytest.mark.parametrize("what", ["clear", "compact"])
+def test_who_changes_everything_waits_for_who_is_writing(path, pool, monkeypatch, what):
+    with make_store(path) as store:
+        keep(store, "first", "second")
+        delete(store, "second")
+        others = []
+
+        def before(call):
+            if call == "pwritev" and not others:
+                others.append(pool.submit(getattr(store, what)))
+                until(lambda: others[0].done() or store._log.lock._waiters)
+                assert not others[0].done()
+
+        monkeypatch.setattr(direct, "calls", Watched(before))
+        keep(store, "a")
+        others[0].result()
+        keep(store, "b")
+        expected = [what == "compact", False, what == "compact", True]
+        assert held(store, "first", "second", "a", "b") == expected
+    with make_store(path) as store:
+        assert held(store, "first", "second", "a", "b") == expected
+
+
 def test_who_is_interrupted_leaves_nothing_to_be_written(path, monkeypatch):
     with make_store(path) as store:
 

@@ -342,13 +342,16 @@ def test_a_record_that_lies_where_another_should_is_told(path):
         assert store.get([Get(key_of("a:100"), parts)]) == [False]
 
 
-def test_a_file_that_was_cut_short_gives_misses(path):
+@pytest.mark.parametrize("names", [BIG[:1], BIG[:2]])
+def test_a_file_that_was_cut_short_gives_misses(path, names):
+    """Also into memory that holds the same record from before."""
     with make_store(path) as store:
-        keep(store, *BIG[:2])
+        keep(store, *names)
+        parts = [[memoryview(bytearray(4096)), memoryview(bytearray(20_000))] for _ in names]
+        wanted = [Get(key_of(name), each) for name, each in zip(names, parts, strict=True)]
+        assert store.get(wanted) == [True] * len(names)
         os.truncate(path / files_of(path)[0], 4096 * 4)
-        for name in BIG[:2]:
-            parts = [memoryview(bytearray(4096)), memoryview(bytearray(20_000))]
-            assert store.get([Get(key_of(name), parts)]) == [False]
+        assert store.get(wanted) == [False] * len(names)
 
 
 @pytest.mark.parametrize("queued", [True, False])
@@ -514,6 +517,9 @@ def test_sizes_that_make_no_sense_are_refused(path):
         FileStore(path, SIZE_LEAST - 1)
     with pytest.raises(ConfigError, match="free"):
         FileStore(path, SIZE, free=-1)
+    for segment_bytes in (4096, 5000 * 4, SIZE // 2):
+        with pytest.raises(ConfigError, match="segment_bytes"):
+            FileStore(path, SIZE, segment_bytes=segment_bytes)
     with pytest.raises(ConfigError, match="evict"):
         FileStore(path, SIZE, evict="nobody")
     make_store(path).close()

@@ -15,7 +15,6 @@ from pathlib import Path
 from tiercel.errors import ConfigError
 from tiercel.storage.file import direct
 
-_NAME = re.compile(r"segment-(\d{10,})\.tcs")
 _LOCK = "LOCK"
 _NOT_FOREIGN = frozenset((_LOCK, "lost+found"))
 """What a folder of ours may hold besides segments; the second is in every new file system of its own."""
@@ -29,8 +28,9 @@ class Folder:
         self.path = path
         self._file = self._lock = -1
         try:
-            if not read_only:
-                path.mkdir(parents=True, exist_ok=True)
+            if not read_only and not path.exists():
+                path.mkdir(parents=True)
+                _sync(path.parent)
             self._refuse_foreign()
             self._file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             if not read_only:
@@ -47,11 +47,11 @@ class Folder:
 
     def numbers(self) -> list[int]:
         """Of the segments that are there, oldest first."""
-        found = (_NAME.fullmatch(name) for name in os.listdir(self.path))  # noqa: PTH208 - names, not paths
-        return sorted(int(match[1]) for match in found if match)
+        found = (_number(name) for name in os.listdir(self.path))  # noqa: PTH208 - names, not paths
+        return sorted(number for number in found if number is not None)
 
     def segment(self, number: int) -> Path:
-        return self.path / f"segment-{number:010}.tcs"
+        return self.path / _name(number)
 
     def sync(self) -> None:
         """What was created or removed, is."""
@@ -74,7 +74,7 @@ class Folder:
 
     def _refuse_foreign(self) -> None:
         for name in sorted(os.listdir(self.path)):  # noqa: PTH208 - names, not paths
-            if name not in _NOT_FOREIGN and not _NAME.fullmatch(name):
+            if name not in _NOT_FOREIGN and _number(name) is None:
                 raise ConfigError("store", str(self.path), f"holds {name!r}, which is not of a store")
 
     def _take_lock(self) -> None:
@@ -95,3 +95,21 @@ class Folder:
             os.close(direct.calls.open(str(self.path / _LOCK), os.O_RDONLY | os.O_DIRECT))
             return True
         return False
+
+
+def _name(number: int) -> str:
+    return f"segment-{number:010}.tcs"
+
+
+def _number(name: str) -> int | None:
+    """Of a segment of this name; None: it is not one of ours."""
+    match = re.fullmatch(r"segment-(\d{10,})\.tcs", name, re.ASCII)
+    return int(match[1]) if match and name == _name(int(match[1])) else None
+
+
+def _sync(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

@@ -51,7 +51,9 @@ class Limits:
             raise ConfigError("size", self.size, f"must be at least {SIZE_LEAST:,} bytes")
         if self.free < 0:
             raise ConfigError("free", self.free, "must not be negative")
-        assert self.segment_bytes % ALIGN == 0 and 4 * self.segment_bytes <= self.size
+        if self.segment_bytes % ALIGN or not 4 * ALIGN <= self.segment_bytes <= self.size // 4:
+            why = f"must be a multiple of {ALIGN}, at least four times that and at most a quarter of the size"
+            raise ConfigError("segment_bytes", self.segment_bytes, why)
 
     def missing(self, *, bytes_on_disk: int, bytes_free: int) -> int:
         """How many bytes have to go before another segment can be begun."""
