@@ -11,13 +11,13 @@ from tiercel.engine.ask import Ask, Sampling
 from tiercel.engine.config import EngineConfig
 from tiercel.engine.engine import Engine
 from tiercel.engine.loop import overlapped_steps, plain_steps
-from tiercel.engine.text import Text
 from tiercel.engine.verify import answer_all
 from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.deepseek_v4.config import V4Config
 from tiercel.models.deepseek_v4.model import DeepseekV4
 from tiercel.models.deepseek_v4.weights import load_weights
 from tiercel.spec import deepseek_v4
+from tiercel.text.text import Text
 
 FOLDER = Path(tiercel.models.__file__).parent / "tiny_v4"
 CHECKPOINT = Checkpoint(FOLDER)

@@ -10,7 +10,6 @@ from tiercel.cache import TieredCache
 from tiercel.config import CacheConfig
 from tiercel.engine.config import EMBEDDED, Build, EngineConfig
 from tiercel.engine.engine import Engine
-from tiercel.engine.text import Text
 from tiercel.errors import ConfigError
 from tiercel.kernels.choice import make_kernels
 from tiercel.models.checkpoint import Checkpoint
@@ -21,6 +20,7 @@ from tiercel.spec import deepseek_v4
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.storage.open import open_store
 from tiercel.storage.secrets import hide
+from tiercel.text.text import Text
 
 EMBEDDED_FOLDER = Path(tiercel.models.__file__).parent / "tiny_v4"
 

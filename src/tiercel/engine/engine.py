@@ -28,10 +28,11 @@ from tiercel.engine.config import EngineConfig
 from tiercel.engine.plan import Outcome, Part, Plan, Work, share
 from tiercel.engine.sampling import Sampler, best_tokens, check, token_logprobs
 from tiercel.engine.task import Stage, Task
-from tiercel.engine.text import Text, TextStream
 from tiercel.errors import AskError, LogitsError, QueueFull
 from tiercel.models.deepseek_v4.batch import Span
 from tiercel.models.deepseek_v4.config import V4Config
+from tiercel.text.stream import TextStream
+from tiercel.text.text import Text
 from tiercel.types import place
 
 log = logging.getLogger(__name__)

@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 from tiercel.engine.ask import Ask, Delta
 from tiercel.engine.engine import Engine
 from tiercel.engine.loop import overlapped_steps, plain_steps
-from tiercel.engine.text import Text
 from tiercel.errors import StoreError
 from tiercel.storage.open import open_store
 from tiercel.storage.secrets import hide
+from tiercel.text.text import Text
 from tiercel.transfer.mover import StoreMover
 
 log = logging.getLogger(__name__)

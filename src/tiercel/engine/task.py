@@ -10,8 +10,8 @@ from torch import Tensor
 from tiercel.cache import Request
 from tiercel.engine.ask import Ask, TokenOut, Usage
 from tiercel.engine.sampling import Sampler
-from tiercel.engine.text import TextStream
 from tiercel.policy.resume import Reuse
+from tiercel.text.stream import TextStream
 from tiercel.tree.keys import KeyChain
 
 

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
 import tiercel.models
-from tiercel.engine.text import ENDS_SOUGHT, Prompt, Text, TextStream
 from tiercel.errors import AskError, WeightsError
+from tiercel.text.stream import TextStream
+from tiercel.text.text import ENDS_SOUGHT, Prompt, Text
 
 TINY = Path(tiercel.models.__file__).parent / "tiny_v4"
 BOS, END, SYSTEM, USER, ASSISTANT = range(1, 6)

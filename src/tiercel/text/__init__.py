@@ -1,0 +1,1 @@
+"""Text to tokens and back, for the tokenizer and the chat format of one model folder."""

@@ -1,0 +1,96 @@
+"""What keeps the words of messages from becoming control tokens."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterable, Mapping
+from itertools import accumulate
+from typing import Any
+
+from tiercel.errors import AskError
+
+Message = Mapping[str, Any]
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""Templates make control tokens of roles (`<|{{ role }}|>`), so a role is never free text."""
+
+
+class Marks:
+    """Two texts that nobody can guess: put into messages, found again in what a template made of them.
+
+        said   "see <|end|>"   rendered   <|user|>see <‸|end|><|assistant|>
+                               encoded    └───────────┘ └─────────────────┘
+
+    A cut mark parts what looks like a control token; its halves, encoded by themselves, are text. All else is
+    encoded as if nothing had been done, and templates may trim and split it. An end mark names a position.
+    Both are letters and digits: they come through any escaping. A template that writes half a control token
+    and leaves the other half to a message is not defended against; roles, which it may, are not free text.
+    """
+
+    def __init__(self, control: Iterable[str]) -> None:
+        self._cut, self._end = secrets.token_hex(16), secrets.token_hex(16)
+        behind: dict[str, list[str]] = {}
+        self._begun: set[str] = set()
+        for name in control:
+            behind.setdefault(name[0], []).append(re.escape(name[1:]))
+            self._begun.update(name[:length] for length in range(1, len(name)))
+        self._longest = max(map(len, self._begun), default=0)
+        first = "|".join(f"{re.escape(char)}(?={'|'.join(rests)})" for char, rests in behind.items())
+        self._first = re.compile(first or r"(?!)")
+
+    def message(self, field: str, message: Message) -> dict[str, Any]:
+        if not isinstance(message, Mapping):
+            raise AskError(field, message, "must be an object with role and content")
+        role, content = message.get("role"), message.get("content")
+        if role not in ROLES:
+            raise AskError(f"{field}.role", role, f"must be one of {', '.join(ROLES)}")
+        _names_end(field, message)
+        if isinstance(content, list):
+            content = self._joined(f"{field}.content", content)
+        elif isinstance(content, str) or (content is None and message.get("tool_calls")):
+            content = self._said(content)
+        else:
+            raise AskError(f"{field}.content", type(content).__name__, "must be text or a list of text parts")
+        # In the order they were given: a template may write a message out.
+        shaped = {name: self._said(value) for name, value in message.items() if name != "cache_control"}
+        return shaped | {"role": role, "content": content}
+
+    def removed(self, rendered: str) -> str:
+        return rendered.replace(self._cut, "").replace(self._end, "")
+
+    def ends(self, rendered: str) -> list[int]:
+        """Where the end marks were, in what is left without marks."""
+        return list(accumulate(len(self.removed(part)) for part in rendered.split(self._end)))[:-1]
+
+    def segments(self, rendered: str) -> list[str]:
+        return rendered.replace(self._end, "").split(self._cut)
+
+    def _joined(self, field: str, parts: list[Any]) -> str:
+        joined = ""
+        for index, part in enumerate(parts):
+            where = f"{field}[{index}]"
+            if not isinstance(part, Mapping) or part.get("type") != "text":
+                kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+                raise AskError(f"{where}.type", kind, "only text can be read")
+            if not isinstance(part.get("text"), str):
+                raise AskError(f"{where}.text", part.get("text"), "must be text")
+            ends = _names_end(where, part) and index < len(parts) - 1  # the last part's is the message's own
+            joined += self._said(part["text"]) + (self._end if ends else "")
+        return joined
+
+    def _said(self, value: Any) -> Any:
+        """Control tokens are cut after the first character, and one that is only begun at its end."""
+        if isinstance(value, str):
+            begun = any(value[-length:] in self._begun for length in range(1, self._longest + 1))
+            return self._first.sub(lambda found: found[0] + self._cut, value) + (self._cut if begun else "")
+        if isinstance(value, Mapping):
+            return {self._said(name): self._said(each) for name, each in value.items()}
+        return [self._said(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _names_end(field: str, holder: Message) -> bool:
+    asked = holder.get("cache_control")
+    if asked is None or (isinstance(asked, Mapping) and asked.get("type") == "ephemeral"):
+        return asked is not None
+    raise AskError(f"{field}.cache_control", asked, "must be of type ephemeral")

@@ -1,0 +1,81 @@
+"""Text as it grows, token by token, and the strings that stop it."""
+
+from __future__ import annotations
+
+import codecs
+from dataclasses import dataclass
+
+from tiercel.text.text import Text
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text that may be shown now, and the stop string that was met, if one was."""
+
+    text: str
+    stopped_by: str | None = None
+
+
+class TextStream:
+    """The text of tokens as they come. All pieces together are `decode` of all tokens, up to the stop string.
+
+    Held back are half characters, and what may become a stop string. The stop string is the one that is whole
+    first, and the longest of these: it does not depend on how the text was parted into tokens.
+    """
+
+    def __init__(self, text: Text, stop: tuple[str, ...] = (), keep_stop: bool = False) -> None:
+        self._text = text
+        self._stops = [StopString(each) for each in stop]
+        self._keep_stop = keep_stop
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = ""
+        self._stopped = False
+
+    def push(self, token: int) -> Piece:
+        assert not self._stopped, "a stop string was met"
+        return self._given(
+            "" if token in self._text.hidden else self._utf8.decode(self._text.piece_bytes(token))
+        )
+
+    def finish(self) -> str:
+        """What was held back and is text after all."""
+        if self._stopped:
+            return ""
+        last = self._given(self._utf8.decode(b"", final=True))
+        held, self._held = self._held, ""
+        return last.text + held
+
+    def _given(self, new: str) -> Piece:
+        if not self._stops:
+            return Piece(new)
+        text, self._held = self._held + new, ""
+        for end, char in enumerate(new, start=len(text) - len(new) + 1):
+            if whole := [each.text for each in self._stops if each.next(char)]:
+                stop = max(whole, key=len)
+                self._stopped = True
+                return Piece(text[: end if self._keep_stop else end - len(stop)], stop)
+        sure = len(text) - max(each.matched for each in self._stops)
+        self._held = text[sure:]
+        return Piece(text[:sure])
+
+
+class StopString:
+    """How much of one stop string the text ends with, a character at a time (Knuth, Morris, Pratt)."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.matched = 0
+        self._shorter = [0]
+        """Of each beginning: the longest shorter beginning that it ends with."""
+        for char in text[1:]:
+            self._shorter.append(self._longer(self._shorter[-1], char))
+
+    def next(self, char: str) -> bool:
+        """Whether it is whole now."""
+        self.matched = self._longer(self.matched, char)
+        return self.matched == len(self.text)
+
+    def _longer(self, matched: int, char: str) -> int:
+        while matched and self.text[matched] != char:
+            matched = self._shorter[matched - 1]
+        return matched + (self.text[matched] == char)

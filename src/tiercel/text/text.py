@@ -1,0 +1,184 @@
+"""Text to tokens and back, for the tokenizer of one model folder: byte-level BPE, as Hugging Face writes it.
+
+tokenizer.json           the tokenizer
+tokenizer_config.json    which tokens begin and end a text; the chat template
+chat_template.jinja      the chat template, where it has a file of its own
+generation_config.json   more tokens that end a text; so may config.json
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Encoding, Tokenizer
+
+from tiercel.errors import AskError, WeightsError
+from tiercel.text.marks import Marks, Message
+from tiercel.text.template import TEMPLATE_FAILS, read_template
+
+CONTROL_LOOKS = ("<|", "<｜")
+"""Added tokens that look so are control tokens, special or not: DeepSeek's `<｜User｜>` is called ordinary.
+`<think>` and its like are text: templates look for them in what an assistant said."""
+ENDS_SOUGHT = 128
+"""Message ends are found by rendering the messages up to each. In a longer conversation only the newest are
+sought: each of the others was among the newest once."""
+PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+BYTES = {chr(byte): byte for byte in PRINTABLE} | {
+    chr(0x100 + rank): byte for rank, byte in enumerate(sorted({*range(0x100)} - {*PRINTABLE}))
+}
+"""The alphabet of byte-level BPE, as GPT-2 chose it: a printable character for every byte."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation as the model reads it."""
+
+    tokens: tuple[int, ...]
+    turn_ends: tuple[int, ...]
+    """Token positions at which messages, and parts that were named, end. Ascending."""
+
+
+class Text:
+    """The tokenizer and the chat template of one model. Not changed by use: threads may share it."""
+
+    def __init__(self, folder: str | Path) -> None:
+        folder = Path(folder)
+        self._tokenizer = _read_tokenizer(folder / "tokenizer.json")
+        config = _read_json(folder / "tokenizer_config.json")
+        self._template = read_template(folder, config)
+        self._names = {  # bos_token, eos_token, …: templates may write them
+            name: value.get("content", "") if isinstance(value, dict) else value
+            for name, value in config.items()
+            if name.endswith("_token") and isinstance(value, str | dict)
+        }
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.hidden = frozenset(token for token, each in added.items() if each.special)
+        """Special tokens: `decode` leaves them out."""
+        self._marks = Marks(
+            each.content for each in added.values() if each.special or each.content.startswith(CONTROL_LOOKS)
+        )
+        self.vocab_size: int = self._tokenizer.get_vocab_size()
+        bos, eos = (
+            self._tokenizer.token_to_id(self._names.get(name, "")) for name in ("bos_token", "eos_token")
+        )
+        self._lead = [bos] if config.get("add_bos_token") is True and bos is not None else []
+        ends = [eos]
+        for name in ("generation_config.json", "config.json"):
+            given = _read_json(folder / name).get("eos_token_id")
+            ends += given if isinstance(given, list) else [given]
+        self.eos = frozenset(token for token in ends if token is not None)
+        self._pieces: dict[int, bytes] = {}
+
+    def encode(self, text: str) -> list[int]:
+        """A whole text, with what this tokenizer puts before one. Control tokens in it are control tokens."""
+        tokens = self._encode(text, field="text", whole=True).ids
+        return tokens if tokens[:1] == self._lead else self._lead + tokens
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Their text, without special tokens. Bytes that are no UTF-8 become U+FFFD."""
+        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def piece(self, token: int) -> str:
+        """One token by itself, special ones too."""
+        return self.piece_bytes(token).decode("utf-8", "replace")
+
+    def piece_bytes(self, token: int) -> bytes:
+        """The bytes of one token: often no whole characters, and nothing where an id has no token."""
+        if (piece := self._pieces.get(token)) is None:
+            name = self._tokenizer.id_to_token(token) or ""
+            spelled = all(char in BYTES for char in name)  # added tokens may be written in any characters
+            piece = self._pieces[token] = bytes(BYTES[char] for char in name) if spelled else name.encode()
+        return piece
+
+    def chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> Prompt:
+        """The conversation through the model's template. What messages say gives no control token.
+
+        A message's end is where the messages up to it, rendered alone, end, if all of them begin with that.
+        """
+        marks = self._marks
+        shaped = [marks.message(f"messages[{index}]", message) for index, message in enumerate(messages)]
+        if not shaped:
+            raise AskError("messages", [], "there must be one")
+        try:
+            rendered = self._render(shaped, add_generation_prompt)
+        except TEMPLATE_FAILS as error:
+            why = f"the chat template does not take them: {error}"
+            raise AskError("messages", [message["role"] for message in shaped], why) from error
+        ends = set(marks.ends(rendered)[-ENDS_SOUGHT:])
+        everyone = range(len(shaped))
+        named = [index for index in everyone if messages[index].get("cache_control")]
+        for index in {0, *everyone[-ENDS_SOUGHT:], *named[-ENDS_SOUGHT:]}:
+            try:
+                before = self._render(shaped[: index + 1], False)
+            except TEMPLATE_FAILS:
+                continue  # it wants more than these messages
+            if rendered.startswith(before):
+                ends.add(len(marks.removed(before)))
+        segments = [(text, self._encode(text, field="messages")) for text in marks.segments(rendered)]
+        tokens = tuple(token for _, encoding in segments for token in encoding.ids)
+        return Prompt(tokens, tuple(sorted(set(_tokens_before(segments, ends)) - {0})))
+
+    def _encode(self, text: str, *, field: str, whole: bool = False) -> Encoding:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise AskError(field, text[error.start], "is half a character") from error
+        return self._tokenizer.encode(text, add_special_tokens=whole)
+
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        if self._template is None:
+            raise ValueError("the model has none")
+        asked = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        # Hugging Face gives the absent ones too: templates compare them with none.
+        return self._template.render(**self._names, **asked, tools=None, documents=None)
+
+
+def _tokens_before(segments: Sequence[tuple[str, Encoding]], positions: Iterable[int]) -> list[int]:
+    """How many tokens are the same whatever comes behind each character position.
+
+    A word that goes on behind a position counts for nothing: it could have been parted otherwise.
+    """
+    counts, todo = [], deque(sorted(positions))
+    tokens = start = 0
+    for text, encoding in segments:
+        offsets = encoding.offsets
+        while todo and todo[0] <= start + len(text):
+            inside = todo.popleft() - start
+            count = bisect_right(offsets, inside, key=itemgetter(1))
+            if count < len(offsets) and offsets[count][0] < inside:
+                word = encoding.token_to_word(count)
+                while count and encoding.token_to_word(count - 1) == word:
+                    count -= 1
+            counts.append(tokens + count)
+        tokens, start = tokens + len(offsets), start + len(text)
+    return counts
+
+
+def _read_tokenizer(file: Path) -> Tokenizer:
+    kind = _read_json(file, needed=True).get("decoder")
+    kinds = kind.get("decoders", [kind]) if isinstance(kind, dict) else []
+    if [each.get("type") for each in kinds] != ["ByteLevel"]:
+        raise WeightsError(file, "is no byte-level tokenizer: no other can be streamed exactly here")
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # it has no kind of its own
+        raise WeightsError(file, f"is no tokenizer: {error}") from error
+
+
+def _read_json(file: Path, *, needed: bool = False) -> dict[str, Any]:
+    if not needed and not file.exists():
+        return {}
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise WeightsError(file, f"can not be read: {error}") from error
+    if not isinstance(value, dict):
+        raise WeightsError(file, "must hold one JSON object")
+    return value
