@@ -249,13 +249,13 @@ class ScriptedService:
         }
 
 
-LOOPBACK = ServerOptions(loopback=True)
+LOOPBACK = ServerOptions(loopback=True, store_allow=("memory:", "file:///caches", "redis://host"))
 
 
 def client_of(service: ScriptedService, options: ServerOptions = LOOPBACK) -> httpx.AsyncClient:
     """Straight into the application, without a network."""
     app = create_app(service, options)
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
 
 
 @contextmanager

@@ -55,13 +55,80 @@ def test_probes_need_no_key(path):
     assert call("GET", path, options=ServerOptions(api_key="secret")).status_code == 200
 
 
-def test_without_an_admin_key_only_this_machine_may_flush():
+ADMIN = [
+    ("POST", "/flush_cache"),
+    ("GET", "/v1/cache/store"),
+    ("PUT", "/v1/cache/store"),
+    ("DELETE", "/v1/cache/store"),
+    ("POST", "/v1/cache/store/clear"),
+]
+"""Calls that act on the server itself, or tell where its store is."""
+
+
+def test_without_any_key_only_this_machine_may_flush():
     service = ScriptedService()
-    refused = flush(ServerOptions(api_key="user"), {"authorization": "Bearer user"}, service)
+    refused = flush(ServerOptions(), service=service)
     assert refused.status_code == 403
     assert refused.json()["error"]["code"] == "admin_key_not_configured"
     assert service.events == []
     assert flush(ServerOptions(loopback=True)).status_code == 200
+
+
+@pytest.mark.parametrize("loopback", [True, False])
+def test_without_an_admin_key_the_users_key_guards_admin_calls(loopback):
+    service = ScriptedService()
+    with talking(service, ServerOptions(api_key="user", loopback=loopback)) as talk:
+        for method, path in ADMIN:
+            for headers in WRONG:
+                assert talk(method, path, headers=headers).status_code == 401, path
+        assert service.events == []
+        assert talk("POST", "/flush_cache", headers={"authorization": "Bearer user"}).status_code == 200
+    assert service.events == ["flush 0.0"]
+
+
+@pytest.mark.parametrize("keys", [{}, {"api_key": "user"}, {"admin_key": "user"}], ids=str)
+@pytest.mark.parametrize("origin", ["http://evil.example", "http://localhost:9", "null", "http://[", ""])
+def test_a_page_from_elsewhere_can_not_make_admin_calls(origin, keys):
+    service = ScriptedService()
+    with talking(service, ServerOptions(loopback=True, **keys)) as talk:
+        for method, path in ADMIN:
+            response = talk(method, path, headers={"authorization": "Bearer user", "origin": origin})
+            assert response.status_code == 403, path
+            assert response.json()["error"]["code"] == "foreign_origin"
+        own = {"authorization": "Bearer user", "origin": "http://localhost"}
+        assert service.events == []
+        assert talk("POST", "/flush_cache", headers=own).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8000", "localhost.evil.example", "10.0.0.1", ""]
+)
+def test_a_name_that_was_bound_to_this_machine_can_not_make_admin_calls_without_a_key(host):
+    service = ScriptedService()
+    with talking(service) as talk:
+        for method, path in ADMIN:
+            for more in ({}, {"origin": f"http://{host}"}):
+                response = talk(method, path, headers={"host": host, **more})
+                assert response.status_code == 403, path
+                assert response.json()["error"]["code"] in ("foreign_host", "foreign_origin")
+    assert service.events == []
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8000", "127.0.0.1:8000", "127.8.8.8", "[::1]:8000"])
+def test_every_name_of_this_machine_may(host):
+    assert flush(ServerOptions(loopback=True), {"host": host}).status_code == 200
+
+
+@pytest.mark.parametrize("header", ["forwarded", "x-forwarded-for", "via"])
+def test_who_comes_through_a_proxy_is_not_this_machine(header):
+    refused = flush(ServerOptions(loopback=True), {header: "1.1 somewhere"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "foreign_host")
+
+
+def test_a_server_has_as_many_keys_as_it_has_users():
+    with talking(ScriptedService(), ServerOptions(api_key=("one", "two"))) as talk:
+        for key, status in (("one", 200), ("two", 200), ("three", 401)):
+            assert talk("GET", "/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == status
 
 
 @pytest.mark.parametrize("loopback", [True, False])

@@ -48,10 +48,21 @@ def test_what_a_service_tells_besides_is_passed_on():
 
 def test_a_url_that_is_no_store_is_named():
     service = ScriptedService()
-    response = call("PUT", STORE, service, json={"url": "nonsense"})
+    response = call("PUT", STORE, service, json={"url": "file:///caches/nonsense"})
     assert error_of(response) == (400, "invalid_store", "url")
-    assert response.json()["error"]["message"].startswith("url = 'nonsense': ")
+    assert response.json()["error"]["message"].startswith("url = 'file:///caches/nonsense': ")
     assert service.store is None
+
+
+@pytest.mark.parametrize(
+    "url", ["this:Class", "tiercel.cli.__main__:main", "file:///etc", "redis://other", "memory?", "nonsense"]
+)
+def test_a_store_in_no_named_place_is_not_attached(url):
+    service = ScriptedService()
+    response = call("PUT", STORE, service, json={"url": url})
+    assert error_of(response) == (403, "store_not_allowed", "url")
+    assert service.events == []
+    assert error_of(call("PUT", STORE, service, ServerOptions(loopback=True), json={"url": URL}))[0] == 403
 
 
 @pytest.mark.parametrize("body", [{}, {"url": ""}, {"url": 5}, {"url": "x" * 4097}, {"url": URL, "size": 1}])
@@ -117,7 +128,7 @@ def test_a_server_that_is_starting_changes_no_store(method, path):
     [("GET", STORE), ("PUT", STORE), ("DELETE", STORE), ("POST", f"{STORE}/clear")],
 )
 def test_every_call_is_for_whoever_runs_the_server(method, path):
-    keys = ServerOptions(api_key="user", admin_key="admin")
+    keys = ServerOptions(api_key="user", admin_key="admin", store_allow=("memory:",))
     service = ScriptedService(store=ATTACHED)
     for key in ("", "user"):
         response = call(method, path, service, keys, headers={"authorization": f"Bearer {key}"})

@@ -4,6 +4,7 @@ load; a real subscriber for events."""
 
 import asyncio
 import json
+import re
 import signal
 
 import httpx
@@ -86,7 +87,7 @@ def store_url(request):
 
 def test_stores_come_and_go_under_load(store_url):
     """Attach, hit, clear, detach while other requests run; each answer is what it is without a store."""
-    with running(*MEMORY, "--fetch", "wait") as server:
+    with running(*MEMORY, "--fetch", "wait", "--store-allow", store_url) as server:
         said, _ = generate(server, PROMPT)
 
         async def main():
@@ -138,3 +139,7 @@ def test_routers_hear_of_every_tier(tmp_path):
                 if event[0] == "BlockStored":
                     heard.setdefault(event[6], []).append(event)
         assert len(heard["GPU"][0][3]) == 128 * len(heard["GPU"][0][1]), json.dumps(heard)[:1000]
+        page = httpx.get(f"{server.url}/metrics", timeout=30).text
+        counted = dict(re.findall(r"^tiercel_events_(\w+)_total (\S+)$", page, re.MULTILINE))
+        assert counted.keys() == {"batches", "dropped", "errors"}
+        assert float(counted["batches"]) >= 3 and float(counted["dropped"]) == float(counted["errors"]) == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import signal
 import socket
 from collections.abc import Sequence
@@ -18,18 +17,54 @@ from tiercel.cli import options as o
 from tiercel.config import parse_bytes
 from tiercel.engine.config import Build, EngineConfig
 from tiercel.errors import ConfigError
+from tiercel.storage.allow import why_not
 
 if TYPE_CHECKING:
     from tiercel.engine.build import Choice
     from tiercel.engine.service import EngineService
+    from tiercel.server.options import ServerOptions
 
 WIDTH = 120
 
 
+Host = Annotated[str, typer.Option(help="Address to listen on.")]
+Port = Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)]
+StoreUrl = Annotated[
+    str | None, typer.Option(help="The third tier: file:///path?size=200GiB, redis://…, mooncake://…")
+]
+StoreAllow = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Stores that PUT /v1/cache/store may attach: file:///folder, redis://host. Repeatable."
+    ),
+]
+KvEvents = Annotated[str | None, typer.Option(help="Publish what is cached, for routers: tcp://*:5557")]
+KvEventsReplay = Annotated[
+    str | None, typer.Option(help="Where routers ask for events they missed: tcp://*:5558")
+]
+RunningMax = Annotated[int, typer.Option(help="Requests that compute at once.")]
+WaitingMax = Annotated[int, typer.Option(help="More waiting are refused.")]
+StepTokens = Annotated[int, typer.Option(help="Tokens of one step.")]
+Overlap = Annotated[
+    bool, typer.Option("--overlap/--plain", help="Decide the next step while one is computed.")
+]
+ApiKey = Annotated[
+    list[str] | None, typer.Option(help="One is asked of every user. Repeatable.", envvar="TIERCEL_API_KEY")
+]
+AdminKey = Annotated[
+    str | None,
+    typer.Option(
+        help="Asked for calls that act on the server; else --api-key is.", envvar="TIERCEL_ADMIN_KEY"
+    ),
+]
+Name = Annotated[str | None, typer.Option(help="The model's name for clients.")]
+ShutdownS = Annotated[int, typer.Option(help="How long running answers may finish.", min=0)]
+
+
 def serve(  # noqa: PLR0913 - a command has as many arguments as options
     model: o.Model = o.MODEL,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)] = 8000,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
     device_memory: o.DeviceMemory = o.DEVICE_MEMORY,
     host_memory: o.HostMemory = o.HOST_MEMORY,
     page_tokens: o.PageTokens = None,
@@ -39,38 +74,29 @@ def serve(  # noqa: PLR0913 - a command has as many arguments as options
     save: o.Save = o.CACHE.save,
     evict: o.Evict = o.CACHE.evict,
     tail_every_pages: o.TailEvery = o.CACHE.tail_every_pages,
-    store: Annotated[
-        str | None, typer.Option(help="The third tier: file:///path?size=200GiB, redis://…, mooncake://…")
-    ] = None,
+    store: StoreUrl = None,
+    store_allow: StoreAllow = None,
     fetch: o.Fetch = o.CACHE.fetch,
     fetch_deadline_s: o.FetchDeadline = o.CACHE.fetch_deadline_s,
-    kv_events: Annotated[
-        str | None, typer.Option(help="Publish what is cached, for routers: tcp://*:5557")
-    ] = None,
-    kv_events_replay: Annotated[
-        str | None, typer.Option(help="Where routers ask for events they missed: tcp://*:5558")
-    ] = None,
+    kv_events: KvEvents = None,
+    kv_events_replay: KvEventsReplay = None,
     kernels: o.Kernels = "auto",
     exact: o.Exact = False,
-    running_max: Annotated[int, typer.Option(help="Requests that compute at once.")] = o.ENGINE.running_max,
-    waiting_max: Annotated[int, typer.Option(help="More waiting are refused.")] = o.ENGINE.waiting_max,
-    step_tokens: Annotated[int, typer.Option(help="Tokens of one step.")] = o.ENGINE.step_tokens,
-    overlap: Annotated[
-        bool, typer.Option("--overlap/--plain", help="Decide the next step while one is computed.")
-    ] = o.ENGINE.overlap,
-    api_key: Annotated[
-        str | None, typer.Option(help="Asked of every user.", envvar="TIERCEL_API_KEY")
-    ] = None,
-    admin_key: Annotated[
-        str | None, typer.Option(help="Asked for calls that act on the server.", envvar="TIERCEL_ADMIN_KEY")
-    ] = None,
-    name: Annotated[str | None, typer.Option(help="The model's name for clients.")] = None,
-    shutdown_s: Annotated[int, typer.Option(help="How long running answers may finish.", min=0)] = 10,
+    running_max: RunningMax = o.ENGINE.running_max,
+    waiting_max: WaitingMax = o.ENGINE.waiting_max,
+    step_tokens: StepTokens = o.ENGINE.step_tokens,
+    overlap: Overlap = o.ENGINE.overlap,
+    api_key: ApiKey = None,
+    admin_key: AdminKey = None,
+    name: Name = None,
+    shutdown_s: ShutdownS = 10,
 ) -> None:
     """Serve a model: OpenAI's API and SGLang's, on a tiered cache."""
     from tiercel.engine.build import open_engine
     from tiercel.engine.events import EventPublisher
     from tiercel.engine.service import EngineService
+    from tiercel.server.keys import is_loopback
+    from tiercel.server.options import ServerOptions
 
     cache = replace(
         o.cache_config(host_memory, layout, copier, save, evict, tail_every_pages),
@@ -84,6 +110,7 @@ def serve(  # noqa: PLR0913 - a command has as many arguments as options
     build = Build(model, page_tokens, format, device_bytes, kernels, exact, store)
     engine, choices = open_engine(build, config)
     with ExitStack() as ending:
+        publisher = None
         if kv_events is not None:
             publisher = EventPublisher(
                 kv_events, page_tokens=engine.page_tokens, replay_endpoint=kv_events_replay
@@ -91,9 +118,15 @@ def serve(  # noqa: PLR0913 - a command has as many arguments as options
             ending.callback(publisher.close)
             engine.cache.watch(publisher)
         show(choices)
-        service = EngineService(engine, name or model.rstrip("/").rpartition("/")[2], store)
+        service = EngineService(engine, name or model.rstrip("/").rpartition("/")[2], store, publisher)
         ending.callback(service.close, shutdown_s)
-        _listen(service, host, port, api_key, admin_key, shutdown_s)
+        keys = ServerOptions(
+            api_key=tuple(api_key or ()),
+            admin_key=admin_key,
+            loopback=is_loopback(host),
+            store_allow=(*(store_allow or ()), *_named(store)),
+        )
+        _listen(service, host, port, keys, shutdown_s)
 
 
 def show(choices: Sequence[Choice]) -> None:
@@ -104,11 +137,9 @@ def show(choices: Sequence[Choice]) -> None:
     Console(stderr=True, width=None if console.is_terminal else WIDTH).print(table)
 
 
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+def _named(store: str | None) -> list[str]:
+    """The store of the start, which may be attached again, unless it is a class."""
+    return [] if store is None or why_not(store, [store]) else [store]
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -125,17 +156,13 @@ def _bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _listen(
-    service: EngineService, host: str, port: int, api_key: str | None, admin_key: str | None, shutdown_s: int
-) -> None:
+def _listen(service: EngineService, host: str, port: int, options: ServerOptions, shutdown_s: int) -> None:
     import uvicorn
 
     from tiercel.server.app import create_app
-    from tiercel.server.options import ServerOptions
 
-    keys = ServerOptions(api_key=api_key, admin_key=admin_key, loopback=is_loopback(host))
     config = uvicorn.Config(
-        create_app(service, keys),
+        create_app(service, options),
         host=host,
         port=port,
         log_level="warning",

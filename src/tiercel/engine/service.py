@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from tiercel.engine.ask import Ask, Delta
 from tiercel.engine.engine import Engine
+from tiercel.engine.events import EventPublisher
 from tiercel.engine.loop import overlapped_steps, plain_steps
 from tiercel.errors import StoreError
 from tiercel.storage.open import open_store
@@ -37,8 +38,16 @@ PENDING_S = 0.5
 class EngineService:
     """An engine that others wait on. Made in any thread, used from one event loop, closed once."""
 
-    def __init__(self, engine: Engine, model_name: str, store_url: str | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        model_name: str,
+        store_url: str | None = None,
+        events: EventPublisher | None = None,
+    ) -> None:
+        """`events`: whoever is told what is cached, for its numbers."""
         self.model_name = model_name
+        self._events = events
         self._store_url = hide(store_url, store_url) if store_url else ""
         self.context_tokens = engine.context_tokens
         self._engine = engine
@@ -99,7 +108,8 @@ class EngineService:
         return self._engine.explain(request_id)
 
     async def stats(self) -> dict[str, Any]:
-        return await asyncio.wrap_future(self._ask(self._engine.stats))
+        stats = await asyncio.wrap_future(self._ask(self._engine.stats))
+        return stats if self._events is None else {**stats, "events": self._events.stats()}
 
     # The store
 

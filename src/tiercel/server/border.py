@@ -34,6 +34,8 @@ class Visit:
     ids_live: set[str]
     """Of all visits, to keep ids apart."""
     request_id: str = ""
+    owner: str = ""
+    """Whose it is: a digest of the key that was given. Empty where nobody is asked for one."""
     started_s: float = field(default_factory=time.perf_counter)
     first_token_s: float | None = None
     status: int | None = None

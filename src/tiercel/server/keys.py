@@ -1,49 +1,105 @@
-"""Who may call: a key for users, another for whoever runs the server.
+"""Who may call: keys for users, another for whoever runs the server.
 
-They are dependencies of the routes, checked before a body is read, and known to the schema.
+    --admin-key given                     admin calls want it, and nothing else opens them
+    only --api-key given                  admin calls want an API key, as all calls do
+    no key, only this machine can connect admin calls want a Host of this machine, and no proxy between
+    no key, others can connect            admin calls are refused
+
+A web page of another origin makes no admin call in any of these cases. All are dependencies of the routes,
+checked before a body is read, and the keys are known to the schema.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
+import ipaddress
+from collections.abc import Sequence
+from urllib.parse import urlsplit
 
 from fastapi import Depends
 from fastapi.params import Depends as Dependency
 from fastapi.security import HTTPBearer
 from starlette.requests import Request
 
+from tiercel.server.border import visit_of
 from tiercel.server.errors import ApiError
 from tiercel.server.options import ServerOptions
 
+PROXY_HEADERS = ("forwarded", "via", "x-forwarded-for")
+"""Who sends one of these asks for somebody else, who may be anywhere."""
+
 
 class BearerKey(HTTPBearer):
-    """`Authorization: Bearer KEY`, compared in constant time."""
+    """`Authorization: Bearer KEY`, compared with every key in constant time."""
 
-    def __init__(self, key: str, *, scheme_name: str) -> None:
+    def __init__(self, keys: Sequence[str], *, scheme_name: str) -> None:
         super().__init__(scheme_name=scheme_name, auto_error=False)
-        self.key = key.encode()
+        self.keys = [key.encode() for key in keys]
 
     async def __call__(self, request: Request) -> None:  # type: ignore[override]
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        scheme, _, text = request.headers.get("authorization", "").partition(" ")
         # Headers are read as Latin-1: this gives back the bytes that were sent.
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1"), self.key):
+        given = text.strip().encode("latin-1")
+        known = [hmac.compare_digest(given, key) for key in self.keys]
+        if scheme.lower() != "bearer" or not any(known):
             headers = {"www-authenticate": "Bearer"}
             message = f"the {self.scheme_name} is missing or wrong"
             raise ApiError(401, message, param="authorization", code="invalid_api_key", headers=headers)
+        visit_of(request).owner = hashlib.blake2b(given, digest_size=8).hexdigest()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or a name is this machine's own, and can be reached from nowhere else."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 async def _refuse() -> None:
-    message = "this server was started without an admin key, and others than this machine can reach it"
+    message = "this server was started without a key, and others than this machine can reach it"
     raise ApiError(403, message, param="authorization", code="admin_key_not_configured")
+
+
+async def _own_origin(request: Request) -> None:
+    """A browser says which page sends it. Only a page that this server sent itself may act on it."""
+    origin = request.headers.get("origin")
+    if origin is not None and _host_of(origin) != request.headers.get("host", "").lower():
+        message = f"a page of {origin[:100]!r} may not act on this server"
+        raise ApiError(403, message, param="origin", code="foreign_origin")
+
+
+async def _this_machine(request: Request) -> None:
+    """The connection comes from this machine; but a name that somebody else chose, or a proxy, may have
+    brought it here."""
+    host = request.headers.get("host", "")
+    name = urlsplit(f"//{host}").hostname if _host_of(f"//{host}") else None
+    between = [header for header in PROXY_HEADERS if header in request.headers]
+    if between or name is None or not is_loopback(name):
+        what = f"Host is {host[:100]!r}" if not between else f"the header {between[0]} is there"
+        message = f"without a key this call is for this machine alone, and {what}; start with --admin-key"
+        raise ApiError(403, message, param=between[0] if between else "host", code="foreign_host")
+
+
+def _host_of(url: str) -> str:
+    """Host and port as they are written; nothing if it is no URL."""
+    try:
+        return urlsplit(url).netloc.lower()
+    except ValueError:
+        return ""
 
 
 def user(options: ServerOptions) -> list[Dependency]:
     """For calls that want an answer."""
-    return [Depends(BearerKey(options.api_key, scheme_name="API key"))] if options.api_key else []
+    return [Depends(BearerKey(options.api_keys, scheme_name="API key"))] if options.api_keys else []
 
 
 def admin(options: ServerOptions) -> list[Dependency]:
     """For calls that act on the server itself."""
+    own = Depends(_own_origin)
     if options.admin_key:
-        return [Depends(BearerKey(options.admin_key, scheme_name="admin key"))]
-    return [] if options.loopback else [Depends(_refuse)]
+        return [own, Depends(BearerKey([options.admin_key], scheme_name="admin key"))]
+    if options.api_keys:
+        return [own, *user(options)]
+    return [own, Depends(_this_machine if options.loopback else _refuse)]

@@ -1,13 +1,15 @@
 """The store of a running server: attach one, look at it, empty it, let it go.
 
     PUT     /v1/cache/store         200   400 invalid_store   409 store_attached   502 store_failed
+                                          403 store_not_allowed
     GET     /v1/cache/store         200
     DELETE  /v1/cache/store         200   404 store_not_attached   502 store_failed
     POST    /v1/cache/store/clear   200   404 store_not_attached   502 store_failed
 
 A server that is starting or ending answers 503 not_ready to what would change something. All are for whoever
-runs the server (`keys.admin`): a store's URL is a path, an address or a class that the server opens with its
-own rights. A password in it is never said again.
+runs the server (`keys.admin`). A store's URL is a path or an address that the server opens with its own
+rights: only those may be attached that were named when it was started (`storage.allow`). A password in it is
+never said again.
 """
 
 from __future__ import annotations
@@ -28,10 +30,11 @@ from starlette.types import Receive, Scope, Send
 from tiercel.errors import ConfigError, StoreError
 from tiercel.server import keys, schema
 from tiercel.server.body import read_body
-from tiercel.server.errors import ApiError, refusal
+from tiercel.server.errors import ApiError, refusal, shown
 from tiercel.server.fields import Body
 from tiercel.server.reply import Front
 from tiercel.server.schema import gives
+from tiercel.storage.allow import why_not
 from tiercel.storage.secrets import hide
 
 URL_CHARS_MAX = 4096
@@ -86,6 +89,9 @@ class StoreCalls:
         """Use a store from now on: what is cached is written to it, and found again after a restart."""
         self.front.check_ready()
         url = (await read_body(request, AttachRequest, BODY_BYTES_MAX)).url
+        if why := why_not(url, self.front.options.store_allow):
+            message = f"url = {shown(hide(url, url))}: {hide(why, url)}"
+            raise ApiError(403, message, param="url", code="store_not_allowed")
         async with self._turn:
             if (await self.service.store_status())["attached"]:
                 message = "a store is attached; detach it first (DELETE /v1/cache/store)"
