@@ -208,7 +208,7 @@ def test_every_flaw_of_any_store_is_found(monkeypatch: pytest.MonkeyPatch, read_
 def test_a_record_that_is_listed_and_can_not_be_read_is_bad() -> None:
     store = Broken()
     store.put([put_of(1)])
-    assert command._flaws(store) == (1, [(put_of(1).key, Flaw.FORM)])
+    assert command._flaws(store) == (1, [(put_of(1).key, Flaw.UNREADABLE)])
 
 
 def test_a_store_that_can_not_list_can_not_be_checked() -> None:

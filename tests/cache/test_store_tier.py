@@ -14,6 +14,7 @@ from tiercel.config import LAYOUTS
 from tiercel.errors import ConfigError, StoreError
 from tiercel.policy.breaker import State
 from tiercel.policy.resume import Why
+from tiercel.storage.base import Put
 from tiercel.storage.memory import MemoryStore
 from tiercel.transfer.mover import Work, Workers
 from tiercel.tree.actions import Cleared, Event
@@ -188,7 +189,7 @@ def test_pages_that_arrived_before_the_deadline_are_used_up_to_a_legal_boundary(
     driver.settle()
 
 
-LIES = {"flip": "checksum", "zero": "foreign", "swap": "key", "stale": "key", "cut": None}
+LIES = ("flip", "zero", "swap", "stale", "cut", "deny")
 
 
 @pytest.mark.parametrize("lie", LIES)
@@ -204,6 +205,47 @@ def test_a_store_that_lies_is_a_miss_and_the_record_is_removed(lie, caplog):
     assert sum(flaws.values()) >= 1 and sum("removed" in line for line in caplog.messages) == len(flaws)
     store.mood = None
     assert driver.restart().serve(TEXT).store_tokens == 16, "computed again, and stored again"
+
+
+@pytest.mark.parametrize("bad", range(4))
+def test_a_page_that_can_not_be_read_any_more_is_computed_and_written_again(bad):
+    """One other value under one name, as anybody with access to a shared server can leave it there."""
+    first = filled()
+    (name,) = [key for key in first.store._values if key[1:] == first.cache.chain(TEXT).keys[bad]]
+    first.store.put([Put(name, [b"somebody else's"])])
+    second = first.restart()
+    reuse = second.serve(TEXT)
+    assert (reuse.store_tokens, reuse.why) == (4 * bad, Why.STORE_DAMAGED)
+    assert second.cache.stats()["store"]["flaws"] == {"unreadable": 1}
+    third = second.restart()
+    assert third.serve(TEXT).store_tokens == 16, "it is in the store again"
+
+
+def test_what_is_found_damaged_while_the_host_has_it_is_told_and_written_again():
+    """A request computes a page while another reads the same page's damaged record: who writes sees a name
+    that is listed, and believes it."""
+    first = filled()
+    first.store._values = dict.fromkeys(first.store._values, b"somebody else's")
+    driver = first.restart()
+    driver.settle()
+    events = []
+    driver.cache.watch(events.extend)
+    driver.cache.prefetch(driver.cache.chain(TEXT))
+    driver.work()
+    driver.cache.step()  # the store said that it has all; the reads are on their way
+    request = driver.cache.begin(driver.cache.chain(TEXT), load=False)
+    driver.compute(request, TEXT)
+    driver.cache.finish(request)
+    while driver.cache.store.writes.backlog or not driver.cache.store.counters["pages_written"]:
+        driver.cache.step()
+        driver.writers.shutdown()
+        Driver.settle(driver)
+    assert driver.cache.store.counters["pages_written"] == 4
+    driver.settle()
+    assert driver.cache.stats()["store"]["flaws"] == {"unreadable": 4}
+    gone = [event for event in events if isinstance(event, Event) and event.tier is Tier.STORE]
+    assert [event.stored for event in gone].count(False) == 4
+    assert driver.restart().serve(TEXT).store_tokens == 16
 
 
 def test_a_store_that_fails_is_left_alone_and_tried_again(caplog):

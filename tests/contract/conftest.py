@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -9,12 +10,13 @@ import pytest
 
 from tests.servers import mooncake_holder, mooncake_master, redis_server
 from tiercel.errors import StoreError
-from tiercel.storage.base import Store
-from tiercel.storage.conformance import SMALL_BYTES, Subject
+from tiercel.storage.base import Put, Store
 from tiercel.storage.file import FileStore
 from tiercel.storage.memory import MemoryStore
 from tiercel.storage.mooncake import MooncakeStore
+from tiercel.storage.record import RecordKey
 from tiercel.storage.redis import RedisStore
+from tiercel.storage.subject import SMALL_BYTES, Subject
 
 LARGE_BYTES = 128 << 20
 """Room for what any check puts."""
@@ -44,7 +46,10 @@ class Emptied:
 
 
 def memory_subject(stack: ExitStack, folder) -> Subject:
-    return Subject(MemoryStore, lambda: MemoryStore(SMALL_BYTES))
+    def overwrite(store: MemoryStore, key: RecordKey) -> None:
+        store._values[key] = bytes(len(store._values[key]))
+
+    return Subject(MemoryStore, lambda: MemoryStore(SMALL_BYTES), spoil=overwrite)
 
 
 def file_subject(stack: ExitStack, folder) -> Subject:
@@ -55,10 +60,18 @@ def file_subject(stack: ExitStack, folder) -> Subject:
         paths.append(folder / str(next(numbers)))
         return stack.enter_context(FileStore(paths[-1], size, free=0))
 
+    def overwrite(store: FileStore, key: RecordKey) -> None:
+        segment, row = store._index.find(key)
+        with segment.path.open("r+b") as file:
+            file.seek(segment.table.offsets[row])
+            file.write(bytes(64))
+            os.fsync(file.fileno())
+
     return Subject(
         lambda: open_new(LARGE_BYTES),
         lambda: open_new(SMALL_BYTES),
         lambda: stack.enter_context(FileStore(paths[-1], LARGE_BYTES, free=0)),
+        overwrite,
     )
 
 
@@ -71,7 +84,14 @@ def redis_subject(stack: ExitStack, folder, *, unix: bool = False) -> Subject:
     )
     stack.callback(factory.close)
     stack.callback(small_factory.close)
-    return Subject(factory, small_factory, lambda: stack.enter_context(RedisStore(server.client_url)))
+
+    def make_a_list(store: RedisStore, key: RecordKey) -> None:
+        name = b"tiercel:1:" + key
+        store._client.delete(name)
+        store._client.lpush(name, "not a string")
+
+    again = lambda: stack.enter_context(RedisStore(server.client_url))  # noqa: E731
+    return Subject(factory, small_factory, again, make_a_list)
 
 
 def redis_unix_subject(stack: ExitStack, folder) -> Subject:
@@ -80,6 +100,10 @@ def redis_unix_subject(stack: ExitStack, folder) -> Subject:
 
 def mooncake_subject(stack: ExitStack, folder, *, local_segment: int = 0) -> Subject:
     """Records in another process, or (with a segment of the store's own) in this one."""
+
+    def shorten(store: MooncakeStore, key: RecordKey) -> None:
+        store.delete([key])
+        assert store.put([Put(key, [b"somebody else's"])]) == [True]
 
     def factory_of(size: int):
         master = stack.enter_context(mooncake_master())
@@ -97,7 +121,7 @@ def mooncake_subject(stack: ExitStack, folder, *, local_segment: int = 0) -> Sub
     factory, open_one = factory_of(local_segment or LARGE_BYTES)
     small_factory, _ = factory_of(SMALL_BYTES)
     again = None if local_segment else (lambda: stack.enter_context(open_one()))
-    return Subject(factory, small_factory, again)
+    return Subject(factory, small_factory, again, shorten)
 
 
 def mooncake_own_subject(stack: ExitStack, folder) -> Subject:

@@ -1,8 +1,16 @@
 """Goal: every store keeps the contract. Method: every check on every back end, with real servers."""
 
+from threading import Condition
+
 import pytest
 
-from tiercel.storage.conformance import CHECKS, Inapplicable
+from tests.simulation.copies import HeldCopies
+from tests.simulation.specs import SPECS
+from tiercel.memory.buffers import HostMemory
+from tiercel.storage.conformance import CHECKS
+from tiercel.storage.subject import Inapplicable
+from tiercel.transfer.mover import Answer, Piece, StoreMover, Work, Workers
+from tiercel.types import HostPageId, PageKey
 
 INAPPLICABLE = {
     ("memory", "what_was_kept_outlives_the_store"),
@@ -20,3 +28,36 @@ def test_a_store_keeps_the_contract(back_end, check):
         assert (name, check.__name__) in INAPPLICABLE, why
     else:
         assert (name, check.__name__) not in INAPPLICABLE
+
+
+def test_what_is_listed_and_can_not_be_read_is_removed_counted_and_written_again(back_end):
+    """By whoever reads through the store, whatever happened to the value."""
+    _, subject = back_end
+    spec, store, hands = SPECS["compressed"], subject.open(), HeldCopies()
+    host = HostMemory(spec, "page_first_direct", 20 * spec.host_page_bytes)
+    workers = Workers(hands, hands, hands, retry_after_s=())
+    mover = StoreMover(store, spec, host, landed=Condition(), workers=workers)
+
+    def do(work: Work, first_place: int) -> list[Answer]:
+        pieces = [
+            Piece(False, PageKey(bytes([number]) * 32), (HostPageId(first_place + number),))
+            for number in range(3)
+        ]
+        operation = mover.submit(work, pieces)
+        hands.shutdown()
+        mover.poll()
+        assert operation.error is None
+        return operation.answers
+
+    all_here = [Answer.HERE] * 3
+    try:
+        assert do(Work.WRITE, 0) == all_here
+        subject.spoil(store, mover.key(Piece(False, PageKey(bytes([1]) * 32))))
+        assert do(Work.ASK, 0) == all_here, "listed"
+        assert do(Work.READ, 10) == [Answer.HERE, Answer.DAMAGED, Answer.HERE]
+        assert mover.flaws == {"unreadable": 1} or mover.flaws == {"foreign": 1}
+        assert do(Work.ASK, 0) == [Answer.HERE, Answer.MISSING, Answer.HERE]
+        assert do(Work.WRITE, 0) == all_here
+        assert do(Work.READ, 10) == all_here
+    finally:
+        mover.close()

@@ -7,7 +7,7 @@ from random import Random
 from tiercel.errors import StoreError
 from tiercel.storage.memory import MemoryStore
 
-READ_LIES = ("flip", "cut", "swap", "stale", "zero")
+READ_LIES = ("flip", "cut", "swap", "stale", "zero", "deny")
 LIES = (*READ_LIES, "promise", "forget_to_answer")
 FAULTS = ("raise", "full", "loses_what_it_took")
 
@@ -69,6 +69,9 @@ class FalseStore(MemoryStore):
 
     def _lie(self, mood, wanted, here) -> bool:
         data = bytearray(b"".join(wanted.parts))
+        if mood == "deny":
+            self.lies += here
+            return False
         if mood == "swap":
             others = [value for value in self._values.values() if len(value) == len(data)]
             data = bytearray(self.random.choice(others)) if others else data

@@ -7,10 +7,12 @@ from threading import Lock
 import pytest
 
 from tiercel.errors import StoreError
-from tiercel.storage import conformance
+from tiercel.storage import conformance, samples
 from tiercel.storage.base import Put, Store
-from tiercel.storage.conformance import CHECKS, SMALL_BYTES, Outcome, Subject, run_checks
+from tiercel.storage.conformance import CHECKS, run_checks
 from tiercel.storage.memory import MemoryStore
+from tiercel.storage.record import Flaw, parse
+from tiercel.storage.subject import SMALL_BYTES, Outcome, Subject
 
 
 class AcceptsAnyLength(MemoryStore):
@@ -279,7 +281,44 @@ class ComesBackWithWhatWasDeleted(Lasting):
         return MemoryStore.delete(self, keys)
 
 
+class RaisesOnDamage(MemoryStore):
+    """One value that can not be read fails everything that was asked for with it."""
+
+    def get(self, wanted):
+        if any(len(self._values.get(each.key, b"")) not in (0, each.bytes) for each in wanted):
+            raise StoreError("a value has another length")
+        return super().get(wanted)
+
+
+class DeletesOnlyWhatItCanRead(MemoryStore):
+    def delete(self, keys):
+        return super().delete([key for key in keys if parse(self._values.get(key, b"")) is not Flaw.FOREIGN])
+
+
+class RemembersWhatItHad(MemoryStore):
+    """Writes no key twice: what it once had it takes to be there."""
+
+    def put(self, values):
+        had = self.__dict__.setdefault("_had", set())
+        kept = super().put([value for value in values if value.key not in had])
+        had.update(value.key for value in values)
+        return kept + [True] * (len(values) - len(kept))
+
+
+class IsNotThereWhileItIsPut(MemoryStore):
+    """Takes the old value away before the new one is whole."""
+
+    def put(self, values):
+        super().delete([each.key for each in values])
+        time.sleep(0.0005)
+        return super().put(values)
+
+
 BROKEN = {
+    RaisesOnDamage: conformance.what_can_not_be_read_is_deleted_and_put_again,
+    DeletesOnlyWhatItCanRead: conformance.what_can_not_be_read_is_deleted_and_put_again,
+    RemembersWhatItHad: conformance.what_can_not_be_read_is_deleted_and_put_again,
+    IsNotThereWhileItIsPut: conformance.what_is_there_is_never_missed,
     AcceptsAnyLength: conformance.another_length_is_a_miss,
     KeepsTheCallersBuffer: conformance.buffers_are_not_kept,
     AnswersForAnotherKey: conformance.any_bytes_may_be_a_key,
@@ -317,7 +356,11 @@ def subject_of(store_class):
             return store_class(folders[-1])
 
         return Subject(open_new, None, lambda: store_class(folders[-1]))
-    return Subject(store_class, lambda: store_class(SMALL_BYTES))
+    return Subject(store_class, lambda: store_class(SMALL_BYTES), spoil=overwrite)
+
+
+def overwrite(store, key):
+    store._values[key] = bytes(len(store._values[key]))
 
 
 @pytest.mark.parametrize("store_class", BROKEN, ids=lambda store_class: store_class.__name__)
@@ -368,7 +411,7 @@ def test_a_result_reads_as_a_sentence():
 
 
 def test_a_store_that_hangs_is_told(monkeypatch):
-    monkeypatch.setattr(conformance, "_WAIT_S", 0.2)
+    monkeypatch.setattr(samples, "WAIT_S", 0.2)
     stuck = Lock()
 
     class Hangs(MemoryStore):

@@ -82,6 +82,27 @@ def test_records_of_others_are_left_alone(store):
     client.remove("somebody else's", True)
 
 
+def test_a_lease_that_ended_too_early_is_an_error_and_not_a_value_that_is_lost(store, monkeypatch):
+    """What may be read a moment later must not be taken for damage, and deleted."""
+    keep(store, SAMPLES[:1])
+
+    class TooLate:
+        def __init__(self, client):
+            self._client = client
+
+        def __getattr__(self, name):
+            return getattr(self._client, name)
+
+        def batch_get_into_multi_buffers(self, keys, addresses, sizes):
+            return [-707] * len(keys)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "_client", TooLate(store._client))
+        with pytest.raises(StoreError, match="LEASE_ENDED"):
+            store.get([Read(SAMPLES[0]).get])
+    expect_there(store, SAMPLES[:1], "a moment later")
+
+
 def test_the_engine_is_given_only_memory_it_knows(store, monkeypatch):
     known, used = [], []
 

@@ -144,13 +144,31 @@ def test_a_name_is_the_prefix_and_the_key_and_a_value_is_the_record(server, stor
     plain.close()
 
 
-def test_something_else_under_our_name_is_a_miss_or_an_error_but_never_a_value(server, store):
+def test_something_else_under_our_name_is_a_miss_and_never_a_value(server, store):
+    keep(store, SAMPLES[:3])
     plain = redis.Redis(port=server.port)
-    plain.lpush(b"tiercel:1:" + SAMPLES[0].key, "not a string")
+    name = b"tiercel:1:" + SAMPLES[1].key
+    plain.delete(name)
+    plain.lpush(name, "not a string")
     plain.close()
-    assert store.get([Read(SAMPLES[0]).get]) == [False]
-    with pytest.raises(StoreError, match="WRONGTYPE"):
-        list(store.keys())
+    assert store.get([Read(sample).get for sample in SAMPLES[:3]]) == [True, False, True]
+    assert dict(store.keys()).keys() == {SAMPLES[0].key, SAMPLES[2].key}, "what has no length is not listed"
+    keep(store, SAMPLES[1:2])
+    expect_there(store, SAMPLES[:3], "put over something else")
+
+
+@pytest.mark.parametrize("others_bytes", [0, 1, 64 << 20])
+def test_no_more_is_read_than_was_asked_for(server, store, others_bytes):
+    """Whoever may write to the server can leave something huge under our name."""
+    keep(store, SAMPLES[:3])
+    plain = redis.Redis(port=server.port)
+    plain.set(b"tiercel:1:" + SAMPLES[1].key, bytes(others_bytes))
+    before = plain.info("stats")["total_net_output_bytes"]
+    assert store.get([Read(sample).get for sample in SAMPLES[:3]]) == [True, False, True]
+    sent = plain.info("stats")["total_net_output_bytes"] - before
+    plain.close()
+    asked = sum(sample.form.record_bytes for sample in SAMPLES[:3])
+    assert sent < asked + 20_000, f"{sent:,} B were sent for {asked:,} B"
 
 
 def test_more_records_than_one_scan_answers_are_listed_and_cleared(store):

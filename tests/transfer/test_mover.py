@@ -103,6 +103,62 @@ def test_a_damaged_record_is_removed_counted_and_logged_once(caplog):
     assert rig.mover.flaws == {"checksum": 2} and len(caplog.messages) == 1
 
 
+def spoil(store, how):
+    """Every value is listed still, and can not be read any more."""
+    if how == "another length":
+        store._values = dict.fromkeys(store._values, b"SET by somebody else")
+    else:
+        store.get = lambda wanted: [False] * len(wanted)
+
+
+@pytest.mark.parametrize("how", ["another length", "unreadable"])
+def test_what_is_listed_and_not_read_is_damaged_removed_counted_and_written_again(how, caplog):
+    rig = Rig()
+    rig.fill(rig.piece(0), 3)
+    rig.do(Work.WRITE, rig.piece(0))
+    spoil(rig.store, how)
+    assert rig.do(Work.READ, rig.piece(1), rig.piece(2, key=OTHER)).answers == [
+        Answer.DAMAGED,
+        Answer.MISSING,
+    ]
+    assert rig.mover.flaws == {"unreadable": 1} and len(caplog.messages) == 1
+    rig.store.__dict__.pop("get", None)
+    assert rig.do(Work.ASK, rig.piece(1)).answers == [Answer.MISSING]
+    assert rig.do(Work.WRITE, rig.piece(0)).answers == [Answer.HERE]
+    assert rig.do(Work.READ, rig.piece(1)).answers == [Answer.HERE]
+    assert rig.bytes_of(rig.piece(1)) == rig.bytes_of(rig.piece(0))
+
+
+def test_what_left_between_the_question_and_the_read_is_missing_and_no_damage():
+    rig = Rig()
+    rig.do(Work.WRITE, rig.piece(0))
+    rig.store.clear()
+    assert rig.do(Work.READ, rig.piece(1)).answers == [Answer.MISSING]
+    assert not rig.mover.flaws
+
+
+class Undeletable(MemoryStore):
+    """As a store that is open for reading only, or whose disk is full."""
+
+    def delete(self, keys):
+        raise StoreError("can not be removed")
+
+
+def test_what_can_not_be_removed_is_not_asked_for_again_until_it_was_written_again():
+    rig = Rig(Undeletable())
+    for key in (KEY, OTHER):
+        rig.do(Work.WRITE, rig.piece(0, key=key))
+    bad = rig.mover.key(rig.piece(0))
+    rig.store._values[bad] = b"damaged"
+    both = [rig.piece(1), rig.piece(2, key=OTHER)]
+    read = rig.do(Work.READ, *both)
+    assert read.answers == [Answer.DAMAGED, Answer.HERE] and read.error is None
+    assert rig.do(Work.ASK, *both).answers == [Answer.MISSING, Answer.HERE]
+    assert rig.do(Work.WRITE, *both).answers == [Answer.HERE, Answer.HERE]
+    assert rig.do(Work.READ, *both).answers == [Answer.HERE, Answer.HERE]
+    assert rig.do(Work.ASK, *both).answers == [Answer.HERE, Answer.HERE]
+
+
 class Flaky(MemoryStore):
     """Fails so many times."""
 

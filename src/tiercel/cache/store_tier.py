@@ -22,7 +22,7 @@ from tiercel.policy.breaker import Breaker, State
 from tiercel.policy.fetch import Rate
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.storage.record import Kind
-from tiercel.transfer.mover import Operation, StoreMover, Work
+from tiercel.transfer.mover import Answer, Operation, StoreMover, Work
 from tiercel.tree.actions import Cleared, Event
 from tiercel.tree.keys import KeyChain
 from tiercel.tree.node import Item
@@ -121,6 +121,7 @@ class StoreTier:
                 self.returned += self.writes.ended(operation, self.breaker, left=self._left)
             case Work.READ:
                 self.fetches.ended(operation)
+                self._write_again(operation)
             case Work.ASK:
                 self.fetches.asked(operation)
             case Work.PROBE if operation.read_s is not None:
@@ -134,18 +135,28 @@ class StoreTier:
             self.fetches.slow, self._probe_s = False, now
             self.mover.submit(Work.PROBE)
 
+    def _write_again(self, read: Operation) -> None:
+        """What was found damaged is not in the store any more; if the host has it, it shall be."""
+        for piece, answer in zip(read.pieces, read.answers, strict=True):
+            if answer is Answer.DAMAGED:
+                item = self._not_stored(piece.tail, piece.key)
+                self.writes.offer([item] if item is not None and item.on_host and not self._left else [])
+
     def _tell_removed(self) -> None:
         while self.mover.removed:
             key = self.mover.removed.popleft()
-            tail, page_key = key[0] == Kind.TAIL, PageKey(key[1:])
-            page = self._tree.index.get(page_key)
-            item: Item | None = page.tail if page is not None and tail else page
-            if self._left:
-                continue
+            self._not_stored(key[0] == Kind.TAIL, PageKey(key[1:]))
+
+    def _not_stored(self, tail: bool, key: PageKey) -> Item | None:
+        """The store no longer has this; answers what the tree has of it."""
+        page = self._tree.index.get(key)
+        item: Item | None = page.tail if page is not None and tail else page
+        if not self._left:
             if item is not None:
                 self._tree.mark_stored(item, False)
             if self._tree.events is not None:
-                self._tree.events.append(Event(False, Tier.STORE, tail, page_key))
+                self._tree.events.append(Event(False, Tier.STORE, tail, key))
+        return item
 
     def _unmark(self) -> None:
         """Nothing is known of what the store holds: it was emptied, or it is left."""

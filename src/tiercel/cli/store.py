@@ -93,7 +93,8 @@ def conformance(
     as_json: AsJson = False,
 ) -> None:
     """Put a store through the contract of tiercel.storage.base. Exit code 1: it does not keep it."""
-    from tiercel.storage.conformance import CHECKS, Outcome, Subject, run_checks
+    from tiercel.storage.conformance import CHECKS, run_checks
+    from tiercel.storage.subject import Outcome, Subject
 
     make = _factory(source, arguments or [])
     _refuse_full(source, make)
@@ -178,10 +179,8 @@ def _read(store: Store, batch: list[tuple[RecordKey, int]]) -> Iterator[tuple[Re
     for get, value, there in zip(wanted, values, store.get(wanted), strict=True):
         if there and (flaw := _flaw(get.key, value)) is not None:
             yield get.key, flaw
-        elif (
-            not there and store.contains([get.key])[0]
-        ):  # not gone since it was listed, and yet not to be had
-            yield get.key, Flaw.FORM
+        elif not there and store.contains([get.key])[0]:  # not gone since it was listed
+            yield get.key, Flaw.UNREADABLE
 
 
 def _flaw(key: RecordKey, value: bytearray) -> Flaw | None:

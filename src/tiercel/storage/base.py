@@ -6,8 +6,11 @@ A store keeps values by key outside the process. Values are records (`storage.re
 Guaranteed by a store
 - **A value is there in full or not at all.** A `get` that answers True has filled every byte that was put,
   for this key, by one `put`; also while others put, delete or clear, and after any crash.
-- **A miss is an answer, not an error**: a key that is not there, never was, was evicted, or whose value has
-  another length than was asked for.
+- **A miss is an answer, not an error**: a key that is not there, never was, was evicted, or whose value can
+  not be read: it is damaged, or has another length than was asked for. The others of its batch are answered.
+- **What is there can be read**, also while others put it again. What might be read a moment later is a
+  StoreError. So who gets False from `get` and then True from `contains` knows that this value is lost to
+  everybody, and deletes it: then it is not there, and the next `put` writes it.
 - **True from `put` means kept** as well as this store keeps anything: a durable store has it on the disk.
 - **Capacity is an answer**: a store that is full lets something go, or answers False. It does not raise.
 - Whatever else goes wrong is a `StoreError`, and the store can be used again afterwards.
@@ -71,7 +74,8 @@ class Store(ABC):
 
     @abstractmethod
     def put(self, values: Sequence[Put]) -> list[bool]:
-        """Keep each; False: not kept, for want of room. The whole batch is on the disk when it returns."""
+        """Keep each; False: not kept, for want of room. The whole batch is on the disk when it returns. What
+        could not be deleted is written."""
 
     @abstractmethod
     def delete(self, keys: Sequence[RecordKey]) -> int:

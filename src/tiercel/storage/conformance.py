@@ -1,6 +1,7 @@
 """The contract of `storage.base` as checks that any store can be put through, ours or yours.
 
-    from tiercel.storage.conformance import Subject, run_checks
+    from tiercel.storage.conformance import run_checks
+    from tiercel.storage.subject import Subject
 
     for result in run_checks(Subject(open=lambda: MyStore("somewhere/empty"))):
         print(result)
@@ -13,61 +14,29 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from itertools import pairwise
-from threading import Semaphore, Thread
-from typing import NamedTuple
+from threading import Semaphore
 
 from tiercel.errors import StoreError
 from tiercel.storage.base import Get, Put, Store
 from tiercel.storage.record import ALIGN_LEAST, Kind, View
-from tiercel.storage.samples import Read, expect, expect_absent, expect_there, keep, maker
-
-SMALL_BYTES = 16 << 20
-"""How much a small store holds, about."""
+from tiercel.storage.samples import (
+    WAIT_S,
+    Read,
+    expect,
+    expect_absent,
+    expect_there,
+    keep,
+    maker,
+    together,
+)
+from tiercel.storage.subject import SMALL_BYTES, Inapplicable, Outcome, Result, Subject
 
 _SIZES = (1, 4096, 256 << 10, 3 << 20)
 _THREADS = 8
-_WAIT_S = 120
-"""So long a check waits for a thread before it says that the store hangs."""
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What is checked. Checks leave stores open, except where closing is the question; whoever gave the
-    factories closes what they opened (`run_checks` does)."""
-
-    open: Callable[[], Store]
-    """An empty store. It may be the one answered before, emptied, unless that was closed."""
-
-    open_small: Callable[[], Store] | None = None
-    """An empty store that holds about `SMALL_BYTES`. None: can not be had."""
-
-    open_again: Callable[[], Store] | None = None
-    """After a close: the store that `open` answered last, with what it kept. None: nothing outlives it."""
-
-
-class Inapplicable(Exception):
-    """The check does not concern this store."""
-
-
-class Outcome(Enum):
-    PASSED = "passed"
-    FAILED = "FAILED"
-    INAPPLICABLE = "inapplicable"
-
-
-class Result(NamedTuple):
-    check: str
-    outcome: Outcome
-    why: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.outcome.value:12} {self.check.replace('_', ' ')}{': ' if self.why else ''}{self.why}"
 
 
 Check = Callable[[Subject], None]
@@ -90,6 +59,7 @@ def _run(check: Check, subject: Subject) -> Result:
                     closed_later(subject.open),
                     subject.open_small and closed_later(subject.open_small),
                     subject.open_again and closed_later(subject.open_again),
+                    subject.spoil,
                 )
             )
     except Inapplicable as why:
@@ -97,27 +67,6 @@ def _run(check: Check, subject: Subject) -> Result:
     except Exception as error:  # noqa: BLE001 - whatever a store raises, the other checks go on
         return Result(check.__name__, Outcome.FAILED, f"{type(error).__name__}: {error}")
     return Result(check.__name__, Outcome.PASSED)
-
-
-def together(acts: Iterable[Callable[[], None]]) -> None:
-    """All at the same time, each in a thread; the first that failed is told."""
-    errors: list[Exception] = []
-
-    def run(act: Callable[[], None]) -> None:
-        try:
-            act()
-        except Exception as error:  # noqa: BLE001 - told below
-            errors.append(error)
-
-    threads = [Thread(target=run, args=(act,), daemon=True) for act in acts]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + _WAIT_S
-    for thread in threads:
-        thread.join(deadline - time.monotonic())
-        expect(not thread.is_alive(), f"a call did not return in {_WAIT_S} s")
-    if errors:
-        raise errors[0]
 
 
 # The checks.
@@ -190,6 +139,49 @@ def another_length_is_a_miss(subject: Subject) -> None:
         answer = store.get([Read(sample, bytes_more=bytes_more).get])
         expect(answer == [False], f"asked for {bytes_more:+} bytes, get answered {answer}")
     expect_there(store, [sample], "after asking for another length")
+
+
+def what_can_not_be_read_is_deleted_and_put_again(subject: Subject) -> None:
+    """A value of another length, or a damaged one, costs nothing but itself, and only until it is deleted."""
+    for spoil in (None, subject.spoil)[: 2 if subject.spoil else 1]:
+        store = subject.open()
+        make = maker(store)
+        samples = [make(number, 5000) for number in range(3)]
+        spoiled = samples[1]
+        keep(store, samples)
+        if spoil is None:
+            store.delete([spoiled.key])
+            keep(store, [make(1, 2500)])
+        else:
+            spoil(store, spoiled.key)
+        reads = [Read(sample) for sample in samples]
+        answer = store.get([read.get for read in reads])
+        expect(answer[::2] == [True, True], f"beside a value that can not be read get answered {answer}")
+        expect(not answer[1] or reads[1].flaw() is not None, "get answered True with what was never put")
+        store.delete([spoiled.key])
+        expect_absent(store, [spoiled], "deleted because it could not be read")
+        keep(store, [spoiled])
+        expect_there(store, samples, "put again after it could not be read")
+        if subject.open_again is not None:
+            store.close()
+            expect_there(subject.open_again(), samples, "and opened again")
+
+
+def what_is_there_is_never_missed(subject: Subject) -> None:
+    """Who gets False for what is there deletes it. So a value is found also while others put it again."""
+    store = subject.open()
+    samples = [maker(store)(number, 20_000) for number in range(4)]
+    keep(store, samples)
+
+    def put_again() -> None:
+        for _ in range(30):
+            keep(store, samples)
+
+    def find() -> None:
+        for _ in range(30):
+            expect_there(store, samples, "while others put it again")
+
+    together([put_again, find] * (_THREADS // 2))
 
 
 def a_batch_answers_each_in_its_place(subject: Subject) -> None:
@@ -360,7 +352,7 @@ def a_full_store_answers(subject: Subject) -> None:
         if hit:
             read.check("in a full store")
     store.clear()
-    deadline = time.monotonic() + _WAIT_S
+    deadline = time.monotonic() + WAIT_S
     while store.put([samples[0].put()]) != [True]:  # room may come back a little later
         expect(time.monotonic() < deadline, "it was cleared, and yet refuses everything")
         time.sleep(0.01)
@@ -455,7 +447,7 @@ def closing_under_way_breaks_nothing(subject: Subject) -> None:
     begun = Semaphore(0)
 
     def use() -> None:
-        deadline = time.monotonic() + _WAIT_S
+        deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline:
             read = Read(sample)
             try:
@@ -470,7 +462,7 @@ def closing_under_way_breaks_nothing(subject: Subject) -> None:
 
     def close() -> None:
         for _ in range(_THREADS):
-            begun.acquire(timeout=_WAIT_S)
+            begun.acquire(timeout=WAIT_S)
         store.close()
 
     together([use] * (_THREADS - 1) + [close])
@@ -496,6 +488,8 @@ CHECKS: tuple[Check, ...] = (
     registered_memory_makes_no_difference,
     a_miss_is_an_answer,
     another_length_is_a_miss,
+    what_can_not_be_read_is_deleted_and_put_again,
+    what_is_there_is_never_missed,
     a_batch_answers_each_in_its_place,
     an_empty_batch_is_nothing,
     a_batch_may_be_large,

@@ -18,9 +18,10 @@ What to know of it (0.3.13, all of it seen here):
 - A holder that dies takes its records along. For 10 s (the master's `--client_ttl`) they are found and can
   not be read: a StoreError. Then they are gone; with `replicas=2` the others are read from then on.
 - A key that is there, or that another process is just putting, keeps that value, and `put` answers True.
-- A record that was read is leased for 10 s and not evicted meanwhile. `delete` and `clear` do not wait for
-  leases: what another process is reading at that moment may come to it damaged, and it will see that (I9). In
-  this process they wait for reads under way.
+- A record that was read is leased for 10 s and not evicted meanwhile. A read that takes longer is a
+  StoreError: the record may be there still. `delete` and `clear` do not wait for leases: what another process
+  is reading at that moment may come to it damaged, and it will see that (I9). In this process they wait for
+  reads under way.
 - `close` takes up to 2 s, 12 s without a master, and holds the interpreter meanwhile.
 - Using a client after its end would crash the interpreter: hence the gate.
 """
@@ -68,7 +69,7 @@ class _Code(IntEnum):
 
 
 _ABSENT = (_Code.NOT_THERE, _Code.NOT_WRITTEN_YET)
-_MISSES = (*_ABSENT, _Code.VALUE_IS_LONGER, _Code.LEASE_ENDED)
+_MISSES = (*_ABSENT, _Code.VALUE_IS_LONGER)
 
 
 class MooncakeStore(Store):

@@ -60,6 +60,7 @@ class Flaw(Enum):
     KEY = "the record of another key"
     FORM = "other streams or another length"
     CHECKSUM = "a damaged payload"
+    UNREADABLE = "nothing, though it lists it"
 
 
 def record_key(kind: Kind, page_key: bytes) -> RecordKey:

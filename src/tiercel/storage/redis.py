@@ -4,6 +4,9 @@ The names of records begin with `tiercel:1:`, so a database may be shared with o
 read, listed or deleted. When memory is full the server's own rule decides: with `maxmemory-policy
 noeviction` a `put` answers False, with `allkeys-lru` the server lets something go (and does not say what).
 
+Whoever may write to the database may leave anything under our names. No more of it is read than was asked
+for, and it is a miss; `put` and `delete` replace and remove it.
+
 Nothing is tried twice here: whoever calls knows whether a second try is worth its time. After a server was
 away the next call connects again by itself.
 """
@@ -16,7 +19,7 @@ from typing import Any, cast
 
 import redis
 from redis.backoff import NoBackoff
-from redis.exceptions import OutOfMemoryError, RedisError
+from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 from redis.retry import Retry
 
 from tiercel.errors import StoreError
@@ -72,10 +75,11 @@ class RedisStore(Store):
         filled: list[bool] = []
         with self._asking() as client:
             for some in trips(wanted, _TRIP_BYTES):
-                values = cast("list[bytes | None]", client.mget([_name(each.key) for each in some]))
-                filled += [
-                    value is not None and _fill(each, value) for each, value in zip(some, values, strict=True)
-                ]
+                pipe = client.pipeline(transaction=False)
+                for each in some:
+                    pipe.getrange(_name(each.key), 0, each.bytes)  # one byte more than a value of ours has
+                values = pipe.execute(raise_on_error=False)
+                filled += [_fill(each, value) for each, value in zip(some, values, strict=True)]
         return filled
 
     def put(self, values: Sequence[Put]) -> list[bool]:
@@ -124,8 +128,8 @@ class RedisStore(Store):
                 pipe = client.pipeline(transaction=False)
                 for name in new:
                     pipe.strlen(name)
-                for name, size in zip(new, pipe.execute(), strict=True):
-                    if size:  # gone since
+                for name, size in zip(new, pipe.execute(raise_on_error=False), strict=True):
+                    if _unless_of_another_type(size):  # and not gone since
                         yield RecordKey(name.removeprefix(_PREFIX)), size
 
     def close(self) -> None:
@@ -170,9 +174,19 @@ def _scan(client: redis.Redis) -> Iterator[list[bytes]]:
             return
 
 
-def _fill(wanted: Get, value: bytes) -> bool:
+def _unless_of_another_type(answer: Any) -> Any:
+    """None instead of the error that says: what is there is no string."""
+    if isinstance(answer, ResponseError) and str(answer).startswith("WRONGTYPE"):
+        return None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def _fill(wanted: Get, answer: object) -> bool:
     """The value over the parts, if it is as long as they are."""
-    if len(value) != wanted.bytes:
+    value = _unless_of_another_type(answer)
+    if value is None or len(value) != wanted.bytes:
         return False
     view, at = memoryview(value), 0
     for part in wanted.parts:

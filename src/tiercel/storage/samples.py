@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
+from threading import Thread
 
 from tiercel.storage.base import Get, Put, Store
-from tiercel.storage.record import ALIGN_LEAST, Form, Kind, RecordKey, record_key
+from tiercel.storage.record import ALIGN_LEAST, Flaw, Form, Kind, RecordKey, record_key
 
 _GAP = 3
 _BESIDE = 0xA5
 """Between parts there are three bytes of this."""
+
+WAIT_S = 120
+"""So long a check waits for a thread before it says that the store hangs."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +73,16 @@ class Read:
         view = memoryview(self._memory)
         self.get = Get(sample.key, [view[each] for each in self._ranges])
 
+    def flaw(self) -> Flaw | None:
+        """What is wrong with what was read."""
+        data, size = b"".join(self.get.parts), self.sample.form.header_bytes
+        return self.sample.form.flaw(data[:size], self.sample.page_key, [data[size:]])
+
     def check(self, what: str) -> None:
         """That what was read is the record, every byte, and that nothing was written beside the parts."""
-        data = b"".join(self.get.parts)
-        header, payload = data[: self.sample.form.header_bytes], data[self.sample.form.header_bytes :]
-        flaw = self.sample.form.flaw(header, self.sample.page_key, [payload])
+        flaw = self.flaw()
         expect(flaw is None, f"{what}: get answered True, but it is {flaw.value if flaw else ''}")
+        payload = b"".join(self.get.parts)[self.sample.form.header_bytes :]
         expect(payload == self.sample.payload, f"{what}: get answered True with the bytes of another put")
         beside = bytearray(self._memory)
         for each in reversed(self._ranges):
@@ -110,3 +119,24 @@ def expect_absent(store: Store, samples: Sequence[Sample], what: str) -> None:
 def maker(store: Store) -> Callable[..., Sample]:
     """Of samples in the form the store wants."""
     return partial(Sample, align=store.align)
+
+
+def together(acts: Iterable[Callable[[], None]]) -> None:
+    """All at the same time, each in a thread; the first that failed is told."""
+    errors: list[Exception] = []
+
+    def run(act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception as error:  # noqa: BLE001 - told below
+            errors.append(error)
+
+    threads = [Thread(target=run, args=(act,), daemon=True) for act in acts]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + WAIT_S
+    for thread in threads:
+        thread.join(deadline - time.monotonic())
+        expect(not thread.is_alive(), f"a call did not return in {WAIT_S} s")
+    if errors:
+        raise errors[0]

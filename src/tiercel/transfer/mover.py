@@ -1,7 +1,8 @@
 """Between host memory and a store: operations in, workers elsewhere, what ended comes out.
 
     ask     which of these records are there?
-    read    … into host pages, each verified before it is told of (I9)
+    read    … into host pages, each verified before it is told of (I9); what is listed and can not be read,
+            or is not what was asked for, is damaged: removed, counted, and written again when it comes again
     write   … from host pages, those that are there already left out
 
 A worker survives whatever a store raises (I13): the operation is tried again after a moment, then it has
@@ -55,7 +56,8 @@ class Answer(Enum):
     MISSING = "missing"
     """Not there, or, of something written, not kept."""
     DAMAGED = "damaged"
-    """Something was there that is not what was asked for. It has been removed."""
+    """Something is listed that is not what was asked for, or that can not be read. It is removed, and
+    nobody is told of it again."""
 
 
 class Piece(NamedTuple):
@@ -146,6 +148,8 @@ class StoreMover:
         self.under_way: set[Operation] = set()
         self.flaws: Counter[str] = Counter()
         """What was wrong with records that were read, by the flaw."""
+        self._not_removed: set[RecordKey] = set()
+        """Damaged, and the store could not remove them: not there until they are written again."""
         self.numbers: dict[str, Any] = {}
         """The store's own statistics, as last asked for."""
         self.removed: deque[RecordKey] = deque()
@@ -227,27 +231,40 @@ class StoreMover:
             self._landed.notify_all()
 
     def _ask(self, operation: Operation) -> list[Answer]:
-        there = self._store.contains([self.key(piece) for piece in operation.pieces])
+        there = self._listed([self.key(piece) for piece in operation.pieces])
         return [Answer.HERE if each else Answer.MISSING for each in there]
+
+    def _listed(self, keys: Sequence[RecordKey]) -> list[bool]:
+        there = zip(keys, self._store.contains(keys), strict=True)
+        return [here and key not in self._not_removed for key, here in there]
 
     def _read(self, operation: Operation) -> list[Answer]:
         pieces = operation.pieces
-        headers = [bytearray(self.forms[piece.tail].header_bytes) for piece in pieces]
-        payloads = [self._views(piece) for piece in pieces]
-        wanted = [
-            Get(self.key(piece), [memoryview(header), *payload])
-            for piece, header, payload in zip(pieces, headers, payloads, strict=True)
-        ]
+        wanted = [Get(self.key(piece), [self._header_of(piece), *self._views(piece)]) for piece in pieces]
         there = self._store.get(wanted)
+        missed = [each.key for each, here in zip(wanted, there, strict=True) if not here]
+        listed = dict(zip(missed, self._listed(missed), strict=True)) if missed else {}
         answers, damaged = [], []
-        for piece, header, payload, here in zip(pieces, headers, payloads, there, strict=True):
-            flaw = self.forms[piece.tail].flaw(header, piece.key, payload) if here else None
+        for piece, each, here in zip(pieces, wanted, there, strict=True):
+            header, *payload = each.parts
+            flaw = Flaw.UNREADABLE if listed.get(each.key) else None
+            if here:
+                flaw = self.forms[piece.tail].flaw(header, piece.key, payload)
             if flaw is not None:
                 damaged.append(self._quarantine(piece, flaw))
-            answers.append(Answer.MISSING if not here else Answer.DAMAGED if flaw else Answer.HERE)
-        if damaged:
-            self._store.delete(damaged)
+            answers.append(Answer.DAMAGED if flaw else Answer.HERE if here else Answer.MISSING)
+        self._remove(damaged)
         return answers
+
+    def _remove(self, damaged: Sequence[RecordKey]) -> None:
+        """A store that can not (it is full, or open for reading only) does not fail the read."""
+        try:
+            if damaged:
+                self._store.delete(damaged)
+        except Exception as error:  # noqa: BLE001 - whatever a store raises
+            if not self._not_removed:
+                log.warning("the store can not remove damaged records: %r", error)
+            self._not_removed.update(damaged)
 
     def _quarantine(self, piece: Piece, flaw: Flaw) -> RecordKey:
         """Counted, and logged the first time for each flaw; the record is never served again."""
@@ -261,17 +278,20 @@ class StoreMover:
     def _write(self, operation: Operation) -> list[Answer]:
         pieces = operation.pieces
         keys = [self.key(piece) for piece in pieces]
-        there = self._store.contains(keys)
+        there = self._listed(keys)
         values = []
         for piece, key, here in zip(pieces, keys, there, strict=True):
             if not here:
                 payload = self._views(piece)
                 values.append(Put(key, [self.forms[piece.tail].header(piece.key, payload), *payload]))
-        kept = iter(self._store.put(values) if values else [])
+        kept = dict(
+            zip((value.key for value in values), self._store.put(values) if values else [], strict=True)
+        )
+        self._not_removed.difference_update(key for key, is_kept in kept.items() if is_kept)
         kinds = {form.kind for form in self.forms.values()}
         removed = [RecordKey(bytes(key)) for key in self._store.removed()]
         self.removed.extend(key for key in removed if len(key) == KEY_BYTES and key[0] in kinds)
-        return [Answer.HERE if here or next(kept) else Answer.MISSING for here in there]
+        return [Answer.HERE if kept.get(key, True) else Answer.MISSING for key in keys]
 
     def _clear(self, _: Operation) -> list[Answer]:
         self._store.clear()
@@ -293,6 +313,9 @@ class StoreMover:
         finally:
             self._store.delete([name])
         return []
+
+    def _header_of(self, piece: Piece) -> memoryview:
+        return memoryview(bytearray(self.forms[piece.tail].header_bytes))
 
     def _views(self, piece: Piece) -> list[memoryview]:
         return self._host.views(piece.host, self.forms[piece.tail].payload_bytes)
