@@ -124,6 +124,17 @@ def test_a_tokenizer_that_asks_for_a_first_token_gets_one(tmp_path: Path) -> Non
     assert text.encode("") == [BOS]
 
 
+def test_truncation_and_padding_saved_with_a_tokenizer_are_not_obeyed(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "model", TURNS)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_truncation(max_length=20)
+    tokenizer.enable_padding(length=4000)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    text, said = Text(folder), "word " * 1500
+    assert text.encode(said) == TEXT.encode(said)
+    assert text.decode(text.chat([user(said)]).tokens).strip() == said.strip()
+
+
 # Conversations
 
 

@@ -167,9 +167,13 @@ def _read_tokenizer(file: Path) -> Tokenizer:
     if [each.get("type") for each in kinds] != ["ByteLevel"]:
         raise WeightsError(file, "is no byte-level tokenizer: no other can be streamed exactly here")
     try:
-        return Tokenizer.from_file(str(file))
+        tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # it has no kind of its own
         raise WeightsError(file, f"is no tokenizer: {error}") from error
+    # Left over from training: a prompt is never cut or filled up.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _read_json(file: Path, *, needed: bool = False) -> dict[str, Any]:
