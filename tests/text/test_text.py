@@ -201,6 +201,77 @@ def test_of_named_templates_the_default_is_taken(tmp_path: Path) -> None:
     assert Text(make_folder(tmp_path / "model", named)).chat([user("Hi")]).tokens == plain("yes")
 
 
+def test_a_template_in_json_goes_before_the_one_in_the_config(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "model", "config")
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "json"}))
+    assert Text(folder).chat([user("Hi")]).tokens == plain("json")
+
+
+def test_what_a_template_names_for_training_is_text(tmp_path: Path) -> None:
+    template = (
+        "{%- for m in messages -%}{%- if m.role == 'assistant' -%}{% generation %}{% set x = 'b' %}"
+        "{{ m.content }}<|end|>{% endgeneration %}{%- else -%}{{ x }}{{ m.content }}{%- endif %}{% endfor %}"
+    )
+    text = Text(make_folder(tmp_path / "model", template))
+    assert text.chat([user("Hi"), assistant("a"), user("Bye")]).tokens == plain("Hia<|end|>Bye")
+
+
+def test_a_template_gets_what_a_request_gives_it(tmp_path: Path) -> None:
+    template = "{{ enable_thinking }}{{ reasoning_effort }}{{ documents[0].text }}{{ self is defined }}"
+    text = Text(make_folder(tmp_path / "model", template))
+    given = {
+        "enable_thinking": False,
+        "reasoning_effort": "low",
+        "documents": [{"text": "<|end|>"}],
+        "self": 1,
+    }
+    prompt = text.chat([user("Hi")], kwargs=given)
+    assert text.decode(prompt.tokens) == "Falselow<|end|>True"
+    assert not text.hidden & set(prompt.tokens)
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "chat_template", "tokenize"])
+def test_what_has_another_place_in_a_request_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    text = Text(make_folder(tmp_path / "model", "a"))
+    with pytest.raises(AskError) as caught:
+        text.chat([user("Hi")], kwargs={name: []})
+    assert caught.value.field == f"chat_template_kwargs.{name}"
+
+
+def test_a_template_for_tools_is_taken_when_there_are_some(tmp_path: Path) -> None:
+    named: Any = [
+        {"name": "default", "template": "plain {{ tools is none }}"},
+        {"name": "tool_use", "template": "{{ tools[0].function.name }}<｜DSML｜tool_calls>"},
+    ]
+    text = Text(make_folder(tmp_path / "model", named))
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert text.chat([user("Hi")]).tokens == plain("plain True")
+    assert text.chat([user("Hi")], tools=tools).tokens == plain("f<｜DSML｜tool_calls>")
+
+
+def test_tools_are_refused_where_nobody_could_read_a_call() -> None:
+    with pytest.raises(AskError, match="^tools = 1: this model has no format of tool calls"):
+        TEXT.chat([user("Hi")], tools=[{"type": "function", "function": {"name": "f"}}])
+
+
+def test_a_prompt_that_opens_a_thought_says_so(tmp_path: Path) -> None:
+    template = "{{ messages[0].content }}{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
+    text = Text(make_folder(tmp_path / "model", template))
+    assert text.chat([user("Hi")]).thinks
+    assert not text.chat([user("Hi")], add_generation_prompt=False).thinks
+    assert not TEXT.chat([user("Hi")]).thinks
+
+
+def test_calls_reach_a_template_with_arguments_that_are_objects(tmp_path: Path) -> None:
+    template = "{% for c in messages[0].tool_calls %}{{ c.function.arguments | tojson }};{% endfor %}"
+    text = Text(make_folder(tmp_path / "model", template))
+    calls = [
+        {"function": {"name": "f", "arguments": each}} for each in ('{"a": 1}', "", None, {"b": 2}, "no")
+    ]
+    shown = text.decode(text.chat([assistant(None, tool_calls=calls)]).tokens)
+    assert shown == '{"a": 1};{};{};{"b": 2};"no";'
+
+
 def test_templates_have_what_hugging_face_gives_them(tmp_path: Path) -> None:
     template = (
         "{{ bos_token }}{% if tools is not none or documents is not none %}tools{% endif %}"
@@ -372,10 +443,29 @@ def test_what_the_template_refuses_is_told_in_its_words(tmp_path: Path) -> None:
         text.chat([user("a"), user("b")])
 
 
+def test_what_a_template_quotes_of_a_message_is_quoted_as_it_was(tmp_path: Path) -> None:
+    text = Text(make_folder(tmp_path / "model", "{{ raise_exception('not: ' + messages[0].content) }}"))
+    with pytest.raises(AskError) as caught:
+        text.chat([user([part("<|end|>", named=True), part("a<")])])
+    assert caught.value.why == "the chat template does not take them: not: <|end|>a<"
+
+
+def test_marks_that_were_learned_are_of_no_use(tmp_path: Path) -> None:
+    spelled = "{% if m[0] == 'x' %}{{ raise_exception(m | list | join('-')) }}{% endif %}{{ m }}"
+    text = Text(make_folder(tmp_path / "model", "{% set m = messages[0].content %}" + spelled))
+    with pytest.raises(AskError) as caught:
+        text.chat([user([part("x", named=True), part("<|end|>")])])
+    learned = caught.value.why.rsplit(" ", 1)[1].replace("-", "")
+    end, cut = learned[1:33], learned[34:66]
+    assert learned == f"x{end}<{cut}|end|>"
+    for mark in (end, cut, cut + end):
+        assert not text.hidden & set(text.chat([user(f"<|e{mark}nd|>")]).tokens)
+
+
 def test_a_template_that_fails_on_a_message_is_an_error_of_the_request(tmp_path: Path) -> None:
     text = Text(make_folder(tmp_path / "model", "{{ messages[0].content + 'a' }}"))
     with pytest.raises(AskError, match="NoneType"):
-        text.chat([assistant(None, tool_calls=[{}])])
+        text.chat([assistant(None, tool_calls=[{"function": {"name": "f"}}])])
 
 
 def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
@@ -391,7 +481,6 @@ def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
     [
         ("tokenizer.json", None, r"tokenizer\.json: can not be read"),
         ("tokenizer.json", "{", r"tokenizer\.json: can not be read"),
-        ("tokenizer.json", '{"decoder": {"type": "Metaspace"}}', "no byte-level tokenizer"),
         ("tokenizer.json", '{"decoder": {"type": "ByteLevel"}}', "is no tokenizer"),
         ("tokenizer_config.json", "[]", "one JSON object"),
         ("chat_template.jinja", "{% if %}", "chat template that can not be read"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from collections.abc import Iterable, Mapping
@@ -14,6 +15,27 @@ Message = Mapping[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """Templates make control tokens of roles (`<|{{ role }}|>`), so a role is never free text."""
+OURS = ("cache_control", "tool_calls")
+"""Fields of a message that are no text for a template as they are."""
+
+
+class Guard:
+    """Finds control tokens, and beginnings of them, in what is said."""
+
+    def __init__(self, control: Iterable[str]) -> None:
+        behind: dict[str, list[str]] = {}
+        self._begun: set[str] = set()
+        for name in control:
+            behind.setdefault(name[0], []).append(re.escape(name[1:]))
+            self._begun.update(name[:length] for length in range(1, len(name)))
+        self._longest = max(map(len, self._begun), default=0)
+        first = "|".join(f"{re.escape(char)}(?={'|'.join(rests)})" for char, rests in behind.items())
+        self._first = re.compile(first or r"(?!)")
+
+    def cut(self, said: str, mark: str) -> str:
+        """Control tokens are cut after the first character, and one that is only begun at its end."""
+        begun = any(said[-length:] in self._begun for length in range(1, self._longest + 1))
+        return self._first.sub(lambda found: found[0] + mark, said) + (mark if begun else "")
 
 
 class Marks:
@@ -24,20 +46,14 @@ class Marks:
 
     A cut mark parts what looks like a control token; its halves, encoded by themselves, are text. All else is
     encoded as if nothing had been done, and templates may trim and split it. An end mark names a position.
-    Both are letters and digits: they come through any escaping. A template that writes half a control token
-    and leaves the other half to a message is not defended against; roles, which it may, are not free text.
+    Both are letters and digits: they come through any escaping. They serve one conversation: who learns them
+    can not use them. A template that writes half a control token and leaves the rest to a message is not
+    defended against; roles, which it may, are not free text.
     """
 
-    def __init__(self, control: Iterable[str]) -> None:
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
         self._cut, self._end = secrets.token_hex(16), secrets.token_hex(16)
-        behind: dict[str, list[str]] = {}
-        self._begun: set[str] = set()
-        for name in control:
-            behind.setdefault(name[0], []).append(re.escape(name[1:]))
-            self._begun.update(name[:length] for length in range(1, len(name)))
-        self._longest = max(map(len, self._begun), default=0)
-        first = "|".join(f"{re.escape(char)}(?={'|'.join(rests)})" for char, rests in behind.items())
-        self._first = re.compile(first or r"(?!)")
 
     def message(self, field: str, message: Message) -> dict[str, Any]:
         if not isinstance(message, Mapping):
@@ -47,13 +63,16 @@ class Marks:
             raise AskError(f"{field}.role", role, f"must be one of {', '.join(ROLES)}")
         _names_end(field, message)
         if isinstance(content, list):
-            content = self._joined(f"{field}.content", content)
-        elif isinstance(content, str) or (content is None and message.get("tool_calls")):
-            content = self._said(content)
+            between = "\n\n" if role == "tool" else ""
+            content = self._joined(f"{field}.content", content, between)
+        elif isinstance(content, str) or (content is None and role == "assistant"):
+            content = self.said(content) if content or message.get("tool_calls") else ""
         else:
             raise AskError(f"{field}.content", type(content).__name__, "must be text or a list of text parts")
         # In the order they were given: a template may write a message out.
-        shaped = {name: self._said(value) for name, value in message.items() if name != "cache_control"}
+        shaped = {name: self.said(value) for name, value in message.items() if name not in OURS}
+        if message.get("tool_calls"):
+            shaped["tool_calls"] = self.said([_call(field, call) for call in message["tool_calls"]])
         return shaped | {"role": role, "content": content}
 
     def removed(self, rendered: str) -> str:
@@ -66,7 +85,7 @@ class Marks:
     def segments(self, rendered: str) -> list[str]:
         return rendered.replace(self._end, "").split(self._cut)
 
-    def _joined(self, field: str, parts: list[Any]) -> str:
+    def _joined(self, field: str, parts: list[Any], between: str) -> str:
         joined = ""
         for index, part in enumerate(parts):
             where = f"{field}[{index}]"
@@ -76,17 +95,16 @@ class Marks:
             if not isinstance(part.get("text"), str):
                 raise AskError(f"{where}.text", part.get("text"), "must be text")
             ends = _names_end(where, part) and index < len(parts) - 1  # the last part's is the message's own
-            joined += self._said(part["text"]) + (self._end if ends else "")
+            joined += (between if index else "") + self.said(part["text"]) + (self._end if ends else "")
         return joined
 
-    def _said(self, value: Any) -> Any:
-        """Control tokens are cut after the first character, and one that is only begun at its end."""
+    def said(self, value: Any) -> Any:
+        """The same with marks in every text."""
         if isinstance(value, str):
-            begun = any(value[-length:] in self._begun for length in range(1, self._longest + 1))
-            return self._first.sub(lambda found: found[0] + self._cut, value) + (self._cut if begun else "")
+            return self._guard.cut(value, self._cut)
         if isinstance(value, Mapping):
-            return {self._said(name): self._said(each) for name, each in value.items()}
-        return [self._said(each) for each in value] if isinstance(value, list | tuple) else value
+            return {self.said(name): self.said(each) for name, each in value.items()}
+        return [self.said(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _names_end(field: str, holder: Message) -> bool:
@@ -94,3 +112,17 @@ def _names_end(field: str, holder: Message) -> bool:
     if asked is None or (isinstance(asked, Mapping) and asked.get("type") == "ephemeral"):
         return asked is not None
     raise AskError(f"{field}.cache_control", asked, "must be of type ephemeral")
+
+
+def _call(field: str, call: Any) -> Any:
+    """Its arguments as an object, as templates want them: JSON inside JSON would hide control tokens."""
+    if not isinstance(call, Mapping) or not isinstance(function := call.get("function"), Mapping):
+        raise AskError(f"{field}.tool_calls", call, "must be calls of functions")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments or "{}")
+        except ValueError:
+            parsed = None
+        arguments = parsed if isinstance(parsed, dict) else arguments
+    return {**call, "function": {**function, "arguments": arguments or {}}}

@@ -3,35 +3,95 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jinja2 import Template, TemplateError
+from jinja2 import Environment, Template, TemplateError
+from jinja2.ext import Extension
+from jinja2.nodes import Node, Scope
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tiercel.errors import WeightsError
+from tiercel.errors import AskError, WeightsError
+from tiercel.text.answer import BLOCK
 
 TEMPLATE_FAILS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
+RESERVED = ("messages", "tools", "add_generation_prompt", "chat_template", "tokenize")
+"""Variables that have another place in a request, or none."""
 
 
-def read_template(folder: Path, config: Mapping[str, Any]) -> Template | None:
+class JinjaFormat:
+    """A folder's templates by name: `default`, and often `tool_use`."""
+
+    control = ()
+
+    def __init__(self, templates: Mapping[str, str], names: Mapping[str, str]) -> None:
+        environment = _environment()
+        self._templates: dict[str, Template] = {
+            name: environment.from_string(source) for name, source in templates.items()
+        }
+        self._names = names
+        self.calls = any(BLOCK in source for source in templates.values())
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        add_generation_prompt: bool,
+    ) -> str:
+        if taken := [name for name in RESERVED if name in kwargs]:
+            raise AskError(
+                f"chat_template_kwargs.{taken[0]}", kwargs[taken[0]], "is not for a request to set"
+            )
+        template = self._templates.get("tool_use") if tools else None
+        template = template or self._templates.get("default")
+        if template is None:
+            raise ValueError("none of its templates is the default")
+        asked = {"messages": messages, "tools": list(tools) or None}
+        # Hugging Face gives the absent ones too: templates compare them with none.
+        every = {"documents": None, **self._names, **kwargs, **asked}
+        return template.render(every | {"add_generation_prompt": add_generation_prompt})
+
+
+def read_template(folder: Path, config: Mapping[str, Any], names: Mapping[str, str]) -> JinjaFormat | None:
+    """From a file of its own, or from tokenizer_config.json; `names` are bos_token and its like."""
+    plain, wrapped = folder / "chat_template.jinja", folder / "chat_template.json"
+    try:
+        given = config.get("chat_template")
+        if plain.exists():
+            given = plain.read_text(encoding="utf-8")
+        elif wrapped.exists():
+            given = json.loads(wrapped.read_text(encoding="utf-8"))["chat_template"]
+        if isinstance(given, list):
+            given = {each["name"]: each["template"] for each in given}
+        if given is None:
+            return None
+        return JinjaFormat(given if isinstance(given, dict) else {"default": given}, names)
+    except (TemplateError, OSError, ValueError, LookupError, TypeError) as error:
+        raise WeightsError(folder, f"has a chat template that can not be read: {error}") from error
+
+
+def _environment() -> Environment:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    file, given = folder / "chat_template.jinja", config.get("chat_template")
-    try:
-        if file.exists():
-            given = file.read_text(encoding="utf-8")
-        if isinstance(given, list):
-            given = {each["name"]: each["template"] for each in given}.get("default")
-        return None if given is None else environment.from_string(given)
-    except (TemplateError, OSError, ValueError, LookupError) as error:
-        raise WeightsError(folder, f"has a chat template that can not be read: {error}") from error
+    return environment
+
+
+class Generation(Extension):
+    """`{% generation %}` … `{% endgeneration %}`: what an assistant said, named for training. It is text."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> Node:
+        line = next(parser.stream).lineno
+        return Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, **how: Any) -> str:

@@ -1,9 +1,10 @@
-"""Text to tokens and back, for the tokenizer of one model folder: byte-level BPE, as Hugging Face writes it.
+"""Text to tokens and back, for the tokenizer of one model folder, as Hugging Face writes it.
 
 tokenizer.json           the tokenizer
 tokenizer_config.json    which tokens begin and end a text; the chat template
-chat_template.jinja      the chat template, where it has a file of its own
+chat_template.jinja      the chat template, where it has a file of its own; so may chat_template.json
 generation_config.json   more tokens that end a text; so may config.json
+config.json              whose model it is: DeepSeek's V4 has a chat format instead of a template
 """
 
 from __future__ import annotations
@@ -11,29 +12,29 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tokenizers import Encoding, Tokenizer
 
 from tiercel.errors import AskError, WeightsError
-from tiercel.text.marks import Marks, Message
+from tiercel.text.answer import DSML, END_THINK, THINK
+from tiercel.text.deepseek_v4 import read_deepseek_v4
+from tiercel.text.marks import Guard, Marks, Message
+from tiercel.text.pieces import Pieces
 from tiercel.text.template import TEMPLATE_FAILS, read_template
 
-CONTROL_LOOKS = ("<|", "<｜")
+CONTROL_LOOKS = ("<|", "<｜", "｜")
 """Added tokens that look so are control tokens, special or not: DeepSeek's `<｜User｜>` is called ordinary.
-`<think>` and its like are text: templates look for them in what an assistant said."""
+`<think>` and its like are text to templates, which look for them in what an assistant said."""
+SHOWN = (THINK, END_THINK, DSML)
+"""Parts of an answer, though a tokenizer may call them special."""
 ENDS_SOUGHT = 128
 """Message ends are found by rendering the messages up to each. In a longer conversation only the newest are
 sought: each of the others was among the newest once."""
-PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-BYTES = {chr(byte): byte for byte in PRINTABLE} | {
-    chr(0x100 + rank): byte for rank, byte in enumerate(sorted({*range(0x100)} - {*PRINTABLE}))
-}
-"""The alphabet of byte-level BPE, as GPT-2 chose it: a printable character for every byte."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,31 @@ class Prompt:
     tokens: tuple[int, ...]
     turn_ends: tuple[int, ...]
     """Token positions at which messages, and parts that were named, end. Ascending."""
+    thinks: bool = False
+    """Whether the answer begins with thoughts."""
+
+
+class Format(Protocol):
+    """How a conversation is written for a model."""
+
+    @property
+    def control(self) -> Sequence[str]:
+        """Control tokens, beside those that look like some."""
+        ...
+
+    @property
+    def calls(self) -> bool:
+        """Whether calls of tools can be read in its answers."""
+        ...
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        add_generation_prompt: bool,
+        /,
+    ) -> str: ...
 
 
 class Text:
@@ -51,23 +77,30 @@ class Text:
     def __init__(self, folder: str | Path) -> None:
         folder = Path(folder)
         self._tokenizer = _read_tokenizer(folder / "tokenizer.json")
+        decoder = self._tokenizer.decoder
+        self._decoder = Pieces(folder / "tokenizer.json", decoder and json.loads(decoder.__getstate__()))
         config = _read_json(folder / "tokenizer_config.json")
-        self._template = read_template(folder, config)
-        self._names = {  # bos_token, eos_token, …: templates may write them
+        names = {  # bos_token, eos_token, …: templates may write them
             name: value.get("content", "") if isinstance(value, dict) else value
             for name, value in config.items()
             if name.endswith("_token") and isinstance(value, str | dict)
         }
+        self._format: Format | None = read_template(folder, config, names) or read_deepseek_v4(
+            folder, _read_json(folder / "config.json")
+        )
         added = self._tokenizer.get_added_tokens_decoder()
-        self.hidden = frozenset(token for token, each in added.items() if each.special)
+        self.hidden = frozenset(
+            token for token, each in added.items() if each.special and each.content not in SHOWN
+        )
         """Special tokens: `decode` leaves them out."""
-        self._marks = Marks(
-            each.content for each in added.values() if each.special or each.content.startswith(CONTROL_LOOKS)
+        more = self._format.control if self._format else ()
+        self._guard = Guard(
+            each.content
+            for each in added.values()
+            if each.special or each.content.startswith(CONTROL_LOOKS) or each.content in more
         )
         self.vocab_size: int = self._tokenizer.get_vocab_size()
-        bos, eos = (
-            self._tokenizer.token_to_id(self._names.get(name, "")) for name in ("bos_token", "eos_token")
-        )
+        bos, eos = (self._tokenizer.token_to_id(names.get(name, "")) for name in ("bos_token", "eos_token"))
         self._lead = [bos] if config.get("add_bos_token") is True and bos is not None else []
         ends = [eos]
         for name in ("generation_config.json", "config.json"):
@@ -82,8 +115,12 @@ class Text:
         return tokens if tokens[:1] == self._lead else self._lead + tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Their text, without special tokens. Bytes that are no UTF-8 become U+FFFD."""
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+        """A whole text, without special tokens. Bytes that are no UTF-8 become U+FFFD."""
+        names = [self._tokenizer.id_to_token(token) for token in tokens if token not in self.hidden]
+        shown = [name for name in names if name is not None]
+        first = b"".join(map(self._decoder.of_first, shown[:1]))
+        rest = b"".join(map(self._decoder.of, shown[1:]))
+        return self._decoder.whole((first + rest).decode("utf-8", "replace"))
 
     def piece(self, token: int) -> str:
         """One token by itself, special ones too."""
@@ -92,38 +129,51 @@ class Text:
     def piece_bytes(self, token: int) -> bytes:
         """The bytes of one token: often no whole characters, and nothing where an id has no token."""
         if (piece := self._pieces.get(token)) is None:
-            name = self._tokenizer.id_to_token(token) or ""
-            spelled = all(char in BYTES for char in name)  # added tokens may be written in any characters
-            piece = self._pieces[token] = bytes(BYTES[char] for char in name) if spelled else name.encode()
+            piece = self._pieces[token] = self._decoder.of(self._tokenizer.id_to_token(token) or "")
         return piece
 
-    def chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> Prompt:
-        """The conversation through the model's template. What messages say gives no control token.
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> Prompt:
+        """The conversation in the model's format. What messages and tools say gives no control token.
 
         A message's end is where the messages up to it, rendered alone, end, if all of them begin with that.
         """
-        marks = self._marks
+        marks = Marks(self._guard)
         shaped = [marks.message(f"messages[{index}]", message) for index, message in enumerate(messages)]
         if not shaped:
             raise AskError("messages", [], "there must be one")
+        if tools and not (self._format and self._format.calls):
+            raise AskError("tools", len(tools), "this model has no format of tool calls that is known here")
+        given = marks.said(list(tools)), marks.said(kwargs or {})
         try:
-            rendered = self._render(shaped, add_generation_prompt)
+            if self._format is None:
+                raise ValueError("the model has none")
+            rendered = self._format.render(shaped, *given, add_generation_prompt)
+        except AskError:
+            raise
         except TEMPLATE_FAILS as error:
-            why = f"the chat template does not take them: {error}"
+            why = f"the chat template does not take them: {marks.removed(str(error))}"
             raise AskError("messages", [message["role"] for message in shaped], why) from error
         ends = set(marks.ends(rendered)[-ENDS_SOUGHT:])
         everyone = range(len(shaped))
         named = [index for index in everyone if messages[index].get("cache_control")]
         for index in {0, *everyone[-ENDS_SOUGHT:], *named[-ENDS_SOUGHT:]}:
             try:
-                before = self._render(shaped[: index + 1], False)
+                before = self._format.render(shaped[: index + 1], *given, False)
             except TEMPLATE_FAILS:
                 continue  # it wants more than these messages
             if rendered.startswith(before):
                 ends.add(len(marks.removed(before)))
         segments = [(text, self._encode(text, field="messages")) for text in marks.segments(rendered)]
         tokens = tuple(token for _, encoding in segments for token in encoding.ids)
-        return Prompt(tokens, tuple(sorted(set(_tokens_before(segments, ends)) - {0})))
+        turn_ends = tuple(sorted(set(_tokens_before(segments, ends)) - {0}))
+        return Prompt(tokens, turn_ends, thinks=rendered.rstrip().endswith(THINK))
 
     def _encode(self, text: str, *, field: str, whole: bool = False) -> Encoding:
         try:
@@ -131,13 +181,6 @@ class Text:
         except UnicodeEncodeError as error:
             raise AskError(field, text[error.start], "is half a character") from error
         return self._tokenizer.encode(text, add_special_tokens=whole)
-
-    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        if self._template is None:
-            raise ValueError("the model has none")
-        asked = {"messages": messages, "add_generation_prompt": add_generation_prompt}
-        # Hugging Face gives the absent ones too: templates compare them with none.
-        return self._template.render(**self._names, **asked, tools=None, documents=None)
 
 
 def _tokens_before(segments: Sequence[tuple[str, Encoding]], positions: Iterable[int]) -> list[int]:
@@ -162,10 +205,7 @@ def _tokens_before(segments: Sequence[tuple[str, Encoding]], positions: Iterable
 
 
 def _read_tokenizer(file: Path) -> Tokenizer:
-    kind = _read_json(file, needed=True).get("decoder")
-    kinds = kind.get("decoders", [kind]) if isinstance(kind, dict) else []
-    if [each.get("type") for each in kinds] != ["ByteLevel"]:
-        raise WeightsError(file, "is no byte-level tokenizer: no other can be streamed exactly here")
+    _read_json(file, needed=True)
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # it has no kind of its own

@@ -1,0 +1,214 @@
+"""What an answer says: thoughts, words and calls of tools, told apart while it comes.
+
+    thoughts</think>words
+
+    <｜DSML｜tool_calls>
+    <｜DSML｜invoke name="weather">
+    <｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>
+    <｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>
+    </｜DSML｜invoke>
+    </｜DSML｜tool_calls>
+
+A parameter that is a string is written as it is, any other as JSON. Instead of parameters there may be one
+JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+THINK, END_THINK = "<think>", "</think>"
+DSML = "｜DSML｜"
+BLOCK, END_INVOKE, END_VALUE = f"<{DSML}tool_calls>", f"</{DSML}invoke>", f"</{DSML}parameter>"
+TAG = re.compile(
+    rf'\s*<(?P<end>/?){DSML}(?P<kind>\w+)(\s+name="(?P<name>[^"]*)")?(\s+string="(?P<string>true|false)")?\s*>'
+)
+BEGUN = re.compile(rf"\s*(<|</|</?{DSML}[^\n]*|" + "|".join(f"</?{DSML[:end]}" for end in range(1, 6)) + ")?")
+
+
+class CallPart(NamedTuple):
+    """What is new of one call. Its first part has the name."""
+
+    number: int
+    name: str | None = None
+    arguments: str = ""
+    """A piece of the JSON object that all pieces together are."""
+
+
+class Said(NamedTuple):
+    """What is new of an answer."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: tuple[CallPart, ...] = ()
+
+
+class AnswerReader:
+    """One answer. All that was pushed is said, however it was cut into pieces; tags are not.
+
+    What does not follow the format is content from there on, and the call it was in stays without its end:
+    nobody shall take half a call for a whole one.
+    """
+
+    def __init__(self, *, thinks: bool, calls: bool) -> None:
+        self._reads_calls = calls
+        self._state: Callable[[bool], bool] = self._thought if thinks else self._words
+        self._held = ""
+        self._reasoning = self._content = ""
+        self._calls: dict[int, CallPart] = {}
+        self._call = -1
+        self._parameters = 0
+        self._string = self._inside = False
+        self._tagged = ""
+
+    @property
+    def called(self) -> bool:
+        """Whether it calls tools, and every call is whole."""
+        return self._call >= 0 and not self._inside
+
+    def push(self, text: str, *, final: bool = False) -> Said:
+        """What is new. Held back is what may become a tag; at the end only half a tag inside a call is."""
+        self._held += text
+        while self._state(final):
+            pass
+        said = Said(self._reasoning, self._content, tuple(self._calls.values()))
+        self._reasoning = self._content = ""
+        self._calls = {}
+        return said
+
+    def _thought(self, final: bool) -> bool:
+        before, found = self._until((END_THINK,), final)
+        self._reasoning += before
+        if found:
+            self._state = self._words
+        return found
+
+    def _words(self, final: bool) -> bool:
+        if not self._reads_calls:
+            return self._rest(final)
+        before, found = self._until((f"\n\n{BLOCK}", BLOCK), final)
+        self._content += before
+        if found:
+            self._state = self._block
+        return found
+
+    def _rest(self, _: bool) -> bool:
+        self._content += self._held
+        self._held = ""
+        return False
+
+    def _block(self, final: bool) -> bool:
+        """Between calls."""
+        match self._tag(final):
+            case ("", "invoke", str(name), None):
+                self._call += 1
+                self._parameters, self._inside = 0, True
+                self._calls[self._call] = CallPart(self._call, name)
+                self._state = self._invoke
+            case ("/", "tool_calls", None, None):
+                self._state = self._words
+            case found:
+                return self._other(found)
+        return True
+
+    def _invoke(self, final: bool) -> bool:
+        """Between the parameters of a call."""
+        if not self._parameters and self._held.lstrip().startswith("{"):
+            self._state = self._object
+            return True
+        match self._tag(final):
+            case ("", "parameter", str(name), str(string)):
+                lead = ", " if self._parameters else "{"
+                self._argue(f"{lead}{json.dumps(name, ensure_ascii=False)}: ")
+                self._parameters += 1
+                self._string = string == "true"
+                if self._string:
+                    self._argue('"')
+                self._state = self._value
+            case ("/", "invoke", None, None):
+                self._argue("}" if self._parameters else "{}")
+                self._inside = False
+                self._state = self._block
+            case found:
+                return self._other(found)
+        return True
+
+    def _object(self, final: bool) -> bool:
+        if not (final or END_INVOKE in self._held):
+            return False
+        value, found = self._until((END_INVOKE,))
+        self._argue(value.strip())
+        if found and _is_json(value):
+            self._inside = False
+            self._state = self._block
+        else:
+            self._state = self._rest
+        return found
+
+    def _value(self, final: bool) -> bool:
+        if not (self._string or final or END_VALUE in self._held):
+            return False  # JSON is looked at when it is whole
+        value, found = self._until((END_VALUE,))
+        if self._string:
+            self._argue(json.dumps(value, ensure_ascii=False)[1:-1] + ('"' if found else ""))
+        else:
+            self._argue(value if not found or _is_json(value) else json.dumps(value, ensure_ascii=False))
+        if found:
+            self._state = self._invoke
+        return found
+
+    def _tag(self, final: bool) -> tuple[str | None, ...] | None:
+        """The next tag, None where there may be one later, and an empty tuple where there is none."""
+        if found := TAG.match(self._held):
+            self._tagged, self._held = found[0], self._held[found.end() :]
+            return found["end"], found["kind"], found["name"], found["string"]
+        if not BEGUN.fullmatch(self._held):
+            return ()
+        if final:
+            self._held = ""
+        return None
+
+    def _other(self, found: tuple[str | None, ...] | None) -> bool:
+        if found is None:
+            return False
+        self._held = (self._tagged if found else "") + self._held
+        self._state = self._rest
+        return True
+
+    def _argue(self, text: str) -> None:
+        part = self._calls.get(self._call, CallPart(self._call))
+        self._calls[self._call] = part._replace(arguments=part.arguments + text)
+
+    def _until(self, needles: tuple[str, ...], final: bool = False) -> tuple[str, bool]:
+        """What is before the first of them, which is taken away; or what can not be part of one."""
+        places = [(place, -len(each)) for each in needles if (place := self._held.find(each)) >= 0]
+        if places:
+            place, length = min(places)
+            before, self._held = self._held[:place], self._held[place - length :]
+            return before, True
+        longest = 0 if final else min(len(self._held), max(map(len, needles)) - 1)
+        keep = next(
+            (
+                size
+                for size in range(longest, 0, -1)
+                if any(n.startswith(self._held[-size:]) for n in needles)
+            ),
+            0,
+        )
+        before, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return before, False
+
+
+def _is_json(value: str) -> bool:
+    try:
+        json.loads(value, parse_constant=_no_number)
+    except ValueError:
+        return False
+    return True
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
