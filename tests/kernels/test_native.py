@@ -1,6 +1,10 @@
 """Goal: the native kernels are their plain twins, and a token's bits do not depend on its company. Method:
 random inputs of awkward sizes; then tokens again alone, and in other groups."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -33,6 +37,14 @@ def linear(k, take, *, n=45, depth=33):
 
 def linear_wide(k, take):
     return linear(k, take, n=256, depth=128)
+
+
+def linear_to_one(k, take):
+    return linear(k, take, n=1)
+
+
+def linear_groups_to_one(k, take):
+    return k.linear_groups(rand(TOKENS, 3 * 21)[take], k.pack_all(rand(3, 1, 21)))
 
 
 def linear_groups(k, take):
@@ -69,6 +81,14 @@ def hyper_of_three(k, take):
     return hyper(k, take, streams=3)
 
 
+def hyper_of_nine(k, take):
+    return hyper(k, take, streams=9)
+
+
+def hyper_of_seventy(k, take):
+    return hyper(k, take, streams=70)
+
+
 def experts(k, take):
     x, logits, bias = rand(TOKENS, 40)[take], rand(TOKENS, 6)[take], rand(6)
     chosen, weights = k.route(logits, None, bias, 2, 1.5)
@@ -100,11 +120,15 @@ def attention_of_four_heads(k, take):
 CASES = [
     linear,
     linear_wide,
+    linear_to_one,
     linear_groups,
+    linear_groups_to_one,
     norm,
     norm_rotate,
     hyper,
     hyper_of_three,
+    hyper_of_nine,
+    hyper_of_seventy,
     experts,
     compress,
     attention,
@@ -126,6 +150,38 @@ def test_a_token_does_not_depend_on_its_company(case):
         assert torch.equal(case(native, take), whole[take]), (first, count)
     shuffled = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(5))
     assert torch.equal(case(native, shuffled), whole[shuffled])
+
+
+def wide_experts(k):
+    x, matrices = rand(3, 60_000) * 0.01, (k.pack_all(rand(3, 2, 60_000)), k.pack_all(rand(3, 60_000, 1)))
+    return k.experts(x, torch.tensor([[0], [1], [0]]), torch.ones(3, 1), matrices, 7.0)
+
+
+def many_experts(k):
+    chosen, weights = k.route(rand(2, 200_000), None, torch.arange(200_000.0), 2, 1.5)
+    return torch.cat([chosen.sort(1).values, weights], dim=1)
+
+
+def wide_entries(k):
+    rows = torch.tensor([[0, 1, 2]], dtype=torch.int32)
+    return k.compress((rand(3, 400_000), rand(0, 400_000)), rows, rand(3, 200_000), 200_000)
+
+
+def wide_index(k):
+    q, keys, rows = rand(1, 200, 1000), rand(6, 1000), torch.arange(6, dtype=torch.int32)[None]
+    return k.best_rows(q, rand(1, 200), keys, rows, torch.tensor([0]), torch.tensor([6]), 2)
+
+
+@pytest.mark.parametrize("case", [wide_experts, many_experts, wide_entries, wide_index])
+def test_what_a_kernel_needs_meanwhile_is_not_on_the_stack(case):
+    """An engine's thread may have a small one, and a model may be wide."""
+    usual = threading.stack_size(512 * 1024)
+    try:
+        with ThreadPoolExecutor(1) as executor:
+            mine = executor.submit(case, native).result()
+    finally:
+        threading.stack_size(usual)
+    torch.testing.assert_close(mine, case(reference), atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("heads", [1, 5, 16, 20])
@@ -169,4 +225,104 @@ def test_gates_far_apart_do_not_overflow(x):
     mine = native.compress((rows, rows[:0]), numbers, bias, 1)
     torch.testing.assert_close(
         mine, reference.compress((rows, rows[:0]), numbers, bias, 1), atol=1e-6, rtol=1e-6
+    )
+
+
+# What the wrappers check: whatever C would read otherwise than it lies there
+
+
+def arguments():
+    """Of each kernel, arguments that fit, by name."""
+    numbers, rows = torch.zeros(3, 4, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)
+    turn = (rand(3, 2), rand(3, 2, seed=1))
+    recent = {"recent": (rand(5, 12), rand(3, 12))}
+    hyper = {"x": rand(3, 4, 6), "y": rand(3, 6), "place": rand(3, 4), "mix": rand(3, 4, 4)}
+    two = {"chosen": torch.zeros(3, 2, dtype=torch.int64), "weights": rand(3, 2)}
+    indexed = {"keys": rand(5, 8), "rows": numbers[:1], "span": rows, "visible": rows + 1, "k": 2}
+    return {
+        "linear": {"x": rand(3, 7), "weight": native.pack(rand(5, 7))},
+        "linear_groups": {"x": rand(3, 14), "weights": native.pack_all(rand(2, 5, 7))},
+        "norm": {"x": rand(3, 7), "weight": rand(7), "eps": 1e-6},
+        "norm_rotate": {"x": rand(3, 2, 8), "turn": turn, "eps": 1e-6, "weight": rand(8)},
+        "put_rows": {"target": rand(4, 6), "to": rows, "source": rand(5, 6), "rows": rows},
+        "hyper_read": {"x": rand(3, 4, 6), "site": make_site(native, 4, 6, 24, 24)},
+        "hyper_write": hyper,
+        "hyper_head": {"x": rand(3, 4, 6), "site": make_site(native, 4, 6, 4, 1)},
+        "route": {"logits": rand(3, 5), "chosen": None, "bias": rand(5), "k": 2, "factor": 1.5},
+        "experts": {
+            "x": rand(3, 6),
+            **two,
+            "matrices": (native.pack_all(rand(4, 8, 6)), native.pack_all(rand(4, 6, 4))),
+            "limit": 7.0,
+        },
+        "compress": {**recent, "rows": numbers, "bias": rand(4, 6), "dim": 6},
+        "best_rows": {"q": rand(3, 2, 8), "weights": rand(3, 2), **indexed},
+        "attention": {
+            "q": rand(3, 2, 12),
+            **recent,
+            "window": numbers,
+            "entries": rand(5, 12),
+            "chosen": numbers,
+            "sinks": rand(2),
+            "scale": 0.5,
+        },
+    }
+
+
+def spoiled(value):
+    """(how, value) for every way a tensor, or one inside of a tuple or a site, can be unfit."""
+    if isinstance(value, torch.Tensor):
+        wide = torch.stack([value, value], dim=-1)
+        yield "dtype", value.to(torch.int16)
+        yield "strides", wide[..., 0]
+        yield "too wide", torch.cat([value, value], dim=-1)
+        yield "too narrow", value[..., :-1].contiguous()
+        yield "flat", value.flatten()[None, None, None]
+    elif isinstance(value, Site):
+        for name in ("fn", "base", "weight"):
+            for how, each in spoiled(getattr(value, name)):
+                yield f"{name} {how}", replace(value, **{name: each})
+    elif isinstance(value, native.Matrix):
+        yield "n", value._replace(n=value.n + 1)
+        yield "k", value._replace(k=value.k + 1)
+    elif isinstance(value, tuple):
+        for i, each in enumerate(value):
+            for how, other in spoiled(each):
+                yield f"{i} {how}", (*value[:i], other, *value[i + 1 :])
+
+
+FREE = {"n", "too wide", "too narrow"}
+"""What may have any width: outputs of a matrix, lists of row numbers."""
+FREE_OF = {
+    "linear": ("weight",),
+    "linear_groups": ("weights",),
+    "compress": ("rows",),
+    "best_rows": ("rows",),
+    "attention": ("window", "chosen"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(native._SIGNATURES))
+def test_a_kernel_refuses_what_it_would_read_wrongly(name):
+    given = arguments()[name]
+    getattr(native, name)(**given)
+    for key, value in given.items():
+        free = FREE if key in FREE_OF.get(name, ()) else ()
+        for how, other in ((how, other) for how, other in spoiled(value) if how not in free):
+            with pytest.raises((ValueError, IndexError), match=r"a native kernel was given|unpack"):
+                getattr(native, name)(**given | {key: other})
+                pytest.fail(f"{name} took {key}: {how}")
+
+
+def test_experts_of_another_number_are_refused():
+    given = arguments()["experts"]
+    fewer = native.pack_all(rand(3, 8, 6)), given["matrices"][1]
+    with pytest.raises(ValueError, match="a native kernel was given 3 panels"):
+        native.experts(**given | {"matrices": fewer})
+
+
+def test_rows_may_be_apart_where_a_kernel_is_told_how_far():
+    wide = rand(3, 20)
+    assert torch.equal(
+        native.norm(wide[:, 4:11], rand(7), 1e-6), native.norm(wide[:, 4:11].clone(), rand(7), 1e-6)
     )

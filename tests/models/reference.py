@@ -25,6 +25,7 @@ class Shape:
     heads: int = 4
     hash_layers: int = 2
     yarn: bool = True
+    streams: int = 4
 
 
 def make_reference(shape: Shape) -> DeepseekV4ForCausalLM:
@@ -56,7 +57,7 @@ def make_reference(shape: Shape) -> DeepseekV4ForCausalLM:
         index_n_heads=16,
         index_head_dim=16,
         index_topk=shape.topk,
-        hc_mult=4,
+        hc_mult=shape.streams,
         max_position_embeddings=65536,
         rope_parameters=yarn if shape.yarn else None,
     )

@@ -94,6 +94,15 @@ def test_the_plain_kernels_are_the_same_model(case, cuts):
     assert distance(Ours(reference, kernels="reference").run(tokens, CUTS[cuts]), expected) < TOLERANCE
 
 
+@pytest.mark.parametrize("kernels", ["native", "reference"])
+@pytest.mark.parametrize("streams", [1, 9, 17])
+def test_there_may_be_any_number_of_streams(streams, kernels):
+    reference = make_reference(Shape(layers=(SLIDING, SPARSE), hash_layers=1, streams=streams))
+    tokens = random_tokens(150)
+    ours = Ours(reference, kernels=kernels).run(tokens, [149, 150])
+    assert distance(ours, reference_logits(reference, tokens)) < TOLERANCE
+
+
 def test_a_text_goes_on_from_a_tail_at_every_boundary(case):
     reference, tokens, expected = case
     ours = Ours(reference)

@@ -6,6 +6,8 @@
    where a product and a sum are one rounding is written out (FMA, fmaf) and not the compiler's choice, which
    once fell differently for two tiles of one product.
 
+   No size is bounded by a constant, and what a call needs meanwhile is on the heap: a thread's stack may be small.
+
    A matrix [n, k] is packed in panels of 16 rows, so that 16 results are computed side by side and each is
    one chain of fused multiply-adds over k:
 
@@ -163,7 +165,7 @@ void linear(const float *x, i64 xs, const float *w, float *y, i64 ys, i64 rows, 
     i64 row_parts = rows > ROWS_AT_ONCE ? (rows + 2 * ROWS_AT_ONCE - 1) / (2 * ROWS_AT_ONCE) * 2 : 1;
     i64 height = (rows + row_parts - 1) / row_parts;
     height = row_parts > 1 ? (height + 5) / 6 * 6 : height;
-    i64 width = row_parts > 1 ? n : (n / 2 + 63) / 64 * 64;
+    i64 width = row_parts > 1 ? n : ((n + 1) / 2 + 63) / 64 * 64;
     i64 column_parts = width ? (n + width - 1) / width : 0;
 #pragma omp parallel for schedule(dynamic) if (rows * k * n > PARALLEL_WORK)
     for (i64 part = 0; part < row_parts * column_parts; part++) {
@@ -218,18 +220,15 @@ void norm_rotate(const float *x, i64 xs, float *y, const float *cosine, const fl
 
 /* Hyper-connections: n streams of d channels */
 
-#define STREAMS_MOST 8
-
-/* Rows and columns brought towards a sum of one, columns last. */
-INLINE void sinkhorn(float *m, const int n, i64 iterations, float eps) {
+/* Rows and columns brought towards a sum of one, columns last. `sum` has room for n. */
+INLINE void sinkhorn(float *m, float *sum, const int n, i64 iterations, float eps) {
     for (i64 step = 0; step < iterations; step++) {
         for (int i = 0; step && i < n; i++) {
-            float sum = eps;
-            for (int j = 0; j < n; j++) sum += m[i * n + j];
-            float scale = 1.0f / sum;
+            float total = eps;
+            for (int j = 0; j < n; j++) total += m[i * n + j];
+            float scale = 1.0f / total;
             for (int j = 0; j < n; j++) m[i * n + j] *= scale;
         }
-        float sum[STREAMS_MOST];
         for (int j = 0; j < n; j++) sum[j] = m[j] + eps;
         for (int i = 1; i < n; i++)
             for (int j = 0; j < n; j++) sum[j] += m[i * n + j];
@@ -239,10 +238,11 @@ INLINE void sinkhorn(float *m, const int n, i64 iterations, float eps) {
     }
 }
 
+/* `mixed` is used up: its first n become the shares of the streams, the next n are room. */
 INLINE void read_one(const float *x, float *mixed, const float *scale, const float *base, const float *weight,
                      const int n, i64 d, i64 iterations, float hc_eps, float eps, float *seen, float *place,
                      float *mix) {
-    float collapse[STREAMS_MOST];
+    float *collapse = mixed, *room = mixed + n;
     const int outs = 2 * n + n * n;
     float inverse = inverse_rms(x, n * d, eps);
     for (int i = 0; i < outs; i++) mixed[i] = mixed[i] * inverse * scale[i] + base[i];
@@ -255,7 +255,7 @@ INLINE void read_one(const float *x, float *mixed, const float *scale, const flo
         for (int j = 0; j < n; j++) sum += mix[i * n + j] = exp_of(row[j] - most);
         for (int j = 0; j < n; j++) mix[i * n + j] = mix[i * n + j] / sum + hc_eps;
     }
-    sinkhorn(mix, n, iterations, hc_eps);
+    sinkhorn(mix, room, n, iterations, hc_eps);
     for (i64 c = 0; c < d; c++) seen[c] = collapse[0] * x[c];
     for (int i = 1; i < n; i++)
         for (i64 c = 0; c < d; c++) seen[c] = __builtin_fmaf(collapse[i], x[i * d + c], seen[c]);
@@ -269,7 +269,7 @@ void hyper_read(const float *x, const float *fn, const float *scale, const float
     i64 outs = 2 * n + n * n;
 #pragma omp parallel for if (rows * n * d * 40 > PARALLEL_WORK)
     for (i64 first = 0; first < rows; first += 6) { /* six rows share what is read of fn */
-        float mixed[6 * (2 * STREAMS_MOST + STREAMS_MOST * STREAMS_MOST)];
+        float *mixed = malloc(sizeof(float) * 6 * outs);
         i64 take = rows - first < 6 ? rows - first : 6;
         product(x + first * n * d, n * d, fn, mixed, outs, take, n * d, 0, outs);
         for (i64 t = first; t < first + take; t++) {
@@ -278,6 +278,7 @@ void hyper_read(const float *x, const float *fn, const float *scale, const float
             if (n == 4) read_one(in, own, scale, base, weight, 4, d, iterations, hc_eps, eps, s, p, m);
             else read_one(in, own, scale, base, weight, (int)n, d, iterations, hc_eps, eps, s, p, m);
         }
+        free(mixed);
     }
 }
 
@@ -304,9 +305,10 @@ void hyper_write(const float *x, const float *y, const float *place, const float
 /* The streams collapsed and normed, once, at the end. */
 void hyper_head(const float *x, const float *fn, float scale, const float *base, const float *weight, float *y,
                 i64 rows, i64 n, i64 d, float hc_eps, float eps) {
+    float *collapse = malloc(sizeof(float) * n);
     for (i64 t = 0; t < rows; t++) {
         const float *in = x + t * n * d;
-        float collapse[4 * PANEL], *out = y + t * d;
+        float *out = y + t * d;
         product(in, 0, fn, collapse, 0, 1, n * d, 0, n);
         float inverse = inverse_rms(in, n * d, eps);
         for (i64 c = 0; c < d; c++) out[c] = 0;
@@ -317,6 +319,7 @@ void hyper_head(const float *x, const float *fn, float scale, const float *base,
         inverse = inverse_rms(out, d, eps);
         for (i64 c = 0; c < d; c++) out[c] = weight[c] * (out[c] * inverse);
     }
+    free(collapse);
 }
 
 /* Experts */
@@ -324,13 +327,13 @@ void hyper_head(const float *x, const float *fn, float scale, const float *base,
 /* scores = sqrt(softplus(logits)); the k best by score + bias (bias null: chosen is given); ties to the lower. */
 void route(const float *logits, i64 ls, const float *bias, i64 *chosen, float *weights, i64 rows, i64 count, i64 k,
            float factor) {
+    float *score = malloc(sizeof(float) * 2 * count), *biased = score + count;
     for (i64 t = 0; t < rows; t++) {
         const float *in = logits + t * ls;
-        float score[count], sum = 0;
+        float sum = 0;
         for (i64 e = 0; e < count; e++)
             score[e] = sqrtf(in[e] > 20.0f ? in[e] : log1pf(expf(in[e])));
         if (bias) {
-            float biased[count];
             for (i64 e = 0; e < count; e++) biased[e] = score[e] + bias[e];
             for (i64 j = 0; j < k; j++) {
                 i64 best = 0;
@@ -343,14 +346,14 @@ void route(const float *logits, i64 ls, const float *bias, i64 *chosen, float *w
         for (i64 j = 0; j < k; j++) sum += weights[t * k + j] = score[chosen[t * k + j]];
         for (i64 j = 0; j < k; j++) weights[t * k + j] = weights[t * k + j] / (sum + 1e-20f) * factor;
     }
+    free(score);
 }
 
 #define TOKENS_AT_ONCE 24
 
-/* One expert for a few tokens: gate and up, the gated product, down. */
-static void ask_expert(const float *x, i64 rows, const float *gate_up, const float *down, float *y, i64 d, i64 inner,
-                       float limit) {
-    float wide[TOKENS_AT_ONCE * 2 * inner];
+/* One expert for a few tokens: gate and up, the gated product, down. `wide` has room for 2 · inner of each. */
+static void ask_expert(const float *x, i64 rows, const float *gate_up, const float *down, float *wide, float *y, i64 d,
+                       i64 inner, float limit) {
     product(x, d, gate_up, wide, 2 * inner, rows, d, 0, 2 * inner);
     for (i64 r = 0; r < rows; r++) {
         float *gate = wide + r * 2 * inner, *up = gate + inner;
@@ -384,17 +387,18 @@ void experts(const float *x, const i64 *chosen, const float *weights, const floa
             part[parts][2] = a + TOKENS_AT_ONCE < first[e + 1] ? a + TOKENS_AT_ONCE : first[e + 1];
 #pragma omp parallel if (rows * (k + 1) * d * inner * 3 > PARALLEL_WORK)
     {
+        float *wide = malloc(sizeof(float) * TOKENS_AT_ONCE * 2 * (inner + d));
+        float *in = wide + TOKENS_AT_ONCE * 2 * inner, *out = in + TOKENS_AT_ONCE * d;
 #pragma omp for schedule(dynamic)
         for (i64 p = 0; p < parts; p++) {
             i64 e = part[p][0], from = part[p][1], many = part[p][2] - from;
             if (e == count) {
-                ask_expert(x + from * d, many, gate_up + e * gate_up_size, down + e * down_size, y + from * d, d, inner,
-                           limit);
+                ask_expert(x + from * d, many, gate_up + e * gate_up_size, down + e * down_size, wide, y + from * d, d,
+                           inner, limit);
                 continue;
             }
-            float in[TOKENS_AT_ONCE * d], out[TOKENS_AT_ONCE * d];
             for (i64 i = 0; i < many; i++) memcpy(in + i * d, x + order[from + i] / k * d, sizeof(float) * d);
-            ask_expert(in, many, gate_up + e * gate_up_size, down + e * down_size, out, d, inner, limit);
+            ask_expert(in, many, gate_up + e * gate_up_size, down + e * down_size, wide, out, d, inner, limit);
             for (i64 i = 0; i < many; i++) memcpy(answers + order[from + i] * d, out + i * d, sizeof(float) * d);
         }
 #pragma omp for
@@ -402,6 +406,7 @@ void experts(const float *x, const i64 *chosen, const float *weights, const floa
             for (i64 j = 0; j < k; j++)
                 for (i64 c = 0; c < d; c++)
                     y[t * d + c] = __builtin_fmaf(weights[t * k + j], answers[(t * k + j) * d + c], y[t * d + c]);
+        free(wide);
     }
     free(part), free(next), free(first), free(order), free(answers);
 }
@@ -423,7 +428,7 @@ void compress(const float *old, i64 os, i64 olds, const float *new, i64 ns, cons
               float *y, i64 entries, i64 width, i64 ratio, i64 dim, i64 channels) {
 #pragma omp parallel for if (entries * width * dim * 16 > PARALLEL_WORK)
     for (i64 e = 0; e < entries; e++) {
-        float most[dim], sum[dim], *out = y + e * dim;
+        float *most = malloc(sizeof(float) * 2 * dim), *sum = most + dim, *out = y + e * dim;
         for (i64 c = 0; c < dim; c++) most[c] = -INFINITY, sum[c] = 0, out[c] = 0;
         for (int pass = 0; pass < 2; pass++)
             for (i64 j = 0; j < width; j++) {
@@ -443,6 +448,7 @@ void compress(const float *old, i64 os, i64 olds, const float *new, i64 ns, cons
                 }
             }
         for (i64 c = 0; c < dim; c++) out[c] /= sum[c];
+        free(most);
     }
 }
 
@@ -484,8 +490,8 @@ static uint64_t kth_best(uint64_t *rank, i64 n, i64 k) {
 static void index_scores(const float *q, const float *weights, const float *keys, const int32_t *rows, i64 n, i64 heads,
                          i64 dim, float *scores) {
     i64 groups = (heads + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE;
-    float turned[groups * dim * HEADS_AT_ONCE], shares[groups * HEADS_AT_ONCE];
-    memset(turned, 0, sizeof turned), memset(shares, 0, sizeof shares);
+    float *turned = calloc(groups * HEADS_AT_ONCE * (dim + 1), sizeof(float));
+    float *shares = turned + groups * HEADS_AT_ONCE * dim;
     for (i64 h = 0; h < heads; h++) {
         shares[h] = weights[h];
         for (i64 c = 0; c < dim; c++)
@@ -516,6 +522,7 @@ static void index_scores(const float *q, const float *weights, const float *keys
         }
         for (int i = 0; i < KEYS_AT_ONCE && first + i < n; i++) scores[first + i] = total[i];
     }
+    free(turned);
 }
 
 void best_rows(const float *q, const float *weights, i64 ws, const float *keys, const int32_t *rows, i64 most,
