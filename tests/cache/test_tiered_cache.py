@@ -472,6 +472,24 @@ def test_a_text_larger_than_the_device_is_told_so():
 # Looking
 
 
+def test_statistics_are_told_without_a_walk_over_the_tree():
+    driver = make(V4)
+    driver.serve(TEXT)
+
+    class Unwalked(dict):
+        def _walk(self):
+            raise AssertionError("somebody walks the tree")
+
+        __iter__ = keys = values = items = _walk
+
+    before = driver.cache.stats()
+    index, driver.cache.tree.index = driver.cache.tree.index, Unwalked(driver.cache.tree.index)
+    with pytest.raises(AssertionError, match="walks"):
+        list(driver.cache.tree.items())
+    assert driver.cache.stats()["cached_bytes"] == before["cached_bytes"] != {}
+    driver.cache.tree.index = index
+
+
 def test_statistics_count_true_bytes_per_tier_and_stream():
     driver = make(V4)
     driver.serve(TEXT)

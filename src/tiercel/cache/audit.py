@@ -8,7 +8,7 @@ from tiercel.pages.pool import PagePool
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.transfer.plan import Direction
 from tiercel.tree import check as tree_check
-from tiercel.tree.node import Page
+from tiercel.tree.node import Page, Tail
 
 WORDS = {Direction.LOAD: "loaded", Direction.SAVE: "saved"}
 
@@ -17,12 +17,9 @@ if TYPE_CHECKING:
 
 
 def stats(cache: TieredCache) -> dict[str, Any]:
-    pages = list(cache.tree.index.values())
-    tails = [page.tail for page in pages if page.tail is not None]
-    held = {
-        "device": (sum(p.device is not None for p in pages), sum(t.device is not None for t in tails)),
-        "host": (sum(p.on_host for p in pages), sum(t.on_host for t in tails)),
-    }
+    """Numbers that are kept as things change: telling them costs the same however much is cached."""
+    counts = {"device": cache.tree.on_device, "host": cache.tree.on_host}
+    held = {tier: (count[Page], count[Tail]) for tier, count in counts.items()}
     moved = {
         word: (cache.counters[f"pages_{word}"], cache.counters[f"tails_{word}"]) for word in WORDS.values()
     }

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from tiercel.tree.actions import Cleared, Event, event
-from tiercel.tree.node import Item, Page
+from tiercel.tree.node import Item, Page, Tail
 from tiercel.tree.prefix_tree import PrefixTree
 from tiercel.types import Tier
 
@@ -16,6 +16,8 @@ def check(tree: PrefixTree) -> None:
     children: Counter[Page] = Counter()
     children_device: Counter[Page] = Counter()
     doubles: set[Item] = set()
+    on_device: Counter[type[Item]] = Counter({Page: 0, Tail: 0})
+    on_host: Counter[type[Item]] = Counter({Page: 0, Tail: 0})
     for key, page in tree.index.items():
         parent = page.parent
         assert parent is not None and page.key == key and page.depth == parent.depth + 1
@@ -31,12 +33,15 @@ def check(tree: PrefixTree) -> None:
             )
         for item in _items(page):
             _check_item(item)
+            on_device[type(item)] += item.device is not None and item.load is None
+            on_host[type(item)] += item.on_host
             if item.device is not None and item.load is None and item.on_host and not item.storing:
                 doubles.add(item)
     for page in (tree.root, *tree.index.values()):
         assert page.children == children[page] and page.children_device == children_device[page]
     assert doubles == set(tree.doubles), "a double is what both tiers can read, no more and no less"
     tree.doubles.check()
+    assert (tree.on_device, tree.on_host) == (on_device, on_host), "what is counted is what can be read"
     _check_candidates(tree)
 
 

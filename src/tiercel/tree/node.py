@@ -107,6 +107,16 @@ def parent_of(page: Page) -> Page:
     return page.parent
 
 
+def inherit(parent: Page, page: Page) -> None:
+    """A parent was used whenever its child was."""
+    if page.used > parent.used:
+        parent.used = page.used
+    if page.priority > parent.priority:
+        parent.priority = page.priority
+    parent.hits += page.hits - page.hits_given
+    page.hits_given = page.hits
+
+
 # Who may go
 
 

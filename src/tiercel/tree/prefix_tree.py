@@ -35,6 +35,7 @@ from tiercel.tree.node import (
     Page,
     Tail,
     idle,
+    inherit,
     may_leave_host,
     page_may_leave_device,
     parent_of,
@@ -71,6 +72,9 @@ class PrefixTree:
         self._saving = 0
         self.leaving: dict[type[Item], int] = {Page: 0, Tail: 0}
         """Device places that come free when the saves under way end."""
+        self.on_device: dict[type[Item], int] = {Page: 0, Tail: 0}
+        self.on_host: dict[type[Item], int] = {Page: 0, Tail: 0}
+        """What each tier can read, counted as it changes: nobody walks the tree to tell."""
         self._line_up()
 
     def _line_up(self) -> None:
@@ -140,14 +144,16 @@ class PrefixTree:
         """
         assert parent is self.root or (parent.device is not None and parent.load is None)
         self._clock += 1
-        clock, index, pages = self._clock, self.index, []
+        clock, index, pages, new = self._clock, self.index, [], 0
         for number, (key, device) in enumerate(zip(keys, ids, strict=True)):
             page = index.get(key)
             if page is None:
                 page = index[key] = Page(key, parent, device, clock, priority)
                 parent.children += 1
                 parent.children_device += 1
-                if self.events is not None:  # asked here too: a call for every new page costs a tenth
+                if self.events is None:  # `_tell` for every new page would cost a tenth
+                    new += 1
+                else:
                     page.tokens = tokens[number] if tokens else b""
                     self._tell(True, Tier.DEVICE, page)
             else:
@@ -163,6 +169,7 @@ class PrefixTree:
                     page.priority = priority
             pages.append(page)
             parent = page
+        self.on_device[Page] += new
         if pages:
             self.device_pages.offer(parent)
         return pages
@@ -197,7 +204,7 @@ class PrefixTree:
             parent = page
         here = parent  # the deepest page on the device was used just now, too
         while here is not self.root and here.device is None:
-            self._inherit(parent_of(here), here)
+            inherit(parent_of(here), here)
             here = parent_of(here)
         return parent
 
@@ -446,7 +453,7 @@ class PrefixTree:
         if isinstance(item, Page):
             parent = parent_of(item)
             parent.children_device -= 1
-            self._inherit(parent, item)
+            inherit(parent, item)
             self.device_pages.offer(parent)
 
     def _leave_host(self, item: Item) -> None:
@@ -454,15 +461,6 @@ class PrefixTree:
             self.doubles.discard(item)
             self._tell(False, Tier.HOST, item)
             self._give_host(item)
-
-    def _inherit(self, parent: Page, page: Page) -> None:
-        """A parent was used whenever its child was."""
-        if page.used > parent.used:
-            parent.used = page.used
-        if page.priority > parent.priority:
-            parent.priority = page.priority
-        parent.hits += page.hits - page.hits_given
-        page.hits_given = page.hits
 
     def _drop(self, item: Item) -> None:
         """Forget something altogether; with a page, all below it, of which the device holds nothing."""
@@ -482,7 +480,7 @@ class PrefixTree:
         if page.device is not None:
             self._leave_device(page)
         else:
-            self._inherit(parent, page)
+            inherit(parent, page)
         if page.host is not None:
             self._leave_host(page)
         page.gone = True
@@ -514,5 +512,9 @@ class PrefixTree:
         (self.actions.pages if isinstance(item, Page) else self.actions.tails).append(device)
 
     def _tell(self, stored: bool, tier: Tier, item: Item) -> None:
+        """A tier can read something from now on, or no longer."""
+        if tier is not Tier.STORE:
+            counts = self.on_device if tier is Tier.DEVICE else self.on_host
+            counts[type(item)] += 1 if stored else -1
         if self.events is not None:
             self.events.append(event(stored, tier, item))
