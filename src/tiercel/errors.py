@@ -52,6 +52,15 @@ class AskError(InputError):
     """A request that can not be served as it was asked."""
 
 
+class LengthError(AskError):
+    """A text with more tokens than there is room for. `tokens` may be less than it has, and is too many."""
+
+    def __init__(self, field: str, *, tokens: int, tokens_max: int) -> None:
+        super().__init__(field, f"{tokens} tokens", f"the longest context has {tokens_max}")
+        self.tokens = tokens
+        self.tokens_max = tokens_max
+
+
 class QueueFull(TiercelError):
     """More is waiting than may wait. Nothing was begun; the same request may be sent again later."""
 

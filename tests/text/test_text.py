@@ -604,3 +604,50 @@ def test_added_tokens_of_any_characters_are_streamed_as_they_are_decoded(tmp_pat
     for tokens in ([4096], [4097, 4098], [4099], [300, 4096, 4099, 301]):
         stream = TextStream(text)
         assert "".join(stream.push(token).text for token in tokens) + stream.finish() == text.decode(tokens)
+
+
+# Templates that do not end
+
+ENDLESS = {
+    "loops in loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "a loop that shows nothing": (
+        "{% for i in range(99999) %}{% for j in range(99999) if false %}x{% endfor %}{% endfor %}"
+    ),
+    "macros that call themselves twice": (
+        "{% macro twice(n) %}{% if n %}{{ twice(n - 1) }}{{ twice(n - 1) }}{% endif %}{% endmacro %}"
+        "{{ twice(200) }}"
+    ),
+    "a loop in itself": (
+        "{% for i in range(9) recursive %}{{ loop(range(9)) if loop.depth < 30 }}{% endfor %}"
+    ),
+    "macros that call themselves for ever": "{% macro on() %}{{ on() }}{% endmacro %}{{ on() }}",
+    "much text": "{% for i in range(99999) %}{{ 'x' * 99999 }}{% endfor %}",
+    "one long text": "{{ 'x' * 10 ** 18 }}",
+}
+
+
+@pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
+def test_a_template_that_does_not_end_is_stopped_and_said_so(tmp_path, template):
+    text = Text(make_folder(tmp_path / "model", template))
+    with pytest.raises(AskError, match="the chat template does not take them"):
+        text.chat([user("hello")])
+
+
+def test_steps_are_counted_of_all_renderings_together_and_only_the_ends_are_given_up(tmp_path, monkeypatch):
+    text = Text(make_folder(tmp_path / "model", TURNS))
+    messages = [user("hello"), assistant("hi")] * 10
+    whole = text.chat(messages)
+    monkeypatch.setattr("tiercel.text.template.Bound.__init__.__defaults__", (60,))
+    few = text.chat(messages)
+    assert few.tokens == whole.tokens
+    assert few.turn_ends == whole.turn_ends[-len(few.turn_ends) :] and 0 < len(few.turn_ends) < 20
+
+
+def test_what_a_loop_tells_about_itself_is_as_it_is_elsewhere(tmp_path):
+    template = (
+        "{% for m in messages if m.role == 'user' %}{{ loop.index }}/{{ loop.length }}"
+        "{{ '.' if loop.last else ',' }}{% else %}nobody{% endfor %}"
+    )
+    text = Text(make_folder(tmp_path / "model", template))
+    prompt = text.chat([user("a"), assistant("b"), user("c")])
+    assert text.decode(prompt.tokens) == "1/2,2/2."

@@ -4,20 +4,38 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jinja2 import Environment, Template, TemplateError
+from jinja2 import Environment, Template, TemplateError, nodes, pass_context
 from jinja2.ext import Extension
 from jinja2.nodes import Node, Scope
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tiercel.errors import AskError, WeightsError
 from tiercel.text.answer import BLOCK
 
-TEMPLATE_FAILS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
+TEMPLATE_FAILS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    RecursionError,
+    MemoryError,
+)
+STEPS_MOST = 1_000_000
+"""Turns of loops, and calls, of one conversation, however often it is rendered: a second or two. A thousand
+messages, rendered for their ends too, take an eighth of it, or more if their template calls much."""
+STEPS_OF_CALL = 10
+"""A call takes about as long as ten turns."""
+CHARS_MOST = 64 << 20
+"""What a template may write: several times the longest body."""
 RESERVED = ("messages", "tools", "add_generation_prompt", "chat_template", "tokenize")
 """Variables that have another place in a request, or none."""
 
@@ -53,7 +71,13 @@ class JinjaFormat:
         asked = {"messages": messages, "tools": list(tools) or None}
         # Hugging Face gives the absent ones too: templates compare them with none.
         every = {"documents": None, **self._names, **kwargs, **asked}
-        return template.render(every | {"add_generation_prompt": add_generation_prompt})
+        written, chars = [], 0
+        for part in template.generate(every | {"add_generation_prompt": add_generation_prompt}):
+            written.append(part)
+            chars += len(part)
+            if chars > CHARS_MOST:
+                raise TemplateError(f"it writes more than {CHARS_MOST:,} characters")
+        return "".join(written)
 
 
 def read_template(folder: Path, config: Mapping[str, Any], names: Mapping[str, str]) -> JinjaFormat | None:
@@ -74,11 +98,67 @@ def read_template(folder: Path, config: Mapping[str, Any], names: Mapping[str, s
         raise WeightsError(folder, f"has a chat template that can not be read: {error}") from error
 
 
+class Bound:
+    """Steps that the templates rendered within it may take together. Others are not bounded."""
+
+    _here: ContextVar[Bound | None] = ContextVar("bound", default=None)
+
+    def __init__(self, steps: int = STEPS_MOST) -> None:
+        self.steps = self.left = steps
+
+    def __enter__(self) -> None:
+        self._token = self._here.set(self)
+
+    def __exit__(self, *_: object) -> None:
+        self._here.reset(self._token)
+
+    @classmethod
+    def count(cls, steps: int = 1) -> bool:
+        """Steps of whatever is rendered here."""
+        bound = cls._here.get()
+        if bound is not None:
+            bound.left -= steps
+            if bound.left < 0:
+                raise TemplateError(f"it takes more than {bound.steps:,} steps")
+        return True
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """Counts every turn of a loop and every call, so that no template runs for ever.
+
+    What a single filter or operator does is not counted. A template comes with the weights, and is trusted as
+    far as they are.
+    """
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        template = super()._parse(source, name, filename)
+        for loop in template.find_all(nodes.For):
+            loop.body.insert(0, nodes.ExprStmt(self._count()))
+            if loop.test is not None:  # what it passes over is looked at, too
+                loop.test = nodes.And(self._count(), loop.test)
+        return template
+
+    def _count(self) -> nodes.Filter:
+        count = nodes.Filter(nodes.Const(None), "_count", [], [], None, None)
+        count.set_lineno(1).set_environment(self)
+        return count
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        Bound.count(STEPS_OF_CALL)
+        return super().call(__context, __obj, *args, **kwargs)
+
+
+@pass_context  # so that it is not evaluated once, when the template is compiled
+def _count(_context: Context, _value: None) -> bool:
+    return Bound.count()
+
+
 def _environment() -> Environment:
-    environment = ImmutableSandboxedEnvironment(
+    environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )
     environment.filters["tojson"] = _tojson
+    environment.filters["_count"] = _count
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment

@@ -14,18 +14,20 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Protocol
 
 from tokenizers import Encoding, Tokenizer
 
-from tiercel.errors import AskError, WeightsError
+from tiercel.errors import AskError, LengthError, WeightsError
 from tiercel.text.answer import DSML, END_THINK, THINK
 from tiercel.text.deepseek_v4 import read_deepseek_v4
+from tiercel.text.length import bytes_per_token_most
 from tiercel.text.marks import Guard, Marks, Message
 from tiercel.text.pieces import Pieces
-from tiercel.text.template import TEMPLATE_FAILS, read_template
+from tiercel.text.template import TEMPLATE_FAILS, Bound, read_template
 
 CONTROL_LOOKS = ("<|", "<｜", "｜")
 """Added tokens that look so are control tokens, special or not: DeepSeek's `<｜User｜>` is called ordinary.
@@ -109,9 +111,13 @@ class Text:
         self.eos = frozenset(token for token in ends if token is not None)
         self._pieces: dict[int, bytes] = {}
 
-    def encode(self, text: str) -> list[int]:
-        """A whole text, with what this tokenizer puts before one. Control tokens in it are control tokens."""
-        tokens = self._encode(text, field="text", whole=True).ids
+    def encode(self, text: str, *, field: str = "text", tokens_max: int | None = None) -> list[int]:
+        """A whole text, with what this tokenizer puts before one. Control tokens in it are control tokens.
+
+        Raises `LengthError`, at once, if by its length alone it has more tokens than `tokens_max`.
+        """
+        self._check_length(text, field, tokens_max)
+        tokens = self._encode(text, field=field, whole=True).ids
         return tokens if tokens[:1] == self._lead else self._lead + tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -139,12 +145,14 @@ class Text:
         tools: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
+        tokens_max: int | None = None,
     ) -> Prompt:
         """The conversation in the model's format. What messages and tools say gives no control token.
 
+        Raises `LengthError` as `encode` does.
         A message's end is where the messages up to it, rendered alone, end, if all of them begin with that.
         """
-        marks = Marks(self._guard)
+        marks, bound = Marks(self._guard), Bound()
         shaped = [marks.message(f"messages[{index}]", message) for index, message in enumerate(messages)]
         if not shaped:
             raise AskError("messages", [], "there must be one")
@@ -154,18 +162,22 @@ class Text:
         try:
             if self._format is None:
                 raise ValueError("the model has none")
-            rendered = self._format.render(shaped, *given, add_generation_prompt)
+            with bound:
+                rendered = self._format.render(shaped, *given, add_generation_prompt)
         except AskError:
             raise
         except TEMPLATE_FAILS as error:
             why = f"the chat template does not take them: {marks.removed(str(error))}"
             raise AskError("messages", [message["role"] for message in shaped], why) from error
+        self._check_length(marks.removed(rendered), "messages", tokens_max)
         ends = set(marks.ends(rendered)[-ENDS_SOUGHT:])
         everyone = range(len(shaped))
         named = [index for index in everyone if messages[index].get("cache_control")]
-        for index in {0, *everyone[-ENDS_SOUGHT:], *named[-ENDS_SOUGHT:]}:
+        sought = {0, *everyone[-ENDS_SOUGHT:], *named[-ENDS_SOUGHT:]}
+        for index in sorted(sought, reverse=True):  # the newest matter most, should the steps not be enough
             try:
-                before = self._format.render(shaped[: index + 1], *given, False)
+                with bound:
+                    before = self._format.render(shaped[: index + 1], *given, False)
             except TEMPLATE_FAILS:
                 continue  # it wants more than these messages
             if rendered.startswith(before):
@@ -174,6 +186,20 @@ class Text:
         tokens = tuple(token for _, encoding in segments for token in encoding.ids)
         turn_ends = tuple(sorted(set(_tokens_before(segments, ends)) - {0}))
         return Prompt(tokens, turn_ends, thinks=rendered.rstrip().endswith(THINK))
+
+    def _check_length(self, text: str, field: str, tokens_max: int | None) -> None:
+        """It is refused only if it can not fit: what may is encoded, and counted by whoever asked."""
+        if tokens_max is None or 4 * len(text) <= tokens_max:
+            return
+        most = self._bytes_per_token_most
+        least = 0 if most is None else -(-len(text.encode("utf-8", "replace")) // most)
+        if least > tokens_max:
+            raise LengthError(field, tokens=least, tokens_max=tokens_max)
+
+    @cached_property
+    def _bytes_per_token_most(self) -> int | None:
+        lengths = [len(self.piece_bytes(token)) for token in range(self.vocab_size)]
+        return bytes_per_token_most(json.loads(self._tokenizer.to_str()), lengths)
 
     def _encode(self, text: str, *, field: str, whole: bool = False) -> Encoding:
         try:
