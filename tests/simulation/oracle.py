@@ -55,6 +55,10 @@ class WatchedTree(PrefixTree):
         self.oracle.check_victim(item)
         return super()._evict(item, host_pages, take_host)
 
+    def load_done(self, move, ok):
+        super().load_done(move, ok)
+        assert not move.item.gone or move.item.device is None, "I3: what is gone still names its place"
+
     def evict_host(self, *, colder_than=None):
         doubles = set(self.doubles)
         coldest = None if doubles else self.host.coldest()

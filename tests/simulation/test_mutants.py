@@ -26,6 +26,7 @@ real_insert, real_load_start, real_save_start = (
 )
 real_seeded, real_take_host, real_touch = keys._seeded, Places.take_host, PrefixTree.touch
 real_evict, real_store_start = PrefixTree._evict, PrefixTree.store_start
+real_load_done = PrefixTree.load_done
 real_end, real_read = Fetch.end, StoreMover._read
 
 
@@ -95,6 +96,12 @@ def a_place_comes_back_before_its_save_ended(self, item, host_pages, take_host):
     return going
 
 
+def a_tail_that_is_gone_keeps_its_place(self, move, ok):
+    real_load_done(self, move, ok)
+    if move.item.gone:
+        move.item.device = move.device
+
+
 def the_last_layer_is_not_copied(real):
     def copy(self, direction, leg, layer):
         if layer != self.spec.layers[-1]:
@@ -153,6 +160,7 @@ MUTANTS = {
     children_leave_no_inheritance: (PrefixTree, "_inherit"),
     the_hottest_goes_first: (Candidates, "coldest"),
     a_place_comes_back_before_its_save_ended: (PrefixTree, "_evict"),
+    a_tail_that_is_gone_keeps_its_place: (PrefixTree, "load_done"),
     host_pages_are_taken_twice: (Places, "take_host"),
 }
 

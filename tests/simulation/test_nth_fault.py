@@ -50,6 +50,9 @@ class Scene(World):
         with patch.object(cache_module, "PrefixTree", WatchedTree):
             return TieredCache(self.spec, config, executors=self.copies)
 
+    def _attach(self, random):
+        """The scene has two tiers."""
+
     def actor(self, tokens):
         return Actor(tokens, (), self.cache.chain(tokens), {})
 

@@ -42,7 +42,7 @@ def test_the_simulation_reaches_what_it_is_meant_to_test():
     """A simulation that never loads, fails or waits would hold too."""
     seen: dict[str, int] = {}
     specs = set()
-    for seed in range(60):
+    for seed in range(75):
         world = run(seed, STEPS)
         specs.add(world.spec.model)
         for name, count in (world.cache.counters + world.store_counters).items():

@@ -58,6 +58,9 @@ class Indifferent(EvictPolicy):
 
 
 class World:
+    tight = False
+    """Hardly anything fits in either tier, there is no store, and askers leave while their loads are late."""
+
     def __init__(self, setup: int) -> None:
         random = Random(setup)
         self.spec = SPECS[random.choice(sorted(SPECS))]
@@ -71,10 +74,14 @@ class World:
         self._poison_what_is_freed()
         self.now_s = 0.0
         fetch_module.READ_BYTES_LEAST = 64  # so that a fetch of these few bytes is several reads
+        self.late = {direction for direction in Direction if random.random() < 0.3}
+        if self.tight:
+            self.late = {Direction.LOAD}
+        """Copies of these directions land long after they were sent, and out of step with the other's."""
         self.store_copies = {name: HeldCopies() for name in ("ask", "read", "write")}
         self.store: FalseStore | None = None
         self.store_counters: Counter[str] = Counter()
-        if random.random() < 0.7:
+        if random.random() < 0.7 and not self.tight:
             self._attach(random)
         self.events = 0
         self.observer_fails = False
@@ -85,18 +92,19 @@ class World:
         self.log: list[str] = []
 
     def _make_cache(self, random: Random) -> TieredCache:
-        tails = random.choice([2, 3, 7]) * self.spec.pages_per_window
         least = max(1, self.spec.host_pages_per_tail)
         roomy = self.roomy = random.random() < 0.4
         """Most of what is computed reaches the host, and so the store."""
+        tight = self.tight = not roomy and random.random() < 0.25
+        tails = 2 if tight else random.choice([2, 3, 7])
         config = CacheConfig(
             fetch=random.choice(FETCH_POLICIES),
             store_writing_bytes=random.choice([1, 10_000, 1 << 20]),
-            device_pages=14 if roomy else random.choice([2, 6, 9, 9, 14]),
-            device_tails=tails,
+            device_pages=14 if roomy else random.randint(4, 8) if tight else random.choice([2, 6, 9, 9, 14]),
+            device_tails=tails * self.spec.pages_per_window,
             host_bytes=self.spec.host_page_bytes
             * least
-            * (30 if roomy else random.choice([0, 2, 8, 16, 30])),
+            * (30 if roomy else random.randint(1, 3) if tight else random.choice([0, 2, 8, 16, 30])),
             layout=random.choice(LAYOUTS),
             copier=random.choice(["reference", "direct"]),
             save="through" if roomy else random.choice(SAVE_POLICIES),
@@ -152,7 +160,7 @@ class World:
         ("begin", 10),
         ("compute", 30),
         ("finish", 7),
-        ("abort", 1),
+        ("abort", 5),
         ("preempt", 1),
         ("step", 20),
         ("copy", 16),
@@ -182,7 +190,7 @@ class World:
         """A text that shares a prefix with an earlier one, perhaps in another namespace."""
         if len(self.actors) >= 6:
             return
-        base, namespace = random.choice(self.texts[-24:])
+        base, namespace = random.choice(self.texts[-4 if self.tight else -24 :])
         if random.random() < 0.1:
             namespace = random.choice(NAMESPACES)
         tokens = base[: random.choice([len(base), random.randint(0, len(base))])]
@@ -190,6 +198,8 @@ class World:
             tokens = [random.randint(0, 2)] * (self.tokens_max - random.randint(1, 9))
             namespace = random.choice([(), (), (), *NAMESPACES])
         more = random.randint(1, self.tokens_max // 3)
+        if self.tight and random.random() < 0.6:  # the same text once more
+            tokens, more = list(base), 1
         tokens = (tokens + [random.randint(0, 3) for _ in range(more)])[: self.tokens_max]
         self.texts.append((tokens, namespace))
         options = {
@@ -235,7 +245,8 @@ class World:
         if self.store is not None and random.random() < 0.15:
             self.store.mood = None
         if random.random() < 0.3:  # a quiet moment: all of it
-            for copies in (*self.copies.values(), *self.store_copies.values()):
+            prompt = [copies for direction, copies in self.copies.items() if direction not in self.late]
+            for copies in (*prompt, *self.store_copies.values()):
                 copies.shutdown()
             self._do_step(random)
         for copies in random.sample(list(self.store_copies.values()), 3):
@@ -255,7 +266,7 @@ class World:
         elif what == "detach" and self.cache.store is not None:
             self._keep_counters()
             self.cache.detach()
-        elif what == "attach" and not self.cache._stores_left:
+        elif what == "attach" and not (self.cache._stores_left or self.tight):
             self._attach(random)
 
     def _keep_counters(self) -> None:
@@ -349,6 +360,11 @@ class World:
 
     def _do_abort(self, random: Random) -> None:
         started = [a for a in self.actors if a.request]
+        loading = [a for a in started if a.request and a.request.state is RequestState.LOADING]
+        if self.tight and loading:
+            started = loading
+        elif random.random() < 0.8:
+            return
         if started:
             actor = random.choice(started)
             self.cache.abort(actor.request)  # type: ignore[arg-type]
@@ -377,8 +393,8 @@ class World:
 
     def _do_copy(self, random: Random) -> None:
         """A copy ends, any of those under way."""
-        for copies in random.sample(list(self.copies.values()), 2):
-            if copies.held:
+        for direction, copies in random.sample(list(self.copies.items()), 2):
+            if copies.held and (direction not in self.late or random.random() < 0.08):
                 copies.run(random.randrange(len(copies.held)))
                 return
 

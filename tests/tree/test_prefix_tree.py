@@ -6,6 +6,7 @@ import pytest
 from tests.make import TreeDriver, make_keys
 from tiercel.tree.candidates import SWEEP_AT_LEAST
 from tiercel.tree.check import check, show
+from tiercel.types import DeviceTailId
 
 
 def make_tree(**options):
@@ -155,6 +156,23 @@ def test_a_page_takes_its_tail_with_it():
     tree.add_tail("ab")
     tree.tree.evict_pages(1)
     assert len(tree.tree.actions.tails) == 1 and len(tree.tree.actions.pages) == 1
+
+
+def test_a_tail_whose_page_goes_while_it_is_loading_gives_its_place_back_once():
+    driver = make_tree(pages_per_window=1, host_pages=1)
+    tree = driver.tree
+    driver.add("a")
+    driver.add_tail("a")
+    tail = driver.page("a").tail
+    tree.evict_tails(1, 1, driver.take_host)
+    driver.finish_saves()
+    given = list(tree.actions.tails)
+    load = tree.load_start(tail, DeviceTailId(next(driver.ids)), batch=1)
+    assert driver.evict() == 1, "there is no host page for the page, so the page and its tail are gone"
+    tree.load_done(load, ok=True)
+    assert tree.evict_tails(1, 1, driver.take_host) == 0, "nothing is left to evict"
+    assert tree.actions.tails == [*given, load.device]
+    check(tree)
 
 
 # Inserting

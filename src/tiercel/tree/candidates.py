@@ -11,7 +11,7 @@ in front of the heap, where it is taken again without moving the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Generic, TypeVar
 
@@ -96,3 +96,6 @@ class Candidates(Generic[AnyItem]):
 
     def __contains__(self, item: object) -> bool:
         return item in self._members
+
+    def __iter__(self) -> Iterator[AnyItem]:
+        return iter(self._members)

@@ -63,6 +63,9 @@ def _check_item(item: Item) -> None:
 
 def _check_candidates(tree: PrefixTree) -> None:
     """Whoever may go stands in line; who may not is passed over when its turn comes."""
+    for line in (tree.device_pages, tree.device_tails, tree.host):
+        for item in line:
+            assert not (item.gone and line.ready(item)), f"I3: gone, but may be evicted: {_row(item)}"
     for page in tree.index.values():
         on_device = page in tree.device_pages or not tree.device_pages.ready(page)
         assert on_device, f"may leave the device, but stands in no line: {_row(page)}"

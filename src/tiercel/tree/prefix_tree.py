@@ -268,7 +268,7 @@ class PrefixTree:
         item = move.item
         if item.gone:
             self._give_device(item, move.device)
-            item.load = None
+            item.device = item.load = None
             self._give_host(item)
             return
         if ok:
@@ -374,6 +374,7 @@ class PrefixTree:
             if take_host is not None and item.hits >= self._save.evict_hits:
                 host = self._host_for(item, host_pages, take_host)
                 if host is None and self._saving:
+                    self._offer(item)
                     return False
             if host is None:
                 self._drop(item)
@@ -386,10 +387,10 @@ class PrefixTree:
     def _host_for(self, item: Item, count: int, take_host: TakeHost) -> tuple[HostPageId, ...] | None:
         """Host pages for something about to leave the device. It displaces doubles, and what is colder."""
         rank = self._rank(item)
-        self.lock(item)  # a tail must not displace the page it hangs on
+        item.lock += 1  # a tail must not displace the page it hangs on
         while (host := take_host(count)) is None and self.evict_host(colder_than=rank):
             pass
-        self.unlock(item)
+        item.lock -= 1  # not `unlock`: the item was taken out of the line and must not be offered to it again
         return host
 
     def evict_host(self, *, colder_than: Rank | None = None) -> bool:
