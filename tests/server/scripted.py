@@ -79,6 +79,7 @@ class ScriptedService:
     text: ScriptedText = field(default_factory=ScriptedText)
     model_name: str = "scripted"
     context_tokens: int = 4096
+    page_tokens: int = 128
     ready: bool = True
     fail_first: Exception | None = None
     """Instead of the first Delta."""

@@ -15,12 +15,14 @@ from rich.table import Table
 
 from tiercel.cli import options as o
 from tiercel.config import parse_bytes
-from tiercel.engine.config import Build, EngineConfig
+from tiercel.engine.config import EMBEDDED, Build, EngineConfig
 from tiercel.errors import ConfigError
 from tiercel.storage.allow import why_not
 
 if TYPE_CHECKING:
     from tiercel.engine.build import Choice
+    from tiercel.engine.engine import Engine
+    from tiercel.engine.events import EventPublisher
     from tiercel.engine.service import EngineService
     from tiercel.server.options import ServerOptions
 
@@ -57,7 +59,10 @@ AdminKey = Annotated[
         help="Asked for calls that act on the server; else --api-key is.", envvar="TIERCEL_ADMIN_KEY"
     ),
 ]
-Name = Annotated[str | None, typer.Option(help="The model's name for clients.")]
+ServedModelName = Annotated[
+    list[str] | None, typer.Option(help="The model's name for clients. Repeatable: each is one of its names.")
+]
+Strict = Annotated[bool, typer.Option("--strict", help="Refuse requests with fields that nobody knows.")]
 ShutdownS = Annotated[int, typer.Option(help="How long running answers may finish.", min=0)]
 
 
@@ -88,12 +93,12 @@ def serve(  # noqa: PLR0913 - a command has as many arguments as options
     overlap: Overlap = o.ENGINE.overlap,
     api_key: ApiKey = None,
     admin_key: AdminKey = None,
-    name: Name = None,
+    served_model_name: ServedModelName = None,
+    strict: Strict = False,
     shutdown_s: ShutdownS = 10,
 ) -> None:
     """Serve a model: OpenAI's API and SGLang's, on a tiered cache."""
-    from tiercel.engine.build import open_engine
-    from tiercel.engine.events import EventPublisher
+    from tiercel.engine.build import folder_of, open_engine
     from tiercel.engine.service import EngineService
     from tiercel.server.keys import is_loopback
     from tiercel.server.options import ServerOptions
@@ -110,23 +115,35 @@ def serve(  # noqa: PLR0913 - a command has as many arguments as options
     build = Build(model, page_tokens, format, device_bytes, kernels, exact, store)
     engine, choices = open_engine(build, config)
     with ExitStack() as ending:
-        publisher = None
-        if kv_events is not None:
-            publisher = EventPublisher(
-                kv_events, page_tokens=engine.page_tokens, replay_endpoint=kv_events_replay
-            )
-            ending.callback(publisher.close)
-            engine.cache.watch(publisher)
+        publisher = _publisher(engine, kv_events, kv_events_replay, ending)
         show(choices)
-        service = EngineService(engine, name or model.rstrip("/").rpartition("/")[2], store, publisher)
+        folder = folder_of(model).absolute()
+        names = served_model_name or [model if model == EMBEDDED else folder.name]
+        service = EngineService(engine, names[0], store, publisher)
         ending.callback(service.close, shutdown_s)
         keys = ServerOptions(
             api_key=tuple(api_key or ()),
             admin_key=admin_key,
             loopback=is_loopback(host),
             store_allow=(*(store_allow or ()), *_named(store)),
+            model_names=tuple(names[1:]),
+            model_path=str(folder),
+            strict=strict,
         )
         _listen(service, host, port, keys, shutdown_s)
+
+
+def _publisher(
+    engine: Engine, endpoint: str | None, replay_endpoint: str | None, ending: ExitStack
+) -> EventPublisher | None:
+    from tiercel.engine.events import EventPublisher
+
+    if endpoint is None:
+        return None
+    publisher = EventPublisher(endpoint, page_tokens=engine.page_tokens, replay_endpoint=replay_endpoint)
+    ending.callback(publisher.close)
+    engine.cache.watch(publisher)
+    return publisher
 
 
 def show(choices: Sequence[Choice]) -> None:

@@ -34,9 +34,14 @@ class Choice:
     why: str
 
 
+def folder_of(model: str) -> Path:
+    """Where a model is that a user names: the embedded one, or a folder."""
+    return EMBEDDED_FOLDER if model == EMBEDDED else Path(model)
+
+
 def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice]]:
     """Everything is read and checked before it answers; what is wrong is one error that names it."""
-    folder = EMBEDDED_FOLDER if build.model == EMBEDDED else Path(build.model)
+    folder = folder_of(build.model)
     checkpoint = Checkpoint(folder)
     own = V4Config.from_hf(checkpoint.config)
     kernels = make_kernels(build.kernels)

@@ -50,6 +50,7 @@ class EngineService:
         self._events = events
         self._store_url = hide(store_url, store_url) if store_url else ""
         self.context_tokens = engine.context_tokens
+        self.page_tokens = engine.page_tokens
         self._engine = engine
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()

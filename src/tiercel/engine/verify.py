@@ -16,14 +16,13 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from tiercel.engine.ask import Ask, Sampling, TokenOut, Usage
-from tiercel.engine.build import EMBEDDED_FOLDER, open_engine
-from tiercel.engine.config import EMBEDDED, Build, EngineConfig
+from tiercel.engine.build import folder_of, open_engine
+from tiercel.engine.config import Build, EngineConfig
 from tiercel.engine.engine import Engine
 from tiercel.engine.loop import plain_steps
 
@@ -186,7 +185,7 @@ Exam = tuple[list[int], list[int], list[int]]
 
 def exams_of(engine: Engine, model: str) -> Iterable[Exam]:
     """What the model was trained to look up, where its folder says so (`recall.json`)."""
-    folder = EMBEDDED_FOLDER if model == EMBEDDED else Path(model)
+    folder = folder_of(model)
     if not (folder / "recall.json").exists():
         return
     words, random = json.loads((folder / "recall.json").read_text()), Random(1)

@@ -17,6 +17,15 @@ from tiercel.server.options import ServerOptions
 from tiercel.server.service import Service
 from tiercel.types import Namespace
 
+DEFAULT_MODEL = "default"
+"""What clients of SGLang call a server's only model if they name none."""
+
+
+def model_names(service: Service, options: ServerOptions) -> tuple[str, ...]:
+    """What a client may call the model; the first is what the server calls it."""
+    path = () if options.model_path is None else (options.model_path,)
+    return tuple(dict.fromkeys((service.model_name, *options.model_names, *path, DEFAULT_MODEL)))
+
 
 def namespace_of(cache_salt: str | None) -> Namespace:
     """Requests with different salts never share a page; those without one share among themselves."""

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
 from starlette.requests import ClientDisconnect, Request
 
+from tiercel.server.border import visit_of
 from tiercel.server.errors import ApiError, ClientGone, refusal
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -21,13 +22,16 @@ UNSUPPORTED = "unsupported"
 """The kind of complaint about a field that this server knows of and does not serve."""
 
 
-async def read_body(request: Request, model: type[Model], bytes_max: int) -> Model:
-    """The body as a checked value."""
+async def read_body(request: Request, model: type[Model], bytes_max: int, *, strict: bool = True) -> Model:
+    """The body as a checked value. Fields that nobody knows are refused, or else noted in the visit."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         # Also what keeps a web page from posting here without the browser asking first.
         raise refusal("content-type", kind, "must be application/json")
-    return parse(await _read(request, bytes_max), model)
+    ignored: set[str] = set()
+    body = parse(await _read(request, bytes_max), model, None if strict else ignored)
+    visit_of(request).ignored = sorted(ignored)
+    return body
 
 
 async def _read(request: Request, bytes_max: int) -> bytes:
@@ -49,17 +53,18 @@ def _too_large(bytes_max: int) -> ApiError:
     return ApiError(413, f"the body is longer than {bytes_max:,} B", code="request_too_large")
 
 
-def parse(raw: bytes, model: type[Model]) -> Model:
+def parse(raw: bytes, model: type[Model], ignored: set[str] | None) -> Model:
+    """`ignored` is filled with unknown fields; None: they are refused."""
     try:
         data = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
     try:
-        return model.model_validate(data)
+        return model.model_validate(data, context=ignored)
     except ValidationError:
         data = _whole(data)
     try:
-        return model.model_validate(data)
+        return model.model_validate(data, context=ignored)
     except ValidationError as error:
         raise _complaint(error.errors(include_url=False), data) from error
 
@@ -93,21 +98,29 @@ def _complaint(details: Sequence[ErrorDetails], data: Any) -> ApiError:
         return ApiError(400, f"{names} is missing", param=names, code="missing_required_parameter")
     messages = " or ".join(dict.fromkeys(detail["msg"] for detail in told))
     code = "unsupported_parameter" if UNSUPPORTED in kinds else "invalid_value"
-    return refusal(names or "body", told[0]["input"], messages, code)
+    return refusal(names or "body", _at(data, deepest), messages, code)
 
 
 def _path(detail: ErrorDetails, data: Any) -> tuple[str | int, ...]:
     """Where in the data it is. A location also names members of unions: what is not in the data is that."""
     path: list[str | int] = []
     here = data
-    for position, name in enumerate(detail["loc"]):
-        last = position == len(detail["loc"]) - 1
+    # A complaint of `fields.Body` is about the part of the request, and names the field beside it.
+    loc = (*detail["loc"], detail["ctx"]["field"]) if detail["type"] == UNSUPPORTED else detail["loc"]
+    for position, name in enumerate(loc):
+        last = position == len(loc) - 1
         if _has(here, name):
             here = here[name]
         elif not (last and detail["type"] == "missing"):
             continue
         path.append(name)
     return tuple(path)
+
+
+def _at(data: Any, path: Sequence[str | int]) -> Any:
+    for name in path:
+        data = data[name]
+    return data
 
 
 def _has(data: Any, name: str | int) -> bool:

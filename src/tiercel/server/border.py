@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from uuid import uuid4
 
@@ -18,11 +19,14 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tiercel.server.errors import translate
+from tiercel.server.errors import log, translate
 from tiercel.server.metrics import Metrics
 
 ID_PATTERN = r"^[A-Za-z0-9_-]{1,128}$"
 """Ids a client may choose. No dots: the server puts one before what it adds, so ids of the two never meet."""
+
+NAME_CHARS, NAMES_TOLD, NAMES_LOGGED = 64, 32, 256
+"""Of an unknown field, of one request, of a server's life."""
 
 _KEY = "tiercel.visit"
 
@@ -39,6 +43,8 @@ class Visit:
     started_s: float = field(default_factory=time.perf_counter)
     first_token_s: float | None = None
     status: int | None = None
+    ignored: Sequence[str] = ()
+    """Fields of the request that nobody knows."""
     _claimed: set[str] = field(default_factory=set)
 
     def claim(self, request_id: str) -> bool:
@@ -47,6 +53,13 @@ class Visit:
             return False
         self.ids_live.add(request_id)
         self._claimed.add(request_id)
+        return True
+
+    def rename(self, request_id: str) -> bool:
+        """Gives the visit the id its client chose, unless another visit has it."""
+        if request_id != self.request_id and not self.claim(request_id):
+            return False
+        self.request_id = request_id
         return True
 
     def leave(self) -> None:
@@ -74,6 +87,7 @@ class Border:
         self.app = app
         self.metrics = metrics
         self.ids_live: set[str] = set()
+        self._warned: set[str] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -90,7 +104,10 @@ class Border:
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 visit.status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = visit.request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = visit.request_id
+                if visit.ignored:
+                    headers["x-ignored-fields"] = self._warn(visit.ignored)
             await send(message)
 
         try:
@@ -102,6 +119,15 @@ class Border:
         finally:
             visit.leave()
             self.metrics.ended(_call(scope), visit.status or 499, visit.age_s, visit.first_token_s)
+
+    def _warn(self, ignored: Sequence[str]) -> str:
+        """Each name once in the log, all in a header. They are a client's words: made short, ASCII, few."""
+        names = [re.sub(r"[^\w.-]", "?", name[:NAME_CHARS], flags=re.ASCII) for name in ignored[:NAMES_TOLD]]
+        for name in names:
+            if name not in self._warned and len(self._warned) < NAMES_LOGGED:
+                self._warned.add(name)
+                log.warning("requests have a field that this server does not know and ignores: %s", name)
+        return ", ".join(names)
 
 
 def _call(scope: Scope) -> str:

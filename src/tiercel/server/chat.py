@@ -21,7 +21,7 @@ from tiercel.server.protocol import (
     ChatResponse,
 )
 from tiercel.server.service import Text
-from tiercel.server.usage import usage_of, wants_usage
+from tiercel.server.usage import sglext, usage_of, usage_so_far, wants_usage
 
 
 @dataclass
@@ -39,10 +39,11 @@ class ChatReply:
             id=self.request_id,
             object="chat.completion",
             created=self.created,
-            model=self.body.model,
+            model=self.body.answered_as,
             choices=[self._choice(index, answer) for index, answer in enumerate(answers)],
             usage=usage_of(answers, len(answers)),
             **self._prompt(answers[0].prompt),
+            **sglext(self.body, answers),
         )
 
     def piece(self, index: int, answer: Answer, delta: Delta) -> Iterator[ChatChunk]:
@@ -57,11 +58,15 @@ class ChatReply:
         choice = ChatChunkChoice(
             index=index, delta=ChatDelta(**words), logprobs=logged, finish_reason=answer.finish_reason
         )
-        yield self._chunk([choice], **self._prompt(delta.prompt if index == 0 else ()))
+        prompt = self._prompt(delta.prompt if index == 0 else ())
+        yield self._chunk([choice], **prompt, **usage_so_far(self.body, answer))
 
     def last(self, answers: Sequence[Answer]) -> Iterator[ChatChunk]:
+        more: dict[str, Any] = {**sglext(self.body, answers)}
         if wants_usage(self.body):
-            yield self._chunk([], usage=usage_of(answers, len(answers)))
+            more["usage"] = usage_of(answers, len(answers))
+        if more:
+            yield self._chunk([], **more)
 
     def _choice(self, index: int, answer: Answer) -> ChatChoice:
         assert answer.finish_reason is not None
@@ -77,10 +82,9 @@ class ChatReply:
             id=self.request_id,
             object="chat.completion.chunk",
             created=self.created,
-            model=self.body.model,
+            model=self.body.answered_as,
             choices=choices,
-            # Null in every chunk but the last, if it was asked for; else not there.
-            **({"usage": None} if wants_usage(self.body) else {}) | more,
+            **more,
         )
 
     def _logprobs(self, tokens: Sequence[TokenOut]) -> ChatLogprobs | None:

@@ -12,7 +12,7 @@ from tiercel.server import logprobs
 from tiercel.server.answers import Answer
 from tiercel.server.protocol import CompletionChoice, CompletionRequest, CompletionResponse
 from tiercel.server.service import Text
-from tiercel.server.usage import usage_of, wants_usage
+from tiercel.server.usage import sglext, usage_of, usage_so_far, wants_usage
 
 
 @dataclass
@@ -36,24 +36,27 @@ class CompletionReply:
             self._choice(index, answer, answer.text, answer.prompt, answer.tokens)
             for index, answer in enumerate(answers)
         ]
-        return self._response(choices, usage=usage_of(answers, self.n))
+        return self._response(choices, usage=usage_of(answers, self.n), **sglext(self.body, answers))
 
     def piece(self, index: int, answer: Answer, delta: Delta) -> Iterator[CompletionResponse]:
         told = self.body.logprobs is not None and delta.tokens
         if index not in self._offsets or delta.text or told or delta.finish:
             choice = self._choice(index, answer, delta.text, delta.prompt, delta.tokens)
-            yield self._response([choice], **({"usage": None} if wants_usage(self.body) else {}))
+            yield self._response([choice], **usage_so_far(self.body, answer))
 
     def last(self, answers: Sequence[Answer]) -> Iterator[CompletionResponse]:
+        more: dict[str, Any] = {**sglext(self.body, answers)}
         if wants_usage(self.body):
-            yield self._response([], usage=usage_of(answers, self.n))
+            more["usage"] = usage_of(answers, self.n)
+        if more:
+            yield self._response([], **more)
 
     def _response(self, choices: list[CompletionChoice], **more: Any) -> CompletionResponse:
         return CompletionResponse(
             id=self.request_id,
             object="text_completion",
             created=self.created,
-            model=self.body.model,
+            model=self.body.answered_as,
             choices=choices,
             **more,
         )

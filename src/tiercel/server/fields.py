@@ -6,14 +6,18 @@ by `asks`; all others are kept here, so that schema and server agree.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WrapValidator
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticCustomError
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from tiercel.server.body import UNSUPPORTED
+from tiercel.server.border import ID_PATTERN
+from tiercel.server.known import ANY, Known
 
 TOP_LOGPROBS_MAX = 20
 SALT_CHARS_MAX = 256
@@ -21,9 +25,59 @@ BIAS_TOKENS_MAX = 1024
 
 
 class Body(BaseModel):
-    """A request, or part of one. Unknown fields are errors, and "5" is not 5."""
+    """A request, or part of one; "5" is not 5.
+
+    A field that is `known` and not served is accepted at a value that asks for nothing, and refused at any
+    other. An unknown field is an error, or ignored and noted if the validation's context is a set of names.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    known: ClassVar[Known] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_served(cls, data: Any, info: ValidationInfo) -> Any:
+        if not isinstance(data, dict) or data.keys() <= cls.model_fields.keys():
+            return data
+        served = {}
+        for name, value in data.items():
+            if name in cls.model_fields:
+                served[name] = value
+            elif name in cls.known:
+                cls._check_known(name, value)
+            elif info.context is None:
+                served[name] = value  # an error of its own
+            else:
+                info.context.add(name)
+        return served
+
+    @classmethod
+    def _check_known(cls, name: str, value: Any) -> None:
+        neutral = cls.known[name]
+        if neutral != ANY and not _among(value, [None, *neutral]):
+            only = " or ".join(json.dumps(each) for each in (None, *neutral))
+            raise PydanticCustomError(
+                UNSUPPORTED, "this server supports only {only}", {"only": only, "field": name}
+            )
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        schema = handler(core_schema)
+        own = handler.resolve_ref_schema(schema)
+        known = {
+            name: {} if neutral == ANY else {"enum": [None, *neutral]} for name, neutral in cls.known.items()
+        }
+        own["properties"] = known | own.get("properties", {})
+        own["x-limit"] = {"additionalProperties": "unknown_fields"}
+        return schema
+
+
+def _among(value: Any, values: Sequence[Any]) -> bool:
+    """To Python False is 0 and True is 1; to JSON they are not."""
+    return any(isinstance(value, bool) == isinstance(each, bool) and value == each for each in values)
 
 
 def limit(**keywords: str) -> FieldInfo:
@@ -31,36 +85,6 @@ def limit(**keywords: str) -> FieldInfo:
     info: FieldInfo = Field(json_schema_extra={"x-limit": dict(keywords)})
     return info
 
-
-def _refuse(value: Any, check: Callable[[Any], Any]) -> Any:
-    try:
-        return check(value)
-    except ValidationError as error:
-        raise PydanticCustomError(UNSUPPORTED, "is not supported by this server; leave it out") from error
-
-
-T = TypeVar("T")
-Only = Annotated[T, WrapValidator(_refuse)]
-"""A field of which only values that change nothing are taken."""
-
-
-def _constant(value: bool) -> tuple[AfterValidator, FieldInfo]:
-    """Not a `Literal`: to Python 0 is False."""
-
-    def check(given: bool) -> bool:
-        if given is not value:
-            raise ValueError(f"must be {value}")
-        return given
-
-    info: FieldInfo = Field(json_schema_extra={"const": value})
-    return AfterValidator(check), info
-
-
-No = Annotated[bool, *_constant(False)]
-Yes = Annotated[bool, *_constant(True)]
-
-Ignored = Any
-"""A field that changes nothing here."""
 
 TokenId = Annotated[int, Field(ge=0), limit(maximum="token_id")]
 Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
@@ -73,6 +97,7 @@ MaxTokens = Annotated[int, Field(ge=0), limit(maximum="context_tokens")]
 Count = Annotated[int, Field(ge=1), limit(maximum="n")]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+RequestId = Annotated[str, Field(pattern=ID_PATTERN)]
 Salt = Annotated[str, Field(max_length=SALT_CHARS_MAX)]
 
 Share = Annotated[float, Field(ge=0, le=1)]

@@ -15,22 +15,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tiercel.engine.ask import Ask, Delta, Sampling
-from tiercel.server import asks, keys, logprobs, schema
+from tiercel.server import asks, keys, known, logprobs, schema
 from tiercel.server.answers import Answer, Family
-from tiercel.server.body import read_body
-from tiercel.server.border import ID_PATTERN, Visit, visit_of
+from tiercel.server.border import Visit, visit_of
 from tiercel.server.errors import conflict
 from tiercel.server.fields import (
     Bias,
     Body,
     Count,
-    Ignored,
     MaxTokens,
-    No,
-    Only,
     Penalty,
     Priority,
     Repetition,
+    RequestId,
     Salt,
     Seed,
     Share,
@@ -41,13 +38,14 @@ from tiercel.server.fields import (
     TopLogprobs,
     TopP,
     Written,
-    Yes,
     limit,
 )
 from tiercel.server.logprobs import Triple
+from tiercel.server.protocol import CachedByTier
 from tiercel.server.reply import Front, respond
 from tiercel.server.schema import gives
 from tiercel.server.service import Text
+from tiercel.server.usage import cached_by_tier
 
 MAX_NEW_TOKENS = 128
 """SGLang's default."""
@@ -76,6 +74,8 @@ SPELLING = {
 
 
 class SamplingParams(Body):
+    known = known.SAMPLING_PARAMS
+
     max_new_tokens: MaxTokens | None = None
     n: Count | None = None
     stop: Stop | None = None
@@ -93,25 +93,13 @@ class SamplingParams(Body):
     repetition_penalty: Repetition | None = None
     logit_bias: Bias | None = None
 
-    custom_params: Only[None] = None
-    ebnf: Only[None] = None
-    json_schema: Only[None] = None
-    min_new_tokens: Only[Annotated[int, Field(ge=0, le=0)] | None] = None
-    regex: Only[None] = None
-    skip_special_tokens: Only[Yes | None] = None
-    stop_regex: Only[None] = None
-    structural_tag: Only[None] = None
 
-    spaces_between_special_tokens: Ignored = None
-    stream_interval: Ignored = None
-
-
-RequestId = Annotated[str, Field(pattern=ID_PATTERN)]
 StartLen = Annotated[int, Field(ge=-1), limit(maximum="context_tokens")]
-Nothing = Annotated[list[None], Field(max_length=0)]
 
 
 class GenerateRequest(Body):
+    known = known.GENERATE
+
     # One of the two.
     model_config = ConfigDict(
         json_schema_extra={
@@ -140,25 +128,6 @@ class GenerateRequest(Body):
     cache_salt: Salt | list[Salt] | None = None
     priority: Priority | None = None
 
-    audio_data: Only[Nothing | None] = None
-    image_data: Only[Nothing | None] = None
-    input_embeds: Only[None] = None
-    lora_path: Only[Literal[""] | None] = None
-    return_hidden_states: Only[No | None] = None
-    return_routed_experts: Only[No | None] = None
-    session_params: Only[None] = None
-    token_ids_logprob: Only[None] = None
-    video_data: Only[Nothing | None] = None
-
-    conversation_id: Ignored = None
-    custom_labels: Ignored = None
-    log_metrics: Ignored = None
-    modalities: Ignored = None
-    no_logs: Ignored = None
-    routing_key: Ignored = None
-    session_id: Ignored = None
-    stream_options: Ignored = None
-
 
 # --- the answer ---
 
@@ -167,12 +136,6 @@ class FinishReason(BaseModel):
     type: Literal["stop", "length"]
     matched: str | int | None = None
     length: int | None = None
-
-
-class CachedByTier(BaseModel):
-    device: int
-    host: int
-    storage: int
 
 
 class MetaInfo(BaseModel):
@@ -242,14 +205,13 @@ class NativeReply:
 
     def _generated(self, item: Item, answer: Answer) -> Generated:
         usage = answer.usage
-        tiers = CachedByTier(device=usage.device_tokens, host=usage.host_tokens, storage=usage.store_tokens)
         meta = MetaInfo(
             id=answer.ask.request_id,
             finish_reason=_finish(answer),
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
             cached_tokens=usage.cached_tokens,
-            cached_tokens_details=tiers,
+            cached_tokens_details=cached_by_tier(usage),
             e2e_latency=self.visit.age_s,
             **self._logprobs(item, answer),
         )
@@ -288,7 +250,7 @@ class Native:
     async def generate(self, request: Request) -> Response:
         """Continue one text or several. With `stream`, as server-sent events."""
         self.front.check_ready()
-        body = await read_body(request, GenerateRequest, self.front.options.body_bytes_max)
+        body = await self.front.read(request, GenerateRequest)
         alone, items = self._items(body, visit_of(request))
         families: list[Family] = []
         of_answers: list[Item] = []

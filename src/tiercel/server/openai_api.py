@@ -12,7 +12,6 @@ from starlette.responses import JSONResponse, Response
 
 from tiercel.engine.ask import Ask, Sampling
 from tiercel.server import asks, keys, schema
-from tiercel.server.body import read_body
 from tiercel.server.border import visit_of
 from tiercel.server.chat import ChatReply
 from tiercel.server.completions import CompletionReply
@@ -35,7 +34,8 @@ COMPLETION_TOKENS = 16
 
 Asked = TypeVar("Asked", bound=Wish)
 
-CHAT_SPELLING = {"logprobs": "top_logprobs"}
+SPELLING = {"stop_tokens": "stop_token_ids"}
+CHAT_SPELLING = SPELLING | {"logprobs": "top_logprobs"}
 
 
 class OpenAI:
@@ -105,34 +105,43 @@ class OpenAI:
             priority=body.priority or 0,
             prompt_logprobs_from=0 if about_prompt else None,
         )
-        return asks.check(self.service, ask, {})
+        return asks.check(self.service, ask, SPELLING)
 
     async def models(self) -> Response:
-        """The one model that is served."""
-        return JSONResponse(ModelList(object="list", data=[self._card()]).model_dump())
+        """The one model that is served, once for each of its names."""
+        names = (self.service.model_name, *self.front.options.model_names)
+        return JSONResponse(ModelList(object="list", data=[self._card(name) for name in names]).model_dump())
 
     async def model(self, model: str) -> Response:
         """The one model that is served, by its name."""
         self._check_model(model)
-        return JSONResponse(self._card().model_dump())
+        return JSONResponse(self._card(model).model_dump())
 
     async def _read(self, request: Request, model: type[Asked]) -> Asked:
         self.front.check_ready()
-        body = await read_body(request, model, self.front.options.body_bytes_max)
+        body = await self.front.read(request, model)
+        if body.model is None:
+            body.model = self.service.model_name
         self._check_model(body.model)
+        wanted = body.rid or body.request_id
+        if wanted is not None and not visit_of(request).rename(wanted):
+            raise conflict("rid" if body.rid else "request_id", wanted, "is in use")
         return body
 
     def _check_model(self, name: str) -> None:
-        if name != self.service.model_name:
-            message = f"model {name[:100]!r} is not served here; {self.service.model_name!r} is"
+        names = asks.model_names(self.service, self.front.options)
+        if name not in names:
+            message = f"model {name[:100]!r} is not served here; {', '.join(map(repr, names))} are its names"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def _card(self) -> ModelCard:
+    def _card(self, name: str) -> ModelCard:
         return ModelCard(
-            id=self.service.model_name,
+            id=name,
             object="model",
             created=self.created,
             owned_by="tiercel",
+            root=self.front.options.model_path or self.service.model_name,
+            parent=None,
             max_model_len=self.service.context_tokens,
         )
 
@@ -149,11 +158,13 @@ class OpenAI:
             "frequency_penalty": body.frequency_penalty,
             "repetition_penalty": body.repetition_penalty,
             "ignore_eos": body.ignore_eos,
+            "keep_stop": body.no_stop_trim or body.include_stop_str_in_output,
             "logprobs": max(counts, default=None),
         }
         return Sampling(
             max_tokens=max_tokens,
             stop=asks.stop_of(body.stop, "stop", self.front.options),
+            stop_tokens=frozenset(body.stop_token_ids or ()),
             logit_bias=asks.bias_of(body.logit_bias, "logit_bias", self.service),
             **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
         )

@@ -25,6 +25,16 @@ class ServerOptions:
     """Stores that may be attached over HTTP (`storage.allow`). None: a URL makes the server open files and
     connections with its own rights."""
 
+    model_names: tuple[str, ...] = ()
+    """Names of the model for clients besides the service's own. Its path is one in any case."""
+
+    model_path: str | None = None
+    """The folder of model and tokenizer, for clients that load the tokenizer. None: only a name is known."""
+
+    strict: bool = False
+    """Whether a field that nobody knows is refused. False: it is ignored, which is what clients of the
+    field's other servers are used to; the log and a header name it."""
+
     body_bytes_max: int = 8 << 20
     """8 MiB: a million tokens as numbers. What is longer is refused while it is being read."""
 

@@ -1,7 +1,6 @@
 """OpenAI's words: requests as they are checked, answers as the official client reads them.
 
-Fields of OpenAI that this server does not serve are here too, with the values that change nothing (`Only`);
-any other value is refused by name. Harmless ones are taken and not looked at (`Ignored`).
+Fields that this server knows and does not serve are in the tables of `known`.
 """
 
 from __future__ import annotations
@@ -10,20 +9,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from tiercel.server import known
 from tiercel.server.fields import (
     Bias,
     Body,
     Count,
-    Ignored,
     MaxTokens,
-    Only,
     Penalty,
     Priority,
     Repetition,
+    RequestId,
     Salt,
     Seed,
     Share,
     Stop,
+    TokenId,
     Tokens,
     TopK,
     TopLogprobs,
@@ -36,17 +36,22 @@ from tiercel.server.fields import (
 
 
 class StreamOptions(Body):
+    known = known.STREAM_OPTIONS
+
     include_usage: bool | None = None
-    include_obfuscation: Ignored = None
+    continuous_usage_stats: bool | None = None
 
 
 class Wish(Body):
     """What chat and completions share."""
 
-    model: Annotated[str, limit(enum="models")]
+    model: Annotated[str, limit(enum="models")] | None = None
     max_tokens: MaxTokens | None = None
     n: Count | None = None
     stop: Stop | None = None
+    stop_token_ids: list[TokenId] | None = None
+    no_stop_trim: bool | None = None
+    include_stop_str_in_output: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -65,43 +70,48 @@ class Wish(Body):
     cache_salt: Salt | None = None
     priority: Priority | None = None
     prompt_logprobs: TopLogprobs | None = None
+    rid: RequestId | None = None
+    request_id: RequestId | None = None
+    return_cached_tokens_details: bool | None = None
 
-    user: Ignored = None
+    @property
+    def answered_as(self) -> str:
+        """The model's name in the answer. The call has put it where the client gave none."""
+        assert self.model is not None
+        return self.model
 
 
 class CacheControl(Body):
     """A point after which the text may go on differently, as Anthropic's clients mark it."""
 
+    known = known.CACHE_CONTROL
+
     type: Literal["ephemeral"]
-    ttl: Ignored = None
 
 
 class TextPart(Body):
+    known = known.TEXT_PART
+
     type: Literal["text"]
     text: str
     cache_control: CacheControl | None = None
 
 
 class Message(Body):
+    known = known.MESSAGE
+
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(min_length=1)]
     cache_control: CacheControl | None = None
-    name: Ignored = None
-    refusal: Only[None] = None
-    tool_calls: Only[Annotated[list[None], Field(max_length=0)] | None] = None
-    function_call: Only[None] = None
-    audio: Only[None] = None
 
     def as_dict(self) -> dict[str, Any]:
         """What a chat template is given."""
         return self.model_dump(include={"role", "content", "cache_control"}, exclude_unset=True)
 
 
-class PlainFormat(Body):
-    type: Literal["text"]
-
-
 class ChatRequest(Wish):
+    known = known.CHAT
+
     # The best tokens are told only beside the token itself.
     model_config = ConfigDict(
         json_schema_extra={
@@ -117,28 +127,6 @@ class ChatRequest(Wish):
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
 
-    audio: Only[None] = None
-    function_call: Only[Literal["none", "auto"] | None] = None
-    functions: Only[Annotated[list[None], Field(max_length=0)] | None] = None
-    modalities: Only[list[Literal["text"]] | None] = None
-    moderation: Only[None] = None
-    reasoning_effort: Only[Literal["none"] | None] = None
-    response_format: Only[PlainFormat | None] = None
-    tool_choice: Only[Literal["none", "auto"] | None] = None
-    tools: Only[Annotated[list[None], Field(max_length=0)] | None] = None
-    verbosity: Only[Literal["medium"] | None] = None
-    web_search_options: Only[None] = None
-
-    metadata: Ignored = None
-    parallel_tool_calls: Ignored = None
-    prediction: Ignored = None
-    prompt_cache_key: Ignored = None
-    prompt_cache_options: Ignored = None
-    prompt_cache_retention: Ignored = None
-    safety_identifier: Ignored = None
-    service_tier: Ignored = None
-    store: Ignored = None
-
 
 PromptField = (
     Written
@@ -149,11 +137,12 @@ PromptField = (
 
 
 class CompletionRequest(Wish):
+    known = known.COMPLETION
+
     prompt: PromptField
     best_of: Count | None = None
     echo: bool | None = None
     logprobs: TopLogprobs | None = None
-    suffix: Only[Literal[""] | None] = None
 
 
 # --- answers ---
@@ -161,6 +150,18 @@ class CompletionRequest(Wish):
 
 class CachedDetails(BaseModel):
     cached_tokens: int
+
+
+class CachedByTier(BaseModel):
+    device: int
+    host: int
+    storage: int
+
+
+class SglExt(BaseModel):
+    """What SGLang adds to an answer."""
+
+    cached_tokens_details: CachedByTier
 
 
 class UsageOut(BaseModel):
@@ -216,6 +217,7 @@ class ChatResponse(BaseModel):
     choices: list[ChatChoice]
     usage: UsageOut
     prompt_logprobs: PromptLogprobs | None = None
+    sglext: SglExt | None = None
 
 
 class ChatDelta(BaseModel):
@@ -239,6 +241,7 @@ class ChatChunk(BaseModel):
     choices: list[ChatChunkChoice]
     usage: UsageOut | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    sglext: SglExt | None = None
 
 
 class CompletionLogprobs(BaseModel):
@@ -265,6 +268,7 @@ class CompletionResponse(BaseModel):
     model: str
     choices: list[CompletionChoice]
     usage: UsageOut | None = None
+    sglext: SglExt | None = None
 
 
 class ModelCard(BaseModel):
@@ -272,6 +276,8 @@ class ModelCard(BaseModel):
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str
+    parent: None
     max_model_len: int
 
 

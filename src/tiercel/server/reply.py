@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from tiercel.engine.ask import Delta
 from tiercel.server.answers import Answer, Family, Step, steps
+from tiercel.server.body import read_body
 from tiercel.server.border import Visit, visit_of
 from tiercel.server.errors import ApiError, ClientGone
 from tiercel.server.metrics import Metrics
@@ -21,6 +22,7 @@ from tiercel.server.options import ServerOptions
 from tiercel.server.service import Service
 from tiercel.server.sse import EventStream
 
+Asked = TypeVar("Asked", bound=BaseModel)
 Result = TypeVar("Result")
 
 
@@ -36,6 +38,10 @@ class Front:
         if not self.service.ready:
             headers = {"retry-after": "1"}
             raise ApiError(503, "the server is starting or ending", code="not_ready", headers=headers)
+
+    async def read(self, request: Request, model: type[Asked]) -> Asked:
+        """The body of a call that wants an answer."""
+        return await read_body(request, model, self.options.body_bytes_max, strict=self.options.strict)
 
     def check_batch(self, field: str, count: int) -> None:
         if count > self.options.batch_max:

@@ -15,6 +15,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from tiercel.server.asks import model_names
 from tiercel.server.errors import ErrorBody
 from tiercel.server.options import ServerOptions
 from tiercel.server.service import Service
@@ -47,11 +48,12 @@ def limits_of(service: Service, options: ServerOptions) -> dict[str, Any]:
     return {
         "batch": options.batch_max,
         "context_tokens": service.context_tokens,
-        "models": [service.model_name],
+        "models": list(model_names(service, options)),
         "n": options.n_max,
         "stop": options.stop_max,
         "stop_chars": options.stop_chars_max,
         "token_id": service.text.vocab_size - 1,
+        "unknown_fields": not options.strict,
     }
 
 

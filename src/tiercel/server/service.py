@@ -63,6 +63,9 @@ class Service(Protocol):
         ...
 
     @property
+    def page_tokens(self) -> int: ...
+
+    @property
     def ready(self) -> bool: ...
 
     def submit(self, ask: Ask) -> AsyncGenerator[Delta, None]:

@@ -37,9 +37,13 @@ class ServerInfo(BaseModel):
 
     version: str
     model_path: str
+    tokenizer_path: str
     served_model_name: str
     context_length: int
+    page_size: int
     disable_radix_cache: bool
+    internal_states: list[dict[str, Any]]
+    """One per worker of SGLang's. Its benchmark looks in here for how well drafts were accepted."""
     stats: dict[str, Any]
 
 
@@ -49,6 +53,7 @@ class Status:
     def __init__(self, front: Front) -> None:
         self.front = front
         self.service = front.service
+        self.path = front.options.model_path or front.service.model_name
 
     async def health(self) -> Response:
         """The process is there and answers."""
@@ -66,13 +71,15 @@ class Status:
 
     async def server_info(self) -> Response:
         """What is served, and the numbers of the engine."""
-        name = self.service.model_name
         info = ServerInfo(
             version=version("tiercel"),
-            model_path=name,
-            served_model_name=name,
+            model_path=self.path,
+            tokenizer_path=self.path,
+            served_model_name=self.service.model_name,
             context_length=self.service.context_tokens,
+            page_size=self.service.page_tokens,
             disable_radix_cache=False,
+            internal_states=[{}],
             stats=await self.service.stats(),
         )
         return JSONResponse(info.model_dump())
@@ -80,8 +87,8 @@ class Status:
     async def model_info(self) -> Response:
         """What is served."""
         info = ModelInfo(
-            model_path=self.service.model_name,
-            tokenizer_path=self.service.model_name,
+            model_path=self.path,
+            tokenizer_path=self.path,
             is_generation=True,
             context_length=self.service.context_tokens,
             vocab_size=self.service.text.vocab_size,

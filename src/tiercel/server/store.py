@@ -31,7 +31,6 @@ from tiercel.errors import ConfigError, StoreError
 from tiercel.server import keys, schema
 from tiercel.server.body import read_body
 from tiercel.server.errors import ApiError, refusal, shown
-from tiercel.server.fields import Body
 from tiercel.server.reply import Front
 from tiercel.server.schema import gives
 from tiercel.storage.allow import why_not
@@ -41,7 +40,9 @@ URL_CHARS_MAX = 4096
 BODY_BYTES_MAX = 64 << 10
 
 
-class AttachRequest(Body):
+class AttachRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
     url: Annotated[
         str,
         Field(
