@@ -29,6 +29,7 @@ GOODBYE = 50
 class ScriptedPrompt:
     tokens: tuple[int, ...]
     turn_ends: tuple[int, ...]
+    thinks: bool = False
 
 
 class ScriptedText:
@@ -58,13 +59,15 @@ class ScriptedText:
             return b""
         return bytes([token]) if token < 256 else WORDS[token - 256].encode()
 
-    def chat(self, messages: Sequence[dict[str, Any]]) -> ScriptedPrompt:
+    def chat(
+        self, messages: Sequence[dict[str, Any]], *, tools: Any = (), kwargs: Any = None
+    ) -> ScriptedPrompt:
         tokens: list[int] = []
         ends = []
         for index, message in enumerate(messages):
             if message["content"] == "impossible":
                 raise InputError(f"messages[{index}].content", message["content"], "can not be said")
-            content = message["content"]
+            content = message["content"] or ""
             parts = [content] if isinstance(content, str) else [part["text"] for part in content]
             tokens += self.encode(f"{message['role']}:{''.join(parts)}\n")
             ends.append(len(tokens))
@@ -76,7 +79,8 @@ class ScriptedService:
     """Set what it shall do, read what it was asked."""
 
     script: tuple[str, ...] = ("Hello", " world", "!")
-    text: ScriptedText = field(default_factory=ScriptedText)
+    text: Any = field(default_factory=ScriptedText)
+    """Or a model's own."""
     model_name: str = "scripted"
     context_tokens: int = 4096
     page_tokens: int = 128
@@ -139,7 +143,8 @@ class ScriptedService:
             await self._trouble(told)
             if told == ask.sampling.max_tokens:
                 break
-            token = 256 + WORDS.index(word)
+            tokens = self.text.encode(word)
+            token = tokens[-1]
             told += 1
             stop = next((each for each in ask.sampling.stop if each in word), None)
             if stop is None and token in ask.sampling.stop_tokens:
@@ -147,7 +152,7 @@ class ScriptedService:
             yield Delta(
                 ask.request_id,
                 Usage(**usage, completion_tokens=told),
-                tokens=(self._scored(ask, token, told),),
+                tokens=tuple(self._scored(ask, each, told) for each in tokens),
                 text="" if stop is not None else word,
                 prompt=prompt,
                 finish=Finish.STOP if stop is not None else None,

@@ -18,6 +18,7 @@ from tiercel.server import known
 from tiercel.server.native import GenerateRequest, SamplingParams
 from tiercel.server.options import ServerOptions
 from tiercel.server.protocol import (
+    AssistantMessage,
     CacheControl,
     ChatRequest,
     CompletionRequest,
@@ -33,6 +34,7 @@ BODIES = (
     SamplingParams,
     StreamOptions,
     Message,
+    AssistantMessage,
     TextPart,
     CacheControl,
 )
@@ -60,7 +62,7 @@ def understood(body) -> set[str]:
         (Message, openai_chat.ChatCompletionSystemMessageParam),
         (Message, openai_chat.ChatCompletionDeveloperMessageParam),
         (Message, openai_chat.ChatCompletionUserMessageParam),
-        (Message, openai_chat.ChatCompletionAssistantMessageParam),
+        (AssistantMessage, openai_chat.ChatCompletionAssistantMessageParam),
         (Message, openai_chat.ChatCompletionToolMessageParam),
     ],
     ids=lambda each: each.__name__,

@@ -89,28 +89,22 @@ CHAT: Known = _OPENAI | {
     "metadata": ANY,
     "modalities": [["text"]],
     "moderation": [],
-    "parallel_tool_calls": ANY,
     "prediction": ANY,
     "prompt_cache_key": ANY,
     "prompt_cache_options": ANY,
     "prompt_cache_retention": ANY,
-    "reasoning_effort": ["none"],
     "safety_identifier": ANY,
     "service_tier": ANY,
     "store": ANY,
-    "tool_choice": ["none", "auto"],
-    "tools": [[]],
     "verbosity": ["medium"],
     "web_search_options": [],
     # SGLang
-    "chat_template_kwargs": [{}],
     "continue_final_message": [False],
     "input_ids": [],
     "max_dynamic_patch": [],
     "min_dynamic_patch": [],
     "reasoning": [{}],
     "return_meta_info": [False],
-    "separate_reasoning": ANY,
     "stream_reasoning": ANY,
     "task": [],
     "use_audio_in_video": [False],
@@ -120,7 +114,6 @@ CHAT: Known = _OPENAI | {
     "chat_template": [],
     "documents": [[]],
     "echo": [False],
-    "include_reasoning": ANY,
     "media_io_kwargs": [{}],
     "return_prompt_text": [False],
 }
@@ -133,22 +126,22 @@ COMPLETION: Known = _OPENAI | {
 
 STREAM_OPTIONS: Known = {"include_obfuscation": ANY}
 
-MESSAGE: Known = {
+_MESSAGE: Known = {
     "annotations": [[]],
     "audio": [],
     "function_call": [],
     "name": ANY,
     "refusal": [],
-    "tool_calls": [[]],
-    "tool_call_id": [],
     # SGLang, vLLM, litellm
     "images": [[]],
     "provider_specific_fields": ANY,
-    "reasoning": [""],
-    "reasoning_content": [""],
     "thinking_blocks": [[]],
     "tools": [[]],
 }
+
+MESSAGE: Known = _MESSAGE | {"reasoning": [""], "reasoning_content": [""], "tool_calls": [[]]}
+
+ASSISTANT_MESSAGE: Known = _MESSAGE | {"tool_call_id": []}
 
 TEXT_PART: Known = {"annotations": [[]]}
 

@@ -51,7 +51,10 @@ class OpenAI:
         body = await self._read(request, ChatRequest)
         if body.top_logprobs and not body.logprobs:
             raise conflict("top_logprobs", body.top_logprobs, "needs logprobs to be true")
-        prompt = self.service.text.chat([message.as_dict() for message in body.messages])
+        tools = body.callable_tools
+        prompt = self.service.text.chat(
+            [message.as_dict() for message in body.messages], tools=tools, kwargs=body.template_kwargs
+        )
         room = asks.room(self.service, prompt.tokens, "messages")
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         ask = Ask(
@@ -72,7 +75,8 @@ class OpenAI:
             spelling = CHAT_SPELLING | {"max_tokens": "max_completion_tokens"}
         asks.check(self.service, ask, spelling)
         family = asks.siblings(ask, body.n or 1, self.front.options)
-        reply = ChatReply(ask.request_id, self.service.text, body)
+        thinks = prompt.thinks and body.separate_reasoning is not False
+        reply = ChatReply(ask.request_id, self.service.text, body, thinks=thinks, calls=bool(tools))
         return await respond(self.front, request, [family], reply, stream=bool(body.stream))
 
     async def completions(self, request: Request) -> Response:

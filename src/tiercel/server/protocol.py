@@ -5,11 +5,22 @@ Fields that this server knows and does not serve are in the tables of `known`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
+from pydantic_core import PydanticCustomError
 
 from tiercel.server import known
+from tiercel.server.body import UNSUPPORTED
 from tiercel.server.fields import (
     Bias,
     Body,
@@ -97,16 +108,105 @@ class TextPart(Body):
     cache_control: CacheControl | None = None
 
 
+Content = str | Annotated[list[TextPart], Field(min_length=1)]
+
+
+class FunctionCall(Body):
+    name: Annotated[str, Field(min_length=1)]
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(Body):
+    """A call that an assistant made."""
+
+    function: FunctionCall
+    id: str | None = None
+    type: Literal["function"] | None = None
+    index: int | None = None
+
+
 class Message(Body):
     known = known.MESSAGE
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    role: Literal["system", "developer", "user", "tool"]
+    content: Content
     cache_control: CacheControl | None = None
+    tool_call_id: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """What a chat template is given."""
-        return self.model_dump(include={"role", "content", "cache_control"}, exclude_unset=True)
+        names = {"role", "content", "cache_control", "tool_call_id"}
+        return self.model_dump(include=names, exclude_unset=True)
+
+
+class AssistantMessage(Body):
+    """What an assistant said, thought and called, as it comes back from a client."""
+
+    known = known.ASSISTANT_MESSAGE
+
+    role: Literal["assistant"]
+    content: Content | None = None
+    cache_control: CacheControl | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """vLLM's word for it."""
+    tool_calls: list[ToolCall] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """What a chat template is given."""
+        given = self.model_dump(include={"role", "content", "cache_control"}, exclude_unset=True)
+        more = {
+            "reasoning_content": self.reasoning_content or self.reasoning,
+            "tool_calls": [call.model_dump(exclude={"index"}) for call in self.tool_calls or ()],
+        }
+        return {"content": None} | given | {name: value for name, value in more.items() if value}
+
+
+def _speaker(message: Any) -> str:
+    role = message.get("role") if isinstance(message, dict) else getattr(message, "role", None)
+    return "an assistant" if role == "assistant" else "another"
+
+
+AnyMessage = Annotated[
+    Annotated[AssistantMessage, Tag("an assistant")] | Annotated[Message, Tag("another")],
+    Discriminator(_speaker),
+]
+
+
+def _as_given(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    check(value)
+    return value
+
+
+class Function(Body):
+    """A function that the model may call. `strict` is not kept by force."""
+
+    name: Annotated[str, Field(pattern=r'^[^"<>\s]{1,128}$')]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Annotated[Function, WrapValidator(_as_given)]
+    """A dictionary, as it was given: the model reads its fields in this order."""
+
+
+def _free(choice: Any) -> Any:
+    if choice not in (None, "none", "auto"):
+        why = 'no call can be forced here: only "none" and "auto" are supported'
+        raise PydanticCustomError(UNSUPPORTED, why, {"field": "tool_choice"})
+    return choice
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max", "ultra"]
+
+
+class Thinking(Body):
+    """DeepSeek's switch."""
+
+    type: Literal["enabled", "disabled"]
 
 
 class ChatRequest(Wish):
@@ -122,10 +222,37 @@ class ChatRequest(Wish):
         }
     )
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[AnyMessage], Field(min_length=1)]
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
+
+    tools: list[Tool] | None = None
+    tool_choice: Annotated[Literal["none", "auto"] | None, BeforeValidator(_free)] = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    separate_reasoning: bool | None = None
+    include_reasoning: bool | None = None
+    thinking: Thinking | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def callable_tools(self) -> list[dict[str, Any]]:
+        """What the model is told of."""
+        if self.tool_choice == "none":
+            return []
+        return [{"type": tool.type, "function": cast(Any, tool.function)} for tool in self.tools or ()]
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """What a chat template is given beside the conversation. Templates know two names of the switch."""
+        given: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            given["reasoning_effort"] = self.reasoning_effort
+        if self.thinking or self.reasoning_effort == "none":
+            on = self.reasoning_effort != "none" and self.thinking == Thinking(type="enabled")
+            given |= {"thinking": on, "enable_thinking": on}
+        return given | (self.chat_template_kwargs or {})
 
 
 PromptField = (
@@ -196,17 +323,33 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 """vLLM's form: by token id; null for the first token."""
 
 
+class FunctionOut(BaseModel):
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallOut(BaseModel):
+    id: str
+    type: Literal["function"]
+    function: FunctionOut
+
+
 class ChatMessage(BaseModel):
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallOut] | None = None
+
+
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class ChatChoice(BaseModel):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: FinishReason
 
 
 class ChatResponse(BaseModel):
@@ -220,17 +363,26 @@ class ChatResponse(BaseModel):
     sglext: SglExt | None = None
 
 
+class ToolCallDelta(BaseModel):
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionOut
+
+
 class ChatDelta(BaseModel):
     role: Literal["assistant"] | None = None
     content: str | None = None
     refusal: None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(BaseModel):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: FinishReason | None
 
 
 class ChatChunk(BaseModel):

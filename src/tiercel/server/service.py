@@ -21,6 +21,11 @@ class Prompt(Protocol):
     @property
     def turn_ends(self) -> tuple[int, ...]: ...
 
+    @property
+    def thinks(self) -> bool:
+        """Whether the answer begins with thoughts."""
+        ...
+
 
 class Text(Protocol):
     """Between text and tokens. Raises `InputError` naming the field, such as `messages[0].content`."""
@@ -43,7 +48,14 @@ class Text(Protocol):
         """One token alone, exactly."""
         ...
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], /) -> Prompt:
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Prompt:
         """A conversation, up to where the assistant begins to speak."""
         ...
 
