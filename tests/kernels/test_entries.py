@@ -1,6 +1,8 @@
 """Goal: what is written is what is read, and reading and writing again changes nothing. Method: both
 formats, hard values."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -54,3 +56,18 @@ def test_index_entries_are_within_their_precision():
     assert value.shape == (40, 32) and scale.shape == (40, 4)
     back = decode_fp8_index((value, scale))
     assert ((back - x).abs() <= x.abs().amax(1, keepdim=True) / 16 + 1e-5).all()
+
+
+@pytest.mark.parametrize("shift", [0, 1, 2, 3])
+def test_entries_may_lie_at_any_byte(shift):
+    """A row in memory begins where the one before it ends."""
+    x = values(1, 33)
+    for encode, decode in (
+        (partial(encode_plain, dtype=torch.float32), partial(decode_plain, dtype=torch.float32)),
+        (partial(encode_plain, dtype=torch.bfloat16), partial(decode_plain, dtype=torch.bfloat16)),
+        (partial(encode_fp8, rope=8, group=1, scale_bytes=28), partial(decode_fp8, rope=8, group=1)),
+        (encode_fp8_index, decode_fp8_index),
+    ):
+        parts = encode(x + 1)
+        moved = tuple(torch.cat([torch.zeros(shift, dtype=torch.uint8), p[0]])[shift:][None] for p in parts)
+        assert torch.equal(decode(moved), decode(parts))

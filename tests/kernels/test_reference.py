@@ -1,9 +1,11 @@
 """Goal: the plain kernels mean what they say. Method: against the dense, obvious computation."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tiercel.kernels import native, reference
 from tiercel.kernels import reference as k
 
 
@@ -26,6 +28,22 @@ def test_a_query_without_rows_answers_nothing():
     none, rows = torch.full((1, 4), -1), torch.ones(3, 4)
     out = k.attention(torch.ones(1, 2, 4), (rows, rows), none, rows, none, torch.zeros(2), 1.0)
     assert torch.equal(out, torch.zeros(1, 2, 4))
+
+
+@pytest.mark.parametrize("k", [reference, native])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_a_text_does_not_name_does_not_reach_it(k, bad):
+    """Row 0 is somebody else's; no row is -1."""
+    rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    spoiled = torch.cat([torch.full((1, 8), bad), rows[1:]])
+    none = torch.tensor([[-1, 2, -1, 3]], dtype=torch.int32)
+    for own, other in ((rows, spoiled), (spoiled, rows)):
+        out = k.attention(torch.ones(1, 2, 8), (own, own), none, other, none, torch.zeros(2), 1.0)
+        clean = k.attention(torch.ones(1, 2, 8), (rows, rows), none, rows, none, torch.zeros(2), 1.0)
+        assert torch.equal(out, clean)
+    entry = k.compress((spoiled, rows), none, torch.zeros(2, 4), 2)
+    assert torch.equal(entry, k.compress((rows, rows), none, torch.zeros(2, 4), 2))
+    assert entry.isfinite().all()
 
 
 SCORES = st.lists(st.sampled_from([0.0, -0.0, 1.0, -1.0, 0.5, -3.5, 1e-20]), min_size=1, max_size=12)

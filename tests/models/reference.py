@@ -26,6 +26,7 @@ class Shape:
     hash_layers: int = 2
     yarn: bool = True
     streams: int = 4
+    head_dim: int = 32
 
 
 def make_reference(shape: Shape) -> DeepseekV4ForCausalLM:
@@ -44,7 +45,7 @@ def make_reference(shape: Shape) -> DeepseekV4ForCausalLM:
         moe_intermediate_size=32,
         num_hidden_layers=count,
         num_attention_heads=shape.heads,
-        head_dim=32,
+        head_dim=shape.head_dim,
         partial_rotary_factor=0.25,
         q_lora_rank=32,
         num_experts_per_tok=2,

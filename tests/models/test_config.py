@@ -6,11 +6,14 @@ import json
 from typing import Any
 
 import pytest
+import torch
 from transformers import DeepseekV4Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.models.folders import KINDS, make_config
 from tiercel.errors import SpecError
 from tiercel.models.deepseek_v4.config import Rope, V4Config
+from tiercel.models.deepseek_v4.rope import inverse_frequencies
 
 YARN = Rope(160000.0, factor=16.0, original_length=65536, beta_fast=32.0, beta_slow=1.0)
 
@@ -207,3 +210,23 @@ def test_a_value_inside_a_field_that_can_not_be_used_is_named(changes: dict[str,
     with pytest.raises(SpecError) as caught:
         V4Config.from_hf(make_config(**changes))
     assert caught.value.field == field
+
+
+THETAS = [1e-9, 0.3, 0.999, 1.0001, 1.5, 2.0, 37.0, 1e4, 1.6e5, 1e30]
+
+
+@pytest.mark.parametrize("theta", THETAS)
+@pytest.mark.parametrize("length", [1, 6, 7, 200, 4096, 65536])
+def test_yarn_is_that_of_transformers_also_where_it_degenerates(theta: float, length: int) -> None:
+    yarn = {"type": "yarn", "factor": 16, "original_max_position_embeddings": length}
+    config = make_config(compress_rope_theta=theta, rope_scaling=yarn, qk_rope_head_dim=12, index_head_dim=12)
+    theirs, factor = ROPE_INIT_FUNCTIONS["yarn"](DeepseekV4Config(**config), layer_type="compress")
+    ours = inverse_frequencies(V4Config.from_hf(config).rope_compress, 12)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+
+
+def test_yarn_needs_a_theta_that_turns() -> None:
+    config = make_config(compress_rope_theta=1)
+    with pytest.raises(SpecError, match=r"theta = 1\.0: .*YaRN"):
+        V4Config.from_hf(config)
+    assert V4Config.from_hf(make_config(rope_theta=1)).rope_main == Rope(1.0)

@@ -48,7 +48,7 @@ class Ours:
 
     def __init__(self, reference, format="fp32", kernels="auto"):
         spec = deepseek_v4(reference.config.to_dict(), PAGE, format)
-        self.memory = DeviceMemory(spec, pages=16, tails=8)
+        self.memory = DeviceMemory(spec, pages=16, tails=9)
         config, weights = our_config(reference), reference.state_dict()
         self.model = DeepseekV4(config, weights, self.memory, rings=4, kernels=make_kernels(kernels))
         self.pages = torch.tensor([5, 3, 9, 1, 14, 12, 0])
@@ -113,6 +113,18 @@ def test_a_text_goes_on_from_a_tail_at_every_boundary(case):
         steps = [boundary + n for n in (1, 2, 3, 4, 5, 60)]
         logits = ours.run(tokens, [*steps, TOKENS], ring=1, start=boundary)
         assert distance(logits, expected[boundary:]) < TOLERANCE, boundary
+
+
+@pytest.mark.parametrize("format", ["fp8", "bf16"])
+def test_a_tail_whose_entries_are_no_whole_words_is_read_back(format):
+    """26 + 2 · 8 bytes, or 66 and an odd number of them: what comes behind begins at an odd place."""
+    odd = {"fp8": {"head_dim": 34}, "bf16": {"head_dim": 33, "window": 31}}[format]
+    reference = make_reference(Shape(layers=(SPARSE, HEAVY, SPARSE), hash_layers=1, **odd))
+    tokens, ours = random_tokens(300), Ours(reference, format)
+    whole = ours.run(tokens, [300], tails={128: 2, 256: 5})
+    for boundary, place in ((128, 2), (256, 5)):
+        ours.model.restore(1, place, boundary)
+        assert torch.equal(ours.run(tokens, [300], ring=1, start=boundary), whole[boundary:])
 
 
 def test_a_text_goes_on_without_a_tail_after_an_exact_replay(case):

@@ -22,7 +22,7 @@ def encode_plain(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 
 def decode_plain(parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-    return parts[0].contiguous().view(dtype).float()
+    return _as(parts[0], dtype).float()
 
 
 def encode_fp8(x: Tensor, rope: int, group: int, scale_bytes: int) -> tuple[Tensor, ...]:
@@ -45,7 +45,7 @@ def decode_fp8(parts: tuple[Tensor, ...], rope: int, group: int) -> Tensor:
     groups = value[:, :nope].contiguous().view(torch.float8_e4m3fn).float().view(-1, nope // group, group)
     exponent = scale[:, : nope // group].float() - 127
     plain = (groups * torch.exp2(exponent)[..., None]).flatten(1)
-    return torch.cat([plain, value[:, nope:].contiguous().view(torch.bfloat16).float()], dim=1)
+    return torch.cat([plain, _as(value[:, nope:], torch.bfloat16).float()], dim=1)
 
 
 def encode_fp8_index(x: Tensor) -> tuple[Tensor, ...]:
@@ -57,4 +57,12 @@ def encode_fp8_index(x: Tensor) -> tuple[Tensor, ...]:
 
 def decode_fp8_index(parts: tuple[Tensor, ...]) -> Tensor:
     value, scale = parts
-    return value.contiguous().view(torch.float8_e4m3fn).float() * scale.contiguous().view(torch.float32)
+    return value.contiguous().view(torch.float8_e4m3fn).float() * _as(scale, torch.float32)
+
+
+def _as(data: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes as numbers, without a copy where they lie as such: a row begins where the one before it ends."""
+    data = data.contiguous()
+    if any(step % dtype.itemsize for step in (data.storage_offset(), *data.stride()[:-1])):
+        data = data.clone(memory_format=torch.contiguous_format)
+    return data.view(dtype)

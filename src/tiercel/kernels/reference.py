@@ -181,7 +181,7 @@ def compress(recent: Recent, rows: Tensor, bias: Tensor, dim: int) -> Tensor:
     if rows.shape[1] > ratio:
         both = torch.cat([both[:, :ratio, :, :dim], both[:, ratio:, :, dim:]], dim=1)
     gate = both[:, :, 1].masked_fill((rows < 0)[..., None], float("-inf"))
-    values: Tensor = both[:, :, 0]
+    values: Tensor = both[:, :, 0].masked_fill((rows < 0)[..., None], 0.0)  # 0 · NaN is NaN
     return (values * torch.softmax(gate, dim=1)).sum(dim=1)
 
 
@@ -244,6 +244,7 @@ def attention(
         seen = torch.cat(
             [pool[window[part].clamp(min=0).long()], entries[chosen[part].clamp(min=0).long()]], dim=1
         )
+        seen.masked_fill_((named < 0)[..., None], 0.0)  # 0 · NaN is NaN: another text's row is no row
         scores = torch.matmul(q[part], seen.transpose(1, 2)) * scale
         scores = scores.masked_fill_((named < 0)[:, None, :], float("-inf"))
         sink = sinks.view(1, -1, 1).expand(scores.shape[0], -1, 1)

@@ -243,6 +243,8 @@ def _rope_compress(config: Mapping[str, Any]) -> Rope:
         return Rope(theta)
     if kind != "yarn":
         raise SpecError("rope_type", kind, "is none of default, yarn")
+    if theta == 1:
+        raise SpecError("compress_rope_theta", theta, "is not for YaRN: all channels would turn equally fast")
     if given.get("attention_factor", 1.0) != 1.0:
         raise SpecError("attention_factor", given["attention_factor"], "is not supported: the model has 1.0")
     return Rope(

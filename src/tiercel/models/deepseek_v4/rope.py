@@ -21,7 +21,7 @@ def inverse_frequencies(rope: Rope, dim: int) -> Tensor:
         return plain
     low, high = (_channel(turns, rope, dim) for turns in (rope.beta_fast, rope.beta_slow))
     low, high = max(math.floor(low), 0), min(math.ceil(high), dim - 1)
-    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low or 0.001)).clamp(0, 1)
     return plain / rope.factor * ramp + plain * (1 - ramp)
 
 
