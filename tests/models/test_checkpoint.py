@@ -149,6 +149,31 @@ def test_an_index_leads_only_to_files_of_its_folder(sharded: Path, file: object)
         Checkpoint(sharded)
 
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 12345\n"
+
+
+@pytest.mark.parametrize("name", ["config.json", SECOND, INDEX])
+def test_a_git_lfs_pointer_is_told_as_such(sharded: Path, name: str) -> None:
+    (sharded / name).write_bytes(POINTER)
+    with pytest.raises(WeightsError, match=rf"{name}: is a git-lfs pointer, .*git lfs pull"):
+        Checkpoint(sharded)
+
+
+@pytest.mark.parametrize("name", ["config.json", SECOND, INDEX, "model.safetensors"])
+def test_a_link_to_nothing_is_told_with_its_target(sharded: Path, name: str) -> None:
+    (sharded / name).unlink(missing_ok=True)
+    (sharded / name).symlink_to("../blobs/4d7a21")
+    with pytest.raises(WeightsError, match=rf"{name}: is a link to \.\./blobs/4d7a21, which is not there"):
+        Checkpoint(sharded)
+
+
+def test_links_to_files_are_read(sharded: Path, tmp_path: Path) -> None:
+    for file in list(sharded.iterdir()):
+        moved = file.rename(tmp_path / f"blob-{file.name}")
+        file.symlink_to(moved)
+    assert set(Checkpoint(sharded).tensors) == {"a", "b"}
+
+
 def test_a_list_of_names_stays_short() -> None:
     assert listed(["a", "b"]) == "a, b"
     assert listed(list("abcde")) == "a, b, c, d, e"

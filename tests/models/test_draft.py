@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from tests.models.reference import Shape, make_reference, our_config, random_tokens
+from tiercel.errors import SpecError
 from tiercel.kernels import reference as k
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.models.deepseek_v4.batch import Span
@@ -171,3 +172,11 @@ def test_without_its_cache_the_draft_says_something_else(case):
     drafted.model.restore(1, 3, 256)
     logits = drafted.run(tokens, [TOKENS], start=256, ring=1)
     assert distance(logits, expected[255:]) > 100 * TOLERANCE
+
+
+def test_a_draft_without_its_hidden_stream_is_refused(case):
+    reference, weights, *_ = case
+    config = reference.config.to_dict()
+    spec = deepseek_v4(config, PAGE, "fp32").with_draft(deepseek_v4_mtp(config, PAGE, "fp32"))
+    with pytest.raises(SpecError, match=r"draft = .*has no stream `hidden`"):
+        DeepseekV4(our_config(reference), weights, DeviceMemory(spec, pages=2, tails=2), rings=1)

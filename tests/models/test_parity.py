@@ -127,6 +127,19 @@ def test_a_tail_whose_entries_are_no_whole_words_is_read_back(format):
         assert torch.equal(ours.run(tokens, [300], ring=1, start=boundary), whole[boundary:])
 
 
+@pytest.mark.parametrize("kernels", ["native", "reference"])
+def test_a_window_longer_than_a_page_is_in_the_tails_of_several_boundaries(kernels):
+    reference = make_reference(Shape(layers=(SLIDING, SPARSE, HEAVY), hash_layers=1, window=300))
+    tokens, ours = random_tokens(TOKENS), Ours(reference, kernels=kernels)
+    expected = reference_logits(reference, tokens)
+    logits = ours.run(tokens, [TOKENS], tails={128: 2, 256: 5, 384: 1, 512: 7})
+    assert distance(logits, expected) < TOLERANCE
+    assert ours.memory.spec.pages_per_window == 3
+    for boundary, place in ((256, 5), (384, 1), (512, 7)):  # the oldest first
+        ours.model.restore(1, place, boundary)
+    assert distance(ours.run(tokens, [513, TOKENS], ring=1, start=512), expected[512:]) < TOLERANCE
+
+
 def test_a_text_goes_on_without_a_tail_after_an_exact_replay(case):
     reference, tokens, expected = case
     ours = Ours(reference)

@@ -6,6 +6,7 @@ with known codes and scales, and compared value by value with the stupid way of 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from tiercel.errors import SpecError, WeightsError
 from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.deepseek_v4.config import V4Config
 from tiercel.models.deepseek_v4.weights import load_weights, parameters
+from tiercel.spec import deepseek_v4
 
 Tensors = dict[str, Tensor]
 
@@ -255,6 +257,35 @@ def test_a_model_with_tied_embeddings_has_one_tensor_for_both(tmp_path: Path) ->
     check_equal(loaded, weights | {"lm_head.weight": weights["model.embed_tokens.weight"]})
 
 
+@pytest.mark.parametrize("name", ["lm_head.weight", "head.weight", "model.lm_head.weight"])
+def test_a_head_that_is_there_goes_before_tied_embeddings(tmp_path: Path, name: str) -> None:
+    """As in transformers: the config is wrong then, not the checkpoint."""
+    config = make_config(tie_word_embeddings=True)
+    head = torch.randn(24, 32)
+    weights = make_weights(config)
+    loaded = load(write_folder(tmp_path, weights | {name: head}, config))
+    check_equal(loaded, weights | {"lm_head.weight": head})
+
+
+def test_transformers_takes_a_head_that_is_there_too(tmp_path: Path) -> None:
+    config = make_config(tie_word_embeddings=True)
+    model = DeepseekV4ForCausalLM(DeepseekV4Config(**config | {"tie_word_embeddings": False}))
+    model.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    theirs = DeepseekV4ForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert not torch.equal(theirs["lm_head.weight"], theirs["model.embed_tokens.weight"])
+    check_equal(load(tmp_path), dict(theirs))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.rotary_emb.inv_freq", "layers.0.attn.rotary_emb.inv_freq", "model.rotary_emb.compress_inv_freq"],
+)
+def test_rotary_frequencies_that_were_saved_are_not_needed(tmp_path: Path, name: str) -> None:
+    weights = make_weights()
+    check_equal(load(write_folder(tmp_path, weights | {name: torch.ones(2)})), weights)
+
+
 def test_weights_may_be_had_in_another_dtype(tmp_path: Path) -> None:
     weights = make_weights()
     loaded = load(write_folder(tmp_path, weights), dtype=torch.bfloat16)
@@ -329,6 +360,13 @@ def test_scales_may_be_float_and_have_the_name_of_transformers(tmp_path: Path) -
     check_equal(load(write_folder(tmp_path, stored, config)), weights)
 
 
+def test_scales_may_be_the_bytes_of_exponents(tmp_path: Path) -> None:
+    written, meant = quantized(in_original_form(make_weights()), {FP8_NAMES: fp8, FP4_NAMES: fp4})
+    as_bytes = {n: t.view(torch.uint8) if t.dtype == torch.float8_e8m0fnu else t for n, t in written.items()}
+    assert as_bytes["layers.0.attn.wkv.scale"].dtype == torch.uint8
+    check_equal(load(write_folder(tmp_path / "u8", as_bytes)), load(write_folder(tmp_path / "meant", meant)))
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_scales_may_be_in_a_file_before_or_after_what_they_scale(tmp_path: Path, order: int) -> None:
     written, meant = quantized(in_original_form(make_weights()), {FP8_NAMES: fp8})
@@ -382,6 +420,43 @@ def test_a_draft_is_there_in_full_or_not_at_all(tmp_path: Path) -> None:
     check_equal(load(write_folder(tmp_path / "none", target)), target)
     part = target | {"mtp.0.norm.weight": stored["mtp.0.norm.weight"]}
     assert "mtp.0.e_proj.weight" in fails(tmp_path / "part", part).tensors
+
+
+DRAFTS: dict[str, Callable[[], Tensors]] = {
+    "MTP": lambda: {n: t for n, t in in_original_form(make_weights()).items() if n.startswith("mtp.")},
+    "MTP with embedding and head": lambda: {
+        "mtp.0.emb.tok_emb.weight": torch.zeros(24, 32),
+        "mtp.0.head.weight": torch.zeros(24, 32),
+        "mtp.0.norm.weight": torch.ones(32),
+    },
+    "DSpark": lambda: {
+        "mtp.0.main_proj.weight": torch.zeros(32, 96).to(torch.float8_e4m3fn),
+        "mtp.0.main_proj.scale": torch.ones(1, 1),
+        "mtp.1.attn.wkv.weight": torch.zeros(16, 32),
+        "mtp.2.markov_head.markov_w1.weight": torch.zeros(24, 4),
+        "model.mtp.2.confidence_head.proj.weight": torch.zeros(1, 36),
+    },
+}
+"""What published checkpoints have under `mtp.`: V4-Flash, V4-Flash-Base, V4-Flash-0731."""
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_a_draft_that_is_not_wanted_is_not_read_whatever_its_form(tmp_path: Path, kind: str) -> None:
+    target = {name: tensor for name, tensor in make_weights().items() if not name.startswith("mtp.")}
+    folder = write_folder(tmp_path, target | DRAFTS[kind]())
+    check_equal(load(folder, draft=False), target)
+    if kind != "MTP":
+        with pytest.raises(WeightsError, match=r"missing: mtp\.0\."):
+            load(folder)
+
+
+def test_the_config_of_a_checkpoint_with_dspark_is_read(tmp_path: Path) -> None:
+    """One MTP layer is told, three stages have a ratio each: as in V4-Flash-0731."""
+    stages = {"dspark_target_layer_ids": [1, 2, 3], "dspark_block_size": 5, "dspark_markov_rank": 4}
+    config = make_config(compress_ratios=[0, 4, 128, 4, 0, 0, 0], **stages)
+    target = {name: tensor for name, tensor in make_weights().items() if not name.startswith("mtp.")}
+    check_equal(load(write_folder(tmp_path, target | DRAFTS["DSpark"](), config), draft=False), target)
+    assert deepseek_v4(config).layers == (0, 1, 2, 3)
 
 
 def test_a_draft_that_the_config_does_not_have_is_not_of_this_model(tmp_path: Path) -> None:
@@ -481,6 +556,32 @@ def test_a_dtype_that_can_not_be_meant_is_named(tmp_path: Path, name: str, dtype
     error = fails(tmp_path, weights | {name: weights[name].to(dtype)})
     assert error.tensors == (name,)
     assert "must be one of" in str(error)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(
+    "name", ["lm_head.weight", "model.layers.2.mlp.experts.down_proj", "mtp.0.norm.weight"]
+)
+def test_a_weight_that_is_no_number_is_named(tmp_path: Path, name: str, value: float) -> None:
+    stored = make_weights()
+    stored[name].view(-1)[-1] = value
+    with pytest.raises(WeightsError, match=rf"{name} holds NaN or Inf") as caught:
+        load(write_folder(tmp_path, stored))
+    assert caught.value.tensors == (name,) and caught.value.file.endswith("model.safetensors")
+
+
+def test_a_scale_that_is_no_number_is_named_with_its_tensor(tmp_path: Path) -> None:
+    written, _ = quantized(in_original_form(make_weights()), {FP8_NAMES: fp8})
+    written["layers.0.attn.wkv.scale"] = torch.full((1, 1), 255, dtype=torch.uint8)
+    with pytest.raises(WeightsError, match=r"layers\.0\.attn\.wkv\.weight holds NaN or Inf"):
+        load(write_folder(tmp_path, written))
+
+
+def test_large_weights_are_numbers(tmp_path: Path) -> None:
+    """Their sum is none."""
+    weights = make_weights()
+    weights["lm_head.weight"].fill_(3e38)
+    check_equal(load(write_folder(tmp_path, weights)), weights)
 
 
 def test_a_table_of_experts_that_are_not_there_is_named(tmp_path: Path) -> None:

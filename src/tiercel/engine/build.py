@@ -15,7 +15,7 @@ from tiercel.kernels.choice import make_kernels
 from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.deepseek_v4.config import V4Config
 from tiercel.models.deepseek_v4.model import DeepseekV4
-from tiercel.models.deepseek_v4.weights import load_weights
+from tiercel.models.deepseek_v4.weights import draft_names, load_weights
 from tiercel.spec import deepseek_v4
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.storage.open import open_store
@@ -53,14 +53,15 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
     spec = replace(spec, made_by=f"{checkpoint.digest()} {kernels.BITS}")
     pages, tails = _places(build.device_bytes, spec, config)
     text = Text(folder)
-    weights = load_weights(checkpoint, own)
+    weights = load_weights(checkpoint, own, draft=False)
     cache = TieredCache(spec, replace(config.cache, device_pages=pages, device_tails=tails))
     if build.store is not None:
         _attach(cache, build.store)
     model = DeepseekV4(own, weights, cache.device, config.running_max, kernels)
     longest = config.context_tokens or checkpoint.config.get("max_position_embeddings")
     engine = Engine(model, cache, text, replace(config, context_tokens=longest))
-    return engine, _choices(build, config, engine, kernels.NAME, exact=kernels.EXACT)
+    choices = _choices(build, config, engine, kernels.NAME, exact=kernels.EXACT)
+    return engine, [*choices, *_draft_choice(checkpoint), *_end_choice(text, own.vocab_size)]
 
 
 def _attach(cache: TieredCache, url: str) -> None:
@@ -70,13 +71,16 @@ def _attach(cache: TieredCache, url: str) -> None:
 
 
 def _places(device_bytes: int, spec: CacheSpec, config: EngineConfig) -> tuple[int, int]:
-    """Tails get a third of the device's bytes, and never fewer places than running requests write to."""
-    least = 2 * spec.pages_per_window
-    wanted = max(least, min(device_bytes // 3 // spec.tail_bytes, 4 * config.running_max))
-    tails = wanted if spec.tail_streams else 0
-    pages = (device_bytes - tails * spec.tail_bytes) // spec.page_bytes
+    """Tails get a third of the device's bytes, and never fewer places than running requests write to.
+
+    A page without bytes, of a model that has windows only, counts as if it had those of a tail.
+    """
+    least, tails = 2 * spec.pages_per_window, 0
+    if spec.tail_streams:
+        tails = max(least, min(device_bytes // 3 // spec.tail_bytes, 4 * config.running_max))
+    pages = (device_bytes - tails * spec.tail_bytes) // spec.host_page_bytes
     if pages < 2:
-        need = 2 * spec.page_bytes + least * spec.tail_bytes
+        need = 2 * spec.host_page_bytes + least * spec.tail_bytes
         raise ConfigError("device_bytes", device_bytes, f"two pages and their tails take {need:,} B")
     return pages, tails
 
@@ -86,6 +90,22 @@ def _store_choice(build: Build, cache: CacheConfig) -> Choice:
         return Choice("store tier", "off", "--store URL turns it on")
     late = f", {cache.fetch_deadline_s} s per 1,024 tokens" if cache.fetch == "deadline" else ""
     return Choice("store tier", hide(build.store, build.store), f"fetch {cache.fetch}{late}")
+
+
+def _draft_choice(checkpoint: Checkpoint) -> list[Choice]:
+    names = draft_names(checkpoint)
+    return [Choice("draft", "not used", f"{len(names):,} tensors under mtp. are not read")] if names else []
+
+
+def _end_choice(text: Text, vocab_size: int) -> list[Choice]:
+    """Told where an answer may go on for ever."""
+    known = sorted(token for token in text.eos if 0 <= token < vocab_size)
+    unknown = ", ".join(map(str, sorted(text.eos - set(known))))
+    if known and not unknown:
+        return []
+    why = f"eos_token_id {unknown} is no token of this model"
+    value = f"token{'s' * (len(known) > 1)} {', '.join(map(str, known))}" if known else "none"
+    return [Choice("end of an answer", value, why if unknown else "only stop strings and max_tokens end one")]
 
 
 def _why_longest(engine: Engine) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from os.path import lexists
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.i
 SUFFIX = ".safetensors"
 
 READ_BYTES = 16 * 1024**2
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 NAMES_SHOWN = 5
 """More names in one message hide the first."""
@@ -55,9 +57,9 @@ class Checkpoint:
             raise WeightsError(self.folder, "is no folder")
         self.config: Mapping[str, Any] = _read_json(self.folder / CONFIG)
         self._files: dict[Path, Any] = {}
-        if (self.folder / SINGLE).exists():  # as in transformers, it goes before an index
+        if lexists(self.folder / SINGLE):  # as in transformers, it goes before an index
             self.tensors: Mapping[str, StoredTensor] = self._open(self.folder / SINGLE)
-        elif (self.folder / INDEX).exists():
+        elif lexists(self.folder / INDEX):
             self.tensors = self._open_indexed(self.folder / INDEX)
         else:
             raise WeightsError(self.folder, f"has neither {SINGLE} nor {INDEX}")
@@ -85,6 +87,7 @@ class Checkpoint:
     def _open(self, file: Path) -> dict[str, StoredTensor]:
         """What one file holds, in the order of its bytes."""
         try:
+            _check_is_itself(file)
             opened: Any = safe_open(file, framework="pt")
             slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
         except FileNotFoundError as error:
@@ -131,8 +134,21 @@ def _weight_map(index: Path) -> dict[str, str]:
     return given
 
 
+def _check_is_itself(file: Path) -> None:
+    """What a folder has in place of a file that was not downloaded."""
+    if file.is_symlink() and not file.exists():
+        raise WeightsError(file, f"is a link to {file.readlink()}, which is not there")
+    if file.is_file():
+        with file.open("rb") as opened:
+            if opened.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise WeightsError(
+                    file, "is a git-lfs pointer, not the file itself: `git lfs pull` brings it"
+                )
+
+
 def _read_json(file: Path) -> dict[str, Any]:
     try:
+        _check_is_itself(file)
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise WeightsError(file, "is missing") from error

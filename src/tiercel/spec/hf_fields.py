@@ -19,11 +19,11 @@ def whole(config: Mapping[str, Any], name: str, *, least: int = 1) -> int:
 
 
 def per_layer(config: Mapping[str, Any], name: str, *, extra: int = 0) -> Sequence[Any]:
-    """A list with one value per layer. It may go on for `extra` draft layers."""
+    """A list with one value per layer. It may go on for up to `extra` draft layers."""
     layers, values = whole(config, "num_hidden_layers"), config.get(name)
     if not isinstance(values, Sequence) or isinstance(values, str):
         raise SpecError(name, values, "must be a list with one value per layer")
-    if len(values) not in (layers, layers + extra):
+    if not layers <= len(values) <= layers + extra:
         raise SpecError(name, values, f"has {len(values)} values for num_hidden_layers = {layers}")
     return values
 

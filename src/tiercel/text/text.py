@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
+from types import NoneType
 from typing import Any, Protocol
 
 from tokenizers import Encoding, Tokenizer
@@ -107,7 +108,12 @@ class Text:
         ends = [eos]
         for name in ("generation_config.json", "config.json"):
             given = _read_json(folder / name).get("eos_token_id")
-            ends += given if isinstance(given, list) else [given]
+            given = given if isinstance(given, list) else [given]
+            if any(type(token) not in (int, NoneType) for token in given):
+                raise WeightsError(
+                    folder / name, f"eos_token_id = {given!r}: must be a token or a list of them"
+                )
+            ends += given
         self.eos = frozenset(token for token in ends if token is not None)
         self._pieces: dict[int, bytes] = {}
 

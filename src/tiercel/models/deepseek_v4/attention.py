@@ -211,5 +211,6 @@ class Attention:
         for i, span in enumerate(batch.spans):
             for boundary, place in span.tails.items():
                 assert boundary > span.start, "a tail is written by the span that reaches it"
-                numbers = batch.recent_before(boundary, self._config.window, i, self._recent.rows)
+                # of a window longer than a page, the tails before it have the rest
+                numbers = batch.recent_before(boundary, self._tails.per_row, i, self._recent.rows)
                 self._tails.write_row(place, self._recent.gather(new, numbers))

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tiercel.errors import SpecError
 from tiercel.kernels.choice import Kernels
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.models.deepseek_v4.batch import Batch, Span
@@ -40,6 +41,9 @@ class Draft:
         memory: DeviceMemory,
         rings: int,
     ) -> None:
+        if all(stream.name != "draft_hidden" for stream in memory.spec.streams):
+            why = "has no stream `hidden`, without which a draft can not go on: deepseek_v4_mtp(hidden=True)"
+            raise SpecError("draft", memory.spec.model, why)
         self._config, self._k, self._rings = config, kernels, rings
         w = part_of(weights, "mtp.0.")
         self._norms = [w["enorm.weight"], w["hnorm.weight"]]

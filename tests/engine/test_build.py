@@ -1,0 +1,129 @@
+"""Goal: whatever a folder has, an engine opens on it and answers exactly, or an error names what is wrong.
+Method: small random models in DeepSeek's own form, with the embedded tokenizer."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from tests.engine.drive import FOLDER, logprobs_of, make_ask, run, settle, tokens_of, words
+from tests.models.folders import make_config, write_folder
+from tests.models.test_weights import DRAFTS, make_weights
+from tiercel.config import CacheConfig
+from tiercel.engine.build import _places, open_engine
+from tiercel.engine.config import Build, EngineConfig
+from tiercel.errors import ConfigError, WeightsError
+from tiercel.spec.attention import mha
+
+MIB = 1024**2
+VOCAB = 4096
+
+
+def make_folder(path, more=None, **changes):
+    """Numbers small enough that no layer drowns the others."""
+    config = make_config(vocab_size=VOCAB, max_position_embeddings=4096, **changes)
+    weights = {name: t * 0.2 if t.is_floating_point() else t for name, t in make_weights(config).items()}
+    weights = {name: t for name, t in weights.items() if not name.startswith("mtp.")}
+    write_folder(path, weights | (more or {}), config)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(FOLDER / name, path)
+    return path
+
+
+def open_on(folder, *, host_bytes=0, **build):
+    cache = CacheConfig(device_pages=1, device_tails=1, host_bytes=host_bytes)
+    build = {"page_tokens": 128, "device_bytes": 16 * MIB} | build
+    config = EngineConfig(cache=cache, running_max=2, replay=False)
+    return open_engine(Build(model=str(folder), **build), config)
+
+
+# Shapes
+
+SHAPES = {
+    "a window of a page and a token": {"sliding_window": 129},
+    "a window of more than two pages": {"sliding_window": 300},
+    "windows only": {"compress_ratios": [0, 0, 0, 0], "sliding_window": 40},
+    "windows only, longer than a page": {"compress_ratios": [0, 0, 0, 0], "sliding_window": 200},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_text_goes_on_from_what_is_cached_as_if_nothing_were(tmp_path, shape):
+    folder = make_folder(tmp_path, **SHAPES[shape])
+    prompts = [words(520), [*words(512), *words(200, seed=1)], words(700, seed=3)]
+    cold = [run(open_on(folder)[0], make_ask("cold", prompt))[0] for prompt in prompts]
+    plenty, _ = open_on(folder)
+    spec = plenty.cache.spec
+    little = 2 * spec.pages_per_window * spec.tail_bytes + 9 * spec.host_page_bytes
+    scarce, _ = open_on(folder, device_bytes=little, host_bytes=16 * MIB)
+    assert scarce.cache.config.device_pages < 16
+    for engine in (plenty, scarce):
+        reused = [0, 0]
+        for name, (prompt, expected) in enumerate(zip(prompts * 2, cold * 2, strict=True)):
+            [done] = run(engine, make_ask(str(name), prompt))
+            assert not done.error and tokens_of(done) == tokens_of(expected), name
+            assert logprobs_of(done) == logprobs_of(expected), name
+            reused[0] += done.usage.device_tokens
+            reused[1] += done.usage.host_tokens
+            settle(engine)
+        assert reused[engine is scarce] >= 384
+        engine.cache.close()
+
+
+def test_a_model_without_tails_gets_pages_only():
+    spec = mha("gqa", 16, layers=2, kv_heads=2, head_dim=8)
+    assert _places(10 * spec.page_bytes, spec, EngineConfig()) == (10, 0)
+    with pytest.raises(ConfigError, match="device_bytes"):
+        _places(spec.page_bytes, spec, EngineConfig())
+
+
+# What real folders have
+
+
+def test_a_draft_nobody_asks_for_is_named_once_and_not_read(tmp_path):
+    engine, choices = open_on(make_folder(tmp_path, DRAFTS["DSpark"]()))
+    [told] = [each for each in choices if each.what == "draft"]
+    assert told.value == "not used" and "5 tensors under mtp." in told.why
+    assert not any(each.what == "draft" for each in open_on(make_folder(tmp_path / "none"))[1])
+    assert tokens_of(run(engine, make_ask("a", words(20)))[0])
+
+
+def test_weights_that_are_no_numbers_do_not_start(tmp_path):
+    spoiled = {"lm_head.weight": torch.full((VOCAB, 32), float("nan"))}
+    with pytest.raises(WeightsError, match=r"lm_head\.weight holds NaN"):
+        open_on(make_folder(tmp_path, spoiled))
+
+
+@pytest.mark.parametrize(
+    ("given", "known", "why"),
+    [
+        (99_999, "token 2", "eos_token_id 99999 is no token of this model"),
+        ([7, -1, 4096], "tokens 2, 7", "eos_token_id -1, 4096 is no token of this model"),
+    ],
+)
+def test_an_eos_token_that_nobody_knows_is_told(tmp_path, given, known, why):
+    engine, choices = open_on(make_folder(tmp_path, eos_token_id=given))
+    [told] = [each for each in choices if each.what == "end of an answer"]
+    assert (told.value, told.why) == (known, why)
+    assert tokens_of(run(engine, make_ask("a", words(20), ignore_eos=False))[0])
+
+
+def test_a_model_without_an_eos_token_is_told(tmp_path):
+    folder = make_folder(tmp_path, eos_token_id=None)
+    config = json.loads((folder / "tokenizer_config.json").read_text()) | {"eos_token": None}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    [told] = [each for each in open_on(folder)[1] if each.what == "end of an answer"]
+    assert (told.value, told.why) == ("none", "only stop strings and max_tokens end one")
+
+
+def test_an_eos_token_that_everybody_knows_is_not_told(tmp_path):
+    assert not any(each.what == "end of an answer" for each in open_on(make_folder(tmp_path))[1])
+
+
+@pytest.mark.parametrize("given", ["</s>", [[1]], 2.5, True])
+def test_an_eos_token_that_is_no_token_is_named(tmp_path, given):
+    with pytest.raises(
+        WeightsError, match=r"config\.json: eos_token_id = .*must be a token or a list of them"
+    ):
+        open_on(make_folder(tmp_path, eos_token_id=given))
