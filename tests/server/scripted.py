@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-import uvicorn
 
 from tiercel.engine.ask import Ask, Delta, Finish, TokenOut, Usage
 from tiercel.errors import ConfigError, InputError, StoreError
 from tiercel.server.app import create_app
+from tiercel.server.listen import Server
 from tiercel.server.options import ServerOptions
 
 WORDS = ("Hello", " world", "!", " and", " again", "one", " two", " three")
@@ -103,6 +103,8 @@ class ScriptedService:
     events: list[str] = field(default_factory=list)
     holding: threading.Event = field(default_factory=threading.Event)
     """It has come to where it waits."""
+    ending: asyncio.Event = field(default_factory=asyncio.Event)
+    """Nobody waits any more: every answer ends."""
     closed: threading.Event = field(default_factory=threading.Event)
     """A request ended, one way or another."""
     _seen: set[Any] = field(default_factory=set)
@@ -141,7 +143,7 @@ class ScriptedService:
         told = 0
         for word in self.script:
             await self._trouble(told)
-            if told == ask.sampling.max_tokens:
+            if told == ask.sampling.max_tokens or self.ending.is_set():
                 break
             tokens = self.text.encode(word)
             token = tokens[-1]
@@ -175,7 +177,8 @@ class ScriptedService:
     async def _trouble(self, told: int) -> None:
         if self.hold_after == told:
             self.holding.set()
-            await asyncio.Event().wait()
+            await self.ending.wait()
+            self.end = Finish.ABORT
         if self.fail_after and self.fail_after[0] == told:
             raise self.fail_after[1]
 
@@ -192,6 +195,9 @@ class ScriptedService:
         every = [self._scored(ask, token, at) for at, token in enumerate(ask.prompt)]
         every[0] = TokenOut(ask.prompt[0])
         return tuple(every[begin:])
+
+    def abort_all(self) -> None:
+        self.ending.set()
 
     async def flush(self, timeout_s: float) -> int:
         self.events.append(f"flush {timeout_s}")
@@ -302,10 +308,9 @@ def events_of(response: httpx.Response) -> list[str]:
 
 
 @contextmanager
-def served(service: ScriptedService, options: ServerOptions = LOOPBACK):
+def served(service: ScriptedService, options: ServerOptions = LOOPBACK, shutdown_s: float = 0):
     """A real server on a free port of this machine; yields its address."""
-    config = uvicorn.Config(create_app(service, options), host="127.0.0.1", port=0, log_config=None)
-    server = uvicorn.Server(config)
+    server = Server(service, options, shutdown_s=shutdown_s, host="127.0.0.1", port=0, log_config=None)
     thread = threading.Thread(target=server.run)
     listening = threading.Event()
     startup = server.startup

@@ -627,7 +627,8 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
-def test_a_template_that_does_not_end_is_stopped_and_said_so(tmp_path, template):
+def test_a_template_that_does_not_end_is_stopped_and_said_so(tmp_path, monkeypatch, template):
+    monkeypatch.setattr("tiercel.text.template.Bound.__init__.__defaults__", (50_000,))
     text = Text(make_folder(tmp_path / "model", template))
     with pytest.raises(AskError, match="the chat template does not take them"):
         text.chat([user("hello")])

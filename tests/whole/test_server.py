@@ -237,25 +237,35 @@ def test_a_signal_lets_a_running_answer_finish():
     assert said["last"] == "data: [DONE]" and said["tokens"] >= 100
 
 
-def test_a_deadline_ends_what_would_take_too_long():
+def test_a_deadline_ends_what_would_take_too_long_and_says_so():
     server = Server("--shutdown-s", "1", "--device-memory", "64MiB")
     begun = threading.Event()
+    said = {}
+    body = {"model": "tiny-v4", "prompt": [300], "max_tokens": 16_000, "ignore_eos": True}
 
-    def ask():
-        body = {"model": "tiny-v4", "prompt": [300], "max_tokens": 16_000, "stream": True, "ignore_eos": True}
-        try:
-            with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
-                for _ in response.iter_lines():
-                    begun.set()
-        except httpx.HTTPError:
-            pass
+    def ask_stream():
+        with httpx.stream(
+            "POST", f"{server.url}/v1/completions", json={**body, "stream": True}, timeout=60
+        ) as response:
+            for line in response.iter_lines():
+                begun.set()
+                said["stream"] = line or said["stream"]
 
-    asking = threading.Thread(target=ask)
-    asking.start()
+    def ask_whole():
+        said["whole"] = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+
+    asking = [threading.Thread(target=each) for each in (ask_whole, ask_stream)]
+    for each in asking:
+        each.start()
     assert begun.wait(30)
+    while httpx.get(f"{server.url}/v1/cache/stats").json()["queue"]["running"] < 2:
+        pass
     code, rest = server.stop()
-    asking.join(30)
-    assert code == 0 and not asking.is_alive(), rest
+    for each in asking:
+        each.join(30)
+    assert code == 0 and "Traceback" not in rest, rest
+    assert json.loads(said["stream"].removeprefix("data: "))["error"]["code"] == "aborted"
+    assert (said["whole"].status_code, said["whole"].json()["error"]["code"]) == (503, "aborted")
 
 
 @pytest.mark.parametrize(

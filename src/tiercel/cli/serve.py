@@ -63,6 +63,12 @@ ServedModelName = Annotated[
     list[str] | None, typer.Option(help="The model's name for clients. Repeatable: each is one of its names.")
 ]
 Strict = Annotated[bool, typer.Option("--strict", help="Refuse requests with fields that nobody knows.")]
+PriorityMax = Annotated[
+    int, typer.Option(help="Requests may set a priority from -N to N; 0: none but 0.", min=0)
+]
+ConnectionsMax = Annotated[
+    int, typer.Option(help="Open at once; the idlest goes when there are more.", min=1)
+]
 ShutdownS = Annotated[int, typer.Option(help="How long running answers may finish.", min=0)]
 
 
@@ -95,6 +101,8 @@ def serve(  # noqa: PLR0913 - a command has as many arguments as options
     admin_key: AdminKey = None,
     served_model_name: ServedModelName = None,
     strict: Strict = False,
+    priority_max: PriorityMax = 0,
+    connections_max: ConnectionsMax = 1000,
     shutdown_s: ShutdownS = 10,
 ) -> None:
     """Serve a model: OpenAI's API and SGLang's, on a tiered cache."""
@@ -120,8 +128,8 @@ def serve(  # noqa: PLR0913 - a command has as many arguments as options
         folder = folder_of(model).absolute()
         names = served_model_name or [model if model == EMBEDDED else folder.name]
         service = EngineService(engine, names[0], store, publisher)
-        ending.callback(service.close, shutdown_s)
-        keys = ServerOptions(
+        ending.callback(service.close, 0.0)  # whoever listened has waited
+        options = ServerOptions(
             api_key=tuple(api_key or ()),
             admin_key=admin_key,
             loopback=is_loopback(host),
@@ -129,8 +137,10 @@ def serve(  # noqa: PLR0913 - a command has as many arguments as options
             model_names=tuple(names[1:]),
             model_path=str(folder),
             strict=strict,
+            priority_max=priority_max,
+            connections_max=connections_max,
         )
-        _listen(service, host, port, keys, shutdown_s)
+        _listen(service, host, port, options, shutdown_s)
 
 
 def _publisher(
@@ -174,22 +184,13 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _listen(service: EngineService, host: str, port: int, options: ServerOptions, shutdown_s: int) -> None:
-    import uvicorn
+    from tiercel.server.listen import Server
 
-    from tiercel.server.app import create_app
-
-    config = uvicorn.Config(
-        create_app(service, options),
-        host=host,
-        port=port,
-        log_level="warning",
-        timeout_graceful_shutdown=shutdown_s,
-        access_log=False,
-    )
+    server = Server(service, options, shutdown_s=shutdown_s, host=host, port=port)
     # uvicorn ends on a signal and then raises it again: by then there is memory left to give back.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     listener = _bind(host, port)
     address = f"http://{host}:{listener.getsockname()[1]}"
     typer.echo(f"listening on {address} (API at {address}/v1, calls at {address}/docs)", err=True)
-    uvicorn.Server(config).run(sockets=[listener])
+    server.run(sockets=[listener])

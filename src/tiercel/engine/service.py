@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from tiercel.engine.ask import Ask, Delta
+from tiercel.engine.ask import Ask, Delta, Finish, Usage
 from tiercel.engine.engine import Engine
 from tiercel.engine.events import EventPublisher
 from tiercel.engine.loop import overlapped_steps, plain_steps
@@ -54,7 +54,7 @@ class EngineService:
         self._engine = engine
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
-        self._closing = self._stopped = False
+        self._closing = self._ending = self._stopped = False
         self._answers: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Delta]]] = {}
         self._thread = threading.Thread(target=self._run, name="tiercel-engine", daemon=True)
         self._thread.start()
@@ -71,6 +71,9 @@ class EngineService:
 
     async def submit(self, ask: Ask) -> AsyncGenerator[Delta, None]:
         """The answer as it comes; closing it ends the request. Raises `AskError` or `QueueFull` first."""
+        if self._ending:
+            yield Delta(ask.request_id, Usage(len(ask.prompt)), finish=Finish.ABORT)
+            return
         queue: asyncio.Queue[Delta] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         added = ended = False
@@ -163,11 +166,16 @@ class EngineService:
         with self._wake:
             finished = self._wake.wait_for(lambda: not self._engine.tasks, timeout_s)
         if not finished:
-            self._ask(self._abort_all)
+            self.abort_all()
         self._ask(self._stop)
         self._thread.join()
         self._engine.cache.close()
         return finished
+
+    def abort_all(self) -> None:
+        """End every answer, and begin none any more."""
+        self._closing = self._ending = True
+        self._ask(self._abort_all)
 
     def _abort_all(self) -> None:
         for request_id in list(self._engine.tasks):

@@ -9,6 +9,7 @@ Plain ASGI, because it must see a streamed answer to its end.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections.abc import Sequence
@@ -112,8 +113,10 @@ class Border:
 
         try:
             await self.app(scope, receive, send_named)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
             if visit.status is not None:
+                if isinstance(error, asyncio.CancelledError):
+                    return  # the server ends, and has waited long enough: uvicorn closes what is open
                 raise
             await translate(error).response()(scope, receive, send_named)
         finally:

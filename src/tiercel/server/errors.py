@@ -3,6 +3,8 @@
 {"error": {"message": …, "type": …, "param": the field, "code": for programs}}
 
 InputError          400   a field that can not be used; named
+LengthError         400   a text that can not fit
+CancelledError      503   the server ends
 QueueFull           429   with Retry-After
 ApiError            as it says
 HTTPException       404, 405 of the routes
@@ -11,6 +13,7 @@ anything else       500   a bug: logged once, told nothing about
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Mapping
@@ -24,7 +27,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tiercel.errors import InputError, QueueFull, TiercelError
+from tiercel.errors import InputError, LengthError, QueueFull, TiercelError
 
 log = logging.getLogger("tiercel.server")
 
@@ -105,11 +108,17 @@ def unexpected() -> ApiError:
     return ApiError(500, "the server made a mistake; its log says which", code="internal_error")
 
 
-def translate(error: Exception) -> ApiError:
+def translate(error: Exception | asyncio.CancelledError) -> ApiError:
     """What a client is told about an error. What nobody foresaw is logged here, and only here."""
     match error:
         case ApiError():
             return error
+        case asyncio.CancelledError():
+            return ApiError(503, "the server is ending", code="aborted")
+        case LengthError():
+            least = f"{error.field} has at least {error.tokens} tokens"
+            message = f"{least}, the longest context has {error.tokens_max}"
+            return ApiError(400, message, param=error.field, code="context_length_exceeded")
         case QueueFull():
             headers = {"retry-after": str(error.retry_after_s)}
             return ApiError(429, str(error), code="queue_full", headers=headers)

@@ -7,6 +7,16 @@ from dataclasses import dataclass
 from tiercel.errors import ConfigError
 from tiercel.storage.allow import check_allow
 
+LEAST = {
+    "body_bytes_max": 1,
+    "n_max": 1,
+    "stop_max": 1,
+    "stop_chars_max": 1,
+    "batch_max": 1,
+    "priority_max": 0,
+    "connections_max": 1,
+}
+
 
 @dataclass(frozen=True)
 class ServerOptions:
@@ -50,6 +60,24 @@ class ServerOptions:
     batch_max: int = 64
     """Prompts in one call: those who have more make more calls, which queue fairly."""
 
+    priority_max: int = 0
+    """`priority` of a request, up or down. 0: nobody may set one, because everybody would."""
+
+    connections_max: int = 1000
+    """Below what most systems let a process open. When there are more, the one that waits longest goes."""
+
+    headers_s: float = 10.0
+    """From a connection, or the first byte of a request, to the end of its headers: they fit one packet."""
+
+    body_s: float = 60.0
+    """For the body: the longest one at 1 Mbit/s."""
+
+    idle_s: float = 75.0
+    """Between two requests. Longer than the 60 s of most proxies, so that it is they who close."""
+
+    write_s: float = 60.0
+    """For a client that reads nothing of its answer. Meanwhile the answer is kept for it."""
+
     def __post_init__(self) -> None:
         admin_keys = () if self.admin_key is None else (self.admin_key,)
         for name, keys in (("api_key", self.api_keys), ("admin_key", admin_keys)):
@@ -58,10 +86,14 @@ class ServerOptions:
                     raise ConfigError(name, "…", "must be text without blanks around it, or not given")
         for url in self.store_allow:
             check_allow(url)
-        for name in ("body_bytes_max", "n_max", "stop_max", "stop_chars_max", "batch_max"):
+        for name, least in LEAST.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(name, value, "must be a whole number of at least 1")
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(name, value, f"must be a whole number of at least {least}")
+        for name in ("headers_s", "body_s", "idle_s", "write_s"):
+            seconds = getattr(self, name)
+            if not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
+                raise ConfigError(name, seconds, "must be a number of seconds above 0")
 
     @property
     def api_keys(self) -> tuple[str, ...]:

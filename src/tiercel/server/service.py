@@ -122,3 +122,7 @@ class Service(Protocol):
     async def clear_store(self) -> None:
         """Forget everything in the store. Raises `StoreError`. Required of the caller: one is attached."""
         ...
+
+    def abort_all(self) -> None:
+        """End every answer with `Finish.ABORT`, and begin none any more: the server is ending."""
+        ...

@@ -30,7 +30,7 @@ TEMPLATE_FAILS = (
     MemoryError,
 )
 STEPS_MOST = 1_000_000
-"""Turns of loops, and calls, of one conversation, however often it is rendered: a second or two. A thousand
+"""Turns of loops, and calls, of one conversation, however often it is rendered: a few seconds. A thousand
 messages, rendered for their ends too, take an eighth of it, or more if their template calls much."""
 STEPS_OF_CALL = 10
 """A call takes about as long as ten turns."""

@@ -1,0 +1,223 @@
+"""Connections: how many there may be, how long a client may take, and how all of them end.
+
+    connected ── headers_s ──► request ── body_s ──► whole request ──► answer ── idle_s ──► next request …
+                                                                        └── write_s if nobody reads it
+
+When there are too many, the one that waits longest for its client goes: silent and half-sent connections
+never keep anybody out. When the server ends, running answers have `shutdown_s` to finish; then the service
+ends them, and each says so in its own form.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import resource
+import socket
+from collections import Counter
+from dataclasses import replace
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
+
+from tiercel.server.app import create_app
+from tiercel.server.errors import ApiError
+from tiercel.server.options import ServerOptions
+from tiercel.server.service import Service
+
+log = logging.getLogger("tiercel.server")
+
+LOG_EVERY_S = 60.0
+"""One line about all connections that were ended since the last one."""
+
+FILES_BESIDE = 256
+"""Open files that are no connections: weights, stores, libraries."""
+
+FAREWELL_S = 5.0
+"""For the last words to leave, after the answers were ended."""
+
+
+class Phase(Enum):
+    """What a connection waits for."""
+
+    HEADERS = "request"
+    BODY = "body"
+    ANSWER = "answer"
+    IDLE = "next request"
+
+
+class EndedCount:
+    """Connections that were ended, told in one line now and then."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._next_s = 0.0
+
+    def add(self, why: str, now_s: float) -> None:
+        self._counts[why] += 1
+        if now_s >= self._next_s:
+            self._next_s = now_s + LOG_EVERY_S
+            log.warning(
+                "connections ended: %s", ", ".join(f"{count} {why}" for why, count in self._counts.items())
+            )
+            self._counts.clear()
+
+
+class Connection(H11Protocol):
+    """One connection of HTTP/1.1, with a clock."""
+
+    def __init__(self, *given: Any, options: ServerOptions, ended: EndedCount, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._options = options
+        self._ended = ended
+        self._phase = Phase.IDLE
+        self._since_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def waits_since_s(self) -> float | None:
+        """Since when it waits for its client; None: the client waits for an answer."""
+        return None if self._phase is Phase.ANSWER else self._since_s
+
+    # What happens to it
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._follow()
+        if len(self.connections) > self._options.connections_max:
+            self._make_room()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._follow()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._follow()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._timer, self._write_timer):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+
+    # Its clock
+
+    def _follow(self) -> None:
+        """A clock of its own for every phase."""
+        phase = self._phase_now()
+        if phase is self._phase or self.transport.is_closing():
+            return
+        self._phase, self._since_s = phase, self.loop.time()
+        if self._timer is not None:
+            self._timer.cancel()
+        limits = {Phase.HEADERS: self._options.headers_s, Phase.BODY: self._options.body_s}
+        if phase in limits:  # what is idle is closed by uvicorn
+            self._timer = self.loop.call_later(limits[phase], self._late, limits[phase])
+
+    def _phase_now(self) -> Phase:
+        if self.conn.their_state is h11.SEND_BODY:
+            return Phase.BODY
+        if self.cycle is not None and not self.cycle.response_complete:
+            return Phase.ANSWER
+        begun = self.cycle is None or self.conn.trailing_data[0]
+        return Phase.HEADERS if begun else Phase.IDLE
+
+    def _late(self, limit_s: float) -> None:
+        self._end(408, f"sent no whole {self._phase.value} within {limit_s:g} s", "request_timeout")
+
+    def _make_room(self) -> None:
+        """The one that waits longest for its client goes, or else the newest: this one."""
+        others = [each for each in self.connections if isinstance(each, Connection) and each is not self]
+        waiting = [each for each in others if each.waits_since_s is not None]
+        most = self._options.connections_max
+        if waiting:
+            oldest = min(waiting, key=lambda each: each.waits_since_s or 0.0)
+            oldest._end(408, f"waited for longest when more than {most:,} were open", "too_many_connections")
+        else:
+            self._end(503, f"came when {most:,} were being answered", "too_many_connections")
+
+    def _watch_reader(self, left: int) -> None:
+        self._write_timer = self.loop.call_later(self._options.write_s, self._unread, left)
+
+    def _unread(self, before: int) -> None:
+        left = self.transport.get_write_buffer_size()
+        if left < before:
+            self._watch_reader(left)
+        else:
+            self._ended.add(f"read nothing for {self._options.write_s:g} s", self.loop.time())
+            self.transport.abort()
+
+    def _end(self, status: int, why: str, code: str) -> None:
+        """Says why, if something was asked and nothing answered yet, and closes."""
+        self._ended.add(why, self.loop.time())
+        asked = self.cycle is not None or self.conn.trailing_data[0] or status == 503
+        if asked and self._phase is not Phase.IDLE and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = json.dumps(ApiError(status, f"this connection {why}", code=code).body()).encode()
+            headers = [("content-type", "application/json"), ("connection", "close")]
+            headers.append(("content-length", str(len(body))))
+            for event in (
+                h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status]),
+                h11.Data(data=body),
+                h11.EndOfMessage(),
+            ):
+                self.transport.write(self.conn.send(event) or b"")
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.transport.close()
+
+
+class Server(uvicorn.Server):
+    """Serves until it is told to end. Closing the service is left to who made it."""
+
+    def __init__(self, service: Service, options: ServerOptions, *, shutdown_s: float, **more: Any) -> None:
+        options = _with_files(options)
+        connection = partial(Connection, options=options, ended=EndedCount())
+        config = uvicorn.Config(
+            create_app(service, options),
+            http=connection,  # type: ignore[arg-type]
+            log_level="warning",
+            access_log=False,
+            timeout_keep_alive=options.idle_s,  # type: ignore[arg-type]
+            timeout_graceful_shutdown=shutdown_s + FAREWELL_S,  # type: ignore[arg-type]
+            **more,
+        )
+        super().__init__(config)
+        self._service = service
+        self._shutdown_s = shutdown_s
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Answers finish, or are ended by the service; connections close behind them."""
+        ending = asyncio.get_running_loop().call_later(self._shutdown_s, self._service.abort_all)
+        await super().shutdown(sockets)
+        ending.cancel()
+
+
+def _with_files(options: ServerOptions) -> ServerOptions:
+    """Every connection is an open file: as many connections as there may be files."""
+    wanted = options.connections_max + FILES_BESIDE
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        if soft < wanted:
+            fewer = max(1, soft - FILES_BESIDE)
+            log.warning("%s connections at most: this process may open %s files", fewer, soft)
+            return replace(options, connections_max=fewer)
+    return options
