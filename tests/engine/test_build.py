@@ -9,7 +9,16 @@ import torch
 
 from tests.engine.drive import FOLDER, logprobs_of, make_ask, run, settle, tokens_of, words
 from tests.models.folders import make_config, write_folder
-from tests.models.test_weights import DRAFTS, make_weights
+from tests.models.test_weights import (
+    DRAFTS,
+    FP4_NAMES,
+    FP8_NAMES,
+    fp4,
+    fp8,
+    in_original_form,
+    make_weights,
+    quantized,
+)
 from tiercel.config import CacheConfig
 from tiercel.engine.build import _places, open_engine
 from tiercel.engine.config import Build, EngineConfig
@@ -25,7 +34,10 @@ def make_folder(path, more=None, **changes):
     config = make_config(vocab_size=VOCAB, max_position_embeddings=4096, **changes)
     weights = {name: t * 0.2 if t.is_floating_point() else t for name, t in make_weights(config).items()}
     weights = {name: t for name, t in weights.items() if not name.startswith("mtp.")}
-    write_folder(path, weights | (more or {}), config)
+    return with_tokenizer(write_folder(path, weights | (more or {}), config))
+
+
+def with_tokenizer(path):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(FOLDER / name, path)
     return path
@@ -87,6 +99,23 @@ def test_a_draft_nobody_asks_for_is_named_once_and_not_read(tmp_path):
     assert told.value == "not used" and "5 tensors under mtp." in told.why
     assert not any(each.what == "draft" for each in open_on(make_folder(tmp_path / "none"))[1])
     assert tokens_of(run(engine, make_ask("a", words(20)))[0])
+
+
+def test_a_folder_in_the_form_that_deepseek_publishes_is_served(tmp_path):
+    """Its names, fp8 and fp4 with exponents as scales, expert by expert, three stages of DSpark."""
+    stages = {"dspark_target_layer_ids": [1, 2, 3], "dspark_block_size": 5}
+    fp8_blocks = {"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
+    published = {"expert_dtype": "fp4", "quantization_config": fp8_blocks, **stages}
+    ratios = {"compress_ratios": [0, 4, 128, 4, 0, 0, 0]}
+    config = make_config(vocab_size=VOCAB, max_position_embeddings=4096, **published, **ratios)
+    target = {n: t for n, t in make_weights(config).items() if not n.startswith("mtp.")}
+    written, meant = quantized(in_original_form(target), {FP8_NAMES: fp8, FP4_NAMES: fp4})
+    answers = []
+    for name, tensors in (("published", written | DRAFTS["DSpark"]()), ("plain", meant)):
+        folder = with_tokenizer(write_folder(tmp_path / name, tensors, config))
+        [done] = run(open_on(folder)[0], make_ask(name, words(300)))
+        answers.append((tokens_of(done), logprobs_of(done)))
+    assert answers[0] == answers[1] and len(answers[0][0]) == 8
 
 
 def test_weights_that_are_no_numbers_do_not_start(tmp_path):

@@ -198,6 +198,8 @@ def test_the_indexer_chooses_what_its_twin_chooses_ties_included(heads):
     theirs = reference.best_rows(q, weights, keys, rows, span, visible, 16)
     for own, other in zip(mine, theirs, strict=True):
         assert own[own >= 0].tolist() == other[other >= 0].tolist()
+    everything = native.best_rows(q, weights, keys, rows, span, visible, 10**12)
+    assert torch.equal(everything, reference.best_rows(q, weights, keys, rows, span, visible, 10**12))
     alone = [
         native.best_rows(q[[t]], weights[[t]], keys, rows, span[[t]], visible[[t]], 16) for t in range(TOKENS)
     ]

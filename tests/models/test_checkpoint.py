@@ -152,14 +152,14 @@ def test_an_index_leads_only_to_files_of_its_folder(sharded: Path, file: object)
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 12345\n"
 
 
-@pytest.mark.parametrize("name", ["config.json", SECOND, INDEX])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", SECOND, INDEX])
 def test_a_git_lfs_pointer_is_told_as_such(sharded: Path, name: str) -> None:
     (sharded / name).write_bytes(POINTER)
     with pytest.raises(WeightsError, match=rf"{name}: is a git-lfs pointer, .*git lfs pull"):
         Checkpoint(sharded)
 
 
-@pytest.mark.parametrize("name", ["config.json", SECOND, INDEX, "model.safetensors"])
+@pytest.mark.parametrize("name", ["config.json", "chat_template.jinja", SECOND, INDEX, "model.safetensors"])
 def test_a_link_to_nothing_is_told_with_its_target(sharded: Path, name: str) -> None:
     (sharded / name).unlink(missing_ok=True)
     (sharded / name).symlink_to("../blobs/4d7a21")

@@ -57,7 +57,8 @@ class Ours:
         """Logits of tokens start …, computed in pieces that end at the cuts."""
         logits = []
         for end in cuts:
-            span = Span(tokens[start:end], start, self.pages, ring, **options)
+            tails = {b: p for b, p in options.get("tails", {}).items() if start < b <= end}
+            span = Span(tokens[start:end], start, self.pages, ring, **options | {"tails": tails})
             logits.append(self.model([span], every_token=True))
             start = end
         return torch.cat(logits)
@@ -101,6 +102,17 @@ def test_there_may_be_any_number_of_streams(streams, kernels):
     tokens = random_tokens(150)
     ours = Ours(reference, kernels=kernels).run(tokens, [149, 150])
     assert distance(ours, reference_logits(reference, tokens)) < TOLERANCE
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_window_may_be_as_short_as_the_token_itself(window):
+    reference = make_reference(Shape(layers=(SLIDING, SPARSE), hash_layers=1, window=window))
+    tokens, ours = random_tokens(200), Ours(reference)
+    expected = reference_logits(reference, tokens)
+    logits = ours.run(tokens, [100, 101, 200], tails={128: 2})
+    assert distance(logits, expected) < TOLERANCE
+    ours.model.restore(1, 2, 128)
+    assert torch.equal(ours.run(tokens, [200], ring=1, start=128), logits[128:])
 
 
 def test_a_text_goes_on_from_a_tail_at_every_boundary(case):

@@ -324,6 +324,7 @@ def best_rows(
     q: Tensor, weights: Tensor, keys: Tensor, rows: Tensor, span: Tensor, visible: Tensor, k: int
 ) -> Tensor:
     (queries, heads, dim), (spans, most) = q.shape, rows.shape
+    k = min(k, most)
     best = torch.empty(queries, k, dtype=torch.int32)
     _call(
         "best_rows",

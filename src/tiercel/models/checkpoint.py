@@ -25,6 +25,14 @@ from tiercel.errors import WeightsError
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 SUFFIX = ".safetensors"
+BESIDES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""What others read of a folder. Some of it may be absent; none of it may be there and not be itself."""
 
 READ_BYTES = 16 * 1024**2
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -55,6 +63,8 @@ class Checkpoint:
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise WeightsError(self.folder, "is no folder")
+        for name in BESIDES:
+            _check_is_itself(self.folder / name)
         self.config: Mapping[str, Any] = _read_json(self.folder / CONFIG)
         self._files: dict[Path, Any] = {}
         if lexists(self.folder / SINGLE):  # as in transformers, it goes before an index

@@ -178,8 +178,8 @@ def _rates(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def mtp_layers(config: Mapping[str, Any]) -> int:
-    """1 where the config does not say: as in every published one. DSpark, another kind of draft, has its stages
-    in a field of its own."""
+    """1 where the config does not say: as in every published one. DSpark, another kind of draft, lists its
+    stages in a field of its own."""
     name = "num_nextn_predict_layers"
     stages = config.get("dspark_target_layer_ids")
     return max(whole({name: 1, **config}, name, least=0), len(stages) if isinstance(stages, list) else 0)

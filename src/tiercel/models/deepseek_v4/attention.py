@@ -17,7 +17,7 @@ from torch import Tensor
 from tiercel.kernels.choice import Kernels
 from tiercel.kernels.reference import Turn
 from tiercel.memory.buffers import DeviceMemory
-from tiercel.models.deepseek_v4.batch import Batch
+from tiercel.models.deepseek_v4.batch import Batch, rows_before
 from tiercel.models.deepseek_v4.blocks import Weights, part_of
 from tiercel.models.deepseek_v4.config import V4Config
 from tiercel.models.deepseek_v4.entries import EntryRows, plain_codec
@@ -117,7 +117,7 @@ class Attention:
         self._memory, self._layer, self._rings = memory, layer, rings
         self.rotary = rotary
         self._tails = self._rows("draft_window" if draft else "window")
-        self._recent = Recent(kernels, rings, config.window - 1, self._tails.codec)
+        self._recent = Recent(kernels, rings, rows_before(config.window), self._tails.codec)
         self._compressors: list[Compressor] = []
         if ratio:
             self._compressors.append(self._compressor(f"c{ratio}", part_of(weights, "compressor.")))

@@ -42,6 +42,11 @@ class Span:
         return self.start + len(self.tokens)
 
 
+def rows_before(window: int) -> int:
+    """What a ring keeps of a window: all but the token itself, and never nothing."""
+    return max(window - 1, 1)
+
+
 @dataclass(frozen=True)
 class NewEntries:
     """Entries that are complete with this call: the rows each is made of, where it goes, its position."""
@@ -103,7 +108,7 @@ class Batch:
     def _window(self, width: int) -> Tensor:
         """[tokens, width]: each token's window, itself last."""
         positions = self._positions[:, None] + np.arange(1 - width, 1)
-        return self.recent(positions, self._span[:, None], width - 1)
+        return self.recent(positions, self._span[:, None], rows_before(width))
 
     def _kept(self, ring_rows: int) -> tuple[Tensor, Tensor]:
         """(flat tokens, ring rows): what the rings remember of this call."""

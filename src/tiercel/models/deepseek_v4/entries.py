@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from tiercel.errors import ConfigError
 from tiercel.kernels.choice import Kernels
 from tiercel.kernels.entries import (
     decode_fp8,
@@ -29,7 +30,8 @@ from tiercel.spec.stream import Stream
 
 Parts = tuple[Tensor, ...]
 
-_PLAIN = {"fp32": torch.float32, "bf16": torch.bfloat16}
+ENTRIES_MOST = 2**31
+"""Their numbers are int32: kernels read lists of them."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,11 @@ class EntryRows:
         self._k = kernels
         self.codec = codec = codec_of(stream, rope)
         self.per_row = stream.entries_per_row(page_tokens)
+        if len(rows) * self.per_row > ENTRIES_MOST:
+            why = (
+                f"gives {len(rows) * self.per_row:,} entries of {stream.name}, {ENTRIES_MOST:,} have numbers"
+            )
+            raise ConfigError("device_bytes", rows.numel(), why)
         self.in_place = codec.plain and rows.shape[1] == self.per_row * codec.sizes[0]
         """Whether attention can read the memory itself."""
         base, parts = 0, []
