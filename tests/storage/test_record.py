@@ -11,6 +11,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tiercel.storage import record
 from tiercel.storage.record import Flaw, Form, Header, Kind, pack, parse, record_key
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "record-format.md").read_text()
@@ -75,7 +76,7 @@ def test_every_changed_byte_of_the_header_is_a_flaw():
     for at in range(len(HEADER)):
         for mask in (0x01, 0x80, 0xFF):
             flaw = FORM.flaw(flipped(HEADER, at, mask), PAGE_KEY, [PAYLOAD])
-            assert flaw is (Flaw.FOREIGN if at < 8 else Flaw.VERSION if at < 10 else Flaw.HEADER), at
+            assert flaw is (Flaw.FOREIGN if at < 8 else Flaw.HEADER), at
 
 
 def test_every_changed_byte_of_the_payload_is_a_flaw():
@@ -118,6 +119,15 @@ def test_a_header_that_says_another_length_than_its_table_is_a_flaw():
 
 def test_an_unknown_kind_is_a_flaw_even_with_a_right_checksum():
     assert parse(pack(parse(HEADER)._replace(kind=99))) is Flaw.HEADER
+
+
+def test_only_a_whole_header_can_be_of_another_version(monkeypatch):
+    header = parse(HEADER)
+    monkeypatch.setattr(record, "VERSION", 2)
+    later = pack(header)
+    monkeypatch.undo()
+    assert parse(later) is Flaw.VERSION
+    assert parse(flipped(later, 100, 1)) is Flaw.HEADER
 
 
 names = st.text(max_size=8)

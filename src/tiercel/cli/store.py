@@ -17,7 +17,7 @@ import typer
 
 from tiercel.errors import ConfigError, TiercelError
 from tiercel.storage.base import Get, Store
-from tiercel.storage.record import Flaw, Kind, RecordKey, checksum, parse
+from tiercel.storage.record import Flaw, Kind, RecordKey, flaw_of
 
 READ_BYTES = 64 * 1024**2
 """Records are checked so many bytes at a time: enough for any disk, and little of the machine's memory."""
@@ -177,23 +177,10 @@ def _read(store: Store, batch: list[tuple[RecordKey, int]]) -> Iterator[tuple[Re
     values = [bytearray(size) for _, size in batch]
     wanted = [Get(key, [memoryview(value)]) for (key, _), value in zip(batch, values, strict=True)]
     for get, value, there in zip(wanted, values, store.get(wanted), strict=True):
-        if there and (flaw := _flaw(get.key, value)) is not None:
+        if there and (flaw := flaw_of(value, get.key)) is not None:
             yield get.key, flaw
         elif not there and store.contains([get.key])[0]:  # not gone since it was listed
             yield get.key, Flaw.UNREADABLE
-
-
-def _flaw(key: RecordKey, value: bytearray) -> Flaw | None:
-    """What is wrong with a whole value, whatever model it is of."""
-    header = parse(value)
-    if isinstance(header, Flaw):
-        return header
-    if header.key != key:
-        return Flaw.KEY
-    if header.header_bytes + header.payload_bytes != len(value):
-        return Flaw.FORM
-    payload = memoryview(value)[header.header_bytes :]
-    return None if checksum([payload]) == header.checksum else Flaw.CHECKSUM
 
 
 # A store of the user's own

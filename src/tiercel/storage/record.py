@@ -185,16 +185,31 @@ def parse(data: View) -> Header | Flaw:
     magic, version, kind, size, payload, fingerprint, key, digest, table, check = _FIXED.unpack_from(data)
     if magic != MAGIC:
         return Flaw.FOREIGN
-    if version != VERSION:
-        return Flaw.VERSION
-    if not _FIXED.size + table <= size <= len(data) or kind not in _KINDS:
+    if not _FIXED.size <= size <= len(data):
         return Flaw.HEADER
     whole = bytearray(data[:size])
     whole[_CHECK_AT : _CHECK_AT + 8] = bytes(8)
     if xxhash.xxh3_64_digest(whole) != check:
         return Flaw.HEADER
+    if version != VERSION:
+        return Flaw.VERSION
+    if _FIXED.size + table > size or kind not in _KINDS:
+        return Flaw.HEADER
     names = bytes(whole[_FIXED.size : _FIXED.size + table])
     return Header(Kind(kind), size, payload, fingerprint, key, digest, names)
+
+
+def flaw_of(value: View, key: RecordKey) -> Flaw | None:
+    """What is wrong with a whole value that is stored under this key, whatever model it is of."""
+    header = parse(value)
+    if isinstance(header, Flaw):
+        return header
+    if header.key != key:
+        return Flaw.KEY
+    if header.header_bytes + header.payload_bytes != len(value):
+        return Flaw.FORM
+    payload = memoryview(value)[header.header_bytes :]
+    return None if checksum([payload]) == header.checksum else Flaw.CHECKSUM
 
 
 _KINDS = frozenset(Kind)

@@ -6,7 +6,10 @@ import errno
 import hashlib
 import mmap
 import os
+import tempfile
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -159,6 +162,16 @@ def failing(call: str, code: int, times: int = 10**9):
             raise OSError(code, os.strerror(code))
 
     return before
+
+
+@contextmanager
+def in_memory(folder: Path) -> Iterator[Path]:
+    """A folder in memory where that can be: for what has nothing to do with a disk."""
+    if not Path("/dev/shm").is_dir():
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="tiercel-") as name:
+        yield Path(name)
 
 
 def without_queue(monkeypatch) -> None:

@@ -5,12 +5,10 @@ on, and opened again it has what it must have."""
 import errno
 import os
 import shutil
-import tempfile
-from pathlib import Path
 
 import pytest
 
-from tests.storage.file.make import SIZE, Watched, delete, held, keep, key_of, make_store, put
+from tests.storage.file.make import SIZE, Watched, delete, held, in_memory, keep, key_of, make_store, put
 from tiercel.errors import StoreError
 from tiercel.storage.file import direct
 
@@ -125,12 +123,8 @@ class NthFails:
 
 @pytest.fixture
 def folder(tmp_path):
-    """In memory where that can be: what a failing call does has nothing to do with a disk."""
-    if not Path("/dev/shm").is_dir():
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="tiercel-") as name:
-        yield Path(name)
+    with in_memory(tmp_path) as folder:
+        yield folder
 
 
 def calls_of_the_script(folder, monkeypatch):

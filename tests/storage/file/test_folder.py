@@ -1,5 +1,6 @@
 """Goal: one process writes, and no file of others is harmed. Method: a real second process, any folders."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from tests.storage.file.make import (
     make_store,
 )
 from tiercel.errors import ConfigError, StoreError
-from tiercel.storage.file import direct, folder
+from tiercel.storage.file import direct, folder, queue
 
 ROOT = Path(__file__).parents[3]
 NAMES = [f"{number}:12000" for number in range(60)]
@@ -135,12 +136,125 @@ def test_a_folder_with_files_of_somebody_else_is_refused_and_left_alone(path):
     assert [file.name for file in path.iterdir()] == ["thesis.odt"]
 
 
-@pytest.mark.parametrize("name", ["segment-1.tcs", "segment-00000000001.tcs", "segment-0000000001.tcs.bak"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "segment-1.tcs",
+        "segment-00000000001.tcs",
+        "segment-0000000001.tcs.bak",
+        "segment-9999999999.tcs",
+        "segment-99999999999999999999.tcs",
+    ],
+)
 def test_a_name_that_is_almost_a_segments_is_not_one_of_ours(path, name):
     path.mkdir()
     (path / name).write_text("mine")
     with pytest.raises(ConfigError, match="not of a store"):
         make_store(path)
+
+
+@pytest.mark.parametrize("read_only", [True, False])
+@pytest.mark.parametrize("kind", ["link", "dangling link", "pipe", "folder"])
+@pytest.mark.parametrize("name", ["LOCK", "segment-0000000001.tcs"])
+def test_what_is_no_file_is_not_one_of_ours(path, name, kind, read_only):
+    """It is not followed, not waited for, and not written to."""
+    path.mkdir()
+    outside = path.with_name("outside")
+    if kind == "link":
+        outside.write_text("mine")
+    if kind in ("link", "dangling link"):
+        (path / name).symlink_to(outside)
+    elif kind == "pipe":
+        os.mkfifo(path / name)
+    else:
+        (path / name).mkdir()
+    with pytest.raises(ConfigError, match="not of a store"):
+        make_store(path, read_only=read_only)
+    assert [file.name for file in path.iterdir()] == [name]
+    assert not outside.exists() or outside.read_text() == "mine"
+
+
+def test_a_link_that_comes_after_the_folder_was_looked_at_is_not_followed(path, monkeypatch):
+    path.mkdir()
+    outside = path.with_name("outside")
+    outside.write_text("mine")
+    monkeypatch.setattr(folder.Folder, "numbers", lambda _: [1])
+    (path / "LOCK").symlink_to(outside)
+    with pytest.raises(ConfigError, match="symbolic links"):
+        make_store(path)
+    (path / "LOCK").unlink()
+    (path / "segment-0000000001.tcs").symlink_to(outside)
+    with pytest.raises(StoreError, match=r"symbolic links.*segment-0000000001"):
+        make_store(path)
+    assert outside.read_text() == "mine"
+
+
+def test_an_opening_that_fails_gives_back_what_it_took(path, monkeypatch):
+    with make_store(path) as store:
+        keep(store, "a")
+
+    class Exhausted(direct.Calls):
+        def open(self, path, flags):
+            if path.endswith(".tcs"):
+                raise OSError(errno.EMFILE, "too many open files")
+            return super().open(path, flags)
+
+    made, make = [], queue.Queue.__init__
+    monkeypatch.setattr(queue.Queue, "__init__", lambda self: made.append(self) or make(self))
+    monkeypatch.setattr(direct, "calls", Exhausted())
+    open_files = len(files_open())
+    for _ in range(5):
+        with pytest.raises(StoreError, match="too many open files"):
+            make_store(path)
+    assert len(made) <= 1, "queues of the kernel"
+    assert len(files_open()) == open_files
+
+
+def files_open() -> list[Path]:
+    return [file.resolve() for file in Path("/proc/self/fd").iterdir()]
+
+
+def in_a_fork(work) -> bool:
+    """Whether it returns True in a forked process."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            code = 0 if work() else 1
+        finally:
+            os._exit(code)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def test_a_fork_can_neither_read_nor_write(path):
+    """Its parent goes on writing where it would write."""
+    with make_store(path) as store:
+        keep(store, "a")
+
+        def refused():
+            for call in (lambda: keep(store, "b"), lambda: held(store, "a"), store.clear, store.stats):
+                with pytest.raises(StoreError, match=f"process {os.getppid()}"):
+                    call()
+            store.close()
+            return True
+
+        assert in_a_fork(refused)
+        keep(store, "c")
+        assert held(store, "a", "b", "c") == [True, False, True]
+    with make_store(path) as store:
+        assert held(store, "a", "b", "c") == [True, False, True]
+
+
+def test_a_fork_does_not_hold_the_lock_or_the_files(path):
+    with make_store(path) as store:
+        keep(store, "a")
+        ours = {file.resolve() for file in path.iterdir()}
+
+        assert ours <= set(files_open())
+        assert in_a_fork(lambda: not ours & set(files_open()))
+        with pytest.raises(ConfigError, match="is open in process"):
+            make_store(path)
+        assert has_all(store, "a")
 
 
 def test_a_file_system_of_its_own_is_not_refused_for_what_is_in_every_one(path):

@@ -136,6 +136,48 @@ def test_what_failed_to_be_put_and_was_deleted_does_not_come_back(path, monkeypa
         assert held(store, "first", "a") == [True, False]
 
 
+@pytest.mark.parametrize(
+    ("failed", "calls"), [("delete", ["fdatasync", "pwritev"]), ("clear", ["fdatasync", "unlink"])]
+)
+def test_what_is_put_after_a_removal_that_failed_is_written(path, monkeypatch, failed, calls):
+    """The note may be on the disk, whole: then it would take away what was put after it."""
+    with make_store(path) as store:
+        keep(store, "a", "b")
+        failing = list(calls)  # of the note, then of ending its segment
+
+        def before(call):
+            if failing and call == failing[0]:
+                raise OSError(5, failing.pop(0))
+
+        monkeypatch.setattr(direct, "calls", Watched(before))
+        with pytest.raises(StoreError):
+            delete(store, "a") if failed == "delete" else store.clear()
+        keep(store, "a")
+        shutil.copytree(path, path.with_name("killed"))
+        assert has_all(store, "a", "b") and store.stats()["records"] == 2
+    for each in (path, path.with_name("killed")):
+        with make_store(each) as store:
+            assert has_all(store, "a")
+
+
+def test_a_write_that_failed_is_not_found_after_a_power_loss_either(path, monkeypatch):
+    """The table that leaves it out is on the disk before anybody relies on it."""
+    with make_store(path) as store:
+        keep(store, "a")
+        made = []
+
+        def before(call):
+            made.append(call)
+            if made == ["pwritev", "fdatasync"]:
+                raise OSError(5, "failing")
+
+        monkeypatch.setattr(direct, "calls", Watched(before))
+        with pytest.raises(StoreError):
+            delete(store, "a")
+        store.close()
+    assert made[2:] == ["pwritev", "ftruncate", "fdatasync"]
+
+
 @pytest.mark.parametrize("what", ["clear", "compact"])
 def test_who_changes_everything_waits_for_who_is_writing(path, pool, monkeypatch, what):
     with make_store(path) as store:

@@ -45,6 +45,9 @@ VIEWS_MOST = 1024
 STRAIGHT_LEAST = 16 * 1024
 """Shorter parts are copied: that takes less time than a view more."""
 
+NO_LINKS = os.O_NOFOLLOW | os.O_NONBLOCK
+"""For files that somebody else may have put in our folder: no link is followed, no pipe waited for."""
+
 ZEROS = memoryview(bytes(ALIGN))
 NOWHERE = memoryview(bytearray(ALIGN))
 """Padding: what is written, and where what is read goes."""
@@ -97,9 +100,28 @@ class Calls:
 
 calls = Calls()
 
+_DAMAGE = frozenset((errno.EIO, errno.EBADMSG, errno.EILSEQ, errno.ENODATA, errno.EREMOTEIO, errno.EUCLEAN))
+
+
+def is_damage(error: OSError) -> bool:
+    """Whether the disk says that it can not give these bytes back. Other places may still be readable."""
+    return error.errno in _DAMAGE
+
 
 def padded(size: int) -> int:
     return -(-size // ALIGN) * ALIGN
+
+
+def shares(rooms: Sequence[int], most: int) -> Iterator[slice]:
+    """Things of these sizes in their order, as many together as make `most` bytes; a larger one alone."""
+    start = total = 0
+    for end, room in enumerate(rooms):
+        if end > start and total + room > most:
+            yield slice(start, end)
+            start, total = end, 0
+        total += room
+    if start < len(rooms):
+        yield slice(start, len(rooms))
 
 
 def aligned(size: int) -> memoryview:
@@ -170,12 +192,17 @@ def write(file: int, offset: int, views: Sequence[View]) -> None:
 
 
 def read(file: int, offset: int, parts: Sequence[memoryview], staging: memoryview) -> bool:
-    """Fill the parts one after the other; False: the file ends before. The bytes in all are a multiple of
-    ALIGN."""
+    """Fill the parts one after the other; False: the file ends before, or is damaged there. The bytes in all
+    are a multiple of ALIGN."""
     for at, piece in _pieces(parts, len(staging)):
         views, passing = _lay(piece, staging)
-        if _carry(calls.preadv, file, views, offset + at) < sum(map(len, piece)):
-            return False
+        try:
+            if _carry(calls.preadv, file, views, offset + at) < sum(map(len, piece)):
+                return False
+        except OSError as error:
+            if is_damage(error):
+                return False
+            raise
         for part, place in passing:
             part[:] = place
     return True

@@ -16,8 +16,11 @@ from tiercel.errors import ConfigError
 from tiercel.storage.file import direct
 
 _LOCK = "LOCK"
-_NOT_FOREIGN = frozenset((_LOCK, "lost+found"))
-"""What a folder of ours may hold besides segments; the second is in every new file system of its own."""
+_LOST_FOUND = "lost+found"
+"""It is in every new file system of its own."""
+
+_NUMBERS = 2**30
+"""Segments have smaller numbers than this: enough for centuries, and they fit into places (`index`)."""
 
 
 class Folder:
@@ -31,7 +34,7 @@ class Folder:
             if not read_only and not path.exists():
                 path.mkdir(parents=True)
                 _sync(path.parent)
-            self._refuse_foreign()
+            self.numbers()
             self._file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             if not read_only:
                 self._take_lock()
@@ -46,9 +49,17 @@ class Folder:
         self.direct_io = self._takes_direct_io()
 
     def numbers(self) -> list[int]:
-        """Of the segments that are there, oldest first."""
-        found = (_number(name) for name in os.listdir(self.path))  # noqa: PTH208 - names, not paths
-        return sorted(number for number in found if number is not None)
+        """Of the segments that are there, oldest first. Raises ConfigError: there is something of others."""
+        numbers = []
+        with os.scandir(self.path) as entries:
+            for entry in sorted(entries, key=lambda entry: entry.name):
+                number, ours = _number(entry.name), entry.is_file(follow_symlinks=False)
+                if number is not None and ours:
+                    numbers.append(number)
+                elif entry.name != _LOST_FOUND and not (entry.name == _LOCK and ours):
+                    why = f"holds {entry.name!r}, which is not of a store"
+                    raise ConfigError("store", str(self.path), why)
+        return numbers
 
     def segment(self, number: int) -> Path:
         return self.path / _name(number)
@@ -72,14 +83,10 @@ class Folder:
                 os.close(file)
         self._lock = self._file = -1
 
-    def _refuse_foreign(self) -> None:
-        for name in sorted(os.listdir(self.path)):  # noqa: PTH208 - names, not paths
-            if name not in _NOT_FOREIGN and _number(name) is None:
-                raise ConfigError("store", str(self.path), f"holds {name!r}, which is not of a store")
-
     def _take_lock(self) -> None:
         """A lock of the kernel's: it goes with its process, however that ends."""
-        self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | direct.NO_LINKS
+        self._lock = os.open(self.path / _LOCK, flags, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -92,7 +99,7 @@ class Folder:
     def _takes_direct_io(self) -> bool:
         """Tried with the lock file: the answer is the file system's, the same for every file in it."""
         with suppress(OSError):
-            os.close(direct.calls.open(str(self.path / _LOCK), os.O_RDONLY | os.O_DIRECT))
+            os.close(direct.calls.open(str(self.path / _LOCK), os.O_RDONLY | os.O_DIRECT | direct.NO_LINKS))
             return True
         return False
 
@@ -103,8 +110,8 @@ def _name(number: int) -> str:
 
 def _number(name: str) -> int | None:
     """Of a segment of this name; None: it is not one of ours."""
-    match = re.fullmatch(r"segment-(\d{10,})\.tcs", name, re.ASCII)
-    return int(match[1]) if match and name == _name(int(match[1])) else None
+    match = re.fullmatch(r"segment-(\d{10})\.tcs", name, re.ASCII)
+    return int(match[1]) if match and int(match[1]) < _NUMBERS else None
 
 
 def _sync(path: Path) -> None:

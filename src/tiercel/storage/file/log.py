@@ -10,9 +10,9 @@ comes meanwhile waits for the next turn. Writing at the same time would not be f
 whatever else is on its way to the disk, so all writers would end together and leave the disk idle together
 (aarch64, virtual disk, 2026-10: 3 threads, 8 MiB each, 2.2 GB/s that way, 2.9 this way).
 
-**So the index is always what a replay of the segments would give**: a segment has no holes, and a scan after
-a crash reaches whatever was acknowledged. A write that fails ends its segment, since behind it a scan would
-not look; if several shared it, each is tried again by itself.
+**So the index is always what a replay of the segments would give.** A write that fails ends its segment: what
+it left there may be whole or not, so nothing is written over it or behind it. If several shared it, each is
+tried again by itself. Until the same key is written again, it is in doubt what a replay would say of it.
 
 **Whoever writes is alone**, also to begin a segment, to clear, to compact. Reading goes on.
 """
@@ -20,6 +20,7 @@ not look; if several shared it, each is tried again by itself.
 from __future__ import annotations
 
 import errno
+import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -32,7 +33,7 @@ from tiercel.storage.file.direct import ALIGN, Lane, Lanes, padded
 from tiercel.storage.file.folder import Folder
 from tiercel.storage.file.index import Index
 from tiercel.storage.file.room import Candidate, Limits
-from tiercel.storage.file.segment import Segment, Unreadable, copy, create, load
+from tiercel.storage.file.segment import Segment, copy, create, load
 from tiercel.storage.file.table import packed_bytes
 from tiercel.storage.file.workers import Workers
 from tiercel.storage.record import Kind, RecordKey, View
@@ -42,6 +43,9 @@ FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 
 GROUP_BYTES = 32 * 1024**2
 """What is written at once, at most: who comes next waits that long."""
+
+
+log = logging.getLogger(__name__)
 
 
 class Record(NamedTuple):
@@ -77,8 +81,10 @@ class Log:
         self.lock = Condition()
         self.limits = limits
         self.evicted = 0
-        self.doubtful = False
-        """A write failed here: on the disk there may be records that the index does not know."""
+        self.damaged = 0
+        """Records that were found damaged, and set aside."""
+        self.doubtful: set[RecordKey] = set()
+        """Keys of writes that failed: a replay may find their records or notes, or not."""
         self.lanes = Lanes(queued=folder.direct_io)
         self.workers = Workers()
         self._folder = folder
@@ -111,11 +117,13 @@ class Log:
                 if not (read_only and isinstance(error, FileNotFoundError)):
                     raise
         self.index.load(segments)
+        self.damaged = sum(segment.damaged for segment in segments)
         if not read_only:
             self._settle()
 
     def _settle(self) -> None:
         """Seal what a crash left open, keep to the size, and go on in the last segment if it is short."""
+        self._folder.sync()  # what a killed process created and removed
         for segment in list(self.index.segments.values()):
             self._retire(segment)
         while self.bytes_on_disk > self.limits.size:
@@ -149,7 +157,9 @@ class Log:
         """Make records, or notes of one kind, durable and visible, in this order; answers how many, the rest
         found no room."""
         done = 0
-        for some in self._shares(records):
+        most = min(self.lanes.size, self.limits.segment_bytes // 4)  # so no segment ends much too early
+        for share in direct.shares([record.room for record in records], most):
+            some = records[share]
             with self.lanes.take() as lane:
                 job = Job(some, kind, _gather(some, lane))
                 self._carry_out(job)
@@ -159,18 +169,6 @@ class Log:
                 raise job.error
             done += len(some)
         return done
-
-    def _shares(self, records: Sequence[Record]) -> Iterator[Sequence[Record]]:
-        """As much at once as staging holds, and as does not end a segment much too early."""
-        most = min(self.lanes.size, self.limits.segment_bytes // 4)
-        start = room = 0
-        for end, record in enumerate(records):
-            if end > start and room + record.room > most:
-                yield records[start:end]
-                start, room = end, 0
-            room += record.room
-        if records[start:]:
-            yield records[start:]
 
     def _carry_out(self, job: Job) -> None:
         """Wait until somebody has written it, or write what is waiting."""
@@ -211,6 +209,7 @@ class Log:
             for job in group:
                 if job.error is None:
                     self.index.add(segment, job.keys, job.sizes, job.kind)
+                    self.doubtful.difference_update(job.keys)
                 job.done = True
                 self._queue.popleft()
 
@@ -244,7 +243,8 @@ class Log:
             direct.write(segment.file, segment.table.end, views)
             direct.calls.fdatasync(segment.file)
         except BaseException:
-            segment.broken = self.doubtful = True
+            segment.broken = True
+            self.doubtful.update(key for job in group for key in job.keys)
             raise
 
     # Alone
@@ -305,6 +305,8 @@ class Log:
 
     def _retire(self, segment: Segment) -> None:
         """Nothing more comes here. Failure is no harm: the segment is scanned when it is opened."""
+        if segment.unreadable:
+            return
         with suppress(OSError):
             if not len(segment.table):
                 self._remove(segment)
@@ -338,8 +340,11 @@ class Log:
 
     def _evict(self, segment: Segment, into: Segment | None = None, leave: int = 0) -> None:
         if into is not None and not into.broken:
-            with suppress(Unreadable):  # what can not be read is lost anyway, and must not be in the way
-                self._move(segment, self._staying(segment, into, leave), into)
+            self._move(segment, self._staying(segment, into, leave), into)
+        self._drop(segment)
+
+    def _drop(self, segment: Segment) -> None:
+        """What is left in a segment goes."""
         with self.lock:
             self.evicted += self.index.evict(segment)
         self._remove(segment)
@@ -356,20 +361,28 @@ class Log:
         return room.staying(candidates, ranks=ranks, bytes_most=min(segment.bytes_on_disk // 2, left))
 
     def _move(self, source: Segment, rows: Sequence[int], target: Segment) -> None:
-        """Copy rows to the end of another segment, durably; nobody else is writing there."""
+        """Copy rows to the end of another segment, durably, those that are whole; nobody else is writing
+        there."""
         if not rows:
             return
         try:
-            copy(source, rows, target, self.lanes)
+            whole = copy(source, rows, target, self.lanes)
         except BaseException:
-            target.broken = self.doubtful = True
+            target.broken = True
+            self.doubtful.update(source.table.keys[row] for row in rows)
             raise
+        if len(whole) < len(rows):
+            log.warning("%s: %d records are damaged and go", source.path, len(rows) - len(whole))
         with self.lock:
-            self.index.move(source, rows, target)
+            self.damaged += len(rows) - len(whole)
+            if whole:
+                self.index.move(source, whole, target)
 
     def clear(self) -> None:
         """Forget everything. A note makes it so at once; without room for one the files go, oldest first."""
         with self.alone():
+            with self.lock:
+                self.doubtful.update(key for key, _ in self.index.values())
             self._end()
             segment = self._create_if_room()
             if segment is not None:
@@ -384,6 +397,7 @@ class Log:
             for old in list(self.index.segments.values()):
                 if old is not segment:
                     self._remove(old)
+            self.doubtful.clear()
 
     def compact(self) -> int:
         """Move what lives out of every segment that holds anything dead, oldest first; answers the bytes
@@ -405,7 +419,7 @@ class Log:
                     self._move(segment, rows[:count], target)
                     rows = rows[count:]
                 gained += segment.bytes_on_disk - live
-                self._remove(segment)
+                self._drop(segment)
         return gained
 
     def _target(self, size: int) -> Segment | None:

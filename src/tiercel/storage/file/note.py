@@ -20,10 +20,12 @@ def cleared() -> bytes:
     return _note(Kind.CLEARED, EVERYTHING[1:], b"")
 
 
-def subject(header: Header) -> tuple[RecordKey, int]:
-    """The key that a record or note is about, and which note it is; 0 for a record."""
+def subject(header: Header) -> tuple[RecordKey, int] | None:
+    """The key that a record or note is about, and which note it is; 0 for a record. None: not one of our
+    notes."""
     if header.kind is Kind.REMOVED:
-        return RecordKey(header.table + header.page_key), header.kind
+        key = RecordKey(header.table + header.page_key)
+        return (key, header.kind) if len(key) == KEY_BYTES else None
     return header.key, header.kind if header.kind is Kind.CLEARED else 0
 
 

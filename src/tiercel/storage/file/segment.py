@@ -2,29 +2,31 @@
 
     being written   record │ record │ record ……… zeros up to its full size
     sealed          record │ record │ record │ table                       (storage.file.table)
-    after a crash   record │ record │ whatever was on its way              read up to there, then sealed
+    after a crash   record │ record │ whatever was on its way              scanned, then sealed
 
 A sealed segment is opened by its table. Any other is scanned: from header to header, with the checksum of
-every payload, to the first thing that is not a whole record. A torn end is not an error. The disk space is
-taken when a segment is begun, so a write into it does not find the disk full, and the table has its place
-in it too.
+every payload. What is not a whole record is passed over, and the scan goes on at the next place where one
+begins: damage costs the record that it hits. The disk space is taken when a segment is begun, so a write into
+it does not find the disk full, and the table has its place in it too.
 """
 
 from __future__ import annotations
 
-import errno
+import logging
 import os
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import accumulate, pairwise
 from pathlib import Path
 
+import numpy as np
 import xxhash
 
 from tiercel.storage.file import direct, note
 from tiercel.storage.file.direct import ALIGN, Lanes, padded
 from tiercel.storage.file.table import OtherVersion, Table, packed_bytes, rows_of
-from tiercel.storage.record import Flaw, Header, RecordKey, parse
+from tiercel.storage.record import MAGIC, Flaw, Header, RecordKey, View, flaw_of, parse
 
 HEADER_MOST = 1024**2
 """The longest header that a scan looks for. The longest of a real model has 8 KiB."""
@@ -33,8 +35,11 @@ _TABLE_GUESS = 64 * 1024
 """Read from the end of a segment before its length is known: the table of 1300 records."""
 
 
-class Unreadable(OSError):
-    """Records that the disk does not give back."""
+UNREADABLE_MOST = 16
+"""Places of a segment that the disk does not give back, before the rest of it is not tried: each can take
+seconds."""
+
+log = logging.getLogger(__name__)
 
 
 class Segment:
@@ -52,7 +57,11 @@ class Segment:
         self.hits = array("Q", bytes(8 * len(table)))
         self.sealed = False
         self.broken = False
-        """A write failed: what is behind it would not be found by a scan."""
+        """A write failed: what is behind the last row may be a record that nobody was promised."""
+        self.damaged = 0
+        """Places between records where a scan found none."""
+        self.unreadable = False
+        """The disk did not give all of it back. Another time it may: nothing is written to it."""
         self.readers = 0
         self.gone = False
 
@@ -62,7 +71,7 @@ class Segment:
 
     def add(self, keys: Sequence[RecordKey], kind: int, sizes: Sequence[int], *, used: int) -> int:
         """What was written behind the last row is part of the segment now; answers the first new row."""
-        assert not self.broken, "a scan would not come here"
+        assert not self.broken, "something else may lie there"
         row = len(self.table)
         self.table.add(keys, note=kind, offset=self.table.end, sizes=sizes)
         self.used.extend(range(used, used + len(keys)))
@@ -81,17 +90,18 @@ class Segment:
         direct.write(self.file, end, [direct.aligned_copy(packed)])
         direct.calls.ftruncate(self.file, end + len(packed))
         self.bytes_on_disk = end + len(packed)
+        if self.broken:
+            direct.calls.fdatasync(self.file)  # a scan would find what the table leaves out
         self.sealed = True  # as far as this process is concerned: a table that is lost is made again
 
     def resume(self, size: int) -> None:
-        """Take the table off a sealed segment, to append again up to `size` bytes. Raises OSError."""
+        """Append to a sealed segment again, up to `size` bytes. The first record is written over the table:
+        whatever a crash leaves of the two, it is no table any more, or the record was never promised. Raises
+        OSError."""
         assert self.sealed and not self.broken
         self.sealed = False
-        direct.calls.ftruncate(self.file, self.table.end)
-        self.bytes_on_disk = self.table.end
         direct.calls.fallocate(self.file, self.table.end, size - self.table.end)
         self.bytes_on_disk = size
-        direct.calls.fdatasync(self.file)
 
     def close(self) -> None:
         """No more reads; the descriptor goes with the last that is under way."""
@@ -117,18 +127,38 @@ def create(path: Path, number: int, size: int, *, direct_io: bool) -> Segment:
 
 
 def load(path: Path, number: int, *, direct_io: bool, read_only: bool) -> Segment:
-    """A segment as it is found. Raises OSError, and OtherVersion."""
-    mode = os.O_RDONLY if read_only else os.O_RDWR
-    file = direct.calls.open(str(path), mode | (os.O_DIRECT if direct_io else 0))
+    """A segment as it is found, as far as it can be read. Raises OSError, and OtherVersion."""
+    flags = (os.O_RDONLY if read_only else os.O_RDWR) | (os.O_DIRECT if direct_io else 0)
+    file = -1
     try:
+        file = direct.calls.open(str(path), flags | direct.NO_LINKS)
         size = os.fstat(file).st_size
         table = _read_table(file, size)
-        segment = Segment(number, path, file, size, table or Table())
-        if table is None:
-            segment = Segment(number, path, file, size, _scan(segment))
-        segment.sealed = table is not None
-    except BaseException:
-        os.close(file)
+        if table is not None:
+            segment = Segment(number, path, file, size, table)
+            segment.sealed = True
+            return segment
+        reader = Reader(file, size)
+        table, damaged = _scan(reader)
+        segment = Segment(number, path, file, size, table)
+        segment.damaged, segment.unreadable = len(damaged), bool(reader.unreadable)
+        if damaged or reader.unreadable:
+            places = f"no whole record at bytes {damaged}, unreadable at bytes {sorted(reader.unreadable)}"
+            log.warning("%s is damaged: %s; the rest of it is used", path, places)
+        if not read_only:
+            direct.calls.fdatasync(file)  # what a killed process wrote may still be on its way to the disk
+    except OSError as error:
+        error.filename = str(path)
+        if file >= 0 or not direct.is_damage(error):
+            _close(file)
+            raise
+        log.warning("a segment is set aside: %s", error)
+        segment = Segment(number, path, -1, 0, Table())
+        segment.unreadable = True
+    except BaseException as error:
+        _close(file)
+        if isinstance(error, OtherVersion):
+            raise OtherVersion(f"{path.name} has {error}") from error
         raise
     return segment
 
@@ -140,86 +170,94 @@ def _read_table(file: int, size: int) -> Table | None:
     length = min(size, _TABLE_GUESS)
     for _ in range(2):
         memory = direct.aligned(length)
-        if _read_up_to(file, size - length, memory) < length:
+        if not direct.read(file, size - length, [memory], memory):
             return None
         rows = rows_of(memory)
         if rows is None or packed_bytes(rows) > size:
             return None
         if packed_bytes(rows) <= length:
-            return Table.parse(memory[length - packed_bytes(rows) :])
+            return Table.parse(memory[length - packed_bytes(rows) :], room=size - packed_bytes(rows))
         length = packed_bytes(rows)
     return None
 
 
-def _scan(segment: Segment) -> Table:
-    """Every whole record from the start on."""
-    table = Table()
-    reader = Reader(segment)
-    while not isinstance(header := reader.record(table.end), Flaw):
-        key, kind = note.subject(header)
-        table.add([key], note=kind, offset=table.end, sizes=[header.header_bytes + header.payload_bytes])
-    if header is Flaw.VERSION:
-        raise OtherVersion("record")
-    return table
+def _scan(reader: Reader) -> tuple[Table, list[int]]:
+    """Every whole record, and the places between them that hold none."""
+    table, damaged, offset = Table(), list[int](), 0
+    while (offset := reader.next(offset)) < reader.size:
+        header, room = reader.record(offset)
+        if header is Flaw.VERSION:
+            raise OtherVersion("a record of another version")
+        if not isinstance(header, Flaw) and (about := note.subject(header)) is not None:
+            if offset > table.end:
+                damaged.append(table.end)
+            size = header.header_bytes + header.payload_bytes
+            table.add([about[0]], note=about[1], offset=offset, sizes=[size])
+        offset += room
+    return table, damaged
 
 
-def copy(source: Segment, rows: Sequence[int], target: Segment, lanes: Lanes) -> None:
-    """Records of one segment behind the last of another, durably. Raises Unreadable, OSError."""
-    at, filled = target.table.end, 0
+def copy(source: Segment, rows: Sequence[int], target: Segment, lanes: Lanes) -> list[int]:
+    """Records of one segment behind the last of another, durably; answers which rows: those that are whole.
+    Raises OSError."""
+    table, at, whole = source.table, target.table.end, list[int]()
     with lanes.take() as lane:
-        memory = lane.memory
-        for offset, size in _neighbours(source, rows):
-            while size:
-                taken = min(size, len(memory) - filled)
-                _read_whole(source.file, offset, memory[filled : filled + taken])
-                offset, size, filled = offset + taken, size - taken, filled + taken
-                if filled == len(memory):
-                    direct.write(target.file, at, [memory])
-                    at, filled = at + filled, 0
-        if filled:
-            direct.write(target.file, at, [memory[:filled]])
+        for share in direct.shares([padded(table.sizes[row]) for row in rows], direct.STAGING_BYTES):
+            some = rows[share]
+            ends = [0, *accumulate(padded(table.sizes[row]) for row in some)]
+            memory = direct.aligned(ends[-1])
+            places = [memory[start:end] for start, end in pairwise(ends)]
+            asked = [
+                (source.file, table.offsets[row], [place]) for row, place in zip(some, places, strict=True)
+            ]
+            views: list[View] = []
+            for row, place, read in zip(some, places, direct.read_many(asked, lane), strict=True):
+                if read and flaw_of(place[: table.sizes[row]], table.keys[row]) is None:
+                    whole.append(row)
+                    views.append(place)
+            direct.write(target.file, at, views)
+            at += sum(map(len, views))
     direct.calls.fdatasync(target.file)
-
-
-def _neighbours(segment: Segment, rows: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Offset and padded bytes of these rows, those side by side as one."""
-    start = end = 0
-    for row in rows:
-        offset = segment.table.offsets[row]
-        if offset != end and end > start:
-            yield start, end - start
-        start = start if offset == end and end > start else offset
-        end = offset + padded(segment.table.sizes[row])
-    if end > start:
-        yield start, end - start
-
-
-def _read_whole(file: int, offset: int, memory: memoryview) -> None:
-    try:
-        read = _read_up_to(file, offset, memory)
-    except OSError as error:
-        raise Unreadable(*error.args) from error
-    if read < len(memory):
-        raise Unreadable(errno.EIO, "a segment is shorter than it was")
+    return whole
 
 
 class Reader:
-    """A segment from front to back through a window of staging memory."""
+    """A file from front to back through a window of staging memory. What the disk does not give back is read
+    as zeros."""
 
-    def __init__(self, segment: Segment) -> None:
-        self._segment = segment
+    def __init__(self, file: int, size: int) -> None:
+        self.size = size
+        self.unreadable: set[int] = set()
+        """Places that the disk does not give back."""
+        self._file = file
         self._memory = direct.aligned(direct.STAGING_BYTES)
         self._start = self._end = 0
+        self._most = direct.STAGING_BYTES
 
-    def record(self, offset: int) -> Header | Flaw:
-        """The header of the whole record there, every byte of it checked; or why it is not one."""
-        header = parse(self._view(offset, HEADER_MOST))
+    def next(self, offset: int) -> int:
+        """The first place from here on where a record may begin; if there is none, the end of the file."""
+        while (blocks := len(view := self._view(offset, ALIGN)) // ALIGN) > 0:
+            starts = np.frombuffer(view, f"S{len(MAGIC)}", blocks * ALIGN // len(MAGIC))
+            found = np.flatnonzero(starts[:: ALIGN // len(MAGIC)] == MAGIC)
+            if len(found):
+                return offset + int(found[0]) * ALIGN
+            offset += blocks * ALIGN
+        return self.size
+
+    def record(self, offset: int) -> tuple[Header | Flaw, int]:
+        """The header of the whole record there, every byte of it checked, or why it is not one; and how many
+        bytes to go on behind it."""
+        for least in (ALIGN, HEADER_MOST):
+            header = parse(self._view(offset, least))
+            if header is not Flaw.HEADER:
+                break
         if isinstance(header, Flaw):
-            return header
+            return header, ALIGN
         digest = xxhash.xxh3_128()
         for view in self._views(offset + header.header_bytes, header.payload_bytes):
             digest.update(view)
-        return header if digest.digest() == header.checksum else Flaw.CHECKSUM
+        whole = digest.digest() == header.checksum
+        return header if whole else Flaw.CHECKSUM, padded(header.header_bytes + header.payload_bytes)
 
     def _views(self, offset: int, size: int) -> Iterator[memoryview]:
         """So many bytes, or those up to the end of the file, a window at a time."""
@@ -232,19 +270,34 @@ class Reader:
 
     def _view(self, offset: int, least: int) -> memoryview:
         """What is in the window from an offset on; it is moved if that is less than `least` bytes."""
-        least = min(least, self._segment.bytes_on_disk - offset)
-        if not self._start <= offset <= offset + least <= self._end:
+        end = min(offset + least, self.size)
+        if not self._start <= offset <= end <= self._end:
             self._start = self._end = offset - offset % ALIGN
-            self._end += _read_up_to(self._segment.file, self._start, self._memory)
+            while self._end < end and (read := self._read(self._end)) > 0:
+                self._end += read
         return self._memory[offset - self._start : self._end - self._start]
 
+    def _read(self, offset: int) -> int:
+        """More of the window, as much as comes at once. Around a bad place that is less and less, until it
+        alone is left."""
+        memory = self._memory[offset - self._start :]
+        while len(self.unreadable) <= UNREADABLE_MOST and offset % ALIGN == 0:
+            try:
+                read = direct.calls.preadv(self._file, [memory[: self._most]], offset)
+                self._most = min(2 * self._most, direct.STAGING_BYTES)
+                return read
+            except OSError as error:
+                if not direct.is_damage(error):
+                    raise
+            if self._most > ALIGN:
+                self._most //= 2
+                continue
+            self.unreadable.add(offset)
+            memory[:ALIGN] = direct.ZEROS
+            return ALIGN
+        return 0
 
-def _read_up_to(file: int, offset: int, memory: memoryview) -> int:
-    """As much as there is; answers how many bytes."""
-    done = 0
-    while done < len(memory) and done % ALIGN == 0:
-        read = direct.calls.preadv(file, [memory[done:]], offset + done)
-        if read == 0:
-            break
-        done += read
-    return done
+
+def _close(file: int) -> None:
+    if file >= 0:
+        os.close(file)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
+from weakref import WeakSet
 
 from tiercel.errors import ConfigError, StoreError
 from tiercel.policy.evict import make_evict_policy
@@ -67,22 +68,23 @@ class FileStore(Store):
         self._read_only = read_only
         self._closed = False
         self._calls = 0
-        try:
-            if free is None:
-                free = room.free_for(self._folder.bytes_in_all())
-            limits = Limits(size, free, segment_bytes or room.segment_bytes_for(size))
-            self._log = Log(self._folder, limits, policy)
-            self._log.load(read_only=read_only)
-        except OtherVersion as error:
-            self._folder.close()
-            raise ConfigError("store", str(path), f"is of another format version: {error}") from error
-        except OSError as error:
-            self._folder.close()
-            raise StoreError(f"the store in {path} can not be opened: {error}") from error
-        except BaseException:
-            self._folder.close()
-            raise
+        self._process = os.getpid()
+        with ExitStack() as undo:
+            undo.callback(self._folder.close)
+            try:
+                if free is None:
+                    free = room.free_for(self._folder.bytes_in_all())
+                limits = Limits(size, free, segment_bytes or room.segment_bytes_for(size))
+                self._log = Log(self._folder, limits, policy)
+                undo.callback(self._log.close)
+                self._log.load(read_only=read_only)
+            except OtherVersion as error:
+                raise ConfigError("store", str(path), f"is of another format version: {error}") from error
+            except OSError as error:
+                raise StoreError(f"the store in {path} can not be opened: {error}") from error
+            undo.pop_all()
         self._index = self._log.index
+        _opened.add(self)
 
     # Reading
 
@@ -145,9 +147,18 @@ class FileStore(Store):
             requests.append((segment.file, offset, parts))
         with self._log.lanes.take() as lane:
             whole = direct.read_many(requests, lane)
+        alone: list[Span] = []
         for complete, span in zip(whole, spans, strict=True):
-            for number in span.wanted:
-                answers[number] = complete and _is_answer(wanted[number])
+            if complete:
+                for number in span.wanted:
+                    answers[number] = _is_answer(wanted[number])
+            elif len(span.wanted) > 1:  # one of them can not be read: which?
+                offset = span.offset
+                for number in span.wanted:
+                    alone.append(Span(span.segment, offset, [number]))
+                    offset += padded(wanted[number].bytes)
+        if alone:
+            self._read(alone, wanted, answers)
 
     def _let_go(self, segments: Iterable[Segment]) -> None:
         with self._log.lock:
@@ -162,7 +173,8 @@ class FileStore(Store):
         with self._call("writing records", changes=True):
             records: dict[RecordKey, Record] = {}
             for value in values:
-                if value.key not in self._index and value.key not in records:
+                there = value.key in self._index and value.key not in self._log.doubtful
+                if not there and value.key not in records:
                     records[value.key] = _record(value)
             fitting = [record for record in records.values() if self._fits(record)]
             done = self._log.append(fitting)
@@ -175,12 +187,12 @@ class FileStore(Store):
 
     def delete(self, keys: Sequence[RecordKey]) -> int:
         with self._call("removing records", changes=True):
-            there = [key for key in dict.fromkeys(keys) if key in self._index]
-            noted = list(dict.fromkeys(keys)) if self._log.doubtful else there
+            noted = [key for key in dict.fromkeys(keys) if key in self._index or key in self._log.doubtful]
+            there = sum(key in self._index for key in noted)
             notes = [Record(key, ALIGN, ALIGN, [note.removed(key)]) for key in noted]
             if self._log.append(notes, Kind.REMOVED) < len(notes):
                 raise StoreError("there is no room on the disk to note that records are gone")
-            return len(there)
+            return there
 
     def clear(self) -> None:
         with self._call("removing all records", changes=True):
@@ -214,6 +226,7 @@ class FileStore(Store):
                 "direct": self._folder.direct_io,
                 "read_only": self._read_only,
                 "evicted": self._log.evicted,
+                "damaged": self._log.damaged,
             }
 
     def check(self) -> list[tuple[RecordKey, Flaw]]:
@@ -234,13 +247,10 @@ class FileStore(Store):
     def _check(self, segment: Segment) -> Iterator[tuple[RecordKey, Flaw]]:
         with self._log.lock:
             rows = [] if segment.gone else self._index.live(segment)
-        reader = Reader(segment)
+        reader = Reader(segment.file, segment.bytes_on_disk)
         for row in rows:
             key = segment.table.keys[row]
-            try:
-                read = reader.record(segment.table.offsets[row])
-            except OSError:
-                read = Flaw.CHECKSUM
+            read, _ = reader.record(segment.table.offsets[row])
             if isinstance(read, Flaw):
                 yield key, read
             elif read.key != key:
@@ -249,6 +259,8 @@ class FileStore(Store):
     # Opening and closing
 
     def close(self) -> None:
+        if os.getpid() != self._process:
+            return
         with self._log.lock:
             if self._closed:
                 return
@@ -260,6 +272,8 @@ class FileStore(Store):
     @contextmanager
     def _call(self, what: str, *, changes: bool = False) -> Iterator[None]:
         """What every call does: refused when closed, waited for by `close`, errors translated."""
+        if os.getpid() != self._process:
+            raise StoreError(f"the store is open in process {self._process}, of which this is a fork")
         if changes and self._read_only:
             raise StoreError("the store is open for reading only")
         with self._log.lock:
@@ -274,6 +288,21 @@ class FileStore(Store):
             with self._log.lock:
                 self._calls -= 1
                 self._log.lock.notify_all()
+
+
+_opened: WeakSet[FileStore] = WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """In a forked process: the files stay its parent's, and the lock goes when the parent lets it go."""
+    for store in _opened:
+        store._folder.close()
+        for segment in store._index.segments.values():
+            segment.readers = 0
+            segment.close()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _record(value: Put) -> Record:

@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from tiercel.storage.file.direct import ALIGN, padded
-from tiercel.storage.record import KEY_BYTES, RecordKey, View
+from tiercel.storage.record import KEY_BYTES, Kind, RecordKey, View
 
 VERSION = 1
 
@@ -26,6 +26,8 @@ _MAGIC = b"tiercel\t"
 _TRAILER = struct.Struct("<8sH6xQ16s16x8s")
 _ROW = np.dtype([("key", f"V{KEY_BYTES}"), ("note", "u1"), ("", "V2"), ("place", "<u4"), ("bytes", "<u8")])
 """`place` counts in units of ALIGN; `bytes` is the value's length, without padding."""
+
+_NOTES = bytes((0, Kind.REMOVED, Kind.CLEARED))
 
 assert _ROW.itemsize == 48
 
@@ -54,10 +56,9 @@ class Table:
         """More rows: records side by side from an offset on."""
         self.keys += keys
         self.notes += bytes((note,)) * len(keys)
-        rooms = [padded(size) for size in sizes]
-        self.offsets.extend(accumulate(rooms[:-1], initial=offset))
+        *offsets, self.end = accumulate(map(padded, sizes), initial=offset)
+        self.offsets.extend(offsets)
         self.sizes.extend(sizes)
-        self.end = offset + sum(rooms)
 
     def pack(self) -> bytes:
         """As it is written behind the last record, the trailer last."""
@@ -72,8 +73,9 @@ class Table:
         return body + bytes(packed_bytes(len(self)) - len(body) - len(trailer)) + trailer
 
     @staticmethod
-    def parse(data: View) -> Table | None:
-        """The table in what `pack` made; None: it is not whole."""
+    def parse(data: View, room: int) -> Table | None:
+        """The table in what `pack` made; None: it is not whole, or speaks of places outside the `room` bytes
+        before it."""
         rows = rows_of(data)
         if not rows or packed_bytes(rows) != len(data):
             return None
@@ -81,12 +83,17 @@ class Table:
         if xxhash.xxh3_128_digest(body) != _TRAILER.unpack(data[-_TRAILER.size :])[3]:
             return None
         read = np.frombuffer(body, _ROW)
+        offsets, sizes = read["place"].astype(np.uint64) * ALIGN, read["bytes"]
+        ends = offsets + -(-np.minimum(sizes, room + 1).astype(np.int64) // ALIGN * ALIGN).astype(np.uint64)
+        notes = bytearray(read["note"].tobytes())
+        if ends[-1] > room or (ends[:-1] > offsets[1:]).any() or notes.translate(None, _NOTES):
+            return None
         table = Table()
         table.keys = read["key"].tolist()
-        table.notes = bytearray(read["note"].tobytes())
-        table.offsets.frombytes((read["place"].astype(np.uint64) * ALIGN).tobytes())
-        table.sizes.frombytes(read["bytes"].tobytes())
-        table.end = table.offsets[-1] + padded(table.sizes[-1])
+        table.notes = notes
+        table.offsets.frombytes(offsets.tobytes())
+        table.sizes.frombytes(sizes.tobytes())
+        table.end = int(ends[-1])
         return table
 
 
