@@ -35,6 +35,7 @@ class ScriptedPrompt:
 class ScriptedText:
     eos = frozenset({EOS})
     vocab_size = EOS + 1
+    calls = True
 
     def encode(self, text: str) -> list[int]:
         tokens: list[int] = []

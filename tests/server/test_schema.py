@@ -11,7 +11,13 @@ from tiercel.server.options import ServerOptions
 SCHEMA = schemathesis.openapi.from_asgi(
     "/openapi.json", create_app(ScriptedService(), ServerOptions(loopback=True))
 )
-BEYOND_A_SCHEMA = ("context_length_exceeded", "conflicting_values", "invalid_store", "not_a_token")
+BEYOND_A_SCHEMA = (
+    "context_length_exceeded",
+    "conflicting_values",
+    "invalid_store",
+    "not_a_token",
+    "no_tools",
+)
 """Why a request may be refused that is right field by field."""
 
 

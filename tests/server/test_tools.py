@@ -157,7 +157,12 @@ def test_tools_are_refused_where_the_model_has_no_format_for_them() -> None:
 
     response = chat(ScriptedService(text=TEXT), tools=[WEATHER])
     assert response.status_code == 400
-    assert response.json()["error"]["param"] == "tools"
+    assert response.json()["error"] | {"message": ""} == {
+        "message": "",
+        "type": "invalid_request_error",
+        "param": "tools",
+        "code": "no_tools",
+    }
 
 
 # What is answered

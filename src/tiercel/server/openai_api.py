@@ -52,6 +52,9 @@ class OpenAI:
         if body.top_logprobs and not body.logprobs:
             raise conflict("top_logprobs", body.top_logprobs, "needs logprobs to be true")
         tools = body.callable_tools
+        if tools and not self.service.text.calls:
+            why = "this model has no format of tool calls that is known here"
+            raise ApiError(400, f"tools: {why}", param="tools", code="no_tools")
         prompt = self.service.text.chat(
             [message.as_dict() for message in body.messages], tools=tools, kwargs=body.template_kwargs
         )

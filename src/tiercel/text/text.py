@@ -117,6 +117,11 @@ class Text:
         self.eos = frozenset(token for token in ends if token is not None)
         self._pieces: dict[int, bytes] = {}
 
+    @property
+    def calls(self) -> bool:
+        """Whether calls of tools can be read in its answers."""
+        return self._format is not None and self._format.calls
+
     def encode(self, text: str, *, field: str = "text", tokens_max: int | None = None) -> list[int]:
         """A whole text, with what this tokenizer puts before one. Control tokens in it are control tokens.
 
@@ -162,8 +167,6 @@ class Text:
         shaped = [marks.message(f"messages[{index}]", message) for index, message in enumerate(messages)]
         if not shaped:
             raise AskError("messages", [], "there must be one")
-        if tools and not (self._format and self._format.calls):
-            raise AskError("tools", len(tools), "this model has no format of tool calls that is known here")
         given = marks.said(list(tools)), marks.said(kwargs or {})
         try:
             if self._format is None:
