@@ -4,6 +4,8 @@ a script that answers as the model does, and the official `openai` client."""
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import openai
@@ -324,3 +326,13 @@ def test_the_official_client_parses_a_stream_of_calls(text: Text) -> None:
         (choice,) = stream.get_final_completion().choices
     assert choice.finish_reason == "tool_calls"
     assert choice.message.tool_calls[0].function.parsed_arguments == City(city="Paris", days=3)
+
+
+def test_the_chat_in_the_terminal_shows_thoughts_before_words(text: Text) -> None:
+    service = service_of(text, *THOUGHT, "Yes", ".")
+    with served(service) as url:
+        command = [sys.executable, "-m", "tiercel.cli", "chat", "--url", url]
+        done = subprocess.run(command, input="Hi\nBye\n\n", capture_output=True, text=True, check=True)
+    assert done.stdout.count("I ask.\n\nYes.\n") == 2
+    said = b"".join(map(text.piece_bytes, service.asks[-1].prompt)).decode()
+    assert "<｜Assistant｜></think>Yes.<｜end▁of▁sentence｜><｜User｜>Bye" in said

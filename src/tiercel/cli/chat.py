@@ -20,6 +20,8 @@ class Turn:
     """One answer as it came."""
 
     text: str = ""
+    thought: str = ""
+    """What it thought before; shown, and not sent again."""
     first_token_s: float = 0.0
     seconds: float = 0.0
     usage: dict[str, Any] = field(default_factory=dict)
@@ -96,11 +98,12 @@ def _ask(client: Any, body: dict[str, Any]) -> Turn:
                 raise httpx.HTTPError(event["error"]["message"])
             turn.usage = event.get("usage") or turn.usage
             for choice in event.get("choices", ()):
-                text = choice["delta"].get("content") or ""
-                if text and not turn.text:
+                thought, text = (choice["delta"].get(name) or "" for name in ("reasoning_content", "content"))
+                if (thought or text) and not turn.first_token_s:
                     turn.first_token_s = time.perf_counter() - start
-                turn.text += text
-                sys.stdout.write(text)
+                lead = "\n\n" if text and turn.thought and not turn.text else ""
+                turn.thought, turn.text = turn.thought + thought, turn.text + text
+                sys.stdout.write(thought + lead + text)
                 sys.stdout.flush()
     turn.seconds = time.perf_counter() - start
     return turn
