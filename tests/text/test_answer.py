@@ -111,6 +111,7 @@ def test_what_is_called_json_and_is_none_is_a_string(value: str) -> None:
         "</｜DSML｜tool_calls>",
         "</｜DSML｜other>",
         "<｜User｜>",
+        '<｜DSML｜invoke name="' + "x" * 2000,
     ],
 )
 @given(cuts=st.lists(st.integers(0, 1000)))

@@ -216,6 +216,12 @@ def test_old_thoughts_are_kept_if_that_is_asked_for(text: Text) -> None:
     )
 
 
+def test_parts_of_a_message_are_paragraphs(text: Text) -> None:
+    prompt = text.chat([user([part("a", named=True), part("b")])], kwargs={"thinking": False})
+    assert written(text, prompt) == f"{BOS}<｜User｜>a\n\nb<｜Assistant｜></think>"
+    assert ends_as_text(prompt, text) == [f"{BOS}<｜User｜>a", f"{BOS}<｜User｜>a\n\nb"]
+
+
 def test_a_developer_is_openais_system_and_elsewhere_a_user(text: Text) -> None:
     shown = render(text, system("Be brief.", "developer"), user("Hi"), reasoning_effort="low")
     assert shown == f"{BOS}Be brief.<｜User｜>Hi<｜Assistant｜><think>"

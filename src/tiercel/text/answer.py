@@ -26,7 +26,9 @@ BLOCK, END_INVOKE, END_VALUE = f"<{DSML}tool_calls>", f"</{DSML}invoke>", f"</{D
 TAG = re.compile(
     rf'\s*<(?P<end>/?){DSML}(?P<kind>\w+)(\s+name="(?P<name>[^"]*)")?(\s+string="(?P<string>true|false)")?\s*>'
 )
-BEGUN = re.compile(rf"\s*(<|</|</?{DSML}[^\n]*|" + "|".join(f"</?{DSML[:end]}" for end in range(1, 6)) + ")?")
+BEGUN = re.compile(
+    rf"\s*(<|</|</?{DSML}[^\n]{{0,1000}}|" + "|".join(f"</?{DSML[:end]}" for end in range(1, 6)) + ")?"
+)
 
 
 class CallPart(NamedTuple):

@@ -103,6 +103,7 @@ class DeepSeekV4:
 
     control = (THINK, END_THINK, DSML)
     calls = True
+    between = "\n\n"
 
     def __init__(self, efforts: Mapping[str, str]) -> None:
         self._efforts = efforts

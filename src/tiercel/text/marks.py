@@ -51,8 +51,10 @@ class Marks:
     defended against; roles, which it may, are not free text.
     """
 
-    def __init__(self, guard: Guard) -> None:
+    def __init__(self, guard: Guard, between: str = "") -> None:
         self._guard = guard
+        self._between = between
+        """What stands between the parts of a message."""
         self._cut, self._end = secrets.token_hex(16), secrets.token_hex(16)
 
     def message(self, field: str, message: Message) -> dict[str, Any]:
@@ -63,8 +65,7 @@ class Marks:
             raise AskError(f"{field}.role", role, f"must be one of {', '.join(ROLES)}")
         _names_end(field, message)
         if isinstance(content, list):
-            between = "\n\n" if role == "tool" else ""
-            content = self._joined(f"{field}.content", content, between)
+            content = self._joined(f"{field}.content", content)
         elif isinstance(content, str) or (content is None and role == "assistant"):
             content = self.said(content) if content or message.get("tool_calls") else ""
         else:
@@ -85,7 +86,7 @@ class Marks:
     def segments(self, rendered: str) -> list[str]:
         return rendered.replace(self._end, "").split(self._cut)
 
-    def _joined(self, field: str, parts: list[Any], between: str) -> str:
+    def _joined(self, field: str, parts: list[Any]) -> str:
         joined = ""
         for index, part in enumerate(parts):
             where = f"{field}[{index}]"
@@ -95,7 +96,8 @@ class Marks:
             if not isinstance(part.get("text"), str):
                 raise AskError(f"{where}.text", part.get("text"), "must be text")
             ends = _names_end(where, part) and index < len(parts) - 1  # the last part's is the message's own
-            joined += (between if index else "") + self.said(part["text"]) + (self._end if ends else "")
+            joined += self._between if index else ""
+            joined += self.said(part["text"]) + (self._end if ends else "")
         return joined
 
     def said(self, value: Any) -> Any:

@@ -17,7 +17,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tiercel.errors import AskError, WeightsError
-from tiercel.text.answer import BLOCK
+from tiercel.text.answer import DSML
 
 TEMPLATE_FAILS = (
     TemplateError,
@@ -44,6 +44,7 @@ class JinjaFormat:
     """A folder's templates by name: `default`, and often `tool_use`."""
 
     control = ()
+    between = ""
 
     def __init__(self, templates: Mapping[str, str], names: Mapping[str, str]) -> None:
         environment = _environment()
@@ -51,7 +52,7 @@ class JinjaFormat:
             name: environment.from_string(source) for name, source in templates.items()
         }
         self._names = names
-        self.calls = any(BLOCK in source for source in templates.values())
+        self.calls = any(DSML in source and "tool_calls" in source for source in templates.values())
 
     def render(
         self,

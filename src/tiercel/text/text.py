@@ -64,6 +64,11 @@ class Format(Protocol):
         """Whether calls of tools can be read in its answers."""
         ...
 
+    @property
+    def between(self) -> str:
+        """What stands between the parts of a message."""
+        ...
+
     def render(
         self,
         messages: Sequence[Message],
@@ -163,7 +168,8 @@ class Text:
         Raises `LengthError` as `encode` does.
         A message's end is where the messages up to it, rendered alone, end, if all of them begin with that.
         """
-        marks, bound = Marks(self._guard), Bound()
+        marks = Marks(self._guard, self._format.between if self._format else "")
+        bound = Bound()
         shaped = [marks.message(f"messages[{index}]", message) for index, message in enumerate(messages)]
         if not shaped:
             raise AskError("messages", [], "there must be one")
