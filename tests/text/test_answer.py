@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiercel.text.answer import AnswerReader
@@ -61,6 +61,7 @@ def test_an_answer_without_thoughts_and_tools_is_words() -> None:
     )
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 1000)))
 def test_thoughts_words_and_calls_are_told_apart_however_they_come(cuts: list[int]) -> None:
     answer = f"Let me see.\n</think>I ask.{CALL}"
@@ -79,12 +80,14 @@ def test_a_string_is_streamed_and_other_json_is_not() -> None:
     reader = AnswerReader(thinks=False, calls=True)
     reader.push(BROKEN + '<｜DSML｜parameter name="s" string="true">')
     assert reader.push('a "').calls[0].arguments == 'a \\"'
+    assert reader.push("<").calls == ()
+    assert reader.push("b").calls[0].arguments == "<b"
     assert reader.push('</｜DSML｜parameter>\n<｜DSML｜parameter name="n" string="false">[1,').calls[0] == (
         0,
         None,
         '", "n": ',
     )
-    assert reader.push(" 2").calls == ()
+    assert reader.push(" 2").calls == ()  # nothing new is no part
     assert reader.push("]</｜DSML｜parameter>").calls[0].arguments == "[1, 2]"
 
 
@@ -93,7 +96,7 @@ def test_arguments_that_are_one_json_object_are_taken() -> None:
     assert read(answer) == ("", "", [("f", '{"a": [1, "}"]}')], True)
 
 
-@pytest.mark.parametrize("value", ["Paris", "NaN", "{", "1 2", ""])
+@pytest.mark.parametrize("value", ["Paris", "NaN", "{", "1 2", "", "[" * 100_000])
 def test_what_is_called_json_and_is_none_is_a_string(value: str) -> None:
     parameter = f'<｜DSML｜parameter name="a" string="false">{value}</｜DSML｜parameter>'
     _, _, [(_, arguments)], called = read(f"{BROKEN}{parameter}</｜DSML｜invoke></｜DSML｜tool_calls>")
@@ -114,6 +117,7 @@ def test_what_is_called_json_and_is_none_is_a_string(value: str) -> None:
         '<｜DSML｜invoke name="' + "x" * 2000,
     ],
 )
+@settings(deadline=None)
 @given(cuts=st.lists(st.integers(0, 1000)))
 def test_a_call_that_is_broken_is_no_call_and_nothing_is_lost(rest: str, cuts: list[int]) -> None:
     reasoning, content, calls, called = read(*pieces_of(BROKEN + rest + "\nBye.", cuts))
@@ -121,6 +125,7 @@ def test_a_call_that_is_broken_is_no_call_and_nothing_is_lost(rest: str, cuts: l
     assert content.strip() == (rest + "\nBye.").strip()
 
 
+@settings(deadline=None)
 @given(st.integers(0, len(CALL) - 1))
 def test_an_answer_that_is_cut_off_shows_no_tags_and_no_whole_call(end: int) -> None:
     _, content, calls, called = read(CALL[:end])
@@ -142,6 +147,7 @@ JSON = st.recursive(
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters='"\n'), max_size=8)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(NAMES, st.dictionaries(NAMES, JSON, max_size=4)), min_size=1, max_size=3),
     st.text(),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
@@ -324,6 +324,7 @@ def test_ends_are_found_though_old_thoughts_change(text: Text) -> None:
     ]
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.sampled_from([*CONTROL, BOS, EOS, "<｜", "<", "｜", "DSML", "</", "think>", "a", "<tool_result>"]),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -81,6 +81,7 @@ def streamed(text: Text, tokens: Iterable[int]) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None)
 @given(said=SAID)
 def test_text_is_decoded_as_its_tokenizer_does(texts: dict[str, Text], kind: str, said: str) -> None:
     tokens = texts[kind].encode(said)
@@ -88,6 +89,7 @@ def test_text_is_decoded_as_its_tokenizer_does(texts: dict[str, Text], kind: str
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None)
 @given(data=st.data())
 def test_any_tokens_are_decoded_as_their_tokenizer_does(
     texts: dict[str, Text], kind: str, data: st.DataObject
@@ -99,6 +101,7 @@ def test_any_tokens_are_decoded_as_their_tokenizer_does(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None)
 @given(said=SAID, data=st.data())
 def test_an_answer_goes_on_where_its_prompt_ends(
     texts: dict[str, Text], kind: str, said: str, data: st.DataObject

@@ -77,6 +77,7 @@ def ends_as_text(prompt: Prompt, text: Text = TEXT) -> list[str]:
 # Tokens
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_text_comes_back_as_it_was(said: str) -> None:
     assert TEXT.decode(TEXT.encode(said)) == said
@@ -159,12 +160,14 @@ def test_without_a_generation_prompt_the_last_message_ends_the_prompt() -> None:
     assert prompt.turn_ends[-1] == len(prompt.tokens)
 
 
+@settings(deadline=None)
 @given(st.lists(st.text(), min_size=1, max_size=4))
 def test_what_is_said_is_read_as_plain_tokenisation_would(said: list[str]) -> None:
     rendered = "<|bos|>" + "".join(f"<|user|>{each}" for each in said) + "<|assistant|>"
     assert TEXT.chat([user(each) for each in said]).tokens == plain(rendered)
 
 
+@settings(deadline=None)
 @given(st.lists(st.text(), min_size=1, max_size=4))
 def test_every_end_is_where_the_conversation_so_far_is_a_prefix(said: list[str]) -> None:
     prompt = TEXT.chat([user(each) for each in said])
@@ -368,6 +371,7 @@ def test_what_is_said_never_becomes_a_control_token(said: str) -> None:
     )
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.lists(st.sampled_from(["<", "|", ">", "<|", "|>", "end", "user", " ", "a"])).map("".join),
@@ -526,13 +530,13 @@ def cut(text: str, stop: tuple[str, ...], keep_stop: bool) -> tuple[str, str | N
     return text, None
 
 
-@settings(max_examples=400)
+@settings(max_examples=400, deadline=None)
 @given(st.lists(TOKENS | st.sampled_from(BYTE_TOKENS), max_size=40))
 def test_the_pieces_of_any_tokens_are_their_text(tokens: list[int]) -> None:
     assert streamed(tokens) == (TEXT.decode(tokens), None)
 
 
-@settings(max_examples=400)
+@settings(max_examples=400, deadline=None)
 @given(st.data())
 def test_the_pieces_of_any_tokens_end_at_the_stop_string(data: st.DataObject) -> None:
     few = data.draw(st.lists(TOKENS | st.sampled_from(BYTE_TOKENS), min_size=1, max_size=4))
@@ -554,6 +558,7 @@ def test_the_pieces_of_any_tokens_end_at_the_stop_string(data: st.DataObject) ->
     assert stopped_by == by or (stopped_by is None and whole.endswith("\ufffd"))
 
 
+@settings(deadline=None)
 @given(
     st.text(alphabet="ab", max_size=30), st.lists(st.text(alphabet="ab", min_size=1, max_size=6), max_size=3)
 )

@@ -26,9 +26,7 @@ BLOCK, END_INVOKE, END_VALUE = f"<{DSML}tool_calls>", f"</{DSML}invoke>", f"</{D
 TAG = re.compile(
     rf'\s*<(?P<end>/?){DSML}(?P<kind>\w+)(\s+name="(?P<name>[^"]*)")?(\s+string="(?P<string>true|false)")?\s*>'
 )
-BEGUN = re.compile(
-    rf"\s*(<|</|</?{DSML}[^\n]{{0,1000}}|" + "|".join(f"</?{DSML[:end]}" for end in range(1, 6)) + ")?"
-)
+TAG_CHARS_MOST = 1000
 
 
 class CallPart(NamedTuple):
@@ -124,14 +122,14 @@ class AnswerReader:
         match self._tag(final):
             case ("", "parameter", str(name), str(string)):
                 lead = ", " if self._parameters else "{"
-                self._argue(f"{lead}{json.dumps(name, ensure_ascii=False)}: ")
+                self._add_arguments(f"{lead}{json.dumps(name, ensure_ascii=False)}: ")
                 self._parameters += 1
                 self._string = string == "true"
                 if self._string:
-                    self._argue('"')
+                    self._add_arguments('"')
                 self._state = self._value
             case ("/", "invoke", None, None):
-                self._argue("}" if self._parameters else "{}")
+                self._add_arguments("}" if self._parameters else "{}")
                 self._inside = False
                 self._state = self._block
             case found:
@@ -142,7 +140,7 @@ class AnswerReader:
         if not (final or END_INVOKE in self._held):
             return False
         value, found = self._until((END_INVOKE,))
-        self._argue(value.strip())
+        self._add_arguments(value.strip())
         if found and _is_json(value):
             self._inside = False
             self._state = self._block
@@ -155,9 +153,10 @@ class AnswerReader:
             return False  # JSON is looked at when it is whole
         value, found = self._until((END_VALUE,))
         if self._string:
-            self._argue(json.dumps(value, ensure_ascii=False)[1:-1] + ('"' if found else ""))
+            self._add_arguments(json.dumps(value, ensure_ascii=False)[1:-1] + ('"' if found else ""))
         else:
-            self._argue(value if not found or _is_json(value) else json.dumps(value, ensure_ascii=False))
+            whole_json = not found or _is_json(value)
+            self._add_arguments(value if whole_json else json.dumps(value, ensure_ascii=False))
         if found:
             self._state = self._invoke
         return found
@@ -167,7 +166,7 @@ class AnswerReader:
         if found := TAG.match(self._held):
             self._tagged, self._held = found[0], self._held[found.end() :]
             return found["end"], found["kind"], found["name"], found["string"]
-        if not BEGUN.fullmatch(self._held):
+        if not _may_become_tag(self._held):
             return ()
         if final:
             self._held = ""
@@ -180,7 +179,9 @@ class AnswerReader:
         self._state = self._rest
         return True
 
-    def _argue(self, text: str) -> None:
+    def _add_arguments(self, text: str) -> None:
+        if not text:
+            return
         part = self._calls.get(self._call, CallPart(self._call))
         self._calls[self._call] = part._replace(arguments=part.arguments + text)
 
@@ -192,22 +193,23 @@ class AnswerReader:
             before, self._held = self._held[:place], self._held[place - length :]
             return before, True
         longest = 0 if final else min(len(self._held), max(map(len, needles)) - 1)
-        keep = next(
-            (
-                size
-                for size in range(longest, 0, -1)
-                if any(n.startswith(self._held[-size:]) for n in needles)
-            ),
-            0,
-        )
-        before, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        ends = (self._held[-size:] for size in range(longest, 0, -1))
+        keep = next((end for end in ends if any(each.startswith(end) for each in needles)), "")
+        before, self._held = self._held[: len(self._held) - len(keep)], keep
         return before, False
+
+
+def _may_become_tag(text: str) -> bool:
+    begun = text.lstrip()
+    starts = (f"<{DSML}", f"</{DSML}")
+    fits = any(begun.startswith(start) or start.startswith(begun) for start in starts)
+    return fits and "\n" not in begun and len(begun) <= TAG_CHARS_MOST
 
 
 def _is_json(value: str) -> bool:
     try:
         json.loads(value, parse_constant=_no_number)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True
 
