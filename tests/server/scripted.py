@@ -14,12 +14,13 @@ from typing import Any
 import httpx
 
 from tiercel.engine.ask import Ask, Delta, Finish, TokenOut, Usage
-from tiercel.errors import ConfigError, InputError, StoreError
+from tiercel.errors import ConfigError, InputError, LengthError, StoreError
 from tiercel.server.app import create_app
 from tiercel.server.listen import Server
 from tiercel.server.options import ServerOptions
 
 WORDS = ("Hello", " world", "!", " and", " again", "one", " two", " three")
+TOKEN_BYTES_MOST = max(map(len, WORDS))
 EOS = 256 + len(WORDS)
 GOODBYE = 50
 """Turns of the loop a request takes to give back what it holds. Who does not wait for it cuts it off."""
@@ -33,11 +34,19 @@ class ScriptedPrompt:
 
 
 class ScriptedText:
+    def __init__(self) -> None:
+        self.threads: set[threading.Thread] = set()
+        """That encoded a prompt."""
+
     eos = frozenset({EOS})
     vocab_size = EOS + 1
     calls = True
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, field: str = "text", tokens_max: int | None = None) -> list[int]:
+        if tokens_max is not None:
+            self.threads.add(threading.current_thread())
+        if tokens_max is not None and len(text.encode()) > TOKEN_BYTES_MOST * tokens_max:
+            raise LengthError(field, tokens=len(text.encode()) // TOKEN_BYTES_MOST, tokens_max=tokens_max)
         tokens: list[int] = []
         while text:
             word = next((word for word in WORDS if text.startswith(word)), None)
@@ -61,8 +70,14 @@ class ScriptedText:
         return bytes([token]) if token < 256 else WORDS[token - 256].encode()
 
     def chat(
-        self, messages: Sequence[dict[str, Any]], *, tools: Any = (), kwargs: Any = None
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        tools: Any = (),
+        kwargs: Any = None,
+        tokens_max: int | None = None,
     ) -> ScriptedPrompt:
+        self.threads.add(threading.current_thread())
         tokens: list[int] = []
         ends = []
         for index, message in enumerate(messages):
@@ -262,7 +277,9 @@ class ScriptedService:
         }
 
 
-LOOPBACK = ServerOptions(loopback=True, store_allow=("memory:", "file:///caches", "redis://host"))
+LOOPBACK = ServerOptions(
+    loopback=True, store_allow=("memory:", "file:///caches", "redis://host"), priority_max=10
+)
 
 
 def client_of(service: ScriptedService, options: ServerOptions = LOOPBACK) -> httpx.AsyncClient:

@@ -6,6 +6,7 @@ What the engine checks it calls by its own names; `spelling` says how the call o
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -88,6 +89,29 @@ def check(service: Service, ask: Ask, spelling: Mapping[str, str]) -> Ask:
         )
         raise ApiError(400, message, param=field, code="context_length_exceeded")
     return ask
+
+
+def own_id(request_id: str, owner: str, cache_salt: str | None) -> str:
+    """An id as the engine knows it. It belongs to the key and the salt it came with: two tenants may choose
+    the same, and neither learns of the other's."""
+    if not owner and not cache_salt:
+        return request_id
+    digest = hashlib.blake2b(json.dumps([owner, cache_salt or ""]).encode(), digest_size=8).hexdigest()
+    return f"{digest}/{request_id}"
+
+
+def public_id(own: str) -> str:
+    """As its owner knows it. Nobody can choose an id with a slash."""
+    return own.rpartition("/")[2]
+
+
+def priority_of(priority: int | None, options: ServerOptions) -> int:
+    """Within what whoever runs the server allows."""
+    if abs(priority or 0) > options.priority_max:
+        most = options.priority_max
+        why = f"must be from {-most} to {most} (--priority-max)" if most else "is not taken (--priority-max)"
+        raise refusal("priority", priority, why)
+    return priority or 0
 
 
 def member_id(request_id: str, index: int) -> str:

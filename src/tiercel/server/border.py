@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from uuid import uuid4
 
@@ -37,7 +37,7 @@ class Visit:
     """One request and its answer, from the first byte to the last."""
 
     ids_live: set[str]
-    """Of all visits, to keep ids apart."""
+    """Of all visits, as the engine knows them, to keep them apart."""
     request_id: str = ""
     owner: str = ""
     """Whose it is: a digest of the key that was given. Empty where nobody is asked for one."""
@@ -48,20 +48,26 @@ class Visit:
     """Fields of the request that nobody knows."""
     _claimed: set[str] = field(default_factory=set)
 
-    def claim(self, request_id: str) -> bool:
-        """Takes an id until the end of the visit, unless someone has it."""
-        if request_id in self.ids_live:
+    def claim(self, ids: Sequence[str]) -> bool:
+        """Takes ids until the end of the visit, unless someone has one of them."""
+        if not self.ids_live.isdisjoint(ids):
             return False
-        self.ids_live.add(request_id)
-        self._claimed.add(request_id)
+        self.ids_live.update(ids)
+        self._claimed.update(ids)
         return True
 
-    def rename(self, request_id: str) -> bool:
-        """Gives the visit the id its client chose, unless another visit has it."""
-        if request_id != self.request_id and not self.claim(request_id):
-            return False
-        self.request_id = request_id
-        return True
+    def name(self, chosen: str | None, ids_of: Callable[[str], Sequence[str]]) -> bool:
+        """Gives the visit the id that its client chose, and claims what the engine will call its asks.
+
+        False if they are in use. A name that came with the headers, or none, gives way to a new one.
+        """
+        if self.claim(ids_of(chosen or self.request_id)):
+            self.request_id = chosen or self.request_id
+            return True
+        if chosen is None:
+            self.request_id = _new_name()
+            return self.claim(ids_of(self.request_id))
+        return False
 
     def leave(self) -> None:
         self.ids_live -= self._claimed
@@ -73,6 +79,10 @@ class Visit:
     @property
     def age_s(self) -> float:
         return time.perf_counter() - self.started_s
+
+
+def _new_name() -> str:
+    return f"req-{uuid4().hex}"
 
 
 def visit_of(request: Request) -> Visit:
@@ -97,10 +107,7 @@ class Border:
         self.metrics.began()
         visit = scope[_KEY] = Visit(self.ids_live)
         wanted = Headers(scope=scope).get("x-request-id", "")
-        if not (re.fullmatch(ID_PATTERN, wanted) and visit.claim(wanted)):
-            wanted = f"req-{uuid4().hex}"
-            visit.claim(wanted)
-        visit.request_id = wanted
+        visit.request_id = wanted if re.fullmatch(ID_PATTERN, wanted) else _new_name()
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":

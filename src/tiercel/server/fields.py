@@ -96,7 +96,9 @@ Stop = StopString | Annotated[list[StopString], limit(maxItems="stop")]
 MaxTokens = Annotated[int, Field(ge=0), limit(maximum="context_tokens")]
 Count = Annotated[int, Field(ge=1), limit(maximum="n")]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-Priority = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+Priority = Annotated[
+    int, Field(ge=-(2**31), lt=2**31), limit(minimum="priority_least", maximum="priority_most")
+]
 RequestId = Annotated[str, Field(pattern=ID_PATTERN)]
 Salt = Annotated[str, Field(max_length=SALT_CHARS_MAX)]
 

@@ -206,7 +206,7 @@ class NativeReply:
     def _generated(self, item: Item, answer: Answer) -> Generated:
         usage = answer.usage
         meta = MetaInfo(
-            id=answer.ask.request_id,
+            id=asks.public_id(answer.ask.request_id),
             finish_reason=_finish(answer),
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
@@ -252,12 +252,8 @@ class Native:
         self.front.check_ready()
         body = await self.front.read(request, GenerateRequest)
         alone, items = self._items(body, visit_of(request))
-        families: list[Family] = []
-        of_answers: list[Item] = []
-        for item in items:
-            family = self._family(item, body)
-            families.append(family)
-            of_answers += [item] * len(family)
+        families = await self.front.off_loop(lambda: [self._family(item, body) for item in items])
+        of_answers = [item for item, family in zip(items, families, strict=True) for _ in family]
         reply = NativeReply(
             text=self.service.text if body.return_text_in_logprobs else None,
             items=of_answers,
@@ -276,21 +272,24 @@ class Native:
         starts = _each("logprob_start_len", body.logprob_start_len, -1, count)
         tops = _each("top_logprobs_num", body.top_logprobs_num, 0, count)
         salts = _each("cache_salt", body.cache_salt, "", count)
-        ids = _ids(body.rid, count, visit)
+        ids = _ids(body.rid, salts, visit)
         return alone, [
             Item(*each)
             for each in zip(fields, prompts, params, logged, starts, tops, ids, salts, strict=True)
         ]
 
     def _family(self, item: Item, body: GenerateRequest) -> Family:
-        prompt = item.prompt if isinstance(item.prompt, list) else self.service.text.encode(item.prompt)
+        prompt = item.prompt
+        if isinstance(prompt, str):
+            most = self.service.context_tokens
+            prompt = self.service.text.encode(prompt, field=item.field, tokens_max=most)
         room = asks.room(self.service, prompt, item.field)
         ask = Ask(
             request_id=item.request_id,
             prompt=tuple(prompt),
             sampling=self._sampling(item, room),
             namespace=asks.namespace_of(item.salt),
-            priority=body.priority or 0,
+            priority=asks.priority_of(body.priority, self.front.options),
             prompt_logprobs_from=self._start(item, len(prompt)),
         )
         asks.check(self.service, ask, SPELLING)
@@ -352,21 +351,28 @@ def _each(field: str, value: T | list[T] | None, default: T, count: int) -> list
     return value
 
 
-def _ids(rid: str | list[str] | None, count: int, visit: Visit) -> list[str]:
-    """The client's ids, if it gave some; they are in use until the answer is sent."""
-    if rid is None or isinstance(rid, str):
-        wanted = [visit.request_id if rid is None else rid]
-        ids = [asks.member_id(wanted[0], index) for index in range(count)]
-    else:
-        wanted = ids = _each("rid", rid, "", count)
-    if rid is not None:
-        for each in wanted:
-            if each != visit.request_id and not visit.claim(each):
-                raise conflict("rid", each, "is in use")
-        if len(set(wanted)) < len(wanted):
-            raise conflict("rid", rid, "has the same id twice")
-        visit.request_id = ids[0]
-    return ids
+def _ids(rid: str | list[str] | None, salts: Sequence[str], visit: Visit) -> list[str]:
+    """Of each prompt, as the engine knows it: the client's, if it gave some. They are in use until the answer
+    is sent."""
+
+    def own(names: Sequence[str]) -> list[str]:
+        return [asks.own_id(name, visit.owner, salt) for name, salt in zip(names, salts, strict=True)]
+
+    def members(name: str) -> list[str]:
+        return own([asks.member_id(name, index) for index in range(len(salts))])
+
+    if not isinstance(rid, list):
+        if not visit.name(rid, members):
+            raise conflict("rid", rid, "is in use")
+        return members(visit.request_id)
+    names = _each("rid", rid, "", len(salts))
+    if len(set(names)) < len(names):
+        raise conflict("rid", rid, "has the same id twice")
+    for name, own_id in zip(names, own(names), strict=True):
+        if not visit.claim([own_id]):
+            raise conflict("rid", name, "is in use")
+    visit.request_id = names[0]
+    return own(names)
 
 
 def router(front: Front) -> APIRouter:

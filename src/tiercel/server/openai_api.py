@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar, cast
 
 from fastapi import APIRouter
@@ -12,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from tiercel.engine.ask import Ask, Sampling
 from tiercel.server import asks, keys, schema
+from tiercel.server.answers import Family
 from tiercel.server.border import visit_of
 from tiercel.server.chat import ChatReply
 from tiercel.server.completions import CompletionReply
@@ -27,7 +29,7 @@ from tiercel.server.protocol import (
 )
 from tiercel.server.reply import Front, respond
 from tiercel.server.schema import gives
-from tiercel.server.service import Text
+from tiercel.server.service import Service, Text
 
 COMPLETION_TOKENS = 16
 """OpenAI's default for completions. A chat goes on until it ends or the context is full."""
@@ -55,13 +57,19 @@ class OpenAI:
         if tools and not self.service.text.calls:
             why = "this model has no format of tool calls that is known here"
             raise ApiError(400, f"tools: {why}", param="tools", code="no_tools")
-        prompt = self.service.text.chat(
-            [message.as_dict() for message in body.messages], tools=tools, kwargs=body.template_kwargs
+        prompt = await self.front.off_loop(
+            partial(
+                self.service.text.chat,
+                [message.as_dict() for message in body.messages],
+                tools=tools,
+                kwargs=body.template_kwargs,
+                tokens_max=self.service.context_tokens,
+            )
         )
         room = asks.room(self.service, prompt.tokens, "messages")
         asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         ask = Ask(
-            request_id=visit_of(request).request_id,
+            request_id=self._own_id(request, body),
             prompt=prompt.tokens,
             turn_ends=prompt.turn_ends,
             sampling=self._sampling(
@@ -70,7 +78,7 @@ class OpenAI:
                 logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             ),
             namespace=asks.namespace_of(body.cache_salt),
-            priority=body.priority or 0,
+            priority=asks.priority_of(body.priority, self.front.options),
             prompt_logprobs_from=None if body.prompt_logprobs is None else 0,
         )
         spelling = CHAT_SPELLING
@@ -79,7 +87,9 @@ class OpenAI:
         asks.check(self.service, ask, spelling)
         family = asks.siblings(ask, body.n or 1, self.front.options)
         thinks = prompt.thinks and body.separate_reasoning is not False
-        reply = ChatReply(ask.request_id, self.service.text, body, thinks=thinks, calls=bool(tools))
+        reply = ChatReply(
+            visit_of(request).request_id, self.service.text, body, thinks=thinks, calls=bool(tools)
+        )
         return await respond(self.front, request, [family], reply, stream=bool(body.stream))
 
     async def completions(self, request: Request) -> Response:
@@ -90,17 +100,21 @@ class OpenAI:
             raise conflict("best_of", body.best_of, f"only as many answers as are returned: n = {n}")
         prompts = _given(body.prompt)
         self.front.check_batch("prompt", len(prompts))
-        text, request_id = self.service.text, visit_of(request).request_id
-        families = []
-        for index, given in enumerate(prompts):
-            ask = self._completion(asks.member_id(request_id, index), body, given)
-            families.append(asks.siblings(ask, n, self.front.options))
-        echoes = [given.written(text) if body.echo else "" for given in prompts]
-        reply = CompletionReply(request_id, text, body, echoes)
+        own_id, text = self._own_id(request, body), self.service.text
+
+        def made() -> tuple[list[Family], list[str]]:
+            families: list[Family] = []
+            for index, given in enumerate(prompts):
+                ask = self._completion(asks.member_id(own_id, index), body, given)
+                families.append(asks.siblings(ask, n, self.front.options))
+            return families, [given.written(text) if body.echo else "" for given in prompts]
+
+        families, echoes = await self.front.off_loop(made)
+        reply = CompletionReply(visit_of(request).request_id, text, body, echoes)
         return await respond(self.front, request, families, reply, stream=bool(body.stream))
 
     def _completion(self, request_id: str, body: CompletionRequest, given: Given) -> Ask:
-        tokens = given.tokens(self.service.text)
+        tokens = given.tokens(self.service)
         room = asks.room(self.service, tokens, given.field)
         max_tokens = min(COMPLETION_TOKENS, room) if body.max_tokens is None else body.max_tokens
         about_prompt = body.prompt_logprobs is not None or (body.echo and body.logprobs is not None)
@@ -109,7 +123,7 @@ class OpenAI:
             prompt=tokens,
             sampling=self._sampling(body, max_tokens=max_tokens, logprobs=body.logprobs),
             namespace=asks.namespace_of(body.cache_salt),
-            priority=body.priority or 0,
+            priority=asks.priority_of(body.priority, self.front.options),
             prompt_logprobs_from=0 if about_prompt else None,
         )
         return asks.check(self.service, ask, SPELLING)
@@ -131,9 +145,14 @@ class OpenAI:
             body.model = self.service.model_name
         self._check_model(body.model)
         wanted = body.rid or body.request_id
-        if wanted is not None and not visit_of(request).rename(wanted):
+        visit = visit_of(request)
+        if not visit.name(wanted, lambda name: [asks.own_id(name, visit.owner, body.cache_salt)]):
             raise conflict("rid" if body.rid else "request_id", wanted, "is in use")
         return body
+
+    def _own_id(self, request: Request, body: Wish) -> str:
+        visit = visit_of(request)
+        return asks.own_id(visit.request_id, visit.owner, body.cache_salt)
 
     def _check_model(self, name: str) -> None:
         names = asks.model_names(self.service, self.front.options)
@@ -184,8 +203,12 @@ class Given:
     field: str
     prompt: str | list[int]
 
-    def tokens(self, text: Text) -> tuple[int, ...]:
-        return tuple(text.encode(self.prompt) if isinstance(self.prompt, str) else self.prompt)
+    def tokens(self, service: Service) -> tuple[int, ...]:
+        if isinstance(self.prompt, str):
+            return tuple(
+                service.text.encode(self.prompt, field=self.field, tokens_max=service.context_tokens)
+            )
+        return tuple(self.prompt)
 
     def written(self, text: Text) -> str:
         return self.prompt if isinstance(self.prompt, str) else text.decode(self.prompt)

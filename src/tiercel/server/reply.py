@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel
@@ -25,6 +26,9 @@ from tiercel.server.sse import EventStream
 Asked = TypeVar("Asked", bound=BaseModel)
 Result = TypeVar("Result")
 
+TEXT_THREADS = 4
+"""Long texts take seconds each, and a short one should find a thread. Tokenizing needs no GIL."""
+
 
 @dataclass(frozen=True)
 class Front:
@@ -33,6 +37,13 @@ class Front:
     service: Service
     options: ServerOptions
     metrics: Metrics
+    aside: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(TEXT_THREADS, "tiercel-text")
+    )
+
+    async def off_loop(self, work: Callable[..., Result], *given: Any) -> Result:
+        """Templates and tokenizing, which take as long as a text is: the event loop goes on meanwhile."""
+        return await asyncio.get_running_loop().run_in_executor(self.aside, work, *given)
 
     def check_ready(self) -> None:
         if not self.service.ready:

@@ -51,6 +51,8 @@ def limits_of(service: Service, options: ServerOptions) -> dict[str, Any]:
         "models": list(model_names(service, options)),
         "n": options.n_max,
         "stop": options.stop_max,
+        "priority_least": -options.priority_max,
+        "priority_most": options.priority_max,
         "stop_chars": options.stop_chars_max,
         "token_id": service.text.vocab_size - 1,
         "unknown_fields": not options.strict,

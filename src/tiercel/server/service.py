@@ -41,7 +41,9 @@ class Text(Protocol):
         """Whether calls of tools can be read in an answer."""
         ...
 
-    def encode(self, text: str, /) -> list[int]: ...
+    def encode(self, text: str, /, *, field: str, tokens_max: int) -> list[int]:
+        """Raises `LengthError`, before it is encoded, if it can not have so few tokens."""
+        ...
 
     def decode(self, tokens: Sequence[int], /) -> str: ...
 
@@ -60,8 +62,9 @@ class Text(Protocol):
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         kwargs: Mapping[str, Any] | None = None,
+        tokens_max: int,
     ) -> Prompt:
-        """A conversation, up to where the assistant begins to speak."""
+        """A conversation, up to where the assistant begins to speak. Raises `LengthError`, as `encode`."""
         ...
 
 

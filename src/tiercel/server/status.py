@@ -8,10 +8,14 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
+from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from tiercel.server import keys
+from tiercel.server.asks import own_id
+from tiercel.server.border import visit_of
 from tiercel.server.errors import ApiError
+from tiercel.server.fields import SALT_CHARS_MAX
 from tiercel.server.reply import Front
 from tiercel.server.schema import gives
 
@@ -99,9 +103,15 @@ class Status:
         """The numbers of the engine, nested."""
         return JSONResponse(await self.service.stats())
 
-    async def explain(self, request_id: str) -> Response:
-        """What a request reused, from where, and why not more."""
-        told = self.service.explain(request_id)
+    async def explain(
+        self,
+        request: Request,
+        request_id: str,
+        cache_salt: Annotated[str | None, Query(max_length=SALT_CHARS_MAX)] = None,
+    ) -> Response:
+        """What a request reused, from where, and why not more. It is told to the key, and the salt, that made
+        the request."""
+        told = self.service.explain(own_id(request_id, visit_of(request).owner, cache_salt))
         if told is None:
             message = f"request {request_id[:200]!r} is not known, or no longer"
             raise ApiError(404, message, param="request_id", code="request_not_found")

@@ -513,7 +513,6 @@ class PrefixTree:
         (self.actions.pages if isinstance(item, Page) else self.actions.tails).append(device)
 
     def _tell(self, stored: bool, tier: Tier, item: Item) -> None:
-        """A tier can read something from now on, or no longer."""
         if tier is not Tier.STORE:
             counts = self.on_device if tier is Tier.DEVICE else self.on_host
             counts[type(item)] += 1 if stored else -1
