@@ -20,9 +20,10 @@ serve: .venv/serve
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
 	touch $@
 
-# The tests start real Redis and Mooncake servers: the script installs what these need of the system.
+# The tests start real Redis and Mooncake servers and clients of the field: the scripts install them.
 test: .venv/installed
 	tests/install-servers.sh
+	tests/install-clients.sh
 	$(BIN)/pytest -n auto
 
 check: .venv/installed

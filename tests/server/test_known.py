@@ -205,7 +205,7 @@ def test_another_models_name_is_not_found_and_the_names_are_told():
     with talking(ScriptedService(), NAMED) as talk:
         response = talk("POST", CHAT, json=GOOD[CHAT] | {"model": "gpt"})
         assert response.status_code == 404
-        assert "'scripted', 'alias', 'other', '/models/scripted'" in response.json()["error"]["message"]
+        assert "has the names 'scripted', 'alias', 'other'" in response.json()["error"]["message"]
         listed = talk("GET", "/v1/models").json()["data"]
         assert [(card["id"], card["root"]) for card in listed] == [
             (name, "/models/scripted") for name in ("scripted", "alias", "other")

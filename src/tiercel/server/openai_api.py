@@ -46,6 +46,7 @@ class OpenAI:
     def __init__(self, front: Front) -> None:
         self.front = front
         self.service = front.service
+        self.names = (front.service.model_name, *front.options.model_names)
         self.created = int(time.time())
 
     async def chat(self, request: Request) -> Response:
@@ -130,8 +131,8 @@ class OpenAI:
 
     async def models(self) -> Response:
         """The one model that is served, once for each of its names."""
-        names = (self.service.model_name, *self.front.options.model_names)
-        return JSONResponse(ModelList(object="list", data=[self._card(name) for name in names]).model_dump())
+        cards = [self._card(name) for name in self.names]
+        return JSONResponse(ModelList(object="list", data=cards).model_dump())
 
     async def model(self, model: str) -> Response:
         """The one model that is served, by its name."""
@@ -155,9 +156,9 @@ class OpenAI:
         return asks.own_id(visit.request_id, visit.owner, body.cache_salt)
 
     def _check_model(self, name: str) -> None:
-        names = asks.model_names(self.service, self.front.options)
-        if name not in names:
-            message = f"model {name[:100]!r} is not served here; {', '.join(map(repr, names))} are its names"
+        if name not in asks.model_names(self.service, self.front.options):
+            listed = ", ".join(map(repr, self.names))
+            message = f"model {name[:100]!r} is not served here; the model that is has the names {listed}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def _card(self, name: str) -> ModelCard:

@@ -1,0 +1,209 @@
+"""Goal: clients of the field work unmodified. Method: SGLang's router, guidellm and litellm talk to a real
+server (tests/install-clients.sh installs them); what SGLang's own benchmarks send is replayed."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from transformers import AutoTokenizer
+
+from tests.server.recorded import CHAT, COMPLETIONS, GENERATE
+from tests.whole.process import running
+
+HOME = Path(sys.prefix) / "clients"
+TEXT = "Record: access window. " * 12
+MESSAGES = [{"role": "user", "content": TEXT}]
+
+installed = pytest.mark.skipif(
+    not (HOME / "installed").exists(), reason="tests/install-clients.sh did not install the clients"
+)
+
+
+@pytest.fixture(scope="module")
+def server():
+    names = ("--served-model-name", "tiny-v4", "--served-model-name", "gpt-4")
+    with running("--device-memory", "24MiB", "--host-memory", "128MiB", *names) as own:
+        yield own
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Of a client: its own packages, and nothing from the network."""
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return own | {"HF_HUB_OFFLINE": "1"} | more
+
+
+def free_ports(count: int) -> list[str]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [str(each.getsockname()[1]) for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+@contextmanager
+def router_of(url: str):
+    """SGLang's router before one server; its address."""
+    port, metrics_port = free_ports(2)
+    command = [HOME / "bin/python", "-m", "sglang_router.launch_router", "--host", "127.0.0.1"]
+    command += ["--port", port, "--prometheus-port", metrics_port, "--worker-urls", url]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
+    )
+    told = ""
+    try:
+        # It registers a worker as a workflow of several steps, of which this is the last line.
+        while "Workflow completed" not in told:
+            line = process.stdout.readline()
+            assert line, f"the router ended: {told}"
+            told += line
+        assert "Failed to load tokenizer" not in told
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+
+
+@installed
+def test_through_sglangs_router_answers_are_the_same(server):
+    calls = {
+        GENERATE: {"text": TEXT, "sampling_params": {"max_new_tokens": 8, "temperature": 0}},
+        COMPLETIONS: {"model": "tiny-v4", "prompt": TEXT, "max_tokens": 8, "temperature": 0},
+        CHAT: {"model": "tiny-v4", "messages": MESSAGES, "max_tokens": 8, "temperature": 0},
+    }
+
+    def text_of(url: str, path: str) -> str:
+        answer = httpx.post(url + path, json=calls[path], timeout=120)
+        assert answer.status_code == 200, answer.text
+        assert "x-ignored-fields" not in answer.headers
+        body = answer.json()
+        if path == GENERATE:
+            return body["text"]
+        choice = body["choices"][0]
+        return choice["text"] if path == COMPLETIONS else choice["message"]["content"]
+
+    with router_of(server.url) as url:
+        for path in calls:
+            assert text_of(url, path) == text_of(server.url, path) != ""
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            stream = client.chat.completions.create(**calls[CHAT], stream=True)
+            streamed = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+        assert streamed == text_of(server.url, CHAT)
+        assert httpx.get(f"{url}/get_model_info").json() == httpx.get(f"{server.url}/get_model_info").json()
+        assert httpx.post(f"{url}/flush_cache").json()["status"] == "success"
+
+
+@installed
+def test_guidellm_measures_a_server(server, tmp_path):
+    report = tmp_path / "report.json"
+    tokenizer = httpx.get(f"{server.url}/model_info").json()["tokenizer_path"]
+    command = [HOME / "bin/guidellm", "run", "--disable-console"]
+    command += ["--backend", f"kind=openai_http,target={server.url},request_format={CHAT}"]
+    command += ["--tokenizer", f"kind=huggingface_auto,model={tokenizer}"]
+    command += ["--data", "kind=synthetic_text,prompt_tokens=64,output_tokens=8"]
+    command += ["--profile", "kind=concurrent,streams=2", "--constraint", "kind=max_requests,count=6"]
+    command += ["--output", f"kind=json,path={report}"]
+    ran = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=tmp_path,
+        env=environment(GUIDELLM__MAX_WORKER_PROCESSES="1"),
+    )
+    assert ran.returncode == 0, ran.stderr
+    (benchmark,) = json.loads(report.read_text())["benchmarks"]
+    requests = benchmark["requests"]
+    assert (len(requests["successful"]), requests["errored"], requests["incomplete"]) == (6, [], [])
+    for request in requests["successful"]:
+        assert request["output_tokens"] == 8
+        assert request["output_tokens_per_iteration"] == 1  # from the usage of each piece
+
+
+LITELLM = """
+import sys, litellm
+ask = dict(model="openai/tiny-v4", api_base=sys.argv[1], api_key="none", max_tokens=8, temperature=0)
+messages = [{"role": "user", "content": sys.argv[2]}]
+first = litellm.completion(messages=messages, **ask)
+messages += [first.choices[0].message.model_dump(), {"role": "user", "content": "And now?"}]
+second = litellm.completion(messages=messages, **ask)
+assert None in messages[1].values()
+print(second.usage.prompt_tokens_details.cached_tokens)
+"""
+
+
+@installed
+def test_litellm_sends_its_answer_back_with_all_its_nulls(server):
+    command = [HOME / "bin/python", "-c", LITELLM, f"{server.url}/v1", TEXT * 2]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment())
+    assert ran.returncode == 0, ran.stderr
+    assert int(ran.stdout) >= 128
+
+
+def test_a_client_finds_the_tokenizer_where_the_server_says(server):
+    info = httpx.get(f"{server.url}/get_model_info").json()
+    tokens = AutoTokenizer.from_pretrained(info["tokenizer_path"])(TEXT)["input_ids"]
+    ask = {"sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+    by_text = httpx.post(f"{server.url}/generate", json=ask | {"text": TEXT}).json()
+    by_tokens = httpx.post(f"{server.url}/generate", json=ask | {"input_ids": tokens}).json()
+    assert by_text["meta_info"]["prompt_tokens"] == len(tokens)
+    assert by_text["output_ids"] == by_tokens["output_ids"]
+
+
+def test_bench_multiturn_of_sglang_finds_what_its_first_round_cached(server):
+    """Both forms of its requests, as it grows a conversation; the model is named by its path."""
+    path = httpx.get(f"{server.url}/get_model_info").json()["model_path"]
+    page = httpx.get(f"{server.url}/server_info").json()["page_size"]
+    httpx.post(f"{server.url}/flush_cache").raise_for_status()
+
+    def chat(messages):
+        body = {"model": path, "messages": messages, "max_tokens": 16, "temperature": 0.0}
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        *chunks, done = _events(httpx.post(server.url + CHAT, json=body, timeout=120))
+        assert done == "[DONE]"
+        said = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks if c["choices"])
+        return said, chunks[-1]["usage"]
+
+    messages = [{"role": "user", "content": TEXT * 3}]
+    said, first = chat(messages)
+    _, second = chat([*messages, {"role": "assistant", "content": said}, *MESSAGES])
+    assert first["prompt_tokens_details"]["cached_tokens"] == 0
+    assert second["prompt_tokens_details"]["cached_tokens"] >= first["prompt_tokens"] // page * page > 0
+
+    def generate(tokens):
+        sampling = {"temperature": 0.0, "max_new_tokens": 16, "ignore_eos": True}
+        body = {"input_ids": tokens, "sampling_params": sampling, "stream": True, "lora_path": ""}
+        body |= {"stream_options": {"include_usage": True}, "return_logprob": False, "logprob_start_len": -1}
+        *chunks, done = _events(httpx.post(server.url + GENERATE, json=body, timeout=120))
+        assert done == "[DONE]"
+        return chunks[-1]
+
+    tokens = list(range(100, 400))
+    answer = generate(tokens)
+    again = generate([*tokens, *answer["output_ids"], *range(500, 550)])
+    assert again["meta_info"]["cached_tokens"] == (len(tokens) + 16 - 1) // page * page
+
+
+def _events(response: httpx.Response) -> list:
+    assert response.status_code == 200, response.text
+    data = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+    return [*map(json.loads, data[:-1]), data[-1]]
+
+
+def test_aliases_are_names_of_the_one_model(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        assert [card.id for card in client.models.list()] == ["tiny-v4", "gpt-4"]
+        answers = [
+            client.completions.create(model=name, prompt=TEXT, max_tokens=4, temperature=0)
+            for name in ("tiny-v4", "gpt-4")
+        ]
+        assert [answer.model for answer in answers] == ["tiny-v4", "gpt-4"]
+        assert answers[0].choices[0].text == answers[1].choices[0].text
+        with pytest.raises(openai.NotFoundError, match="has the names 'tiny-v4', 'gpt-4'"):
+            client.completions.create(model="gpt-5", prompt=TEXT)

@@ -1,0 +1,90 @@
+"""Goal: README's samples do what README says. Method: each is taken from it and run: Python as it stands,
+with the address of a real server; commands with folders, ports and classes that exist here."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.whole.process import running
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+TIERCEL = f"{shlex.quote(sys.executable)} -m tiercel.cli"
+
+
+def samples(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.M | re.S)
+
+
+def run(*command: str, shell: bool = False) -> str:
+    ran = subprocess.run(
+        command[0] if shell else command, shell=shell, capture_output=True, text=True, timeout=600, cwd=ROOT
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def test_the_conversation_gets_right_answers_and_the_second_comes_from_the_cache():
+    (sample,) = [each for each in samples("python") if "openai" in each]
+    with running("--device-memory", "24MiB", "--host-memory", "128MiB") as server:
+        told = run(sys.executable, "-c", sample.replace("http://127.0.0.1:8000", server.url))
+    answers, cached = told.splitlines()
+    assert answers.split() == ["fire", "water", "silver", "gold"]
+    count, prompt = re.fullmatch(r"(\d+) of (\d+) tokens from the cache", cached).groups()
+    assert 128 <= int(count) < int(prompt)
+
+
+def test_the_library_says_what_the_comment_beside_it_says():
+    (sample,) = [each for each in samples("python") if "TieredCache" in each]
+    said = re.search(r"print\(request.reuse\)  # (.*)", sample)[1]
+    assert run(sys.executable, "-c", sample).strip() == said
+
+
+def test_no_python_sample_is_forgotten():
+    assert len(samples("python")) == 2
+
+
+COMMANDS = [line.partition("    #")[0] for each in samples("sh") for line in each.splitlines() if line]
+
+
+@pytest.mark.parametrize("command", [line for line in COMMANDS if line.startswith("make ")])
+def test_what_is_made_can_be_made(command):
+    """Make only says what it would do: this test is part of one of them."""
+    assert run("make", "--dry-run", *command.split()[1:])
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """The folder of README's server with a store, which was started, asked and stopped."""
+    (serve,) = [line for line in COMMANDS if "tiercel serve" in line]
+    folder = tmp_path_factory.mktemp("store") / "tiercel"
+    options = shlex.split(serve.replace("/var/cache/tiercel", str(folder)).replace("200GiB", "1GiB"))
+    assert options[:2] == [".venv/bin/tiercel", "serve"]
+    with running("--device-memory", "24MiB", *options[2:]) as server:
+        assert httpx.get(f"{server.url}/v1/cache/store").json()["attached"]
+    return folder
+
+
+def test_a_server_starts_with_a_store_and_the_store_can_be_looked_into(store):
+    (line,) = [line for line in COMMANDS if " store stat|" in line]
+    before, verbs, url = re.fullmatch(r"(.*) (\S+\|\S+) (URL)", line).groups()
+    for verb in verbs.split("|"):
+        run(f"{before.replace('.venv/bin/tiercel', TIERCEL)} {verb} file://{store}", shell=True)
+
+
+@pytest.mark.parametrize("command", [line for line in COMMANDS if "conformance" in line or " spec " in line])
+def test_other_commands_run(command):
+    command = command.replace("my_package.my_module:MyStore", "tiercel.storage.memory:MemoryStore")
+    assert run(command.replace(".venv/bin/tiercel", TIERCEL), shell=True)
+
+
+def test_no_command_is_forgotten():
+    """`tiercel verify` takes minutes; `tests/engine/test_exact.py` runs what it runs."""
+    run_above = ("make ", "tiercel serve", " store stat|", "conformance", " spec ")
+    others = [line for line in COMMANDS if not any(word in line for word in run_above)]
+    assert others == [".venv/bin/tiercel verify"]
