@@ -383,6 +383,13 @@ def test_another_models_folder_without_a_template_has_none(tmp_path: Path, confi
         Text(v4_folder(tmp_path / "model", **config)).chat([user("Hi")])
 
 
+def test_a_v4_with_a_tokenizer_of_another_has_another_format(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "model")
+    (folder / "config.json").write_text('{"model_type": "deepseek_v4"}')
+    with pytest.raises(AskError, match="the model has none"):
+        Text(folder).chat([user("Hi")])
+
+
 def test_a_template_of_its_own_goes_first(tmp_path: Path) -> None:
     folder = v4_folder(tmp_path / "model")
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")

@@ -12,7 +12,7 @@ kept when there are tools, because the model shall see why it called them.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -146,10 +146,16 @@ class DeepSeekV4:
         return text
 
 
-def read_deepseek_v4(folder: Path, config: Mapping[str, Any]) -> DeepSeekV4 | None:
-    """Its format, if config.json says that this is one. The published program is looked at, never run."""
+def read_deepseek_v4(
+    folder: Path, config: Mapping[str, Any], vocabulary: Container[str]
+) -> DeepSeekV4 | None:
+    """Its format, if config.json says that this is one and the tokenizer has its tokens.
+
+    The published program is looked at, never run.
+    """
     architectures = config.get("architectures") or []
-    if config.get("model_type") != "deepseek_v4" and "DeepseekV4ForCausalLM" not in architectures:
+    named = config.get("model_type") == "deepseek_v4" or "DeepseekV4ForCausalLM" in architectures
+    if not named or USER not in vocabulary or ASSISTANT not in vocabulary:
         return None
     program = folder / "encoding" / "encoding_dsv4.py"
     try:

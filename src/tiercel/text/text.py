@@ -94,7 +94,7 @@ class Text:
             if name.endswith("_token") and isinstance(value, str | dict)
         }
         self._format: Format | None = read_template(folder, config, names) or read_deepseek_v4(
-            folder, _read_json(folder / "config.json")
+            folder, _read_json(folder / "config.json"), self._tokenizer.get_vocab()
         )
         added = self._tokenizer.get_added_tokens_decoder()
         self.hidden = frozenset(
