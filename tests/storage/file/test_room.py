@@ -27,7 +27,7 @@ from tests.storage.file.make import (
 )
 from tiercel.errors import StoreError
 from tiercel.storage.file import direct
-from tiercel.storage.file.room import Candidate, Limits, free_for, staying
+from tiercel.storage.file.room import Candidate, Going, Limits, Standing, free_for, going, staying
 
 NAMES = [f"{number}:12000" for number in range(400)]
 """Three of them fill a segment."""
@@ -109,16 +109,6 @@ def test_for_every_byte_put_at_most_one_more_is_written(path, monkeypatch):
     assert written[0] <= 2.2 * sum(room_of(name) for name in NAMES[:200])
 
 
-def test_at_most_half_of_a_segment_stays_however_hot_it_is(path):
-    with make_store(path) as store:
-        keep(store, *NAMES[:40])
-        held(store, *NAMES[:3])
-        rest = iter(NAMES[40:])
-        while store.stats()["evicted"] == 0:
-            keep(store, next(rest))
-        assert sum(held(store, *NAMES[:3])) == 1
-
-
 def test_what_stays_is_synced_before_its_old_place_is_given_up(path, monkeypatch):
     made = []
     monkeypatch.setattr(direct, "calls", Watched(made.append))
@@ -134,6 +124,50 @@ def test_what_stays_is_synced_before_its_old_place_is_given_up(path, monkeypatch
             assert since[0] == "fdatasync"
             moves += 1
     assert moves > 3
+
+
+@pytest.mark.parametrize("evict", ["lru", "lfu", "slru"])
+@pytest.mark.parametrize("read", [True, False])
+def test_dead_bytes_push_out_nothing_that_lives(path, evict, read):
+    """In a store that is less than half full, something is put and deleted again and again."""
+    live = NAMES[:20]
+    with make_store(path, evict=evict) as store:
+        keep(store, *live)
+        assert store.stats()["bytes"] < 0.45 * SIZE
+        for number in range(300):
+            keep(store, f"again {number % 2}:9000")
+            delete(store, f"again {number % 2}:9000")
+            if read:
+                assert has_all(store, live[number % len(live)])
+        assert has_all(store, *live) and store.removed() == []
+        assert bytes_of(path) <= SIZE
+    with make_store(path) as store:
+        assert has_all(store, *live) and has_none(store, "again 0:9000", "again 1:9000")
+
+
+def test_dead_bytes_between_what_lives_are_cleaned_and_nothing_else_goes(path, monkeypatch):
+    """Every third record is deleted, wherever it is; what is left and what comes fits."""
+    with make_store(path) as store:
+        there = []
+        for number, name in enumerate(NAMES):
+            keep(store, name)
+            there.append(name)
+            if len(there) > 26:
+                delete(store, there.pop(number * 7 % 20))
+        assert store.removed() == [] and has_all(store, *there)
+    with make_store(path) as store:
+        assert has_all(store, *there) and has_none(store, *(set(NAMES) - set(there)))
+
+
+def test_the_coldest_goes_wherever_it_is_written(path):
+    """Old records that are read stay where they are; newer ones that nobody reads go before them."""
+    with make_store(path) as store:
+        keep(store, *NAMES[:18])
+        for name in NAMES[18:100]:
+            keep(store, name)
+            held(store, *NAMES[:18])
+        assert has_all(store, *NAMES[:18])
+        assert has_all(store, *NAMES[95:100]) and has_none(store, *NAMES[18:60])
 
 
 def test_a_large_record_finds_a_place_beside_what_stays(path):
@@ -365,17 +399,38 @@ def test_no_room_for_a_note_is_an_error_for_who_deletes(path, monkeypatch):
 # The decisions
 
 
-def test_the_hotter_half_stays_the_hottest_first_in_the_order_of_their_places():
+def standing(*ranks, dead=0, carried=95):
+    return Standing(100, carried, ranks, dead)
+
+
+def test_the_segment_with_the_coldest_middle_goes_whatever_its_age():
+    segments = [standing(1, 90, 95), standing(40, 50, 60), standing(10, 20, 99)]
+    assert going(segments, left=100, segment_bytes=100) == Going(2, 20)
+    assert going([*segments, standing(99, dead=2)], left=100, segment_bytes=100).number == 3, (
+        "dead is coldest"
+    )
+    assert going([standing(), standing(1)], left=100, segment_bytes=100) == Going(0, 1)
+
+
+def test_a_segment_that_is_dead_for_an_eighth_goes_first_and_all_that_lives_in_it_stays():
+    segments = [standing(1, 2), standing(98, 99, carried=87), standing(3, 4)]
+    assert going(segments, left=100, segment_bytes=100) == Going(1, None)
+    assert going(segments, left=86, segment_bytes=100).number == 0, "where it would not find room"
+    segments[1] = standing(98, 99, carried=89)
+    assert going(segments, left=100, segment_bytes=100).number == 0, "where it gains too little"
+
+
+def test_what_is_not_cold_stays_the_hottest_first_in_the_order_of_their_places():
     candidates = [Candidate(rank, row, 10) for row, rank in enumerate([5, 90, 60, 10, 80, 50])]
-    assert staying(candidates, ranks=range(101), bytes_most=1000) == [1, 2, 4]
-    assert staying(candidates, ranks=range(101), bytes_most=20) == [1, 4]
-    assert staying(candidates, ranks=range(101), bytes_most=0) == []
-    assert staying(candidates, ranks=[], bytes_most=1000) == [0, 1, 2, 3, 4, 5]
+    assert staying(candidates, cold=50, bytes_most=1000) == [1, 2, 4]
+    assert staying(candidates, cold=50, bytes_most=20) == [1, 4]
+    assert staying(candidates, cold=50, bytes_most=0) == []
+    assert staying(candidates, cold=None, bytes_most=1000) == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_record_too_large_for_what_is_left_makes_way_for_a_smaller_one():
     candidates = [Candidate(9, 0, 100), Candidate(8, 1, 10)]
-    assert staying(candidates, ranks=[1], bytes_most=50) == [1]
+    assert staying(candidates, cold=1, bytes_most=50) == [1]
 
 
 def test_what_is_missing_is_the_larger_of_two_lacks():

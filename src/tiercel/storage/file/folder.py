@@ -2,6 +2,7 @@
 
 LOCK                       held by the process that writes; it holds that process's number
 segment-0000000001.tcs     records, oldest first
+uses                       how records were used; nothing depends on it
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from tiercel.errors import ConfigError
 from tiercel.storage.file import direct
 
 _LOCK = "LOCK"
+_USES = "uses"
 _LOST_FOUND = "lost+found"
 """It is in every new file system of its own."""
 
@@ -56,13 +58,17 @@ class Folder:
                 number, ours = _number(entry.name), entry.is_file(follow_symlinks=False)
                 if number is not None and ours:
                     numbers.append(number)
-                elif entry.name != _LOST_FOUND and not (entry.name == _LOCK and ours):
+                elif entry.name != _LOST_FOUND and not (entry.name in (_LOCK, _USES) and ours):
                     why = f"holds {entry.name!r}, which is not of a store"
                     raise ConfigError("store", str(self.path), why)
         return numbers
 
     def segment(self, number: int) -> Path:
         return self.path / _name(number)
+
+    @property
+    def uses(self) -> Path:
+        return self.path / _USES
 
     def sync(self) -> None:
         """What was created or removed, is."""

@@ -4,7 +4,8 @@ The index is at every moment what a replay of the segments would give: row by ro
 places, the later one of a key wins, a note takes away what is before it. So opening a store is that replay,
 done in bulk, and nothing else has to be kept.
 
-Uses are not on the disk. After a restart the order of writing stands for them.
+Uses are on the disk as they were some time ago (`storage.file.uses`); where they are not known, the order of
+writing stands for them.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tiercel.storage.file import uses
 from tiercel.storage.file.direct import ALIGN, padded
 from tiercel.storage.file.segment import Segment
+from tiercel.storage.file.uses import Uses
 from tiercel.storage.record import Kind, RecordKey
 
 _ROW_BITS = 32
+_NONE = np.empty(0, np.uint64)
 _ROW_MASK = (1 << _ROW_BITS) - 1
 
 REMOVED_MOST = 1_000_000
@@ -56,8 +60,9 @@ class Index:
     def __contains__(self, key: RecordKey) -> bool:
         return key in self._places
 
-    def load(self, segments: Iterable[Segment]) -> None:
-        """Replay these, oldest first."""
+    def load(self, segments: Iterable[Segment], known: Uses) -> None:
+        """Replay these, oldest first. What is not in `known` counts as used after all that is."""
+        self._clock = known.clock
         for segment in segments:
             self.segments[segment.number] = segment
             first, rows = segment.number << _ROW_BITS, len(segment.table)
@@ -67,6 +72,10 @@ class Index:
                 self._places.update(zip(segment.table.keys, range(first, first + rows), strict=True))
             np.frombuffer(segment.used, np.uint64)[:] = np.arange(self._clock, self._clock + rows)
             self._clock += rows
+            used, hits = known.of.get(segment.number, (_NONE, _NONE))
+            if len(used) <= rows:
+                np.frombuffer(segment.used, np.uint64)[: len(used)] = used
+                np.frombuffer(segment.hits, np.uint64)[: len(hits)] = hits
         self._count()
 
     def _replay(self, segment: Segment) -> None:
@@ -90,6 +99,9 @@ class Index:
             sizes = np.frombuffer(segment.table.sizes, np.uint64)[here].astype(np.int64)
             segment.live = int((-(-sizes // ALIGN) * ALIGN).sum())
             self.bytes += int(sizes.sum())
+
+    def pack_uses(self) -> bytes:
+        return uses.pack(self.segments.values(), self._clock + 1)
 
     def find(self, key: RecordKey) -> tuple[Segment, int] | None:
         """Segment and row."""
@@ -154,18 +166,12 @@ class Index:
     def use(self, segment: Segment, row: int) -> Use:
         return Use(segment.used[row], segment.hits[row])
 
-    def sample(self, most: int) -> list[Use]:
-        """The uses of some records, each as likely as another."""
-        filled = [segment for segment in self.segments.values() if len(segment.table)]
-        if not filled:
-            return []
-        weights = [len(segment.table) for segment in filled]
-        found = []
-        for segment in self._random.choices(filled, weights, k=4 * most):
-            row = self._random.randrange(len(segment.table))
-            if self._places.get(segment.table.keys[row]) == segment.number << _ROW_BITS | row:
-                found.append(self.use(segment, row))
-        return found[:most]
+    def sample(self, segment: Segment, count: int) -> list[Use]:
+        """The uses of some of its rows, each as likely as another; those that are dead are left out."""
+        first, rows = segment.number << _ROW_BITS, len(segment.table)
+        keys, places = segment.table.keys, self._places
+        found = [int(self._random.random() * rows) for _ in range(count)] if rows else []
+        return [self.use(segment, row) for row in found if places.get(keys[row]) == first + row]
 
     def values(self) -> Iterator[tuple[RecordKey, int]]:
         """Every key with the bytes of its value."""

@@ -24,15 +24,16 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from threading import Condition
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tiercel.policy.evict import EvictPolicy
-from tiercel.storage.file import direct, note, room
+from tiercel.storage.file import direct, note, room, uses
 from tiercel.storage.file.direct import ALIGN, Lane, Lanes, padded
 from tiercel.storage.file.folder import Folder
 from tiercel.storage.file.index import Index
-from tiercel.storage.file.room import Candidate, Limits
+from tiercel.storage.file.room import Candidate, Limits, Standing
 from tiercel.storage.file.segment import Segment, copy, create, load
 from tiercel.storage.file.table import packed_bytes
 from tiercel.storage.file.workers import Workers
@@ -94,6 +95,9 @@ class Log:
         self._busy = False
         """Somebody writes, and is alone."""
         self._number = 0
+        self._bytes_put = 0
+        """Since the uses were kept, about."""
+        self._read_only = True
 
     @property
     def bytes_on_disk(self) -> int:
@@ -116,8 +120,9 @@ class Log:
                     segment.close()
                 if not (read_only and isinstance(error, FileNotFoundError)):
                     raise
-        self.index.load(segments)
+        self.index.load(segments, uses.load(self._folder.uses))
         self.damaged = sum(segment.damaged for segment in segments)
+        self._read_only = read_only
         if not read_only:
             self._settle()
 
@@ -127,7 +132,7 @@ class Log:
         for segment in list(self.index.segments.values()):
             self._retire(segment)
         while self.bytes_on_disk > self.limits.size:
-            self._evict(next(iter(self.index.segments.values())))
+            self._evict(list(self.index.segments.values()))
         *_, last = [None, *self.index.segments.values()]
         if last and last.sealed and self._may_resume(last):
             try:
@@ -146,6 +151,8 @@ class Log:
         """Nobody writes or reads any more."""
         if self._active:
             self._retire(self._active)
+        if not self._read_only:
+            uses.save(self._folder.uses, self.index.pack_uses())
         for segment in self.index.segments.values():
             segment.close()
         self.workers.close()
@@ -268,14 +275,25 @@ class Log:
     def _begin(self, leave: int) -> bool:
         """Begin a segment with so many bytes left for what is to come; False: there is no room for one."""
         self._end()
+        self._keep_uses()
         segment = self._create_if_room()
         if segment is None:
             return False
+        self._bytes_put += segment.bytes_on_disk
         try:
             self._make_room(segment, leave)
         finally:
             self._active = segment
         return True
+
+    def _keep_uses(self) -> None:
+        """Now and then, for the next process."""
+        segments = self.index.segments.values()
+        if self._bytes_put > uses.BYTES_PUT_PER_BYTE * uses.bytes_for(segments):
+            self._bytes_put = 0
+            with self.lock:
+                data = self.index.pack_uses()
+            uses.save(self._folder.uses, data)
 
     def _end(self) -> None:
         if self._active:
@@ -327,21 +345,30 @@ class Log:
         return self.limits.missing(bytes_on_disk=self.bytes_on_disk, bytes_free=bytes_free)
 
     def _make_room(self, into: Segment | None = None, leave: int = 0) -> bool:
-        """Let the oldest go until there is room for a segment; False: there would not be with all gone.
+        """Let segments go until there is room for a segment; False: there would not be with all gone.
         What stays of them goes `into` a segment, if there is one, and leaves so many bytes of it."""
         bytes_free = self._folder.bytes_free()
         while (missing := self._missing(bytes_free)) > 0:
-            old = [segment for segment in self.index.segments.values() if segment is not into]
+            old = [each for each in self.index.segments.values() if each is not into and each.bytes_on_disk]
             if sum(segment.bytes_on_disk for segment in old) < missing:
                 return False
-            bytes_free += old[0].bytes_on_disk
-            self._evict(old[0], into, leave)
+            bytes_free += self._evict(old, into, leave)
         return True
 
-    def _evict(self, segment: Segment, into: Segment | None = None, leave: int = 0) -> None:
+    def _evict(self, old: Sequence[Segment], into: Segment | None = None, leave: int = 0) -> int:
+        """One of these goes; answers its bytes."""
+        segment = old[0]
         if into is not None and not into.broken:
-            self._move(segment, self._staying(segment, into, leave), into)
+            left = into.bytes_on_disk - into.table.end - packed_bytes(len(into.table)) - leave
+            old = [each for each in old if each is segment or self._may_go(each, left // 2)]
+            decided = room.going(
+                [self._standing(each) for each in old], left=left, segment_bytes=self.limits.segment_bytes
+            )
+            segment = old[decided.number]
+            self._carry(segment, decided.cold, into, left)
+        size = segment.bytes_on_disk
         self._drop(segment)
+        return size
 
     def _drop(self, segment: Segment) -> None:
         """What is left in a segment goes."""
@@ -349,16 +376,48 @@ class Log:
             self.evicted += self.index.evict(segment)
         self._remove(segment)
 
-    def _staying(self, segment: Segment, into: Segment, leave: int) -> list[int]:
+    def _may_go(self, segment: Segment, left: int) -> bool:
+        """Before older ones. What it says of them is said again; that all before it is gone can not be."""
+        return Kind.CLEARED not in segment.table.notes and ALIGN * len(self._notes(segment)) <= left
+
+    def _standing(self, segment: Segment) -> Standing:
+        with self.lock:
+            uses = self.index.sample(segment, room.SAMPLE)
+        ranks = [self._policy.rank(use) for use in uses]
+        notes = len(self._notes(segment))
+        carried = segment.live + ALIGN * notes + packed_bytes(segment.table.notes.count(0) + notes)
+        return Standing(segment.bytes_on_disk, carried, ranks, room.SAMPLE - len(ranks))
+
+    def _notes(self, segment: Segment) -> list[RecordKey]:
+        """What it says is gone, and may have to be said when it goes, because older segments hold it."""
+        oldest = next(each for each in self.index.segments.values() if each.bytes_on_disk)
+        if segment is oldest or Kind.REMOVED not in segment.table.notes:
+            return []
+        named = zip(segment.table.keys, segment.table.notes, strict=True)
+        keys = dict.fromkeys(key for key, kind in named if kind == Kind.REMOVED)
+        return [key for key in keys if key not in self.index]
+
+    def _carry(self, segment: Segment, cold: Any | None, into: Segment, left: int) -> None:
+        """What stays of a segment, durably into another."""
         rank, sizes = self._policy.rank, segment.table.sizes
+        notes = self._notes(segment)
+        if notes:
+            older = [each.table.keys for each in self.index.segments.values() if each.number < segment.number]
+            notes = list(set(notes).intersection(chain.from_iterable(older)))
         with self.lock:
             rows = self.index.live(segment)
             candidates = [
                 Candidate(rank(self.index.use(segment, row)), row, padded(sizes[row])) for row in rows
             ]
-            ranks = [rank(use) for use in self.index.sample(room.SAMPLE)]
-        left = into.bytes_on_disk - into.table.end - packed_bytes(len(into.table) + len(rows)) - leave
-        return room.staying(candidates, ranks=ranks, bytes_most=min(segment.bytes_on_disk // 2, left))
+        left -= packed_bytes(len(rows) + len(notes)) + ALIGN * len(notes)
+        most = left if cold is None else min(segment.bytes_on_disk // 2, left)
+        self._move(segment, room.staying(candidates, cold=cold, bytes_most=most), into)
+        if notes:
+            told = direct.aligned_copy(b"".join(map(note.removed, notes)))
+            job = Job([Record(key, ALIGN, ALIGN, ()) for key in notes], Kind.REMOVED, [told])
+            self._write(into, [job])
+            with self.lock:
+                self.index.add(into, job.keys, job.sizes, job.kind)
 
     def _move(self, source: Segment, rows: Sequence[int], target: Segment) -> None:
         """Copy rows to the end of another segment, durably, those that are whole; nobody else is writing

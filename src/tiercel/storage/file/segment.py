@@ -74,7 +74,7 @@ class Segment:
         assert not self.broken, "something else may lie there"
         row = len(self.table)
         self.table.add(keys, note=kind, offset=self.table.end, sizes=sizes)
-        self.used.extend(range(used, used + len(keys)))
+        self.used.extend(range(used + len(keys) - 1, used - 1, -1))  # the first is needed the longest
         self.hits.extend([0] * len(keys))
         return row
 

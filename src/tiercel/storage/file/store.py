@@ -1,7 +1,7 @@
 """The file store: records in the segments of a folder, for one process.
 
 What was put is on the disk when `put` returns, and is there after any crash. A store has a size, in bytes of
-its files, and leaves some of the file system free; when it is full the oldest segment goes
+its files, and leaves some of the file system free; when it is full the coldest segment goes
 (`storage.file.room`). Reading and writing pass the page cache by (`storage.file.direct`).
 """
 
@@ -110,7 +110,8 @@ class FileStore(Store):
         found: list[tuple[int, int, int, int]] = []
         spans: list[Span] = []
         with self._log.lock:
-            for number, (key, parts) in enumerate(wanted):
+            for number in reversed(range(len(wanted))):  # so the first, which the others need, is used last
+                key, parts = wanted[number]
                 place = self._index.find(key)
                 if place is None:
                     continue

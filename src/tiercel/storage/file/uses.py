@@ -1,0 +1,86 @@
+"""How records were used, kept beside the segments for the next process.
+
+    magic, version, clock, checksum of the rest │ for each segment: number, rows │ used … │ hits …
+
+Nothing depends on this file: it is written now and then and when the store is closed, without waiting for the
+disk. If it is old, what came later counts as used later; if it is not whole, as in a crash while it was
+written, the order of writing stands for the uses.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from tiercel.storage.file import direct
+from tiercel.storage.file.segment import Segment
+
+_HEAD = struct.Struct("<8sHxxxxxxQ16s")
+_MAGIC = b"tiercel\x0b"
+_VERSION = 1
+_SEGMENT = struct.Struct("<QQ")
+_BYTES_PER_ROW = 16
+
+BYTES_PUT_PER_BYTE = 64
+"""It is written again after so many bytes of records for each of its own: at most 2 % more is written."""
+
+
+class Uses(NamedTuple):
+    """What was kept: of each segment the last use and the hits of its first rows."""
+
+    clock: int
+    of: Mapping[int, tuple[np.ndarray, np.ndarray]]
+
+
+def bytes_for(segments: Iterable[Segment]) -> int:
+    return sum(_SEGMENT.size + _BYTES_PER_ROW * len(segment.table) for segment in segments)
+
+
+def pack(segments: Iterable[Segment], clock: int) -> bytes:
+    """As it is written. Whoever calls holds the log's lock."""
+    parts = []
+    for segment in segments:
+        parts += [_SEGMENT.pack(segment.number, len(segment.used)), bytes(segment.used), bytes(segment.hits)]
+    body = b"".join(parts)
+    return _HEAD.pack(_MAGIC, _VERSION, clock, xxhash.xxh3_128_digest(body)) + body
+
+
+def parse(data: bytes) -> Uses:
+    """What `pack` made; nothing, if it is not whole."""
+    nothing = Uses(0, {})
+    if len(data) < _HEAD.size:
+        return nothing
+    magic, version, clock, digest = _HEAD.unpack_from(data)
+    if (magic, version) != (_MAGIC, _VERSION) or xxhash.xxh3_128_digest(data[_HEAD.size :]) != digest:
+        return nothing
+    of, at = {}, _HEAD.size
+    while at < len(data):
+        number, rows = _SEGMENT.unpack_from(data, at)
+        columns = np.frombuffer(data, np.uint64, 2 * rows, at + _SEGMENT.size)
+        of[number] = columns[:rows], columns[rows:]
+        at += _SEGMENT.size + _BYTES_PER_ROW * rows
+    return Uses(clock, of)
+
+
+def save(path: Path, data: bytes) -> None:
+    """Over what is there. Failure is no harm."""
+    with suppress(OSError):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(file, "wb") as out:
+            out.write(data)
+
+
+def load(path: Path) -> Uses:
+    try:
+        file = direct.calls.open(str(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(file, "rb") as kept:
+            return parse(kept.read())
+    except OSError:
+        return Uses(0, {})
