@@ -2,11 +2,12 @@
 clocks: which thread works, what was encoded, who is told what."""
 
 import asyncio
+import json
 import threading
 
 import pytest
 
-from tests.server.scripted import TOKEN_BYTES_MOST, ScriptedService, call, client_of, post, talking
+from tests.server.scripted import TOKEN_BYTES_MOST, ScriptedService, call, client_of, events_of, post, talking
 from tiercel.server.options import ServerOptions
 
 CALLS = {
@@ -156,3 +157,57 @@ def test_an_answer_names_the_id_as_its_client_does():
             },
         ).json()
     assert [each["meta_info"]["id"] for each in answers] == ["a", "a.n1", "b", "b.n1"]
+
+
+# Streams that tell everything again
+
+
+def stream(words, **more):
+    service = ScriptedService(script=("Hello", " two") * (words // 2), context_tokens=10 * words)
+    pieces = []
+    own = service.text.piece
+    service.text.piece = lambda token: pieces.append(token) or own(token)
+    body = {"text": "a prompt", "sampling_params": {"max_new_tokens": words}, **more}
+    events = events_of(post("/generate", service, stream=True, **body))
+    assert events.pop() == "[DONE]"
+    service.text.piece = own
+    return [json.loads(event) for event in events], sum(map(len, events)), len(pieces), body
+
+
+LOGGED = {
+    "return_logprob": True,
+    "top_logprobs_num": 3,
+    "logprob_start_len": 0,
+    "return_text_in_logprobs": True,
+}
+
+
+@pytest.mark.parametrize("more", [{}, LOGGED], ids=["plain", "logprobs"])
+def test_a_stream_of_ever_longer_events_costs_as_much_as_its_answer_is_long(more):
+    short, bytes_short, work_short, _ = stream(2000, **more)
+    long, bytes_long, work_long, _ = stream(8000, **more)
+    assert bytes_long < 6 * bytes_short  # 4 times the answer; 16 times if it were the square
+    assert work_long < 5 * work_short or not more  # each token is written once
+    assert work_long <= 4 * (8000 + 10)
+
+
+@pytest.mark.parametrize("more", [{}, LOGGED], ids=["plain", "logprobs"])
+def test_every_event_is_what_is_known_so_far_and_the_last_is_the_whole_answer(more):
+    events, _, _, body = stream(600, **more)
+    whole = post(
+        "/generate", ScriptedService(script=("Hello", " two") * 300, context_tokens=6000), **body
+    ).json()
+    counts = [event["meta_info"]["completion_tokens"] for event in events]
+    assert counts[:20] == [*range(1, 21)]  # every token, at first
+    for event in events:
+        known = event["meta_info"]["completion_tokens"]
+        assert event["output_ids"] == whole["output_ids"][:known]
+        assert whole["text"].startswith(event["text"])
+        for name in ("output_token_logprobs", "output_top_logprobs"):
+            assert event["meta_info"].get(name) == whole["meta_info"].get(name, [])[:known] or not more
+        for name in ("input_token_logprobs", "input_top_logprobs"):
+            assert event["meta_info"].get(name) == whole["meta_info"].get(name)
+    last = events[-1]
+    for each in (last, whole):
+        del each["meta_info"]["e2e_latency"], each["meta_info"]["id"]
+    assert last == whole

@@ -6,8 +6,8 @@ A request is one prompt or a batch; most fields may be one value for all, or a l
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar, cast
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, TypeVar, cast
 
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tiercel.engine.ask import Ask, Delta, Sampling
-from tiercel.server import asks, keys, known, logprobs, schema
+from tiercel.server import asks, keys, known, schema
 from tiercel.server.answers import Answer, Family
 from tiercel.server.border import Visit, visit_of
 from tiercel.server.errors import conflict
@@ -40,6 +40,7 @@ from tiercel.server.fields import (
     Written,
     limit,
 )
+from tiercel.server.growing import Growing
 from tiercel.server.logprobs import Triple
 from tiercel.server.protocol import CachedByTier
 from tiercel.server.reply import Front, respond
@@ -190,22 +191,35 @@ class NativeReply:
     """Of each answer."""
     alone: bool
     visit: Visit
+    _growing: dict[int, Growing] = field(default_factory=dict)
 
-    def whole(self, answers: Sequence[Answer]) -> Generated | list[Generated]:
-        every = [self._generated(item, answer) for item, answer in zip(self.items, answers, strict=True)]
-        return every[0] if self.alone else every
+    def whole(self, answers: Sequence[Answer]) -> str:
+        every = []
+        for index, answer in enumerate(answers):
+            tokens, prompt = tuple(answer.tokens), answer.prompt
+            everything = Delta(answer.ask.request_id, answer.usage, tokens, answer.text, prompt)
+            every.append(self._grown(index, everything).written(self._meta(answer)))
+        return every[0] if self.alone else f"[{','.join(every)}]"
 
-    def piece(self, index: int, answer: Answer, delta: Delta) -> Iterator[Generated]:
-        if delta.tokens or delta.text or delta.finish:
-            generated = self._generated(self.items[index], answer)
-            yield generated if self.alone else generated.model_copy(update={"index": index})
+    def piece(self, index: int, answer: Answer, delta: Delta) -> Iterator[str]:
+        growing = self._grown(index, delta)
+        if delta.finish or ((delta.tokens or delta.text) and growing.due):
+            yield growing.written(self._meta(answer), "" if self.alone else f',"index":{index}')
 
-    def last(self, answers: Sequence[Answer]) -> Iterator[Generated]:  # noqa: ARG002 (of the contract)
+    def last(self, answers: Sequence[Answer]) -> Iterator[str]:  # noqa: ARG002 (of the contract)
         return iter(())
 
-    def _generated(self, item: Item, answer: Answer) -> Generated:
+    def _grown(self, index: int, delta: Delta) -> Growing:
+        if index not in self._growing:
+            item = self.items[index]
+            self._growing[index] = Growing(self.text, logged=item.logprob, top=item.top)
+        self._growing[index].add(delta)
+        return self._growing[index]
+
+    def _meta(self, answer: Answer) -> str:
+        """All but what `Growing` writes."""
         usage = answer.usage
-        meta = MetaInfo(
+        return MetaInfo(
             id=asks.public_id(answer.ask.request_id),
             finish_reason=_finish(answer),
             prompt_tokens=usage.prompt_tokens,
@@ -213,21 +227,7 @@ class NativeReply:
             cached_tokens=usage.cached_tokens,
             cached_tokens_details=cached_by_tier(usage),
             e2e_latency=self.visit.age_s,
-            **self._logprobs(item, answer),
-        )
-        return Generated(text=answer.text, output_ids=[out.token for out in answer.tokens], meta_info=meta)
-
-    def _logprobs(self, item: Item, answer: Answer) -> dict[str, Any]:
-        if not item.logprob:
-            return {}
-        told: dict[str, Any] = {
-            "input_token_logprobs": logprobs.triples(self.text, answer.prompt),
-            "output_token_logprobs": logprobs.triples(self.text, answer.tokens),
-        }
-        if item.top:
-            told["input_top_logprobs"] = logprobs.top_triples(self.text, answer.prompt, item.top)
-            told["output_top_logprobs"] = logprobs.top_triples(self.text, answer.tokens, item.top)
-        return told
+        ).model_dump_json(exclude_unset=True)
 
 
 def _finish(answer: Answer) -> FinishReason | None:

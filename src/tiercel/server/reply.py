@@ -29,6 +29,9 @@ Result = TypeVar("Result")
 TEXT_THREADS = 4
 """Long texts take seconds each, and a short one should find a thread. Tokenizing needs no GIL."""
 
+LONG_TOKENS = 256
+"""Logprobs of a prompt that are not written on the event loop: a millisecond or so."""
+
 
 @dataclass(frozen=True)
 class Front:
@@ -61,17 +64,18 @@ class Front:
 
 
 class Reply(Protocol):
-    """The words of one call. `answers` are in the order of the asks, complete up to now."""
+    """The words of one call, as models or as JSON. `answers` are in the order of the asks, complete up to
+    now. Called from one thread at a time, not always the same."""
 
-    def whole(self, answers: Sequence[Answer]) -> BaseModel | Sequence[BaseModel]:
+    def whole(self, answers: Sequence[Answer]) -> BaseModel | str:
         """Everything at once."""
         ...
 
-    def piece(self, index: int, answer: Answer, delta: Delta) -> Iterable[BaseModel]:
+    def piece(self, index: int, answer: Answer, delta: Delta) -> Iterable[BaseModel | str]:
         """What one Delta, already added to its answer, makes known."""
         ...
 
-    def last(self, answers: Sequence[Answer]) -> Iterable[BaseModel]:
+    def last(self, answers: Sequence[Answer]) -> Iterable[BaseModel | str]:
         """What a stream ends with."""
         ...
 
@@ -83,14 +87,18 @@ async def respond(
     coming = steps(front.service, families)
     answers = [Answer(ask) for family in families for ask in family]
     if stream:
-        pieces = _pieces(coming, answers, reply, visit_of(request))
+        pieces = _pieces(front, coming, answers, reply, visit_of(request))
         return EventStream(await while_present(request, _next(pieces)), pieces)
     await while_present(request, _gather(coming, answers, visit_of(request)))
-    whole = reply.whole(answers)
-    many = whole if isinstance(whole, Sequence) else [whole]
-    bodies = [body.model_dump_json(exclude_unset=True) for body in many]
-    text = bodies[0] if isinstance(whole, BaseModel) else f"[{','.join(bodies)}]"
+    if any(answer.ask.sampling.logprobs is not None for answer in answers):
+        text = await front.off_loop(lambda: _json(reply.whole(answers)))
+    else:
+        text = _json(reply.whole(answers))
     return Response(text, media_type="application/json")
+
+
+def _json(said: BaseModel | str) -> str:
+    return said if isinstance(said, str) else said.model_dump_json(exclude_unset=True)
 
 
 async def _gather(coming: AsyncGenerator[Step, None], answers: Sequence[Answer], visit: Visit) -> None:
@@ -101,19 +109,23 @@ async def _gather(coming: AsyncGenerator[Step, None], answers: Sequence[Answer],
 
 
 async def _pieces(
-    coming: AsyncGenerator[Step, None], answers: Sequence[Answer], reply: Reply, visit: Visit
-) -> AsyncGenerator[BaseModel, None]:
+    front: Front, coming: AsyncGenerator[Step, None], answers: Sequence[Answer], reply: Reply, visit: Visit
+) -> AsyncGenerator[str, None]:
+    def written(step: Step) -> list[str]:
+        return [_json(piece) for piece in reply.piece(step.index, answers[step.index], step.delta)]
+
     async with aclosing(coming):
         async for step in coming:
             visit.token_seen()
             answers[step.index].add(step.delta)
-            for piece in reply.piece(step.index, answers[step.index], step.delta):
+            long = len(step.delta.prompt) > LONG_TOKENS
+            for piece in await front.off_loop(written, step) if long else written(step):
                 yield piece
-    for piece in reply.last(answers):
-        yield piece
+    for last in reply.last(answers):
+        yield _json(last)
 
 
-async def _next(pieces: AsyncGenerator[BaseModel, None]) -> BaseModel:
+async def _next(pieces: AsyncGenerator[str, None]) -> str:
     return await anext(pieces)
 
 

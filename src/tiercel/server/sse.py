@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator
 
-from pydantic import BaseModel
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -22,11 +21,11 @@ def event(data: str) -> str:
 
 
 class EventStream(StreamingResponse):
-    """Sends what a generator makes, and closes it, whatever happens: the client may leave at any moment."""
+    """Sends the JSON that a generator makes, and closes it, whatever happens: a client may leave any time."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, head: BaseModel, rest: AsyncGenerator[BaseModel, None]) -> None:
+    def __init__(self, head: str, rest: AsyncGenerator[str, None]) -> None:
         self._events = _events(head, rest)
         self._rest = rest
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -40,11 +39,11 @@ class EventStream(StreamingResponse):
             await self._rest.aclose()
 
 
-async def _events(head: BaseModel, rest: AsyncGenerator[BaseModel, None]) -> AsyncGenerator[str, None]:
-    yield event(head.model_dump_json(exclude_unset=True))
+async def _events(head: str, rest: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+    yield event(head)
     try:
         async for piece in rest:
-            yield event(piece.model_dump_json(exclude_unset=True))
+            yield event(piece)
     except Exception as error:  # noqa: BLE001 (the status is sent: only an event can tell)
         yield event(json.dumps(translate(error).body()))
     else:
