@@ -249,7 +249,7 @@ def test_an_unreadable_segment_does_not_stand_in_the_way(path, monkeypatch):
 def test_what_was_half_moved_does_not_come_back(path, monkeypatch):
     """The disk fails in the middle of moving records. Copies that are on the disk already do not count, and
     are deleted with what they are copies of, though that was evicted before."""
-    monkeypatch.setattr(direct, "STAGING_BYTES", 2 * 4096)
+    monkeypatch.setitem(direct.Lanes.__init__.__kwdefaults__, "size", 2 * 4096)
     hot = [f"hot {number}:100" for number in range(3)]
     with make_store(path) as store:
         keep(store, *hot, *NAMES[:38])

@@ -201,11 +201,11 @@ def copy(source: Segment, rows: Sequence[int], target: Segment, lanes: Lanes) ->
     """Records of one segment behind the last of another, durably; answers which rows: those that are whole.
     Raises OSError."""
     table, at, whole = source.table, target.table.end, list[int]()
-    with lanes.take() as lane:
-        for share in direct.shares([padded(table.sizes[row]) for row in rows], direct.STAGING_BYTES):
+    with lanes.take() as lane, lanes.take() as held:
+        for share in direct.shares([padded(table.sizes[row]) for row in rows], lanes.size):
             some = rows[share]
             ends = [0, *accumulate(padded(table.sizes[row]) for row in some)]
-            memory = direct.aligned(ends[-1])
+            memory = held.memory if ends[-1] <= lanes.size else direct.aligned(ends[-1])
             places = [memory[start:end] for start, end in pairwise(ends)]
             asked = [
                 (source.file, table.offsets[row], [place]) for row, place in zip(some, places, strict=True)
