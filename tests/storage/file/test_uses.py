@@ -2,8 +2,10 @@
 killed and damaged between uses; what they let go tells what they know."""
 
 import shutil
+import struct
 
 import pytest
+import xxhash
 
 from tests.storage.file.make import has_all, held, keep, make_store
 from tiercel.errors import ConfigError
@@ -54,6 +56,27 @@ def test_without_it_the_order_of_writing_decides_and_nothing_is_lost(path, damag
     with make_store(path, read_only=True) as store:
         assert has_all(store, *NAMES[:42])
     assert survivors(path) < len(HOT)
+
+
+@pytest.mark.parametrize(
+    ("clock", "body"),
+    [
+        (1, struct.pack("<QQ", 1, 2**40)),
+        (1, struct.pack("<QQ", 1, 2**63)),
+        (1, b"short"),
+        (2**64 - 1, b""),
+        (1, struct.pack("<QQQQ", 1, 1, 2**64 - 1, 0)),
+        (1, struct.pack("<QQQQ", 1, 1, 0, 2**64 - 1)),
+    ],
+)
+def test_one_that_somebody_else_wrote_is_not_believed(path, clock, body):
+    """Though its checksum is right."""
+    filled(path).close()
+    head = uses._HEAD.pack(uses._MAGIC, uses._VERSION, clock, xxhash.xxh3_128_digest(body))
+    (path / "uses").write_bytes(head + body)
+    with make_store(path) as store:
+        assert has_all(store, *NAMES[:42])
+        keep(store, NAMES[42])
 
 
 def test_something_else_of_its_name_is_not_ours(path, tmp_path):

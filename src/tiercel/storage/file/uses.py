@@ -27,6 +27,8 @@ _MAGIC = b"tiercel\x0b"
 _VERSION = 1
 _SEGMENT = struct.Struct("<QQ")
 _BYTES_PER_ROW = 16
+_CLOCK_MOST = 2**62
+"""So that it can go on."""
 
 BYTES_PUT_PER_BYTE = 64
 """It is written again after so many bytes of records for each of its own: at most 2 % more is written."""
@@ -61,12 +63,16 @@ def parse(data: bytes) -> Uses:
     if (magic, version) != (_MAGIC, _VERSION) or xxhash.xxh3_128_digest(data[_HEAD.size :]) != digest:
         return nothing
     of, at = {}, _HEAD.size
-    while at < len(data):
-        number, rows = _SEGMENT.unpack_from(data, at)
-        columns = np.frombuffer(data, np.uint64, 2 * rows, at + _SEGMENT.size)
-        of[number] = columns[:rows], columns[rows:]
-        at += _SEGMENT.size + _BYTES_PER_ROW * rows
-    return Uses(clock, of)
+    try:
+        while at < len(data):
+            number, rows = _SEGMENT.unpack_from(data, at)
+            columns = np.frombuffer(data, np.uint64, 2 * rows, at + _SEGMENT.size)
+            of[number] = columns[:rows], columns[rows:]
+            at += _SEGMENT.size + _BYTES_PER_ROW * rows
+            clock = max(clock, int(columns.max(initial=0)))
+    except (ValueError, OverflowError, struct.error):  # not written by us
+        return nothing
+    return Uses(clock, of) if clock < _CLOCK_MOST else nothing
 
 
 def save(path: Path, data: bytes) -> None:
