@@ -7,6 +7,7 @@
     │   ├── TokenError        token ids or a namespace that can not name a page
     │   └── AskError          a request that can not be served
     ├── QueueFull             more is waiting than may wait; the same request may come again
+    ├── EngineError           the engine has failed and serves no more, until it is started again
     ├── BudgetError           host memory that is not there; carries both numbers
     ├── WeightsError          a model's files: broken, or of another model; names file and tensors
     ├── LogitsError           a model's answer that names no token
@@ -71,6 +72,10 @@ class QueueFull(TiercelError):
         self.waiting = waiting
         self.waiting_max = waiting_max
         self.retry_after_s = retry_after_s
+
+
+class EngineError(TiercelError):
+    """The engine has failed in a way that leaves its books in doubt. It serves no more."""
 
 
 class BudgetError(TiercelError):

@@ -276,16 +276,38 @@ def test_an_operation_that_never_ends_turns_the_tier_off_and_holds_only_its_plac
     driver.cache.begin(chain)
     driver.work()
     driver.cache.step()
-    for _ in range(3):
-        driver.cache.begin(chain)
+    while isinstance(request := driver.cache.begin(chain), Wait):
         driver.now_s += 11.0
         driver.cache.step()
-    request = driver.cache.begin(chain)
-    assert isinstance(request, Request) and request.reuse.why is Why.STORE_OFF
+    assert driver.now_s <= 33.0 and request.reuse.why is Why.STORE_OFF
     driver.cache.check()
     driver.cache.finish(request)
     driver.work()
     driver.settle()
+
+
+def test_nobody_waits_behind_a_read_that_never_ends():
+    other = [7, *TEXT]
+    first = filled()
+    first.serve(other)
+    driver = first.restart(fetch="deadline", store_timeout_s=10.0)
+    driver.settle()
+    driver.cache.compute.observe(16, 1.0)
+    driver.cache.store.fetches.costs.read.observe(16 // PLAIN.page_tokens * PLAIN.page_bytes, 0.8)
+    driver.cache.begin(driver.cache.chain(TEXT))
+    driver.work()
+    driver.cache.step()
+    [(read, go_on)] = driver.readers.held
+    driver.readers.held.clear()
+    read.set_running_or_notify_cancel()
+    driver.now_s += 11.0
+    driver.cache.step()
+    assert driver.cache.store.counters["timeouts"] == 1
+    assert driver.serve(other).store_tokens == 16, "reading it is sooner than computing it"
+    read.set_result(go_on())
+    driver.cache.step()
+    driver.settle()
+    assert driver.cache.store.fetches._bytes_ended == driver.cache.store.fetches._bytes_sent
 
 
 def test_writes_hold_no_more_host_memory_than_they_may():

@@ -428,12 +428,40 @@ def test_a_preempted_request_goes_on_where_it_was():
 
 def test_of_two_requests_computing_the_same_text_one_copy_stays():
     driver = make(device_pages=10)
-    first, second = driver.begin(TEXT), driver.begin(TEXT)
+    first, second = driver.begin(TEXT), driver.begin(TEXT, priority=1)  # too urgent to wait for the first
     driver.compute(first, TEXT)
     driver.compute(second, TEXT)
     assert first.table[:4] == second.table[:4] and first.table[4] != second.table[4]
     assert driver.cache.pages.owned == 6
     driver.check_bytes(second, TEXT)
+
+
+def test_who_comes_second_waits_for_the_pages_of_the_first_up_to_the_last_tail_that_helps():
+    driver = make(WINDOW, device_pages=20, tail_every_pages=2)
+    first = driver.begin(TEXT)
+    assert driver.begin(TEXT) == Wait(WaitFor.COMPUTING, 4)
+    assert driver.begin(TEXT[:14] + [9] * 4) == Wait(WaitFor.COMPUTING, 2), "the first keeps a tail at two"
+    assert isinstance(driver.begin([9] * 18), Request), "nobody computes this"
+    assert isinstance(driver.begin(TEXT, ("b",)), Request), "nor this, for another tenant"
+    driver.compute(first, TEXT, upto=8)
+    assert driver.begin(TEXT) == Wait(WaitFor.COMPUTING, 2)
+    driver.compute(first, TEXT)
+    assert driver.begin_loaded(TEXT).reuse.device_tokens == 16
+
+
+def test_without_a_tail_that_helps_nobody_is_waited_for():
+    driver = make(WINDOW, device_pages=20, tail_every_pages=4)
+    driver.begin(TEXT)
+    assert isinstance(driver.begin(TEXT[:14] + [9] * 4), Request)
+
+
+@pytest.mark.parametrize("end", ["abort", "preempt", "finish"])
+def test_who_waits_for_another_s_pages_goes_on_when_that_one_ends(end):
+    driver = make(device_pages=20)
+    first = driver.begin(TEXT)
+    assert driver.begin(TEXT) == Wait(WaitFor.COMPUTING, 4)
+    getattr(driver.cache, end)(first)
+    assert isinstance(driver.begin(TEXT), Request)
 
 
 def test_chunks_of_any_size_give_the_same_tree():

@@ -3,6 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from time import monotonic
 
 import tiercel.models
 from tiercel.cache import TieredCache
@@ -28,13 +29,15 @@ PAGE = 128
 SPEC = deepseek_v4(CHECKPOINT.config, PAGE, "fp32")
 
 
-def make_engine(*, pages=64, tails=16, host_pages=0, model=DeepseekV4, cache=None, **options):
+def make_engine(
+    *, pages=64, tails=16, host_pages=0, model=DeepseekV4, cache=None, clock=monotonic, **options
+):
     """`host_pages` of host memory; `cache`: other settings of the cache; `options`: the engine's."""
     settings = CacheConfig(pages, tails, host_bytes=host_pages * SPEC.host_page_bytes)
     settings = replace(settings, **(cache or {}))
     config = EngineConfig(cache=settings, **({"running_max": 8} | options))
     own = TieredCache(SPEC, settings)
-    return Engine(model(CONFIG, WEIGHTS, own.device, config.running_max), own, TEXT, config)
+    return Engine(model(CONFIG, WEIGHTS, own.device, config.running_max), own, TEXT, config, clock)
 
 
 def make_ask(name, prompt, count=8, **options):

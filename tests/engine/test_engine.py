@@ -12,6 +12,7 @@ from tests.engine.drive import PAGE, TEXT, make_ask, make_engine, run, settle, t
 from tiercel.engine.ask import Finish, Sampling
 from tiercel.engine.loop import overlapped_steps, plain_steps
 from tiercel.engine.plan import share
+from tiercel.engine.task import PRIORITY_S
 from tiercel.errors import AskError, QueueFull
 from tiercel.models.deepseek_v4.model import DeepseekV4
 
@@ -75,6 +76,79 @@ def test_the_higher_priority_goes_first_and_among_equals_the_earlier():
         if len(order) == 3:
             break
     assert order == ["c", "a", "b"]
+
+
+class Clock:
+    def __init__(self):
+        self.now_s = 100.0
+
+    def __call__(self):
+        return self.now_s
+
+
+def test_who_has_waited_long_enough_goes_before_who_is_more_urgent():
+    """A level of priority is worth PRIORITY_S of waiting: a stream of urgent asks starves nobody."""
+    clock, order = Clock(), []
+    engine = make_engine(running_max=1, clock=clock)
+    engine.add(make_ask("patient", words(5), 1))
+    steps = plain_steps(engine)
+    for i in range(8):
+        engine.add(make_ask(f"urgent{i}", words(5), 1, priority=1))
+        order += finishes(next(steps))
+        clock.now_s += PRIORITY_S / 4
+    assert order.index("patient") in (4, 5), "urgent asks of the first ten seconds went before it"
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
+@pytest.mark.parametrize("short_of", ["rings", "pages"])
+def test_an_urgent_ask_takes_the_room_of_a_running_one_that_is_less_so(overlap, short_of):
+    few = {"running_max": 1} if short_of == "rings" else {"pages": 4}
+    engine, order, texts = make_engine(**few), [], {}
+    alone = run(make_engine(), make_ask("slow", words(2 * PAGE + 9), 60))[0].text
+    engine.add(make_ask("slow", words(2 * PAGE + 9), 60))
+    with ThreadPoolExecutor(1) as executor:
+        steps = overlapped_steps(engine, executor) if overlap else plain_steps(engine)
+        while not engine.counters["tokens_drawn"]:
+            next(steps)
+        engine.add(make_ask("equal", words(2 * PAGE, 2), 2))
+        engine.add(make_ask("urgent", words(2 * PAGE, 1), 2, priority=1))
+        while len(order) < 3:
+            for delta in next(steps):
+                texts[delta.request_id] = texts.get(delta.request_id, "") + delta.text
+                order += [delta.request_id] * bool(delta.finish)
+    assert order == ["urgent", "slow", "equal"] and engine.counters["preemptions"] == 1
+    assert texts["slow"].endswith(alone[-20:]), "and the one that gave way says what it would have said"
+    settle(engine)
+
+
+def test_equal_prompts_at_the_same_moment_are_computed_once():
+    engine, prompt = make_engine(), words(9 * PAGE + 48)
+    answers = run(engine, *(make_ask(str(i), prompt, 1) for i in range(8)))
+    assert len({tuple(tokens_of(answer)) for answer in answers}) == 1
+    assert engine.counters["tokens_computed"] == len(prompt) + 7 * 48
+    settle(engine)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
+def test_who_waits_for_another_s_pages_is_not_harmed_when_that_one_leaves(overlap):
+    engine, prompt = make_engine(step_tokens=PAGE, cache={"tail_every_pages": 1}), words(9 * PAGE + 48)
+    [alone] = run(make_engine(), make_ask("alone", prompt, 3))
+    engine.add(make_ask("first", prompt, 3))
+    engine.add(make_ask("second", prompt, 3))
+    ends, tokens = {}, []
+    with ThreadPoolExecutor(1) as executor:
+        steps = overlapped_steps(engine, executor) if overlap else plain_steps(engine)
+        for _ in range(4):
+            next(steps)
+        assert [task.ask.request_id for task in engine.waiting] == ["second"]
+        engine.abort("first")
+        while "second" not in ends:
+            deltas = next(steps)
+            ends |= finishes(deltas)
+            tokens += [t.token for d in deltas if d.request_id == "second" for t in d.tokens]
+    assert ends == {"first": Finish.ABORT, "second": Finish.LENGTH} and tokens == tokens_of(alone)
+    assert engine.counters["tokens_computed"] < len(prompt) + 2 * PAGE, "what was shared before is used"
+    settle(engine)
 
 
 def test_namespaces_never_share():

@@ -12,6 +12,7 @@ import pytest
 from tests.engine.drive import FOLDER, PAGE, logprobs_of, make_ask, make_engine, run, tokens_of, words
 from tiercel.engine.build import open_engine
 from tiercel.engine.config import Build, EngineConfig
+from tiercel.engine.engine import PASSED_MOST
 from tiercel.engine.service import EngineService
 from tiercel.engine.verify import EXAMS, answer_one, exams_of, score_of
 from tiercel.errors import ConfigError, StoreError
@@ -125,6 +126,32 @@ def test_who_waits_for_the_store_holds_nobody_up():
     engine.abort("waits")
     engine.plan()
     assert not engine.cache.store.fetches.of
+    store.open.set()
+    engine.cache.close()
+
+
+def test_any_number_may_wait_for_a_store_that_hangs_and_none_holds_others_up(monkeypatch):
+    store = Gate()
+    engine = stored_engine(store)
+    while engine.cache.busy:
+        engine.cache.step()
+    store.open.clear()
+    names = {f"waits{i}" for i in range(3 * PASSED_MOST)}
+    for seed, name in enumerate(sorted(names)):
+        engine.add(make_ask(name, words(PAGE + 1, seed), 2))
+    engine.plan()
+    engine.add(make_ask("short", words(10), 2))
+    assert [part.task.ask.request_id for part in engine.plan()] == ["short"]
+    looked_at, real = [], engine._begin
+    monkeypatch.setattr(engine, "_begin", lambda task: looked_at.append(task.ask.request_id) or real(task))
+    engine.plan()
+    assert 0 < len(looked_at) <= 2 * PASSED_MOST, "a step looks at a part of them"
+    for _ in range(4):
+        engine.plan()
+    assert set(looked_at) == names, "and at everyone in turn"
+    for name in (*names, "short"):
+        engine.abort(name)
+    engine.plan()
     store.open.set()
     engine.cache.close()
 

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from tiercel.engine.ask import Ask, Delta, Finish, TokenOut, Usage
-from tiercel.errors import ConfigError, InputError, LengthError, StoreError
+from tiercel.errors import ConfigError, EngineError, InputError, LengthError, StoreError
 from tiercel.server.app import create_app
 from tiercel.server.listen import Server
 from tiercel.server.options import ServerOptions
@@ -101,6 +101,7 @@ class ScriptedService:
     context_tokens: int = 4096
     page_tokens: int = 128
     ready: bool = True
+    failure: EngineError | None = None
     fail_first: Exception | None = None
     """Instead of the first Delta."""
     fail_after: tuple[int, Exception] | None = None

@@ -6,6 +6,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.scripted import ScriptedService, call, talking
+from tiercel.errors import EngineError
 from tiercel.server.metrics import StatsCollector
 
 
@@ -33,6 +34,14 @@ def test_health_is_of_the_process_and_readiness_of_the_model():
     assert call("GET", "/health", loading).json() == {"status": "ok"}
     assert call("GET", "/ready", loading).status_code == 503
     assert call("GET", "/ready").json() == {"status": "ok"}
+
+
+def test_an_engine_that_failed_is_neither_healthy_nor_asked():
+    failed = ScriptedService(failure=EngineError("the engine failed"), ready=False)
+    body = {"model": "tiny-v4", "prompt": "a"}
+    for method, path in (("GET", "/health"), ("GET", "/ready"), ("POST", "/v1/completions")):
+        answer = call(method, path, failed, **({"json": body} if method == "POST" else {}))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_failed")
 
 
 def test_numbers_of_the_engine_have_names_and_labels():

@@ -13,6 +13,8 @@ from tests.simulation.run import numbers_of
 from tests.simulation.world import World
 from tiercel.cache.fetch import Fetch, give_back
 from tiercel.cache.places import Places
+from tiercel.cache.request import RequestState
+from tiercel.cache.sharing import Sharing
 from tiercel.storage.record import Flaw, Form, checksum, parse
 from tiercel.transfer.copier import DirectCopier, ReferenceCopier
 from tiercel.transfer.mover import Answer, StoreMover, Work
@@ -26,7 +28,7 @@ real_insert, real_load_start, real_save_start = (
 )
 real_seeded, real_take_host, real_touch = keys._seeded, Places.take_host, PrefixTree.touch
 real_evict, real_store_start = PrefixTree._evict, PrefixTree.store_start
-real_load_done = PrefixTree.load_done
+real_load_done, real_sharing_end = PrefixTree.load_done, Sharing.end
 real_end, real_read = Fetch.end, StoreMover._read
 
 
@@ -78,7 +80,7 @@ def only_the_match_counts_as_used(self, page, tails, priority):
     page.used -= 1
 
 
-def children_leave_no_inheritance(self, parent, page):
+def children_leave_no_inheritance(parent, page):
     pass
 
 
@@ -100,6 +102,11 @@ def a_tail_that_is_gone_keeps_its_place(self, move, ok):
     real_load_done(self, move, ok)
     if move.item.gone:
         move.item.device = move.device
+
+
+def who_leaves_keeps_others_waiting(self, request, first, upto):
+    if request.state is not RequestState.ENDED:
+        real_sharing_end(self, request, first, upto)
 
 
 def the_last_layer_is_not_copied(real):
@@ -157,10 +164,11 @@ MUTANTS = {
     the_namespace_is_forgotten: (keys, "_seeded"),
     namespaces_run_together: (keys, "_seeded"),
     only_the_match_counts_as_used: (PrefixTree, "touch"),
-    children_leave_no_inheritance: (PrefixTree, "_inherit"),
+    children_leave_no_inheritance: (prefix_tree, "inherit"),
     the_hottest_goes_first: (Candidates, "coldest"),
     a_place_comes_back_before_its_save_ended: (PrefixTree, "_evict"),
     a_tail_that_is_gone_keeps_its_place: (PrefixTree, "load_done"),
+    who_leaves_keeps_others_waiting: (Sharing, "end"),
     host_pages_are_taken_twice: (Places, "take_host"),
 }
 

@@ -230,8 +230,7 @@ class Fetches:
 
     def ended(self, read: Operation) -> None:
         fetch = self._reads.pop(read)
-        del self._upto[read]
-        self._bytes_ended += read.bytes
+        self._no_longer_ahead(read)
         self._no_longer_arriving(read)
         self._count(read)
         if fetch.stage is Stage.OVER:
@@ -258,8 +257,14 @@ class Fetches:
                 del self._arriving[name]
                 self._replan = True
 
+    def _no_longer_ahead(self, read: Operation) -> None:
+        """Nobody has to wait for this read before his own."""
+        if self._upto.pop(read, None) is not None:
+            self._bytes_ended += read.bytes
+
     def hangs(self, operation: Operation) -> None:
-        """It does not end: who waits for it does not wait any longer."""
+        """It does not end: who waits for it does not wait any longer, and nobody waits behind it."""
+        self._no_longer_ahead(operation)
         fetch = self._reads.get(operation) or self._asks.get(operation)
         if fetch is not None:
             self._over(fetch, Why.STORE_OFF)

@@ -24,6 +24,8 @@ class Found:
     far: list[Page]
     tails: tuple[Tail, ...]
     branch: int
+    pages_found: int
+    """In any tier; without a tail not all of them help."""
     reuse: Reuse
 
     @property
@@ -61,6 +63,7 @@ def find(
         far=pages[near:],
         tails=() if resume.by_replay else match.tails,
         branch=match.branch,
+        pages_found=match.found,
         reuse=Reuse(
             prompt_tokens=chain.tokens,
             device_tokens=near * spec.page_tokens,
@@ -83,4 +86,4 @@ def pages_useful(chain: KeyChain, spec: CacheSpec, most: int | None = None) -> i
 def find_nothing(tree: PrefixTree, chain: KeyChain) -> Found:
     """For a cache that is told to miss."""
     reuse = Reuse(chain.tokens, 0, 0, 0, 0, 0, None, Why.FORCED_MISS)
-    return Found(tree.root, tree.root, [], (), 0, reuse)
+    return Found(tree.root, tree.root, [], (), 0, 0, reuse)

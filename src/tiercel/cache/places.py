@@ -52,6 +52,11 @@ class Places:
             return Wait(WaitFor.DEVICE_PAGES if pages_short else WaitFor.DEVICE_TAILS, room.missing)
         return room
 
+    @property
+    def pages_leaving(self) -> int:
+        """Device pages that are free again as soon as their copies have landed."""
+        return self._tree.leaving[Page]
+
     def make_room_ahead(self) -> None:
         """No request waits for places for tails, so an eighth is kept free for what one step writes."""
         if self.host.capacity and self._spec.tail_streams:

@@ -23,6 +23,7 @@ class WaitFor(Enum):
     DEVICE_TAILS = "device places for tails"
     ARRIVING = "a transfer that is bringing or taking what it wants to reuse"
     STORE = "what the store is bringing, as long as that is sooner than computing it"
+    COMPUTING = "pages that another request is computing, which is sooner than computing them twice"
     LARGER_DEVICE = "more device pages than there are"
 
 

@@ -27,6 +27,7 @@ from tiercel.cache.flights import Flights, Landed, count
 from tiercel.cache.found import Found, find, find_nothing, pages_useful
 from tiercel.cache.places import Places
 from tiercel.cache.request import Extended, Loaded, Request, RequestState, Wait, WaitFor
+from tiercel.cache.sharing import Sharing
 from tiercel.cache.store_tier import StoreTier
 from tiercel.cache.tails import tails_between, tails_of_prompt
 from tiercel.config import CacheConfig
@@ -45,9 +46,9 @@ from tiercel.transfer.plan import Direction
 from tiercel.tree.actions import Cleared, Event
 from tiercel.tree.check import readable, show
 from tiercel.tree.keys import KeyChain, Tokens
-from tiercel.tree.node import Item, Page, Tail
+from tiercel.tree.node import Item, Page, Tail, device_of
 from tiercel.tree.prefix_tree import PrefixTree
-from tiercel.types import DevicePageId, Namespace
+from tiercel.types import Namespace
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +102,7 @@ class TieredCache:
         self.store: StoreTier | None = None
         self._stores_left: list[StoreTier] = []
         self.requests: set[Request] = set()
+        self.sharing = Sharing(spec.pages_per_window)
         self._observer: Callable[[Sequence[Event | Cleared]], None] | None = None
         self.counters: Counter[str] = Counter()
 
@@ -140,11 +142,12 @@ class TieredCache:
         if self.config.force_miss:
             found = find_nothing(self.tree, chain)
         else:
-            if load and self.store is not None:
-                useful = pages_useful(chain, self.spec, reuse_most)
-                if not self.store.begins(chain, useful, replay=replay):
-                    return Wait(WaitFor.STORE)
+            useful = pages_useful(chain, self.spec, reuse_most)
+            if load and self.store and not self.store.begins(chain, useful, replay=replay):
+                return Wait(WaitFor.STORE)
             found = find(self.tree, self.spec, chain, load=load, replay=replay, most=reuse_most)
+            if to_come := self.sharing.pages_to_come(chain.keys[:useful], found, priority):
+                return Wait(WaitFor.COMPUTING, to_come)
         if any(self._is_arriving(item) for item in found.items):
             return Wait(WaitFor.ARRIVING)
         held: list[Item] = [found.page, found.near, *found.tails]
@@ -382,11 +385,6 @@ class TieredCache:
 
     # Looking
 
-    @property
-    def pages_leaving(self) -> int:
-        """Device pages that are free again as soon as their copies have landed."""
-        return self.tree.leaving[Page]
-
     def stats(self) -> dict[str, Any]:
         """Places and true bytes per tier and stream, bytes moved, and counters."""
         return stats(self)
@@ -409,7 +407,7 @@ class TieredCache:
     def _start(self, request: Request, found: Found, turn_ends: Iterable[int]) -> Request:
         """Everything is locked and reserved: nothing can fail from here on."""
         page, tree = found.page, self.tree
-        request.table = [self._device_of(tree.index[key]) for key in request.chain.keys[: page.depth]]
+        request.table = [device_of(tree.index[key]) for key in request.chain.keys[: page.depth]]
         request.resume_tails = found.tails
         request.prompt_pages = request.chain.tokens // self.spec.page_tokens
         request.extended_tokens = page.depth * self.spec.page_tokens
@@ -422,6 +420,8 @@ class TieredCache:
             if self._save.early_hits == 1:
                 self._save_early([*tree.unsaved(page), *found.tails])
         self.requests.add(request)
+        if not self.config.force_miss:
+            self.sharing.begin(request)
         self.counters["requests"] += 1
         self.counters["tokens_asked"] += found.reuse.prompt_tokens
         self.counters["tokens_device"] += found.reuse.device_tokens
@@ -442,10 +442,6 @@ class TieredCache:
         if item.device is None:
             return not item.on_host
         return item.load is not None and item.load != self.flights.batch
-
-    def _device_of(self, page: Page) -> DevicePageId:
-        assert page.device is not None
-        return page.device
 
     def _save_early(self, items: Iterable[Item]) -> None:
         """Copies into host memory that is free, or holds what device and store have (`policy.save`)."""
@@ -471,7 +467,8 @@ class TieredCache:
         )
         if not shared:
             return
-        request.table[first : first + len(shared)] = [self._device_of(page) for page in shared]
+        request.table[first : first + len(shared)] = [device_of(page) for page in shared]
+        self.sharing.end(request, first, first + len(shared))
         request.committed += len(shared)
         self.tree.lock(shared[-1])
         self.tree.unlock(request.page)
@@ -499,6 +496,7 @@ class TieredCache:
         assert request.state is not RequestState.ENDED, "I3: a request ends once"
         request.state = RequestState.ENDED
         self.requests.discard(request)
+        self.sharing.end(request, request.committed, request.prompt_pages)
         self._unlock(request.held)
         self.pages.release(request.table[request.committed :])
         self.tails.release(list(request.tails.values()))

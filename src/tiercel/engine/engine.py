@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import logging
 from bisect import insort
-from collections import Counter, OrderedDict
-from collections.abc import Sequence
-from time import perf_counter
+from collections import Counter
+from collections.abc import Callable, Sequence
+from time import monotonic, perf_counter
 from typing import Any, Protocol
 
 import torch
@@ -25,10 +25,12 @@ from torch import Tensor
 from tiercel.cache import Loaded, RequestState, TieredCache, Wait, WaitFor
 from tiercel.engine.ask import Ask, Delta, Finish, TokenOut
 from tiercel.engine.config import EngineConfig
+from tiercel.engine.explain import Explained
 from tiercel.engine.plan import Outcome, Part, Plan, Work, share
-from tiercel.engine.sampling import Sampler, best_tokens, check, token_logprobs
-from tiercel.engine.task import Stage, Task
-from tiercel.errors import AskError, LogitsError, QueueFull
+from tiercel.engine.sampling import Sampler, best_tokens, check
+from tiercel.engine.scoring import take_scores
+from tiercel.engine.task import PRIORITY_S, Stage, Task
+from tiercel.errors import AskError, QueueFull
 from tiercel.models.deepseek_v4.batch import Span
 from tiercel.models.deepseek_v4.config import V4Config
 from tiercel.text.stream import TextStream
@@ -41,10 +43,10 @@ PROMPT_TOKENS = 16
 """A step with so many tokens for each text in it tells how fast prompts are computed."""
 
 PASSED_MOST = 64
-"""So many that wait for the store are looked at in a step, and others let by."""
+"""So many that let others by are looked at in a step."""
 
-EXPLAINED_MOST = 4096
-"""So many requests are remembered for `explain`."""
+LET_OTHERS_BY = WaitFor.STORE, WaitFor.COMPUTING
+"""Who waits for these holds no room, and needs none before they end."""
 
 
 class Model(Protocol):
@@ -59,7 +61,14 @@ class Model(Protocol):
 class Engine:
     """Runs asks on one model and its cache."""
 
-    def __init__(self, model: Model, cache: TieredCache, text: Text, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        model: Model,
+        cache: TieredCache,
+        text: Text,
+        config: EngineConfig,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
         self.model = model
         self.cache = cache
         self.text = text
@@ -77,11 +86,12 @@ class Engine:
         """The last plan left someone out whose room was with a task under way."""
         self._rings = list(range(config.running_max))
         self._forward_s = 0.0
-        self._number = 0
+        self._clock = clock
+        self._number = self._plans = self._passed = 0
         self._aborted: list[Task] = []
         self._ended: list[Outcome] = []
         """Ended outside a step's own tokens: aborted, or failed."""
-        self._explained: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._explained = Explained()
 
     # Asks
 
@@ -107,7 +117,8 @@ class Engine:
             raise QueueFull(waiting=len(self.waiting), waiting_max=self.config.waiting_max)
         sampler = Sampler(ask.sampling, ask.prompt, self.vocab_size)
         stream = TextStream(self.text, ask.sampling.stop, ask.sampling.keep_stop)
-        task = Task(ask, self._number, self.cache.chain(ask.prompt, ask.namespace), sampler, stream)
+        order = self._clock() - PRIORITY_S * ask.priority, self._number
+        task = Task(ask, order, self.cache.chain(ask.prompt, ask.namespace), sampler, stream)
         task.ends = ask.sampling.stop_tokens | (frozenset() if ask.sampling.ignore_eos else self.text.eos)
         self._number += 1
         self.tasks[ask.request_id] = task
@@ -158,7 +169,7 @@ class Engine:
         for loaded in self.cache.step():
             self._arrived(loaded)
         self._abort_marked(busy)
-        self._admit()
+        self._admit(busy)
         return self._choose(busy)
 
     def _abort_marked(self, busy: set[Task]) -> None:
@@ -193,15 +204,21 @@ class Engine:
         return any(part.task.scoring for part in plan)
 
     def advance(self, plan: Plan, logits: Tensor | None) -> list[Outcome]:
-        """The model answered: draw, share, end."""
-        outcomes, self._ended = self._ended, []
-        if logits is None:
-            return outcomes
+        """The model answered: draw, share, end. What can not be drawn or told ends its own task."""
+        outcomes = list[Outcome]()
+        if logits is not None:
+            self._draw(plan, logits, outcomes)
+        ended, self._ended = self._ended, []
+        return ended + outcomes
+
+    def _draw(self, plan: Plan, logits: Tensor, outcomes: list[Outcome]) -> None:
         if self._scores(plan):
-            logits = self._take_scores(plan, logits)
+            logits = take_scores(plan, logits, self._fail)
         best, drawn, computed = best_tokens(logits), 0, 0
         page_tokens = self.page_tokens
         for i, (task, start, end, draws) in enumerate(plan):
+            if task.stage is Stage.ENDED:
+                continue  # its scores could not be made
             task.computed = end
             computed += end - start
             if end // page_tokens != task.committed:
@@ -219,8 +236,9 @@ class Engine:
                 plain = task.sampler.plain and token >= 0
                 out = TokenOut(token) if plain else task.sampler.draw(logits[i])
                 outcome = self._drawn(task, out)
-            except LogitsError as error:
-                outcome = Outcome(task, finish=Finish.ERROR, error=str(error))
+            except Exception as error:  # noqa: BLE001 - whatever is wrong with one row or text is that task's
+                self._fail(task, error)
+                continue
             outcomes.append(outcome)
             if outcome.finish is not None:
                 self._end(task, outcome.finish)
@@ -229,45 +247,50 @@ class Engine:
         self.counters["steps"] += 1
         self.counters["tokens_drawn"] += drawn
         self.counters["tokens_computed"] += computed
-        return outcomes
 
     def failed(self, plan: Plan, error: Exception) -> None:
         """The model raised: the texts of this step end, the engine goes on."""
-        log.exception("a step failed", exc_info=error)
         self.counters["steps_failed"] += 1
         for part in plan:
-            self._end(part.task, Finish.ERROR)
-            self._ended.append(Outcome(part.task, finish=Finish.ERROR, error=str(error)))
+            self._fail(part.task, error)
+
+    def _fail(self, task: Task, error: Exception) -> None:
+        """One task can not go on. Nobody computes it now."""
+        log.error("%s ends with an error", task.ask.request_id, exc_info=error)
+        self._end(task, Finish.ERROR)
+        self._ended.append(Outcome(task, finish=Finish.ERROR, error=str(error)))
 
     def emit(self, outcomes: Sequence[Outcome]) -> list[Delta]:
-        """What the askers are told."""
+        """What the askers are told. A text that can not be told ends with an error; nothing follows it."""
         deltas = []
         for outcome in outcomes:
-            task, text = outcome.task, outcome.text
-            if text is None:
-                shown = outcome.token is not None and outcome.stopped_by is None
-                text = task.stream.push(outcome.token.token).text if shown and outcome.token else ""
-                if outcome.finish is not None:
-                    text += task.stream.finish()
-            tokens = () if outcome.token is None else (outcome.token,)
-            deltas.append(
-                Delta(
-                    task.ask.request_id,
-                    task.usage,
-                    tokens,
-                    text,
-                    outcome.prompt,
-                    outcome.finish,
-                    outcome.stopped_by,
-                    outcome.error,
-                )
-            )
+            task = outcome.task
+            if task.failed:
+                continue
+            try:
+                deltas.append(self._delta(outcome))
+            except Exception as error:  # noqa: BLE001 - whatever is wrong with one text is its own
+                log.error("%s can not be told", task.ask.request_id, exc_info=error)
+                task.failed = True
+                self.abort(task.ask.request_id)  # at the next plan: a step may be computing it
+                deltas.append(Delta(task.ask.request_id, task.usage, finish=Finish.ERROR, error=str(error)))
         return deltas
+
+    def _delta(self, outcome: Outcome) -> Delta:
+        task, text = outcome.task, outcome.text
+        if text is None:
+            shown = outcome.token is not None and outcome.stopped_by is None
+            text = task.stream.push(outcome.token.token).text if shown and outcome.token else ""
+            if outcome.finish is not None:
+                text += task.stream.finish()
+        tokens = () if outcome.token is None else (outcome.token,)
+        name, told = task.ask.request_id, outcome
+        return Delta(name, task.usage, tokens, text, told.prompt, told.finish, told.stopped_by, told.error)
 
     # Letting in
 
     def _arrived(self, loaded: Loaded) -> None:
-        task = self.loading.pop(id(loaded.request), None)
+        task = self.loading.get(id(loaded.request))
         if task is None:
             return
         if loaded.error is None:
@@ -276,20 +299,48 @@ class Engine:
         log.warning("a load failed, %s computes instead: %s", task.ask.request_id, loaded.error)
         self.counters["loads_failed"] += 1
         task.load = False
+        del self.loading[id(loaded.request)]
         self._wait_again(task)
 
-    def _admit(self) -> None:
+    def _admit(self, busy: set[Task]) -> None:
         """In order, and nobody is passed: who waits for room gets it when it is there. Only who waits for the
-        store lets others by, for they need not wait for it."""
-        passed = 0
-        while passed < min(len(self.waiting), PASSED_MOST) and self._rings:
-            waits = self._begin(self.waiting[passed])
-            if waits is None:
-                self.waiting.pop(passed)
-            elif waits.what is WaitFor.STORE:
-                passed += 1
-            else:
-                return
+        store, or for what another task is computing, lets others by. Of these at most PASSED_MOST are looked
+        at in one step, in turns, so that they cost little however many they are."""
+        self._plans += 1
+        turns, passed = self._passed // PASSED_MOST + 1, 0
+        for task in self.waiting.copy():
+            if not (task.passed and (task.order[1] + self._plans) % turns):
+                if not self._let_in(task, busy):
+                    break
+                task.passed = task.stage is Stage.WAITING
+            passed += task.passed
+        self._passed = passed
+
+    def _let_in(self, task: Task, busy: set[Task]) -> bool:
+        """Begin a task, if need be in place of running ones of lower priority. False: it waits for room, and
+        nobody behind it may take that."""
+        while True:
+            waits = self._begin(task) if self._rings else None
+            if task.stage is not Stage.WAITING or (waits is not None and waits.what in LET_OTHERS_BY):
+                return True
+            on_the_way = waits is not None and (
+                waits.what is not WaitFor.DEVICE_PAGES or self.cache.places.pages_leaving
+            )
+            if on_the_way or not self._make_way(task, busy):
+                return False
+
+    def _make_way(self, task: Task, busy: set[Task]) -> bool:
+        """Preempt the last running task that has a lower priority and comes after this one."""
+        for last in reversed(self.running):
+            if last.order < task.order:
+                break
+            if last.ask.priority < task.ask.priority:
+                if last in busy:
+                    self.stalled = True
+                    return False
+                self._preempt(last)
+                return True
+        return False
 
     def _begin(self, task: Task) -> Wait | None:
         request = self.cache.begin(
@@ -303,7 +354,9 @@ class Engine:
         )
         if isinstance(request, Wait):
             return request
-        task.request = request
+        self.waiting.remove(task)
+        task.request, task.stage = request, Stage.LOADING
+        self.loading[id(request)] = task
         roomy = self._extend(task, len(task.tokens))
         assert roomy, "the pages were reserved with the beginning"
         task.ring = self._rings.pop()
@@ -311,23 +364,26 @@ class Engine:
         task.write_from = request.reuse.tokens
         task.committed = -1
         task.scores.clear()
-        if request.state is RequestState.LOADING:
-            task.stage = Stage.LOADING
-            self.loading[id(request)] = task
-        else:
-            self._resume(task)
         if not task.drawn:
-            self._explain(task)
+            task.reuse = request.reuse
+            self._explained.add(task.ask.request_id, request.reuse)
+        if request.state is RequestState.RUNNING:
+            self._resume(task)
         return None
 
     def _resume(self, task: Task) -> None:
         """Everything it reuses is on the device."""
         request = task.request
         assert request is not None
-        for tail in reversed(request.resume_tails):
-            assert tail.device is not None
-            boundary = tail.page.depth * self.page_tokens
-            self.model.restore(task.ring, place(tail.device), boundary)
+        try:
+            for tail in reversed(request.resume_tails):
+                assert tail.device is not None
+                boundary = tail.page.depth * self.page_tokens
+                self.model.restore(task.ring, place(tail.device), boundary)
+        except Exception as error:  # noqa: BLE001 - whatever a model raises: this text ends
+            self._fail(task, error)
+            return
+        del self.loading[id(request)]
         task.stage = Stage.RUNNING
         insort(self.running, task, key=lambda each: each.order)
 
@@ -344,26 +400,6 @@ class Engine:
 
     def _page_end(self, position: int) -> int:
         return min((position // self.page_tokens + 1) * self.page_tokens, self.context_tokens)
-
-    def _explain(self, task: Task) -> None:
-        assert task.request is not None
-        reuse = task.request.reuse
-        task.reuse = reuse
-        self._explained[task.ask.request_id] = {
-            "prompt_tokens": reuse.prompt_tokens,
-            "reused_tokens": {
-                "device": reuse.device_tokens,
-                "host": reuse.host_tokens,
-                "store": reuse.store_tokens,
-            },
-            "computed_tokens": reuse.prompt_tokens - reuse.tokens + reuse.replay_tokens,
-            "replayed_tokens": reuse.replay_tokens,
-            "found_tokens": reuse.found_tokens,
-            "why_not_more": reuse.why.value,
-            "summary": str(reuse),
-        }
-        while len(self._explained) > EXPLAINED_MOST:
-            self._explained.popitem(last=False)
 
     # Choosing
 
@@ -402,7 +438,7 @@ class Engine:
             if self._extend(task, task.planned):
                 return True
             last = self.running[-1]
-            if self.cache.pages_leaving:
+            if self.cache.places.pages_leaving:
                 return False  # places are on their way
             if last in busy:
                 self.stalled = True
@@ -458,29 +494,6 @@ class Engine:
         if not first or task.committed:
             task.places = torch.from_numpy(task.request.places()).long()
         task.tails = {b: p for b, p in task.tails.items() if b > task.computed}
-
-    def _take_scores(self, plan: Plan, logits: Tensor) -> Tensor:
-        """Logprobs of prompt tokens; answers the logits of each part's last position."""
-        last, at = [], 0
-        for part in plan:
-            task, count = part.task, part.end - part.start
-            first = task.scores_from
-            if first is not None:
-                self._score(task, part, first, logits[at : at + count])
-            at += count
-            last.append(at - 1)
-        return logits[last]
-
-    def _score(self, task: Task, part: Part, first: int, logits: Tensor) -> None:
-        """Row i of the logits says how likely the token after position part.start + i was."""
-        top = task.ask.sampling.logprobs or 0
-        prompt = task.ask.prompt
-        if part.start <= first and task.ask.prompt_logprobs_from == 0 and not task.scores:
-            task.scores.append(TokenOut(prompt[0]))
-        start = max(part.start, first)
-        following = prompt[start + 1 : part.end + 1]
-        rows = logits[start - part.start : start - part.start + len(following)]
-        task.scores += token_logprobs(rows, following, top)
 
     def _end(self, task: Task, finish: Finish) -> None:
         if task.stage is Stage.WAITING:

@@ -11,7 +11,7 @@ overlapped   forward 1 │ forward 2 │ forward 3
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 
 from torch import Tensor
 
@@ -37,7 +37,7 @@ def overlapped_steps(engine: Engine, executor: Executor) -> Iterator[list[Delta]
     """The next step is decided, and the last one's tokens become text, while the model computes."""
     plan, outcomes = engine.plan(), list[Outcome]()
     while True:
-        computing = executor.submit(engine.forward, engine.spans(plan))
+        computing = _start(engine, executor, plan)
         deltas = engine.emit(outcomes)
         ahead = engine.plan(plan)
         outcomes = _advance(engine, plan, computing.result)
@@ -51,6 +51,16 @@ def overlapped_steps(engine: Engine, executor: Executor) -> Iterator[list[Delta]
             if not deltas:
                 engine.cache.wait(WAIT_S)
         yield deltas
+
+
+def _start(engine: Engine, executor: Executor, plan: Plan) -> Future[Tensor | None]:
+    """What the model is asked is put together now, before the next step is planned."""
+    try:
+        return executor.submit(engine.forward, engine.spans(plan))
+    except Exception as error:  # noqa: BLE001 - like an error of the model
+        failed: Future[Tensor | None] = Future()
+        failed.set_exception(error)
+        return failed
 
 
 def _advance(engine: Engine, plan: Plan, forward: Callable[[], Tensor | None]) -> list[Outcome]:

@@ -21,7 +21,7 @@ from tiercel.engine.ask import Ask, Delta, Finish, Usage
 from tiercel.engine.engine import Engine
 from tiercel.engine.events import EventPublisher
 from tiercel.engine.loop import overlapped_steps, plain_steps
-from tiercel.errors import StoreError
+from tiercel.errors import EngineError, StoreError
 from tiercel.storage.open import open_store
 from tiercel.storage.secrets import hide
 from tiercel.text.text import Text
@@ -55,6 +55,8 @@ class EngineService:
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._closing = self._ending = self._stopped = False
+        self.failure: EngineError | None = None
+        """Why nothing is served any more."""
         self._answers: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Delta]]] = {}
         self._thread = threading.Thread(target=self._run, name="tiercel-engine", daemon=True)
         self._thread.start()
@@ -65,7 +67,7 @@ class EngineService:
 
     @property
     def ready(self) -> bool:
-        return self._thread.is_alive() and not self._closing
+        return self._thread.is_alive() and self.failure is None and not self._closing
 
     # Asking
 
@@ -164,12 +166,18 @@ class EngineService:
         """Let what runs finish, for so long; then abort it. True if everything had finished by itself."""
         self._closing = True
         with self._wake:
-            finished = self._wake.wait_for(lambda: not self._engine.tasks, timeout_s)
+            self._wake.wait_for(lambda: self.failure or not self._engine.tasks, timeout_s)
+            finished = not self._engine.tasks
         if not finished:
             self.abort_all()
         self._ask(self._stop)
         self._thread.join()
-        self._engine.cache.close()
+        try:
+            self._engine.cache.close()
+        except Exception:
+            if self.failure is None:
+                raise
+            log.exception("the cache of an engine that failed could not be closed")
         return finished
 
     def abort_all(self) -> None:
@@ -191,27 +199,49 @@ class EngineService:
             if not future.set_running_or_notify_cancel():
                 return  # whoever asked has left
             try:
+                if self.failure is not None:
+                    raise self.failure
                 future.set_result(what())
             except Exception as error:  # noqa: BLE001 - it is the asker's
                 future.set_exception(error)
 
         with self._wake:
-            self._inbox.append(do)
-            self._wake.notify_all()
+            if self.failure is None:
+                self._inbox.append(do)
+                self._wake.notify_all()
+            else:
+                future.set_exception(self.failure)
         return future
 
     def _stop(self) -> None:
         self._stopped = True
 
     def _run(self) -> None:
-        with ThreadPoolExecutor(1, "tiercel-forward") as executor:
-            overlap = self._engine.config.overlap
-            steps = overlapped_steps(self._engine, executor) if overlap else plain_steps(self._engine)
-            while not self._stopped or self._engine.tasks:
-                self._wait_for_work()
-                self._step(steps)
-            for _ in range(2):  # what the last steps meant is still to be told
-                self._step(steps)
+        try:
+            with ThreadPoolExecutor(1, "tiercel-forward") as executor:
+                overlap = self._engine.config.overlap
+                steps = overlapped_steps(self._engine, executor) if overlap else plain_steps(self._engine)
+                while not self._stopped or self._engine.tasks:
+                    self._wait_for_work()
+                    self._step(steps)
+                for _ in range(2):  # what the last steps meant is still to be told
+                    self._step(steps)
+        except Exception as error:  # noqa: BLE001 - nobody knows whose fault it is, so nobody is served any more
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """The books may be wrong, and wrong bytes must not be served: every open answer ends with an error,
+        and whatever is asked from now on is refused at once."""
+        log.critical("the engine failed and serves no more", exc_info=error)
+        with self._wake:
+            self.failure = EngineError("the engine failed and serves no more; the log says why")
+            self._wake.notify_all()
+        while self._inbox:
+            self._inbox.popleft()()
+        for name in list(self._answers):
+            task = self._engine.tasks.get(name)
+            usage = task.usage if task is not None else Usage(0)
+            self._tell([Delta(name, usage, finish=Finish.ERROR, error=str(self.failure))])
 
     def _step(self, steps: Iterator[list[Delta]]) -> None:
         while self._inbox:

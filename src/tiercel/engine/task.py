@@ -14,6 +14,10 @@ from tiercel.policy.resume import Reuse
 from tiercel.text.stream import TextStream
 from tiercel.tree.keys import KeyChain
 
+PRIORITY_S = 10.0
+"""A level of priority counts as so many seconds of waiting. So an urgent task goes before all that came in
+the last seconds, and nobody waits for ever behind a stream of urgent ones."""
+
 
 class Stage(Enum):
     """Where a task is.
@@ -32,10 +36,12 @@ class Stage(Enum):
 class Task:
     """The text so far, how much of it is computed, and what it holds of the cache."""
 
-    def __init__(self, ask: Ask, number: int, chain: KeyChain, sampler: Sampler, stream: TextStream) -> None:
+    def __init__(
+        self, ask: Ask, order: tuple[float, int], chain: KeyChain, sampler: Sampler, stream: TextStream
+    ) -> None:
         self.ask = ask
-        self.order = (-ask.priority, number)
-        """Who comes first: the higher priority, then the earlier."""
+        self.order = order
+        """Who comes first: when it came, less its priority (`PRIORITY_S`); then the number of the ask."""
         self.chain = chain
         self.sampler = sampler
         self.stream = stream
@@ -55,6 +61,10 @@ class Task:
         self.load = True
         """Turned off after a load failed: then what is not on the device is computed."""
         self.aborted = False
+        self.failed = False
+        """Its text could not be told: the asker knows, and hears no more."""
+        self.passed = False
+        """When it last wanted to begin, it let others by."""
         self.request: Request | None = None
         self.ring = -1
         self.room = 0

@@ -6,6 +6,7 @@ InputError          400   a field that can not be used; named
 LengthError         400   a text that can not fit
 CancelledError      503   the server ends
 QueueFull           429   with Retry-After
+EngineError         503   the engine has failed; nothing is served until a restart
 ApiError            as it says
 HTTPException       404, 405 of the routes
 anything else       500   a bug: logged once, told nothing about
@@ -27,7 +28,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tiercel.errors import InputError, LengthError, QueueFull, TiercelError
+from tiercel.errors import EngineError, InputError, LengthError, QueueFull, TiercelError
 
 log = logging.getLogger("tiercel.server")
 
@@ -122,6 +123,8 @@ def translate(error: Exception | asyncio.CancelledError) -> ApiError:
         case QueueFull():
             headers = {"retry-after": str(error.retry_after_s)}
             return ApiError(429, str(error), code="queue_full", headers=headers)
+        case EngineError():
+            return ApiError(503, str(error), code="engine_failed")
         case InputError():
             return refusal(error.field, error.value, error.why)
         case RequestValidationError():
@@ -143,5 +146,13 @@ async def _answer(_request: Request, error: Exception) -> Response:
 
 
 def install(app: FastAPI) -> None:
-    for kind in (ApiError, QueueFull, InputError, RequestValidationError, HTTPException, ClientGone):
+    for kind in (
+        ApiError,
+        EngineError,
+        QueueFull,
+        InputError,
+        RequestValidationError,
+        HTTPException,
+        ClientGone,
+    ):
         app.add_exception_handler(kind, _answer)

@@ -48,7 +48,12 @@ class Front:
         """Templates and tokenizing, which take as long as a text is: the event loop goes on meanwhile."""
         return await asyncio.get_running_loop().run_in_executor(self.aside, work, *given)
 
+    def check_alive(self) -> None:
+        if self.service.failure is not None:
+            raise self.service.failure
+
     def check_ready(self) -> None:
+        self.check_alive()
         if not self.service.ready:
             headers = {"retry-after": "1"}
             raise ApiError(503, "the server is starting or ending", code="not_ready", headers=headers)

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
 from tiercel.engine.ask import Ask, Delta
+from tiercel.errors import EngineError
 
 
 class Prompt(Protocol):
@@ -87,6 +88,11 @@ class Service(Protocol):
 
     @property
     def ready(self) -> bool: ...
+
+    @property
+    def failure(self) -> EngineError | None:
+        """Why nothing is served any more. Every call but `explain` raises it then."""
+        ...
 
     def submit(self, ask: Ask) -> AsyncGenerator[Delta, None]:
         """The answer as it comes.

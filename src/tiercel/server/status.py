@@ -60,7 +60,8 @@ class Status:
         self.path = front.options.model_path or front.service.model_name
 
     async def health(self) -> Response:
-        """The process is there and answers."""
+        """The process is there, and its engine has not failed."""
+        self.front.check_alive()
         return JSONResponse({"status": "ok"})
 
     async def ready(self) -> Response:
@@ -131,7 +132,7 @@ class Status:
 def router(front: Front) -> APIRouter:
     status = Status(front)
     routes = APIRouter(tags=["status"])
-    routes.add_api_route("/health", status.health, responses=gives(Health))
+    routes.add_api_route("/health", status.health, responses=gives(Health, 503))
     routes.add_api_route("/ready", status.ready, responses=gives(Health, 503))
     routes.add_api_route(
         "/metrics", status.metrics, response_class=Response, responses=gives(None, media_type="text/plain")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 from tiercel.tree.actions import Cleared, Event, event
+from tiercel.tree.candidates import Candidates
 from tiercel.tree.node import Item, Page, Tail
 from tiercel.tree.prefix_tree import PrefixTree
 from tiercel.types import Tier
@@ -63,7 +65,8 @@ def _check_item(item: Item) -> None:
 
 def _check_candidates(tree: PrefixTree) -> None:
     """Whoever may go stands in line; who may not is passed over when its turn comes."""
-    for line in (tree.device_pages, tree.device_tails, tree.host):
+    lines: tuple[Candidates[Any], ...] = tree.device_pages, tree.device_tails, tree.host
+    for line in lines:
         for item in line:
             assert not (item.gone and line.ready(item)), f"I3: gone, but may be evicted: {_row(item)}"
     for page in tree.index.values():

@@ -107,6 +107,11 @@ def parent_of(page: Page) -> Page:
     return page.parent
 
 
+def device_of(page: Page) -> DevicePageId:
+    assert page.device is not None
+    return page.device
+
+
 def inherit(parent: Page, page: Page) -> None:
     """A parent was used whenever its child was."""
     if page.used > parent.used:
