@@ -3,6 +3,7 @@ end and begin again on the same folder; every logprob compared bit by bit; store
 under a living service."""
 
 import asyncio
+import json
 import shutil
 import threading
 from dataclasses import replace
@@ -93,6 +94,52 @@ def test_weights_format_and_tenant_are_part_of_the_name(tmp_path, url):
     assert reused(same, namespace=("tenant", "b")) == 0
     assert reused(replace(same, kernels="reference")) == 0, "other kernels, other bits"
     assert reused(same) == 3 * PAGE
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("rms_norm_eps", 1e-5),
+        ("hc_eps", 1e-5),
+        ("routed_scaling_factor", 1.75),
+        ("swiglu_limit", 7.0),
+        ("index_topk", 32),
+        ("rope_theta", 20_000.0),
+        ("factor", 8.0),
+    ],
+)
+def test_every_number_of_the_config_that_the_model_reads_is_part_of_the_name(tmp_path, url, field, value):
+    """What one arithmetic has made is not found by another; in a folder of another name it is."""
+    text = words(PAGE + 5)
+    config = EngineConfig()
+    config = replace(config, cache=replace(config.cache, host_bytes=64 * MIB, fetch="wait"))
+
+    def reused(folder):
+        engine, _ = open_engine(
+            Build(str(folder), page_tokens=PAGE, store=url, device_bytes=16 * MIB), config
+        )
+        told = answer_one(engine, text, 1)
+        engine.cache.close()
+        return told.usage.store_tokens
+
+    same, other = (shutil.copytree(FOLDER, tmp_path / name) for name in ("same", "other"))
+    settings = json.loads((other / "config.json").read_text())
+    assert change(settings, field, value), "the config has this field"
+    (other / "config.json").write_text(json.dumps(settings))
+    assert reused(FOLDER) == 0
+    assert reused(same) == PAGE
+    assert reused(other) == 0
+
+
+def change(settings, field, value):
+    """Set a field wherever it is, also inside others; how often."""
+    count = 0
+    for name, old in settings.items():
+        if name == field and old != value:
+            settings[name], count = value, count + 1
+        elif isinstance(old, dict):
+            count += change(old, field, value)
+    return count
 
 
 class Gate(MemoryStore):

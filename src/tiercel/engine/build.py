@@ -49,8 +49,8 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
         why = f"the {kernels.NAME} kernels add in an order that depends on the batch"
         raise ConfigError("exact", build.exact, why)
     page_tokens = build.page_tokens or (128 if build.model == EMBEDDED else 256)
-    spec = deepseek_v4(checkpoint.config, page_tokens, build.format, model=folder.name)
-    spec = replace(spec, made_by=f"{checkpoint.digest()} {kernels.BITS}")
+    spec = deepseek_v4(checkpoint.config, page_tokens, build.format, model="deepseek-v4")
+    spec = replace(spec, made_by=f"{checkpoint.digest()} {own.digest} {kernels.BITS}")
     pages, tails = _places(build.device_bytes, spec, config)
     text = Text(folder)
     weights = load_weights(checkpoint, own, draft=False)
