@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from tests.engine.drive import FOLDER, PAGE, logprobs_of, make_ask, make_engine,
 from tiercel.engine.build import open_engine
 from tiercel.engine.config import Build, EngineConfig
 from tiercel.engine.engine import PASSED_MOST
+from tiercel.engine.loop import overlapped_steps, plain_steps
 from tiercel.engine.service import EngineService
 from tiercel.engine.verify import EXAMS, answer_one, exams_of, score_of
 from tiercel.errors import ConfigError, StoreError
@@ -190,7 +192,7 @@ def test_any_number_may_wait_for_a_store_that_hangs_and_none_holds_others_up(mon
     engine.add(make_ask("short", words(10), 2))
     assert [part.task.ask.request_id for part in engine.plan()] == ["short"]
     looked_at, real = [], engine._begin
-    monkeypatch.setattr(engine, "_begin", lambda task: looked_at.append(task.ask.request_id) or real(task))
+    monkeypatch.setattr(engine, "_begin", lambda task, _: looked_at.append(task.ask.request_id) or real(task))
     engine.plan()
     assert 0 < len(looked_at) <= 2 * PASSED_MOST, "a step looks at a part of them"
     for _ in range(4):
@@ -200,6 +202,30 @@ def test_any_number_may_wait_for_a_store_that_hangs_and_none_holds_others_up(mon
         engine.abort(name)
     engine.plan()
     store.open.set()
+    engine.cache.close()
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
+def test_an_urgent_ask_that_waits_for_the_store_takes_nobody_s_place_before_it_can_begin(overlap):
+    store = Gate()
+    engine = stored_engine(store, running_max=1)
+    while engine.cache.busy:
+        engine.cache.step()
+    store.open.clear()
+    engine.add(make_ask("slow", words(10), 60))
+    with ThreadPoolExecutor(1) as executor:
+        steps = overlapped_steps(engine, executor) if overlap else plain_steps(engine)
+        next(steps)
+        engine.add(make_ask("urgent", words(3 * PAGE), 2, priority=1))
+        for _ in range(20):
+            next(steps)
+        assert engine.counters["preemptions"] == 0 and engine.counters["tokens_drawn"] > 15
+        store.open.set()
+        while "urgent" in engine.tasks:
+            next(steps)
+        assert engine.counters["preemptions"] == 1 and "slow" in engine.tasks
+        while engine.tasks:
+            next(steps)
     engine.cache.close()
 
 

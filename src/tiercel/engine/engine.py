@@ -317,32 +317,32 @@ class Engine:
         self._passed = passed
 
     def _let_in(self, task: Task, busy: set[Task]) -> bool:
-        """Begin a task, if need be in place of running ones of lower priority. False: it waits for room, and
-        nobody behind it may take that."""
+        """Begin a task, if need be in place of running ones of lower priority. False: the task waits for
+        room, and no task behind it may take that room."""
         while True:
-            waits = self._begin(task) if self._rings else None
-            if task.stage is not Stage.WAITING or (waits is not None and waits.what in LET_OTHERS_BY):
-                return True
-            on_the_way = waits is not None and (
-                waits.what is not WaitFor.DEVICE_PAGES or self.cache.places.pages_leaving
-            )
-            if on_the_way or not self._make_way(task, busy):
+            last = None
+            if not self._rings and (last := self._gives_way(task, busy)) is None:
                 return False
+            waits = self._begin(task, last)
+            if waits is None or waits.what in LET_OTHERS_BY:
+                return True
+            on_the_way = waits.what is not WaitFor.DEVICE_PAGES or self.cache.places.pages_leaving
+            if on_the_way or (last := self._gives_way(task, busy)) is None:
+                return False
+            self._preempt(last)
 
-    def _make_way(self, task: Task, busy: set[Task]) -> bool:
-        """Preempt the last running task that has a lower priority and comes after this one."""
+    def _gives_way(self, task: Task, busy: set[Task]) -> Task | None:
+        """The last running task that has a lower priority and comes after this one, if it can stop now."""
         for last in reversed(self.running):
             if last.order < task.order:
                 break
             if last.ask.priority < task.ask.priority:
-                if last in busy:
-                    self.stalled = True
-                    return False
-                self._preempt(last)
-                return True
-        return False
+                self.stalled = self.stalled or last in busy
+                return None if last in busy else last
+        return None
 
-    def _begin(self, task: Task) -> Wait | None:
+    def _begin(self, task: Task, instead_of: Task | None = None) -> Wait | None:
+        """`instead_of`: a running task that gives its ring up, where there is no other."""
         request = self.cache.begin(
             task.name_pages(),
             priority=task.ask.priority,
@@ -354,6 +354,8 @@ class Engine:
         )
         if isinstance(request, Wait):
             return request
+        if instead_of is not None:
+            self._preempt(instead_of)
         self.waiting.remove(task)
         task.request, task.stage = request, Stage.LOADING
         self.loading[id(request)] = task

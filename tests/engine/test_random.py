@@ -1,0 +1,84 @@
+"""Goal: whatever comes, everything asked ends, and says what it would have said alone. Method: from a seed,
+asks that share prefixes and come at the same moment, with priorities, aborts and tiny pools."""
+
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
+
+import pytest
+
+from tests.engine.drive import PAGE, make_ask, make_engine, run, settle, tokens_of, words
+from tiercel.engine.ask import Finish
+from tiercel.engine.loop import overlapped_steps, plain_steps
+
+STEPS_MOST = 2000
+"""Far more than all asks of a seed need."""
+
+
+class Alone:
+    """What a prompt is answered when nothing is cached and nobody else is there."""
+
+    def __init__(self):
+        self._engine = make_engine(cache={"force_miss": True})
+        self._answers = {}
+
+    def tokens(self, prompt):
+        known = self._answers
+        if prompt not in known:
+            known[prompt] = tokens_of(run(self._engine, make_ask(str(len(known)), prompt, 6))[0])
+        return known[prompt]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return Alone()
+
+
+def prompt_of(random):
+    text = words(2 * PAGE + 20, random.randrange(2))[
+        : random.choice([9, PAGE, PAGE + 1, 2 * PAGE, 2 * PAGE + 20])
+    ]
+    return tuple(text + words(random.choice([0, 0, 5]), 7))
+
+
+def engine_of(random):
+    clock = lambda: clock.now_s  # noqa: E731
+    clock.now_s = 0.0
+    return make_engine(
+        pages=random.randint(4, 9),
+        tails=random.randint(3, 6),
+        host_pages=random.choice([0, 12, 60]),
+        running_max=random.randint(1, 4),
+        step_tokens=random.choice([PAGE, 2 * PAGE]),
+        cache={"tail_every_pages": random.choice([1, 4])},
+        clock=clock,
+    ), clock
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
+@pytest.mark.parametrize("seed", range(5))
+def test_everything_asked_ends_and_says_what_it_would_have_said_alone(alone, seed, overlap):
+    random = Random(seed)
+    engine, clock = engine_of(random)
+    asks = {str(i): make_ask(str(i), prompt_of(random), 6, priority=random.randrange(3)) for i in range(14)}
+    coming, told, ends, aborted = list(asks.values()), {name: [] for name in asks}, {}, set()
+    with ThreadPoolExecutor(1) as executor:
+        steps = overlapped_steps(engine, executor) if overlap else plain_steps(engine)
+        for _ in range(STEPS_MOST):
+            while coming and random.random() < 0.4:
+                engine.add(coming.pop())
+            if random.random() < 0.05 and engine.tasks:
+                aborted.add(name := random.choice(sorted(engine.tasks)))
+                engine.abort(name)
+            clock.now_s += random.choice([0.0, 1.0, 30.0])
+            for delta in next(steps):
+                told[delta.request_id] += [out.token for out in delta.tokens]
+                if delta.finish is not None:
+                    assert delta.request_id not in ends, "an answer ends once"
+                    ends[delta.request_id] = delta.finish
+            if len(ends) == len(asks):
+                break
+    assert set(ends) == set(asks), f"seed {seed}: these never ended: {sorted(set(asks) - set(ends))}"
+    for name, ask in asks.items():
+        assert ends[name] is Finish.LENGTH or (name in aborted and ends[name] is Finish.ABORT)
+        assert told[name] == alone.tokens(ask.prompt)[: len(told[name])]
+    settle(engine)
