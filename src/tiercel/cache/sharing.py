@@ -1,11 +1,11 @@
 """Which pages running requests are computing now, so that nobody computes them a second time.
 
     request 1   ■ ■ ■ □ □ □ □ ▲       three pages are shared, four are being computed, a tail is kept at 7
-    request 2   ■ ■ ■ □ □ □ □ □       the same text: it may begin at 3 and compute everything after it, or
-                              ▲       wait and begin at 7
+    request 2   ■ ■ ■ □ □ □ □ ·       the same text: request 2 can begin at 3 now, or wait and begin at 7
 
-Waiting is sooner whenever the other request is ahead and is not less urgent: it has less left to compute, and
-gets its share of every step. Who waits holds nothing. If the other request ends early, it waits no longer.
+Waiting is sooner than computing when request 1 is not less urgent: request 1 is ahead, so it has less left to
+compute, and every step computes some of it. A request that waits holds no place. When request 1 ends early,
+request 2 begins with what is there.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ class Sharing:
                 del self._computing[key]
 
     def pages_to_come(self, keys: Sequence[PageKey], found: Found, priority: int) -> int:
-        """How many pages further a request could begin if it waited. 0: there is nothing to wait for.
-        `keys` are those of the pages that help it."""
+        """How many pages later a request could begin if it waited; 0: there is nothing to wait for.
+
+        `keys`: of the pages that would help the request.
+        """
         first, here, limit = found.pages_found, found.page.depth, len(keys)
         request = self._computing.get(keys[first]) if first < limit else None
         if request is None or request.priority < priority:
@@ -45,7 +47,7 @@ class Sharing:
         last = first + 1
         while last < limit and self._computing.get(keys[last]) is request:
             last += 1
-        tails = request.tail_boundaries.union(range(here + 1))
+        tails = {*range(here + 1), *(b for b in request.tail_boundaries if b > request.committed)}
         while last > here and not legal(last, self._pages_per_window, tails.__contains__):
             last -= 1
         return max(0, last - here)
