@@ -193,12 +193,12 @@ def caught_within(seeds, steps=600):
 def test_the_simulation_catches(mutant):
     owner, name = MUTANTS[mutant]
     with patch.object(owner, name, mutant):
-        assert caught_within(seeds=120) is not None
+        assert caught_within(seeds=160) is not None
 
 
 def test_the_simulation_catches_a_miss_that_counts_as_read():
     with patch.dict(StoreMover._DO, {Work.READ: what_is_missing_counts_as_read}):
-        assert caught_within(seeds=120) is not None
+        assert caught_within(seeds=160) is not None
 
 
 def test_the_simulation_catches_a_layer_that_is_not_copied():
@@ -206,7 +206,7 @@ def test_the_simulation_catches_a_layer_that_is_not_copied():
         patch.object(DirectCopier, "copy", the_last_layer_is_not_copied(DirectCopier.copy)),
         patch.object(ReferenceCopier, "copy", the_last_layer_is_not_copied(ReferenceCopier.copy)),
     ):
-        assert caught_within(seeds=120) is not None
+        assert caught_within(seeds=160) is not None
 
 
 def test_without_a_fault_nothing_is_caught():

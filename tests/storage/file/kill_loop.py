@@ -20,8 +20,8 @@ from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 
-from tests.storage.file.make import SEGMENT_BYTES, SIZE, bytes_of, held, make_store, room_of
-from tests.storage.file.victim import THREADS, names_of
+from tests.storage.file.make import SEGMENT_BYTES, SIZE, bytes_of, held, make_store
+from tests.storage.file.victim import NAMES_OF, THREADS, names_of
 from tiercel.storage.file.direct import ALIGN
 
 ROOT = Path(__file__).parents[3]
@@ -42,10 +42,8 @@ class Ledger:
     def __init__(self, size: int) -> None:
         self.size = size
         self.states = dict.fromkeys(NAMES, State.GONE)
-        self.written = 0
-        """Bytes that were put or noted since the start."""
-        self.kept_at = dict.fromkeys(NAMES, 0)
-        """How much was written when it was put for certain: a put of what may be there may write nothing."""
+        self.gone_while_put: set[str] = set()
+        """What the store let go before the put of it was answered."""
         self.busy: dict[str, list[str]] = {}
         """What each thread is at."""
 
@@ -55,20 +53,18 @@ class Ledger:
 
     def hear_put(self, thread: str, *names: str) -> None:
         self.busy[thread] = list(names)
+        self.gone_while_put.difference_update(names)
         for name in names:
-            self.written += room_of(name)
             if self.states[name] is State.GONE:
                 self.states[name] = State.OPEN
-                self.kept_at[name] = self.written
 
     def hear_kept(self, thread: str, answers: str) -> None:
         for name, answer in zip(self.busy.pop(thread), answers, strict=True):
             assert answer == "1", "there is always room"
-            self.states[name] = State.THERE
+            self.states[name] = State.OPEN if name in self.gone_while_put else State.THERE
 
     def hear_delete(self, thread: str, *names: str) -> None:
         self.busy[thread] = list(names)
-        self.written += ALIGN * len(names)
         for name in names:
             if self.states[name] is State.THERE:
                 self.states[name] = State.OPEN
@@ -90,18 +86,14 @@ class Ledger:
             assert self.size == TIGHT, "nothing has to go from a roomy store"
             if self.states[name] is State.THERE:
                 self.states[name] = State.OPEN
+            self.gone_while_put.add(name)
 
     def hear_wrong(self, *words: str) -> None:
         raise AssertionError(" ".join(words).replace(" | ", "\n"))
 
-    def must_be_there(self, name: str) -> bool:
-        """From a tight store the oldest go, and who killed it does not know which: but not the newest."""
-        recent = self.written - self.kept_at[name] < 2 * SEGMENT_BYTES
-        return self.states[name] is State.THERE and (self.size == ROOMY or recent)
-
     def check(self, store) -> None:
         found = dict(zip(NAMES, held(store, *NAMES), strict=True))
-        lost = [name for name in NAMES if self.must_be_there(name) and not found[name]]
+        lost = [name for name in NAMES if self.states[name] is State.THERE and not found[name]]
         back = [name for name in NAMES if self.states[name] is State.GONE and found[name]]
         assert not lost, f"acknowledged, and lost: {lost}"
         assert not back, f"deleted, and back: {back}"
@@ -164,6 +156,7 @@ def run(folder: Path, size: int, kills: int, seed: int) -> None:
             read_only = chance.random() < 0.5
             try:
                 with make_store(path, size, read_only=read_only) as store:
+                    ledger.hear_removed(*(NAMES_OF[key] for key in store.removed()))
                     ledger.check(store)
                     assert bytes_of(path) <= size
                     ledger.settle(store)

@@ -12,7 +12,7 @@ the same pipe, a line each, before and after (`kill_loop` reads them):
     delete T a b       thread T is going to delete these
     deleted T
     clear / cleared    alone, no other thread is at work
-    removed a b        the store let these go
+    removed a b        the store lets these go: told before their file does
     wrong …            something that must not be
     ended              the child is dead
 """
@@ -26,7 +26,8 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.storage.file.make import delete, held, key_of, make_store, put
+from tests.storage.file.make import delete, got, key_of, make_store, put
+from tiercel.storage.file.index import Index
 
 THREADS = 3
 NAMES = 30
@@ -54,14 +55,26 @@ def act(store, thread: int, chance: random.Random) -> None:
         delete(store, *names)
         tell("deleted", thread)
     else:
-        held(store, *names)
+        got(store, *names)
+
+
+NAMES_OF = {key_of(name): name for thread in range(THREADS) for name in names_of(thread)}
+
+
+def tell_what_goes() -> None:
+    """Who listens must know of an eviction even if this process is killed in the middle of it."""
+    evict = Index.evict
+
+    def told(index, segment):
+        if keys := [segment.table.keys[row] for row in index.live(segment)]:
+            tell("removed", *(NAMES_OF[key] for key in keys))
+        return evict(index, segment)
+
+    Index.evict = told
 
 
 def act_alone(store, path: Path, size: int, chance: random.Random):
     """What no other thread may be in the way of, so that one who listens knows what to expect."""
-    names = {key_of(name): name for thread in range(THREADS) for name in names_of(thread)}
-    if removed := [names[key] for key in store.removed()]:
-        tell("removed", *removed)
     what = chance.random()
     if what < 0.1:
         tell("clear")
@@ -77,6 +90,7 @@ def act_alone(store, path: Path, size: int, chance: random.Random):
 
 def work(path: Path, size: int, seed: int) -> None:
     chances = [random.Random(f"{seed} {thread}") for thread in range(THREADS + 1)]
+    tell_what_goes()
     store = make_store(path, size)
 
     def act_often(thread: int) -> None:
