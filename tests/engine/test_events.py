@@ -446,6 +446,21 @@ def test_only_the_last_batches_are_kept():
                 assert len(numbers) <= 3
 
 
+@pytest.mark.parametrize("first", range(5))
+def test_an_answer_is_whole_however_much_was_answered_before(first):
+    """A socket that holds one answer silently loses the end of the next one."""
+    with publishing(replay_endpoint=LOCAL, replay_batches=3) as publisher, asking(publisher) as socket:
+        for name in "abc"[:first]:
+            publisher([stored(name)])
+        kept(publisher, min(first, 3))
+        assert len(replayed(socket, 0)) == min(first, 3)
+        for name in "defgh":
+            publisher([stored(name)])
+        kept(publisher, 3)
+        for _ in range(20):
+            assert len(replayed(socket, 0)) <= 3
+
+
 def test_a_replay_to_a_slow_reader_is_whole_although_it_is_more_than_a_socket_usually_holds():
     batches, page_tokens = 3000, 1024
     tokens = struct.pack(f"<{page_tokens}I", *[2**32 - 1] * page_tokens)

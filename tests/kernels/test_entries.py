@@ -41,6 +41,15 @@ def test_fp8_scales_are_powers_of_two_that_use_the_range():
     assert scale[:, 0].tolist() == [127, 128, 127 - 22], "1, 2, and the least amax of 1e-4"
 
 
+@pytest.mark.parametrize("exponent", [-20, -10, -1, 0, 1, 9, 20, 60])
+def test_fp8_scales_are_exact_at_the_edge_between_two_powers(exponent):
+    full = torch.tensor(448.0 * 2.0**exponent)
+    x = torch.zeros(2, 64)
+    x[:, 0] = torch.stack([full, torch.nextafter(full, torch.tensor(torch.inf))])
+    _, scale = encode_fp8(x, rope=0, group=64, scale_bytes=4)
+    assert scale[:, 0].tolist() == [127 + max(exponent, -22), 127 + max(exponent + 1, -22)]
+
+
 def test_fp8_is_within_its_precision_and_writing_again_changes_no_value():
     x = values()
     once = decode_fp8(encode_fp8(x, rope=16, group=16, scale_bytes=4), rope=16, group=16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from tests.models.folders import KINDS, make_config
 from tiercel.errors import SpecError
 from tiercel.models.deepseek_v4.config import Rope, V4Config
-from tiercel.models.deepseek_v4.rope import inverse_frequencies
+from tiercel.models.deepseek_v4.rope import Rotary, inverse_frequencies
 
 YARN = Rope(160000.0, factor=16.0, original_length=65536, beta_fast=32.0, beta_slow=1.0)
 
@@ -223,6 +224,18 @@ def test_yarn_is_that_of_transformers_also_where_it_degenerates(theta: float, le
     theirs, factor = ROPE_INIT_FUNCTIONS["yarn"](DeepseekV4Config(**config), layer_type="compress")
     ours = inverse_frequencies(V4Config.from_hf(config).rope_compress, 12)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+
+
+def test_rotary_numbers_are_those_of_fp64_rounded_once() -> None:
+    """Then they depend on no thread and no library: torch's own gave two answers for one table."""
+    rope = V4Config.from_hf(make_config()).rope_main
+    rows = [0, 1, 2047, 2048, 4095, 4096, 5000]
+    cos, sin = Rotary(rope, 64).at(torch.tensor(rows))
+    frequencies = inverse_frequencies(rope, 64)
+    for i, row in enumerate(rows):
+        angles = [float(each) for each in torch.tensor(float(row)) * frequencies]
+        assert torch.equal(cos[i], torch.tensor([math.cos(angle) for angle in angles]))
+        assert torch.equal(sin[i], torch.tensor([math.sin(angle) for angle in angles]))
 
 
 def test_yarn_needs_a_theta_that_turns() -> None:

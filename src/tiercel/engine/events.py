@@ -198,7 +198,9 @@ class EventPublisher:
             self._replay: zmq.Socket[bytes] | None = None
             self.replay_endpoint: str | None = None
             if replay_endpoint:
-                self._replay = self._socket(zmq.ROUTER, replay_batches + 1)
+                # A ROUTER drops what finds no room, and it hears late what the peer has read: at the worst
+                # half of what it holds is read and still counted. With room for two answers nothing is lost.
+                self._replay = self._socket(zmq.ROUTER, 2 * (replay_batches + 1))
                 self.replay_endpoint = _open(self._replay, "kv_events_replay", replay_endpoint, bind=True)
         except ConfigError:
             self._context.destroy(linger=0)

@@ -30,7 +30,8 @@ def encode_fp8(x: Tensor, rope: int, group: int, scale_bytes: int) -> tuple[Tens
     nope = x.shape[-1] - rope
     groups = x[:, :nope].float().view(x.shape[0], nope // group, group)
     amax = groups.abs().amax(dim=-1).clamp(min=AMAX_LEAST)
-    exponent = torch.ceil(torch.log2(amax / FP8_MAX))
+    mantissa, exponent = torch.frexp(amax / FP8_MAX)
+    exponent = (exponent - (mantissa == 0.5).int()).float()  # the least e with amax / FP8_MAX <= 2^e, exactly
     scaled = groups * torch.exp2(-exponent)[..., None]
     value = scaled.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8).flatten(1)
     rotary = x[:, nope:].to(torch.bfloat16).contiguous().view(torch.uint8)

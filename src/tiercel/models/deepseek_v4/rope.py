@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,7 +32,12 @@ def _channel(turns: float, rope: Rope, dim: int) -> float:
 
 
 class Rotary:
-    """(cos, sin) of positions, from a table that grows with the longest text."""
+    """(cos, sin) of positions, from a table that grows with the longest text.
+
+    The table is computed in fp64 by numpy, in one thread. torch's cos runs MKL in several threads. When two
+    threads enter MKL for the first time together, one of them may run other code: on a busy machine the
+    second half of the table had other last bits in about one process of fifteen.
+    """
 
     def __init__(self, rope: Rope, dim: int) -> None:
         self._frequencies = inverse_frequencies(rope, dim)
@@ -40,6 +46,7 @@ class Rotary:
     def at(self, positions: Tensor) -> Turn:
         while len(positions) and len(self._cos) <= positions.max():
             more = torch.arange(len(self._cos), len(self._cos) + POSITIONS_AT_ONCE)
-            angles = more.float()[:, None] * self._frequencies
-            self._cos, self._sin = torch.cat([self._cos, angles.cos()]), torch.cat([self._sin, angles.sin()])
+            angles = (more.float()[:, None] * self._frequencies).double().numpy()
+            cos, sin = (torch.from_numpy(each).float() for each in (np.cos(angles), np.sin(angles)))
+            self._cos, self._sin = torch.cat([self._cos, cos]), torch.cat([self._sin, sin])
         return self._cos[positions], self._sin[positions]
