@@ -25,7 +25,7 @@ from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
 from benchmarks.machine import describe
 from tiercel.memory.buffers import DeviceMemory
-from tiercel.models.deepseek_v4.batch import Span
+from tiercel.models.base import Span
 from tiercel.models.deepseek_v4.config import V4Config
 from tiercel.models.deepseek_v4.model import DeepseekV4
 from tiercel.spec import deepseek_v4
@@ -94,7 +94,7 @@ def decode(theirs: DeepseekV4ForCausalLM, batch: int, steps: int = 8) -> dict[st
     tokens = torch.randint(0, 4096, (batch, CONTEXT))
     past = theirs(tokens, use_cache=True).past_key_values
     ours = Ours(theirs, texts=batch, tokens=CONTEXT + 4 * PAGE)
-    ours.model([ours.span(i, tokens[i], 0) for i in range(batch)])
+    ours.model.forward([ours.span(i, tokens[i], 0) for i in range(batch)])
     at, token = CONTEXT, torch.randint(0, 4096, (batch, 1))
 
     def their_steps() -> None:
@@ -104,7 +104,7 @@ def decode(theirs: DeepseekV4ForCausalLM, batch: int, steps: int = 8) -> dict[st
     def our_steps() -> None:
         nonlocal at
         for _ in range(steps):
-            ours.model([ours.span(i, token[i], at) for i in range(batch)])
+            ours.model.forward([ours.span(i, token[i], at) for i in range(batch)])
             at += 1
 
     return ratio(their_steps, our_steps)
@@ -116,7 +116,7 @@ def prefill(theirs: DeepseekV4ForCausalLM) -> dict[str, float]:
     ours = Ours(theirs, texts=1, tokens=PREFILL)
     return ratio(
         lambda: theirs(tokens, use_cache=True, logits_to_keep=1),
-        lambda: ours.model([ours.span(0, tokens[0], 0)]),
+        lambda: ours.model.forward([ours.span(0, tokens[0], 0)]),
     )
 
 
@@ -131,7 +131,7 @@ def peak_kb(tokens: int, who: str) -> int:
         if who == "theirs":
             theirs(text, use_cache=True, logits_to_keep=1)
         else:
-            ours.model([ours.span(0, text[0], 0)])
+            ours.model.forward([ours.span(0, text[0], 0)])
 
     call()
     gc.collect()

@@ -245,11 +245,11 @@ class Failing(DeepseekV4):
 
     calls = 0
 
-    def __call__(self, spans, *, every_token=False):
+    def forward(self, spans, rows=None):
         Failing.calls += 1
         if Failing.calls == 3:
             raise RuntimeError("out of something")
-        return super().__call__(spans, every_token=every_token)
+        return super().forward(spans, rows)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -265,8 +265,8 @@ def test_a_failing_step_ends_its_texts_and_nothing_else(overlap):
 
 def test_logits_that_are_no_numbers_end_one_text():
     class Sick(DeepseekV4):
-        def __call__(self, spans, *, every_token=False):
-            logits = super().__call__(spans, every_token=every_token).clone()
+        def forward(self, spans, rows=None):
+            logits = super().forward(spans, rows).clone()
             logits[0] = float("nan")
             return logits
 

@@ -13,8 +13,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.models.folders import KINDS, make_config
 from tiercel.errors import SpecError
-from tiercel.models.deepseek_v4.config import Rope, V4Config
-from tiercel.models.deepseek_v4.rope import Rotary, inverse_frequencies
+from tiercel.models.deepseek_v4.config import V4Config
+from tiercel.models.rotary import Rope, Rotary, inverse_frequencies
 
 YARN = Rope(160000.0, factor=16.0, original_length=65536, beta_fast=32.0, beta_slow=1.0)
 

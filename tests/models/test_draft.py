@@ -11,10 +11,10 @@ from tests.models.reference import Shape, make_reference, our_config, random_tok
 from tiercel.errors import SpecError
 from tiercel.kernels import reference as k
 from tiercel.memory.buffers import DeviceMemory
-from tiercel.models.deepseek_v4.batch import Span
+from tiercel.models.base import Span
 from tiercel.models.deepseek_v4.blocks import Experts, head_site, hyper_site, part_of
 from tiercel.models.deepseek_v4.model import DeepseekV4
-from tiercel.models.deepseek_v4.rope import Rotary
+from tiercel.models.rotary import Rotary
 from tiercel.spec import deepseek_v4, deepseek_v4_mtp
 
 TOKENS, PAGE, TOLERANCE = 300, 128, 1e-4
@@ -65,7 +65,7 @@ class Drafted:
         self.draft_logits, self.streams = [], []
         for end in cuts:
             due = {b: p for b, p in (tails or {}).items() if start < b <= end}
-            self.model([Span(tokens[start:end], start, self.pages, ring, tails=due)])
+            self.model.forward([Span(tokens[start:end], start, self.pages, ring, tails=due)])
             start = end
         return torch.cat(self.draft_logits)
 
@@ -130,7 +130,7 @@ def test_the_draft_goes_on_exactly_from_a_tail(case):
     drafted = Drafted(reference, weights)
     drafted.run(tokens, [200, 300], tails={128: 1, 256: 3})
     for boundary, place in ((128, 1), (256, 3)):
-        drafted.model.restore(1, place, boundary)
+        drafted.model.resume(1, [(boundary, place)])
         logits = drafted.run(tokens, [boundary + 1, boundary + 5, TOKENS], start=boundary, ring=1)
         assert distance(logits, expected[boundary - 1 :]) < TOLERANCE
 
@@ -169,7 +169,7 @@ def test_without_its_cache_the_draft_says_something_else(case):
     drafted = Drafted(reference, weights)
     drafted.run(tokens, [256], tails={256: 3})
     drafted.memory.view("draft_window", our_config(reference).layers)[3] = 0
-    drafted.model.restore(1, 3, 256)
+    drafted.model.resume(1, [(256, 3)])
     logits = drafted.run(tokens, [TOKENS], start=256, ring=1)
     assert distance(logits, expected[255:]) > 100 * TOLERANCE
 

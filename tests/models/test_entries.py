@@ -5,7 +5,7 @@ import torch
 
 from tiercel.errors import ConfigError
 from tiercel.kernels import reference
-from tiercel.models.deepseek_v4.entries import EntryRows
+from tiercel.models.entries import EntryRows
 from tiercel.spec.attention import values
 from tiercel.spec.stream import Stream
 

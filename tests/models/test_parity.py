@@ -19,7 +19,7 @@ from tiercel.cache import Loaded, Request, TieredCache
 from tiercel.config import CacheConfig
 from tiercel.kernels.choice import make_kernels
 from tiercel.memory.buffers import DeviceMemory
-from tiercel.models.deepseek_v4.batch import Span
+from tiercel.models.base import Span
 from tiercel.models.deepseek_v4.model import DeepseekV4
 from tiercel.spec import deepseek_v4
 
@@ -59,7 +59,7 @@ class Ours:
         for end in cuts:
             tails = {b: p for b, p in options.get("tails", {}).items() if start < b <= end}
             span = Span(tokens[start:end], start, self.pages, ring, **options | {"tails": tails})
-            logits.append(self.model([span], every_token=True))
+            logits.append(self.model.forward([span], range(len(span.tokens))))
             start = end
         return torch.cat(logits)
 
@@ -111,17 +111,17 @@ def test_a_window_may_be_as_short_as_the_token_itself(window):
     expected = reference_logits(reference, tokens)
     logits = ours.run(tokens, [100, 101, 200], tails={128: 2})
     assert distance(logits, expected) < TOLERANCE
-    ours.model.restore(1, 2, 128)
+    ours.model.resume(1, [(128, 2)])
     assert torch.equal(ours.run(tokens, [200], ring=1, start=128), logits[128:])
 
 
 def test_a_text_goes_on_from_a_tail_at_every_boundary(case):
     reference, tokens, expected = case
     ours = Ours(reference)
-    ours.model([Span(tokens[:300], 0, ours.pages, 0, tails={128: 2, 256: 5})])
-    ours.model([Span(tokens[300:512], 300, ours.pages, 0, tails={384: 7, 512: 1})])
+    ours.model.forward([Span(tokens[:300], 0, ours.pages, 0, tails={128: 2, 256: 5})])
+    ours.model.forward([Span(tokens[300:512], 300, ours.pages, 0, tails={384: 7, 512: 1})])
     for boundary, place in ((128, 2), (256, 5), (384, 7), (512, 1)):
-        ours.model.restore(1, place, boundary)
+        ours.model.resume(1, [(boundary, place)])
         steps = [boundary + n for n in (1, 2, 3, 4, 5, 60)]
         logits = ours.run(tokens, [*steps, TOKENS], ring=1, start=boundary)
         assert distance(logits, expected[boundary:]) < TOLERANCE, boundary
@@ -135,7 +135,7 @@ def test_a_tail_whose_entries_are_no_whole_words_is_read_back(format):
     tokens, ours = random_tokens(300), Ours(reference, format)
     whole = ours.run(tokens, [300], tails={128: 2, 256: 5})
     for boundary, place in ((128, 2), (256, 5)):
-        ours.model.restore(1, place, boundary)
+        ours.model.resume(1, [(boundary, place)])
         assert torch.equal(ours.run(tokens, [300], ring=1, start=boundary), whole[boundary:])
 
 
@@ -148,7 +148,7 @@ def test_a_window_longer_than_a_page_is_in_the_tails_of_several_boundaries(kerne
     assert distance(logits, expected) < TOLERANCE
     assert ours.memory.spec.pages_per_window == 3
     for boundary, place in ((256, 5), (384, 1), (512, 7)):  # the oldest first
-        ours.model.restore(1, place, boundary)
+        ours.model.resume(1, [(boundary, place)])
     assert distance(ours.run(tokens, [513, TOKENS], ring=1, start=512), expected[512:]) < TOLERANCE
 
 
@@ -161,7 +161,7 @@ def test_a_text_goes_on_without_a_tail_after_an_exact_replay(case):
     ours.run(random_tokens(200, seed=9), [200], ring=2)  # somebody else's rows are in the ring
     ours.memory.flat_pages.copy_(pages)
     start = 512 - replay
-    ours.model([Span(tokens[start:512], start, ours.pages, 2, write_from=512)])
+    ours.model.forward([Span(tokens[start:512], start, ours.pages, 2, write_from=512)])
     assert torch.equal(ours.memory.flat_pages, pages), "a replay writes no entry"
     assert distance(ours.run(tokens, [513, 520, TOKENS], ring=2, start=512), expected[512:]) < TOLERANCE
 
@@ -170,7 +170,7 @@ def test_a_replay_that_is_too_short_is_noticed(case):
     reference, tokens, expected = case
     ours = Ours(reference)
     ours.run(tokens, [512])
-    ours.model([Span(tokens[508:512], 508, ours.pages, 2, write_from=512)])
+    ours.model.forward([Span(tokens[508:512], 508, ours.pages, 2, write_from=512)])
     assert distance(ours.run(tokens, [TOKENS], ring=2, start=512), expected[512:]) > 100 * TOLERANCE
 
 
@@ -179,18 +179,18 @@ def test_two_texts_share_pages_and_run_in_one_batch(case):
     other = torch.cat([tokens[:256], random_tokens(200, seed=3)])
     expected_other = reference_logits(reference, other)
     ours = Ours(reference)
-    ours.model([Span(tokens[:300], 0, ours.pages, 0, tails={256: 4})])
-    ours.model.restore(1, 4, 256)
+    ours.model.forward([Span(tokens[:300], 0, ours.pages, 0, tails={256: 4})])
+    ours.model.resume(1, [(256, 4)])
     other_pages = torch.cat([ours.pages[:2], torch.tensor([7, 8])])
     batch = [
         Span(tokens[300:TOKENS], 300, ours.pages, 0),
         Span(other[256:400], 256, other_pages, 1),
     ]
-    logits = ours.model(batch, every_token=True)
+    logits = ours.model.forward(batch, range(sum(len(span.tokens) for span in batch)))
     assert distance(logits[:300], expected[300:]) < TOLERANCE
     assert distance(logits[300:], expected_other[256:400]) < TOLERANCE
     step = [Span(other[400:401], 400, other_pages, 1)]
-    assert distance(ours.model(step)[0], expected_other[400]) < TOLERANCE
+    assert distance(ours.model.forward(step)[0], expected_other[400]) < TOLERANCE
 
 
 def test_a_text_that_went_to_the_host_and_came_back_goes_on_bit_by_bit(case):
@@ -222,14 +222,14 @@ def serve(cache, model, tokens):
         assert all(isinstance(each, Loaded) and each.error is None for each in cache.step())
     start = request.reuse.tokens
     for tail in request.resume_tails:
-        model.restore(0, tail.device & 0xFFFFFFFF, start)
+        model.resume(0, [(start, tail.device & 0xFFFFFFFF)])
     room = cache.extend(request, len(tokens))
     while not hasattr(room, "tails"):
         cache.step()
         room = cache.extend(request, len(tokens))
     tails = {boundary: tail & 0xFFFFFFFF for boundary, tail in room.tails.items()}
     pages = torch.from_numpy(request.places()).long()
-    logits = model([Span(tokens[start:], start, pages, 0, tails=tails)], every_token=True)
+    logits = model.forward([Span(tokens[start:], start, pages, 0, tails=tails)], range(len(tokens) - start))
     cache.commit(request, len(tokens))
     cache.finish(request)
     while cache.flights.busy:

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 
 import tiercel.models
 from tiercel.memory.buffers import DeviceMemory
+from tiercel.models.base import Span
 from tiercel.models.checkpoint import Checkpoint
-from tiercel.models.deepseek_v4.batch import Span
 from tiercel.models.deepseek_v4.config import V4Config
 from tiercel.models.deepseek_v4.model import DeepseekV4
 from tiercel.models.deepseek_v4.weights import load_weights
@@ -54,12 +54,12 @@ def score(model, context, asked, *, break_pages=None):
     right = 0
     for question, answer in asked:
         pages = torch.arange(16)
-        model([Span(torch.tensor(context), 0, pages, 0)])
+        model.forward([Span(torch.tensor(context), 0, pages, 0)])
         if break_pages is not None:
             break_pages()
         tokens, at, said = question, len(context), []
         for _ in answer:
-            logits = model([Span(torch.tensor(tokens), at, pages, 0)])
+            logits = model.forward([Span(torch.tensor(tokens), at, pages, 0)])
             at += len(tokens)
             tokens = [int(logits[0].argmax())]
             said += tokens
@@ -82,13 +82,13 @@ class Drafting:
     def agreed(self, text, *, lose, tokens=8):
         """Of the tokens after a tail at the first boundary, how many the draft says as the model will."""
         heard, follow = [], self.model.draft.follow
-        self.model([Span(text[:PAGE], 0, torch.arange(4), 0, tails={PAGE: 0})])
+        self.model.forward([Span(text[:PAGE], 0, torch.arange(4), 0, tails={PAGE: 0})])
         if lose:
             self.tail.zero_()
-        self.model.restore(1, 0, PAGE)
+        self.model.resume(1, [(PAGE, 0)])
         self.model.draft.follow = lambda *given: heard.append(follow(*given))
         span = Span(text[PAGE : PAGE + tokens], PAGE, torch.arange(4), 1)
-        logits = self.model([span], every_token=True)
+        logits = self.model.forward([span], range(len(span.tokens)))
         self.model.draft.follow = follow
         return int((heard[0].argmax(-1) == logits.argmax(-1)).sum())
 

@@ -79,6 +79,11 @@ class Request:
         assert isinstance(self.held[0], Page)
         return self.held[0]
 
+    def tail_places(self, page_tokens: int) -> list[tuple[int, int]]:
+        """(boundary in tokens, device row) of the tails to continue from, the earliest first."""
+        at = ((tail.page.depth, tail.device) for tail in reversed(self.resume_tails))
+        return [(depth * page_tokens, place(device)) for depth, device in at if device is not None]
+
     def places(self) -> npt.NDArray[np.int32]:
         """The page table as row numbers of device memory."""
         return np.fromiter(map(place, self.table), np.int32, len(self.table))

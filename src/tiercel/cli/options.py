@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from tiercel.config import CacheConfig, parse_bytes
-from tiercel.engine.config import EMBEDDED, MIB, Build, EngineConfig
+from tiercel.engine.config import MIB, Build, EngineConfig
+from tiercel.models.families import EMBEDDED
 
 Model = Annotated[
     str, typer.Argument(metavar="[MODEL]", help="A Hugging Face folder; nothing: the embedded tiny-v4.")

@@ -15,8 +15,9 @@ from rich.table import Table
 
 from tiercel.cli import options as o
 from tiercel.config import parse_bytes
-from tiercel.engine.config import EMBEDDED, Build, EngineConfig
+from tiercel.engine.config import Build, EngineConfig
 from tiercel.errors import ConfigError
+from tiercel.models.families import EMBEDDED, folder_of
 from tiercel.storage.allow import why_not
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def serve(  # noqa: PLR0913 - a command has as many arguments as options
     shutdown_s: ShutdownS = 10,
 ) -> None:
     """Serve a model: OpenAI's API and SGLang's, on a tiered cache."""
-    from tiercel.engine.build import folder_of, open_engine
+    from tiercel.engine.build import open_engine
     from tiercel.engine.service import EngineService
     from tiercel.server.keys import is_loopback
     from tiercel.server.options import ServerOptions

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-import tiercel.models
 from tiercel.cache import TieredCache
 from tiercel.config import CacheConfig
-from tiercel.engine.config import EMBEDDED, Build, EngineConfig
+from tiercel.engine.config import Build, EngineConfig
 from tiercel.engine.engine import Engine
 from tiercel.errors import ConfigError
 from tiercel.kernels.choice import make_kernels
 from tiercel.models.checkpoint import Checkpoint
-from tiercel.models.deepseek_v4.config import V4Config
-from tiercel.models.deepseek_v4.model import DeepseekV4
-from tiercel.models.deepseek_v4.weights import draft_names, load_weights
-from tiercel.spec import deepseek_v4
+from tiercel.models.families import EMBEDDED, family_of, folder_of
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.storage.open import open_store
 from tiercel.storage.secrets import hide
 from tiercel.text.text import Text
-
-EMBEDDED_FOLDER = Path(tiercel.models.__file__).parent / "tiny_v4"
 
 
 @dataclass(frozen=True)
@@ -34,34 +27,30 @@ class Choice:
     why: str
 
 
-def folder_of(model: str) -> Path:
-    """Where a model is that a user names: the embedded one, or a folder."""
-    return EMBEDDED_FOLDER if model == EMBEDDED else Path(model)
-
-
 def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice]]:
     """Everything is read and checked before it answers; what is wrong is one error that names it."""
     folder = folder_of(build.model)
     checkpoint = Checkpoint(folder)
-    own = V4Config.from_hf(checkpoint.config)
+    family = family_of(checkpoint.config)
+    own = family.read(checkpoint.config)
     kernels = make_kernels(build.kernels)
     if build.exact and not kernels.EXACT:
         why = f"the {kernels.NAME} kernels add in an order that depends on the batch"
         raise ConfigError("exact", build.exact, why)
     page_tokens = build.page_tokens or (128 if build.model == EMBEDDED else 256)
-    spec = deepseek_v4(checkpoint.config, page_tokens, build.format, model="deepseek-v4")
+    spec = family.declare(checkpoint.config, page_tokens, build.format)
     spec = replace(spec, made_by=f"{checkpoint.digest()} {own.digest} {kernels.BITS}")
     pages, tails = _places(build.device_bytes, spec, config)
     text = Text(folder)
-    weights = load_weights(checkpoint, own, draft=False)
+    weights = family.load(checkpoint, own)
     cache = TieredCache(spec, replace(config.cache, device_pages=pages, device_tails=tails))
     if build.store is not None:
         _attach(cache, build.store)
-    model = DeepseekV4(own, weights, cache.device, config.running_max, kernels)
+    model = family.build(own, weights, cache.device, config.running_max, kernels)
     longest = config.context_tokens or checkpoint.config.get("max_position_embeddings")
     engine = Engine(model, cache, text, replace(config, context_tokens=longest))
     choices = _choices(build, config, engine, kernels.NAME, exact=kernels.EXACT)
-    return engine, [*choices, *_draft_choice(checkpoint), *_end_choice(text, own.vocab_size)]
+    return engine, [*choices, *_unread_choice(family.unread(checkpoint)), *_end_choice(text, own.vocab_size)]
 
 
 def _attach(cache: TieredCache, url: str) -> None:
@@ -92,9 +81,9 @@ def _store_choice(build: Build, cache: CacheConfig) -> Choice:
     return Choice("store tier", hide(build.store, build.store), f"fetch {cache.fetch}{late}")
 
 
-def _draft_choice(checkpoint: Checkpoint) -> list[Choice]:
-    names = draft_names(checkpoint)
-    return [Choice("draft", "not used", f"{len(names):,} tensors under mtp. are not read")] if names else []
+def _unread_choice(names: list[str]) -> list[Choice]:
+    example = f"{len(names):,} tensors are not read, {names[0]} among them" if names else ""
+    return [Choice("draft", "not used", example)] if names else []
 
 
 def _end_choice(text: Text, vocab_size: int) -> list[Choice]:

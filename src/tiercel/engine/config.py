@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 
 from tiercel.config import CacheConfig
 from tiercel.errors import ConfigError
-
-EMBEDDED = "tiny-v4"
-"""The model that comes with the package."""
+from tiercel.models.families import EMBEDDED
 
 MIB = 1024**2
 

@@ -17,7 +17,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Sequence
 from time import monotonic, perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,8 +31,7 @@ from tiercel.engine.sampling import Sampler, best_tokens, check
 from tiercel.engine.scoring import take_scores
 from tiercel.engine.task import PRIORITY_S, Stage, Task
 from tiercel.errors import AskError, QueueFull
-from tiercel.models.deepseek_v4.batch import Span
-from tiercel.models.deepseek_v4.config import V4Config
+from tiercel.models.base import Model, Span
 from tiercel.text.stream import TextStream
 from tiercel.text.text import Text
 from tiercel.types import place
@@ -47,15 +46,6 @@ PASSED_MOST = 64
 
 LET_OTHERS_BY = WaitFor.STORE, WaitFor.COMPUTING
 """Who waits for these holds no room, and needs none before they end."""
-
-
-class Model(Protocol):
-    """What the engine needs of a model."""
-
-    config: V4Config
-
-    def __call__(self, spans: Sequence[Span], *, every_token: bool = False) -> Tensor: ...
-    def restore(self, ring: int, place: int, boundary: int) -> None: ...
 
 
 class Engine:
@@ -74,7 +64,7 @@ class Engine:
         self.text = text
         self.config = config
         self.page_tokens = cache.spec.page_tokens
-        self.vocab_size = model.config.vocab_size
+        self.vocab_size = model.vocab_size
         fits = cache.pages.capacity * self.page_tokens
         self.context_tokens = min(fits, config.context_tokens or fits)
         self.waiting: list[Task] = []
@@ -190,7 +180,8 @@ class Engine:
         if not work.spans:
             return None
         began_s = perf_counter()
-        logits = self.model(work.spans, every_token=work.every_token)
+        rows = range(sum(len(span.tokens) for span in work.spans)) if work.every_token else None
+        logits = self.model.forward(work.spans, rows)
         self._forward_s = perf_counter() - began_s
         return logits
 
@@ -378,10 +369,7 @@ class Engine:
         request = task.request
         assert request is not None
         try:
-            for tail in reversed(request.resume_tails):
-                assert tail.device is not None
-                boundary = tail.page.depth * self.page_tokens
-                self.model.restore(task.ring, place(tail.device), boundary)
+            self.model.resume(task.ring, request.tail_places(self.page_tokens))
         except Exception as error:  # noqa: BLE001 - whatever a model raises: this text ends
             self._fail(task, error)
             return

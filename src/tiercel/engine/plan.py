@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from tiercel.engine.ask import Finish, TokenOut
 from tiercel.engine.task import Task
-from tiercel.models.deepseek_v4.batch import Span
+from tiercel.models.base import Span
 
 
 class Part(NamedTuple):

@@ -21,10 +21,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tiercel.engine.ask import Ask, Sampling, TokenOut, Usage
-from tiercel.engine.build import folder_of, open_engine
+from tiercel.engine.build import open_engine
 from tiercel.engine.config import Build, EngineConfig
 from tiercel.engine.engine import Engine
 from tiercel.engine.loop import plain_steps
+from tiercel.models.families import folder_of
 
 GROUPS, BRANCHES, TURNS, ANSWER_TOKENS = 3, 3, 3, 12
 EXAMS, FACTS = 6, 4

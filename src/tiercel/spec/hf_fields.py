@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tiercel.errors import SpecError
@@ -16,6 +16,19 @@ def whole(config: Mapping[str, Any], name: str, *, least: int = 1) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise SpecError(name, value, f"must be a whole number of at least {least}")
     return value
+
+
+def family_name(config: Mapping[str, Any], known: Iterable[str]) -> str:
+    """By `model_type`, else by `architectures` (DeepseekV4ForCausalLM is deepseek_v4)."""
+    names = [config.get("model_type")]
+    if isinstance(config.get("architectures"), list):
+        names += config["architectures"]
+    by_plain_name = {name.replace("_", ""): name for name in known}
+    for name in names:
+        plain = str(name).replace("_", "").lower().removesuffix("forcausallm")
+        if plain in by_plain_name:
+            return by_plain_name[plain]
+    raise SpecError("model_type", names, f"is none of {', '.join(sorted(known))}")
 
 
 def per_layer(config: Mapping[str, Any], name: str, *, extra: int = 0) -> Sequence[Any]:

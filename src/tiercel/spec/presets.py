@@ -16,7 +16,7 @@ from tiercel.errors import SpecError
 from tiercel.spec.attention import Heads, Recurrence, mha, mla, mla_indexer, recurrent, sliding_window
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.deepseek_v4 import deepseek_v4, deepseek_v4_mtp
-from tiercel.spec.hf_fields import layer_kinds, layers_of, whole
+from tiercel.spec.hf_fields import family_name, layer_kinds, layers_of, whole
 
 Config = Mapping[str, Any]
 
@@ -102,7 +102,7 @@ def _from_config(
 ) -> CacheSpec:
     if isinstance(config.get("text_config"), Mapping):  # a model that also sees or hears
         config = {**config, **config["text_config"]}
-    name = _family_name(config)
+    name = family_name(config, FAMILIES)
     family = FAMILIES[name]
     page_tokens = family.page_tokens if page_tokens is None else page_tokens
     format = family.format if format is None else format
@@ -112,19 +112,6 @@ def _from_config(
     if family.read_draft is None:
         raise SpecError("draft", draft, f"no draft is known for {name}")
     return spec.with_draft(family.read_draft(config, page_tokens, format))
-
-
-def _family_name(config: Config) -> str:
-    """By `model_type`, else by `architectures` (DeepseekV4ForCausalLM is deepseek_v4)."""
-    names = [config.get("model_type")]
-    if isinstance(config.get("architectures"), list):
-        names += config["architectures"]
-    by_plain_name = {name.replace("_", ""): name for name in FAMILIES}
-    for name in names:
-        plain = str(name).replace("_", "").lower().removesuffix("forcausallm")
-        if plain in by_plain_name:
-            return by_plain_name[plain]
-    raise SpecError("model_type", names, f"is none of {', '.join(sorted(FAMILIES))}")
 
 
 def _dense(config: Config, page_tokens: int, format: str, model: str) -> CacheSpec:

@@ -17,12 +17,12 @@ from torch import Tensor
 from tiercel.kernels.choice import Kernels
 from tiercel.kernels.reference import Turn
 from tiercel.memory.buffers import DeviceMemory
-from tiercel.models.deepseek_v4.batch import Batch, rows_before
+from tiercel.models.batch import Batch, rows_before
 from tiercel.models.deepseek_v4.blocks import Weights, part_of
 from tiercel.models.deepseek_v4.config import V4Config
-from tiercel.models.deepseek_v4.entries import EntryRows, plain_codec
-from tiercel.models.deepseek_v4.recent import Recent
-from tiercel.models.deepseek_v4.rope import Rotary
+from tiercel.models.entries import EntryRows, plain_codec
+from tiercel.models.rings import Rings
+from tiercel.models.rotary import Rotary
 
 
 class Compressor:
@@ -53,7 +53,7 @@ class Compressor:
         self._width = self.ratio * self._channels // self.dim
         self.weight = torch.cat([weights["kv_proj.weight"], weights["gate_proj.weight"]])
         """Projects a token to its row: kv, then gate."""
-        self._recent = Recent(kernels, rings, self._width, plain_codec(2 * self._channels))
+        self._recent = Rings(kernels, rings, self._width, plain_codec(2 * self._channels))
 
     @property
     def sparse(self) -> bool:
@@ -117,7 +117,7 @@ class Attention:
         self._memory, self._layer, self._rings = memory, layer, rings
         self.rotary = rotary
         self._tails = self._rows("draft_window" if draft else "window")
-        self._recent = Recent(kernels, rings, rows_before(config.window), self._tails.codec)
+        self._recent = Rings(kernels, rings, rows_before(config.window), self._tails.codec)
         self._compressors: list[Compressor] = []
         if ratio:
             self._compressors.append(self._compressor(f"c{ratio}", part_of(weights, "compressor.")))

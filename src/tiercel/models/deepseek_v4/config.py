@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from tiercel.errors import SpecError
+from tiercel.models.rotary import Rope
 from tiercel.spec.deepseek_v4 import HEAVY, RATES, SLIDING, SPARSE, mtp_layers, rope_dim
 from tiercel.spec.hf_fields import layer_kinds, per_layer, whole
 
@@ -41,17 +42,6 @@ ONLY: Mapping[str, object] = {
 
 FP8_BLOCK = (128, 128)
 """One scale per so many rows and columns of an fp8 weight: `quantization_config.weight_block_size`."""
-
-
-@dataclass(frozen=True)
-class Rope:
-    """One kind of rotary positions. A factor of 1 is plain, all else YaRN. Nothing scales cos and sin."""
-
-    theta: float
-    factor: float = 1.0
-    original_length: int = 65536
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,13 @@ from torch import Tensor
 from tiercel.errors import SpecError
 from tiercel.kernels.choice import Kernels
 from tiercel.memory.buffers import DeviceMemory
-from tiercel.models.deepseek_v4.batch import Batch, Span
+from tiercel.models.base import Span
+from tiercel.models.batch import Batch
 from tiercel.models.deepseek_v4.blocks import Weights, head_site, part_of
 from tiercel.models.deepseek_v4.config import V4Config
-from tiercel.models.deepseek_v4.entries import EntryRows
 from tiercel.models.deepseek_v4.layer import Layer
-from tiercel.models.deepseek_v4.rope import Rotary
+from tiercel.models.entries import EntryRows
+from tiercel.models.rotary import Rotary
 
 
 class Draft:

@@ -7,11 +7,11 @@ from torch import Tensor
 from tiercel.kernels.choice import Kernels
 from tiercel.kernels.reference import Turn
 from tiercel.memory.buffers import DeviceMemory
+from tiercel.models.batch import Batch
 from tiercel.models.deepseek_v4.attention import Attention
-from tiercel.models.deepseek_v4.batch import Batch
 from tiercel.models.deepseek_v4.blocks import Experts, Weights, hyper_site, part_of
 from tiercel.models.deepseek_v4.config import V4Config
-from tiercel.models.deepseek_v4.rope import Rotary
+from tiercel.models.rotary import Rotary
 
 
 class Layer:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from tiercel.kernels.choice import Kernels, make_kernels
 from tiercel.memory.buffers import DeviceMemory
-from tiercel.models.deepseek_v4.batch import Batch, Span
+from tiercel.models.base import Span
+from tiercel.models.batch import Batch
 from tiercel.models.deepseek_v4.blocks import Weights, head_site, part_of
 from tiercel.models.deepseek_v4.config import V4Config
 from tiercel.models.deepseek_v4.draft import Draft
 from tiercel.models.deepseek_v4.layer import Layer
-from tiercel.models.deepseek_v4.rope import Rotary
+from tiercel.models.deepseek_v4.weights import draft_names, load_weights
+from tiercel.models.families import Family
+from tiercel.models.rotary import Rotary
+from tiercel.spec.deepseek_v4 import deepseek_v4
 
 
 class DeepseekV4:
@@ -29,6 +34,7 @@ class DeepseekV4:
         kernels: Kernels | None = None,
     ) -> None:
         self.config = config
+        self.vocab_size = config.vocab_size
         self.kernels = k = kernels or make_kernels()
         self._rings = rings
         self._embedding, self._lm_head = (
@@ -48,8 +54,8 @@ class DeepseekV4:
         """There when the cache declaration has the draft's streams; then it follows every call."""
 
     @torch.inference_mode()
-    def __call__(self, spans: Sequence[Span], *, every_token: bool = False) -> Tensor:
-        """Logits of the last token of each span, or of every token, in the order of the spans."""
+    def forward(self, spans: Sequence[Span], rows: Sequence[int] | None = None) -> Tensor:
+        """Logits of these flat tokens; None: of the last token of each span."""
         batch = Batch(spans, self._rings)
         turns = [rotary.at(batch.positions) for rotary in self._rotaries]
         x = self._embedding[batch.tokens][:, None, :].repeat(1, self.config.hc_mult, 1)
@@ -57,13 +63,22 @@ class DeepseekV4:
             x = layer(x, batch.tokens, turns[ratio > 0], batch)
         if self.draft is not None:
             self.draft.follow(spans, x, batch.tokens)
-        if not every_token:
-            x = x[batch.last]
+        x = x[batch.last if rows is None else torch.as_tensor(rows)]
         return self.kernels.linear(self.kernels.hyper_head(x, self._head), self._lm_head)
 
-    def restore(self, ring: int, place: int, boundary: int) -> None:
-        """A request resumes at a boundary from the tail at this device place."""
-        for layer in self.layers:
-            layer.attention.restore(ring, place, boundary)
-        if self.draft is not None:
-            self.draft.restore(ring, place, boundary)
+    def resume(self, ring: int, tails: Sequence[tuple[int, int]]) -> None:
+        """A text goes on from the tails at (boundary, place), the earliest first."""
+        for boundary, place in tails:
+            for layer in self.layers:
+                layer.attention.restore(ring, place, boundary)
+            if self.draft is not None:
+                self.draft.restore(ring, place, boundary)
+
+
+FAMILY = Family(
+    read=V4Config.from_hf,
+    declare=partial(deepseek_v4, model="deepseek-v4"),
+    load=partial(load_weights, draft=False),
+    build=DeepseekV4,
+    unread=draft_names,
+)

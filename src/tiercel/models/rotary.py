@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tiercel.kernels.reference import Turn
-from tiercel.models.deepseek_v4.config import Rope
 
 POSITIONS_AT_ONCE = 4096
+
+
+@dataclass(frozen=True)
+class Rope:
+    """One kind of rotary positions. A factor of 1 is plain, all else YaRN. Nothing scales cos and sin."""
+
+    theta: float
+    factor: float = 1.0
+    original_length: int = 65536
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
 
 
 def inverse_frequencies(rope: Rope, dim: int) -> Tensor:

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from tiercel.kernels.choice import Kernels
-from tiercel.models.deepseek_v4.batch import Batch
-from tiercel.models.deepseek_v4.entries import Codec, Parts
+from tiercel.models.batch import Batch
+from tiercel.models.entries import Codec, Parts
 
 
-class Recent:
+class Rings:
     """The last rows of one layer, for every ring."""
 
     def __init__(self, kernels: Kernels, rings: int, rows: int, codec: Codec) -> None:

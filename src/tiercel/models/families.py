@@ -1,0 +1,66 @@
+"""Which models run here: one line for each family, by the `model_type` that `config.json` names.
+
+A family's package is imported when a model of it is opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tiercel.spec.cache_spec import CacheSpec
+from tiercel.spec.hf_fields import family_name
+
+if TYPE_CHECKING:  # the command line reads names here, and torch takes seconds to import
+    from torch import Tensor
+
+    from tiercel.kernels.choice import Kernels
+    from tiercel.memory.buffers import DeviceMemory
+    from tiercel.models.base import Model
+    from tiercel.models.checkpoint import Checkpoint
+
+FAMILIES = {
+    "deepseek_v4": "tiercel.models.deepseek_v4.model",
+}
+
+EMBEDDED = "tiny-v4"
+"""The model that comes with the package."""
+
+
+class Dimensions(Protocol):
+    """A parsed `config.json`: everything that the model's numbers depend on, and nothing else."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def digest(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Family:
+    """How models of one architecture are opened. Each step checks what it reads and names what is wrong."""
+
+    read: Callable[[Mapping[str, Any]], Any]
+    """`config.json` → `Dimensions`."""
+    declare: Callable[[Mapping[str, Any], int, str], CacheSpec]
+    """(`config.json`, page tokens, format of entries) → what is cached."""
+    load: Callable[[Checkpoint, Any], dict[str, Tensor]]
+    """(files, dimensions) → weights."""
+    build: Callable[[Any, dict[str, Tensor], DeviceMemory, int, Kernels], Model]
+    """(dimensions, weights, device memory, running requests at most, kernels) → the model."""
+    unread: Callable[[Checkpoint], list[str]] = lambda _: []
+    """Tensors that are left out on purpose: those of a draft."""
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """The family that a `config.json` names."""
+    family: Family = import_module(FAMILIES[family_name(config, FAMILIES)]).FAMILY
+    return family
+
+
+def folder_of(model: str) -> Path:
+    """Where a model is that a user names: the embedded one, or a folder."""
+    return Path(__file__).parent / "tiny_v4" if model == EMBEDDED else Path(model)
