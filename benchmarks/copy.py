@@ -75,7 +75,7 @@ def measure_all(spec: CacheSpec) -> Iterator[Rate]:
         with HostMemory(spec, layout, PLACES * spec.host_page_bytes) as host:
             for name in COPIERS:
                 try:
-                    copier = make_copier(name, spec, device, host)
+                    copier = make_copier(name, device, host)
                 except RefusedError as refused:
                     print(refused, file=sys.stderr)
                     continue
@@ -83,7 +83,7 @@ def measure_all(spec: CacheSpec) -> Iterator[Rate]:
 
 
 def measure_copier(name: str, copier: Copier) -> Iterator[Rate]:
-    for what, leg, size in legs(copier.spec):
+    for what, leg, size in legs(copier.host.spec):
         for direction in (Direction.SAVE, Direction.LOAD):
             rate = gb_s(size, lambda d=direction, leg=leg: carry(copier, d, leg))  # type: ignore[misc]
             yield Rate(f"{direction.value}{what}_gb_s.{name}", rate)
@@ -108,7 +108,7 @@ def page_leg(device: list[int] | range, host: list[int] | range) -> Leg:
 
 def carry(copier: Copier, direction: Direction, leg: Leg) -> None:
     """As the controller does it: layer by layer."""
-    for layer in copier.spec.layers:
+    for layer in copier.layers:
         copier.copy(direction, leg, layer)
 
 

@@ -5,8 +5,9 @@ import torch
 
 from tests.memory.specs import SPECS, V4
 from tiercel.errors import BudgetError, ConfigError
-from tiercel.memory.buffers import DeviceMemory, HostMemory
+from tiercel.memory.buffers import BorrowedMemory, DeviceMemory, HostMemory
 from tiercel.memory.layout import LAYOUTS
+from tiercel.spec import CacheSpec, Part, State, Stream
 from tiercel.types import PLACE_BITS, TAG_SHIFT, HostPageId
 
 
@@ -44,7 +45,7 @@ def test_host_memory_holds_as_many_pages_as_the_budget_pays(spec, name: str) -> 
     with HostMemory(spec, name, 5 * spec.host_page_bytes - 1) as host:
         assert host.pages == 4
         assert host.flat.numel() == 4 * spec.host_page_bytes
-        assert host.tails.tail_bytes == spec.tail_bytes <= spec.host_pages_per_tail * spec.host_page_bytes
+        assert host._pour.tail_bytes == spec.tail_bytes <= spec.host_pages_per_tail * spec.host_page_bytes
 
 
 def test_a_budget_below_one_page_is_refused() -> None:
@@ -86,3 +87,58 @@ def test_a_view_that_outlives_host_memory_still_has_its_bytes() -> None:
     record[:] = bytes([3]) * len(record)
     host.close()
     assert sum(record) == 3 * V4.page_bytes
+
+
+# Borrowed
+
+
+PAIR = CacheSpec(
+    "pair", 2, (Stream("k", (0, 3), (Part("x", 4),)), Stream("w", (3,), (Part("x", 6),), State()))
+)
+
+
+def test_borrowed_rows_are_where_their_owner_has_them() -> None:
+    both = torch.arange(5 * 2 * 8, dtype=torch.uint8).view(5, 2, 8)
+    states = torch.zeros(3, 3, dtype=torch.int16)
+    memory = BorrowedMemory(PAIR, {("k", 0): both[:, 1], ("k", 3): both[:, 0], ("w", 3): states})
+    assert (memory.pages, memory.tails) == (5, 3)
+    k = PAIR.stream("k")
+    assert memory.column(k, 0)[1:] == (8, 16, 8) and memory.column(k, 3)[1:] == (0, 16, 8)
+    assert torch.equal(memory.view("k", 0), both[:, 1])
+    memory.view("w", 3)[2] = 1
+    assert states[2].tolist() == [257] * 3 and not states[:2].any()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({("k", 3): None}, "no tensor was given"),
+        ({("k", 3): torch.zeros(5, 9, dtype=torch.uint8)}, "a row is 8 B together"),
+        ({("k", 3): torch.zeros(5, 2, 8, dtype=torch.uint8)[:, :, ::2]}, "a row is 8 B together"),
+        ({("k", 3): torch.zeros(4, 8, dtype=torch.uint8)}, "as many places each"),
+    ],
+)
+def test_tensors_that_can_not_hold_the_rows_are_refused(wrong: dict, why: str) -> None:
+    rows = {("k", layer): torch.zeros(5, 8, dtype=torch.uint8) for layer in (0, 3)}
+    rows |= {("w", 3): torch.zeros(3, 6, dtype=torch.uint8)} | wrong
+    with pytest.raises(ConfigError, match=why):
+        BorrowedMemory(PAIR, {name: tensor for name, tensor in rows.items() if tensor is not None})
+
+
+# Shared
+
+
+def test_memory_another_process_maps_is_the_same_memory() -> None:
+    with (
+        HostMemory(V4, "page_first", 4 * V4.page_bytes, shared=True) as host,
+        HostMemory(V4, "page_first", 4 * V4.page_bytes, path=host.path) as there,
+    ):
+        there.flat[17] = 5
+        assert host.flat[17] == 5
+        with pytest.raises(ConfigError, match="is not .* of shared memory"):
+            HostMemory(V4, "page_first", 3 * V4.page_bytes, path=host.path)
+
+
+def test_memory_is_this_process_s_own_unless_it_is_asked_for_as_shared() -> None:
+    with HostMemory(V4, "page_first", 4 * V4.page_bytes) as host:
+        assert host.path == ""

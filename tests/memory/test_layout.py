@@ -49,7 +49,7 @@ def bytes_of(ranges: Iterable[Range]) -> list[int]:
 def rows_of(layout: Layout, place: int) -> list[list[int]]:
     """The byte numbers of each row of one place, in record order."""
     return [
-        bytes_of(layout.region(stream, layer, place).ranges())
+        bytes_of(piece.at(place) for piece in layout.pieces(stream, layer))
         for stream in layout.streams
         for layer in stream.layers
     ]
@@ -74,19 +74,6 @@ def test_the_ranges_of_a_place_are_the_bytes_of_its_rows(layout: Layout) -> None
             assert ranges == (Range(place * layout.place_bytes, layout.place_bytes),)
 
 
-@given(layouts)
-def test_an_entry_is_its_parts_and_nothing_else(layout: Layout) -> None:
-    for stream in layout.streams:
-        for layer in stream.layers:
-            row = bytes_of(layout.region(stream, layer, layout.places - 1).ranges())
-            for entry in range(stream.entries_per_row(PAGE_TOKENS)):
-                ranges = layout.entry_ranges(stream, layer, layout.places - 1, entry)
-                parts = stream.part_ranges(entry, PAGE_TOKENS)
-                assert [bytes_of([r]) for r in ranges] == [
-                    row[offset : offset + size] for offset, size in parts
-                ]
-
-
 @given(layouts, st.data())
 def test_a_cut_is_that_part_of_the_place(layout: Layout, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, layout.place_bytes))
@@ -109,7 +96,8 @@ def test_a_tail_is_poured_over_its_host_pages_in_order(
         byte
         for stream in tail_streams
         for layer in stream.layers
-        for byte in bytes_of(pour.ranges(stream, layer, places))
+        for index, piece in pour.pieces(stream, layer)
+        for byte in bytes_of([piece.at(places[index])])
     ]
     pages = [byte for place in places for byte in bytes_of(host.place_ranges(place))]
     assert poured == pages[: pour.tail_bytes]
@@ -124,8 +112,8 @@ def test_the_drawing_of_the_three_layouts() -> None:
 
     def starts(name: str, place: int) -> list[list[int]]:
         layout = make_layout(name, (K, V), 2, 2)
-        rows = [layout.region(stream, layer, place) for stream in (K, V) for layer in stream.layers]
-        return [[offset for offset, _ in row.ranges()] for row in rows]
+        rows = [layout.pieces(stream, layer) for stream in (K, V) for layer in stream.layers]
+        return [[piece.at(place).offset for piece in row] for row in rows]
 
     assert starts("layer_first", 0) == [[0], [40], [80]]
     assert starts("layer_first", 1) == [[20], [60], [94]]
@@ -138,7 +126,7 @@ def test_page_first_keeps_a_row_whole_that_entries_can_not_cut() -> None:
     packed = Stream("packed", (0, 1), (Part("value", 5), Part("scale", 2)))
     padded = Stream("padded", (0, 1), (Part("value", 5),), row_align=3)
     layout = make_layout("page_first", (packed, padded), 4, 3)
-    assert all(layout.region(s, layer, 1).contiguous for s in (packed, padded) for layer in (0, 1))
+    assert all(len(layout.pieces(s, layer)) == 1 for s in (packed, padded) for layer in (0, 1))
 
 
 @pytest.mark.parametrize("name", PAGE_FIRST)
@@ -153,36 +141,19 @@ def test_a_flash_page_is_a_range_for_each_row_layer_first() -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_flash_entries_are_a_value_and_a_scale(name: str) -> None:
-    """Compressed tokens 0, 63, 64 and 191: the ends of page 0, the start of page 1, the end of page 2."""
-    layout = make_layout(name, FLASH.page_streams, FLASH.page_tokens, 10)
-    c4 = FLASH.stream("c4")
-    for token in (0, 63, 64, 191):
-        page, entry = divmod(token, 64)
-        row = layout.region(c4, 6, page).offset
-        ranges = layout.entry_ranges(c4, 6, page, entry)
-        assert ranges == (Range(row + 576 * entry, 576), Range(row + 36_864 + 8 * entry, 8))
-
-
-@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_a_place_takes_the_bytes_the_spec_says(spec, name: str) -> None:
     layout = make_layout(name, spec.page_streams, spec.page_tokens, 5)
     assert (layout.place_bytes, layout.bytes_total) == (spec.page_bytes, 5 * spec.page_bytes)
 
 
-def test_places_entries_and_layers_that_do_not_exist_are_bugs() -> None:
+def test_places_and_layers_that_do_not_exist_are_bugs() -> None:
     layout = make_layout("page_first", (K, V), 2, 2)
     for wrong in (
-        lambda: layout.region(K, 0, 2),
-        lambda: layout.region(K, 0, -1),
-        lambda: layout.region(V, 0, 0),
-        lambda: layout.entry_ranges(K, 0, 0, 2),
+        lambda: layout.pieces(V, 0),
         lambda: layout.place_ranges(2),
         lambda: layout.cut(50, 5),
-        lambda: TailPour(layout, (V,), 2).ranges(V, 1, [2]),
-        lambda: TailPour(layout, (V,), 2).ranges(V, 1, []),
-        lambda: TailPour(layout, (V,), 2).ranges(V, 0, [0]),
+        lambda: TailPour(layout, (V,), 2).pieces(V, 0),
     ):
         with pytest.raises(AssertionError):
             wrong()

@@ -111,7 +111,7 @@ def who_leaves_keeps_others_waiting(self, request, first, upto):
 
 def the_last_layer_is_not_copied(real):
     def copy(self, direction, leg, layer):
-        if layer != self.spec.layers[-1]:
+        if layer != self.layers[-1]:
             real(self, direction, leg, layer)
 
     return copy

@@ -98,11 +98,10 @@ class Rig:
     def holds(self, expected: tuple[torch.Tensor, torch.Tensor], layer: int | None = None) -> bool:
         """Whether device memory (or one layer of it) is as expected, byte for byte."""
         for stream in self.spec.streams:
-            flat, layout = self.device.memory_of(stream)
-            wanted = expected[0] if flat is self.device.flat_pages else expected[1]
             for each in stream.layers if layer is None else {layer} & set(stream.layers):
-                column = layout.column(stream, each)
-                rows = slice(column.offset, column.offset + column.bytes)
+                flat, offset, _, _ = self.device.column(stream, each)
+                wanted = expected[0] if flat is self.device.flat_pages else expected[1]
+                rows = slice(offset, offset + self.device.view(stream.name, each).numel())
                 if not torch.equal(flat[rows], wanted[rows]):
                     return False
         return True

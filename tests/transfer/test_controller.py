@@ -9,7 +9,7 @@ from tests.memory.specs import V4
 from tests.simulation.copies import HeldCopies
 from tests.transfer.rig import Rig, host_page
 from tiercel.errors import TransferError
-from tiercel.transfer.controller import Controller, Done, Ticket
+from tiercel.transfer.controller import Controller, Done, LocalController, Ticket
 from tiercel.transfer.copier import DirectCopier, make_copier
 from tiercel.transfer.plan import Direction, Leg, PageLeg, Plan
 
@@ -41,7 +41,7 @@ def by_hand() -> dict[Direction, HeldCopies]:
 
 
 def make_controller(rig: Rig, executors: dict[Direction, HeldCopies] | None = None) -> Controller:
-    return Controller(make_copier("direct", V4, rig.device, rig.host), V4.layers, executors)
+    return LocalController(make_copier("direct", rig.device, rig.host), executors)
 
 
 def page_plan(rig: Rig, direction: Direction, device: int, host: int) -> Plan:
@@ -122,7 +122,7 @@ def test_loads_do_not_wait_for_saves(rig: Rig, by_hand: dict[Direction, HeldCopi
 
 
 def test_a_failing_copy_fails_its_ticket_only_and_the_worker_goes_on(rig: Rig) -> None:
-    controller = Controller(BrokenPageCopier(V4, rig.device, rig.host), V4.layers)
+    controller = LocalController(BrokenPageCopier(rig.device, rig.host))
     plans = [page_plan(rig, SAVE, device, host) for device, host in ((0, 1), (1, 0), (2, 2))]
     sent = [controller.submit(plan) for plan in plans]
     done = wait_for_all(controller)
@@ -132,12 +132,12 @@ def test_a_failing_copy_fails_its_ticket_only_and_the_worker_goes_on(rig: Rig) -
     assert isinstance(done[1].error.__cause__, OSError)
     stored = rig.host.flat[2 * V4.page_bytes :]
     c4 = V4.stream("c4")
-    row = rig.host.layout.region(c4, 3, 0)
-    assert stored[row.offset : row.offset + row.bytes].equal(rig.device.view("c4", 3)[2])
+    _, offset, _, size = rig.host.column(c4, 3)
+    assert stored[offset : offset + size].equal(rig.device.view("c4", 3)[2])
 
 
 def test_a_reader_of_a_failed_load_gets_the_cause_for_the_layers_that_did_not_arrive(rig: Rig) -> None:
-    controller = Controller(BrokenPageCopier(V4, rig.device, rig.host), V4.layers)
+    controller = LocalController(BrokenPageCopier(rig.device, rig.host))
     gate = controller.submit(page_plan(rig, LOAD, 4, 0)).gate
     gate.wait(0)
     gate.wait(1)
@@ -179,7 +179,7 @@ def test_layers_are_copied_in_ascending_order_all_legs_of_one_first(rig: Rig) ->
             order.append((layer, type(leg).__name__))
             super().copy(direction, leg, layer)
 
-    controller = Controller(Noting(V4, rig.device, rig.host), (4, 0, 2, 1, 3))
+    controller = LocalController(Noting(rig.device, rig.host))
     controller.submit(rig.save_plan())
     controller.close()
     assert order == [(layer, kind) for layer in range(5) for kind in ("PageLeg", "TailLeg")]

@@ -8,7 +8,7 @@ import pytest
 from tests.memory.specs import V4
 from tests.transfer.rig import Rig
 from tiercel.errors import TransferError
-from tiercel.transfer.controller import Controller
+from tiercel.transfer.controller import LocalController
 from tiercel.transfer.copier import DirectCopier
 from tiercel.transfer.gate import LayerGate
 from tiercel.transfer.plan import Direction, Leg
@@ -60,7 +60,7 @@ class HaltedCopier(DirectCopier):
     """Copies a layer when it is allowed to, and not before."""
 
     def allow_by_hand(self) -> None:
-        self.allowed = {layer: threading.Event() for layer in self.spec.layers}
+        self.allowed = {layer: threading.Event() for layer in self.layers}
 
     def copy(self, direction: Direction, leg: Leg, layer: int) -> None:
         if direction is Direction.LOAD:
@@ -70,9 +70,9 @@ class HaltedCopier(DirectCopier):
 
 def test_layer_i_is_readable_before_layer_i_plus_1_arrives_and_never_before_its_bytes() -> None:
     rig = Rig(V4, "page_first_direct")
-    copier = HaltedCopier(V4, rig.device, rig.host)
+    copier = HaltedCopier(rig.device, rig.host)
     copier.allow_by_hand()
-    controller = Controller(copier, V4.layers)
+    controller = LocalController(copier)
     controller.submit(rig.save_plan()).gate.wait(V4.layers[-1])
     poison, arrived = rig.device_bytes(), rig.device_after_round_trip()
     gate = controller.submit(rig.load_plan()).gate

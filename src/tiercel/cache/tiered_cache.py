@@ -39,7 +39,7 @@ from tiercel.policy.fetch import Rate
 from tiercel.policy.save import make_save_policy
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.storage.base import Store
-from tiercel.transfer.controller import Controller
+from tiercel.transfer.controller import LocalController
 from tiercel.transfer.copier import make_copier
 from tiercel.transfer.mover import StoreMover, Workers
 from tiercel.transfer.plan import Direction
@@ -83,16 +83,18 @@ class TieredCache:
         )
         self.host: HostMemory | None = None
         if config.host_bytes:
-            self.host = HostMemory(spec, config.layout, config.host_bytes, huge_pages=config.huge_pages)
+            pin = self.device.device.type == "cuda"
+            self.host = HostMemory(
+                spec, config.layout, config.host_bytes, huge_pages=config.huge_pages, pin=pin
+            )
         host_pages = self.host.pages if self.host else 0
         if self.host and host_pages < spec.host_pages_per_tail:
             why = f"a tail takes {spec.host_pages_per_tail} host pages of {spec.host_page_bytes:,} B"
             raise ConfigError("host_bytes", config.host_bytes, why)
         controller = None
-        self._landed = Condition()
         if self.host:
-            copier = make_copier(config.copier, spec, self.device, self.host)
-            controller = Controller(copier, spec.layers, executors, landed=self._landed)
+            controller = LocalController(make_copier(config.copier, self.device, self.host), executors)
+        self._landed = controller.landed if controller else Condition()
         self.flights = Flights(controller)
         counts = config.device_pages, config.device_tails, host_pages
         self.places = Places(self.tree, spec, counts, pool_order or range, self.flights.queue_saves)

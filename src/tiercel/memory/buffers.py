@@ -1,69 +1,188 @@
-"""Device and host memory of one cache, as flat bytes and as rows.
+"""Memory of pages and tails: where their rows are, whoever allocated them.
 
-    DeviceMemory    flat_pages, flat_tails: layer first, as attention reads them; `view` is one layer's rows
-    HostMemory      flat: one buffer of host pages; a page takes one, a tail takes `spec.host_pages_per_tail`
+    DeviceMemory      our own: layer first, as attention reads it
+    BorrowedMemory    somebody else's tensors, one for each stream and layer, each with a stride of its own
+    HostMemory        one buffer of host pages; a page takes one, a tail takes `spec.host_pages_per_tail`
 
-Both hold bytes only. Which place is whose is decided elsewhere.
+A page or tail has a place in a memory, on the host a tail has several. A row of it is made of pieces of those
+places: one where a row lies together (then all rows of a layer are a column), several where it does not.
+
+All hold bytes only. Which place is whose is decided elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tiercel.errors import ConfigError
 from tiercel.memory.host import HostMap
-from tiercel.memory.layout import Layout, TailPour, make_layout
+from tiercel.memory.layout import Layout, Piece, TailPour, make_layout
 from tiercel.spec.cache_spec import CacheSpec
-from tiercel.spec.stream import Part, State, Stream
+from tiercel.spec.stream import Part, Prefix, State, Stream
 from tiercel.types import HostPageId, place
 
+Pieces = tuple[tuple[int, Piece], ...]
+"""(which of a thing's places, which bytes of it), in the order of a row's bytes."""
 
-class DeviceMemory:
+
+class Column(NamedTuple):
+    """All rows of one layer: the row of place p is `row_bytes` at `offset + p · stride` of `buffer`."""
+
+    buffer: Tensor
+    offset: int
+    stride: int
+    row_bytes: int
+
+
+class Memory(ABC):
+    """The rows of some streams. `spec` says which: a copier between two memories moves what both hold."""
+
+    spec: CacheSpec
+    device: torch.device
+    pages: int
+    """Places for pages."""
+    tails: int
+    """Places for tails; on the host, where they share the pages' places, 0."""
+
+    @abstractmethod
+    def buffer(self, stream: Stream, layer: int) -> Tensor:
+        """The flat bytes that the rows of one layer lie in."""
+
+    @abstractmethod
+    def pieces(self, stream: Stream, layer: int) -> Pieces:
+        """What the row of one layer is made of."""
+
+    def column(self, stream: Stream, layer: int) -> Column:
+        """Where the rows of one layer are, if each lies together."""
+        pieces = self.pieces(stream, layer)
+        assert len(pieces) == 1, f"a row of {stream.name} is {len(pieces)} blocks here"
+        return Column(self.buffer(stream, layer), *pieces[0][1])
+
+    def view(self, stream_name: str, layer: int) -> Tensor:
+        """[places, row_bytes] of one layer, without a copy."""
+        stream = self.spec.stream(stream_name)
+        buffer, offset, stride, row_bytes = self.column(stream, layer)
+        places = self.pages if isinstance(stream.keep, Prefix) else self.tails
+        return buffer[offset:].as_strided((places, row_bytes), (stride, 1))
+
+
+class DeviceMemory(Memory):
     """Pages and tails where attention reads them."""
 
     def __init__(self, spec: CacheSpec, pages: int, tails: int, device: str = "cpu") -> None:
         self.spec = spec
         self.device = torch.device(device)
+        self.pages, self.tails = pages, tails
         self.page_layout = make_layout("layer_first", spec.page_streams, spec.page_tokens, pages)
         self.tail_layout = make_layout("layer_first", spec.tail_streams, spec.page_tokens, tails)
         self.flat_pages = torch.zeros(self.page_layout.bytes_total, dtype=torch.uint8, device=self.device)
         self.flat_tails = torch.zeros(self.tail_layout.bytes_total, dtype=torch.uint8, device=self.device)
 
-    def memory_of(self, stream: Stream) -> tuple[Tensor, Layout]:
-        """The flat bytes a stream lives in, and where in them."""
-        if stream in self.spec.page_streams:
+    def _memory_of(self, stream: Stream) -> tuple[Tensor, Layout]:
+        if isinstance(stream.keep, Prefix):
             return self.flat_pages, self.page_layout
         return self.flat_tails, self.tail_layout
 
-    def view(self, stream_name: str, layer: int) -> Tensor:
-        """[places, row_bytes] of one layer, without a copy."""
-        stream = self.spec.stream(stream_name)
-        flat, layout = self.memory_of(stream)
-        column = layout.column(stream, layer)
-        return flat[column.offset :][: column.bytes].view(column.count, column.block_bytes)
+    def buffer(self, stream: Stream, layer: int) -> Tensor:  # noqa: ARG002 - all layers share one
+        return self._memory_of(stream)[0]
+
+    def pieces(self, stream: Stream, layer: int) -> Pieces:
+        return tuple((0, piece) for piece in self._memory_of(stream)[1].pieces(stream, layer))
 
 
-class HostMemory:
-    """One budget of host pages, shared by pages and tails."""
+class BorrowedMemory(Memory):
+    """Tensors that somebody else allocated, and whose places he gives out.
+
+    `rows` names a tensor for each stream and layer: [places, …], of any type, with any stride between places,
+    a row's bytes together. Several may be views of one buffer. The order of places is the owner's.
+    """
+
+    def __init__(self, spec: CacheSpec, rows: Mapping[tuple[str, int], Tensor]) -> None:
+        self.spec = spec
+        self._columns: dict[tuple[str, int], Column] = {}
+        places: dict[bool, set[int]] = {True: set(), False: set()}
+        for stream in spec.streams:
+            for layer in stream.layers:
+                tensor = rows.get((stream.name, layer))
+                if tensor is None:
+                    raise ConfigError("rows", (stream.name, layer), "no tensor was given for this layer")
+                self._columns[stream.name, layer] = _borrow(stream, layer, tensor, spec.row_bytes(stream))
+                places[isinstance(stream.keep, Prefix)].add(len(tensor))
+        for each in places.values():
+            if len(each) > 1:
+                raise ConfigError("rows", sorted(each), "tensors of one pool have as many places each")
+        self.pages, self.tails = (max(places[kind], default=0) for kind in (True, False))
+        self.device = next(iter(self._columns.values())).buffer.device
+
+    def buffer(self, stream: Stream, layer: int) -> Tensor:
+        return self._columns[stream.name, layer].buffer
+
+    def pieces(self, stream: Stream, layer: int) -> Pieces:
+        column = self._columns[stream.name, layer]
+        return ((0, Piece(column.offset, column.stride, column.row_bytes)),)
+
+
+def _borrow(stream: Stream, layer: int, tensor: Tensor, row_bytes: int) -> Column:
+    """The rows of a tensor as bytes of the storage below it."""
+    size = tensor.element_size()
+    if not len(tensor) or tensor[0].numel() * size != row_bytes or not tensor[0].is_contiguous():
+        what = f"{tuple(tensor.shape)} {tensor.dtype} with strides {tensor.stride()}"
+        raise ConfigError(f"rows of {stream.name}, layer {layer}", what, f"a row is {row_bytes} B together")
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    return Column(flat, int(tensor.storage_offset()) * size, tensor.stride(0) * size, row_bytes)
+
+
+class HostMemory(Memory):
+    """One budget of host pages, shared by pages and tails.
+
+    `pin` makes it reachable for a CUDA device. `path` is memory that another process has mapped for sharing
+    (its `path`); `shared` maps memory that others may map too.
+    """
 
     def __init__(
-        self, spec: CacheSpec, layout_name: str, bytes_budget: int, huge_pages: bool = False
+        self,
+        spec: CacheSpec,
+        layout_name: str,
+        bytes_budget: int,
+        *,
+        huge_pages: bool = False,
+        pin: bool = False,
+        shared: bool = False,
+        path: str = "",
     ) -> None:
-        self.pages = bytes_budget // spec.host_page_bytes
+        self.spec = spec
+        self.device = torch.device("cpu")
+        self.pages, self.tails = bytes_budget // spec.host_page_bytes, 0
         if self.pages < 1:
             raise ConfigError("host_bytes", bytes_budget, f"one host page takes {spec.host_page_bytes:,} B")
         self.layout = make_layout(layout_name, _host_streams(spec), spec.page_tokens, self.pages)
-        self.tails = TailPour(self.layout, spec.tail_streams, spec.page_tokens)
-        self._map = HostMap(self.layout.bytes_total, huge_pages)
+        self._pour = TailPour(self.layout, spec.tail_streams, spec.page_tokens)
+        size = self.layout.bytes_total
+        self._map = HostMap(size, huge_pages=huge_pages, pin=pin, shared=shared, path=path)
         # Over a view, not over the map: the view is what keeps the bytes mapped as long as a tensor lives.
         self.flat: Tensor = torch.frombuffer(self._map.view, dtype=torch.uint8)
 
     @property
-    def view(self) -> memoryview:
+    def path(self) -> str:
+        """Under this name another process of this user maps the same bytes, while this one has them."""
+        return self._map.path
+
+    def buffer(self, stream: Stream, layer: int) -> Tensor:  # noqa: ARG002 - all layers share one
+        return self.flat
+
+    def pieces(self, stream: Stream, layer: int) -> Pieces:
+        if isinstance(stream.keep, Prefix):
+            return tuple((0, piece) for piece in self.layout.pieces(stream, layer))
+        return self._pour.pieces(stream, layer)
+
+    @property
+    def mapped(self) -> memoryview:
         """All of it."""
         return self._map.view
 

@@ -1,12 +1,15 @@
 """Host memory: mapped, touched and registered once at the start, given back at the end.
 
-    asked ≤ available? ─yes─► mmap ─► huge pages? ─► touch, in threads ─► register with CUDA, if there is one
+    asked ≤ available? ─yes─► mmap ─► huge pages? ─► touch, in threads ─► pin: register with CUDA
           │ no
           └──► BudgetError                                    close: unregister ─► unmap
 
 Memory that is only mapped is not there yet: the kernel finds out at the first write, in the middle of a
 copy, and answers with a kill. So the budget is compared with what the machine has before anything is
 mapped, and every page is written once before the first copy.
+
+Memory is this process's own unless it is asked for as shared: then it is a file without a folder, which
+another process opens by `path`. (Huge pages of shared memory are a setting of the machine.)
 """
 
 from __future__ import annotations
@@ -32,24 +35,51 @@ TOUCH_THREADS_MAX = 16
 
 
 class HostMap:
-    """Zeroed bytes of the host that a device can copy from and to. Not shared with other processes."""
+    """Zeroed bytes of the host, or those that another process shares under `path`."""
 
-    def __init__(self, size: int, huge_pages: bool = False) -> None:
+    def __init__(
+        self,
+        size: int,
+        *,
+        huge_pages: bool = False,
+        pin: bool = False,
+        shared: bool = False,
+        path: str = "",
+    ) -> None:
         assert size > 0, size
         available = bytes_available()
-        if size > available:
+        if size > available and not path:
             raise BudgetError(bytes_asked=size, bytes_available=available)
         self.size = size
+        self.path = path
+        """Under which another process of this user maps the same bytes; empty where they are not shared."""
         self._unregister: weakref.finalize[..., HostMap] | None = None
+        self._file = -1
         try:
-            self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._map = self._open(shared)
         except OSError as error:
+            self._close_file()
+            if path:
+                raise ConfigError("path", path, f"is not {size:,} B of shared memory: {error}") from error
             raise BudgetError(bytes_asked=size, bytes_available=available) from error
         try:
-            self._prepare(huge_pages)
+            self._prepare(huge_pages, pin, touch=not path)
         except BaseException:
             self.close()
             raise
+
+    def _open(self, shared: bool) -> mmap.mmap:
+        if self.path:
+            self._file = os.open(self.path, os.O_RDWR)
+            if os.fstat(self._file).st_size != self.size:
+                raise OSError(f"it has {os.fstat(self._file).st_size:,} B")
+        elif shared:
+            self._file = os.memfd_create("tiercel")
+            os.ftruncate(self._file, self.size)
+            self.path = f"/proc/{os.getpid()}/fd/{self._file}"
+        else:
+            return mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return mmap.mmap(self._file, self.size, flags=mmap.MAP_SHARED)
 
     @property
     def view(self) -> memoryview:
@@ -64,8 +94,14 @@ class HostMap:
         """Unregister and unmap. May be called again."""
         if self._unregister is not None:
             self._unregister()
+        self._close_file()
         with suppress(BufferError):  # a view is still held: the map goes with it
             self._map.close()
+
+    def _close_file(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
 
     def __enter__(self) -> HostMap:
         return self
@@ -75,14 +111,16 @@ class HostMap:
     ) -> None:
         self.close()
 
-    def _prepare(self, huge_pages: bool) -> None:
+    def _prepare(self, huge_pages: bool, pin: bool, *, touch: bool) -> None:
         if huge_pages:
             try:
                 self._map.madvise(mmap.MADV_HUGEPAGE)
             except OSError as error:
                 raise ConfigError("huge_pages", True, f"the kernel refuses: {error}") from error
-        _touch(self._map)
-        if address := _cuda_register(self._map):
+        if touch:
+            _touch(self._map)
+        if pin:
+            address = _cuda_register(self._map)
             # Also when nobody calls close: CUDA refuses memory mapped later at an address it still knows.
             self._unregister = weakref.finalize(self, _cuda_unregister, address)
 
@@ -101,11 +139,9 @@ def _touch(memory: mmap.mmap) -> None:
 
 
 def _cuda_register(memory: mmap.mmap) -> int:
-    """Make the memory reachable by the copy engines; answers its address, 0 where there is no CUDA."""
+    """Make the memory reachable by the copy engines; answers its address."""
     import torch  # here: who only asks for sizes does not load it
 
-    if not torch.cuda.is_available():
-        return 0
     address = np.frombuffer(memory, np.uint8).ctypes.data
     runtime = torch.cuda.cudart()
     code = runtime.cudaHostRegister(address, len(memory), 0)

@@ -11,8 +11,8 @@ layers 0 and 1 and `v` of layer 1, places p0 and p1, entries a and b in a row:
     page_first_direct    p0: k0 k1 v1                │ p1: k0 k1 v1
     page_first           p0: k0a k1a k0b k1b v1      │ p1: k0a k1a k0b k1b v1
 
-Every layout is linear in the place: the row of place p begins at `offset + p · stride`. Copiers, buffers
-and stores ask for regions and ranges; nobody outside this file asks which layout it is.
+Every layout is linear in the place: the row of place p begins at `offset + p · stride`. Copiers, memories
+and stores ask for pieces and ranges; nobody outside this file asks which layout it is.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from tiercel.errors import ConfigError
@@ -43,33 +42,6 @@ class Piece(NamedTuple):
 
     def at(self, place: int) -> Range:
         return Range(self.offset + place * self.stride, self.bytes)
-
-
-@dataclass(frozen=True)
-class Region:
-    """One row in memory: `count` equal blocks, `stride_bytes` from the start of one to the start of the next.
-
-    offset
-    ├─ block_bytes ─┤           ├─ block_bytes ─┤
-    ├─────── stride_bytes ──────┤                      count = 2
-    """
-
-    offset: int
-    block_bytes: int
-    count: int
-    stride_bytes: int
-
-    @property
-    def contiguous(self) -> bool:
-        return self.count == 1
-
-    @property
-    def bytes(self) -> int:
-        return self.count * self.block_bytes
-
-    def ranges(self) -> tuple[Range, ...]:
-        """The blocks, in the order of the row's bytes."""
-        return tuple(Range(self.offset + i * self.stride_bytes, self.block_bytes) for i in range(self.count))
 
 
 def record_rows(streams: Iterable[Stream], page_tokens: int) -> Iterator[tuple[Stream, int, Range]]:
@@ -100,10 +72,9 @@ class Layout(ABC):
         self.places = places
         self.place_bytes = sum(row.bytes for _, _, row in record_rows(streams, page_tokens))
         self.bytes_total = places * self.place_bytes
-        self._regions: dict[tuple[str, int], tuple[Region, int]] = {}
+        self._pieces: dict[tuple[str, int], tuple[Piece, ...]] = {}
         for stream, layer, row in record_rows(streams, page_tokens):
-            offset, stride = self._lay(row)
-            self._regions[stream.name, layer] = Region(offset, row.bytes, 1, row.bytes), stride
+            self._pieces[stream.name, layer] = (Piece(*self._lay(row), row.bytes),)
 
     @abstractmethod
     def _lay(self, row: Range) -> tuple[int, int]:
@@ -113,25 +84,11 @@ class Layout(ABC):
     def cut(self, offset: int, size: int) -> tuple[Piece, ...]:
         """Bytes offset … offset + size - 1 of any place, counted in the order of `place_ranges`."""
 
-    def region(self, stream: Stream, layer: int, place: int) -> Region:
-        """The row of one layer in one place."""
-        assert 0 <= place < self.places, f"place {place} of {self.places}"
-        first, stride = self._find(stream, layer)
-        return Region(first.offset + place * stride, first.block_bytes, first.count, first.stride_bytes)
-
-    def column(self, stream: Stream, layer: int) -> Region:
-        """The rows of one layer in all places: block p is the row of place p."""
-        first, stride = self._find(stream, layer)
-        assert first.contiguous, f"a row of {stream.name} is {first.count} blocks in {self.name}"
-        return Region(first.offset, first.block_bytes, self.places, stride)
-
-    def entry_ranges(self, stream: Stream, layer: int, place: int, entry: int) -> tuple[Range, ...]:
-        """One range per part of one entry."""
-        region = self.region(stream, layer, place)
-        parts = stream.part_ranges(entry, self.page_tokens)
-        if region.contiguous:
-            return tuple(Range(region.offset + offset, size) for offset, size in parts)
-        return (region.ranges()[entry],)  # a row in blocks is one that entries cut: block i is entry i
+    def pieces(self, stream: Stream, layer: int) -> tuple[Piece, ...]:
+        """The row of one layer, in the order of its bytes: one piece, or a block for each entry."""
+        found = self._pieces.get((stream.name, layer))
+        assert found is not None, f"layer {layer} of {stream.name} is not in this pool"
+        return found
 
     def place_ranges(self, place: int) -> tuple[Range, ...]:
         """All bytes of one place; ranges that touch are joined.
@@ -141,11 +98,6 @@ class Layout(ABC):
         """
         assert 0 <= place < self.places, f"place {place} of {self.places}"
         return joined(piece.at(place) for piece in self.cut(0, self.place_bytes))
-
-    def _find(self, stream: Stream, layer: int) -> tuple[Region, int]:
-        found = self._regions.get((stream.name, layer))
-        assert found is not None, f"layer {layer} of {stream.name} is not in this pool"
-        return found
 
 
 def joined(ranges: Iterable[Range]) -> tuple[Range, ...]:
@@ -232,11 +184,11 @@ class PageFirst(PageFirstDirect):
         entries, layers = stream.entries_per_row(self.page_tokens), len(stream.layers)
         if entries == 1 or layers == 1:
             return  # one block in either order
-        base = self._regions[stream.name, stream.layers[0]][0].offset
+        base = self._pieces[stream.name, stream.layers[0]][0].offset
         size = stream.bytes_per_entry
         for index, layer in enumerate(stream.layers):
-            region = Region(base + index * size, size, entries, layers * size)
-            self._regions[stream.name, layer] = region, self.place_bytes
+            starts = range(base + index * size, base + entries * layers * size, layers * size)
+            self._pieces[stream.name, layer] = tuple(Piece(at, self.place_bytes, size) for at in starts)
 
 
 LAYOUTS: dict[str, type[Layout]] = {kind.name: kind for kind in (LayerFirst, PageFirst, PageFirstDirect)}
@@ -281,10 +233,3 @@ class TailPour:
         found = self._rows.get((stream.name, layer))
         assert found is not None, f"layer {layer} of {stream.name} is not in a tail"
         return found
-
-    def ranges(self, stream: Stream, layer: int, places: Sequence[int]) -> tuple[Range, ...]:
-        """The row of one layer of the tail that lies in these host pages."""
-        assert self.tail_bytes <= len(places) * self._host.place_bytes, f"{len(places)} pages hold no tail"
-        for place in places:
-            assert 0 <= place < self._host.places, f"place {place} of {self._host.places}"
-        return tuple(piece.at(places[page]) for page, piece in self.pieces(stream, layer))

@@ -142,7 +142,7 @@ class StoreMover:
             False: _form(pages, spec, spec.page_streams, store.align),
             True: _form(Kind.TAIL, spec, spec.tail_streams, store.align),
         }
-        store.register(host.view)
+        store.register(host.mapped)
         self._workers = workers or Workers.threads()
         self._ended: deque[Operation] = deque()
         self.under_way: set[Operation] = set()

@@ -1,4 +1,5 @@
-"""What is to be moved, as values: no bytes, no threads, nothing that can fail.
+"""What is to be moved, as values: no bytes, no threads, nothing that can fail. A plan can be pickled, and
+carried out by any process that has the memories.
 
     Plan(LOAD)
     ├── PageLeg   device page 3 ◄─ host page 8,  device page 4 ◄─ host page 9
@@ -44,9 +45,10 @@ class PageLeg:
         assert len(self.device_pages) == len(self.host_pages), "I7: a page of one side has no partner"
 
     @cached_property
-    def places(self) -> tuple[tuple[int, int], ...]:
-        """(device place, host place) of each page."""
-        return tuple(zip(map(place, self.device_pages), map(place, self.host_pages), strict=True))
+    def places(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """(device place, the one host place) of each page."""
+        pairs = zip(self.device_pages, self.host_pages, strict=True)
+        return tuple((place(device), (place(host),)) for device, host in pairs)
 
     @cached_property
     def places_max(self) -> tuple[int, int]:
@@ -57,7 +59,7 @@ class PageLeg:
     def runs(self) -> tuple[Run, ...]:
         """The same places, neighbours on both sides taken together."""
         runs: list[Run] = []
-        for device, host in self.places:
+        for device, (host,) in self.places:
             last = runs[-1] if runs else Run(-1, -1, 0)
             if (device, host) == (last.device + last.length, last.host + last.length):
                 runs[-1] = Run(last.device, last.host, last.length + 1)
@@ -118,47 +120,16 @@ class Plan:
         return Plan(direction, tuple(legs))
 
 
-def _targets(direction: Direction, leg: Leg) -> Iterable[int]:
+def _targets(direction: Direction, leg: Leg) -> Iterable[tuple[type, int]]:
+    """What a leg writes. A caller may number places for pages and for tails alike; our ids never meet."""
     match leg:
         case PageLeg(device, host):
-            return device if direction is Direction.LOAD else host
+            return ((PageLeg, page) for page in device) if direction is Direction.LOAD else _hosts(host)
         case TailLeg(tails, pages):
-            return tails if direction is Direction.LOAD else (page for each in pages for page in each)
+            if direction is Direction.LOAD:
+                return ((TailLeg, tail) for tail in tails)
+            return _hosts(page for each in pages for page in each)
 
 
-# Entries
-
-
-class DeviceEntry(NamedTuple):
-    page: DevicePageId
-    entry: int
-
-
-class HostEntry(NamedTuple):
-    page: HostPageId
-    entry: int
-
-
-class EntryPair(NamedTuple):
-    """One entry on each side."""
-
-    device: DeviceEntry
-    host: HostEntry
-
-
-def split_entries(
-    pairs: Iterable[EntryPair], entries_per_row: int
-) -> tuple[list[tuple[DevicePageId, HostPageId]], list[EntryPair]]:
-    """Pairs that make a whole row on both sides become page pairs; all others stay entries, in order.
-
-    I11: decided by the ids themselves, never by how many there are. Two pages are copied whole only when
-    every entry of the one goes to the same entry of the other; 64 entries of 64 pages are 64 entries.
-    """
-    pairs = list(pairs)
-    aligned: dict[tuple[DevicePageId, HostPageId], set[int]] = {}
-    for device, host in pairs:
-        if device.entry == host.entry:
-            aligned.setdefault((device.page, host.page), set()).add(device.entry)
-    whole = {pages for pages, entries in aligned.items() if len(entries) == entries_per_row}
-    rest = [p for p in pairs if p.device.entry != p.host.entry or (p.device.page, p.host.page) not in whole]
-    return [pages for pages in aligned if pages in whole], rest
+def _hosts(pages: Iterable[HostPageId]) -> Iterable[tuple[type, int]]:
+    return ((Plan, page) for page in pages)
