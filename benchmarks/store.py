@@ -89,13 +89,13 @@ class Pages:
     @staticmethod
     def of(memory: memoryview, size: int, align: int) -> Pages:
         keys = [random.randbytes(32) for _ in range(len(memory) // size)]
-        return Pages(memory, size, keys, Form(Kind.PAGE, bytes(32), (("kv", (0,), size),), size, align))
+        return Pages(memory, size, keys, Form(Kind.PAGE, bytes(16), (("kv", (0,), size),), size, align))
 
     def page(self, number: int) -> memoryview:
         return self.memory[number * self.size : (number + 1) * self.size]
 
     def key(self, number: int) -> RecordKey:
-        return record_key(Kind.PAGE, self.keys[number])
+        return self.form.key(self.keys[number])
 
     def batches(self, order: Sequence[int]) -> list[Sequence[int]]:
         step = BATCH_BYTES // self.size
@@ -223,7 +223,7 @@ def measure_index(folder: Path, figures: Figures) -> None:
     """Opening a store of a million records, and asking it for 128 of them at once."""
     page = 256 * KIB + ALIGN
     size = RECORDS * page * 5 // 4
-    keys = [record_key(Kind.PAGE, random.randbytes(32)) for _ in range(RECORDS)]
+    keys = [record_key(Kind.PAGE, bytes(16), random.randbytes(32)) for _ in range(RECORDS)]
     make_sealed(folder / "million", keys, page, segment_bytes_for(size))
     for _ in range(ROUNDS):
         start = time.perf_counter()

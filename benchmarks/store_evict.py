@@ -29,9 +29,9 @@ import numpy as np
 from tiercel.storage.base import Get, Put
 from tiercel.storage.file import FileStore, direct
 from tiercel.storage.file.direct import ALIGN
-from tiercel.storage.record import Form, Kind, record_key
+from tiercel.storage.record import Form, Kind
 
-FORM = Form(Kind.PAGE, b"f" * 32, (("kv", (0,), 1),), 1, FileStore.align)
+FORM = Form(Kind.PAGE, b"f" * 16, (("kv", (0,), 1),), 1, FileStore.align)
 RECORD_BYTES = 2 * ALIGN
 SEGMENTS = 64
 TEXTS = 1500
@@ -110,7 +110,7 @@ class Stored:
 @cache
 def _put(page: int) -> Put:
     key = hashlib.sha256(b"%d" % page).digest()
-    return Put(record_key(Kind.PAGE, key), [FORM.header(key, [b"p"]), b"p"])
+    return Put(FORM.key(key), [FORM.header(key, [b"p"]), b"p"])
 
 
 def _get(page: int) -> Get:

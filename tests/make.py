@@ -6,16 +6,17 @@ from itertools import count
 
 from tiercel.policy.evict import make_evict_policy
 from tiercel.policy.save import make_save_policy
+from tiercel.spec.identity import Identity
 from tiercel.tree.keys import KeyChain
 from tiercel.tree.prefix_tree import PrefixTree
 from tiercel.types import DevicePageId, DeviceTailId, HostPageId, PageKey
 
-FINGERPRINT = b"f" * 32
+IDENTITY = Identity("model").digest
 
 
 def make_keys(text: str, namespace: tuple[str, ...] = ()) -> list[PageKey]:
     """One letter is one page."""
-    chain = KeyChain(FINGERPRINT, namespace, page_tokens=1)
+    chain = KeyChain(IDENTITY, namespace, page_tokens=1)
     chain.extend([ord(letter) for letter in text])
     return chain.keys
 

@@ -17,16 +17,17 @@ from tiercel.errors import StoreError
 from tiercel.storage.base import Get, Put
 from tiercel.storage.file import FileStore
 from tiercel.storage.memory import MemoryStore
-from tiercel.storage.record import Flaw, Form, Kind, RecordKey, record_key
+from tiercel.storage.record import Flaw, Form, Kind, RecordKey
 
 SIZE = 64 * 1024**2
 PAYLOAD_BYTES = 5000
+FORM = b"f".hex() * 16
 
 
 def put_of(number: int, kind: Kind = Kind.PAGE, align: int = FileStore.align) -> Put:
     page_key, payload = bytes([number]) * 32, bytes([number]) * PAYLOAD_BYTES
-    form = Form(kind, b"f" * 32, (("rows", (0,), PAYLOAD_BYTES),), PAYLOAD_BYTES, align)
-    return Put(record_key(kind, page_key), [form.header(page_key, [payload]), payload])
+    form = Form(kind, b"f" * 16, (("rows", (0,), PAYLOAD_BYTES),), PAYLOAD_BYTES, align)
+    return Put(form.key(page_key), [form.header(page_key, [payload]), payload])
 
 
 PUTS = [put_of(1), put_of(2), put_of(2, Kind.TAIL)]
@@ -65,18 +66,18 @@ def test_stat_tells_what_the_store_says(folder: Path) -> None:
     assert (lines["records"], lines["bytes_most"]) == ("3", f"{SIZE:,}")
 
 
-def test_ls_tells_kind_key_and_bytes(folder: Path) -> None:
+def test_ls_tells_kind_form_key_and_bytes(folder: Path) -> None:
     listed = json.loads(run("store", "ls", url_of(folder), "--json").stdout)
     assert sorted(listed, key=str) == [
-        {"kind": "page", "key": "01" * 32, "bytes": RECORD_BYTES},
-        {"kind": "page", "key": "02" * 32, "bytes": RECORD_BYTES},
-        {"kind": "tail", "key": "02" * 32, "bytes": RECORD_BYTES},
+        {"kind": "page", "form": FORM, "key": "01" * 32, "bytes": RECORD_BYTES},
+        {"kind": "page", "form": FORM, "key": "02" * 32, "bytes": RECORD_BYTES},
+        {"kind": "tail", "form": FORM, "key": "02" * 32, "bytes": RECORD_BYTES},
     ]
     lines = sorted(run("store", "ls", url_of(folder)).stdout.splitlines())
     assert [line.split() for line in lines] == [
-        ["page", "01" * 32, f"{RECORD_BYTES:,}"],
-        ["page", "02" * 32, f"{RECORD_BYTES:,}"],
-        ["tail", "02" * 32, f"{RECORD_BYTES:,}"],
+        ["page", FORM, "01" * 32, f"{RECORD_BYTES:,}"],
+        ["page", FORM, "02" * 32, f"{RECORD_BYTES:,}"],
+        ["tail", FORM, "02" * 32, f"{RECORD_BYTES:,}"],
     ]
     assert len(run("store", "ls", url_of(folder), "--limit", "2").stdout.splitlines()) == 2
 
@@ -92,16 +93,15 @@ def test_check_lists_what_is_bad_and_says_so_to_programs(folder: Path) -> None:
     done = run("store", "check", url_of(folder))
     assert done.returncode == 1
     *bad, last = done.stdout.splitlines()
-    assert sorted(line.split(maxsplit=2) for line in bad) == [
-        ["page", "02" * 32, Flaw.CHECKSUM.value],
-        ["tail", "02" * 32, Flaw.CHECKSUM.value],
+    assert sorted(line.split(maxsplit=3) for line in bad) == [
+        ["page", FORM, "02" * 32, Flaw.CHECKSUM.value],
+        ["tail", FORM, "02" * 32, Flaw.CHECKSUM.value],
     ]
     assert last == "3 records, 2 of them bad"
     told = run("store", "check", url_of(folder), "--json")
     assert told.returncode == 1
-    assert {"kind": "tail", "key": "02" * 32, "flaw": "CHECKSUM", "why": Flaw.CHECKSUM.value} in json.loads(
-        told.stdout
-    )["bad"]
+    bad = {"kind": "tail", "form": FORM, "key": "02" * 32, "flaw": "CHECKSUM", "why": Flaw.CHECKSUM.value}
+    assert bad in json.loads(told.stdout)["bad"]
 
 
 def test_looking_works_beside_a_server_and_compacting_does_not(folder: Path) -> None:

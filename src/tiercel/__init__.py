@@ -12,11 +12,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tiercel.cache import Extended, Loaded, Request, TieredCache, Wait, WaitFor
     from tiercel.config import CacheConfig
-    from tiercel.spec import CacheSpec
+    from tiercel.spec import CacheSpec, Identity
 
-__all__ = ["CacheConfig", "CacheSpec", "Extended", "Loaded", "Request", "TieredCache", "Wait", "WaitFor"]
+__all__ = [
+    "CacheConfig",
+    "CacheSpec",
+    "Extended",
+    "Identity",
+    "Loaded",
+    "Request",
+    "TieredCache",
+    "Wait",
+    "WaitFor",
+]
 
-_HOME = {"CacheConfig": "tiercel.config", "CacheSpec": "tiercel.spec"}
+_HOME = {"CacheConfig": "tiercel.config", "CacheSpec": "tiercel.spec", "Identity": "tiercel.spec"}
 
 
 def __getattr__(name: str) -> Any:

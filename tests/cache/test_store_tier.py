@@ -2,6 +2,7 @@
 workers that run when they are told to, a clock that stands still, and stores that misbehave on request."""
 
 import logging
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -14,9 +15,12 @@ from tiercel.config import LAYOUTS
 from tiercel.errors import ConfigError, StoreError
 from tiercel.policy.breaker import State
 from tiercel.policy.resume import Why
+from tiercel.spec.identity import Identity
 from tiercel.storage.base import Put
+from tiercel.storage.file import FileStore
 from tiercel.storage.memory import MemoryStore
-from tiercel.transfer.mover import Work, Workers
+from tiercel.storage.record import page_key_of
+from tiercel.transfer.mover import Piece, Work, Workers
 from tiercel.tree.actions import Cleared, Event
 from tiercel.types import Tier
 
@@ -159,8 +163,8 @@ def test_a_request_that_leaves_in_any_phase_leaves_nothing_behind(steps):
 def test_the_longest_legal_boundary_counts_not_the_least_of_pages_and_tails():
     """A tail at page 4 is lost, the one at 2 is there: two pages are fetched, not none and not four."""
     first = filled(WINDOW, tail_every_pages=2)
-    keys = first.cache.chain(TEXT).keys
-    first.store.delete([bytes([2]) + keys[3]])
+    lost = Piece(True, first.cache.chain(TEXT).keys[3])
+    assert first.store.delete([first.cache.store.mover.key(lost)]) == 1
     again = first.restart(tail_every_pages=2)
     request = again.begin_loaded(TEXT)
     assert request.reuse.store_tokens == 8
@@ -211,7 +215,7 @@ def test_a_store_that_lies_is_a_miss_and_the_record_is_removed(lie, caplog):
 def test_a_page_that_can_not_be_read_any_more_is_computed_and_written_again(bad):
     """One other value under one name, as anybody with access to a shared server can leave it there."""
     first = filled()
-    (name,) = [key for key in first.store._values if key[1:] == first.cache.chain(TEXT).keys[bad]]
+    (name,) = [key for key in first.store._values if page_key_of(key) == first.cache.chain(TEXT).keys[bad]]
     first.store.put([Put(name, [b"somebody else's"])])
     second = first.restart()
     reuse = second.serve(TEXT)
@@ -471,6 +475,67 @@ def test_a_write_that_ends_after_the_store_was_emptied_proves_nothing():
     driver.settle()
     pages = driver.cache.tree.index.values()
     assert all(page.stored for page in pages) and driver.store.stats()["records"] == len(pages)
+
+
+def parts_of(spec):
+    """Two stages, and two ranks, whose streams are equal: nothing but the form tells their records apart."""
+    middle = spec.layers[len(spec.layers) // 2]
+    return {
+        "stages": (spec.stage(0, middle), spec.stage(middle, spec.layers[-1] + 1)),
+        "ranks": (replace(spec, shard="0/2"), replace(spec, shard="1/2")),
+    }
+
+
+@pytest.mark.parametrize("parts", ["stages", "ranks"])
+@pytest.mark.parametrize("spec", [PLAIN, V4], ids=lambda spec: spec.model)
+def test_parts_of_one_model_agree_on_page_keys_and_never_read_each_others_records(tmp_path, spec, parts):
+    one, two = parts_of(spec)[parts]
+    drivers = []
+    for part in (one, two):
+        with FileStore(tmp_path / "store", 64 * 1024**2) as store:
+            driver = StoreDriver(part, store=store, tail_every_pages=1)
+            assert driver.serve(TEXT).tokens == 0, "the other part's records are there, and not found"
+            driver.cache.close()
+        drivers.append(driver)
+    assert drivers[0].cache.chain(TEXT).keys == drivers[1].cache.chain(TEXT).keys
+    for driver in drivers:
+        with FileStore(tmp_path / "store", 64 * 1024**2) as store:
+            again = StoreDriver(driver.spec, store=store, tail_every_pages=1)
+            assert again.serve(TEXT).store_tokens == 16
+            assert not again.cache.stats()["store"]["flaws"]
+            again.cache.close()
+
+
+def test_what_a_store_lets_go_of_another_part_is_still_there_of_this_one():
+    class Told(MemoryStore):
+        gone = ()
+
+        def removed(self):
+            gone, self.gone = self.gone, ()
+            return gone
+
+    one, two = parts_of(PLAIN)["ranks"]
+    store = Told()
+    other, driver = filled(two, store=store), filled(one, store=store)
+    page = driver.cache.tree.index[driver.cache.chain(TEXT).keys[3]]
+    for who, stored in ((other, True), (driver, False)):
+        store.gone = (who.cache.store.mover.key(Piece(False, page.key)), b"a strange name")
+        driver.serve([int(stored)] * 9)  # something is written, and the store tells
+        assert not store.gone and page.stored is stored
+
+
+def test_whose_numbers_they_are_is_asked_before_how_they_lie():
+    first = filled()
+    for other in (
+        Identity("another model"),
+        Identity(PLAIN.model, "rope 8"),
+        Identity(PLAIN.model, "", "avx2"),
+    ):
+        again = first.restart(identity=other)
+        assert again.serve(TEXT).tokens == 0
+    renamed = StoreDriver(replace(PLAIN, model="renamed"), store=first.store, identity=Identity(PLAIN.model))
+    renamed.bytes.texts = first.bytes.texts
+    assert renamed.serve(TEXT).store_tokens == 16, "the name is for people"
 
 
 def test_two_tenants_never_meet_in_the_store():

@@ -28,13 +28,14 @@ PLAIN, WINDOW, LONG, V4 = (
 class Driver:
     """A cache and a one-request-at-a-time engine that writes bytes which name their text."""
 
-    def __init__(self, spec=PLAIN, *, host_pages=40, held=False, **settings):
+    def __init__(self, spec=PLAIN, *, host_pages=40, held=False, identity=None, **settings):
         settings = {"device_pages": 8, "device_tails": 4 * spec.pages_per_window} | settings
         self.copies = {direction: HeldCopies() for direction in Direction}
         self.spec = spec
         self.cache = TieredCache(
             spec,
             CacheConfig(host_bytes=host_pages * spec.host_page_bytes, **settings),
+            identity=identity,
             executors=self.copies if held else None,
         )
         self.bytes = Bytes(spec, self.cache.device)

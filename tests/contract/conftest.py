@@ -86,7 +86,7 @@ def redis_subject(stack: ExitStack, folder, *, unix: bool = False) -> Subject:
     stack.callback(small_factory.close)
 
     def make_a_list(store: RedisStore, key: RecordKey) -> None:
-        name = b"tiercel:1:" + key
+        name = b"tiercel:2:" + key
         store._client.delete(name)
         store._client.lpush(name, "not a string")
 

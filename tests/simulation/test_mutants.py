@@ -67,12 +67,12 @@ def a_missing_tail_is_overlooked(page, pages_per_window, device_only):
     return (page.tail,) if page.tail else ()
 
 
-def the_namespace_is_forgotten(fingerprint, namespace):
-    return real_seeded(fingerprint, ())
+def the_namespace_is_forgotten(identity, page_tokens, namespace):
+    return real_seeded(identity, page_tokens, ())
 
 
-def namespaces_run_together(fingerprint, namespace):
-    return real_seeded(fingerprint, ("".join(namespace),))
+def namespaces_run_together(identity, page_tokens, namespace):
+    return real_seeded(identity, page_tokens, ("".join(namespace),))
 
 
 def only_the_match_counts_as_used(self, page, tails, priority):

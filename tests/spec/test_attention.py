@@ -51,10 +51,10 @@ def test_layers_are_a_number_or_the_ids_themselves() -> None:
     assert mha("m", 64, (4, 7), 1, 8).layers == (4, 7)
 
 
-def test_types_of_one_width_do_not_share_a_fingerprint() -> None:
+def test_types_of_one_width_do_not_share_a_form() -> None:
     bf16, fp16 = (mha("m", 64, 2, 1, 8, dtype=dtype) for dtype in ("bf16", "fp16"))
     assert bf16.page_bytes == fp16.page_bytes
-    assert bf16.fingerprint != fp16.fingerprint
+    assert bf16.form != fp16.form
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("bf16", 1152), ("fp8", 656), ("fp32", 2304)])

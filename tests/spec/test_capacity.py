@@ -72,4 +72,4 @@ def test_the_table_can_be_written_as_json() -> None:
     data = json.loads(json.dumps(capacity_of(make_spec(), device_bytes=160).to_dict()))
     assert data["device"] == {"bytes": 160, "pages": 2, "tokens": 16, "tails": 1}
     assert data["streams"][0]["bytes_per_page"] == 80
-    assert bytes.fromhex(data["fingerprint"]) == make_spec().fingerprint
+    assert bytes.fromhex(data["form"]) == make_spec().form

@@ -153,7 +153,7 @@ def test_four_stages_of_flash_hold_together_what_the_whole_holds() -> None:
     assert sorted(owned) == sorted((s.name, layer) for s in spec.streams for layer in s.layers)
     assert stages[3].layers == tuple(range(33, 43))
     assert sum(stage.page_bytes for stage in stages) == spec.page_bytes
-    assert len({stage.fingerprint for stage in stages}) == 4
+    assert len({stage.form for stage in stages}) == 4
 
 
 def test_the_mtp_draft_is_one_more_window_layer() -> None:

@@ -68,7 +68,7 @@ def test_a_record_put_by_one_process_is_read_by_another(master, store):
 def test_a_record_is_found_under_its_hexadecimal_name(master, store):
     keep(store, SAMPLES[:2])
     assert dict(store.keys()) == {sample.key: sample.form.record_bytes for sample in SAMPLES[:2]}
-    assert store._client.is_exist("tiercel:1:" + SAMPLES[0].key.hex()) == 1
+    assert store._client.is_exist("tiercel:2:" + SAMPLES[0].key.hex()) == 1
 
 
 def test_records_of_others_are_left_alone(store):

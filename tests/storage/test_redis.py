@@ -113,11 +113,11 @@ def test_a_full_server_that_evicts_nothing_answers_false():
 
 def test_other_keys_of_the_database_are_left_alone(server, store):
     others = redis.Redis(port=server.port)
-    others.mset({"mine": "1", "tiercel": "2", "tiercel:2:mine": "3", "xtiercel:1:mine": "4"})
+    others.mset({"mine": "1", "tiercel": "2", "tiercel:1:mine": "3", "xtiercel:2:mine": "4"})
     keep(store, SAMPLES)
     assert dict(store.keys()).keys() == {sample.key for sample in SAMPLES}
     store.clear()
-    assert sorted(others.keys()) == [b"mine", b"tiercel", b"tiercel:2:mine", b"xtiercel:1:mine"]
+    assert sorted(others.keys()) == [b"mine", b"tiercel", b"tiercel:1:mine", b"xtiercel:2:mine"]
     others.close()
 
 
@@ -140,14 +140,14 @@ def test_two_clients_see_each_others_records(server, store):
 def test_a_name_is_the_prefix_and_the_key_and_a_value_is_the_record(server, store):
     keep(store, SAMPLES[:1])
     plain = redis.Redis(port=server.port)
-    assert plain.get(b"tiercel:1:" + SAMPLES[0].key) == SAMPLES[0].header + SAMPLES[0].payload
+    assert plain.get(b"tiercel:2:" + SAMPLES[0].key) == SAMPLES[0].header + SAMPLES[0].payload
     plain.close()
 
 
 def test_something_else_under_our_name_is_a_miss_and_never_a_value(server, store):
     keep(store, SAMPLES[:3])
     plain = redis.Redis(port=server.port)
-    name = b"tiercel:1:" + SAMPLES[1].key
+    name = b"tiercel:2:" + SAMPLES[1].key
     plain.delete(name)
     plain.lpush(name, "not a string")
     plain.close()
@@ -162,7 +162,7 @@ def test_no_more_is_read_than_was_asked_for(server, store, others_bytes):
     """Whoever may write to the server can leave something huge under our name."""
     keep(store, SAMPLES[:3])
     plain = redis.Redis(port=server.port)
-    plain.set(b"tiercel:1:" + SAMPLES[1].key, bytes(others_bytes))
+    plain.set(b"tiercel:2:" + SAMPLES[1].key, bytes(others_bytes))
     before = plain.info("stats")["total_net_output_bytes"]
     assert store.get([Read(sample).get for sample in SAMPLES[:3]]) == [True, False, True]
     sent = plain.info("stats")["total_net_output_bytes"] - before

@@ -1,5 +1,5 @@
-"""Goal: a key names a prefix, its model and its namespace, and nothing else. Method: golden value, and pairs
-that must differ."""
+"""Goal: a key names a prefix, whose numbers it is of, a page size and a namespace, and nothing else. Method:
+golden value, and pairs that must differ."""
 
 import hashlib
 
@@ -8,19 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.make import FINGERPRINT
+from tests.make import IDENTITY
 from tiercel.errors import TokenError
 from tiercel.tree.keys import KeyChain
 
 
-def keys_of(tokens, namespace=(), page_tokens=4, fingerprint=FINGERPRINT):
-    chain = KeyChain(fingerprint, namespace, page_tokens)
+def keys_of(tokens, namespace=(), page_tokens=4, identity=IDENTITY):
+    chain = KeyChain(identity, namespace, page_tokens)
     chain.extend(tokens)
     return chain.keys
 
 
 def test_the_key_is_what_the_documentation_says():
-    seed = b"".join(len(p).to_bytes(4, "little") + p for p in (b"tiercel key 1", FINGERPRINT, b"tenant"))
+    parts = (b"tiercel key 2", IDENTITY, b"\4\0\0\0", b"tenant")
+    seed = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
     tokens = np.arange(8, dtype="<u4").tobytes()
     assert keys_of(range(8), ("tenant",)) == [
         hashlib.sha256(seed + tokens[:16]).digest(),
@@ -30,7 +31,7 @@ def test_the_key_is_what_the_documentation_says():
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=40), st.lists(st.integers(0, 40), max_size=5))
 def test_a_text_extended_piece_by_piece_has_the_keys_of_the_whole(tokens, cuts):
-    chain, cuts = KeyChain(FINGERPRINT, (), 4), sorted(cuts)
+    chain, cuts = KeyChain(IDENTITY, (), 4), sorted(cuts)
     for start, end in zip([0, *cuts], [*cuts, len(tokens)], strict=True):
         chain.extend(tokens[start:end])
     assert chain.keys == keys_of(tokens) and chain.tokens == len(tokens)
@@ -51,20 +52,18 @@ def test_namespaces_never_share_a_key(other):
 
 
 def test_two_models_never_share_a_key():
-    assert not set(keys_of(range(8))) & set(keys_of(range(8), fingerprint=b"g" * 32))
+    assert not set(keys_of(range(8))) & set(keys_of(range(8), identity=b"g" * 32))
 
 
-def test_page_sizes_never_share_a_key_by_way_of_the_fingerprint():
-    assert keys_of(range(8), page_tokens=4)[-1] == keys_of(range(8), page_tokens=8)[-1], (
-        "the page size is in the spec's fingerprint, not in the chain"
-    )
+def test_page_sizes_never_share_a_key():
+    assert not set(keys_of(range(8), page_tokens=4)) & set(keys_of(range(8), page_tokens=8))
 
 
 @pytest.mark.parametrize(
     "tokens", [[1, -1], [2**32], np.array([2**40]), np.array([-5], dtype=np.int32), [0.5], [[1, 2]], ["a"]]
 )
 def test_tokens_that_can_not_name_a_page_are_refused_and_change_nothing(tokens):
-    chain = KeyChain(FINGERPRINT, (), 2)
+    chain = KeyChain(IDENTITY, (), 2)
     chain.extend([1, 2, 3])
     keys = list(chain.keys)
     with pytest.raises(TokenError, match="tokens"):

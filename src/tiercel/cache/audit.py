@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from tiercel.pages.pool import PagePool
@@ -24,6 +25,7 @@ def stats(cache: TieredCache) -> dict[str, Any]:
         word: (cache.counters[f"pages_{word}"], cache.counters[f"tails_{word}"]) for word in WORDS.values()
     }
     return {
+        "identity": {**asdict(cache.identity), "share": cache.identity.share},
         "cached_bytes": {tier: _bytes_by_stream(cache.spec, *counts) for tier, counts in held.items()},
         "moved_bytes": {word: _bytes_by_stream(cache.spec, *counts) for word, counts in moved.items()},
         "moved_s": _seconds(cache),

@@ -21,7 +21,7 @@ from tiercel.config import CacheConfig
 from tiercel.policy.breaker import Breaker, State
 from tiercel.policy.fetch import Rate
 from tiercel.spec.cache_spec import CacheSpec
-from tiercel.storage.record import Kind
+from tiercel.storage.record import Kind, page_key_of
 from tiercel.transfer.mover import Answer, Operation, StoreMover, Work
 from tiercel.tree.actions import Cleared, Event
 from tiercel.tree.keys import KeyChain
@@ -145,7 +145,7 @@ class StoreTier:
     def _tell_removed(self) -> None:
         while self.mover.removed:
             key = self.mover.removed.popleft()
-            self._not_stored(key[0] == Kind.TAIL, PageKey(key[1:]))
+            self._not_stored(key[0] == Kind.TAIL, PageKey(page_key_of(key)))
 
     def _not_stored(self, tail: bool, key: PageKey) -> Item | None:
         """The store no longer has this; answers what the tree has of it."""

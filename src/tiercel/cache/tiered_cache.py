@@ -38,6 +38,7 @@ from tiercel.policy.evict import make_evict_policy
 from tiercel.policy.fetch import Rate
 from tiercel.policy.save import make_save_policy
 from tiercel.spec.cache_spec import CacheSpec
+from tiercel.spec.identity import Identity
 from tiercel.storage.base import Store
 from tiercel.transfer.controller import LocalController
 from tiercel.transfer.copier import make_copier
@@ -56,13 +57,14 @@ Clock = Callable[[], float]
 
 
 class TieredCache:
-    """The tiers of one model's cache."""
+    """The tiers of one model's cache. Without an `identity` the model's name says whose numbers it has."""
 
     def __init__(
         self,
         spec: CacheSpec,
         config: CacheConfig,
         *,
+        identity: Identity | None = None,
         device: str = "cpu",
         executors: dict[Direction, Executor] | None = None,
         pool_order: Callable[[int], Sequence[int]] | None = None,
@@ -71,8 +73,8 @@ class TieredCache:
         if config.device_tails < least:
             why = f"{spec.model} keeps tails: a request needs {least} places for them"
             raise ConfigError("device_tails", config.device_tails, why)
-        self.spec = spec
-        self.config = config
+        self.spec, self.config = spec, config
+        self.identity = identity or Identity(spec.model)
         self.device = DeviceMemory(spec, config.device_pages, config.device_tails, device)
         self._save = make_save_policy(config.save)
         self.tree = PrefixTree(
@@ -113,7 +115,7 @@ class TieredCache:
     def chain(self, tokens: Tokens = (), namespace: Namespace = ()) -> KeyChain:
         """The keys of a text: made once, kept while the request waits, extended as the text grows."""
         told = self._observer is not None
-        chain = KeyChain(self.spec.fingerprint, namespace, self.spec.page_tokens, keep_tokens=told)
+        chain = KeyChain(self.identity.digest, namespace, self.spec.page_tokens, keep_tokens=told)
         chain.extend(tokens)
         return chain
 

@@ -17,7 +17,7 @@ import typer
 
 from tiercel.errors import ConfigError, TiercelError
 from tiercel.storage.base import Get, Store
-from tiercel.storage.record import Flaw, Kind, RecordKey, flaw_of
+from tiercel.storage.record import Flaw, Kind, RecordKey, flaw_of, page_key_of
 
 READ_BYTES = 64 * 1024**2
 """Records are checked so many bytes at a time: enough for any disk, and little of the machine's memory."""
@@ -47,14 +47,14 @@ def ls(
     limit: Annotated[int | None, typer.Option(help="So many at most.", min=0)] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Every record: its kind, the key of its page, its bytes. In no order."""
+    """Every record: its kind, its form, the key of its page, its bytes. In no order."""
     with _open(url, read_only=True) as store:
         entries = (_entry(key, size) for key, size in islice(store.keys(), limit))
         if as_json:
             typer.echo(json.dumps([entry._asdict() for entry in entries], indent=2))
         else:
             for entry in entries:
-                typer.echo(f"{entry.kind:13} {entry.key}  {entry.bytes:>13,}")
+                typer.echo(f"{entry.kind:13} {entry.form}  {entry.key}  {entry.bytes:>13,}")
 
 
 @app.command()
@@ -62,12 +62,12 @@ def check(url: Url, as_json: AsJson = False) -> None:
     """Read every record and verify every byte. Exit code 1: something is bad, and is listed."""
     with _open(url, read_only=True) as store:
         records, flaws = _flaws(store)
-    bad = [_Bad(*_entry(key)[:2], flaw.name, flaw.value) for key, flaw in flaws]
+    bad = [_Bad(*_entry(key)[:3], flaw.name, flaw.value) for key, flaw in flaws]
     if as_json:
         typer.echo(json.dumps({"records": records, "bad": [each._asdict() for each in bad]}, indent=2))
     else:
         for each in bad:
-            typer.echo(f"{each.kind:13} {each.key}  {each.why}")
+            typer.echo(f"{each.kind:13} {each.form}  {each.key}  {each.why}")
         typer.echo(f"{records:,} records, {len(bad):,} of them bad")
     if bad:
         raise typer.Exit(1)
@@ -119,21 +119,24 @@ def _open(url: str, *, read_only: bool) -> Store:
 
 class _Entry(NamedTuple):
     kind: str
+    form: str
     key: str
     bytes: int
 
 
 class _Bad(NamedTuple):
     kind: str
+    form: str
     key: str
     flaw: str
     why: str
 
 
 def _entry(key: RecordKey, size: int = 0) -> _Entry:
-    """A record as it is shown: the kind by its name, the page's key in hexadecimal digits."""
-    known = key[0] in set(Kind)
-    return _Entry(Kind(key[0]).name.lower() if known else f"kind {key[0]}", key[1:].hex(), size)
+    """A record as it is shown: the kind by its name, form and page key in hexadecimal digits."""
+    kind, page_key = key[0], page_key_of(key)
+    name = Kind(kind).name.lower() if kind in set(Kind) else f"kind {kind}"
+    return _Entry(name, key[1 : -len(page_key)].hex(), page_key.hex(), size)
 
 
 def _shown(value: Any) -> str:

@@ -13,6 +13,7 @@ from tiercel.kernels.choice import make_kernels
 from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.families import EMBEDDED, family_of, folder_of
 from tiercel.spec.cache_spec import CacheSpec
+from tiercel.spec.identity import Identity
 from tiercel.storage.open import open_store
 from tiercel.storage.secrets import hide
 from tiercel.text.text import Text
@@ -39,11 +40,12 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
         raise ConfigError("exact", build.exact, why)
     page_tokens = build.page_tokens or (128 if build.model == EMBEDDED else 256)
     spec = family.declare(checkpoint.config, page_tokens, build.format)
-    spec = replace(spec, made_by=f"{checkpoint.digest()} {own.digest} {kernels.BITS}")
     pages, tails = _places(build.device_bytes, spec, config)
     text = Text(folder)
     weights = family.load(checkpoint, own)
-    cache = TieredCache(spec, replace(config.cache, device_pages=pages, device_tails=tails))
+    identity = Identity(checkpoint.digest(), f"{own.digest} {build.format}", kernels.BITS)
+    settings = replace(config.cache, device_pages=pages, device_tails=tails)
+    cache = TieredCache(spec, settings, identity=identity)
     if build.store is not None:
         _attach(cache, build.store)
     model = family.build(own, weights, cache.device, config.running_max, kernels)

@@ -4,6 +4,7 @@ from tiercel.spec.attention import Heads, Recurrence, eagle, mha, mla, mla_index
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.capacity import Capacity, Fit, StreamSize, capacity_of
 from tiercel.spec.deepseek_v4 import deepseek_v4, deepseek_v4_mtp
+from tiercel.spec.identity import Identity
 from tiercel.spec.presets import PRESETS, load
 from tiercel.spec.stream import PREFIX, Keep, Part, Prefix, State, Stream, Window
 
@@ -14,6 +15,7 @@ __all__ = [
     "Capacity",
     "Fit",
     "Heads",
+    "Identity",
     "Keep",
     "Part",
     "Prefix",

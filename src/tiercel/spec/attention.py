@@ -146,7 +146,7 @@ def recurrent(
 def values(count: int, dtype: str) -> Part:
     """`count` numbers of one type.
 
-    The part is named after the type: bf16 and fp16 are equally wide and must not share a fingerprint.
+    The part is named after the type: bf16 and fp16 are equally wide and must not share a form.
     """
     if dtype not in DTYPE_BYTES:
         raise SpecError("dtype", dtype, f"is none of {', '.join(DTYPE_BYTES)}")

@@ -18,27 +18,28 @@ from typing import Any
 from tiercel.errors import SpecError
 from tiercel.spec.stream import Keep, Part, Prefix, State, Stream, Window, check_positive
 
-FORMAT_VERSION = 1
-"""Part of the fingerprint: raise it when the meaning of stored bytes changes."""
+FORM_BYTES = 16
+FORMAT_VERSION = 2
+"""Part of the form: raise it when the meaning of stored bytes changes."""
 
 
 @dataclass(frozen=True)
 class CacheSpec:
     """The streams of one model (or of one pipeline stage of it) and the size of a page.
 
-    `model` names the weights: pages of two models never share a key.
+    It says how bytes lie, not whose numbers they are (`spec.identity`): `model` is a name for people.
     """
 
     model: str
     page_tokens: int
     streams: tuple[Stream, ...]
-    made_by: str = ""
-    """What else the bytes depend on: which weights, on which kernels. Another word is another cache."""
+    shard: str = ""
+    """Which part of every entry, where ranks cut entries, such as `0/8`. Equal streams, other bytes."""
     whole: CacheSpec | None = field(default=None, compare=False, repr=False)
     """Of a stage, the model it is a stage of: some answers depend on all layers."""
 
     def __post_init__(self) -> None:
-        for name in ("model", "made_by"):
+        for name in ("model", "shard"):
             if not isinstance(getattr(self, name), str):
                 raise SpecError(name, getattr(self, name), "must be a name")
         check_positive("page_tokens", self.page_tokens)
@@ -163,20 +164,20 @@ class CacheSpec:
         )
         return replace(self, model=f"{self.model}+{draft.model}", streams=self.streams + drafted)
 
-    # Identity
+    # Form
 
     @cached_property
-    def fingerprint(self) -> bytes:
-        """32 bytes that change with anything that changes the meaning of a stored byte."""
+    def form(self) -> bytes:
+        """16 bytes that change with anything that changes how the bytes lie. The model's name does not."""
         # Keys are not sorted: the order of an entry's parts is the order of its bytes.
-        text = json.dumps([FORMAT_VERSION, self.to_dict()], separators=(",", ":"))
-        return hashlib.sha256(text.encode()).digest()
+        text = json.dumps([FORMAT_VERSION, {**self.to_dict(), "model": ""}], separators=(",", ":"))
+        return hashlib.sha256(text.encode()).digest()[:FORM_BYTES]
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "model": self.model,
             "page_tokens": self.page_tokens,
-            **({"made_by": self.made_by} if self.made_by else {}),
+            **({"shard": self.shard} if self.shard else {}),
             "streams": [
                 {
                     "name": s.name,
@@ -193,7 +194,7 @@ class CacheSpec:
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> CacheSpec:
         """The inverse of `to_dict`: how a stream nobody wrote code for is declared."""
-        _check_keys("spec", data, {"model", "page_tokens", "streams"}, optional={"made_by"})
+        _check_keys("spec", data, {"model", "page_tokens", "streams"}, optional={"shard"})
         _check_list("spec.streams", data["streams"])
         streams = []
         for i, item in enumerate(data["streams"]):
@@ -212,7 +213,7 @@ class CacheSpec:
                     row_align=item.get("row_align", 1),
                 )
             )
-        return CacheSpec(data["model"], data["page_tokens"], tuple(streams), data.get("made_by", ""))
+        return CacheSpec(data["model"], data["page_tokens"], tuple(streams), data.get("shard", ""))
 
 
 _STREAM_OPTIONAL = {"keep", "tokens_per_entry", "row_align"}

@@ -40,7 +40,7 @@ class Capacity:
     """The table of one spec. `device` and `host` are None when their memory was not given."""
 
     model: str
-    fingerprint: str
+    form: str
     page_tokens: int
     streams: tuple[StreamSize, ...]
     bytes_per_page: int
@@ -62,7 +62,7 @@ def capacity_of(
     host_tail_bytes = spec.host_pages_per_tail * spec.host_page_bytes
     return Capacity(
         model=spec.model,
-        fingerprint=spec.fingerprint.hex(),
+        form=spec.form.hex(),
         page_tokens=spec.page_tokens,
         streams=tuple(_size(spec, stream) for stream in spec.streams),
         bytes_per_page=spec.page_bytes,

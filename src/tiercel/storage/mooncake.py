@@ -45,7 +45,7 @@ from tiercel.errors import ConfigError, StoreError
 from tiercel.storage.base import Get, Put, Store, trips
 from tiercel.storage.record import RecordKey, View
 
-_PREFIX = "tiercel:1:"
+_PREFIX = "tiercel:2:"
 _TRIP_BYTES = 16 << 20
 """Values that travel together, so that no call takes longer than a lease even over a slow network."""
 _PIECE_LEAST = {"tcp": 512 << 10}

@@ -21,16 +21,17 @@ from typing import Any, NamedTuple, NewType
 import xxhash
 
 MAGIC = b"tiercel\n"
-VERSION = 1
+VERSION = 2
 ALIGN_LEAST = 64
-KEY_BYTES = 33
+KEY_BYTES = 49
 
-_FIXED = struct.Struct("<8sHBxIQ32s32s16sI4x8s8x")
+_FIXED = struct.Struct("<8sHBxIQ16s32s16sI20x8s8x")
 _CHECK_AT = 112
 """Where the header's own checksum stands: it is taken with zeros there."""
 
 RecordKey = NewType("RecordKey", bytes)
-"""A record's name in a store: the kind's byte, then the 32 bytes of the page's key."""
+"""A record's name in a store: the kind's byte, 16 bytes of the form, 32 of the page's key. Whoever holds
+other layers of the same model asks for the same page keys, and never gets these bytes."""
 
 View = memoryview | bytearray | bytes
 """Bytes that lie together."""
@@ -56,15 +57,18 @@ class Flaw(Enum):
     FOREIGN = "not a record"
     VERSION = "a record of another format version"
     HEADER = "a damaged header"
-    FINGERPRINT = "written for another model, or another form of it"
+    FORM = "of another form: other streams, layers or lengths"
     KEY = "the record of another key"
-    FORM = "other streams or another length"
     CHECKSUM = "a damaged payload"
     UNREADABLE = "nothing, though it lists it"
 
 
-def record_key(kind: Kind, page_key: bytes) -> RecordKey:
-    return RecordKey(bytes((kind,)) + page_key)
+def record_key(kind: Kind, form: bytes, page_key: bytes) -> RecordKey:
+    return RecordKey(bytes((kind,)) + form + page_key)
+
+
+def page_key_of(key: RecordKey) -> bytes:
+    return key[-32:]
 
 
 class Header(NamedTuple):
@@ -73,14 +77,14 @@ class Header(NamedTuple):
     kind: Kind
     header_bytes: int
     payload_bytes: int
-    fingerprint: bytes
+    form: bytes
     page_key: bytes
     checksum: bytes
     table: bytes
 
     @property
     def key(self) -> RecordKey:
-        return record_key(self.kind, self.page_key)
+        return record_key(self.kind, self.form, self.page_key)
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,8 @@ class Form:
     """What the records of one kind look like in one cache and one store. Everything but key and payload."""
 
     kind: Kind
-    fingerprint: bytes
+    digest: bytes
+    """Of the whole declaration (`CacheSpec.form`)."""
     streams: tuple[tuple[str, tuple[int, ...], int], ...]
     """Name, layers and bytes per row, in the order of the payload."""
     payload_bytes: int
@@ -96,8 +101,15 @@ class Form:
     """The payload begins at a multiple of this."""
 
     def __post_init__(self) -> None:
-        assert len(self.fingerprint) == 32 and self.align >= 1
+        assert len(self.digest) == 16 and self.align >= 1
         assert sum(len(layers) * row for _, layers, row in self.streams) == self.payload_bytes
+
+    def key(self, page_key: bytes) -> RecordKey:
+        return record_key(self.kind, self.digest, page_key)
+
+    def made(self, key: RecordKey) -> bool:
+        """Whether this is the name of a record of this form."""
+        return len(key) == KEY_BYTES and key == self.key(page_key_of(key))
 
     @cached_property
     def table(self) -> bytes:
@@ -121,7 +133,7 @@ class Form:
                 self.kind,
                 self.header_bytes,
                 self.payload_bytes,
-                self.fingerprint,
+                self.digest,
                 page_key,
                 checksum(payload),
                 self.table,
@@ -133,10 +145,8 @@ class Form:
         read = parse(header)
         if isinstance(read, Flaw):
             return read
-        if read.fingerprint != self.fingerprint:
-            return Flaw.FINGERPRINT
-        if read.page_key != page_key or read.kind is not self.kind:
-            return Flaw.KEY
+        if read.key != self.key(page_key):
+            return Flaw.FORM if read.form != self.digest else Flaw.KEY
         if read.table != self.table or read.payload_bytes != self.payload_bytes:
             return Flaw.FORM
         return None if checksum(payload) == read.checksum else Flaw.CHECKSUM
@@ -165,7 +175,7 @@ def pack(header: Header) -> bytes:
         header.kind,
         header.header_bytes,
         header.payload_bytes,
-        header.fingerprint,
+        header.form,
         header.page_key,
         header.checksum,
         len(header.table),
@@ -182,7 +192,7 @@ def parse(data: View) -> Header | Flaw:
     """The header at the start of `data`, which may go on behind it; or what is wrong with it."""
     if len(data) < _FIXED.size:
         return Flaw.FOREIGN
-    magic, version, kind, size, payload, fingerprint, key, digest, table, check = _FIXED.unpack_from(data)
+    magic, version, kind, size, payload, form, key, digest, table, check = _FIXED.unpack_from(data)
     if magic != MAGIC:
         return Flaw.FOREIGN
     if not _FIXED.size <= size <= len(data):
@@ -196,7 +206,7 @@ def parse(data: View) -> Header | Flaw:
     if _FIXED.size + table > size or kind not in _KINDS:
         return Flaw.HEADER
     names = bytes(whole[_FIXED.size : _FIXED.size + table])
-    return Header(Kind(kind), size, payload, fingerprint, key, digest, names)
+    return Header(Kind(kind), size, payload, form, key, digest, names)
 
 
 def flaw_of(value: View, key: RecordKey) -> Flaw | None:

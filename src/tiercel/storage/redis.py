@@ -1,6 +1,6 @@
 """Records in Redis or Valkey: one string each, over TCP or a unix socket.
 
-The names of records begin with `tiercel:1:`, so a database may be shared with others: nothing else in it is
+The names of records begin with `tiercel:2:`, so a database may be shared with others: nothing else in it is
 read, listed or deleted. When memory is full the server's own rule decides: with `maxmemory-policy
 noeviction` a `put` answers False, with `allkeys-lru` the server lets something go (and does not say what).
 
@@ -26,7 +26,7 @@ from tiercel.errors import StoreError
 from tiercel.storage.base import Get, Put, Store, trips
 from tiercel.storage.record import RecordKey
 
-_PREFIX = b"tiercel:1:"
+_PREFIX = b"tiercel:2:"
 _TRIP_BYTES = 8 << 20
 """Values that travel together: larger batches were no faster (loopback, Neoverse-N1, 2026-11) and hold the
 server, which does one thing at a time, for longer."""

@@ -12,7 +12,7 @@ from itertools import pairwise
 from threading import Thread
 
 from tiercel.storage.base import Get, Put, Store
-from tiercel.storage.record import ALIGN_LEAST, Flaw, Form, Kind, RecordKey, record_key
+from tiercel.storage.record import ALIGN_LEAST, Flaw, Form, Kind, RecordKey
 
 _GAP = 3
 _BESIDE = 0xA5
@@ -38,12 +38,12 @@ class Sample:
 
     @property
     def key(self) -> RecordKey:
-        return record_key(self.kind, self.page_key)
+        return self.form.key(self.page_key)
 
     @cached_property
     def form(self) -> Form:
         streams = (("rows", (0,), self.payload_bytes),)
-        return Form(self.kind, b"conformance" + bytes(21), streams, self.payload_bytes, self.align)
+        return Form(self.kind, b"conformance" + bytes(5), streams, self.payload_bytes, self.align)
 
     @cached_property
     def payload(self) -> bytes:

@@ -31,7 +31,7 @@ from tiercel.memory.buffers import HostMemory
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.stream import Stream
 from tiercel.storage.base import Get, Put, Store
-from tiercel.storage.record import KEY_BYTES, Flaw, Form, Kind, RecordKey, record_key
+from tiercel.storage.record import Flaw, Form, Kind, RecordKey
 from tiercel.transfer.crew import Crew
 from tiercel.types import HostPageId, PageKey
 
@@ -153,7 +153,7 @@ class StoreMover:
         self.numbers: dict[str, Any] = {}
         """The store's own statistics, as last asked for."""
         self.removed: deque[RecordKey] = deque()
-        """What the store let go of by itself."""
+        """What the store let go of by itself, of this form."""
 
     def submit(self, work: Work, pieces: Sequence[Piece] = ()) -> Operation:
         """Never blocks."""
@@ -186,7 +186,7 @@ class StoreMover:
         return ended
 
     def key(self, piece: Piece) -> RecordKey:
-        return record_key(self.forms[piece.tail].kind, piece.key)
+        return self.forms[piece.tail].key(piece.key)
 
     @property
     def landed(self) -> bool:
@@ -288,9 +288,8 @@ class StoreMover:
             zip((value.key for value in values), self._store.put(values) if values else [], strict=True)
         )
         self._not_removed.difference_update(key for key, is_kept in kept.items() if is_kept)
-        kinds = {form.kind for form in self.forms.values()}
-        removed = [RecordKey(bytes(key)) for key in self._store.removed()]
-        self.removed.extend(key for key in removed if len(key) == KEY_BYTES and key[0] in kinds)
+        removed = (RecordKey(bytes(key)) for key in self._store.removed())
+        self.removed.extend(key for key in removed if any(form.made(key) for form in self.forms.values()))
         return [Answer.HERE if kept.get(key, True) else Answer.MISSING for key in keys]
 
     def _clear(self, _: Operation) -> list[Answer]:
@@ -303,7 +302,7 @@ class StoreMover:
 
     def _probe(self, operation: Operation) -> list[Answer]:
         form, key = self.forms[False], PageKey(os.urandom(32))
-        name, payload = record_key(form.kind, key), bytearray(form.payload_bytes)
+        name, payload = form.key(key), bytearray(form.payload_bytes)
         try:
             kept = self._store.put([Put(name, [form.header(key, [payload]), payload])])
             began_s = self._clock()
@@ -333,4 +332,4 @@ class StoreMover:
 def _form(kind: Kind, spec: CacheSpec, streams: Sequence[Stream], align: int) -> Form:
     rows = tuple((stream.name, stream.layers, spec.row_bytes(stream)) for stream in streams)
     size = sum(map(spec.bytes_of, streams))
-    return Form(kind, spec.fingerprint, rows, size, align)
+    return Form(kind, spec.form, rows, size, align)

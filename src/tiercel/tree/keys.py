@@ -3,7 +3,7 @@
 The key of a page is the SHA-256 of a seed and of every token from the start of the text to the page's end,
 read off a running hash at each page boundary:
 
-    seed ─ page 0 ─┬─ page 1 ─┬─ page 2 ─┬─ …          seed = fingerprint of the spec + namespace
+    seed ─ page 0 ─┬─ page 1 ─┬─ page 2 ─┬─ …          seed = identity, page size, namespace
                    ▼          ▼          ▼
                  key 0      key 1      key 2
 
@@ -26,14 +26,14 @@ from tiercel.types import Namespace, PageKey
 
 Tokens = Sequence[int] | npt.NDArray[Any]
 
-_VERSION = b"tiercel key 1"
+_VERSION = b"tiercel key 2"
 
 
 class KeyChain:
     """The keys of one text, extended as it grows. Tokens that do not fill a page yet wait in the chain."""
 
     def __init__(
-        self, fingerprint: bytes, namespace: Namespace, page_tokens: int, *, keep_tokens: bool = False
+        self, identity: bytes, namespace: Namespace, page_tokens: int, *, keep_tokens: bool = False
     ) -> None:
         self.page_tokens = page_tokens
         self.keys: list[PageKey] = []
@@ -42,7 +42,7 @@ class KeyChain:
         self.tokens = 0
         if not (isinstance(namespace, tuple) and all(isinstance(word, str) for word in namespace)):
             raise TokenError("namespace", namespace, "must be a tuple of words")
-        self._hash = _seeded(fingerprint, namespace).copy()
+        self._hash = _seeded(identity, page_tokens, namespace).copy()
         self._rest = b""
 
     def extend(self, tokens: Tokens) -> None:
@@ -79,12 +79,13 @@ def _token_bytes(tokens: Tokens) -> bytes:
 
 
 @lru_cache(maxsize=1024)
-def _seeded(fingerprint: bytes, namespace: Namespace) -> hashlib._Hash:
+def _seeded(identity: bytes, page_tokens: int, namespace: Namespace) -> hashlib._Hash:
     """A hash to copy from: most texts of a server share a few namespaces."""
-    return hashlib.sha256(_seed(fingerprint, namespace))
+    return hashlib.sha256(_seed(identity, page_tokens, namespace))
 
 
-def _seed(fingerprint: bytes, namespace: Namespace) -> bytes:
+def _seed(identity: bytes, page_tokens: int, namespace: Namespace) -> bytes:
     """Every word carries its length, so that no two namespaces run together."""
-    parts = [_VERSION, fingerprint, *(word.encode() for word in namespace)]
+    size = page_tokens.to_bytes(4, "little")
+    parts = [_VERSION, identity, size, *(word.encode() for word in namespace)]
     return b"".join(len(part).to_bytes(4, "little") + part for part in parts)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tiercel.storage.base import Get, Put
 from tiercel.storage.file import FileStore, direct
-from tiercel.storage.record import Form, Kind, RecordKey, record_key
+from tiercel.storage.record import Form, Kind, RecordKey
 
 KIB = 1024
 SIZE = 1024 * KIB
@@ -32,7 +32,7 @@ def page_key(name: str) -> bytes:
 
 
 def key_of(name: str, kind: Kind = Kind.PAGE) -> RecordKey:
-    return record_key(kind, page_key(name))
+    return form_of(name, kind).key(page_key(name))
 
 
 def size_of(name: str) -> int:
@@ -49,7 +49,7 @@ def payload_of(name: str) -> bytes:
 @cache
 def form_of(name: str, kind: Kind = Kind.PAGE) -> Form:
     size = size_of(name)
-    return Form(kind, b"f" * 32, (("kv", (0,), size),), size, FileStore.align)
+    return Form(kind, b"f" * 16, (("kv", (0,), size),), size, FileStore.align)
 
 
 @cache

@@ -72,7 +72,7 @@ def touched_by(data: bytes, block: int) -> set[str]:
     names = set()
     for name in NAMES:
         at = data.find(form_of(name).header(page_key(name), [b""])[:16])
-        while at >= 0 and data[at + 56 : at + 88] != page_key(name):
+        while at >= 0 and data[at + 40 : at + 72] != page_key(name):
             at = data.find(data[at : at + 16], at + BLOCK)
         if at >= 0 and at <= block < at + room_of(name):
             names.add(name)
@@ -257,7 +257,7 @@ def test_a_note_about_no_name_is_passed_over(place):
     (name,) = files_of(place / "killed")
     data = bytearray((place / "killed" / name).read_bytes())
     at = sum(map(room_of, NAMES[:3]))
-    odd = pack(Header(Kind.REMOVED, BLOCK, 0, bytes(32), page_key(NAMES[0]), checksum([b""]), b"\1\1"))
+    odd = pack(Header(Kind.REMOVED, BLOCK, 0, bytes(16), page_key(NAMES[0]), checksum([b""]), b"\1\1"))
     data[at : at + BLOCK] = odd
     (place / "killed" / name).write_bytes(data)
     for _ in range(2):
@@ -278,7 +278,7 @@ def test_a_table_that_speaks_of_other_places_than_its_file_has_is_not_believed(
     file = place / "store" / name
     table = Table()
     table.add([key_of("a:100")], note=0, offset=0, sizes=[form_of("a:100").record_bytes])
-    table.add([RecordKey(bytes(33))], note=note_kind, offset=offset, sizes=[size])
+    table.add([RecordKey(bytes(49))], note=note_kind, offset=offset, sizes=[size])
     file.write_bytes(file.read_bytes()[: 4 * BLOCK] + bytes(aligned(table.pack())))
     with make_store(place / "store") as store:
         stats = store.stats()

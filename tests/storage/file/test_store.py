@@ -36,7 +36,7 @@ from tiercel.storage import record
 from tiercel.storage.base import Get, Put
 from tiercel.storage.file import FileStore, direct, segment, table
 from tiercel.storage.file.room import SIZE_LEAST, segment_bytes_for
-from tiercel.storage.record import Flaw, Form, Kind, pack, parse, record_key
+from tiercel.storage.record import Flaw, Form, Kind, pack, parse
 
 NAMES = [f"page {number}" for number in range(24)]
 BIG = [f"{number}:20000" for number in range(200)]
@@ -84,10 +84,10 @@ def test_parts_may_lie_anywhere_and_have_any_length(path, size, place):
 
 def test_a_header_may_be_longer_than_a_page_of_the_disk(path):
     streams = tuple((f"stream {number}", (0, 1, 2), 1) for number in range(300))
-    form = Form(Kind.TAIL, b"f" * 32, streams, 900, FileStore.align)
+    form = Form(Kind.TAIL, b"f" * 16, streams, 900, FileStore.align)
     assert form.header_bytes > 2 * 4096
     record = [form.header(b"k" * 32, [b"p" * 900]), b"p" * 900]
-    key = record_key(Kind.TAIL, b"k" * 32)
+    key = form.key(b"k" * 32)
     with make_store(path) as store:
         keep(store, "before")
         assert store.put([Put(key, record)]) == [True]

@@ -32,7 +32,7 @@ HEADER_MOST = 1024**2
 """The longest header that a scan looks for. The longest of a real model has 8 KiB."""
 
 _TABLE_GUESS = 64 * 1024
-"""Read from the end of a segment before its length is known: the table of 1300 records."""
+"""Read from the end of a segment before its length is known: the table of 1000 records."""
 
 
 UNREADABLE_MOST = 16

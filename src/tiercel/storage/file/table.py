@@ -20,7 +20,7 @@ import xxhash
 from tiercel.storage.file.direct import ALIGN, padded
 from tiercel.storage.record import KEY_BYTES, Kind, RecordKey, View
 
-VERSION = 1
+VERSION = 2
 
 _MAGIC = b"tiercel\t"
 _TRAILER = struct.Struct("<8sH6xQ16s16x8s")
@@ -29,7 +29,7 @@ _ROW = np.dtype([("key", f"V{KEY_BYTES}"), ("note", "u1"), ("", "V2"), ("place",
 
 _NOTES = bytes((0, Kind.REMOVED, Kind.CLEARED))
 
-assert _ROW.itemsize == 48
+assert _ROW.itemsize == 64
 
 
 class OtherVersion(Exception):
