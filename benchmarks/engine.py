@@ -25,12 +25,13 @@ import torch
 
 from benchmarks.machine import describe
 from tiercel.config import CacheConfig
-from tiercel.engine.ask import Ask, Sampling
+from tiercel.engine.ask import Ask, Sampling, TokenOut
 from tiercel.engine.build import open_engine
 from tiercel.engine.config import MIB, Build, EngineConfig
 from tiercel.engine.engine import Engine
 from tiercel.engine.loop import plain_steps
 from tiercel.engine.sampling import best_tokens
+from tiercel.engine.step import Drawn
 from tiercel.engine.verify import answer_one
 
 LONG, ROUNDS = 4096, 9
@@ -113,7 +114,7 @@ def no_hit() -> dict[str, float]:
 def scheduler_us(running: int = 64, steps: int = 200) -> dict[str, float]:
     """The model answers at once, with the same logits for all."""
     engine = make_engine(device_mib=64)
-    logits = torch.zeros(running, engine.vocab_size)
+    scheduler, logits = engine.scheduler, torch.zeros(running, engine.vocab_size)
     spent = {"plan": 0.0, "advance": 0.0, "emit": 0.0}
 
     def timed(what: str, call: Any, *arguments: Any) -> Any:
@@ -125,13 +126,12 @@ def scheduler_us(running: int = 64, steps: int = 200) -> dict[str, float]:
     for i in range(running):
         engine.add(Ask(str(i), words(100, i), Sampling(10_000, temperature=0, ignore_eos=True)))
     prompts = plain_steps(engine)
-    while any(task.computed < 100 for task in engine.tasks.values()):
+    while any(task.seat is None or task.seat.computed < 100 for task in engine.tasks.values()):
         next(prompts)
     for _ in range(steps):
-        plan = timed("plan", engine.plan)
-        assert len(plan) == running
-        drawn = logits[: len(plan)]
-        outcomes = timed("advance", engine.advance, plan, drawn)
+        step = timed("plan", lambda: scheduler.seal(scheduler.plan()))
+        assert len(step.parts) == running
+        outcomes = timed("advance", scheduler.advance, step, Drawn([TokenOut(0)] * running, {}, 0.0))
         timed("emit", engine.emit, outcomes)
     each = {what: 1e6 * seconds / steps for what, seconds in spent.items()}
     start = time.perf_counter()

@@ -65,8 +65,9 @@ def settle(engine):
     while engine.cache.busy:
         engine.cache.step()
     engine.cache.check()
-    assert not engine.tasks and not engine.running and not engine.waiting and not engine.loading
-    assert len(engine._rings) == engine.config.running_max
+    own = engine.scheduler
+    assert not own.tasks and not own.running and not own.waiting and not own.loading
+    assert len(own.free_rings) == engine.config.running_max
 
 
 def tokens_of(answer):

@@ -96,7 +96,7 @@ def test_a_model_without_tails_gets_pages_only():
 def test_a_draft_nobody_asks_for_is_named_once_and_not_read(tmp_path):
     engine, choices = open_on(make_folder(tmp_path, DRAFTS["DSpark"]()))
     [told] = [each for each in choices if each.what == "draft"]
-    assert told.value == "not used" and "5 tensors under mtp." in told.why
+    assert told.value == "not used" and "5 tensors are not read, model.mtp." in told.why
     assert not any(each.what == "draft" for each in open_on(make_folder(tmp_path / "none"))[1])
     assert tokens_of(run(engine, make_ask("a", words(20)))[0])
 

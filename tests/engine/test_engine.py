@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.engine.drive import PAGE, TEXT, make_ask, make_engine, run, settle, tokens_of, words
 from tiercel.engine.ask import Finish, Sampling
 from tiercel.engine.loop import overlapped_steps, plain_steps
-from tiercel.engine.plan import share
+from tiercel.engine.scheduler import share
 from tiercel.engine.task import PRIORITY_S
 from tiercel.errors import AskError, QueueFull
 from tiercel.models.deepseek_v4.model import DeepseekV4
@@ -140,7 +140,7 @@ def test_who_waits_for_another_s_pages_is_not_harmed_when_that_one_leaves(overla
         steps = overlapped_steps(engine, executor) if overlap else plain_steps(engine)
         for _ in range(4):
             next(steps)
-        assert [task.ask.request_id for task in engine.waiting] == ["second"]
+        assert [task.ask.request_id for task in engine.scheduler.waiting] == ["second"]
         engine.abort("first")
         while "second" not in ends:
             deltas = next(steps)

@@ -23,7 +23,7 @@ def serve(engine, talk):
         return asyncio.run(talk(service))
     finally:
         service.close(10.0)
-        assert not engine.tasks and len(engine._rings) == engine.config.running_max
+        assert not engine.tasks and len(engine.scheduler.free_rings) == engine.config.running_max
 
 
 async def listen(service, ask):
@@ -112,4 +112,4 @@ def test_the_end_aborts_what_does_not_finish_in_time(engine):
 
     assert asyncio.run(talk()) == (False, Finish.ABORT)
     assert not service.ready
-    assert not engine.tasks and len(engine._rings) == engine.config.running_max
+    assert not engine.tasks and len(engine.scheduler.free_rings) == engine.config.running_max

@@ -14,8 +14,8 @@ import pytest
 from tests.engine.drive import FOLDER, PAGE, logprobs_of, make_ask, make_engine, run, tokens_of, words
 from tiercel.engine.build import open_engine
 from tiercel.engine.config import Build, EngineConfig
-from tiercel.engine.engine import PASSED_MOST
 from tiercel.engine.loop import overlapped_steps, plain_steps
+from tiercel.engine.scheduler import PASSED_MOST
 from tiercel.engine.service import EngineService
 from tiercel.engine.verify import EXAMS, answer_one, exams_of, score_of
 from tiercel.errors import ConfigError, StoreError
@@ -168,12 +168,13 @@ def test_who_waits_for_the_store_holds_nobody_up():
         engine.cache.step()
     store.open.clear()
     engine.add(make_ask("waits", words(3 * PAGE), 2))
-    assert engine.plan() == []
-    assert [task.ask.request_id for task in engine.waiting] == ["waits"]
+    assert engine.scheduler.plan() == []
+    assert [task.ask.request_id for task in engine.scheduler.waiting] == ["waits"]
     engine.add(make_ask("short", words(10), 2))
-    assert [part.task.ask.request_id for part in engine.plan()] == ["short"], "no store has half a page"
+    [part] = engine.scheduler.plan()
+    assert (part.start, part.end) == (0, 10), "no store has half a page"
     engine.abort("waits")
-    engine.plan()
+    engine.scheduler.plan()
     assert not engine.cache.store.fetches.of
     store.open.set()
     engine.cache.close()
@@ -188,19 +189,23 @@ def test_any_number_may_wait_for_a_store_that_hangs_and_none_holds_others_up(mon
     names = {f"waits{i}" for i in range(3 * PASSED_MOST)}
     for seed, name in enumerate(sorted(names)):
         engine.add(make_ask(name, words(PAGE + 1, seed), 2))
-    engine.plan()
+    scheduler = engine.scheduler
+    scheduler.plan()
     engine.add(make_ask("short", words(10), 2))
-    assert [part.task.ask.request_id for part in engine.plan()] == ["short"]
-    looked_at, real = [], engine._begin
-    monkeypatch.setattr(engine, "_begin", lambda task, _: looked_at.append(task.ask.request_id) or real(task))
-    engine.plan()
+    [part] = scheduler.plan()
+    assert (part.start, part.end) == (0, 10)
+    looked_at, real = [], scheduler._begin
+    monkeypatch.setattr(
+        scheduler, "_begin", lambda task, _: looked_at.append(task.ask.request_id) or real(task)
+    )
+    scheduler.plan()
     assert 0 < len(looked_at) <= 2 * PASSED_MOST, "a step looks at a part of them"
     for _ in range(4):
-        engine.plan()
+        scheduler.plan()
     assert set(looked_at) == names, "and at everyone in turn"
     for name in (*names, "short"):
         engine.abort(name)
-    engine.plan()
+    scheduler.plan()
     store.open.set()
     engine.cache.close()
 

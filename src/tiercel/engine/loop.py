@@ -1,24 +1,23 @@
 """Driving an engine: two ways, the same answers.
 
-plain        plan ─ forward ─ advance ─ emit ─ plan ─ forward ─ …
+plain        plan ─ run ─ advance ─ emit ─ plan ─ run ─ …
 
-overlapped   forward 1 │ forward 2 │ forward 3
+overlapped   run 1     │ run 2     │ run 3
              plan 2    │ plan 3    │ plan 4             while the model computes
              emit 0    │ emit 1    │ emit 2
-                    advance 1   advance 2               between two forwards
+                    advance 1   advance 2               between two steps
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future
-
-from torch import Tensor
+from concurrent.futures import Executor
 
 from tiercel.engine.ask import Delta
 from tiercel.engine.engine import Engine
-from tiercel.engine.plan import Outcome, Plan
-from tiercel.engine.task import Stage
+from tiercel.engine.scheduler import Scheduler
+from tiercel.engine.step import Drawn, Step
+from tiercel.engine.task import Outcome
 
 WAIT_S = 0.001
 """While nothing can be computed and a transfer is under way: so long it is waited for at a time."""
@@ -26,47 +25,36 @@ WAIT_S = 0.001
 
 def plain_steps(engine: Engine) -> Iterator[list[Delta]]:
     """One step after the other, for ever. The plain truth."""
+    scheduler, runner = engine.scheduler, engine.runner
     while True:
-        plan = engine.plan()
-        if not plan:
+        step = scheduler.seal(scheduler.plan())
+        if not step.parts:
             engine.cache.wait(WAIT_S)
-        yield engine.emit(_advance(engine, plan, lambda: engine.forward(engine.spans(plan))))  # noqa: B023
+        yield engine.emit(_advance(scheduler, step, lambda: runner.run(step)))  # noqa: B023
 
 
 def overlapped_steps(engine: Engine, executor: Executor) -> Iterator[list[Delta]]:
     """The next step is decided, and the last one's tokens become text, while the model computes."""
-    plan, outcomes = engine.plan(), list[Outcome]()
+    scheduler, runner = engine.scheduler, engine.runner
+    step, outcomes = scheduler.seal(scheduler.plan()), list[Outcome]()
     while True:
-        computing = _start(engine, executor, plan)
+        computing = executor.submit(runner.run, step)
         deltas = engine.emit(outcomes)
-        ahead = engine.plan(plan)
-        outcomes = _advance(engine, plan, computing.result)
-        plan = [part for part in ahead if part.task.stage is Stage.RUNNING]
-        if engine.stalled or not plan:  # it takes what this step gave back
-            for part in plan:
-                part.task.planned = part.start
-            plan = engine.plan()
-        if not plan:  # nothing to compute meanwhile: what is known is told now
+        ahead = scheduler.plan(step)
+        outcomes = _advance(scheduler, step, computing.result)
+        step = scheduler.seal(ahead)
+        if scheduler.stalled or not step.parts:  # it takes what this step gave back
+            step = scheduler.replan(step)
+        if not step.parts:  # nothing to compute meanwhile: what is known is told now
             deltas, outcomes = deltas + engine.emit(outcomes), []
             if not deltas:
                 engine.cache.wait(WAIT_S)
         yield deltas
 
 
-def _start(engine: Engine, executor: Executor, plan: Plan) -> Future[Tensor | None]:
-    """What the model is asked is put together now, before the next step is planned."""
+def _advance(scheduler: Scheduler, step: Step, run: Callable[[], Drawn]) -> list[Outcome]:
     try:
-        return executor.submit(engine.forward, engine.spans(plan))
-    except Exception as error:  # noqa: BLE001 - like an error of the model
-        failed: Future[Tensor | None] = Future()
-        failed.set_exception(error)
-        return failed
-
-
-def _advance(engine: Engine, plan: Plan, forward: Callable[[], Tensor | None]) -> list[Outcome]:
-    try:
-        logits = forward()
+        drawn = run()
     except Exception as error:  # noqa: BLE001 - whatever a model raises: its texts end, the engine goes on
-        engine.failed(plan, error)
-        logits = None
-    return engine.advance(plan, logits)
+        return scheduler.failed(step, error)
+    return scheduler.advance(step, drawn)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import secrets
+from dataclasses import dataclass, field, replace
 from enum import Enum
-
-import torch
-from torch import Tensor
+from typing import NamedTuple
 
 from tiercel.cache import Request
-from tiercel.engine.ask import Ask, TokenOut, Usage
-from tiercel.engine.sampling import Sampler
+from tiercel.engine.ask import Ask, Finish, TokenOut, Usage
 from tiercel.policy.resume import Reuse
 from tiercel.text.stream import TextStream
 from tiercel.tree.keys import KeyChain
@@ -33,47 +32,61 @@ class Stage(Enum):
     ENDED = "ended"
 
 
+@dataclass
+class Seat:
+    """What a task holds while it is loading or running."""
+
+    request: Request
+    ring: int
+    computed: int
+    """Positions whose rows are written."""
+    planned: int
+    """Positions that are computed once the step under way is done."""
+    room: int = 0
+    """Positions below this have a place."""
+    tails: dict[int, int] = field(default_factory=dict)
+    """Boundary in tokens → device place of a tail that is not written yet."""
+    places: list[int] = field(default_factory=list)
+    """The page table as the runner knows it."""
+    committed: int = -1
+    """Pages that were full at the last commit; -1: none yet."""
+
+    @property
+    def write_from(self) -> int:
+        return self.request.reuse.tokens
+
+
 class Task:
-    """The text so far, how much of it is computed, and what it holds of the cache."""
+    """The text so far, how it is to end, and what it holds of the cache."""
 
     def __init__(
-        self, ask: Ask, order: tuple[float, int], chain: KeyChain, sampler: Sampler, stream: TextStream
+        self, ask: Ask, order: tuple[float, int], chain: KeyChain, stream: TextStream, ends: frozenset[int]
     ) -> None:
         self.ask = ask
         self.order = order
         """Who comes first: when it came, less its priority (`PRIORITY_S`); then the number of the ask."""
         self.chain = chain
-        self.sampler = sampler
         self.stream = stream
+        self.ends = ends
+        """Tokens that end the answer."""
+        seed = secrets.randbits(63) if ask.sampling.seed is None else ask.sampling.seed
+        self.sampling = replace(ask.sampling, seed=seed)
+        """With a seed: after a preemption the same tokens are drawn."""
         self.stage = Stage.WAITING
+        self.seat: Seat | None = None
         self.tokens = list(ask.prompt)
         """Prompt and answer. The last one drawn is not computed yet."""
         self.prompt_tokens = len(ask.prompt)
         self.longest = self.prompt_tokens + ask.sampling.max_tokens
-        self.simple = sampler.plain and not ask.sampling.stop and ask.prompt_logprobs_from is None
-        """Its tokens are the best ones, and need no look at its text."""
-        self.ends: frozenset[int] = frozenset()
-        """Tokens that end the answer."""
-        self.computed = 0
-        """Positions whose rows are written."""
-        self.planned = 0
-        """Positions that are computed once the step under way is done."""
+        self.simple = not ask.sampling.stop and ask.prompt_logprobs_from is None
+        """Its tokens need no look at its text."""
         self.load = True
         """Turned off after a load failed: then what is not on the device is computed."""
         self.aborted = False
-        self.failed = False
+        self.untold = False
         """Its text could not be told: the asker knows, and hears no more."""
         self.passed = False
         """When it last wanted to begin, it let others by."""
-        self.request: Request | None = None
-        self.ring = -1
-        self.room = 0
-        """Positions below this have a place."""
-        self.write_from = 0
-        self.tails: dict[int, int] = {}
-        self.places: Tensor = torch.empty(0, dtype=torch.int64)
-        self.committed = -1
-        """Pages that were full at the last commit; -1: none yet."""
         asked = ask.prompt_logprobs_from
         self.scoring = asked is not None and asked < self.prompt_tokens
         """Whether the prompt's logprobs are asked for and not known yet."""
@@ -101,7 +114,20 @@ class Task:
         return len(self.tokens) - self.prompt_tokens
 
     @property
-    def scores_from(self) -> int | None:
+    def score_from(self) -> int | None:
         """The first position whose logits are needed for the prompt's logprobs, as long as they are."""
         asked = self.ask.prompt_logprobs_from
         return max(0, asked - 1) if self.scoring and asked is not None else None
+
+
+class Outcome(NamedTuple):
+    """What a step meant for one task; text is made of it later."""
+
+    task: Task
+    token: TokenOut | None = None
+    text: str | None = None
+    """Made already where a stop string may end the task."""
+    prompt: tuple[TokenOut, ...] = ()
+    finish: Finish | None = None
+    stopped_by: str | int | None = None
+    error: str = ""

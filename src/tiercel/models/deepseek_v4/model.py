@@ -63,7 +63,7 @@ class DeepseekV4:
             x = layer(x, batch.tokens, turns[ratio > 0], batch)
         if self.draft is not None:
             self.draft.follow(spans, x, batch.tokens)
-        x = x[batch.last if rows is None else torch.as_tensor(rows)]
+        x = x[batch.last if rows is None else torch.as_tensor(rows, dtype=torch.long)]
         return self.kernels.linear(self.kernels.hyper_head(x, self._head), self._lm_head)
 
     def resume(self, ring: int, tails: Sequence[tuple[int, int]]) -> None:

@@ -1,0 +1,458 @@
+"""Decides what is computed when: who is let in, which positions a step computes, who gives its places up.
+
+    plan      what arrived, who is let in, which positions are computed next
+    seal      … as a step, with what changed since the last one
+    advance   the step was run: pages and tails are shared, texts go on or end
+
+It touches no tensor and no text. What is computed for a text does not depend on what else is in a step, so
+what is decided here never changes an answer.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import insort
+from collections import Counter
+from collections.abc import Callable, Sequence
+from time import monotonic
+
+from tiercel.cache import Loaded, RequestState, TieredCache, Wait, WaitFor
+from tiercel.engine.ask import Ask, Finish, TokenOut
+from tiercel.engine.config import EngineConfig
+from tiercel.engine.explain import Explained
+from tiercel.engine.step import Begin, Drawn, Part, Places, Step
+from tiercel.engine.task import PRIORITY_S, Outcome, Seat, Stage, Task
+from tiercel.errors import QueueFull
+from tiercel.text.stream import TextStream
+from tiercel.types import place
+
+log = logging.getLogger(__name__)
+
+PROMPT_TOKENS = 16
+"""A step with so many tokens for each text in it tells how fast prompts are computed."""
+
+PASSED_MOST = 64
+"""So many that let others by are looked at in a step."""
+
+LET_OTHERS_BY = WaitFor.STORE, WaitFor.COMPUTING
+"""Who waits for these holds no room, and needs none before they end."""
+
+
+class Scheduler:
+    """Tasks on one cache. One thread drives it."""
+
+    def __init__(
+        self, cache: TieredCache, config: EngineConfig, clock: Callable[[], float] = monotonic
+    ) -> None:
+        self.cache = cache
+        self.config = config
+        self.page_tokens = cache.spec.page_tokens
+        fits = cache.pages.capacity * self.page_tokens
+        self.context_tokens = min(fits, config.context_tokens or fits)
+        self.waiting: list[Task] = []
+        self.loading: dict[int, Task] = {}
+        self.running: list[Task] = []
+        self.tasks: dict[str, Task] = {}
+        self.counters: Counter[str] = Counter()
+        self.explained = Explained()
+        self.stalled = False
+        """The last plan left someone out whose room was with a task under way."""
+        self.free_rings = list(range(config.running_max))
+        self._in_ring: dict[int, Task] = {}
+        self._changes: list[Begin | Places] = []
+        self._clock = clock
+        self._number = self._plans = self._passed = 0
+        self._aborted: list[Task] = []
+        self._ended: list[Outcome] = []
+        """Ended outside a step's own tokens: aborted, or failed."""
+
+    @property
+    def idle(self) -> bool:
+        return not (self.tasks or self._ended or self.cache.busy)
+
+    # Asks
+
+    def add(self, ask: Ask, stream: TextStream, ends: frozenset[int]) -> None:
+        """Queue an ask that can be served. `ends`: tokens that end its answer."""
+        if len(self.waiting) >= self.config.waiting_max:
+            raise QueueFull(waiting=len(self.waiting), waiting_max=self.config.waiting_max)
+        order = self._clock() - PRIORITY_S * ask.priority, self._number
+        task = Task(ask, order, self.cache.chain(ask.prompt, ask.namespace), stream, ends)
+        self._number += 1
+        self.tasks[ask.request_id] = task
+        insort(self.waiting, task, key=lambda each: each.order)
+        self.counters["asks"] += 1
+        self.cache.prefetch(
+            task.chain, replay=self.config.replay, reuse_most=task.score_from, wait_s=self._wait_s(task)
+        )
+
+    def _wait_s(self, task: Task) -> float:
+        """How long the prompts before it take to compute, as far as known."""
+        if self.cache.store is None:
+            return 0.0
+        before = (each for each in (*self.running, *self.waiting) if each.order < task.order)
+        tokens = sum(len(each.tokens) - (each.seat.computed if each.seat else 0) for each in before)
+        return self.cache.compute.seconds(tokens) or 0.0
+
+    def abort(self, request_id: str) -> None:
+        """End a request, at any moment. It is not known any more: nothing happens."""
+        task = self.tasks.get(request_id)
+        if task is not None:
+            task.aborted = True
+            self._aborted.append(task)
+
+    # A step
+
+    def plan(self, under_way: Step | None = None) -> list[Part]:
+        """What to compute next. The step under way counts as done, and its tasks keep what they hold."""
+        busy = {self._in_ring[part.ring] for part in under_way.parts} if under_way else set()
+        self.stalled = False
+        for loaded in self.cache.step():
+            self._arrived(loaded)
+        self._abort_marked(busy)
+        self._admit(busy)
+        return self._choose(busy)
+
+    def seal(self, parts: Sequence[Part]) -> Step:
+        """The step that computes what was planned, of tasks that still run, with all that changed."""
+        sealed = []
+        for part in parts:
+            task = self._in_ring.get(part.ring)
+            if task is None or task.seat is None:
+                continue  # it ended with the step before
+            if task.seat.tails:
+                due = tuple((b, p) for b, p in task.seat.tails.items() if part.start < b <= part.end)
+                part = part._replace(tails=due)
+            sealed.append(part)
+        changes, self._changes = tuple(self._changes), []
+        return Step(changes, tuple(sealed))
+
+    def replan(self, step: Step) -> Step:
+        """Plan again, with the room that the last step gave back. What was sealed was not run."""
+        for part in step.parts:
+            self._seat(part).planned = part.start
+        parts = self.plan()
+        self._changes[:0] = step.changes
+        return self.seal(parts)
+
+    def advance(self, step: Step, drawn: Drawn) -> list[Outcome]:
+        """A step was run: share what it computed, and let its texts go on or end."""
+        outcomes, tokens, computed = list[Outcome](), 0, 0
+        page_tokens = self.page_tokens
+        for part, out in zip(step.parts, drawn.results, strict=True):
+            task = self._in_ring[part.ring]
+            if isinstance(out, Exception):
+                self._fail(task, out)
+                continue
+            seat = task.seat
+            assert seat is not None
+            seat.computed = part.end
+            computed += part.end - part.start
+            if part.end // page_tokens != seat.committed:
+                self._commit(task, seat)
+            if part.score_from is not None:
+                task.scores += drawn.scores.get(part.ring, ())
+            if out is None:
+                continue
+            tokens += 1
+            if task.simple and len(task.tokens) + 1 < task.longest and out.token not in task.ends:
+                task.tokens.append(out.token)  # most of the time
+                outcomes.append(Outcome(task, out))
+                continue
+            try:
+                outcome = self._drawn(task, out)
+            except Exception as error:  # noqa: BLE001 - whatever is wrong with one text is that task's
+                self._fail(task, error)
+                continue
+            outcomes.append(outcome)
+            if outcome.finish is not None:
+                self._end(task, outcome.finish)
+        if step.parts:
+            if computed > PROMPT_TOKENS * len(step.parts):
+                self.cache.compute.observe(computed, drawn.seconds)
+            self.counters["steps"] += 1
+            self.counters["tokens_drawn"] += tokens
+            self.counters["tokens_computed"] += computed
+        return self._ends() + outcomes
+
+    def failed(self, step: Step, error: Exception) -> list[Outcome]:
+        """A step could not be run: its texts end, the others go on."""
+        self.counters["steps_failed"] += 1
+        for part in step.parts:
+            self._fail(self._in_ring[part.ring], error)
+        return self._ends()
+
+    def _ends(self) -> list[Outcome]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _seat(self, part: Part) -> Seat:
+        seat = self._in_ring[part.ring].seat
+        assert seat is not None
+        return seat
+
+    # Letting in
+
+    def _arrived(self, loaded: Loaded) -> None:
+        task = self.loading.pop(id(loaded.request), None)
+        if task is None:
+            return
+        if loaded.error is None:
+            self._resume(task)
+            return
+        log.warning("a load failed, %s computes instead: %s", task.ask.request_id, loaded.error)
+        self.counters["loads_failed"] += 1
+        task.load = False
+        self._wait_again(task)
+
+    def _abort_marked(self, busy: set[Task]) -> None:
+        marked, self._aborted = self._aborted, []
+        for task in marked:
+            if task in busy:
+                self._aborted.append(task)
+            elif task.stage is not Stage.ENDED:
+                self._end(task, Finish.ABORT)
+                self._ended.append(Outcome(task, finish=Finish.ABORT))
+
+    def _admit(self, busy: set[Task]) -> None:
+        """Tasks begin in their order. A task that waits for room is passed by nobody. A task that waits for
+        the store, or for what another task is computing, lets others by. Of these at most PASSED_MOST are
+        looked at in one step, in turns, so that they cost little however many they are."""
+        self._plans += 1
+        turns, passed = self._passed // PASSED_MOST + 1, 0
+        for task in self.waiting.copy():
+            if not (task.passed and (task.order[1] + self._plans) % turns):
+                if not self._let_in(task, busy):
+                    break
+                task.passed = task.stage is Stage.WAITING
+            passed += task.passed
+        self._passed = passed
+
+    def _let_in(self, task: Task, busy: set[Task]) -> bool:
+        """Begin a task, if need be in place of running ones of lower priority. False: the task waits for
+        room, and no task behind it may take that room."""
+        while True:
+            last = None
+            if not self.free_rings and (last := self._gives_way(task, busy)) is None:
+                return False
+            waits = self._begin(task, last)
+            if waits is None or waits.what in LET_OTHERS_BY:
+                return True
+            on_the_way = waits.what is not WaitFor.DEVICE_PAGES or self.cache.places.pages_leaving
+            if on_the_way or (last := self._gives_way(task, busy)) is None:
+                return False
+            self._preempt(last)
+
+    def _gives_way(self, task: Task, busy: set[Task]) -> Task | None:
+        """The last running task that has a lower priority and comes after this one, if it can stop now."""
+        for last in reversed(self.running):
+            if last.order < task.order:
+                break
+            if last.ask.priority < task.ask.priority:
+                self.stalled = self.stalled or last in busy
+                return None if last in busy else last
+        return None
+
+    def _begin(self, task: Task, instead_of: Task | None = None) -> Wait | None:
+        """`instead_of`: a running task that gives its ring up, where there is no other."""
+        request = self.cache.begin(
+            task.name_pages(),
+            priority=task.ask.priority,
+            turn_ends=task.ask.turn_ends,
+            load=task.load,
+            replay=self.config.replay,
+            reuse_most=task.score_from,
+            room_for=self._page_end(len(task.tokens)),
+        )
+        if isinstance(request, Wait):
+            return request
+        if instead_of is not None:
+            self._preempt(instead_of)
+        self.waiting.remove(task)
+        computed = request.reuse.tokens - request.reuse.replay_tokens
+        task.seat = seat = Seat(request, self.free_rings.pop(), computed, computed)
+        self._in_ring[seat.ring] = task
+        roomy = self._extend(seat, len(task.tokens))
+        assert roomy, "the pages were reserved with the beginning"
+        task.scores.clear()
+        if not task.drawn:
+            task.reuse = request.reuse
+            self.explained.add(task.ask.request_id, request.reuse)
+        if request.state is RequestState.RUNNING:
+            self._resume(task)
+        else:
+            task.stage = Stage.LOADING
+            self.loading[id(request)] = task
+        return None
+
+    def _resume(self, task: Task) -> None:
+        """Everything it reuses is on the device."""
+        seat = task.seat
+        assert seat is not None
+        tails, tokens = tuple(seat.request.tail_places(self.page_tokens)), tuple(task.tokens)
+        self._changes += (
+            Begin(seat.ring, tokens, task.prompt_tokens, task.sampling, tails, seat.write_from),
+            Places(seat.ring, 0, tuple(seat.places)),
+        )
+        task.stage = Stage.RUNNING
+        insort(self.running, task, key=lambda each: each.order)
+
+    def _extend(self, seat: Seat, upto: int) -> bool:
+        """Room up to the end of the page that position `upto` lies in."""
+        room = self.cache.extend(seat.request, self._page_end(upto))
+        if isinstance(room, Wait):
+            return False
+        seat.room = seat.request.extended_tokens
+        seat.tails.update({boundary: place(tail) for boundary, tail in room.tails.items()})
+        seat.places += map(place, seat.request.table[len(seat.places) :])
+        return True
+
+    def _page_end(self, position: int) -> int:
+        return min((position // self.page_tokens + 1) * self.page_tokens, self.context_tokens)
+
+    # Choosing
+
+    def _choose(self, busy: set[Task]) -> list[Part]:
+        """Running answers first, one token each; then prompts, sharing what is left of the step."""
+        parts: list[tuple[Task, Part]] = []
+        prompts: list[tuple[Task, Seat, int]] = []
+        running = Stage.RUNNING
+        for task in self.running.copy():
+            seat = task.seat
+            if task.stage is not running or task.aborted or seat is None:
+                continue  # it was preempted for one before it, or ends once its step is done
+            known = len(task.tokens)
+            if busy and task in busy and seat.planned == known:
+                known += 1  # the token that is being drawn
+                if known >= task.longest:
+                    continue
+            missing = known - seat.planned
+            if missing > 1:
+                prompts.append((task, seat, missing))
+            elif missing == 1 and (known <= seat.room or self._room_for(task, seat, busy)):
+                scored = task.score_from if task.scoring else None
+                parts.append((task, Part(seat.ring, seat.planned, known, True, scored)))
+                seat.planned = known
+        parts = [each for each in parts if each[0].stage is running]
+        tokens = max(self.config.step_tokens - len(parts), self.page_tokens)
+        shares = share(tokens, [missing for _, _, missing in prompts], self.page_tokens)
+        for (task, seat, missing), count in zip(prompts, shares, strict=True):
+            if count and task.stage is running:
+                end = seat.planned + count
+                parts.append((task, Part(seat.ring, seat.planned, end, count == missing, task.score_from)))
+                seat.planned = end
+        return [part for _, part in parts]
+
+    def _room_for(self, task: Task, seat: Seat, busy: set[Task]) -> bool:
+        """Whether the next position has a place; others may have to give theirs up for it."""
+        while seat.planned >= seat.room:
+            first = len(seat.places)
+            if self._extend(seat, seat.planned):
+                self._changes.append(Places(seat.ring, first, tuple(seat.places[first:])))
+                return True
+            last = self.running[-1]
+            if self.cache.places.pages_leaving:
+                return False  # places are on their way
+            if last in busy:
+                self.stalled = True
+                return False
+            self._preempt(last)
+            if last is task:
+                return False
+        return True
+
+    def _preempt(self, task: Task) -> None:
+        """The last in line gives its places up. What it has computed stays cached."""
+        assert task.seat is not None
+        self.counters["preemptions"] += 1
+        self.cache.preempt(task.seat.request)
+        self.running.remove(task)
+        self._wait_again(task)
+
+    def _wait_again(self, task: Task) -> None:
+        self._leave_seat(task)
+        task.stage = Stage.WAITING
+        insort(self.waiting, task, key=lambda each: each.order)
+
+    # Sharing and ending
+
+    def _commit(self, task: Task, seat: Seat) -> None:
+        if seat.computed < seat.write_from:
+            return  # a replay is not over
+        seat.committed = seat.computed // self.page_tokens
+        task.name_pages()
+        request = seat.request
+        first = request.committed
+        self.cache.commit(request, seat.computed)
+        shared = [place(page) for page in request.table[first : request.committed]]
+        if shared != seat.places[first : request.committed]:  # another task was first: its pages are used
+            seat.places[first : request.committed] = shared
+            self._changes.append(Places(seat.ring, first, tuple(shared)))
+        seat.tails = {b: p for b, p in seat.tails.items() if b > seat.computed}
+
+    def _drawn(self, task: Task, token: TokenOut) -> Outcome:
+        """The text goes on with a token, or ends."""
+        sampling, drawn = task.ask.sampling, task.drawn
+        prompt: tuple[TokenOut, ...] = ()
+        if not drawn and task.ask.prompt_logprobs_from is not None:
+            head = [TokenOut(task.tokens[0])] if task.ask.prompt_logprobs_from == 0 else []
+            prompt, task.scoring = (*head, *task.scores), False
+        if sampling.max_tokens == 0:
+            return Outcome(task, prompt=prompt, finish=Finish.LENGTH)
+        task.tokens.append(token.token)
+        finish = Finish.LENGTH if drawn + 1 >= sampling.max_tokens else None
+        if token.token in task.ends:
+            return Outcome(task, token, None, prompt, Finish.STOP, token.token)
+        if not sampling.stop:
+            return Outcome(task, token, None, prompt, finish)
+        piece = task.stream.push(token.token)
+        if piece.stopped_by is not None:
+            return Outcome(task, token, piece.text, prompt, Finish.STOP, piece.stopped_by)
+        rest = task.stream.finish() if finish else ""
+        return Outcome(task, token, piece.text + rest, prompt, finish)
+
+    def _fail(self, task: Task, error: Exception) -> None:
+        """One task can not go on. Nobody computes it now."""
+        log.error("%s ends with an error", task.ask.request_id, exc_info=error)
+        self._end(task, Finish.ERROR)
+        self._ended.append(Outcome(task, finish=Finish.ERROR, error=str(error)))
+
+    def _end(self, task: Task, finish: Finish) -> None:
+        seat = task.seat
+        if task.stage is Stage.WAITING:
+            self.waiting.remove(task)
+            self.cache.withdraw(task.chain)
+        elif task.stage is Stage.RUNNING:
+            self.running.remove(task)
+        elif seat is not None:
+            self.loading.pop(id(seat.request))
+        if seat is not None and seat.request.state is not RequestState.ENDED:
+            whole = finish in (Finish.STOP, Finish.LENGTH)
+            (self.cache.finish if whole else self.cache.abort)(seat.request)
+        self._leave_seat(task)
+        task.stage = Stage.ENDED
+        del self.tasks[task.ask.request_id]
+        self.counters[f"finished_{finish.value}"] += 1
+
+    def _leave_seat(self, task: Task) -> None:
+        if task.seat is not None:
+            self.free_rings.append(task.seat.ring)
+            del self._in_ring[task.seat.ring]
+            task.seat = None
+
+
+def share(tokens: int, wanted: Sequence[int], piece: int) -> list[int]:
+    """How many tokens each text may compute of what it wants, first come first.
+
+    Everyone gets a piece, in order, and what is left goes to the first: a short prompt does not wait for a
+    long one before it, and nobody waits for ever.
+    """
+    given = []
+    for want in wanted:
+        given.append(min(want, piece, tokens))
+        tokens -= given[-1]
+    for i, want in enumerate(wanted):
+        more = min(want - given[i], tokens)
+        given[i] += more
+        tokens -= more
+    return given

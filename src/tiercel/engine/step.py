@@ -1,0 +1,76 @@
+"""A step as a value: what a runner is told, and what it answers. It can be printed, compared and sent.
+
+    scheduler ── Step ──► runner ── Drawn ──► scheduler
+
+A runner keeps, for each running text, its tokens, its page table and its sampler in a ring. A step tells only
+what changed: the cost of a step does not grow with the length of the texts in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from tiercel.engine.ask import Sampling, TokenOut
+
+
+class Begin(NamedTuple):
+    """A text takes a ring, for the first time or after it was preempted."""
+
+    ring: int
+    tokens: tuple[int, ...]
+    """The prompt, and what was drawn before."""
+    prompt_tokens: int
+    sampling: Sampling
+    """With a seed."""
+    tails: tuple[tuple[int, int], ...]
+    """(boundary, device place) of the tails the text goes on from, the earliest first."""
+    write_from: int
+    """Positions below this are in the pages already: a replay does not write them again."""
+
+
+class Places(NamedTuple):
+    """The page table of a ring, from page `first` on."""
+
+    ring: int
+    first: int
+    places: tuple[int, ...]
+
+
+class Part(NamedTuple):
+    """Positions start … end - 1 of the text in a ring are computed."""
+
+    ring: int
+    start: int
+    end: int
+    draws: bool
+    """The end of the text so far is reached: a token is drawn after it."""
+    score_from: int | None = None
+    """Tokens of the prompt behind this position are scored."""
+    tails: tuple[tuple[int, int], ...] = ()
+    """(boundary, device place) of the tails to write."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Changes first, then one forward over all parts."""
+
+    changes: tuple[Begin | Places, ...] = ()
+    parts: tuple[Part, ...] = ()
+
+
+class Drawn(NamedTuple):
+    """What a step came to."""
+
+    results: list[TokenOut | Exception | None]
+    """One for each part: the token drawn, why its text can not go on, or None where nothing is drawn."""
+    scores: dict[int, list[TokenOut]]
+    """By ring: the prompt's tokens that follow the scored positions."""
+    seconds: float
+    """How long the forward took."""
+
+
+class Runner(Protocol):
+    """Runs steps, one after the other. Whatever `run` raises ends the texts of that step."""
+
+    def run(self, step: Step) -> Drawn: ...
