@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from random import Random
 
+from tests.simulation.schedule import ScheduleWorld
 from tests.simulation.world import World
+
+Kind = type[World] | type[ScheduleWorld]
 
 
 def numbers_of(seed: int, steps: int) -> list[int]:
@@ -12,26 +15,27 @@ def numbers_of(seed: int, steps: int) -> list[int]:
     return [random.getrandbits(32) for _ in range(steps)]
 
 
-def run(seed: int, steps: int) -> World:
+def run(seed: int, steps: int, kind: Kind = World) -> World | ScheduleWorld:
     """A run that fails is shrunk; the error names the seed and the few steps that are enough."""
-    world, numbers = World(seed), numbers_of(seed, steps)
+    world, numbers = kind(seed), numbers_of(seed, steps)
     try:
         world.run(numbers)
     except AssertionError as error:
-        short = shrink(seed, numbers[: len(world.log)])
-        lines = [f"seed {seed}: {error}", f"World({seed}).run({short})", *(_replay(seed, short).log)]
+        short = shrink(kind, seed, numbers[: len(world.log)])
+        lines = [f"seed {seed}: {error}", f"{kind.__name__}({seed}).run({short})"]
+        lines += _replay(kind, seed, short).log
         raise AssertionError("\n".join(lines)) from error
     return world
 
 
-def shrink(setup: int, numbers: list[int]) -> list[int]:
+def shrink(kind: Kind, setup: int, numbers: list[int]) -> list[int]:
     """Leave out ever smaller parts of a failing run as long as it still fails."""
     size = max(1, len(numbers) // 2)
     while size:
         start = 0
         while start < len(numbers):
             shorter = numbers[:start] + numbers[start + size :]
-            if _fails(setup, shorter):
+            if _fails(kind, setup, shorter):
                 numbers = shorter
             else:
                 start += size
@@ -39,16 +43,16 @@ def shrink(setup: int, numbers: list[int]) -> list[int]:
     return numbers
 
 
-def _fails(setup: int, numbers: list[int]) -> bool:
+def _fails(kind: Kind, setup: int, numbers: list[int]) -> bool:
     try:
-        World(setup).run(numbers)
+        kind(setup).run(numbers)
     except AssertionError:
         return True
     return False
 
 
-def _replay(setup: int, numbers: list[int]) -> World:
-    world = World(setup)
+def _replay(kind: Kind, setup: int, numbers: list[int]) -> World | ScheduleWorld:
+    world = kind(setup)
     try:
         world.run(numbers)
     except AssertionError:

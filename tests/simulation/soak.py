@@ -7,6 +7,8 @@ import sys
 import time
 
 from tests.simulation.run import run
+from tests.simulation.schedule import ScheduleWorld
+from tests.simulation.world import World
 
 STEPS = 2000
 
@@ -16,7 +18,7 @@ def main() -> None:
     seed = int(sys.argv[1]) if len(sys.argv) > 1 else time.time_ns() % 2**40
     start, count = time.monotonic(), 0
     while True:
-        run(seed, STEPS)
+        run(seed, STEPS, ScheduleWorld if count % 2 else World)
         seed, count = seed + 1, count + 1
         if count % 20 == 0:
             rate = count * STEPS / (time.monotonic() - start)

@@ -1,0 +1,385 @@
+"""A scheduler, a runner and a cache with a scripted model, driven step by step by numbers.
+
+The model writes bytes that are a function of the text they end (`bytes`), and what it draws next is a
+function of the text that it finds in its pages, tails and rings. So one wrong place, one row read too early
+or one page given away too soon changes an answer, and every answer is known beforehand.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import torch
+
+from tests.simulation.bytes import Bytes
+from tests.simulation.copies import FaultyCopier, HeldCopies
+from tests.simulation.specs import SPECS
+from tiercel.cache import TieredCache
+from tiercel.config import EVICT_POLICIES, LAYOUTS, SAVE_POLICIES, CacheConfig
+from tiercel.engine.ask import Ask, Finish, Sampling
+from tiercel.engine.config import EngineConfig
+from tiercel.engine.loop import overlapped_steps, plain_steps
+from tiercel.engine.runner import LocalRunner
+from tiercel.engine.scheduler import Scheduler
+from tiercel.engine.task import Outcome
+from tiercel.errors import QueueFull
+from tiercel.models.base import Span
+from tiercel.text.stream import Piece
+from tiercel.transfer.plan import Direction
+
+VOCABULARY = 11
+LONGEST = 48
+STEPS_TO_END = 3000
+
+
+class ScriptedFaultError(RuntimeError):
+    """The fault the simulation makes."""
+
+
+def next_token(text: Sequence[int]) -> int:
+    return hashlib.blake2b(bytes(text), digest_size=1).digest()[0] % VOCABULARY
+
+
+class ScriptedModel:
+    """Knows of a text only what it reads back."""
+
+    vocab_size = VOCABULARY
+
+    def __init__(self, cache: TieredCache) -> None:
+        self.spec, self.page_tokens = cache.spec, cache.spec.page_tokens
+        self.bytes = Bytes(cache.spec, cache.device)
+        self._texts: dict[bytes, list[int]] = {}
+        self._rings: dict[int, list[int]] = {}
+        self.faults = 0
+        """So many calls fail."""
+
+    def resume(self, ring: int, tails: Sequence[tuple[int, int]]) -> None:
+        self._maybe_fail()
+        self._rings.pop(ring, None)
+        for boundary, place in tails:
+            text = self._read(place, tail=True)
+            assert len(text) == boundary, f"I2: a tail at {boundary} holds the text up to {len(text)}"
+            self._rings[ring] = text
+
+    def forward(self, spans: Sequence[Span], rows: Sequence[int] | None = None) -> torch.Tensor:
+        self._maybe_fail()
+        assert len({span.ring for span in spans}) == len(spans), "two spans of one ring"
+        drawn: list[int] = []
+        for span in spans:
+            drawn += self._span(span)
+        chosen = drawn if rows is None else [drawn[row] for row in rows]
+        logits = torch.zeros(len(chosen), VOCABULARY)
+        logits[range(len(chosen)), chosen] = 1.0
+        return logits
+
+    def _span(self, span: Span) -> list[int]:
+        page_tokens, pages, tokens = self.page_tokens, span.pages.tolist(), span.tokens.tolist()
+        before = self._before(span, pages)
+        assert len(before) >= span.start, f"I2: {len(before)} tokens are known before {span.start}"
+        text, drawn = before[: span.start], list[int]()
+        replayed = before[span.start : span.end]
+        assert tokens[: len(replayed)] == replayed, "I2: another text than in the pages"
+        full = min(span.start, span.write_from) if span.write_from > span.start else span.start
+        for page in range(full // page_tokens):
+            own = self._read(pages[page], tail=False)
+            assert own == text[: (page + 1) * page_tokens], f"I2: page {page} holds {own}, not {text}"
+        for token in tokens:
+            text.append(token)
+            drawn.append(next_token(text))
+            if len(text) % page_tokens == 0:
+                if len(text) > span.write_from:
+                    self._write(pages[len(text) // page_tokens - 1], text, tail=False)
+                if len(text) in span.tails:
+                    self._write(span.tails[len(text)], text, tail=True)
+        self._rings[span.ring] = text
+        return drawn
+
+    def _before(self, span: Span, pages: list[int]) -> list[int]:
+        """The text so far: from the ring, or at a replay or without tails from the pages."""
+        known = self._rings.get(span.ring)
+        if known is not None and len(known) == span.start:
+            return known
+        assert known is None, f"the ring is at {len(known)}, the span begins at {span.start}"
+        whole = span.write_from // self.page_tokens
+        replays = span.start < span.write_from
+        assert replays or not (whole and self.spec.tail_streams), "a text goes on without its tails"
+        return self._read(pages[whole - 1], tail=False) if whole else []
+
+    def _read(self, place: int, *, tail: bool) -> list[int]:
+        found = self._texts.get(self._rows(place, tail=tail))
+        assert found is not None, f"I2: nobody wrote what is at place {place} ({'tail' if tail else 'page'})"
+        return list(found)
+
+    def _write(self, place: int, text: list[int], *, tail: bool) -> None:
+        for row, data in self.bytes.expected(bytes(text), tail):
+            self.bytes.rows[row][place] = data
+        self._texts[self._rows(place, tail=tail)] = list(text)
+
+    def _rows(self, place: int, *, tail: bool) -> bytes:
+        streams = self.spec.tail_streams if tail else self.spec.page_streams
+        rows = (self.bytes.rows[stream.name, layer][place] for stream in streams for layer in stream.layers)
+        return bytes([tail]) + b"".join(row.tobytes() for row in rows)
+
+    def _maybe_fail(self) -> None:
+        if self.faults:
+            self.faults -= 1
+            raise ScriptedFaultError("the simulation made the model fail")
+
+
+class ScriptedStream:
+    """A text that stops at some tokens."""
+
+    def __init__(self, stops: bool) -> None:
+        self.stops = stops
+
+    def push(self, token: int) -> Piece:
+        return Piece("", "stop" if self.stops and token == 7 else None)
+
+    def finish(self) -> str:
+        return ""
+
+
+class LateExecutor(Executor):
+    """Runs a step at once, or when its result is asked for: after the next step was planned."""
+
+    def __init__(self, random: Random) -> None:
+        self._random = random
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        done: list[Future[Any]] = []
+
+        def run() -> Any:
+            if not done:
+                done.append(future)
+                try:
+                    future.set_result(fn(*args, **kwargs))
+                except Exception as error:  # noqa: BLE001 - what a real executor does
+                    future.set_exception(error)
+            return Future.result(future)
+
+        future.result = lambda timeout=None: run()  # type: ignore[method-assign]
+        if self._random.random() < 0.5:
+            with suppress(Exception):  # it is told when the result is asked for
+                run()
+        return future
+
+
+@dataclass
+class Asked:
+    """An ask, what must come of it, and what came."""
+
+    ask: Ask
+    truth: list[int]
+    tokens: list[int] = field(default_factory=list)
+    prompt: list[int] | None = None
+    finish: Finish | None = None
+    aborted: bool = False
+
+
+class ScheduleWorld:
+    """What drives a scheduler from numbers. It has what a loop needs of an engine."""
+
+    def __init__(self, setup: int) -> None:
+        random = Random(setup)
+        self.random = random
+        self.now_s = 0.0
+        self.spec = SPECS[random.choice(sorted(SPECS))]
+        self.copies = {direction: HeldCopies() for direction in Direction}
+        self.cache = self._make_cache(random)
+        self.cache.wait = lambda timeout_s: self._land(1.0)  # type: ignore[method-assign]
+        self.copier: FaultyCopier | None = None
+        if (controller := self.cache.flights.controller) is not None:
+            self.copier = FaultyCopier(controller._copier)
+            controller._copier = self.copier  # type: ignore[assignment]
+        self.model = ScriptedModel(self.cache)
+        self._poison_what_is_freed()
+        config = EngineConfig(
+            running_max=random.choice([1, 2, 3, 8]),
+            waiting_max=random.choice([3, 30]),
+            step_tokens=random.choice([1, 4, 9, 40]),
+            context_tokens=LONGEST,
+            replay=random.random() < 0.5,
+        )
+        self.scheduler = Scheduler(self.cache, config, lambda: self.now_s)
+        self.runner = LocalRunner(self.model)
+        self.overlap = random.random() < 0.6
+        self.steps: Iterator[list[Outcome]] = (  # type: ignore[assignment]
+            overlapped_steps(self, LateExecutor(random)) if self.overlap else plain_steps(self)  # type: ignore[arg-type]
+        )
+        self.asked: dict[str, Asked] = {}
+        self.texts: list[list[int]] = [[1]]
+        self.faults = self.steps_taken = 0
+        self.log: list[str] = []
+
+    def _make_cache(self, random: Random) -> TieredCache:
+        spec, least = self.spec, max(1, self.spec.host_pages_per_tail)
+        config = CacheConfig(
+            device_pages=random.choice([2, 4, 6, 9, 14]),
+            device_tails=random.choice([2, 3, 7]) * spec.pages_per_window,
+            host_bytes=spec.host_page_bytes * least * random.choice([0, 2, 8, 30]),
+            layout=random.choice(LAYOUTS),
+            copier="reference",
+            save=random.choice(SAVE_POLICIES),
+            evict=random.choice(EVICT_POLICIES),
+            tail_every_pages=random.randint(1, 4),
+            tails_per_path=random.randint(1, 4),
+        )
+        shuffled = lambda count: random.sample(range(count), count)  # noqa: E731
+        return TieredCache(spec, config, executors=self.copies, pool_order=shuffled)
+
+    def _poison_what_is_freed(self) -> None:
+        for pool, tail in ((self.cache.pages, False), (self.cache.tails, True)):
+
+            def release(ids, tail=tail, real=pool.release):
+                for page_id in ids:
+                    self.model.bytes.poison(page_id, tail=tail)
+                real(ids)
+
+            pool.release = release  # type: ignore[method-assign]
+
+    # What happens
+
+    ACTIONS = (
+        ("ask", 20),
+        ("abort", 4),
+        ("step", 60),
+        ("land", 20),
+        ("fault", 2),
+        ("pass_time", 4),
+        ("flush", 1),
+    )
+
+    def step(self, number: int) -> None:
+        random = Random(number)
+        names, weights = zip(*self.ACTIONS, strict=True)
+        (name,) = random.choices(names, weights)
+        self.log.append(f"{number}: {name}")
+        getattr(self, f"_do_{name}")(random)
+
+    def run(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self.step(number)
+        self.wind_down()
+
+    def _do_ask(self, random: Random) -> None:
+        base = random.choice(self.texts[-12:])
+        most = min(LONGEST, self.scheduler.context_tokens)
+        tokens = base[: random.choice([len(base), random.randint(1, len(base))])]
+        tokens = (tokens + [random.randrange(VOCABULARY) for _ in range(random.randint(0, 9))])[: most - 1]
+        self.texts.append(tokens)
+        count = random.choice([0, 1, *(random.randint(0, most - len(tokens)) for _ in range(4))])
+        sampling = Sampling(
+            min(count, most - len(tokens)),
+            temperature=0.0,
+            stop=("stop",) if random.random() < 0.2 else (),
+            logprobs=0 if random.random() < 0.2 else None,
+        )
+        scored = random.randint(0, len(tokens)) if random.random() < 0.15 else None
+        turns = tuple(random.randint(0, len(tokens)) for _ in range(random.randint(0, 2)))
+        ask = Ask(
+            f"a{len(self.asked)}", tuple(tokens), sampling, turns, (), random.choice([0, 0, 0, 1, 2]), scored
+        )
+        ends = frozenset({random.randrange(VOCABULARY)} if random.random() < 0.3 else ())
+        told = f"{tokens}, {sampling.max_tokens} more, priority {ask.priority}, turns {turns}"
+        self.log[-1] += f" {ask.request_id}: {told}, scores {scored}, ends {set(ends)}, {sampling.stop}"
+        try:
+            self.scheduler.add(ask, ScriptedStream(bool(sampling.stop)), ends)  # type: ignore[arg-type]
+        except QueueFull:
+            return
+        self.asked[ask.request_id] = Asked(ask, _truth(ask, ends))
+
+    def _do_abort(self, random: Random) -> None:
+        if self.scheduler.tasks:
+            name = random.choice(sorted(self.scheduler.tasks))
+            self.asked[name].aborted = True
+            self.log[-1] += f" {name}"
+            self.scheduler.abort(name)
+
+    def _do_step(self, random: Random) -> None:
+        self.steps_taken += 1
+        for outcome in next(self.steps):
+            self._take(outcome)
+        if self.steps_taken % 8 == 0:
+            self.cache.check()
+
+    def _do_land(self, random: Random) -> None:
+        self._land(random.random())
+
+    def _land(self, share: float) -> None:
+        for copies in self.copies.values():
+            for _ in range(round(share * len(copies.held) + 0.5)):
+                if copies.held:
+                    copies.run(self.random.randrange(len(copies.held)))
+
+    def _do_fault(self, random: Random) -> None:
+        self.faults += 1
+        if self.copier is not None and random.random() < 0.6:
+            self.copier.copies_until_fault = random.randint(0, 8)
+        else:
+            self.model.faults = 1
+
+    def _do_pass_time(self, random: Random) -> None:
+        self.now_s += random.choice([0.1, 3.0, 30.0])
+
+    def _do_flush(self, random: Random) -> None:
+        self.cache.flush()
+
+    def emit(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """A loop's engine makes text of outcomes; here they are looked at."""
+        return list(outcomes)
+
+    # What must be true
+
+    def _take(self, outcome: Outcome) -> None:
+        asked = self.asked[outcome.task.ask.request_id]
+        assert asked.finish is None, f"{asked.ask.request_id} goes on after its end"
+        if outcome.token is not None:
+            asked.tokens.append(outcome.token.token)
+            assert asked.tokens == asked.truth[: len(asked.tokens)], f"{asked.ask}: {asked.tokens}"
+        if outcome.prompt:
+            asked.prompt = [each.token for each in outcome.prompt]
+        asked.finish = outcome.finish
+        if outcome.finish in (Finish.STOP, Finish.LENGTH):
+            assert asked.tokens == asked.truth, f"{asked.ask} ended early: {asked.tokens}, not {asked.truth}"
+            scored = asked.ask.prompt_logprobs_from
+            if scored is not None and scored < len(asked.ask.prompt):
+                assert asked.prompt == list(asked.ask.prompt[scored:]), f"{asked.ask}: {asked.prompt} scored"
+        elif outcome.finish is Finish.ERROR:
+            assert "simulation" in outcome.error and self.faults, outcome.error
+        elif outcome.finish is Finish.ABORT:
+            assert asked.aborted
+
+    def wind_down(self) -> None:
+        """Nothing new comes and nothing fails any more: everything asked ends, all is given back."""
+        self.model.faults = 0
+        if self.copier is not None:
+            self.copier.copies_until_fault = None
+        for _ in range(STEPS_TO_END):
+            if self.scheduler.idle and all(asked.finish for asked in self.asked.values()):
+                break
+            self._do_step(self.random)
+            self._land(1.0)
+        left = [name for name, asked in self.asked.items() if asked.finish is None]
+        assert not left, f"these do not end: {left}"
+        self.cache.check()
+        own = self.scheduler
+        assert not (own.tasks or own.running or own.waiting or own.loading)
+        assert sorted(own.free_rings) == list(range(own.config.running_max))
+
+
+def _truth(ask: Ask, ends: frozenset[int]) -> list[int]:
+    """What must be answered."""
+    text, answer = list(ask.prompt), list[int]()
+    while len(answer) < ask.sampling.max_tokens:
+        answer.append(next_token(text))
+        text.append(answer[-1])
+        if answer[-1] in ends or (ask.sampling.stop and answer[-1] == 7):
+            break
+    return answer

@@ -1,0 +1,171 @@
+"""Goal: whatever arrives, leaves, fails or is preempted, in whatever memory, everything asked ends, and says
+what it would have said alone. Method: a scheduler, a runner and a cache with a scripted model, from seeds, in
+both loops; then faults are put into scheduler and runner, and the simulation must notice each."""
+
+import logging
+import pickle
+from unittest.mock import patch
+
+import pytest
+
+from tests.simulation.run import numbers_of, run
+from tests.simulation.schedule import ScheduleWorld
+from tiercel.engine.runner import LocalRunner, _Ring
+from tiercel.engine.scheduler import Scheduler
+from tiercel.engine.step import Begin, Step
+
+STEPS = 1000
+SEEDS_PER_TEST = 22
+BLOCKS = 8
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """The simulation makes the model fail, and the scheduler logs each failure."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_every_seed_ends_and_answers_right(block):
+    """Together more than 100,000 steps."""
+    worlds = [run(block * SEEDS_PER_TEST + i, STEPS, ScheduleWorld) for i in range(SEEDS_PER_TEST)]
+    assert sum(world.steps_taken for world in worlds) > 100_000 / BLOCKS
+
+
+def test_the_simulation_reaches_what_it_is_meant_to_test():
+    seen: dict[str, int] = {}
+    for seed in range(30):
+        world = run(seed, STEPS, ScheduleWorld)
+        for counters in (world.scheduler.counters, world.cache.counters):
+            for name, count in counters.items():
+                seen[name] = seen.get(name, 0) + count
+        seen[f"overlap {world.overlap}"] = seen.get(f"overlap {world.overlap}", 0) + 1
+    for name in (
+        "finished_length", "finished_stop", "finished_abort", "finished_error", "preemptions",
+        "steps_failed", "loads_failed", "tokens_device", "tokens_host", "tails_loaded",
+    ):  # fmt: skip
+        assert seen.get(name, 0) >= 20, f"{name} hardly ever happens"
+    assert seen["overlap True"] > 5 and seen["overlap False"] > 5
+
+
+def test_a_step_is_a_value():
+    """Two runs of one seed decide the same steps, which can be compared and printed."""
+
+    def steps_of(seed):
+        told = []
+        with patch.object(LocalRunner, "run", _told(LocalRunner.run, told)):
+            ScheduleWorld(seed).run(numbers_of(seed, 200))
+        return told
+
+    first, again = steps_of(4), steps_of(4)
+    assert len(first) > 50 and _unseeded(first) == _unseeded(again)
+    assert "Begin(ring=" in repr(first) and "Part(ring=" in repr(first)
+    assert pickle.loads(pickle.dumps(first)) == first
+
+
+def _told(real, told):
+    def run(self, step):
+        told.append(step)
+        return real(self, step)
+
+    return run
+
+
+def _unseeded(steps):
+    """Without seeds, which are made up."""
+    return [
+        (
+            [each._replace(sampling=None) if isinstance(each, Begin) else each for each in step.changes],
+            step.parts,
+        )
+        for step in steps
+    ]
+
+
+# Faults
+
+real_plan, real_seal, real_commit = Scheduler.plan, Scheduler.seal, Scheduler._commit
+real_place, real_resume, real_replan = _Ring.place, Scheduler._resume, Scheduler.replan
+real_leave, real_append = Scheduler._leave_seat, _Ring.append
+
+
+def who_is_computed_may_be_preempted(self, under_way=None):
+    return real_plan(self, None)
+
+
+def the_table_is_not_told_again(self, task, seat):
+    changes = len(self._changes)
+    real_commit(self, task, seat)
+    del self._changes[changes:]
+
+
+def tails_are_not_written(self, parts):
+    step = real_seal(self, parts)
+    return Step(step.changes, tuple(part._replace(tails=()) for part in step.parts))
+
+
+def tails_are_not_read(self, task):
+    real_resume(self, task)
+    begin = self._changes[-2]
+    self._changes[-2] = begin._replace(tails=())
+
+
+def a_replay_writes_its_pages_again(self, task):
+    real_resume(self, task)
+    begin = self._changes[-2]
+    self._changes[-2] = begin._replace(write_from=0)
+
+
+def an_appended_page_is_put_first(self, change):
+    real_place(self, change._replace(first=max(0, change.first - 1)))
+
+
+def what_was_not_run_counts_as_planned(self, step):
+    parts = self.plan()
+    self._changes[:0] = step.changes
+    return self.seal(parts)
+
+
+def changes_are_lost_when_planned_again(self, step):
+    sealed = real_replan(self, step)
+    return Step(sealed.changes[len(step.changes) :], sealed.parts)
+
+
+def a_ring_is_lost(self, task):
+    ring = task.seat.ring if task.seat else None
+    real_leave(self, task)
+    if ring is not None and task.aborted:
+        self.free_rings.remove(ring)
+
+
+def the_drawn_token_is_forgotten(self, token):
+    self.count += 1
+    self.tokens[self.count - 1] = 0
+
+
+MUTANTS = {
+    who_is_computed_may_be_preempted: (Scheduler, "plan"),
+    the_table_is_not_told_again: (Scheduler, "_commit"),
+    tails_are_not_written: (Scheduler, "seal"),
+    tails_are_not_read: (Scheduler, "_resume"),
+    a_replay_writes_its_pages_again: (Scheduler, "_resume"),
+    an_appended_page_is_put_first: (_Ring, "place"),
+    what_was_not_run_counts_as_planned: (Scheduler, "replan"),
+    changes_are_lost_when_planned_again: (Scheduler, "replan"),
+    a_ring_is_lost: (Scheduler, "_leave_seat"),
+    the_drawn_token_is_forgotten: (_Ring, "append"),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_the_simulation_catches(mutant):
+    owner, name = MUTANTS[mutant]
+    with patch.object(owner, name, mutant):
+        for seed in range(120):
+            try:
+                ScheduleWorld(seed).run(numbers_of(seed, 400))
+            except (AssertionError, KeyError):
+                return
+    raise AssertionError("nothing was noticed")
