@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tiercel.errors import SpecError
 from tiercel.kernels.reference import Turn
+from tiercel.spec.hf_fields import number, whole
 
 POSITIONS_AT_ONCE = 4096
 
@@ -23,6 +27,29 @@ class Rope:
     original_length: int = 65536
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+
+
+def rope_kind(given: Mapping[str, Any]) -> object:
+    """`default`, `yarn`, … as `rope_scaling` or `rope_parameters` of a config say it."""
+    return given.get("rope_type", given.get("type", "default"))
+
+
+def read_rope(given: Mapping[str, Any], theta: float) -> Rope:
+    """From the same object. What scales cos and sin is the model's to read or to refuse."""
+    kind = rope_kind(given)
+    if kind == "default":
+        return Rope(theta)
+    if kind != "yarn":
+        raise SpecError("rope_type", kind, "is none of default, yarn")
+    if theta == 1:
+        raise SpecError("rope_theta", theta, "is not for YaRN: all channels would turn equally fast")
+    return Rope(
+        theta,
+        factor=number(given, "factor"),
+        original_length=whole(given, "original_max_position_embeddings"),
+        beta_fast=number({"beta_fast": 32.0, **given}, "beta_fast"),
+        beta_slow=number({"beta_slow": 1.0, **given}, "beta_slow"),
+    )
 
 
 def inverse_frequencies(rope: Rope, dim: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,32 @@ def whole(config: Mapping[str, Any], name: str, *, least: int = 1) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise SpecError(name, value, f"must be a whole number of at least {least}")
     return value
+
+
+def number(config: Mapping[str, Any], name: str) -> float:
+    """A field that is a number above 0."""
+    value = config.get(name)
+    if value is None:
+        raise SpecError(name, value, "is missing in the config")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise SpecError(name, value, "must be a number above 0")
+    return float(value)
+
+
+def flag(config: Mapping[str, Any], name: str) -> bool:
+    """A field that is true or false; false if it is not there, as in `transformers`."""
+    value = config.get(name, False)
+    if not isinstance(value, bool):
+        raise SpecError(name, value, "must be true or false")
+    return value
+
+
+def check_only(config: Mapping[str, Any], choices: Mapping[str, object]) -> None:
+    """What a model does without asking. A config may leave it out; it may not say something else."""
+    for name, choice in choices.items():
+        given = config.get(name)
+        if given is not None and given != choice:
+            raise SpecError(name, given, f"is not supported: the model has {choice!r}")
 
 
 def family_name(config: Mapping[str, Any], known: Iterable[str]) -> str:

@@ -11,15 +11,14 @@ that runs with the wrong arithmetic answers fluently and wrongly.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 from tiercel.errors import SpecError
-from tiercel.models.rotary import Rope
+from tiercel.models.rotary import Rope, read_rope, rope_kind
 from tiercel.spec.deepseek_v4 import HEAVY, RATES, SLIDING, SPARSE, mtp_layers, rope_dim
-from tiercel.spec.hf_fields import layer_kinds, per_layer, whole
+from tiercel.spec.hf_fields import check_only, flag, layer_kinds, number, per_layer, whole
 
 MODEL_TYPE = "deepseek_v4"
 ARCHITECTURE = "DeepseekV4ForCausalLM"
@@ -38,7 +37,7 @@ ONLY: Mapping[str, object] = {
     "topk_group": 1,
     "first_k_dense_replace": 0,
 }
-"""What the model does without asking. A config may leave it out; it may not say something else."""
+"""What the model does without asking."""
 
 FP8_BLOCK = (128, 128)
 """One scale per so many rows and columns of an fp8 weight: `quantization_config.weight_block_size`."""
@@ -109,16 +108,16 @@ class V4Config:
             experts=whole(config, "n_routed_experts"),
             experts_per_token=whole(config, "num_experts_per_tok"),
             moe_intermediate=whole(config, "moe_intermediate_size"),
-            routed_scaling_factor=_number(config, "routed_scaling_factor"),
-            swiglu_limit=_number(config, "swiglu_limit"),
+            routed_scaling_factor=number(config, "routed_scaling_factor"),
+            swiglu_limit=number(config, "swiglu_limit"),
             hc_mult=whole(config, "hc_mult"),
             hc_sinkhorn_iters=whole(config, "hc_sinkhorn_iters"),
-            hc_eps=_number(config, "hc_eps"),
-            rms_norm_eps=_number(config, "rms_norm_eps"),
+            hc_eps=number(config, "hc_eps"),
+            rms_norm_eps=number(config, "rms_norm_eps"),
             rope_main=_rope_main(config),
             rope_compress=_rope_compress(config),
             mtp_layers=mtp_layers(config),
-            tie_word_embeddings=_flag(config, "tie_word_embeddings"),
+            tie_word_embeddings=flag(config, "tie_word_embeddings"),
         )
         own._check_fit()
         return own
@@ -162,10 +161,7 @@ def _check_architecture(config: Mapping[str, Any]) -> None:
 
 
 def _check_choices(config: Mapping[str, Any]) -> None:
-    for name, only in ONLY.items():
-        given = config.get(name)
-        if given is not None and given != only:
-            raise SpecError(name, given, f"is not supported: the model has {only!r}")
+    check_only(config, ONLY)
     for name, rate in _rates(config).items():
         if rate is not None and rate != RATES[name]:
             raise SpecError(f"compress_rates.{name}", rate, f"is not supported: the model has {RATES[name]}")
@@ -219,7 +215,7 @@ def _hash_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:
 def _rope_main(config: Mapping[str, Any]) -> Rope:
     """Plain in every form."""
     given = _nested(config).get("main", {})
-    if (kind := _rope_kind(given)) != "default":
+    if (kind := rope_kind(given)) != "default":
         raise SpecError("rope_parameters.main.rope_type", kind, "is not supported: window layers are plain")
     return Rope(_theta(given, config, "rope_theta"))
 
@@ -231,25 +227,12 @@ def _rope_compress(config: Mapping[str, Any]) -> Rope:
         given = config.get("rope_scaling") or config.get("rope_parameters") or {}
         if not isinstance(given, Mapping):
             raise SpecError("rope_scaling", given, "must be an object")
-        theta = _number(config, "compress_rope_theta")  # the flat forms' rope_theta is the main one
+        theta = number(config, "compress_rope_theta")  # the flat forms' rope_theta is the main one
     else:
         theta = _theta(given, config, "compress_rope_theta")
-    kind = _rope_kind(given)
-    if kind == "default":
-        return Rope(theta)
-    if kind != "yarn":
-        raise SpecError("rope_type", kind, "is none of default, yarn")
-    if theta == 1:
-        raise SpecError("compress_rope_theta", theta, "is not for YaRN: all channels would turn equally fast")
-    if given.get("attention_factor", 1.0) != 1.0:
+    if rope_kind(given) == "yarn" and given.get("attention_factor", 1.0) != 1.0:
         raise SpecError("attention_factor", given["attention_factor"], "is not supported: the model has 1.0")
-    return Rope(
-        theta,
-        factor=_number(given, "factor"),
-        original_length=whole(given, "original_max_position_embeddings"),
-        beta_fast=_number({"beta_fast": 32.0, **given}, "beta_fast"),
-        beta_slow=_number({"beta_slow": 1.0, **given}, "beta_slow"),
-    )
+    return read_rope(given, theta)
 
 
 def _nested(config: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
@@ -261,30 +244,5 @@ def _nested(config: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
     return kinds if len(kinds) == 2 else {}
 
 
-def _rope_kind(given: Mapping[str, Any]) -> object:
-    return given.get("rope_type", given.get("type", "default"))
-
-
 def _theta(given: Mapping[str, Any], config: Mapping[str, Any], name: str) -> float:
-    return _number(given, "rope_theta") if "rope_theta" in given else _number(config, name)
-
-
-# Fields
-
-
-def _number(config: Mapping[str, Any], name: str) -> float:
-    """A field that is a number above 0."""
-    value = config.get(name)
-    if value is None:
-        raise SpecError(name, value, "is missing in the config")
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise SpecError(name, value, "must be a number above 0")
-    return float(value)
-
-
-def _flag(config: Mapping[str, Any], name: str) -> bool:
-    """A field that is true or false; false if it is not there, as in `transformers`."""
-    value = config.get(name, False)
-    if not isinstance(value, bool):
-        raise SpecError(name, value, "must be true or false")
-    return value
+    return number(given, "rope_theta") if "rope_theta" in given else number(config, name)
