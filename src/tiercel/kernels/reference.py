@@ -157,7 +157,7 @@ def experts(
     for expert in flat.unique().tolist():
         asked = torch.where(flat == expert)[0]
         answers[asked] = _ask(x[asked // k], gate_up[expert], down[expert], limit)
-    routed = (answers.view(*chosen.shape, -1) * weights[..., None]).sum(1)
+    routed = (answers.view(*chosen.shape, x.shape[1]) * weights[..., None]).sum(1)
     return routed + _ask(x, gate_up[-1], down[-1], limit)
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # the command line reads names here, and torch takes seconds 
 
 FAMILIES = {
     "deepseek_v4": "tiercel.models.deepseek_v4.model",
+    "qwen3": "tiercel.models.qwen3.model",
 }
 
 EMBEDDED = "tiny-v4"

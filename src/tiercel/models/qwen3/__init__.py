@@ -1,0 +1,1 @@
+"""Qwen3, dense: `Qwen3ForCausalLM`."""

@@ -1,0 +1,181 @@
+"""Qwen3 on cached pages: takes spans, writes their keys and values to the pages, reads them, answers logits.
+
+Every layer reads the whole prefix, and all of it is in pages: there are no rings and no tails.
+
+    row of a page   │ head 0: k, v of token 0 │ k, v of token 1 │ … │ head 1: k, v of token 0 │ …
+    query           │ q, 0  of each head that reads this kv head
+
+The kernels' attention reads rows that are keys and values at once. So an entry is one head's key and value
+side by side, a query is filled up with zeros, and of an answer the second half counts. The kernels turn
+neighbouring channels and Qwen3 turns halves: those of queries and keys are put in order once, at the start.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812 - its usual name
+
+from tiercel.kernels.choice import Kernels, make_kernels
+from tiercel.kernels.reference import Turn
+from tiercel.memory.buffers import DeviceMemory
+from tiercel.models.base import Span
+from tiercel.models.batch import Batch
+from tiercel.models.entries import EntryRows
+from tiercel.models.families import Family
+from tiercel.models.qwen3.config import EMBEDDING, HEAD, STREAM, Qwen3Config, declare, load_weights
+from tiercel.models.rotary import Rotary
+
+Weights = Mapping[str, Tensor]
+
+NUMBERS_AT_ONCE = 2**22
+"""Lists of row numbers grow with tokens times context: more than 16 MiB of them are made part by part."""
+
+NOBODY = -math.inf
+"""The sink of a head that has none."""
+
+
+class Reach:
+    """Which entries the queries of one call see, and which it writes. A query is one kv head of one token."""
+
+    def __init__(self, batch: Batch, page_tokens: int, kv_heads: int, *, in_place: bool) -> None:
+        self._span, self._visible = batch.span, batch.visible(1)
+        self._page_tokens, self._heads = page_tokens, torch.arange(kv_heads, dtype=torch.int32)
+        rows = batch.entries(1, page_tokens, in_place=True)
+        self.read = None if in_place else self._numbers(rows[rows >= 0]).T.flatten()
+        """What is to be read out of the pages first, where attention can not read them itself."""
+        if self.read is None:
+            self._rows, self._steps = self._first(rows), self._heads * page_tokens
+        else:
+            self._rows = batch.entries(1, page_tokens, in_place=False)
+            self._steps = self._heads * (len(self.read) // kv_heads)
+        made = batch.new_entries(1, 1, 1, page_tokens)
+        self.written = None if made is None else (made.rows[:, 0], self._numbers(made.pages).flatten())
+        """(flat tokens, numbers of their entries, head by head)"""
+        self._list = lru_cache(1)(self._seen)  # one part: every layer uses the same list
+
+    def _first(self, tokens: Tensor) -> Tensor:
+        """Where the first head's entry of a token is: before it are the whole pages, with all their heads."""
+        return tokens + tokens // self._page_tokens * self._page_tokens * (len(self._heads) - 1)
+
+    def _numbers(self, tokens: Tensor) -> Tensor:
+        """[tokens, kv heads]"""
+        return self._first(tokens.long())[:, None] + self._heads * self._page_tokens
+
+    def parts(self) -> Iterator[tuple[slice, Tensor]]:
+        """(queries, the entries each of them sees)"""
+        heads, context = len(self._heads), self._rows.shape[1]
+        tokens = max(1, NUMBERS_AT_ONCE // (heads * context))
+        for first in range(0, len(self._span), tokens):
+            yield slice(first * heads, (first + tokens) * heads), self._list(first, first + tokens)
+
+    def _seen(self, first: int, end: int) -> Tensor:
+        visible = self._visible[first:end, None]
+        numbers = torch.arange(int(visible.max()))
+        rows = self._rows[self._span[first:end], : len(numbers)]
+        rows = rows[:, None, :] + self._steps[:, None]
+        return torch.where((numbers < visible)[:, None, :], rows, -1).flatten(0, 1)
+
+
+class Layer:
+    """Attention, then a gated MLP, each added to what it reads."""
+
+    def __init__(
+        self, config: Qwen3Config, kernels: Kernels, layer: int, weights: Weights, memory: DeviceMemory
+    ) -> None:
+        c, self._config, self._k = config, config, kernels
+        prefix = f"model.layers.{layer}."
+        own = {n[len(prefix) : -len(".weight")]: w for n, w in weights.items() if n.startswith(prefix)}
+        spec, stream = memory.spec, memory.spec.stream(STREAM)
+        rows, head = memory.view(STREAM, layer), replace(stream, parts=stream.parts[:1])
+        self.entries = EntryRows(kernels, rows, head, spec.page_tokens * c.kv_heads, c.head_dim)
+        self._scale = c.head_dim**-0.5 * c.attention_factor**2
+        self._sinks = torch.full((c.heads // c.kv_heads,), NOBODY)
+        self._norms = own["input_layernorm"], own["post_attention_layernorm"]
+        queries, keys = (
+            in_pairs(own["self_attn.q_proj"], c.heads),
+            in_pairs(own["self_attn.k_proj"], c.kv_heads),
+        )
+        self._input = kernels.pack(torch.cat([queries, keys, own["self_attn.v_proj"]]))
+        self._widths = [len(queries), len(keys), len(keys)]
+        self._q_norm, self._k_norm = (in_pairs(own[f"self_attn.{name}_norm"], 1) for name in "qk")
+        self._out = kernels.pack(own["self_attn.o_proj"])
+        gate_up = torch.cat([own["mlp.gate_proj"], own["mlp.up_proj"]])
+        self._mlp = kernels.pack_all(gate_up[None]), kernels.pack_all(own["mlp.down_proj"][None])
+
+    def __call__(self, x: Tensor, turn: Turn, reach: Reach) -> Tensor:
+        """x [tokens, d] after this layer."""
+        k, eps = self._k, self._config.rms_norm_eps
+        x = x + self._attend(k.norm(x, self._norms[0], eps), turn, reach)
+        asked = torch.empty(len(x), 0, dtype=torch.int64)  # of experts: only the one that everyone asks
+        return x + k.experts(k.norm(x, self._norms[1], eps), asked, asked.float(), self._mlp, math.inf)
+
+    def _attend(self, h: Tensor, turn: Turn, reach: Reach) -> Tensor:
+        c, k = self._config, self._k
+        q, key, value = (
+            part.unflatten(1, (-1, c.head_dim)) for part in k.linear(h, self._input).split(self._widths, 1)
+        )
+        q = k.norm_rotate(q, turn, eps=c.rms_norm_eps, weight=self._q_norm)
+        key = k.norm_rotate(key, turn, eps=c.rms_norm_eps, weight=self._k_norm)
+        if reach.written is not None:
+            tokens, numbers = reach.written
+            self.entries.write(numbers, torch.cat([key, value], 2)[tokens].flatten(0, 1))
+        entries = self.entries.all() if reach.read is None else self.entries.read(reach.read)
+        q = F.pad(q, (0, c.head_dim)).view(len(h) * c.kv_heads, -1, 2 * c.head_dim)
+        none = entries[:0], entries[:0]
+        answers = []
+        for part, seen in reach.parts():
+            window = seen[:, :0].contiguous()
+            answers.append(k.attention(q[part], none, window, entries, seen, self._sinks, self._scale))
+        return k.linear(torch.cat(answers)[..., c.head_dim :].reshape(len(h), -1), self._out)
+
+
+def in_pairs(x: Tensor, heads: int) -> Tensor:
+    """Rows [heads · dim, …] of which i turns with i + dim / 2, in the order in which neighbours turn."""
+    halves: Tensor = x.unflatten(0, (heads, 2, -1))
+    return halves.transpose(1, 2).flatten(0, 2)
+
+
+class Qwen3:
+    """The whole model."""
+
+    def __init__(
+        self,
+        config: Qwen3Config,
+        weights: Weights,
+        memory: DeviceMemory,
+        _rings: int,
+        kernels: Kernels | None = None,
+    ) -> None:
+        self.config = config
+        self.vocab_size = config.vocab_size
+        self.kernels = k = kernels or make_kernels()
+        self._page_tokens = memory.spec.page_tokens
+        self._embedding, self._lm_head = weights[EMBEDDING], k.pack(weights[HEAD])
+        self._norm = weights["model.norm.weight"]
+        self._rotary = Rotary(config.rope, config.head_dim)
+        self.layers = [Layer(config, k, i, weights, memory) for i in range(config.layers)]
+
+    @torch.inference_mode()
+    def forward(self, spans: Sequence[Span], rows: Sequence[int] | None = None) -> Tensor:
+        """Logits of these flat tokens; None: of the last token of each span."""
+        batch = Batch(spans, 0)
+        turn = self._rotary.at(batch.positions)
+        in_place = self.layers[0].entries.in_place
+        reach = Reach(batch, self._page_tokens, self.config.kv_heads, in_place=in_place)
+        x = self._embedding[batch.tokens]
+        for layer in self.layers:
+            x = layer(x, turn, reach)
+        x = x[batch.last if rows is None else torch.as_tensor(rows)]
+        return self.kernels.linear(self.kernels.norm(x, self._norm, self.config.rms_norm_eps), self._lm_head)
+
+    def resume(self, ring: int, tails: Sequence[tuple[int, int]]) -> None:
+        """Pages hold everything."""
+
+
+FAMILY = Family(read=Qwen3Config.from_hf, declare=declare, load=load_weights, build=Qwen3)
