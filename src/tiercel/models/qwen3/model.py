@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -36,8 +35,7 @@ Weights = Mapping[str, Tensor]
 NUMBERS_AT_ONCE = 2**22
 """Lists of row numbers grow with tokens times context: more than 16 MiB of them are made part by part."""
 
-NOBODY = -math.inf
-"""The sink of a head that has none."""
+NO_SINK = -math.inf
 
 
 class Reach:
@@ -57,7 +55,8 @@ class Reach:
         made = batch.new_entries(1, 1, 1, page_tokens)
         self.written = None if made is None else (made.rows[:, 0], self._numbers(made.pages).flatten())
         """(flat tokens, numbers of their entries, head by head)"""
-        self._list = lru_cache(1)(self._seen)  # one part: every layer uses the same list
+        self._list = -1, torch.empty(0)
+        """The list made last, by its first token: where one is enough, every layer uses it."""
 
     def _first(self, tokens: Tensor) -> Tensor:
         """Where the first head's entry of a token is: before it are the whole pages, with all their heads."""
@@ -72,7 +71,9 @@ class Reach:
         heads, context = len(self._heads), self._rows.shape[1]
         tokens = max(1, NUMBERS_AT_ONCE // (heads * context))
         for first in range(0, len(self._span), tokens):
-            yield slice(first * heads, (first + tokens) * heads), self._list(first, first + tokens)
+            if self._list[0] != first:
+                self._list = first, self._seen(first, first + tokens)
+            yield slice(first * heads, (first + tokens) * heads), self._list[1]
 
     def _seen(self, first: int, end: int) -> Tensor:
         visible = self._visible[first:end, None]
@@ -95,12 +96,10 @@ class Layer:
         rows, head = memory.view(STREAM, layer), replace(stream, parts=stream.parts[:1])
         self.entries = EntryRows(kernels, rows, head, spec.page_tokens * c.kv_heads, c.head_dim)
         self._scale = c.head_dim**-0.5 * c.attention_factor**2
-        self._sinks = torch.full((c.heads // c.kv_heads,), NOBODY)
+        self._sinks = torch.full((c.heads // c.kv_heads,), NO_SINK)
         self._norms = own["input_layernorm"], own["post_attention_layernorm"]
-        queries, keys = (
-            in_pairs(own["self_attn.q_proj"], c.heads),
-            in_pairs(own["self_attn.k_proj"], c.kv_heads),
-        )
+        queries = in_pairs(own["self_attn.q_proj"], c.heads)
+        keys = in_pairs(own["self_attn.k_proj"], c.kv_heads)
         self._input = kernels.pack(torch.cat([queries, keys, own["self_attn.v_proj"]]))
         self._widths = [len(queries), len(keys), len(keys)]
         self._q_norm, self._k_norm = (in_pairs(own[f"self_attn.{name}_norm"], 1) for name in "qk")
@@ -171,7 +170,7 @@ class Qwen3:
         x = self._embedding[batch.tokens]
         for layer in self.layers:
             x = layer(x, turn, reach)
-        x = x[batch.last if rows is None else torch.as_tensor(rows)]
+        x = x[batch.last if rows is None else torch.as_tensor(rows, dtype=torch.long)]
         return self.kernels.linear(self.kernels.norm(x, self._norm, self.config.rms_norm_eps), self._lm_head)
 
     def resume(self, ring: int, tails: Sequence[tuple[int, int]]) -> None:
