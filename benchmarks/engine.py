@@ -32,7 +32,7 @@ from tiercel.engine.engine import Engine
 from tiercel.engine.loop import plain_steps
 from tiercel.engine.sampling import best_tokens
 from tiercel.engine.step import Drawn
-from tiercel.engine.verify import answer_one
+from tiercel.verify import answer_one
 
 LONG, ROUNDS = 4096, 9
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tiercel.cache import Extended, Loaded, Request, TieredCache, Wait, WaitFor
     from tiercel.config import CacheConfig
+    from tiercel.engine.offline import Offline
     from tiercel.spec import CacheSpec, Identity
 
 __all__ = [
@@ -20,13 +21,19 @@ __all__ = [
     "Extended",
     "Identity",
     "Loaded",
+    "Offline",
     "Request",
     "TieredCache",
     "Wait",
     "WaitFor",
 ]
 
-_HOME = {"CacheConfig": "tiercel.config", "CacheSpec": "tiercel.spec", "Identity": "tiercel.spec"}
+_HOME = {
+    "CacheConfig": "tiercel.config",
+    "CacheSpec": "tiercel.spec",
+    "Identity": "tiercel.spec",
+    "Offline": "tiercel.engine.offline",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -12,7 +12,7 @@ from tiercel.engine.ask import Ask, Sampling
 from tiercel.engine.config import EngineConfig
 from tiercel.engine.engine import Engine
 from tiercel.engine.loop import overlapped_steps, plain_steps
-from tiercel.engine.verify import answer_all
+from tiercel.engine.offline import answer_all
 from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.deepseek_v4.config import V4Config
 from tiercel.models.deepseek_v4.model import DeepseekV4

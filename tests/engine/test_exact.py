@@ -5,7 +5,7 @@ must have come from each tier counted. Then bytes are broken on purpose, and the
 import pytest
 
 from tests.engine.drive import PAGE, logprobs_of, make_ask, make_engine, run, settle, tokens_of, words
-from tiercel.engine.verify import EXAMS, answer_one, exams_of, k3, score_of
+from tiercel.verify import EXAMS, answer_one, exams_of, k3, score_of
 
 SMALL = {"pages": 6, "tails": 4, "host_pages": 400}
 """A device for one of the texts below: what was asked before comes back from the host."""

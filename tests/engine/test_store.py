@@ -17,10 +17,10 @@ from tiercel.engine.config import Build, EngineConfig
 from tiercel.engine.loop import overlapped_steps, plain_steps
 from tiercel.engine.scheduler import PASSED_MOST
 from tiercel.engine.service import EngineService
-from tiercel.engine.verify import EXAMS, answer_one, exams_of, score_of
 from tiercel.errors import ConfigError, StoreError
 from tiercel.storage.memory import MemoryStore
 from tiercel.storage.open import open_store
+from tiercel.verify import EXAMS, answer_one, exams_of, score_of
 
 MIB = 1024**2
 

@@ -23,8 +23,8 @@ from tiercel.storage.allow import why_not
 if TYPE_CHECKING:
     from tiercel.engine.build import Choice
     from tiercel.engine.engine import Engine
-    from tiercel.engine.events import EventPublisher
     from tiercel.engine.service import EngineService
+    from tiercel.events import EventPublisher
     from tiercel.server.options import ServerOptions
 
 WIDTH = 120
@@ -147,7 +147,7 @@ def serve(  # noqa: PLR0913 - a command has as many arguments as options
 def _publisher(
     engine: Engine, endpoint: str | None, replay_endpoint: str | None, ending: ExitStack
 ) -> EventPublisher | None:
-    from tiercel.engine.events import EventPublisher
+    from tiercel.events import EventPublisher
 
     if endpoint is None:
         return None

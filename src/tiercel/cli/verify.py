@@ -27,7 +27,7 @@ def verify(  # noqa: PLR0913 - a command has as many arguments as options
 
     It takes about a minute on the embedded model.
     """
-    from tiercel.engine.verify import verify as run_verify
+    from tiercel.verify import verify as run_verify
 
     config = EngineConfig(o.cache_config(host_memory, o.CACHE.layout, o.CACHE.copier, "through", "lru", 16))
     build = Build(

@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 from tiercel.engine.ask import Ask, Delta, Finish, Usage
 from tiercel.engine.engine import Engine
-from tiercel.engine.events import EventPublisher
 from tiercel.engine.loop import overlapped_steps, plain_steps
 from tiercel.errors import EngineError, StoreError
+from tiercel.events import EventPublisher
 from tiercel.storage.open import open_store
 from tiercel.storage.secrets import hide
 from tiercel.text.text import Text

@@ -15,32 +15,21 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tiercel.engine.ask import Ask, Sampling, TokenOut, Usage
+from tiercel.engine.ask import Ask, Sampling
 from tiercel.engine.build import open_engine
 from tiercel.engine.config import Build, EngineConfig
 from tiercel.engine.engine import Engine
-from tiercel.engine.loop import plain_steps
+from tiercel.engine.offline import Answer, answer_all
 from tiercel.models.families import folder_of
 
 GROUPS, BRANCHES, TURNS, ANSWER_TOKENS = 3, 3, 3, 12
 EXAMS, FACTS = 6, 4
 STORE_WAIT_S = 60.0
-
-
-@dataclass
-class Answer:
-    """One answered ask."""
-
-    tokens: list[TokenOut] = field(default_factory=list)
-    prompt: list[TokenOut] = field(default_factory=list)
-    text: str = ""
-    usage: Usage = field(default_factory=lambda: Usage(0))
-    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -91,26 +80,6 @@ def answer_one(engine: Engine, prompt: Sequence[int], count: int, **options: Any
     return answer_all(engine, [ask])[0]
 
 
-def answer_all(engine: Engine, asks: Iterable[Ask], steps: Any = None) -> list[Answer]:
-    """All at once, in the order of the asks."""
-    answers: dict[str, Answer] = {}
-    for ask in asks:
-        engine.add(ask)
-        answers[ask.request_id] = Answer()
-    left = len(answers)
-    for deltas in steps or plain_steps(engine):
-        for delta in deltas:
-            answer = answers[delta.request_id]
-            answer.tokens += delta.tokens
-            answer.prompt += delta.prompt
-            answer.text += delta.text
-            answer.usage, answer.error = delta.usage, delta.error
-            left -= delta.finish is not None
-        if not left:
-            return list(answers.values())
-    raise AssertionError("an engine's steps never end")
-
-
 def k3(differences: Sequence[float]) -> float:
     """An estimate of KL from the logprobs of drawn tokens; never negative, zero if nothing differs."""
     return sum(math.expm1(d) - d for d in differences) / max(1, len(differences))
@@ -156,7 +125,7 @@ def _replayed(cold: Engine, prompt: Sequence[int], answer: Answer) -> Answer:
     """The answer's logprobs when it is a part of a prompt."""
     whole = [*prompt, *(out.token for out in answer.tokens)]
     scored = answer_one(cold, whole, 0, prompt_logprobs_from=len(prompt))
-    return Answer(scored.prompt, usage=scored.usage)
+    return Answer(tokens=scored.prompt, usage=scored.usage)
 
 
 def _compare(

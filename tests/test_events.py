@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cache.test_tiered_cache import Driver
-from tiercel.engine import events
-from tiercel.engine.events import EventPublisher, Ledger
+from tiercel import events
 from tiercel.errors import ConfigError
+from tiercel.events import EventPublisher, Ledger
 from tiercel.tree.actions import Cleared, Event
 from tiercel.tree.check import readable
 from tiercel.types import Tier
@@ -573,7 +573,7 @@ def test_the_last_batches_leave_before_it_closes_and_what_comes_later_is_dropped
 
 
 def test_the_subscriber_of_the_documentation_works():
-    document = (Path(__file__).parents[2] / "docs" / "events.md").read_text()
+    document = (Path(__file__).parents[1] / "docs" / "events.md").read_text()
     (program,) = re.findall(r"```python\n(.*?)```", document, re.DOTALL)
     with publishing() as publisher:
         command = [sys.executable, "-c", program, publisher.endpoint]
