@@ -26,6 +26,7 @@ from tiercel.engine.config import Build, EngineConfig
 from tiercel.engine.engine import Engine
 from tiercel.engine.offline import Answer, answer_all
 from tiercel.models.families import folder_of
+from tiercel.spec.identity import BITS
 
 GROUPS, BRANCHES, TURNS, ANSWER_TOKENS = 3, 3, 3, 12
 EXAMS, FACTS = 6, 4
@@ -42,6 +43,9 @@ class Report:
     tokens_equal: bool
     recall: Mapping[str, float | None]
     cached_tokens: Mapping[str, int]
+    share: str = BITS
+    """Under `numbers` a store may hold other kernels' pages. This run had a store of its own and says nothing
+    of them."""
 
     def holds(self, *, kl: float, dlogprob: float) -> bool:
         """Within bounds, with tiers that were really used."""
@@ -71,7 +75,7 @@ def verify(build: Build, config: EngineConfig) -> Report:
             recall[tier] = score_of(engine, exams)
             used[tier] = int(engine.cache.counters[f"tokens_{tier}"])
             engine.cache.close(STORE_WAIT_S)
-    return _compare(truth, runs, recall, used)
+    return replace(_compare(truth, runs, recall, used), share=cold.cache.identity.share)
 
 
 def answer_one(engine: Engine, prompt: Sequence[int], count: int, **options: Any) -> Answer:

@@ -18,6 +18,7 @@ from tiercel.engine.loop import overlapped_steps, plain_steps
 from tiercel.engine.scheduler import PASSED_MOST
 from tiercel.engine.service import EngineService
 from tiercel.errors import ConfigError, StoreError
+from tiercel.models import digest
 from tiercel.storage.memory import MemoryStore
 from tiercel.storage.open import open_store
 from tiercel.verify import EXAMS, answer_one, exams_of, score_of
@@ -95,6 +96,9 @@ def test_weights_format_and_tenant_are_part_of_the_name(tmp_path, url):
     assert reused(replace(same, page_tokens=256)) == 0
     assert reused(same, namespace=("tenant", "b")) == 0
     assert reused(replace(same, kernels="reference")) == 0, "other kernels, other bits"
+    assert reused(replace(same, share="numbers")) == 0, "what is shared with fewer is not found among more"
+    assert reused(replace(same, kernels="reference", share="numbers")) == 3 * PAGE
+    assert reused(replace(same, model=str(other), share="numbers")) == 0
     assert reused(same) == 3 * PAGE
 
 
@@ -131,6 +135,18 @@ def test_every_number_of_the_config_that_the_model_reads_is_part_of_the_name(tmp
     assert reused(FOLDER) == 0
     assert reused(same) == PAGE
     assert reused(other) == 0
+
+
+def test_weights_are_read_at_the_first_start_and_not_at_the_second(tmp_path, monkeypatch):
+    folder, read, real = shutil.copytree(FOLDER, tmp_path / "model"), [], digest.hash_file
+    monkeypatch.setattr(digest, "hash_file", lambda file: read.append(file.stat().st_size) or real(file))
+    monkeypatch.setattr(digest, "SETTLED_S", 0.0)
+    names = set()
+    for _ in range(3):
+        engine, _ = open_engine(Build(str(folder), device_bytes=16 * MIB), EngineConfig())
+        names.add(engine.cache.identity)
+        engine.cache.close()
+    assert len(names) == 1 and read == [(folder / "model.safetensors").stat().st_size]
 
 
 def change(settings, field, value):

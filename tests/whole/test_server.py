@@ -40,6 +40,7 @@ def test_the_start_tells_what_was_chosen_and_why(server):
         "kernels",
         "native",
         "exact",
+        "share",
         "device tier",
         "host tier",
         "pages",
@@ -268,6 +269,17 @@ def test_a_deadline_ends_what_would_take_too_long_and_says_so():
     assert (said["whole"].status_code, said["whole"].json()["error"]["code"]) == (503, "aborted")
 
 
+@pytest.mark.parametrize("share", ["bits", "numbers"])
+def test_a_server_tells_with_whom_it_shares_its_pages(share):
+    with running("--share", share, "--device-memory", "24MiB", "--host-memory", "64MiB") as own:
+        identity = httpx.get(f"{own.url}/get_server_info").json()["stats"]["identity"]
+        assert identity["share"] == share and bool(identity["kernels"]) == (share == "bits")
+        ask = {"model": "tiny-v4", "prompt": "One", "max_tokens": 1}
+        answer = httpx.post(f"{own.url}/v1/completions", json=ask, timeout=60).json()
+        assert httpx.get(f"{own.url}/v1/cache/explain/{answer['id']}").json()["share"] == share
+    assert ("last bits may differ" in own.told) == (share == "numbers")
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
@@ -276,6 +288,8 @@ def test_a_deadline_ends_what_would_take_too_long_and_says_so():
         (["--layout", "sideways"], "layout"),
         (["--kernels", "magic"], "kernels"),
         (["--exact", "--kernels", "reference"], "exact"),
+        (["--share", "everything"], "share"),
+        (["--exact", "--share", "numbers"], "share"),
         (["/no/such/folder"], "/no/such/folder"),
     ],
 )

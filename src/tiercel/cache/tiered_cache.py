@@ -85,10 +85,8 @@ class TieredCache:
         )
         self.host: HostMemory | None = None
         if config.host_bytes:
-            pin = self.device.device.type == "cuda"
-            self.host = HostMemory(
-                spec, config.layout, config.host_bytes, huge_pages=config.huge_pages, pin=pin
-            )
+            pin, huge = self.device.device.type == "cuda", config.huge_pages
+            self.host = HostMemory(spec, config.layout, config.host_bytes, huge_pages=huge, pin=pin)
         host_pages = self.host.pages if self.host else 0
         if self.host and host_pages < spec.host_pages_per_tail:
             why = f"a tail takes {spec.host_pages_per_tail} host pages of {spec.host_page_bytes:,} B"

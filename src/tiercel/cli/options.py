@@ -26,9 +26,14 @@ Fetch = Annotated[str, typer.Option(help="Waiting for the store: best_effort, wa
 FetchDeadline = Annotated[float, typer.Option(help="Seconds a request waits for each 1,024 tokens.")]
 Kernels = Annotated[str, typer.Option(help="auto, native, reference.")]
 Exact = Annotated[bool, typer.Option("--exact", help="Refuse to start if bits depend on the batch.")]
+Share = Annotated[
+    str,
+    typer.Option(help="With whom stored pages are shared: bits, numbers (other kernels, other last bits)."),
+]
 
 MODEL = EMBEDDED
-DEVICE_MEMORY, HOST_MEMORY = f"{Build().device_bytes // MIB}MiB", "1GiB"
+BUILD = Build()
+DEVICE_MEMORY, HOST_MEMORY = f"{BUILD.device_bytes // MIB}MiB", "1GiB"
 CACHE = CacheConfig(device_pages=1)
 
 

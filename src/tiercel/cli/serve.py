@@ -94,6 +94,7 @@ def serve(  # noqa: PLR0913 - a command has as many arguments as options
     kv_events_replay: KvEventsReplay = None,
     kernels: o.Kernels = "auto",
     exact: o.Exact = False,
+    share: o.Share = o.BUILD.share,
     running_max: RunningMax = o.ENGINE.running_max,
     waiting_max: WaitingMax = o.ENGINE.waiting_max,
     step_tokens: StepTokens = o.ENGINE.step_tokens,
@@ -121,7 +122,7 @@ def serve(  # noqa: PLR0913 - a command has as many arguments as options
         cache, running_max=running_max, waiting_max=waiting_max, step_tokens=step_tokens, overlap=overlap
     )
     device_bytes = parse_bytes(device_memory, "--device-memory")
-    build = Build(model, page_tokens, format, device_bytes, kernels, exact, store)
+    build = Build(model, page_tokens, format, device_bytes, kernels, exact, store, share)
     engine, choices = open_engine(build, config)
     with ExitStack() as ending:
         publisher = _publisher(engine, kv_events, kv_events_replay, ending)

@@ -11,6 +11,7 @@ import typer
 from tiercel.cli import options as o
 from tiercel.config import parse_bytes
 from tiercel.engine.config import Build, EngineConfig
+from tiercel.spec.identity import NUMBERS
 
 
 def verify(  # noqa: PLR0913 - a command has as many arguments as options
@@ -19,6 +20,7 @@ def verify(  # noqa: PLR0913 - a command has as many arguments as options
     host_memory: o.HostMemory = "256MiB",
     format: o.Format = "fp32",
     kernels: o.Kernels = "auto",
+    share: o.Share = o.BUILD.share,
     kl: Annotated[float, typer.Option(help="The largest KL that passes.", min=0)] = 0.0,
     dlogprob: Annotated[float, typer.Option(help="The largest |Δlogprob| that passes.", min=0)] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
@@ -30,9 +32,8 @@ def verify(  # noqa: PLR0913 - a command has as many arguments as options
     from tiercel.verify import verify as run_verify
 
     config = EngineConfig(o.cache_config(host_memory, o.CACHE.layout, o.CACHE.copier, "through", "lru", 16))
-    build = Build(
-        model, format=format, device_bytes=parse_bytes(device_memory, "--device-memory"), kernels=kernels
-    )
+    device_bytes = parse_bytes(device_memory, "--device-memory")
+    build = Build(model, format=format, device_bytes=device_bytes, kernels=kernels, share=share)
     report = run_verify(build, config)
     holds = report.holds(kl=kl, dlogprob=dlogprob)
     if as_json:
@@ -41,5 +42,7 @@ def verify(  # noqa: PLR0913 - a command has as many arguments as options
         for name, value in dataclasses.asdict(report).items():
             typer.echo(f"{name:18} {value}")
         typer.echo("nothing differs" if holds else "something differs, or a tier was not used")
+        if report.share == NUMBERS:
+            typer.echo("pages that other kernels stored would be taken too; nothing is proved of those")
     if not holds:
         raise typer.Exit(1)

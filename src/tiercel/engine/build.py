@@ -9,11 +9,12 @@ from tiercel.config import CacheConfig
 from tiercel.engine.config import Build, EngineConfig
 from tiercel.engine.engine import Engine
 from tiercel.errors import ConfigError
-from tiercel.kernels.choice import make_kernels
+from tiercel.kernels.choice import Kernels, make_kernels
+from tiercel.kernels.sources import digest_of
 from tiercel.models.checkpoint import Checkpoint
-from tiercel.models.families import EMBEDDED, family_of, folder_of
+from tiercel.models.families import EMBEDDED, Dimensions, family_of, folder_of, sources_of
 from tiercel.spec.cache_spec import CacheSpec
-from tiercel.spec.identity import Identity
+from tiercel.spec.identity import BITS, Identity
 from tiercel.storage.open import open_store
 from tiercel.storage.secrets import hide
 from tiercel.text.text import Text
@@ -43,9 +44,8 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
     pages, tails = _places(build.device_bytes, spec, config)
     text = Text(folder)
     weights = family.load(checkpoint, own)
-    identity = Identity(checkpoint.digest(), f"{own.digest} {build.format}", kernels.BITS)
     settings = replace(config.cache, device_pages=pages, device_tails=tails)
-    cache = TieredCache(spec, settings, identity=identity)
+    cache = TieredCache(spec, settings, identity=_identity(build, checkpoint, own, kernels))
     if build.store is not None:
         _attach(cache, build.store)
     model = family.build(own, weights, cache.device, config.running_max, kernels)
@@ -53,6 +53,14 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
     engine = Engine(model, cache, text, replace(config, context_tokens=longest))
     choices = _choices(build, config, engine, kernels.NAME, exact=kernels.EXACT)
     return engine, [*choices, *_unread_choice(family.unread(checkpoint)), *_end_choice(text, own.vocab_size)]
+
+
+def _identity(build: Build, checkpoint: Checkpoint, own: Dimensions, kernels: Kernels) -> Identity:
+    return Identity(
+        weights=checkpoint.digest(),
+        arithmetic=digest_of(own.digest, build.format, files=sources_of(checkpoint.config)),
+        kernels=kernels.digest() if build.share == BITS else "",
+    )
 
 
 def _attach(cache: TieredCache, url: str) -> None:
@@ -74,6 +82,14 @@ def _places(device_bytes: int, spec: CacheSpec, config: EngineConfig) -> tuple[i
         need = 2 * spec.host_page_bytes + least * spec.tail_bytes
         raise ConfigError("device_bytes", device_bytes, f"two pages and their tails take {need:,} B")
     return pages, tails
+
+
+def _share_choice(share: str) -> Choice:
+    equal, other = (
+        "with kernels of the same bits only",
+        "other kernels' pages are taken: last bits may differ",
+    )
+    return Choice("share", share, equal if share == BITS else other)
 
 
 def _store_choice(build: Build, cache: CacheConfig) -> Choice:
@@ -125,6 +141,7 @@ def _choices(
         Choice("device tier", device, f"{build.device_bytes:,} B"),
         Choice("host tier", host, f"save {cache.save}, evict {cache.evict}"),
         _store_choice(build, cache),
+        _share_choice(build.share),
         Choice("longest text", f"{engine.context_tokens:,} tokens", _why_longest(engine)),
         Choice("steps", "overlapped" if config.overlap else "plain", f"{config.step_tokens} tokens each"),
         Choice("requests", f"{config.running_max} running", f"{config.waiting_max} may wait"),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from tiercel.config import CacheConfig
 from tiercel.errors import ConfigError
 from tiercel.models.families import EMBEDDED
+from tiercel.spec.identity import BITS, SHARES
 
 MIB = 1024**2
 
@@ -27,6 +28,17 @@ class Build:
     """Refuse to start on kernels whose bits depend on what else is computed. Without it they are told of."""
     store: str | None = None
     """URL of a store (`storage.open`); None: there is no third tier."""
+    share: str = BITS
+    """With whom stored pages are shared. `bits`: those who compute the same bits; so a hit changes nothing.
+    `numbers`: also other kernels of the same arithmetic, as in a mixed fleet; last bits may differ."""
+
+    def __post_init__(self) -> None:
+        if self.share not in SHARES:
+            raise ConfigError("share", self.share, f"must be one of {', '.join(SHARES)}")
+        if self.exact and self.share != BITS:
+            raise ConfigError(
+                "share", self.share, "is not exact: pages of other kernels have other last bits"
+            )
 
 
 @dataclass(frozen=True)

@@ -83,8 +83,9 @@ class Engine:
         return self.cache.flush()
 
     def explain(self, request_id: str) -> dict[str, Any] | None:
-        """What a request reused, from where, and why not more."""
-        return self.scheduler.explained.get(request_id)
+        """What a request reused, from where, why not more, and with whom stored pages are shared."""
+        told = self.scheduler.explained.get(request_id)
+        return None if told is None else {**told, "share": self.cache.identity.share}
 
     def stats(self) -> dict[str, Any]:
         own = self.scheduler

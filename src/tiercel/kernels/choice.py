@@ -18,7 +18,9 @@ class Kernels(Protocol):
 
     NAME: str
     EXACT: bool
-    BITS: str
+
+    def digest(self) -> str:
+        """Where it is equal, so are the bits of what is computed, as far as is known."""
 
     def pack(self, weight: Tensor) -> Matrix: ...
     def pack_all(self, weights: Tensor) -> Matrix: ...

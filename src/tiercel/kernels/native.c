@@ -51,6 +51,9 @@ typedef float vec __attribute__((vector_size(16)));
 
 typedef int64_t i64;
 
+/* What this was built from (setup.py: the source and the whole command), and by which compiler. */
+const char *built_from(void) { return BUILT_FROM " " __VERSION__; }
+
 /* How many results lie side by side, and whether a product and a sum are one rounding: machines that agree
    in this compute the same bits. */
 i64 lanes(void) {

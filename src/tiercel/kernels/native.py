@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import platform
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tiercel.kernels.reference import Recent, Site, Turn
+from tiercel.kernels.sources import digest_of, host_words
 
 NAME = "native"
 EXACT = True
@@ -69,8 +70,14 @@ def _load(kind: type[ctypes.CDLL]) -> ctypes.CDLL | None:
 
 _free, _held = _load(ctypes.CDLL), _load(ctypes.PyDLL)
 AVAILABLE = _free is not None
-BITS = f"{NAME} {platform.machine()} {_free.lanes() if _free else 0}"
-"""Where this is equal, so are the bits of what is computed, as far as is known."""
+
+
+def digest() -> str:
+    """The C as it was built: an edited source counts from when it is built again."""
+    assert _free is not None
+    built_from = _free.built_from
+    built_from.restype = ctypes.c_char_p
+    return digest_of(NAME, built_from().decode(), str(_free.lanes()), *host_words(), files=[Path(__file__)])
 
 
 def _call(name: str, tokens: int, *arguments: object) -> None:

@@ -3,17 +3,18 @@ Triton will have them for CUDA; a model runs on any of them."""
 
 from __future__ import annotations
 
-import platform
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
+from tiercel.kernels.sources import digest_of, host_words
+
 NAME = "reference"
 EXACT = False
-BITS = f"{NAME} {platform.machine()} torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
 """A row's bits depend on how many rows there are: torch's sums have another order for another shape."""
 
 QUERIES_AT_ONCE = 256
@@ -42,6 +43,10 @@ class Site:
     iterations: int
     hc_eps: float
     eps: float
+
+
+def digest() -> str:
+    return digest_of(NAME, *host_words(), files=[Path(__file__)])
 
 
 def pack(weight: Tensor) -> Matrix:

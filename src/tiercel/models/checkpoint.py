@@ -17,11 +17,11 @@ from os.path import lexists
 from pathlib import Path
 from typing import Any
 
-import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tiercel.errors import WeightsError
+from tiercel.models.digest import weights_digest
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 SUFFIX = ".safetensors"
@@ -34,7 +34,6 @@ BESIDES = (
 )
 """What others read of a folder. Some of it may be absent; none of it may be there and not be itself."""
 
-READ_BYTES = 16 * 1024**2
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 NAMES_SHOWN = 5
@@ -85,14 +84,11 @@ class Checkpoint:
         return tensor
 
     def digest(self) -> str:
-        """A name for the weights: changes with any bit of any file of tensors."""
-        whole = xxhash.xxh3_128()
-        for file in sorted(self._files):
-            whole.update(file.name.encode() + b"\0")
-            with file.open("rb") as opened:
-                while part := opened.read(READ_BYTES):
-                    whole.update(part)
-        return whole.hexdigest()
+        """A name for the weights: changes with any bit of any file of tensors. The bytes are read once."""
+        try:
+            return weights_digest(sorted(self._files))
+        except OSError as error:
+            raise WeightsError(self.folder, f"can not be read: {error}") from error
 
     def _open(self, file: Path) -> dict[str, StoredTensor]:
         """What one file holds, in the order of its bytes."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -60,6 +61,14 @@ def family_of(config: Mapping[str, Any]) -> Family:
     """The family that a `config.json` names."""
     family: Family = import_module(FAMILIES[family_name(config, FAMILIES)]).FAMILY
     return family
+
+
+def sources_of(config: Mapping[str, Any]) -> list[Path]:
+    """Where it is written what a model of this family computes, and how entries are rounded."""
+    own = find_spec(FAMILIES[family_name(config, FAMILIES)])
+    assert own is not None and own.origin is not None
+    here = Path(__file__).parent
+    return [*here.glob("*.py"), *Path(own.origin).parent.glob("*.py"), here.parent / "kernels" / "entries.py"]
 
 
 def folder_of(model: str) -> Path:

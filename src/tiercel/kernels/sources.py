@@ -1,0 +1,23 @@
+"""What a program is: a digest of its source, and of whatever else its results depend on."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def digest_of(*words: str, files: Iterable[Path] = ()) -> str:
+    """Of the words, and of every byte of the files. Where the files are does not matter."""
+    whole = hashlib.sha256()
+    for part in (*(word.encode() for word in words), *(file.read_bytes() for file in sorted(files))):
+        whole.update(len(part).to_bytes(8, "little") + part)
+    return whole.hexdigest()
+
+
+def host_words() -> tuple[str, ...]:
+    """What the last bit of a sum, a sine or a logarithm may depend on: vector unit, torch's build, libm."""
+    import torch
+
+    return platform.machine(), " ".join(platform.libc_ver()), torch.__config__.show()

@@ -1,0 +1,122 @@
+"""A name for weights: the digest of all their bytes, computed once and remembered.
+
+    beside the files         .tiercel-digests.json, or, where nothing can be written,
+    in the user's own cache  $XDG_CACHE_HOME/tiercel/digests/
+
+What is remembered of a file holds as long as nobody touched it: its size, its two times of change and its
+number on the disk are the same. The second time (ctime) and the number are the file system's own and nobody
+sets them: what came with a folder from elsewhere is not believed, and the file is read again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+BESIDE = ".tiercel-digests.json"
+READ_BYTES = 16 * 1024**2
+READERS = 8
+"""Files at a time: enough for a fast disk."""
+
+SETTLED_S = 2.0
+"""Younger files are not remembered: their next change might fall on the same tick of the disk's clock."""
+
+
+class Remembered(NamedTuple):
+    """One file as it was when its bytes were read, and their digest."""
+
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: int
+    digest: str = ""
+
+    @staticmethod
+    def now(file: Path) -> Remembered:
+        told = file.stat()
+        return Remembered(told.st_size, told.st_mtime_ns, told.st_ctime_ns, told.st_ino)
+
+    @property
+    def state(self) -> tuple[int | str, ...]:
+        return self[:-1]
+
+    def lasts(self, file: Path) -> bool:
+        """Whether the file is still what was read, and not so young that a change might not show."""
+        age_s = time.time() - max(self.mtime_ns, self.ctime_ns) / 1e9
+        return age_s > SETTLED_S and Remembered.now(file).state == self.state
+
+
+def weights_digest(files: Sequence[Path]) -> str:
+    """Of files of one folder: changes with any bit of any of them, and with their names. Raises OSError."""
+    places = _places(files[0].parent)
+    known = {(name, each.state): each for place in places for name, each in _load(place).items()}
+
+    def look(file: Path) -> Remembered:
+        now = Remembered.now(file)
+        return known.get((file.name, now.state)) or now._replace(digest=hash_file(file))
+
+    with ThreadPoolExecutor(min(READERS, len(files))) as readers:
+        seen = dict(zip(files, readers.map(look, files), strict=True))
+    lasting = {file.name: each for file, each in seen.items() if each.lasts(file)}
+    if any((name, each.state) not in known for name, each in lasting.items()):
+        _save(places, lasting)
+    told = json.dumps([(file.name, each.digest) for file, each in seen.items()])
+    return xxhash.xxh3_128(told.encode()).hexdigest()
+
+
+def hash_file(file: Path) -> str:
+    whole = xxhash.xxh3_128()
+    with file.open("rb") as opened:
+        while part := opened.read(READ_BYTES):
+            whole.update(part)
+    return whole.hexdigest()
+
+
+def _places(folder: Path) -> list[Path]:
+    """Where digests are remembered, the better place first."""
+    places = [folder / BESIDE]
+    with suppress(RuntimeError, OSError):  # nobody's home
+        given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        cache = given if given.is_absolute() else Path.home() / ".cache"
+        name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:32]
+        places.append(cache / "tiercel" / "digests" / f"{name}.json")
+    return places
+
+
+def _load(place: Path) -> dict[str, Remembered]:
+    """Nothing, if there is none, or if it is not whole."""
+    try:
+        told = json.loads(place.read_text(encoding="utf-8"))
+        files = {name: Remembered(*each) for name, each in told["files"].items()}
+        return files if told["check"] == _check(files) else {}
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+        return {}
+
+
+def _save(places: Sequence[Path], files: Mapping[str, Remembered]) -> None:
+    """At the first place that can be written. Failure costs time at the next start."""
+    text = json.dumps({"files": files, "check": _check(files)}, indent=1)
+    for place in places:
+        written = place.with_name(f"{place.name}.{os.getpid()}")
+        try:
+            if place.name != BESIDE:
+                place.parent.mkdir(parents=True, exist_ok=True)
+            written.write_text(text, encoding="utf-8")
+            written.replace(place)
+            return
+        except OSError:
+            with suppress(OSError):
+                written.unlink()
+
+
+def _check(files: Mapping[str, Remembered]) -> str:
+    return xxhash.xxh3_64(json.dumps(files, sort_keys=True).encode()).hexdigest()
