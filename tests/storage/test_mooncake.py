@@ -4,19 +4,18 @@ their own where one may crash; what is registered is watched, because TCP does n
 import os
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
 
 from tests.servers import free_port, mooncake_holder, mooncake_master
+from tests.wait import until
 from tiercel.errors import StoreError
 from tiercel.storage.base import Get, Put
 from tiercel.storage.mooncake import MooncakeStore
 from tiercel.storage.samples import Read, Sample, expect_absent, expect_there, keep
 
 SEGMENT = 32 << 20
-DEADLINE_S = 30
 SAMPLES = [Sample(number, size) for number, size in enumerate((1, 4096, 300_000, 2 << 20))]
 
 
@@ -31,13 +30,6 @@ def store(master):
     with MooncakeStore(master.address, metrics_port=master.metrics_port) as own:
         own.clear()
         yield own
-
-
-def eventually(question):
-    deadline = time.monotonic() + DEADLINE_S
-    while not question():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def run(code: str, *arguments: str) -> str:
@@ -163,8 +155,8 @@ def test_a_cluster_without_memory_answers_false():
 
 
 OUTLIVE = """
-import sys, time
 from tests.servers import mooncake_master
+from tests.wait import until
 from tiercel.errors import StoreError
 from tiercel.storage.mooncake import MooncakeStore
 from tiercel.storage.samples import Read, Sample, expect_absent, expect_there, keep
@@ -176,12 +168,6 @@ def refused(act):
         return True
     return False
 
-def eventually(question):
-    deadline = time.monotonic() + 30
-    while not question():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
 sample = Sample(1, 100_000)
 with mooncake_master() as master:
     store = MooncakeStore(master.address, local_segment=32 << 20, timeout_s=2)
@@ -190,7 +176,7 @@ with mooncake_master() as master:
     master.kill()
     assert refused(lambda: store.contains([sample.key]))
     assert refused(lambda: store.get([Read(sample).get]))
-    eventually(lambda: store._client.health_check() == 2)
+    until(lambda: store._client.health_check() == 2, "the client knows that the master is gone")
     for _ in range(100):  # each of which would take 4 s
         assert refused(lambda: store.put([sample.put()]))
         assert refused(lambda: store.get([Read(sample).get]))
@@ -200,9 +186,9 @@ with mooncake_master() as master:
         assert refused(lambda: list(store.keys()))
     print("refused")
     master.start()
-    eventually(lambda: not refused(lambda: store.contains([sample.key])))
+    until(lambda: not refused(lambda: store.contains([sample.key])), "the new master answers")
     expect_absent(store, [sample], "a new master has forgotten everything")
-    eventually(lambda: store.put([sample.put()]) == [True])
+    until(lambda: store.put([sample.put()]) == [True], "the new master has memory to put into")
     expect_there(store, [sample], "after the restart")
     print("works again")
     master.kill()
@@ -265,7 +251,7 @@ def test_with_two_replicas_records_outlive_a_holder_once_the_master_knows():
                 return False
             return True
 
-        eventually(there)
+        until(there, "the master knows that a holder is gone")
 
 
 FORGOTTEN = """

@@ -53,11 +53,14 @@ def test_a_killed_server_is_an_error_and_a_new_one_is_used_again(server, store):
 
 def test_connections_that_died_unnoticed_are_made_anew(server, store):
     keep(store, SAMPLES)
-    together = [Thread(target=expect_there, args=(store, SAMPLES, "by a thread")) for _ in range(4)]
+    together = [
+        Thread(target=expect_there, args=(store, SAMPLES, "by a thread"), daemon=True) for _ in range(4)
+    ]
     for thread in together:
         thread.start()
     for thread in together:
-        thread.join()
+        thread.join(4 * TIMEOUT_S)
+    assert not any(thread.is_alive() for thread in together), "a thread hangs"
     server.kill()
     server.start()
     keep(store, SAMPLES)
@@ -79,15 +82,15 @@ def test_a_server_killed_in_the_middle_of_a_transfer_is_an_error(server, store):
         except StoreError as error:
             ended.append(error)
 
-    threads = [Thread(target=move) for _ in range(3)]
+    threads = [Thread(target=move, daemon=True) for _ in range(3)]
     for thread in threads:
         thread.start()
     for _ in range(5):
-        begun.acquire(timeout=TIMEOUT_S)
+        assert begun.acquire(timeout=TIMEOUT_S), "no transfer ended"
     server.kill()
     for thread in threads:
         thread.join(4 * TIMEOUT_S)
-    assert len(ended) == 3
+    assert len(ended) == 3, "a transfer goes on without its server"
 
 
 def test_a_server_that_says_nothing_is_an_error_after_the_time_out(server):

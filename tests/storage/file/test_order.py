@@ -3,7 +3,6 @@ after a crash. Method: a thread that is stopped at a call, and what the others a
 
 import os
 import shutil
-import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import Thread, current_thread
 
@@ -21,6 +20,7 @@ from tests.storage.file.make import (
     page_key,
     put,
 )
+from tests.wait import until
 from tiercel.errors import StoreError
 from tiercel.storage.file import direct
 
@@ -36,14 +36,6 @@ def pool():
         yield pool
 
 
-def until(condition) -> None:
-    """Let the other threads go on until something holds."""
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        os.sched_yield()
-
-
 class Meanwhile(direct.Calls):
     """At the first write of the main thread others put, up to the moment when all of them wait."""
 
@@ -54,7 +46,7 @@ class Meanwhile(direct.Calls):
     def pwritev(self, file, views, offset):
         if current_thread().name == "MainThread" and not self.answers:
             self.answers = [self.pool.submit(put, self.store, name) for name in self.names]
-            until(lambda: len(self.store._log._queue) == 1 + len(self.names))
+            until(lambda: len(self.store._log._queue) == 1 + len(self.names), "all writers are in the queue")
             self.look()
         return super().pwritev(file, views, offset)
 
@@ -188,7 +180,7 @@ def test_who_changes_everything_waits_for_who_is_writing(path, pool, monkeypatch
         def before(call):
             if call == "pwritev" and not others:
                 others.append(pool.submit(getattr(store, what)))
-                until(lambda: others[0].done() or store._log.lock._waiters)
+                until(lambda: others[0].done() or store._log.lock._waiters, f"{what} waits for the lock")
                 assert not others[0].done()
 
         monkeypatch.setattr(direct, "calls", Watched(before))
@@ -236,11 +228,12 @@ def test_closing_waits_for_those_who_are_at_work(path, monkeypatch):
         if call == "fdatasync" and not closing:
             closing.append(Thread(target=store.close))
             closing[0].start()
-            until(lambda: store._closed)
+            until(lambda: store._closed, "close has begun")
 
     monkeypatch.setattr(direct, "calls", Watched(before))
     keep(store, "a")
-    closing[0].join()
+    closing[0].join(30)
+    assert not closing[0].is_alive(), "close does not return"
     with pytest.raises(StoreError, match="closed"):
         store.contains([key_of("a")])
     with make_store(path) as store:
