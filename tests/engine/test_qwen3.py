@@ -10,8 +10,8 @@ from tests.models.qwen3 import YARN, write_qwen3
 from tiercel.config import CacheConfig
 from tiercel.engine.build import open_engine
 from tiercel.engine.config import Build, EngineConfig
-from tiercel.engine.verify import verify
 from tiercel.errors import SpecError, WeightsError
+from tiercel.verify import verify
 
 MIB = 1024**2
 CONFIG = EngineConfig(CacheConfig(device_pages=1, host_bytes=64 * MIB), running_max=8)
