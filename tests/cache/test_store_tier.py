@@ -13,7 +13,7 @@ from tests.simulation.stores import FalseStore
 from tiercel.cache import Request, Wait, WaitFor
 from tiercel.config import LAYOUTS
 from tiercel.errors import ConfigError, StoreError
-from tiercel.policy.breaker import State
+from tiercel.policy.breaker import BreakerState
 from tiercel.policy.resume import Why
 from tiercel.spec.identity import Identity
 from tiercel.storage.base import Put
@@ -261,14 +261,14 @@ def test_a_store_that_fails_is_left_alone_and_tried_again(caplog):
     for text in range(4):
         assert again.serve([text, *TEXT]).tokens == 0, "requests go on"
     tier = again.cache.store
-    assert tier.breaker.state is State.OFF
+    assert tier.breaker.state is BreakerState.OFF
     calls = tier.counters["failures"]
     reuse = again.serve(TEXT[:-1])
     assert reuse.why is Why.STORE_OFF and tier.counters["failures"] == calls, "not even asked"
     store.mood = None
     again.now_s += 1.0
     again.serve([7, 7, *TEXT])
-    assert tier.breaker.state is State.WORKING
+    assert tier.breaker.state is BreakerState.WORKING
     again.settle()
     assert not tier.pending, "what could not be written then is written now"
     assert driver.restart().serve([0, *TEXT]).store_tokens == 16

@@ -9,7 +9,7 @@ from dataclasses import replace
 from tiercel.cache.fetch import Fetch, Stage, cut, give_back
 from tiercel.cache.places import Places
 from tiercel.config import CacheConfig
-from tiercel.policy.breaker import Breaker, State
+from tiercel.policy.breaker import Breaker, BreakerState
 from tiercel.policy.fetch import Costs, Rate, Refusal, choose_fetch, worth_waiting
 from tiercel.policy.resume import Reuse, Why
 from tiercel.spec.cache_spec import CacheSpec
@@ -169,7 +169,7 @@ class Fetches:
         replan, self._replan = self._replan, False
         for fetch in list(self.of.values()):
             if fetch.stage is Stage.PLANNING and (replan or not fetch.planned):
-                if breaker.state is State.OFF:
+                if breaker.state is BreakerState.OFF:
                     self._over(fetch, Why.STORE_OFF)
                 else:
                     self._plan(fetch)

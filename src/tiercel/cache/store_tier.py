@@ -18,7 +18,7 @@ from tiercel.cache.fetches import Fetches
 from tiercel.cache.places import Places
 from tiercel.cache.writes import Writes
 from tiercel.config import CacheConfig
-from tiercel.policy.breaker import Breaker, State
+from tiercel.policy.breaker import Breaker, BreakerState
 from tiercel.policy.fetch import Rate
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.storage.record import Kind, page_key_of
@@ -110,7 +110,7 @@ class StoreTier:
         self._ended_s[_crew(operation)] = now
         if operation.error is not None and not operation.cancelled:
             self.counters["failures"] += 1
-            if self.counters["failures"] == 1 or self.breaker.state is not State.WORKING:
+            if self.counters["failures"] == 1 or self.breaker.state is not BreakerState.WORKING:
                 log.warning("the store: %s", operation.error)
             if not operation.late:
                 self.breaker.failed(now)
@@ -173,7 +173,7 @@ class StoreTier:
     @property
     def busy(self) -> bool:
         """Something is under way, or could be. What hangs does not count: nobody waits for that."""
-        waits = self.writes.backlog and self.breaker.state is State.WORKING
+        waits = self.writes.backlog and self.breaker.state is BreakerState.WORKING
         return bool(waits) or any(not operation.late for operation in self.mover.under_way)
 
     @property
@@ -208,7 +208,7 @@ class StoreTier:
 
     def stats(self) -> dict[str, Any]:
         now = self._clock()
-        if now - self._numbers_s > NUMBERS_OLD_S and self.breaker.state is State.WORKING:
+        if now - self._numbers_s > NUMBERS_OLD_S and self.breaker.state is BreakerState.WORKING:
             self._numbers_s = now
             self.mover.submit(Work.STATS)
         costs = self.fetches.costs

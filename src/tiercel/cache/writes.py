@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 
 from tiercel.config import CacheConfig
-from tiercel.policy.breaker import Breaker, State
+from tiercel.policy.breaker import Breaker, BreakerState
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.transfer.mover import Answer, Operation, Piece, StoreMover, Work
 from tiercel.tree.node import Item, Tail
@@ -104,7 +104,7 @@ class Writes:
                 self._counters["tails_written" if isinstance(item, Tail) else "pages_written"] += 1
                 self._counters["bytes_written"] += self.bytes_of(item)
             elif write.error is not None and tries < TRIES_MOST:
-                chance = breaker.state is State.WORKING  # if not, it is not this write's fault
+                chance = breaker.state is BreakerState.WORKING  # if not, it is not this write's fault
                 self.backlog.append((item, tries + chance))
             else:
                 self._counters["writes_lost" if write.error else "writes_refused"] += 1

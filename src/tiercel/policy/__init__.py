@@ -1,1 +1,1 @@
-"""When: who is evicted, what is saved, where tails are placed, what a request resumes from."""
+"""Pure decisions: what is evicted, saved and fetched, where tails are kept, where a request resumes."""

@@ -1,11 +1,12 @@
-"""Who leaves a full tier first.
+"""What is evicted first from a full tier.
 
-A policy turns the use of a page or tail into a rank; the lowest goes first. Two promises make this cheap:
+A policy turns the use of a page or tail into a rank; the lowest rank is evicted first. Two rules make this
+cheap:
 
-- **A rank never falls when the thing is used.** So an entry of the heap may be stale only downwards, and is
-  put right when it reaches the top: one entry per thing, no scan of the leaves.
-- **A parent inherits its children's use when they go.** So a match touches one page, its deepest, and yet
-  every page that can be evicted (a leaf) has the rank it would have if the whole path had been touched.
+- **A use never lowers a rank.** So a stale heap entry is only ever too low, and is corrected when it reaches
+  the top: one heap entry per page or tail, and no scan of the leaves.
+- **A parent inherits its children's use when they are evicted.** So a match touches only its deepest page,
+  and still every leaf has the rank it would have if the whole path had been touched.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from tiercel.config import EVICT_POLICIES
 from tiercel.errors import ConfigError
 
 Rank = int | tuple[int, ...]
-"""Whatever sorts; one policy always answers with the same shape."""
+"""Anything that sorts. One policy always returns the same shape."""
 
 
 class Used(Protocol):
-    """What a policy may look at."""
+    """The use of a page or tail: what a policy may look at."""
 
     used: int
-    """Clock of the last use; later is larger, no two uses are equal."""
+    """Counter value at the last use: later is larger, no two uses are equal."""
 
     hits: int
-    """How often a request found it, its departed children's hits included."""
+    """How often a request found it. The hits of evicted children are included."""
 
     priority: int
     """Highest priority of the requests that used it."""
@@ -57,7 +58,7 @@ class Lfu(EvictPolicy):
 
 
 class Slru(EvictPolicy):
-    """Two segments: what was found at least twice is protected; least recently used inside each."""
+    """Two segments: things found at least twice are evicted last. Least recently used first within each."""
 
     def rank(self, use: Used) -> Rank:
         return (int(use.hits >= 2), use.used)
@@ -75,7 +76,7 @@ assert tuple(_POLICIES) == EVICT_POLICIES
 
 
 def make_evict_policy(name: str) -> EvictPolicy:
-    """A policy by name, or `module:Class` of a user's own."""
+    """A policy by name, or a user's own class as `module:Class`."""
     if name in _POLICIES:
         return _POLICIES[name]()
     module_name, _, class_name = name.partition(":")

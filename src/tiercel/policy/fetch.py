@@ -5,9 +5,9 @@ pages      1    2    3    4    5    6    7    8      found 2 in nearer tiers, st
 tails                     ▲         ▲                one in the store at 4, one at 6
 fetch                ├──────────────┤                3 … 6 with the tail at 6, the longest legal boundary
 
-A boundary is legal when every page up to it and every tail a resume there reads is in some tier: the
-intersection, never the least of the parts. Of the legal boundaries the one is taken that saves most time:
-what computing up to it would cost, less what reading it costs beyond the time the request waits anyway.
+A boundary is legal if every page before it, and every tail that a resume there reads, is in some tier.
+`choose_fetch` takes the legal boundary that saves most time: the time to compute up to it, minus the read
+time that goes beyond what the request waits anyway.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from enum import Enum
 
 
 class Rate:
-    """So much of something per second, as lately seen. Amounts and times are added up, and older ones fade:
-    so a few small ones that ended together do not look like a fast one."""
+    """Amount per second, from recent observations. Amounts and seconds are summed with decaying weights, so a
+    few small reads that end together do not look like one fast read."""
 
     FADES = 0.6
-    """What an observation leaves of those before: a store that slows down is noticed within a few reads."""
+    """Decay per observation: a store that slows down is noticed within a few reads."""
 
     def __init__(self) -> None:
         self._amount = self._seconds = 0.0
 
     def observe(self, amount: float, seconds: float) -> None:
-        """An amount that took no time more came together with the one before."""
+        """`seconds` = 0: this amount arrived together with the previous one."""
         if amount > 0 and seconds >= 0:
             fades = self.FADES if seconds else 1.0
             self._amount = fades * self._amount + amount
@@ -36,24 +36,24 @@ class Rate:
 
     @property
     def per_s(self) -> float | None:
-        """None: nobody knows."""
+        """None: nothing was observed yet."""
         return self._amount / self._seconds if self._seconds else None
 
     def seconds(self, amount: float) -> float | None:
-        """How long so much takes."""
+        """How long this amount takes; None: not known."""
         return None if self.per_s is None else amount / self.per_s
 
 
 @dataclass(frozen=True)
 class Held:
-    """What is known of a text when the store has answered. Counts are in pages from its start."""
+    """Where the pages and tails of a text are, once the store has answered. Counts are in pages."""
 
     boundary: int
-    """Resumable from the nearer tiers."""
+    """The last boundary that the nearer tiers (device, host) can resume from."""
     found: int
-    """Pages in the nearer tiers."""
+    """Pages in the nearer tiers, from the start of the text."""
     stored: int
-    """Pages after those, one after the other, that the store holds too."""
+    """Pages in the store that follow those without a gap."""
     tails: frozenset[int]
     """Boundaries with a tail in a nearer tier."""
     tails_stored: frozenset[int]
@@ -62,7 +62,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Pages found + 1 … upto, and tails, from the store: `spared` tokens need not be computed then."""
+    """What to fetch: pages `found` + 1 … `upto`, and `tails`. It saves computing `spared` tokens."""
 
     upto: int
     tails: tuple[int, ...]
@@ -79,25 +79,25 @@ class Refusal(Enum):
 
 @dataclass(frozen=True)
 class Costs:
-    """What a page takes, and how fast things are."""
+    """Sizes of pages and tails, and the measured speed of reading and computing."""
 
     page_tokens: int
     page_bytes: int
     tail_bytes: int
     pages_per_window: int
     replay_tokens: int | None
-    """Tokens to compute again where there is no tail; None: a tail is needed."""
+    """Tokens that a resume without a tail computes again; None: a resume needs a tail."""
     read: Rate = field(default_factory=Rate)
-    """Bytes from the store."""
+    """Bytes read from the store."""
     compute: Rate = field(default_factory=Rate)
-    """Tokens of prompts."""
+    """Prompt tokens computed."""
 
     def bytes_of(self, held: Held, wanted: Wanted) -> int:
         return (wanted.upto - held.found) * self.page_bytes + len(wanted.tails) * self.tail_bytes
 
 
 def legal(boundary: int, pages_per_window: int, has_tail: Callable[[int], bool]) -> bool:
-    """Whether a text can be resumed here, its pages being there."""
+    """Whether the tails allow a resume at this boundary. The caller has checked the pages."""
     first = max(1, boundary - pages_per_window + 1)
     return all(has_tail(each) for each in range(first, boundary + 1)) if pages_per_window else True
 
@@ -105,10 +105,10 @@ def legal(boundary: int, pages_per_window: int, has_tail: Callable[[int], bool])
 def choose_fetch(
     held: Held, costs: Costs, *, bytes_ahead: int = 0, wait_s: float = 0.0, bytes_most: int | None = None
 ) -> Wanted | Refusal:
-    """What to read, or why nothing.
+    """What to read, or why nothing is read.
 
-    `bytes_ahead` are read first; for `wait_s` the request waits whatever happens; more than `bytes_most` have
-    no room.
+    `bytes_ahead` are queued before this fetch; the request waits `wait_s` in any case; at most `bytes_most`
+    fit in host memory.
     """
     best, best_gain, why = None, 0.0, Refusal.NOTHING
     boundaries = _boundaries(held, costs)
@@ -129,7 +129,7 @@ def choose_fetch(
 
 
 def _gain(costs: Costs, tokens: int, bytes_read: int, wait_s: float) -> float:
-    """Seconds saved; where a rate is not known, more tokens are better: somebody has to find out."""
+    """Seconds saved. While a rate is not known, more tokens count as better: only a fetch can measure it."""
     compute_s, read_s = costs.compute.seconds(tokens), costs.read.seconds(bytes_read)
     if compute_s is None or read_s is None:
         return float(tokens)
@@ -137,14 +137,14 @@ def _gain(costs: Costs, tokens: int, bytes_read: int, wait_s: float) -> float:
 
 
 def _boundaries(held: Held, costs: Costs) -> list[int]:
-    """Where the text could be resumed if the store's part were here."""
+    """Legal boundaries, with the store's pages and tails counted as present."""
     both, last = held.tails | held.tails_stored, held.found + held.stored
     every = range(held.boundary + 1, last + 1)
     return [b for b in every if legal(b, costs.pages_per_window, both.__contains__)]
 
 
 def _candidates(held: Held, costs: Costs, boundaries: list[int]) -> Iterator[Wanted]:
-    """Everything that could be read, the longest first."""
+    """Every possible fetch, the longest first."""
     for boundary in reversed(boundaries):
         tails = _tails(boundary, costs.pages_per_window, held)
         spared = (boundary - held.boundary) * costs.page_tokens
@@ -157,14 +157,14 @@ def _candidates(held: Held, costs: Costs, boundaries: list[int]) -> Iterator[Wan
 
 
 def _tails(boundary: int, window: int, held: Held) -> set[int]:
-    """What a resume reads there and only the store has."""
+    """Tails that a resume at this boundary reads and that only the store has."""
     first = max(1, boundary - window + 1)
     return set(range(first, boundary + 1)) & held.tails_stored - held.tails if window else set()
 
 
 def _stations(wanted: Wanted, boundaries: list[int], held: Held, window: int) -> tuple[int, ...]:
-    """Its tails, and those at up to three places on the way there, so that a fetch that ends early is worth
-    something too."""
+    """The wanted tails, and those at up to three earlier boundaries: then a fetch that is cut short still
+    helps."""
     if not wanted.tails:
         return ()
     apart, last, reads = max(1, (wanted.upto - held.boundary) // 4), wanted.tails[-1], set(wanted.tails)
@@ -177,11 +177,11 @@ def _stations(wanted: Wanted, boundaries: list[int], held: Held, window: int) ->
 
 
 PATIENCE = 4
-"""A fetch that has not moved for this fraction of what it can save is given up."""
+"""A fetch is given up if it makes no progress for 1/PATIENCE of the time it can save."""
 
 
 def worth_waiting(costs: Costs, tokens: int, bytes_left: int, still_s: float) -> bool:
-    """Whether the rest of a fetch is still sooner than computing. `still_s`: since it last moved."""
+    """Whether the rest of a fetch is faster than computing. `still_s`: seconds since its last progress."""
     compute_s = costs.compute.seconds(tokens)
     if compute_s is None:
         return True

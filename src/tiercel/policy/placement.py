@@ -20,11 +20,10 @@ def tail_boundaries(
     every_pages: int,
     page_tokens: int,
 ) -> frozenset[int]:
-    """Boundaries, in pages, after what was resumed and up to the end of the prompt, that should get a tail.
+    """The boundaries, in pages, that get a tail. They lie after the resumed pages.
 
-    They are the ends of messages and turns (`turn_ends`, in tokens, break points a request names included),
-    the branch point where this text leaves the others (0: none), the end of the prompt, and every so many
-    pages.
+    They are the ends of messages, turns and named break points (`turn_ends`, in tokens), the page where this
+    text branches off from cached ones (0: none), the end of the prompt, and every `every_pages` pages.
     """
     ends = {tokens // page_tokens for tokens in turn_ends}
     regular = set(range(every_pages, total_pages + 1, every_pages))
@@ -33,7 +32,7 @@ def tail_boundaries(
 
 
 def with_window(boundaries: Iterable[int], *, pages_per_window: int, resumed_pages: int) -> frozenset[int]:
-    """A window longer than a page needs the tails before its boundary too, down to what was resumed."""
+    """The boundaries, and the tails before each that a window longer than a page reads too."""
     return frozenset(
         page
         for boundary in boundaries

@@ -1,4 +1,4 @@
-"""From where a request goes on, and the answer to "what was reused, from which tier, and why not more"."""
+"""Where a request resumes, and the answer to "what was reused, from which tier, and why not more"."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Why(Enum):
     NOT_CACHED = "the next page is in no tier"
     NOT_ON_DEVICE = "the next page is not on the device, and loads were turned off for this request"
     NO_TAIL = "more pages were found, but there is no tail to resume after them"
-    NOT_WANTED = "the request asks for the model's answers from here on, so they are computed"
+    NOT_WANTED = "the request asks for logprobs of the prompt from here on, so it is computed"
     STORE_LATE = "the store did not bring more in time"
     STORE_SLOW = "computing the rest was expected to be faster than the store"
     STORE_OFF = "the store does not answer, and the next page is in no other tier"
@@ -24,7 +24,7 @@ class Why(Enum):
 
 @dataclass(frozen=True)
 class Resume:
-    """Reuse `pages` pages: from the tails there, or by replay, computing the last `replay_tokens` again."""
+    """Reuse `pages` pages, with the tails at their end, or by computing the last `replay_tokens` again."""
 
     pages: int
     by_replay: bool = False
@@ -34,7 +34,7 @@ class Resume:
 def choose_resume(
     *, found: int, boundary: int, page_tokens: int, replay_tokens: int | None, replay: bool
 ) -> Resume:
-    """The tail's boundary, or an exact replay up to all found pages where that computes fewer tokens.
+    """Resume at the last tail; or by exact replay after all found pages, if that computes fewer tokens.
 
     0            boundary                     found
     ├───────────────┼───────────────────────────┤
@@ -48,26 +48,26 @@ def choose_resume(
 
 
 def replay_cost(replay_tokens: int | None, found_tokens: int) -> int | None:
-    """Tokens an exact replay computes again; None when it can not be exact. No text is longer than itself."""
+    """Tokens that an exact replay computes again: at most the whole text. None: no replay is exact."""
     return None if replay_tokens is None else min(replay_tokens, found_tokens)
 
 
 @dataclass(frozen=True)
 class Reuse:
-    """What one request took from the cache. Token counts; the tiers add up to what was reused."""
+    """What one request took from the cache, in tokens. The three tiers add up to `tokens`."""
 
     prompt_tokens: int
     device_tokens: int
     host_tokens: int
     store_tokens: int
     found_tokens: int
-    """Pages found in any tier, reused or not."""
+    """Tokens of pages found in any tier, reused or not."""
 
     replay_tokens: int
-    """Of the reused tokens, how many are to be computed again because there is no tail after them."""
+    """How many of the reused tokens are computed again because there is no tail after them."""
 
     replay_cost_tokens: int | None
-    """What an exact replay up to `found_tokens` costs; None when no replay can rebuild the state."""
+    """Tokens that an exact replay up to `found_tokens` computes; None: no replay can rebuild the state."""
 
     why: Why
 

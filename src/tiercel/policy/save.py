@@ -5,9 +5,8 @@
     selective    it is found a first time   only if it was ever found
     back         never                      always
 
-A copy made early only ever takes free host memory, or that of a copy which device and store have too. When
-the host is full the copy waits for the eviction: a copy of something the device still holds must not displace
-the only copy of something else.
+An early copy takes free host memory only, or the memory of something that device and store hold too. If the
+host is full, the copy is made at eviction: a second copy must not displace the only copy of something else.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from tiercel.config import SAVE_POLICIES
 
 @dataclass(frozen=True)
 class SavePolicy:
-    """Hits after which something is saved while the device keeps it (None: never), and when it is evicted."""
+    """Hits needed for a copy while the device keeps the page (None: never), and for a copy at eviction."""
 
     early_hits: int | None
     evict_hits: int
