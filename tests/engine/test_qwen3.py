@@ -31,6 +31,7 @@ def build_of(folder, **options):
 def test_no_tier_changes_a_bit(folder, format):
     report = verify(build_of(folder, format=format), CONFIG)
     assert report.holds(kl=0.0, dlogprob=0.0), report
+    assert report.share == "bits"
     assert min(report.cached_tokens["device"], report.cached_tokens["host"]) > 2000
 
 

@@ -4,6 +4,7 @@ counts the files that it reads; what is remembered is damaged, moved and made up
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,13 @@ def look(folder: Path) -> str:
     return weights_digest([folder / name for name in NAMES])
 
 
+def tick() -> None:
+    """Until a change has another time than the one before: a disk's clock ticks each 10 ms at the slowest."""
+    time.sleep(0.02)
+
+
 def flip(file: Path) -> None:
+    tick()
     data = bytearray(file.read_bytes())
     data[50] ^= 1
     file.write_bytes(data)

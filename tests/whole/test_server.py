@@ -298,10 +298,11 @@ def test_a_mistake_at_the_start_is_one_line_that_names_it(options, named):
 
 
 def test_verify_finds_no_difference_and_says_so_for_programs():
-    command = [sys.executable, "-m", "tiercel.cli", "verify", "--json"]
+    command = [sys.executable, "-m", "tiercel.cli", "verify", "--json", "--share", "numbers"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
+    assert report["share"] == "numbers"
     assert (report["kl"], report["max_abs_dlogprob"], report["tokens_equal"]) == (0.0, 0.0, True)
     assert report["recall"]["cold"] == report["recall"]["device"] == report["recall"]["host"] >= 0.9
     assert report["cached_tokens"]["device"] > 1000 and report["cached_tokens"]["host"] > 1000
