@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiercel.text.answer import AnswerReader
-from tiercel.text.deepseek_v4 import EOS, RELEASE, DeepSeekV4
+from tiercel.text.deepseek_v4 import EOS, RELEASE, DeepSeekV4Format
 
 CALL = (
     "\n\n<｜DSML｜tool_calls>\n"
@@ -164,7 +164,7 @@ def test_what_was_written_is_read(
     question = {"role": "user", "content": "?"}
     tools = [{"function": {}}]
     low = {"reasoning_effort": "low"}
-    format_ = DeepSeekV4(RELEASE)
+    format_ = DeepSeekV4Format(RELEASE)
     before = format_.render([question], tools, low, True)
     whole = format_.render([question, said], tools, low, False)
     answer = whole.removeprefix(before).removesuffix(EOS)

@@ -481,7 +481,7 @@ def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
     [
         ("tokenizer.json", None, r"tokenizer\.json: can not be read"),
         ("tokenizer.json", "{", r"tokenizer\.json: can not be read"),
-        ("tokenizer.json", '{"decoder": {"type": "ByteLevel"}}', "is no tokenizer"),
+        ("tokenizer.json", '{"decoder": {"type": "ByteLevel"}}', "is not a tokenizer"),
         ("tokenizer_config.json", "[]", "one JSON object"),
         ("chat_template.jinja", "{% if %}", "chat template that can not be read"),
     ],

@@ -1,4 +1,4 @@
-"""What an answer says: thoughts, words and calls of tools, told apart while it comes.
+"""A parser for answers: it separates reasoning, content and tool calls while the text arrives.
 
     thoughts</think>words
 
@@ -9,8 +9,7 @@
     </｜DSML｜invoke>
     </｜DSML｜tool_calls>
 
-A parameter that is a string is written as it is, any other as JSON. Instead of parameters there may be one
-JSON object.
+A string parameter is written as it is, any other as JSON. One JSON object may stand instead of parameters.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ TAG_CHARS_MOST = 1000
 
 
 class CallPart(NamedTuple):
-    """What is new of one call. Its first part has the name."""
+    """The new part of one tool call. The first part has the name."""
 
     number: int
     name: str | None = None
     arguments: str = ""
-    """A piece of the JSON object that all pieces together are."""
+    """The next characters of the JSON object."""
 
 
 class Said(NamedTuple):
-    """What is new of an answer."""
+    """The new part of an answer."""
 
     reasoning: str = ""
     content: str = ""
@@ -47,10 +46,10 @@ class Said(NamedTuple):
 
 
 class AnswerReader:
-    """One answer. All that was pushed is said, however it was cut into pieces; tags are not.
+    """Parses one answer. The result does not depend on how the text was cut into pieces.
 
-    What does not follow the format is content from there on, and the call it was in stays without its end:
-    nobody shall take half a call for a whole one.
+    At the first format error the rest becomes content, and the open call is not closed: a client must not
+    take half a call for a whole one.
     """
 
     def __init__(self, *, thinks: bool, calls: bool) -> None:
@@ -66,11 +65,11 @@ class AnswerReader:
 
     @property
     def called(self) -> bool:
-        """Whether it calls tools, and every call is whole."""
+        """Whether the answer calls tools and every call is complete."""
         return self._call >= 0 and not self._inside
 
     def push(self, text: str, *, final: bool = False) -> Said:
-        """What is new. Held back is what may become a tag; at the end only half a tag inside a call is."""
+        """The new part. Text that may become a tag is held back; `final` drops half a tag inside a call."""
         self._held += text
         while self._state(final):
             pass
@@ -150,7 +149,7 @@ class AnswerReader:
 
     def _value(self, final: bool) -> bool:
         if not (self._string or final or END_VALUE in self._held):
-            return False  # JSON is looked at when it is whole
+            return False  # JSON is parsed when it is complete
         value, found = self._until((END_VALUE,))
         if self._string:
             self._add_arguments(json.dumps(value, ensure_ascii=False)[1:-1] + ('"' if found else ""))
@@ -162,7 +161,7 @@ class AnswerReader:
         return found
 
     def _tag(self, final: bool) -> tuple[str | None, ...] | None:
-        """The next tag, None where there may be one later, and an empty tuple where there is none."""
+        """The next tag; None: more text is needed to tell; (): no tag."""
         if found := TAG.match(self._held):
             self._tagged, self._held = found[0], self._held[found.end() :]
             return found["end"], found["kind"], found["name"], found["string"]
@@ -186,7 +185,8 @@ class AnswerReader:
         self._calls[self._call] = part._replace(arguments=part.arguments + text)
 
     def _until(self, needles: tuple[str, ...], final: bool = False) -> tuple[str, bool]:
-        """What is before the first of them, which is taken away; or what can not be part of one."""
+        """The text before the first needle, and whether there is one, which is dropped. Without one, the text
+        that can not be the start of a needle."""
         places = [(place, -len(each)) for each in needles if (place := self._held.find(each)) >= 0]
         if places:
             place, length = min(places)
@@ -215,4 +215,4 @@ def _is_json(value: str) -> bool:
 
 
 def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")

@@ -1,12 +1,12 @@
-"""DeepSeek V4's chat format. Its checkpoints have no Jinja template; they publish their format as a program,
-`encoding/encoding_dsv4.py`. This is the same format.
+"""DeepSeek V4's chat format. Its checkpoints have no Jinja template; they come with a program that writes it,
+`encoding/encoding_dsv4.py`. This module writes the same.
 
     <｜begin▁of▁sentence｜>{effort}{system}{tools}
     <｜User｜>{question}<｜Assistant｜><think>{thoughts}</think>{words}{calls}<｜end▁of▁sentence｜>
     <｜User｜><tool_result>{result}</tool_result><｜Assistant｜><think>
 
-Without thinking an answer begins with `</think>`. Of past answers only the words are kept; all thoughts are
-kept when there are tools, because the model shall see why it called them.
+Without thinking, an answer begins with `</think>`. Thoughts of past answers are left out, unless there are
+tools: then the model should see why it called them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ RELENTLESS = (
 )
 RELEASE = {"low": "", "high": THOROUGH, "max": RELENTLESS}
 PREVIEW = {"low": "", "high": "", "max": THOROUGH}
-"""What the checkpoints before July 2026 were trained with."""
+"""For checkpoints from before July 2026: they were trained with these."""
 EFFORTS = {
     "minimal": "low",
     "low": "low",
@@ -51,9 +51,9 @@ EFFORTS = {
     "max": "max",
     "ultra": "max",
 }
-"""As DeepSeek's API understands what clients ask for. `none` turns thinking off."""
+"""Values of `reasoning_effort`, as DeepSeek's API maps them. `none` turns thinking off."""
 EFFORT = "high"
-"""The API's default, as thinking is."""
+"""The API's default. Thinking is on by default, too."""
 
 TOOLS = f"""\
 ## Tools
@@ -90,16 +90,16 @@ You MUST strictly follow the above defined tool name and parameter schemas to in
 
 @dataclass
 class Turn:
-    """A message, or several of a user and of tools, which are one turn."""
+    """One message. Messages of a user and of tools that follow each other are one turn."""
 
     role: str
     message: Mapping[str, Any]
     blocks: list[tuple[str | None, str]] = field(default_factory=list)
-    """Of a user's turn: the id of the call that a tool's result answers, and the text."""
+    """For a user's turn: (id of the tool call that is answered, or None; text)."""
 
 
-class DeepSeekV4:
-    """Renders conversations. `efforts`: what is said about each effort."""
+class DeepSeekV4Format:
+    """Renders conversations. `efforts`: the instruction to the model for each effort."""
 
     control = (THINK, END_THINK, DSML)
     calls = True
@@ -148,10 +148,10 @@ class DeepSeekV4:
 
 def read_deepseek_v4(
     folder: Path, config: Mapping[str, Any], vocabulary: Container[str]
-) -> DeepSeekV4 | None:
-    """Its format, if config.json says that this is one and the tokenizer has its tokens.
+) -> DeepSeekV4Format | None:
+    """The format, if config.json names a DeepSeek V4 and the tokenizer has its tokens.
 
-    The published program is looked at, never run.
+    The published program is searched for words, never run.
     """
     architectures = config.get("architectures") or []
     named = config.get("model_type") == "deepseek_v4" or "DeepseekV4ForCausalLM" in architectures
@@ -163,11 +163,11 @@ def read_deepseek_v4(
     except OSError:
         published = ""
     preview = "REASONING_EFFORT_MAX" in published and "REASONING_EFFORT_PROMPTS" not in published
-    return DeepSeekV4(PREVIEW if preview else RELEASE)
+    return DeepSeekV4Format(PREVIEW if preview else RELEASE)
 
 
 def _effort(kwargs: Mapping[str, Any]) -> str | None:
-    """How hard to think; None: not at all."""
+    """The effort of thinking; None: no thinking."""
     switches = [_switch(kwargs, name) for name in ("thinking", "enable_thinking")]
     asked = kwargs.get("reasoning_effort")
     if asked not in (None, "none", *EFFORTS):
@@ -185,7 +185,7 @@ def _switch(kwargs: Mapping[str, Any], name: str) -> bool | None:
 
 
 def _turns(messages: Sequence[Mapping[str, Any]]) -> list[Turn]:
-    """Users and tools share turns; results are in the order of the calls."""
+    """Messages as turns. Tool results are sorted by the order of their calls."""
     turns: list[Turn] = []
     order: dict[Any, int] = {}
     for at, message in enumerate(messages):
@@ -196,7 +196,7 @@ def _turns(messages: Sequence[Mapping[str, Any]]) -> list[Turn]:
             and not any(turn.role != "system" for turn in turns)
             and follower != "assistant"
         ):
-            role = "system"  # OpenAI's word for it; DeepSeek's developer is a user with tools
+            role = "system"  # OpenAI's developer is a system; DeepSeek's is a user with tools
         if role in ("user", "tool", "function"):
             if not (turns and turns[-1].role == "user"):
                 turns.append(Turn("user", message))
@@ -234,7 +234,7 @@ def _answer(message: Mapping[str, Any], with_thoughts: bool) -> str:
 
 def _call(function: Mapping[str, Any]) -> str:
     arguments = function.get("arguments") or {}
-    if not isinstance(arguments, Mapping):  # what is no JSON object is kept as it is
+    if not isinstance(arguments, Mapping):
         arguments = {"arguments": arguments}
     parameters = "\n".join(
         f'<{DSML}parameter name="{name}" string="{"true" if isinstance(value, str) else "false"}">'

@@ -1,8 +1,8 @@
-"""How many tokens a text has at least, known from its length alone: what can not fit is not encoded to see.
+"""A lower bound for the tokens of a text, from its length alone: a text that is too long is not encoded.
 
-A token covers at most as many bytes of a text as the longest token has. That is true only if nothing of the
-text is lost before it becomes tokens, so every step of the tokenizer is looked at; where one may lose some of
-it (a normalizer that strips, words that are unknown), there is no such bound.
+A token covers at most as many bytes as the longest token has. This holds only if no step of the tokenizer
+drops text, so every step is checked. If one may drop text (a normalizer that strips, unknown words), there is
+no bound.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from tiercel.text.pieces import BYTES
 
 NORMAL_FORMS = ("NFC", "NFD", "NFKC", "NFKD", "Lowercase")
 NORMAL_SHRINKS = 4
-"""They make of one character another of a quarter of its bytes at most: a mathematical A of 4 is a plain A of
-1, a Hangul syllable of 3 was 9."""
+"""A normal form shrinks a text to a quarter of its bytes at worst: mathematical A (4 bytes) to A (1)."""
 KEEPING = ("ByteLevel", "Metaspace", "Digits")
-"""Steps before the model that lose nothing."""
+"""Pre-tokenizers that drop nothing."""
 
 
 def bytes_per_token_most(tokenizer: Mapping[str, Any], token_bytes: Sequence[int]) -> int | None:
-    """So many bytes of a text one token stands for at most; None: nobody can say.
+    """How many bytes of text one token covers at most; None: there is no bound.
 
-    `tokenizer` is what tokenizer.json says, `token_bytes` the length of every token.
+    `tokenizer` is the content of tokenizer.json, `token_bytes` the length of every token.
     """
     shrinks = _shrinks(tokenizer.get("normalizer"))
     stripping = any(each.get("lstrip") or each.get("rstrip") for each in tokenizer.get("added_tokens", ()))
@@ -58,7 +57,7 @@ def _keeps(step: Mapping[str, Any] | None) -> bool:
 
 
 def _knows_every_byte(model: Mapping[str, Any]) -> bool:
-    """Whether there is no text it has no tokens for: the unknown may be one token however long it is."""
+    """Whether every text has tokens. If not, an unknown word of any length may be one token."""
     match model:
         case {"type": "BPE", "vocab": vocab} if all(char in vocab for char in BYTES):
             return True

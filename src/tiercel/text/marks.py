@@ -1,4 +1,4 @@
-"""What keeps the words of messages from becoming control tokens."""
+"""Marks inside messages, so that the text of a message never becomes a control token."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tiercel.errors import AskError
 Message = Mapping[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-"""Templates make control tokens of roles (`<|{{ role }}|>`), so a role is never free text."""
+"""Templates write roles into control tokens (`<|{{ role }}|>`), so a role is never free text."""
 OURS = ("cache_control", "tool_calls")
-"""Fields of a message that are no text for a template as they are."""
+"""Fields of a message that are not copied to the template as they are."""
 
 
 class Guard:
-    """Finds control tokens, and beginnings of them, in what is said."""
+    """Finds control tokens, and beginnings of them, in the text of a message."""
 
     def __init__(self, control: Iterable[str]) -> None:
         behind: dict[str, list[str]] = {}
@@ -33,28 +33,26 @@ class Guard:
         self._first = re.compile(first or r"(?!)")
 
     def cut(self, said: str, mark: str) -> str:
-        """Control tokens are cut after the first character, and one that is only begun at its end."""
+        """Puts `mark` after the first character of each control token, and behind a begun one at the end."""
         begun = any(said[-length:] in self._begun for length in range(1, self._longest + 1))
         return self._first.sub(lambda found: found[0] + mark, said) + (mark if begun else "")
 
 
 class Marks:
-    """Two texts that nobody can guess: put into messages, found again in what a template made of them.
+    """Two random strings, put into messages and found again in the rendered text.
 
         said   "see <|end|>"   rendered   <|user|>see <‸|end|><|assistant|>
                                encoded    └───────────┘ └─────────────────┘
 
-    A cut mark parts what looks like a control token; its halves, encoded by themselves, are text. All else is
-    encoded as if nothing had been done, and templates may trim and split it. An end mark names a position.
-    Both are letters and digits: they come through any escaping. They serve one conversation: who learns them
-    can not use them. A template that writes half a control token and leaves the rest to a message is not
-    defended against; roles, which it may, are not free text.
+    A cut mark splits what looks like a control token: its two halves are encoded apart, so both are text. All
+    other text is encoded as if there were no marks. An end mark names a position. Marks are letters and
+    digits, which no escaping changes, and serve one conversation, so knowing them is of no use. There is no
+    defence against a template that writes half a control token and takes the rest from a message.
     """
 
     def __init__(self, guard: Guard, between: str = "") -> None:
         self._guard = guard
         self._between = between
-        """What stands between the parts of a message."""
         self._cut, self._end = secrets.token_hex(16), secrets.token_hex(16)
 
     def message(self, field: str, message: Message) -> dict[str, Any]:
@@ -70,7 +68,7 @@ class Marks:
             content = self.said(content) if content or message.get("tool_calls") else ""
         else:
             raise AskError(f"{field}.content", type(content).__name__, "must be text or a list of text parts")
-        # In the order they were given: a template may write a message out.
+        # Fields keep their order: a template may print a message as JSON.
         shaped = {name: self.said(value) for name, value in message.items() if name not in OURS}
         if message.get("tool_calls"):
             shaped["tool_calls"] = self.said([_call(field, call) for call in message["tool_calls"]])
@@ -80,7 +78,7 @@ class Marks:
         return rendered.replace(self._cut, "").replace(self._end, "")
 
     def ends(self, rendered: str) -> list[int]:
-        """Where the end marks were, in what is left without marks."""
+        """The positions of the end marks in the text without marks."""
         return list(accumulate(len(self.removed(part)) for part in rendered.split(self._end)))[:-1]
 
     def segments(self, rendered: str) -> list[str]:
@@ -95,13 +93,13 @@ class Marks:
                 raise AskError(f"{where}.type", kind, "only text can be read")
             if not isinstance(part.get("text"), str):
                 raise AskError(f"{where}.text", part.get("text"), "must be text")
-            ends = _names_end(where, part) and index < len(parts) - 1  # the last part's is the message's own
+            ends = _names_end(where, part) and index < len(parts) - 1  # the last part ends with its message
             joined += self._between if index else ""
             joined += self.said(part["text"]) + (self._end if ends else "")
         return joined
 
     def said(self, value: Any) -> Any:
-        """The same with marks in every text."""
+        """The value with cut marks in every string."""
         if isinstance(value, str):
             return self._guard.cut(value, self._cut)
         if isinstance(value, Mapping):
@@ -117,7 +115,8 @@ def _names_end(field: str, holder: Message) -> bool:
 
 
 def _call(field: str, call: Any) -> Any:
-    """Its arguments as an object, as templates want them: JSON inside JSON would hide control tokens."""
+    """The call with its arguments as an object, as templates expect. JSON in a string could hide a control
+    token."""
     if not isinstance(call, Mapping) or not isinstance(function := call.get("function"), Mapping):
         raise AskError(f"{field}.tool_calls", call, "must be calls of functions")
     arguments = function.get("arguments")

@@ -1,4 +1,4 @@
-"""Text as it grows, token by token, and the strings that stop it."""
+"""From a stream of tokens to a stream of text, with stop strings."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from tiercel.text.text import Text
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Text that may be shown now, and the stop string that was met, if one was."""
+class TextPiece:
+    """Text that may be shown now, and the stop string that was found, if any."""
 
     text: str
     stopped_by: str | None = None
 
 
 class TextStream:
-    """The text of tokens as they come. All pieces together are `decode` of all tokens, up to the stop string.
+    """Decodes tokens one by one. The pieces together equal `decode` of all tokens, up to the stop string.
 
-    Held back are half characters, and what may become a stop string. The stop string is the one that is whole
-    first, and the longest of these: it does not depend on how the text was parted into tokens.
+    Half characters, and text that may become a stop string, are held back. The stop string that is complete
+    first wins, then the longest: the result does not depend on how the text was split into tokens.
     """
 
     def __init__(self, text: Text, stop: tuple[str, ...] = (), keep_stop: bool = False) -> None:
@@ -31,47 +31,47 @@ class TextStream:
         self._held = ""
         self._stopped = False
 
-    def push(self, token: int) -> Piece:
-        assert not self._stopped, "a stop string was met"
+    def push(self, token: int) -> TextPiece:
+        assert not self._stopped, "a stop string was found"
         return self._given(
             "" if token in self._text.hidden else self._utf8.decode(self._text.piece_bytes(token))
         )
 
     def finish(self) -> str:
-        """What was held back and is text after all."""
+        """The text that was held back."""
         if self._stopped:
             return ""
         last = self._given(self._utf8.decode(b"", final=True))
         held, self._held = self._held, ""
         return last.text + held
 
-    def _given(self, new: str) -> Piece:
+    def _given(self, new: str) -> TextPiece:
         if not self._stops:
-            return Piece(new)
+            return TextPiece(new)
         text, self._held = self._held + new, ""
         for end, char in enumerate(new, start=len(text) - len(new) + 1):
             if whole := [each.text for each in self._stops if each.next(char)]:
                 stop = max(whole, key=len)
                 self._stopped = True
-                return Piece(text[: end if self._keep_stop else end - len(stop)], stop)
+                return TextPiece(text[: end if self._keep_stop else end - len(stop)], stop)
         sure = len(text) - max(each.matched for each in self._stops)
         self._held = text[sure:]
-        return Piece(text[:sure])
+        return TextPiece(text[:sure])
 
 
 class StopString:
-    """How much of one stop string the text ends with, a character at a time (Knuth, Morris, Pratt)."""
+    """How much of one stop string the text ends with, by Knuth, Morris and Pratt."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.matched = 0
         self._shorter = [0]
-        """Of each beginning: the longest shorter beginning that it ends with."""
+        """For each prefix: the length of the longest shorter prefix that it ends with."""
         for char in text[1:]:
             self._shorter.append(self._longer(self._shorter[-1], char))
 
     def next(self, char: str) -> bool:
-        """Whether it is whole now."""
+        """Adds a character. True: the stop string is complete."""
         self.matched = self._longer(self.matched, char)
         return self.matched == len(self.text)
 

@@ -1,4 +1,4 @@
-"""The chat template of a model folder, in Jinja, with what Hugging Face gives its templates."""
+"""The Jinja chat template of a model folder, with the functions that Hugging Face gives its templates."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ TEMPLATE_FAILS = (
     MemoryError,
 )
 STEPS_MOST = 1_000_000
-"""Turns of loops, and calls, of one conversation, however often it is rendered: a few seconds. A thousand
-messages, rendered for their ends too, take an eighth of it, or more if their template calls much."""
+"""Loop iterations and calls for one conversation, all its renderings together: a few seconds. A thousand
+messages, with the renderings that find their ends, take about an eighth."""
 STEPS_OF_CALL = 10
-"""A call takes about as long as ten turns."""
+"""A call takes about as long as ten iterations."""
 CHARS_MOST = 64 << 20
-"""What a template may write: several times the longest body."""
+"""Characters that a template may write: several times the longest request."""
 RESERVED = ("messages", "tools", "add_generation_prompt", "chat_template", "tokenize")
-"""Variables that have another place in a request, or none."""
+"""Variables that a request must not set through `chat_template_kwargs`."""
 
 
 class JinjaFormat:
@@ -63,14 +63,14 @@ class JinjaFormat:
     ) -> str:
         if taken := [name for name in RESERVED if name in kwargs]:
             raise AskError(
-                f"chat_template_kwargs.{taken[0]}", kwargs[taken[0]], "is not for a request to set"
+                f"chat_template_kwargs.{taken[0]}", kwargs[taken[0]], "can not be set by a request"
             )
         template = self._templates.get("tool_use") if tools else None
         template = template or self._templates.get("default")
         if template is None:
-            raise ValueError("none of its templates is the default")
+            raise ValueError("the folder has no default template")
         asked = {"messages": messages, "tools": list(tools) or None}
-        # Hugging Face gives the absent ones too: templates compare them with none.
+        # Hugging Face passes absent variables as None: templates compare them with none.
         every = {"documents": None, **self._names, **kwargs, **asked}
         written, chars = [], 0
         for part in template.generate(every | {"add_generation_prompt": add_generation_prompt}):
@@ -82,7 +82,7 @@ class JinjaFormat:
 
 
 def read_template(folder: Path, config: Mapping[str, Any], names: Mapping[str, str]) -> JinjaFormat | None:
-    """From a file of its own, or from tokenizer_config.json; `names` are bos_token and its like."""
+    """The template from its own file or from tokenizer_config.json; `names`: bos_token, eos_token, …"""
     plain, wrapped = folder / "chat_template.jinja", folder / "chat_template.json"
     try:
         given = config.get("chat_template")
@@ -100,7 +100,7 @@ def read_template(folder: Path, config: Mapping[str, Any], names: Mapping[str, s
 
 
 class Bound:
-    """Steps that the templates rendered within it may take together. Others are not bounded."""
+    """A limit on the steps of all templates that are rendered in its `with` blocks."""
 
     _here: ContextVar[Bound | None] = ContextVar("bound", default=None)
 
@@ -115,7 +115,7 @@ class Bound:
 
     @classmethod
     def count(cls, steps: int = 1) -> bool:
-        """Steps of whatever is rendered here."""
+        """Counts steps of the rendering that runs in this context."""
         bound = cls._here.get()
         if bound is not None:
             bound.left -= steps
@@ -125,17 +125,17 @@ class Bound:
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Counts every turn of a loop and every call, so that no template runs for ever.
+    """Counts every loop iteration and every call, so that no template runs for ever.
 
-    What a single filter or operator does is not counted. A template comes with the weights, and is trusted as
-    far as they are.
+    The work of a single filter or operator is not counted: a template is trusted as much as the weights it
+    comes with.
     """
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         template = super()._parse(source, name, filename)
         for loop in template.find_all(nodes.For):
             loop.body.insert(0, nodes.ExprStmt(self._count()))
-            if loop.test is not None:  # what it passes over is looked at, too
+            if loop.test is not None:  # skipped iterations count, too
                 loop.test = nodes.And(self._count(), loop.test)
         return template
 
@@ -149,7 +149,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call(__context, __obj, *args, **kwargs)
 
 
-@pass_context  # so that it is not evaluated once, when the template is compiled
+@pass_context  # otherwise Jinja evaluates it once, at compile time
 def _count(_context: Context, _value: None) -> bool:
     return Bound.count()
 
@@ -166,7 +166,7 @@ def _environment() -> Environment:
 
 
 class Generation(Extension):
-    """`{% generation %}` … `{% endgeneration %}`: what an assistant said, named for training. It is text."""
+    """`{% generation %}` … `{% endgeneration %}`: marks assistant text for training; plain text here."""
 
     tags = {"generation"}
 
@@ -176,7 +176,7 @@ class Generation(Extension):
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
-    """As in Hugging Face's templates: nothing is escaped for HTML."""
+    """As in Hugging Face's templates: no HTML escapes."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **how)
 
 

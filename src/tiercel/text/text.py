@@ -1,10 +1,10 @@
 """Text to tokens and back, for the tokenizer of one model folder, as Hugging Face writes it.
 
 tokenizer.json           the tokenizer
-tokenizer_config.json    which tokens begin and end a text; the chat template
-chat_template.jinja      the chat template, where it has a file of its own; so may chat_template.json
-generation_config.json   more tokens that end a text; so may config.json
-config.json              whose model it is: DeepSeek's V4 has a chat format instead of a template
+tokenizer_config.json    the tokens that begin and end a text; perhaps the chat template
+chat_template.jinja      the chat template, if it has its own file; or chat_template.json
+generation_config.json   more tokens that end a text; config.json may have some, too
+config.json              the model's type: DeepSeek V4 has a chat format instead of a template
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from tiercel.text.pieces import Pieces
 from tiercel.text.template import TEMPLATE_FAILS, Bound, read_template
 
 CONTROL_LOOKS = ("<|", "<｜", "｜")
-"""Added tokens that look so are control tokens, special or not: DeepSeek's `<｜User｜>` is called ordinary.
-`<think>` and its like are text to templates, which look for them in what an assistant said."""
+"""Added tokens that begin like this are control tokens, even if not special: DeepSeek's `<｜User｜>` is not.
+`<think>` and the like are text: templates look for them in assistant messages."""
 SHOWN = (THINK, END_THINK, DSML)
-"""Parts of an answer, though a tokenizer may call them special."""
+"""Tokens that are shown in an answer, even if the tokenizer calls them special."""
 ENDS_SOUGHT = 128
-"""Message ends are found by rendering the messages up to each. In a longer conversation only the newest are
-sought: each of the others was among the newest once."""
+"""A message's end is found by rendering the messages up to it. Only this many ends are sought, the newest:
+earlier requests of the conversation found the others."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Prompt:
 
     tokens: tuple[int, ...]
     turn_ends: tuple[int, ...]
-    """Token positions at which messages, and parts that were named, end. Ascending."""
+    """Token positions where messages and parts with `cache_control` end. Ascending."""
     thinks: bool = False
     """Whether the answer begins with thoughts."""
 
@@ -56,17 +56,17 @@ class Format(Protocol):
 
     @property
     def control(self) -> Sequence[str]:
-        """Control tokens, beside those that look like some."""
+        """Control tokens, besides those of `CONTROL_LOOKS`."""
         ...
 
     @property
     def calls(self) -> bool:
-        """Whether calls of tools can be read in its answers."""
+        """Whether tool calls in answers can be parsed."""
         ...
 
     @property
     def between(self) -> str:
-        """What stands between the parts of a message."""
+        """The text between two parts of a message."""
         ...
 
     def render(
@@ -80,7 +80,7 @@ class Format(Protocol):
 
 
 class Text:
-    """The tokenizer and the chat template of one model. Not changed by use: threads may share it."""
+    """The tokenizer and the chat format of one model. Threads may share it."""
 
     def __init__(self, folder: str | Path) -> None:
         folder = Path(folder)
@@ -88,7 +88,7 @@ class Text:
         decoder = self._tokenizer.decoder
         self._decoder = Pieces(folder / "tokenizer.json", decoder and json.loads(decoder.__getstate__()))
         config = _read_json(folder / "tokenizer_config.json")
-        names = {  # bos_token, eos_token, …: templates may write them
+        names = {  # bos_token, eos_token, …: variables of templates
             name: value.get("content", "") if isinstance(value, dict) else value
             for name, value in config.items()
             if name.endswith("_token") and isinstance(value, str | dict)
@@ -124,20 +124,20 @@ class Text:
 
     @property
     def calls(self) -> bool:
-        """Whether calls of tools can be read in its answers."""
+        """Whether tool calls in answers can be parsed."""
         return self._format is not None and self._format.calls
 
     def encode(self, text: str, *, field: str = "text", tokens_max: int | None = None) -> list[int]:
-        """A whole text, with what this tokenizer puts before one. Control tokens in it are control tokens.
+        """A whole text as tokens, after the bos token if there is one. It may hold control tokens.
 
-        Raises `LengthError`, at once, if by its length alone it has more tokens than `tokens_max`.
+        Raises `LengthError`, without encoding, if its length alone gives more than `tokens_max` tokens.
         """
         self._check_length(text, field, tokens_max)
         tokens = self._encode(text, field=field, whole=True).ids
         return tokens if tokens[:1] == self._lead else self._lead + tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """A whole text, without special tokens. Bytes that are no UTF-8 become U+FFFD."""
+        """A whole text without special tokens. Bytes that are not UTF-8 become U+FFFD."""
         names = [self._tokenizer.id_to_token(token) for token in tokens if token not in self.hidden]
         shown = [name for name in names if name is not None]
         first = b"".join(map(self._decoder.of_first, shown[:1]))
@@ -145,11 +145,11 @@ class Text:
         return self._decoder.whole((first + rest).decode("utf-8", "replace"))
 
     def piece(self, token: int) -> str:
-        """One token by itself, special ones too."""
+        """One token as text, special tokens included. Half a character becomes U+FFFD."""
         return self.piece_bytes(token).decode("utf-8", "replace")
 
     def piece_bytes(self, token: int) -> bytes:
-        """The bytes of one token: often no whole characters, and nothing where an id has no token."""
+        """The exact bytes of one token, often half a character. An id without a token has no bytes."""
         if (piece := self._pieces.get(token)) is None:
             piece = self._pieces[token] = self._decoder.of(self._tokenizer.id_to_token(token) or "")
         return piece
@@ -163,10 +163,10 @@ class Text:
         add_generation_prompt: bool = True,
         tokens_max: int | None = None,
     ) -> Prompt:
-        """The conversation in the model's format. What messages and tools say gives no control token.
+        """The conversation in the model's format. No text of a message or tool becomes a control token.
 
-        Raises `LengthError` as `encode` does.
-        A message's end is where the messages up to it, rendered alone, end, if all of them begin with that.
+        Raises `LengthError` as `encode` does. A message ends where the rendering of the messages up to it
+        ends, if the whole rendering begins with that.
         """
         marks = Marks(self._guard, self._format.between if self._format else "")
         bound = Bound()
@@ -189,12 +189,12 @@ class Text:
         everyone = range(len(shaped))
         named = [index for index in everyone if messages[index].get("cache_control")]
         sought = {0, *everyone[-ENDS_SOUGHT:], *named[-ENDS_SOUGHT:]}
-        for index in sorted(sought, reverse=True):  # the newest matter most, should the steps not be enough
+        for index in sorted(sought, reverse=True):  # the newest matter most, if the steps run out
             try:
                 with bound:
                     before = self._format.render(shaped[: index + 1], *given, False)
             except TEMPLATE_FAILS:
-                continue  # it wants more than these messages
+                continue  # the template does not take a conversation that ends here
             if rendered.startswith(before):
                 ends.add(len(marks.removed(before)))
         segments = [(text, self._encode(text, field="messages")) for text in marks.segments(rendered)]
@@ -203,7 +203,7 @@ class Text:
         return Prompt(tokens, turn_ends, thinks=rendered.rstrip().endswith(THINK))
 
     def _check_length(self, text: str, field: str, tokens_max: int | None) -> None:
-        """It is refused only if it can not fit: what may is encoded, and counted by whoever asked."""
+        """Refuses a text that can not fit. One that may fit is encoded and then counted by the caller."""
         if tokens_max is None or 4 * len(text) <= tokens_max:
             return
         most = self._bytes_per_token_most
@@ -225,9 +225,9 @@ class Text:
 
 
 def _tokens_before(segments: Sequence[tuple[str, Encoding]], positions: Iterable[int]) -> list[int]:
-    """How many tokens are the same whatever comes behind each character position.
+    """For each character position: how many tokens before it do not depend on the text after it.
 
-    A word that goes on behind a position counts for nothing: it could have been parted otherwise.
+    The tokens of a word that crosses the position do not count: another ending may split it differently.
     """
     counts, todo = [], deque(sorted(positions))
     tokens = start = 0
@@ -249,9 +249,9 @@ def _read_tokenizer(file: Path) -> Tokenizer:
     _read_json(file, needed=True)
     try:
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # it has no kind of its own
-        raise WeightsError(file, f"is no tokenizer: {error}") from error
-    # Left over from training: a prompt is never cut or filled up.
+    except Exception as error:  # the library raises plain Exception
+        raise WeightsError(file, f"is not a tokenizer: {error}") from error
+    # Settings left over from training: a prompt is never truncated or padded.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
