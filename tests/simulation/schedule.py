@@ -17,20 +17,24 @@ from typing import Any
 
 import torch
 
+import tiercel.cache.fetch as fetch_module
 from tests.simulation.bytes import Bytes
 from tests.simulation.copies import FaultyCopier, HeldCopies
 from tests.simulation.specs import SPECS
+from tests.simulation.stores import FAULTS, LIES, FalseStore
 from tiercel.cache import TieredCache
-from tiercel.config import EVICT_POLICIES, LAYOUTS, SAVE_POLICIES, CacheConfig
+from tiercel.config import EVICT_POLICIES, FETCH_POLICIES, LAYOUTS, SAVE_POLICIES, CacheConfig
 from tiercel.engine.ask import Ask, Finish, Sampling
 from tiercel.engine.config import EngineConfig
 from tiercel.engine.loop import overlapped_steps, plain_steps
 from tiercel.engine.runner import LocalRunner
 from tiercel.engine.scheduler import Scheduler
+from tiercel.engine.step import Drawn, Step
 from tiercel.engine.task import Outcome
 from tiercel.errors import QueueFull
 from tiercel.models.base import Span
 from tiercel.text.stream import Piece
+from tiercel.transfer.mover import Workers
 from tiercel.transfer.plan import Direction
 
 VOCABULARY = 11
@@ -132,6 +136,13 @@ class ScriptedModel:
             raise ScriptedFaultError("the simulation made the model fail")
 
 
+class SlowRunner(LocalRunner):
+    """Computes slowly by the simulation's clock, so that reading from a store is worth it."""
+
+    def run(self, step: Step) -> Drawn:
+        return super().run(step)._replace(seconds=sum(part.end - part.start for part in step.parts) * 0.05)
+
+
 class ScriptedStream:
     """A text that stops at some tokens."""
 
@@ -192,6 +203,7 @@ class ScheduleWorld:
         self.now_s = 0.0
         self.spec = SPECS[random.choice(sorted(SPECS))]
         self.copies = {direction: HeldCopies() for direction in Direction}
+        self.store_copies = {name: HeldCopies() for name in ("ask", "read", "write")}
         self.cache = self._make_cache(random)
         self.cache.wait = lambda timeout_s: self._land(1.0)  # type: ignore[method-assign]
         self.copier: FaultyCopier | None = None
@@ -208,11 +220,17 @@ class ScheduleWorld:
             replay=random.random() < 0.5,
         )
         self.scheduler = Scheduler(self.cache, config, lambda: self.now_s)
-        self.runner = LocalRunner(self.model)
+        self.runner = SlowRunner(self.model)
         self.overlap = random.random() < 0.6
         self.steps: Iterator[list[Outcome]] = (  # type: ignore[assignment]
             overlapped_steps(self, LateExecutor(random)) if self.overlap else plain_steps(self)  # type: ignore[arg-type]
         )
+        self.store: FalseStore | None = None
+        if self.cache.host is not None and random.random() < 0.6:
+            fetch_module.READ_BYTES_LEAST = 64  # so that a fetch of these few bytes is several reads
+            self.store = FalseStore(Random(random.getrandbits(32)))
+            workers = Workers(*self.store_copies.values(), retry_after_s=(0.0,))
+            self.cache.attach(self.store, clock=lambda: self.now_s, workers=workers)
         self.asked: dict[str, Asked] = {}
         self.texts: list[list[int]] = [[1]]
         self.faults = self.steps_taken = 0
@@ -227,6 +245,7 @@ class ScheduleWorld:
             layout=random.choice(LAYOUTS),
             copier="reference",
             save=random.choice(SAVE_POLICIES),
+            fetch=random.choice(FETCH_POLICIES),
             evict=random.choice(EVICT_POLICIES),
             tail_every_pages=random.randint(1, 4),
             tails_per_path=random.randint(1, 4),
@@ -313,15 +332,18 @@ class ScheduleWorld:
         self._land(random.random())
 
     def _land(self, share: float) -> None:
-        for copies in self.copies.values():
+        for copies in (*self.copies.values(), *self.store_copies.values()):
             for _ in range(round(share * len(copies.held) + 0.5)):
                 if copies.held:
                     copies.run(self.random.randrange(len(copies.held)))
 
     def _do_fault(self, random: Random) -> None:
         self.faults += 1
-        if self.copier is not None and random.random() < 0.6:
+        if self.copier is not None and random.random() < 0.4:
             self.copier.copies_until_fault = random.randint(0, 8)
+        elif self.store is not None and random.random() < 0.6:
+            self.store.mood = random.choice([None, *LIES, *FAULTS])
+            self.store.times = random.choice([1, 2, 5])
         else:
             self.model.faults = 1
 
@@ -359,11 +381,14 @@ class ScheduleWorld:
     def wind_down(self) -> None:
         """Nothing new comes and nothing fails any more: everything asked ends, all is given back."""
         self.model.faults = 0
+        if self.store is not None:
+            self.store.mood = None
         if self.copier is not None:
             self.copier.copies_until_fault = None
         for _ in range(STEPS_TO_END):
             if self.scheduler.idle and all(asked.finish for asked in self.asked.values()):
                 break
+            self.now_s += 0.05
             self._do_step(self.random)
             self._land(1.0)
         left = [name for name, asked in self.asked.items() if asked.finish is None]

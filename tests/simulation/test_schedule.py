@@ -44,7 +44,7 @@ def test_the_simulation_reaches_what_it_is_meant_to_test():
         seen[f"overlap {world.overlap}"] = seen.get(f"overlap {world.overlap}", 0) + 1
     for name in (
         "finished_length", "finished_stop", "finished_abort", "finished_error", "preemptions",
-        "steps_failed", "loads_failed", "tokens_device", "tokens_host", "tails_loaded",
+        "steps_failed", "loads_failed", "tokens_device", "tokens_host", "tokens_store", "tails_loaded",
     ):  # fmt: skip
         assert seen.get(name, 0) >= 20, f"{name} hardly ever happens"
     assert seen["overlap True"] > 5 and seen["overlap False"] > 5
