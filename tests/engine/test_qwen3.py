@@ -4,7 +4,6 @@ Qwen3 in a folder as `transformers` saves it; every run of `verify`; many at onc
 from dataclasses import replace
 
 import pytest
-from tiercel.engine.verify import verify
 
 from tests.engine.drive import logprobs_of, make_ask, run, settle, tokens_of, words
 from tests.models.qwen3 import YARN, write_qwen3
