@@ -30,7 +30,7 @@ def test_what_is_not_a_size_is_refused(text):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("device_pages", 0),
+        ("device_pages", -1),
         ("device_pages", "8"),
         ("device_pages", True),
         ("device_tails", -1),
@@ -48,17 +48,3 @@ def test_a_setting_that_can_not_be_used_is_named_with_its_value(field, value):
     with pytest.raises(ConfigError) as error:
         CacheConfig(**{"device_pages": 8} | {field: value})
     assert error.value.field == field and error.value.value == value and field in str(error.value)
-
-
-def test_an_unknown_setting_is_an_error_that_lists_the_known_ones():
-    with pytest.raises(ConfigError, match="host_size.*device_pages, "):
-        CacheConfig.from_dict({"device_pages": 8, "host_size": 3})
-
-
-def test_a_missing_setting_is_named():
-    with pytest.raises(ConfigError, match="device_pages"):
-        CacheConfig.from_dict({})
-
-
-def test_a_mapping_may_write_sizes_as_text():
-    assert CacheConfig.from_dict({"device_pages": 8, "host_bytes": "2MiB"}).host_bytes == 2**21

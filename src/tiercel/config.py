@@ -7,9 +7,7 @@ typing error is found at start and not at the first copy.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 from tiercel.errors import ConfigError
 
@@ -38,10 +36,11 @@ def parse_bytes(text: str | int, field: str = "bytes") -> int:
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """How one `TieredCache` is run. What a model stores is not here: that is `CacheSpec`."""
+    """How one cache is run. What a model stores is not here: that is `CacheSpec`."""
 
-    device_pages: int
-    """Places for pages on the device. No default: it is what is left beside the weights."""
+    device_pages: int = 0
+    """Places for pages on the device. No other default: it is what is left beside the weights. 0 where the
+    device memory is another engine's (`HostCache`)."""
 
     device_tails: int = 0
     """Places for tails on the device. 0 is right only for a spec without tails."""
@@ -84,13 +83,16 @@ class CacheConfig:
     huge_pages: bool = False
     """Ask the kernel for huge pages for host memory. Off: not every machine has them enabled."""
 
+    host_shared: bool = False
+    """Map host memory so that other processes can map it too: for ranks that copy for themselves."""
+
     force_miss: bool = False
     """Every match finds nothing: for comparing cached with uncached runs."""
 
     def __post_init__(self) -> None:
-        for name in ("device_tails", "host_bytes"):
+        for name in ("device_pages", "device_tails", "host_bytes"):
             _check_at_least(name, getattr(self, name), 0)
-        for name in ("device_pages", "tail_every_pages", "tails_per_path"):
+        for name in ("tail_every_pages", "tails_per_path"):
             _check_at_least(name, getattr(self, name), 1)
         _check_one_of("layout", self.layout, LAYOUTS)
         _check_one_of("copier", self.copier, COPIERS)
@@ -103,23 +105,6 @@ class CacheConfig:
                 raise ConfigError(name, value, "must be seconds, more than none")
         if ":" not in str(self.evict):
             _check_one_of("evict", self.evict, (*EVICT_POLICIES, "module:Class"))
-
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> CacheConfig:
-        """Unknown keys are errors; `host_bytes` may be text such as 200GiB."""
-        known = {field.name for field in fields(CacheConfig)}
-        for key in data:
-            if key not in known:
-                raise ConfigError(
-                    key, data[key], f"is not a setting; settings are {', '.join(sorted(known))}"
-                )
-        if "device_pages" not in data:
-            raise ConfigError("device_pages", None, "is missing")
-        values = dict(data)
-        for name in ("host_bytes", "store_writing_bytes"):
-            if name in values:
-                values[name] = parse_bytes(values[name], name)
-        return CacheConfig(**values)
 
 
 def _check_at_least(field: str, value: object, least: int) -> None:

@@ -12,9 +12,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from tiercel.memory.buffers import DeviceMemory
+from tiercel.memory.buffers import HostMemory, Memory
 from tiercel.spec.cache_spec import CacheSpec
-from tiercel.spec.stream import Stream
 from tiercel.types import PageKey, place
 
 POISON = 0xEE
@@ -28,13 +27,16 @@ def text_of(namespace: tuple[str, ...], tokens: list[int]) -> Text:
 
 
 class Bytes:
-    """Writes, checks and poisons places of device memory through plain views, not through copiers."""
+    """Writes, checks and poisons places of device memory through plain views, not through copiers.
 
-    def __init__(self, spec: CacheSpec, device: DeviceMemory) -> None:
+    `device` may hold fewer streams than the spec has: rows of the others are passed over.
+    """
+
+    def __init__(self, spec: CacheSpec, device: Memory) -> None:
         self.spec = spec
         self.rows = {
             (stream.name, layer): device.view(stream.name, layer).numpy()
-            for stream in spec.streams
+            for stream in device.spec.streams
             for layer in stream.layers
         }
         self.expected = lru_cache(maxsize=4096)(self._expected)
@@ -56,16 +58,43 @@ class Bytes:
     def write(self, page_id: int, key: PageKey, text: Text, *, tail: bool) -> None:
         assert self.texts.setdefault(key, text) == text, "I8: two texts share a key"
         for row, data in self.expected(text, tail):
-            self.rows[row][place(page_id)] = data
+            if row in self.rows:
+                self.rows[row][place(page_id)] = data
 
     def check(self, page_id: int, text: Text, *, tail: bool, who: str) -> None:
         for row, data in self.expected(text, tail):
+            if row not in self.rows:
+                continue
             got = self.rows[row][place(page_id)]
             kind = "tail" if tail else "page"
             assert (got == data).all(), f"I2: wrong bytes in {row} of {kind} of {text!r} ({who})"
 
     def poison(self, page_id: int, *, tail: bool) -> None:
-        streams: tuple[Stream, ...] = self.spec.tail_streams if tail else self.spec.page_streams
-        for stream in streams:
-            for layer in stream.layers:
-                self.rows[stream.name, layer][place(page_id)] = POISON
+        for row, _ in self.expected(b"", tail):
+            if row in self.rows:
+                self.rows[row][place(page_id)] = POISON
+
+
+class HostRows:
+    """Rows of host pages, read and written through the pieces a memory names, not through copiers."""
+
+    def __init__(self, host: HostMemory) -> None:
+        self.host = host
+
+    def _ranges(self, row: tuple[str, int], hosts, *, tail: bool):
+        name, layer = row
+        pieces = self.host.pieces(self.host.spec.stream(name), layer)
+        assert tail or len(hosts) == 1
+        return [piece.at(place(hosts[index])) for index, piece in pieces]
+
+    def write(self, row: tuple[str, int], hosts, data: bytes, *, tail: bool) -> None:
+        flat, at = self.host.flat.numpy(), 0
+        for offset, size in self._ranges(row, hosts, tail=tail):
+            flat[offset : offset + size] = list(data[at : at + size])
+            at += size
+
+    def check(self, expected, hosts, *, tail: bool, who: str) -> None:
+        flat = self.host.flat.numpy()
+        for row, data in expected:
+            got = b"".join(flat[a : a + n].tobytes() for a, n in self._ranges(row, hosts, tail=tail))
+            assert got == data.tobytes(), f"I2: wrong bytes on the host in {row} ({who})"

@@ -45,6 +45,14 @@ class WatchedTree(PrefixTree):
         self.oracle.use_path(page, self._clock, 0, hit=False)
         return page
 
+    def insert_arriving(self, parent, brought):
+        before = len(self.index)
+        pages = super().insert_arriving(parent, brought)
+        if pages:
+            priority = 0 if len(self.index) > before else Use.priority
+            self.oracle.use_path(pages[-1], self._clock, priority, hit=False)
+        return pages
+
     def insert(self, parent, keys, ids, priority=0, tokens=()):
         pages = super().insert(parent, keys, ids, priority, tokens)
         if pages:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from random import Random
 
+from tests.simulation.foreign import ForeignWorld
 from tests.simulation.schedule import ScheduleWorld
 from tests.simulation.world import World
 
-Kind = type[World] | type[ScheduleWorld]
+AnyWorld = World | ForeignWorld | ScheduleWorld
+Kind = type[World] | type[ForeignWorld] | type[ScheduleWorld]
 
 
 def numbers_of(seed: int, steps: int) -> list[int]:
@@ -15,7 +17,7 @@ def numbers_of(seed: int, steps: int) -> list[int]:
     return [random.getrandbits(32) for _ in range(steps)]
 
 
-def run(seed: int, steps: int, kind: Kind = World) -> World | ScheduleWorld:
+def run(seed: int, steps: int, kind: Kind = World) -> AnyWorld:
     """A run that fails is shrunk; the error names the seed and the few steps that are enough."""
     world, numbers = kind(seed), numbers_of(seed, steps)
     try:
@@ -51,7 +53,7 @@ def _fails(kind: Kind, setup: int, numbers: list[int]) -> bool:
     return False
 
 
-def _replay(kind: Kind, setup: int, numbers: list[int]) -> World | ScheduleWorld:
+def _replay(kind: Kind, setup: int, numbers: list[int]) -> AnyWorld:
     world = kind(setup)
     try:
         world.run(numbers)

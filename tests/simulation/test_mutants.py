@@ -7,19 +7,25 @@ from unittest.mock import patch
 
 import pytest
 
+import tiercel.tree.books as books
 import tiercel.tree.keys as keys
 import tiercel.tree.prefix_tree as prefix_tree
+from tests.simulation.foreign import ForeignWorld
 from tests.simulation.run import numbers_of
 from tests.simulation.world import World
+from tiercel.cache import HostCache, Transfer
 from tiercel.cache.fetch import Fetch, give_back
+from tiercel.cache.host_tier import HostTier
 from tiercel.cache.places import Places
 from tiercel.cache.request import RequestState
 from tiercel.cache.sharing import Sharing
+from tiercel.memory.buffers import HostMemory, Memory
 from tiercel.storage.record import Flaw, Form, checksum, parse
 from tiercel.transfer.copier import DirectCopier, ReferenceCopier
 from tiercel.transfer.mover import Answer, StoreMover, Work
 from tiercel.tree.candidates import Candidates
 from tiercel.tree.prefix_tree import PrefixTree
+from tiercel.types import Tier
 
 real_insert, real_load_start, real_save_start = (
     PrefixTree.insert,
@@ -29,6 +35,8 @@ real_insert, real_load_start, real_save_start = (
 real_seeded, real_take_host, real_touch = keys._seeded, Places.take_host, PrefixTree.touch
 real_evict, real_store_start = PrefixTree._evict, PrefixTree.store_start
 real_load_done, real_sharing_end = PrefixTree.load_done, Sharing.end
+real_load, real_transfer_end, real_landed = HostCache.load, HostCache._end, HostTier.landed
+real_arrive_start, real_column = PrefixTree.arrive_start, Memory.column
 real_end, real_read = Fetch.end, StoreMover._read
 
 
@@ -51,14 +59,14 @@ def a_load_is_readable_at_once(self, item, device, batch):
     move = real_load_start(self, item, device, batch)
     item.load = None
     self.doubles.add(item)
-    self._tell(True, prefix_tree.Tier.DEVICE, item)
+    self._tell(True, Tier.DEVICE, item)
     return move
 
 
 def a_save_is_readable_at_once(self, item, host):
     real_save_start(self, item, host)
     item.save = None
-    self._tell(True, prefix_tree.Tier.HOST, item)
+    self._tell(True, Tier.HOST, item)
 
 
 def a_missing_tail_is_overlooked(page, pages_per_window, device_only):
@@ -155,8 +163,8 @@ MUTANTS = {
     only_the_payload_is_verified: (Form, "flaw"),
     a_copy_may_leave_while_the_store_reads_it: (PrefixTree, "store_start"),
     places_come_back_before_their_read_ended: (Fetch, "end"),
-    locked_pages_are_evicted: (prefix_tree, "page_may_leave_device"),
-    parents_are_evicted: (prefix_tree, "page_may_leave_device"),
+    locked_pages_are_evicted: (books, "page_may_leave_device"),
+    parents_are_evicted: (books, "page_may_leave_device"),
     a_duplicate_leaks: (PrefixTree, "insert"),
     a_load_is_readable_at_once: (PrefixTree, "load_start"),
     a_save_is_readable_at_once: (PrefixTree, "save_start"),
@@ -164,12 +172,58 @@ MUTANTS = {
     the_namespace_is_forgotten: (keys, "_seeded"),
     namespaces_run_together: (keys, "_seeded"),
     only_the_match_counts_as_used: (PrefixTree, "touch"),
-    children_leave_no_inheritance: (prefix_tree, "inherit"),
+    children_leave_no_inheritance: (books, "inherit"),
     the_hottest_goes_first: (Candidates, "coldest"),
     a_place_comes_back_before_its_save_ended: (PrefixTree, "_evict"),
     a_tail_that_is_gone_keeps_its_place: (PrefixTree, "load_done"),
     who_leaves_keeps_others_waiting: (Sharing, "end"),
     host_pages_are_taken_twice: (Places, "take_host"),
+}
+
+
+# Of an engine with memory of its own
+
+
+def a_load_holds_nothing(self, found, places, **options):
+    transfer = real_load(self, found, places, **options)
+    if isinstance(transfer, Transfer):
+        self._let_go(transfer)
+    return transfer
+
+
+def what_is_held_is_let_go_when_it_is_loaded(self, direction, transfer, error):
+    real_transfer_end(self, direction, transfer, error)
+    self._let_go(transfer)
+
+
+def what_lands_is_readable_at_once(self, item, host):
+    real_arrive_start(self, item, host)
+    item.save = None
+    self._tell(True, Tier.HOST, item)
+
+
+def one_writer_is_enough(self, transfer, error=None):
+    if transfer in self.landings:
+        transfer.writers = 1
+        real_landed(self, transfer, error)
+
+
+def a_save_that_failed_counts(self, direction, transfer, error):
+    real_transfer_end(self, direction, transfer, None)
+
+
+def borrowed_rows_lie_side_by_side(self, stream, layer):
+    column = real_column(self, stream, layer)
+    return column if isinstance(self, HostMemory) else column._replace(stride=column.row_bytes)
+
+
+FOREIGN_MUTANTS = {
+    a_load_holds_nothing: (HostCache, "load"),
+    what_is_held_is_let_go_when_it_is_loaded: (HostCache, "_end"),
+    what_lands_is_readable_at_once: (PrefixTree, "arrive_start"),
+    one_writer_is_enough: (HostTier, "landed"),
+    a_save_that_failed_counts: (HostCache, "_end"),
+    borrowed_rows_lie_side_by_side: (Memory, "column"),
 }
 
 
@@ -180,10 +234,10 @@ def quiet():
     logging.disable(logging.NOTSET)
 
 
-def caught_within(seeds, steps=600):
+def caught_within(seeds, steps=600, make=World):
     for seed in range(seeds):
         try:
-            World(seed).run(numbers_of(seed, steps))
+            make(seed).run(numbers_of(seed, steps))
         except AssertionError:
             return seed
     return None
@@ -194,6 +248,13 @@ def test_the_simulation_catches(mutant):
     owner, name = MUTANTS[mutant]
     with patch.object(owner, name, mutant):
         assert caught_within(seeds=160) is not None
+
+
+@pytest.mark.parametrize("mutant", FOREIGN_MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_the_foreign_engine_catches(mutant):
+    owner, name = FOREIGN_MUTANTS[mutant]
+    with patch.object(owner, name, mutant):
+        assert caught_within(seeds=60, make=ForeignWorld) is not None
 
 
 def test_the_simulation_catches_a_miss_that_counts_as_read():
@@ -211,3 +272,4 @@ def test_the_simulation_catches_a_layer_that_is_not_copied():
 
 def test_without_a_fault_nothing_is_caught():
     assert caught_within(seeds=10) is None
+    assert caught_within(seeds=10, make=ForeignWorld) is None

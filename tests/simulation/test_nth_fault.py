@@ -8,8 +8,8 @@ from unittest.mock import patch
 
 import pytest
 
+import tiercel.cache.host_tier as cache_module
 import tiercel.cache.places as places_module
-import tiercel.cache.tiered_cache as cache_module
 from tests.simulation.world import Actor, World
 from tiercel.cache import Loaded, RequestState, TieredCache, Wait
 from tiercel.pages.reservation import Short

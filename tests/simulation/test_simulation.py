@@ -5,11 +5,13 @@ Hypothesis searches runs of its own and shrinks what it finds.
 """
 
 import logging
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.simulation.foreign import ForeignWorld
 from tests.simulation.run import run
 from tests.simulation.specs import SPECS
 from tests.simulation.world import World
@@ -32,10 +34,22 @@ def test_every_seed_holds(block):
         run(seed, STEPS)
 
 
+@pytest.mark.parametrize("block", range(10))
+def test_every_seed_holds_for_an_engine_with_memory_of_its_own(block):
+    for seed in range(block * SEEDS_PER_TEST, (block + 1) * SEEDS_PER_TEST):
+        run(seed, STEPS, ForeignWorld)
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 10_000), st.lists(st.integers(0, 2**32 - 1), max_size=120))
 def test_every_run_hypothesis_finds_holds(setup, numbers):
     World(setup).run(numbers)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 10_000), st.lists(st.integers(0, 2**32 - 1), max_size=120))
+def test_every_run_hypothesis_finds_for_another_engine_holds(setup, numbers):
+    ForeignWorld(setup).run(numbers)
 
 
 def test_the_simulation_reaches_what_it_is_meant_to_test():
@@ -45,7 +59,7 @@ def test_the_simulation_reaches_what_it_is_meant_to_test():
     for seed in range(75):
         world = run(seed, STEPS)
         specs.add(world.spec.model)
-        for name, count in (world.cache.counters + world.store_counters).items():
+        for name, count in (world.cache.counters + world.store_counters + world.seen).items():
             seen[name] = seen.get(name, 0) + count
     assert specs == {spec.model for spec in SPECS.values()}
     for name in (
@@ -54,5 +68,23 @@ def test_the_simulation_reaches_what_it_is_meant_to_test():
         "tokens_store", "pages_written", "tails_written", "bytes_read", "flaws", "failures", "timeouts",
         "fetches_late", "fetches_not_worth", "writes_refused", "writes_passed",
         "requests_finished", "requests_aborted", "requests_preempted", "observer_errors", "tails_skipped",
+        "landings",
     ):  # fmt: skip
         assert seen.get(name, 0) >= 20, f"{name} hardly ever happens"
+
+
+def test_the_foreign_engine_reaches_what_it_is_meant_to_test():
+    seen: Counter[str] = Counter()
+    specs, partial = set(), 0
+    for seed in range(60):
+        world = run(seed, STEPS, ForeignWorld)
+        specs.add(world.spec.model)
+        partial += world.partial
+        seen.update(world.cache.counters + world.store_counters)
+        seen.update(world.seen)
+    assert specs == {spec.model for spec in SPECS.values()} and partial >= 5
+    for name in (
+        "loads", "tails_loaded", "stale", "held_reads", "landings", "pages_loaded", "pages_saved",
+        "tails_saved", "loads_failed", "saves_failed", "tokens_store", "pages_written", "bytes_read", "flaws",
+    ):  # fmt: skip
+        assert seen[name] >= 10, f"{name} hardly ever happens"

@@ -8,24 +8,19 @@ byte read from one is never right by luck.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from random import Random
 from unittest.mock import patch
 
-import tiercel.cache.fetch as fetch_module
-import tiercel.cache.tiered_cache as cache_module
-from tests.simulation.bytes import POISON, Bytes, Text, text_of
-from tests.simulation.copies import FaultyCopier, HeldCopies
+import tiercel.cache.host_tier as cache_module
+from tests.simulation.bytes import Bytes, Text, text_of
+from tests.simulation.copies import HeldCopies
 from tests.simulation.oracle import WatchedTree
 from tests.simulation.specs import SPECS
-from tests.simulation.stores import FAULTS, LIES, FalseStore
+from tests.simulation.stage import Indifferent, Stage
 from tiercel.cache import Extended, Request, RequestState, TieredCache, Wait
 from tiercel.config import EVICT_POLICIES, FETCH_POLICIES, LAYOUTS, SAVE_POLICIES, CacheConfig
 from tiercel.errors import RefusedError
-from tiercel.policy.evict import EvictPolicy, Used
-from tiercel.transfer.mover import Workers
 from tiercel.transfer.plan import Direction
 from tiercel.tree.keys import KeyChain
 from tiercel.tree.node import Page
@@ -50,46 +45,17 @@ class Actor:
         return text_of(self.namespace, self.tokens[: pages * self.chain.page_tokens])
 
 
-class Indifferent(EvictPolicy):
-    """A user's policy that makes no difference at all."""
-
-    def rank(self, use: Used) -> int:
-        return 0
-
-
-class World:
-    tight = False
-    """Hardly anything fits in either tier, there is no store, and askers leave while their loads are late."""
-
+class World(Stage):
     def __init__(self, setup: int) -> None:
         random = Random(setup)
         self.spec = SPECS[random.choice(sorted(SPECS))]
         self.copies = {direction: HeldCopies() for direction in Direction}
         self.cache = self._make_cache(random)
         self.bytes = Bytes(self.spec, self.cache.device)
-        controller = self.cache.flights.controller
-        if controller is not None:
-            self.copier = FaultyCopier(controller._copier)
-            controller._copier = self.copier  # type: ignore[assignment]
-        self._poison_what_is_freed()
-        self.now_s = 0.0
-        fetch_module.READ_BYTES_LEAST = 64  # so that a fetch of these few bytes is several reads
-        self.late = {direction for direction in Direction if random.random() < 0.3}
-        if self.tight:
-            self.late = {Direction.LOAD}
-        """Copies of these directions land long after they were sent, and out of step with the other's."""
-        self.store_copies = {name: HeldCopies() for name in ("ask", "read", "write")}
-        self.store: FalseStore | None = None
-        self.store_counters: Counter[str] = Counter()
-        if random.random() < 0.7 and not self.tight:
-            self._attach(random)
-        self.events = 0
-        self.observer_fails = False
-        self.cache.watch(self._observe)
+        self.set_up(random)
         self.tokens_max = min(TOKENS_MAX, self.cache.pages.capacity * self.spec.page_tokens)
         self.actors: list[Actor] = []
         self.texts: list[tuple[list[int], tuple[str, ...]]] = [([], ())]
-        self.log: list[str] = []
 
     def _make_cache(self, random: Random) -> TieredCache:
         least = max(1, self.spec.host_pages_per_tail)
@@ -108,7 +74,7 @@ class World:
             layout=random.choice(LAYOUTS),
             copier=random.choice(["reference", "direct"]),
             save="through" if roomy else random.choice(SAVE_POLICIES),
-            evict=random.choice([*EVICT_POLICIES, f"{__name__}:Indifferent"]),
+            evict=random.choice([*EVICT_POLICIES, f"{Indifferent.__module__}:Indifferent"]),
             tail_every_pages=random.randint(1, 4),
             tails_per_path=random.randint(1, 4),
         )
@@ -122,14 +88,6 @@ class World:
                     self.spec, CacheConfig(**fields), executors=self.copies, pool_order=shuffled
                 )
 
-    def _attach(self, random: Random) -> None:
-        if self.cache.host is None or self.cache.store is not None:
-            return
-        if self.store is None or self.store._closed:
-            self.store = FalseStore(Random(random.getrandbits(32)))
-        workers = Workers(*self.store_copies.values(), retry_after_s=(0.0,))
-        self.cache.attach(self.store, clock=lambda: self.now_s, workers=workers)
-
     def _poison_what_is_freed(self) -> None:
         for pool, tail in ((self.cache.pages, False), (self.cache.tails, True)):
 
@@ -140,18 +98,7 @@ class World:
 
             pool.release = release  # type: ignore[method-assign]
 
-        def release_host(ids, real=self.cache.host_pages.release):
-            for page_id in ids:
-                for view in self.cache.host.views([page_id], self.spec.host_page_bytes):  # type: ignore[union-attr]
-                    view[:] = bytes([POISON]) * len(view)
-            real(ids)
-
-        self.cache.host_pages.release = release_host  # type: ignore[method-assign]
-
-    def _observe(self, event: object) -> None:
-        self.events += 1
-        if self.observer_fails:
-            raise RuntimeError("the simulation made the observer fail")
+        super()._poison_what_is_freed()
 
     # One step
 
@@ -171,20 +118,9 @@ class World:
         ("store_fault", 2),
         ("store_change", 1),
         ("leave", 1),
+        ("land", 1),
+        ("landed", 3),
     )
-
-    def step(self, number: int) -> None:
-        random = Random(number)
-        names, weights = zip(*self.ACTIONS, strict=True)
-        (name,) = random.choices(names, weights)
-        self.log.append(f"{number}: {name}")
-        getattr(self, f"_do_{name}")(random)
-        self.check()
-
-    def run(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            self.step(number)
-        self.wind_down()
 
     def _do_arrive(self, random: Random) -> None:
         """A text that shares a prefix with an earlier one, perhaps in another namespace."""
@@ -235,44 +171,19 @@ class World:
         return self.cache.store.counters["fetches_late"] if self.cache.store else 0
 
     def _do_store(self, random: Random) -> None:
-        """A worker of the store ends something; or an actor's coming is announced, or speeds are measured."""
-        if self.cache.store is not None and random.random() < 0.02:
-            self.cache.compute.observe(random.choice([10, 1000, 100_000]), 1.0)
-            self.cache.store.fetches.costs.read.observe(random.choice([1, 1000, 10**6]), 1.0)
+        """The store goes on; or an actor's coming is announced."""
         waiting = [actor for actor in self.actors if actor.request is None]
         if waiting and random.random() < 0.3:
             self.cache.prefetch(random.choice(waiting).chain, replay=random.random() < 0.2)
-        if self.store is not None and random.random() < 0.15:
-            self.store.mood = None
-        if random.random() < 0.3:  # a quiet moment: all of it
-            prompt = [copies for direction, copies in self.copies.items() if direction not in self.late]
-            for copies in (*prompt, *self.store_copies.values()):
-                copies.shutdown()
-            self._do_step(random)
-        for copies in random.sample(list(self.store_copies.values()), 3):
-            if copies.held:
-                copies.run(random.randrange(len(copies.held)))
-                return
+        self._store_works(random)
 
-    def _do_store_fault(self, random: Random) -> None:
-        if self.store is not None:
-            self.store.mood = random.choice([*LIES, *FAULTS])
-            self.store.times = random.choice([1, 1, 2, 5, 20])
-
-    def _do_store_change(self, random: Random) -> None:
-        what = random.choice(["vanish", "vanish", "detach", "attach", "attach"])
-        if what == "vanish" and self.store is not None:
-            self.store._values.clear()
-        elif what == "detach" and self.cache.store is not None:
-            self._keep_counters()
-            self.cache.detach()
-        elif what == "attach" and not (self.cache._stores_left or self.tight):
-            self._attach(random)
-
-    def _keep_counters(self) -> None:
-        if self.cache.store is not None:
-            self.store_counters.update(self.cache.store.counters)
-            self.store_counters.update({"flaws": sum(self.cache.store.mover.flaws.values())})
+    def _do_land(self, random: Random) -> None:
+        """A peer brings a text that somebody here wants, or is computing."""
+        if self.actors and self.cache.host is not None:
+            actor = random.choice(self.actors)
+            for pages, key in enumerate(actor.chain.keys, 1):
+                self.bytes.texts.setdefault(key, actor.text(pages))
+            self._land(actor.chain, random)
 
     def _do_leave(self, random: Random) -> None:
         """A client leaves while it waits."""
@@ -381,7 +292,7 @@ class World:
         actor.request, actor.written, actor.tails_due = None, 0, {}
 
     def _do_step(self, random: Random) -> None:
-        self.now_s += random.choice([0.0, 0.001, 0.001, 0.01, 0.01, 0.01, 0.1, 0.1, 0.1, 20.0])
+        self._pass_time(random)
         for loaded in self.cache.step():
             (actor,) = [a for a in self.actors if a.request is loaded.request]
             if loaded.error is not None:
@@ -390,23 +301,6 @@ class World:
                 continue
             assert loaded.request.state is RequestState.RUNNING
             self._read(actor)
-
-    def _do_copy(self, random: Random) -> None:
-        """A copy ends, any of those under way."""
-        for direction, copies in random.sample(list(self.copies.items()), 2):
-            if copies.held and (direction not in self.late or random.random() < 0.08):
-                copies.run(random.randrange(len(copies.held)))
-                return
-
-    def _do_fault(self, random: Random) -> None:
-        """The next copy fails part way, or the observer fails for a while."""
-        self.observer_fails = random.random() < 0.3
-        if self.cache.host is not None and random.random() < 0.7:
-            self.copier.copies_until_fault = random.randint(0, 6)
-
-    def _do_flush(self, random: Random) -> None:
-        if random.random() < (0.1 if self.cache.store is None else 0.8):
-            self.cache.flush()
 
     def _do_oddity(self, random: Random) -> None:
         """What is allowed and no sensible engine does."""
@@ -434,10 +328,10 @@ class World:
         for page in self.cache.tree.index.values():
             if page.device is not None and page.load is None:
                 self.bytes.check(page.device, self.bytes.texts[page.key], tail=False, who="the tree")
-            if page.fetched and page.on_host and not self.cache.host.layout.by_entry:  # type: ignore[union-attr]
+            if page.fetched and page.on_host and not self.cache.host.layout.by_entry:
                 assert page.key in self.bytes.texts, "I9: a page nobody has written came from the store"
                 record = b"".join(row for _, row in self.bytes.expected(self.bytes.texts[page.key], False))
-                views = self.cache.host.views(page.host, len(record))  # type: ignore[union-attr]
+                views = self.cache.host.views(page.host, len(record))
                 assert b"".join(views) == record, "I9: wrong bytes came from the store"
             if page.tail is not None and page.tail.device is not None and page.tail.load is None:
                 self.bytes.check(page.tail.device, self.bytes.texts[page.key], tail=True, who="the tree")
@@ -455,20 +349,9 @@ class World:
         pools = [pool.owned_ids() for pool in (self.cache.pages, self.cache.tails, self.cache.host_pages)]
         return items, pools, list(self.cache.flights.moves())
 
-    def _run_all(self) -> None:
-        for copies in (*self.copies.values(), *self.store_copies.values()):
-            copies.shutdown()
-
-    def fetching(self) -> list[KeyChain]:
-        return list(self.cache.store.fetches.of) if self.cache.store else []
-
     def wind_down(self) -> None:
         """No fault happens any more: every request that is left gets through. Then no place is missing."""
-        self.observer_fails = False
-        if self.store is not None:
-            self.store.mood = None
-        if self.cache.host is not None:
-            self.copier.copies_until_fault = None
+        self.calm_down()
         largest = self.cache.pages.capacity * self.spec.page_tokens
         for actor in list(self.actors):
             if actor.request is not None and actor.request.state is not RequestState.RUNNING:

@@ -82,6 +82,19 @@ def test_a_stage_keeps_global_layer_ids_and_drops_streams_it_does_not_own() -> N
     assert [(s.name, s.layers) for s in stage.streams] == [("a", (2, 3))]
 
 
+def test_a_pool_holds_some_of_the_streams_and_the_rest_of_the_declaration_is_the_same() -> None:
+    k, v = Stream("k", (0, 1), (Part("x", 4),)), Stream("v", (0, 1), (Part("x", 6),))
+    spec = CacheSpec("m", 4, (k, v, Stream("w", (1,), (Part("x", 3),), Window(4))))
+    held = spec.only(["w", "v"])
+    assert [stream.name for stream in held.streams] == ["v", "w"]
+    assert (held.page_bytes, held.tail_bytes) == (spec.bytes_of(v), spec.tail_bytes)
+    assert held.replay_tokens == spec.replay_tokens
+    with pytest.raises(SpecError, match="'x'.*is not a stream"):
+        spec.only(["k", "x"])
+    with pytest.raises(SpecError, match="at least one stream"):
+        spec.only([])
+
+
 def test_a_stage_without_bytes_is_refused() -> None:
     with pytest.raises(SpecError, match=r"stage = \(7, 9\)"):
         make_spec().stage(7, 9)

@@ -1,6 +1,19 @@
-"""The front door: `TieredCache`, its requests and their outcomes."""
+"""The front doors: `TieredCache` with its requests, `HostCache` with its transfers, and their outcomes."""
 
+from tiercel.cache.host_cache import HostCache
 from tiercel.cache.request import Extended, Loaded, Request, RequestState, Wait, WaitFor
 from tiercel.cache.tiered_cache import TieredCache
+from tiercel.cache.transfers import Ended, Transfer
 
-__all__ = ["Extended", "Loaded", "Request", "RequestState", "TieredCache", "Wait", "WaitFor"]
+__all__ = [
+    "Ended",
+    "Extended",
+    "HostCache",
+    "Loaded",
+    "Request",
+    "RequestState",
+    "TieredCache",
+    "Transfer",
+    "Wait",
+    "WaitFor",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +15,11 @@ from tiercel.tree.node import Page, Tail
 WORDS = {Direction.LOAD: "loaded", Direction.SAVE: "saved"}
 
 if TYPE_CHECKING:
+    from tiercel.cache.host_tier import HostTier
     from tiercel.cache.tiered_cache import TieredCache
 
 
-def stats(cache: TieredCache) -> dict[str, Any]:
+def stats(cache: HostTier[Any]) -> dict[str, Any]:
     """Numbers that are kept as things change: telling them costs the same however much is cached."""
     counts = {"device": cache.tree.on_device, "host": cache.tree.on_host}
     held = {tier: (count[Page], count[Tail]) for tier, count in counts.items()}
@@ -30,13 +32,13 @@ def stats(cache: TieredCache) -> dict[str, Any]:
         "moved_bytes": {word: _bytes_by_stream(cache.spec, *counts) for word, counts in moved.items()},
         "moved_s": _seconds(cache),
         "hit_tokens": {tier: cache.counters[f"tokens_{tier}"] for tier in ("device", "host", "store")},
-        "pools": {pool.name: {"capacity": pool.capacity, "free": pool.free} for pool in _pools(cache)},
+        "pools": {pool.name: {"capacity": pool.capacity, "free": pool.free} for pool in cache.places.pools},
         "store": cache.store.stats() if cache.store else {"attached": False},
         "counters": dict(cache.counters),
     }
 
 
-def _seconds(cache: TieredCache) -> dict[str, dict[str, float]]:
+def _seconds(cache: HostTier[Any]) -> dict[str, dict[str, float]]:
     """Time spent copying, by direction and by what was copied."""
     controller = cache.flights.controller
     spent = controller.seconds if controller else {}
@@ -48,32 +50,40 @@ def _bytes_by_stream(spec: CacheSpec, pages: int, tails: int) -> dict[str, int]:
     return {s.name: count * spec.bytes_of(s) for streams, count in counts for s in streams}
 
 
-def _pools(cache: TieredCache) -> list[PagePool[Any]]:
-    return [cache.pages, cache.tails, cache.host_pages]
-
-
-def check(cache: TieredCache) -> None:
-    """Every invariant of tree and pools; and I4: a place has one owner, the tree, a request or a transfer."""
+def check(cache: HostTier[Any]) -> None:
+    """Every invariant of the tree and of the host pool; and I4: a host page has one owner."""
     tree_check.check(cache.tree)
-    pages: list[int] = []
-    tails: list[int] = []
-    host: list[int] = []
-    for page in cache.tree.index.values():
-        pages += [page.device] if page.device is not None else []
-        host += page.host or ()
-        if page.tail is not None:
-            tails += [page.tail.device] if page.tail.device is not None else []
-            host += page.tail.host or ()
+    check_owners(cache.host_pages, _host_owners(cache))
+
+
+def check_owners(pool: PagePool[Any], owned: Iterable[int]) -> None:
+    """I4: a place has one owner, the tree, a request or a transfer."""
+    pool.check()
+    assert sorted(owned) == sorted(pool.owned_ids()), f"I4: owners of {pool.name}"
+
+
+def _host_owners(cache: HostTier[Any]) -> Iterator[int]:
+    for item in cache.tree.items():
+        yield from item.host or ()
+    landing = (move for transfer in cache.landings for move in transfer.moves)
+    for move in {id(move.item): move for move in (*cache.flights.moves(), *landing)}.values():
+        if move.item.gone:
+            yield from move.host
+    for store in cache._stores():
+        yield from store.host_places()
+
+
+def check_device(cache: TieredCache) -> None:
+    """The same for the pools of the device."""
+    owned: dict[bool, list[int]] = {True: [], False: []}
+    for item in cache.tree.items():
+        if item.device is not None:
+            owned[isinstance(item, Page)].append(item.device)
     for request in cache.requests:
-        pages += request.table[request.committed :]
-        tails += request.tails.values()
+        owned[True] += request.table[request.committed :]
+        owned[False] += request.tails.values()
     for move in cache.flights.moves():
         if move.item.gone or move.item.device != move.device:
-            (pages if isinstance(move.item, Page) else tails).append(move.device)
-        if move.item.gone:
-            host += move.host
-    for store in cache._stores():
-        host += store.host_places()
-    for pool, owned in zip(_pools(cache), (pages, tails, host), strict=True):
-        pool.check()
-        assert sorted(owned) == sorted(pool.owned_ids()), f"I4: owners of {pool.name}"
+            owned[isinstance(move.item, Page)].append(move.device)
+    check_owners(cache.pages, owned[True])
+    check_owners(cache.tails, owned[False])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from tiercel.cache.fetch import Fetch, Stage, cut, give_back
-from tiercel.cache.places import Places
+from tiercel.cache.places import HostPlaces
 from tiercel.config import CacheConfig
 from tiercel.policy.breaker import Breaker, BreakerState
 from tiercel.policy.fetch import Costs, Rate, Refusal, choose_fetch, worth_waiting
@@ -33,7 +33,7 @@ class Fetches:
         tree: PrefixTree,
         spec: CacheSpec,
         config: CacheConfig,
-        places: Places,
+        places: HostPlaces,
         compute: Rate,
         clock: Callable[[], float],
     ) -> None:

@@ -1,7 +1,7 @@
 """What is on its way between the tiers: queued since the last step, or sent.
 
-    queue_loads, queue_saves ──► queued ── send: a plan per direction ──► sent ── landed ──► the tree's books
-                                 `batch`                                  ticket
+    queue ──► queued ── send: a plan per direction ──► sent ── landed ──► the tree's books
+              `batch`                                  ticket
 
 The loads of one step travel together, so requests of one step may share what is queued. What was sent already
 can not be joined any more: who wants that waits for it.
@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from tiercel.cache.request import Request
+from tiercel.cache.transfers import Transfer
 from tiercel.errors import TransferError
 from tiercel.transfer.controller import Controller, Ticket
 from tiercel.transfer.plan import Direction, Plan
@@ -24,10 +25,10 @@ from tiercel.types import DevicePageId, DeviceTailId
 
 @dataclass
 class Flight:
-    """Things that move together, and the requests that wait for them."""
+    """Things that move together, and who waits for them."""
 
     moves: list[Move] = field(default_factory=list)
-    requests: list[Request] = field(default_factory=list)
+    waiting: list[Request | Transfer] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -58,23 +59,21 @@ class Flights:
         self.controller = controller
         self.batch = 1
         """Number of the loads that are queued now (`tree.node`)."""
-        self._loads = Flight()
-        self._saves: list[Move] = []
+        self._queued = {direction: Flight() for direction in Direction}
         self._sent: dict[int, Flight] = {}
 
     @property
     def busy(self) -> bool:
-        return bool(self._sent or self._loads.moves or self._saves)
+        return bool(self._sent) or any(flight.moves for flight in self._queued.values())
 
-    def queue_loads(self, moves: Iterable[Move]) -> None:
-        self._loads.moves.extend(moves)
-
-    def queue_saves(self, moves: Iterable[Move]) -> None:
-        self._saves.extend(moves)
-
-    def join(self, request: Request) -> None:
-        """The request runs once the queued loads have landed."""
-        self._loads.requests.append(request)
+    def queue(
+        self, direction: Direction, moves: Iterable[Move], waits: Request | Transfer | None = None
+    ) -> None:
+        """To be sent by the next step. Who waits is told when all that is queued with it has landed."""
+        flight = self._queued[direction]
+        flight.moves.extend(moves)
+        if waits is not None:
+            flight.waiting.append(waits)
 
     def landed(self) -> list[Landed]:
         """What ended since the last call, each direction in the order it was sent."""
@@ -93,15 +92,13 @@ class Flights:
 
     def send(self) -> None:
         """Everything queued, merged into one load and one save."""
-        if self._loads.moves:
-            loads, self._loads = self._loads, Flight()
-            self.batch += 1
-            gate = self._submit(Direction.LOAD, loads).gate
-            for request in loads.requests:
-                request.gate = gate
-        if self._saves:
-            saves, self._saves = self._saves, []
-            self._submit(Direction.SAVE, Flight(saves))
+        for direction, flight in self._queued.items():
+            if flight.moves:
+                self._queued[direction] = Flight()
+                self.batch += direction is Direction.LOAD
+                gate = self._submit(direction, flight).gate
+                for each in flight.waiting:
+                    each.gate = gate
 
     def _submit(self, direction: Direction, flight: Flight) -> Ticket:
         assert self.controller is not None
@@ -113,9 +110,7 @@ class Flights:
 
     def moves(self) -> Iterator[Move]:
         """Everything queued or sent."""
-        yield from self._loads.moves
-        yield from self._saves
-        for flight in self._sent.values():
+        for flight in (*self._queued.values(), *self._sent.values()):
             yield from flight.moves
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ class Found:
                    near │       │ page       where the device's part ends, where the reused part ends
     """
 
+    chain: KeyChain
     page: Page
     near: Page
     far: list[Page]
@@ -27,6 +28,11 @@ class Found:
     pages_found: int
     """In any tier; without a tail not all of them help."""
     reuse: Reuse
+
+    @property
+    def pages(self) -> int:
+        """How many of the text's pages."""
+        return self.page.depth
 
     @property
     def items(self) -> list[Item]:
@@ -58,6 +64,7 @@ def find(
     else:
         why = Why.NOT_ON_DEVICE if chain.keys[resume.pages] in tree.index else Why.NOT_CACHED
     return Found(
+        chain=chain,
         page=pages[-1] if pages else tree.root,
         near=pages[near - 1] if near else tree.root,
         far=pages[near:],
@@ -86,4 +93,4 @@ def pages_useful(chain: KeyChain, spec: CacheSpec, most: int | None = None) -> i
 def find_nothing(tree: PrefixTree, chain: KeyChain) -> Found:
     """For a cache that is told to miss."""
     reuse = Reuse(chain.tokens, 0, 0, 0, 0, 0, None, Why.FORCED_MISS)
-    return Found(tree.root, tree.root, [], (), 0, 0, reuse)
+    return Found(chain, tree.root, tree.root, [], (), 0, 0, reuse)

@@ -17,8 +17,53 @@ from tiercel.types import DevicePageId, DeviceTailId, HostPageId
 _DEVICE_PAGE_TAG, _DEVICE_TAIL_TAG, _HOST_PAGE_TAG = 1, 2, 3
 
 
-class Places:
-    """The pools of both tiers, beside the tree that decides who goes."""
+class HostPlaces:
+    """The pool of host pages, beside the tree that decides who goes."""
+
+    def __init__(
+        self, tree: PrefixTree, spec: CacheSpec, host: int, order: Callable[[int], Sequence[int]]
+    ) -> None:
+        self.host: PagePool[HostPageId] = PagePool("host pages", host, tag=_HOST_PAGE_TAG, order=order(host))
+        self._tree = tree
+        self._spec = spec
+
+    @property
+    def pools(self) -> tuple[PagePool[Any], ...]:
+        return (self.host,)
+
+    def make_room_ahead(self) -> None:
+        """What has to be free before anybody asks: on the host nothing."""
+
+    def take_host(self, count: int) -> tuple[HostPageId, ...] | None:
+        """Host pages that are free."""
+        self.settle()
+        room = reserve((self.host, count))
+        if isinstance(room, Short):
+            return None
+        with room:
+            ids = tuple(room.ids(self.host))
+            room.keep()
+        return ids
+
+    def take_host_by_force(self, count: int) -> tuple[HostPageId, ...] | None:
+        """Host pages, if need be of what the host could do without."""
+        while (host := self.take_host(count)) is None and self._tree.evict_host():
+            pass
+        return host
+
+    def settle(self) -> None:
+        """Carry out what the tree decided."""
+        actions = self._tree.actions
+        if actions.pages or actions.tails or actions.host or actions.saves:
+            self._tree.actions = Actions()
+            self._carry_out(actions)
+
+    def _carry_out(self, actions: Actions) -> None:
+        self.host.release(actions.host)
+
+
+class Places(HostPlaces):
+    """The pools of both tiers."""
 
     def __init__(
         self,
@@ -35,10 +80,12 @@ class Places:
         self.tails: PagePool[DeviceTailId] = PagePool(
             "device tails", tails, tag=_DEVICE_TAIL_TAG, order=order(tails)
         )
-        self.host: PagePool[HostPageId] = PagePool("host pages", host, tag=_HOST_PAGE_TAG, order=order(host))
-        self._tree = tree
-        self._spec = spec
+        super().__init__(tree, spec, host, order)
         self._queue_saves = queue_saves
+
+    @property
+    def pools(self) -> tuple[PagePool[Any], ...]:
+        return self.pages, self.tails, self.host
 
     def reserve(self, pages: int, tails: int) -> Reservation | Wait:
         """Device places, made free by eviction where they are short."""
@@ -68,34 +115,13 @@ class Places:
         short = min(tails, self.tails.capacity) - self.tails.free - self._tree.leaving[Tail]
         self._tree.evict_tails(short, self._spec.host_pages_per_tail, take_host)
 
-    def take_host(self, count: int) -> tuple[HostPageId, ...] | None:
-        """Host pages that are free."""
-        self.settle()
-        room = reserve((self.host, count))
-        if isinstance(room, Short):
-            return None
-        with room:
-            ids = tuple(room.ids(self.host))
-            room.keep()
-        return ids
-
-    def take_host_by_force(self, count: int) -> tuple[HostPageId, ...] | None:
-        """Host pages, if need be of what the host could do without."""
-        while (host := self.take_host(count)) is None and self._tree.evict_host():
-            pass
-        return host
-
     def owns(self, move: Move) -> bool:
         device: PagePool[Any] = self.pages if isinstance(move.item, Page) else self.tails
         return device.owns(move.device) and all(map(self.host.owns, move.host))
 
-    def settle(self) -> None:
-        """Carry out what the tree decided."""
-        actions = self._tree.actions
-        if actions.pages or actions.tails or actions.host or actions.saves:
-            self._tree.actions = Actions()
-            self.pages.release(actions.pages)
-            self.tails.release(actions.tails)
-            self.host.release(actions.host)
-            assert all(map(self.owns, actions.saves)), "I3: a save of a place that was given back"
-            self._queue_saves(actions.saves)
+    def _carry_out(self, actions: Actions) -> None:
+        self.pages.release(actions.pages)
+        self.tails.release(actions.tails)
+        super()._carry_out(actions)
+        assert all(map(self.owns, actions.saves)), "I3: a save of a place that was given back"
+        self._queue_saves(actions.saves)

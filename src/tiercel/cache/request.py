@@ -24,6 +24,7 @@ class WaitFor(Enum):
     ARRIVING = "a transfer that is bringing or taking what it wants to reuse"
     STORE = "what the store is bringing, as long as that is sooner than computing it"
     COMPUTING = "pages that another request is computing, which is sooner than computing them twice"
+    FOUND_LEFT = "something that was found, and has left since: find it again"
     LARGER_DEVICE = "more device pages than there are"
 
 

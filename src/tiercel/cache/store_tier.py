@@ -15,7 +15,7 @@ from threading import Thread
 from typing import Any
 
 from tiercel.cache.fetches import Fetches
-from tiercel.cache.places import Places
+from tiercel.cache.places import HostPlaces
 from tiercel.cache.writes import Writes
 from tiercel.config import CacheConfig
 from tiercel.policy.breaker import Breaker, BreakerState
@@ -46,7 +46,7 @@ class StoreTier:
         tree: PrefixTree,
         spec: CacheSpec,
         config: CacheConfig,
-        places: Places,
+        places: HostPlaces,
         compute: Rate,
         clock: Callable[[], float],
     ) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -144,6 +144,14 @@ class CacheSpec:
         if not kept:
             raise SpecError("stage", (first, last), f"no stream has layers there; layers are {self.layers}")
         return replace(self, streams=tuple(kept), whole=self.whole or self)
+
+    def only(self, names: Iterable[str]) -> CacheSpec:
+        """The same declaration for some of its streams: what one pool holds."""
+        names = set(names)
+        for name in sorted(names - {stream.name for stream in self.streams}):
+            raise SpecError("streams", name, "is not a stream of this declaration")
+        kept = tuple(stream for stream in self.streams if stream.name in names)
+        return replace(self, streams=kept, whole=self.whole or self)
 
     def with_draft(self, draft: CacheSpec) -> CacheSpec:
         """Target and draft in one page, so that they can not part. Draft layers follow the target's.

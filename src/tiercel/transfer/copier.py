@@ -61,14 +61,14 @@ class Copier(ABC):
         """Move one layer's rows of every stream the leg carries. A layer without such rows is no work."""
 
     def _streams_of(self, leg: Leg, layer: int) -> tuple[Stream, ...]:
-        streams = self._page_streams if isinstance(leg, PageLeg) else self._tail_streams
-        return streams.get(layer, ())
-
-    def _check_places(self, leg: Leg) -> None:
-        """Once for the leg instead of once for every row: past the end of a layer lies the next one."""
-        device, host = leg.places_max
-        device_places = self.device.pages if isinstance(leg, PageLeg) else self.device.tails
-        assert device < device_places and host < self.host.pages, f"I7: places {leg.places_max} do not exist"
+        """What of a layer the leg moves. Its places are checked once here instead of once for every row: past
+        the end of a layer lies the next one."""
+        pages = isinstance(leg, PageLeg)
+        streams = (self._page_streams if pages else self._tail_streams).get(layer, ())
+        (device, host), most = leg.places_max, self.device.pages if pages else self.device.tails
+        exist = device < most and host < self.host.pages
+        assert exist or not streams, f"I7: places {leg.places_max} do not exist"
+        return streams
 
 
 def _by_layer(near: Iterable[Stream], far: Iterable[Stream]) -> dict[int, tuple[Stream, ...]]:
@@ -93,7 +93,6 @@ class ReferenceCopier(Copier):
             yield self.host.spec.streams[0], why
 
     def copy(self, direction: Direction, leg: Leg, layer: int) -> None:
-        self._check_places(leg)
         for stream in self._streams_of(leg, layer):
             device, host = (memory.pieces(stream, layer) for memory in (self.device, self.host))
             on_device = self.device.buffer(stream, layer).numpy().data
@@ -179,7 +178,6 @@ class DirectCopier(Copier):
         return _Rows(near, host)
 
     def copy(self, direction: Direction, leg: Leg, layer: int) -> None:
-        self._check_places(leg)
         spans: list[Span] = []
         buffer: Tensor | None = None
         for stream in self._streams_of(leg, layer):

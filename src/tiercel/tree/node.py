@@ -11,7 +11,8 @@ Both live in up to two tiers, and each tier's copy is absent, on its way, or rea
     id       None     readable                      ids    None     readable
 
 The number is the batch a load travels with. The id is the device place a save reads: the page may leave the
-device before the save ends, and may even be back at another place by then.
+device before the save ends, and may even be back at another place by then. FOREIGN stands for a place that is
+not ours: somebody else fills the host copy.
 
 The store is not ours alone, so of it only two things are known: `storing`, the host copy is being written to
 it and stays until that ended; `stored`, it has been there.
@@ -22,6 +23,8 @@ A page with `device` set has a parent with `device` set: what the device holds o
 from __future__ import annotations
 
 from tiercel.types import DevicePageId, DeviceTailId, HostPageId, PageKey
+
+FOREIGN = -1
 
 
 class Cached:

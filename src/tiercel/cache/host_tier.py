@@ -1,0 +1,396 @@
+"""The host tier: keys, tree, host pages, store. What every cache has, whoever owns the device memory.
+
+    HostTier ──┬── HostCache      + loads and saves between the host and places that another engine names
+               └── TieredCache    + a device pool of its own, and requests
+
+One thread drives a cache. Copies run elsewhere (`transfer.controller`) and become visible in `step`, which is
+also when observers hear of everything: between two steps nothing happens behind the caller's back.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor
+from threading import Condition
+from time import monotonic
+from typing import Any, Generic, TypeVar
+
+from tiercel.cache import audit
+from tiercel.cache.flights import Flights, Landed
+from tiercel.cache.found import Found, find, find_nothing, pages_useful
+from tiercel.cache.places import HostPlaces
+from tiercel.cache.request import Wait, WaitFor
+from tiercel.cache.store_tier import StoreTier
+from tiercel.cache.transfers import Transfer
+from tiercel.config import CacheConfig
+from tiercel.errors import ConfigError, TransferError
+from tiercel.memory.buffers import HostMemory, Memory
+from tiercel.policy.evict import make_evict_policy
+from tiercel.policy.fetch import Rate
+from tiercel.policy.resume import Reuse
+from tiercel.policy.save import make_save_policy
+from tiercel.spec.cache_spec import CacheSpec
+from tiercel.spec.identity import Identity
+from tiercel.storage.base import Store
+from tiercel.transfer.controller import Controller, LocalController
+from tiercel.transfer.copier import make_copier
+from tiercel.transfer.mover import StoreMover, Workers
+from tiercel.transfer.plan import Direction
+from tiercel.tree.actions import Cleared, Event, Move
+from tiercel.tree.check import readable, show
+from tiercel.tree.keys import KeyChain, Tokens
+from tiercel.tree.node import Item
+from tiercel.tree.prefix_tree import PrefixTree
+from tiercel.types import HostPageId, Namespace
+
+log = logging.getLogger(__name__)
+
+Clock = Callable[[], float]
+Executors = Mapping[Direction, Executor]
+Order = Callable[[int], Sequence[int]]
+"""The order in which a pool of so many places first gives them out."""
+
+AnyEnd = TypeVar("AnyEnd")
+
+
+class HostTier(ABC, Generic[AnyEnd]):
+    """What a cache holds on the host and in the store, and how it is found, brought and kept.
+
+    `device` is the memory on the other side of every copy, or, where other processes have that memory, the
+    controller that hands plans to them. Without an `identity` the model's name says whose numbers it has.
+    """
+
+    def __init__(
+        self,
+        spec: CacheSpec,
+        config: CacheConfig,
+        device: Memory | Controller,
+        *,
+        identity: Identity | None = None,
+        executors: Executors | None = None,
+        pool_order: Order | None = None,
+    ) -> None:
+        self.spec = spec
+        self.config = config
+        self.identity = identity or Identity(spec.model)
+        self._save = make_save_policy(config.save)
+        self.tree = PrefixTree(
+            evict=make_evict_policy(config.evict),
+            save=self._save,
+            pages_per_window=spec.pages_per_window,
+            tails_per_path=config.tails_per_path,
+        )
+        self.host = _host_memory(spec, config, device) if config.host_bytes else None
+        controller = None
+        if isinstance(device, Controller):
+            controller = device
+        elif self.host:
+            controller = LocalController(make_copier(config.copier, device, self.host), executors)
+        self._landed = controller.landed if controller else Condition()
+        self.flights = Flights(controller)
+        self.places = self._make_places(pool_order or range)
+        self.host_pages = self.places.host
+        self.compute = Rate()
+        """Tokens of prompts per second, for those who choose between loading and computing."""
+        self.store: StoreTier | None = None
+        self._stores_left: list[StoreTier] = []
+        self.landings: set[Transfer] = set()
+        """Host pages that are being filled otherwise than by a save of the tree's own."""
+        self._observer: Callable[[Sequence[Event | Cleared]], None] | None = None
+        self.counters: Counter[str] = Counter()
+
+    def _make_places(self, order: Order) -> HostPlaces:
+        return HostPlaces(self.tree, self.spec, self.host.pages if self.host else 0, order)
+
+    # Finding
+
+    def chain(self, tokens: Tokens = (), namespace: Namespace = ()) -> KeyChain:
+        """The keys of a text: made once, kept while the request waits, extended as the text grows."""
+        told = self._observer is not None
+        chain = KeyChain(self.identity.digest, namespace, self.spec.page_tokens, keep_tokens=told)
+        chain.extend(tokens)
+        return chain
+
+    def find(
+        self, chain: KeyChain, *, load: bool = True, replay: bool = False, reuse_most: int | None = None
+    ) -> Found | Wait:
+        """What the tiers hold of a text, all of it readable now. Nothing is held: use it before anything else
+        is asked of the cache.
+
+        `load=False` finds only what the device has; `replay=True` allows to resume without a tail where
+        computing the last tokens again is exact and cheaper (`reuse.replay_tokens` says how many).
+        `reuse_most`: the caller needs what the model says from this position on, so nothing behind it helps.
+        """
+        if self.config.force_miss:
+            return find_nothing(self.tree, chain)
+        useful = pages_useful(chain, self.spec, reuse_most)
+        if load and self.store and not self.store.begins(chain, useful, replay=replay):
+            return Wait(WaitFor.STORE)
+        found = find(self.tree, self.spec, chain, load=load, replay=replay, most=reuse_most)
+        return Wait(WaitFor.ARRIVING) if any(map(self._is_arriving, found.items)) else found
+
+    def _is_arriving(self, item: Item) -> bool:
+        """On its way with a batch that was sent, or off the device and not readable on the host yet."""
+        if item.device is None:
+            return not item.on_host
+        return item.load is not None and item.load != self.flights.batch
+
+    def prefetch(
+        self, chain: KeyChain, *, replay: bool = False, reuse_most: int | None = None, wait_s: float = 0.0
+    ) -> None:
+        """This text will be looked for in about `wait_s`: see what the store has of it."""
+        if self.store is not None and not self.config.force_miss:
+            useful = pages_useful(chain, self.spec, reuse_most)
+            self.store.expect(chain, useful, replay=replay, wait_s=wait_s)
+
+    def withdraw(self, chain: KeyChain) -> None:
+        """A text that was looked for, or was announced, is not wanted any more."""
+        if self.store is not None:
+            self.store.fetches.forget(chain)
+
+    def _use(self, found: Found, priority: int) -> Reuse:
+        """What was found is going to be read: it counts, and the store need not be asked again."""
+        reuse = found.reuse
+        if self.store is not None:
+            reuse = self.store.fetches.explained(found.chain, reuse)
+            self.store.fetches.forget(found.chain)
+        if found.page is not self.tree.root:
+            self.tree.touch(found.page, found.tails, priority)
+        self.counters["tokens_asked"] += reuse.prompt_tokens
+        self.counters["tokens_device"] += reuse.device_tokens
+        self.counters["tokens_host"] += reuse.host_tokens
+        self.counters["tokens_store"] += reuse.store_tokens
+        for far in found.far:
+            far.fetched = False
+        return reuse
+
+    # Host pages that somebody fills
+
+    def land(self, chain: KeyChain, first: int, pages: int, *, tails: Iterable[int] = ()) -> Transfer:
+        """Somebody else writes host pages: these `pages` of a text from number `first` on, and the tails at
+        these boundaries, in pages. The transfer says where. What the host has already is not among them, nor
+        what it has no room for, nor anything of a text whose pages before `first` are not there.
+
+        They become readable when the writer said so (`landed`); until then nobody else touches them.
+        """
+        return self._arrive(chain, first, [0] * pages, dict.fromkeys(tails, 0), Transfer())
+
+    def landed(self, transfer: Transfer, error: TransferError | None = None) -> None:
+        """The writer is done: with an error nothing of it becomes readable."""
+        transfer.writers -= 1
+        assert transfer.writers >= 0 and transfer in self.landings, "I3: a transfer ends once"
+        transfer.error = transfer.error or error
+        if transfer.writers:
+            return
+        self.landings.discard(transfer)
+        for item, _, host in transfer.moves:
+            self.tree.arrive_done(item, host, transfer.error is None)
+        if self.store is not None and transfer.error is None:
+            self.store.offer(move.item for move in transfer.moves if not move.item.gone)
+        self.places.settle()
+
+    def _arrive(
+        self,
+        chain: KeyChain,
+        first: int,
+        places: Sequence[int],
+        tails: Mapping[int, int],
+        transfer: Transfer,
+    ) -> Transfer:
+        """Host pages for what comes from these places, as far as there is room for it."""
+        tree, keys = self.tree, chain.keys[: first + len(places)]
+        self.landings.add(transfer)
+        depth = tree.match(keys, len(keys)).found
+        if self.config.force_miss or depth < first:
+            return transfer
+        anchor = tree.index[keys[depth - 1]] if depth else tree.root
+        tree.lock(anchor)  # the room must not be its own
+        lacking = [n for n in range(first, len(keys)) if n >= depth or tree.index[keys[n]].host is None]
+        room = self._rooms(1, len(lacking))
+        texts = chain.texts or [b""] * len(keys)
+        brought = [(keys[n], host, texts[n]) for n, host in zip(lacking, room, strict=False)]
+        pages = tree.insert_arriving(anchor, brought)
+        transfer.moves += [
+            Move(page, places[page.depth - 1 - first], host)
+            for page, (_, host, _) in zip(pages, brought, strict=True)
+        ]
+        for boundary, place in sorted(tails.items()):
+            self._arrive_tail(chain, boundary, place, transfer)
+        tree.unlock(anchor)
+        self.places.settle()
+        return transfer
+
+    def _arrive_tail(self, chain: KeyChain, boundary: int, place: int, transfer: Transfer) -> None:
+        page = self.tree.index.get(chain.keys[boundary - 1])
+        if page is None or (page.tail is not None and page.tail.host is not None):
+            return
+        self.tree.lock(page)
+        for host in self._rooms(self.spec.host_pages_per_tail, 1):
+            tail = self.tree.insert_arriving_tail(page, host)
+            transfer.moves.append(Move(tail, place, host))
+            self.tree.cap_tails(page)
+        self.tree.unlock(page)
+
+    def _rooms(self, pages: int, count: int) -> list[tuple[HostPageId, ...]]:
+        """Up to `count` times so many host pages, if need be of what the host could do without."""
+        rooms: list[tuple[HostPageId, ...]] = []
+        while len(rooms) < count and (room := self.places.take_host_by_force(pages)) is not None:
+            rooms.append(room)
+        return rooms
+
+    # Moving
+
+    def step(self) -> list[AnyEnd]:
+        """Publish what ended; send what was queued since the last step, merged into one load and one save."""
+        ended = [end for landed in self.flights.landed() for end in self._publish(landed)]
+        if self._stores():
+            self._step_stores()
+        self.places.make_room_ahead()
+        self.flights.send()
+        if self.tree.events:
+            self._notify()
+        return ended
+
+    @abstractmethod
+    def _publish(self, landed: Landed) -> list[AnyEnd]:
+        """The books follow the bytes; answers what its caller waits for."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Until a transfer ends, if one is under way: for a caller that can do nothing before."""
+        if self.busy or self.detaching:
+            with self._landed:
+                self._landed.wait_for(self._has_landed, timeout_s)
+
+    def _has_landed(self) -> bool:
+        return self.flights.has_landed or any(store.mover.landed for store in self._stores())
+
+    @property
+    def pending(self) -> bool:
+        """Something waits for a store that is off, or for one to be closed: a `step` now and then goes on."""
+        return bool(self._stores_left or (self.store and self.store.pending))
+
+    @property
+    def busy(self) -> bool:
+        """Something is on its way, or queued to be sent by the next `step`."""
+        return self.flights.busy or any(store.busy for store in self._stores())
+
+    def flush(self) -> int:
+        """Forget everything nobody holds and no transfer moves; answers how many pages stay."""
+        stay = self.tree.flush()
+        self.places.settle()
+        return stay
+
+    def watch(self, observer: Callable[[Sequence[Event | Cleared]], None] | None) -> None:
+        """Tell `observer` what each tier can read: at the next `step` everything, then each step's changes.
+
+        Its errors are logged and counted, never raised.
+        """
+        self._observer = observer
+        self.tree.events = readable(self.tree) if observer else None
+
+    def _notify(self) -> None:
+        assert self._observer is not None and self.tree.events is not None
+        observer, events, self.tree.events = self._observer, self.tree.events, []
+        try:
+            observer(events)
+        except Exception:  # noqa: BLE001 - an observer is not ours; its error must not stop the cache
+            self.counters["observer_errors"] += 1
+            log.exception("the observer failed on %d events", len(events))
+
+    def _unlock(self, items: Iterable[Item]) -> None:
+        for item in items:
+            self.tree.unlock(item)
+
+    # The store
+
+    def attach(self, store: Store, *, clock: Clock = monotonic, workers: Workers | None = None) -> None:
+        """Use a store from now on, and give it what the host has. The cache closes it when it leaves it."""
+        self.attach_mover(self.mover_for(store, clock=clock, workers=workers), clock)
+
+    def mover_for(
+        self, store: Store, *, clock: Clock = monotonic, workers: Workers | None = None
+    ) -> StoreMover:
+        """The part of `attach` that may take time (stores register host memory), for any thread."""
+        if self.host is None:
+            raise ConfigError("store", type(store).__name__, "needs a host tier to read into (host_bytes)")
+        return StoreMover(store, self.spec, self.host, landed=self._landed, clock=clock, workers=workers)
+
+    def attach_mover(self, mover: StoreMover, clock: Clock = monotonic) -> None:
+        """The part of `attach` that takes none."""
+        if self.store is not None:
+            raise ConfigError("store", None, "one is attached already")
+        self.store = StoreTier(mover, self.tree, self.spec, self.config, self.places, self.compute, clock)
+        self.store.offer(item for item in self.tree.items() if item.on_host)
+
+    def detach(self) -> None:
+        """Go on without the store. It is closed as soon as what is under way has ended."""
+        if self.store is not None:
+            self.store.leave()
+            self._stores_left.append(self.store)
+            self.store = None
+
+    @property
+    def detaching(self) -> bool:
+        """A store that was left is not closed yet."""
+        return bool(self._stores_left)
+
+    def _stores(self) -> list[StoreTier]:
+        return self._stores_left if self.store is None else [*self._stores_left, self.store]
+
+    def _step_stores(self) -> None:
+        if self.store is not None:
+            self.store.step()
+        for left in list(self._stores_left):
+            left.step()
+            if not left.busy and left.close():
+                left.step()
+                self._stores_left.remove(left)
+            returned, left.returned = left.returned, []
+            if self.store is not None:
+                self.store.offer(item for item in returned if item.on_host)
+        self.places.settle()
+
+    def close(self, store_wait_s: float = 10.0) -> None:
+        """Wait for the transfers, for so long also for what the store has not got yet; release everything."""
+        until = monotonic() + store_wait_s
+        while monotonic() < until and (self.detaching if self.store is None else True):
+            if self.store is not None and not self.busy:
+                self.detach()
+            self.step()
+            self.wait(0.01)
+        self.detach()
+        self.flights.close()
+        if self.host is not None:
+            self.host.close()
+
+    # Looking
+
+    def stats(self) -> dict[str, Any]:
+        """Places and true bytes per tier and stream, bytes moved, and counters."""
+        return audit.stats(self)
+
+    def check(self) -> None:
+        """Every invariant, counted again from nothing. For tests and for idle moments."""
+        audit.check(self)
+
+    def show(self) -> str:
+        return show(self.tree)
+
+
+def _host_memory(spec: CacheSpec, config: CacheConfig, device: Memory | Controller) -> HostMemory:
+    host = HostMemory(
+        spec,
+        config.layout,
+        config.host_bytes,
+        huge_pages=config.huge_pages,
+        pin=isinstance(device, Memory) and device.device.type == "cuda",
+        shared=config.host_shared,
+    )
+    if host.pages < spec.host_pages_per_tail:
+        host.close()
+        why = f"a tail takes {spec.host_pages_per_tail} host pages of {spec.host_page_bytes:,} B"
+        raise ConfigError("host_bytes", config.host_bytes, why)
+    return host
