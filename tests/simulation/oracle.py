@@ -40,18 +40,13 @@ class WatchedTree(PrefixTree):
         super().touch(page, tails, priority)
         self.oracle.use_path(page, self._clock, priority, hit=True)
 
-    def insert_fetched(self, parent, fetched):
-        page = super().insert_fetched(parent, fetched)
-        self.oracle.use_path(page, self._clock, 0, hit=False)
-        return page
-
-    def insert_arriving(self, parent, brought):
+    def _grow(self, parent, brought, *, fetched=False):
         before = len(self.index)
-        pages = super().insert_arriving(parent, brought)
-        if pages:
+        grown = super()._grow(parent, brought, fetched=fetched)
+        if grown:  # a new page has priority 0, one that was there keeps its own
             priority = 0 if len(self.index) > before else Use.priority
-            self.oracle.use_path(pages[-1], self._clock, priority, hit=False)
-        return pages
+            self.oracle.use_path(grown[-1][0], self._clock, priority, hit=False)
+        return grown
 
     def insert(self, parent, keys, ids, priority=0, tokens=()):
         pages = super().insert(parent, keys, ids, priority, tokens)
