@@ -250,6 +250,10 @@ class Full(MemoryStore):
     def clear(self):
         raise SystemExit("it was emptied")
 
+class Blue(MemoryStore):
+    def stats(self):
+        return {"records": 0, "bytes": 0, "colour": "blue"}
+
 class Shut(MemoryStore):
     def __init__(self):
         raise RuntimeError("it does not open")
@@ -257,13 +261,14 @@ class Shut(MemoryStore):
 
 
 def run_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """As the installed command runs: it does not find modules of the current folder by itself (-P)."""
     (folder / "mine.py").write_text(FORGETFUL)
-    words = [sys.executable, "-m", "tiercel.cli", "store", "conformance", *arguments]
+    words = [sys.executable, "-P", "-m", "tiercel.cli", "store", *arguments]
     return subprocess.run(words, capture_output=True, text=True, check=False, cwd=folder)
 
 
 def test_one_that_does_not_keep_it_fails_and_says_where(tmp_path: Path) -> None:
-    done = run_in(tmp_path, "mine:Forgetful", "made", "--durable", "--json")
+    done = run_in(tmp_path, "conformance", "mine:Forgetful", "made", "--durable", "--json")
     assert done.returncode == 1
     outcomes = {each["check"]: each for each in json.loads(done.stdout)}
     assert outcomes["a_value_comes_back_as_it_was_put"]["outcome"] == "failed"
@@ -271,6 +276,10 @@ def test_one_that_does_not_keep_it_fails_and_says_where(tmp_path: Path) -> None:
     assert outcomes["what_was_kept_outlives_the_store"]["outcome"] == "failed"
     assert outcomes["a_miss_is_an_answer"]["outcome"] == "passed"
     assert (tmp_path / "made").exists()
+
+
+def test_a_class_in_the_current_folder_is_found_by_every_command(tmp_path: Path) -> None:
+    assert "blue" in run_in(tmp_path, "stat", "mine:Blue").stdout
 
 
 @pytest.mark.parametrize(
@@ -288,7 +297,7 @@ def test_one_that_does_not_keep_it_fails_and_says_where(tmp_path: Path) -> None:
 def test_what_can_not_be_checked_is_one_line_and_exit_code_2(
     tmp_path: Path, source: str, message: str
 ) -> None:
-    done = run_in(tmp_path, source)
+    done = run_in(tmp_path, "conformance", source)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
     assert done.stderr.count("\n") == 1

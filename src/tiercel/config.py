@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pkgutil import resolve_name
+from typing import Any
 
 from tiercel.errors import ConfigError
 
@@ -32,6 +34,19 @@ def parse_bytes(text: str | int, field: str = "bytes") -> int:
     if not found or found[2] not in _UNITS:
         raise ConfigError(field, text, "is not a size such as 40GiB, 512MiB or 4096")
     return int(float(found[1]) * _UNITS[found[2]])
+
+
+def load_class(name: str, base: type) -> Any:
+    """The user's own class `module:Class`, derived from `base`. Raises ImportError, which says why not."""
+    try:
+        found = resolve_name(name)
+    except Exception as error:
+        raise ImportError(f"can not be loaded: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ImportError(
+            f"can not be loaded: it is not a class derived from {base.__module__}.{base.__name__}"
+        )
+    return found
 
 
 @dataclass(frozen=True)

@@ -92,8 +92,8 @@ def test_read_only_is_told_to_those_who_know_it():
         ("mooncake://master:1?replicas=0", "replicas: must be at least 1"),
         ("mooncake://master:1?segment=1", "options are local_segment, replicas, protocol"),
         ("no.such.module:Class", "can not be loaded: No module named 'no'"),
-        ("tests.storage.test_open:Missing", "can not be loaded: module"),
-        ("tests.storage.test_open:Own?size=3", "can not be loaded: got an unexpected keyword"),
+        ("tests.storage.test_open:Missing", "can not be loaded: module 'tests.storage.test_open' has no"),
+        ("tests.storage.test_open:Own?size=3", "got an unexpected keyword"),
         ("tests.storage.test_open:NotAStore", "is not a class derived from tiercel.storage.base.Store"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import typer
 
@@ -22,6 +23,7 @@ app.add_typer(store, name="store")
 @app.callback()
 def tiercel() -> None:
     """A tiered KV cache for hybrid-attention language models, and the server built on it."""
+    sys.path.append(str(Path.cwd()))  # a store or policy of your own (`module:Class`) may lie here
 
 
 def main() -> None:

@@ -5,16 +5,14 @@ Looking works beside a server that uses the store: it is opened for reading. tor
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from tiercel.config import load_class
 from tiercel.errors import ConfigError, TiercelError
 from tiercel.storage.base import Get, Store
 from tiercel.storage.record import Flaw, Kind, RecordKey, flaw_of, page_key_of
@@ -190,14 +188,10 @@ def _read(store: Store, batch: list[tuple[RecordKey, int]]) -> Iterator[tuple[Re
 
 
 def _factory(source: str, arguments: list[str]) -> Callable[[], Store]:
-    module_name, _, class_name = source.partition(":")
-    sys.path.insert(0, str(Path.cwd()))  # as `python -m` would
     try:
-        kind = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise ConfigError("MODULE:CLASS", source, f"can not be loaded: {error}") from error
-    if not (isinstance(kind, type) and issubclass(kind, Store)):
-        raise ConfigError("MODULE:CLASS", source, "is not a class derived from tiercel.storage.base.Store")
+        kind = load_class(source, Store)
+    except ImportError as error:
+        raise ConfigError("MODULE:CLASS", source, str(error)) from error
     return lambda: kind(*arguments)
 
 

@@ -11,11 +11,10 @@ cheap:
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from typing import Protocol
 
-from tiercel.config import EVICT_POLICIES
+from tiercel.config import EVICT_POLICIES, load_class
 from tiercel.errors import ConfigError
 
 Rank = int | tuple[int, ...]
@@ -79,11 +78,8 @@ def make_evict_policy(name: str) -> EvictPolicy:
     """A policy by name, or a user's own class as `module:Class`."""
     if name in _POLICIES:
         return _POLICIES[name]()
-    module_name, _, class_name = name.partition(":")
     try:
-        policy = getattr(importlib.import_module(module_name), class_name)()
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise ConfigError("evict", name, f"can not be loaded: {error}") from error
-    if not isinstance(policy, EvictPolicy):
-        raise ConfigError("evict", name, "is not a class derived from tiercel.policy.evict.EvictPolicy")
+        policy: EvictPolicy = load_class(name, EvictPolicy)()
+    except (ImportError, TypeError) as error:
+        raise ConfigError("evict", name, str(error)) from error
     return policy

@@ -13,7 +13,6 @@ of bytes. A class of your own gets them as text. A back end and its client are i
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -21,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
-from tiercel.config import parse_bytes
+from tiercel.config import load_class, parse_bytes
 from tiercel.errors import ConfigError
 from tiercel.storage.base import Store
 from tiercel.storage.secrets import hide
@@ -62,7 +61,7 @@ def open_store(url: str, *, read_only: bool = False) -> Store:
 def _open_known(scheme: _Scheme, place: str, options: dict[str, str], read_only: bool) -> Store:
     arguments = scheme.where(urlsplit(place, allow_fragments=False))
     try:
-        store_class = _load(scheme.store)
+        store_class = load_class(scheme.store, Store)
         types = _options_of(store_class, len(arguments))
         for name in options:
             if name not in types:
@@ -73,26 +72,19 @@ def _open_known(scheme: _Scheme, place: str, options: dict[str, str], read_only:
     except ImportError as error:
         if not scheme.needs:
             raise
-        raise ValueError(f"its client can not be loaded ({error}): {scheme.needs}") from error
+        raise ValueError(f"{error}; its client is missing: {scheme.needs}") from error
     return store
 
 
 def _open_own(place: str, options: dict[str, str], read_only: bool) -> Store:
     try:
-        store_class = _load(place)
+        store_class = load_class(place, Store)
         keywords = options | _mode(store_class, read_only)
         inspect.signature(store_class).bind(**keywords)
-    except (ImportError, AttributeError, TypeError) as error:
-        raise ValueError(f"can not be loaded: {error}") from error
-    if not issubclass(store_class, Store):
-        raise ValueError("is not a class derived from tiercel.storage.base.Store")
+    except (ImportError, TypeError) as error:
+        raise ValueError(str(error)) from error
     store: Store = store_class(**keywords)
     return store
-
-
-def _load(name: str) -> Any:
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)
 
 
 def _mode(store_class: Any, read_only: bool) -> dict[str, Any]:
