@@ -6,18 +6,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.test_cli import run
-from tiercel.cli import store as command
-from tiercel.errors import StoreError
-from tiercel.storage.base import Get, Put
+from tiercel.storage.base import Put
 from tiercel.storage.file import FileStore
-from tiercel.storage.memory import MemoryStore
-from tiercel.storage.record import Flaw, Form, Kind, RecordKey
+from tiercel.storage.record import Flaw, Form, Kind
 
 SIZE = 64 * 1024**2
 PAYLOAD_BYTES = 5000
@@ -169,55 +165,6 @@ def test_torch_is_not_loaded(folder: Path) -> None:
             "assert 'torch' not in sys.modules and 'fastapi' not in sys.modules\n"
         )
         subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-
-
-# Stores without a check of their own
-
-
-class Broken(MemoryStore):
-    """Lists what it can not give."""
-
-    def get(self, wanted: list[Get]) -> list[bool]:  # type: ignore[override]
-        return [False] * len(wanted)
-
-
-def values_with_flaws() -> Iterator[tuple[RecordKey, bytes, Flaw | None]]:
-    """Each what it should be, but for one thing."""
-    good = b"".join(put_of(1).parts)
-    yield put_of(1).key, good, None
-    yield put_of(2).key, good, Flaw.KEY
-    yield put_of(3).key, b"not a record", Flaw.FOREIGN
-    yield put_of(4).key, b"".join(put_of(4).parts)[:-1], Flaw.FORM
-    yield put_of(5).key, b"".join(put_of(5).parts)[:-1] + b"?", Flaw.CHECKSUM
-    damaged = bytearray(b"".join(put_of(6).parts))
-    damaged[50] ^= 1
-    yield put_of(6).key, bytes(damaged), Flaw.HEADER
-
-
-@pytest.mark.parametrize("read_bytes", [1, 2 * RECORD_BYTES, 1 << 30])
-def test_every_flaw_of_any_store_is_found(monkeypatch: pytest.MonkeyPatch, read_bytes: int) -> None:
-    monkeypatch.setattr(command, "READ_BYTES", read_bytes)
-    store = MemoryStore()
-    values = list(values_with_flaws())
-    store.put([Put(key, [value]) for key, value, _ in values])
-    records, flaws = command._flaws(store)
-    assert records == len(values)
-    assert dict(flaws) == {key: flaw for key, _, flaw in values if flaw}
-
-
-def test_a_record_that_is_listed_and_can_not_be_read_is_bad() -> None:
-    store = Broken()
-    store.put([put_of(1)])
-    assert command._flaws(store) == (1, [(put_of(1).key, Flaw.UNREADABLE)])
-
-
-def test_a_store_that_can_not_list_can_not_be_checked() -> None:
-    class Silent(MemoryStore):
-        def keys(self) -> Iterator[tuple[RecordKey, int]]:
-            raise StoreError("can not list")
-
-    with pytest.raises(StoreError, match="can not list"):
-        command._flaws(Silent())
 
 
 # A store of one's own

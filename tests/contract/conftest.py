@@ -11,12 +11,12 @@ import pytest
 from tests.servers import mooncake_holder, mooncake_master, redis_server
 from tiercel.errors import StoreError
 from tiercel.storage.base import Put, Store
+from tiercel.storage.conformance.subject import SMALL_BYTES, Subject
 from tiercel.storage.file import FileStore
 from tiercel.storage.memory import MemoryStore
 from tiercel.storage.mooncake import MooncakeStore
 from tiercel.storage.record import RecordKey
 from tiercel.storage.redis import RedisStore
-from tiercel.storage.subject import SMALL_BYTES, Subject
 
 LARGE_BYTES = 128 << 20
 """Room for what any check puts."""

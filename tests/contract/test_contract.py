@@ -7,8 +7,8 @@ import pytest
 from tests.simulation.copies import HeldCopies
 from tests.simulation.specs import SPECS
 from tiercel.memory.buffers import HostMemory
-from tiercel.storage.conformance import CHECKS
-from tiercel.storage.subject import Inapplicable
+from tiercel.storage.conformance.run import CHECKS
+from tiercel.storage.conformance.subject import Inapplicable
 from tiercel.transfer.mover import Answer, Piece, StoreMover, Work, Workers
 from tiercel.types import HostPageId, PageKey
 

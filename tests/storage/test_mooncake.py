@@ -12,8 +12,8 @@ from tests.servers import free_port, mooncake_holder, mooncake_master
 from tests.wait import until
 from tiercel.errors import StoreError
 from tiercel.storage.base import Get, Put
+from tiercel.storage.conformance.samples import Read, Sample, expect_absent, expect_there, keep
 from tiercel.storage.mooncake import MooncakeStore
-from tiercel.storage.samples import Read, Sample, expect_absent, expect_there, keep
 
 SEGMENT = 32 << 20
 SAMPLES = [Sample(number, size) for number, size in enumerate((1, 4096, 300_000, 2 << 20))]
@@ -44,7 +44,7 @@ def run(code: str, *arguments: str) -> str:
 READ = """
 import sys
 from tiercel.storage.mooncake import MooncakeStore
-from tiercel.storage.samples import Sample, expect_there, keep
+from tiercel.storage.conformance.samples import Sample, expect_there, keep
 with MooncakeStore(sys.argv[1]) as store:
     expect_there(store, [Sample(n, size) for n, size in enumerate((1, 4096, 300_000, 2 << 20))], "read")
     keep(store, [Sample(100, 50_000)])
@@ -159,7 +159,7 @@ from tests.servers import mooncake_master
 from tests.wait import until
 from tiercel.errors import StoreError
 from tiercel.storage.mooncake import MooncakeStore
-from tiercel.storage.samples import Read, Sample, expect_absent, expect_there, keep
+from tiercel.storage.conformance.samples import Read, Sample, expect_absent, expect_there, keep
 
 def refused(act):
     try:
@@ -206,7 +206,7 @@ import signal, sys
 from tests.servers import mooncake_holder, mooncake_master
 from tiercel.errors import StoreError
 from tiercel.storage.mooncake import MooncakeStore
-from tiercel.storage.samples import Read, Sample, expect_there, keep
+from tiercel.storage.conformance.samples import Read, Sample, expect_there, keep
 
 sample = Sample(1, 100_000)
 with mooncake_master() as master, mooncake_holder(master, 32 << 20) as holder:
@@ -257,7 +257,7 @@ def test_with_two_replicas_records_outlive_a_holder_once_the_master_knows():
 FORGOTTEN = """
 import sys
 from tiercel.storage.mooncake import MooncakeStore
-from tiercel.storage.samples import Sample, keep
+from tiercel.storage.conformance.samples import Sample, keep
 store = MooncakeStore(sys.argv[1], local_segment=16 << 20)
 store.register(memoryview(bytearray(1 << 20)))
 keep(store, [Sample(1)])

@@ -6,7 +6,7 @@ Looking works beside a server that uses the store: it is opened for reading. tor
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
 from typing import Annotated, Any, NamedTuple
 
@@ -14,11 +14,8 @@ import typer
 
 from tiercel.config import load_class
 from tiercel.errors import ConfigError, TiercelError
-from tiercel.storage.base import Get, Store
-from tiercel.storage.record import Flaw, Kind, RecordKey, flaw_of, page_key_of
-
-READ_BYTES = 64 * 1024**2
-"""Records are checked so many bytes at a time: enough for any disk, and little of the machine's memory."""
+from tiercel.storage.base import Store
+from tiercel.storage.record import Kind, RecordKey, page_key_of
 
 app = typer.Typer(no_args_is_help=True, help="Look into a store, check it, compact it.")
 
@@ -59,8 +56,8 @@ def ls(
 def check(url: Url, as_json: AsJson = False) -> None:
     """Read every record and verify every byte. Exit code 1: something is bad, and is listed."""
     with _open(url, read_only=True) as store:
-        records, flaws = _flaws(store)
-    bad = [_Bad(*_entry(key)[:3], flaw.name, flaw.value) for key, flaw in flaws]
+        records, found = store.check()
+    bad = [_Bad(*_entry(key)[:3], flaw.name, flaw.value) for key, flaw in found]
     if as_json:
         typer.echo(json.dumps({"records": records, "bad": [each._asdict() for each in bad]}, indent=2))
     else:
@@ -91,8 +88,8 @@ def conformance(
     as_json: AsJson = False,
 ) -> None:
     """Put a store through the contract of tiercel.storage.base. Exit code 1: it does not keep it."""
-    from tiercel.storage.conformance import CHECKS, run_checks
-    from tiercel.storage.subject import Outcome, Subject
+    from tiercel.storage.conformance.run import CHECKS, run_checks
+    from tiercel.storage.conformance.subject import Outcome, Subject
 
     make = _factory(source, arguments or [])
     _refuse_full(source, make)
@@ -141,47 +138,6 @@ def _shown(value: Any) -> str:
     if value is None:
         return "not known"
     return f"{value:,}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
-
-
-# Checking
-
-Flaws = list[tuple[RecordKey, Flaw]]
-
-
-def _flaws(store: Store) -> tuple[int, Flaws]:
-    """How many records there are, and which of them are bad. The file store reads its segments in order,
-    others are asked for one record after the other."""
-    from tiercel.storage.file import FileStore
-
-    if isinstance(store, FileStore):
-        return store.stats()["records"], store.check()
-    records, flaws = 0, Flaws()
-    for batch in _batches(store):
-        records += len(batch)
-        flaws += _read(store, batch)
-    return records, flaws
-
-
-def _batches(store: Store) -> Iterator[list[tuple[RecordKey, int]]]:
-    batch: list[tuple[RecordKey, int]] = []
-    total = 0
-    for key, size in store.keys():  # noqa: SIM118 - a store is not a dictionary
-        if batch and total + size > READ_BYTES:
-            yield batch
-            batch, total = [], 0
-        batch.append((key, size))
-        total += size
-    yield batch
-
-
-def _read(store: Store, batch: list[tuple[RecordKey, int]]) -> Iterator[tuple[RecordKey, Flaw]]:
-    values = [bytearray(size) for _, size in batch]
-    wanted = [Get(key, [memoryview(value)]) for (key, _), value in zip(batch, values, strict=True)]
-    for get, value, there in zip(wanted, values, store.get(wanted), strict=True):
-        if there and (flaw := flaw_of(value, get.key)) is not None:
-            yield get.key, flaw
-        elif not there and store.contains([get.key])[0]:  # not gone since it was listed
-            yield get.key, Flaw.UNREADABLE
 
 
 # A store of the user's own

@@ -33,7 +33,10 @@ from types import TracebackType
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from tiercel.errors import StoreError
-from tiercel.storage.record import ALIGN_LEAST, RecordKey, View
+from tiercel.storage.record import ALIGN_LEAST, Flaw, RecordKey, View, flaw_of
+
+CHECK_BYTES = 64 << 20
+"""`check` reads so many bytes at a time: enough for any disk, and little of the machine's memory."""
 
 
 class Put(NamedTuple):
@@ -56,6 +59,13 @@ class Get(NamedTuple):
     @property
     def bytes(self) -> int:
         return sum(len(part) for part in self.parts)
+
+
+class Checked(NamedTuple):
+    """What `Store.check` found."""
+
+    records: int
+    bad: list[tuple[RecordKey, Flaw]]
 
 
 class Store(ABC):
@@ -104,6 +114,18 @@ class Store(ABC):
     def compact(self) -> int:
         """Give back space that holds nothing; answers how many bytes."""
         return 0
+
+    def check(self) -> Checked:
+        """Read every value and verify every byte. A store that knows a faster order has its own."""
+        records, bad = 0, list[tuple[RecordKey, Flaw]]()
+        listed = (Get(key, [memoryview(bytearray(size))]) for key, size in self.keys())
+        for batch in trips(listed, CHECK_BYTES):
+            records += len(batch)
+            for (key, (value,)), there in zip(batch, self.get(batch), strict=True):
+                flaw = flaw_of(value, key) if there else Flaw.UNREADABLE
+                if flaw and (there or self.contains([key])[0]):  # else it was deleted after it was listed
+                    bad.append((key, flaw))
+        return Checked(records, bad)
 
     def register(self, memory: memoryview) -> None:  # noqa: B027 - most stores need not know
         """Parts of `get` and `put` will mostly lie in here. Called once, before them."""

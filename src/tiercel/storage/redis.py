@@ -128,9 +128,10 @@ class RedisStore(Store):
                 pipe = client.pipeline(transaction=False)
                 for name in new:
                     pipe.strlen(name)
-                for name, size in zip(new, pipe.execute(raise_on_error=False), strict=True):
-                    if _unless_of_another_type(size):  # and not gone since
-                        yield RecordKey(name.removeprefix(_PREFIX)), size
+                for name, answer in zip(new, pipe.execute(raise_on_error=False), strict=True):
+                    size = _unless_of_another_type(answer)
+                    if size != 0:  # 0: it is gone since it was listed
+                        yield RecordKey(name.removeprefix(_PREFIX)), size or 0
 
     def close(self) -> None:
         self._closed = True

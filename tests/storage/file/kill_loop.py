@@ -97,7 +97,7 @@ class Ledger:
         back = [name for name in NAMES if self.states[name] is State.GONE and found[name]]
         assert not lost, f"acknowledged, and lost: {lost}"
         assert not back, f"deleted, and back: {back}"
-        assert store.check() == []
+        assert store.check().bad == []
 
     def settle(self, store) -> None:
         """What is there now is what counts from here on."""

@@ -65,7 +65,7 @@ def test_what_was_put_is_there_at_once_and_after_opening_again(path):
         assert has_all(store, *NAMES) and dict(store.keys()) == before
         assert store.stats()["records"] == len(NAMES)
         assert store.stats()["bytes"] == sum(form_of(name).record_bytes for name in NAMES)
-        assert store.check() == []
+        assert store.check().bad == []
 
 
 @pytest.mark.parametrize("size", [1, 4095, 4096, 4097, 16 * 1024, 40_001, 48 * 1024])
@@ -314,7 +314,7 @@ def test_what_does_not_begin_as_its_record_is_a_miss(path, where):
     with make_store(path) as store:
         assert hit_and_flaw(store, NAMES[1])[0] is False
         assert has_all(store, NAMES[0], NAMES[2])
-        assert [key for key, _ in store.check()] == [key_of(NAMES[1])]
+        assert [key for key, _ in store.check().bad] == [key_of(NAMES[1])]
 
 
 @pytest.mark.parametrize(("where", "flaw"), [("header", Flaw.HEADER), ("payload", Flaw.CHECKSUM)])
@@ -323,7 +323,7 @@ def test_other_damage_is_found_by_check_and_by_whoever_verifies(path, where, fla
         keep(store, *NAMES[:3])
     damage(path, NAMES[1], where)
     with make_store(path) as store:
-        assert store.check() == [(key_of(NAMES[1]), flaw)]
+        assert store.check().bad == [(key_of(NAMES[1]), flaw)]
         assert hit_and_flaw(store, NAMES[1]) == (True, flaw)
 
 
@@ -339,7 +339,7 @@ def test_a_record_that_lies_where_another_should_is_told(path):
         keep(store, "a:100", "b:100")
         place = store._index.find(key_of("a:100"))
         place[0].table.offsets[place[1]] += 8192
-        assert store.check() == [(key_of("a:100"), Flaw.KEY)]
+        assert store.check().bad == [(key_of("a:100"), Flaw.KEY)]
         parts = [memoryview(bytearray(4096)), memoryview(bytearray(100))]
         assert store.get([Get(key_of("a:100"), parts)]) == [False]
 

@@ -16,7 +16,7 @@ from weakref import WeakSet
 
 from tiercel.errors import ConfigError, StoreError
 from tiercel.policy.evict import make_evict_policy
-from tiercel.storage.base import Get, Put, Store
+from tiercel.storage.base import Checked, Get, Put, Store
 from tiercel.storage.file import direct, note, room
 from tiercel.storage.file.direct import ALIGN, padded
 from tiercel.storage.file.folder import Folder
@@ -230,9 +230,9 @@ class FileStore(Store):
                 "damaged": self._log.damaged,
             }
 
-    def check(self) -> list[tuple[RecordKey, Flaw]]:
-        """Read every record and verify every byte of it; answers those that are bad, and why."""
-        bad: list[tuple[RecordKey, Flaw]] = []
+    def check(self) -> Checked:
+        """Every segment from front to back."""
+        records, bad = 0, list[tuple[RecordKey, Flaw]]()
         with self._call("checking"):
             with self._log.lock:
                 segments = list(self._index.segments.values())
@@ -240,22 +240,13 @@ class FileStore(Store):
                     segment.readers += 1
             try:
                 for segment in segments:
-                    bad += self._check(segment)
+                    with self._log.lock:
+                        rows = [] if segment.gone else self._index.live(segment)
+                    records += len(rows)
+                    bad += _check(segment, rows)
             finally:
                 self._let_go(segments)
-        return bad
-
-    def _check(self, segment: Segment) -> Iterator[tuple[RecordKey, Flaw]]:
-        with self._log.lock:
-            rows = [] if segment.gone else self._index.live(segment)
-        reader = Reader(segment.file, segment.bytes_on_disk)
-        for row in rows:
-            key = segment.table.keys[row]
-            read, _ = reader.record(segment.table.offsets[row])
-            if isinstance(read, Flaw):
-                yield key, read
-            elif read.key != key:
-                yield key, Flaw.KEY
+        return Checked(records, bad)
 
     # Opening and closing
 
@@ -304,6 +295,17 @@ def _leave_to_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def _check(segment: Segment, rows: Sequence[int]) -> Iterator[tuple[RecordKey, Flaw]]:
+    reader = Reader(segment.file, segment.bytes_on_disk)
+    for row in rows:
+        key = segment.table.keys[row]
+        read, _ = reader.record(segment.table.offsets[row])
+        if isinstance(read, Flaw):
+            yield key, read
+        elif read.key != key:
+            yield key, Flaw.KEY
 
 
 def _record(value: Put) -> Record:

@@ -1,4 +1,4 @@
-"""What is put through the checks of `storage.conformance`, and how one of them ended."""
+"""What the checks are given, and how a check ended."""
 
 from __future__ import annotations
 
@@ -30,6 +30,10 @@ class Subject:
 
     spoil: Callable[[Store, RecordKey], None] | None = None
     """Damage the value of a key behind the store's back. None: can not be done."""
+
+
+Check = Callable[[Subject], None]
+"""It knows nothing but the contract, and raises AssertionError with what went wrong, or Inapplicable."""
 
 
 class Inapplicable(Exception):
