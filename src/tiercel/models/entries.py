@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tiercel.errors import ConfigError
+from tiercel.errors import ConfigError, SpecError
 from tiercel.kernels.choice import Kernels
 from tiercel.kernels.entries import (
     decode_fp8,
@@ -57,22 +57,25 @@ def plain_codec(dim: int) -> Codec:
 
 
 def codec_of(stream: Stream, rope: int) -> Codec:
-    """The parts of a declaration say how their entries are written."""
+    """How the entries of a stream are written. `rope`: channels that stay bf16 where the others are fp8."""
     first, sizes = stream.parts[0], tuple(part.bytes for part in stream.parts)
-    if first.name == "fp32":
-        return plain_codec(first.bytes // 4)
-    if first.name == "bf16":
-        dtype = torch.bfloat16
-        return Codec(partial(encode_plain, dtype=dtype), partial(decode_plain, dtype=dtype), sizes)
-    if stream.name.endswith("_index"):
-        return Codec(encode_fp8_index, decode_fp8_index, sizes)
-    nope = first.bytes - 2 * rope
-    group = min(64, nope & -nope)
-    return Codec(
-        partial(encode_fp8, rope=rope, group=group, scale_bytes=sizes[1]),
-        partial(decode_fp8, rope=rope, group=group),
-        sizes,
-    )
+    match stream.encoding:
+        case "fp32":
+            return plain_codec(first.bytes // 4)
+        case "bf16":
+            dtype = torch.bfloat16
+            return Codec(partial(encode_plain, dtype=dtype), partial(decode_plain, dtype=dtype), sizes)
+        case "fp8_row":
+            return Codec(encode_fp8_index, decode_fp8_index, sizes)
+        case "fp8_groups":
+            nope = first.bytes - 2 * rope
+            group = min(64, nope & -nope)
+            return Codec(
+                partial(encode_fp8, rope=rope, group=group, scale_bytes=sizes[1]),
+                partial(decode_fp8, rope=rope, group=group),
+                sizes,
+            )
+    raise SpecError(f"{stream.name}.encoding", stream.encoding, "is not one that a model here writes")
 
 
 class EntryRows:

@@ -194,6 +194,7 @@ class CacheSpec:
                     "keep": _keep_to_dict(s.keep),
                     "tokens_per_entry": s.tokens_per_entry,
                     "row_align": s.row_align,
+                    **({"encoding": s.encoding} if s.encoding != "opaque" else {}),
                 }
                 for s in self.streams
             ],
@@ -219,12 +220,13 @@ class CacheSpec:
                     keep=_keep_from_dict(f"{where}.keep", item.get("keep", "prefix")),
                     tokens_per_entry=item.get("tokens_per_entry", 1),
                     row_align=item.get("row_align", 1),
+                    encoding=item.get("encoding", "opaque"),
                 )
             )
         return CacheSpec(data["model"], data["page_tokens"], tuple(streams), data.get("shard", ""))
 
 
-_STREAM_OPTIONAL = {"keep", "tokens_per_entry", "row_align"}
+_STREAM_OPTIONAL = {"keep", "tokens_per_entry", "row_align", "encoding"}
 
 
 def _check_keys(where: str, data: Mapping[str, Any], required: set[str], *, optional: set[str]) -> None:

@@ -24,7 +24,7 @@ from tiercel.errors import SpecError
 from tiercel.spec.attention import index_parts, values
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.hf_fields import layer_kinds, layers_of, per_layer, whole
-from tiercel.spec.stream import Part, State, Stream, Window, check_positive
+from tiercel.spec.stream import PREFIX, Part, State, Stream, Window, check_positive
 
 SLIDING = "sliding_attention"
 SPARSE = "compressed_sparse_attention"
@@ -42,6 +42,7 @@ class _Entry:
     """The bytes of one entry of the attention, in one format."""
 
     parts: tuple[Part, ...]
+    encoding: str
     row_align: int = 1
 
 
@@ -79,9 +80,8 @@ def deepseek_v4_mtp(
     streams = [_window(config, _entry(config, format), layers=layers)]
     if hidden:
         size = whole(config, "hc_mult") * whole(config, "hidden_size")
-        streams.append(
-            Stream("hidden", tuple(range(layers)), (values(size, "fp32"),), State(entries=1, span=1))
-        )
+        keep, parts = State(entries=1, span=1), (values(size, "fp32"),)
+        streams.append(Stream("hidden", tuple(range(layers)), parts, keep, encoding="fp32"))
     return CacheSpec("mtp", page_tokens, tuple(streams))
 
 
@@ -89,18 +89,18 @@ def deepseek_v4_mtp(
 
 
 def _compressed(entry: _Entry, rate: int, layers: tuple[int, ...]) -> Stream:
-    return Stream(f"c{rate}", layers, entry.parts, tokens_per_entry=rate, row_align=entry.row_align)
+    return Stream(f"c{rate}", layers, entry.parts, PREFIX, rate, entry.row_align, entry.encoding)
 
 
 def _index(config: Mapping[str, Any], format: str, rate: int, layers: tuple[int, ...]) -> Stream:
     dim = whole(config, "index_head_dim")
-    parts = index_parts(dim) if format == "fp8" else (values(dim, format),)
-    return Stream(f"c{rate}_index", layers, parts, tokens_per_entry=rate)
+    parts, encoding = (index_parts(dim), "fp8_row") if format == "fp8" else ((values(dim, format),), format)
+    return Stream(f"c{rate}_index", layers, parts, tokens_per_entry=rate, encoding=encoding)
 
 
 def _window(config: Mapping[str, Any], entry: _Entry, *, layers: int) -> Stream:
     keep = Window(whole(config, "sliding_window"))
-    return Stream("window", tuple(range(layers)), entry.parts, keep, row_align=entry.row_align)
+    return Stream("window", tuple(range(layers)), entry.parts, keep, 1, entry.row_align, entry.encoding)
 
 
 def _states(config: Mapping[str, Any], rate: int, layers: tuple[int, ...]) -> tuple[Stream, ...]:
@@ -108,7 +108,8 @@ def _states(config: Mapping[str, Any], rate: int, layers: tuple[int, ...]) -> tu
     keep = State(entries=rate, span=rate)
     dims = {"state": whole(config, "head_dim"), "index_state": whole(config, "index_head_dim")}
     return tuple(
-        Stream(f"c{rate}_{name}", layers, (values(2 * dim, "fp32"),), keep) for name, dim in dims.items()
+        Stream(f"c{rate}_{name}", layers, (values(2 * dim, "fp32"),), keep, encoding="fp32")
+        for name, dim in dims.items()
     )
 
 
@@ -120,10 +121,10 @@ def _entry(config: Mapping[str, Any], format: str) -> _Entry:
         raise SpecError("format", format, f"is none of {', '.join(FORMATS)}")
     head_dim = whole(config, "head_dim")
     if format != "fp8":
-        return _Entry((values(head_dim, format),))
+        return _Entry((values(head_dim, format),), format)
     nope = head_dim - (rope := rope_dim(config))
     value = Part("value", nope + 2 * rope)
-    return _Entry((value, Part("scale", _scale_bytes(nope))), row_align=value.bytes)
+    return _Entry((value, Part("scale", _scale_bytes(nope))), "fp8_groups", row_align=value.bytes)
 
 
 def _scale_bytes(nope: int) -> int:

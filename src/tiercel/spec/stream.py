@@ -18,6 +18,10 @@ from dataclasses import dataclass
 
 from tiercel.errors import SpecError
 
+ENCODINGS = ("opaque", "fp32", "bf16", "fp16", "fp8_groups", "fp8_row")
+"""How numbers are written as an entry's bytes. opaque: only the writer knows. fp8_groups: e4m3 with a
+power-of-two scale for each group of channels, rotary channels bf16. fp8_row: e4m3 with one fp32 scale."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -65,8 +69,11 @@ class Stream:
     keep: Keep = PREFIX
     tokens_per_entry: int = 1
     row_align: int = 1
+    encoding: str = "opaque"
 
     def __post_init__(self) -> None:
+        if self.encoding not in ENCODINGS:
+            raise SpecError(f"{self.name}.encoding", self.encoding, f"is none of {', '.join(ENCODINGS)}")
         self._check_names_and_layers()
         self._check_sizes()
 

@@ -119,7 +119,7 @@ def declare(config: Mapping[str, Any], page_tokens: int, format: str) -> CacheSp
     own = Qwen3Config.from_hf(config)
     head = values(2 * own.head_dim, format)
     others = (replace(head, name=f"{format}.{i}") for i in range(1, own.kv_heads))
-    stream = Stream(STREAM, tuple(range(own.layers)), (head, *others))
+    stream = Stream(STREAM, tuple(range(own.layers)), (head, *others), encoding=format)
     return CacheSpec("qwen3", page_tokens, (stream,))
 
 
