@@ -9,7 +9,8 @@ from tests.simulation.specs import SPECS
 from tiercel.memory.buffers import HostMemory
 from tiercel.storage.conformance.run import CHECKS
 from tiercel.storage.conformance.subject import Inapplicable
-from tiercel.transfer.mover import Answer, Piece, StoreMover, Work, Workers
+from tiercel.transfer.mover import StoreMover, Workers
+from tiercel.transfer.operation import Answer, Piece, Work
 from tiercel.types import HostPageId, PageKey
 
 INAPPLICABLE = {

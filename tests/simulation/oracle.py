@@ -188,7 +188,7 @@ class Oracle:
                     continue
                 if item.device is not None and item.load is None:
                     real[Tier.DEVICE, tail].add(page.key)
-                if item.on_host:
+                if item.host is not None and item.save is None:
                     real[Tier.HOST, tail].add(page.key)
         assert real == self.readable, "the tree and the stupid model disagree about what can be read"
         for key, page in self.tree.index.items():

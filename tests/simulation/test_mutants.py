@@ -22,7 +22,8 @@ from tiercel.cache.sharing import Sharing
 from tiercel.memory.buffers import HostMemory, Memory
 from tiercel.storage.record import Flaw, Form, checksum, parse
 from tiercel.transfer.copier import DirectCopier, ReferenceCopier
-from tiercel.transfer.mover import Answer, StoreMover, Work
+from tiercel.transfer.mover import StoreMover
+from tiercel.transfer.operation import Answer, Work
 from tiercel.tree.candidates import Candidates
 from tiercel.tree.prefix_tree import PrefixTree
 from tiercel.types import Tier

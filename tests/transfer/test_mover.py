@@ -12,7 +12,8 @@ from tiercel.errors import StoreError
 from tiercel.memory.buffers import HostMemory
 from tiercel.storage.memory import MemoryStore
 from tiercel.storage.record import Kind, parse
-from tiercel.transfer.mover import Answer, Piece, StoreMover, Work, Workers
+from tiercel.transfer.mover import StoreMover, Workers
+from tiercel.transfer.operation import Answer, Piece, Work
 from tiercel.types import HostPageId, PageKey
 
 V4 = SPECS["compressed"]

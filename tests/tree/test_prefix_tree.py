@@ -6,7 +6,8 @@ import pytest
 from tests.make import TreeDriver, make_keys
 from tiercel.tree.candidates import SWEEP_AT_LEAST
 from tiercel.tree.check import check, show
-from tiercel.types import DeviceTailId
+from tiercel.tree.node import CopyState
+from tiercel.types import DevicePageId, DeviceTailId, Tier
 
 
 def make_tree(**options):
@@ -549,3 +550,53 @@ def test_being_used_without_end_does_not_lengthen_the_line():
         tree.tree.lock(tree.page("ab"))
         tree.tree.unlock(tree.page("ab"))
     assert len(tree.tree.device_pages._heap) <= 1
+
+
+# Copies
+
+
+def test_a_page_has_one_copy_in_each_pool_with_its_places_and_its_state():
+    driver = TreeDriver(host_pages=3)
+    driver.add("a")
+    page = driver.page("a")
+    assert [copy.state for copy in page.copies.values()] == [CopyState.READABLE, CopyState.ABSENT]
+    driver.tree.save_start(page, driver.take_host(1))
+    assert page.copies[Tier.HOST] == (page.host, CopyState.ARRIVING)
+    driver.finish_saves()
+    assert page.copies == {
+        Tier.DEVICE: ((page.device,), CopyState.READABLE),
+        Tier.HOST: (page.host, CopyState.READABLE),
+    }
+    driver.evict()
+    assert page.copies[Tier.DEVICE] == ((), CopyState.ABSENT)
+    driver.tree.load_start(page, DevicePageId(99), batch=1)
+    assert page.copies[Tier.DEVICE] == ((99,), CopyState.ARRIVING)
+
+
+# What comes to the host from elsewhere
+
+
+def test_pages_that_arrive_are_readable_when_they_are_there_and_gone_when_they_fail():
+    driver = TreeDriver(host_pages=9)
+    keys = make_keys("abcd")
+    brought = [(key, driver.take_host(1), b"") for key in keys[:2]]
+    first = driver.tree.insert_arriving(driver.tree.root, brought)
+    below = driver.tree.insert_arriving(first[-1], [(key, driver.take_host(1), b"") for key in keys[2:]])
+    assert driver.on("host", "ab", "abcd") == [] and not driver.tree.evict_host()
+    for page in below:
+        driver.tree.arrive_done(page, page.host, True)
+    check(driver.tree)
+    lost = [page.host for page in (*first, *below)]
+    driver.tree.arrive_done(first[0], first[0].host, False)
+    assert driver.tree.index == {} and first[1].host is not None, "somebody is still writing there"
+    driver.tree.arrive_done(first[1], first[1].host, True)
+    assert sorted(driver.tree.actions.host) == sorted(host for hosts in lost for host in hosts)
+
+
+def test_a_copy_that_arrives_for_a_page_on_the_device_does_not_touch_that():
+    driver = TreeDriver(host_pages=9)
+    driver.add("ab")
+    (page,) = driver.tree.insert_arriving(driver.page("ab"), [(make_keys("a")[0], driver.take_host(1), b"")])
+    driver.tree.arrive_done(page, page.host, False)
+    assert page.host is None and driver.on("device", "a", "ab") == ["a", "ab"]
+    check(driver.tree)

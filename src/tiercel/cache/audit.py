@@ -21,15 +21,17 @@ if TYPE_CHECKING:
 
 def stats(cache: HostTier[Any]) -> dict[str, Any]:
     """Numbers that are kept as things change: telling them costs the same however much is cached."""
-    counts = {"device": cache.tree.on_device, "host": cache.tree.on_host}
-    held = {tier: (count[Page], count[Tail]) for tier, count in counts.items()}
+    device, host = cache.tree.on_device, cache.tree.on_host
     moved = {
         word: (cache.counters[f"pages_{word}"], cache.counters[f"tails_{word}"]) for word in WORDS.values()
     }
     return {
         "identity": {**asdict(cache.identity), "share": cache.identity.share},
-        "cached_bytes": {tier: _bytes_by_stream(cache.spec, *counts) for tier, counts in held.items()},
-        "moved_bytes": {word: _bytes_by_stream(cache.spec, *counts) for word, counts in moved.items()},
+        "cached_bytes": {
+            "device": _bytes_by_stream(cache.device_spec, device[Page], device[Tail]),
+            "host": _bytes_by_stream(cache.spec, host[Page], host[Tail]),
+        },
+        "moved_bytes": {word: _bytes_by_stream(cache.device_spec, *counts) for word, counts in moved.items()},
         "moved_s": _seconds(cache),
         "hit_tokens": {tier: cache.counters[f"tokens_{tier}"] for tier in ("device", "host", "store")},
         "pools": {pool.name: {"capacity": pool.capacity, "free": pool.free} for pool in cache.places.pools},

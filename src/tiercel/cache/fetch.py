@@ -17,7 +17,7 @@ from enum import Enum
 
 from tiercel.policy.fetch import Held, Wanted
 from tiercel.policy.resume import Why
-from tiercel.transfer.mover import Answer, Operation, Piece
+from tiercel.transfer.operation import Answer, Operation, Piece
 from tiercel.tree.keys import KeyChain
 from tiercel.tree.match import Match
 from tiercel.tree.node import Page

@@ -13,7 +13,8 @@ from tiercel.policy.breaker import Breaker, BreakerState
 from tiercel.policy.fetch import Costs, Rate, Refusal, choose_fetch, worth_waiting
 from tiercel.policy.resume import Reuse, Why
 from tiercel.spec.cache_spec import CacheSpec
-from tiercel.transfer.mover import Answer, Operation, Piece, StoreMover, Work
+from tiercel.transfer.mover import StoreMover
+from tiercel.transfer.operation import Answer, Operation, Piece, Work
 from tiercel.tree.keys import KeyChain
 from tiercel.tree.prefix_tree import PrefixTree
 from tiercel.types import HostPageId, PageKey

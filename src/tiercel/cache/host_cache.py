@@ -46,7 +46,7 @@ class HostCache(HostTier[Ended]):
         if not config.host_bytes:
             raise ConfigError("host_bytes", 0, "is all the memory that a cache without a device pool has")
         super().__init__(spec, config, device, identity=identity, executors=executors, pool_order=pool_order)
-        self._whole = isinstance(device, Controller) or device.spec.streams == spec.streams
+        self._whole = self.device_spec.streams == spec.streams
         self._ended: list[Ended] = []
 
     def load(

@@ -76,6 +76,8 @@ class HostTier(ABC, Generic[AnyEnd]):
         self.spec = spec
         self.config = config
         self.identity = identity or Identity(spec.model)
+        self.device_spec = device.spec if isinstance(device, Memory) else spec
+        """What the device's pools hold: all streams, or some of them. (Of ranks, all of them together.)"""
         self._save = make_save_policy(config.save)
         self.tree = PrefixTree(
             evict=make_evict_policy(config.evict),

@@ -22,7 +22,8 @@ from tiercel.policy.breaker import Breaker, BreakerState
 from tiercel.policy.fetch import Rate
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.storage.record import Kind, page_key_of
-from tiercel.transfer.mover import Answer, Operation, StoreMover, Work
+from tiercel.transfer.mover import StoreMover
+from tiercel.transfer.operation import Answer, Operation, Work
 from tiercel.tree.actions import Cleared, Event
 from tiercel.tree.keys import KeyChain
 from tiercel.tree.node import Item

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator
 from tiercel.config import CacheConfig
 from tiercel.policy.breaker import Breaker, BreakerState
 from tiercel.spec.cache_spec import CacheSpec
-from tiercel.transfer.mover import Answer, Operation, Piece, StoreMover, Work
+from tiercel.transfer.mover import StoreMover
+from tiercel.transfer.operation import Answer, Operation, Piece, Work
 from tiercel.tree.node import Item, Tail
 from tiercel.tree.prefix_tree import PrefixTree
 from tiercel.types import HostPageId

@@ -8,9 +8,6 @@
 A worker survives whatever a store raises (I13): the operation is tried again after a moment, then it has
 failed, and says so. A call that never returns keeps its thread and its host pages, nothing else: another
 thread takes its place (`Crew`), and who waits decides by the clock.
-
-    queued ── a thread takes it ──► running ──► ended: answers, or an error
-       └── cancelled, nobody waits ───────────► ended: nothing was done
 """
 
 from __future__ import annotations
@@ -20,11 +17,10 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field
-from enum import Enum
+from concurrent.futures import Executor
+from dataclasses import dataclass
 from threading import Condition
-from typing import Any, NamedTuple
+from typing import Any
 
 from tiercel.errors import StoreError
 from tiercel.memory.buffers import HostMemory
@@ -33,67 +29,10 @@ from tiercel.spec.stream import Stream
 from tiercel.storage.base import Get, Put, Store
 from tiercel.storage.record import Flaw, Form, Kind, RecordKey
 from tiercel.transfer.crew import Crew
-from tiercel.types import HostPageId, PageKey
+from tiercel.transfer.operation import Answer, Operation, Piece, Work
+from tiercel.types import PageKey
 
 log = logging.getLogger(__name__)
-
-
-class Work(Enum):
-    ASK = "ask"
-    READ = "read"
-    WRITE = "write"
-    CLEAR = "clear"
-    STATS = "stats"
-    PROBE = "probe"
-    """A page of nothing, written, read and removed again: how fast is it?"""
-
-
-class Answer(Enum):
-    """How it went with one record."""
-
-    HERE = "here"
-    """Asked: it is there. Read: every byte is right. Written: the store has it."""
-    MISSING = "missing"
-    """Not there, or, of something written, not kept."""
-    DAMAGED = "damaged"
-    """Something is listed that is not what was asked for, or that can not be read. It is removed, and
-    nobody is told of it again."""
-
-
-class Piece(NamedTuple):
-    """One page or tail, and the host pages it is read into or written from."""
-
-    tail: bool
-    key: PageKey
-    host: tuple[HostPageId, ...] = ()
-
-
-@dataclass(eq=False)
-class Operation:
-    """Something asked of a store. It ends with answers, one for each piece, or with an error."""
-
-    work: Work
-    pieces: Sequence[Piece]
-    bytes: int
-    """Of the pieces that move."""
-    began_s: float
-    started_s: float | None = None
-    """When a thread took it."""
-    ended_s: float = 0.0
-    answers: list[Answer] = field(default_factory=list)
-    error: StoreError | None = None
-    cancelled: bool = False
-    late: bool = False
-    """It took longer than anybody waits; whoever submitted it counts it as failed already."""
-    read_s: float | None = None
-    """Of a probe: how long its page took to read."""
-    future: Future[None] | None = None
-
-    def cancel(self) -> None:
-        """Nobody waits for it any more. If no thread has taken it, it ends at once."""
-        self.cancelled = True
-        if self.future is not None:
-            self.future.cancel()
 
 
 @dataclass(frozen=True)

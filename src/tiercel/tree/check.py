@@ -8,7 +8,7 @@ from typing import Any
 
 from tiercel.tree.actions import Cleared, Event, event
 from tiercel.tree.candidates import Candidates
-from tiercel.tree.node import Item, Page, Tail
+from tiercel.tree.node import CopyState, Item, Page, Tail
 from tiercel.tree.prefix_tree import PrefixTree
 from tiercel.types import Tier
 
@@ -18,8 +18,7 @@ def check(tree: PrefixTree) -> None:
     children: Counter[Page] = Counter()
     children_device: Counter[Page] = Counter()
     doubles: set[Item] = set()
-    on_device: Counter[type[Item]] = Counter({Page: 0, Tail: 0})
-    on_host: Counter[type[Item]] = Counter({Page: 0, Tail: 0})
+    held = {tier: Counter({Page: 0, Tail: 0}) for tier in (Tier.DEVICE, Tier.HOST)}
     for key, page in tree.index.items():
         parent = page.parent
         assert parent is not None and page.key == key and page.depth == parent.depth + 1
@@ -35,15 +34,15 @@ def check(tree: PrefixTree) -> None:
             )
         for item in _items(page):
             _check_item(item)
-            on_device[type(item)] += item.device is not None and item.load is None
-            on_host[type(item)] += item.on_host
-            if item.device is not None and item.load is None and item.on_host and not item.storing:
+            for tier, copy in item.copies.items():
+                held[tier][type(item)] += copy.readable
+            if all(copy.readable for copy in item.copies.values()) and not item.storing:
                 doubles.add(item)
     for page in (tree.root, *tree.index.values()):
         assert page.children == children[page] and page.children_device == children_device[page]
     assert doubles == set(tree.doubles), "a double is what both tiers can read, no more and no less"
     tree.doubles.check()
-    assert (tree.on_device, tree.on_host) == (on_device, on_host), "what is counted is what can be read"
+    assert [tree.on_device, tree.on_host] == [*held.values()], "what is counted is what can be read"
     _check_candidates(tree)
 
 
@@ -85,10 +84,8 @@ def readable(tree: PrefixTree) -> list[Event | Cleared]:
     events: list[Event | Cleared] = []
     for page in tree.index.values():
         for item in _items(page):
-            if item.device is not None and item.load is None:
-                events.append(event(True, Tier.DEVICE, item))
-            if item.on_host:
-                events.append(event(True, Tier.HOST, item))
+            told = (event(True, tier, item) for tier, copy in item.copies.items() if copy.readable)
+            events += told
             if item.stored:
                 events.append(event(True, Tier.STORE, item))
     return events
@@ -115,7 +112,7 @@ def show(tree: PrefixTree) -> str:
 
 
 def _row(item: Item) -> str:
-    device = "." if item.device is None else "D" if item.load is None else "d"
-    host = "." if item.host is None else "H" if item.save is None else "h"
+    marks = {CopyState.ABSENT: "..", CopyState.ARRIVING: "dh", CopyState.READABLE: "DH"}
+    device, host = (marks[copy.state][i] for i, copy in enumerate(item.copies.values()))
     name = item.key.hex()[:8] if isinstance(item, Page) else "└ tail  "
     return f"{name} {device} {host} lock={item.lock} used={item.used} hits={item.hits}"

@@ -3,7 +3,8 @@
     page   one node of the tree; its parent is the page before it in the text
     tail   hangs on the page it continues after
 
-Both live in up to two tiers, and each tier's copy is absent, on its way, or readable:
+Both have one copy in each of two pools, the device's and the host's: places there, and a state. A copy is two
+fields of its page or tail, not an object, since there are millions; `copies` shows it as one.
 
     device   load     meaning                       host   save     meaning
     None     None     not on the device             None   None     not on the host
@@ -22,9 +23,36 @@ A page with `device` set has a parent with `device` set: what the device holds o
 
 from __future__ import annotations
 
-from tiercel.types import DevicePageId, DeviceTailId, HostPageId, PageKey
+from enum import Enum
+from typing import Any, NamedTuple
+
+from tiercel.types import DevicePageId, DeviceTailId, HostPageId, PageKey, Tier
 
 FOREIGN = -1
+
+
+class CopyState(Enum):
+    """What can be done with a copy in a pool."""
+
+    ABSENT = "absent"
+    ARRIVING = "arriving"
+    READABLE = "readable"
+
+
+class Copy(NamedTuple):
+    """What one pool has of a page or tail: of the streams that the pool holds."""
+
+    ids: tuple[int, ...]
+    state: CopyState
+
+    @property
+    def readable(self) -> bool:
+        return self.state is CopyState.READABLE
+
+
+def _copy(ids: tuple[int, ...], arrives_by: int | None) -> Copy:
+    state = CopyState.READABLE if arrives_by is None else CopyState.ARRIVING
+    return Copy(ids, state if ids else CopyState.ABSENT)
 
 
 class Cached:
@@ -32,6 +60,7 @@ class Cached:
 
     __slots__ = ("gone", "hits", "host", "load", "lock", "priority", "save", "stored", "storing", "used")
 
+    device: Any
     host: tuple[HostPageId, ...] | None
     load: int | None
     save: int | None
@@ -42,6 +71,12 @@ class Cached:
     storing: bool
     stored: bool
     gone: bool
+
+    @property
+    def copies(self) -> dict[Tier, Copy]:
+        """Its copy in each pool, the nearest first."""
+        device = () if self.device is None else (self.device,)
+        return {Tier.DEVICE: _copy(device, self.load), Tier.HOST: _copy(self.host or (), self.save)}
 
     @property
     def on_host(self) -> bool:
@@ -71,7 +106,7 @@ class Page(Cached):
         self.key = key
         self.parent = parent
         self.depth: int = 0 if parent is None else parent.depth + 1
-        self.device = device
+        self.device: DevicePageId | None = device
         self.host = None
         self.load = self.save = None
         self.tail: Tail | None = None
