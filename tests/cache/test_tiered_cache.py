@@ -382,7 +382,7 @@ def test_layers_arrive_one_by_one():
     driver.cache.step()
     driver.copies[Direction.LOAD].run(0)
     for layer in driver.spec.layers:
-        request.gate.wait(layer)
+        request.gate.wait(layer)  # type: ignore[attr-defined]
     assert driver.cache.step() == [Loaded(request)]
 
 

@@ -42,7 +42,7 @@ def prompt_of(random):
 
 def engine_of(random):
     clock = lambda: clock.now_s  # noqa: E731
-    clock.now_s = 0.0
+    clock.now_s = 0.0  # type: ignore[attr-defined]
     return make_engine(
         pages=random.randint(4, 9),
         tails=random.randint(3, 6),

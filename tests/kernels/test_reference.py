@@ -20,7 +20,7 @@ def test_attention_is_over_the_rows_a_query_names_with_a_sink():
     for t in (0, 7, 255, 256, 299):
         seen = [recent[r] for r in window[t] if r >= 0] + [entries[r] for r in chosen[t] if r >= 0]
         seen = torch.stack(seen)
-        logits = torch.cat([q[t] @ seen.T * 0.5, sinks[:, None]], dim=1)
+        logits = torch.cat([q[t] @ seen.T * 0.5, sinks[:, None]], dim=1)  # type: ignore[attr-defined]
         torch.testing.assert_close(out[t], logits.softmax(-1)[:, :-1] @ seen)
 
 

@@ -134,7 +134,7 @@ def test_a_stream_that_is_closed_early_ends_the_request():
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
     ):
         stream = client.chat.completions.create(model="scripted", messages=USER, stream=True)
-        assert next(iter(stream)).choices[0].delta.content == "Hello"
+        assert next(iter(stream)).choices[0].delta.content == "Hello"  # type: ignore[attr-defined]
         stream.close()
         assert service.closed.wait(10)
 

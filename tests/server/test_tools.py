@@ -290,7 +290,7 @@ def test_the_official_client_calls_tools_and_gives_results(text: Text) -> None:
         whole = client.chat.completions.create(model="scripted", messages=[USER], tools=tools)
         (choice,) = whole.choices
         assert choice.finish_reason == "tool_calls"
-        assert choice.message.reasoning_content == "I ask."
+        assert choice.message.reasoning_content == "I ask."  # type: ignore[attr-defined]
         assert json.loads(choice.message.tool_calls[0].function.arguments) == ARGUMENTS
 
         results = [

@@ -33,7 +33,8 @@ from tiercel.engine.step import Drawn, Step
 from tiercel.engine.task import Outcome
 from tiercel.errors import QueueFull
 from tiercel.models.base import Span
-from tiercel.text.stream import Piece
+from tiercel.text.stream import TextPiece
+from tiercel.transfer.controller import LocalController
 from tiercel.transfer.mover import Workers
 from tiercel.transfer.plan import Direction
 
@@ -149,8 +150,8 @@ class ScriptedStream:
     def __init__(self, stops: bool) -> None:
         self.stops = stops
 
-    def push(self, token: int) -> Piece:
-        return Piece("", "stop" if self.stops and token == 7 else None)
+    def push(self, token: int) -> TextPiece:
+        return TextPiece("", "stop" if self.stops and token == 7 else None)
 
     def finish(self) -> str:
         return ""
@@ -207,7 +208,8 @@ class ScheduleWorld:
         self.cache = self._make_cache(random)
         self.cache.wait = lambda timeout_s: self._land(1.0)  # type: ignore[method-assign]
         self.copier: FaultyCopier | None = None
-        if (controller := self.cache.flights.controller) is not None:
+        controller = self.cache.flights.controller
+        if isinstance(controller, LocalController):
             self.copier = FaultyCopier(controller._copier)
             controller._copier = self.copier  # type: ignore[assignment]
         self.model = ScriptedModel(self.cache)

@@ -141,7 +141,7 @@ def play(fault, install):
 
 
 def failing_allocations(scene, fault):
-    real = places_module.reserve
+    real = places_module.reserve  # type: ignore[attr-defined]
 
     def reserve(*needs):
         return Short(needs[0][0].name, 1) if fault.due() else real(*needs)

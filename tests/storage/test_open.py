@@ -66,7 +66,7 @@ def test_a_class_of_ones_own_gets_its_options_as_text():
 
 
 def test_read_only_is_told_to_those_who_know_it():
-    assert open_store("tests.storage.test_open:Own", read_only=True).read_only
+    assert open_store("tests.storage.test_open:Own", read_only=True).read_only  # type: ignore[attr-defined]
     assert isinstance(open_store("memory:", read_only=True), MemoryStore)
 
 

@@ -138,12 +138,12 @@ class BadBlock(direct.Calls):
 
 @pytest.mark.parametrize("queued", [True, False])
 def test_a_block_that_can_not_be_read_costs_one_record(folder, place, monkeypatch, queued):
-    read = direct.Queue.read
+    read = direct.Queue.read  # type: ignore[attr-defined]
 
     def read_some(queue, asked):
         answers = read(queue, asked)
         return [
-            -errno.EIO if direct.calls.fails(file, offset, views) else answer
+            -errno.EIO if direct.calls.fails(file, offset, views) else answer  # type: ignore[attr-defined]
             for answer, (file, offset, views) in zip(answers, asked, strict=True)
         ]
 
@@ -155,7 +155,7 @@ def test_a_block_that_can_not_be_read_costs_one_record(folder, place, monkeypatc
         suspects = touched_by(data, block)
         with monkeypatch.context() as context:
             context.setattr(direct, "calls", BadBlock(name, {block}))
-            context.setattr(direct.Queue, "read", read_some)
+            context.setattr(direct.Queue, "read", read_some)  # type: ignore[attr-defined]
             with make_store(copy) as store:
                 found = readable(store)
                 assert set(THERE) - found <= suspects and found - set(THERE) <= suspects
@@ -164,7 +164,7 @@ def test_a_block_that_can_not_be_read_costs_one_record(folder, place, monkeypatc
             assert readable(store) == set(THERE), "nothing was destroyed: the disk may be well again"
         with monkeypatch.context() as context:
             context.setattr(direct, "calls", BadBlock(name, {block}, errno.ENODATA))
-            context.setattr(direct.Queue, "read", read_some)
+            context.setattr(direct.Queue, "read", read_some)  # type: ignore[attr-defined]
             with make_store(copy) as store:
                 check(store, suspects)
         shutil.rmtree(copy)

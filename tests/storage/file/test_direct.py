@@ -95,7 +95,7 @@ def test_short_writes_and_reads_are_gone_on_with(parts, steps):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(direct, "calls", Slow(steps))
         direct.write(0, 0, direct.gather(parts, direct.aligned(sum(map(len, parts)))))
-        direct.calls.steps = list(steps)
+        direct.calls.steps = list(steps)  # type: ignore[attr-defined]
         targets = [memoryview(bytearray(len(part))) for part in parts]
         assert direct.read(0, 0, targets, direct.aligned(5 * ALIGN)) is True
         assert [bytes(target) for target in targets] == [bytes(part) for part in parts]
@@ -110,7 +110,7 @@ def test_a_disk_that_takes_no_more_is_an_error(monkeypatch):
 
 def test_a_file_that_ends_is_told(monkeypatch):
     monkeypatch.setattr(direct, "calls", Slow([]))
-    direct.calls.data = bytearray(ALIGN + 100)
+    direct.calls.data = bytearray(ALIGN + 100)  # type: ignore[attr-defined]
     parts = [memoryview(bytearray(2 * ALIGN))]
     assert direct.read(0, 0, parts, direct.aligned(2 * ALIGN)) is False
 
@@ -119,4 +119,4 @@ def test_more_views_than_the_system_takes_are_several_calls(monkeypatch):
     monkeypatch.setattr(direct, "calls", Slow([]))
     views = [aligned(bytes([number % 256]) * ALIGN) for number in range(direct.VIEWS_MOST + 10)]
     direct.write(0, 0, views)
-    assert direct.calls.data == b"".join(views)
+    assert direct.calls.data == b"".join(views)  # type: ignore[attr-defined]

@@ -276,7 +276,7 @@ def test_a_folder_that_may_not_be_written_is_refused(path, monkeypatch):
     def refuse(*_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(folder.os, "open", refuse)
+    monkeypatch.setattr(folder.os, "open", refuse)  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="Permission denied"):
         make_store(path)
 

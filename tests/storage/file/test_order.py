@@ -180,7 +180,7 @@ def test_who_changes_everything_waits_for_who_is_writing(path, pool, monkeypatch
         def before(call):
             if call == "pwritev" and not others:
                 others.append(pool.submit(getattr(store, what)))
-                until(lambda: others[0].done() or store._log.lock._waiters, f"{what} waits for the lock")
+                until(lambda: others[0].done() or store._log.lock._waiters, f"{what} waits for the lock")  # type: ignore[attr-defined]
                 assert not others[0].done()
 
         monkeypatch.setattr(direct, "calls", Watched(before))

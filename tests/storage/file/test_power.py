@@ -40,7 +40,7 @@ class World:
 
     def close(self) -> None:
         self.doubt_evicted()
-        self.store.close()
+        self.store.close()  # type: ignore[attr-defined]
         self.store = None
 
     def doubt_evicted(self) -> None:

@@ -260,7 +260,7 @@ def test_without_the_kernels_queue_threads_read_the_same(path, no_queue, count):
     with make_store(path, 8 * SIZE) as store:
         names = [f"page {number}" for number in range(count)]
         keep(store, *names)
-        assert not store._log.lanes.queued and has_all(store, *names)
+        assert not store._log.lanes.queued and has_all(store, *names)  # type: ignore[attr-defined]
 
 
 def test_where_direct_io_is_refused_the_store_is_buffered(path, monkeypatch):
@@ -337,7 +337,7 @@ def hit_and_flaw(store, name):
 def test_a_record_that_lies_where_another_should_is_told(path):
     with make_store(path) as store:
         keep(store, "a:100", "b:100")
-        place = store._index.find(key_of("a:100"))
+        place = store._index.find(key_of("a:100"))  # type: ignore[attr-defined]
         place[0].table.offsets[place[1]] += 8192
         assert store.check().bad == [(key_of("a:100"), Flaw.KEY)]
         parts = [memoryview(bytearray(4096)), memoryview(bytearray(100))]
@@ -367,7 +367,7 @@ def test_a_read_that_fails_for_another_reason_than_damage_is_an_error(path, monk
     with make_store(path) as store:
         keep(store, *NAMES)
         with monkeypatch.context() as context:
-            context.setattr(direct.Queue, "read", lambda queue, asked: [-errno.ENOMEM] * len(asked))
+            context.setattr(direct.Queue, "read", lambda queue, asked: [-errno.ENOMEM] * len(asked))  # type: ignore[attr-defined]
             context.setattr(direct, "calls", Exhausted())
             with pytest.raises(StoreError, match="no memory"):
                 held(store, *NAMES)
