@@ -36,7 +36,7 @@ class Sampling:
     keep_stop: bool = False
     """Whether the text that stopped it is part of the answer."""
     logprobs: int | None = None
-    """None: not asked for. n: of each token drawn, and of the n best beside it."""
+    """None: no logprobs. n: the logprob of each drawn token, and of the n best tokens."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Ask:
     namespace: Namespace = ()
     priority: int = 0
     prompt_logprobs_from: int | None = None
-    """None: not asked for. Else of the prompt's tokens from this position on; nothing behind it is reused."""
+    """Logprobs of the prompt's tokens from this position on. Pages behind it are computed, not reused."""
 
 
 class TokenOut(NamedTuple):
@@ -74,7 +74,7 @@ class Finish(Enum):
 
 
 class Usage(NamedTuple):
-    """Tokens of one request. What was reused is told apart by tier."""
+    """Tokens of one request, and how many of them each tier supplied."""
 
     prompt_tokens: int
     completion_tokens: int = 0
@@ -94,7 +94,7 @@ class Delta(NamedTuple):
     usage: Usage
     tokens: tuple[TokenOut, ...] = ()
     text: str = ""
-    """What may be shown now: it holds back what may become a stop string or half a character."""
+    """Text that may be shown now. Half a character, or a possible stop string, is held back."""
     prompt: tuple[TokenOut, ...] = ()
     """The prompt's tokens with their logprobs, once, if they were asked for."""
     finish: Finish | None = None

@@ -1,4 +1,4 @@
-"""From a model's folder and a few sizes to an engine, with every choice told."""
+"""Opens a model's folder and builds an engine on it. Every choice that is made is listed with its reason."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Choice:
 
 
 def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice]]:
-    """Everything is read and checked before it answers; what is wrong is one error that names it."""
+    """The engine, and what was chosen for it. All input is checked first; an error names what is wrong."""
     folder = folder_of(build.model)
     checkpoint = Checkpoint(folder)
     family = family_of(checkpoint.config)
@@ -105,7 +105,7 @@ def _unread_choice(names: list[str]) -> list[Choice]:
 
 
 def _end_choice(text: Text, vocab_size: int) -> list[Choice]:
-    """Told where an answer may go on for ever."""
+    """A line only if some answers may have no end: no end token, or one that the model does not have."""
     known = sorted(token for token in text.eos if 0 <= token < vocab_size)
     unknown = ", ".join(map(str, sorted(text.eos - set(known))))
     if known and not unknown:

@@ -22,10 +22,10 @@ class Build:
     format: str = "fp32"
     """How entries are kept. fp32: the bits of the model, on a CPU nothing else is faster."""
     device_bytes: int = 256 * MIB
-    """For pages and tails where attention reads them. On a CPU any size works; a test may want little."""
+    """Device memory for pages and tails, which attention reads."""
     kernels: str = "auto"
     exact: bool = False
-    """Refuse to start on kernels whose bits depend on what else is computed. Without it they are told of."""
+    """Refuse to start on kernels whose bits depend on the batch. False: the start table names them."""
     store: str | None = None
     """URL of a store (`storage.open`); None: there is no third tier."""
     share: str = BITS
@@ -50,10 +50,10 @@ class EngineConfig:
     """Requests that compute at the same time. Each has rows of its own beside the pages."""
 
     waiting_max: int = 1024
-    """More than so many waiting are refused: they would wait longer than a client does."""
+    """The limit of the queue. A request behind so many others would time out at its client."""
 
     step_tokens: int = 512
-    """Tokens of one step: four pages keep the matrices busy, and a running answer waits for no more."""
+    """Tokens of one step. Four pages keep the matrix kernels busy, and running answers wait for one step."""
 
     context_tokens: int | None = None
     """The longest text. None: what the model was made for (`max_position_embeddings`), if it fits."""

@@ -29,9 +29,9 @@ Row = NDArray[np.float32]
 Ids = NDArray[np.int64]
 
 TEMPERATURE_LEAST, TEMPERATURE_MOST = 1e-6, 1e30
-"""Below the first it is 0, as in SGLang; fp32 logits divided by the second are already all alike."""
+"""A temperature below the first counts as 0, as in SGLang. At the second all fp32 logits become equal."""
 LOGIT_MOST = 1e38
-"""What penalties may make of a logit: the difference of two such is still an fp32."""
+"""The bound of a penalized logit. The difference of two such logits is still a finite fp32."""
 NUCLEUS_FLOORS = (2.0**-6, 2.0**-12, 0.0)
 """Weights relative to the best. `top_p` sorts only what is above the first floor that leaves enough."""
 FINITE = sys.float_info.max
@@ -39,7 +39,7 @@ FINITE = sys.float_info.max
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers a field may hold. A bool is none of them, and neither is what is not finite."""
+    """The numbers that a field may hold. A bool, nan and inf are refused."""
 
     low: float
     high: float
@@ -73,7 +73,7 @@ RANGES: Mapping[str, Range] = {
 
 
 def check(sampling: Sampling, vocab_size: int) -> None:
-    """Nothing if it can be sampled so; else an `AskError` that names the first field in the way."""
+    """Raises an `AskError` that names the first field with a value that can not be used."""
     for name, allowed in RANGES.items():
         value = getattr(sampling, name)
         if value is not None or name not in ("seed", "logprobs"):
@@ -97,7 +97,7 @@ def _within(name: str, value: object, allowed: Range) -> None:
 class Sampler:
     """Draws one request's tokens, and remembers them.
 
-    Two of one `Sampling`, prompt and output so far draw alike. Without a seed one is made up: see `seed`.
+    Two samplers with equal settings, prompt and output draw equal tokens. A missing seed is drawn at random.
 
     One draw, ms, of 4,096 and of 129,280 tokens: greedy 0.02 and 0.07, plain 0.10 and 1.0 to 1.2, top_k 50
     0.14 and 0.7, top_p 0.95 0.2 and 1.4 to 9 (a flat row: more to sort); 5 logprobs 0.15 and 1.5 more.
@@ -112,7 +112,7 @@ class Sampler:
         self._greedy = sampling.temperature < TEMPERATURE_LEAST
         self._sharpness = 1.0 / min(max(sampling.temperature, TEMPERATURE_LEAST), TEMPERATURE_MOST)
         self._index = 0
-        # Each is there only if it changes something, so that a plain request pays nothing for it.
+        # Each array is made only if a setting needs it: a plain request pays nothing.
         self._seen: NDArray[np.bool_] | None = None
         if sampling.repetition_penalty != 1.0:
             self._seen = np.bincount(np.asarray(prompt, np.int64), minlength=vocab_size) > 0
@@ -123,7 +123,7 @@ class Sampler:
         self._bias = np.fromiter(sampling.logit_bias.values(), np.float32)
         adjusts = self._seen is not None or self._less is not None or len(self._biased) > 0
         self.plain = self._greedy and sampling.logprobs is None and not adjusts
-        """It takes the best token and tells nothing else: whoever knows that one need not ask."""
+        """Greedy, without logprobs: a caller that has the argmax need not call `draw`."""
         for token in output:
             self._remember(token)
 
@@ -157,7 +157,7 @@ class Sampler:
         return row
 
     def _drawn(self, row: Row, best: np.float32) -> int:
-        """By the running sum of weights in order of ids: a filter that lets all pass changes nothing."""
+        """Inverse transform over weights by id, so a filter that removes nothing changes nothing."""
         sampling = self.sampling
         ids = _largest(row, sampling.top_k) if 0 < sampling.top_k < self.vocab_size else None
         weights = _weights(row if ids is None else row[ids], best, self._sharpness)
@@ -166,7 +166,7 @@ class Sampler:
         if sampling.min_p > 0.0:
             weights[weights < sampling.min_p] = 0.0  # the best has weight 1
         sums = _sums(weights)
-        # To the right of equal sums: what has no weight is never drawn.
+        # side="right": a token of weight 0 is never drawn.
         at = sums.searchsorted(uniform(self.seed, self._index) * sums[-1], side="right")
         return int(at if ids is None else ids[at])
 
@@ -190,7 +190,7 @@ def best_tokens(logits: Tensor) -> list[int]:
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenOut]:
-    """Row i scored for `tokens[i]`: to the bit what `Sampler.draw` reports of that row."""
+    """The logprob of `tokens[i]` in row i: the same bits that `Sampler.draw` reports for that row."""
     assert logits.ndim == 2 and len(logits) == len(tokens) and logits.dtype == torch.float32
     return [
         _scored(row, token, top) for row, token in zip(logits.detach().cpu().numpy(), tokens, strict=True)
@@ -198,14 +198,14 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[Toke
 
 
 def uniform(seed: int, index: int) -> float:
-    """In [0, 1), for the token at `index`. A hash, no generator: there is no state to restore."""
+    """A number in [0, 1) for the token at `index`. It is a hash, so there is no state to restore."""
     key = seed.to_bytes(8, "little", signed=True)
     digest = blake2b(index.to_bytes(8, "little"), key=key, digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
 def _scored(raw: Row, token: int, top: int) -> TokenOut:
-    """Log-softmax of one row as the model gave it. Row by row, so that the batch can not show."""
+    """Log-softmax of one row of raw logits. It is computed row by row, so it does not depend on the batch."""
     best = raw.max()
     if not math.isfinite(best):
         raise LogitsError(f"the best of {len(raw)} logits is {best}")
@@ -217,7 +217,7 @@ def _scored(raw: Row, token: int, top: int) -> TokenOut:
 
 
 def _weights(row: Row, best: np.float32, sharpness: float = 1.0) -> Row:
-    """exp of the distance to the best: 1 for it, less for the others.
+    """exp(logit - best): 1 for the best token, less for the others.
 
     numpy's, in one thread: torch's exp is 1.5 times as quick, but parts even 4,096 numbers over threads, and
     on a busy machine waits for them: 0.6 ms instead of 0.02.

@@ -29,13 +29,13 @@ from tiercel.types import place
 log = logging.getLogger(__name__)
 
 PROMPT_TOKENS = 16
-"""A step with so many tokens for each text in it tells how fast prompts are computed."""
+"""A step with more tokens per text than this is a prefill step: its time measures the prefill rate."""
 
 PASSED_MOST = 64
-"""So many that let others by are looked at in a step."""
+"""At most so many tasks that let others by are tried again in one step."""
 
 LET_OTHERS_BY = WaitFor.STORE, WaitFor.COMPUTING
-"""Who waits for these holds no room, and needs none before they end."""
+"""A task that waits for these holds no pages, so tasks behind it may begin."""
 
 
 class Scheduler:
@@ -56,7 +56,7 @@ class Scheduler:
         self.counters: Counter[str] = Counter()
         self.explained = Explained()
         self.stalled = False
-        """The last plan left someone out whose room was with a task under way."""
+        """The last plan left a task out because a task of the step under way holds the room it needs."""
         self.free_rings = list(range(config.running_max))
         self._in_ring: dict[int, Task] = {}
         self._changes: list[Begin | Places] = []
@@ -286,7 +286,7 @@ class Scheduler:
         return None
 
     def _resume(self, task: Task) -> None:
-        """Everything it reuses is on the device."""
+        """All that the task reuses is on the device: it runs from now on."""
         seat = task.seat
         assert seat is not None
         tails, tokens = tuple(seat.request.tail_places(self.page_tokens)), tuple(task.tokens)
@@ -344,7 +344,7 @@ class Scheduler:
         return [part for _, part in parts]
 
     def _room_for(self, task: Task, seat: Seat, busy: set[Task]) -> bool:
-        """Whether the next position has a place; others may have to give theirs up for it."""
+        """Make room for the next position, if need be by preempting the last running task. False: not yet."""
         while seat.planned >= seat.room:
             first = len(seat.places)
             if self._extend(seat, seat.planned):
@@ -362,7 +362,7 @@ class Scheduler:
         return True
 
     def _preempt(self, task: Task) -> None:
-        """The last in line gives its places up. What it has computed stays cached."""
+        """A running task gives its pages up and waits again. What it has computed stays cached."""
         assert task.seat is not None
         self.counters["preemptions"] += 1
         self.cache.preempt(task.seat.request)
@@ -412,7 +412,7 @@ class Scheduler:
         return Outcome(task, token, piece.text + rest, prompt, finish)
 
     def _fail(self, task: Task, error: Exception) -> None:
-        """One task can not go on. Nobody computes it now."""
+        """End one task with an error. It is in no step under way."""
         log.error("%s ends with an error", task.ask.request_id, exc_info=error)
         self._end(task, Finish.ERROR)
         self._ended.append(Outcome(task, finish=Finish.ERROR, error=str(error)))

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PENDING_S = 0.5
-"""While nothing is to be done but to try a store again."""
+"""The wait between two steps when the only work left is to retry a store."""
 
 
 class EngineService:
@@ -45,7 +45,7 @@ class EngineService:
         store_url: str | None = None,
         events: EventPublisher | None = None,
     ) -> None:
-        """`events`: whoever is told what is cached, for its numbers."""
+        """`events`: the publisher of KV events; its counters are part of `stats`."""
         self.model_name = model_name
         self._events = events
         self._store_url = hide(store_url, store_url) if store_url else ""
@@ -72,7 +72,7 @@ class EngineService:
     # Asking
 
     async def submit(self, ask: Ask) -> AsyncGenerator[Delta, None]:
-        """The answer as it comes; closing it ends the request. Raises `AskError` or `QueueFull` first."""
+        """The answer, delta by delta. Closing it aborts the request. Raises `AskError` or `QueueFull`."""
         if self._ending:
             yield Delta(ask.request_id, Usage(len(ask.prompt)), finish=Finish.ABORT)
             return
@@ -101,7 +101,7 @@ class EngineService:
                 self._ask(abort)
 
     async def flush(self, timeout_s: float) -> int:
-        """Forgets what is cached, waiting so long for what is in use. Returns the pages that stayed."""
+        """Empty the cache; wait up to `timeout_s` for pages in use. Returns how many pages stayed."""
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout_s
         while True:
@@ -143,7 +143,7 @@ class EngineService:
         return {**store, "url": self._store_url} if store["attached"] else store
 
     async def detach_store(self) -> dict[str, Any]:
-        """Go on without the store. It is waited for until it is closed, unless it hangs."""
+        """Detach the store and wait until it is closed, for `store_timeout_s` at most."""
         cache = self._engine.cache
         await asyncio.wrap_future(self._ask(cache.detach))
         await _until(lambda: not cache.detaching, cache.config.store_timeout_s)
@@ -163,7 +163,7 @@ class EngineService:
     # Ending
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Let what runs finish, for so long; then abort it. True if everything had finished by itself."""
+        """Wait up to `timeout_s` for running answers, then abort them. True: all had finished."""
         self._closing = True
         with self._wake:
             self._wake.wait_for(lambda: self.failure or not self._engine.tasks, timeout_s)
@@ -197,12 +197,12 @@ class EngineService:
 
         def do() -> None:
             if not future.set_running_or_notify_cancel():
-                return  # whoever asked has left
+                return  # the caller has gone
             try:
                 if self.failure is not None:
                     raise self.failure
                 future.set_result(what())
-            except Exception as error:  # noqa: BLE001 - it is the asker's
+            except Exception as error:  # noqa: BLE001 - the caller gets it
                 future.set_exception(error)
 
         with self._wake:
@@ -224,14 +224,14 @@ class EngineService:
                 while not self._stopped or self._engine.tasks:
                     self._wait_for_work()
                     self._step(steps)
-                for _ in range(2):  # what the last steps meant is still to be told
+                for _ in range(2):  # the last outcomes are still to be emitted
                     self._step(steps)
-        except Exception as error:  # noqa: BLE001 - nobody knows whose fault it is, so nobody is served any more
+        except Exception as error:  # noqa: BLE001 - no task is to blame, so the engine stops
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        """The books may be wrong, and wrong bytes must not be served: every open answer ends with an error,
-        and whatever is asked from now on is refused at once."""
+        """The engine's state may be wrong, and wrong bytes must not be served: every open answer ends with an
+        error, and every later call is refused at once."""
         log.critical("the engine failed and serves no more", exc_info=error)
         with self._wake:
             self.failure = EngineError("the engine failed and serves no more; the log says why")
@@ -278,7 +278,7 @@ class EngineService:
 
 
 async def _until(there: Callable[[], bool], timeout_s: float) -> bool:
-    """Wait so long for something at most; whether it came."""
+    """Poll a condition for `timeout_s` at most. Returns whether it became true."""
     loop = asyncio.get_running_loop()
     until = loop.time() + timeout_s
     while not there() and loop.time() < until:

@@ -64,7 +64,7 @@ class Task:
     ) -> None:
         self.ask = ask
         self.order = order
-        """Who comes first: when it came, less its priority (`PRIORITY_S`); then the number of the ask."""
+        """Tasks are served in this order: (arrival minus `PRIORITY_S` per level, number of the ask)."""
         self.chain = chain
         self.stream = stream
         self.ends = ends
@@ -79,14 +79,14 @@ class Task:
         self.prompt_tokens = len(ask.prompt)
         self.longest = self.prompt_tokens + ask.sampling.max_tokens
         self.simple = not ask.sampling.stop and ask.prompt_logprobs_from is None
-        """Its tokens need no look at its text."""
+        """No stop string and no prompt logprobs: a drawn token needs no further work."""
         self.load = True
-        """Turned off after a load failed: then what is not on the device is computed."""
+        """False after a load failed: what is not on the device is computed instead."""
         self.aborted = False
         self.untold = False
-        """Its text could not be told: the asker knows, and hears no more."""
+        """Its text could not be decoded. The client was told so, and gets no further delta."""
         self.passed = False
-        """When it last wanted to begin, it let others by."""
+        """It could not begin because of `LET_OTHERS_BY`: tasks behind it may begin before it."""
         asked = ask.prompt_logprobs_from
         self.scoring = asked is not None and asked < self.prompt_tokens
         """Whether the prompt's logprobs are asked for and not known yet."""

@@ -17,13 +17,13 @@ Ints = npt.NDArray[np.int64]
 
 
 def rows_before(window: int) -> int:
-    """What a ring keeps of a window: all but the token itself, and never nothing."""
+    """Rows of a ring for a window: the tokens before the current one, and at least one row."""
     return max(window - 1, 1)
 
 
 @dataclass(frozen=True)
 class NewEntries:
-    """Entries that are complete with this call: the rows each is made of, where it goes, its position."""
+    """Entries that this call completes: the rows that make each, its page row, its position."""
 
     rows: Tensor
     pages: Tensor
@@ -58,7 +58,7 @@ class Batch:
         self._pages = np.full((len(spans), widest), -1)
         for table, span in zip(self._pages, spans, strict=True):
             table[: len(span.pages)] = span.pages
-        # Made when first asked for, and kept: every layer of a kind asks for the same lists.
+        # Each list is built at its first use and cached: all layers of a kind use the same lists.
         self.window = cache(self._window)
         self.kept = cache(self._kept)
         self.visible = cache(self._visible)

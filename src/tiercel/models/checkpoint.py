@@ -32,12 +32,12 @@ BESIDES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""What others read of a folder. Some of it may be absent; none of it may be there and not be itself."""
+"""Files that other modules read. A file may be absent; a dangling link or an LFS pointer is an error."""
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 NAMES_SHOWN = 5
-"""More names in one message hide the first."""
+"""An error message shows at most so many names."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from tiercel.spec.stream import Stream
 Parts = tuple[Tensor, ...]
 
 ENTRIES_MOST = 2**31
-"""Their numbers are int32: kernels read lists of them."""
+"""Kernels read lists of entry numbers as int32."""
 
 
 @dataclass(frozen=True)
