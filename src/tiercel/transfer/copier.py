@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tiercel.errors import ConfigError, RefusedError
-from tiercel.memory.buffers import Column, HostMemory, Memory, Pieces
+from tiercel.memory.buffers import HostMemory, Memory, Pieces
 from tiercel.memory.layout import Range
 from tiercel.spec.stream import Stream
 from tiercel.transfer.plan import Direction, Leg, PageLeg, TailLeg
@@ -60,15 +60,11 @@ class Copier(ABC):
     def copy(self, direction: Direction, leg: Leg, layer: int) -> None:
         """Move one layer's rows of every stream the leg carries. A layer without such rows is no work."""
 
-    def _streams_of(self, leg: Leg, layer: int) -> tuple[Stream, ...]:
-        """What of a layer the leg moves. Its places are checked once here instead of once for every row: past
-        the end of a layer lies the next one."""
-        pages = isinstance(leg, PageLeg)
-        streams = (self._page_streams if pages else self._tail_streams).get(layer, ())
-        (device, host), most = leg.places_max, self.device.pages if pages else self.device.tails
-        exist = device < most and host < self.host.pages
-        assert exist or not streams, f"I7: places {leg.places_max} do not exist"
-        return streams
+    def _check_places(self, leg: Leg) -> None:
+        """Once for the leg instead of once for every row: past the end of a layer lies the next one."""
+        device, host = leg.places_max
+        most = self.device.pages if isinstance(leg, PageLeg) else self.device.tails
+        assert device < most and host < self.host.pages, f"I7: places {leg.places_max} do not exist"
 
 
 def _by_layer(near: Iterable[Stream], far: Iterable[Stream]) -> dict[int, tuple[Stream, ...]]:
@@ -93,7 +89,10 @@ class ReferenceCopier(Copier):
             yield self.host.spec.streams[0], why
 
     def copy(self, direction: Direction, leg: Leg, layer: int) -> None:
-        for stream in self._streams_of(leg, layer):
+        streams = self._page_streams if isinstance(leg, PageLeg) else self._tail_streams
+        if layer in streams:
+            self._check_places(leg)
+        for stream in streams.get(layer, ()):
             device, host = (memory.pieces(stream, layer) for memory in (self.device, self.host))
             on_device = self.device.buffer(stream, layer).numpy().data
             on_host = self.host.buffer(stream, layer).numpy().data
@@ -128,8 +127,14 @@ Span = tuple[int, int, int]
 class _Rows(NamedTuple):
     """One layer's rows of all pages or tails, on both sides."""
 
-    near: Column
+    near: int
+    stride: int
+    size: int
     host: Pieces
+
+
+Groups = dict[int, list[tuple[Tensor, list[_Rows]]]]
+"""The rows of each layer, those together that lie in one buffer near attention."""
 
 
 class DirectCopier(Copier):
@@ -148,12 +153,8 @@ class DirectCopier(Copier):
 
     def __init__(self, device: Memory, host: HostMemory) -> None:
         super().__init__(device, host)
-        self._rows = {
-            (stream.name, layer): self._rows_of(stream, layer)
-            for by_layer in (self._page_streams, self._tail_streams)
-            for layer, streams in by_layer.items()
-            for stream in streams
-        }
+        self._pages = self._grouped(self._page_streams)
+        self._tails = self._grouped(self._tail_streams)
         self._queues: dict[Direction, torch.cuda.Stream] = {}
         if device.device.type == "cuda":
             self._queues = {direction: torch.cuda.Stream(device.device) for direction in Direction}
@@ -172,25 +173,29 @@ class DirectCopier(Copier):
                         f"a row is {blocks} blocks there; use page_first_direct, or copier reference",
                     )
 
-    def _rows_of(self, stream: Stream, layer: int) -> _Rows:
-        near, host = self.device.column(stream, layer), self.host.pieces(stream, layer)
-        assert near.row_bytes == sum(piece.bytes for _, piece in host), stream.name
-        return _Rows(near, host)
+    def _grouped(self, by_layer: dict[int, tuple[Stream, ...]]) -> Groups:
+        groups: Groups = {layer: [] for layer in by_layer}
+        for layer, streams in by_layer.items():
+            for stream in streams:
+                buffer, near, stride, size = self.device.column(stream, layer)
+                rows = _Rows(near, stride, size, self.host.pieces(stream, layer))
+                assert rows.size == sum(piece.bytes for _, piece in rows.host), stream.name
+                if not groups[layer] or groups[layer][-1][0] is not buffer:
+                    groups[layer].append((buffer, []))
+                groups[layer][-1][1].append(rows)
+        return groups
 
     def copy(self, direction: Direction, leg: Leg, layer: int) -> None:
-        spans: list[Span] = []
-        buffer: Tensor | None = None
-        for stream in self._streams_of(leg, layer):
-            rows = self._rows[stream.name, layer]
-            if rows.near.buffer is not buffer:
-                self._move(direction, buffer, spans)
-                buffer, spans = rows.near.buffer, []
-            spans += _page_spans(leg, rows) if isinstance(leg, PageLeg) else _tail_spans(leg, rows)
-        self._move(direction, buffer, spans)
+        groups = self._pages if isinstance(leg, PageLeg) else self._tails
+        if layer in groups:
+            self._check_places(leg)
+        for buffer, rows in groups.get(layer, ()):
+            spans: list[Span] = []
+            for each in rows:
+                spans += _page_spans(leg, each) if isinstance(leg, PageLeg) else _tail_spans(leg, each)
+            self._move(direction, buffer, spans)
 
-    def _move(self, direction: Direction, device: Tensor | None, spans: list[Span]) -> None:
-        if device is None:
-            return
+    def _move(self, direction: Direction, device: Tensor, spans: list[Span]) -> None:
         if device.is_cpu:
             _move_addressable(direction, device, self.host.flat, spans)
             return
@@ -201,16 +206,16 @@ class DirectCopier(Copier):
 
 
 def _page_spans(leg: PageLeg, rows: _Rows) -> list[Span]:
-    (_, near, near_stride, size), ((_, (host, stride, _)),) = rows
+    near, near_stride, size, ((_, (host, stride, _)),) = rows
     if stride == size == near_stride:
         return [(near + d * size, host + h * size, length * size) for d, h, length in leg.runs]
     return [(near + d * near_stride, host + h * stride, size) for d, (h,) in leg.places]
 
 
 def _tail_spans(leg: TailLeg, rows: _Rows) -> list[Span]:
-    near, spans = rows.near, []
+    spans = []
     for device_place, host_places in leg.places:
-        at = near.offset + device_place * near.stride
+        at = rows.near + device_place * rows.stride
         for page, (offset, stride, size) in rows.host:
             spans.append((at, offset + host_places[page] * stride, size))
             at += size
