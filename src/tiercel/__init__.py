@@ -10,25 +10,41 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tiercel.cache import Extended, Loaded, Request, TieredCache, Wait, WaitFor
+    from tiercel.cache import (
+        Ended,
+        Extended,
+        HostCache,
+        Loaded,
+        Request,
+        TieredCache,
+        Transfer,
+        Wait,
+        WaitFor,
+    )
     from tiercel.config import CacheConfig
     from tiercel.engine.offline import Offline
+    from tiercel.memory.buffers import BorrowedMemory
     from tiercel.spec import CacheSpec, Identity
 
 __all__ = [
+    "BorrowedMemory",
     "CacheConfig",
     "CacheSpec",
+    "Ended",
     "Extended",
+    "HostCache",
     "Identity",
     "Loaded",
     "Offline",
     "Request",
     "TieredCache",
+    "Transfer",
     "Wait",
     "WaitFor",
 ]
 
 _HOME = {
+    "BorrowedMemory": "tiercel.memory.buffers",
     "CacheConfig": "tiercel.config",
     "CacheSpec": "tiercel.spec",
     "Identity": "tiercel.spec",
