@@ -1,4 +1,5 @@
-"""One frozen configuration, checked once. Every default carries its reason.
+"""Settings: frozen, checked once, every default with its reason. A `setting` is an option of the command line
+too, so that a new one is written down in one place.
 
 Names of policies, layouts and copiers are checked here against the names their rooms define, so a
 typing error is found at start and not at the first copy.
@@ -7,7 +8,7 @@ typing error is found at start and not at the first copy.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pkgutil import resolve_name
 from typing import Any
 
@@ -18,6 +19,8 @@ COPIERS = ("reference", "direct", "kernel")
 SAVE_POLICIES = ("through", "selective", "back")
 EVICT_POLICIES = ("lru", "lfu", "slru", "priority")
 FETCH_POLICIES = ("best_effort", "wait", "deadline")
+OWN_CLASS = "module:Class"
+"""Stands for a class of the user's own, by its name."""
 
 _UNITS = {"": 1, "B": 1} | {
     f"{letter}{suffix}": base**power
@@ -49,84 +52,103 @@ def load_class(name: str, base: type) -> Any:
     return found
 
 
+def setting(default: Any, help: str, **rules: Any) -> Any:
+    """A field that the command line offers as an option: by its own name, or as `option`.
+
+    Rules: `one_of` these names; a whole number of at `least` so much; `seconds`; `memory`, bytes that may be
+    written as 40GiB; `flag`, the form of an option that is on or off.
+    """
+    return field(default=default, metadata={"help": help, **rules})
+
+
+def check_settings(settings: Any) -> None:
+    """Raises a `ConfigError` that names the first field that breaks its rules."""
+    for each in fields(settings):
+        value, rules = getattr(settings, each.name), each.metadata
+        if value is None and each.default is None:
+            continue
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if "least" in rules and not (whole and value >= rules["least"]):
+            raise ConfigError(each.name, value, f"must be a whole number of at least {rules['least']}")
+        if "seconds" in rules and not (
+            isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e6
+        ):
+            raise ConfigError(each.name, value, "must be seconds, more than none")
+        names = rules.get("one_of", (value,))
+        if value not in names and not (OWN_CLASS in names and ":" in str(value)):
+            raise ConfigError(each.name, value, f"must be one of {', '.join(names)}")
+
+
 @dataclass(frozen=True)
 class CacheConfig:
     """How one cache is run. What a model stores is not here: that is `CacheSpec`."""
 
-    device_pages: int = 0
+    device_pages: int = field(default=0, metadata={"least": 0})
     """Places for pages on the device. No other default: it is what is left beside the weights. 0 where the
     device memory is another engine's (`HostCache`)."""
 
-    device_tails: int = 0
+    device_tails: int = field(default=0, metadata={"least": 0})
     """Places for tails on the device. 0 is right only for a spec without tails."""
 
-    host_bytes: int = 0
+    host_bytes: int = setting(
+        0,
+        "Host memory for pages and tails; 0 turns the host tier off.",
+        least=0,
+        memory=True,
+        option="host_memory",
+    )
     """The one host budget, shared by pages and tails. 0 turns the host tier off."""
 
-    layout: str = "page_first_direct"
+    layout: str = setting("page_first_direct", "Layout of host memory.", one_of=LAYOUTS)
     """Host layout. The default keeps a page one record and each layer of it one plain copy."""
 
-    copier: str = "direct"
+    copier: str = setting("direct", "Which code copies between device and host.", one_of=COPIERS)
     """Who moves bytes. `reference` is the slow truth the others are compared with."""
 
-    save: str = "through"
+    save: str = setting("through", "When a page is copied to the host.", one_of=SAVE_POLICIES)
     """When a page is copied to the host. `through` makes evictions free of copies."""
 
-    evict: str = "lru"
+    evict: str = setting("lru", "Which page is evicted first.", one_of=(*EVICT_POLICIES, OWN_CLASS))
     """Who goes first: a name, or `module:Class` of a policy of your own."""
 
-    tail_every_pages: int = 16
+    tail_every_pages: int = setting(16, "A tail at least every so many pages of a prompt.", least=1)
     """A tail each so many pages of a long text (DeepSeek V4 Flash: each 4 K tokens, 23 % more bytes)."""
 
-    tails_per_path: int = 64
+    tails_per_path: int = setting(64, "Tails between the root and a page, at most.", least=1)
     """At most so many tails between the root and a page; the coldest gives way."""
 
-    fetch: str = "deadline"
+    fetch: str = setting("deadline", "How long a request waits for the store.", one_of=FETCH_POLICIES)
     """How long a request waits for the store: not at all, until all is there, or until a deadline. None of
     them fetches what is computed sooner."""
 
-    fetch_deadline_s: float = 0.25
+    fetch_deadline_s: float = setting(0.25, "Seconds a request waits for each 1,024 tokens.", seconds=True)
     """For each 1,024 tokens a request hopes for, and at least once. A store that takes longer is slower than
     most machines compute."""
 
-    store_writing_bytes: int = 64 * 1024**2
+    store_writing_bytes: int = setting(
+        64 * 1024**2,
+        "Host memory that writes to the store may hold.",
+        least=1,
+        memory=True,
+        option="store_writing_memory",
+    )
     """Host memory that writes to the store may hold at a time; never more than half of it."""
 
-    store_timeout_s: float = 10.0
+    store_timeout_s: float = setting(
+        10.0, "Seconds after which an operation of the store has failed.", seconds=True
+    )
     """An operation of the store that takes longer has failed, whatever becomes of it."""
 
-    huge_pages: bool = False
+    huge_pages: bool = setting(False, "Ask the kernel for huge pages for host memory.", flag="--huge-pages")
     """Ask the kernel for huge pages for host memory. Off: not every machine has them enabled."""
 
     host_shared: bool = False
     """Map host memory so that other processes can map it too: for ranks that copy for themselves."""
 
-    force_miss: bool = False
+    force_miss: bool = setting(
+        False, "Find nothing: for comparing cached with uncached runs.", flag="--force-miss"
+    )
     """Every match finds nothing: for comparing cached with uncached runs."""
 
     def __post_init__(self) -> None:
-        for name in ("device_pages", "device_tails", "host_bytes"):
-            _check_at_least(name, getattr(self, name), 0)
-        for name in ("tail_every_pages", "tails_per_path"):
-            _check_at_least(name, getattr(self, name), 1)
-        _check_one_of("layout", self.layout, LAYOUTS)
-        _check_one_of("copier", self.copier, COPIERS)
-        _check_one_of("save", self.save, SAVE_POLICIES)
-        _check_one_of("fetch", self.fetch, FETCH_POLICIES)
-        _check_at_least("store_writing_bytes", self.store_writing_bytes, 1)
-        for name in ("fetch_deadline_s", "store_timeout_s"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
-                raise ConfigError(name, value, "must be seconds, more than none")
-        if ":" not in str(self.evict):
-            _check_one_of("evict", self.evict, (*EVICT_POLICIES, "module:Class"))
-
-
-def _check_at_least(field: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(field, value, f"must be a whole number of at least {least}")
-
-
-def _check_one_of(field: str, value: object, names: tuple[str, ...]) -> None:
-    if value not in names:
-        raise ConfigError(field, value, f"must be one of {', '.join(names)}")
+        check_settings(self)

@@ -1,55 +1,87 @@
-"""Options that several commands share: which model, in which memory, with which policies."""
+"""Options of commands, made from settings: a field that is a `setting` is an option."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable, Iterator
+from dataclasses import Field, fields
+from functools import wraps
+from inspect import Parameter, Signature, signature
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from tiercel.config import CacheConfig, parse_bytes
-from tiercel.engine.config import MIB, Build, EngineConfig
+from tiercel.config import parse_bytes
 from tiercel.models.families import EMBEDDED
+
+T = TypeVar("T")
 
 Model = Annotated[
     str, typer.Argument(metavar="[MODEL]", help="A Hugging Face folder; nothing: the embedded tiny-v4.")
 ]
-DeviceMemory = Annotated[str, typer.Option(help="Of pages and tails where attention reads them.")]
-HostMemory = Annotated[str, typer.Option(help="Of the host tier; 0 turns it off.")]
-PageTokens = Annotated[int | None, typer.Option(help="Tokens of one page.")]
-Format = Annotated[str, typer.Option(help="How entries are kept: fp32, bf16, fp8.")]
-Layout = Annotated[str, typer.Option(help="Host layout: layer_first, page_first, page_first_direct.")]
-Copier = Annotated[str, typer.Option(help="Who moves bytes: direct, reference.")]
-Save = Annotated[str, typer.Option(help="When pages are copied to the host: through, selective, back.")]
-Evict = Annotated[str, typer.Option(help="Who goes first: lru, lfu, slru, priority, module:Class.")]
-TailEvery = Annotated[int, typer.Option(help="A tail at least each so many pages of a prompt.")]
-Fetch = Annotated[str, typer.Option(help="Waiting for the store: best_effort, wait, deadline.")]
-FetchDeadline = Annotated[float, typer.Option(help="Seconds a request waits for each 1,024 tokens.")]
-Kernels = Annotated[str, typer.Option(help="auto, native, reference.")]
-Exact = Annotated[bool, typer.Option("--exact", help="Refuse to start if bits depend on the batch.")]
-Share = Annotated[
-    str,
-    typer.Option(help="With whom stored pages are shared: bits, numbers (other kernels, other last bits)."),
-]
-
 MODEL = EMBEDDED
-BUILD = Build()
-DEVICE_MEMORY, HOST_MEMORY = f"{BUILD.device_bytes // MIB}MiB", "1GiB"
-CACHE = CacheConfig(device_pages=1)
+HOST_MEMORY = "1GiB"
+UNITS = {"GiB": 1024**3, "MiB": 1024**2}
 
 
-def cache_config(
-    host_memory: str, layout: str, copier: str, save: str, evict: str, tail_every: int
-) -> CacheConfig:
-    """The places on the device are counted later: they depend on the model."""
-    return CacheConfig(
-        device_pages=1,
-        host_bytes=parse_bytes(host_memory, "--host-memory"),
-        layout=layout,
-        copier=copier,
-        save=save,
-        evict=evict,
-        tail_every_pages=tail_every,
-    )
+Command = Callable[..., None]
 
 
-ENGINE = EngineConfig()
+def with_settings(
+    *kinds: type, without: tuple[str, ...] = (), **defaults: str
+) -> Callable[[Command], Command]:
+    """The settings of these classes become options of a command, which gets them as its last parameter.
+
+    `without`: settings that the command decides itself. `defaults`: where they differ from the class's.
+    """
+
+    def decorate(command: Command) -> Command:
+        hints = get_type_hints(command, include_extras=True)
+        own = [each.replace(annotation=hints[each.name]) for each in signature(command).parameters.values()]
+        *own, taken = own
+        options = [_option(kind, each, defaults) for kind in kinds for each in _settings(kind)]
+        options = [option for option in options if option.name not in without]
+        names = {option.name for option in options}
+
+        @wraps(command)
+        def run(**values: Any) -> None:
+            settings = {name: values.pop(name) for name in names}
+            command(**values, **{taken.name: settings})
+
+        run.__signature__ = Signature([*own, *options])  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in (*own, *options)}
+        return run
+
+    return decorate
+
+
+def made(kind: type[T], settings: dict[str, Any], **more: Any) -> T:
+    """The settings of one class as a user gave them, with what is no option."""
+    values = {}
+    for each in _settings(kind):
+        if _name(each) not in settings:
+            continue
+        value = settings[_name(each)]
+        if "memory" in each.metadata:
+            value = parse_bytes(value, f"--{_name(each).replace('_', '-')}")
+        values[each.name] = value
+    return kind(**values, **more)
+
+
+def _settings(kind: type) -> Iterator[Field[Any]]:
+    return (each for each in fields(kind) if "help" in each.metadata)
+
+
+def _name(each: Field[Any]) -> str:
+    return str(each.metadata.get("option", each.name))
+
+
+def _option(kind: type, each: Field[Any], defaults: dict[str, str]) -> Parameter:
+    name, rules = _name(each), each.metadata
+    default: Any = each.default
+    kept_as = str if "memory" in rules else get_type_hints(kind)[each.name]
+    if "memory" in rules:
+        default = next((f"{default // size}{unit}" for unit, size in UNITS.items() if default >= size), "0")
+    told = f" {', '.join(rules['one_of'])}." if "one_of" in rules else ""
+    option = typer.Option(*[rules["flag"]] if "flag" in rules else [], help=rules["help"] + told)
+    default = defaults.get(name, default)
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kept_as, option])

@@ -6,15 +6,14 @@ import signal
 import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from tiercel.cli import options as o
-from tiercel.config import parse_bytes
+from tiercel.config import CacheConfig
 from tiercel.engine.config import Build, EngineConfig
 from tiercel.errors import ConfigError
 from tiercel.models.families import EMBEDDED, folder_of
@@ -32,9 +31,6 @@ WIDTH = 120
 
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Port = Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)]
-StoreUrl = Annotated[
-    str | None, typer.Option(help="The third tier: file:///path?size=200GiB, redis://…, mooncake://…")
-]
 StoreAllow = Annotated[
     list[str] | None,
     typer.Option(
@@ -44,12 +40,6 @@ StoreAllow = Annotated[
 KvEvents = Annotated[str | None, typer.Option(help="Publish what is cached, for routers: tcp://*:5557")]
 KvEventsReplay = Annotated[
     str | None, typer.Option(help="Where routers ask for events they missed: tcp://*:5558")
-]
-RunningMax = Annotated[int, typer.Option(help="Requests that compute at once.")]
-WaitingMax = Annotated[int, typer.Option(help="More waiting are refused.")]
-StepTokens = Annotated[int, typer.Option(help="Tokens of one step.")]
-Overlap = Annotated[
-    bool, typer.Option("--overlap/--plain", help="Decide the next step while one is computed.")
 ]
 ApiKey = Annotated[
     list[str] | None, typer.Option(help="One is asked of every user. Repeatable.", envvar="TIERCEL_API_KEY")
@@ -73,32 +63,14 @@ ConnectionsMax = Annotated[
 ShutdownS = Annotated[int, typer.Option(help="How long running answers may finish.", min=0)]
 
 
+@o.with_settings(Build, EngineConfig, CacheConfig, host_memory=o.HOST_MEMORY)
 def serve(  # noqa: PLR0913 - a command has as many arguments as options
     model: o.Model = o.MODEL,
     host: Host = "127.0.0.1",
     port: Port = 8000,
-    device_memory: o.DeviceMemory = o.DEVICE_MEMORY,
-    host_memory: o.HostMemory = o.HOST_MEMORY,
-    page_tokens: o.PageTokens = None,
-    format: o.Format = "fp32",
-    layout: o.Layout = o.CACHE.layout,
-    copier: o.Copier = o.CACHE.copier,
-    save: o.Save = o.CACHE.save,
-    evict: o.Evict = o.CACHE.evict,
-    tail_every_pages: o.TailEvery = o.CACHE.tail_every_pages,
-    store: StoreUrl = None,
     store_allow: StoreAllow = None,
-    fetch: o.Fetch = o.CACHE.fetch,
-    fetch_deadline_s: o.FetchDeadline = o.CACHE.fetch_deadline_s,
     kv_events: KvEvents = None,
     kv_events_replay: KvEventsReplay = None,
-    kernels: o.Kernels = "auto",
-    exact: o.Exact = False,
-    share: o.Share = o.BUILD.share,
-    running_max: RunningMax = o.ENGINE.running_max,
-    waiting_max: WaitingMax = o.ENGINE.waiting_max,
-    step_tokens: StepTokens = o.ENGINE.step_tokens,
-    overlap: Overlap = o.ENGINE.overlap,
     api_key: ApiKey = None,
     admin_key: AdminKey = None,
     served_model_name: ServedModelName = None,
@@ -106,6 +78,7 @@ def serve(  # noqa: PLR0913 - a command has as many arguments as options
     priority_max: PriorityMax = 0,
     connections_max: ConnectionsMax = 1000,
     shutdown_s: ShutdownS = 10,
+    settings: Any = None,
 ) -> None:
     """Serve a model: OpenAI's API and SGLang's, on a tiered cache."""
     from tiercel.engine.build import open_engine
@@ -113,29 +86,21 @@ def serve(  # noqa: PLR0913 - a command has as many arguments as options
     from tiercel.server.keys import is_loopback
     from tiercel.server.options import ServerOptions
 
-    cache = replace(
-        o.cache_config(host_memory, layout, copier, save, evict, tail_every_pages),
-        fetch=fetch,
-        fetch_deadline_s=fetch_deadline_s,
-    )
-    config = EngineConfig(
-        cache, running_max=running_max, waiting_max=waiting_max, step_tokens=step_tokens, overlap=overlap
-    )
-    device_bytes = parse_bytes(device_memory, "--device-memory")
-    build = Build(model, page_tokens, format, device_bytes, kernels, exact, store, share)
+    build = o.made(Build, settings, model=model)
+    config = o.made(EngineConfig, settings, cache=o.made(CacheConfig, settings))
     engine, choices = open_engine(build, config)
     with ExitStack() as ending:
         publisher = _publisher(engine, kv_events, kv_events_replay, ending)
         show(choices)
         folder = folder_of(model).absolute()
         names = served_model_name or [model if model == EMBEDDED else folder.name]
-        service = EngineService(engine, names[0], store, publisher)
+        service = EngineService(engine, names[0], build.store, publisher)
         ending.callback(service.close, 0.0)  # whoever listened has waited
         options = ServerOptions(
             api_key=tuple(api_key or ()),
             admin_key=admin_key,
             loopback=is_loopback(host),
-            store_allow=(*(store_allow or ()), *_named(store)),
+            store_allow=(*(store_allow or ()), *_named(build.store)),
             model_names=tuple(names[1:]),
             model_path=str(folder),
             strict=strict,

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from tiercel.cli import options as o
-from tiercel.config import parse_bytes
+from tiercel.config import CacheConfig
 from tiercel.engine.config import Build, EngineConfig
 
 
-def verify(  # noqa: PLR0913 - a command has as many arguments as options
+@o.with_settings(
+    Build, EngineConfig, CacheConfig, without=("store", "fetch", "force_miss"), host_memory="256MiB"
+)
+def verify(
     model: o.Model = o.MODEL,
-    device_memory: o.DeviceMemory = o.DEVICE_MEMORY,
-    host_memory: o.HostMemory = "256MiB",
-    format: o.Format = "fp32",
-    kernels: o.Kernels = "auto",
-    share: o.Share = o.BUILD.share,
     kl: Annotated[float, typer.Option(help="The largest KL that passes.", min=0)] = 0.0,
     dlogprob: Annotated[float, typer.Option(help="The largest |Δlogprob| that passes.", min=0)] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    settings: Any = None,
 ) -> None:
     """Conversations that branch, with every tier forced, compared with a cold run. Exit code 1: it differs.
 
@@ -30,9 +29,8 @@ def verify(  # noqa: PLR0913 - a command has as many arguments as options
     """
     from tiercel.verify import verify as run_verify
 
-    config = EngineConfig(o.cache_config(host_memory, o.CACHE.layout, o.CACHE.copier, "through", "lru", 16))
-    device_bytes = parse_bytes(device_memory, "--device-memory")
-    build = Build(model, format=format, device_bytes=device_bytes, kernels=kernels, share=share)
+    build = o.made(Build, settings, model=model)
+    config = o.made(EngineConfig, settings, cache=o.made(CacheConfig, settings))
     report = run_verify(build, config)
     holds = report.holds(kl=kl, dlogprob=dlogprob)
     if as_json:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tiercel.config import CacheConfig
+from tiercel.config import CacheConfig, check_settings, setting
 from tiercel.errors import ConfigError
 from tiercel.models.families import EMBEDDED
 from tiercel.spec.identity import BITS, SHARES
@@ -17,24 +17,25 @@ class Build:
     """What to serve, and in which memory. The rest of the cache's settings are in `engine.cache`."""
 
     model: str = EMBEDDED
-    page_tokens: int | None = None
+    page_tokens: int | None = setting(None, "Tokens of one page.")
     """None: 128 for the embedded model, whose texts are short, else 256."""
-    format: str = "fp32"
+    format: str = setting("fp32", "How entries are kept: fp32, bf16, fp8.")
     """How entries are kept. fp32: the bits of the model, on a CPU nothing else is faster."""
-    device_bytes: int = 256 * MIB
+    device_bytes: int = setting(
+        256 * MIB, "Device memory for pages and tails.", least=1, memory=True, option="device_memory"
+    )
     """Device memory for pages and tails, which attention reads."""
-    kernels: str = "auto"
-    exact: bool = False
+    kernels: str = setting("auto", "Kernels: auto, native, reference.")
+    exact: bool = setting(False, "Refuse to start if bits depend on the batch.", flag="--exact")
     """Refuse to start on kernels whose bits depend on the batch. False: the start table names them."""
-    store: str | None = None
+    store: str | None = setting(None, "The third tier: file:///path?size=200GiB, redis://…, mooncake://…")
     """URL of a store (`storage.open`); None: there is no third tier."""
-    share: str = BITS
+    share: str = setting(BITS, "Whose stored pages are used: equal bits, or equal numbers.", one_of=SHARES)
     """With whom stored pages are shared. `bits`: those who compute the same bits; so a hit changes nothing.
     `numbers`: also other kernels of the same arithmetic, as in a mixed fleet; last bits may differ."""
 
     def __post_init__(self) -> None:
-        if self.share not in SHARES:
-            raise ConfigError("share", self.share, f"must be one of {', '.join(SHARES)}")
+        check_settings(self)
         if self.exact and self.share != BITS:
             raise ConfigError(
                 "share", self.share, "is not exact: pages of other kernels have other last bits"
@@ -46,28 +47,23 @@ class EngineConfig:
     """How requests share a model."""
 
     cache: CacheConfig = field(default_factory=lambda: CacheConfig(device_pages=256, device_tails=64))
-    running_max: int = 64
+    running_max: int = setting(64, "Requests that compute at once.", least=1)
     """Requests that compute at the same time. Each has rows of its own beside the pages."""
 
-    waiting_max: int = 1024
+    waiting_max: int = setting(1024, "Requests that may wait; more are refused.", least=1)
     """The limit of the queue. A request behind so many others would time out at its client."""
 
-    step_tokens: int = 512
+    step_tokens: int = setting(512, "Tokens of one step.", least=1)
     """Tokens of one step. Four pages keep the matrix kernels busy, and running answers wait for one step."""
 
-    context_tokens: int | None = None
+    context_tokens: int | None = setting(None, "Tokens of the longest text.", least=1)
     """The longest text. None: what the model was made for (`max_position_embeddings`), if it fits."""
 
-    replay: bool = True
+    replay: bool = setting(True, "Compute the last tokens again where no tail is and that is cheaper.")
     """Resume without a tail where computing the last tokens again is exact and cheaper."""
 
-    overlap: bool = True
+    overlap: bool = setting(True, "Decide the next step while one is computed.", flag="--overlap/--plain")
     """Decide the next step while the model computes this one. The answers are the same."""
 
     def __post_init__(self) -> None:
-        for name in ("running_max", "waiting_max", "step_tokens", "context_tokens"):
-            value = getattr(self, name)
-            if name == "context_tokens" and value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(name, value, "must be a whole number of at least 1")
+        check_settings(self)

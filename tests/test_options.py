@@ -1,0 +1,94 @@
+"""Goal: a setting is an option, and reaches what it sets. Method: every option given, field by field."""
+
+from dataclasses import MISSING, fields
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from tiercel.cli import options
+from tiercel.config import CacheConfig
+from tiercel.engine.config import Build, EngineConfig
+from tiercel.errors import ConfigError
+
+KINDS = (Build, EngineConfig, CacheConfig)
+
+
+def taken_from(*arguments, **options_of):
+    """What a command gets that is called so."""
+    got = []
+
+    @options.with_settings(*KINDS, **options_of)
+    def command(model: options.Model = options.MODEL, settings: object = None) -> None:
+        got.append((model, settings))
+
+    app = typer.Typer()
+    app.command()(command)
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == 0, result.output
+    return got[0]
+
+
+def test_without_options_everything_is_as_the_classes_say():
+    model, settings = taken_from()
+    assert model == options.MODEL
+    assert options.made(CacheConfig, settings) == CacheConfig()
+    assert options.made(Build, settings) == Build()
+    assert options.made(EngineConfig, settings, cache=CacheConfig()) == EngineConfig(cache=CacheConfig())
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [(kind, each) for kind in KINDS for each in fields(kind) if "help" in each.metadata],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_every_setting_is_an_option_that_reaches_its_field(kind, field):
+    option = "--" + field.metadata.get("option", field.name).replace("_", "-")
+    if "memory" in field.metadata:
+        given, wanted = [option, "3MiB"], 3 * 1024**2
+    elif field.default is True:
+        given, wanted = ["--plain" if field.name == "overlap" else f"--no-{field.name}"], False
+    elif field.default is False:
+        given, wanted = [option], True
+    elif isinstance(field.default, float):
+        given, wanted = [option, "7.5"], 7.5
+    elif isinstance(field.default, int) or "least" in field.metadata or field.name == "page_tokens":
+        given, wanted = [option, "7"], 7
+    else:
+        wanted = field.metadata.get("one_of", ("other",))[0]
+        given = [option, wanted]
+    assert field.default is not MISSING
+    _, settings = taken_from(*given)
+    assert getattr(options.made(kind, settings), field.name) == wanted
+
+
+def test_a_command_may_leave_settings_out_and_have_defaults_of_its_own():
+    _, settings = taken_from(without=("store",), host_memory="2GiB")
+    assert "store" not in settings and options.made(Build, settings).store is None
+    assert options.made(CacheConfig, settings).host_bytes == 2 * 1024**3
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [
+        (CacheConfig, {"evict": "mru"}),
+        (CacheConfig, {"layout": "sideways"}),
+        (CacheConfig, {"tail_every_pages": 0}),
+        (CacheConfig, {"tails_per_path": True}),
+        (CacheConfig, {"fetch_deadline_s": 0}),
+        (CacheConfig, {"store_timeout_s": "1"}),
+        (CacheConfig, {"host_bytes": -1}),
+        (EngineConfig, {"running_max": 0}),
+        (EngineConfig, {"context_tokens": 0}),
+        (Build, {"share": "everything"}),
+    ],
+)
+def test_a_value_that_breaks_a_rule_is_named(kind, wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        kind(**wrong)
+
+
+def test_a_size_that_is_none_is_named_as_the_user_wrote_it():
+    _, settings = taken_from("--host-memory", "much")
+    with pytest.raises(ConfigError, match="--host-memory"):
+        options.made(CacheConfig, settings)
