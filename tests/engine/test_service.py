@@ -79,6 +79,27 @@ def test_a_name_used_twice_is_refused_and_the_first_goes_on(engine):
     assert serve(engine, talk)[-1].finish is Finish.LENGTH
 
 
+def test_a_name_is_free_again_as_soon_as_its_answer_is_closed(engine):
+    async def talk(service):
+        answer = service.submit(make_ask("a", words(20), 5000))
+        await anext(answer)
+        for _ in range(10):
+            await answer.aclose()
+            answer = service.submit(make_ask("a", words(20), 5000))
+            await anext(answer)
+        leaving = asyncio.create_task(listen(service, make_ask("b", words(3 * PAGE), 30)))
+        for turns in range(5):
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            leaving.cancel()
+            await asyncio.gather(leaving, return_exceptions=True)
+            leaving = asyncio.create_task(listen(service, make_ask("b", words(3 * PAGE), 30)))
+        await answer.aclose()
+        return await leaving
+
+    assert serve(engine, talk)[-1].finish is Finish.LENGTH
+
+
 def test_a_full_queue_refuses_and_what_waits_is_served(engine):
     async def talk(service):
         asks = [listen(service, make_ask(str(i), words(400), 4)) for i in range(40)]

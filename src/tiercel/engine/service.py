@@ -72,33 +72,30 @@ class EngineService:
     # Asking
 
     async def submit(self, ask: Ask) -> AsyncGenerator[Delta, None]:
-        """The answer, delta by delta. Closing it aborts the request. Raises `AskError` or `QueueFull`."""
+        """The answer, delta by delta. Raises `AskError` or `QueueFull` before the first. Closing the generator
+        aborts the request; then its id is free again."""
         if self._ending:
             yield Delta(ask.request_id, Usage(len(ask.prompt)), finish=Finish.ABORT)
             return
         queue: asyncio.Queue[Delta] = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        added = ended = False
 
         def add() -> None:
-            nonlocal added
             self._engine.add(ask)
-            added = True
             self._answers[ask.request_id] = loop, queue
 
-        def abort() -> None:
-            if added:  # if not, the name may be somebody else's
-                self._engine.abort(ask.request_id)
-
+        adding, ended = self._ask(add), False
         try:
-            await asyncio.wrap_future(self._ask(add))
+            await asyncio.wrap_future(adding)
             while not ended:
                 delta = await queue.get()
                 ended = delta.finish is not None
                 yield delta
         finally:
-            if not ended:
-                self._ask(abort)
+            if not (ended or adding.cancel() or adding.exception()):
+                self._ask(lambda: self._engine.abort(ask.request_id))
+                while (await queue.get()).finish is None:
+                    pass
 
     async def flush(self, timeout_s: float) -> int:
         """Empty the cache; wait up to `timeout_s` for pages in use. Returns how many pages stayed."""
