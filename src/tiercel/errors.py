@@ -57,7 +57,7 @@ class LengthError(AskError):
     """A text with more tokens than there is room for. `tokens` may be less than it has, and is too many."""
 
     def __init__(self, field: str, *, tokens: int, tokens_max: int) -> None:
-        super().__init__(field, f"{tokens} tokens", f"the longest context has {tokens_max}")
+        super().__init__(field, f"{tokens} tokens", f"the context is {tokens_max} tokens long")
         self.tokens = tokens
         self.tokens_max = tokens_max
 

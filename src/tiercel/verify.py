@@ -20,11 +20,11 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tiercel.engine.ask import Ask, Sampling
+from tiercel.engine.ask import Answer, Ask, Sampling
 from tiercel.engine.build import open_engine
 from tiercel.engine.config import Build, EngineConfig
 from tiercel.engine.engine import Engine
-from tiercel.engine.offline import Answer, answer_all
+from tiercel.engine.offline import answer_all
 from tiercel.models.families import folder_of
 from tiercel.spec.identity import BITS
 

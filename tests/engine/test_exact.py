@@ -103,7 +103,7 @@ def test_a_text_resumed_by_replay_is_exact(cold):
     turn = [*begin[: 9 * PAGE + 40], *words(20, seed=2)]
     [hit] = run(engine, make_ask("b", turn))
     told = engine.explain("b")
-    assert hit.usage.device_tokens == 9 * PAGE and 0 < told["replayed_tokens"] < 9 * PAGE
+    assert hit.usage.device_tokens == 9 * PAGE and 0 < told.reuse.replay_tokens < 9 * PAGE
     [truth] = run(cold, make_ask("t", turn))
     assert differences(hit, truth) == [0.0] * 8
     settle(engine)

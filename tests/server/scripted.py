@@ -14,7 +14,9 @@ from typing import Any
 import httpx
 
 from tiercel.engine.ask import Ask, Delta, Finish, TokenOut, Usage
+from tiercel.engine.explain import Explanation
 from tiercel.errors import ConfigError, EngineError, InputError, LengthError, StoreError
+from tiercel.policy.resume import Reuse, Why
 from tiercel.server.app import create_app
 from tiercel.server.listen import Server
 from tiercel.server.options import ServerOptions
@@ -22,6 +24,8 @@ from tiercel.server.options import ServerOptions
 WORDS = ("Hello", " world", "!", " and", " again", "one", " two", " three")
 TOKEN_BYTES_MOST = max(map(len, WORDS))
 EOS = 256 + len(WORDS)
+REUSE = Reuse(100, 16, 8, 4, 32, 3, 5, Why.NOT_CACHED)
+"""Of every request."""
 GOODBYE = 50
 """Turns of the loop a request takes to give back what it holds. Who does not wait for it cuts it off."""
 
@@ -221,7 +225,7 @@ class ScriptedService:
         self._seen.clear()
         return self.pages_in_use
 
-    async def attach_store(self, url: str) -> dict[str, Any]:
+    async def attach_store(self, url: str) -> None:
         assert self.store is None
         self.events.append(f"attach {url}")
         await self._store_trouble()
@@ -236,16 +240,14 @@ class ScriptedService:
             "read_bytes_s": None,
             "counters": {"failures": 0},
         }
-        return self.store
 
     async def store_status(self) -> dict[str, Any]:
         return self.store or {"attached": False}
 
-    async def detach_store(self) -> dict[str, Any]:
+    async def detach_store(self) -> None:
         assert self.store is not None
         await self._store_trouble()
         self.store = None
-        return {"attached": False}
 
     async def clear_store(self) -> None:
         assert self.store is not None
@@ -258,9 +260,9 @@ class ScriptedService:
         if self.store_fails:
             raise self.store_fails
 
-    def explain(self, request_id: str) -> dict[str, Any] | None:
+    def explain(self, request_id: str) -> Explanation | None:
         known = {ask.request_id for ask in self.asks}
-        return {"request_id": request_id, "why": "not cached"} if request_id in known else None
+        return Explanation(REUSE, "bits") if request_id in known else None
 
     async def stats(self) -> dict[str, Any]:
         return {

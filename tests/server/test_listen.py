@@ -170,7 +170,7 @@ def test_many_ended_connections_are_one_line_of_log(caplog):
         for client in clients:
             to_end(client)
     lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == 1 and lines[0].startswith("connections ended: 1 waited for longest"), lines
+    assert len(lines) == 1 and lines[0].startswith("connections ended: 1 was idle longest"), lines
     assert not any(record.exc_info for record in caplog.records)
 
 

@@ -221,8 +221,17 @@ def test_an_id_that_is_in_use_is_refused(rid):
 
     refused, again = asyncio.run(both())
     assert refused.status_code == 400
-    assert refused.json()["error"]["param"] == "rid"
+    error = refused.json()["error"]
+    assert error["param"] == ("rid" if isinstance(rid, str) else "rid[1]")
+    assert error["message"] == f"{error['param']} = 'mine': is in use"
     assert again.status_code == 200
+
+
+def test_an_id_twice_in_one_call_is_refused_by_its_place_unless_the_salts_differ():
+    twice = {"text": ["x", "y", "z"], "rid": ["a", "b", "a"]}
+    assert generate(**twice).json()["error"]["message"] == "rid[2] = 'a': is the same as rid[0]"
+    answers = generate(**twice, cache_salt=["s", "t", "u"]).json()
+    assert [each["meta_info"]["id"] for each in answers] == ["a", "b", "a"]
 
 
 @pytest.mark.parametrize(
@@ -266,7 +275,7 @@ def test_what_test_and_benchmark_clients_send_besides_is_taken(harmless):
         ({"logprob_start_len": 3, "return_logprob": True}, "logprob_start_len"),
         ({"lora_path": "x"}, "lora_path"),
         ({"rid": "a b"}, "rid"),
-        ({"text": ["a", "b"], "rid": ["x", "x"]}, "rid"),
+        ({"text": ["a", "b"], "rid": ["x", "x"]}, "rid[1]"),
         ({"token_ids_logprob": [1]}, "token_ids_logprob"),
     ],
     ids=str,

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.server.scripted import ScriptedService, call, talking
+from tests.server.scripted import REUSE, ScriptedService, call, talking
 from tiercel.errors import EngineError
 from tiercel.server.metrics import StatsCollector
 
@@ -104,7 +104,16 @@ def test_a_request_can_be_explained_by_its_id_until_it_is_forgotten():
     with talking(ScriptedService()) as talk:
         name = talk("POST", "/generate", json={"text": "x"}).headers["x-request-id"]
         known = talk("GET", f"/v1/cache/explain/{name}")
-        assert known.json() == {"request_id": name, "why": "not cached"}
+        assert known.json() == {
+            "prompt_tokens": 100,
+            "reused_tokens": {"device": 16, "host": 8, "store": 4},
+            "computed_tokens": 75,
+            "replayed_tokens": 3,
+            "found_tokens": 32,
+            "why_not_more": REUSE.why.value,
+            "summary": str(REUSE),
+            "share": "bits",
+        }
         unknown = talk("GET", "/v1/cache/explain/other")
         assert unknown.status_code == 404
         assert unknown.json()["error"]["code"] == "request_not_found"

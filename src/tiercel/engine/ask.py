@@ -1,6 +1,6 @@
-"""What an engine is asked and what it answers: plain values, the only thing the server and it share.
+"""What an engine is asked and what it answers: plain values.
 
-Ask ──► engine ──► Delta, Delta, …, the last one with `finish`
+Ask ──► engine ──► Delta, Delta, …, the last one with `finish` ──► Answer
 """
 
 from __future__ import annotations
@@ -101,3 +101,25 @@ class Delta(NamedTuple):
     stopped_by: str | int | None = None
     """The stop string or token that ended it."""
     error: str = ""
+
+
+@dataclass
+class Answer:
+    """The Deltas of one ask, added up."""
+
+    request_id: str = ""
+    usage: Usage = Usage(0)
+    tokens: list[TokenOut] = field(default_factory=list)
+    text: str = ""
+    prompt: list[TokenOut] = field(default_factory=list)
+    """The prompt's tokens with their logprobs, if they were asked for."""
+    finish: Finish | None = None
+    stopped_by: str | int | None = None
+    error: str = ""
+
+    def add(self, delta: Delta) -> None:
+        self.request_id, self.usage = delta.request_id, delta.usage
+        self.tokens += delta.tokens
+        self.text += delta.text
+        self.prompt += delta.prompt
+        self.finish, self.stopped_by, self.error = delta.finish, delta.stopped_by, delta.error

@@ -15,6 +15,7 @@ from typing import Any
 from tiercel.cache import TieredCache
 from tiercel.engine.ask import Ask, Delta, Finish
 from tiercel.engine.config import EngineConfig
+from tiercel.engine.explain import Explanation
 from tiercel.engine.runner import LocalRunner
 from tiercel.engine.sampling import check
 from tiercel.engine.scheduler import Scheduler
@@ -82,10 +83,10 @@ class Engine:
         """Forget what is cached; answers how many pages stay because they are in use."""
         return self.cache.flush()
 
-    def explain(self, request_id: str) -> dict[str, Any] | None:
-        """What a request reused, from where, why not more, and with whom stored pages are shared."""
-        told = self.scheduler.explained.get(request_id)
-        return None if told is None else {**told, "share": self.cache.identity.share}
+    def explain(self, request_id: str) -> Explanation | None:
+        """What a request reused. None: the request is not known, or forgotten."""
+        reuse = self.scheduler.explained.get(request_id)
+        return None if reuse is None else Explanation(reuse, self.cache.identity.share)
 
     def stats(self) -> dict[str, Any]:
         own = self.scheduler

@@ -9,29 +9,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Self
 
 from tiercel.config import parse_bytes
-from tiercel.engine.ask import Ask, Delta, Finish, Sampling, TokenOut, Usage
+from tiercel.engine.ask import Answer, Ask, Delta, Sampling
 from tiercel.engine.build import open_engine
 from tiercel.engine.config import Build, EngineConfig
 from tiercel.engine.engine import Engine
 from tiercel.engine.loop import plain_steps
 from tiercel.models.families import EMBEDDED
-
-
-@dataclass
-class Answer:
-    """One answered ask."""
-
-    text: str = ""
-    tokens: list[TokenOut] = field(default_factory=list)
-    prompt: list[TokenOut] = field(default_factory=list)
-    """The prompt's tokens with their logprobs, if they were asked for."""
-    usage: Usage = field(default_factory=lambda: Usage(0))
-    finish: Finish | None = None
-    error: str = ""
 
 
 def answer_all(
@@ -47,11 +34,7 @@ def answer_all(
         while left and len(engine.scheduler.waiting) < engine.config.waiting_max:
             engine.add(left.popleft())
         for delta in next(steps):
-            answer = answers[delta.request_id]
-            answer.tokens += delta.tokens
-            answer.prompt += delta.prompt
-            answer.text += delta.text
-            answer.usage, answer.finish, answer.error = delta.usage, delta.finish, delta.error
+            answers[delta.request_id].add(delta)
     return list(answers.values())
 
 

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from tiercel.engine.ask import Ask, Delta, Finish, Usage
 from tiercel.engine.engine import Engine
+from tiercel.engine.explain import Explanation
 from tiercel.engine.loop import overlapped_steps, plain_steps
 from tiercel.errors import EngineError, StoreError
 from tiercel.events import EventPublisher
@@ -72,8 +73,8 @@ class EngineService:
     # Asking
 
     async def submit(self, ask: Ask) -> AsyncGenerator[Delta, None]:
-        """The answer, delta by delta. Raises `AskError` or `QueueFull` before the first. Closing the generator
-        aborts the request; then its id is free again."""
+        """The answer, delta by delta. Raises `AskError` or `QueueFull` first. Closing it aborts the
+        request; then its id is free again."""
         if self._ending:
             yield Delta(ask.request_id, Usage(len(ask.prompt)), finish=Finish.ABORT)
             return
@@ -107,7 +108,7 @@ class EngineService:
                 return stayed
             await asyncio.sleep(0.01)
 
-    def explain(self, request_id: str) -> dict[str, Any] | None:
+    def explain(self, request_id: str) -> Explanation | None:
         return self._engine.explain(request_id)
 
     async def stats(self) -> dict[str, Any]:
@@ -116,7 +117,7 @@ class EngineService:
 
     # The store
 
-    async def attach_store(self, url: str) -> dict[str, Any]:
+    async def attach_store(self, url: str) -> None:
         """Use a store from now on. Raises `ConfigError` or `StoreError`, and then nothing has happened."""
         mover = await asyncio.to_thread(self._open_store, url)
         try:
@@ -125,7 +126,6 @@ class EngineService:
             threading.Thread(target=mover.close, daemon=True).start()
             raise
         self._store_url = hide(url, url)
-        return await self.store_status()
 
     def _open_store(self, url: str) -> StoreMover:
         store = open_store(url)
@@ -139,12 +139,11 @@ class EngineService:
         store = (await self.stats())["store"]
         return {**store, "url": self._store_url} if store["attached"] else store
 
-    async def detach_store(self) -> dict[str, Any]:
+    async def detach_store(self) -> None:
         """Detach the store and wait until it is closed, for `store_timeout_s` at most."""
         cache = self._engine.cache
         await asyncio.wrap_future(self._ask(cache.detach))
         await _until(lambda: not cache.detaching, cache.config.store_timeout_s)
-        return await self.store_status()
 
     async def clear_store(self) -> None:
         """Have the store forget everything. Raises `StoreError`."""

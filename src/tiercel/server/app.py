@@ -1,4 +1,4 @@
-"""The application: routes, border, errors and schema, put together."""
+"""Builds the application from routes, border, errors and schema."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from tiercel.server.store import AttachRequest
 
 
 def create_app(service: Service, options: ServerOptions) -> FastAPI:
-    """An application of its own: two in one process share nothing. Starting and stopping the service is
-    not its business."""
+    """A new application. Two in one process share nothing. The caller starts and stops the service."""
     app = FastAPI(
         title="tiercel",
         summary="A language model on a tiered KV cache: OpenAI's calls and SGLang's.",

@@ -1,6 +1,6 @@
-"""Asks: from what a call wants to what an engine is asked. Pure; everything wrong is found here.
+"""From the fields of a call to an `Ask`. Pure functions; every mistake is found here.
 
-What the engine checks it calls by its own names; `spelling` says how the call of the client spells them.
+The engine's checks use the engine's field names; `spelling` maps them to the names in the client's call.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from tiercel.server.service import Service
 from tiercel.types import Namespace
 
 DEFAULT_MODEL = "default"
-"""What clients of SGLang call a server's only model if they name none."""
+"""SGLang's clients send this if they name no model."""
 
 
 def model_names(service: Service, options: ServerOptions) -> tuple[str, ...]:
-    """What a client may call the model; the first is what the server calls it."""
+    """The names by which a client may call the model; the first is the server's own."""
     path = () if options.model_path is None else (options.model_path,)
     return tuple(dict.fromkeys((service.model_name, *options.model_names, *path, DEFAULT_MODEL)))
 
 
 def namespace_of(cache_salt: str | None) -> Namespace:
-    """Requests with different salts never share a page; those without one share among themselves."""
+    """Requests with different salts never share a page; those without a salt share with each other."""
     return (cache_salt,) if cache_salt else ()
 
 
 def stop_of(stop: str | Sequence[str] | None, field: str, options: ServerOptions) -> tuple[str, ...]:
-    """Stop strings, within the limits."""
+    """Stop strings, checked against the limits."""
     strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if len(strings) > options.stop_max:
         raise refusal(field, strings, f"has {len(strings)} stop strings, {options.stop_max} are allowed")
@@ -45,7 +45,7 @@ def stop_of(stop: str | Sequence[str] | None, field: str, options: ServerOptions
 
 
 def bias_of(bias: Mapping[str, float] | None, field: str, service: Service) -> dict[int, float]:
-    """JSON has only text as keys."""
+    """The bias by token id. (JSON keys are strings.)"""
     by_token = {int(token): value for token, value in (bias or {}).items()}
     for token in by_token:
         if token >= service.text.vocab_size:
@@ -59,7 +59,7 @@ def _no_token(field: str, token: int, service: Service) -> ApiError:
 
 
 def room(service: Service, prompt: Sequence[int], field: str) -> int:
-    """How many tokens an answer may have. Checks the prompt."""
+    """Checks the prompt, and returns how many tokens the answer may have."""
     if not prompt:
         raise refusal(field, [], "has no tokens")
     vocab_size = service.text.vocab_size
@@ -67,13 +67,13 @@ def room(service: Service, prompt: Sequence[int], field: str) -> int:
         at = next(i for i, token in enumerate(prompt) if not 0 <= token < vocab_size)
         raise _no_token(f"{field}[{at}]", prompt[at], service)
     if len(prompt) > service.context_tokens:
-        message = f"{field} has {len(prompt)} tokens, the longest context has {service.context_tokens}"
+        message = f"{field} has {len(prompt)} tokens, but the context is {service.context_tokens} tokens long"
         raise ApiError(400, message, param=field, code="context_length_exceeded")
     return service.context_tokens - len(prompt)
 
 
 def check(service: Service, ask: Ask, spelling: Mapping[str, str]) -> Ask:
-    """The ask, if it can be answered as it is. Its prompt went through `room`."""
+    """Returns the ask if it can be answered. `room` has checked its prompt."""
     try:
         check_sampling(ask.sampling, service.text.vocab_size)
     except InputError as error:
@@ -84,16 +84,16 @@ def check(service: Service, ask: Ask, spelling: Mapping[str, str]) -> Ask:
     if ask.sampling.max_tokens > left:
         field = spelling.get("max_tokens", "max_tokens")
         message = (
-            f"{field} = {ask.sampling.max_tokens}: the prompt has {len(ask.prompt)} tokens and the longest "
-            f"context {service.context_tokens}, which leaves {left}"
+            f"{field} = {ask.sampling.max_tokens}: the prompt has {len(ask.prompt)} tokens and the context "
+            f"{service.context_tokens}, which leaves {left}"
         )
         raise ApiError(400, message, param=field, code="context_length_exceeded")
     return ask
 
 
 def own_id(request_id: str, owner: str, cache_salt: str | None) -> str:
-    """An id as the engine knows it. It belongs to the key and the salt it came with: two tenants may choose
-    the same, and neither learns of the other's."""
+    """A client's id as the engine knows it: with a digest of API key and salt. So two tenants may use one id,
+    and neither learns about the other."""
     if not owner and not cache_salt:
         return request_id
     digest = hashlib.blake2b(json.dumps([owner, cache_salt or ""]).encode(), digest_size=8).hexdigest()
@@ -101,26 +101,26 @@ def own_id(request_id: str, owner: str, cache_salt: str | None) -> str:
 
 
 def public_id(own: str) -> str:
-    """As its owner knows it. Nobody can choose an id with a slash."""
+    """The id as its client knows it. No client can choose an id with a slash."""
     return own.rpartition("/")[2]
 
 
 def priority_of(priority: int | None, options: ServerOptions) -> int:
-    """Within what whoever runs the server allows."""
+    """The priority, checked against the operator's limit."""
     if abs(priority or 0) > options.priority_max:
         most = options.priority_max
-        why = f"must be from {-most} to {most} (--priority-max)" if most else "is not taken (--priority-max)"
+        why = f"must be from {-most} to {most} (--priority-max)" if most else "must be 0 (--priority-max)"
         raise refusal("priority", priority, why)
     return priority or 0
 
 
 def member_id(request_id: str, index: int) -> str:
-    """Of one prompt of several. The first keeps the name."""
+    """The id of one prompt of a batch. The first prompt keeps the request's id."""
     return f"{request_id}.{index}" if index else request_id
 
 
 def siblings(ask: Ask, n: int, options: ServerOptions, field: str = "n") -> tuple[Ask, ...]:
-    """The same prompt n times: other names, other seeds, and the prompt's logprobs only once."""
+    """The same ask n times, with other ids and seeds. Only the first asks for the prompt's logprobs."""
     if n > options.n_max:
         raise refusal(field, n, f"must be at most {options.n_max}")
     others = (
@@ -136,7 +136,7 @@ def siblings(ask: Ask, n: int, options: ServerOptions, field: str = "n") -> tupl
 
 
 def _derived(seed: int | None, index: int) -> int | None:
-    """By a digest: the second answer of seed 1 is not the first of seed 2."""
+    """A digest, not a sum: the second answer of seed 1 must not be the first of seed 2."""
     if seed is None:
         return None
     digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()

@@ -1,7 +1,7 @@
-"""The body of a request: read within a limit, parsed, checked; every complaint names the field.
+"""The body of a request: read up to a limit, parsed and validated. Every error names the field.
 
-It is read here and not by the framework: after the key was checked, counted while it arrives, and as JSON
-alone (no NaN, no half characters, no numbers in quotes).
+FastAPI does not read it, because here it is read after the key was checked, its bytes are counted while they
+arrive, and only strict JSON is accepted (no NaN, no half characters, no numbers in quotes).
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from starlette.requests import ClientDisconnect, Request
 from tiercel.server.border import visit_of
 from tiercel.server.errors import ApiError, ClientGone, refusal
 
-Model = TypeVar("Model", bound=BaseModel)
+Checked = TypeVar("Checked", bound=BaseModel)
 
 UNSUPPORTED = "unsupported"
-"""The kind of complaint about a field that this server knows of and does not serve."""
+"""The error type for a field that is known and not supported."""
 
 
-async def read_body(request: Request, model: type[Model], bytes_max: int, *, strict: bool = True) -> Model:
-    """The body as a checked value. Fields that nobody knows are refused, or else noted in the visit."""
+async def read_body(
+    request: Request, model: type[Checked], bytes_max: int, *, strict: bool = True
+) -> Checked:
+    """The validated body. Unknown fields are refused if `strict`, or else noted in the visit."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        # Also what keeps a web page from posting here without the browser asking first.
+        # This also stops a web page from posting without a CORS preflight.
         raise refusal("content-type", kind, "must be application/json")
     ignored: set[str] = set()
     body = parse(await _read(request, bytes_max), model, None if strict else ignored)
@@ -53,8 +55,8 @@ def _too_large(bytes_max: int) -> ApiError:
     return ApiError(413, f"the body is longer than {bytes_max:,} B", code="request_too_large")
 
 
-def parse(raw: bytes, model: type[Model], ignored: set[str] | None) -> Model:
-    """`ignored` is filled with unknown fields; None: they are refused."""
+def parse(raw: bytes, model: type[Checked], ignored: set[str] | None) -> Checked:
+    """Unknown fields are added to `ignored`; None: they are refused."""
     try:
         data = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
@@ -70,7 +72,7 @@ def parse(raw: bytes, model: type[Model], ignored: set[str] | None) -> Model:
 
 
 def _whole(data: Any) -> Any:
-    """5.0 is a whole number in JSON. Rare, so it is looked for only when something was wrong."""
+    """Turns 5.0 into 5: JSON has one kind of number. It is rare, so it is tried only after an error."""
     match data:
         case float() if data.is_integer():
             return int(data)
@@ -82,9 +84,9 @@ def _whole(data: Any) -> Any:
 
 
 def _complaint(details: Sequence[ErrorDetails], data: Any) -> ApiError:
-    """One field, and all that is said about it.
+    """One error about one field.
 
-    A union complains once per member: the deepest and furthest is of the member that was meant.
+    A union gives an error for each member. The deepest and last path belongs to the member that was meant.
     """
     paths = [_path(detail, data) for detail in details]
     deepest = max(paths, key=lambda path: (len(path), [name for name in path if isinstance(name, int)]))
@@ -102,10 +104,11 @@ def _complaint(details: Sequence[ErrorDetails], data: Any) -> ApiError:
 
 
 def _path(detail: ErrorDetails, data: Any) -> tuple[str | int, ...]:
-    """Where in the data it is. A location also names members of unions: what is not in the data is that."""
+    """The path of the error in the data. pydantic's location also names union members: they are not in the
+    data and are left out."""
     path: list[str | int] = []
     here = data
-    # A complaint of `fields.Body` is about the part of the request, and names the field beside it.
+    # An error of `fields.Body` has the location of the object; the field's name is in its context.
     loc = (*detail["loc"], detail["ctx"]["field"]) if detail["type"] == UNSUPPORTED else detail["loc"]
     for position, name in enumerate(loc):
         last = position == len(loc) - 1

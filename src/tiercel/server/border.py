@@ -1,10 +1,10 @@
-"""Where a request comes in and an answer goes out: it gets a name, it is counted, and nothing falls through.
+"""The outermost layer: every request gets an id and is counted; every error becomes an answer.
 
-    Border ── name, clock ──► routes ──► handlers
+    Border ── id, clock ────► routes ──► handlers
        ▲                                     │
        └── x-request-id, count, 500 ◄────────┘
 
-Plain ASGI, because it must see a streamed answer to its end.
+It is plain ASGI, because it must see the end of a streamed answer.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from tiercel.server.errors import log, translate
 from tiercel.server.metrics import Metrics
 
 ID_PATTERN = r"^[A-Za-z0-9_-]{1,128}$"
-"""Ids a client may choose. No dots: the server puts one before what it adds, so ids of the two never meet."""
+"""Ids that a client may choose. Only ids that the server derives have a dot, so the two never clash."""
 
 NAME_CHARS, NAMES_TOLD, NAMES_LOGGED = 64, 32, 256
-"""Of an unknown field, of one request, of a server's life."""
+"""Limits for unknown fields: characters of a name, names in a header, names in the log."""
 
 _KEY = "tiercel.visit"
 
@@ -37,19 +37,19 @@ class Visit:
     """One request and its answer, from the first byte to the last."""
 
     ids_live: set[str]
-    """Of all visits, as the engine knows them, to keep them apart."""
+    """The engine's ids of all open visits: one set that all visits share."""
     request_id: str = ""
     owner: str = ""
-    """Whose it is: a digest of the key that was given. Empty where nobody is asked for one."""
+    """A digest of the API key that was given. Empty: no key is needed."""
     started_s: float = field(default_factory=time.perf_counter)
     first_token_s: float | None = None
     status: int | None = None
     ignored: Sequence[str] = ()
-    """Fields of the request that nobody knows."""
+    """Unknown fields of the request."""
     _claimed: set[str] = field(default_factory=set)
 
     def claim(self, ids: Sequence[str]) -> bool:
-        """Takes ids until the end of the visit, unless someone has one of them."""
+        """Reserves ids until the end of the visit. False: another visit has one of them."""
         if not self.ids_live.isdisjoint(ids):
             return False
         self.ids_live.update(ids)
@@ -57,15 +57,15 @@ class Visit:
         return True
 
     def name(self, chosen: str | None, ids_of: Callable[[str], Sequence[str]]) -> bool:
-        """Gives the visit the id that its client chose, and claims what the engine will call its asks.
+        """Sets the id that the client chose in the body, and claims the engine's ids that follow from it.
 
-        False if they are in use. A name that came with the headers, or none, gives way to a new one.
+        False if they are in use. An id from the headers is replaced by a new one instead.
         """
         if self.claim(ids_of(chosen or self.request_id)):
             self.request_id = chosen or self.request_id
             return True
         if chosen is None:
-            self.request_id = _new_name()
+            self.request_id = _new_id()
             return self.claim(ids_of(self.request_id))
         return False
 
@@ -81,7 +81,7 @@ class Visit:
         return time.perf_counter() - self.started_s
 
 
-def _new_name() -> str:
+def _new_id() -> str:
     return f"req-{uuid4().hex}"
 
 
@@ -107,7 +107,7 @@ class Border:
         self.metrics.began()
         visit = scope[_KEY] = Visit(self.ids_live)
         wanted = Headers(scope=scope).get("x-request-id", "")
-        visit.request_id = wanted if re.fullmatch(ID_PATTERN, wanted) else _new_name()
+        visit.request_id = wanted if re.fullmatch(ID_PATTERN, wanted) else _new_id()
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -123,7 +123,7 @@ class Border:
         except (Exception, asyncio.CancelledError) as error:
             if visit.status is not None:
                 if isinstance(error, asyncio.CancelledError):
-                    return  # the server ends, and has waited long enough: uvicorn closes what is open
+                    return  # shutdown, after `shutdown_s`: uvicorn closes the connection
                 raise
             await translate(error).response()(scope, receive, send_named)
         finally:
@@ -131,15 +131,15 @@ class Border:
             self.metrics.ended(_call(scope), visit.status or 499, visit.age_s, visit.first_token_s)
 
     def _warn(self, ignored: Sequence[str]) -> str:
-        """Each name once in the log, all in a header. They are a client's words: made short, ASCII, few."""
+        """Logs each name once; returns all for a header. Names come from clients: short, ASCII, few."""
         names = [re.sub(r"[^\w.-]", "?", name[:NAME_CHARS], flags=re.ASCII) for name in ignored[:NAMES_TOLD]]
         for name in names:
             if name not in self._warned and len(self._warned) < NAMES_LOGGED:
                 self._warned.add(name)
-                log.warning("requests have a field that this server does not know and ignores: %s", name)
+                log.warning("requests have an unknown field, which is ignored: %s", name)
         return ", ".join(names)
 
 
 def _call(scope: Scope) -> str:
-    """The route as it is written, so that there are few names; what has no route has one."""
+    """The path of the route, not of the request: metrics need few names."""
     return getattr(scope.get("route"), "path", "other")

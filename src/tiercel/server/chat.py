@@ -1,4 +1,4 @@
-"""The answer to `/v1/chat/completions`: messages, or pieces of them."""
+"""Answers of `/v1/chat/completions`, complete or as chunks."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tiercel.engine.ask import Delta, TokenOut
+from tiercel.engine.ask import Answer, Delta, TokenOut
 from tiercel.server import logprobs
-from tiercel.server.answers import Answer
+from tiercel.server.answers import finish_reason
 from tiercel.server.protocol import (
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatDelta,
+    ChatFinish,
     ChatLogprobs,
     ChatMessage,
     ChatRequest,
     ChatResponse,
-    FinishReason,
     FunctionOut,
     ToolCallDelta,
     ToolCallOut,
 )
-from tiercel.server.service import Text
 from tiercel.server.usage import sglext, usage_of, usage_so_far, wants_usage
 from tiercel.text.answer import AnswerReader, CallPart, Said
+from tiercel.text.text import Text
 
 
 @dataclass
 class ChatReply:
-    """Writes answers as OpenAI does. All of them answer one prompt."""
+    """Formats answers as OpenAI does. All of them answer one prompt."""
 
     request_id: str
     text: Text
@@ -109,9 +109,9 @@ class ChatReply:
             said = said._replace(calls=said.calls[:1] if said.calls and not said.calls[0].number else ())
         return said
 
-    def _finish(self, index: int, answer: Answer) -> FinishReason | None:
-        called = answer.finish_reason == "stop" and self._readers[index].called
-        return "tool_calls" if called else answer.finish_reason
+    def _finish(self, index: int, answer: Answer) -> ChatFinish | None:
+        reason = finish_reason(answer)
+        return "tool_calls" if reason == "stop" and self._readers[index].called else reason
 
     def _chunk(self, choices: list[ChatChunkChoice], **more: Any) -> ChatChunk:
         return ChatChunk(

@@ -1,4 +1,4 @@
-"""The answer to `/v1/completions`: texts, or pieces of them."""
+"""Answers of `/v1/completions`, complete or as chunks."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tiercel.engine.ask import Delta, TokenOut
+from tiercel.engine.ask import Answer, Delta, TokenOut
 from tiercel.server import logprobs
-from tiercel.server.answers import Answer
+from tiercel.server.answers import finish_reason
 from tiercel.server.protocol import CompletionChoice, CompletionRequest, CompletionResponse
-from tiercel.server.service import Text
 from tiercel.server.usage import sglext, usage_of, usage_so_far, wants_usage
+from tiercel.text.text import Text
 
 
 @dataclass
 class CompletionReply:
-    """Writes answers as OpenAI does: n to each of the prompts, in that order."""
+    """Formats answers as OpenAI does: n for each prompt, in the order of the prompts."""
 
     request_id: str
     text: Text
     body: CompletionRequest
     echoes: Sequence[str]
-    """Per prompt, what is put before the answer: the prompt, or nothing."""
+    """For each prompt the text before its answers: the prompt, or nothing."""
     created: int = field(default_factory=lambda: int(time.time()))
     _offsets: dict[int, int] = field(default_factory=dict)
 
@@ -69,7 +69,7 @@ class CompletionReply:
         prompt: Sequence[TokenOut],
         tokens: Sequence[TokenOut],
     ) -> CompletionChoice:
-        """Text and tokens that are new; of each choice the first begins with the prompt, if it is echoed."""
+        """A choice with the new text and tokens. The first one begins with the prompt, if it is echoed."""
         more: dict[str, Any] = {}
         if index not in self._offsets:
             text = self.echoes[index // self.n] + text
@@ -82,5 +82,5 @@ class CompletionReply:
             logged = logprobs.of_completion(self.text, tokens, self.body.logprobs, offset)
             self._offsets[index] += sum(map(len, logged.tokens))
         return CompletionChoice(
-            index=index, text=text, logprobs=logged, finish_reason=answer.finish_reason, **more
+            index=index, text=text, logprobs=logged, finish_reason=finish_reason(answer), **more
         )

@@ -1,15 +1,15 @@
-"""What a client is told when something is wrong: one shape, OpenAI's, for every call.
+"""Error answers: one shape, OpenAI's, for every call.
 
 {"error": {"message": …, "type": …, "param": the field, "code": for programs}}
 
-InputError          400   a field that can not be used; named
-LengthError         400   a text that can not fit
-CancelledError      503   the server ends
+InputError          400   names the field and what is wrong with it
+LengthError         400   a text is too long
+CancelledError      503   the server is shutting down
 QueueFull           429   with Retry-After
 EngineError         503   the engine has failed; nothing is served until a restart
-ApiError            as it says
+ApiError            its own status
 HTTPException       404, 405 of the routes
-anything else       500   a bug: logged once, told nothing about
+anything else       500   a bug: logged once, no details for the client
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tiercel.errors import EngineError, InputError, LengthError, QueueFull, Tier
 log = logging.getLogger("tiercel.server")
 
 SHOWN_CHARS = 200
-"""Of a wrong value: enough to recognise it, and no echo of a whole prompt."""
+"""How much of a wrong value a message repeats: enough to recognise it, not a whole prompt."""
 
 
 class ErrorDetail(BaseModel):
@@ -44,13 +44,13 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """Every answer that is not the one asked for."""
+    """The body of every error answer."""
 
     error: ErrorDetail
 
 
 class ApiError(TiercelError):
-    """An answer other than 200, ready to be sent."""
+    """An error answer, ready to be sent."""
 
     def __init__(
         self,
@@ -81,16 +81,16 @@ class ApiError(TiercelError):
         return {"error": error}
 
     def response(self) -> Response:
-        # Escaped to ASCII: a header or a path may hold what UTF-8 can not.
+        # ASCII escapes: a message may quote bytes that are not UTF-8.
         return Response(json.dumps(self.body()), self.status, self.headers, "application/json")
 
 
 class ClientGone(TiercelError):
-    """Nobody is there to read the answer."""
+    """The client has closed its connection."""
 
 
 def shown(value: object) -> str:
-    """A value in a message: short."""
+    """A value for a message, cut to `SHOWN_CHARS`."""
     text = repr(value[:SHOWN_CHARS] if isinstance(value, str | list | tuple) else value)
     return text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + "…"
 
@@ -101,24 +101,24 @@ def refusal(param: str, value: object, why: str, code: str = "invalid_value") ->
 
 
 def conflict(param: str, value: object, why: str) -> ApiError:
-    """A field that does not go with another one: what no schema can say."""
+    """A field that is valid alone but not with another field or request. No schema can express this."""
     return refusal(param, value, why, code="conflicting_values")
 
 
 def unexpected() -> ApiError:
-    return ApiError(500, "the server made a mistake; its log says which", code="internal_error")
+    return ApiError(500, "internal error; see the server's log", code="internal_error")
 
 
 def translate(error: Exception | asyncio.CancelledError) -> ApiError:
-    """What a client is told about an error. What nobody foresaw is logged here, and only here."""
+    """The answer for an error. Unexpected errors are logged here, and only here."""
     match error:
         case ApiError():
             return error
         case asyncio.CancelledError():
-            return ApiError(503, "the server is ending", code="aborted")
+            return ApiError(503, "the server is shutting down", code="aborted")
         case LengthError():
             least = f"{error.field} has at least {error.tokens} tokens"
-            message = f"{least}, the longest context has {error.tokens_max}"
+            message = f"{least}, but the context is {error.tokens_max} tokens long"
             return ApiError(400, message, param=error.field, code="context_length_exceeded")
         case QueueFull():
             headers = {"retry-after": str(error.retry_after_s)}

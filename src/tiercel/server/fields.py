@@ -1,7 +1,7 @@
-"""Fields that several calls share: what may stand in a request, as types.
+"""Types of the request fields that several calls share.
 
-A limit that is known only when a server is made (`x-limit`) is written into its schema by `schema` and kept
-by `asks`; all others are kept here, so that schema and server agree.
+pydantic checks the limits that are fixed. Limits that depend on the server (`x-limit`) are checked by `asks`,
+and `schema` writes them into the OpenAPI schema.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ BIAS_TOKENS_MAX = 1024
 
 
 class Body(BaseModel):
-    """A request, or part of one; "5" is not 5.
+    """A request, or an object in one. Types are strict: "5" is not 5.
 
-    A field that is `known` and not served is accepted at a value that asks for nothing, and refused at any
-    other. An unknown field is an error, or ignored and noted if the validation's context is a set of names.
+    A field in `known` is not supported: it may only have a value that changes nothing. An unknown field is an
+    error; if the validation's context is a set, the field's name is added to it instead.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -47,7 +47,7 @@ class Body(BaseModel):
             elif name in cls.known:
                 cls._check_known(name, value)
             elif info.context is None:
-                served[name] = value  # an error of its own
+                served[name] = value  # pydantic refuses it
             else:
                 info.context.add(name)
         return served
@@ -76,12 +76,12 @@ class Body(BaseModel):
 
 
 def _among(value: Any, values: Sequence[Any]) -> bool:
-    """To Python False is 0 and True is 1; to JSON they are not."""
+    """Like `in`, but False is not 0 and True is not 1, as in JSON."""
     return any(isinstance(value, bool) == isinstance(each, bool) and value == each for each in values)
 
 
 def limit(**keywords: str) -> FieldInfo:
-    """Keywords of the schema whose values a server knows: `limit(maximum="n")`."""
+    """JSON schema keywords with the name of a server's limit: `limit(maximum="n")`."""
     info: FieldInfo = Field(json_schema_extra={"x-limit": dict(keywords)})
     return info
 
@@ -90,8 +90,8 @@ TokenId = Annotated[int, Field(ge=0), limit(maximum="token_id")]
 Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Written = Annotated[str, Field(min_length=1)]
 
-StopString = Annotated[str, Field(min_length=1), limit(maxLength="stop_chars")]
-Stop = StopString | Annotated[list[StopString], limit(maxItems="stop")]
+StopText = Annotated[str, Field(min_length=1), limit(maxLength="stop_chars")]
+Stop = StopText | Annotated[list[StopText], limit(maxItems="stop")]
 
 MaxTokens = Annotated[int, Field(ge=0), limit(maximum="context_tokens")]
 Count = Annotated[int, Field(ge=1), limit(maximum="n")]

@@ -1,9 +1,9 @@
-"""An answer that is told again and again, longer each time, as SGLang's `/generate` streams it.
+"""SGLang's stream of `/generate`: every event holds all text, tokens and logprobs so far.
 
-Every event holds all text, tokens and logprobs so far. Written anew for every token that would be work, and
-bytes, by the square of the answer. So each token becomes JSON once, and an event is sent for every token only
-while it is small; a larger one waits until the answer has grown by a part of itself. All events together are
-then a constant times the last one. Clients of SGLang read the last event, or what is new in each.
+If every token caused such an event, work and bytes would be quadratic in the length of the answer. So each
+token is turned into JSON once, and a large event is sent only after the answer has grown by a fraction of its
+size. Then all events together are a constant times the last one. SGLang's clients read the last event, or the
+difference between events.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from dataclasses import dataclass, field
 
 from tiercel.engine.ask import Delta, TokenOut
 from tiercel.server import logprobs
-from tiercel.server.service import Text
+from tiercel.text.text import Text
 
 SMALL_CHARS = 16 << 10
-"""Up to here every token is an event: some 1,600 tokens of text, or 20 with 20 logprobs each."""
+"""Up to this size every token is an event: about 1,600 tokens of text, or 20 with 20 logprobs each."""
 
 GROWTH = 1 / 16
-"""From there on. All events together are at most 17 times the last one, and those before it."""
+"""Growth between larger events: together they are at most 17 times the last one."""
 
 
 @dataclass
-class Parts:
-    """A list in JSON, or a text, to which something is added now and then."""
+class JsonParts:
+    """A JSON list or string that grows at its end."""
 
     pieces: list[str] = field(default_factory=list)
     chars: int = 0
@@ -41,17 +41,17 @@ class Parts:
 
 
 class Growing:
-    """What only grows of one answer, as JSON."""
+    """The growing fields of one answer, as JSON."""
 
     def __init__(self, text: Text | None, *, logged: bool, top: int) -> None:
-        """`text`: for the text of tokens in logprobs, if it is asked for."""
+        """`text`: gives the text of tokens in logprobs; None: they have none."""
         self._text = text
         self._logged = logged
         self._top = top
-        self._said, self._ids = Parts(), Parts()
+        self._said, self._ids = JsonParts(), JsonParts()
         names = ["input_token_logprobs", "output_token_logprobs"] if logged else []
         names += ["input_top_logprobs", "output_top_logprobs"] if logged and top else []
-        self._lists = {name: Parts() for name in names}
+        self._lists = {name: JsonParts() for name in names}
         self._sent = 0
 
     def add(self, delta: Delta) -> None:
@@ -71,7 +71,7 @@ class Growing:
 
     @property
     def due(self) -> bool:
-        """Whether it is time for the next event. The last one is always sent, and nobody asks."""
+        """Whether to send the next event. (The last event is always sent.)"""
         chars = sum(parts.chars for parts in (self._said, self._ids, *self._lists.values()))
         if chars > SMALL_CHARS and chars < self._sent * (1 + GROWTH):
             return False
@@ -79,7 +79,7 @@ class Growing:
         return True
 
     def written(self, meta: str, more: str = "") -> str:
-        """The whole answer so far. `meta` and `more` are objects in JSON: what is new each time."""
+        """The answer so far. `meta` (a JSON object) and `more` (JSON fields) are new for each event."""
         lists = "".join(f',"{name}":[{parts.joined(",")}]' for name, parts in self._lists.items())
         own = f'"text":"{self._said.joined("")}","output_ids":[{self._ids.joined(",")}]'
         return f'{{{own},"meta_info":{meta[:-1]}{lists}}}{more}}}'

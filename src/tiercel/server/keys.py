@@ -1,12 +1,12 @@
-"""Who may call: keys for users, another for whoever runs the server.
+"""Who may call: API keys for users, one admin key for the operator.
 
-    --admin-key given                     admin calls want it, and nothing else opens them
-    only --api-key given                  admin calls want an API key, as all calls do
-    no key, only this machine can connect admin calls want a Host of this machine, and no proxy between
-    no key, others can connect            admin calls are refused
+    --admin-key given                       admin calls need the admin key
+    only --api-key given                    admin calls need an API key, as all calls do
+    no key, only this machine can connect   admin calls need a Host of this machine, and no proxy
+    no key, others can connect              admin calls are refused
 
-A web page of another origin makes no admin call in any of these cases. All are dependencies of the routes,
-checked before a body is read, and the keys are known to the schema.
+A web page of another origin can never make an admin call. The checks are dependencies of the routes: they run
+before a body is read, and the schema lists the keys.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tiercel.server.errors import ApiError
 from tiercel.server.options import ServerOptions
 
 PROXY_HEADERS = ("forwarded", "via", "x-forwarded-for")
-"""Who sends one of these asks for somebody else, who may be anywhere."""
+"""A request with one of these comes from a proxy, so its sender may be on any machine."""
 
 
 class BearerKey(HTTPBearer):
@@ -39,7 +39,7 @@ class BearerKey(HTTPBearer):
 
     async def __call__(self, request: Request) -> None:  # type: ignore[override]
         scheme, _, text = request.headers.get("authorization", "").partition(" ")
-        # Headers are read as Latin-1: this gives back the bytes that were sent.
+        # Headers are decoded as Latin-1: this restores the bytes that were sent.
         given = text.strip().encode("latin-1")
         known = [hmac.compare_digest(given, key) for key in self.keys]
         if scheme.lower() != "bearer" or not any(known):
@@ -50,7 +50,7 @@ class BearerKey(HTTPBearer):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address or a name is this machine's own, and can be reached from nowhere else."""
+    """Whether an address or a name can be reached from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -58,12 +58,12 @@ def is_loopback(host: str) -> bool:
 
 
 async def _refuse() -> None:
-    message = "this server was started without a key, and others than this machine can reach it"
+    message = "this server has no key, and other machines can reach it; start it with --admin-key"
     raise ApiError(403, message, param="authorization", code="admin_key_not_configured")
 
 
 async def _own_origin(request: Request) -> None:
-    """A browser says which page sends it. Only a page that this server sent itself may act on it."""
+    """A browser names the page that sends a request. Only this server's own pages may make admin calls."""
     origin = request.headers.get("origin")
     if origin is not None and _host_of(origin) != request.headers.get("host", "").lower():
         message = f"a page of {origin[:100]!r} may not act on this server"
@@ -71,19 +71,18 @@ async def _own_origin(request: Request) -> None:
 
 
 async def _this_machine(request: Request) -> None:
-    """The connection comes from this machine; but a name that somebody else chose, or a proxy, may have
-    brought it here."""
+    """The connection comes from this machine, but a proxy or a foreign DNS name may have led it here."""
     host = request.headers.get("host", "")
     name = urlsplit(f"//{host}").hostname if _host_of(f"//{host}") else None
     between = [header for header in PROXY_HEADERS if header in request.headers]
     if between or name is None or not is_loopback(name):
-        what = f"Host is {host[:100]!r}" if not between else f"the header {between[0]} is there"
-        message = f"without a key this call is for this machine alone, and {what}; start with --admin-key"
+        what = f"Host is {host[:100]!r}" if not between else f"there is a header {between[0]}"
+        message = f"without a key this call is for this machine only, but {what}; start with --admin-key"
         raise ApiError(403, message, param=between[0] if between else "host", code="foreign_host")
 
 
 def _host_of(url: str) -> str:
-    """Host and port as they are written; nothing if it is no URL."""
+    """Host and port as written; empty if it is not a URL."""
     try:
         return urlsplit(url).netloc.lower()
     except ValueError:

@@ -1,8 +1,8 @@
-"""Fields of OpenAI's, SGLang's and vLLM's requests that this server knows and does not serve.
+"""Fields of OpenAI's, SGLang's and vLLM's requests that this server knows but does not support.
 
-One table per part of a request: a field, and the values at which it asks for nothing. These values are
-accepted, and so is null. Any other value is refused by name (see `fields.Body`). Fields that are served are
-not here: they are fields of the request's class.
+One table for each object of a request: a field, and the values that change nothing. These values and null are
+accepted; any other value is refused, and the error names the field (see `fields.Body`). Supported fields are
+fields of the request's class.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 ANY: Final = "any"
-"""Every value is accepted: the field changes no answer here. It is a hint, a label, or for another call."""
+"""Every value is accepted: the field changes no answer. It is a hint, a label, or for another call."""
 
 Known = dict[str, Sequence[Any] | Literal["any"]]
 
-# What SGLang's three calls share, and mostly what a router or a benchmark writes out.
+# Shared by SGLang's three calls; mostly sent by routers and benchmarks.
 _SGLANG: Known = {
     "bootstrap_host": [],
     "bootstrap_port": [],
@@ -36,7 +36,7 @@ _SGLANG: Known = {
     "session_params": [{}],
 }
 
-# What OpenAI's two calls share, with SGLang's and vLLM's additions to both.
+# Shared by OpenAI's two calls, with SGLang's and vLLM's additions.
 _OPENAI: Known = _SGLANG | {
     "user": ANY,
     # SGLang

@@ -1,11 +1,11 @@
-"""Connections: how many there may be, how long a client may take, and how all of them end.
+"""Connections: how many may be open, how long a client may take, and how they are closed.
 
     connected ── headers_s ──► request ── body_s ──► whole request ──► answer ── idle_s ──► next request …
-                                                                        └── write_s if nobody reads it
+                                                                        └── write_s without a reader
 
-When there are too many, the one that waits longest for its client goes: silent and half-sent connections
-never keep anybody out. When the server ends, running answers have `shutdown_s` to finish; then the service
-ends them, and each says so in its own form.
+If too many connections are open, the one that has waited longest for its client is closed: idle and half-sent
+requests never block new clients. At shutdown, running answers have `shutdown_s` to finish; then the service
+aborts them, and each answer ends with an error.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from tiercel.server.service import Service
 log = logging.getLogger("tiercel.server")
 
 LOG_EVERY_S = 60.0
-"""One line about all connections that were ended since the last one."""
+"""One log line counts all connections closed since the line before."""
 
 FILES_BESIDE = 256
-"""Open files that are no connections: weights, stores, libraries."""
+"""Open files besides connections: weights, stores, libraries."""
 
 FAREWELL_S = 5.0
-"""For the last words to leave, after the answers were ended."""
+"""For sending the rest of the answers after they were aborted."""
 
 
 class Phase(Enum):
@@ -52,7 +52,7 @@ class Phase(Enum):
 
 
 class EndedCount:
-    """Connections that were ended, told in one line now and then."""
+    """Counts closed connections, and logs the counts now and then."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -69,7 +69,7 @@ class EndedCount:
 
 
 class Connection(H11Protocol):
-    """One connection of HTTP/1.1, with a clock."""
+    """One HTTP/1.1 connection with time-outs."""
 
     def __init__(self, *given: Any, options: ServerOptions, ended: EndedCount, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -82,10 +82,10 @@ class Connection(H11Protocol):
 
     @property
     def waits_since_s(self) -> float | None:
-        """Since when it waits for its client; None: the client waits for an answer."""
+        """Since when the connection waits for its client; None: the client waits for an answer."""
         return None if self._phase is Phase.ANSWER else self._since_s
 
-    # What happens to it
+    # Events
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -116,10 +116,10 @@ class Connection(H11Protocol):
         if self._write_timer is not None:
             self._write_timer.cancel()
 
-    # Its clock
+    # Time-outs
 
     def _follow(self) -> None:
-        """A clock of its own for every phase."""
+        """Restarts the timer when the phase changes."""
         phase = self._phase_now()
         if phase is self._phase or self.transport.is_closing():
             return
@@ -127,7 +127,7 @@ class Connection(H11Protocol):
         if self._timer is not None:
             self._timer.cancel()
         limits = {Phase.HEADERS: self._options.headers_s, Phase.BODY: self._options.body_s}
-        if phase in limits:  # what is idle is closed by uvicorn
+        if phase in limits:  # uvicorn closes idle connections
             self._timer = self.loop.call_later(limits[phase], self._late, limits[phase])
 
     def _phase_now(self) -> Phase:
@@ -142,15 +142,15 @@ class Connection(H11Protocol):
         self._end(408, f"sent no whole {self._phase.value} within {limit_s:g} s", "request_timeout")
 
     def _make_room(self) -> None:
-        """The one that waits longest for its client goes, or else the newest: this one."""
+        """Closes the connection that has waited longest for its client; if none waits, this one."""
         others = [each for each in self.connections if isinstance(each, Connection) and each is not self]
         waiting = [each for each in others if each.waits_since_s is not None]
         most = self._options.connections_max
         if waiting:
             oldest = min(waiting, key=lambda each: each.waits_since_s or 0.0)
-            oldest._end(408, f"waited for longest when more than {most:,} were open", "too_many_connections")
+            oldest._end(408, f"was idle longest when more than {most:,} were open", "too_many_connections")
         else:
-            self._end(503, f"came when {most:,} were being answered", "too_many_connections")
+            self._end(503, f"came when {most:,} were busy", "too_many_connections")
 
     def _watch_reader(self, left: int) -> None:
         self._write_timer = self.loop.call_later(self._options.write_s, self._unread, left)
@@ -164,7 +164,7 @@ class Connection(H11Protocol):
             self.transport.abort()
 
     def _end(self, status: int, why: str, code: str) -> None:
-        """Says why, if something was asked and nothing answered yet, and closes."""
+        """Closes the connection. If a request has no answer yet, the answer says why."""
         self._ended.add(why, self.loop.time())
         asked = self.cycle is not None or self.conn.trailing_data[0] or status == 503
         if asked and self._phase is not Phase.IDLE and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
@@ -184,7 +184,7 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """Serves until it is told to end. Closing the service is left to who made it."""
+    """Serves until it is told to stop. The caller closes the service."""
 
     def __init__(self, service: Service, options: ServerOptions, *, shutdown_s: float, **more: Any) -> None:
         options = _with_files(options)
@@ -203,14 +203,14 @@ class Server(uvicorn.Server):
         self._shutdown_s = shutdown_s
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Answers finish, or are ended by the service; connections close behind them."""
+        """Lets answers finish for `shutdown_s`, then has the service abort them; closes all connections."""
         ending = asyncio.get_running_loop().call_later(self._shutdown_s, self._service.abort_all)
         await super().shutdown(sockets)
         ending.cancel()
 
 
 def _with_files(options: ServerOptions) -> ServerOptions:
-    """Every connection is an open file: as many connections as there may be files."""
+    """Raises the limit of open files, or lowers `connections_max`: every connection is an open file."""
     wanted = options.connections_max + FILES_BESIDE
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:

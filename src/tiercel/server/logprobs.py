@@ -1,4 +1,4 @@
-"""Logprobs in the four forms clients read: chat, completions, vLLM's of prompts, SGLang's."""
+"""Logprobs in four forms: chat, completions, vLLM's for prompts, SGLang's."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tiercel.server.protocol import (
     TokenLogprobOut,
     TopLogprobOut,
 )
-from tiercel.server.service import Text
+from tiercel.text.text import Text
 
 LEAST = -9999.0
-"""What OpenAI writes for a token that can not be drawn: JSON has no infinity."""
+"""OpenAI's value for a token with probability 0: JSON has no infinity."""
 
 Triple = tuple[float | None, int, str | None]
-"""SGLang's: logprob, token, its text if that was asked for."""
+"""SGLang's form: logprob, token, and its text if requested."""
 
 
 def finite(logprob: float) -> float:
@@ -44,7 +44,7 @@ def _named(text: Text, token: int, logprob: float | None) -> TopLogprobOut:
 
 
 def of_completion(text: Text, tokens: Sequence[TokenOut], top: int, offset: int) -> CompletionLogprobs:
-    """`offset` is where in the text of the choice the first of the tokens begins."""
+    """`offset`: where the first token begins in the text of the choice."""
     pieces = [text.piece(out.token) for out in tokens]
     offsets = []
     for piece in pieces:
@@ -59,7 +59,7 @@ def of_completion(text: Text, tokens: Sequence[TokenOut], top: int, offset: int)
 
 
 def _best(text: Text, out: TokenOut, top: int) -> dict[str, float] | None:
-    """The best by their text, and the token itself. Of two tokens with one text the better stays."""
+    """The best tokens and the token itself, by text. If two have the same text, the better one is kept."""
     if out.logprob is None:
         return None
     best: dict[str, float] = {}
@@ -69,7 +69,7 @@ def _best(text: Text, out: TokenOut, top: int) -> dict[str, float] | None:
 
 
 def of_prompt(text: Text, tokens: Iterable[TokenOut], top: int) -> PromptLogprobs:
-    """A rank is known only of the best."""
+    """Only the best tokens have a rank."""
     return [None if out.logprob is None else _by_token(text, out, out.logprob, top) for out in tokens]
 
 
@@ -85,7 +85,7 @@ def _by_token(text: Text, out: TokenOut, logprob: float, top: int) -> dict[str, 
 
 
 def triples(text: Text | None, tokens: Iterable[TokenOut]) -> list[Triple]:
-    """Without a text there is none in them."""
+    """`text` None: the triples have no text."""
     return [_triple(text, out.token, out.logprob) for out in tokens]
 
 

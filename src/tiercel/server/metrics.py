@@ -1,12 +1,12 @@
-"""Numbers for Prometheus: what the engine counts, as families with labels, and what only the server sees.
+"""Metrics for Prometheus: the engine's statistics and the server's own.
 
-`Service.stats()` is nested; `FAMILIES` says which levels of it are labels:
+`Service.stats()` is nested; `FAMILIES` says which of its levels are labels:
 
     {"cached_bytes": {"host": {"kv": 5}}}   →   tiercel_cached_bytes{tier="host",stream="kv"} 5
     {"store": {"state": "off"}}             →   tiercel_store_state{state="off"} 1, and 0 for the others
 
-A part of a part is named with a dot. What is below the labels, or not in the table, is joined to the name;
-what is not a number is left out.
+A dot in a key of `FAMILIES` goes one level down. Levels below the labels, and names that are not in the
+table, are joined to the metric's name. Values that are not numbers are left out.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from prometheus_client.registry import Collector
 PREFIX = "tiercel"
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-"""From a cached answer of the embedded model to a long answer in a full queue."""
+"""Histogram buckets: from a cached answer of the embedded model to a long answer in a full queue."""
 
 
 @dataclass(frozen=True)
-class Family:
-    """How one part of the statistics is written."""
+class MetricFamily:
+    """How one part of the statistics becomes a metric."""
 
     name: str
     about: str
     labels: tuple[str, ...] = ()
     grows: bool = False
-    """Whether it is a counter: never falls while the server runs."""
+    """Whether it is a counter: it never falls while the server runs."""
     states: tuple[str, ...] = ()
-    """Of something that is in one of them: a word, written as 1 for this one and 0 for the others."""
+    """For a value that is one of these words: written as 1 for this word and 0 for the others."""
 
     def spread(self, value: Any) -> Any:
         if not self.states:
@@ -44,41 +44,41 @@ class Family:
         return {state: state == value for state in self.states}
 
 
-FAMILIES: Mapping[str, Family] = {
-    "cached_bytes": Family("cached_bytes", "Bytes cached, by tier and stream.", ("tier", "stream")),
-    "moved_bytes": Family(
+FAMILIES: Mapping[str, MetricFamily] = {
+    "cached_bytes": MetricFamily("cached_bytes", "Bytes cached, by tier and stream.", ("tier", "stream")),
+    "moved_bytes": MetricFamily(
         "moved_bytes", "Bytes moved between tiers, by direction and stream.", ("direction", "stream"), True
     ),
-    "moved_s": Family(
+    "moved_s": MetricFamily(
         "moved_seconds", "Time spent moving pages and tails, by direction.", ("direction", "what"), True
     ),
-    "hit_tokens": Family("hit_tokens", "Prompt tokens that were reused, by tier.", ("tier",), True),
-    "pools": Family("pool", "Places of a pool.", ("pool",)),
-    "queue": Family("queue", "Requests, by where they are."),
-    "counters": Family("", "Counted by the cache.", grows=True),
-    "engine": Family("engine", "Counted by the engine.", grows=True),
-    "store.attached": Family("store_attached", "Whether there is a store."),
-    "store.state": Family(
+    "hit_tokens": MetricFamily("hit_tokens", "Prompt tokens that were reused, by tier.", ("tier",), True),
+    "pools": MetricFamily("pool", "Places of a pool.", ("pool",)),
+    "queue": MetricFamily("queue", "Requests, by where they are."),
+    "counters": MetricFamily("", "Counted by the cache.", grows=True),
+    "engine": MetricFamily("engine", "Counted by the engine.", grows=True),
+    "store.attached": MetricFamily("store_attached", "Whether there is a store."),
+    "store.state": MetricFamily(
         "store_state", "Whether the store is used.", ("state",), states=("working", "off", "trying")
     ),
-    "store.records": Family("store_records", "Pages and tails in the store, where that is known."),
-    "store.bytes": Family("store_bytes", "Bytes in the store, where that is known."),
-    "store.saved_bytes": Family("store_saved_bytes", "Bytes written to the store.", grows=True),
-    "store.read_bytes": Family("store_read_bytes", "Bytes read from the store.", grows=True),
-    "store.queued_bytes": Family("store_queued_bytes", "Bytes waiting to be written to the store."),
-    "store.read_bytes_s": Family("store_read_bytes_per_second", "How fast the store was, lately."),
-    "store.compute_tokens_s": Family(
+    "store.records": MetricFamily("store_records", "Pages and tails in the store, where that is known."),
+    "store.bytes": MetricFamily("store_bytes", "Bytes in the store, where that is known."),
+    "store.saved_bytes": MetricFamily("store_saved_bytes", "Bytes written to the store.", grows=True),
+    "store.read_bytes": MetricFamily("store_read_bytes", "Bytes read from the store.", grows=True),
+    "store.queued_bytes": MetricFamily("store_queued_bytes", "Bytes waiting to be written to the store."),
+    "store.read_bytes_s": MetricFamily("store_read_bytes_per_second", "How fast the store was, lately."),
+    "store.compute_tokens_s": MetricFamily(
         "store_compute_tokens_per_second", "How fast tokens are computed that a store might spare, lately."
     ),
-    "store.flaws": Family("store_flaws", "Records that were not what was asked for.", ("flaw",), True),
-    "store.counters": Family("store", "Counted by the store tier.", grows=True),
-    "store.store": Family("store_own", "As the store says."),
-    "events": Family("events", "KV events: batches published, dropped, failed.", grows=True),
+    "store.flaws": MetricFamily("store_flaws", "Records that were not what was asked for.", ("flaw",), True),
+    "store.counters": MetricFamily("store", "Counted by the store tier.", grows=True),
+    "store.store": MetricFamily("store_own", "As the store says."),
+    "events": MetricFamily("events", "KV events: batches published, dropped, failed.", grows=True),
 }
 
 
 class StatsCollector(Collector):
-    """Writes the engine's statistics, as they were when the page was asked for."""
+    """Writes the engine's statistics of the moment the page was requested."""
 
     def __init__(self) -> None:
         self.stats: Mapping[str, Any] = {}
@@ -100,8 +100,8 @@ class StatsCollector(Collector):
         yield from metrics.values()
 
 
-def _parts(stats: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[Family, Any]]:
-    """The statistics, cut where the table has a family."""
+def _parts(stats: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[MetricFamily, Any]]:
+    """The statistics, split into the families of the table."""
     for key, value in stats.items():
         here = (*path, key)
         name = ".".join(here)
@@ -110,7 +110,7 @@ def _parts(stats: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tup
         elif isinstance(value, Mapping) and any(known.startswith(f"{name}.") for known in FAMILIES):
             yield from _parts(value, here)
         else:
-            yield Family("_".join(here), "As the engine says."), value
+            yield MetricFamily("_".join(here), "As the engine says."), value
 
 
 Leaf = tuple[tuple[str, ...], tuple[str, ...], float]
@@ -119,7 +119,7 @@ Leaf = tuple[tuple[str, ...], tuple[str, ...], float]
 def _leaves(
     value: Any, names: tuple[str, ...], labels: tuple[str, ...], words: tuple[str, ...]
 ) -> Iterator[Leaf]:
-    """(label values, words of the name, number) of every number below."""
+    """(label values, words of the name, number) for every number in `value`."""
     if isinstance(value, Mapping):
         for key, below in value.items():
             if names:
@@ -136,7 +136,7 @@ def _name(words: tuple[str, ...]) -> str:
 
 
 class Metrics:
-    """One server's numbers, in a registry of its own: two servers in one process do not mix."""
+    """One server's metrics. It has its own registry: two servers in one process do not mix."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -172,6 +172,6 @@ class Metrics:
             self._first_token.labels(call).observe(first_token_s)
 
     def page(self, stats: Mapping[str, Any]) -> bytes:
-        """What Prometheus reads, with the engine's statistics of now."""
+        """The page that Prometheus reads, with the engine's current statistics."""
         self._stats.stats = stats
         return generate_latest(self.registry)

@@ -1,6 +1,6 @@
-"""SGLang's own call, `/generate`, as benchmark and test clients of this field use it.
+"""SGLang's `/generate`.
 
-A request is one prompt or a batch; most fields may be one value for all, or a list with one for each.
+A request is one prompt or a batch. Most fields are one value for all prompts, or a list with one for each.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tiercel.engine.ask import Ask, Delta, Sampling
+from tiercel.engine.ask import Answer, Ask, Delta, Sampling
 from tiercel.server import asks, keys, known, schema
-from tiercel.server.answers import Answer, Family
+from tiercel.server.answers import AskGroup, finish_reason
 from tiercel.server.border import Visit, visit_of
 from tiercel.server.errors import conflict
 from tiercel.server.fields import (
@@ -45,8 +45,8 @@ from tiercel.server.logprobs import Triple
 from tiercel.server.protocol import CachedByTier
 from tiercel.server.reply import Front, respond
 from tiercel.server.schema import gives
-from tiercel.server.service import Text
 from tiercel.server.usage import cached_by_tier
+from tiercel.text.text import Text
 
 MAX_NEW_TOKENS = 128
 """SGLang's default."""
@@ -101,7 +101,7 @@ StartLen = Annotated[int, Field(ge=-1), limit(maximum="context_tokens")]
 class GenerateRequest(Body):
     known = known.GENERATE
 
-    # One of the two.
+    # Either `text` or `input_ids`.
     model_config = ConfigDict(
         json_schema_extra={
             "oneOf": [
@@ -154,7 +154,7 @@ class MetaInfo(BaseModel):
 
 
 class Generated(BaseModel):
-    """Whole, or what is known so far: text and tokens of a stream grow."""
+    """A complete answer, or the answer so far as an event of a stream."""
 
     text: str
     output_ids: list[int]
@@ -162,14 +162,14 @@ class Generated(BaseModel):
     index: int | None = None
 
 
-# --- from one to the other ---
+# --- from request to answer ---
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Item:
-    """One prompt of a request, with what is said about it."""
+    """One prompt of a request with its own fields."""
 
     field: str
     prompt: str | list[int]
@@ -183,21 +183,22 @@ class Item:
 
 @dataclass
 class NativeReply:
-    """Writes answers as SGLang does: whole ones, or ever longer ones."""
+    """Formats answers as SGLang does: complete, or as events that grow."""
 
     text: Text | None
-    """For the text of tokens in logprobs, if it is asked for."""
+    """Gives the text of tokens in logprobs; None: they have none."""
     items: Sequence[Item]
-    """Of each answer."""
+    """The prompt of each answer."""
     alone: bool
+    """One prompt and one answer: the response is not a list."""
     visit: Visit
     _growing: dict[int, Growing] = field(default_factory=dict)
 
     def whole(self, answers: Sequence[Answer]) -> str:
         every = []
         for index, answer in enumerate(answers):
-            tokens, prompt = tuple(answer.tokens), answer.prompt
-            everything = Delta(answer.ask.request_id, answer.usage, tokens, answer.text, prompt)
+            tokens, prompt = tuple(answer.tokens), tuple(answer.prompt)
+            everything = Delta(answer.request_id, answer.usage, tokens, answer.text, prompt)
             every.append(self._grown(index, everything).written(self._meta(answer)))
         return every[0] if self.alone else f"[{','.join(every)}]"
 
@@ -217,10 +218,10 @@ class NativeReply:
         return self._growing[index]
 
     def _meta(self, answer: Answer) -> str:
-        """All but what `Growing` writes."""
+        """The fields of `meta_info` that `Growing` does not write."""
         usage = answer.usage
         return MetaInfo(
-            id=asks.public_id(answer.ask.request_id),
+            id=asks.public_id(answer.request_id),
             finish_reason=_finish(answer),
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
@@ -231,7 +232,7 @@ class NativeReply:
 
 
 def _finish(answer: Answer) -> FinishReason | None:
-    match answer.finish_reason:
+    match finish_reason(answer):
         case None:
             return None
         case "length":
@@ -252,18 +253,18 @@ class Native:
         self.front.check_ready()
         body = await self.front.read(request, GenerateRequest)
         alone, items = self._items(body, visit_of(request))
-        families = await self.front.off_loop(lambda: [self._family(item, body) for item in items])
-        of_answers = [item for item, family in zip(items, families, strict=True) for _ in family]
+        groups = await self.front.off_loop(lambda: [self._group(item, body) for item in items])
+        of_answers = [item for item, group in zip(items, groups, strict=True) for _ in group]
         reply = NativeReply(
             text=self.service.text if body.return_text_in_logprobs else None,
             items=of_answers,
             alone=alone and len(of_answers) == 1,
             visit=visit_of(request),
         )
-        return await respond(self.front, request, families, reply, stream=bool(body.stream))
+        return await respond(self.front, request, groups, reply, stream=bool(body.stream))
 
     def _items(self, body: GenerateRequest, visit: Visit) -> tuple[bool, list[Item]]:
-        """Whether it is a single prompt, and every prompt with what belongs to it."""
+        """Whether the request is a single prompt, and each prompt with its fields."""
         alone, fields, prompts = _prompts(body)
         count = len(prompts)
         self.front.check_batch(fields[0].partition("[")[0], count)
@@ -278,7 +279,7 @@ class Native:
             for each in zip(fields, prompts, params, logged, starts, tops, ids, salts, strict=True)
         ]
 
-    def _family(self, item: Item, body: GenerateRequest) -> Family:
+    def _group(self, item: Item, body: GenerateRequest) -> AskGroup:
         prompt = item.prompt
         if isinstance(prompt, str):
             most = self.service.context_tokens
@@ -299,9 +300,7 @@ class Native:
         if not item.logprob or item.start < 0:
             return None
         if item.start > tokens:
-            raise conflict(
-                "logprob_start_len", item.start, f"is behind the prompt, which has {tokens} tokens"
-            )
+            raise conflict("logprob_start_len", item.start, f"is after the prompt, which has {tokens} tokens")
         return None if item.start == tokens else item.start
 
     def _sampling(self, item: Item, room: int) -> Sampling:
@@ -330,9 +329,9 @@ class Native:
 
 
 def _prompts(body: GenerateRequest) -> tuple[bool, list[str], list[str | list[int]]]:
-    """Whether there is one alone, where each stands, and what it is."""
+    """Whether the request is a single prompt; the field of each prompt; the prompts."""
     if (body.text is None) == (body.input_ids is None):
-        raise conflict("text", body.text, "either this or input_ids must be given, and not both")
+        raise conflict("text", body.text, "either text or input_ids must be given, not both")
     name, given = ("input_ids", body.input_ids) if body.text is None else ("text", body.text)
     if isinstance(given, str) or (given and isinstance(given[0], int)):
         return True, [name], [given]
@@ -352,8 +351,8 @@ def _each(field: str, value: T | list[T] | None, default: T, count: int) -> list
 
 
 def _ids(rid: str | list[str] | None, salts: Sequence[str], visit: Visit) -> list[str]:
-    """Of each prompt, as the engine knows it: the client's, if it gave some. They are in use until the answer
-    is sent."""
+    """The engine's id of each prompt, from the client's `rid` if given. They are in use until the answer is
+    sent."""
 
     def own(names: Sequence[str]) -> list[str]:
         return [asks.own_id(name, visit.owner, salt) for name, salt in zip(names, salts, strict=True)]
@@ -366,13 +365,14 @@ def _ids(rid: str | list[str] | None, salts: Sequence[str], visit: Visit) -> lis
             raise conflict("rid", rid, "is in use")
         return members(visit.request_id)
     names = _each("rid", rid, "", len(salts))
-    if len(set(names)) < len(names):
-        raise conflict("rid", rid, "has the same id twice")
-    for name, own_id in zip(names, own(names), strict=True):
+    own_ids = own(names)
+    for index, own_id in enumerate(own_ids):
         if not visit.claim([own_id]):
-            raise conflict("rid", name, "is in use")
+            first = own_ids.index(own_id)
+            why = "is in use" if first == index else f"is the same as rid[{first}]"
+            raise conflict(f"rid[{index}]", names[index], why)
     visit.request_id = names[0]
-    return own(names)
+    return own_ids
 
 
 def router(front: Front) -> APIRouter:

@@ -1,4 +1,4 @@
-"""OpenAI's calls: chat, completions, models. From their words to asks, and back."""
+"""OpenAI's calls: chat, completions, models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from tiercel.engine.ask import Ask, Sampling
 from tiercel.server import asks, keys, schema
-from tiercel.server.answers import Family
+from tiercel.server.answers import AskGroup
 from tiercel.server.border import visit_of
 from tiercel.server.chat import ChatReply
 from tiercel.server.completions import CompletionReply
@@ -25,16 +25,17 @@ from tiercel.server.protocol import (
     CompletionResponse,
     ModelCard,
     ModelList,
-    Wish,
+    OpenAIRequest,
 )
 from tiercel.server.reply import Front, respond
 from tiercel.server.schema import gives
-from tiercel.server.service import Service, Text
+from tiercel.server.service import Service
+from tiercel.text.text import Text
 
 COMPLETION_TOKENS = 16
-"""OpenAI's default for completions. A chat goes on until it ends or the context is full."""
+"""OpenAI's default for completions. A chat may fill the context."""
 
-Asked = TypeVar("Asked", bound=Wish)
+Asked = TypeVar("Asked", bound=OpenAIRequest)
 
 SPELLING = {"stop_tokens": "stop_token_ids"}
 CHAT_SPELLING = SPELLING | {"logprobs": "top_logprobs"}
@@ -56,7 +57,7 @@ class OpenAI:
             raise conflict("top_logprobs", body.top_logprobs, "needs logprobs to be true")
         tools = body.callable_tools
         if tools and not self.service.text.calls:
-            why = "this model has no format of tool calls that is known here"
+            why = "the tool call format of this model is not supported"
             raise ApiError(400, f"tools: {why}", param="tools", code="no_tools")
         prompt = await self.front.off_loop(
             partial(
@@ -86,35 +87,35 @@ class OpenAI:
         if body.max_completion_tokens is not None:
             spelling = CHAT_SPELLING | {"max_tokens": "max_completion_tokens"}
         asks.check(self.service, ask, spelling)
-        family = asks.siblings(ask, body.n or 1, self.front.options)
+        group = asks.siblings(ask, body.n or 1, self.front.options)
         thinks = prompt.thinks and body.separate_reasoning is not False
         reply = ChatReply(
             visit_of(request).request_id, self.service.text, body, thinks=thinks, calls=bool(tools)
         )
-        return await respond(self.front, request, [family], reply, stream=bool(body.stream))
+        return await respond(self.front, request, [group], reply, stream=bool(body.stream))
 
     async def completions(self, request: Request) -> Response:
         """Continue one text or several. With `stream`, as server-sent events."""
         body = await self._read(request, CompletionRequest)
         n = body.n or 1
         if body.best_of is not None and body.best_of != n:
-            raise conflict("best_of", body.best_of, f"only as many answers as are returned: n = {n}")
+            raise conflict("best_of", body.best_of, f"must be equal to n, which is {n}")
         prompts = _given(body.prompt)
         self.front.check_batch("prompt", len(prompts))
         own_id, text = self._own_id(request, body), self.service.text
 
-        def made() -> tuple[list[Family], list[str]]:
-            families: list[Family] = []
+        def made() -> tuple[list[AskGroup], list[str]]:
+            groups: list[AskGroup] = []
             for index, given in enumerate(prompts):
                 ask = self._completion(asks.member_id(own_id, index), body, given)
-                families.append(asks.siblings(ask, n, self.front.options))
-            return families, [given.written(text) if body.echo else "" for given in prompts]
+                groups.append(asks.siblings(ask, n, self.front.options))
+            return groups, [given.written(text) if body.echo else "" for given in prompts]
 
-        families, echoes = await self.front.off_loop(made)
+        groups, echoes = await self.front.off_loop(made)
         reply = CompletionReply(visit_of(request).request_id, text, body, echoes)
-        return await respond(self.front, request, families, reply, stream=bool(body.stream))
+        return await respond(self.front, request, groups, reply, stream=bool(body.stream))
 
-    def _completion(self, request_id: str, body: CompletionRequest, given: Given) -> Ask:
+    def _completion(self, request_id: str, body: CompletionRequest, given: GivenPrompt) -> Ask:
         tokens = given.tokens(self.service)
         room = asks.room(self.service, tokens, given.field)
         max_tokens = min(COMPLETION_TOKENS, room) if body.max_tokens is None else body.max_tokens
@@ -130,12 +131,12 @@ class OpenAI:
         return asks.check(self.service, ask, SPELLING)
 
     async def models(self) -> Response:
-        """The one model that is served, once for each of its names."""
+        """The served model, once under each of its names."""
         cards = [self._card(name) for name in self.names]
         return JSONResponse(ModelList(object="list", data=cards).model_dump())
 
     async def model(self, model: str) -> Response:
-        """The one model that is served, by its name."""
+        """The served model, by one of its names."""
         self._check_model(model)
         return JSONResponse(self._card(model).model_dump())
 
@@ -151,14 +152,14 @@ class OpenAI:
             raise conflict("rid" if body.rid else "request_id", wanted, "is in use")
         return body
 
-    def _own_id(self, request: Request, body: Wish) -> str:
+    def _own_id(self, request: Request, body: OpenAIRequest) -> str:
         visit = visit_of(request)
         return asks.own_id(visit.request_id, visit.owner, body.cache_salt)
 
     def _check_model(self, name: str) -> None:
         if name not in asks.model_names(self.service, self.front.options):
             listed = ", ".join(map(repr, self.names))
-            message = f"model {name[:100]!r} is not served here; the model that is has the names {listed}"
+            message = f"model {name[:100]!r} is not served here; the served model has the names {listed}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def _card(self, name: str) -> ModelCard:
@@ -172,8 +173,8 @@ class OpenAI:
             max_model_len=self.service.context_tokens,
         )
 
-    def _sampling(self, body: Wish, *, max_tokens: int, logprobs: int | None) -> Sampling:
-        """Where nothing is said, OpenAI's defaults, which are ours."""
+    def _sampling(self, body: OpenAIRequest, *, max_tokens: int, logprobs: int | None) -> Sampling:
+        """Fields that are not given have the defaults of `Sampling`, which are OpenAI's."""
         counts = [count for count in (logprobs, body.prompt_logprobs) if count is not None]
         given = {
             "temperature": body.temperature,
@@ -198,8 +199,8 @@ class OpenAI:
 
 
 @dataclass(frozen=True)
-class Given:
-    """One prompt of a request, and its place there."""
+class GivenPrompt:
+    """One prompt of a request, and the field it stands in."""
 
     field: str
     prompt: str | list[int]
@@ -215,11 +216,11 @@ class Given:
         return self.prompt if isinstance(self.prompt, str) else text.decode(self.prompt)
 
 
-def _given(prompt: str | list[str] | list[int] | list[list[int]]) -> list[Given]:
+def _given(prompt: str | list[str] | list[int] | list[list[int]]) -> list[GivenPrompt]:
     if isinstance(prompt, str) or isinstance(prompt[0], int):
-        return [Given("prompt", prompt)]
+        return [GivenPrompt("prompt", prompt)]
     many = cast(list[str | list[int]], prompt)
-    return [Given(f"prompt[{index}]", each) for index, each in enumerate(many)]
+    return [GivenPrompt(f"prompt[{index}]", each) for index, each in enumerate(many)]
 
 
 def router(front: Front) -> APIRouter:

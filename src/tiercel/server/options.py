@@ -1,4 +1,4 @@
-"""How the server is run: keys and limits, checked once. Every default carries its reason."""
+"""Options of the server: keys, limits, time-outs. Checked once; every default has its reason."""
 
 from __future__ import annotations
 
@@ -20,70 +20,70 @@ LEAST = {
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What whoever starts a server decides. Host and port are not here: they are uvicorn's."""
+    """The operator's choices. Host and port are uvicorn's, not here."""
 
     api_key: str | tuple[str, ...] | None = None
-    """One of them is asked of everyone who wants an answer. None: nobody is asked."""
+    """Clients must send one of these keys. None: no key is needed."""
 
     admin_key: str | None = None
-    """Asked for calls that act on the server itself. None: an API key is; where there is none, see `keys`."""
+    """The key for admin calls. None: an API key opens them; without any key, see `keys`."""
 
     loopback: bool = False
-    """Whether only this machine can connect. False is the careful answer."""
+    """Whether only this machine can connect. False is the safe default."""
 
     store_allow: tuple[str, ...] = ()
-    """Stores that may be attached over HTTP (`storage.allow`). None: a URL makes the server open files and
-    connections with its own rights."""
+    """Stores that may be attached over HTTP (`storage.allow`). None by default, because the server opens a
+    store's files and connections with its own rights."""
 
     model_names: tuple[str, ...] = ()
-    """Names of the model for clients besides the service's own. Its path is one in any case."""
+    """More names of the model for clients, besides the service's own and its path."""
 
     model_path: str | None = None
-    """The folder of model and tokenizer, for clients that load the tokenizer. None: only a name is known."""
+    """The model's folder, for clients that load the tokenizer. None: only the name is known."""
 
     strict: bool = False
-    """Whether a field that nobody knows is refused. False: it is ignored, which is what clients of the
-    field's other servers are used to; the log and a header name it."""
+    """Whether unknown fields are refused. False: they are ignored, as other servers do; the log and a header
+    name them."""
 
     body_bytes_max: int = 8 << 20
-    """8 MiB: a million tokens as numbers. What is longer is refused while it is being read."""
+    """8 MiB: a million tokens as numbers. A longer body is refused while it is read."""
 
     n_max: int = 16
     """Answers to one prompt."""
 
     stop_max: int = 16
-    """Stop strings of one request. OpenAI allows 4; test clients of this field send more."""
+    """Stop strings of one request. OpenAI allows 4; common test clients send more."""
 
     stop_chars_max: int = 256
-    """So many characters of each answer may be held back, and are compared at each step."""
+    """Characters of a stop string. An answer may hold back as many."""
 
     batch_max: int = 64
-    """Prompts in one call: those who have more make more calls, which queue fairly."""
+    """Prompts in one call. More prompts need more calls, which queue fairly."""
 
     priority_max: int = 0
-    """`priority` of a request, up or down. 0: nobody may set one, because everybody would."""
+    """Requests may set `priority` from -N to N. 0: none may, because otherwise all would."""
 
     connections_max: int = 1000
-    """Below what most systems let a process open. When there are more, the one that waits longest goes."""
+    """Below the usual limit of open files. If there are more, the one idle for longest is closed."""
 
     headers_s: float = 10.0
-    """From a connection, or the first byte of a request, to the end of its headers: they fit one packet."""
+    """From the connection, or the first byte of a request, to the end of the headers: they fit one packet."""
 
     body_s: float = 60.0
-    """For the body: the longest one at 1 Mbit/s."""
+    """For the body: enough for the longest one at 1 Mbit/s."""
 
     idle_s: float = 75.0
-    """Between two requests. Longer than the 60 s of most proxies, so that it is they who close."""
+    """Between two requests. Longer than the 60 s of most proxies, so that the proxy closes first."""
 
     write_s: float = 60.0
-    """For a client that reads nothing of its answer. Meanwhile the answer is kept for it."""
+    """How long a client may read nothing of its answer."""
 
     def __post_init__(self) -> None:
         admin_keys = () if self.admin_key is None else (self.admin_key,)
         for name, keys in (("api_key", self.api_keys), ("admin_key", admin_keys)):
             for key in keys:
                 if not isinstance(key, str) or not key or key != key.strip():
-                    raise ConfigError(name, "…", "must be text without blanks around it, or not given")
+                    raise ConfigError(name, "…", "must not be empty or begin or end with a blank")
         for url in self.store_allow:
             check_allow(url)
         for name, least in LEAST.items():

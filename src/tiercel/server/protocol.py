@@ -1,7 +1,4 @@
-"""OpenAI's words: requests as they are checked, answers as the official client reads them.
-
-Fields that this server knows and does not serve are in the tables of `known`.
-"""
+"""OpenAI's requests and answers as pydantic models. Fields that are not supported are in `known`."""
 
 from __future__ import annotations
 
@@ -53,8 +50,8 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
-class Wish(Body):
-    """What chat and completions share."""
+class OpenAIRequest(Body):
+    """The fields that chat and completions share."""
 
     model: Annotated[str, limit(enum="models")] | None = None
     max_tokens: MaxTokens | None = None
@@ -73,7 +70,7 @@ class Wish(Body):
     frequency_penalty: Penalty | None = None
     logit_bias: Bias | None = None
 
-    # Beyond OpenAI, with the names vLLM and SGLang gave them.
+    # Not OpenAI's: named as in vLLM and SGLang.
     top_k: TopK | None = None
     min_p: Share | None = None
     repetition_penalty: Repetition | None = None
@@ -87,13 +84,13 @@ class Wish(Body):
 
     @property
     def answered_as(self) -> str:
-        """The model's name in the answer. The call has put it where the client gave none."""
+        """The model's name in the answer. If the client gave none, the call has set it."""
         assert self.model is not None
         return self.model
 
 
 class CacheControl(Body):
-    """A point after which the text may go on differently, as Anthropic's clients mark it."""
+    """Marks a point after which texts may differ, as Anthropic's clients do."""
 
     known = known.CACHE_CONTROL
 
@@ -134,13 +131,13 @@ class Message(Body):
     tool_call_id: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """What a chat template is given."""
+        """The message for a chat template."""
         names = {"role", "content", "cache_control", "tool_call_id"}
         return self.model_dump(include=names, exclude_unset=True)
 
 
 class AssistantMessage(Body):
-    """What an assistant said, thought and called, as it comes back from a client."""
+    """An earlier answer, as the client sends it back: content, reasoning, tool calls."""
 
     known = known.ASSISTANT_MESSAGE
 
@@ -149,11 +146,11 @@ class AssistantMessage(Body):
     cache_control: CacheControl | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    """vLLM's word for it."""
+    """vLLM's name of `reasoning_content`."""
     tool_calls: list[ToolCall] | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """What a chat template is given."""
+        """The message for a chat template."""
         given = self.model_dump(include={"role", "content", "cache_control"}, exclude_unset=True)
         more = {
             "reasoning_content": self.reasoning_content or self.reasoning,
@@ -179,7 +176,7 @@ def _as_given(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
 
 
 class Function(Body):
-    """A function that the model may call. `strict` is not kept by force."""
+    """A function that the model may call. `strict` is not enforced."""
 
     name: Annotated[str, Field(pattern=r'^[^"<>\s]{1,128}$')]
     description: str | None = None
@@ -190,12 +187,12 @@ class Function(Body):
 class Tool(Body):
     type: Literal["function"]
     function: Annotated[Function, WrapValidator(_as_given)]
-    """A dictionary, as it was given: the model reads its fields in this order."""
+    """The dictionary as it was sent: the model reads its fields in this order."""
 
 
 def _free(choice: Any) -> Any:
     if choice not in (None, "none", "auto"):
-        why = 'no call can be forced here: only "none" and "auto" are supported'
+        why = 'a call can not be forced: only "none" and "auto" are supported'
         raise PydanticCustomError(UNSUPPORTED, why, {"field": "tool_choice"})
     return choice
 
@@ -209,10 +206,10 @@ class Thinking(Body):
     type: Literal["enabled", "disabled"]
 
 
-class ChatRequest(Wish):
+class ChatRequest(OpenAIRequest):
     known = known.CHAT
 
-    # The best tokens are told only beside the token itself.
+    # `top_logprobs` needs `logprobs`.
     model_config = ConfigDict(
         json_schema_extra={
             "anyOf": [
@@ -238,14 +235,14 @@ class ChatRequest(Wish):
 
     @property
     def callable_tools(self) -> list[dict[str, Any]]:
-        """What the model is told of."""
+        """The tools that the model is told about."""
         if self.tool_choice == "none":
             return []
         return [{"type": tool.type, "function": cast(Any, tool.function)} for tool in self.tools or ()]
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
-        """What a chat template is given beside the conversation. Templates know two names of the switch."""
+        """Variables for the chat template. Templates know two names of the switch for thinking."""
         given: dict[str, Any] = {}
         if self.reasoning_effort is not None:
             given["reasoning_effort"] = self.reasoning_effort
@@ -263,7 +260,7 @@ PromptField = (
 )
 
 
-class CompletionRequest(Wish):
+class CompletionRequest(OpenAIRequest):
     known = known.COMPLETION
 
     prompt: PromptField
@@ -286,7 +283,7 @@ class CachedByTier(BaseModel):
 
 
 class SglExt(BaseModel):
-    """What SGLang adds to an answer."""
+    """SGLang's addition to an answer."""
 
     cached_tokens_details: CachedByTier
 
@@ -342,14 +339,14 @@ class ChatMessage(BaseModel):
     tool_calls: list[ToolCallOut] | None = None
 
 
-FinishReason = Literal["stop", "length", "tool_calls"]
+ChatFinish = Literal["stop", "length", "tool_calls"]
 
 
 class ChatChoice(BaseModel):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinish
 
 
 class ChatResponse(BaseModel):
@@ -382,7 +379,7 @@ class ChatChunkChoice(BaseModel):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinish | None
 
 
 class ChatChunk(BaseModel):
@@ -412,7 +409,7 @@ class CompletionChoice(BaseModel):
 
 
 class CompletionResponse(BaseModel):
-    """Whole, or one piece of a stream."""
+    """A complete answer, or one event of a stream."""
 
     id: str
     object: Literal["text_completion"]

@@ -1,4 +1,4 @@
-"""How one call writes its answers, and the one place that sends them."""
+"""`Reply`: how a call formats its answers. `respond`: the one function that sends them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tiercel.engine.ask import Delta
-from tiercel.server.answers import Answer, Family, Step, steps
+from tiercel.engine.ask import Answer, Delta
+from tiercel.server.answers import AnswerDelta, AskGroup, answer_deltas
 from tiercel.server.body import read_body
 from tiercel.server.border import Visit, visit_of
 from tiercel.server.errors import ApiError, ClientGone
@@ -24,13 +24,13 @@ from tiercel.server.service import Service
 from tiercel.server.sse import EventStream
 
 Asked = TypeVar("Asked", bound=BaseModel)
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 TEXT_THREADS = 4
-"""Long texts take seconds each, and a short one should find a thread. Tokenizing needs no GIL."""
+"""A long text takes seconds, and a short one should find a free thread. Tokenizing releases the GIL."""
 
 LONG_TOKENS = 256
-"""Logprobs of a prompt that are not written on the event loop: a millisecond or so."""
+"""From this many prompt logprobs on, JSON is written off the event loop: it takes about a millisecond."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Front:
         default_factory=lambda: ThreadPoolExecutor(TEXT_THREADS, "tiercel-text")
     )
 
-    async def off_loop(self, work: Callable[..., Result], *given: Any) -> Result:
-        """Templates and tokenizing, which take as long as a text is: the event loop goes on meanwhile."""
+    async def off_loop(self, work: Callable[..., T], *given: Any) -> T:
+        """Runs work in a thread, so that templates and tokenizing do not block the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self.aside, work, *given)
 
     def check_alive(self) -> None:
@@ -56,10 +56,10 @@ class Front:
         self.check_alive()
         if not self.service.ready:
             headers = {"retry-after": "1"}
-            raise ApiError(503, "the server is starting or ending", code="not_ready", headers=headers)
+            raise ApiError(503, "the server is starting or shutting down", code="not_ready", headers=headers)
 
     async def read(self, request: Request, model: type[Asked]) -> Asked:
-        """The body of a call that wants an answer."""
+        """The body of a call for an answer."""
         return await read_body(request, model, self.options.body_bytes_max, strict=self.options.strict)
 
     def check_batch(self, field: str, count: int) -> None:
@@ -69,33 +69,34 @@ class Front:
 
 
 class Reply(Protocol):
-    """The words of one call, as models or as JSON. `answers` are in the order of the asks, complete up to
-    now. Called from one thread at a time, not always the same."""
+    """How one call formats its answers, as models or as JSON. `answers` are in the order of the asks. It is
+    called from one thread at a time, not always the same."""
 
     def whole(self, answers: Sequence[Answer]) -> BaseModel | str:
-        """Everything at once."""
+        """The complete answer of a call that does not stream."""
         ...
 
     def piece(self, index: int, answer: Answer, delta: Delta) -> Iterable[BaseModel | str]:
-        """What one Delta, already added to its answer, makes known."""
+        """The events for one Delta, which was already added to its answer."""
         ...
 
     def last(self, answers: Sequence[Answer]) -> Iterable[BaseModel | str]:
-        """What a stream ends with."""
+        """The last events of a stream."""
         ...
 
 
 async def respond(
-    front: Front, request: Request, families: Sequence[Family], reply: Reply, *, stream: bool
+    front: Front, request: Request, groups: Sequence[AskGroup], reply: Reply, *, stream: bool
 ) -> Response:
-    """Asks, and sends what `reply` makes of it. What fails before the first token has a status of its own."""
-    coming = steps(front.service, families)
-    answers = [Answer(ask) for family in families for ask in family]
+    """Submits the asks and sends the answers in the form of `reply`. An error before the first token sets the
+    status code."""
+    every = [ask for group in groups for ask in group]
+    coming, answers = answer_deltas(front.service, groups), [Answer() for _ in every]
     if stream:
         pieces = _pieces(front, coming, answers, reply, visit_of(request))
         return EventStream(await while_present(request, _next(pieces)), pieces)
     await while_present(request, _gather(coming, answers, visit_of(request)))
-    if any(answer.ask.sampling.logprobs is not None for answer in answers):
+    if any(ask.sampling.logprobs is not None for ask in every):
         text = await front.off_loop(lambda: _json(reply.whole(answers)))
     else:
         text = _json(reply.whole(answers))
@@ -106,25 +107,29 @@ def _json(said: BaseModel | str) -> str:
     return said if isinstance(said, str) else said.model_dump_json(exclude_unset=True)
 
 
-async def _gather(coming: AsyncGenerator[Step, None], answers: Sequence[Answer], visit: Visit) -> None:
+async def _gather(coming: AsyncGenerator[AnswerDelta, None], answers: Sequence[Answer], visit: Visit) -> None:
     async with aclosing(coming):
-        async for step in coming:
+        async for new in coming:
             visit.token_seen()
-            answers[step.index].add(step.delta)
+            answers[new.index].add(new.delta)
 
 
 async def _pieces(
-    front: Front, coming: AsyncGenerator[Step, None], answers: Sequence[Answer], reply: Reply, visit: Visit
+    front: Front,
+    coming: AsyncGenerator[AnswerDelta, None],
+    answers: Sequence[Answer],
+    reply: Reply,
+    visit: Visit,
 ) -> AsyncGenerator[str, None]:
-    def written(step: Step) -> list[str]:
-        return [_json(piece) for piece in reply.piece(step.index, answers[step.index], step.delta)]
+    def written(new: AnswerDelta) -> list[str]:
+        return [_json(piece) for piece in reply.piece(new.index, answers[new.index], new.delta)]
 
     async with aclosing(coming):
-        async for step in coming:
+        async for new in coming:
             visit.token_seen()
-            answers[step.index].add(step.delta)
-            long = len(step.delta.prompt) > LONG_TOKENS
-            for piece in await front.off_loop(written, step) if long else written(step):
+            answers[new.index].add(new.delta)
+            long = len(new.delta.prompt) > LONG_TOKENS
+            for piece in await front.off_loop(written, new) if long else written(new):
                 yield piece
     for last in reply.last(answers):
         yield _json(last)
@@ -134,10 +139,10 @@ async def _next(pieces: AsyncGenerator[str, None]) -> str:
     return await anext(pieces)
 
 
-async def while_present(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """The work's result, unless the client leaves first: then the work is cancelled.
+async def while_present(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`. If the client disconnects first, the work is cancelled.
 
-    The body was read: all that can still be received is that the client is gone.
+    The body was read, so the only message that can still arrive is the disconnect.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_gone(request))

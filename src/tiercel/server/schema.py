@@ -1,7 +1,7 @@
-"""The OpenAPI schema: what the server really takes and gives, with its limits.
+"""The OpenAPI schema, with this server's limits.
 
-Requests are read by `body` and not by the framework, so their models are put in here; and marks of the form
-`x-limit` (see `fields`) become the numbers of this server.
+FastAPI does not know the request models, because `body` reads the requests: they are added here. Each
+`x-limit` (see `fields`) is replaced by this server's number.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def body(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def gives(model: Any, *problems: int, media_type: str | None = None) -> Responses:
-    """For a route's `responses`: a model as JSON, perhaps something else instead, and what may go wrong."""
+    """For a route's `responses`: the model, perhaps another media type, and the error codes."""
     answer: dict[str, Any] = {"description": "The answer"}
     if model is not None:
         answer["model"] = model
@@ -74,7 +74,7 @@ def _schema(app: FastAPI, models: list[type[BaseModel]], limits: Mapping[str, An
     schema["components"]["schemas"] |= requests["$defs"]
     for operations in schema["paths"].values():
         for operation in operations.values():
-            # The framework's own complaint; here it is a 400 like all others.
+            # FastAPI's validation error; this server answers 400.
             if operation["responses"].pop("422", None):
                 operation["responses"].setdefault("400", operation["responses"]["500"])
     for unused in ("HTTPValidationError", "ValidationError"):
@@ -84,7 +84,7 @@ def _schema(app: FastAPI, models: list[type[BaseModel]], limits: Mapping[str, An
 
 
 def _fill(node: Any, limits: Mapping[str, Any]) -> None:
-    """Marks become numbers, everywhere below."""
+    """Replaces every `x-limit` in `node`."""
     if isinstance(node, dict):
         for keyword, name in node.pop("x-limit", {}).items():
             node[keyword] = limits[name]

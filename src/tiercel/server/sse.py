@@ -1,8 +1,8 @@
-"""Server-sent events: an answer in pieces.
+"""Server-sent events: a streamed answer.
 
     data: {…}\n\n  data: {…}\n\n  …  data: [DONE]\n\n
 
-What fails on the way is the last event, an error, and there is no [DONE].
+An error after the first event becomes the last event, without [DONE].
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def event(data: str) -> str:
 
 
 class EventStream(StreamingResponse):
-    """Sends the JSON that a generator makes, and closes it, whatever happens: a client may leave any time."""
+    """Sends the JSON of a generator, and always closes the generator: a client may leave at any time."""
 
     media_type = "text/event-stream"
 
@@ -44,7 +44,7 @@ async def _events(head: str, rest: AsyncGenerator[str, None]) -> AsyncGenerator[
     try:
         async for piece in rest:
             yield event(piece)
-    except Exception as error:  # noqa: BLE001 (the status is sent: only an event can tell)
+    except Exception as error:  # noqa: BLE001 (the status code is sent already)
         yield event(json.dumps(translate(error).body()))
     else:
         yield event("[DONE]")

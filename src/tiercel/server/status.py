@@ -1,4 +1,4 @@
-"""How the server is doing, and what it may be told to do: for probes, Prometheus, people and benchmarks."""
+"""Health, metrics, server info, explain, flush: for probes, Prometheus, people and benchmarks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from tiercel.engine.explain import Explanation
 from tiercel.server import keys
 from tiercel.server.asks import own_id
 from tiercel.server.border import visit_of
@@ -27,7 +28,7 @@ class Health(BaseModel):
 
 
 class ModelInfo(BaseModel):
-    """SGLang's words."""
+    """In SGLang's form."""
 
     model_path: str
     tokenizer_path: str
@@ -37,7 +38,7 @@ class ModelInfo(BaseModel):
 
 
 class ServerInfo(BaseModel):
-    """SGLang's words, and the numbers of the engine."""
+    """In SGLang's form, with the engine's statistics."""
 
     version: str
     model_path: str
@@ -47,12 +48,46 @@ class ServerInfo(BaseModel):
     page_size: int
     disable_radix_cache: bool
     internal_states: list[dict[str, Any]]
-    """One per worker of SGLang's. Its benchmark looks in here for how well drafts were accepted."""
+    """One per SGLang worker. SGLang's benchmark looks here for the acceptance rate of drafts."""
     stats: dict[str, Any]
 
 
+class ReusedTokens(BaseModel):
+    device: int
+    host: int
+    store: int
+
+
+class ExplanationOut(BaseModel):
+    """What a request reused, from which tier, and why not more."""
+
+    prompt_tokens: int
+    reused_tokens: ReusedTokens
+    computed_tokens: int
+    replayed_tokens: int
+    found_tokens: int
+    why_not_more: str
+    summary: str
+    share: str
+
+
+def _explained(explanation: Explanation) -> ExplanationOut:
+    reuse = explanation.reuse
+    tiers = ReusedTokens(device=reuse.device_tokens, host=reuse.host_tokens, store=reuse.store_tokens)
+    return ExplanationOut(
+        prompt_tokens=reuse.prompt_tokens,
+        reused_tokens=tiers,
+        computed_tokens=reuse.prompt_tokens - reuse.tokens + reuse.replay_tokens,
+        replayed_tokens=reuse.replay_tokens,
+        found_tokens=reuse.found_tokens,
+        why_not_more=reuse.why.value,
+        summary=str(reuse),
+        share=explanation.share,
+    )
+
+
 class Status:
-    """What can be asked of one server about itself."""
+    """The calls about one server's state."""
 
     def __init__(self, front: Front) -> None:
         self.front = front
@@ -60,22 +95,22 @@ class Status:
         self.path = front.options.model_path or front.service.model_name
 
     async def health(self) -> Response:
-        """The process is there, and its engine has not failed."""
+        """The process runs and its engine has not failed."""
         self.front.check_alive()
         return JSONResponse({"status": "ok"})
 
     async def ready(self) -> Response:
-        """The model is there: requests are served."""
+        """The model is loaded and requests are served."""
         self.front.check_ready()
         return JSONResponse({"status": "ok"})
 
     async def metrics(self) -> Response:
-        """For Prometheus."""
+        """Metrics for Prometheus."""
         page = self.front.metrics.page(await self.service.stats())
         return Response(page, media_type=CONTENT_TYPE_LATEST)
 
     async def server_info(self) -> Response:
-        """What is served, and the numbers of the engine."""
+        """The served model and the engine's statistics."""
         info = ServerInfo(
             version=version("tiercel"),
             model_path=self.path,
@@ -90,7 +125,7 @@ class Status:
         return JSONResponse(info.model_dump())
 
     async def model_info(self) -> Response:
-        """What is served."""
+        """The served model."""
         info = ModelInfo(
             model_path=self.path,
             tokenizer_path=self.path,
@@ -101,7 +136,7 @@ class Status:
         return JSONResponse(info.model_dump())
 
     async def stats(self) -> Response:
-        """The numbers of the engine, nested."""
+        """The engine's statistics, nested."""
         return JSONResponse(await self.service.stats())
 
     async def explain(
@@ -110,21 +145,21 @@ class Status:
         request_id: str,
         cache_salt: Annotated[str | None, Query(max_length=SALT_CHARS_MAX)] = None,
     ) -> Response:
-        """What a request reused, from where, and why not more. It is told to the key, and the salt, that made
+        """What a request reused, from which tier, and why not more. The API key and the salt must be those of
         the request."""
-        told = self.service.explain(own_id(request_id, visit_of(request).owner, cache_salt))
-        if told is None:
-            message = f"request {request_id[:200]!r} is not known, or no longer"
+        explanation = self.service.explain(own_id(request_id, visit_of(request).owner, cache_salt))
+        if explanation is None:
+            message = f"request {request_id[:200]!r} is not known, or was forgotten"
             raise ApiError(404, message, param="request_id", code="request_not_found")
-        return JSONResponse(told)
+        return JSONResponse(_explained(explanation).model_dump())
 
     async def flush_cache(
         self, timeout: Annotated[float, Query(ge=0, le=FLUSH_TIMEOUT_MAX_S, allow_inf_nan=False)] = 0.0
     ) -> Response:
-        """Forget everything cached, waiting so many seconds for what is in use."""
+        """Empty the cache. Wait up to `timeout` seconds for pages in use."""
         stayed = await self.service.flush(timeout)
         if stayed:
-            message = f"{stayed} pages are in use and stayed; everything else is forgotten"
+            message = f"{stayed} pages are in use and stayed; all others are gone"
             raise ApiError(400, message, code="cache_in_use")
         return PlainTextResponse("Cache flushed.\n")
 
@@ -152,7 +187,7 @@ def router(front: Front) -> APIRouter:
         users.add_api_route(path, status.model_info, responses=gives(ModelInfo, 401))
     users.add_api_route("/v1/cache/stats", status.stats, responses=gives(dict[str, Any], 401))
     users.add_api_route(
-        "/v1/cache/explain/{request_id}", status.explain, responses=gives(dict[str, Any], 401, 404)
+        "/v1/cache/explain/{request_id}", status.explain, responses=gives(ExplanationOut, 401, 404)
     )
     routes.include_router(users)
     return routes

@@ -1,4 +1,4 @@
-"""The store of a running server: attach one, look at it, empty it, let it go.
+"""The store of a running server: attach, show, clear, detach.
 
     PUT     /v1/cache/store         200   400 invalid_store   409 store_attached   502 store_failed
                                           403 store_not_allowed
@@ -6,10 +6,9 @@
     DELETE  /v1/cache/store         200   404 store_not_attached   502 store_failed
     POST    /v1/cache/store/clear   200   404 store_not_attached   502 store_failed
 
-A server that is starting or ending answers 503 not_ready to what would change something. All are for whoever
-runs the server (`keys.admin`). A store's URL is a path or an address that the server opens with its own
-rights: only those may be attached that were named when it was started (`storage.allow`). A password in it is
-never said again.
+While a server starts or shuts down, the calls that change something answer 503 not_ready. All are admin calls
+(`keys.admin`). The server opens a store's path or address with its own rights, so only stores that were
+allowed at its start can be attached (`storage.allow`). A password in a URL is never shown again.
 """
 
 from __future__ import annotations
@@ -48,24 +47,24 @@ class AttachRequest(BaseModel):
         Field(
             min_length=1,
             max_length=URL_CHARS_MAX,
-            description="Which store, and how: file:///path?size=10GiB, redis://host:6379 …",
+            description="The store's URL: file:///path?size=10GiB, redis://host:6379 …",
         ),
     ]
 
 
 class StoreStatus(BaseModel):
-    """How the store is doing. Without one, only `attached`."""
+    """The state of the store. Without a store, only `attached`."""
 
     model_config = ConfigDict(extra="allow")
 
     attached: bool
     url: str | None = Field(None, description="Without its password.")
     state: Literal["working", "off", "trying"] | None = Field(
-        None, description="Off: it failed, and requests go on without it until it works again."
+        None, description="off: the store failed; requests go on without it until it works again."
     )
-    records: int | None = Field(None, description="Pages and tails in it; null: not known.")
+    records: int | None = Field(None, description="Pages and tails in the store; null: not known.")
     bytes: int | None = None
-    read_bytes_s: float | None = Field(None, description="How fast it was, lately; null: not known.")
+    read_bytes_s: float | None = Field(None, description="Recent read speed; null: not known.")
     counters: dict[str, Any] | None = None
 
     @field_validator("url")
@@ -75,7 +74,7 @@ class StoreStatus(BaseModel):
 
 
 class StoreCalls:
-    """The calls of one server. Those that change something are made one after the other."""
+    """The calls of one server. Calls that change something run one after the other."""
 
     def __init__(self, front: Front) -> None:
         self.front = front
@@ -83,11 +82,12 @@ class StoreCalls:
         self._turn = asyncio.Lock()
 
     async def status(self) -> Response:
-        """Which store is attached, and how it is doing."""
-        return self._told(await self.service.store_status())
+        """The attached store and its state."""
+        status = await self.service.store_status()
+        return JSONResponse(StoreStatus.model_validate(status).model_dump(exclude_unset=True))
 
     async def attach(self, request: Request) -> Response:
-        """Use a store from now on: what is cached is written to it, and found again after a restart."""
+        """Use a store from now on. Cached pages are written to it and found again after a restart."""
         self.front.check_ready()
         url = (await read_body(request, AttachRequest, BODY_BYTES_MAX)).url
         if why := why_not(url, self.front.options.store_allow):
@@ -98,37 +98,36 @@ class StoreCalls:
                 message = "a store is attached; detach it first (DELETE /v1/cache/store)"
                 raise ApiError(409, message, param="url", code="store_attached")
             with _failures(url):
-                return self._told(await self.service.attach_store(url))
+                await self.service.attach_store(url)
+                return await self.status()
 
     async def detach(self) -> Response:
-        """Use the store no more. It keeps what it has."""
+        """Stop using the store. It keeps its records."""
         self.front.check_ready()
         async with self._turn:
             with _failures(await self._attached()):
-                return self._told(await self.service.detach_store())
+                await self.service.detach_store()
+                return await self.status()
 
     async def clear(self) -> Response:
-        """Forget everything in the store."""
+        """Remove every record of the store."""
         self.front.check_ready()
         async with self._turn:
             with _failures(await self._attached()):
                 await self.service.clear_store()
-                return self._told(await self.service.store_status())
+                return await self.status()
 
     async def _attached(self) -> str:
-        """The URL of the store there is."""
+        """The URL of the attached store."""
         status = await self.service.store_status()
         if not status["attached"]:
             raise ApiError(404, "no store is attached", code="store_not_attached")
         return str(status.get("url", ""))
 
-    def _told(self, status: dict[str, Any]) -> Response:
-        return JSONResponse(StoreStatus.model_validate(status).model_dump(exclude_unset=True))
-
 
 @contextmanager
 def _failures(url: str) -> Iterator[None]:
-    """What goes wrong with a store, as a client is told of it. Passwords are in no cause either."""
+    """Translates a store's errors for clients. `from None`: a cause could show the password."""
     try:
         yield
     except ConfigError as error:
@@ -138,7 +137,7 @@ def _failures(url: str) -> Iterator[None]:
 
 
 class StoreRoute(APIRoute):
-    """One path with several methods is several routes; who tries another method is told of all of them."""
+    """Starlette makes one route per method; here a 405 lists the methods of all routes of the path."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] not in (self.methods or ()):
