@@ -7,12 +7,14 @@ import time
 
 import pytest
 
+import tiercel.cache.places as places_module
 from tests.simulation.bytes import Bytes, text_of
 from tests.simulation.copies import HeldCopies
 from tests.simulation.specs import SPECS
 from tiercel.cache import Loaded, Request, RequestState, TieredCache, Wait, WaitFor
 from tiercel.config import CacheConfig
 from tiercel.errors import BudgetError, ConfigError, RefusedError
+from tiercel.pages.reservation import Short, reserve
 from tiercel.policy.resume import Why
 from tiercel.transfer.plan import Direction
 from tiercel.types import Tier
@@ -279,6 +281,19 @@ def test_tails_without_a_place_are_left_out_the_earliest_first_and_counted():
     driver.cache.extend(held, 9)
     driver.serve([8] * 9)
     assert driver.cache.counters["tails_skipped"] == 4, "another request holds both places"
+
+
+def test_a_tail_that_is_skipped_is_counted_once_however_often_it_is_tried(monkeypatch):
+    """There is no room for the tails, and then, for a moment, none for the pages either."""
+    driver = make(WINDOW, device_tails=2, tail_every_pages=1)
+    request = driver.begin_loaded(TEXT)
+    answers = iter([None, Short("device pages", 1)] * 2)
+    real = reserve
+    monkeypatch.setattr(places_module, "reserve", lambda *needs: next(answers, None) or real(*needs))
+    for _ in range(2):
+        assert driver.cache.extend(request, 18) == Wait(WaitFor.DEVICE_PAGES, 1)
+    assert len(driver.cache.extend(request, 18).tails) == 2
+    assert driver.cache.counters["tails_skipped"] == 2
 
 
 @pytest.mark.parametrize("save", ["through", "back"])

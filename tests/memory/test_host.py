@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -101,3 +103,9 @@ def test_a_view_that_outlives_close_is_not_left_dangling() -> None:
     view.release()
     memory.close()
     assert memory.closed
+
+
+def test_memory_that_is_not_pinned_has_nothing_to_do_with_cuda() -> None:
+    """Also on a machine with CUDA: registering all of it takes seconds, and another process may need them."""
+    code = "import sys; from tiercel.memory.host import HostMap; HostMap(9); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
