@@ -284,7 +284,7 @@ def spoiled(value):
         for name in ("fn", "base", "weight"):
             for how, each in spoiled(getattr(value, name)):
                 yield f"{name} {how}", replace(value, **{name: each})
-    elif isinstance(value, native.Matrix):
+    elif isinstance(value, native.PackedMatrix):
         yield "n", value._replace(n=value.n + 1)
         yield "k", value._replace(k=value.k + 1)
     elif isinstance(value, tuple):

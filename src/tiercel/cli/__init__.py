@@ -1,4 +1,4 @@
-"""The command line. A mistake of the caller is one line on stderr and exit code 2, never a traceback."""
+"""The command line. A user's mistake gives one line on stderr and exit code 2, never a traceback."""
 
 from tiercel.cli.commands import main
 

@@ -16,12 +16,12 @@ HELP = "/reset forgets the conversation, /exit or an empty line ends it."
 
 
 @dataclass
-class Turn:
-    """One answer as it came."""
+class ChatTurn:
+    """One answer, with its times and usage."""
 
     text: str = ""
     thought: str = ""
-    """What it thought before; shown, and not sent again."""
+    """The reasoning before the text. It is shown, but not sent back."""
     first_token_s: float = 0.0
     seconds: float = 0.0
     usage: dict[str, Any] = field(default_factory=dict)
@@ -36,9 +36,9 @@ class Turn:
 
 def chat(
     url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:8000",
-    system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Of one answer.", min=1)] = 128,
-    temperature: Annotated[float, typer.Option(help="0 takes the best token.", min=0)] = 0.0,
+    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 128,
+    temperature: Annotated[float, typer.Option(help="0 always takes the best token.", min=0)] = 0.0,
     api_key: Annotated[str | None, typer.Option(envvar="TIERCEL_API_KEY")] = None,
 ) -> None:
     """A small chat in the terminal: cached tokens and time to first token after each turn."""
@@ -66,7 +66,7 @@ def chat(
 
 
 def _lines() -> Iterator[str]:
-    """What the user says, until it is nothing."""
+    """The user's lines, up to an empty one."""
     while True:
         if sys.stdin.isatty():
             sys.stdout.write("> ")
@@ -77,13 +77,13 @@ def _lines() -> Iterator[str]:
         yield line
 
 
-def _ask(client: Any, body: dict[str, Any]) -> Turn:
-    """Print an answer while it comes."""
+def _ask(client: Any, body: dict[str, Any]) -> ChatTurn:
+    """Prints an answer while it arrives."""
     import httpx
 
     if not body["model"]:
         body["model"] = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
-    turn, start = Turn(), time.perf_counter()
+    turn, start = ChatTurn(), time.perf_counter()
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     with client.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.is_error:

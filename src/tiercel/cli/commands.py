@@ -1,4 +1,4 @@
-"""The list of commands, and what all of them do with an error."""
+"""The list of commands, and their common error handling."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from tiercel.models.families import EMBEDDED
 T = TypeVar("T")
 
 Model = Annotated[
-    str, typer.Argument(metavar="[MODEL]", help="A Hugging Face folder; nothing: the embedded tiny-v4.")
+    str, typer.Argument(metavar="[MODEL]", help="A Hugging Face folder. Default: the embedded tiny-v4.")
 ]
 MODEL = EMBEDDED
 HOST_MEMORY = "1GiB"
@@ -29,9 +29,9 @@ Command = Callable[..., None]
 def with_settings(
     *kinds: type, without: tuple[str, ...] = (), **defaults: str
 ) -> Callable[[Command], Command]:
-    """The settings of these classes become options of a command, which gets them as its last parameter.
+    """Adds the settings of these classes to a command as options. They are the command's last parameter.
 
-    `without`: settings that the command decides itself. `defaults`: where they differ from the class's.
+    `without`: settings that are not options of this command. `defaults`: other defaults than the class's.
     """
 
     def decorate(command: Command) -> Command:
@@ -55,7 +55,7 @@ def with_settings(
 
 
 def made(kind: type[T], settings: dict[str, Any], **more: Any) -> T:
-    """The settings of one class as a user gave them, with what is no option."""
+    """An object of one class, from the user's settings and `more` values that are not options."""
     values = {}
     for each in _settings(kind):
         if _name(each) not in settings:

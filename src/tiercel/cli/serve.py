@@ -1,4 +1,4 @@
-"""`tiercel serve`: a model behind HTTP, with everything that was chosen told first."""
+"""`tiercel serve`: serves a model over HTTP. First it prints every choice it made."""
 
 from __future__ import annotations
 
@@ -37,30 +37,30 @@ StoreAllow = Annotated[
         help="Stores that PUT /v1/cache/store may attach: file:///folder, redis://host. Repeatable."
     ),
 ]
-KvEvents = Annotated[str | None, typer.Option(help="Publish what is cached, for routers: tcp://*:5557")]
+KvEvents = Annotated[str | None, typer.Option(help="Publish cache events for routers: tcp://*:5557")]
 KvEventsReplay = Annotated[
-    str | None, typer.Option(help="Where routers ask for events they missed: tcp://*:5558")
+    str | None, typer.Option(help="Address where routers get missed events: tcp://*:5558")
 ]
 ApiKey = Annotated[
-    list[str] | None, typer.Option(help="One is asked of every user. Repeatable.", envvar="TIERCEL_API_KEY")
+    list[str] | None, typer.Option(help="A key that clients must send. Repeatable.", envvar="TIERCEL_API_KEY")
 ]
 AdminKey = Annotated[
     str | None,
     typer.Option(
-        help="Asked for calls that act on the server; else --api-key is.", envvar="TIERCEL_ADMIN_KEY"
+        help="The key for admin calls. Without it, --api-key opens them.", envvar="TIERCEL_ADMIN_KEY"
     ),
 ]
 ServedModelName = Annotated[
-    list[str] | None, typer.Option(help="The model's name for clients. Repeatable: each is one of its names.")
+    list[str] | None, typer.Option(help="A name of the model for clients. Repeatable.")
 ]
-Strict = Annotated[bool, typer.Option("--strict", help="Refuse requests with fields that nobody knows.")]
+Strict = Annotated[bool, typer.Option("--strict", help="Refuse requests with unknown fields.")]
 PriorityMax = Annotated[
-    int, typer.Option(help="Requests may set a priority from -N to N; 0: none but 0.", min=0)
+    int, typer.Option(help="Requests may set a priority from -N to N; 0: they may not.", min=0)
 ]
 ConnectionsMax = Annotated[
-    int, typer.Option(help="Open at once; the idlest goes when there are more.", min=1)
+    int, typer.Option(help="Open connections; beyond that the one idle for longest is closed.", min=1)
 ]
-ShutdownS = Annotated[int, typer.Option(help="How long running answers may finish.", min=0)]
+ShutdownS = Annotated[int, typer.Option(help="Seconds for running answers at shutdown.", min=0)]
 
 
 @o.with_settings(Build, EngineConfig, CacheConfig, host_memory=o.HOST_MEMORY)
@@ -95,7 +95,7 @@ def serve(  # noqa: PLR0913 - a command has as many arguments as options
         folder = folder_of(model).absolute()
         names = served_model_name or [model if model == EMBEDDED else folder.name]
         service = EngineService(engine, names[0], build.store, publisher)
-        ending.callback(service.close, 0.0)  # whoever listened has waited
+        ending.callback(service.close, 0.0)  # `_listen` has waited for running answers
         options = ServerOptions(
             api_key=tuple(api_key or ()),
             admin_key=admin_key,
@@ -132,18 +132,18 @@ def show(choices: Sequence[Choice]) -> None:
 
 
 def _named(store: str | None) -> list[str]:
-    """The store of the start, which may be attached again, unless it is a class."""
+    """The store of the command line may be attached again, unless it is a class."""
     return [] if store is None or why_not(store, [store]) else [store]
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """Named as TCP: only then asyncio sends small answers at once, and not 40 ms later with the next ones."""
+    """A socket marked as TCP: only then asyncio sets TCP_NODELAY, without which small writes wait 40 ms."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-        listener.listen(2048)  # who connects from now on waits a moment, and is not refused
+        listener.listen(2048)  # clients that connect before the server runs are queued, not refused
     except OSError as error:
         listener.close()
         raise ConfigError("--port", port, f"can not listen on {host}: {error}") from error
@@ -154,7 +154,7 @@ def _listen(service: EngineService, host: str, port: int, options: ServerOptions
     from tiercel.server.listen import Server
 
     server = Server(service, options, shutdown_s=shutdown_s, host=host, port=port)
-    # uvicorn ends on a signal and then raises it again: by then there is memory left to give back.
+    # uvicorn stops on a signal and then raises it again; it must not kill the process before the cleanup.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     listener = _bind(host, port)

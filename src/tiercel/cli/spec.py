@@ -14,7 +14,7 @@ from tiercel.config import parse_bytes
 from tiercel.spec import Capacity, Fit, capacity_of, load
 
 PIPE_WIDTH = 120
-"""Columns where no terminal says how many there are: the table is not cut."""
+"""Columns if there is no terminal, so that the table is not cut."""
 
 
 def spec(
@@ -25,11 +25,11 @@ def spec(
         ),
     ],
     format: Annotated[str | None, typer.Option(help="Element format, such as fp8 or bf16.")] = None,
-    page_tokens: Annotated[int | None, typer.Option(help="Tokens of one page.")] = None,
+    page_tokens: Annotated[int | None, typer.Option(help="Tokens in one page.")] = None,
     device_memory: Annotated[str | None, typer.Option(help="Such as 40GiB.")] = None,
     host_memory: Annotated[str | None, typer.Option(help="Such as 200GiB.")] = None,
-    draft: Annotated[bool, typer.Option("--draft", help="With the draft layers of the model.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    draft: Annotated[bool, typer.Option("--draft", help="Include the model's draft layers.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """What a model stores, and how many tokens fit in a given memory."""
     table = capacity_of(
@@ -76,7 +76,7 @@ def _stream_table(table: Capacity) -> Table:
 
 
 def _size_text(size: int) -> str:
-    """A stream without bytes in pages (or tails) leaves the cell empty."""
+    """The size; empty for 0."""
     return f"{size:,}" if size else ""
 
 

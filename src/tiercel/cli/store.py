@@ -1,6 +1,6 @@
-"""`tiercel store`: look into a store, check it, compact it; check a store of your own.
+"""`tiercel store`: list, check and compact a store; test your own store class.
 
-Looking works beside a server that uses the store: it is opened for reading. torch is never loaded.
+`stat`, `ls` and `check` open the store for reading, so a server may use it meanwhile. torch is never loaded.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tiercel.storage.record import Kind, RecordKey, page_key_of
 app = typer.Typer(no_args_is_help=True, help="Look into a store, check it, compact it.")
 
 Url = Annotated[str, typer.Argument(metavar="URL", help="Such as file:///path or redis://host:6379.")]
-AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command()
 def stat(url: Url, as_json: AsJson = False) -> None:
-    """What the store says about itself."""
+    """The store's own statistics."""
     with _open(url, read_only=True) as store:
         numbers = store.stats()
     if as_json:
@@ -39,10 +39,10 @@ def stat(url: Url, as_json: AsJson = False) -> None:
 @app.command()
 def ls(
     url: Url,
-    limit: Annotated[int | None, typer.Option(help="So many at most.", min=0)] = None,
+    limit: Annotated[int | None, typer.Option(help="At most this many records.", min=0)] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Every record: its kind, its form, the key of its page, its bytes. In no order."""
+    """List every record: kind, form, page key, bytes. The order is not defined."""
     with _open(url, read_only=True) as store:
         entries = (_entry(key, size) for key, size in islice(store.keys(), limit))
         if as_json:
@@ -54,7 +54,7 @@ def ls(
 
 @app.command()
 def check(url: Url, as_json: AsJson = False) -> None:
-    """Read every record and verify every byte. Exit code 1: something is bad, and is listed."""
+    """Read every record and verify every byte. Exit code 1: bad records, which are listed."""
     with _open(url, read_only=True) as store:
         records, found = store.check()
     bad = [_Bad(*_entry(key)[:3], flaw.name, flaw.value) for key, flaw in found]
@@ -70,7 +70,7 @@ def check(url: Url, as_json: AsJson = False) -> None:
 
 @app.command()
 def compact(url: Url, as_json: AsJson = False) -> None:
-    """Give back space that holds nothing. The store must not be in use."""
+    """Free the space of removed records. No server may use the store."""
     with _open(url, read_only=False) as store:
         given = store.compact()
     typer.echo(json.dumps({"bytes": given}) if as_json else f"{given:,} B given back")
@@ -80,14 +80,14 @@ def compact(url: Url, as_json: AsJson = False) -> None:
 def conformance(
     source: Annotated[str, typer.Argument(metavar="MODULE:CLASS", help="A class derived from Store.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="Given to the class, as text. Nothing may be stored there yet.")
+        list[str] | None, typer.Argument(help="Arguments of the class, as strings. The store must be empty.")
     ] = None,
     durable: Annotated[
-        bool, typer.Option("--durable", help="It must have what it had when it is opened again.")
+        bool, typer.Option("--durable", help="Check that records are still there after reopening.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Put a store through the contract of tiercel.storage.base. Exit code 1: it does not keep it."""
+    """Test a store against the contract of tiercel.storage.base. Exit code 1: a check failed."""
     from tiercel.storage.conformance.run import CHECKS, run_checks
     from tiercel.storage.conformance.subject import Outcome, Subject
 
@@ -112,7 +112,7 @@ def _open(url: str, *, read_only: bool) -> Store:
     return open_store(url, read_only=read_only)
 
 
-class _Entry(NamedTuple):
+class _Listed(NamedTuple):
     kind: str
     form: str
     key: str
@@ -127,11 +127,11 @@ class _Bad(NamedTuple):
     why: str
 
 
-def _entry(key: RecordKey, size: int = 0) -> _Entry:
-    """A record as it is shown: the kind by its name, form and page key in hexadecimal digits."""
+def _entry(key: RecordKey, size: int = 0) -> _Listed:
+    """A record for output: the kind's name, form and page key in hexadecimal digits."""
     kind, page_key = key[0], page_key_of(key)
     name = Kind(kind).name.lower() if kind in set(Kind) else f"kind {kind}"
-    return _Entry(name, key[1 : -len(page_key)].hex(), page_key.hex(), size)
+    return _Listed(name, key[1 : -len(page_key)].hex(), page_key.hex(), size)
 
 
 def _shown(value: Any) -> str:
@@ -140,7 +140,7 @@ def _shown(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
 
 
-# A store of the user's own
+# A user's own store class
 
 
 def _factory(source: str, arguments: list[str]) -> Callable[[], Store]:
@@ -157,7 +157,7 @@ def _emptied(store: Store) -> Store:
 
 
 def _refuse_full(source: str, make: Callable[[], Store]) -> None:
-    """The checks empty the store: it must be one made for them."""
+    """Refuses a store with records, because the checks empty it."""
     try:
         with make() as store:
             records = store.stats()["records"]

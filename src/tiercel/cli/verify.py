@@ -1,4 +1,4 @@
-"""`tiercel verify`: does a tier change an answer on this model and machine?"""
+"""`tiercel verify`: checks that no tier changes an answer, for this model and machine."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def verify(
     model: o.Model = o.MODEL,
     kl: Annotated[float, typer.Option(help="The largest KL that passes.", min=0)] = 0.0,
     dlogprob: Annotated[float, typer.Option(help="The largest |Δlogprob| that passes.", min=0)] = 0.0,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     settings: Any = None,
 ) -> None:
-    """Conversations that branch, with every tier forced, compared with a cold run. Exit code 1: it differs.
+    """Compare branching conversations on every tier with a run without cache. Exit code 1: a difference.
 
-    It takes about a minute on the embedded model.
+    This takes about a minute with the embedded model.
     """
     from tiercel.verify import verify as run_verify
 

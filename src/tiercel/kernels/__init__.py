@@ -1,1 +1,1 @@
-"""Hot leaves: primitive arguments only, each with a plain-torch twin that stays. Imports nothing of ours."""
+"""Hot functions with primitive arguments, each with a twin in plain torch. Imports no room but `errors`."""

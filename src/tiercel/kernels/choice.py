@@ -1,4 +1,4 @@
-"""Which kernels a model runs on: the same functions, by name."""
+"""The kernel sets that a model can run on, by name. All have the same functions."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from torch import Tensor
 
 from tiercel.errors import ConfigError
 from tiercel.kernels import native, reference
-from tiercel.kernels.reference import Matrix, Recent, Site, Turn
+from tiercel.kernels.reference import CosSin, Matrix, Recent, Site
 
 NAMES = ("auto", "native", "reference")
 
 
 class Kernels(Protocol):
-    """What `reference` says and `native` does. Matrices are opaque."""
+    """The functions of a kernel set; `reference` documents them. Matrices are opaque."""
 
     NAME: str
     EXACT: bool
 
     def digest(self) -> str:
-        """Where it is equal, so are the bits of what is computed, as far as is known."""
+        """Kernels with equal digests compute equal bits, as far as is known."""
 
     def pack(self, weight: Tensor) -> Matrix: ...
     def pack_all(self, weights: Tensor) -> Matrix: ...
@@ -31,7 +31,7 @@ class Kernels(Protocol):
     def norm_rotate(
         self,
         x: Tensor,
-        turn: Turn,
+        turn: CosSin,
         *,
         eps: float | None = None,
         weight: Tensor | None = None,
@@ -70,7 +70,7 @@ class Kernels(Protocol):
 
 
 def make_kernels(name: str = "auto") -> Kernels:
-    """`auto` takes the native ones where they were built."""
+    """`auto`: the native kernels if they were built, or else `reference`."""
     if name not in NAMES:
         raise ConfigError("kernels", name, f"must be one of {', '.join(NAMES)}")
     if name == "native" and not native.AVAILABLE:

@@ -1,7 +1,7 @@
 """Copying rows and single entries between two buffers, in plain torch.
 
-These twins say what the copies mean, on any device. The Triton twins, which read and write registered
-host memory from the device, come with CUDA; they take the same arguments.
+They define what the copy kernels do, on any device. The Triton kernels for CUDA, which read and write
+registered host memory from the device, will take the same arguments.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def copy_entries_reference(
     parts: Sequence[tuple[int, int]],
     entries: int,
 ) -> None:
-    """Single entries of rows whose parts follow each other: one byte range per part, the rest untouched.
+    """Copies single entries. A row holds its parts one after the other; an entry is one byte range per part.
 
         │ value 0 │ value 1 │ … │ scale 0 │ scale 1 │ … │ padding │
         └ parts[0] = (0, 576)   └ parts[1] = (36864, 8)
 
     source [n, row], target [m, row]: bytes. source_at, target_at [k, 2]: (row, entry), int64; targets do not
-    repeat. parts: (offset of entry 0, bytes of one entry) of each part. entries: how many a row has.
+    repeat. parts: (offset of entry 0, bytes of one entry) for each part. entries: how many a row has.
     """
     for offset, size in parts:
         there = target[:, offset : offset + entries * size].view(len(target), entries, size)

@@ -1,9 +1,8 @@
-"""One quantizer for all paths: entries as the bytes a cache keeps, and back.
+"""The one quantizer: from entries to the bytes that a cache stores, and back.
 
 fp32, bf16    the values themselves
 fp8           nope channels as e4m3 in groups with a power-of-two scale (one exponent byte each), rope
-channels as
-              bf16: value = nope bytes then rope bytes, scale = exponent bytes, padded
+              channels as bf16: value = nope bytes then rope bytes, scale = exponent bytes, padded
 fp8 index     all channels as e4m3 with one fp32 scale
 """
 
@@ -31,7 +30,7 @@ def encode_fp8(x: Tensor, rope: int, group: int, scale_bytes: int) -> tuple[Tens
     groups = x[:, :nope].float().view(x.shape[0], nope // group, group)
     amax = groups.abs().amax(dim=-1).clamp(min=AMAX_LEAST)
     mantissa, exponent = torch.frexp(amax / FP8_MAX)
-    exponent = (exponent - (mantissa == 0.5).int()).float()  # the least e with amax / FP8_MAX <= 2^e, exactly
+    exponent = (exponent - (mantissa == 0.5).int()).float()  # exactly the least e with amax / FP8_MAX <= 2^e
     scaled = groups * torch.exp2(-exponent)[..., None]
     value = scaled.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8).flatten(1)
     rotary = x[:, nope:].to(torch.bfloat16).contiguous().view(torch.uint8)
@@ -62,7 +61,7 @@ def decode_fp8_index(parts: tuple[Tensor, ...]) -> Tensor:
 
 
 def _as(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes as numbers, without a copy where they lie as such: a row begins where the one before it ends."""
+    """Bytes as numbers. They are copied only if a row does not begin at a multiple of the number's size."""
     data = data.contiguous()
     if any(step % dtype.itemsize for step in (data.storage_offset(), *data.stride()[:-1])):
         data = data.clone(memory_format=torch.contiguous_format)

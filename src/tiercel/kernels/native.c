@@ -1,12 +1,11 @@
-/* The CPU kernels of `native.py`. Plain twins of all of them are in `reference.py`.
+/* The CPU kernels of `native.py`. `reference.py` has a plain twin of each.
 
-   One rule everywhere: what is computed for a token depends on that token's own inputs only, never on how
-   many others there are or which thread takes it. Every sum has one order, so a text gives the same bits
-   whether it is computed alone or in a batch, in one piece or token by token. Compiled with -ffp-contract=off:
-   where a product and a sum are one rounding is written out (FMA, fmaf) and not the compiler's choice, which
-   once fell differently for two tiles of one product.
+   One rule everywhere: the result for a token depends on that token's own inputs only, never on the number of
+   other tokens or on the thread. Every sum has one fixed order, so a text gives the same bits alone or in a
+   batch, in one piece or token by token. Compiled with -ffp-contract=off: fused multiply-adds are written out
+   (FMA, fmaf), because the compiler once fused in one tile of a product and not in another.
 
-   No size is bounded by a constant, and what a call needs meanwhile is on the heap: a thread's stack may be small.
+   No size is bounded by a constant. Work memory is on the heap, because a thread's stack may be small.
 
    A matrix [n, k] is packed in panels of 16 rows, so that 16 results are computed side by side and each is
    one chain of fused multiply-adds over k:
@@ -40,22 +39,22 @@ typedef float32x4_t vec;
 #else
 #define LANES 4
 typedef float vec __attribute__((vector_size(16)));
-#define FMA(a, b, c) ((a) * (b) + (c)) /* two roundings, here everywhere */
+#define FMA(a, b, c) ((a) * (b) + (c)) /* two roundings, everywhere on this machine */
 #define SPLAT(a) ((vec){(a), (a), (a), (a)})
 #endif
 #define PANEL 16
 #define PV (PANEL / LANES)
-#define UNROLL _Pragma("GCC unroll 16") /* else accumulators are kept in memory: half the speed, gcc 12 */
+#define UNROLL _Pragma("GCC unroll 16") /* without it gcc 12 keeps accumulators in memory: half the speed */
 #define INLINE static inline __attribute__((always_inline))
-#define PARALLEL_WORK 2000000 /* multiply-adds worth a second thread: 0.1 ms; waking one takes 10 us, more on a busy machine */
+#define PARALLEL_WORK 2000000 /* multiply-adds that are worth a second thread: 0.1 ms; waking a thread takes 10 us or more */
 
 typedef int64_t i64;
 
 /* What this was built from (setup.py: the source and the whole command), and by which compiler. */
 const char *built_from(void) { return BUILT_FROM " " __VERSION__; }
 
-/* How many results lie side by side, and whether a product and a sum are one rounding: machines that agree
-   in this compute the same bits. */
+/* The number of vector lanes, negative if FMA has two roundings. Machines with equal lanes compute the same
+   bits. */
 i64 lanes(void) {
     vec fused = FMA(SPLAT(1.0f + 0x1p-23f), SPLAT(1.0f - 0x1p-23f), SPLAT(-1.0f));
     float first[LANES];
@@ -71,7 +70,7 @@ INLINE vec load(const float *p) {
 
 INLINE void store(float *p, vec v) { memcpy(p, &v, sizeof v); }
 
-/* exp to about 1 ulp without a branch, so that loops over it become vector code. */
+/* exp to about 1 ulp, without a branch, so that the compiler can vectorize loops over it. */
 INLINE float exp_of(float x) {
     x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
     float n = __builtin_rintf(x * 1.44269504088896341f);
@@ -164,7 +163,7 @@ static void product(const float *x, i64 xs, const float *w, float *y, i64 ys, i6
 #define ROWS_AT_ONCE 48
 
 void linear(const float *x, i64 xs, const float *w, float *y, i64 ys, i64 rows, i64 k, i64 n) {
-    /* An even number of parts: two threads take as much each. Few rows: half the panels each. */
+    /* An even number of parts, so that two threads share the work evenly. Few rows: each takes half the panels. */
     i64 row_parts = rows > ROWS_AT_ONCE ? (rows + 2 * ROWS_AT_ONCE - 1) / (2 * ROWS_AT_ONCE) * 2 : 1;
     i64 height = (rows + row_parts - 1) / row_parts;
     height = row_parts > 1 ? (height + 5) / 6 * 6 : height;
@@ -175,7 +174,7 @@ void linear(const float *x, i64 xs, const float *w, float *y, i64 ys, i64 rows, 
         i64 r = part / column_parts * height, c = part % column_parts * width;
         i64 take = rows - r < height ? rows - r : height;
         if (take <= 0) continue;
-        /* panel by panel within the rows: both stay in the first cache */
+        /* all rows of a part for each panel: both stay in the L1 cache */
         i64 end = c + width < n ? c + width : n;
         if (take < 12) product(x + r * xs, xs, w, y + r * ys, ys, take, k, c, end);
         else
@@ -184,7 +183,7 @@ void linear(const float *x, i64 xs, const float *w, float *y, i64 ys, i64 rows, 
     }
 }
 
-/* Each of `groups` parts of x by its own matrix, one after the other in w. */
+/* Multiplies part i of x by matrix i; the `groups` matrices follow each other in w. */
 void linear_groups(const float *x, i64 xs, const float *w, float *y, i64 rows, i64 groups, i64 k, i64 n) {
     i64 size = (n + PANEL - 1) / PANEL * PANEL * k;
     for (i64 g = 0; g < groups; g++) linear(x + g * k, xs, w + g * size, y + g * n, groups * n, rows, k, n);
@@ -200,7 +199,7 @@ void norm(const float *x, i64 xs, const float *weight, float *y, i64 rows, i64 d
     }
 }
 
-/* Each head normed (eps < 0: not), scaled by the weight if there is one, its last r channels turned. */
+/* Norms each head (not if eps < 0), scales it by the weight if there is one, rotates its last r channels. */
 void norm_rotate(const float *x, i64 xs, float *y, const float *cosine, const float *sine, const float *weight,
                  i64 rows, i64 heads, i64 d, i64 r, float eps, float direction) {
 #pragma omp parallel for if (rows * heads * d > PARALLEL_WORK)
@@ -223,7 +222,7 @@ void norm_rotate(const float *x, i64 xs, float *y, const float *cosine, const fl
 
 /* Hyper-connections: n streams of d channels */
 
-/* Rows and columns brought towards a sum of one, columns last. `sum` has room for n. */
+/* Scales rows and columns in turn towards a sum of one, columns last. `sum` has space for n. */
 INLINE void sinkhorn(float *m, float *sum, const int n, i64 iterations, float eps) {
     for (i64 step = 0; step < iterations; step++) {
         for (int i = 0; step && i < n; i++) {
@@ -241,7 +240,7 @@ INLINE void sinkhorn(float *m, float *sum, const int n, i64 iterations, float ep
     }
 }
 
-/* `mixed` is used up: its first n become the shares of the streams, the next n are room. */
+/* `mixed` is overwritten: its first n become the weights of the streams, the next n are scratch. */
 INLINE void read_one(const float *x, float *mixed, const float *scale, const float *base, const float *weight,
                      const int n, i64 d, i64 iterations, float hc_eps, float eps, float *seen, float *place,
                      float *mix) {
@@ -266,12 +265,12 @@ INLINE void read_one(const float *x, float *mixed, const float *scale, const flo
     for (i64 c = 0; c < d; c++) seen[c] = weight[c] * (seen[c] * inverse);
 }
 
-/* What a site sees (collapsed and normed), how its answer is placed, how the streams mix. */
+/* The site's input (collapsed and normed), the weights of its output, the matrix that mixes the streams. */
 void hyper_read(const float *x, const float *fn, const float *scale, const float *base, const float *weight,
                 float *seen, float *place, float *mix, i64 rows, i64 n, i64 d, i64 iterations, float hc_eps, float eps) {
     i64 outs = 2 * n + n * n;
 #pragma omp parallel for if (rows * n * d * 40 > PARALLEL_WORK)
-    for (i64 first = 0; first < rows; first += 6) { /* six rows share what is read of fn */
+    for (i64 first = 0; first < rows; first += 6) { /* six rows share each read of fn */
         float *mixed = malloc(sizeof(float) * 6 * outs);
         i64 take = rows - first < 6 ? rows - first : 6;
         product(x + first * n * d, n * d, fn, mixed, outs, take, n * d, 0, outs);
@@ -305,7 +304,7 @@ void hyper_write(const float *x, const float *y, const float *place, const float
     }
 }
 
-/* The streams collapsed and normed, once, at the end. */
+/* Collapses and norms the streams: the last step of a model. */
 void hyper_head(const float *x, const float *fn, float scale, const float *base, const float *weight, float *y,
                 i64 rows, i64 n, i64 d, float hc_eps, float eps) {
     float *collapse = malloc(sizeof(float) * n);
@@ -354,7 +353,7 @@ void route(const float *logits, i64 ls, const float *bias, i64 *chosen, float *w
 
 #define TOKENS_AT_ONCE 24
 
-/* One expert for a few tokens: gate and up, the gated product, down. `wide` has room for 2 · inner of each. */
+/* One expert for a few tokens: gate and up, the gated product, down. `wide` has space for 2 · inner per token. */
 static void ask_expert(const float *x, i64 rows, const float *gate_up, const float *down, float *wide, float *y, i64 d,
                        i64 inner, float limit) {
     product(x, d, gate_up, wide, 2 * inner, rows, d, 0, 2 * inner);
@@ -369,7 +368,7 @@ static void ask_expert(const float *x, i64 rows, const float *gate_up, const flo
     product(wide, 2 * inner, down, y, d, rows, inner, 0, d);
 }
 
-/* y = the sum over the chosen experts, in their order, and the shared one, which is the last of the weights. */
+/* y = the sum of the chosen experts, in their order, and of the shared expert, the last of the weights. */
 void experts(const float *x, const i64 *chosen, const float *weights, const float *gate_up, const float *down, float *y,
              i64 rows, i64 count, i64 k, i64 d, i64 inner, float limit) {
     i64 gate_up_size = (2 * inner + PANEL - 1) / PANEL * PANEL * d, down_size = (d + PANEL - 1) / PANEL * PANEL * inner;
@@ -414,19 +413,19 @@ void experts(const float *x, const i64 *chosen, const float *weights, const floa
     free(part), free(next), free(first), free(order), free(answers);
 }
 
-/* target[to[i]] = source[from[i]], rows of bytes; no `from`: in order. */
+/* target[to[i]] = source[from[i]], rows of bytes; without `from`: source[i]. */
 void put_rows(char *target, i64 ts, const i64 *to, const char *source, i64 ss, const i64 *from, i64 count, i64 bytes) {
     for (i64 i = 0; i < count; i++) memcpy(target + to[i] * ts, source + (from ? from[i] : i) * ss, bytes);
 }
 
-/* Rows of a window: those below `olds` are in the first pool, the others in the second; -1 is none. */
+/* A row of a window: below `olds` it is in the first pool, otherwise in the second; -1 is no row. */
 INLINE const float *row_of(const float *old, i64 os, i64 olds, const float *new, i64 ns, int32_t row) {
     return row < olds ? old + row * os : new + (row - olds) * ns;
 }
 
-/* Entries of a compressor: per channel the softmax of the gates over `width` rows.
-   A row is kv then gate, `channels` each; with overlap the first half of the rows count with their first
-   channels, the second half with their last. */
+/* Entries of a compressor: for each channel, values weighted by the softmax of the gates over `width` rows.
+   A row is kv then gate, `channels` each. With overlap the first half of the rows use their first channels,
+   the second half their last. */
 void compress(const float *old, i64 os, i64 olds, const float *new, i64 ns, const int32_t *rows, const float *bias,
               float *y, i64 entries, i64 width, i64 ratio, i64 dim, i64 channels) {
 #pragma omp parallel for if (entries * width * dim * 16 > PARALLEL_WORK)
@@ -455,10 +454,10 @@ void compress(const float *old, i64 os, i64 olds, const float *new, i64 ns, cons
     }
 }
 
-/* The lightning indexer: of each query the k best of its first `visible` keys, ascending, -1 where there are fewer.
+/* The lightning indexer: the k best of the first `visible` keys of each query, ascending; -1: fewer keys.
 
-   score = sum over heads of weight · relu(q · key). Score and number are one integer, so that ties go to the
-   lower number and the choice does not depend on how many there are. */
+   score = sum over heads of weight · relu(q · key). Score and number form one integer, so that ties go to
+   the lower number and the choice does not depend on the number of keys. */
 
 INLINE uint64_t rank_of(float score, i64 number) {
     union { float f; uint32_t i; } bits = {.f = score + 0.0f};
@@ -466,7 +465,7 @@ INLINE uint64_t rank_of(float score, i64 number) {
     return (uint64_t)ordered << 32 | (uint32_t)~number;
 }
 
-/* The rank of the k-th best of n; reorders. */
+/* The rank of the k-th best of n. It reorders them. */
 static uint64_t kth_best(uint64_t *rank, i64 n, i64 k) {
     i64 low = 0, high = n - 1;
     while (low < high) {
@@ -551,12 +550,12 @@ void best_rows(const float *q, const float *weights, i64 ws, const float *keys, 
     }
 }
 
-/* Attention: each query to the rows it names, keys and values at once; a sink is a logit without a value. */
+/* Attention of each query to the rows it names. A row is both key and value; a sink is a logit without value. */
 
 #define HEADS_TOGETHER 4
 #define ROWS_TOGETHER 4
 
-/* Products of a few heads with a few rows. Each is one chain over vectors, whatever its company. */
+/* Dot products of a few heads with a few rows. The order of each sum does not depend on the others. */
 INLINE void scores_of(const float *q, const float **row, const int heads, const int rows, i64 dim, float scale,
                       float *score, i64 count) {
     vec acc[HEADS_TOGETHER][ROWS_TOGETHER];
@@ -580,7 +579,7 @@ INLINE void scores_of(const float *q, const float **row, const int heads, const 
         }
 }
 
-/* Weighted sums of the rows for a few heads, which share what is read; each adds the rows in their order. */
+/* Weighted sums of the rows for a few heads, which share each read; each sum adds the rows in order. */
 INLINE void values_of(const float **row, i64 count, const float *score, const int heads, i64 dim, float *out) {
     i64 c = 0;
     for (; c + PANEL <= dim; c += PANEL) {

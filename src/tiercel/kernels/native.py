@@ -1,8 +1,8 @@
-"""The kernels of `reference.py` in C for the CPU: faster, and exact, whatever is computed together.
+"""The kernels of `reference.py` in C for the CPU: faster, and with the same bits for every batch.
 
-The library is built when the package is installed (`native.c`, gcc); where it could not be built, `AVAILABLE`
-is false and the plain twins run. Each function here checks the dtype, shape and strides of what it is given,
-then hands pointers over. It does not look at row numbers: those are the caller's to get right.
+The library is built when the package is installed (`native.c`, gcc). If it could not be built, `AVAILABLE` is
+false and the plain twins run. Each function checks the dtype, shape and strides of its tensors and passes
+pointers to C. Row numbers are not checked: the caller must get them right.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tiercel.kernels.reference import Recent, Site, Turn
+from tiercel.kernels.reference import CosSin, Recent, Site
 from tiercel.kernels.sources import digest_of, host_words
 
 NAME = "native"
 EXACT = True
-"""What is computed for a token depends on nothing but that token's own inputs."""
+"""The result for a token depends on that token's own inputs only."""
 
 TOKENS_FREE = 64
-"""From so many tokens on a call lasts long enough to let other threads of Python run meanwhile. Below, it
-would have to win the interpreter back dozens of times in a millisecond."""
+"""From this many tokens on, a call releases the GIL. Shorter calls keep it: they would have to reacquire it
+dozens of times in a millisecond."""
 
 PANEL = 16
 
 
-class Matrix(NamedTuple):
+class PackedMatrix(NamedTuple):
     """A weight [n, k] in panels of 16 rows."""
 
     panels: Tensor
@@ -53,7 +53,7 @@ _SIGNATURES = {
     "best_rows": "ppippipppiiii",
     "attention": "ppiipipippipfpiii",
 }
-"""Of each function in C: p a pointer, i an int64, f a float."""
+"""The arguments of each C function: p is a pointer, i an int64, f a float."""
 
 
 def _load(kind: type[ctypes.CDLL]) -> ctypes.CDLL | None:
@@ -73,7 +73,7 @@ AVAILABLE = _free is not None
 
 
 def digest() -> str:
-    """The C as it was built: an edited source counts from when it is built again."""
+    """A digest of the library as it was built, not of the current C source."""
     assert _free is not None
     built_from = _free.built_from
     built_from.restype = ctypes.c_char_p
@@ -89,14 +89,14 @@ Shape = tuple[int, ...]
 
 
 def _dense(x: Tensor, shape: Shape, dtype: torch.dtype = torch.float32) -> Tensor:
-    """x, if its memory is what C will read. (Half a microsecond, 340 times for a token of tiny-v4.)"""
+    """x, if it is dense as C expects. (This takes half a microsecond, 340 times per token of tiny-v4.)"""
     if x.shape == shape and x.dtype is dtype and x.is_contiguous():
         return x
     raise _unfit(x, shape, dtype)
 
 
 def _rows(x: Tensor, shape: Shape, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The same where C is told how far rows are apart."""
+    """x, if its rows are dense. C gets the distance between rows."""
     if x.shape == shape and x.dtype is dtype and (x.is_contiguous() or x[0].is_contiguous()):
         return x
     raise _unfit(x, shape, dtype)
@@ -107,22 +107,22 @@ def _unfit(x: Tensor, shape: Shape, dtype: torch.dtype) -> ValueError:
     return ValueError(f"a native kernel was given {given}, it wants {dtype} {list(shape)} without gaps")
 
 
-def _panels(weight: Matrix, n: int, k: int, many: int | None = None) -> Tensor:
-    """The memory of a packed matrix, if it is [n, k], and of several, if there are `many`."""
+def _panels(weight: PackedMatrix, n: int, k: int, many: int | None = None) -> Tensor:
+    """The memory of a packed matrix, after a check that it is [n, k] and, if given, that there are `many`."""
     if (weight.n, weight.k) != (n, k) or (many is not None and len(weight.panels) != many):
         given = f"{len(weight.panels)} panels of matrices {[weight.n, weight.k]}"
         raise ValueError(f"a native kernel was given {given}, it wants {[n, k]} and {many or 'one'} of them")
     return weight.panels
 
 
-def pack(weight: Tensor) -> Matrix:
+def pack(weight: Tensor) -> PackedMatrix:
     n, k = weight.shape
     padded = torch.zeros(-(-n // PANEL) * PANEL, k)
     padded[:n] = weight
-    return Matrix(padded.view(-1, PANEL, k).transpose(1, 2).contiguous(), n, k)
+    return PackedMatrix(padded.view(-1, PANEL, k).transpose(1, 2).contiguous(), n, k)
 
 
-def linear(x: Tensor, weight: Matrix) -> Tensor:
+def linear(x: Tensor, weight: PackedMatrix) -> Tensor:
     panels, n, k = weight
     rows = len(x)
     y = torch.empty(rows, n)
@@ -130,7 +130,7 @@ def linear(x: Tensor, weight: Matrix) -> Tensor:
     return y
 
 
-def linear_groups(x: Tensor, weights: Matrix) -> Tensor:
+def linear_groups(x: Tensor, weights: PackedMatrix) -> Tensor:
     panels, n, k = weights
     rows, groups = len(x), len(panels)
     y = torch.empty(rows, groups * n)
@@ -146,7 +146,7 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def norm_rotate(
-    x: Tensor, turn: Turn, *, eps: float | None = None, weight: Tensor | None = None, back: bool = False
+    x: Tensor, turn: CosSin, *, eps: float | None = None, weight: Tensor | None = None, back: bool = False
 ) -> Tensor:
     rows, heads, d = x.shape
     y = torch.empty(rows, heads, d)
@@ -268,14 +268,14 @@ def route(
     return chosen, weights
 
 
-def pack_all(weights: Tensor) -> Matrix:
-    """[m, n, k], one after the other in one piece; n and k are of one."""
+def pack_all(weights: Tensor) -> PackedMatrix:
+    """Packs m matrices [m, n, k] into one tensor. The result's n and k are those of one matrix."""
     panels = torch.stack([pack(each).panels for each in weights])
-    return Matrix(panels, weights.shape[1], weights.shape[2])
+    return PackedMatrix(panels, weights.shape[1], weights.shape[2])
 
 
 def experts(
-    x: Tensor, chosen: Tensor, weights: Tensor, matrices: tuple[Matrix, Matrix], limit: float
+    x: Tensor, chosen: Tensor, weights: Tensor, matrices: tuple[PackedMatrix, PackedMatrix], limit: float
 ) -> Tensor:
     gate_up, down = matrices
     (rows, d), k, inner, count = x.shape, chosen.shape[1], down.k, len(down.panels)

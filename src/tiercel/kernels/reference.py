@@ -1,5 +1,5 @@
-"""What the kernels of a model mean, in plain torch. `native.py` has the same functions for the CPU, and
-Triton will have them for CUDA; a model runs on any of them."""
+"""The kernels of the models in plain torch: they define what each kernel computes. `native.py` has the same
+functions in C for the CPU; Triton will have them for CUDA. A model runs on any of them."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from tiercel.kernels.sources import digest_of, host_words
 
 NAME = "reference"
 EXACT = False
-"""A row's bits depend on how many rows there are: torch's sums have another order for another shape."""
+"""False: torch sums in another order for another shape, so a row's bits depend on the number of rows."""
 
 QUERIES_AT_ONCE = 256
-"""So many queries are gathered together: [256, rows, dim] stays in the tens of megabytes."""
+"""How many queries are gathered together: [256, rows, dim] stays in the tens of megabytes."""
 
 Matrix = Any
-"""A weight [n, k] as `linear` wants it: it comes out of `pack`. Here it is the tensor as it was."""
+"""A weight [n, k], packed by `pack` for `linear`. Here it is the tensor itself."""
 
-Turn = tuple[Tensor, Tensor]
-"""(cos, sin) of some positions, [tokens, pairs] each."""
+CosSin = tuple[Tensor, Tensor]
+"""(cos, sin) of the rotary angles, [tokens, pairs] each."""
 
 Recent = tuple[Tensor, Tensor]
-"""Rows of recent tokens in two pools: kept from earlier calls, and of this one. Row numbers run on from the
-first to the second, and -1 is no row."""
+"""Rows of recent tokens in two pools: those of earlier calls, and those of this call. Row numbers continue
+from the first pool to the second; -1 is no row."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """One hyper-connection: how a site reads the n streams. `weight` is of the norm behind it."""
+    """One hyper-connection: how a site reads the n streams. `weight` belongs to the norm after it."""
 
     fn: Matrix
     scale: Tensor
@@ -54,7 +54,7 @@ def pack(weight: Tensor) -> Matrix:
 
 
 def pack_all(weights: Tensor) -> Matrix:
-    """[m, n, k]: several of one shape."""
+    """Packs m matrices of one shape, [m, n, k]."""
     return weights.contiguous()
 
 
@@ -64,7 +64,7 @@ def linear(x: Tensor, weight: Matrix) -> Tensor:
 
 
 def linear_groups(x: Tensor, weights: Matrix) -> Tensor:
-    """x [tokens, m · k]: each of its m parts by a matrix of its own, their answers beside each other."""
+    """x [tokens, m · k]: part i of m is multiplied by matrix i; the results are concatenated."""
     parts = x.unflatten(1, (weights.shape[0], -1)).transpose(0, 1)
     return torch.bmm(parts, weights.transpose(1, 2)).transpose(0, 1).flatten(1)
 
@@ -79,9 +79,9 @@ def put_rows(target: Tensor, to: Tensor, source: Tensor, rows: Tensor | None = N
 
 
 def norm_rotate(
-    x: Tensor, turn: Turn, *, eps: float | None = None, weight: Tensor | None = None, back: bool = False
+    x: Tensor, turn: CosSin, *, eps: float | None = None, weight: Tensor | None = None, back: bool = False
 ) -> Tensor:
-    """x [tokens, heads, dim]: each head normed if `eps` is given, its last channels turned pair by pair."""
+    """x [tokens, heads, dim]: norms each head if `eps` is given, and rotates its last channels in pairs."""
     if eps is not None:
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     if weight is not None:
@@ -98,8 +98,8 @@ def norm_rotate(
 
 
 def hyper_read(x: Tensor, site: Site) -> tuple[Tensor, Tensor, Tensor]:
-    """x [tokens, n, d] → what the site sees [tokens, d], normed; how its answer is placed [tokens, n]; how
-    the streams mix [tokens, n, n]."""
+    """x [tokens, n, d] → the site's input, normed [tokens, d]; the weights of its output for each stream
+    [tokens, n]; the matrix that mixes the streams [tokens, n, n]."""
     n = site.streams
     mixed = F.linear(_rms(x.flatten(1), site.eps), site.fn) * site.scale + site.base
     collapse, place, mix = mixed.split([n, n, n * n], dim=1)
@@ -110,7 +110,7 @@ def hyper_read(x: Tensor, site: Site) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def sinkhorn(mix: Tensor, iterations: int, eps: float) -> Tensor:
-    """Rows and columns of [tokens, n, n] brought towards a sum of one, columns last."""
+    """Scales rows and columns of [tokens, n, n] in turn towards a sum of one, columns last."""
     mix = mix / (mix.sum(1, keepdim=True) + eps)
     for _ in range(iterations - 1):
         mix = mix / (mix.sum(2, keepdim=True) + eps)
@@ -119,12 +119,12 @@ def sinkhorn(mix: Tensor, iterations: int, eps: float) -> Tensor:
 
 
 def hyper_write(x: Tensor, y: Tensor, place: Tensor, mix: Tensor) -> Tensor:
-    """The streams after the site answered y [tokens, d]."""
+    """The streams after the site's output y [tokens, d]."""
     return place[..., None] * y[:, None, :] + torch.matmul(mix.transpose(1, 2), x)
 
 
 def hyper_head(x: Tensor, site: Site) -> Tensor:
-    """The streams [tokens, n, d] collapsed to [tokens, d] and normed, once, at the end."""
+    """Collapses the streams [tokens, n, d] to [tokens, d] and norms them: the last step of a model."""
     mixed = F.linear(_rms(x.flatten(1), site.eps), site.fn)
     collapse = torch.sigmoid(mixed * site.scale + site.base) + site.hc_eps
     return norm(torch.matmul(collapse[:, None, :], x).squeeze(1), site.weight, site.eps)
@@ -140,7 +140,7 @@ def _rms(x: Tensor, eps: float) -> Tensor:
 def route(
     logits: Tensor, chosen: Tensor | None, bias: Tensor | None, k: int, factor: float
 ) -> tuple[Tensor, Tensor]:
-    """(experts [tokens, k], weights): those `chosen`, or the k best by score and bias."""
+    """(experts [tokens, k], weights): the given `chosen` experts, or the k best by score + bias."""
     scores = F.softplus(logits).sqrt()
     if chosen is None:
         assert bias is not None
@@ -152,7 +152,7 @@ def route(
 def experts(
     x: Tensor, chosen: Tensor, weights: Tensor, matrices: tuple[Matrix, Matrix], limit: float
 ) -> Tensor:
-    """The weighted answers of the chosen experts, and of the last one, which everyone asks.
+    """The weighted sum of the chosen experts, plus the shared expert, which is the last of the matrices.
 
     `matrices`: [experts, 2 · inner, d] and [experts, d, inner], packed.
     """
@@ -175,10 +175,11 @@ def _ask(x: Tensor, gate_up: Tensor, down: Tensor, limit: float) -> Tensor:
 
 
 def compress(recent: Recent, rows: Tensor, bias: Tensor, dim: int) -> Tensor:
-    """Entries [n, dim] of windows of rows [n, width]: per channel the softmax of the gates over the window.
+    """Entries [n, dim] of windows of rows [n, width]: for each channel, values weighted by the softmax of the
+    gates over the window.
 
-    A row is kv, then gate, `channels` each; bias [ratio, channels] is added to the gates. Where a window is
-    two ratios wide its first half counts with the first channels of its rows, the second half with the last.
+    A row is kv, then gate, `channels` each; bias [ratio, channels] is added to the gates. If a window is two
+    ratios wide, its first half uses the first channels of its rows, the second half the last channels.
     """
     ratio, channels = bias.shape
     both = torch.cat(recent)[rows.clamp(min=0).long()].unflatten(2, (2, channels))
@@ -193,11 +194,11 @@ def compress(recent: Recent, rows: Tensor, bias: Tensor, dim: int) -> Tensor:
 def best_rows(
     q: Tensor, weights: Tensor, keys: Tensor, rows: Tensor, span: Tensor, visible: Tensor, k: int
 ) -> Tensor:
-    """The lightning indexer: rows [tokens, k] of each query's best keys, in their order; -1: it sees fewer.
+    """The lightning indexer: the rows [tokens, k] of each query's k best keys, ascending; -1: fewer keys.
 
-    score = sum over heads of weight · ReLU(q · key). q [tokens, heads, dim], weights [tokens, heads]; keys
-    [m, dim], of which rows [spans, n] are each span's; `span` of each token, how many are `visible` to it.
-    Ties go to the lower number: score and number are one integer, so it does not matter how many there are.
+    score = sum over heads of weight · ReLU(q · key). q [tokens, heads, dim], weights [tokens, heads], keys
+    [m, dim]; rows [spans, n] are the keys of each span; `span` is the span of each token, and `visible` how
+    many of its keys the token sees. Ties go to the lower number.
     """
     parts = []
     for start in range(0, q.shape[0], QUERIES_AT_ONCE):
@@ -212,7 +213,7 @@ def best_rows(
 
 
 def top_numbers(scores: Tensor, visible: Tensor, k: int) -> Tensor:
-    """The k best of each query among its first `visible`, ascending, -1 where there are fewer."""
+    """The numbers of the k best scores among the first `visible` of each query, ascending; -1: fewer."""
     tokens, n = scores.shape
     number = torch.arange(n, device=scores.device)
     hidden = number[None, :] >= visible[:, None]
@@ -236,10 +237,10 @@ def attention(
     sinks: Tensor,
     scale: float,
 ) -> Tensor:
-    """Each query attends to the rows it names, which are keys and values at once.
+    """Attention of each query to the rows it names. A row is both key and value.
 
-    q [tokens, heads, dim]; `window` [tokens, w]: rows of the recent ones; `chosen` [tokens, k]: rows of
-    entries; sinks [heads], a logit without a value. Answers [tokens, heads, dim].
+    q [tokens, heads, dim]; `window` [tokens, w]: rows of `recent`; `chosen` [tokens, k]: rows of `entries`;
+    sinks [heads]: logits without a value. Returns [tokens, heads, dim].
     """
     out = torch.empty(q.shape, device=q.device)
     pool = torch.cat(recent)
@@ -249,7 +250,7 @@ def attention(
         seen = torch.cat(
             [pool[window[part].clamp(min=0).long()], entries[chosen[part].clamp(min=0).long()]], dim=1
         )
-        seen.masked_fill_((named < 0)[..., None], 0.0)  # 0 · NaN is NaN: another text's row is no row
+        seen.masked_fill_((named < 0)[..., None], 0.0)  # row 0 may hold NaN, and 0 · NaN is NaN
         scores = torch.matmul(q[part], seen.transpose(1, 2)) * scale
         scores = scores.masked_fill_((named < 0)[:, None, :], float("-inf"))
         sink = sinks.view(1, -1, 1).expand(scores.shape[0], -1, 1)

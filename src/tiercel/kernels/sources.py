@@ -1,4 +1,4 @@
-"""What a program is: a digest of its source, and of whatever else its results depend on."""
+"""Digests of source files, and of everything else that the results of a program depend on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def digest_of(*words: str, files: Iterable[Path] = ()) -> str:
-    """Of the words, and of every byte of the files. Where the files are does not matter."""
+    """A digest of the words and of the files' content. The files' paths do not matter."""
     whole = hashlib.sha256()
     for part in (*(word.encode() for word in words), *(file.read_bytes() for file in sorted(files))):
         whole.update(len(part).to_bytes(8, "little") + part)
@@ -17,7 +17,7 @@ def digest_of(*words: str, files: Iterable[Path] = ()) -> str:
 
 
 def host_words() -> tuple[str, ...]:
-    """What the last bit of a sum, a sine or a logarithm may depend on: vector unit, torch's build, libm."""
+    """What the last bit of a result may depend on besides the source: vector unit, torch's build, libm."""
     import torch
 
     return platform.machine(), " ".join(platform.libc_ver()), torch.__config__.show()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tiercel.errors import SpecError
-from tiercel.kernels.reference import Turn
+from tiercel.kernels.reference import CosSin
 from tiercel.spec.hf_fields import number, whole
 
 POSITIONS_AT_ONCE = 4096
@@ -81,7 +81,7 @@ class Rotary:
         self._frequencies = inverse_frequencies(rope, dim)
         self._cos = self._sin = torch.empty(0, dim // 2)
 
-    def at(self, positions: Tensor) -> Turn:
+    def at(self, positions: Tensor) -> CosSin:
         while len(positions) and len(self._cos) <= positions.max():
             more = torch.arange(len(self._cos), len(self._cos) + POSITIONS_AT_ONCE)
             angles = (more.float()[:, None] * self._frequencies).double().numpy()

@@ -63,14 +63,14 @@ class Slru(EvictPolicy):
         return (int(use.hits >= 2), use.used)
 
 
-class Priority(EvictPolicy):
+class ByPriority(EvictPolicy):
     """Lowest request priority first, then least recently used."""
 
     def rank(self, use: Used) -> Rank:
         return (use.priority, use.used)
 
 
-_POLICIES: dict[str, type[EvictPolicy]] = {"lru": Lru, "lfu": Lfu, "slru": Slru, "priority": Priority}
+_POLICIES: dict[str, type[EvictPolicy]] = {"lru": Lru, "lfu": Lfu, "slru": Slru, "priority": ByPriority}
 assert tuple(_POLICIES) == EVICT_POLICIES
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tiercel.kernels.choice import Kernels
-from tiercel.kernels.reference import Turn
+from tiercel.kernels.reference import CosSin
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.models.batch import Batch, rows_before
 from tiercel.models.deepseek_v4.blocks import Weights, part_of
@@ -160,7 +160,7 @@ class Attention:
         for compressor in self._compressors:
             compressor.restore(ring, place, boundary)
 
-    def __call__(self, h: Tensor, turn: Turn, batch: Batch) -> Tensor:
+    def __call__(self, h: Tensor, turn: CosSin, batch: Batch) -> Tensor:
         """h [tokens, d], normed; `turn` of the layer's kind at these positions."""
         c, k = self._config, self._k
         q_low, kv, *rest = k.linear(h, self._input).split(self._widths, 1)
@@ -197,7 +197,7 @@ class Attention:
         seen = batch.seen_entries(own.ratio, own.pages.per_row, in_place=self._in_place)
         return own.entries(batch, in_place=self._in_place), seen
 
-    def _best_entries(self, batch: Batch, q: Tensor, weights: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
+    def _best_entries(self, batch: Batch, q: Tensor, weights: Tensor, turn: CosSin) -> tuple[Tensor, Tensor]:
         """The compressed entries, and the rows of those that the indexer finds best for each token."""
         c, (own, index) = self._config, self._compressors
         q = self._k.norm_rotate(q.unflatten(1, (c.index_heads, c.index_head_dim)), turn)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tiercel.kernels.choice import Kernels
-from tiercel.kernels.reference import Turn
+from tiercel.kernels.reference import CosSin
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.models.batch import Batch
 from tiercel.models.deepseek_v4.attention import Attention
@@ -36,7 +36,7 @@ class Layer:
         self.attention = Attention(config, kernels, layer, own, rotary, memory, rings)
         self.experts = Experts(config, kernels, part_of(weights, "mlp."))
 
-    def __call__(self, x: Tensor, tokens: Tensor, turn: Turn, batch: Batch) -> Tensor:
+    def __call__(self, x: Tensor, tokens: Tensor, turn: CosSin, batch: Batch) -> Tensor:
         """The streams [tokens, n, d] after this layer."""
         seen, place, mix = self._k.hyper_read(x, self._sites[0])
         x = self._k.hyper_write(x, self.attention(seen, turn, batch), place, mix)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from tiercel.kernels.choice import Kernels, make_kernels
-from tiercel.kernels.reference import Turn
+from tiercel.kernels.reference import CosSin
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.models.base import Span
 from tiercel.models.batch import Batch
@@ -107,14 +107,14 @@ class Layer:
         gate_up = torch.cat([own["mlp.gate_proj"], own["mlp.up_proj"]])
         self._mlp = kernels.pack_all(gate_up[None]), kernels.pack_all(own["mlp.down_proj"][None])
 
-    def __call__(self, x: Tensor, turn: Turn, reach: Reach) -> Tensor:
+    def __call__(self, x: Tensor, turn: CosSin, reach: Reach) -> Tensor:
         """x [tokens, d] after this layer."""
         k, eps = self._k, self._config.rms_norm_eps
         x = x + self._attend(k.norm(x, self._norms[0], eps), turn, reach)
         asked = torch.empty(len(x), 0, dtype=torch.int64)  # of experts: only the one that everyone asks
         return x + k.experts(k.norm(x, self._norms[1], eps), asked, asked.float(), self._mlp, math.inf)
 
-    def _attend(self, h: Tensor, turn: Turn, reach: Reach) -> Tensor:
+    def _attend(self, h: Tensor, turn: CosSin, reach: Reach) -> Tensor:
         c, k = self._config, self._k
         q, key, value = (
             part.unflatten(1, (-1, c.head_dim)) for part in k.linear(h, self._input).split(self._widths, 1)
