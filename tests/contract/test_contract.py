@@ -10,7 +10,7 @@ from tiercel.memory.buffers import HostMemory
 from tiercel.storage.conformance.run import CHECKS
 from tiercel.storage.conformance.subject import Inapplicable
 from tiercel.transfer.mover import StoreMover, Workers
-from tiercel.transfer.operation import Answer, Piece, Work
+from tiercel.transfer.operation import Presence, RecordPlace, Work
 from tiercel.types import HostPageId, PageKey
 
 INAPPLICABLE = {
@@ -39,9 +39,9 @@ def test_what_is_listed_and_can_not_be_read_is_removed_counted_and_written_again
     workers = Workers(hands, hands, hands, retry_after_s=())
     mover = StoreMover(store, spec, host, landed=Condition(), workers=workers)
 
-    def do(work: Work, first_place: int) -> list[Answer]:
+    def do(work: Work, first_place: int) -> list[Presence]:
         pieces = [
-            Piece(False, PageKey(bytes([number]) * 32), (HostPageId(first_place + number),))
+            RecordPlace(False, PageKey(bytes([number]) * 32), (HostPageId(first_place + number),))
             for number in range(3)
         ]
         operation = mover.submit(work, pieces)
@@ -50,14 +50,14 @@ def test_what_is_listed_and_can_not_be_read_is_removed_counted_and_written_again
         assert operation.error is None
         return operation.answers
 
-    all_here = [Answer.HERE] * 3
+    all_here = [Presence.HERE] * 3
     try:
         assert do(Work.WRITE, 0) == all_here
-        subject.spoil(store, mover.key(Piece(False, PageKey(bytes([1]) * 32))))
+        subject.spoil(store, mover.key(RecordPlace(False, PageKey(bytes([1]) * 32))))
         assert do(Work.ASK, 0) == all_here, "listed"
-        assert do(Work.READ, 10) == [Answer.HERE, Answer.DAMAGED, Answer.HERE]
+        assert do(Work.READ, 10) == [Presence.HERE, Presence.DAMAGED, Presence.HERE]
         assert mover.flaws == {"unreadable": 1} or mover.flaws == {"foreign": 1}
-        assert do(Work.ASK, 0) == [Answer.HERE, Answer.MISSING, Answer.HERE]
+        assert do(Work.ASK, 0) == [Presence.HERE, Presence.MISSING, Presence.HERE]
         assert do(Work.WRITE, 0) == all_here
         assert do(Work.READ, 10) == all_here
     finally:

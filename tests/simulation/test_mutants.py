@@ -23,7 +23,7 @@ from tiercel.memory.buffers import HostMemory, Memory
 from tiercel.storage.record import Flaw, Form, checksum, parse
 from tiercel.transfer.copier import DirectCopier, ReferenceCopier
 from tiercel.transfer.mover import StoreMover
-from tiercel.transfer.operation import Answer, Work
+from tiercel.transfer.operation import Presence, Work
 from tiercel.tree.candidates import Candidates
 from tiercel.tree.prefix_tree import PrefixTree
 from tiercel.types import Tier
@@ -156,7 +156,7 @@ def places_come_back_before_their_read_ended(self, tree, why=None):
 
 
 def what_is_missing_counts_as_read(self, operation):
-    return [Answer.HERE for _ in real_read(self, operation)]
+    return [Presence.HERE for _ in real_read(self, operation)]
 
 
 MUTANTS = {

@@ -13,7 +13,7 @@ from tiercel.memory.buffers import HostMemory
 from tiercel.storage.memory import MemoryStore
 from tiercel.storage.record import Kind, parse
 from tiercel.transfer.mover import StoreMover, Workers
-from tiercel.transfer.operation import Answer, Piece, Work
+from tiercel.transfer.operation import Presence, RecordPlace, Work
 from tiercel.types import HostPageId, PageKey
 
 V4 = SPECS["compressed"]
@@ -35,7 +35,7 @@ class Rig:
         return operation
 
     def piece(self, *places, tail=False, key=KEY):
-        return Piece(tail, key, tuple(HostPageId(place) for place in places))
+        return RecordPlace(tail, key, tuple(HostPageId(place) for place in places))
 
     def fill(self, piece, seed):
         for view in self.host.views(piece.host, self.size(piece)):
@@ -55,9 +55,12 @@ def test_what_is_written_from_some_places_is_read_into_others(layout, tail):
     there = rig.piece(*range(count if tail else 1), tail=tail)
     back = rig.piece(*range(10, 10 + count if tail else 11), tail=tail)
     rig.fill(there, 3)
-    assert rig.do(Work.WRITE, there).answers == [Answer.HERE]
-    assert rig.do(Work.ASK, back, rig.piece(1, key=OTHER)).answers == [Answer.HERE, Answer.MISSING]
-    assert rig.do(Work.READ, back).answers == [Answer.HERE]
+    assert rig.do(Work.WRITE, there).answers == [Presence.HERE]
+    assert rig.do(Work.ASK, back, rig.piece(1, key=OTHER)).answers == [
+        Presence.HERE,
+        Presence.MISSING,
+    ]
+    assert rig.do(Work.READ, back).answers == [Presence.HERE]
     assert rig.bytes_of(back) == rig.bytes_of(there)
 
 
@@ -85,11 +88,11 @@ def test_a_page_kept_together_goes_without_a_copy_and_a_scattered_one_range_by_r
 
 def test_what_is_there_is_not_written_and_what_is_not_kept_is_told():
     rig = Rig(MemoryStore(size=10))
-    assert rig.do(Work.WRITE, rig.piece(0)).answers == [Answer.MISSING]
+    assert rig.do(Work.WRITE, rig.piece(0)).answers == [Presence.MISSING]
     rig = Rig()
     rig.do(Work.WRITE, rig.piece(0))
     rig.store.put = None
-    assert rig.do(Work.WRITE, rig.piece(1)).answers == [Answer.HERE]
+    assert rig.do(Work.WRITE, rig.piece(1)).answers == [Presence.HERE]
 
 
 def test_a_damaged_record_is_removed_counted_and_logged_once(caplog):
@@ -99,8 +102,8 @@ def test_a_damaged_record_is_removed_counted_and_logged_once(caplog):
     for key, value in rig.store._values.items():
         rig.store._values[key] = value[:-1] + bytes([value[-1] ^ 1])
     both = [rig.piece(1), rig.piece(2, key=OTHER)]
-    assert rig.do(Work.READ, *both).answers == [Answer.DAMAGED, Answer.DAMAGED]
-    assert rig.do(Work.ASK, *both).answers == [Answer.MISSING, Answer.MISSING]
+    assert rig.do(Work.READ, *both).answers == [Presence.DAMAGED, Presence.DAMAGED]
+    assert rig.do(Work.ASK, *both).answers == [Presence.MISSING, Presence.MISSING]
     assert rig.mover.flaws == {"checksum": 2} and len(caplog.messages) == 1
 
 
@@ -119,14 +122,14 @@ def test_what_is_listed_and_not_read_is_damaged_removed_counted_and_written_agai
     rig.do(Work.WRITE, rig.piece(0))
     spoil(rig.store, how)
     assert rig.do(Work.READ, rig.piece(1), rig.piece(2, key=OTHER)).answers == [
-        Answer.DAMAGED,
-        Answer.MISSING,
+        Presence.DAMAGED,
+        Presence.MISSING,
     ]
     assert rig.mover.flaws == {"unreadable": 1} and len(caplog.messages) == 1
     rig.store.__dict__.pop("get", None)
-    assert rig.do(Work.ASK, rig.piece(1)).answers == [Answer.MISSING]
-    assert rig.do(Work.WRITE, rig.piece(0)).answers == [Answer.HERE]
-    assert rig.do(Work.READ, rig.piece(1)).answers == [Answer.HERE]
+    assert rig.do(Work.ASK, rig.piece(1)).answers == [Presence.MISSING]
+    assert rig.do(Work.WRITE, rig.piece(0)).answers == [Presence.HERE]
+    assert rig.do(Work.READ, rig.piece(1)).answers == [Presence.HERE]
     assert rig.bytes_of(rig.piece(1)) == rig.bytes_of(rig.piece(0))
 
 
@@ -134,7 +137,7 @@ def test_what_left_between_the_question_and_the_read_is_missing_and_no_damage():
     rig = Rig()
     rig.do(Work.WRITE, rig.piece(0))
     rig.store.clear()
-    assert rig.do(Work.READ, rig.piece(1)).answers == [Answer.MISSING]
+    assert rig.do(Work.READ, rig.piece(1)).answers == [Presence.MISSING]
     assert not rig.mover.flaws
 
 
@@ -153,11 +156,11 @@ def test_what_can_not_be_removed_is_not_asked_for_again_until_it_was_written_aga
     rig.store._values[bad] = b"damaged"
     both = [rig.piece(1), rig.piece(2, key=OTHER)]
     read = rig.do(Work.READ, *both)
-    assert read.answers == [Answer.DAMAGED, Answer.HERE] and read.error is None
-    assert rig.do(Work.ASK, *both).answers == [Answer.MISSING, Answer.HERE]
-    assert rig.do(Work.WRITE, *both).answers == [Answer.HERE, Answer.HERE]
-    assert rig.do(Work.READ, *both).answers == [Answer.HERE, Answer.HERE]
-    assert rig.do(Work.ASK, *both).answers == [Answer.HERE, Answer.HERE]
+    assert read.answers == [Presence.DAMAGED, Presence.HERE] and read.error is None
+    assert rig.do(Work.ASK, *both).answers == [Presence.MISSING, Presence.HERE]
+    assert rig.do(Work.WRITE, *both).answers == [Presence.HERE, Presence.HERE]
+    assert rig.do(Work.READ, *both).answers == [Presence.HERE, Presence.HERE]
+    assert rig.do(Work.ASK, *both).answers == [Presence.HERE, Presence.HERE]
 
 
 class Flaky(MemoryStore):
@@ -204,7 +207,7 @@ def test_what_nobody_waits_for_is_not_begun():
     read = rig.mover.submit(Work.READ, [rig.piece(0)])
     read.cancelled = True
     rig.hands.shutdown()
-    assert rig.mover.poll() == [read] and read.answers == [Answer.MISSING] and read.error is None
+    assert rig.mover.poll() == [read] and read.answers == [Presence.MISSING] and read.error is None
 
 
 def test_a_probe_tells_how_fast_a_page_is_read_and_leaves_nothing():
@@ -230,7 +233,7 @@ def test_real_workers_read_while_others_write_and_the_store_is_closed_at_the_end
     host = HostMemory(V4, "page_first_direct", 20 * V4.host_page_bytes)
     landed, store = Condition(), MemoryStore()
     mover = StoreMover(store, V4, host, landed=landed)
-    pieces = [Piece(False, PageKey(bytes([i]) * 32), (HostPageId(i),)) for i in range(20)]
+    pieces = [RecordPlace(False, PageKey(bytes([i]) * 32), (HostPageId(i),)) for i in range(20)]
     for piece in pieces:
         mover.submit(Work.WRITE, [piece])
     ended = []
@@ -238,7 +241,7 @@ def test_real_workers_read_while_others_write_and_the_store_is_closed_at_the_end
         with landed:
             landed.wait_for(lambda: mover.landed, 5)
         ended += mover.poll()
-    assert all(op.answers == [Answer.HERE] for op in ended)
+    assert all(op.answers == [Presence.HERE] for op in ended)
     mover.close()
     with pytest.raises(StoreError):
         store.stats()

@@ -17,7 +17,7 @@ from enum import Enum
 
 from tiercel.policy.fetch import Held, Wanted
 from tiercel.policy.resume import Why
-from tiercel.transfer.operation import Answer, Operation, Piece
+from tiercel.transfer.operation import Operation, Presence, RecordPlace
 from tiercel.tree.keys import KeyChain
 from tiercel.tree.match import Match
 from tiercel.tree.node import Page
@@ -31,7 +31,7 @@ READS = 8
 goes, few enough that a read is large."""
 
 
-class Stage(Enum):
+class FetchStage(Enum):
     ASKING = "asking"
     PLANNING = "planning"
     READING = "reading"
@@ -51,7 +51,7 @@ class Fetch:
     began_s: float
     wait_s: float = 0.0
     """How long it waits for its turn anyway, as far as known."""
-    stage: Stage = Stage.ASKING
+    stage: FetchStage = FetchStage.ASKING
     why: Why | None = None
     """Why it brought less than the text has."""
     pages_stored: int = 0
@@ -82,24 +82,24 @@ class Fetch:
         gone = match.found < self.match.found  # what was not asked for then is not known now
         return Held(match.boundary, match.found, 0 if gone else max(0, stored), tails, self.tails_stored)
 
-    def pieces(self, held: Held, wanted: Wanted) -> Iterator[Piece]:
+    def pieces(self, held: Held, wanted: Wanted) -> Iterator[RecordPlace]:
         """What is to be read, in the order of the text: a tail follows its page."""
         tails = set(wanted.tails)
         for depth in range(1, wanted.upto + 1):
             key = self.chain.keys[depth - 1]
             if depth > held.found:
-                yield Piece(False, key)
+                yield RecordPlace(False, key)
             if depth in tails:
-                yield Piece(True, key)
+                yield RecordPlace(True, key)
 
     def publish(self, tree: PrefixTree) -> bool:
         """What has landed at the front becomes visible; False when the rest can not be used any more."""
         while self.reads and self.reads[0] in self.landed:
             read = self.reads.pop(0)
-            good = [answer is Answer.HERE for answer in read.answers]
+            good = [answer is Presence.HERE for answer in read.answers]
             pages_lost = [i for i, piece in enumerate(read.pieces) if not (good[i] or piece.tail)]
             whole = pages_lost[0] if pages_lost else len(good)
-            if Answer.DAMAGED in read.answers:
+            if Presence.DAMAGED in read.answers:
                 self.why = Why.STORE_DAMAGED
             elif not all(good) and read.error is not None:
                 self.why = Why.STORE_OFF
@@ -116,7 +116,7 @@ class Fetch:
     def _page(self, tree: PrefixTree, depth: int) -> Page | None:
         return tree.index.get(self.chain.keys[depth - 1]) if depth else tree.root
 
-    def _insert(self, tree: PrefixTree, parent: Page, landed: Sequence[tuple[Piece, bool]]) -> None:
+    def _insert(self, tree: PrefixTree, parent: Page, landed: Sequence[tuple[RecordPlace, bool]]) -> None:
         """Pages first, the tails hang on them."""
         pages = [piece for piece, _ in landed if not piece.tail]
         if pages:
@@ -134,9 +134,9 @@ class Fetch:
 
     def end(self, tree: PrefixTree, why: Why | None = None) -> None:
         """Nothing more is published. Places of reads under way come back when these have ended."""
-        if self.stage is Stage.OVER:
+        if self.stage is FetchStage.OVER:
             return
-        self.stage = Stage.OVER
+        self.stage = FetchStage.OVER
         self.why = why or self.why
         for read in self.reads:
             if read in self.landed:
@@ -153,16 +153,16 @@ class Fetch:
                     yield from piece.host
 
 
-def give_back(tree: PrefixTree, pieces: Sequence[Piece]) -> None:
+def give_back(tree: PrefixTree, pieces: Sequence[RecordPlace]) -> None:
     for piece in pieces:
         tree.actions.host.extend(piece.host)
 
 
-def cut(pieces: Sequence[Piece], bytes_of: dict[bool, int]) -> Iterator[list[Piece]]:
+def cut(pieces: Sequence[RecordPlace], bytes_of: dict[bool, int]) -> Iterator[list[RecordPlace]]:
     """One fetch as several reads."""
     total = sum(bytes_of[piece.tail] for piece in pieces)
     size = min(max(total // READS, READ_BYTES_LEAST), READ_BYTES_MOST)
-    batch: list[Piece] = []
+    batch: list[RecordPlace] = []
     filled = 0
     for piece in pieces:
         if batch and filled + bytes_of[piece.tail] > size:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from tiercel.cache.fetch import Fetch, Stage, cut, give_back
+from tiercel.cache.fetch import Fetch, FetchStage, cut, give_back
 from tiercel.cache.places import HostPlaces
 from tiercel.config import CacheConfig
 from tiercel.policy.breaker import Breaker, BreakerState
@@ -14,7 +14,7 @@ from tiercel.policy.fetch import Costs, Rate, Refusal, choose_fetch, worth_waiti
 from tiercel.policy.resume import Reuse, Why
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.transfer.mover import StoreMover
-from tiercel.transfer.operation import Answer, Operation, Piece, Work
+from tiercel.transfer.operation import Operation, Presence, RecordPlace, Work
 from tiercel.tree.keys import KeyChain
 from tiercel.tree.prefix_tree import PrefixTree
 from tiercel.types import HostPageId, PageKey
@@ -59,7 +59,7 @@ class Fetches:
         self._bytes_most = places.host.capacity * spec.host_page_bytes // 2
         self._asks: dict[Operation, Fetch] = {}
         self._reads: dict[Operation, Fetch] = {}
-        self._arriving: dict[Piece, Operation] = {}
+        self._arriving: dict[RecordPlace, Operation] = {}
         """Pages and tails that a read is bringing."""
         self._bytes_sent = self._bytes_ended = 0
         self._upto: dict[Operation, int] = {}
@@ -81,8 +81,10 @@ class Fetches:
         elif not breaker.allows(self._clock()):
             self._over(fetch, Why.STORE_OFF)
         else:
-            pages = [Piece(False, key) for key in chain.keys[match.found : limit]]
-            tails = [Piece(True, key) for key in chain.keys[match.boundary : limit] if self._lacks_tail(key)]
+            pages = [RecordPlace(False, key) for key in chain.keys[match.found : limit]]
+            tails = [
+                RecordPlace(True, key) for key in chain.keys[match.boundary : limit] if self._lacks_tail(key)
+            ]
             self._asks[self._mover.submit(Work.ASK, pages + tails)] = fetch
             self.counters["fetches"] += 1
         return fetch
@@ -96,8 +98,8 @@ class Fetches:
         now = self._clock()
         if fetch.turn_s is None:
             fetch.turn_s = now
-            self._replan = self._replan or fetch.stage is Stage.PLANNING
-        if fetch.stage is Stage.OVER:
+            self._replan = self._replan or fetch.stage is FetchStage.PLANNING
+        if fetch.stage is FetchStage.OVER:
             return True
         if self._config.fetch == "wait":
             return False
@@ -152,24 +154,24 @@ class Fetches:
 
     def asked(self, ask: Operation) -> None:
         fetch = self._asks.pop(ask)
-        if fetch.stage is Stage.OVER:
+        if fetch.stage is FetchStage.OVER:
             return
         if ask.error is not None:
             self._over(fetch, Why.STORE_OFF)
             return
-        here = [answer is Answer.HERE for answer in ask.answers]
+        here = [answer is Presence.HERE for answer in ask.answers]
         pages = fetch.limit - fetch.match.found
         fetch.pages_stored = next((i for i, there in enumerate(here[:pages]) if not there), pages)
         depth_of = {key: depth for depth, key in enumerate(fetch.chain.keys[: fetch.limit], 1)}
         named = zip(ask.pieces[pages:], here[pages:], strict=True)
         fetch.tails_stored = frozenset(depth_of[piece.key] for piece, there in named if there)
-        fetch.stage = Stage.PLANNING
+        fetch.stage = FetchStage.PLANNING
 
     def plan(self, breaker: Breaker) -> None:
         """Decide for those whose answers are new, and for all when something has changed."""
         replan, self._replan = self._replan, False
         for fetch in list(self.of.values()):
-            if fetch.stage is Stage.PLANNING and (replan or not fetch.planned):
+            if fetch.stage is FetchStage.PLANNING and (replan or not fetch.planned):
                 if breaker.state is BreakerState.OFF:
                     self._over(fetch, Why.STORE_OFF)
                 else:
@@ -180,7 +182,7 @@ class Fetches:
         tree, fetch.planned = self._tree, True
         match = tree.match(fetch.chain.keys, fetch.limit)
         following = fetch.chain.keys[match.found : match.found + 1]
-        if any(Piece(False, key) in self._arriving for key in following):
+        if any(RecordPlace(False, key) in self._arriving for key in following):
             return  # somebody else is bringing it: then this is planned again
         held = fetch.held(tree, match)
         fetch.depth = held.found
@@ -204,12 +206,12 @@ class Fetches:
         if pieces is None:
             self._over(fetch, Why.STORE_NO_ROOM)
             return
-        fetch.stage, fetch.moved_s, fetch.spared_tokens = Stage.READING, now, wanted.spared
+        fetch.stage, fetch.moved_s, fetch.spared_tokens = FetchStage.READING, now, wanted.spared
         self._read(fetch, pieces)
 
-    def _with_places(self, pieces: list[Piece]) -> list[Piece] | None:
+    def _with_places(self, pieces: list[RecordPlace]) -> list[RecordPlace] | None:
         """All of them with host pages of their own, or none."""
-        placed: list[Piece] = []
+        placed: list[RecordPlace] = []
         for piece in pieces:
             host = self._places.take_host_by_force(self._spec.host_pages_per_tail if piece.tail else 1)
             if host is None:
@@ -218,7 +220,7 @@ class Fetches:
             placed.append(piece._replace(host=host))
         return placed
 
-    def _read(self, fetch: Fetch, pieces: list[Piece]) -> None:
+    def _read(self, fetch: Fetch, pieces: list[RecordPlace]) -> None:
         bytes_of = {False: self._spec.page_bytes, True: self._spec.tail_bytes}
         for batch in cut(pieces, bytes_of):
             read = self._mover.submit(Work.READ, batch)
@@ -234,7 +236,7 @@ class Fetches:
         self._no_longer_ahead(read)
         self._no_longer_arriving(read)
         self._count(read)
-        if fetch.stage is Stage.OVER:
+        if fetch.stage is FetchStage.OVER:
             give_back(self._tree, read.pieces)
             return
         fetch.moved_s = self._clock()
@@ -245,7 +247,7 @@ class Fetches:
     def _count(self, read: Operation) -> None:
         bytes_of = {False: self._spec.page_bytes, True: self._spec.tail_bytes}
         pairs = zip(read.pieces, read.answers, strict=True)
-        size = sum(bytes_of[piece.tail] for piece, answer in pairs if answer is Answer.HERE)
+        size = sum(bytes_of[piece.tail] for piece, answer in pairs if answer is Presence.HERE)
         started_s = read.began_s if read.started_s is None else read.started_s
         self.costs.read.observe(size, max(0.0, read.ended_s - max(started_s, self._read_ended_s)))
         self._read_ended_s = max(self._read_ended_s, read.ended_s)

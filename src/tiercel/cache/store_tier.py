@@ -23,7 +23,7 @@ from tiercel.policy.fetch import Rate
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.storage.record import Kind, page_key_of
 from tiercel.transfer.mover import StoreMover
-from tiercel.transfer.operation import Answer, Operation, Work
+from tiercel.transfer.operation import Operation, Presence, Work
 from tiercel.tree.actions import Cleared, Event
 from tiercel.tree.keys import KeyChain
 from tiercel.tree.node import Item
@@ -139,7 +139,7 @@ class StoreTier:
     def _write_again(self, read: Operation) -> None:
         """What was found damaged is not in the store any more; if the host has it, it shall be."""
         for piece, answer in zip(read.pieces, read.answers, strict=True):
-            if answer is Answer.DAMAGED:
+            if answer is Presence.DAMAGED:
                 item = self._not_stored(piece.tail, piece.key)
                 self.writes.offer([item] if item is not None and item.on_host and not self._left else [])
 

@@ -16,7 +16,7 @@ from tiercel.config import CacheConfig
 from tiercel.policy.breaker import Breaker, BreakerState
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.transfer.mover import StoreMover
-from tiercel.transfer.operation import Answer, Operation, Piece, Work
+from tiercel.transfer.operation import Operation, Presence, RecordPlace, Work
 from tiercel.tree.node import Item, Tail
 from tiercel.tree.prefix_tree import PrefixTree
 from tiercel.types import HostPageId
@@ -75,9 +75,9 @@ class Writes:
             self._under_way[write] = self._epoch, batch
             writing += write.bytes
 
-    def _take(self) -> tuple[list[tuple[Item, int]], list[Piece]]:
+    def _take(self) -> tuple[list[tuple[Item, int]], list[RecordPlace]]:
         batch: list[tuple[Item, int]] = []
-        pieces: list[Piece] = []
+        pieces: list[RecordPlace] = []
         size = 0
         while self.backlog and size < min(WRITE_BYTES, self._bytes_most):
             item, tries = self.backlog.popleft()
@@ -94,7 +94,7 @@ class Writes:
         """The books follow. Answers, if the store was left meanwhile, what another one might want."""
         epoch, batch = self._under_way.pop(write)
         for (item, tries), answer in zip(batch, write.answers, strict=True):
-            here = answer is Answer.HERE and write.error is None
+            here = answer is Presence.HERE and write.error is None
             known = here and epoch == self._epoch and not left
             self._tree.store_done(item, known)
             if left:
@@ -130,7 +130,7 @@ class Writes:
                     yield from item.host or ()
 
 
-def _piece(item: Item, host: tuple[HostPageId, ...]) -> Piece:
+def _piece(item: Item, host: tuple[HostPageId, ...]) -> RecordPlace:
     if isinstance(item, Tail):
-        return Piece(True, item.page.key, host)
-    return Piece(False, item.key, host)
+        return RecordPlace(True, item.page.key, host)
+    return RecordPlace(False, item.key, host)

@@ -38,7 +38,7 @@ FINITE = sys.float_info.max
 
 
 @dataclass(frozen=True)
-class Range:
+class Allowed:
     """The numbers that a field may hold. A bool, nan and inf are refused."""
 
     low: float
@@ -57,17 +57,17 @@ class Range:
         return f"a {'whole' if self.whole else 'finite'} number {border}{most}"
 
 
-RANGES: Mapping[str, Range] = {
-    "max_tokens": Range(0, FINITE, whole=True),
-    "temperature": Range(0, FINITE),
-    "top_p": Range(0, 1, above=True),
-    "top_k": Range(0, FINITE, whole=True),
-    "min_p": Range(0, 1),
-    "seed": Range(-(2**63), 2**63 - 1, whole=True),
-    "presence_penalty": Range(-2, 2),
-    "frequency_penalty": Range(-2, 2),
-    "repetition_penalty": Range(0, FINITE, above=True),
-    "logprobs": Range(0, 20, whole=True),
+RANGES: Mapping[str, Allowed] = {
+    "max_tokens": Allowed(0, FINITE, whole=True),
+    "temperature": Allowed(0, FINITE),
+    "top_p": Allowed(0, 1, above=True),
+    "top_k": Allowed(0, FINITE, whole=True),
+    "min_p": Allowed(0, 1),
+    "seed": Allowed(-(2**63), 2**63 - 1, whole=True),
+    "presence_penalty": Allowed(-2, 2),
+    "frequency_penalty": Allowed(-2, 2),
+    "repetition_penalty": Allowed(0, FINITE, above=True),
+    "logprobs": Allowed(0, 20, whole=True),
 }
 """As OpenAI and SGLang have them, but for temperatures and repetition penalties above 2."""
 
@@ -78,10 +78,10 @@ def check(sampling: Sampling, vocab_size: int) -> None:
         value = getattr(sampling, name)
         if value is not None or name not in ("seed", "logprobs"):
             _within(name, value, allowed)
-    tokens = Range(0, vocab_size - 1, whole=True)
+    tokens = Allowed(0, vocab_size - 1, whole=True)
     for token, bias in sampling.logit_bias.items():
         _within("logit_bias", token, tokens)
-        _within(f"logit_bias[{token}]", bias, Range(-100, 100))
+        _within(f"logit_bias[{token}]", bias, Allowed(-100, 100))
     for token in sampling.stop_tokens:
         _within("stop_tokens", token, tokens)
     for index, stop in enumerate(sampling.stop):
@@ -89,7 +89,7 @@ def check(sampling: Sampling, vocab_size: int) -> None:
             raise AskError(f"stop[{index}]", stop, "must be a text that is not empty")
 
 
-def _within(name: str, value: object, allowed: Range) -> None:
+def _within(name: str, value: object, allowed: Allowed) -> None:
     if not allowed.holds(value):
         raise AskError(name, value, f"must be {allowed}")
 

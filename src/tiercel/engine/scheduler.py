@@ -20,7 +20,7 @@ from tiercel.cache import Loaded, RequestState, TieredCache, Wait, WaitFor
 from tiercel.engine.ask import Ask, Finish, TokenOut
 from tiercel.engine.config import EngineConfig
 from tiercel.engine.explain import Explained
-from tiercel.engine.step import Begin, Drawn, Part, Places, Step
+from tiercel.engine.step import Begin, Chunk, Drawn, PageTable, Step
 from tiercel.engine.task import PRIORITY_S, Outcome, Seat, Stage, Task
 from tiercel.errors import QueueFull
 from tiercel.text.stream import TextStream
@@ -59,7 +59,7 @@ class Scheduler:
         """The last plan left a task out because a task of the step under way holds the room it needs."""
         self.free_rings = list(range(config.running_max))
         self._in_ring: dict[int, Task] = {}
-        self._changes: list[Begin | Places] = []
+        self._changes: list[Begin | PageTable] = []
         self._clock = clock
         self._number = self._plans = self._passed = 0
         self._aborted: list[Task] = []
@@ -103,9 +103,9 @@ class Scheduler:
 
     # A step
 
-    def plan(self, under_way: Step | None = None) -> list[Part]:
+    def plan(self, under_way: Step | None = None) -> list[Chunk]:
         """What to compute next. The step under way counts as done, and its tasks keep what they hold."""
-        busy = {self._in_ring[part.ring] for part in under_way.parts} if under_way else set()
+        busy = {self._in_ring[chunk.ring] for chunk in under_way.chunks} if under_way else set()
         self.stalled = False
         for loaded in self.cache.step():
             self._arrived(loaded)
@@ -113,45 +113,45 @@ class Scheduler:
         self._admit(busy)
         return self._choose(busy)
 
-    def seal(self, parts: Sequence[Part]) -> Step:
+    def seal(self, chunks: Sequence[Chunk]) -> Step:
         """The step that computes what was planned, of tasks that still run, with all that changed."""
         sealed = []
-        for part in parts:
-            task = self._in_ring.get(part.ring)
+        for chunk in chunks:
+            task = self._in_ring.get(chunk.ring)
             if task is None or task.seat is None:
                 continue  # it ended with the step before
             if task.seat.tails:
-                due = tuple((b, p) for b, p in task.seat.tails.items() if part.start < b <= part.end)
-                part = part._replace(tails=due)
-            sealed.append(part)
+                due = tuple((b, p) for b, p in task.seat.tails.items() if chunk.start < b <= chunk.end)
+                chunk = chunk._replace(tails=due)
+            sealed.append(chunk)
         changes, self._changes = tuple(self._changes), []
         return Step(changes, tuple(sealed))
 
     def replan(self, step: Step) -> Step:
         """Plan again, with the room that the last step gave back. What was sealed was not run."""
-        for part in step.parts:
-            self._seat(part).planned = part.start
-        parts = self.plan()
+        for chunk in step.chunks:
+            self._seat(chunk).planned = chunk.start
+        chunks = self.plan()
         self._changes[:0] = step.changes
-        return self.seal(parts)
+        return self.seal(chunks)
 
     def advance(self, step: Step, drawn: Drawn) -> list[Outcome]:
         """A step was run: share what it computed, and let its texts go on or end."""
         outcomes, tokens, computed = list[Outcome](), 0, 0
         page_tokens = self.page_tokens
-        for part, out in zip(step.parts, drawn.results, strict=True):
-            task = self._in_ring[part.ring]
+        for chunk, out in zip(step.chunks, drawn.results, strict=True):
+            task = self._in_ring[chunk.ring]
             if isinstance(out, Exception):
                 self._fail(task, out)
                 continue
             seat = task.seat
             assert seat is not None
-            seat.computed = part.end
-            computed += part.end - part.start
-            if part.end // page_tokens != seat.committed:
+            seat.computed = chunk.end
+            computed += chunk.end - chunk.start
+            if chunk.end // page_tokens != seat.committed:
                 self._commit(task, seat)
-            if part.score_from is not None:
-                task.scores += drawn.scores.get(part.ring, ())
+            if chunk.score_from is not None:
+                task.scores += drawn.scores.get(chunk.ring, ())
             if out is None:
                 continue
             tokens += 1
@@ -167,8 +167,8 @@ class Scheduler:
             outcomes.append(outcome)
             if outcome.finish is not None:
                 self._end(task, outcome.finish)
-        if step.parts:
-            if computed > PROMPT_TOKENS * len(step.parts):
+        if step.chunks:
+            if computed > PROMPT_TOKENS * len(step.chunks):
                 self.cache.compute.observe(computed, drawn.seconds)
             self.counters["steps"] += 1
             self.counters["tokens_drawn"] += tokens
@@ -178,16 +178,16 @@ class Scheduler:
     def failed(self, step: Step, error: Exception) -> list[Outcome]:
         """A step could not be run: its texts end, the others go on."""
         self.counters["steps_failed"] += 1
-        for part in step.parts:
-            self._fail(self._in_ring[part.ring], error)
+        for chunk in step.chunks:
+            self._fail(self._in_ring[chunk.ring], error)
         return self._ends()
 
     def _ends(self) -> list[Outcome]:
         ended, self._ended = self._ended, []
         return ended
 
-    def _seat(self, part: Part) -> Seat:
-        seat = self._in_ring[part.ring].seat
+    def _seat(self, chunk: Chunk) -> Seat:
+        seat = self._in_ring[chunk.ring].seat
         assert seat is not None
         return seat
 
@@ -292,7 +292,7 @@ class Scheduler:
         tails, tokens = tuple(seat.request.tail_places(self.page_tokens)), tuple(task.tokens)
         self._changes += (
             Begin(seat.ring, tokens, task.prompt_tokens, task.sampling, tails, seat.write_from),
-            Places(seat.ring, 0, tuple(seat.places)),
+            PageTable(seat.ring, 0, tuple(seat.places)),
         )
         task.stage = Stage.RUNNING
         insort(self.running, task, key=lambda each: each.order)
@@ -312,9 +312,9 @@ class Scheduler:
 
     # Choosing
 
-    def _choose(self, busy: set[Task]) -> list[Part]:
+    def _choose(self, busy: set[Task]) -> list[Chunk]:
         """Running answers first, one token each; then prompts, sharing what is left of the step."""
-        parts: list[tuple[Task, Part]] = []
+        chunks: list[tuple[Task, Chunk]] = []
         prompts: list[tuple[Task, Seat, int]] = []
         running = Stage.RUNNING
         for task in self.running.copy():
@@ -331,24 +331,24 @@ class Scheduler:
                 prompts.append((task, seat, missing))
             elif missing == 1 and (known <= seat.room or self._room_for(task, seat, busy)):
                 scored = task.score_from if task.scoring else None
-                parts.append((task, Part(seat.ring, seat.planned, known, True, scored)))
+                chunks.append((task, Chunk(seat.ring, seat.planned, known, True, scored)))
                 seat.planned = known
-        parts = [each for each in parts if each[0].stage is running]
-        tokens = max(self.config.step_tokens - len(parts), self.page_tokens)
+        chunks = [each for each in chunks if each[0].stage is running]
+        tokens = max(self.config.step_tokens - len(chunks), self.page_tokens)
         shares = share(tokens, [missing for _, _, missing in prompts], self.page_tokens)
         for (task, seat, missing), count in zip(prompts, shares, strict=True):
             if count and task.stage is running:
                 end = seat.planned + count
-                parts.append((task, Part(seat.ring, seat.planned, end, count == missing, task.score_from)))
+                chunks.append((task, Chunk(seat.ring, seat.planned, end, count == missing, task.score_from)))
                 seat.planned = end
-        return [part for _, part in parts]
+        return [chunk for _, chunk in chunks]
 
     def _room_for(self, task: Task, seat: Seat, busy: set[Task]) -> bool:
         """Make room for the next position, if need be by preempting the last running task. False: not yet."""
         while seat.planned >= seat.room:
             first = len(seat.places)
             if self._extend(seat, seat.planned):
-                self._changes.append(Places(seat.ring, first, tuple(seat.places[first:])))
+                self._changes.append(PageTable(seat.ring, first, tuple(seat.places[first:])))
                 return True
             last = self.running[-1]
             if self.cache.places.pages_leaving:
@@ -387,7 +387,7 @@ class Scheduler:
         shared = [place(page) for page in request.table[first : request.committed]]
         if shared != seat.places[first : request.committed]:  # another task was first: its pages are used
             seat.places[first : request.committed] = shared
-            self._changes.append(Places(seat.ring, first, tuple(shared)))
+            self._changes.append(PageTable(seat.ring, first, tuple(shared)))
         seat.tails = {b: p for b, p in seat.tails.items() if b > seat.computed}
 
     def _drawn(self, task: Task, token: TokenOut) -> Outcome:

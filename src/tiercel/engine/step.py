@@ -29,7 +29,7 @@ class Begin(NamedTuple):
     """Positions below this are in the pages already: a replay does not write them again."""
 
 
-class Places(NamedTuple):
+class PageTable(NamedTuple):
     """The page table of a ring, from page `first` on."""
 
     ring: int
@@ -37,7 +37,7 @@ class Places(NamedTuple):
     places: tuple[int, ...]
 
 
-class Part(NamedTuple):
+class Chunk(NamedTuple):
     """Positions start … end - 1 of the text in a ring are computed."""
 
     ring: int
@@ -53,17 +53,17 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """Changes first, then one forward over all parts."""
+    """Changes first, then one forward over all chunks."""
 
-    changes: tuple[Begin | Places, ...] = ()
-    parts: tuple[Part, ...] = ()
+    changes: tuple[Begin | PageTable, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
 
 
 class Drawn(NamedTuple):
     """What a step came to."""
 
     results: list[TokenOut | Exception | None]
-    """One for each part: the token drawn, why its text can not go on, or None where nothing is drawn."""
+    """One for each chunk: the token drawn, why its text can not go on, or None where nothing is drawn."""
     scores: dict[int, list[TokenOut]]
     """By ring: the prompt's tokens that follow the scored positions."""
     seconds: float

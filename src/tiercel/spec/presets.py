@@ -88,7 +88,7 @@ DraftReader = Callable[[Config, int, str], CacheSpec]
 
 
 @dataclass(frozen=True)
-class Family:
+class ConfigReader:
     """How the configs of one `model_type` are read, and what is right for it where the caller is silent."""
 
     read: Reader
@@ -191,17 +191,19 @@ def _heads(config: Config, format: str) -> Heads:
     return Heads(whole(config, kv_heads), head_dim, v_head_dim, format)
 
 
-FAMILIES: Mapping[str, Family] = {
+FAMILIES: Mapping[str, ConfigReader] = {
     # 256-token pages and fp8 are what production kernels of this model read.
-    "deepseek_v4": Family(deepseek_v4, deepseek_v4_mtp, page_tokens=256, format="fp8"),
+    "deepseek_v4": ConfigReader(deepseek_v4, deepseek_v4_mtp, page_tokens=256, format="fp8"),
     **dict.fromkeys(
-        ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_k2"), Family(_latent)
+        ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_k2"), ConfigReader(_latent)
     ),
     **dict.fromkeys(
         ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "glm4_moe"),
-        Family(_dense),
+        ConfigReader(_dense),
     ),
-    **dict.fromkeys(("gpt_oss", "gemma2", "gemma3", "gemma3_text", "olmo3", "cohere2"), Family(_windowed)),
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text"), Family(_linear_attention)),
-    "jamba": Family(_jamba),
+    **dict.fromkeys(
+        ("gpt_oss", "gemma2", "gemma3", "gemma3_text", "olmo3", "cohere2"), ConfigReader(_windowed)
+    ),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text"), ConfigReader(_linear_attention)),
+    "jamba": ConfigReader(_jamba),
 }

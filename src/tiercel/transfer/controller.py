@@ -57,7 +57,7 @@ class Done:
 
 
 @dataclass(eq=False)
-class Flight:
+class Carried:
     """A ticket, and how it ended, if it has."""
 
     ticket: Ticket
@@ -75,20 +75,20 @@ class Controller(ABC):
         self.landed = Condition()
         self.seconds: dict[Direction, dict[str, float]] = {direction: {} for direction in Direction}
         """Time spent copying pages and tails."""
-        self._queues: dict[Direction, deque[Flight]] = {direction: deque() for direction in Direction}
+        self._queues: dict[Direction, deque[Carried]] = {direction: deque() for direction in Direction}
         self._submitted = 0
         self._published = 0
 
     def submit(self, plan: Plan) -> Ticket:
         """Have a plan carried out. Never blocks."""
-        flight = Flight(Ticket(self._submitted, plan, LayerGate(self.layers)))
+        flight = Carried(Ticket(self._submitted, plan, LayerGate(self.layers)))
         self._queues[plan.direction].append(flight)
         self._submitted += 1
         self._start(flight)
         return flight.ticket
 
     @abstractmethod
-    def _start(self, flight: Flight) -> None:
+    def _start(self, flight: Carried) -> None:
         """Hand it to whoever does it. Whatever becomes of it, `_end` is called once."""
 
     def poll(self) -> list[Done]:
@@ -112,7 +112,7 @@ class Controller(ABC):
     def close(self) -> None:
         """Wait for everything in flight; `poll` still tells how it ended. May be called again."""
 
-    def _end(self, flight: Flight, cause: BaseException | None) -> None:
+    def _end(self, flight: Carried, cause: BaseException | None) -> None:
         ticket, error = flight.ticket, None
         if cause is not None:
             error = TransferError(f"{ticket.direction.value} {ticket.number} failed: {cause!r}")
@@ -135,7 +135,7 @@ class LocalController(Controller):
         self._copier = copier
         self._executors = executors or {direction: _worker(direction) for direction in Direction}
 
-    def _start(self, flight: Flight) -> None:
+    def _start(self, flight: Carried) -> None:
         """A worker that takes no work fails the plan."""
         try:
             future = self._executors[flight.ticket.direction].submit(self._carry, flight.ticket)
@@ -153,7 +153,7 @@ class LocalController(Controller):
         seconds = self.seconds[ticket.direction]
         carry(self._copier, self.layers, ticket.plan, ticket.gate.open, seconds)
 
-    def _land(self, flight: Flight, future: Future[None]) -> None:
+    def _land(self, flight: Carried, future: Future[None]) -> None:
         """A transfer ended in whatever way: by itself, by an error, or cancelled by its executor."""
         self._end(flight, CancelledError() if future.cancelled() else future.exception())
 

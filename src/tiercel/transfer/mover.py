@@ -29,7 +29,7 @@ from tiercel.spec.stream import Stream
 from tiercel.storage.base import Get, Put, Store
 from tiercel.storage.record import Flaw, Form, Kind, RecordKey
 from tiercel.transfer.crew import Crew
-from tiercel.transfer.operation import Answer, Operation, Piece, Work
+from tiercel.transfer.operation import Operation, Presence, RecordPlace, Work
 from tiercel.types import PageKey
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class StoreMover:
         self.removed: deque[RecordKey] = deque()
         """What the store let go of by itself, of this form."""
 
-    def submit(self, work: Work, pieces: Sequence[Piece] = ()) -> Operation:
+    def submit(self, work: Work, pieces: Sequence[RecordPlace] = ()) -> Operation:
         """Never blocks."""
         moved = pieces if work in (Work.READ, Work.WRITE) else ()
         size = sum(self.forms[piece.tail].payload_bytes for piece in moved)
@@ -124,7 +124,7 @@ class StoreMover:
             self.under_way.discard(ended[-1])
         return ended
 
-    def key(self, piece: Piece) -> RecordKey:
+    def key(self, piece: RecordPlace) -> RecordKey:
         return self.forms[piece.tail].key(piece.key)
 
     @property
@@ -163,21 +163,21 @@ class StoreMover:
 
     def _end(self, operation: Operation) -> None:
         if len(operation.answers) != len(operation.pieces):
-            operation.answers = [Answer.MISSING] * len(operation.pieces)
+            operation.answers = [Presence.MISSING] * len(operation.pieces)
         operation.ended_s = self._clock()
         with self._landed:
             self._ended.append(operation)
             self._landed.notify_all()
 
-    def _ask(self, operation: Operation) -> list[Answer]:
+    def _ask(self, operation: Operation) -> list[Presence]:
         there = self._listed([self.key(piece) for piece in operation.pieces])
-        return [Answer.HERE if each else Answer.MISSING for each in there]
+        return [Presence.HERE if each else Presence.MISSING for each in there]
 
     def _listed(self, keys: Sequence[RecordKey]) -> list[bool]:
         there = zip(keys, self._store.contains(keys), strict=True)
         return [here and key not in self._not_removed for key, here in there]
 
-    def _read(self, operation: Operation) -> list[Answer]:
+    def _read(self, operation: Operation) -> list[Presence]:
         pieces = operation.pieces
         wanted = [Get(self.key(piece), [self._header_of(piece), *self._views(piece)]) for piece in pieces]
         there = self._store.get(wanted)
@@ -191,7 +191,7 @@ class StoreMover:
                 flaw = self.forms[piece.tail].flaw(header, piece.key, payload)
             if flaw is not None:
                 damaged.append(self._quarantine(piece, flaw))
-            answers.append(Answer.DAMAGED if flaw else Answer.HERE if here else Answer.MISSING)
+            answers.append(Presence.DAMAGED if flaw else Presence.HERE if here else Presence.MISSING)
         self._remove(damaged)
         return answers
 
@@ -205,7 +205,7 @@ class StoreMover:
                 log.warning("the store can not remove damaged records: %r", error)
             self._not_removed.update(damaged)
 
-    def _quarantine(self, piece: Piece, flaw: Flaw) -> RecordKey:
+    def _quarantine(self, piece: RecordPlace, flaw: Flaw) -> RecordKey:
         """Counted, and logged the first time for each flaw; the record is never served again."""
         key, name = self.key(piece), flaw.name.lower()
         with self._landed:
@@ -214,7 +214,7 @@ class StoreMover:
             log.error("the store answered %s with %s; such records are removed", key.hex(), flaw.value)
         return key
 
-    def _write(self, operation: Operation) -> list[Answer]:
+    def _write(self, operation: Operation) -> list[Presence]:
         pieces = operation.pieces
         keys = [self.key(piece) for piece in pieces]
         there = self._listed(keys)
@@ -229,17 +229,17 @@ class StoreMover:
         self._not_removed.difference_update(key for key, is_kept in kept.items() if is_kept)
         removed = (RecordKey(bytes(key)) for key in self._store.removed())
         self.removed.extend(key for key in removed if any(form.made(key) for form in self.forms.values()))
-        return [Answer.HERE if kept.get(key, True) else Answer.MISSING for key in keys]
+        return [Presence.HERE if kept.get(key, True) else Presence.MISSING for key in keys]
 
-    def _clear(self, _: Operation) -> list[Answer]:
+    def _clear(self, _: Operation) -> list[Presence]:
         self._store.clear()
         return []
 
-    def _stats(self, _: Operation) -> list[Answer]:
+    def _stats(self, _: Operation) -> list[Presence]:
         self.numbers = dict(self._store.stats())
         return []
 
-    def _probe(self, operation: Operation) -> list[Answer]:
+    def _probe(self, operation: Operation) -> list[Presence]:
         form, key = self.forms[False], PageKey(os.urandom(32))
         name, payload = form.key(key), bytearray(form.payload_bytes)
         try:
@@ -252,13 +252,13 @@ class StoreMover:
             self._store.delete([name])
         return []
 
-    def _header_of(self, piece: Piece) -> memoryview:
+    def _header_of(self, piece: RecordPlace) -> memoryview:
         return memoryview(bytearray(self.forms[piece.tail].header_bytes))
 
-    def _views(self, piece: Piece) -> list[memoryview]:
+    def _views(self, piece: RecordPlace) -> list[memoryview]:
         return self._host.views(piece.host, self.forms[piece.tail].payload_bytes)
 
-    _DO: dict[Work, Callable[[StoreMover, Operation], list[Answer]]] = {
+    _DO: dict[Work, Callable[[StoreMover, Operation], list[Presence]]] = {
         Work.ASK: _ask,
         Work.READ: _read,
         Work.WRITE: _write,

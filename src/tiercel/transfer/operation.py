@@ -26,7 +26,7 @@ class Work(Enum):
     """A page of nothing, written, read and removed again: how fast is it?"""
 
 
-class Answer(Enum):
+class Presence(Enum):
     """How it went with one record."""
 
     HERE = "here"
@@ -38,7 +38,7 @@ class Answer(Enum):
     nobody is told of it again."""
 
 
-class Piece(NamedTuple):
+class RecordPlace(NamedTuple):
     """One page or tail, and the host pages it is read into or written from."""
 
     tail: bool
@@ -51,14 +51,14 @@ class Operation:
     """Something asked of a store. It ends with answers, one for each piece, or with an error."""
 
     work: Work
-    pieces: Sequence[Piece]
+    pieces: Sequence[RecordPlace]
     bytes: int
     """Of the pieces that move."""
     began_s: float
     started_s: float | None = None
     """When a thread took it."""
     ended_s: float = 0.0
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[Presence] = field(default_factory=list)
     error: StoreError | None = None
     cancelled: bool = False
     late: bool = False

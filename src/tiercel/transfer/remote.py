@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiercel.errors import TransferError
-from tiercel.transfer.controller import Controller, Flight, carry
+from tiercel.transfer.controller import Carried, Controller, carry
 from tiercel.transfer.copier import Copier
 from tiercel.transfer.plan import Plan
 
@@ -64,9 +64,9 @@ class RemoteController(Controller):
         super().__init__(layers)
         self._ranks = frozenset(range(ranks))
         self._orders: list[Order] = []
-        self._waiting: dict[int, tuple[Flight, dict[int, Ack]]] = {}
+        self._waiting: dict[int, tuple[Carried, dict[int, Ack]]] = {}
 
-    def _start(self, flight: Flight) -> None:
+    def _start(self, flight: Carried) -> None:
         ticket = flight.ticket
         self._orders.append(Order(ticket.number, ticket.plan))
         self._waiting[ticket.number] = flight, {}
@@ -91,7 +91,7 @@ class RemoteController(Controller):
                 flight.ticket.gate.open(layer)
         self._end(flight, TransferError("; ".join(failed)) if failed else None)
 
-    def _count(self, flight: Flight, acks: dict[int, Ack]) -> None:
+    def _count(self, flight: Carried, acks: dict[int, Ack]) -> None:
         """The slowest rank counts: they copy at the same time."""
         spent = self.seconds[flight.ticket.direction]
         for what in ("pages", "tails"):

@@ -67,13 +67,13 @@ class Parameter:
     shape: Shape
     names: tuple[str, ...]
     """Under which a checkpoint may have it, its own among them, without `model.`"""
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[WeightPiece, ...] = ()
     """In which a checkpoint may have it, if not whole."""
     integer: bool = False
 
 
 @dataclass(frozen=True)
-class Piece:
+class WeightPiece:
     """What one stored tensor fills: a parameter, or some rows of one expert of it."""
 
     name: str
@@ -227,7 +227,7 @@ def _experts(config: V4Config, prefix: str) -> Iterator[Parameter]:
     for each, first_row_of in zip(_named(prefix, rows), first_rows, strict=True):
         shape = each.shape[1] // len(first_row_of), each.shape[2]
         pieces = tuple(
-            Piece(f"{prefix}ffn.experts.{e}.{name}.weight", each.name, shape, expert=e, first_row=row)
+            WeightPiece(f"{prefix}ffn.experts.{e}.{name}.weight", each.name, shape, expert=e, first_row=row)
             for e in range(count)
             for name, row in first_row_of.items()
         )
@@ -255,20 +255,20 @@ def _named(prefix: str, rows: Iterable[Row]) -> Iterator[Parameter]:
 class Reading:
     """One stored tensor, the scales it is to be multiplied with, and what both fill."""
 
-    piece: Piece
+    piece: WeightPiece
     stored: StoredTensor
     scale: StoredTensor | None = None
 
 
 @dataclass(frozen=True)
-class Plan:
+class WeightPlan:
     """All that is to be read, in the order of the files' bytes."""
 
     parameters: Mapping[str, Parameter]
     readings: tuple[Reading, ...]
 
 
-def plan_weights(checkpoint: Checkpoint, config: V4Config, *, draft: bool = True) -> Plan:
+def plan_weights(checkpoint: Checkpoint, config: V4Config, *, draft: bool = True) -> WeightPlan:
     """What is to be read for every parameter, from headers alone, or one error that names all that is wrong.
 
     Two things go by the checkpoint, not by its config, as in `transformers`: without any `mtp.` tensor it has
@@ -296,7 +296,7 @@ def plan_weights(checkpoint: Checkpoint, config: V4Config, *, draft: bool = True
         "unfit": unfit,
     }
     refuse(checkpoint, faults)
-    return Plan(wanted, tuple(readings))
+    return WeightPlan(wanted, tuple(readings))
 
 
 def draft_names(checkpoint: Checkpoint) -> list[str]:
@@ -308,10 +308,10 @@ def _bare(name: str) -> str:
     return name.removeprefix("model.")
 
 
-def _pieces(parameter: Parameter) -> Iterator[tuple[str, Piece]]:
+def _pieces(parameter: Parameter) -> Iterator[tuple[str, WeightPiece]]:
     """Everything that can fill a parameter, by the name it would have."""
     for name in parameter.names:
-        yield name, Piece(name, parameter.name, parameter.shape, parameter.integer)
+        yield name, WeightPiece(name, parameter.name, parameter.shape, parameter.integer)
     for piece in parameter.pieces:
         yield piece.name, piece
 
