@@ -79,7 +79,7 @@ def test_read_only_is_told_to_those_who_know_it():
         ("memory:?sise=3", "has no option sise; options are size"),
         ("memory:?size=three", "size: is not a size such as 40GiB"),
         ("memory:?size=1&size=2", "option size is there twice"),
-        ("memory:?size", "options go as name=value"),
+        ("memory:?size", "write options as name=value"),
         ("file://var/cache", "three slashes"),
         ("file:///var/cache?evict=oldest", "evict: "),
         ("file:///var/cache?read_only=1", "has no option read_only"),

@@ -1,28 +1,28 @@
-"""What every store promises, and what it may rely on.
+"""The contract of a store: what every store guarantees, and what its callers must do.
 
-A store keeps values by key outside the process. Values are records (`storage.record`), keys are
-`RecordKey`s. A store may look into a record's header; it need not, and whoever reads verifies (I9).
+A store keeps values by key outside the process. Values are records (`storage.record`), keys are `RecordKey`s.
+A store may read the header of a record, but need not: the reader verifies every record (I9).
 
-Guaranteed by a store
-- **A value is there in full or not at all.** A `get` that answers True has filled every byte that was put,
-  for this key, by one `put`; also while others put, delete or clear, and after any crash.
-- **A miss is an answer, not an error**: a key that is not there, never was, was evicted, or whose value can
-  not be read: it is damaged, or has another length than was asked for. The others of its batch are answered.
-- **What is there can be read**, also while others put it again. What might be read a moment later is a
-  StoreError. So who gets False from `get` and then True from `contains` knows that this value is lost to
-  everybody, and deletes it: then it is not there, and the next `put` writes it.
-- **True from `put` means kept** as well as this store keeps anything: a durable store has it on the disk.
-- **Capacity is an answer**: a store that is full lets something go, or answers False. It does not raise.
-- Whatever else goes wrong is a `StoreError`, and the store can be used again afterwards.
-- Any number of threads may call at the same time; none of them holds the interpreter while it waits.
-- `close` may be called twice; afterwards every other call raises `StoreError`.
+A store guarantees
+- **A value is there in full or not at all.** When `get` answers True, it has filled every byte of one `put`
+  of this key. This holds while other threads put, delete or clear, and after any crash.
+- **A miss is an answer, not an error.** A key is missed if it was never put, was deleted or evicted, or if
+  its value is damaged or has another length than the caller asks for. The rest of the batch is answered.
+- **A value that is there can be read**, also while others put it again. If a value can not be read now but
+  perhaps later, the store raises StoreError. So when `get` answers False and `contains` then answers True,
+  the value is lost, and the caller deletes it: after that the key is not there, and the next `put` writes it.
+- **When `put` answers True, the value is kept**: in a durable store it is on the disk.
+- **A full store is an answer, not an error**: it evicts values, or `put` answers False.
+- Every other failure is a `StoreError`. The store can be used again afterwards.
+- Any number of threads may call at the same time. A call that waits does not hold the GIL.
+- `close` may be called twice. After it, every other call raises `StoreError`.
 
-Required of the caller
-- Buffers stay as they are until the call that got them returns. Nothing is kept of them after that.
-- Calls may block (a disk, a network): they are made from workers, never from the thread of the requests.
+A caller must
+- leave its buffers unchanged until the call returns. The store does not use them after that.
+- expect calls to block (on a disk, on a network): worker threads call a store, request threads do not.
 
-Keys name contents: two values of one key are the same bytes. So a `put` of a key that is there may keep
-either value.
+A key names its content: two values of one key have the same bytes. So if a key is there, `put` may keep the
+old value or the new one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CHECK_BYTES = 64 << 20
 
 
 class Put(NamedTuple):
-    """A value to keep: its parts one after the other, the record's header first."""
+    """A value to keep: its parts in a row, the header of the record first."""
 
     key: RecordKey
     parts: Sequence[View]
@@ -51,7 +51,7 @@ class Put(NamedTuple):
 
 
 class Get(NamedTuple):
-    """A value to read into these parts, the record's header first. Together they are as long as the value."""
+    """A value to read into these parts, the header of the record first. Together they have its length."""
 
     key: RecordKey
     parts: Sequence[memoryview]
@@ -59,6 +59,16 @@ class Get(NamedTuple):
     @property
     def bytes(self) -> int:
         return sum(len(part) for part in self.parts)
+
+    def fill(self, value: View) -> bool:
+        """Copy a value into the parts. False: it has another length."""
+        view, at = memoryview(value), 0
+        if len(view) != self.bytes:
+            return False
+        for part in self.parts:
+            part[:] = view[at : at + len(part)]
+            at += len(part)
+        return True
 
 
 class Checked(NamedTuple):
@@ -69,10 +79,10 @@ class Checked(NamedTuple):
 
 
 class Store(ABC):
-    """Values by key, outside the process. The contract is in this module's docstring."""
+    """Values by key, outside the process. The docstring of this module is the contract."""
 
     align: ClassVar[int] = ALIGN_LEAST
-    """A payload begins at a multiple of this many bytes in its record."""
+    """The payload of a record begins at a multiple of this."""
 
     @abstractmethod
     def contains(self, keys: Sequence[RecordKey]) -> list[bool]:
@@ -80,43 +90,43 @@ class Store(ABC):
 
     @abstractmethod
     def get(self, wanted: Sequence[Get]) -> list[bool]:
-        """Fill the parts of each; False: a miss, and its parts then hold anything."""
+        """Fill the parts of each. False: a miss; its parts may then hold any bytes."""
 
     @abstractmethod
     def put(self, values: Sequence[Put]) -> list[bool]:
-        """Keep each; False: not kept, for want of room. The whole batch is on the disk when it returns. What
-        could not be deleted is written."""
+        """Keep each value. False: not kept, because the store is full. A value that `delete` could not remove
+        is written again."""
 
     @abstractmethod
     def delete(self, keys: Sequence[RecordKey]) -> int:
-        """Forget these, durably; answers how many were there."""
+        """Delete these keys, durably; answers how many were there."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget everything, durably."""
+        """Delete everything, durably."""
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:
-        """Numbers. At least `records` and `bytes` (None where they are not known)."""
+        """Numbers to show. At least `records` and `bytes` (None if the store does not know them)."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give everything back."""
+        """Release all resources."""
 
     def keys(self) -> Iterator[tuple[RecordKey, int]]:
-        """Every key with the bytes of its value, in no order."""
+        """Every key with the length of its value, in any order."""
         raise StoreError(f"{type(self).__name__} can not list what it holds")
 
     def removed(self) -> list[RecordKey]:
-        """What the store let go of by itself since the last call, as far as it knows."""
+        """Keys that the store evicted since the last call, as far as it knows."""
         return []
 
     def compact(self) -> int:
-        """Give back space that holds nothing; answers how many bytes."""
+        """Free space that holds no values; answers how many bytes."""
         return 0
 
     def check(self) -> Checked:
-        """Read every value and verify every byte. A store that knows a faster order has its own."""
+        """Read every value and verify every byte. A store may override this with a faster order."""
         records, bad = 0, list[tuple[RecordKey, Flaw]]()
         listed = (Get(key, [memoryview(bytearray(size))]) for key, size in self.keys())
         for batch in trips(listed, CHECK_BYTES):
@@ -127,8 +137,8 @@ class Store(ABC):
                     bad.append((key, flaw))
         return Checked(records, bad)
 
-    def register(self, memory: memoryview) -> None:  # noqa: B027 - most stores need not know
-        """Parts of `get` and `put` will mostly lie in here. Called once, before them."""
+    def register(self, memory: memoryview) -> None:  # noqa: B027 - most stores do not need it
+        """Most parts of `get` and `put` will be in this memory. Called once, before them."""
 
     def __enter__(self) -> Store:
         return self
@@ -143,7 +153,7 @@ _Value = TypeVar("_Value", Get, Put)
 
 
 def trips(values: Iterable[_Value], bytes_most: int) -> Iterator[list[_Value]]:
-    """A batch as a network likes it: in order, as many together as make `bytes_most`; a larger one alone."""
+    """Split a batch, in order, into batches of at most `bytes_most`. A larger value is a batch of its own."""
     trip: list[_Value] = []
     bytes_in_trip = 0
     for each in values:

@@ -1,4 +1,4 @@
-"""The reference store: a dictionary. What every other store does, said as plainly as possible."""
+"""The reference store: a dictionary. It shows the contract in the simplest way."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tiercel.storage.record import RecordKey
 
 
 class MemoryStore(Store):
-    """Values in this process. With a size, the oldest make room for the newest."""
+    """Values in this process. If it has a size, the oldest values are evicted first."""
 
     def __init__(self, size: int | None = None) -> None:
         self._size = size
@@ -29,9 +29,7 @@ class MemoryStore(Store):
     def get(self, wanted: Sequence[Get]) -> list[bool]:
         with self._open():
             values = [self._values.get(each.key) for each in wanted]
-        return [
-            value is not None and _spread(value, each) for each, value in zip(wanted, values, strict=True)
-        ]
+        return [value is not None and each.fill(value) for each, value in zip(wanted, values, strict=True)]
 
     def put(self, values: Sequence[Put]) -> list[bool]:
         whole = [b"".join(each.parts) for each in values]
@@ -86,14 +84,3 @@ class MemoryStore(Store):
         if self._closed:
             raise StoreError("the store is closed")
         return self._lock
-
-
-def _spread(value: bytes, wanted: Get) -> bool:
-    """The value over the parts, if it is as long as they are."""
-    if len(value) != wanted.bytes:
-        return False
-    at = 0
-    for part in wanted.parts:
-        part[:] = value[at : at + len(part)]
-        at += len(part)
-    return True

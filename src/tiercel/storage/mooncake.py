@@ -4,26 +4,25 @@
     ────────────                                 ────────                    ──────────
     put: where to? ──────────────────────────────────────────────────────▶  a place of that length
          parts ─────────────────────────────────▶ segment
-         all there ──────────────────────────────────────────────────────▶  now it can be found
+         written ────────────────────────────────────────────────────────▶  now it can be found
     get: where is it? ───────────────────────────────────────────────────▶  place, length, lease
          parts ◀───────────────────────────────── segment
 
-Parts in registered memory travel from and to where they lie. Others, and small ones, go through memory of our
-own, next to each other: over TCP each piece costs about 100 µs whatever its size.
+Parts in registered memory are sent and received in place. Other parts, and small ones, are copied through
+registered staging memory, next to each other: over TCP each piece costs about 100 µs whatever its size.
 
-What to know of it (0.3.13, all of it seen here):
-- The master knows where everything is. Without it every call would take 4 s; its absence is noticed within a
-  second, and from then on calls fail at once. When it is back, calls work again within a second, but **a
-  master that was restarted has forgotten every record**.
-- A holder that dies takes its records along. For 10 s (the master's `--client_ttl`) they are found and can
-  not be read: a StoreError. Then they are gone; with `replicas=2` the others are read from then on.
-- A key that is there, or that another process is just putting, keeps that value, and `put` answers True.
-- A record that was read is leased for 10 s and not evicted meanwhile. A read that takes longer is a
-  StoreError: the record may be there still. `delete` and `clear` do not wait for leases: what another process
-  is reading at that moment may come to it damaged, and it will see that (I9). In this process they wait for
-  reads under way.
-- `close` takes up to 2 s, 12 s without a master, and holds the interpreter meanwhile.
-- Using a client after its end would crash the interpreter: hence the gate.
+How Mooncake 0.3.13 behaves (all of it was observed):
+- The master knows where every record is. Without a master a call of the client takes 4 s, so the store asks
+  for its health first and fails at once; an absent master is noticed within a second. When it is back, calls
+  work again within a second, but **a master that was restarted has forgotten every record**.
+- When a holder dies its records are lost. For 10 s (the master's `--client_ttl`) they are still found and can
+  not be read: a StoreError. After that they are gone; with `replicas=2` the other replica is read.
+- If a key is there, or another process is putting it, the old value stays and `put` answers True.
+- A record that was read has a lease of 10 s and is not evicted meanwhile. A read that takes longer is a
+  StoreError: the record may still be there. `delete` and `clear` do not wait for leases: a read of another
+  process at that moment may get damaged bytes, which it detects (I9). In this process they wait for reads.
+- `close` takes up to 2 s, 12 s without a master, and holds the GIL meanwhile.
+- To use a client after its `close` crashes the process: `_Gate` prevents that.
 """
 
 from __future__ import annotations
@@ -47,17 +46,17 @@ from tiercel.storage.record import RecordKey, View
 
 _PREFIX = "tiercel:2:"
 _TRIP_BYTES = 16 << 20
-"""Values that travel together, so that no call takes longer than a lease even over a slow network."""
+"""The most bytes of one call, so that it is shorter than a lease even over a slow network."""
 _PIECE_LEAST = {"tcp": 512 << 10}
-"""Shorter parts are put together first. Loopback TCP, 2 × Neoverse-N1, 2026-11: header and payload as two
-pieces against one gave 618 / 715 MB/s at 256 KiB, 1356 / 1249 at 1 MiB; 60 pieces of 4 KiB 74 / 708. Other
+"""Shorter parts are copied to staging. Loopback TCP, 2 × Neoverse-N1, 2026-11, two pieces (header, payload)
+against one: 618 / 715 MB/s at 256 KiB, 1356 / 1249 at 1 MiB; 60 pieces of 4 KiB against one: 74 / 708. Other
 protocols gather pieces themselves (not measured): 0."""
 
 _Value = TypeVar("_Value", Get, Put)
 
 
 class _Code(IntEnum):
-    """Answers of the client that mean something to us."""
+    """Answers of the client that this store handles."""
 
     OK = 0
     NO_ROOM = -200
@@ -73,7 +72,7 @@ _MISSES = (*_ABSENT, _Code.VALUE_IS_LONGER)
 
 
 class MooncakeStore(Store):
-    """Values in a Mooncake cluster, through its master at `host:port`. Several processes may use one."""
+    """Values in a Mooncake cluster, through its master at `host:port`. Several processes may share it."""
 
     def __init__(  # noqa: PLR0913 - each is an option of the URL
         self,
@@ -88,10 +87,10 @@ class MooncakeStore(Store):
         timeout_s: float = 5.0,
     ) -> None:
         """
-        `local_segment`: bytes of this process's memory that the cluster may fill. None by default: memory is
-        budgeted elsewhere, and records of others should not go when this process does. Some process must
-        give some, or every `put` answers False.
-        `host`: this machine's name for the others; by default the address from which the master is reached.
+        `local_segment`: bytes of this process's memory for records of the cluster. 0 by default: they would
+        be outside the host budget, and would be lost when this process ends. Some process must give memory,
+        or every `put` answers False.
+        `host`: this machine's name for the others; by default its address in a connection to the master.
         `device`: names of RDMA devices, for `protocol=rdma`.
         `metrics_port`: of the master, for `keys`.
         """
@@ -175,7 +174,7 @@ class MooncakeStore(Store):
             raise _error("clear", code)
 
     def stats(self) -> dict[str, Any]:
-        """Nothing: the master counts the records of all its users together, and shows it by itself."""
+        """Nothing: the master counts only the records of all its users together, in its own metrics."""
         with self._asking():
             return {"records": None, "bytes": None}
 
@@ -193,7 +192,7 @@ class MooncakeStore(Store):
         for name in names:
             with self._asking() as client:
                 size = client.get_size(name)
-            if size != _Code.NOT_THERE:  # gone since
+            if size != _Code.NOT_THERE:  # it is gone since it was listed
                 if size < 0:
                     raise _error("keys", size)
                 yield RecordKey(bytes.fromhex(name.removeprefix(_PREFIX))), size
@@ -220,7 +219,7 @@ class MooncakeStore(Store):
 
     @contextmanager
     def _laid(self, values: Sequence[Sequence[View]]) -> Iterator[_Laid]:
-        """Each value as pieces the engine can reach, with memory of our own for parts it can not."""
+        """Each value as pieces in registered memory: in place, or in staging memory."""
         lengths = [[len(part) for part in parts] for parts in values]
         places = [[self._in_place(part) for part in parts] for parts in values]
         bytes_staged = sum(
@@ -236,7 +235,7 @@ class MooncakeStore(Store):
             yield laid
 
     def _in_place(self, part: View) -> int | None:
-        """The address of a part that the engine may use where it lies."""
+        """The address of a part that is sent or received in place. None: it goes through staging."""
         if not self._registered or len(part) < max(1, self._piece_least):
             return None
         address = _address(part)
@@ -250,15 +249,15 @@ class _Area(NamedTuple):
 
 
 class _Laid(NamedTuple):
-    """Values as pieces; what lies in one piece lies together."""
+    """Values as pieces. Neighbouring parts make one piece."""
 
     addresses: list[list[int]]
     sizes: list[list[int]]
     copies: list[list[tuple[int, memoryview]]]
-    """Of each value: the number of a part, and the memory of ours that stands for it."""
+    """For each value: the number of a part, and the staging memory for it."""
 
     def add(self, lengths: Sequence[int], places: Sequence[int | None], area: _Area, at: int) -> int:
-        """One more value, its staged parts from `at` on in the area; answers where the next may begin."""
+        """Add a value, its staged parts from `at` on in the area; answers where the next value may begin."""
         addresses: list[int] = []
         sizes: list[int] = []
         copies: list[tuple[int, memoryview]] = []
@@ -279,7 +278,7 @@ class _Laid(NamedTuple):
 
 
 class _Staging:
-    """Registered memory of our own, lent to one call at a time."""
+    """Registered memory of the store. Each area is lent to one call at a time."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -315,7 +314,7 @@ class _Staging:
 
 
 class _Gate:
-    """Many inside together, or one alone. Who wants to be alone goes before those who come later."""
+    """A readers-writer lock: many `together`, or one `alone`. A waiting `alone` goes before later callers."""
 
     def __init__(self) -> None:
         self._turn = Condition()
@@ -349,30 +348,30 @@ class _Gate:
 
 
 def _set_environment(host: str, timeout_s: float) -> None:
-    """Mooncake is set by the environment, and reads some of it when it is loaded, some at each start: the
-    first store of a process decides. What is set already stays."""
+    """Mooncake is configured by environment variables. It reads some when it is imported and some when a
+    client starts, so the first store of a process decides. Variables that are already set stay."""
     seconds, milliseconds = str(math.ceil(timeout_s)), str(math.ceil(timeout_s * 1000))
     for name, value in {
-        # Lines about every connection otherwise. Errors can not be turned off.
+        # Otherwise every connection is logged. Errors can not be turned off.
         "MC_LOG_LEVEL": "ERROR",
-        # Otherwise it may tell the others the first address it finds.
+        # Otherwise it may tell the others a wrong address of this machine.
         "MC_TCP_BIND_ADDRESS": host,
-        # A connection for each transfer otherwise: batches of 256 × 64 KiB at 50 MB/s instead of 600.
+        # Otherwise each transfer makes a connection: batches of 256 × 64 KiB at 50 MB/s instead of 600.
         "MC_TCP_ENABLE_CONNECTION_POOL": "1",
-        # These end a transfer and nothing is written later. MC_TRANSFER_TIMEOUT, which stays as it is (30 s),
-        # gives up without ending it: the late bytes went into memory that was no longer theirs.
+        # These time-outs end a transfer. MC_TRANSFER_TIMEOUT (left at 30 s) only stops waiting for it: late
+        # bytes were then written into memory that had another use.
         "MC_TCP_STATUS_TIMEOUT_SEC": seconds,
         "MC_TCP_PROGRESS_TIMEOUT_SEC": seconds,
         "MC_RPC_TIMEOUT_MS": milliseconds,
         "MC_RPC_CONNECT_TIMEOUT_MS": milliseconds,
-        # A port that was taken is tried again; 20 tries with a master that does not answer take 90 s.
+        # The default of 20 tries takes 90 s if the master does not answer.
         "MC_STORE_CLIENT_SETUP_RETRIES": "3",
     }.items():
         os.environ.setdefault(name, value)
 
 
 def _address_towards(master: str, timeout_s: float) -> str:
-    """This machine's address as the master sees it; also the quickest way to learn that there is none."""
+    """This machine's address as the master sees it. If there is no master, this fails quickly."""
     host, _, port = master.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout_s) as connection:
@@ -386,7 +385,7 @@ def _address(view: View) -> int:
 
 
 def _trips(values: Iterable[_Value]) -> Iterator[list[_Value]]:
-    """As the client wants them: of a key that comes twice it would fill one, and answer True for both."""
+    """Batches without repeated keys: of two equal keys the client fills one and answers True for both."""
     for trip in trips(values, _TRIP_BYTES):
         start, keys = 0, set[RecordKey]()
         for at, each in enumerate(trip):
@@ -405,7 +404,7 @@ def _is_hit(client: Any, wanted: Get, code: int) -> bool:
     if code == wanted.bytes:
         return True
     if code == _Code.TRANSFER_FAILED and client.get_size(_name(wanted.key)) == wanted.bytes:
-        raise _error("get", code)  # otherwise the value is shorter than was asked for
+        raise _error("get", code)  # if the sizes differ, the value is shorter than asked for: a miss
     if code >= 0 or code in _MISSES or code == _Code.TRANSFER_FAILED:
         return False
     raise _error("get", code)

@@ -7,8 +7,8 @@
     memory:?size=1GiB
     package.module:Class?option=value                  a class of your own
 
-The options of a store are the arguments of its class: what is a number there is one here, and may have a unit
-of bytes. A class of your own gets them as text. A back end and its client are imported when chosen.
+The options of a store are the arguments of its class. A number may have a unit of bytes (`1GiB`). A class of
+your own gets its options as text. A back end and its client library are imported only when they are used.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class _Scheme:
     store: str
     """`module:Class`."""
     where: Callable[[SplitResult], tuple[str, ...]] = lambda _: ()
-    """The first arguments of the class, or a ValueError."""
+    """The positional arguments of the class. Raises ValueError."""
     defaults: Mapping[str, str] = field(default_factory=dict)
-    """Of options that the class itself demands."""
+    """For options that the class requires."""
     needs: str = ""
     """How to install its client."""
 
 
 def open_store(url: str, *, read_only: bool = False) -> Store:
-    """`read_only`: change nothing, and let another process go on writing. Stores that any number of processes
-    may use at once have no such mode, and are opened as ever."""
+    """Open the store of a URL. `read_only`: change nothing, so that another process can go on writing. Stores
+    without this mode are opened as usual: any number of processes may write to them."""
     place, _, query = url.partition("?")
     name, _, rest = place.partition(":")
     try:
@@ -72,7 +72,7 @@ def _open_known(scheme: _Scheme, place: str, options: dict[str, str], read_only:
     except ImportError as error:
         if not scheme.needs:
             raise
-        raise ValueError(f"{error}; its client is missing: {scheme.needs}") from error
+        raise ValueError(f"{error}; to install its client: {scheme.needs}") from error
     return store
 
 
@@ -93,7 +93,7 @@ def _mode(store_class: Any, read_only: bool) -> dict[str, Any]:
 
 
 def _options_of(store_class: Any, arguments: int) -> dict[str, Any]:
-    """Names and types of what may be set: the parameters of the class, but for where it is and the mode."""
+    """The options with their types: the parameters of the class without `arguments` and `read_only`."""
     hints = get_type_hints(store_class.__init__)
     names = list(inspect.signature(store_class).parameters)[arguments:]
     return {name: hints[name] for name in names if name != "read_only"}
@@ -101,7 +101,7 @@ def _options_of(store_class: Any, arguments: int) -> dict[str, Any]:
 
 def _parse_options(query: str) -> list[tuple[str, str]]:
     if query and not all("=" in each for each in query.split("&")):
-        raise ValueError("options go as name=value&name=value")
+        raise ValueError("write options as name=value&name=value")
     pairs = parse_qsl(query, keep_blank_values=True)
     for name, _ in pairs:
         if sum(name == other for other, _ in pairs) > 1:
@@ -122,13 +122,13 @@ def _convert(name: str, text: str, kind: Any) -> str | int | float:
 
 def _path(split: SplitResult) -> tuple[str]:
     if split.netloc or not split.path.startswith("/"):
-        raise ValueError(f"a path goes as {split.scheme}:///var/cache, with three slashes")
+        raise ValueError(f"write a path as {split.scheme}:///var/cache, with three slashes")
     return (unquote(split.path),)
 
 
 def _host_and_port(split: SplitResult) -> tuple[str]:
     if not re.fullmatch(r"[\w.-]+:\d+", split.netloc) or split.path.strip("/"):
-        raise ValueError("where it is goes as host:port")
+        raise ValueError("write the address as host:port")
     return (split.netloc,)
 
 
@@ -138,7 +138,7 @@ def _redis_host(scheme: str) -> Callable[[SplitResult], tuple[str]]:
         if not re.fullmatch(r"([\w.-]+|\[[\da-fA-F:.]+\])(:\d+)?", host) or not re.fullmatch(
             r"(/\d*)?", split.path
         ):
-            raise ValueError("where it is goes as host:port/db")
+            raise ValueError("write the address as host:port/db")
         return (f"{scheme}://{split.netloc}{split.path}",)
 
     return where
@@ -146,7 +146,7 @@ def _redis_host(scheme: str) -> Callable[[SplitResult], tuple[str]]:
 
 def _redis_socket(split: SplitResult) -> tuple[str]:
     if split.hostname or not split.path.startswith("/"):
-        raise ValueError("where it is goes as redis+unix:///path/to.sock, with three slashes")
+        raise ValueError("write the address as redis+unix:///path/to.sock, with three slashes")
     return (f"unix://{split.netloc}{split.path}",)
 
 
@@ -158,7 +158,7 @@ _SCHEMES = {
     "file": _Scheme(
         "tiercel.storage.file:FileStore",
         _path,
-        # Enough to see it work, and no harm to the disk of a laptop; a server is told its own.
+        # Enough to try it on a laptop without filling its disk. For a server, set the size.
         defaults={"size": "10GiB"},
     ),
     "redis": _redis(_redis_host("redis")),

@@ -4,8 +4,8 @@
     │ fixed part │ stream table (JSON) │ zeros to align ││ bytes of the page or tail │
     └─────────────────────────────────────────────────┘└───────────────────────────┘
 
-Nothing that comes back from a store is used before `Form.flaw` has looked at it: who wrote it, what it is
-the name of, how long it is, and the checksum of every byte.
+`Form.flaw` verifies what comes back from a store before it is used: its form, its key, its length, and the
+checksum of every byte.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ KEY_BYTES = 49
 
 _FIXED = struct.Struct("<8sHBxIQ16s32s16sI20x8s8x")
 _CHECK_AT = 112
-"""Where the header's own checksum stands: it is taken with zeros there."""
+"""Offset of the checksum of the header. It is computed with zeros in its place."""
 
 RecordKey = NewType("RecordKey", bytes)
-"""A record's name in a store: the kind's byte, 16 bytes of the form, 32 of the page's key. Whoever holds
-other layers of the same model asks for the same page keys, and never gets these bytes."""
+"""The name of a record in a store: one byte of the kind, 16 of the form, 32 of the page key. A process with
+other layers of the same model uses the same page keys, but has another form, and so other record keys."""
 
 View = memoryview | bytearray | bytes
-"""Bytes that lie together."""
+"""Contiguous bytes."""
 
 
 class Kind(IntEnum):
-    """What a record holds. The last two are notes a store writes for itself."""
+    """What a record holds. The last two are notes that a store writes for itself."""
 
     PAGE = 1
     """Rows in the order of the declaration: [stream][layer][row]."""
     TAIL = 2
     PAGE_BY_ENTRY = 3
-    """A page whose entries lie together: [stream][entry][layer]. It has a name of its own."""
+    """A page in another order: [stream][entry][layer]. Its kind makes it another record."""
     REMOVED = 16
-    """The record of this key before this point is gone."""
+    """Earlier records of this key are gone."""
     CLEARED = 17
-    """Every record before this point is gone."""
+    """All earlier records are gone."""
 
 
 class Flaw(Enum):
-    """Why something read is not the record that was asked for."""
+    """Why the bytes that were read are not the record that was asked for."""
 
     FOREIGN = "not a record"
     VERSION = "a record of another format version"
@@ -60,7 +60,7 @@ class Flaw(Enum):
     FORM = "of another form: other streams, layers or lengths"
     KEY = "the record of another key"
     CHECKSUM = "a damaged payload"
-    UNREADABLE = "nothing, though it lists it"
+    UNREADABLE = "nothing, although the key is listed"
 
 
 def record_key(kind: Kind, form: bytes, page_key: bytes) -> RecordKey:
@@ -72,7 +72,7 @@ def page_key_of(key: RecordKey) -> bytes:
 
 
 class Header(NamedTuple):
-    """A header that was read and is whole. Whose record it is, is another question."""
+    """A header whose own checksum is right. The caller compares it with what was asked for."""
 
     kind: Kind
     header_bytes: int
@@ -89,7 +89,7 @@ class Header(NamedTuple):
 
 @dataclass(frozen=True)
 class Form:
-    """What the records of one kind look like in one cache and one store. Everything but key and payload."""
+    """What all records of one kind in one cache and one store have in common: all but key and payload."""
 
     kind: Kind
     digest: bytes
@@ -108,7 +108,7 @@ class Form:
         return record_key(self.kind, self.digest, page_key)
 
     def made(self, key: RecordKey) -> bool:
-        """Whether this is the name of a record of this form."""
+        """Whether this is the key of a record of this form."""
         return len(key) == KEY_BYTES and key == self.key(page_key_of(key))
 
     @cached_property
@@ -127,7 +127,7 @@ class Form:
         return self.header_bytes + self.payload_bytes
 
     def header(self, page_key: bytes, payload: Iterable[View]) -> bytes:
-        """The header of a record with this payload, whose ranges make `payload_bytes` in all."""
+        """The header of a record with this payload. Its parts together have `payload_bytes`."""
         return pack(
             Header(
                 self.kind,
@@ -141,7 +141,7 @@ class Form:
         )
 
     def flaw(self, header: View, page_key: bytes, payload: Sequence[View]) -> Flaw | None:
-        """What is wrong with something read in answer to `page_key`; None: nothing, every byte is right."""
+        """What is wrong with a record that was read for `page_key`. None: every byte is right."""
         read = parse(header)
         if isinstance(read, Flaw):
             return read
@@ -153,12 +153,12 @@ class Form:
 
 
 def header_bytes(table_bytes: int, align: int) -> int:
-    """The fixed part and the table, rounded up so that the payload is aligned."""
+    """The length of the fixed part and the table, rounded up to `align`."""
     return -(-(_FIXED.size + table_bytes) // align) * align
 
 
 def checksum(payload: Iterable[View]) -> bytes:
-    """XXH3-128 of the ranges, one after the other."""
+    """XXH3-128 of the parts in a row."""
     parts = list(payload)
     if len(parts) == 1:
         return xxhash.xxh3_128_digest(parts[0])
@@ -189,7 +189,7 @@ def pack(header: Header) -> bytes:
 
 
 def parse(data: View) -> Header | Flaw:
-    """The header at the start of `data`, which may go on behind it; or what is wrong with it."""
+    """The header at the start of `data`, or its flaw. `data` may be longer."""
     if len(data) < _FIXED.size:
         return Flaw.FOREIGN
     magic, version, kind, size, payload, form, key, digest, table, check = _FIXED.unpack_from(data)
@@ -210,7 +210,7 @@ def parse(data: View) -> Header | Flaw:
 
 
 def flaw_of(value: View, key: RecordKey) -> Flaw | None:
-    """What is wrong with a whole value that is stored under this key, whatever model it is of."""
+    """What is wrong with a whole value of this key, for any form. None: every byte is right."""
     header = parse(value)
     if isinstance(header, Flaw):
         return header

@@ -1,14 +1,14 @@
 """Records in Redis or Valkey: one string each, over TCP or a unix socket.
 
-The names of records begin with `tiercel:2:`, so a database may be shared with others: nothing else in it is
-read, listed or deleted. When memory is full the server's own rule decides: with `maxmemory-policy
-noeviction` a `put` answers False, with `allkeys-lru` the server lets something go (and does not say what).
+The names of records begin with `tiercel:2:`, so the database may be shared: other names are never read,
+listed or deleted. When the server's memory is full, its `maxmemory-policy` decides: with `noeviction` a `put`
+answers False, with `allkeys-lru` the server evicts something (and does not say what).
 
-Whoever may write to the database may leave anything under our names. No more of it is read than was asked
-for, and it is a miss; `put` and `delete` replace and remove it.
+Another client may write anything under our names. It is a miss: no more bytes of it are read than were asked
+for, `put` replaces it and `delete` removes it. `keys` lists what is not a string with 0 bytes, so `check`
+finds it.
 
-Nothing is tried twice here: whoever calls knows whether a second try is worth its time. After a server was
-away the next call connects again by itself.
+Nothing is retried here: the caller decides. After the server was away, the next call connects again.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from tiercel.storage.record import RecordKey
 
 _PREFIX = b"tiercel:2:"
 _TRIP_BYTES = 8 << 20
-"""Values that travel together: larger batches were no faster (loopback, Neoverse-N1, 2026-11) and hold the
-server, which does one thing at a time, for longer."""
+"""The most bytes of one round trip. Larger batches were no faster (loopback, Neoverse-N1, 2026-11) and block
+the server, which has one thread, for longer."""
 _TRIP_KEYS = 1000
 _READ_BYTES = 256 << 10
-"""Asked of the socket at once. The client's 32 KiB make values of 64 KiB up to twice as slow (as above)."""
+"""Bytes of one socket read. The client's default of 32 KiB makes values of 64 KiB up to twice as slow."""
 
 
 class RedisStore(Store):
@@ -40,10 +40,10 @@ class RedisStore(Store):
 
     def __init__(self, url: str, *, db: int = 0, timeout_s: float = 5.0) -> None:
         """
-        `url`: `redis://user:password@host:port/db`, `rediss://…` or `unix:///path/to.sock`, as the client
-        reads it.
-        `db`: where the URL names none.
-        `timeout_s`: for connecting, and for every wait for the next bytes of an answer.
+        `url`: `redis://user:password@host:port/db`, `rediss://…` or `unix:///path/to.sock`, for the client
+        library.
+        `db`: if the URL has none.
+        `timeout_s`: for a connection, and for every wait for more bytes of an answer.
         """
         self._closed = False
         try:
@@ -77,7 +77,9 @@ class RedisStore(Store):
             for some in trips(wanted, _TRIP_BYTES):
                 pipe = client.pipeline(transaction=False)
                 for each in some:
-                    pipe.getrange(_name(each.key), 0, each.bytes)  # one byte more than a value of ours has
+                    pipe.getrange(
+                        _name(each.key), 0, each.bytes
+                    )  # one byte more than asked for: a longer value is a miss
                 values = pipe.execute(raise_on_error=False)
                 filled += [_fill(each, value) for each, value in zip(some, values, strict=True)]
         return filled
@@ -105,7 +107,7 @@ class RedisStore(Store):
                 client.unlink(*names)
 
     def stats(self) -> dict[str, Any]:
-        """What the server holds in all. How much of it is ours only a walk over `keys` would tell."""
+        """The memory of the whole server. Only a walk over `keys` could tell how much of it is ours."""
         with self._asking() as client:
             memory = client.info("memory")
         return {
@@ -139,14 +141,14 @@ class RedisStore(Store):
 
     @contextmanager
     def _asking(self) -> Iterator[redis.Redis]:
-        """The client, while the store is open. Whatever it raises is a StoreError."""
+        """The client, while the store is open. Its errors become StoreErrors."""
         self._refuse_if_closed()
         try:
             yield self._client
         except (RedisError, OSError) as error:
             raise StoreError(f"redis: {error}") from error
         finally:
-            if self._closed:  # meanwhile, by another thread: the connection just used is still there
+            if self._closed:  # another thread closed the store: this connection is still open
                 self._client.connection_pool.disconnect(inuse_connections=False)
 
     def _refuse_if_closed(self) -> None:
@@ -163,7 +165,7 @@ def _trips_of_keys(keys: Sequence[RecordKey]) -> Iterator[Sequence[RecordKey]]:
 
 
 def _scan(client: redis.Redis) -> Iterator[list[bytes]]:
-    """Names of our records, some at a time. A name may come twice; none that stays is missed."""
+    """Names of our records, in batches. A name may come twice. No name that stays is missed."""
     cursor = 0
     while True:
         cursor, names = cast(
@@ -176,7 +178,7 @@ def _scan(client: redis.Redis) -> Iterator[list[bytes]]:
 
 
 def _unless_of_another_type(answer: Any) -> Any:
-    """None instead of the error that says: what is there is no string."""
+    """None instead of the error that the value is not a string."""
     if isinstance(answer, ResponseError) and str(answer).startswith("WRONGTYPE"):
         return None
     if isinstance(answer, Exception):
@@ -185,15 +187,8 @@ def _unless_of_another_type(answer: Any) -> Any:
 
 
 def _fill(wanted: Get, answer: object) -> bool:
-    """The value over the parts, if it is as long as they are."""
     value = _unless_of_another_type(answer)
-    if value is None or len(value) != wanted.bytes:
-        return False
-    view, at = memoryview(value), 0
-    for part in wanted.parts:
-        part[:] = view[at : at + len(part)]
-        at += len(part)
-    return True
+    return value is not None and wanted.fill(value)
 
 
 def _was_kept(answer: object) -> bool:

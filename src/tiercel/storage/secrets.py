@@ -6,13 +6,13 @@ import re
 from urllib.parse import unquote
 
 HIDDEN = "***"
-"""Where a password was."""
+"""Replaces a password."""
 
 _SECRET_FIELD = re.compile(r"(?<=[?&])([^=&#]*(?:pass|secret|token|key)[^=&#]*=)([^&#]+)", re.IGNORECASE)
 
 
 def hide(text: str, url: str) -> str:
-    """Text about a URL, without the URL's passwords, as they are written or as they are meant."""
+    """Remove the passwords of a URL from a text, in their escaped and their plain form."""
     for secret in sorted(_secrets(url), key=len, reverse=True):
         for spelled in (secret, unquote(secret)):
             text = text.replace(spelled, HIDDEN)
@@ -20,9 +20,9 @@ def hide(text: str, url: str) -> str:
 
 
 def _secrets(url: str) -> set[str]:
-    """Passwords of a URL: user:…@host, ?password=…
+    """The passwords of a URL: user:…@host, ?password=…
 
-    One that holds a slash, or another sign that should have been escaped, is a mistake; it is found as well.
+    A password with a slash, or another character that should have been escaped, is found as well.
     """
     place = url.partition("://")[2]
     front, at, _ = place.rpartition("@")

@@ -46,7 +46,10 @@ class Meanwhile(direct.Calls):
     def pwritev(self, file, views, offset):
         if current_thread().name == "MainThread" and not self.answers:
             self.answers = [self.pool.submit(put, self.store, name) for name in self.names]
-            until(lambda: len(self.store._log._queue) == 1 + len(self.names), "all writers are in the queue")
+            until(
+                lambda: len(self.store._log.commit.queue) == 1 + len(self.names),
+                "all writers are in the queue",
+            )
             self.look()
         return super().pwritev(file, views, offset)
 

@@ -1,4 +1,4 @@
-"""Records whose every byte follows from their name: what a store is tried with, and judged by."""
+"""Records for the checks. Every byte of a record follows from its name, so every answer can be verified."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tiercel.storage.record import ALIGN_LEAST, Flaw, Form, Kind, RecordKey
 
 _GAP = 3
 _BESIDE = 0xA5
-"""Between parts there are three bytes of this."""
+"""Three bytes of this are between parts: `get` must not change them."""
 
 WAIT_S = 120
-"""So long a check waits for a thread before it says that the store hangs."""
+"""How long a check waits for a thread. After that it fails: the store hangs."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Sample:
     """A record: its key follows from the name, its payload from the key."""
 
     name: int | bytes
-    """A number, or the 32 bytes of a page's key."""
+    """A number, or a page key of 32 bytes."""
     payload_bytes: int = 4096
     kind: Kind = Kind.PAGE
     align: int = ALIGN_LEAST
@@ -58,10 +58,10 @@ class Sample:
 
 
 class Read:
-    """Memory for one record, cut into parts that do not touch, at odd addresses; and what is in it."""
+    """Memory to read one record into: parts at odd addresses that do not touch."""
 
     def __init__(self, sample: Sample, cuts: Sequence[int] = (), bytes_more: int = 0) -> None:
-        """Cut behind the header, and at these bytes; `bytes_more` than the record has, or fewer."""
+        """Parts end behind the header and at `cuts`. The memory is `bytes_more` longer than the record."""
         self.sample = sample
         whole = sample.form.record_bytes + bytes_more
         ends = sorted({cut for cut in (sample.form.header_bytes, *cuts) if cut < whole} | {whole})
@@ -74,12 +74,12 @@ class Read:
         self.get = Get(sample.key, [view[each] for each in self._ranges])
 
     def flaw(self) -> Flaw | None:
-        """What is wrong with what was read."""
+        """What is wrong with the record that was read."""
         data, size = b"".join(self.get.parts), self.sample.form.header_bytes
         return self.sample.form.flaw(data[:size], self.sample.page_key, [data[size:]])
 
     def check(self, what: str) -> None:
-        """That what was read is the record, every byte, and that nothing was written beside the parts."""
+        """Every byte of the record is right, and nothing was written outside the parts."""
         flaw = self.flaw()
         expect(flaw is None, f"{what}: get answered True, but it is {flaw.value if flaw else ''}")
         payload = b"".join(self.get.parts)[self.sample.form.header_bytes :]
@@ -101,7 +101,7 @@ def keep(store: Store, samples: Sequence[Sample]) -> None:
 
 
 def expect_there(store: Store, samples: Sequence[Sample], what: str) -> None:
-    """By `contains` and by `get`, with every byte."""
+    """`contains` and `get` find them, with every byte."""
     expect(store.contains([sample.key for sample in samples]) == [True] * len(samples), f"{what}: not there")
     reads = [Read(sample) for sample in samples]
     answer = store.get([read.get for read in reads])
@@ -117,18 +117,18 @@ def expect_absent(store: Store, samples: Sequence[Sample], what: str) -> None:
 
 
 def maker(store: Store) -> Callable[..., Sample]:
-    """Of samples in the form the store wants."""
+    """A factory of samples with the alignment of this store."""
     return partial(Sample, align=store.align)
 
 
 def together(acts: Iterable[Callable[[], None]]) -> None:
-    """All at the same time, each in a thread; the first that failed is told."""
+    """Run all at the same time, each in a thread. Raises the first error."""
     errors: list[Exception] = []
 
     def run(act: Callable[[], None]) -> None:
         try:
             act()
-        except Exception as error:  # noqa: BLE001 - told below
+        except Exception as error:  # noqa: BLE001 - raised below
             errors.append(error)
 
     threads = [Thread(target=run, args=(act,), daemon=True) for act in acts]

@@ -11,29 +11,28 @@ from tiercel.storage.base import Store
 from tiercel.storage.record import RecordKey
 
 SMALL_BYTES = 16 << 20
-"""How much a small store holds, about."""
+"""The size of a small store, about."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is checked. Checks leave stores open, except where closing is the question; whoever gave the
-    factories closes what they opened (`run_checks` does)."""
+    """How to open the store to check. Most checks leave stores open: `run_checks` closes them."""
 
     open: Callable[[], Store]
-    """An empty store. It may be the one answered before, emptied, unless that was closed."""
+    """An empty store. It may be the same store as before, cleared, if that is still open."""
 
     open_small: Callable[[], Store] | None = None
-    """An empty store that holds about `SMALL_BYTES`. None: can not be had."""
+    """An empty store of about `SMALL_BYTES`. None: not possible."""
 
     open_again: Callable[[], Store] | None = None
-    """After a close: the store that `open` answered last, with what it kept. None: nothing outlives it."""
+    """Called after a close: the last store of `open`, with its values. None: the store is not durable."""
 
     spoil: Callable[[Store, RecordKey], None] | None = None
-    """Damage the value of a key behind the store's back. None: can not be done."""
+    """Damage the value of a key without using the store. None: not possible."""
 
 
 Check = Callable[[Subject], None]
-"""It knows nothing but the contract, and raises AssertionError with what went wrong, or Inapplicable."""
+"""Raises AssertionError, which says what is wrong, or Inapplicable."""
 
 
 class Inapplicable(Exception):

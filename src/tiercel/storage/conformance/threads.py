@@ -24,7 +24,7 @@ _THREADS = 8
 
 
 def what_is_there_is_never_missed(subject: Subject) -> None:
-    """Who gets False for what is there deletes it. So a value is found also while others put it again."""
+    """A value is found while others put it again. (After a wrong miss the caller would delete it.)"""
     store = subject.open()
     samples = [maker(store)(number, 20_000) for number in range(4)]
     keep(store, samples)
@@ -50,7 +50,7 @@ def what_one_thread_keeps_others_find(subject: Subject) -> None:
 
 
 def threads_see_whole_values_or_none(subject: Subject) -> None:
-    """Eight threads put, get, delete and clear the same keys: what is found is always one whole value."""
+    """Eight threads put, get, delete and clear the same keys. A value that is found is always whole."""
     store = subject.open()
     sizes = (100, 4000, 4000, 30_000, 30_000, 200_000)
     samples = [maker(store)(number, size) for number, size in enumerate(sizes)]
@@ -86,7 +86,7 @@ def threads_see_whole_values_or_none(subject: Subject) -> None:
 
 
 def closing_under_way_breaks_nothing(subject: Subject) -> None:
-    """Who is in a call while another thread closes gets an answer or a StoreError, never half a value."""
+    """A call during `close` by another thread gets an answer or a StoreError, never a part of a value."""
     store = subject.open()
     sample = maker(store)(1, 200_000)
     keep(store, [sample])

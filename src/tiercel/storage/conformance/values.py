@@ -14,7 +14,7 @@ _SIZES = (1, 4096, 256 << 10, 3 << 20)
 
 
 def a_value_comes_back_as_it_was_put(subject: Subject) -> None:
-    """Records of one byte up to a few megabytes, each alone and all together."""
+    """Payloads of one byte up to a few megabytes, each alone and all in one batch."""
     store = subject.open()
     expect(store.align >= ALIGN_LEAST and store.align % ALIGN_LEAST == 0, f"align is {store.align}")
     samples = [maker(store)(number, size) for number, size in enumerate(_SIZES)]
@@ -25,7 +25,7 @@ def a_value_comes_back_as_it_was_put(subject: Subject) -> None:
 
 
 def parts_may_be_many_and_lie_anywhere(subject: Subject) -> None:
-    """Hundreds of parts at odd addresses, cut otherwise when read than when put, of every kind of memory."""
+    """Hundreds of parts of bytes, bytearray and memoryview, at odd addresses; cut differently when read."""
     store = subject.open()
     sample = maker(store)(1, 64 << 10)
     record = sample.header + sample.payload
@@ -42,7 +42,7 @@ def parts_may_be_many_and_lie_anywhere(subject: Subject) -> None:
 
 
 def registered_memory_makes_no_difference(subject: Subject) -> None:
-    """Payloads in it and outside it, by turns; headers elsewhere. Closed before that memory goes."""
+    """Payloads inside and outside of registered memory. The store is closed before that memory is freed."""
     with subject.open() as store:
         samples = [maker(store)(number, 1 << 20) for number in range(3)]
         memory = memoryview(bytearray((3 << 20) + 7))
@@ -63,7 +63,7 @@ def registered_memory_makes_no_difference(subject: Subject) -> None:
 
 
 def a_miss_is_an_answer(subject: Subject) -> None:
-    """What was never put is not there, in an empty store and beside other things."""
+    """A key that was never put is a miss, in an empty store and beside other keys."""
     store = subject.open()
     make = maker(store)
     expect_absent(store, [make(1)], "an empty store")
@@ -83,7 +83,7 @@ def another_length_is_a_miss(subject: Subject) -> None:
 
 
 def what_can_not_be_read_is_deleted_and_put_again(subject: Subject) -> None:
-    """A value of another length, or a damaged one, costs nothing but itself, and only until it is deleted."""
+    """A damaged value, or one of another length, does not affect others, and can be deleted and put again."""
     for spoil in (None, subject.spoil)[: 2 if subject.spoil else 1]:
         store = subject.open()
         make = maker(store)
@@ -125,7 +125,7 @@ def a_batch_answers_each_in_its_place(subject: Subject) -> None:
 
 
 def an_empty_batch_is_nothing(subject: Subject) -> None:
-    """No call minds having nothing to do."""
+    """Every call accepts an empty batch."""
     store = subject.open()
     answers = (store.contains([]), store.get([]), store.put([]), store.delete([]))
     expect(answers == ([], [], [], 0), f"contains, get, put, delete of nothing answered {answers}")
@@ -143,7 +143,7 @@ def a_batch_may_be_large(subject: Subject) -> None:
 
 
 def a_key_may_be_put_twice(subject: Subject) -> None:
-    """The second put is True as well, and the value is what it was."""
+    """The second put answers True, and the value is the same."""
     store = subject.open()
     sample = maker(store)(1)
     for _ in range(2):
@@ -154,7 +154,7 @@ def a_key_may_be_put_twice(subject: Subject) -> None:
 
 
 def any_bytes_may_be_a_key(subject: Subject) -> None:
-    """Zeros, line ends, pattern characters, high bytes; keys that differ in one byte or only in the kind."""
+    """Zeros, line ends, pattern characters, high bytes; keys that differ in one byte, or only in the kind."""
     store = subject.open()
     names = [bytes(32), b"\xff" * 32, b"*" * 32, b"[a-z]?\\\r\n\0" * 3 + b"**", bytes(31) + b"\1"]
     kinds = (Kind.PAGE, Kind.TAIL, Kind.PAGE_BY_ENTRY)
@@ -167,7 +167,7 @@ def any_bytes_may_be_a_key(subject: Subject) -> None:
 
 
 def what_was_deleted_is_gone_and_counted(subject: Subject) -> None:
-    """The answer counts what was there, each once; what was not named stays; a key may come back."""
+    """The answer counts each key once, if it was there; other keys stay; a deleted key can be put again."""
     store = subject.open()
     samples = [maker(store)(number) for number in range(4)]
     keep(store, samples[:3])
@@ -182,7 +182,7 @@ def what_was_deleted_is_gone_and_counted(subject: Subject) -> None:
 
 
 def clear_forgets_everything(subject: Subject) -> None:
-    """And the store goes on."""
+    """The store can be used afterwards."""
     store = subject.open()
     samples = [maker(store)(number) for number in range(50)]
     keep(store, samples)
@@ -195,7 +195,7 @@ def clear_forgets_everything(subject: Subject) -> None:
 
 
 def buffers_are_not_kept(subject: Subject) -> None:
-    """What the caller does with its memory after a put or a get does not change what is stored."""
+    """The caller may change its memory after a put or a get: the stored value stays the same."""
     store = subject.open()
     sample = maker(store)(1, 300_000)
     header, payload = bytearray(sample.header), bytearray(sample.payload)

@@ -19,7 +19,7 @@ from tiercel.storage.conformance.subject import SMALL_BYTES, Check, Inapplicable
 
 
 def a_full_store_answers(subject: Subject) -> None:
-    """More than fits: nothing raises, something is let go or refused, and what is there is right."""
+    """More values than fit: nothing raises, values are evicted or refused, and those there are right."""
     if subject.open_small is None:
         raise Inapplicable("it can not be opened small")
     store = subject.open_small()
@@ -41,13 +41,13 @@ def a_full_store_answers(subject: Subject) -> None:
             read.check("in a full store")
     store.clear()
     deadline = time.monotonic() + WAIT_S
-    while store.put([samples[0].put()]) != [True]:  # room may come back a little later
+    while store.put([samples[0].put()]) != [True]:  # a store may free space with some delay
         expect(time.monotonic() < deadline, "it was cleared, and yet refuses everything")
         time.sleep(0.01)
 
 
 def removed_tells_only_what_the_store_let_go(subject: Subject) -> None:
-    """Not what the caller deleted or cleared."""
+    """Not the keys that the caller deleted or cleared."""
     store = subject.open()
     samples = [maker(store)(number) for number in range(2)]
     keep(store, samples)
@@ -59,7 +59,7 @@ def removed_tells_only_what_the_store_let_go(subject: Subject) -> None:
 
 
 def keys_lists_what_is_there(subject: Subject) -> None:
-    """Each key with the bytes of its value; a store that can not list says so with a StoreError."""
+    """Each key with the length of its value. A store that can not list raises StoreError."""
     store = subject.open()
     try:
         empty = list(store.keys())
@@ -76,7 +76,7 @@ def keys_lists_what_is_there(subject: Subject) -> None:
 
 
 def check_finds_what_is_damaged(subject: Subject) -> None:
-    """Nothing in a good store; a damaged value, and only that one."""
+    """It finds nothing in a good store, and exactly the damaged value in another."""
     store = subject.open()
     samples = [maker(store)(number, 5000) for number in range(3)]
     keep(store, samples)
@@ -92,7 +92,7 @@ def check_finds_what_is_damaged(subject: Subject) -> None:
 
 
 def compact_loses_nothing(subject: Subject) -> None:
-    """What was deleted stays deleted, everything else is there."""
+    """Deleted values stay deleted; all others are there."""
     store = subject.open()
     samples = [maker(store)(number, 20_000) for number in range(40)]
     keep(store, samples)
@@ -104,7 +104,7 @@ def compact_loses_nothing(subject: Subject) -> None:
 
 
 def stats_has_records_and_bytes(subject: Subject) -> None:
-    """Numbers that are right, or None where they are not known."""
+    """The numbers are right, or None if the store does not know them."""
     store = subject.open()
     before = store.stats()
     expect({"records", "bytes"} <= before.keys(), f"stats answered {before}")
@@ -119,7 +119,7 @@ def stats_has_records_and_bytes(subject: Subject) -> None:
 
 
 def a_closed_store_refuses(subject: Subject) -> None:
-    """Every call but `close` raises StoreError, and `close` may come again."""
+    """After `close` every other call raises StoreError. `close` may be called again."""
     store = subject.open()
     sample = maker(store)(1)
     keep(store, [sample])
@@ -145,7 +145,7 @@ def a_closed_store_refuses(subject: Subject) -> None:
 
 
 def leaving_a_with_closes(subject: Subject) -> None:
-    """And enters the store itself."""
+    """`with` gives the store itself, and closes it at the end."""
     with subject.open() as store:
         sample = maker(store)(1)
         keep(store, [sample])
@@ -157,9 +157,9 @@ def leaving_a_with_closes(subject: Subject) -> None:
 
 
 def what_was_kept_outlives_the_store(subject: Subject) -> None:
-    """Closed and opened again, it has what was put, and not what was deleted."""
+    """After close and open, values that were put are there, deleted ones are not."""
     if subject.open_again is None:
-        raise Inapplicable("nothing outlives it")
+        raise Inapplicable("the store is not durable")
     store = subject.open()
     samples = [maker(store)(number, 10_000) for number in range(10)]
     keep(store, samples)

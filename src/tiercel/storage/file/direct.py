@@ -1,16 +1,15 @@
-"""Bytes between memory and a file: few calls, large ones, and past the page cache where the file system can.
+"""Reads and writes of files: few large calls, with direct I/O where the file system has it.
 
-Direct I/O wants everything aligned: the place in the file, the address in memory, the length. What is
-aligned is read and written where it lies; what is not (a header made in Python, the end of a page that is no
-multiple of 4096) passes through staging memory, in the same call:
+Direct I/O needs an aligned file offset, memory address and length. Aligned parts are read and written in
+place. Others (a header made in Python, the end of a page whose size is no multiple of 4096) are copied
+through staging memory, in the same call:
 
-    parts     ├─ header ─┤├──────── payload ────────┤   any addresses
-    stream    0          4096                    ...    bytes one after the other, padded to 4096
+    parts     ├─ header ─┤├──────── payload ────────┤   at any addresses
+    stream    0          4096                    ...    the parts in a row, padded to 4096
     views     ├─ staging ┤├── payload itself ──┤├staging┤   what preadv and pwritev get
 
-The page cache is left out because a record is read once, into memory that is a cache itself: through the
-page cache every byte would be copied twice and push out something else (cold random reads of 256 KiB on a
-virtual disk: 2.1 GB/s direct, 0.9 buffered).
+The page cache is not used because the host memory is a cache already: the page cache would copy every byte
+once more and evict other data (cold random reads of 256 KiB, virtual disk: 2.1 GB/s direct, 0.9 buffered).
 """
 
 from __future__ import annotations
@@ -34,34 +33,34 @@ from tiercel.storage.file.queue import (
 from tiercel.storage.record import View
 
 ALIGN = 4096
-"""What every disk and file system in use takes; also the least that two records are apart."""
+"""Good for all common disks and file systems. Records begin at multiples of it."""
 
 STAGING_BYTES = 16 * 1024**2
-"""One call's most. Larger ones are no faster: aarch64, virtual disk, 2026-10: 8 MiB 3.3 GB/s, 64 MiB 3.5."""
+"""The most bytes of one call. aarch64, virtual disk, 2026-10: 8 MiB 3.3 GB/s, 64 MiB 3.5 GB/s."""
 
 VIEWS_MOST = 1024
 """IOV_MAX of Linux."""
 
 STRAIGHT_LEAST = 16 * 1024
-"""Shorter parts are copied: that takes less time than a view more."""
+"""Shorter parts are copied: a copy takes less time than one more view."""
 
 NO_LINKS = os.O_NOFOLLOW | os.O_NONBLOCK
-"""For files that somebody else may have put in our folder: no link is followed, no pipe waited for."""
+"""For files that may have been put in the folder by others: do not follow links, do not wait for pipes."""
 
 ZEROS = memoryview(bytes(ALIGN))
 NOWHERE = memoryview(bytearray(ALIGN))
-"""Padding: what is written, and where what is read goes."""
+"""Padding: zeros to write, and memory for what is read and not used."""
 
 
 class Space(NamedTuple):
-    """Bytes of a file system: those left for us, and all."""
+    """Bytes of a file system: those this process may use, and all."""
 
     free: int
     in_all: int
 
 
 class Calls:
-    """Every call to the operating system that can fail. Tests put their own in place of `calls`."""
+    """Every system call that can fail. Tests replace `calls` to let them fail."""
 
     def open(self, path: str, flags: int) -> int:
         return os.open(path, flags | os.O_CLOEXEC, 0o600)
@@ -84,16 +83,16 @@ class Calls:
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
-            os.ftruncate(file, offset + size)  # a file system without it: full is found out by writing
+            os.ftruncate(file, offset + size)  # a file system without fallocate: a write may find it full
 
     def ftruncate(self, file: int, size: int) -> None:
         os.ftruncate(file, size)
 
     def unlink(self, path: str) -> None:
-        os.unlink(path)  # noqa: PTH108 - every call stands here as the system knows it
+        os.unlink(path)  # noqa: PTH108 - these are the system calls
 
     def space(self, path: str) -> Space:
-        """Of the file system that a path is in."""
+        """Of the file system of this path."""
         found = os.statvfs(path)
         return Space(free=found.f_bavail * found.f_frsize, in_all=found.f_blocks * found.f_frsize)
 
@@ -104,7 +103,7 @@ _DAMAGE = frozenset((errno.EIO, errno.EBADMSG, errno.EILSEQ, errno.ENODATA, errn
 
 
 def is_damage(error: OSError) -> bool:
-    """Whether the disk says that it can not give these bytes back. Other places may still be readable."""
+    """Whether the disk can not read these bytes. Others may still be readable."""
     return error.errno in _DAMAGE
 
 
@@ -113,7 +112,7 @@ def padded(size: int) -> int:
 
 
 def shares(rooms: Sequence[int], most: int) -> Iterator[slice]:
-    """Things of these sizes in their order, as many together as make `most` bytes; a larger one alone."""
+    """Split a sequence of sizes into runs of at most `most` bytes. A larger size is a run of its own."""
     start = total = 0
     for end, room in enumerate(rooms):
         if end > start and total + room > most:
@@ -125,7 +124,7 @@ def shares(rooms: Sequence[int], most: int) -> Iterator[slice]:
 
 
 def aligned(size: int) -> memoryview:
-    """New memory that direct I/O can use; it is given back with its last view."""
+    """New memory for direct I/O. It is freed with its last view."""
     return memoryview(mmap.mmap(-1, padded(size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))[:size]
 
 
@@ -136,7 +135,7 @@ def aligned_copy(data: bytes) -> memoryview:
 
 
 class Lane:
-    """What a thread needs to move bytes: staging memory, and the kernel's queue if there is one."""
+    """What a thread needs to read and write: staging memory, and a queue of the kernel if there is one."""
 
     def __init__(self, size: int, queue: Queue | None) -> None:
         self.memory = aligned(size)
@@ -144,7 +143,7 @@ class Lane:
 
 
 class Lanes:
-    """Lanes are taken by one thread, and given back; as many as are asked for at one time are made."""
+    """A pool of lanes. A thread takes a lane and gives it back; a new one is made if none is free."""
 
     def __init__(self, *, queued: bool = False, size: int = STAGING_BYTES) -> None:
         assert size % ALIGN == 0
@@ -177,8 +176,8 @@ class Lanes:
 
 
 def gather(parts: Sequence[View], staging: memoryview) -> list[View]:
-    """The parts as `write` takes them, one after the other: what is not aligned is copied to staging, which
-    is as long as they are together. Their bytes in all are a multiple of ALIGN."""
+    """The parts as aligned views for `write`. Parts that are not aligned are copied to staging, which must be
+    as long as all parts. The parts together are a multiple of ALIGN."""
     views, passing = _lay(parts, staging)
     for part, place in passing:
         place[:] = part
@@ -186,14 +185,14 @@ def gather(parts: Sequence[View], staging: memoryview) -> list[View]:
 
 
 def write(file: int, offset: int, views: Sequence[View]) -> None:
-    """Aligned views, one after the other."""
+    """Write aligned views in a row."""
     if _carry(calls.pwritev, file, list(views), offset) < sum(map(len, views)):
-        raise OSError(errno.EIO, "the disk takes no more of a write")
+        raise OSError(errno.EIO, "the disk wrote only a part")
 
 
 def read(file: int, offset: int, parts: Sequence[memoryview], staging: memoryview) -> bool:
-    """Fill the parts one after the other; False: the file ends before, or is damaged there. The bytes in all
-    are a multiple of ALIGN."""
+    """Fill the parts in a row. False: the file is too short, or damaged there. The parts together are a
+    multiple of ALIGN."""
     for at, piece in _pieces(parts, len(staging)):
         views, passing = _lay(piece, staging)
         try:
@@ -209,7 +208,7 @@ def read(file: int, offset: int, parts: Sequence[memoryview], staging: memoryvie
 
 
 def read_many(requests: Sequence[Request], lane: Lane) -> list[bool]:
-    """`read` for each (file, offset, parts), as many at once as can be."""
+    """`read` for each request, in batches."""
     answers: list[bool] = []
     for wave in _waves(requests, lane):
         if lane.queue is None or len(wave) == 1:
@@ -220,7 +219,7 @@ def read_many(requests: Sequence[Request], lane: Lane) -> list[bool]:
 
 
 def _waves(requests: Sequence[Request], lane: Lane) -> Iterator[list[Request]]:
-    """As many requests at a time as the queue takes, and staging whatever their alignment."""
+    """Batches that fit into the queue, and into staging even if nothing is aligned."""
     wave, size, views = list[Request](), 0, 0
     for request in requests:
         bytes_more, views_more = sum(map(len, request[2])), 2 * len(request[2])
@@ -249,12 +248,12 @@ def _read_wave(wave: Sequence[Request], queue: Queue, staging: memoryview) -> li
         if complete:
             for part, place in through:
                 part[:] = place
-    # What did not come in one go is asked for again, one by one: there an error is an error.
+    # What was not read in full is read again, one by one: then an error is raised.
     return [complete or read(*request, staging) for complete, request in zip(whole, wave, strict=True)]
 
 
 def _pieces(parts: Sequence[View], bytes_most: int) -> Iterator[tuple[int, Sequence[View]]]:
-    """The parts in pieces that staging can hold, each with where it begins. Almost always that is one."""
+    """The parts in pieces that fit into staging, each with its offset. Nearly always there is one piece."""
     size = sum(map(len, parts))
     assert size % ALIGN == 0, size
     if size <= bytes_most:
@@ -276,8 +275,8 @@ def _pieces(parts: Sequence[View], bytes_most: int) -> Iterator[tuple[int, Seque
 
 
 def _lay(parts: Sequence[Any], staging: memoryview) -> tuple[list[View], list[tuple[Any, memoryview]]]:
-    """What the system gets for these parts, and what passes through staging: (part, its place there).
-    Every view is a multiple of ALIGN long: staging is left only where the stream is aligned."""
+    """The views for the system call, and what is copied through staging: (part, its view in staging).
+    Every view is a multiple of ALIGN long: a part is used in place only where the stream is aligned."""
     views: list[View] = []
     passing: list[tuple[View, memoryview]] = []
     position = used = left = 0
@@ -288,7 +287,7 @@ def _lay(parts: Sequence[Any], staging: memoryview) -> tuple[list[View], list[tu
                 views.append(staging[left:used])
                 left = used
             rest = size % ALIGN
-            part = memoryview(part)  # a slice of a bytearray would be a copy, somewhere else
+            part = memoryview(part)  # a slice of a bytearray would be a copy
             views.append(part[: size - rest])
             position += size
             part, size = part[size - rest :], rest
@@ -303,7 +302,7 @@ def _lay(parts: Sequence[Any], staging: memoryview) -> tuple[list[View], list[tu
 
 
 def _carry(call: Callable[[int, Sequence[Any], int], int], file: int, views: list[View], offset: int) -> int:
-    """The views through the system, also if it takes several calls; answers for how many bytes it did."""
+    """Read or write the views with as many calls as needed; answers the number of bytes done."""
     done = 0
     while views:
         moved = call(file, views[:VIEWS_MOST], offset + done)
@@ -321,4 +320,4 @@ def _is_aligned(part: View) -> bool:
     try:
         return address(part) % ALIGN == 0
     except TypeError:
-        return False  # read-only: its address is not told, so it passes through staging
+        return False  # read-only memory: its address is unknown, so it is copied

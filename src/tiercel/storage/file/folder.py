@@ -1,8 +1,8 @@
 """The folder of a file store: what may lie in it, and who may write there.
 
-LOCK                       held by the process that writes; it holds that process's number
-segment-0000000001.tcs     records, oldest first
-uses                       how records were used; nothing depends on it
+LOCK                       locked by the process that writes; contains its process id
+segment-0000000001.tcs     records; the lowest number is the oldest
+uses                       how records were used; may be missing
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from tiercel.storage.file import direct
 _LOCK = "LOCK"
 _USES = "uses"
 _LOST_FOUND = "lost+found"
-"""It is in every new file system of its own."""
+"""Every new ext file system has this folder."""
 
 _NUMBERS = 2**30
-"""Segments have smaller numbers than this: enough for centuries, and they fit into places (`index`)."""
+"""Numbers of segments are smaller than this: enough for centuries, and the index packs them with a row."""
 
 
 class Folder:
-    """Segments by number. Nothing in it is touched that is not named as one of ours."""
+    """Segments by number. Files with other names are never changed."""
 
     def __init__(self, path: Path, *, read_only: bool) -> None:
-        """Opens the folder, which is made if it is not there; raises ConfigError."""
+        """Opens the folder, or creates it. Raises ConfigError."""
         self.path = path
         self._file = self._lock = -1
         try:
@@ -51,7 +51,7 @@ class Folder:
         self.direct_io = self._takes_direct_io()
 
     def numbers(self) -> list[int]:
-        """Of the segments that are there, oldest first. Raises ConfigError: there is something of others."""
+        """The numbers of the segments, oldest first. Raises ConfigError if there are other files."""
         numbers = []
         with os.scandir(self.path) as entries:
             for entry in sorted(entries, key=lambda entry: entry.name):
@@ -59,7 +59,7 @@ class Folder:
                 if number is not None and ours:
                     numbers.append(number)
                 elif entry.name != _LOST_FOUND and not (entry.name in (_LOCK, _USES) and ours):
-                    why = f"holds {entry.name!r}, which is not of a store"
+                    why = f"holds {entry.name!r}, which does not belong to a store"
                     raise ConfigError("store", str(self.path), why)
         return numbers
 
@@ -71,26 +71,26 @@ class Folder:
         return self.path / _USES
 
     def sync(self) -> None:
-        """What was created or removed, is."""
+        """Make the creation and removal of files durable."""
         direct.calls.fsync(self._file)
 
     def bytes_free(self) -> int:
-        """What the file system has left for us."""
+        """Bytes of the file system that this process may use."""
         return direct.calls.space(str(self.path)).free
 
     def bytes_in_all(self) -> int:
-        """How large the file system is."""
+        """The size of the file system."""
         return direct.calls.space(str(self.path)).in_all
 
     def close(self) -> None:
-        """Let go of the lock. The file stays: a lock that is removed can be held twice."""
+        """Release the lock. The lock file stays: if it were removed, two processes could hold the lock."""
         for file in (self._lock, self._file):
             if file >= 0:
                 os.close(file)
         self._lock = self._file = -1
 
     def _take_lock(self) -> None:
-        """A lock of the kernel's: it goes with its process, however that ends."""
+        """The kernel releases this lock when the process ends, in whatever way."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | direct.NO_LINKS
         self._lock = os.open(self.path / _LOCK, flags, 0o600)
         try:
@@ -103,7 +103,7 @@ class Folder:
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
 
     def _takes_direct_io(self) -> bool:
-        """Tried with the lock file: the answer is the file system's, the same for every file in it."""
+        """Try it with the lock file: the file system decides, for all files in the same way."""
         with suppress(OSError):
             os.close(direct.calls.open(str(self.path / _LOCK), os.O_RDONLY | os.O_DIRECT | direct.NO_LINKS))
             return True
@@ -115,7 +115,7 @@ def _name(number: int) -> str:
 
 
 def _number(name: str) -> int | None:
-    """Of a segment of this name; None: it is not one of ours."""
+    """The number of the segment with this file name. None: it is not the name of a segment."""
     match = re.fullmatch(r"segment-(\d{10})\.tcs", name, re.ASCII)
     return int(match[1]) if match and int(match[1]) < _NUMBERS else None
 

@@ -1,11 +1,11 @@
 """Which record is where, and how it was used.
 
-The index is at every moment what a replay of the segments would give: row by row in the order of their
-places, the later one of a key wins, a note takes away what is before it. So opening a store is that replay,
-done in bulk, and nothing else has to be kept.
+The index is always what a replay of the segments gives: row after row, a later record of a key replaces an
+earlier one, and a note removes earlier records. Opening a store is that replay, so the index itself is not
+stored.
 
-Uses are on the disk as they were some time ago (`storage.file.uses`); where they are not known, the order of
-writing stands for them.
+Uses are saved from time to time (`storage.file.uses`). Where they are not known, the order of writing is used
+instead.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ _NONE = np.empty(0, np.uint64)
 _ROW_MASK = (1 << _ROW_BITS) - 1
 
 REMOVED_MOST = 1_000_000
-"""Evicted keys kept for whoever asks; a listener that does not ask must not cost memory for ever."""
+"""Evicted keys that are kept for `removed`. If nobody calls it, the oldest are dropped."""
 
 
 @dataclass
 class Use:
-    """What an eviction policy looks at."""
+    """The use of a record, as an eviction policy reads it."""
 
     used: int
     hits: int
     priority: int = 0
-    """A store does not know whose requests its records serve."""
+    """A store does not know the priority of requests."""
 
 
 class Index:
-    """Records by key. Whoever calls holds the log's lock; looking whether a key is there needs none."""
+    """Records by key. Callers hold the log's lock, except for `in`."""
 
     def __init__(self) -> None:
         self.segments: dict[int, Segment] = {}
         """By number, oldest first."""
         self.bytes = 0
-        """Of all values."""
+        """Of all records, without padding."""
         self.removed: deque[RecordKey] = deque(maxlen=REMOVED_MOST)
         self._places: dict[RecordKey, int] = {}
         self._clock = 0
@@ -61,7 +61,7 @@ class Index:
         return key in self._places
 
     def load(self, segments: Iterable[Segment], known: Uses) -> None:
-        """Replay these, oldest first. What is not in `known` counts as used after all that is."""
+        """Replay these segments, oldest first. Records that `known` lacks count as used after all others."""
         self._clock = known.clock
         for segment in segments:
             self.segments[segment.number] = segment
@@ -89,7 +89,7 @@ class Index:
                 self._places[key] = first + row
 
     def _count(self) -> None:
-        """Live bytes of every segment, from what the index points to after a replay."""
+        """Count the live bytes of every segment, after a replay."""
         places = np.fromiter(self._places.values(), np.int64, len(self._places))
         places.sort()
         self.bytes = 0
@@ -104,18 +104,18 @@ class Index:
         return uses.pack(self.segments.values(), self._clock + 1)
 
     def find(self, key: RecordKey) -> tuple[Segment, int] | None:
-        """Segment and row."""
+        """The segment and the row of a record."""
         place = self._places.get(key)
         return None if place is None else (self.segments[place >> _ROW_BITS], place & _ROW_MASK)
 
     def touch(self, segment: Segment, row: int) -> None:
-        """It was read."""
+        """A record was read."""
         self._clock += 1
         segment.used[row] = self._clock
         segment.hits[row] += 1
 
     def add(self, segment: Segment, keys: Sequence[RecordKey], sizes: Sequence[int], kind: int = 0) -> None:
-        """The next rows of a segment are durable: let everybody see them. `kind`: which notes they are."""
+        """The next rows of a segment are durable: make them visible. `kind`: of notes; 0 for records."""
         row = segment.add(keys, kind, sizes, used=self._clock + 1)
         self._clock += len(keys)
         if kind == Kind.CLEARED:
@@ -132,7 +132,7 @@ class Index:
         self.bytes += sum(sizes)
 
     def move(self, source: Segment, rows: Sequence[int], target: Segment) -> None:
-        """Copies of these rows are durable at the end of another segment; their use goes with them."""
+        """Copies of these rows are durable at the end of another segment. They keep their uses."""
         table = source.table
         self.add(target, [table.keys[row] for row in rows], [table.sizes[row] for row in rows])
         for new, old in enumerate(rows, len(target.table) - len(rows)):
@@ -151,12 +151,12 @@ class Index:
             segment.live = 0
 
     def live(self, segment: Segment) -> list[int]:
-        """Its rows that can still be read."""
+        """Rows of its live records."""
         first = segment.number << _ROW_BITS
         return [row for row, key in enumerate(segment.table.keys) if self._places.get(key) == first + row]
 
     def evict(self, segment: Segment) -> int:
-        """Forget what is left in a segment; answers how many records that was."""
+        """Forget the live records of a segment; answers how many there were."""
         keys = [segment.table.keys[row] for row in self.live(segment)]
         for key in keys:
             self._forget(key)
@@ -167,13 +167,13 @@ class Index:
         return Use(segment.used[row], segment.hits[row])
 
     def sample(self, segment: Segment, count: int) -> list[Use]:
-        """The uses of some of its rows, each as likely as another; those that are dead are left out."""
+        """The uses of `count` random rows, without those that are dead."""
         first, rows = segment.number << _ROW_BITS, len(segment.table)
         keys, places = segment.table.keys, self._places
         found = [int(self._random.random() * rows) for _ in range(count)] if rows else []
         return [self.use(segment, row) for row in found if places.get(keys[row]) == first + row]
 
     def values(self) -> Iterator[tuple[RecordKey, int]]:
-        """Every key with the bytes of its value."""
+        """Every key with the size of its record."""
         for key, place in self._places.items():
             yield key, self.segments[place >> _ROW_BITS].table.sizes[place & _ROW_MASK]

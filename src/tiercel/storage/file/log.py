@@ -1,35 +1,27 @@
-"""The segments as one log: who writes where, and what happens at the ends.
+"""The segments of a folder as one log: records are appended, segments begin and end, segments go.
 
-    thread A   gather ──► queue ─┐
-    thread B   gather ──► queue ─┼─► one of them: place ─► write ─► fdatasync ─► in the index, acknowledged
-    thread C   gather ──► queue ─┘
+**The index is always what a replay of the segments would give.** After a failed write the segment ends: the
+bytes of that write may or may not be a whole record, so nothing is written over them or behind them. If the
+write was shared by several jobs, each job is tried again by itself. The keys of a failed write are *doubtful*
+until they are written again: a replay may find them or not.
 
-**One writes for all.** Threads get their records ready at the same time, with copies and checks; then one of
-them, whoever comes first, writes everything that is waiting, side by side in one segment, with one sync. What
-comes meanwhile waits for the next turn. Writing at the same time would not be faster: a sync waits for
-whatever else is on its way to the disk, so all writers would end together and leave the disk idle together
-(aarch64, virtual disk, 2026-10: 3 threads, 8 MiB each, 2.2 GB/s that way, 2.9 this way).
-
-**So the index is always what a replay of the segments would give.** A write that fails ends its segment: what
-it left there may be whole or not, so nothing is written over it or behind it. If several shared it, each is
-tried again by itself. Until the same key is written again, it is in doubt what a replay would say of it.
-
-**Whoever writes is alone**, also to begin a segment, to clear, to compact. Reading goes on.
+**One thread writes at a time** (`storage.file.commit`), also to begin a segment, to clear and to compact.
+Other threads can read meanwhile.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
-from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from itertools import chain
 from threading import Condition
-from typing import Any, NamedTuple
+from typing import Any
 
 from tiercel.policy.evict import EvictPolicy
 from tiercel.storage.file import direct, note, room, uses
+from tiercel.storage.file.commit import GroupCommit, Job, Record
 from tiercel.storage.file.direct import ALIGN, Lane, Lanes, padded
 from tiercel.storage.file.folder import Folder
 from tiercel.storage.file.index import Index
@@ -40,42 +32,16 @@ from tiercel.storage.file.workers import Workers
 from tiercel.storage.record import Kind, RecordKey, View
 
 FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
-"""Errors that say: no room. Any other is a failure."""
+"""Errors that mean that the disk is full. Any other error is a failure."""
 
 GROUP_BYTES = 32 * 1024**2
-"""What is written at once, at most: who comes next waits that long."""
-
+"""The most bytes of one write. The next thread waits that long."""
 
 log = logging.getLogger(__name__)
 
 
-class Record(NamedTuple):
-    """Something to append: a record under its key, or a note under the key it is about."""
-
-    key: RecordKey
-    size: int
-    room: int
-    """Its size, padded."""
-    parts: Sequence[View]
-
-
-class Job:
-    """Records of one caller, ready to be written side by side: all of them, or none."""
-
-    def __init__(self, records: Sequence[Record], kind: int, views: Sequence[View]) -> None:
-        self.keys = [record.key for record in records]
-        self.sizes = [record.size for record in records]
-        self.room = sum(record.room for record in records)
-        self.kind = kind
-        self.views = views
-        self.done = False
-        self.error: OSError | None = None
-        self.by_itself = False
-        """It shared a write that failed."""
-
-
 class Log:
-    """Segments of a folder, oldest first, with the index of what they hold."""
+    """The segments, oldest first, with the index of their records."""
 
     def __init__(self, folder: Folder, limits: Limits, policy: EvictPolicy) -> None:
         self.index = Index()
@@ -83,20 +49,18 @@ class Log:
         self.limits = limits
         self.evicted = 0
         self.damaged = 0
-        """Records that were found damaged, and set aside."""
+        """Records that were found damaged, and are not used."""
         self.doubtful: set[RecordKey] = set()
-        """Keys of writes that failed: a replay may find their records or notes, or not."""
+        """Keys of failed writes: a replay may find their records or notes, or not."""
         self.lanes = Lanes(queued=folder.direct_io)
         self.workers = Workers()
+        self.commit = GroupCommit(self.lock, self._write_next)
         self._folder = folder
         self._policy = policy
         self._active: Segment | None = None
-        self._queue: deque[Job] = deque()
-        self._busy = False
-        """Somebody writes, and is alone."""
         self._number = 0
         self._bytes_put = 0
-        """Since the uses were kept, about."""
+        """Since the file of uses was written, about."""
         self._read_only = True
 
     @property
@@ -106,7 +70,7 @@ class Log:
     # Opening and closing
 
     def load(self, *, read_only: bool) -> None:
-        """Read what is there. A reader beside an owner may see a file go: it then looks again."""
+        """Open the segments. A reader starts again if the writing process has removed a file meanwhile."""
         while True:
             segments: list[Segment] = []
             try:
@@ -127,8 +91,8 @@ class Log:
             self._settle()
 
     def _settle(self) -> None:
-        """Seal what a crash left open, keep to the size, and go on in the last segment if it is short."""
-        self._folder.sync()  # what a killed process created and removed
+        """Seal what a crash left open, evict down to the size, resume the last segment if it is short."""
+        self._folder.sync()  # a killed process may have created or removed files
         for segment in list(self.index.segments.values()):
             self._retire(segment)
         while self.bytes_on_disk > self.limits.size:
@@ -142,13 +106,13 @@ class Log:
                 self._retire(last)
 
     def _may_resume(self, last: Segment) -> bool:
-        """Less than half full, and its space would leave room for another."""
+        """It is less than half full, and at its full size there is still room for another segment."""
         more = self.limits.segment_bytes - last.bytes_on_disk
         half = self.limits.segment_bytes // 2
         return last.table.end < half and self._missing(self._folder.bytes_free()) + more <= 0
 
     def close(self) -> None:
-        """Nobody writes or reads any more."""
+        """The caller makes sure that no thread writes or reads."""
         if self._active:
             self._retire(self._active)
         if not self._read_only:
@@ -161,15 +125,17 @@ class Log:
     # Appending
 
     def append(self, records: Sequence[Record], kind: int = 0) -> int:
-        """Make records, or notes of one kind, durable and visible, in this order; answers how many, the rest
-        found no room."""
+        """Write records, or notes of one kind, durably and in this order; then they are in the index. Answers
+        how many were written: there was no room for the others."""
         done = 0
-        most = min(self.lanes.size, self.limits.segment_bytes // 4)  # so no segment ends much too early
+        most = min(
+            self.lanes.size, self.limits.segment_bytes // 4
+        )  # larger shares would leave more of a segment unused
         for share in direct.shares([record.room for record in records], most):
             some = records[share]
             with self.lanes.take() as lane:
                 job = Job(some, kind, _gather(some, lane))
-                self._carry_out(job)
+                self.commit.run(job)
             if job.error is not None:
                 if job.error.errno in FULL:
                     break
@@ -177,34 +143,12 @@ class Log:
             done += len(some)
         return done
 
-    def _carry_out(self, job: Job) -> None:
-        """Wait until somebody has written it, or write what is waiting."""
-        with self.lock:
-            self._queue.append(job)
-        try:
-            while not job.done:
-                with self.lock:
-                    self.lock.wait_for(lambda: job.done or not self._busy)
-                    if job.done:
-                        return
-                    self._busy = True
-                try:
-                    self._write_next()
-                finally:
-                    self._end_turn()
-        except BaseException:
-            with self.lock:  # its memory is somebody else's next
-                self.lock.wait_for(lambda: not self._busy)
-                if not job.done:
-                    self._queue.remove(job)
-            raise
-
-    def _write_next(self) -> None:
-        """Write the first that wait, as many as fit into a segment; who can not be written is told."""
-        group = [self._queue[0]]
+    def _write_next(self, queue: Sequence[Job]) -> None:
+        """Write the first jobs of the queue, as many as fit into a segment."""
+        group = [queue[0]]
         try:
             segment = self._segment_for(group[0])
-            group = self._group(segment)
+            group = _group(queue, segment)
             self._write(segment, group)
         except OSError as error:
             if len(group) > 1:
@@ -218,10 +162,9 @@ class Log:
                     self.index.add(segment, job.keys, job.sizes, job.kind)
                     self.doubtful.difference_update(job.keys)
                 job.done = True
-                self._queue.popleft()
 
     def _segment_for(self, job: Job) -> Segment:
-        """Where its records have a place; raises OSError."""
+        """The active segment, or a new one if the job does not fit into it. Raises OSError."""
         rows = len(job.keys)
         while not self._has_place(job.room, rows):
             if not self._begin(job.room + packed_bytes(rows)):
@@ -231,18 +174,6 @@ class Log:
 
     def _has_place(self, room: int, rows: int = 1) -> bool:
         return self._active is not None and not self._active.broken and self._active.fits(room, rows)
-
-    def _group(self, segment: Segment) -> list[Job]:
-        """The first that wait and may share a write."""
-        first, *others = list(self._queue)
-        group, room, rows = [first], first.room, len(first.keys)
-        for job in others:
-            room, rows = room + job.room, rows + len(job.keys)
-            too_much = room > GROUP_BYTES or not segment.fits(room, rows)
-            if too_much or job.by_itself or first.by_itself:
-                break
-            group.append(job)
-        return group
 
     def _write(self, segment: Segment, group: Sequence[Job]) -> None:
         try:
@@ -254,26 +185,10 @@ class Log:
             self.doubtful.update(key for job in group for key in job.keys)
             raise
 
-    # Alone
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Nothing is being written, and nothing will be inside of this."""
-        with self.lock:
-            self.lock.wait_for(lambda: not self._busy)
-            self._busy = True
-        try:
-            yield
-        finally:
-            self._end_turn()
-
-    def _end_turn(self) -> None:
-        with self.lock:
-            self._busy = False
-            self.lock.notify_all()
+    # Segments. All of this needs a turn (`commit`)
 
     def _begin(self, leave: int) -> bool:
-        """Begin a segment with so many bytes left for what is to come; False: there is no room for one."""
+        """Begin a segment; `leave` bytes of it stay free for the caller. False: there is no room for one."""
         self._end()
         self._keep_uses()
         segment = self._create_if_room()
@@ -287,7 +202,7 @@ class Log:
         return True
 
     def _keep_uses(self) -> None:
-        """Now and then, for the next process."""
+        """Save the uses for the next process, if enough was written since the last time."""
         segments = self.index.segments.values()
         if self._bytes_put > uses.BYTES_PUT_PER_BYTE * uses.bytes_for(segments):
             self._bytes_put = 0
@@ -322,7 +237,7 @@ class Log:
         return segment
 
     def _retire(self, segment: Segment) -> None:
-        """Nothing more comes here. Failure is no harm: the segment is scanned when it is opened."""
+        """Seal a segment. A failure does no harm: without a table it is scanned when it is opened."""
         if segment.unreadable:
             return
         with suppress(OSError):
@@ -332,7 +247,7 @@ class Log:
                 segment.seal()
 
     def _remove(self, segment: Segment) -> None:
-        """The file goes; those who are reading it finish."""
+        """Remove the file. Reads that have begun can finish."""
         direct.calls.unlink(str(segment.path))
         with self.lock:
             del self.index.segments[segment.number]
@@ -345,8 +260,8 @@ class Log:
         return self.limits.missing(bytes_on_disk=self.bytes_on_disk, bytes_free=bytes_free)
 
     def _make_room(self, into: Segment | None = None, leave: int = 0) -> bool:
-        """Let segments go until there is room for a segment; False: there would not be with all gone.
-        What stays of them goes `into` a segment, if there is one, and leaves so many bytes of it."""
+        """Evict segments until there is room for a new one. False: not even an empty store has room for it.
+        Records that stay are moved `into` a segment, if one is given, of which `leave` bytes stay free."""
         bytes_free = self._folder.bytes_free()
         while (missing := self._missing(bytes_free)) > 0:
             old = [each for each in self.index.segments.values() if each is not into and each.bytes_on_disk]
@@ -356,7 +271,7 @@ class Log:
         return True
 
     def _evict(self, old: Sequence[Segment], into: Segment | None = None, leave: int = 0) -> int:
-        """One of these goes; answers its bytes."""
+        """Evict one of these segments; answers its bytes."""
         segment = old[0]
         if into is not None and not into.broken:
             left = into.bytes_on_disk - into.table.end - packed_bytes(len(into.table)) - leave
@@ -371,13 +286,14 @@ class Log:
         return size
 
     def _drop(self, segment: Segment) -> None:
-        """What is left in a segment goes."""
+        """Forget the records that are left in a segment, and remove it."""
         with self.lock:
             self.evicted += self.index.evict(segment)
         self._remove(segment)
 
     def _may_go(self, segment: Segment, left: int) -> bool:
-        """Before older ones. What it says of them is said again; that all before it is gone can not be."""
+        """Whether it may be evicted before older segments. Its REMOVED notes about them are then written
+        again; a CLEARED note can not be."""
         return Kind.CLEARED not in segment.table.notes and ALIGN * len(self._notes(segment)) <= left
 
     def _standing(self, segment: Segment) -> Standing:
@@ -389,7 +305,8 @@ class Log:
         return Standing(segment.bytes_on_disk, carried, ranks, room.SAMPLE - len(ranks))
 
     def _notes(self, segment: Segment) -> list[RecordKey]:
-        """What it says is gone, and may have to be said when it goes, because older segments hold it."""
+        """Keys of its REMOVED notes that may have to be written again when it is evicted: older segments may
+        hold records of these keys."""
         oldest = next(each for each in self.index.segments.values() if each.bytes_on_disk)
         if segment is oldest or Kind.REMOVED not in segment.table.notes:
             return []
@@ -398,7 +315,7 @@ class Log:
         return [key for key in keys if key not in self.index]
 
     def _carry(self, segment: Segment, cold: Any | None, into: Segment, left: int) -> None:
-        """What stays of a segment, durably into another."""
+        """Move what stays of a segment into another, durably: its warm records, and notes still needed."""
         rank, sizes = self._policy.rank, segment.table.sizes
         notes = self._notes(segment)
         if notes:
@@ -420,8 +337,7 @@ class Log:
                 self.index.add(into, job.keys, job.sizes, job.kind)
 
     def _move(self, source: Segment, rows: Sequence[int], target: Segment) -> None:
-        """Copy rows to the end of another segment, durably, those that are whole; nobody else is writing
-        there."""
+        """Copy records to the end of another segment, durably. Damaged records are left out."""
         if not rows:
             return
         try:
@@ -431,15 +347,16 @@ class Log:
             self.doubtful.update(source.table.keys[row] for row in rows)
             raise
         if len(whole) < len(rows):
-            log.warning("%s: %d records are damaged and go", source.path, len(rows) - len(whole))
+            log.warning("%s: %d damaged records are removed", source.path, len(rows) - len(whole))
         with self.lock:
             self.damaged += len(rows) - len(whole)
             if whole:
                 self.index.move(source, whole, target)
 
     def clear(self) -> None:
-        """Forget everything. A note makes it so at once; without room for one the files go, oldest first."""
-        with self.alone():
+        """Forget everything. A CLEARED note does it in one write; without room for the note, the files are
+        removed one by one, oldest first."""
+        with self.commit.alone():
             with self.lock:
                 self.doubtful.update(key for key, _ in self.index.values())
             self._end()
@@ -459,10 +376,10 @@ class Log:
             self.doubtful.clear()
 
     def compact(self) -> int:
-        """Move what lives out of every segment that holds anything dead, oldest first; answers the bytes
-        gained. It ends early where there is no room to move things."""
+        """Move the live records out of every segment with dead bytes, oldest first; answers the bytes gained.
+        It stops where there is no room to move records."""
         gained = 0
-        with self.alone():
+        with self.commit.alone():
             self._end()
             for segment in list(self.index.segments.values()):
                 if not segment.dead:
@@ -482,7 +399,7 @@ class Log:
         return gained
 
     def _target(self, size: int) -> Segment | None:
-        """Where a record of this size can be moved to, if anywhere; nothing goes for it."""
+        """A segment with room for a record of this size. Nothing is evicted for it. None: no room."""
         if not self._has_place(size):
             self._end()
             if self._missing(self._folder.bytes_free()) > 0:
@@ -491,8 +408,21 @@ class Log:
         return self._active if self._has_place(size) else None
 
 
+def _group(queue: Sequence[Job], segment: Segment) -> list[Job]:
+    """The first jobs of the queue that may share one write into this segment."""
+    first, *others = list(queue)
+    group, room, rows = [first], first.room, len(first.keys)
+    for job in others:
+        room, rows = room + job.room, rows + len(job.keys)
+        too_much = room > GROUP_BYTES or not segment.fits(room, rows)
+        if too_much or job.by_itself or first.by_itself:
+            break
+        group.append(job)
+    return group
+
+
 def _gather(records: Sequence[Record], lane: Lane) -> list[View]:
-    """Records side by side, each padded, as they are written."""
+    """Records next to each other, each padded, as they are written."""
     parts: list[View] = []
     for record in records:
         parts += record.parts
@@ -503,7 +433,7 @@ def _gather(records: Sequence[Record], lane: Lane) -> list[View]:
 
 
 def _count_fitting(source: Segment, rows: Sequence[int], target: Segment) -> int:
-    """How many of these rows, in their order, another segment has a place for."""
+    """How many of these rows, in their order, fit into another segment."""
     room = 0
     for count, row in enumerate(rows):
         room += padded(source.table.sizes[row])

@@ -1,4 +1,4 @@
-"""Notes: what a store writes for itself about records before this point."""
+"""Notes: short records that a store writes for itself. A note says that earlier records are gone."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ EVERYTHING = RecordKey(bytes((Kind.CLEARED,)) + bytes(KEY_BYTES - 1))
 
 
 def removed(key: RecordKey) -> bytes:
-    """The record of this key is gone. Its kind stands where other records have their streams."""
-    assert len(key) == KEY_BYTES, "the name of a record"
+    """The record of this key is gone. The kind of that record is in the place of the stream table."""
+    assert len(key) == KEY_BYTES, "not the key of a record"
     return _note(Kind.REMOVED, key, key[:1])
 
 
@@ -21,8 +21,8 @@ def cleared() -> bytes:
 
 
 def subject(header: Header) -> tuple[RecordKey, int] | None:
-    """The key that a record or note is about, and which note it is; 0 for a record. None: not one of our
-    notes."""
+    """The key that a record or note is about, and the kind of the note; 0 for a record. None: not a note of
+    ours."""
     if header.kind is Kind.REMOVED:
         key = RecordKey(header.table + header.key[1:])
         return (key, header.kind) if len(key) == KEY_BYTES else None

@@ -1,14 +1,16 @@
-"""What has to go when a store is full: decisions only, the log carries them out.
+"""What a full store evicts: decisions only, the log carries them out.
 
-A whole segment goes, and what stays of it is appended again, durably, before the file is removed.
+A whole segment is evicted. Records of it that stay are appended to another segment, durably, before the file
+is removed.
 
-- **Dead bytes go first**: if some segment is dead for an eighth or more, the deadest goes, and all that lives
-  in it stays. So nothing is lost in a store that could hold it.
-- **Otherwise the coldest segment goes**: the one whose middle record, as the eviction policy ranks it, is the
-  coldest. Its records stay if they are warmer than the coldest three tenths of the store, at most half of its
-  bytes: for each byte put, at most one more is written. (Beside exact LRU: `benchmarks.store_evict`.)
-- A note that a record is gone outlives that record: it is written again, unless its segment is the oldest.
-- One segment's room is always left, so that what stays has a place to go before anything is removed.
+- **Dead bytes first**: if an eighth of a segment or more is dead, the segment with the most dead bytes is
+  evicted and all its live records stay. So no record is lost while dead bytes can be freed instead.
+- **Otherwise the coldest segment**: the one whose median record has the lowest rank of the eviction policy.
+  Its records stay if they are warmer than the coldest 30 % of the store, up to half of its bytes: each byte
+  that is put costs at most one more byte written. (Compared with exact LRU: `benchmarks.store_evict`.)
+- A REMOVED note must outlive its record: it is written again, unless its segment is the oldest.
+- Room for one segment always stays free, so that the records that stay can be copied before the file is
+  removed.
 """
 
 from __future__ import annotations
@@ -21,30 +23,30 @@ from tiercel.errors import ConfigError
 from tiercel.storage.file.direct import ALIGN
 
 SAMPLE = 32
-"""Records that stand for a segment. For 400 segments that takes 30 ms (Xeon, 2.5 GHz) for each new one."""
+"""Random records that represent a segment. 400 segments take 30 ms for each new segment (Xeon, 2.5 GHz)."""
 
 COLD = 0.3
-"""The share of the store that does not stay when its segment goes."""
+"""The coldest share of the store: its records do not stay when their segment is evicted."""
 
 GAIN_LEAST = 8
-"""A segment is cleaned, and nothing of it is lost, if that gains this part of a segment: one eighth."""
+"""One eighth: a segment is cleaned, and loses no record, if that frees this part of a segment."""
 
 SEGMENT_BYTES = 256 * 1024**2
-"""Shorter ones end too often, and each end is a pause of some milliseconds. Longer ones are felt after a
-crash, when the last is scanned: 0.1 s for one of these."""
+"""Shorter segments end more often, and each end is a pause of some milliseconds. Longer segments take longer
+to scan after a crash: 0.1 s for this size."""
 
 SEGMENTS_MOST = 512
-"""Every segment costs an open file, of which a process may by default have 1024."""
+"""Each segment is an open file, and a process may by default have 1024."""
 
 SEGMENTS_LEAST = 8
-"""A small store is cut finer: what goes at once, and the room that is left, are then an eighth of it."""
+"""A small store has shorter segments: what is evicted at once, and what stays free, is an eighth of it."""
 
 SIZE_LEAST = SEGMENTS_LEAST * 16 * ALIGN
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a store may use."""
+    """The disk space that a store may use."""
 
     size: int
     """Bytes of all segments."""
@@ -62,7 +64,7 @@ class Limits:
             raise ConfigError("segment_bytes", self.segment_bytes, why)
 
     def missing(self, *, bytes_on_disk: int, bytes_free: int) -> int:
-        """How many bytes have to go before another segment can be begun."""
+        """How many bytes must be freed before another segment can be begun."""
         return max(
             bytes_on_disk + self.segment_bytes - self.size, self.segment_bytes + self.free - bytes_free
         )
@@ -74,39 +76,39 @@ def segment_bytes_for(size: int) -> int:
 
 
 def free_for(file_system_bytes: int) -> int:
-    """Left to others by default."""
+    """What stays free by default."""
     return min(file_system_bytes // 20, 1024**3)
 
 
 class Standing(NamedTuple):
-    """A segment that may go."""
+    """A segment that may be evicted."""
 
     bytes_on_disk: int
     carried: int
-    """What has to be written again if all that lives stays: its records, and its notes."""
+    """Bytes to write again if all its live records and notes stay."""
     ranks: Sequence[Any]
-    """Of some of its records, whatever sorts (`policy.evict.Rank`)."""
+    """Of a sample of its records (`policy.evict.Rank`)."""
     dead: int
-    """How many more were looked at, and are dead."""
+    """How many records of the sample are dead."""
 
     @property
     def middle(self) -> tuple[Any, ...]:
-        """The rank in its middle, as something that sorts. The dead are colder than anything."""
+        """The median rank, as something that sorts. Dead records are colder than any rank."""
         at = (len(self.ranks) + self.dead) // 2 - self.dead
         return (1, sorted(self.ranks)[at]) if 0 <= at < len(self.ranks) else (0,)
 
 
 class Going(NamedTuple):
-    """The decision."""
+    """Which segment is evicted, and which records of it stay."""
 
     number: int
-    """Which of the segments."""
+    """Its position among the segments given."""
     cold: Any | None
-    """What is not warmer than this goes with it. None: all that lives stays."""
+    """Records that are not warmer than this rank do not stay. None: all live records stay."""
 
 
 def going(standings: Sequence[Standing], *, left: int, segment_bytes: int) -> Going:
-    """Which segment goes, and what of it, when what stays finds `left` bytes."""
+    """Decide which segment is evicted, when records that stay have `left` bytes of room."""
     gains = [standing.bytes_on_disk - standing.carried for standing in standings]
     deadest = max(range(len(standings)), key=gains.__getitem__)
     if gains[deadest] >= segment_bytes // GAIN_LEAST and standings[deadest].carried <= left:
@@ -117,7 +119,7 @@ def going(standings: Sequence[Standing], *, left: int, segment_bytes: int) -> Go
 
 
 class Candidate(NamedTuple):
-    """A live record of a segment that goes."""
+    """A live record of a segment that is evicted."""
 
     rank: Any
     row: int
@@ -125,7 +127,7 @@ class Candidate(NamedTuple):
 
 
 def staying(candidates: Sequence[Candidate], *, cold: Any | None, bytes_most: int) -> list[int]:
-    """Rows that stay, in their order: those that are not cold, the hottest while there is room."""
+    """Rows that stay, in their order: the warmest that fit into `bytes_most` and are not cold."""
     rows = []
     for candidate in sorted(candidates, reverse=True):
         if cold is not None and candidate.rank <= cold:

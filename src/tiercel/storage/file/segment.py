@@ -1,13 +1,13 @@
-"""A segment: one file that records are appended to, until it is full. Nothing in it is ever overwritten.
+"""A segment: one file that records are appended to until it is full. Records are never overwritten.
 
     being written   record │ record │ record ……… zeros up to its full size
     sealed          record │ record │ record │ table                       (storage.file.table)
-    after a crash   record │ record │ whatever was on its way              scanned, then sealed
+    after a crash   record │ record │ parts of unfinished writes           scanned, then sealed
 
-A sealed segment is opened by its table. Any other is scanned: from header to header, with the checksum of
-every payload. What is not a whole record is passed over, and the scan goes on at the next place where one
-begins: damage costs the record that it hits. The disk space is taken when a segment is begun, so a write into
-it does not find the disk full, and the table has its place in it too.
+A sealed segment is opened by reading its table. Any other segment is scanned: from header to header, with the
+checksum of every payload. The scan skips what is not a whole record and goes on at the next header, so damage
+costs only the records that it hits. The disk space is allocated when a segment is begun, with room for the
+table, so later writes do not fail because the disk is full.
 """
 
 from __future__ import annotations
@@ -29,21 +29,19 @@ from tiercel.storage.file.table import OtherVersion, Table, packed_bytes, rows_o
 from tiercel.storage.record import MAGIC, Flaw, Header, RecordKey, View, flaw_of, parse
 
 HEADER_MOST = 1024**2
-"""The longest header that a scan looks for. The longest of a real model has 8 KiB."""
+"""The longest header that a scan looks for. Headers of real models have up to 8 KiB."""
 
 _TABLE_GUESS = 64 * 1024
-"""Read from the end of a segment before its length is known: the table of 1000 records."""
-
+"""The first read of a table, before its length is known. A table of 1000 records has this length."""
 
 UNREADABLE_MOST = 16
-"""Places of a segment that the disk does not give back, before the rest of it is not tried: each can take
-seconds."""
+"""After so many unreadable places the rest of a segment is not read: each attempt can take seconds."""
 
 log = logging.getLogger(__name__)
 
 
 class Segment:
-    """One file, what it holds, and how far it is. Whoever changes it holds the log's lock."""
+    """One file and what it holds. Callers that change it hold the log's lock."""
 
     def __init__(self, number: int, path: Path, file: int, size: int, table: Table) -> None:
         self.number = number
@@ -57,54 +55,56 @@ class Segment:
         self.hits = array("Q", bytes(8 * len(table)))
         self.sealed = False
         self.broken = False
-        """A write failed: what is behind the last row may be a record that nobody was promised."""
+        """A write failed. Behind the last row there may be a record that was never acknowledged."""
         self.damaged = 0
-        """Places between records where a scan found none."""
+        """Gaps between records that a scan found."""
         self.unreadable = False
-        """The disk did not give all of it back. Another time it may: nothing is written to it."""
+        """The disk could not read all of it. Perhaps it can later, so the file is not changed."""
         self.readers = 0
         self.gone = False
 
     def fits(self, room: int, rows: int) -> bool:
-        """Whether so many bytes of records have a place here, and as many rows in the table."""
+        """Whether records of `room` bytes fit here, with their `rows` in the table."""
         return self.table.end + room + packed_bytes(len(self.table) + rows) <= self.bytes_on_disk
 
     def add(self, keys: Sequence[RecordKey], kind: int, sizes: Sequence[int], *, used: int) -> int:
-        """What was written behind the last row is part of the segment now; answers the first new row."""
+        """Add rows for records that were written behind the last row; answers the first new row."""
         assert not self.broken, "something else may lie there"
         row = len(self.table)
         self.table.add(keys, note=kind, offset=self.table.end, sizes=sizes)
-        self.used.extend(range(used + len(keys) - 1, used - 1, -1))  # the first is needed the longest
+        self.used.extend(
+            range(used + len(keys) - 1, used - 1, -1)
+        )  # the first page is needed by the others: its use is the latest
         self.hits.extend([0] * len(keys))
         return row
 
     @property
     def dead(self) -> int:
-        """Bytes that nobody can read any more."""
+        """Bytes that neither a live record nor the table uses."""
         return self.bytes_on_disk - self.live - (packed_bytes(len(self.table)) if self.sealed else 0)
 
     def seal(self) -> None:
-        """Write the table and give the rest of the space back. Raises OSError; nothing is lost then."""
+        """Write the table and free the rest of the space. Raises OSError; then nothing is lost."""
         end = self.table.end
         packed = self.table.pack()
         direct.write(self.file, end, [direct.aligned_copy(packed)])
         direct.calls.ftruncate(self.file, end + len(packed))
         self.bytes_on_disk = end + len(packed)
         if self.broken:
-            direct.calls.fdatasync(self.file)  # a scan would find what the table leaves out
-        self.sealed = True  # as far as this process is concerned: a table that is lost is made again
+            direct.calls.fdatasync(self.file)  # without the table a scan would find the failed write
+        self.sealed = True  # not synced: if a crash loses the table, a scan makes it again
 
     def resume(self, size: int) -> None:
-        """Append to a sealed segment again, up to `size` bytes. The first record is written over the table:
-        whatever a crash leaves of the two, it is no table any more, or the record was never promised. Raises
-        OSError."""
+        """Append to a sealed segment again, up to `size` bytes. The first record overwrites the table. After
+        a crash in that write the table is either damaged, and the segment is scanned, or whole, and the
+        record was not acknowledged. Raises OSError."""
         assert self.sealed and not self.broken
         self.sealed = False
         direct.calls.fallocate(self.file, self.table.end, size - self.table.end)
         self.bytes_on_disk = size
 
     def close(self) -> None:
-        """No more reads; the descriptor goes with the last that is under way."""
+        """No new reads. The last read that is still running closes the file."""
         self.gone = True
         if not self.readers and self.file >= 0:
             os.close(self.file)
@@ -112,7 +112,7 @@ class Segment:
 
 
 def create(path: Path, number: int, size: int, *, direct_io: bool) -> Segment:
-    """A new file with its space taken; no file if that fails, as far as it can be helped."""
+    """A new file with its disk space allocated. If that fails the file is removed again."""
     file = direct.calls.open(
         str(path), os.O_RDWR | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if direct_io else 0)
     )
@@ -127,7 +127,7 @@ def create(path: Path, number: int, size: int, *, direct_io: bool) -> Segment:
 
 
 def load(path: Path, number: int, *, direct_io: bool, read_only: bool) -> Segment:
-    """A segment as it is found, as far as it can be read. Raises OSError, and OtherVersion."""
+    """Open a segment, as far as it can be read. Raises OSError and OtherVersion."""
     flags = (os.O_RDONLY if read_only else os.O_RDWR) | (os.O_DIRECT if direct_io else 0)
     file = -1
     try:
@@ -146,13 +146,13 @@ def load(path: Path, number: int, *, direct_io: bool, read_only: bool) -> Segmen
             places = f"no whole record at bytes {damaged}, unreadable at bytes {sorted(reader.unreadable)}"
             log.warning("%s is damaged: %s; the rest of it is used", path, places)
         if not read_only:
-            direct.calls.fdatasync(file)  # what a killed process wrote may still be on its way to the disk
+            direct.calls.fdatasync(file)  # writes of a killed process may not be on the disk yet
     except OSError as error:
         error.filename = str(path)
         if file >= 0 or not direct.is_damage(error):
             _close(file)
             raise
-        log.warning("a segment is set aside: %s", error)
+        log.warning("a segment can not be opened and is not used: %s", error)
         segment = Segment(number, path, -1, 0, Table())
         segment.unreadable = True
     except BaseException as error:
@@ -164,7 +164,7 @@ def load(path: Path, number: int, *, direct_io: bool, read_only: bool) -> Segmen
 
 
 def _read_table(file: int, size: int) -> Table | None:
-    """The table at the end of a sealed segment; None: it has none, or not in one piece."""
+    """The table at the end of a sealed segment. None: there is no table, or it is damaged."""
     if size == 0 or size % ALIGN:
         return None
     length = min(size, _TABLE_GUESS)
@@ -182,7 +182,7 @@ def _read_table(file: int, size: int) -> Table | None:
 
 
 def _scan(reader: Reader) -> tuple[Table, list[int]]:
-    """Every whole record, and the places between them that hold none."""
+    """Every whole record, and where the gaps between records begin."""
     table, damaged, offset = Table(), list[int](), 0
     while (offset := reader.next(offset)) < reader.size:
         header, room = reader.record(offset)
@@ -198,8 +198,8 @@ def _scan(reader: Reader) -> tuple[Table, list[int]]:
 
 
 def copy(source: Segment, rows: Sequence[int], target: Segment, lanes: Lanes) -> list[int]:
-    """Records of one segment behind the last of another, durably; answers which rows: those that are whole.
-    Raises OSError."""
+    """Copy records of one segment to the end of another, durably. Answers the rows that were whole and are
+    copied. Raises OSError."""
     table, at, whole = source.table, target.table.end, list[int]()
     with lanes.take() as lane, lanes.take() as held:
         for share in direct.shares([padded(table.sizes[row]) for row in rows], lanes.size):
@@ -222,20 +222,20 @@ def copy(source: Segment, rows: Sequence[int], target: Segment, lanes: Lanes) ->
 
 
 class Reader:
-    """A file from front to back through a window of staging memory. What the disk does not give back is read
-    as zeros."""
+    """Reads a file from front to back through a window of staging memory. Unreadable bytes are read as
+    zeros."""
 
     def __init__(self, file: int, size: int) -> None:
         self.size = size
         self.unreadable: set[int] = set()
-        """Places that the disk does not give back."""
+        """Offsets that the disk can not read."""
         self._file = file
         self._memory = direct.aligned(direct.STAGING_BYTES)
         self._start = self._end = 0
         self._most = direct.STAGING_BYTES
 
     def next(self, offset: int) -> int:
-        """The first place from here on where a record may begin; if there is none, the end of the file."""
+        """The next offset where a record may begin; the end of the file if there is none."""
         while (blocks := len(view := self._view(offset, ALIGN)) // ALIGN) > 0:
             starts = np.frombuffer(view, f"S{len(MAGIC)}", blocks * ALIGN // len(MAGIC))
             found = np.flatnonzero(starts[:: ALIGN // len(MAGIC)] == MAGIC)
@@ -245,8 +245,8 @@ class Reader:
         return self.size
 
     def record(self, offset: int) -> tuple[Header | Flaw, int]:
-        """The header of the whole record there, every byte of it checked, or why it is not one; and how many
-        bytes to go on behind it."""
+        """The header of the record at this offset after every byte was checked, or its flaw; and how many
+        bytes to skip to what comes behind it."""
         for least in (ALIGN, HEADER_MOST):
             header = parse(self._view(offset, least))
             if header is not Flaw.HEADER:
@@ -260,7 +260,7 @@ class Reader:
         return header if whole else Flaw.CHECKSUM, padded(header.header_bytes + header.payload_bytes)
 
     def _views(self, offset: int, size: int) -> Iterator[memoryview]:
-        """So many bytes, or those up to the end of the file, a window at a time."""
+        """`size` bytes, or those up to the end of the file, one window at a time."""
         while size > 0:
             view = self._view(offset, min(size, len(self._memory) - ALIGN))[:size]
             if not view:
@@ -269,7 +269,7 @@ class Reader:
             offset, size = offset + len(view), size - len(view)
 
     def _view(self, offset: int, least: int) -> memoryview:
-        """What is in the window from an offset on; it is moved if that is less than `least` bytes."""
+        """The window from an offset on. It is moved first if it holds less than `least` bytes from there."""
         end = min(offset + least, self.size)
         if not self._start <= offset <= end <= self._end:
             self._start = self._end = offset - offset % ALIGN
@@ -278,8 +278,8 @@ class Reader:
         return self._memory[offset - self._start : self._end - self._start]
 
     def _read(self, offset: int) -> int:
-        """More of the window, as much as comes at once. Around a bad place that is less and less, until it
-        alone is left."""
+        """Read more of the window with one call. After an error the next call is half as long, until only the
+        unreadable block is left."""
         memory = self._memory[offset - self._start :]
         while len(self.unreadable) <= UNREADABLE_MOST and offset % ALIGN == 0:
             try:

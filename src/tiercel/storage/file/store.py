@@ -1,8 +1,8 @@
 """The file store: records in the segments of a folder, for one process.
 
-What was put is on the disk when `put` returns, and is there after any crash. A store has a size, in bytes of
-its files, and leaves some of the file system free; when it is full the coldest segment goes
-(`storage.file.room`). Reading and writing pass the page cache by (`storage.file.direct`).
+When `put` returns, the records are on the disk and survive any crash. The store has a size, in bytes of its
+files, and leaves some space of the file system free. A full store evicts its coldest segment
+(`storage.file.room`). Reads and writes do not use the page cache (`storage.file.direct`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from tiercel.errors import ConfigError, StoreError
 from tiercel.policy.evict import make_evict_policy
 from tiercel.storage.base import Checked, Get, Put, Store
 from tiercel.storage.file import direct, note, room
+from tiercel.storage.file.commit import Record
 from tiercel.storage.file.direct import ALIGN, padded
 from tiercel.storage.file.folder import Folder
-from tiercel.storage.file.log import Log, Record
+from tiercel.storage.file.log import Log
 from tiercel.storage.file.queue import Request
 from tiercel.storage.file.room import Limits
 from tiercel.storage.file.segment import HEADER_MOST, Reader, Segment
@@ -29,14 +30,15 @@ from tiercel.storage.file.workers import THREADS
 from tiercel.storage.record import ALIGN_LEAST, MAGIC, Flaw, Header, Kind, RecordKey, View, parse
 
 SPAN_BYTES = 2 * 1024**2
-"""Neighbours are read together up to so many bytes: enough for the disk, and leaves work to share."""
+"""Neighbouring records are read in one call of up to so many bytes: efficient for the disk, and small enough
+to share a batch among threads."""
 
 _GLANCE = 2 * ALIGN_LEAST
-"""The name of a record stands in its first bytes."""
+"""The first bytes of a record, with its key."""
 
 
 class Span(NamedTuple):
-    """Records side by side in a segment, read by one call."""
+    """Neighbouring records of a segment, read by one call."""
 
     segment: Segment
     offset: int
@@ -44,7 +46,8 @@ class Span(NamedTuple):
 
 
 class FileStore(Store):
-    """Records in files. One process writes to a folder; others may read it, each what it found at opening."""
+    """Records in files. One process writes to a folder. Others may open it to read: they see what was there
+    when they opened it."""
 
     align: ClassVar[int] = ALIGN
 
@@ -60,8 +63,8 @@ class FileStore(Store):
     ) -> None:
         """Opens what is in the folder.
 
-        size: of all files together. free: what stays free in the file system; by default 5 % of it, at most
-        1 GiB. segment_bytes: for tests; it follows from the size.
+        size: bytes of all files. free: bytes of the file system that stay free; by default 5 % of it, at
+        most 1 GiB. segment_bytes: by default it follows from the size.
         """
         policy = make_evict_policy(evict)
         self._folder = Folder(Path(path), read_only=read_only)
@@ -106,11 +109,13 @@ class FileStore(Store):
         return answers
 
     def _find(self, wanted: Sequence[Get]) -> list[Span]:
-        """Where they are, neighbours together. Their segments stay readable until they are let go."""
+        """Where the records are, neighbours in one span. Their segments stay open until `_let_go`."""
         found: list[tuple[int, int, int, int]] = []
         spans: list[Span] = []
         with self._log.lock:
-            for number in reversed(range(len(wanted))):  # so the first, which the others need, is used last
+            for number in reversed(
+                range(len(wanted))
+            ):  # the first page is needed by the others: its use is the latest
                 key, parts = wanted[number]
                 place = self._index.find(key)
                 if place is None:
@@ -153,7 +158,7 @@ class FileStore(Store):
             if complete:
                 for number in span.wanted:
                     answers[number] = _is_answer(wanted[number])
-            elif len(span.wanted) > 1:  # one of them can not be read: which?
+            elif len(span.wanted) > 1:  # one of them can not be read: find out which
                 offset = span.offset
                 for number in span.wanted:
                     alone.append(Span(span.segment, offset, [number]))
@@ -263,7 +268,7 @@ class FileStore(Store):
 
     @contextmanager
     def _call(self, what: str, *, changes: bool = False) -> Iterator[None]:
-        """What every call does: refused when closed, waited for by `close`, errors translated."""
+        """Around every call: refuse it after `close`, let `close` wait for it, translate errors."""
         if os.getpid() != self._process:
             raise StoreError(f"the store is open in process {self._process}, of which this is a fork")
         if changes and self._read_only:
@@ -286,7 +291,7 @@ _opened: WeakSet[FileStore] = WeakSet()
 
 
 def _leave_to_parent() -> None:
-    """In a forked process: the files stay its parent's, and the lock goes when the parent lets it go."""
+    """In a forked process: close its copies of the files, so that the lock ends with the parent's store."""
     for store in _opened:
         store._folder.close()
         for segment in store._index.segments.values():
@@ -309,12 +314,12 @@ def _check(segment: Segment, rows: Sequence[int]) -> Iterator[tuple[RecordKey, F
 
 
 def _record(value: Put) -> Record:
-    """What is appended for a value, looked at before anything is written: a scan must find it again."""
+    """What is appended for a value. Its header is checked first: a scan must be able to find the record."""
     key, parts = value
     header = _header(parts)
     size = sum(map(len, parts))
     if isinstance(header, Flaw) or header.header_bytes > HEADER_MOST:
-        raise StoreError(f"a value does not begin with a record's header: {header}")
+        raise StoreError(f"a value must begin with the header of a record: {header}")
     if header.key != key or header.kind in (Kind.REMOVED, Kind.CLEARED):
         raise StoreError("a record was given under another key than its own")
     if header.header_bytes + header.payload_bytes != size:
@@ -323,14 +328,14 @@ def _record(value: Put) -> Record:
 
 
 def _is_answer(wanted: Get) -> bool:
-    """A glance at what was read: does it begin as a record does that has this name? Whoever asked verifies
-    it; here it is enough that a place in a file is not taken for another."""
+    """Whether the first bytes are those of a record with this key. The caller verifies the rest; here it is
+    enough that one place in a file is not mistaken for another."""
     key, parts = wanted
     start = bytes(parts[0][:_GLANCE]) if len(parts[0]) >= _GLANCE else b"".join(parts)[:_GLANCE]
     return start.startswith(MAGIC) and key[1:] in start
 
 
 def _header(parts: Sequence[View]) -> Header | Flaw:
-    """The header that a value begins with. It is all in the first part, except for strange callers."""
+    """The header of a value. Nearly all callers give it as the first part."""
     header = parse(parts[0])
     return parse(b"".join(parts)) if isinstance(header, Flaw) and len(parts) > 1 else header

@@ -1,10 +1,10 @@
-"""The table at the end of a sealed segment: what it holds and where, so that it opens by one read.
+"""The table at the end of a sealed segment: what it holds and where. With it a segment opens by one read.
 
     ┌─ record ─┬─ record ─┬─ … ─┬─ rows of the table ─┬─ zeros ─┬─ trailer ─┐ end of the file
-    0          each at a multiple of 4096                       each padded to 4096 together
+    0          each at a multiple of 4096       a multiple of 4096 bytes together
 
-A table is an excerpt. Everything in it also stands in the headers of the records, where a scan finds it:
-losing one costs time.
+Everything in a table is also in the headers of the records. If a table is lost, a scan makes it again: that
+costs time, nothing else.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ assert _ROW.itemsize == 64
 
 
 class OtherVersion(Exception):
-    """A table, or a record, written by another version of this code. Not damage: it must not be touched."""
+    """A table or a record of another format version. It is not damaged, and must not be changed."""
 
 
 class Table:
-    """The records of one segment in the order of their places, a row each.
+    """The records of one segment in the order of their offsets, one row each.
 
-    `notes[row]` is 0 for a record. A REMOVED note stands under the key that it removes."""
+    `notes[row]` is 0 for a record. A REMOVED note has the key that it removes."""
 
     def __init__(self) -> None:
         self.keys: list[RecordKey] = []
@@ -47,13 +47,13 @@ class Table:
         self.offsets = array("Q")
         self.sizes = array("Q")
         self.end = 0
-        """Behind the last record."""
+        """Where the next record begins."""
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def add(self, keys: Sequence[RecordKey], *, note: int, offset: int, sizes: Sequence[int]) -> None:
-        """More rows: records side by side from an offset on."""
+        """Add rows for records next to each other, from an offset on."""
         self.keys += keys
         self.notes += bytes((note,)) * len(keys)
         *offsets, self.end = accumulate(map(padded, sizes), initial=offset)
@@ -61,7 +61,7 @@ class Table:
         self.sizes.extend(sizes)
 
     def pack(self) -> bytes:
-        """As it is written behind the last record, the trailer last."""
+        """The table as it is written behind the last record. The trailer is at the end."""
         rows = np.zeros(len(self), _ROW)
         rows["key"] = np.frombuffer(b"".join(self.keys), f"V{KEY_BYTES}")
         rows["note"] = np.frombuffer(self.notes, np.uint8)
@@ -74,8 +74,7 @@ class Table:
 
     @staticmethod
     def parse(data: View, room: int) -> Table | None:
-        """The table in what `pack` made; None: it is not whole, or speaks of places outside the `room` bytes
-        before it."""
+        """What `pack` made. None: it is damaged, or has offsets outside the `room` bytes before it."""
         rows = rows_of(data)
         if not rows or packed_bytes(rows) != len(data):
             return None
@@ -98,12 +97,12 @@ class Table:
 
 
 def packed_bytes(rows: int) -> int:
-    """How long a packed table of so many rows is."""
+    """The length of a packed table with so many rows."""
     return padded(rows * _ROW.itemsize + _TRAILER.size)
 
 
 def rows_of(data: View) -> int | None:
-    """How many rows the table has whose trailer ends here; None: it is no trailer."""
+    """The number of rows of the table that ends here. None: there is no whole trailer."""
     if len(data) < _TRAILER.size:
         return None
     trailer = bytes(data[-_TRAILER.size :])

@@ -1,10 +1,10 @@
-"""How records were used, kept beside the segments for the next process.
+"""How records were used, saved in a file beside the segments for the next process.
 
     magic, version, clock, checksum of the rest │ for each segment: number, rows │ used … │ hits …
 
-Nothing depends on this file: it is written now and then and when the store is closed, without waiting for the
-disk. If it is old, what came later counts as used later; if it is not whole, as in a crash while it was
-written, the order of writing stands for the uses.
+Only eviction reads it, so it may be old or missing: it is written from time to time and when the store is
+closed, without fsync. Records that are newer than the file count as used later. If the file is damaged, for
+example by a crash, the order of writing replaces the uses.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _VERSION = 1
 _SEGMENT = struct.Struct("<QQ")
 _BYTES_PER_ROW = 16
 _CLOCK_MOST = 2**62
-"""So that it can go on."""
+"""A larger clock is damage: the clock must not overflow."""
 
 BYTES_PUT_PER_BYTE = 64
-"""It is written again after so many bytes of records for each of its own: at most 2 % more is written."""
+"""The file is written again after 64 times its size in records: it adds less than 2 % to what is written."""
 
 
 class Uses(NamedTuple):
-    """What was kept: of each segment the last use and the hits of its first rows."""
+    """What was saved: for each segment the last use and the hits of its first rows."""
 
     clock: int
     of: Mapping[int, tuple[np.ndarray, np.ndarray]]
@@ -46,7 +46,7 @@ def bytes_for(segments: Iterable[Segment]) -> int:
 
 
 def pack(segments: Iterable[Segment], clock: int) -> bytes:
-    """As it is written. Whoever calls holds the log's lock."""
+    """The bytes of the file. Callers hold the log's lock."""
     parts = []
     for segment in segments:
         parts += [_SEGMENT.pack(segment.number, len(segment.used)), bytes(segment.used), bytes(segment.hits)]
@@ -55,7 +55,7 @@ def pack(segments: Iterable[Segment], clock: int) -> bytes:
 
 
 def parse(data: bytes) -> Uses:
-    """What `pack` made; nothing, if it is not whole."""
+    """What `pack` made. Empty if it is damaged."""
     nothing = Uses(0, {})
     if len(data) < _HEAD.size:
         return nothing
@@ -70,13 +70,13 @@ def parse(data: bytes) -> Uses:
             of[number] = columns[:rows], columns[rows:]
             at += _SEGMENT.size + _BYTES_PER_ROW * rows
             clock = max(clock, int(columns.max(initial=0)))
-    except (ValueError, OverflowError, struct.error):  # not written by us
+    except (ValueError, OverflowError, struct.error):  # the checksum is right, the content is not
         return nothing
     return Uses(clock, of) if clock < _CLOCK_MOST else nothing
 
 
 def save(path: Path, data: bytes) -> None:
-    """Over what is there. Failure is no harm."""
+    """Overwrite the file. A failure does no harm."""
     with suppress(OSError):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         with os.fdopen(file, "wb") as out:

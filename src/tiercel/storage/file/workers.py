@@ -1,4 +1,4 @@
-"""A few threads that wait for the disk at the same time."""
+"""A few threads, so that several reads wait for the disk at the same time."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ Item = TypeVar("Item")
 
 
 class Workers:
-    """Threads that help the caller's own. Nothing done here waits for anything else done here."""
+    """Threads that help the calling thread. Their tasks do not wait for each other."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(THREADS - 1, thread_name_prefix="tiercel-file-store")
 
     def each(self, do: Callable[[Item], None], items: Sequence[Item]) -> None:
-        """Do all of them, at the same time as far as there are threads. It returns, or raises, when none is
-        under way any more."""
+        """Do all items, in parallel. Returns or raises when all of them have ended."""
         helped = [self._pool.submit(do, item) for item in items[1:]]
         try:
             do(items[0])

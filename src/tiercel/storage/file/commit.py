@@ -1,0 +1,97 @@
+"""Group commit: one thread at a time writes, and it writes the records of all threads that wait.
+
+    thread A   gather ──► queue ─┐
+    thread B   gather ──► queue ─┼─► one of them: place ─► write ─► fdatasync ─► in the index, acknowledged
+    thread C   gather ──► queue ─┘
+
+Threads prepare their records in parallel (checks and copies). Then one thread writes everything in the queue,
+with one fdatasync. A job that comes meanwhile is written by the next thread. Parallel writes are not faster:
+an fdatasync waits for all writes to the disk, so all writers end together and leave the disk idle together
+(3 threads, 8 MiB each: 2.2 GB/s in parallel, 2.9 GB/s this way; aarch64, virtual disk, 2026-10).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import Condition
+from typing import NamedTuple
+
+from tiercel.storage.record import RecordKey, View
+
+
+class Record(NamedTuple):
+    """Something to append: a record with its key, or a note with the key it is about."""
+
+    key: RecordKey
+    size: int
+    room: int
+    """Its size, padded."""
+    parts: Sequence[View]
+
+
+class Job:
+    """Records of one caller, written next to each other: all of them, or none."""
+
+    def __init__(self, records: Sequence[Record], kind: int, views: Sequence[View]) -> None:
+        self.keys = [record.key for record in records]
+        self.sizes = [record.size for record in records]
+        self.room = sum(record.room for record in records)
+        self.kind = kind
+        self.views = views
+        self.done = False
+        self.error: OSError | None = None
+        self.by_itself = False
+        """A write that it shared with other jobs failed. It is tried again without them."""
+
+
+class GroupCommit:
+    """The queue of jobs, and whose turn it is. Reading does not need a turn."""
+
+    def __init__(self, lock: Condition, write: Callable[[Sequence[Job]], None]) -> None:
+        """`write` writes the first jobs of the queue, as many as it can, and marks them done."""
+        self.queue: deque[Job] = deque()
+        self._lock = lock
+        self._write = write
+        self._busy = False
+
+    def run(self, job: Job) -> None:
+        """Return when the job is done: this thread writes, or another thread writes for it."""
+        with self._lock:
+            self.queue.append(job)
+        try:
+            while not job.done:
+                with self._lock:
+                    self._lock.wait_for(lambda: job.done or not self._busy)
+                    if job.done:
+                        return
+                    self._busy = True
+                try:
+                    self._write(self.queue)
+                finally:
+                    self._end_turn()
+        except BaseException:
+            with self._lock:  # the memory of this job is reused as soon as this call ends
+                self._lock.wait_for(lambda: not self._busy)
+                if not job.done:
+                    self.queue.remove(job)
+            raise
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """A turn of one's own: no job is written meanwhile."""
+        with self._lock:
+            self._lock.wait_for(lambda: not self._busy)
+            self._busy = True
+        try:
+            yield
+        finally:
+            self._end_turn()
+
+    def _end_turn(self) -> None:
+        with self._lock:
+            while self.queue and self.queue[0].done:
+                self.queue.popleft()
+            self._busy = False
+            self._lock.notify_all()
