@@ -154,7 +154,7 @@ def run(folder: Path, size: int, kills: int, seed: int) -> None:
     with victims() as process:
         for number in range(kills):
             kill_one(process, path, ledger, chance)
-            read_only = chance.random() < 0.5
+            read_only = chance.random() < 0.5 and path.exists()  # killed at once, it made no folder
             try:
                 with make_store(path, size, read_only=read_only) as store:
                     ledger.hear_removed(*(NAMES_OF[key] for key in store.removed()))

@@ -149,7 +149,7 @@ def test_a_folder_with_files_of_somebody_else_is_refused_and_left_alone(path):
 def test_a_name_that_is_almost_a_segments_is_not_one_of_ours(path, name):
     path.mkdir()
     (path / name).write_text("mine")
-    with pytest.raises(ConfigError, match="not of a store"):
+    with pytest.raises(ConfigError, match="does not belong to a store"):
         make_store(path)
 
 
@@ -168,7 +168,7 @@ def test_what_is_no_file_is_not_one_of_ours(path, name, kind, read_only):
         os.mkfifo(path / name)
     else:
         (path / name).mkdir()
-    with pytest.raises(ConfigError, match="not of a store"):
+    with pytest.raises(ConfigError, match="does not belong to a store"):
         make_store(path, read_only=read_only)
     assert [file.name for file in path.iterdir()] == [name]
     assert not outside.exists() or outside.read_text() == "mine"
