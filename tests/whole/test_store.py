@@ -13,6 +13,7 @@ import pytest
 import zmq
 
 from tests.servers import free_port, mooncake_master, redis_server
+from tests.wait import until
 from tests.whole.process import Server, running
 
 MEMORY = ("--device-memory", "24MiB", "--host-memory", "128MiB")
@@ -38,12 +39,14 @@ def store_of(server):
 
 def wait_until_written(server):
     """Whatever is cached is in the store."""
-    while True:
+
+    def is_written():
         status = store_of(server)
         stats = httpx.get(f"{server.url}/v1/cache/stats", timeout=30).json()
         written = stats["store"]["counters"].get("pages_written", 0)
-        if status["queued_bytes"] == 0 and written and written == stats["counters"]["pages_saved"]:
-            return
+        return status["queued_bytes"] == 0 and written and written == stats["counters"]["pages_saved"]
+
+    until(is_written, "everything is written", timeout_s=120)
 
 
 def test_a_conversation_goes_on_after_a_restart(tmp_path):
