@@ -235,10 +235,14 @@ def quiet():
     logging.disable(logging.NOTSET)
 
 
-def caught_within(seeds, steps=600, make=World):
+def caught_within(seeds, steps=600, make=World, tight=False):
+    """The first seed that fails; `tight`: of those whose worlds have hardly any room."""
     for seed in range(seeds):
+        world = make(seed)
+        if tight and not world.tight:
+            continue
         try:
-            make(seed).run(numbers_of(seed, steps))
+            world.run(numbers_of(seed, steps))
         except AssertionError:
             return seed
     return None
@@ -247,8 +251,9 @@ def caught_within(seeds, steps=600, make=World):
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_the_simulation_catches(mutant):
     owner, name = MUTANTS[mutant]
+    rare = mutant is a_tail_that_is_gone_keeps_its_place  # it takes a load that lands after its tail has left
     with patch.object(owner, name, mutant):
-        assert caught_within(seeds=160) is not None
+        assert caught_within(seeds=1600 if rare else 160, tight=rare) is not None
 
 
 @pytest.mark.parametrize("mutant", FOREIGN_MUTANTS, ids=lambda mutant: mutant.__name__)
