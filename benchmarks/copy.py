@@ -102,7 +102,7 @@ def legs(spec: CacheSpec) -> Iterator[tuple[str, Leg, int]]:
 
 
 def page_leg(device: list[int] | range, host: list[int] | range) -> Leg:
-    pairs = zip(map(DevicePageId, device), map(HostPageId, host), strict=True)
+    pairs = ((DevicePageId(d), (HostPageId(h),)) for d, h in zip(device, host, strict=True))
     return Plan.of(Direction.SAVE, pages=pairs).legs[0]
 
 

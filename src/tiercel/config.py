@@ -15,7 +15,7 @@ from typing import Any
 from tiercel.errors import ConfigError
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct")
-COPIERS = ("reference", "direct", "kernel")
+COPIERS = ("reference", "direct")
 SAVE_POLICIES = ("through", "selective", "back")
 EVICT_POLICIES = ("lru", "lfu", "slru", "priority")
 FETCH_POLICIES = ("best_effort", "wait", "deadline")

@@ -144,6 +144,8 @@ def test_a_save_that_fails_leaves_nothing_and_is_told():
     engine = Engine()
 
     class Broken:
+        layers = (0,)
+
         def copy(self, *_):
             raise OSError("no copy today")
 
@@ -283,7 +285,7 @@ def test_ranks_carry_out_what_the_cache_decides():
     """Two ranks with half of the layers each. (`test_remote` runs ranks in processes of their own.)"""
     stages = V4.stage(0, 1), V4.stage(1, 3)
     config = CacheConfig(host_bytes=40 * V4.host_page_bytes, host_shared=True)
-    controller = RemoteController(V4.layers, ranks=2)
+    controller = RemoteController(ranks=2)
     cache = HostCache(V4, config, controller)
     ranks, writers = [], []
     for number, stage in enumerate(stages):
@@ -294,10 +296,10 @@ def test_ranks_carry_out_what_the_cache_decides():
 
     def settle(transfer):
         cache.step()
-        for order in controller.take():
+        for ticket in controller.take():
             for rank in ranks:
                 assert cache.step() == []
-                ack = rank.carry(pickle.loads(pickle.dumps(order)))
+                ack = rank.carry(pickle.loads(pickle.dumps(ticket)))
                 controller.acknowledge(pickle.loads(pickle.dumps(ack)))
         (ended,) = cache.step()
         assert isinstance(transfer, Transfer) and ended.transfer is transfer and ended.error is None

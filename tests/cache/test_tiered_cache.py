@@ -388,16 +388,13 @@ def test_a_request_that_wants_what_is_leaving_waits_for_it():
     assert driver.begin(TEXT).reuse.host_tokens == 8
 
 
-def test_layers_arrive_one_by_one():
+def test_a_request_is_told_when_its_load_has_landed():
     driver = make(held=True)
     driver.serve(TEXT)
     driver.push_out()
     request = driver.begin(TEXT)
-    assert request.gate is None
-    driver.cache.step()
+    assert driver.cache.step() == []
     driver.copies[Direction.LOAD].run(0)
-    for layer in driver.spec.layers:
-        request.gate.wait(layer)  # type: ignore[attr-defined]
     assert driver.cache.step() == [Loaded(request)]
 
 
@@ -630,7 +627,6 @@ def test_a_flush_leaves_what_a_request_holds():
         ({"spec": WINDOW, "device_tails": 1}, ConfigError, "device_tails = 1"),
         ({"host_pages": 0, "copier": "nobody"}, ConfigError, "copier = 'nobody'"),
         ({"spec": SPECS["recurrent"], "host_pages": 1}, ConfigError, "host_bytes = .* a tail takes 2"),
-        ({"copier": "kernel"}, RefusedError, "CUDA"),
         ({"layout": "page_first", "copier": "direct"}, RefusedError, "page_first"),
         ({"host_pages": 10**12}, BudgetError, "are available"),
     ],

@@ -365,6 +365,8 @@ def test_a_load_that_fails_after_a_fetch_is_computed(cold, url):
     class Broken:
         """Fails once."""
 
+        layers = (0,)
+
         def copy(self, *_):
             controller._copier = copier
             raise OSError("no copy today")

@@ -41,6 +41,7 @@ class FaultyCopier:
 
     def __init__(self, copier: Any) -> None:
         self.copier = copier
+        self.layers = copier.layers
         self.copies_until_fault: int | None = None
 
     def copy(self, direction: Any, leg: Any, layer: int) -> None:

@@ -57,7 +57,7 @@ class Rig:
     def plan(self, direction: Direction, pages: list, tails: list) -> Plan:
         return Plan.of(
             direction,
-            [(device_page(device), host_page(host)) for device, host in pages],
+            [(device_page(device), (host_page(host),)) for device, host in pages],
             [(device_tail(device), tuple(map(host_page, hosts))) for device, hosts in tails],
         )
 

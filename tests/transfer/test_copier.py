@@ -13,7 +13,7 @@ from tiercel.errors import ConfigError, RefusedError
 from tiercel.memory.layout import LAYOUTS
 from tiercel.spec import CacheSpec
 from tiercel.transfer.copier import COPIERS, Copier, make_copier
-from tiercel.transfer.plan import Direction, PageLeg, Plan, TailLeg
+from tiercel.transfer.plan import Direction, Leg, Plan
 
 LOAD, SAVE = Direction.LOAD, Direction.SAVE
 
@@ -23,7 +23,7 @@ every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 
 
 def is_refused(spec: CacheSpec, layout: str, copier: str) -> bool:
-    """The rule in other words: kernel always; direct where page_first mixes the entries of several layers."""
+    """The rule in other words: direct where page_first mixes the entries of several layers."""
     cut = [
         stream
         for stream in spec.page_streams
@@ -31,7 +31,7 @@ def is_refused(spec: CacheSpec, layout: str, copier: str) -> bool:
         and stream.entries_per_row(spec.page_tokens) > 1
         and stream.cut_by_entries(spec.page_tokens)
     ]
-    return copier == "kernel" or (copier == "direct" and layout == "page_first" and bool(cut))
+    return copier == "direct" and layout == "page_first" and bool(cut)
 
 
 def make_pair(spec: CacheSpec, layout: str, copier_name: str) -> tuple[Rig, Copier] | None:
@@ -120,7 +120,7 @@ def test_one_layer_moves_alone(copier_name: str) -> None:
         assert rig.holds(after if layer == 3 else before, layer)
 
 
-@pytest.mark.parametrize("copier_name", ["reference", "direct"])
+@every_copier
 def test_a_layer_nobody_stores_is_no_work(copier_name: str) -> None:
     rig = Rig(V4, "page_first_direct")
     copier = make_copier(copier_name, rig.device, rig.host)
@@ -130,16 +130,16 @@ def test_a_layer_nobody_stores_is_no_work(copier_name: str) -> None:
     assert torch.equal(rig.host.flat, before)
 
 
-@pytest.mark.parametrize("copier_name", ["reference", "direct"])
+@every_copier
 def test_places_that_do_not_exist_are_bugs(copier_name: str) -> None:
     rig = Rig(V4, "layer_first")
     copier = make_copier(copier_name, rig.device, rig.host)
     tail = tuple(host_page(i) for i in range(V4.host_pages_per_tail))
     for leg in (
-        PageLeg((device_page(9),), (host_page(0),)),
-        PageLeg((device_page(0),), (host_page(rig.host.pages),)),
-        TailLeg((device_tail(5),), (tail,)),
-        TailLeg((device_tail(0),), ((*tail[1:], host_page(rig.host.pages)),)),
+        Leg(False, (device_page(9),), ((host_page(0),),)),
+        Leg(False, (device_page(0),), ((host_page(rig.host.pages),),)),
+        Leg(True, (device_tail(5),), (tail,)),
+        Leg(True, (device_tail(0),), ((*tail[1:], host_page(rig.host.pages)),)),
     ):
         with pytest.raises(AssertionError):
             copier.copy(SAVE, leg, 1)
@@ -156,13 +156,7 @@ def test_direct_refuses_rows_in_blocks_and_says_what_to_use() -> None:
         make_copier("direct", rig.device, rig.host)
 
 
-def test_kernel_needs_cuda() -> None:
-    rig = Rig(V4, "layer_first")
-    with pytest.raises(RefusedError, match="needs CUDA"):
-        make_copier("kernel", rig.device, rig.host)
-
-
-@pytest.mark.parametrize("copier_name", ["reference", "direct"])
+@every_copier
 def test_a_device_nobody_can_copy_to_is_refused(copier_name: str) -> None:
     rig = Rig(V4, "layer_first")
     rig.device.device = torch.device("meta")
@@ -191,7 +185,7 @@ def test_a_copier_keeps_no_closed_memory_mapped() -> None:
 
 @every_spec
 @every_layout
-@pytest.mark.parametrize("copier_name", ["reference", "direct"])
+@every_copier
 def test_what_a_borrowed_memory_saves_another_memory_loads_and_back(
     spec: CacheSpec, layout: str, copier_name: str
 ) -> None:
@@ -228,7 +222,7 @@ def rows_moved(rig: Rig) -> Iterator[tuple[str, int, list[tuple[int, int]]]]:
                 yield stream.name, layer, [(a, b) for (a, _), (b, _) in zip(there, back, strict=True)]
 
 
-@pytest.mark.parametrize("copier_name", ["reference", "direct"])
+@every_copier
 def test_a_memory_with_some_of_the_layers_moves_those(copier_name: str) -> None:
     rig = Rig(V4, "page_first_direct")
     carry(make_copier(copier_name, rig.device, rig.host), rig.save_plan())

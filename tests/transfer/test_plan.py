@@ -7,22 +7,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.transfer.rig import device_page, device_tail, host_page
-from tiercel.transfer.plan import Direction, PageLeg, Plan, Run, TailLeg
+from tiercel.transfer.plan import Direction, Leg, Plan, Run
 from tiercel.types import DevicePageId, DeviceTailId
 
 LOAD, SAVE = Direction.LOAD, Direction.SAVE
 
 
-def make_page_leg(*pairs: tuple[int, int]) -> PageLeg:
-    return PageLeg(tuple(device_page(d) for d, _ in pairs), tuple(host_page(h) for _, h in pairs))
+def make_page_leg(*pairs: tuple[int, int]) -> Leg:
+    return Leg(False, tuple(device_page(d) for d, _ in pairs), tuple((host_page(h),) for _, h in pairs))
 
 
-def make_tail_leg(*pairs: tuple[int, tuple[int, ...]]) -> TailLeg:
-    return TailLeg(tuple(device_tail(d) for d, _ in pairs), tuple(tuple(map(host_page, h)) for _, h in pairs))
+def make_tail_leg(*pairs: tuple[int, tuple[int, ...]]) -> Leg:
+    return Leg(
+        True, tuple(device_tail(d) for d, _ in pairs), tuple(tuple(map(host_page, h)) for _, h in pairs)
+    )
 
 
 def test_a_plan_of_pairs_has_a_leg_for_each_kind() -> None:
-    pages = [(device_page(1), host_page(2)), (device_page(4), host_page(0))]
+    pages = [(device_page(1), (host_page(2),)), (device_page(4), (host_page(0),))]
     tails = [(device_tail(3), (host_page(5), host_page(6)))]
     plan = Plan.of(LOAD, pages, tails)
     assert plan.legs == (make_page_leg((1, 2), (4, 0)), make_tail_leg((3, (5, 6))))
@@ -40,9 +42,9 @@ def test_a_plan_that_writes_a_place_twice_is_a_bug() -> None:
 
 def test_a_leg_with_a_side_missing_is_a_bug() -> None:
     with pytest.raises(AssertionError, match="I7"):
-        PageLeg((device_page(1),), ())
+        Leg(False, (device_page(1),), ())
     with pytest.raises(AssertionError, match="I7"):
-        TailLeg((), ((host_page(1),),))
+        Leg(True, (), ((host_page(1),),))
 
 
 def test_runs_are_neighbours_on_both_sides() -> None:
@@ -59,14 +61,16 @@ def test_runs_and_places_are_the_same_pages(pairs: list[tuple[int, int]]) -> Non
 
 
 def test_a_callers_places_for_pages_and_tails_may_have_the_same_numbers() -> None:
-    plan = Plan.of(LOAD, [(DevicePageId(3), host_page(1))], [(DeviceTailId(3), (host_page(2),))])
+    plan = Plan.of(LOAD, [(DevicePageId(3), (host_page(1),))], [(DeviceTailId(3), (host_page(2),))])
     assert len(plan.legs) == 2
     with pytest.raises(AssertionError, match="I1"):
-        Plan.of(LOAD, [(DevicePageId(3), host_page(1)), (DevicePageId(3), host_page(2))])
+        Plan.of(LOAD, [(DevicePageId(3), (host_page(1),)), (DevicePageId(3), (host_page(2),))])
 
 
 def test_a_plan_survives_pickling_whether_it_was_looked_at_or_not() -> None:
-    plan = Plan.of(SAVE, [(device_page(1), host_page(2))], [(device_tail(3), (host_page(5), host_page(6)))])
+    plan = Plan.of(
+        SAVE, [(device_page(1), (host_page(2),))], [(device_tail(3), (host_page(5), host_page(6)))]
+    )
     again = pickle.loads(pickle.dumps(plan))
     assert again == plan and again.direction is SAVE
     assert [leg.places for leg in again.legs] == [leg.places for leg in plan.legs]

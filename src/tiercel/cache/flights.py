@@ -16,11 +16,10 @@ from dataclasses import dataclass, field
 from tiercel.cache.request import Request
 from tiercel.cache.transfers import Transfer
 from tiercel.errors import TransferError
-from tiercel.transfer.controller import Controller, Ticket
+from tiercel.transfer.controller import Controller
 from tiercel.transfer.plan import Direction, Plan
 from tiercel.tree.actions import Move
 from tiercel.tree.node import Page, Tail
-from tiercel.types import DevicePageId, DeviceTailId
 
 
 @dataclass
@@ -81,7 +80,7 @@ class Flights:
             return []
         assert self.controller is not None
         return [
-            Landed(done.ticket.direction, self._sent.pop(done.ticket.number), done.error)
+            Landed(done.ticket.plan.direction, self._sent.pop(done.ticket.number), done.error)
             for done in self.controller.poll()
         ]
 
@@ -96,17 +95,11 @@ class Flights:
             if flight.moves:
                 self._queued[direction] = Flight()
                 self.batch += direction is Direction.LOAD
-                gate = self._submit(direction, flight).gate
-                for each in flight.waiting:
-                    each.gate = gate
-
-    def _submit(self, direction: Direction, flight: Flight) -> Ticket:
-        assert self.controller is not None
-        pages = [(DevicePageId(m.device), m.host[0]) for m in flight.moves if isinstance(m.item, Page)]
-        tails = [(DeviceTailId(m.device), m.host) for m in flight.moves if isinstance(m.item, Tail)]
-        ticket = self.controller.submit(Plan.of(direction, pages, tails))
-        self._sent[ticket.number] = flight
-        return ticket
+                assert self.controller is not None
+                pages = [(m.device, m.host) for m in flight.moves if isinstance(m.item, Page)]
+                tails = [(m.device, m.host) for m in flight.moves if isinstance(m.item, Tail)]
+                ticket = self.controller.submit(Plan.of(direction, pages, tails))
+                self._sent[ticket.number] = flight
 
     def moves(self) -> Iterator[Move]:
         """Everything queued or sent."""

@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from tiercel.errors import TransferError
 from tiercel.policy.resume import Reuse
-from tiercel.transfer.gate import LayerGate
 from tiercel.tree.keys import KeyChain
 from tiercel.tree.node import Item, Page, Tail
 from tiercel.types import DevicePageId, DeviceTailId, place
@@ -64,8 +63,6 @@ class Request:
         self.committed = self.page.depth
         self.resume_tails: tuple[Tail, ...] = ()
         """Tails to continue from, the last first: read them before the first `commit`."""
-        self.gate: LayerGate | None = None
-        """Opens layer by layer while the loads arrive; None when there are none, or they are not sent yet."""
         self.tails: dict[int, DeviceTailId] = {}
         """Places for tails not shared yet, by boundary in pages."""
         self.tail_boundaries: frozenset[int] = frozenset()

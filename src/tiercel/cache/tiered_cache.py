@@ -305,5 +305,5 @@ class TieredCache(HostTier[Loaded]):
         self.pages.release(request.table[request.committed :])
         self.tails.release(list(request.tails.values()))
         request.held, request.table, request.tails = [], [], {}
-        request.resume_tails, request.gate = (), None
+        request.resume_tails = ()
         self.places.settle()

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tiercel.errors import TransferError
-from tiercel.transfer.gate import LayerGate
 from tiercel.tree.actions import Move
 from tiercel.tree.node import Item, Page
 
@@ -22,8 +21,6 @@ class Transfer:
     writers: int = 1
     """Who has not yet said that he has written his part: the copier, the caller, or both."""
     error: TransferError | None = None
-    gate: LayerGate | None = None
-    """Opens layer by layer while a load arrives; None before it is sent."""
 
     def pages(self) -> Iterator[Move]:
         """The pages that move: `item.depth` tells which, `host` where they are on the host."""

@@ -1,1 +1,1 @@
-"""Moving bytes between pools: plans, copiers, the layer gate, the controller. Never whose bytes they are."""
+"""Moving bytes between pools: plans, copiers, the controller. Never whose bytes they are."""

@@ -1,17 +1,17 @@
 """Who moves bytes between a memory near attention and host memory, whoever allocated the former.
 
-    reference    follows every piece the memories name. Slow, and the truth the others are compared with.
-    direct       one plain copy per row, one for rows that touch. Needs rows in one block.
-    kernel       a kernel on the device that reads and writes host memory itself. Needs CUDA.
+    reference    follows every piece that the memories name. Slow; `direct` is compared with it.
+    direct       one plain copy per row, and one for rows that touch. A row must lie together.
 
-What moves is what both memories hold: a device without some streams, or with the layers of one rank, gets its
-own. Every (layout, copier, stream) either moves bytes exactly or is refused when the copier is made.
+A copier moves what both memories hold: a device without some streams, or with the layers of one rank, gets
+its own. Every (layout, copier, stream) either moves bytes exactly or is refused when the copier is made.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from itertools import chain
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from tiercel.errors import ConfigError, RefusedError
 from tiercel.memory.buffers import HostMemory, Memory, Pieces
 from tiercel.memory.layout import Range
 from tiercel.spec.stream import Stream
-from tiercel.transfer.plan import Direction, Leg, PageLeg, TailLeg
+from tiercel.transfer.plan import Direction, Leg
 
 
 class Copier(ABC):
@@ -45,9 +45,11 @@ class Copier(ABC):
     def __init__(self, device: Memory, host: HostMemory) -> None:
         self.device = device
         self.host = host
-        self._page_streams = _by_layer(device.spec.page_streams, host.spec.page_streams)
-        self._tail_streams = _by_layer(device.spec.tail_streams, host.spec.tail_streams)
-        self.layers = tuple(sorted({*self._page_streams, *self._tail_streams}))
+        self._streams = (
+            _by_layer(device.spec.page_streams, host.spec.page_streams),
+            _by_layer(device.spec.tail_streams, host.spec.tail_streams),
+        )
+        self.layers = tuple(sorted({*self._streams[0], *self._streams[1]}))
         """Those with bytes to move."""
         for stream, why in self._refused():
             raise RefusedError(layout=host.layout.name, copier=self.name, stream=stream.name, why=why)
@@ -63,18 +65,18 @@ class Copier(ABC):
     def _check_places(self, leg: Leg) -> None:
         """Once for the leg instead of once for every row: past the end of a layer lies the next one."""
         device, host = leg.places_max
-        most = self.device.pages if isinstance(leg, PageLeg) else self.device.tails
+        most = self.device.tails if leg.tails else self.device.pages
         assert device < most and host < self.host.pages, f"I7: places {leg.places_max} do not exist"
 
 
-def _by_layer(near: Iterable[Stream], far: Iterable[Stream]) -> dict[int, tuple[Stream, ...]]:
-    """The streams that both hold, by layer, as the host knows them."""
-    layers: dict[int, tuple[Stream, ...]] = {}
+def _by_layer(near: Iterable[Stream], far: Iterable[Stream]) -> dict[int, list[Stream]]:
+    """The streams that both memories hold, by layer, as the host knows them."""
+    layers: dict[int, list[Stream]] = {}
     held = {stream.name: stream.layers for stream in near}
     for stream in far:
         for layer in stream.layers:
             if layer in held.get(stream.name, ()):
-                layers[layer] = (*layers.get(layer, ()), stream)
+                layers.setdefault(layer, []).append(stream)
     return layers
 
 
@@ -89,10 +91,10 @@ class ReferenceCopier(Copier):
             yield self.host.spec.streams[0], why
 
     def copy(self, direction: Direction, leg: Leg, layer: int) -> None:
-        streams = self._page_streams if isinstance(leg, PageLeg) else self._tail_streams
-        if layer in streams:
+        streams = self._streams[leg.tails].get(layer, ())
+        if streams:
             self._check_places(leg)
-        for stream in streams.get(layer, ()):
+        for stream in streams:
             device, host = (memory.pieces(stream, layer) for memory in (self.device, self.host))
             on_device = self.device.buffer(stream, layer).numpy().data
             on_host = self.host.buffer(stream, layer).numpy().data
@@ -104,15 +106,15 @@ class ReferenceCopier(Copier):
                     _scatter(_gather(on_device, near), on_host, far)
 
 
-def _ranges(pieces: Pieces, places: tuple[int, ...]) -> tuple[Range, ...]:
-    return tuple(piece.at(places[index]) for index, piece in pieces)
+def _ranges(pieces: Pieces, places: tuple[int, ...]) -> list[Range]:
+    return [piece.at(places[index]) for index, piece in pieces]
 
 
-def _gather(memory: memoryview, ranges: tuple[Range, ...]) -> bytes:
+def _gather(memory: memoryview, ranges: list[Range]) -> bytes:
     return b"".join(memory[offset : offset + size] for offset, size in ranges)
 
 
-def _scatter(data: bytes, memory: memoryview, ranges: tuple[Range, ...]) -> None:
+def _scatter(data: bytes, memory: memoryview, ranges: list[Range]) -> None:
     assert len(data) == sum(size for _, size in ranges), "the two sides of a copy differ in size"
     at = 0
     for offset, size in ranges:
@@ -120,7 +122,7 @@ def _scatter(data: bytes, memory: memoryview, ranges: tuple[Range, ...]) -> None
         at += size
 
 
-Span = tuple[int, int, int]
+Extent = tuple[int, int, int]
 """(device offset, host offset, bytes) of bytes that lie together on both sides."""
 
 
@@ -134,14 +136,14 @@ class _Rows(NamedTuple):
 
 
 Groups = dict[int, list[tuple[Tensor, list[_Rows]]]]
-"""The rows of each layer, those together that lie in one buffer near attention."""
+"""The rows of each layer, grouped by the buffer near attention that they lie in."""
 
 
 class DirectCopier(Copier):
-    """One plain copy per span.
+    """One plain copy per extent.
 
-    On the CPU a span is copied through memoryviews, which hold the interpreter for the microseconds a row
-    takes. A call that lets go of it must win it back after every row: beside a thread that computes in
+    On the CPU an extent is copied through memoryviews, which hold the GIL for the microseconds that a row
+    takes. A call that releases the GIL must win it back after every row: beside a thread that computes in
     Python, 64 Flash pages took 13 ms this way, 12.8 s row by row in numpy and 45 s in torch (2 cores
     Neoverse-N1, torch 2.13; undisturbed 8, 9 and 40 ms).
 
@@ -153,8 +155,7 @@ class DirectCopier(Copier):
 
     def __init__(self, device: Memory, host: HostMemory) -> None:
         super().__init__(device, host)
-        self._pages = self._grouped(self._page_streams)
-        self._tails = self._grouped(self._tail_streams)
+        self._groups = tuple(map(self._grouped, self._streams))
         self._queues: dict[Direction, torch.cuda.Stream] = {}
         if device.device.type == "cuda":
             self._queues = {direction: torch.cuda.Stream(device.device) for direction in Direction}
@@ -164,96 +165,76 @@ class DirectCopier(Copier):
         if self.device.device.type not in ("cpu", "cuda"):
             why = f"it copies to cpu and cuda, and the device is {self.device.device}"
             yield self.host.spec.streams[0], why
-        for layer, streams in self._page_streams.items():
+        for layer, streams in self._streams[0].items():
             for stream in streams:
-                blocks = len(self.host.pieces(stream, layer))
-                if blocks > 1:
-                    yield (
-                        stream,
-                        f"a row is {blocks} blocks there; use page_first_direct, or copier reference",
-                    )
+                pieces = len(self.host.pieces(stream, layer))
+                if pieces > 1:
+                    why = f"a row is {pieces} pieces there; use page_first_direct, or copier reference"
+                    yield stream, why
 
-    def _grouped(self, by_layer: dict[int, tuple[Stream, ...]]) -> Groups:
+    def _grouped(self, by_layer: dict[int, list[Stream]]) -> Groups:
         groups: Groups = {layer: [] for layer in by_layer}
         for layer, streams in by_layer.items():
             for stream in streams:
                 buffer, near, stride, size = self.device.column(stream, layer)
                 rows = _Rows(near, stride, size, self.host.pieces(stream, layer))
-                assert rows.size == sum(piece.bytes for _, piece in rows.host), stream.name
+                assert size == sum(piece.bytes for _, piece in rows.host), stream.name
                 if not groups[layer] or groups[layer][-1][0] is not buffer:
                     groups[layer].append((buffer, []))
                 groups[layer][-1][1].append(rows)
         return groups
 
     def copy(self, direction: Direction, leg: Leg, layer: int) -> None:
-        groups = self._pages if isinstance(leg, PageLeg) else self._tails
-        if layer in groups:
+        groups = self._groups[leg.tails].get(layer, ())
+        if groups:
             self._check_places(leg)
-        for buffer, rows in groups.get(layer, ()):
-            spans: list[Span] = []
-            for each in rows:
-                spans += _page_spans(leg, each) if isinstance(leg, PageLeg) else _tail_spans(leg, each)
-            self._move(direction, buffer, spans)
+        extents = _tail_extents if leg.tails else _page_extents
+        for buffer, rows in groups:
+            self._move(direction, buffer, chain.from_iterable(extents(leg, each) for each in rows))
 
-    def _move(self, direction: Direction, device: Tensor, spans: list[Span]) -> None:
+    def _move(self, direction: Direction, device: Tensor, extents: Iterable[Extent]) -> None:
         if device.is_cpu:
-            _move_addressable(direction, device, self.host.flat, spans)
+            _move_addressable(direction, device, self.host.flat, extents)
             return
         queue = self._queues[direction]
         with torch.cuda.stream(queue):
-            _move_queued(direction, device, self.host.flat, spans)
+            for here, there, size in extents:
+                on_device, on_host = device[here : here + size], self.host.flat[there : there + size]
+                if direction is Direction.LOAD:
+                    on_device.copy_(on_host, non_blocking=True)
+                else:
+                    on_host.copy_(on_device, non_blocking=True)
         queue.synchronize()
 
 
-def _page_spans(leg: PageLeg, rows: _Rows) -> list[Span]:
+def _page_extents(leg: Leg, rows: _Rows) -> list[Extent]:
     near, near_stride, size, ((_, (host, stride, _)),) = rows
     if stride == size == near_stride:
         return [(near + d * size, host + h * size, length * size) for d, h, length in leg.runs]
     return [(near + d * near_stride, host + h * stride, size) for d, (h,) in leg.places]
 
 
-def _tail_spans(leg: TailLeg, rows: _Rows) -> list[Span]:
-    spans = []
+def _tail_extents(leg: Leg, rows: _Rows) -> list[Extent]:
+    extents = []
     for device_place, host_places in leg.places:
         at = rows.near + device_place * rows.stride
         for page, (offset, stride, size) in rows.host:
-            spans.append((at, offset + host_places[page] * stride, size))
+            extents.append((at, offset + host_places[page] * stride, size))
             at += size
-    return spans
+    return extents
 
 
-def _move_addressable(direction: Direction, device: Tensor, host: Tensor, spans: list[Span]) -> None:
+def _move_addressable(direction: Direction, device: Tensor, host: Tensor, extents: Iterable[Extent]) -> None:
     on_device, on_host = device.numpy().data, host.numpy().data
     if direction is Direction.LOAD:
-        for here, there, size in spans:
+        for here, there, size in extents:
             on_device[here : here + size] = on_host[there : there + size]
     else:
-        for here, there, size in spans:
+        for here, there, size in extents:
             on_host[there : there + size] = on_device[here : here + size]
 
 
-def _move_queued(direction: Direction, device: Tensor, host: Tensor, spans: list[Span]) -> None:
-    for here, there, size in spans:
-        on_device, on_host = device[here : here + size], host[there : there + size]
-        if direction is Direction.LOAD:
-            on_device.copy_(on_host, non_blocking=True)
-        else:
-            on_host.copy_(on_device, non_blocking=True)
-
-
-class KernelCopier(Copier):
-    """The seam for kernels that gather and scatter host rows from the device (`kernels.copy`)."""
-
-    name = "kernel"
-
-    def _refused(self) -> Iterable[tuple[Stream, str]]:
-        yield self.host.spec.streams[0], "it needs CUDA and the Triton twins of kernels.copy; use direct"
-
-    def copy(self, direction: Direction, leg: Leg, layer: int) -> None:
-        raise NotImplementedError
-
-
-COPIERS: dict[str, type[Copier]] = {kind.name: kind for kind in (ReferenceCopier, DirectCopier, KernelCopier)}
+COPIERS: dict[str, type[Copier]] = {kind.name: kind for kind in (ReferenceCopier, DirectCopier)}
 
 
 def make_copier(name: str, device: Memory, host: HostMemory) -> Copier:
