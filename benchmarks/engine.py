@@ -130,7 +130,7 @@ def scheduler_us(running: int = 64, steps: int = 200) -> dict[str, float]:
         next(prompts)
     for _ in range(steps):
         step = timed("plan", lambda: scheduler.seal(scheduler.plan()))
-        assert len(step.chunks) == running
+        assert len(step.parts) == running
         outcomes = timed("advance", scheduler.advance, step, Drawn([TokenOut(0)] * running, {}, 0.0))
         timed("emit", engine.emit, outcomes)
     each = {what: 1e6 * seconds / steps for what, seconds in spent.items()}

@@ -192,6 +192,12 @@ def test_a_stop_token_and_the_end_of_text_end_an_answer():
     assert tokens_of(ended) == [2] and ended.text == ""
 
 
+def test_without_a_seed_requests_differ():
+    asks = [make_ask(name, words(30), 20, temperature=1.0) for name in "ab"]
+    first, second = run(make_engine(), *asks)
+    assert tokens_of(first) != tokens_of(second)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_seed_gives_the_same_answer_whatever_runs_beside_it(overlap):
     asks = [make_ask(str(i), words(30, seed=i), 20, temperature=1.0, seed=i, top_p=0.9) for i in range(6)]

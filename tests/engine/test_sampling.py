@@ -308,14 +308,6 @@ def test_a_seed_gives_the_same_draws_and_another_seed_others() -> None:
     assert tokens_drawn(Sampling(seed=3), rows) != tokens_drawn(Sampling(seed=4), rows)
 
 
-def test_without_a_seed_requests_differ_and_each_tells_its_own() -> None:
-    rows = make_random_rows(40, 100) / 10
-    first, second = Sampler(Sampling(), (), 100), Sampler(Sampling(), (), 100)
-    drawn = [first.draw(row).token for row in rows]
-    assert drawn != [second.draw(row).token for row in rows]
-    assert drawn == tokens_drawn(Sampling(seed=first.seed), rows)
-
-
 def test_a_request_made_anew_from_its_output_goes_on_as_if_nothing_had_been() -> None:
     rows = make_random_rows(30, 20) / 3
     sampling = Sampling(seed=9, frequency_penalty=0.5, presence_penalty=0.3, repetition_penalty=1.2)

@@ -13,8 +13,7 @@ from typing import Any
 
 import httpx
 
-from tiercel.engine.ask import Ask, Delta, Finish, TokenOut, Usage
-from tiercel.engine.explain import Explanation
+from tiercel.engine.ask import Ask, Delta, Explanation, Finish, TokenOut, Usage
 from tiercel.errors import ConfigError, EngineError, InputError, LengthError, StoreError
 from tiercel.policy.resume import Reuse, Why
 from tiercel.server.app import create_app

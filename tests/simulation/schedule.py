@@ -141,9 +141,7 @@ class SlowRunner(LocalRunner):
     """Computes slowly by the simulation's clock, so that reading from a store is worth it."""
 
     def run(self, step: Step) -> Drawn:
-        return (
-            super().run(step)._replace(seconds=sum(chunk.end - chunk.start for chunk in step.chunks) * 0.05)
-        )
+        return super().run(step)._replace(seconds=sum(part.end - part.start for part in step.parts) * 0.05)
 
 
 class ScriptedStream:

@@ -61,7 +61,7 @@ def test_a_step_is_a_value():
 
     first, again = steps_of(4), steps_of(4)
     assert len(first) > 50 and _unseeded(first) == _unseeded(again)
-    assert "Begin(ring=" in repr(first) and "Chunk(ring=" in repr(first)
+    assert "Begin(ring=" in repr(first) and "TextPart(ring=" in repr(first)
     assert pickle.loads(pickle.dumps(first)) == first
 
 
@@ -78,7 +78,7 @@ def _unseeded(steps):
     return [
         (
             [each._replace(sampling=None) if isinstance(each, Begin) else each for each in step.changes],
-            step.chunks,
+            step.parts,
         )
         for step in steps
     ]
@@ -101,9 +101,9 @@ def the_table_is_not_told_again(self, task, seat):
     del self._changes[changes:]
 
 
-def tails_are_not_written(self, chunks):
-    step = real_seal(self, chunks)
-    return Step(step.changes, tuple(chunk._replace(tails=()) for chunk in step.chunks))
+def tails_are_not_written(self, parts):
+    step = real_seal(self, parts)
+    return Step(step.changes, tuple(part._replace(tails=()) for part in step.parts))
 
 
 def tails_are_not_read(self, task):
@@ -123,14 +123,14 @@ def an_appended_page_is_put_first(self, change):
 
 
 def what_was_not_run_counts_as_planned(self, step):
-    chunks = self.plan()
+    parts = self.plan()
     self._changes[:0] = step.changes
-    return self.seal(chunks)
+    return self.seal(parts)
 
 
 def changes_are_lost_when_planned_again(self, step):
     sealed = real_replan(self, step)
-    return Step(sealed.changes[len(step.changes) :], sealed.chunks)
+    return Step(sealed.changes[len(step.changes) :], sealed.parts)
 
 
 def a_ring_is_lost(self, task):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from tiercel.policy.resume import Reuse
 from tiercel.types import Namespace
 
 
@@ -101,6 +102,14 @@ class Delta(NamedTuple):
     stopped_by: str | int | None = None
     """The stop string or token that ended it."""
     error: str = ""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a request reused, and which machines share the stored pages (`spec.identity`)."""
+
+    reuse: Reuse
+    share: str
 
 
 @dataclass

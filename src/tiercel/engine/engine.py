@@ -13,9 +13,8 @@ from time import monotonic
 from typing import Any
 
 from tiercel.cache import TieredCache
-from tiercel.engine.ask import Ask, Delta, Finish
+from tiercel.engine.ask import Ask, Delta, Explanation, Finish
 from tiercel.engine.config import EngineConfig
-from tiercel.engine.explain import Explanation
 from tiercel.engine.runner import LocalRunner
 from tiercel.engine.sampling import check
 from tiercel.engine.scheduler import Scheduler

@@ -28,7 +28,7 @@ def plain_steps(engine: Engine) -> Iterator[list[Delta]]:
     scheduler, runner = engine.scheduler, engine.runner
     while True:
         step = scheduler.seal(scheduler.plan())
-        if not step.chunks:
+        if not step.parts:
             engine.cache.wait(WAIT_S)
         yield engine.emit(_advance(scheduler, step, lambda: runner.run(step)))  # noqa: B023
 
@@ -43,9 +43,9 @@ def overlapped_steps(engine: Engine, executor: Executor) -> Iterator[list[Delta]
         ahead = scheduler.plan(step)
         outcomes = _advance(scheduler, step, computing.result)
         step = scheduler.seal(ahead)
-        if scheduler.stalled or not step.chunks:  # it takes what this step gave back
+        if scheduler.stalled or not step.parts:  # it takes what this step gave back
             step = scheduler.replan(step)
-        if not step.chunks:  # nothing to compute meanwhile: what is known is told now
+        if not step.parts:  # nothing to compute meanwhile: what is known is told now
             deltas, outcomes = deltas + engine.emit(outcomes), []
             if not deltas:
                 engine.cache.wait(WAIT_S)

@@ -29,12 +29,13 @@ def answer_all(
     for ask in left:
         engine.check(ask)
     answers = {ask.request_id: Answer() for ask in left}
-    steps = steps or plain_steps(engine)
-    while left or any(answer.finish is None for answer in answers.values()):
+    steps, unfinished = steps or plain_steps(engine), len(answers)
+    while unfinished:
         while left and len(engine.scheduler.waiting) < engine.config.waiting_max:
             engine.add(left.popleft())
         for delta in next(steps):
             answers[delta.request_id].add(delta)
+            unfinished -= delta.finish is not None
     return list(answers.values())
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tiercel.engine.ask import TokenOut
 from tiercel.engine.sampling import Sampler, best_tokens, token_logprobs
-from tiercel.engine.step import Begin, Chunk, Drawn, PageTable, Step
+from tiercel.engine.step import Begin, Drawn, PageTable, Step, TextPart
 from tiercel.models.base import Model, Span
 
 log = logging.getLogger(__name__)
@@ -44,9 +44,9 @@ class _Ring:
         else:
             self.pages[change.first : end] = change.places
 
-    def span(self, chunk: Chunk) -> Span:
-        tokens, pages = torch.from_numpy(self.tokens[chunk.start : chunk.end]), torch.from_numpy(self.pages)
-        return Span(tokens, chunk.start, pages, chunk.ring, dict(chunk.tails), self.write_from)
+    def span(self, part: TextPart) -> Span:
+        tokens, pages = torch.from_numpy(self.tokens[part.start : part.end]), torch.from_numpy(self.pages)
+        return Span(tokens, part.start, pages, part.ring, dict(part.tails), self.write_from)
 
     def append(self, token: int) -> None:
         self.tokens[self.count] = token
@@ -54,10 +54,10 @@ class _Ring:
 
 
 class _Asked(NamedTuple):
-    """The rows of logits of one chunk: `scored` ones, the last of them for drawing too, if it draws."""
+    """The rows of logits of one part: `scored` ones, the last of them for drawing too, if it draws."""
 
     number: int
-    chunk: Chunk
+    part: TextPart
     ring: _Ring
     first_row: int
     rows: int
@@ -76,21 +76,21 @@ class LocalRunner:
                 self._begin(change)
             else:
                 self._rings[change.ring].place(change)
-        drawn = Drawn([None] * len(step.chunks), {}, 0.0)
+        drawn = Drawn([None] * len(step.parts), {}, 0.0)
         spans, rows, asked, first = list[Span](), list[int](), list[_Asked](), 0
-        for i, chunk in enumerate(step.chunks):
-            ring = self._rings[chunk.ring]
+        for i, part in enumerate(step.parts):
+            ring = self._rings[part.ring]
             if ring.error is not None:
                 drawn.results[i] = ring.error
                 continue
-            needed = chunk.end - chunk.draws
-            if chunk.score_from is not None:
-                needed = min(needed, max(chunk.start, chunk.score_from))
-            if needed < chunk.end:
-                asked.append(_Asked(i, chunk, ring, len(rows), chunk.end - needed))
-                rows.extend(range(first + needed - chunk.start, first + chunk.end - chunk.start))
-            spans.append(ring.span(chunk))
-            first += chunk.end - chunk.start
+            needed = part.end - part.draws
+            if part.score_from is not None:
+                needed = min(needed, max(part.start, part.score_from))
+            if needed < part.end:
+                asked.append(_Asked(i, part, ring, len(rows), part.end - needed))
+                rows.extend(range(first + needed - part.start, first + part.end - part.start))
+            spans.append(ring.span(part))
+            first += part.end - part.start
         if not spans:
             return drawn
         began_s = perf_counter()
@@ -111,15 +111,15 @@ class LocalRunner:
 
     def _draw(self, asked: list[_Asked], logits: Tensor, drawn: Drawn) -> None:
         """What can not be drawn or scored is the error of its own text."""
-        drawing = [each for each in asked if each.chunk.draws]
+        drawing = [each for each in asked if each.part.draws]
         last = logits if len(logits) == len(drawing) else logits[[a.first_row + a.rows - 1 for a in drawing]]
         best = dict(zip((each.number for each in drawing), best_tokens(last), strict=True)) if drawing else {}
         for each in asked:
             ring, token = each.ring, best.get(each.number)
             try:
-                if each.chunk.score_from is not None:
+                if each.part.score_from is not None:
                     own = logits[each.first_row : each.first_row + each.rows]
-                    drawn.scores[each.chunk.ring] = _scores(each.chunk, ring, own)
+                    drawn.scores[each.part.ring] = _scores(each.part, ring, own)
                 if token is None:
                     continue
                 if ring.sampler.plain and token >= 0:  # most of the time
@@ -132,8 +132,8 @@ class LocalRunner:
                 drawn.results[each.number] = error
 
 
-def _scores(chunk: Chunk, ring: _Ring, logits: Tensor) -> list[TokenOut]:
+def _scores(part: TextPart, ring: _Ring, logits: Tensor) -> list[TokenOut]:
     """Row i tells how likely the token after it was, as far as that is one of the prompt's."""
-    start = chunk.end - len(logits)
-    following: list[int] = ring.tokens[start + 1 : min(chunk.end + 1, ring.prompt_tokens)].tolist()
+    start = part.end - len(logits)
+    following: list[int] = ring.tokens[start + 1 : min(part.end + 1, ring.prompt_tokens)].tolist()
     return token_logprobs(logits[: len(following)], following, ring.sampler.sampling.logprobs or 0)

@@ -4,25 +4,25 @@
     seal      … as a step, with what changed since the last one
     advance   the step was run: pages and tails are shared, texts go on or end
 
-It touches no tensor and no text. What is computed for a text does not depend on what else is in a step, so
-what is decided here never changes an answer.
+The scheduler touches no tensor. What is computed for a text does not depend on what else is in a step, so no
+decision made here changes an answer.
 """
 
 from __future__ import annotations
 
 import logging
 from bisect import insort
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from time import monotonic
 
 from tiercel.cache import Loaded, RequestState, TieredCache, Wait, WaitFor
 from tiercel.engine.ask import Ask, Finish, TokenOut
 from tiercel.engine.config import EngineConfig
-from tiercel.engine.explain import Explained
-from tiercel.engine.step import Begin, Chunk, Drawn, PageTable, Step
+from tiercel.engine.step import Begin, Drawn, PageTable, Step, TextPart
 from tiercel.engine.task import PRIORITY_S, Outcome, Seat, Stage, Task
 from tiercel.errors import QueueFull
+from tiercel.policy.resume import Reuse
 from tiercel.text.stream import TextStream
 from tiercel.types import place
 
@@ -33,6 +33,8 @@ PROMPT_TOKENS = 16
 
 PASSED_MOST = 64
 """At most so many tasks that let others by are tried again in one step."""
+
+EXPLAINED_MOST = 4096
 
 LET_OTHERS_BY = WaitFor.STORE, WaitFor.COMPUTING
 """A task that waits for these holds no pages, so tasks behind it may begin."""
@@ -54,7 +56,8 @@ class Scheduler:
         self.running: list[Task] = []
         self.tasks: dict[str, Task] = {}
         self.counters: Counter[str] = Counter()
-        self.explained = Explained()
+        self.explained: OrderedDict[str, Reuse] = OrderedDict()
+        """What the last `EXPLAINED_MOST` requests reused."""
         self.stalled = False
         """The last plan left a task out because a task of the step under way holds the room it needs."""
         self.free_rings = list(range(config.running_max))
@@ -103,9 +106,9 @@ class Scheduler:
 
     # A step
 
-    def plan(self, under_way: Step | None = None) -> list[Chunk]:
+    def plan(self, under_way: Step | None = None) -> list[TextPart]:
         """What to compute next. The step under way counts as done, and its tasks keep what they hold."""
-        busy = {self._in_ring[chunk.ring] for chunk in under_way.chunks} if under_way else set()
+        busy = {self._in_ring[part.ring] for part in under_way.parts} if under_way else set()
         self.stalled = False
         for loaded in self.cache.step():
             self._arrived(loaded)
@@ -113,45 +116,46 @@ class Scheduler:
         self._admit(busy)
         return self._choose(busy)
 
-    def seal(self, chunks: Sequence[Chunk]) -> Step:
+    def seal(self, parts: Sequence[TextPart]) -> Step:
         """The step that computes what was planned, of tasks that still run, with all that changed."""
         sealed = []
-        for chunk in chunks:
-            task = self._in_ring.get(chunk.ring)
+        for part in parts:
+            task = self._in_ring.get(part.ring)
             if task is None or task.seat is None:
                 continue  # it ended with the step before
-            if task.seat.tails:
-                due = tuple((b, p) for b, p in task.seat.tails.items() if chunk.start < b <= chunk.end)
-                chunk = chunk._replace(tails=due)
-            sealed.append(chunk)
+            if task.seat.request.tails:
+                placed = ((b * self.page_tokens, place(tail)) for b, tail in task.seat.request.tails.items())
+                due = tuple((boundary, at) for boundary, at in placed if part.start < boundary <= part.end)
+                part = part._replace(tails=due)
+            sealed.append(part)
         changes, self._changes = tuple(self._changes), []
         return Step(changes, tuple(sealed))
 
     def replan(self, step: Step) -> Step:
         """Plan again, with the room that the last step gave back. What was sealed was not run."""
-        for chunk in step.chunks:
-            self._seat(chunk).planned = chunk.start
-        chunks = self.plan()
+        for part in step.parts:
+            self._seat(part).planned = part.start
+        parts = self.plan()
         self._changes[:0] = step.changes
-        return self.seal(chunks)
+        return self.seal(parts)
 
     def advance(self, step: Step, drawn: Drawn) -> list[Outcome]:
         """A step was run: share what it computed, and let its texts go on or end."""
         outcomes, tokens, computed = list[Outcome](), 0, 0
         page_tokens = self.page_tokens
-        for chunk, out in zip(step.chunks, drawn.results, strict=True):
-            task = self._in_ring[chunk.ring]
+        for part, out in zip(step.parts, drawn.results, strict=True):
+            task = self._in_ring[part.ring]
             if isinstance(out, Exception):
                 self._fail(task, out)
                 continue
             seat = task.seat
             assert seat is not None
-            seat.computed = chunk.end
-            computed += chunk.end - chunk.start
-            if chunk.end // page_tokens != seat.committed:
+            seat.computed = part.end
+            computed += part.end - part.start
+            if part.end // page_tokens != seat.committed:
                 self._commit(task, seat)
-            if chunk.score_from is not None:
-                task.scores += drawn.scores.get(chunk.ring, ())
+            if part.score_from is not None:
+                task.scores += drawn.scores.get(part.ring, ())
             if out is None:
                 continue
             tokens += 1
@@ -167,8 +171,8 @@ class Scheduler:
             outcomes.append(outcome)
             if outcome.finish is not None:
                 self._end(task, outcome.finish)
-        if step.chunks:
-            if computed > PROMPT_TOKENS * len(step.chunks):
+        if step.parts:
+            if computed > PROMPT_TOKENS * len(step.parts):
                 self.cache.compute.observe(computed, drawn.seconds)
             self.counters["steps"] += 1
             self.counters["tokens_drawn"] += tokens
@@ -178,16 +182,16 @@ class Scheduler:
     def failed(self, step: Step, error: Exception) -> list[Outcome]:
         """A step could not be run: its texts end, the others go on."""
         self.counters["steps_failed"] += 1
-        for chunk in step.chunks:
-            self._fail(self._in_ring[chunk.ring], error)
+        for part in step.parts:
+            self._fail(self._in_ring[part.ring], error)
         return self._ends()
 
     def _ends(self) -> list[Outcome]:
         ended, self._ended = self._ended, []
         return ended
 
-    def _seat(self, chunk: Chunk) -> Seat:
-        seat = self._in_ring[chunk.ring].seat
+    def _seat(self, part: TextPart) -> Seat:
+        seat = self._in_ring[part.ring].seat
         assert seat is not None
         return seat
 
@@ -273,11 +277,13 @@ class Scheduler:
         task.seat = seat = Seat(request, self.free_rings.pop(), computed, computed)
         self._in_ring[seat.ring] = task
         roomy = self._extend(seat, len(task.tokens))
-        assert roomy, "the pages were reserved with the beginning"
+        assert roomy, "the pages were reserved by `begin`"
         task.scores.clear()
         if not task.drawn:
             task.reuse = request.reuse
-            self.explained.add(task.ask.request_id, request.reuse)
+            self.explained[task.ask.request_id] = request.reuse
+            if len(self.explained) > EXPLAINED_MOST:
+                self.explained.popitem(last=False)
         if request.state is RequestState.RUNNING:
             self._resume(task)
         else:
@@ -292,29 +298,23 @@ class Scheduler:
         tails, tokens = tuple(seat.request.tail_places(self.page_tokens)), tuple(task.tokens)
         self._changes += (
             Begin(seat.ring, tokens, task.prompt_tokens, task.sampling, tails, seat.write_from),
-            PageTable(seat.ring, 0, tuple(seat.places)),
+            PageTable(seat.ring, 0, tuple(map(place, seat.request.table))),
         )
         task.stage = Stage.RUNNING
         insort(self.running, task, key=lambda each: each.order)
 
     def _extend(self, seat: Seat, upto: int) -> bool:
         """Room up to the end of the page that position `upto` lies in."""
-        room = self.cache.extend(seat.request, self._page_end(upto))
-        if isinstance(room, Wait):
-            return False
-        seat.room = seat.request.extended_tokens
-        seat.tails.update({boundary: place(tail) for boundary, tail in room.tails.items()})
-        seat.places += map(place, seat.request.table[len(seat.places) :])
-        return True
+        return not isinstance(self.cache.extend(seat.request, self._page_end(upto)), Wait)
 
     def _page_end(self, position: int) -> int:
         return min((position // self.page_tokens + 1) * self.page_tokens, self.context_tokens)
 
     # Choosing
 
-    def _choose(self, busy: set[Task]) -> list[Chunk]:
+    def _choose(self, busy: set[Task]) -> list[TextPart]:
         """Running answers first, one token each; then prompts, sharing what is left of the step."""
-        chunks: list[tuple[Task, Chunk]] = []
+        parts: list[tuple[Task, TextPart]] = []
         prompts: list[tuple[Task, Seat, int]] = []
         running = Stage.RUNNING
         for task in self.running.copy():
@@ -329,26 +329,29 @@ class Scheduler:
             missing = known - seat.planned
             if missing > 1:
                 prompts.append((task, seat, missing))
-            elif missing == 1 and (known <= seat.room or self._room_for(task, seat, busy)):
+            elif missing == 1 and (known <= seat.request.extended_tokens or self._room_for(task, seat, busy)):
                 scored = task.score_from if task.scoring else None
-                chunks.append((task, Chunk(seat.ring, seat.planned, known, True, scored)))
+                parts.append((task, TextPart(seat.ring, seat.planned, known, True, scored)))
                 seat.planned = known
-        chunks = [each for each in chunks if each[0].stage is running]
-        tokens = max(self.config.step_tokens - len(chunks), self.page_tokens)
+        parts = [each for each in parts if each[0].stage is running]
+        tokens = max(self.config.step_tokens - len(parts), self.page_tokens)
         shares = share(tokens, [missing for _, _, missing in prompts], self.page_tokens)
         for (task, seat, missing), count in zip(prompts, shares, strict=True):
             if count and task.stage is running:
                 end = seat.planned + count
-                chunks.append((task, Chunk(seat.ring, seat.planned, end, count == missing, task.score_from)))
+                parts.append(
+                    (task, TextPart(seat.ring, seat.planned, end, count == missing, task.score_from))
+                )
                 seat.planned = end
-        return [chunk for _, chunk in chunks]
+        return [part for _, part in parts]
 
     def _room_for(self, task: Task, seat: Seat, busy: set[Task]) -> bool:
         """Make room for the next position, if need be by preempting the last running task. False: not yet."""
-        while seat.planned >= seat.room:
-            first = len(seat.places)
+        table = seat.request.table
+        while seat.planned >= seat.request.extended_tokens:
+            first = len(table)
             if self._extend(seat, seat.planned):
-                self._changes.append(PageTable(seat.ring, first, tuple(seat.places[first:])))
+                self._changes.append(PageTable(seat.ring, first, tuple(map(place, table[first:]))))
                 return True
             last = self.running[-1]
             if self.cache.places.pages_leaving:
@@ -381,14 +384,12 @@ class Scheduler:
             return  # a replay is not over
         seat.committed = seat.computed // self.page_tokens
         task.name_pages()
-        request = seat.request
-        first = request.committed
+        request, first = seat.request, seat.request.committed
+        own = request.table[first : seat.committed]
         self.cache.commit(request, seat.computed)
-        shared = [place(page) for page in request.table[first : request.committed]]
-        if shared != seat.places[first : request.committed]:  # another task was first: its pages are used
-            seat.places[first : request.committed] = shared
+        if request.table[first : seat.committed] != own:  # another task was first: its pages are used
+            shared = map(place, request.table[first : seat.committed])
             self._changes.append(PageTable(seat.ring, first, tuple(shared)))
-        seat.tails = {b: p for b, p in seat.tails.items() if b > seat.computed}
 
     def _drawn(self, task: Task, token: TokenOut) -> Outcome:
         """The text goes on with a token, or ends."""

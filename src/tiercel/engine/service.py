@@ -17,9 +17,8 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from tiercel.engine.ask import Ask, Delta, Finish, Usage
+from tiercel.engine.ask import Ask, Delta, Explanation, Finish, Usage
 from tiercel.engine.engine import Engine
-from tiercel.engine.explain import Explanation
 from tiercel.engine.loop import overlapped_steps, plain_steps
 from tiercel.errors import EngineError, StoreError
 from tiercel.events import EventPublisher

@@ -37,7 +37,7 @@ class PageTable(NamedTuple):
     places: tuple[int, ...]
 
 
-class Chunk(NamedTuple):
+class TextPart(NamedTuple):
     """Positions start … end - 1 of the text in a ring are computed."""
 
     ring: int
@@ -53,17 +53,17 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """Changes first, then one forward over all chunks."""
+    """Changes first, then one forward over all parts."""
 
     changes: tuple[Begin | PageTable, ...] = ()
-    chunks: tuple[Chunk, ...] = ()
+    parts: tuple[TextPart, ...] = ()
 
 
 class Drawn(NamedTuple):
     """What a step came to."""
 
     results: list[TokenOut | Exception | None]
-    """One for each chunk: the token drawn, why its text can not go on, or None where nothing is drawn."""
+    """One for each part: the token drawn, why its text can not go on, or None where nothing is drawn."""
     scores: dict[int, list[TokenOut]]
     """By ring: the prompt's tokens that follow the scored positions."""
     seconds: float

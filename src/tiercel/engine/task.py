@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -42,12 +42,6 @@ class Seat:
     """Positions whose rows are written."""
     planned: int
     """Positions that are computed once the step under way is done."""
-    room: int = 0
-    """Positions below this have a place."""
-    tails: dict[int, int] = field(default_factory=dict)
-    """Boundary in tokens → device place of a tail that is not written yet."""
-    places: list[int] = field(default_factory=list)
-    """The page table as the runner knows it."""
     committed: int = -1
     """Pages that were full at the last commit; -1: none yet."""
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
-from tiercel.engine.ask import Ask, Delta
-from tiercel.engine.explain import Explanation
+from tiercel.engine.ask import Ask, Delta, Explanation
 from tiercel.errors import EngineError
 from tiercel.text.text import Text
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from tiercel.engine.explain import Explanation
+from tiercel.engine.ask import Explanation
 from tiercel.server import keys
 from tiercel.server.asks import own_id
 from tiercel.server.border import visit_of
