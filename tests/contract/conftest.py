@@ -11,7 +11,7 @@ import pytest
 from tests.servers import mooncake_holder, mooncake_master, redis_server
 from tiercel.errors import StoreError
 from tiercel.storage.base import Put, Store
-from tiercel.storage.conformance.subject import SMALL_BYTES, Subject
+from tiercel.storage.conformance.samples import SMALL_BYTES, Subject
 from tiercel.storage.file import FileStore
 from tiercel.storage.memory import MemoryStore
 from tiercel.storage.mooncake import MooncakeStore

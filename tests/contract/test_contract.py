@@ -7,8 +7,8 @@ import pytest
 from tests.simulation.copies import HeldCopies
 from tests.simulation.specs import SPECS
 from tiercel.memory.buffers import HostMemory
-from tiercel.storage.conformance.run import CHECKS
-from tiercel.storage.conformance.subject import Inapplicable
+from tiercel.storage.conformance.checks import CHECKS
+from tiercel.storage.conformance.samples import Inapplicable
 from tiercel.transfer.mover import StoreMover, Workers
 from tiercel.transfer.operation import Presence, RecordPlace, Work
 from tiercel.types import HostPageId, PageKey

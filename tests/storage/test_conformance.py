@@ -8,9 +8,10 @@ import pytest
 
 from tiercel.errors import StoreError
 from tiercel.storage.base import Checked, Put, Store
-from tiercel.storage.conformance import samples, threads, values, whole
-from tiercel.storage.conformance.run import CHECKS, run_checks
-from tiercel.storage.conformance.subject import SMALL_BYTES, Outcome, Subject
+from tiercel.storage.conformance import checks, samples
+from tiercel.storage.conformance.checks import CHECKS
+from tiercel.storage.conformance.run import Outcome, run_checks
+from tiercel.storage.conformance.samples import SMALL_BYTES, Subject
 from tiercel.storage.memory import MemoryStore
 from tiercel.storage.record import Flaw, parse
 
@@ -329,37 +330,37 @@ class CompactsTooMuch(MemoryStore):
 
 
 BROKEN = {
-    ChecksOnlyLengths: whole.check_finds_what_is_damaged,
-    CompactsTooMuch: whole.compact_loses_nothing,
-    RaisesOnDamage: values.what_can_not_be_read_is_deleted_and_put_again,
-    DeletesOnlyWhatItCanRead: values.what_can_not_be_read_is_deleted_and_put_again,
-    RemembersWhatItHad: values.what_can_not_be_read_is_deleted_and_put_again,
-    IsNotThereWhileItIsPut: threads.what_is_there_is_never_missed,
-    AcceptsAnyLength: values.another_length_is_a_miss,
-    KeepsTheCallersBuffer: values.buffers_are_not_kept,
-    AnswersForAnotherKey: values.any_bytes_may_be_a_key,
-    TearsValues: threads.threads_see_whole_values_or_none,
-    ReusesMemory: threads.threads_see_whole_values_or_none,
-    RaisesOnAMiss: values.a_miss_is_an_answer,
-    ForgetsWhatItPut: values.a_batch_answers_each_in_its_place,
-    ClearsNothing: values.clear_forgets_everything,
-    CountsAbsentKeys: values.what_was_deleted_is_gone_and_counted,
-    GoesOnAfterClose: whole.a_closed_store_refuses,
-    ClosesOnlyOnce: whole.a_closed_store_refuses,
-    RaisesWhenFull: whole.a_full_store_answers,
-    NeverFull: whole.a_full_store_answers,
-    TellsRemovedTwice: whole.a_full_store_answers,
-    AnswersInAnotherOrder: values.a_batch_answers_each_in_its_place,
-    FillsOneOfTwo: values.a_batch_answers_each_in_its_place,
-    WritesBesideTheParts: values.a_value_comes_back_as_it_was_put,
-    TellsWhatTheCallerDeleted: whole.removed_tells_only_what_the_store_let_go,
-    ListsPayloadBytes: whole.keys_lists_what_is_there,
-    MiscountsRecords: whole.stats_has_records_and_bytes,
-    HasNoStats: whole.stats_has_records_and_bytes,
-    DropsWhatIsLong: values.a_value_comes_back_as_it_was_put,
-    ReadsAfterClose: threads.closing_under_way_breaks_nothing,
-    IsNoFactoryOfItself: whole.leaving_a_with_closes,
-    ComesBackWithWhatWasDeleted: whole.what_was_kept_outlives_the_store,
+    ChecksOnlyLengths: checks.check_finds_what_is_damaged,
+    CompactsTooMuch: checks.compact_loses_nothing,
+    RaisesOnDamage: checks.what_can_not_be_read_is_deleted_and_put_again,
+    DeletesOnlyWhatItCanRead: checks.what_can_not_be_read_is_deleted_and_put_again,
+    RemembersWhatItHad: checks.what_can_not_be_read_is_deleted_and_put_again,
+    IsNotThereWhileItIsPut: checks.what_is_there_is_never_missed,
+    AcceptsAnyLength: checks.another_length_is_a_miss,
+    KeepsTheCallersBuffer: checks.buffers_are_not_kept,
+    AnswersForAnotherKey: checks.any_bytes_may_be_a_key,
+    TearsValues: checks.threads_see_whole_values_or_none,
+    ReusesMemory: checks.threads_see_whole_values_or_none,
+    RaisesOnAMiss: checks.a_miss_is_an_answer,
+    ForgetsWhatItPut: checks.a_batch_answers_each_in_its_place,
+    ClearsNothing: checks.clear_forgets_everything,
+    CountsAbsentKeys: checks.what_was_deleted_is_gone_and_counted,
+    GoesOnAfterClose: checks.a_closed_store_refuses,
+    ClosesOnlyOnce: checks.a_closed_store_refuses,
+    RaisesWhenFull: checks.a_full_store_answers,
+    NeverFull: checks.a_full_store_answers,
+    TellsRemovedTwice: checks.a_full_store_answers,
+    AnswersInAnotherOrder: checks.a_batch_answers_each_in_its_place,
+    FillsOneOfTwo: checks.a_batch_answers_each_in_its_place,
+    WritesBesideTheParts: checks.a_value_comes_back_as_it_was_put,
+    TellsWhatTheCallerDeleted: checks.removed_tells_only_what_the_store_let_go,
+    ListsPayloadBytes: checks.keys_lists_what_is_there,
+    MiscountsRecords: checks.stats_has_records_and_bytes,
+    HasNoStats: checks.stats_has_records_and_bytes,
+    DropsWhatIsLong: checks.a_value_comes_back_as_it_was_put,
+    ReadsAfterClose: checks.closing_under_way_breaks_nothing,
+    IsNoFactoryOfItself: checks.leaving_a_with_closes,
+    ComesBackWithWhatWasDeleted: checks.what_was_kept_outlives_the_store,
 }
 
 
@@ -402,7 +403,7 @@ def test_a_store_that_can_not_list_is_not_wrong():
     class Silent(MemoryStore):
         keys = Store.keys
 
-    result = run_checks(Subject(Silent), [whole.keys_lists_what_is_there])[0]
+    result = run_checks(Subject(Silent), [checks.keys_lists_what_is_there])[0]
     assert result.outcome is Outcome.INAPPLICABLE
     assert "can not list" in result.why
 
@@ -422,7 +423,7 @@ def test_every_store_that_was_opened_is_closed_also_by_a_check_that_fails():
 
 
 def test_a_result_reads_as_a_sentence():
-    result = run_checks(Subject(ClearsNothing), [values.clear_forgets_everything])[0]
+    result = run_checks(Subject(ClearsNothing), [checks.clear_forgets_everything])[0]
     assert str(result) == "FAILED       clear forgets everything: AssertionError: after clear: contains"
 
 
@@ -436,7 +437,7 @@ def test_a_store_that_hangs_is_told(monkeypatch):
                 return super().put(values)
 
     with stuck:
-        result = run_checks(Subject(Hangs), [threads.what_one_thread_keeps_others_find])[0]
+        result = run_checks(Subject(Hangs), [checks.what_one_thread_keeps_others_find])[0]
     assert "did not return" in result.why
 
 
@@ -445,8 +446,7 @@ def test_every_check_is_listed_and_says_what_it_is():
     assert len(listed) == len(CHECKS)
     takes_subject = {
         name
-        for module in (values, threads, whole)
-        for name, value in vars(module).items()
+        for name, value in vars(checks).items()
         if callable(value) and getattr(value, "__annotations__", {}).get("subject") == "Subject"
     }
     assert takes_subject == listed

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from threading import Thread
+from concurrent.futures import Future
 from typing import Any
 
 from tiercel.cache.fetches import Fetches
@@ -22,6 +22,7 @@ from tiercel.policy.breaker import Breaker, BreakerState
 from tiercel.policy.fetch import Rate
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.storage.record import Kind, page_key_of
+from tiercel.threads import start
 from tiercel.transfer.mover import StoreMover
 from tiercel.transfer.operation import Operation, Presence, Work
 from tiercel.tree.actions import Cleared, Event
@@ -64,7 +65,7 @@ class StoreTier:
         self._timeout_s = config.store_timeout_s
         self._clock = clock
         self._left = False
-        self._closer: Thread | None = None
+        self._closed: Future[None] | None = None
         self._ended_s: dict[str, float] = {}
         self._probe_s = self._numbers_s = clock()
         mover.submit(Work.PROBE)
@@ -195,10 +196,9 @@ class StoreTier:
 
     def close(self) -> bool:
         """After `leave`, when nothing is under way any more. Never blocks: True once it is closed."""
-        if self._closer is None:
-            self._closer = Thread(target=self.mover.close, name="tiercel-store-close", daemon=True)
-            self._closer.start()
-        return not self._closer.is_alive()
+        if self._closed is None:
+            self._closed = start(self.mover.close, "tiercel-store-close")
+        return self._closed.done()
 
     # Looking
 

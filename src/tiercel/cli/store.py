@@ -88,8 +88,9 @@ def conformance(
     as_json: AsJson = False,
 ) -> None:
     """Test a store against the contract of tiercel.storage.base. Exit code 1: a check failed."""
-    from tiercel.storage.conformance.run import CHECKS, run_checks
-    from tiercel.storage.conformance.subject import Outcome, Subject
+    from tiercel.storage.conformance.checks import CHECKS
+    from tiercel.storage.conformance.run import Outcome, run_checks
+    from tiercel.storage.conformance.samples import Subject
 
     make = _factory(source, arguments or [])
     _refuse_full(source, make)

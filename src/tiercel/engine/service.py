@@ -25,6 +25,7 @@ from tiercel.events import EventPublisher
 from tiercel.storage.open import open_store
 from tiercel.storage.secrets import hide
 from tiercel.text.text import Text
+from tiercel.threads import start
 from tiercel.transfer.mover import StoreMover
 
 log = logging.getLogger(__name__)
@@ -118,11 +119,11 @@ class EngineService:
 
     async def attach_store(self, url: str) -> None:
         """Use a store from now on. Raises `ConfigError` or `StoreError`, and then nothing has happened."""
-        mover = await asyncio.to_thread(self._open_store, url)
+        mover = await asyncio.wrap_future(start(lambda: self._open_store(url), "tiercel-store-open"))
         try:
             await asyncio.wrap_future(self._ask(lambda: self._engine.cache.attach_mover(mover)))
         except BaseException:
-            threading.Thread(target=mover.close, daemon=True).start()
+            start(mover.close, "tiercel-store-close")
             raise
         self._store_url = hide(url, url)
 

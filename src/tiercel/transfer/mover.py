@@ -28,7 +28,7 @@ from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.stream import Stream
 from tiercel.storage.base import Get, Put, Store
 from tiercel.storage.record import Flaw, Form, Kind, RecordKey
-from tiercel.transfer.crew import Crew
+from tiercel.threads import Crew
 from tiercel.transfer.operation import Operation, Presence, RecordPlace, Work
 from tiercel.types import PageKey
 

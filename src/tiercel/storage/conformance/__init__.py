@@ -7,6 +7,6 @@ for result in run_checks(Subject(open=lambda: MyStore("somewhere/empty"))):
 """
 
 from tiercel.storage.conformance.run import run_checks
-from tiercel.storage.conformance.subject import Subject
+from tiercel.storage.conformance.samples import Subject
 
 __all__ = ["Subject", "run_checks"]

@@ -1,23 +1,39 @@
-"""Every check, and how they are run."""
+"""How the checks are run, and what they found."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
+from enum import Enum
+from typing import NamedTuple
 
 from tiercel.storage.base import Store
-from tiercel.storage.conformance import threads, values, whole
-from tiercel.storage.conformance.subject import Check, Inapplicable, Outcome, Result, Subject
-
-CHECKS = values.CHECKS + threads.CHECKS + whole.CHECKS
+from tiercel.storage.conformance.checks import CHECKS
+from tiercel.storage.conformance.samples import Inapplicable, Subject
 
 
-def run_checks(subject: Subject, checks: Sequence[Check] = CHECKS) -> list[Result]:
+class Outcome(Enum):
+    PASSED = "passed"
+    FAILED = "FAILED"
+    INAPPLICABLE = "inapplicable"
+
+
+class Result(NamedTuple):
+    check: str
+    outcome: Outcome
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.outcome.value:12} {self.check.replace('_', ' ')}{': ' if self.why else ''}{self.why}"
+
+
+def run_checks(subject: Subject, checks: Sequence[Callable[[Subject], None]] = CHECKS) -> list[Result]:
     """Run each check, and close the stores that it opened."""
     return [_run(check, subject) for check in checks]
 
 
-def _run(check: Check, subject: Subject) -> Result:
+def _run(check: Callable[[Subject], None], subject: Subject) -> Result:
     try:
         with ExitStack() as opened:
 
@@ -25,11 +41,11 @@ def _run(check: Check, subject: Subject) -> Result:
                 return lambda: opened.enter_context(closing(factory()))
 
             check(
-                Subject(
-                    closed_later(subject.open),
-                    subject.open_small and closed_later(subject.open_small),
-                    subject.open_again and closed_later(subject.open_again),
-                    subject.spoil,
+                replace(
+                    subject,
+                    open=closed_later(subject.open),
+                    open_small=subject.open_small and closed_later(subject.open_small),
+                    open_again=subject.open_again and closed_later(subject.open_again),
                 )
             )
     except Inapplicable as why:

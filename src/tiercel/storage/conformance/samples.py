@@ -1,25 +1,45 @@
-"""Records for the checks. Every byte of a record follows from its name, so every answer can be verified."""
+"""What the checks work with: the store to check, and records whose bytes follow from their names."""
 
 from __future__ import annotations
 
 import hashlib
 import random
-import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
-from threading import Thread
 
 from tiercel.storage.base import Get, Put, Store
 from tiercel.storage.record import ALIGN_LEAST, Flaw, Form, Kind, RecordKey
+from tiercel.threads import start
 
-_GAP = 3
-_BESIDE = 0xA5
-"""Three bytes of this are between parts: `get` must not change them."""
+SMALL_BYTES = 16 << 20
+"""The size of a small store, about."""
+
+_BESIDE = b"\xa5\xa5\xa5"
+"""Bytes between the parts of a read: `get` must not change them."""
 
 WAIT_S = 120
 """How long a check waits for a thread. After that it fails: the store hangs."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """How to open the store to check. Most checks leave stores open: `run_checks` closes them."""
+
+    open: Callable[[], Store]
+    """An empty store. It may be the same store as before, cleared, if that is still open."""
+    open_small: Callable[[], Store] | None = None
+    """An empty store of about `SMALL_BYTES`. None: not possible."""
+    open_again: Callable[[], Store] | None = None
+    """Called after a close: the last store of `open`, with its values. None: the store is not durable."""
+    spoil: Callable[[Store, RecordKey], None] | None = None
+    """Damage the value of a key without using the store. None: not possible."""
+
+
+class Inapplicable(Exception):
+    """The check does not concern this store."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +86,10 @@ class Read:
         whole = sample.form.record_bytes + bytes_more
         ends = sorted({cut for cut in (sample.form.header_bytes, *cuts) if cut < whole} | {whole})
         self._ranges = [
-            slice(start + _GAP * number, end + _GAP * number)
-            for number, (start, end) in enumerate(pairwise([0, *ends]), start=1)
+            slice(begin + len(_BESIDE) * number, end + len(_BESIDE) * number)
+            for number, (begin, end) in enumerate(pairwise([0, *ends]), start=1)
         ]
-        self._memory = bytearray([_BESIDE]) * (self._ranges[-1].stop + _GAP)
+        self._memory = bytearray(_BESIDE) * (self._ranges[-1].stop // len(_BESIDE) + 2)
         view = memoryview(self._memory)
         self.get = Get(sample.key, [view[each] for each in self._ranges])
 
@@ -87,7 +107,7 @@ class Read:
         beside = bytearray(self._memory)
         for each in reversed(self._ranges):
             del beside[each]
-        expect(set(beside) == {_BESIDE}, f"{what}: get wrote outside the parts it was given")
+        expect(not beside.strip(_BESIDE), f"{what}: get wrote outside the parts it was given")
 
 
 def expect(condition: bool, why: str) -> None:
@@ -98,6 +118,13 @@ def expect(condition: bool, why: str) -> None:
 def keep(store: Store, samples: Sequence[Sample]) -> None:
     answer = store.put([sample.put() for sample in samples])
     expect(answer == [True] * len(samples), f"put of {len(samples)} values answered {answer}")
+
+
+def kept(store: Store, count: int, payload_bytes: int = 4096) -> list[Sample]:
+    """New samples, put into the store."""
+    samples = [maker(store)(number, payload_bytes) for number in range(count)]
+    keep(store, samples)
+    return samples
 
 
 def expect_there(store: Store, samples: Sequence[Sample], what: str) -> None:
@@ -123,20 +150,7 @@ def maker(store: Store) -> Callable[..., Sample]:
 
 def together(acts: Iterable[Callable[[], None]]) -> None:
     """Run all at the same time, each in a thread. Raises the first error."""
-    errors: list[Exception] = []
-
-    def run(act: Callable[[], None]) -> None:
-        try:
-            act()
-        except Exception as error:  # noqa: BLE001 - raised below
-            errors.append(error)
-
-    threads = [Thread(target=run, args=(act,), daemon=True) for act in acts]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + WAIT_S
-    for thread in threads:
-        thread.join(deadline - time.monotonic())
-        expect(not thread.is_alive(), f"a call did not return in {WAIT_S} s")
-    if errors:
-        raise errors[0]
+    running = [start(act, "tiercel-conformance") for act in acts]
+    expect(not wait(running, WAIT_S).not_done, f"a call did not return in {WAIT_S} s")
+    for each in running:
+        each.result()

@@ -28,14 +28,18 @@ from tiercel.storage.file.index import Index
 from tiercel.storage.file.room import Candidate, Limits, Standing
 from tiercel.storage.file.segment import Segment, copy, create, load
 from tiercel.storage.file.table import packed_bytes
-from tiercel.storage.file.workers import Workers
 from tiercel.storage.record import Kind, RecordKey, View
+from tiercel.threads import Crew
 
 FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 """Errors that mean that the disk is full. Any other error is a failure."""
 
 GROUP_BYTES = 32 * 1024**2
 """The most bytes of one write. The next thread waits that long."""
+
+READERS = 4
+"""Threads that read where there is no queue of the kernel: the caller and three more. Reads of 256 KiB on a
+virtual disk, 2 cores, 2026-10: 1 thread 2.6 GB/s, 4: 3.9, 8: 4.6."""
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +57,7 @@ class Log:
         self.doubtful: set[RecordKey] = set()
         """Keys of failed writes: a replay may find their records or notes, or not."""
         self.lanes = Lanes(queued=folder.direct_io)
-        self.workers = Workers()
+        self.readers = Crew(READERS - 1, "tiercel-file-store")
         self.commit = GroupCommit(self.lock, self._write_next)
         self._folder = folder
         self._policy = policy
@@ -119,7 +123,7 @@ class Log:
             uses.save(self._folder.uses, self.index.pack_uses())
         for segment in self.index.segments.values():
             segment.close()
-        self.workers.close()
+        self.readers.shutdown()
         self.lanes.close()
 
     # Appending

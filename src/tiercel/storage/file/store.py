@@ -21,12 +21,11 @@ from tiercel.storage.file import direct, note, room
 from tiercel.storage.file.commit import Record
 from tiercel.storage.file.direct import ALIGN, padded
 from tiercel.storage.file.folder import Folder
-from tiercel.storage.file.log import Log
+from tiercel.storage.file.log import READERS, Log
 from tiercel.storage.file.queue import Request
 from tiercel.storage.file.room import Limits
 from tiercel.storage.file.segment import HEADER_MOST, Reader, Segment
 from tiercel.storage.file.table import OtherVersion, packed_bytes
-from tiercel.storage.file.workers import THREADS
 from tiercel.storage.record import ALIGN_LEAST, MAGIC, Flaw, Header, Kind, RecordKey, View, parse
 
 SPAN_BYTES = 2 * 1024**2
@@ -99,11 +98,10 @@ class FileStore(Store):
         answers = [False] * len(wanted)
         with self._call("reading records"):
             spans = self._find(wanted)
-            threads = 1 if self._log.lanes.queued else THREADS
+            threads = 1 if self._log.lanes.queued else READERS
             shares = [spans[start::threads] for start in range(min(threads, len(spans)))]
             try:
-                if shares:
-                    self._log.workers.each(lambda share: self._read(share, wanted, answers), shares)
+                self._log.readers.each(lambda share: self._read(share, wanted, answers), shares)
             finally:
                 self._let_go(span.segment for span in spans)
         return answers
