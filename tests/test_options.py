@@ -1,17 +1,25 @@
 """Goal: a setting is an option, and reaches what it sets. Method: every option given, field by field."""
 
 from dataclasses import MISSING, fields
+from inspect import signature
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from tiercel.cli import options
+from tiercel.cli.serve import serve
+from tiercel.cli.verify import verify
 from tiercel.config import CacheConfig
 from tiercel.engine.config import Build, EngineConfig
 from tiercel.errors import ConfigError
+from tiercel.server.options import ServerOptions
 
-KINDS = (Build, EngineConfig, CacheConfig)
+KINDS = (ServerOptions, Build, EngineConfig, CacheConfig)
+
+
+def settings_of(kind):
+    return [each for each in fields(kind) if "help" in each.metadata]
 
 
 def taken_from(*arguments, **options_of):
@@ -32,6 +40,7 @@ def taken_from(*arguments, **options_of):
 def test_without_options_everything_is_as_the_classes_say():
     model, settings = taken_from()
     assert model == options.MODEL
+    assert options.made(ServerOptions, settings) == ServerOptions()
     assert options.made(CacheConfig, settings) == CacheConfig()
     assert options.made(Build, settings) == Build()
     assert options.made(EngineConfig, settings, cache=CacheConfig()) == EngineConfig(cache=CacheConfig())
@@ -39,7 +48,7 @@ def test_without_options_everything_is_as_the_classes_say():
 
 @pytest.mark.parametrize(
     ("kind", "field"),
-    [(kind, each) for kind in KINDS for each in fields(kind) if "help" in each.metadata],
+    [(kind, each) for kind in KINDS for each in settings_of(kind)],
     ids=lambda value: getattr(value, "name", ""),
 )
 def test_every_setting_is_an_option_that_reaches_its_field(kind, field):
@@ -50,6 +59,8 @@ def test_every_setting_is_an_option_that_reaches_its_field(kind, field):
         given, wanted = ["--plain" if field.name == "overlap" else f"--no-{field.name}"], False
     elif field.default is False:
         given, wanted = [option], True
+    elif isinstance(field.default, tuple):
+        given, wanted = [option, "memory:", option, "file:///x"], ("memory:", "file:///x")
     elif isinstance(field.default, float):
         given, wanted = [option, "7.5"], 7.5
     elif isinstance(field.default, int) or "least" in field.metadata or field.name == "page_tokens":
@@ -81,6 +92,11 @@ def test_a_command_may_leave_settings_out_and_have_defaults_of_its_own():
         (EngineConfig, {"running_max": 0}),
         (EngineConfig, {"context_tokens": 0}),
         (Build, {"share": "everything"}),
+        (ServerOptions, {"port": 65536}),
+        (ServerOptions, {"connections_max": 0}),
+        (ServerOptions, {"shutdown_s": 0.5}),
+        (ServerOptions, {"api_key": "secret"}),
+        (ServerOptions, {"store_allow": ("file:relative",)}),
     ],
 )
 def test_a_value_that_breaks_a_rule_is_named(kind, wrong):
@@ -92,3 +108,21 @@ def test_a_size_that_is_none_is_named_as_the_user_wrote_it():
     _, settings = taken_from("--host-memory", "much")
     with pytest.raises(ConfigError, match="--host-memory"):
         options.made(CacheConfig, settings)
+
+
+def test_an_option_may_come_from_the_environment(monkeypatch):
+    monkeypatch.setenv("TIERCEL_API_KEY", "one two")
+    monkeypatch.setenv("TIERCEL_ADMIN_KEY", "three")
+    made = options.made(ServerOptions, taken_from()[1])
+    assert (made.api_key, made.admin_key) == (("one", "two"), "three")
+
+
+def test_every_option_of_serve_is_a_setting_and_every_setting_is_one():
+    named = {each.metadata.get("option", each.name) for kind in KINDS for each in settings_of(kind)}
+    assert set(signature(serve).parameters) == {"model"} | named
+
+
+def test_verify_offers_only_what_has_an_effect_there():
+    offered = set(signature(verify).parameters)
+    assert offered.isdisjoint({"store", "fetch", "fetch_deadline_s", "force_miss", "overlap", "waiting_max"})
+    assert {"running_max", "replay", "evict", "host_memory"} <= offered

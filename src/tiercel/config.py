@@ -1,8 +1,8 @@
-"""Settings: frozen, checked once, every default with its reason. A `setting` is an option of the command line
-too, so that a new one is written down in one place.
+"""Settings: frozen, checked once, every default with its reason. A `setting` with a help text is an option of
+the command line too, so a new option is written down in one place.
 
-Names of policies, layouts and copiers are checked here against the names their rooms define, so a
-typing error is found at start and not at the first copy.
+The names of policies, layouts and copiers are checked here: a typing error is found at start, not at
+the first copy.
 """
 
 from __future__ import annotations
@@ -52,13 +52,14 @@ def load_class(name: str, base: type) -> Any:
     return found
 
 
-def setting(default: Any, help: str, **rules: Any) -> Any:
-    """A field that the command line offers as an option: by its own name, or as `option`.
+def setting(default: Any, help: str = "", **rules: Any) -> Any:
+    """A field with rules. If it has a `help`, it is an option of the command line: its name, or `option`.
 
-    Rules: `one_of` these names; a whole number of at `least` so much; `seconds`; `memory`, bytes that may be
-    written as 40GiB; `flag`, the form of an option that is on or off.
+    Rules: `one_of` these names; a whole number of at `least` so much, at `most` so much; `seconds`; `memory`:
+    bytes that may be written as 40GiB; `flag`: the form of an option that is on or off; `envvar`: a variable
+    that may give its value. A tuple of strings is an option that can be repeated.
     """
-    return field(default=default, metadata={"help": help, **rules})
+    return field(default=default, metadata=rules | ({"help": help} if help else {}))
 
 
 def check_settings(settings: Any) -> None:
@@ -70,10 +71,14 @@ def check_settings(settings: Any) -> None:
         whole = isinstance(value, int) and not isinstance(value, bool)
         if "least" in rules and not (whole and value >= rules["least"]):
             raise ConfigError(each.name, value, f"must be a whole number of at least {rules['least']}")
-        if "seconds" in rules and not (
-            isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e6
-        ):
+        if "most" in rules and value > rules["most"]:
+            raise ConfigError(each.name, value, f"must be at most {rules['most']}")
+        if "seconds" in rules and not ((whole or isinstance(value, float)) and 0 < value < 1e6):
             raise ConfigError(each.name, value, "must be seconds, more than none")
+        if isinstance(each.default, tuple) and not isinstance(value, tuple):
+            raise ConfigError(
+                each.name, "…", "must be a tuple"
+            )  # a string would be one value for each letter
         names = rules.get("one_of", (value,))
         if value not in names and not (OWN_CLASS in names and ":" in str(value)):
             raise ConfigError(each.name, value, f"must be one of {', '.join(names)}")
@@ -83,13 +88,10 @@ def check_settings(settings: Any) -> None:
 class CacheConfig:
     """How one cache is run. What a model stores is not here: that is `CacheSpec`."""
 
-    device_pages: int = field(default=0, metadata={"least": 0})
-    """Places for pages on the device. No other default: it is what is left beside the weights. 0 where the
-    device memory is another engine's (`HostCache`)."""
-
-    device_tails: int = field(default=0, metadata={"least": 0})
+    device_pages: int = setting(0, least=0)
+    """Places for pages on the device. 0 where another engine owns the device memory (`HostCache`)."""
+    device_tails: int = setting(0, least=0)
     """Places for tails on the device. 0 is right only for a spec without tails."""
-
     host_bytes: int = setting(
         0,
         "Host memory for pages and tails; 0 turns the host tier off.",
@@ -97,34 +99,21 @@ class CacheConfig:
         memory=True,
         option="host_memory",
     )
-    """The one host budget, shared by pages and tails. 0 turns the host tier off."""
-
     layout: str = setting("page_first_direct", "Layout of host memory.", one_of=LAYOUTS)
-    """Host layout. The default keeps a page one record and each layer of it one plain copy."""
-
+    """The default keeps a page one record, and each layer of it one plain copy."""
     copier: str = setting("direct", "Which code copies between device and host.", one_of=COPIERS)
-    """Who moves bytes. `reference` is the slow truth the others are compared with."""
-
+    """`reference` is slow; the others are compared with it."""
     save: str = setting("through", "When a page is copied to the host.", one_of=SAVE_POLICIES)
-    """When a page is copied to the host. `through` makes evictions free of copies."""
-
+    """`through`: an eviction from the device needs no copy."""
     evict: str = setting("lru", "Which page is evicted first.", one_of=(*EVICT_POLICIES, OWN_CLASS))
-    """Who goes first: a name, or `module:Class` of a policy of your own."""
-
     tail_every_pages: int = setting(16, "A tail at least every so many pages of a prompt.", least=1)
-    """A tail each so many pages of a long text (DeepSeek V4 Flash: each 4 K tokens, 23 % more bytes)."""
-
+    """DeepSeek V4 Flash: a tail each 4 K tokens, 23 % more bytes."""
     tails_per_path: int = setting(64, "Tails between the root and a page, at most.", least=1)
-    """At most so many tails between the root and a page; the coldest gives way."""
-
+    """If there would be more, the coldest is removed."""
     fetch: str = setting("deadline", "How long a request waits for the store.", one_of=FETCH_POLICIES)
-    """How long a request waits for the store: not at all, until all is there, or until a deadline. None of
-    them fetches what is computed sooner."""
-
+    """Not at all, until all is read, or until a deadline. No policy fetches what is computed sooner."""
     fetch_deadline_s: float = setting(0.25, "Seconds a request waits for each 1,024 tokens.", seconds=True)
-    """For each 1,024 tokens a request hopes for, and at least once. A store that takes longer is slower than
-    most machines compute."""
-
+    """At least once this long. Most machines compute faster than a store that takes longer."""
     store_writing_bytes: int = setting(
         64 * 1024**2,
         "Host memory that writes to the store may hold.",
@@ -132,23 +121,17 @@ class CacheConfig:
         memory=True,
         option="store_writing_memory",
     )
-    """Host memory that writes to the store may hold at a time; never more than half of it."""
-
+    """Never more than half of the host memory."""
     store_timeout_s: float = setting(
         10.0, "Seconds after which an operation of the store has failed.", seconds=True
     )
-    """An operation of the store that takes longer has failed, whatever becomes of it."""
-
     huge_pages: bool = setting(False, "Ask the kernel for huge pages for host memory.", flag="--huge-pages")
-    """Ask the kernel for huge pages for host memory. Off: not every machine has them enabled."""
-
+    """Off: not every machine has them enabled."""
     host_shared: bool = False
     """Map host memory so that other processes can map it too: for ranks that copy for themselves."""
-
     force_miss: bool = setting(
         False, "Find nothing: for comparing cached with uncached runs.", flag="--force-miss"
     )
-    """Every match finds nothing: for comparing cached with uncached runs."""
 
     def __post_init__(self) -> None:
         check_settings(self)

@@ -8,7 +8,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -328,9 +328,9 @@ def events_of(response: httpx.Response) -> list[str]:
 
 
 @contextmanager
-def served(service: ScriptedService, options: ServerOptions = LOOPBACK, shutdown_s: float = 0):
+def served(service: ScriptedService, options: ServerOptions = LOOPBACK, shutdown_s: int = 0):
     """A real server on a free port of this machine; yields its address."""
-    server = Server(service, options, shutdown_s=shutdown_s, host="127.0.0.1", port=0, log_config=None)
+    server = Server(service, replace(options, port=0, shutdown_s=shutdown_s), log_config=None)
     thread = threading.Thread(target=server.run)
     listening = threading.Event()
     startup = server.startup

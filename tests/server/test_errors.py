@@ -316,7 +316,7 @@ def test_an_error_can_be_sent_whatever_is_in_it():
 
 
 def test_options_are_checked():
-    for wrong in ({"n_max": 0}, {"body_bytes_max": "8MiB"}, {"admin_key": ""}, {"api_key": " x"}):
+    for wrong in ({"n_max": 0}, {"body_bytes_max": "8MiB"}, {"admin_key": ""}, {"api_key": (" x",)}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             ServerOptions(**wrong)
     assert not ServerOptions().loopback

@@ -36,7 +36,7 @@ def flush(options, headers=None, service=None):
 
 @pytest.mark.parametrize("headers", WRONG, ids=str)
 def test_without_the_users_key_every_call_for_users_is_401_before_its_body_is_looked_at(headers):
-    with talking(ScriptedService(), ServerOptions(api_key="secret")) as talk:
+    with talking(ScriptedService(), ServerOptions(api_key=("secret",))) as talk:
         for method, path in USERS:
             response = talk(method, path, headers=headers, content=b"{")
             assert response.status_code == 401, path
@@ -45,14 +45,14 @@ def test_without_the_users_key_every_call_for_users_is_401_before_its_body_is_lo
 
 
 def test_with_the_users_key_they_are_answered():
-    options = ServerOptions(api_key="secrét")
+    options = ServerOptions(api_key=("secrét",))
     headers = {"authorization": "bearer secrét".encode()}
     assert call("GET", "/v1/models", options=options, headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize("path", PUBLIC)
 def test_probes_need_no_key(path):
-    assert call("GET", path, options=ServerOptions(api_key="secret")).status_code == 200
+    assert call("GET", path, options=ServerOptions(api_key=("secret",))).status_code == 200
 
 
 ADMIN = [
@@ -77,7 +77,7 @@ def test_without_any_key_only_this_machine_may_flush():
 @pytest.mark.parametrize("loopback", [True, False])
 def test_without_an_admin_key_the_users_key_guards_admin_calls(loopback):
     service = ScriptedService()
-    with talking(service, ServerOptions(api_key="user", loopback=loopback)) as talk:
+    with talking(service, ServerOptions(api_key=("user",), loopback=loopback)) as talk:
         for method, path in ADMIN:
             for headers in WRONG:
                 assert talk(method, path, headers=headers).status_code == 401, path
@@ -86,7 +86,7 @@ def test_without_an_admin_key_the_users_key_guards_admin_calls(loopback):
     assert service.events == ["flush 0.0"]
 
 
-@pytest.mark.parametrize("keys", [{}, {"api_key": "user"}, {"admin_key": "user"}], ids=str)
+@pytest.mark.parametrize("keys", [{}, {"api_key": ("user",)}, {"admin_key": "user"}], ids=str)
 @pytest.mark.parametrize("origin", ["http://evil.example", "http://localhost:9", "null", "http://[", ""])
 def test_a_page_from_elsewhere_can_not_make_admin_calls(origin, keys):
     service = ScriptedService()
@@ -134,7 +134,7 @@ def test_a_server_has_as_many_keys_as_it_has_users():
 @pytest.mark.parametrize("loopback", [True, False])
 def test_an_admin_key_is_asked_of_everyone(loopback):
     service = ScriptedService()
-    options = ServerOptions(api_key="user", admin_key="admin", loopback=loopback)
+    options = ServerOptions(api_key=("user",), admin_key="admin", loopback=loopback)
     with talking(service, options) as talk:
         for headers in (*WRONG, {"authorization": "Bearer user"}):
             assert talk("POST", "/flush_cache", headers=headers).status_code == 401
@@ -144,7 +144,7 @@ def test_an_admin_key_is_asked_of_everyone(loopback):
 
 
 def test_the_schema_says_which_calls_need_which_key():
-    options = ServerOptions(api_key="user", admin_key="admin")
+    options = ServerOptions(api_key=("user",), admin_key="admin")
     paths = create_app(ScriptedService(), options).openapi()["paths"]
     assert paths["/v1/models"]["get"]["security"] == [{"API key": []}]
     assert paths["/flush_cache"]["post"]["security"] == [{"admin key": []}]

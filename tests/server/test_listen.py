@@ -184,7 +184,7 @@ def test_an_answer_that_is_not_done_in_time_ends_with_an_error_of_its_own_form(c
     def ask(stream):
         answers[stream] = httpx.post(f"{url}/generate", json={"text": "x", "stream": stream}, timeout=20)
 
-    with served(service, LOOPBACK, shutdown_s=0.2) as url:
+    with served(service, LOOPBACK, shutdown_s=1) as url:
         asking = [threading.Thread(target=ask, args=[stream]) for stream in (False, True)]
         for each in asking:
             each.start()

@@ -140,7 +140,7 @@ def test_a_stream_that_is_closed_early_ends_the_request():
 
 
 def test_the_clients_key_is_the_users_key():
-    with served(ScriptedService(), ServerOptions(api_key="right", loopback=True)) as url:
+    with served(ScriptedService(), ServerOptions(api_key=("right",), loopback=True)) as url:
         for key, raised in (("right", None), ("wrong", openai.AuthenticationError)):
             with openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
                 if raised is None:

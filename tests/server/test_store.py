@@ -128,7 +128,7 @@ def test_a_server_that_is_starting_changes_no_store(method, path):
     [("GET", STORE), ("PUT", STORE), ("DELETE", STORE), ("POST", f"{STORE}/clear")],
 )
 def test_every_call_is_for_whoever_runs_the_server(method, path):
-    keys = ServerOptions(api_key="user", admin_key="admin", store_allow=("memory:",))
+    keys = ServerOptions(api_key=("user",), admin_key="admin", store_allow=("memory:",))
     service = ScriptedService(store=ATTACHED)
     for key in ("", "user"):
         response = call(method, path, service, keys, headers={"authorization": f"Bearer {key}"})

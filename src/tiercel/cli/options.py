@@ -19,10 +19,7 @@ Model = Annotated[
     str, typer.Argument(metavar="[MODEL]", help="A Hugging Face folder. Default: the embedded tiny-v4.")
 ]
 MODEL = EMBEDDED
-HOST_MEMORY = "1GiB"
 UNITS = {"GiB": 1024**3, "MiB": 1024**2}
-
-
 Command = Callable[..., None]
 
 
@@ -31,13 +28,13 @@ def with_settings(
 ) -> Callable[[Command], Command]:
     """Adds the settings of these classes to a command as options. They are the command's last parameter.
 
-    `without`: settings that are not options of this command. `defaults`: other defaults than the class's.
+    `without`: settings that are not options of this command. `defaults`: sizes other than the class's.
     """
 
     def decorate(command: Command) -> Command:
         hints = get_type_hints(command, include_extras=True)
-        own = [each.replace(annotation=hints[each.name]) for each in signature(command).parameters.values()]
-        *own, taken = own
+        parameters = signature(command).parameters.values()
+        *own, taken = [each.replace(annotation=hints[each.name]) for each in parameters]
         options = [_option(kind, each, defaults) for kind in kinds for each in _settings(kind)]
         options = [option for option in options if option.name not in without]
         names = {option.name for option in options}
@@ -58,12 +55,13 @@ def made(kind: type[T], settings: dict[str, Any], **more: Any) -> T:
     """An object of one class, from the user's settings and `more` values that are not options."""
     values = {}
     for each in _settings(kind):
-        if _name(each) not in settings:
+        name = _name(each)
+        if name not in settings:
             continue
-        value = settings[_name(each)]
+        value = settings[name]
         if "memory" in each.metadata:
-            value = parse_bytes(value, f"--{_name(each).replace('_', '-')}")
-        values[each.name] = value
+            value = parse_bytes(value, f"--{name.replace('_', '-')}")
+        values[each.name] = tuple(value or ()) if isinstance(each.default, tuple) else value
     return kind(**values, **more)
 
 
@@ -78,10 +76,13 @@ def _name(each: Field[Any]) -> str:
 def _option(kind: type, each: Field[Any], defaults: dict[str, str]) -> Parameter:
     name, rules = _name(each), each.metadata
     default: Any = each.default
-    kept_as = str if "memory" in rules else get_type_hints(kind)[each.name]
+    kept_as = get_type_hints(kind)[each.name]
     if "memory" in rules:
-        default = next((f"{default // size}{unit}" for unit, size in UNITS.items() if default >= size), "0")
+        size = next((f"{default // size}{unit}" for unit, size in UNITS.items() if default >= size), "0")
+        kept_as, default = str, defaults.get(name, size)
+    elif isinstance(default, tuple):
+        kept_as, default = list[str] | None, None
     told = f" {', '.join(rules['one_of'])}." if "one_of" in rules else ""
-    option = typer.Option(*[rules["flag"]] if "flag" in rules else [], help=rules["help"] + told)
-    default = defaults.get(name, default)
+    flag = [rules["flag"]] if "flag" in rules else []
+    option = typer.Option(*flag, help=rules["help"] + told, envvar=rules.get("envvar"))
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kept_as, option])

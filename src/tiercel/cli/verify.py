@@ -12,10 +12,11 @@ from tiercel.cli import options as o
 from tiercel.config import CacheConfig
 from tiercel.engine.config import Build, EngineConfig
 
+WITHOUT = ("store", "fetch", "fetch_deadline_s", "force_miss", "overlap", "waiting_max")
+"""Settings that the runs choose themselves, or that change nothing here."""
 
-@o.with_settings(
-    Build, EngineConfig, CacheConfig, without=("store", "fetch", "force_miss"), host_memory="256MiB"
-)
+
+@o.with_settings(Build, EngineConfig, CacheConfig, without=WITHOUT, host_memory="256MiB")
 def verify(
     model: o.Model = o.MODEL,
     kl: Annotated[float, typer.Option(help="The largest KL that passes.", min=0)] = 0.0,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tiercel.config import CacheConfig, check_settings, setting
+from tiercel.config import CacheConfig, check_settings, parse_bytes, setting
 from tiercel.errors import ConfigError
 from tiercel.models.families import EMBEDDED
 from tiercel.spec.identity import BITS, SHARES
 
-MIB = 1024**2
+DEVICE_MEMORY, HOST_MEMORY = "256MiB", "1GiB"
+"""What a server and `Offline` take by default. (`CacheConfig` has no host tier by default.)"""
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,11 @@ class Build:
     format: str = setting("fp32", "How entries are kept: fp32, bf16, fp8.")
     """How entries are kept. fp32: the bits of the model, on a CPU nothing else is faster."""
     device_bytes: int = setting(
-        256 * MIB, "Device memory for pages and tails.", least=1, memory=True, option="device_memory"
+        parse_bytes(DEVICE_MEMORY),
+        "Device memory for pages and tails.",
+        least=1,
+        memory=True,
+        option="device_memory",
     )
     """Device memory for pages and tails, which attention reads."""
     kernels: str = setting("auto", "Kernels: auto, native, reference.")

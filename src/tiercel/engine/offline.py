@@ -15,7 +15,7 @@ from typing import Any, Self
 from tiercel.config import parse_bytes
 from tiercel.engine.ask import Answer, Ask, Delta, Sampling
 from tiercel.engine.build import open_engine
-from tiercel.engine.config import Build, EngineConfig
+from tiercel.engine.config import DEVICE_MEMORY, HOST_MEMORY, Build, EngineConfig
 from tiercel.engine.engine import Engine
 from tiercel.engine.loop import plain_steps
 from tiercel.models.families import EMBEDDED
@@ -46,8 +46,8 @@ class Offline:
         self,
         model: str = EMBEDDED,
         *,
-        device_memory: str = "256MiB",
-        host_memory: str = "1GiB",
+        device_memory: str = DEVICE_MEMORY,
+        host_memory: str = HOST_MEMORY,
         store: str | None = None,
     ) -> None:
         """`model`: a Hugging Face folder, or the embedded one. `store`: its URL."""

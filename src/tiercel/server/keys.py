@@ -91,7 +91,7 @@ def _host_of(url: str) -> str:
 
 def user(options: ServerOptions) -> list[Dependency]:
     """For calls that want an answer."""
-    return [Depends(BearerKey(options.api_keys, scheme_name="API key"))] if options.api_keys else []
+    return [Depends(BearerKey(options.api_key, scheme_name="API key"))] if options.api_key else []
 
 
 def admin(options: ServerOptions) -> list[Dependency]:
@@ -99,6 +99,6 @@ def admin(options: ServerOptions) -> list[Dependency]:
     own = Depends(_own_origin)
     if options.admin_key:
         return [own, Depends(BearerKey([options.admin_key], scheme_name="admin key"))]
-    if options.api_keys:
+    if options.api_key:
         return [own, *user(options)]
     return [own, Depends(_this_machine if options.loopback else _refuse)]

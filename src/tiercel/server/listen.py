@@ -186,7 +186,7 @@ class Connection(H11Protocol):
 class Server(uvicorn.Server):
     """Serves until it is told to stop. The caller closes the service."""
 
-    def __init__(self, service: Service, options: ServerOptions, *, shutdown_s: float, **more: Any) -> None:
+    def __init__(self, service: Service, options: ServerOptions, **more: Any) -> None:
         options = _with_files(options)
         connection = partial(Connection, options=options, ended=EndedCount())
         config = uvicorn.Config(
@@ -195,12 +195,14 @@ class Server(uvicorn.Server):
             log_level="warning",
             access_log=False,
             timeout_keep_alive=options.idle_s,  # type: ignore[arg-type]
-            timeout_graceful_shutdown=shutdown_s + FAREWELL_S,  # type: ignore[arg-type]
+            timeout_graceful_shutdown=options.shutdown_s + FAREWELL_S,  # type: ignore[arg-type]
+            host=options.host,
+            port=options.port,
             **more,
         )
         super().__init__(config)
         self._service = service
-        self._shutdown_s = shutdown_s
+        self._shutdown_s = options.shutdown_s
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Lets answers finish for `shutdown_s`, then has the service abort them; closes all connections."""

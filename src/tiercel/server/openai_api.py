@@ -47,7 +47,7 @@ class OpenAI:
     def __init__(self, front: Front) -> None:
         self.front = front
         self.service = front.service
-        self.names = (front.service.model_name, *front.options.model_names)
+        self.names = tuple(dict.fromkeys((front.service.model_name, *front.options.model_names)))
         self.created = int(time.time())
 
     async def chat(self, request: Request) -> Response:
