@@ -8,9 +8,10 @@ the first copy.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, TypeVar
 
 from tiercel.errors import ConfigError
 
@@ -21,6 +22,8 @@ EVICT_POLICIES = ("lru", "lfu", "slru", "priority")
 FETCH_POLICIES = ("best_effort", "wait", "deadline")
 OWN_CLASS = "module:Class"
 """Stands for a class of the user's own, by its name."""
+
+AnyPolicy = TypeVar("AnyPolicy")
 
 _UNITS = {"": 1, "B": 1} | {
     f"{letter}{suffix}": base**power
@@ -50,6 +53,17 @@ def load_class(name: str, base: type) -> Any:
             f"can not be loaded: it is not a class derived from {base.__module__}.{base.__name__}"
         )
     return found
+
+
+def make_policy(field: str, name: str, known: Mapping[str, type[AnyPolicy]], base: type) -> AnyPolicy:
+    """The policy that a setting names: a `known` one, or the user's own class, made without arguments."""
+    if name in known:
+        return known[name]()
+    try:
+        made: AnyPolicy = load_class(name, base)()
+    except (ImportError, TypeError) as error:
+        raise ConfigError(field, name, str(error)) from error
+    return made
 
 
 def setting(default: Any, help: str = "", **rules: Any) -> Any:
@@ -110,8 +124,11 @@ class CacheConfig:
     """DeepSeek V4 Flash: a tail each 4 K tokens, 23 % more bytes."""
     tails_per_path: int = setting(64, "Tails between the root and a page, at most.", least=1)
     """If there would be more, the coldest is removed."""
-    fetch: str = setting("deadline", "How long a request waits for the store.", one_of=FETCH_POLICIES)
-    """Not at all, until all is read, or until a deadline. No policy fetches what is computed sooner."""
+    fetch: str = setting(
+        "deadline", "How long a request waits for the store.", one_of=(*FETCH_POLICIES, OWN_CLASS)
+    )
+    """Not at all, until all is read, or until a deadline. Whatever the policy, nothing is fetched that is
+    computed sooner."""
     fetch_deadline_s: float = setting(0.25, "Seconds a request waits for each 1,024 tokens.", seconds=True)
     """At least once this long. Most machines compute faster than a store that takes longer."""
     store_writing_bytes: int = setting(

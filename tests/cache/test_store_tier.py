@@ -14,6 +14,7 @@ from tiercel.cache import Request, Wait, WaitFor
 from tiercel.config import LAYOUTS
 from tiercel.errors import ConfigError, StoreError
 from tiercel.policy.breaker import BreakerState
+from tiercel.policy.fetch import FetchPolicy
 from tiercel.policy.resume import Why
 from tiercel.spec.identity import Identity
 from tiercel.storage.base import Put
@@ -128,6 +129,26 @@ def test_best_effort_never_waits_and_takes_what_was_announced_in_time():
     early.cache.prefetch(chain)
     early.settle()
     assert early.cache.begin(chain).reuse.store_tokens == 16
+
+
+class TwoSeconds(FetchPolicy):
+    """A user's own policy."""
+
+    def waits(self, fetch):
+        return fetch.waited_s < 2.0
+
+
+def test_a_users_own_policy_decides_how_long_a_request_waits():
+    driver = filled().restart(fetch=f"{__name__}:TwoSeconds")
+    chain = driver.cache.chain(TEXT)
+    for now_s in (0.0, 1.9):
+        driver.now_s = now_s
+        assert driver.cache.begin(chain) == Wait(WaitFor.STORE)
+    driver.now_s = 2.1
+    request = driver.cache.begin(chain)
+    assert isinstance(request, Request) and request.reuse.why is Why.STORE_LATE
+    with pytest.raises(ConfigError, match="fetch"):
+        filled().restart(fetch=f"{__name__}:StoreDriver")
 
 
 def test_a_stuck_store_costs_a_request_its_deadline_and_no_more():
@@ -271,7 +292,7 @@ def test_a_store_that_fails_is_left_alone_and_tried_again(caplog):
     again.serve([7, 7, *TEXT])
     assert tier.breaker.state is BreakerState.WORKING
     again.settle()
-    assert not tier.pending, "what could not be written then is written now"
+    assert not tier.writes.backlog, "what could not be written then is written now"
     assert driver.restart().serve([0, *TEXT]).store_tokens == 16
 
 

@@ -5,7 +5,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercel.policy.fetch import Costs, Held, Rate, Refusal, Wanted, choose_fetch, legal, worth_waiting
+from tiercel.config import FETCH_POLICIES
+from tiercel.errors import ConfigError
+from tiercel.policy.fetch import (
+    Costs,
+    Fetching,
+    Held,
+    Rate,
+    Refusal,
+    Wanted,
+    choose_fetch,
+    legal,
+    make_fetch_policy,
+    worth_waiting,
+)
 
 PAGES = 12
 
@@ -104,6 +117,26 @@ def test_waiting_ends_when_computing_would_be_sooner_or_nothing_moves():
     assert worth_waiting(costs, 1000, bytes_left=0, still_s=0.2)
     assert not worth_waiting(costs, 1000, bytes_left=0, still_s=0.3)
     assert worth_waiting(make_costs(), 1000, bytes_left=10**9, still_s=0.0), "nobody knows better"
+
+
+@pytest.mark.parametrize(
+    ("left_s", "still_s", "waiting"),
+    [
+        (0.1, 0.0, {"wait", "deadline"}),
+        (0.0, 0.0, {"wait"}),
+        (0.1, 0.3, {"wait"}),
+    ],
+)
+def test_each_policy_waits_as_its_name_says(left_s, still_s, waiting):
+    costs = make_costs(read=1000, compute=1000)
+    fetch = Fetching(costs, tokens=1000, bytes_left=900, waited_s=1.0, left_s=left_s, still_s=still_s)
+    assert {name for name in FETCH_POLICIES if make_fetch_policy(name).waits(fetch)} == waiting
+
+
+@pytest.mark.parametrize("name", ["no.such.module:Class", f"{__name__}:make_costs", f"{__name__}:Costs"])
+def test_a_class_that_can_not_be_used_is_a_clear_error(name):
+    with pytest.raises(ConfigError, match="fetch"):
+        make_fetch_policy(name)
 
 
 def test_a_rate_follows_what_it_sees_and_survives_nonsense():

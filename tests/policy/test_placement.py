@@ -1,6 +1,6 @@
 """Goal: tails stand where a text will be continued. Method: the drawing of the module, in numbers."""
 
-from tiercel.policy.placement import tail_boundaries, with_window
+from tiercel.policy.placement import tail_boundaries
 
 
 def boundaries(**options):
@@ -11,6 +11,7 @@ def boundaries(**options):
         "branch_page": 0,
         "every_pages": 100,
         "page_tokens": 256,
+        "pages_per_window": 1,
     }
     return sorted(tail_boundaries(**defaults | options))
 
@@ -40,4 +41,5 @@ def test_a_text_shorter_than_a_page_gets_none():
 
 
 def test_a_window_of_three_pages_needs_the_two_tails_before_it():
-    assert sorted(with_window([4, 9], pages_per_window=3, resumed_pages=2)) == [3, 4, 7, 8, 9]
+    ends = {"turn_ends": [4 * 256], "total_pages": 9, "resumed_pages": 2}
+    assert boundaries(**ends, pages_per_window=3) == [3, 4, 7, 8, 9]

@@ -18,7 +18,7 @@ from tiercel.cache.fetch import Fetch, give_back
 from tiercel.cache.host_tier import HostTier
 from tiercel.cache.places import Places
 from tiercel.cache.request import RequestState
-from tiercel.cache.sharing import Sharing
+from tiercel.cache.tiered_cache import Sharing
 from tiercel.memory.buffers import HostMemory, Memory
 from tiercel.storage.record import Flaw, Form, checksum, parse
 from tiercel.transfer.copier import DirectCopier, ReferenceCopier

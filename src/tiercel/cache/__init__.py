@@ -1,9 +1,8 @@
 """The front doors: `TieredCache` with its requests, `HostCache` with its transfers, and their outcomes."""
 
 from tiercel.cache.host_cache import HostCache
-from tiercel.cache.request import Extended, Loaded, Request, RequestState, Wait, WaitFor
+from tiercel.cache.request import Ended, Extended, Loaded, Request, RequestState, Transfer, Wait, WaitFor
 from tiercel.cache.tiered_cache import TieredCache
-from tiercel.cache.transfers import Ended, Transfer
 
 __all__ = [
     "Ended",

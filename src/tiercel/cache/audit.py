@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 def stats(cache: HostTier[Any]) -> dict[str, Any]:
     """Numbers that are kept as things change: telling them costs the same however much is cached."""
     device, host = cache.tree.on_device, cache.tree.on_host
+    pools = cache.places.pages, cache.places.tails, cache.places.host
     moved = {
         word: (cache.counters[f"pages_{word}"], cache.counters[f"tails_{word}"]) for word in WORDS.values()
     }
@@ -34,7 +35,7 @@ def stats(cache: HostTier[Any]) -> dict[str, Any]:
         "moved_bytes": {word: _bytes_by_stream(cache.device_spec, *counts) for word, counts in moved.items()},
         "moved_s": _seconds(cache),
         "hit_tokens": {tier: cache.counters[f"tokens_{tier}"] for tier in ("device", "host", "store")},
-        "pools": {pool.name: {"capacity": pool.capacity, "free": pool.free} for pool in cache.places.pools},
+        "pools": {pool.name: {"capacity": pool.capacity, "free": pool.free} for pool in pools},
         "store": cache.store.stats() if cache.store else {"attached": False},
         "counters": dict(cache.counters),
     }

@@ -1,34 +1,44 @@
-"""One text's way from the store to the host.
+"""From the store to the host: what is asked, what is worth reading, when a request stops waiting.
 
     ASKING ── the store says what it has ──► PLANNING ── host places ──► READING ── all landed ──► OVER
        │                                        │                           │
        └──── nothing there, store off ──────────┴── not worth it, no room ──┴── too late, damaged ──► OVER
 
-What was read becomes visible page by page from the front, as soon as everything before it has: so a fetch
-that ends early has brought a prefix. It locks nothing: if what it goes on from has left meanwhile, it ends.
-Host places of a read that nobody waits for any more come back when the read has ended, never before (I3).
+Pages that were read become visible from the front, each as soon as all pages before it are: so a fetch that
+ends early has brought a prefix. A fetch locks nothing: if the page it continues has left meanwhile, it ends.
+Host places of a read that nobody waits for come back when the read has ended, never before (I3).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from tiercel.policy.fetch import Held, Wanted
-from tiercel.policy.resume import Why
-from tiercel.transfer.operation import Operation, Presence, RecordPlace
+from tiercel.cache.places import Places
+from tiercel.config import CacheConfig
+from tiercel.policy.breaker import Breaker, BreakerState
+from tiercel.policy.fetch import Costs, Fetching, Held, Rate, Refusal, Wanted, choose_fetch, make_fetch_policy
+from tiercel.policy.resume import Reuse, Why
+from tiercel.spec.cache_spec import CacheSpec
+from tiercel.transfer.mover import StoreMover
+from tiercel.transfer.operation import Operation, Presence, RecordPlace, Work
 from tiercel.tree.keys import KeyChain
 from tiercel.tree.match import Match
-from tiercel.tree.node import Page
 from tiercel.tree.prefix_tree import PrefixTree
-from tiercel.types import HostPageId
+from tiercel.types import HostPageId, PageKey
 
 READ_BYTES_MOST = 8 * 1024**2
 READ_BYTES_LEAST = 256 * 1024
 READS = 8
-"""A fetch is cut into so many reads, within these sizes: enough to use every worker and to show how it
-goes, few enough that a read is large."""
+"""A fetch is cut into so many reads, within these sizes: enough to use every worker and to show progress,
+few enough that a read is large."""
+
+LEARN_S = 0.01
+"""Less time than this says nothing about a store."""
+
+_WHY = {Refusal.NOTHING: None, Refusal.SLOW: Why.STORE_SLOW, Refusal.NO_ROOM: Why.STORE_NO_ROOM}
 
 
 class FetchStage(Enum):
@@ -49,51 +59,54 @@ class Fetch:
     match: Match
     """What the nearer tiers had when the store was asked."""
     began_s: float
-    wait_s: float = 0.0
-    """How long it waits for its turn anyway, as far as known."""
+    wait_s: float
+    """How long the request waits for its turn anyway, as far as known."""
+    moved_s: float
+    """Time of the last progress."""
+    turn_s: float | None = None
+    """When the request could have begun without the fetch."""
     stage: FetchStage = FetchStage.ASKING
     why: Why | None = None
     """Why it brought less than the text has."""
     pages_stored: int = 0
-    """Pages the store has, one after the other, behind those that were found."""
+    """Pages in the store that follow the found ones without a gap."""
     tails_stored: frozenset[int] = frozenset()
     planned: bool = False
-    """Somebody has looked at what the store said."""
+    """The store's answer was planned with at least once."""
     spared_tokens: int = 0
-    """What it saves if all goes well."""
+    """Tokens that need not be computed if the whole fetch succeeds."""
     depth: int = 0
-    """Pages of the text that are published, or were found."""
+    """Pages of the text that were found, or are published."""
     reads: list[Operation] = field(default_factory=list)
-    """Not published yet, in the order of the text."""
+    """Reads that are not published yet, in the order of the text."""
     landed: set[Operation] = field(default_factory=set)
-    """Those of them that have ended: they wait for the ones before."""
+    """Those of them that have ended; they wait for the reads before them."""
+    coming: set[PageKey] = field(default_factory=set)
+    """Pages that reads under way bring."""
     bytes_held: int = 0
-    """Of host memory, for this request's sake, until it begins or leaves."""
-    moved_s: float = 0.0
-    """When it last got on."""
-    turn_s: float | None = None
-    """When its request could have begun without it."""
+    """Host memory that belongs to this request until it begins or leaves."""
+    bytes_upto: int = 0
+    """All bytes that were sent for any fetch up to the end of this one."""
 
     def held(self, tree: PrefixTree, match: Match) -> Held:
-        """What the tree has of it now, beside what the store said."""
+        """What the tree has of the text now, and what the store has besides."""
         stored = self.match.found + self.pages_stored - match.found
         path = self.chain.keys[: match.found]
         tails = frozenset(depth for depth, key in enumerate(path, 1) if tree.index[key].tail is not None)
-        gone = match.found < self.match.found  # what was not asked for then is not known now
+        gone = match.found < self.match.found  # the store was not asked for pages that have left since
         return Held(match.boundary, match.found, 0 if gone else max(0, stored), tails, self.tails_stored)
 
     def pieces(self, held: Held, wanted: Wanted) -> Iterator[RecordPlace]:
         """What is to be read, in the order of the text: a tail follows its page."""
         tails = set(wanted.tails)
-        for depth in range(1, wanted.upto + 1):
-            key = self.chain.keys[depth - 1]
+        for depth, key in enumerate(self.chain.keys[: wanted.upto], 1):
             if depth > held.found:
                 yield RecordPlace(False, key)
             if depth in tails:
                 yield RecordPlace(True, key)
 
     def publish(self, tree: PrefixTree) -> bool:
-        """What has landed at the front becomes visible; False when the rest can not be used any more."""
+        """Insert what has landed at the front. Returns False if the rest can not be used any more."""
         while self.reads and self.reads[0] in self.landed:
             read = self.reads.pop(0)
             good = [answer is Presence.HERE for answer in read.answers]
@@ -103,21 +116,18 @@ class Fetch:
                 self.why = Why.STORE_DAMAGED
             elif not all(good) and read.error is not None:
                 self.why = Why.STORE_OFF
-            parent = self._page(tree, self.depth)
-            if parent is None:
+            if self.depth and self.chain.keys[self.depth - 1] not in tree.index:
                 give_back(tree, read.pieces)
                 return False
-            self._insert(tree, parent, list(zip(read.pieces, good, strict=True))[:whole])
+            self._insert(tree, list(zip(read.pieces, good, strict=True))[:whole])
             give_back(tree, read.pieces[whole:])
             if pages_lost:
                 return False
         return True
 
-    def _page(self, tree: PrefixTree, depth: int) -> Page | None:
-        return tree.index.get(self.chain.keys[depth - 1]) if depth else tree.root
-
-    def _insert(self, tree: PrefixTree, parent: Page, landed: Sequence[tuple[RecordPlace, bool]]) -> None:
-        """Pages first, the tails hang on them."""
+    def _insert(self, tree: PrefixTree, landed: Sequence[tuple[RecordPlace, bool]]) -> None:
+        """Pages first: tails hang on them."""
+        parent = tree.index[self.chain.keys[self.depth - 1]] if self.depth else tree.root
         pages = [piece for piece, _ in landed if not piece.tail]
         if pages:
             until = self.depth + len(pages)
@@ -130,7 +140,7 @@ class Fetch:
             if page is not None and good:
                 tree.insert_fetched_tail(page, piece.host)
             elif piece.tail:
-                tree.actions.host.extend(piece.host)
+                give_back(tree, [piece])
 
     def end(self, tree: PrefixTree, why: Why | None = None) -> None:
         """Nothing more is published. Places of reads under way come back when these have ended."""
@@ -143,14 +153,7 @@ class Fetch:
                 give_back(tree, read.pieces)
             else:
                 read.cancel()
-        self.reads = []
-
-    def host_places(self) -> Iterator[HostPageId]:
-        """Of reads that have ended and wait to be published."""
-        for read in self.reads:
-            if read in self.landed:
-                for piece in read.pieces:
-                    yield from piece.host
+        self.reads, self.coming = [], set()
 
 
 def give_back(tree: PrefixTree, pieces: Sequence[RecordPlace]) -> None:
@@ -158,17 +161,257 @@ def give_back(tree: PrefixTree, pieces: Sequence[RecordPlace]) -> None:
         tree.actions.host.extend(piece.host)
 
 
-def cut(pieces: Sequence[RecordPlace], bytes_of: dict[bool, int]) -> Iterator[list[RecordPlace]]:
+def cut(pieces: Sequence[RecordPlace], bytes_of: Callable[[RecordPlace], int]) -> Iterator[list[RecordPlace]]:
     """One fetch as several reads."""
-    total = sum(bytes_of[piece.tail] for piece in pieces)
-    size = min(max(total // READS, READ_BYTES_LEAST), READ_BYTES_MOST)
+    size = min(max(sum(map(bytes_of, pieces)) // READS, READ_BYTES_LEAST), READ_BYTES_MOST)
     batch: list[RecordPlace] = []
     filled = 0
     for piece in pieces:
-        if batch and filled + bytes_of[piece.tail] > size:
+        if batch and filled + bytes_of(piece) > size:
             yield batch
             batch, filled = [], 0
         batch.append(piece)
-        filled += bytes_of[piece.tail]
+        filled += bytes_of(piece)
     if batch:
         yield batch
+
+
+@dataclass(eq=False)
+class Fetches:
+    """One fetch for each text that waits to begin."""
+
+    mover: StoreMover
+    tree: PrefixTree
+    spec: CacheSpec
+    config: CacheConfig
+    places: Places
+    compute: Rate
+    clock: Callable[[], float]
+    breaker: Breaker
+    counters: Counter[str]
+    of: dict[KeyChain, Fetch] = field(default_factory=dict)
+    slow: bool = False
+    """Something was not fetched because the store is slow: the store should be measured again."""
+    _under_way: dict[Operation, Fetch] = field(default_factory=dict)
+    """Asks and reads."""
+    _bytes_sent: int = 0
+    _bytes_ended: int = 0
+    _read_ended_s: float = 0.0
+    _replan: bool = False
+
+    def __post_init__(self) -> None:
+        self._policy = make_fetch_policy(self.config.fetch)
+        self._bytes_most = self.places.host.capacity * self.spec.host_page_bytes // 2
+        self.costs = Costs(
+            page_tokens=self.spec.page_tokens,
+            page_bytes=self.spec.page_bytes,
+            tail_bytes=self.spec.tail_bytes,
+            pages_per_window=self.spec.pages_per_window,
+            replay_tokens=self.spec.replay_tokens,
+            compute=self.compute,
+        )
+
+    # A request's view
+
+    def want(self, chain: KeyChain, limit: int, *, replay: bool, wait_s: float = 0.0) -> Fetch:
+        """Ask the store for a text's first `limit` pages, and fetch them if that is worth it. The request
+        will want to begin in about `wait_s`."""
+        fetch = self.of.get(chain)
+        if fetch is not None:
+            return fetch
+        now, match = self.clock(), self.tree.match(chain.keys, limit)
+        fetch = self.of[chain] = Fetch(chain, limit, replay, match, now, wait_s, moved_s=now)
+        if match.boundary >= limit:
+            self._over(fetch, None)
+        elif not self.breaker.allows(now):
+            self._over(fetch, Why.STORE_OFF)
+        else:
+            pages = [RecordPlace(False, key) for key in chain.keys[match.found : limit]]
+            tails = [
+                RecordPlace(True, key) for key in chain.keys[match.boundary : limit] if self._lacks_tail(key)
+            ]
+            self._under_way[self.mover.submit(Work.ASK, pages + tails)] = fetch
+            self.counters["fetches"] += 1
+        return fetch
+
+    def _lacks_tail(self, key: PageKey) -> bool:
+        page = self.tree.index.get(key)
+        return self.spec.pages_per_window > 0 and (page is None or page.tail is None)
+
+    def ready(self, fetch: Fetch) -> bool:
+        """Whether the request may begin now: all has arrived, or the rest is not worth waiting for."""
+        now = self.clock()
+        if fetch.turn_s is None:
+            fetch.turn_s = now
+            self._replan = self._replan or fetch.stage is FetchStage.PLANNING
+        if fetch.stage is FetchStage.OVER:
+            return True
+        tokens = (fetch.limit - fetch.match.boundary) * self.spec.page_tokens
+        deadline_s = self.config.fetch_deadline_s * max(1.0, tokens / 1024)
+        fetching = Fetching(
+            costs=self.costs,
+            tokens=fetch.spared_tokens or tokens,
+            bytes_left=self._bytes_before(fetch),
+            waited_s=now - fetch.turn_s,
+            left_s=fetch.turn_s + deadline_s - now,
+            still_s=self._still_s(fetch),
+        )
+        if self._policy.waits(fetching):
+            return False
+        self.counters["fetches_late"] += 1
+        self._learn_from(fetching)
+        self._over(fetch, Why.STORE_LATE)
+        return True
+
+    def _still_s(self, fetch: Fetch) -> float:
+        """Time since the last progress of the fetch, or of the reads before it."""
+        return self.clock() - max(fetch.moved_s, self._read_ended_s)
+
+    def _bytes_before(self, fetch: Fetch) -> int:
+        """Bytes to be read until the fetch is complete. Reads of other fetches before it are included."""
+        return max(0, fetch.bytes_upto - self._bytes_ended) if fetch.reads else 0
+
+    def _learn_from(self, late: Fetching) -> None:
+        """A fetch that is late tells how fast the store is, too."""
+        expected_s = self.costs.read.seconds(late.bytes_left)
+        if late.still_s > max(expected_s or 0.0, LEARN_S):
+            self.costs.read.observe(late.bytes_left / 2, late.still_s)
+
+    def explained(self, chain: KeyChain, reuse: Reuse) -> Reuse:
+        """Why not more was reused, if the store is the reason."""
+        fetch = self.of.get(chain)
+        short = reuse.why in (Why.NOT_CACHED, Why.NO_TAIL)
+        return replace(reuse, why=fetch.why) if short and fetch is not None and fetch.why else reuse
+
+    def forget(self, chain: KeyChain) -> None:
+        """The request has begun, or has left."""
+        fetch = self.of.pop(chain, None)
+        if fetch is not None:
+            self._over(fetch, None)
+            self._replan = True  # there may be room for others
+
+    def _over(self, fetch: Fetch, why: Why | None) -> None:
+        self._replan = self._replan or bool(fetch.coming)
+        fetch.end(self.tree, why)
+        self.places.settle()
+
+    # What to read
+
+    def plan(self) -> None:
+        """Plan the fetches whose answers are new, and all of them when something has changed."""
+        replan, self._replan = self._replan, False
+        for fetch in list(self.of.values()):
+            if fetch.stage is FetchStage.PLANNING and (replan or not fetch.planned):
+                if self.breaker.state is BreakerState.OFF:
+                    self._over(fetch, Why.STORE_OFF)
+                else:
+                    self._plan(fetch)
+
+    def _plan(self, fetch: Fetch) -> None:
+        """Decide what to read, reserve host places for it, and start the reads."""
+        tree, fetch.planned = self.tree, True
+        match = tree.match(fetch.chain.keys, fetch.limit)
+        following = fetch.chain.keys[match.found : match.found + 1]
+        if any(key in each.coming for key in following for each in self.of.values()):
+            return  # another fetch brings it: then this one is planned again
+        held = fetch.held(tree, match)
+        fetch.depth = held.found
+        room = self._bytes_most - sum(each.bytes_held for each in self.of.values())
+        costs = self.costs if fetch.replay else replace(self.costs, replay_tokens=None)
+        now = self.clock()
+        wait_s = max(0.0, fetch.began_s + fetch.wait_s - now) if fetch.turn_s is None else 0.0
+        ahead = self._bytes_sent - self._bytes_ended
+        wanted = choose_fetch(held, costs, bytes_ahead=ahead, wait_s=wait_s, bytes_most=max(0, room))
+        if isinstance(wanted, Refusal):
+            if wanted is Refusal.NO_ROOM and fetch.turn_s is None:
+                return  # others may have begun by the time it is its turn
+            self.slow = self.slow or wanted is Refusal.SLOW
+            self.counters["fetches_not_worth"] += wanted is Refusal.SLOW
+            self._over(fetch, _WHY[wanted])
+            return
+        anchor = tree.index[fetch.chain.keys[held.found - 1]] if held.found else tree.root
+        tree.lock(anchor)  # its places must not be taken for its own children
+        pieces = self._with_places(list(fetch.pieces(held, wanted)))
+        tree.unlock(anchor)
+        if pieces is None:
+            self._over(fetch, Why.STORE_NO_ROOM)
+            return
+        fetch.stage, fetch.moved_s, fetch.spared_tokens = FetchStage.READING, now, wanted.spared
+        self._read(fetch, pieces)
+
+    def _with_places(self, pieces: list[RecordPlace]) -> list[RecordPlace] | None:
+        """All of them with host pages of their own, or none."""
+        placed: list[RecordPlace] = []
+        for piece in pieces:
+            host = self.places.take_host_by_force(self.spec.host_pages_per_tail if piece.tail else 1)
+            if host is None:
+                give_back(self.tree, placed)
+                return None
+            placed.append(piece._replace(host=host))
+        return placed
+
+    def _bytes_of(self, piece: RecordPlace) -> int:
+        return self.spec.tail_bytes if piece.tail else self.spec.page_bytes
+
+    def _read(self, fetch: Fetch, pieces: list[RecordPlace]) -> None:
+        fetch.reads = [self.mover.submit(Work.READ, batch) for batch in cut(pieces, self._bytes_of)]
+        fetch.coming = {piece.key for piece in pieces if not piece.tail}
+        fetch.bytes_held = sum(read.bytes for read in fetch.reads)
+        self._bytes_sent += fetch.bytes_held
+        fetch.bytes_upto = self._bytes_sent
+        self._under_way.update(dict.fromkeys(fetch.reads, fetch))
+
+    # What the store answered
+
+    def ended(self, operation: Operation) -> None:
+        """An ask or a read has ended."""
+        fetch = self._under_way.pop(operation)
+        if operation.work is Work.READ:
+            self._read_ended(fetch, operation)
+        elif fetch.stage is not FetchStage.OVER:
+            self._asked(fetch, operation)
+
+    def _asked(self, fetch: Fetch, ask: Operation) -> None:
+        if ask.error is not None:
+            self._over(fetch, Why.STORE_OFF)
+            return
+        here = [answer is Presence.HERE for answer in ask.answers]
+        pages = fetch.limit - fetch.match.found
+        fetch.pages_stored = next((i for i, there in enumerate(here[:pages]) if not there), pages)
+        depth_of = {key: depth for depth, key in enumerate(fetch.chain.keys[: fetch.limit], 1)}
+        tails = zip(ask.pieces[pages:], here[pages:], strict=True)
+        fetch.tails_stored = frozenset(depth_of[piece.key] for piece, there in tails if there)
+        fetch.stage = FetchStage.PLANNING
+
+    def _read_ended(self, fetch: Fetch, read: Operation) -> None:
+        if not read.late:
+            self._bytes_ended += read.bytes
+        pairs = zip(read.pieces, read.answers, strict=True)
+        size = sum(self._bytes_of(piece) for piece, answer in pairs if answer is Presence.HERE)
+        started_s = read.began_s if read.started_s is None else read.started_s
+        self.costs.read.observe(size, max(0.0, read.ended_s - max(started_s, self._read_ended_s)))
+        self._read_ended_s = max(self._read_ended_s, read.ended_s)
+        self.counters["bytes_read"] += size
+        if fetch.stage is FetchStage.OVER:
+            give_back(self.tree, read.pieces)
+            return
+        fetch.coming.difference_update(piece.key for piece in read.pieces if not piece.tail)
+        self._replan = True
+        fetch.moved_s = self.clock()
+        fetch.landed.add(read)
+        if not fetch.publish(self.tree) or not fetch.reads:
+            self._over(fetch, None)
+
+    def hangs(self, operation: Operation) -> None:
+        """The operation is late: its request stops waiting, and no other request waits behind it."""
+        fetch = self._under_way.get(operation)
+        if fetch is not None:
+            self._bytes_ended += operation.bytes
+            self._over(fetch, Why.STORE_OFF)
+
+    def host_places(self) -> Iterator[HostPageId]:
+        """Host pages that belong to reads, not to the tree."""
+        waiting = (read for fetch in self.of.values() for read in fetch.reads if read in fetch.landed)
+        for read in (*self._under_way, *waiting):
+            for piece in read.pieces:
+                yield from piece.host

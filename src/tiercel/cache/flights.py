@@ -1,10 +1,10 @@
-"""What is on its way between the tiers: queued since the last step, or sent.
+"""Loads and saves between device and host: queued since the last step, or sent.
 
     queue ──► queued ── send: a plan per direction ──► sent ── landed ──► the tree's books
               `batch`                                  ticket
 
-The loads of one step travel together, so requests of one step may share what is queued. What was sent already
-can not be joined any more: who wants that waits for it.
+The loads of one step travel together, so requests of one step may share what is queued. A load that was sent
+can not be joined any more: a request that needs its pages waits.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from tiercel.cache.request import Request
-from tiercel.cache.transfers import Transfer
+from tiercel.cache.request import Request, Transfer
 from tiercel.errors import TransferError
 from tiercel.transfer.controller import Controller
 from tiercel.transfer.plan import Direction, Plan
@@ -22,43 +21,26 @@ from tiercel.tree.actions import Move
 from tiercel.tree.node import Page, Tail
 
 
-@dataclass
+@dataclass(eq=False)
 class Flight:
-    """Things that move together, and who waits for them."""
-
-    moves: list[Move] = field(default_factory=list)
-    waiting: list[Request | Transfer] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Landed:
-    """A flight that ended, in one way or the other for all of it."""
+    """Pages and tails that move together, and the requests or transfers that wait for them. They all succeed
+    or all fail."""
 
     direction: Direction
-    flight: Flight
-    error: TransferError | None
-
-
-def count(counters: Counter[str], landed: Landed) -> None:
-    """Add what has landed to a cache's counters."""
-    word, done = ("load", "loaded") if landed.direction is Direction.LOAD else ("save", "saved")
-    if landed.error is not None:
-        counters[f"{word}s_failed"] += 1
-        return
-    pages = sum(isinstance(move.item, Page) for move in landed.flight.moves)
-    counters[f"{word}s"] += 1
-    counters[f"pages_{done}"] += pages
-    counters[f"tails_{done}"] += len(landed.flight.moves) - pages
+    moves: list[Move] = field(default_factory=list)
+    waiting: list[Request | Transfer] = field(default_factory=list)
+    error: TransferError | None = None
 
 
 class Flights:
     """The bookkeeping of transfers. Without a controller (no host tier) nothing is ever queued."""
 
-    def __init__(self, controller: Controller | None) -> None:
+    def __init__(self, controller: Controller | None, counters: Counter[str]) -> None:
         self.controller = controller
         self.batch = 1
         """Number of the loads that are queued now (`tree.node`)."""
-        self._queued = {direction: Flight() for direction in Direction}
+        self._counters = counters
+        self._queued = {direction: Flight(direction) for direction in Direction}
         self._sent: dict[int, Flight] = {}
 
     @property
@@ -68,34 +50,46 @@ class Flights:
     def queue(
         self, direction: Direction, moves: Iterable[Move], waits: Request | Transfer | None = None
     ) -> None:
-        """To be sent by the next step. Who waits is told when all that is queued with it has landed."""
+        """To be sent by the next step. `waits` is answered when everything queued with it has landed."""
         flight = self._queued[direction]
         flight.moves.extend(moves)
         if waits is not None:
             flight.waiting.append(waits)
 
-    def landed(self) -> list[Landed]:
-        """What ended since the last call, each direction in the order it was sent."""
+    def landed(self) -> list[Flight]:
+        """What ended since the last call, each direction in the order it was sent. It is counted."""
         if not self._sent:
             return []
         assert self.controller is not None
-        return [
-            Landed(done.ticket.plan.direction, self._sent.pop(done.ticket.number), done.error)
-            for done in self.controller.poll()
-        ]
+        ended = []
+        for done in self.controller.poll():
+            flight = self._sent.pop(done.ticket.number)
+            flight.error = done.error
+            self._count(flight)
+            ended.append(flight)
+        return ended
+
+    def _count(self, flight: Flight) -> None:
+        word, done = ("load", "loaded") if flight.direction is Direction.LOAD else ("save", "saved")
+        if flight.error is not None:
+            self._counters[f"{word}s_failed"] += 1
+            return
+        pages = sum(isinstance(move.item, Page) for move in flight.moves)
+        self._counters[f"{word}s"] += 1
+        self._counters[f"pages_{done}"] += pages
+        self._counters[f"tails_{done}"] += len(flight.moves) - pages
 
     @property
     def has_landed(self) -> bool:
-        """Whether something sent has ended."""
         return self.controller is not None and self.controller.has_landed
 
     def send(self) -> None:
         """Everything queued, merged into one load and one save."""
         for direction, flight in self._queued.items():
             if flight.moves:
-                self._queued[direction] = Flight()
-                self.batch += direction is Direction.LOAD
                 assert self.controller is not None
+                self._queued[direction] = Flight(direction)
+                self.batch += direction is Direction.LOAD
                 pages = [(m.device, m.host) for m in flight.moves if isinstance(m.item, Page)]
                 tails = [(m.device, m.host) for m in flight.moves if isinstance(m.item, Tail)]
                 ticket = self.controller.submit(Plan.of(direction, pages, tails))

@@ -3,8 +3,8 @@
     HostTier ──┬── HostCache      + loads and saves between the host and places that another engine names
                └── TieredCache    + a device pool of its own, and requests
 
-One thread drives a cache. Copies run elsewhere (`transfer.controller`) and become visible in `step`, which is
-also when observers hear of everything: between two steps nothing happens behind the caller's back.
+One thread drives a cache. Copies run in other threads (`transfer.controller`) and become visible in `step`.
+Observers are called in `step` too: between two steps nothing changes.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from threading import Condition
 from time import monotonic
 from typing import Any, Generic, TypeVar
 
 from tiercel.cache import audit
-from tiercel.cache.flights import Flights, Landed
+from tiercel.cache.flights import Flight, Flights
 from tiercel.cache.found import Found, find, find_nothing, pages_useful
-from tiercel.cache.places import HostPlaces
-from tiercel.cache.request import Wait, WaitFor
+from tiercel.cache.places import Places
+from tiercel.cache.request import Transfer, Wait, WaitFor
 from tiercel.cache.store_tier import StoreTier
-from tiercel.cache.transfers import Transfer
 from tiercel.config import CacheConfig
 from tiercel.errors import ConfigError, TransferError
 from tiercel.memory.buffers import HostMemory, Memory
@@ -52,15 +52,16 @@ Clock = Callable[[], float]
 Executors = Mapping[Direction, Executor]
 Order = Callable[[int], Sequence[int]]
 """The order in which a pool of so many places first gives them out."""
+Observer = Callable[[Sequence[Event | Cleared]], None]
 
 AnyEnd = TypeVar("AnyEnd")
 
 
 class HostTier(ABC, Generic[AnyEnd]):
-    """What a cache holds on the host and in the store, and how it is found, brought and kept.
+    """What a cache holds on the host and in the store: how it is found, brought and kept.
 
     `device` is the memory on the other side of every copy, or, where other processes have that memory, the
-    controller that hands plans to them. Without an `identity` the model's name says whose numbers it has.
+    controller that hands plans to them. Without an `identity` the model's name identifies the cached numbers.
     """
 
     def __init__(
@@ -75,9 +76,11 @@ class HostTier(ABC, Generic[AnyEnd]):
     ) -> None:
         self.spec = spec
         self.config = config
+        if not (config.host_bytes or any(self._device_places())):
+            raise ConfigError("host_bytes", 0, "is all the memory that a cache without a device pool has")
         self.identity = identity or Identity(spec.model)
         self.device_spec = device.spec if isinstance(device, Memory) else spec
-        """What the device's pools hold: all streams, or some of them. (Of ranks, all of them together.)"""
+        """What the device's pools hold: all streams, or some of them. (For ranks: all of them together.)"""
         self._save = make_save_policy(config.save)
         self.tree = PrefixTree(
             evict=make_evict_policy(config.evict),
@@ -86,56 +89,59 @@ class HostTier(ABC, Generic[AnyEnd]):
             tails_per_path=config.tails_per_path,
         )
         self.host = _host_memory(spec, config, device) if config.host_bytes else None
-        controller = None
-        if isinstance(device, Controller):
-            controller = device
-        elif self.host:
+        controller = device if isinstance(device, Controller) else None
+        if self.host and isinstance(device, Memory):
             controller = LocalController(make_copier(config.copier, device, self.host), executors)
         self._landed = controller.landed if controller else Condition()
-        self.flights = Flights(controller)
-        self.places = self._make_places(pool_order or range)
+        self.counters: Counter[str] = Counter()
+        self.flights = Flights(controller, self.counters)
+        counts = (*self._device_places(), self.host.pages if self.host else 0)
+        queue_saves = partial(self.flights.queue, Direction.SAVE)
+        self.places = Places(self.tree, spec, counts, pool_order or range, queue_saves)
         self.host_pages = self.places.host
         self.compute = Rate()
-        """Tokens of prompts per second, for those who choose between loading and computing."""
+        """Prompt tokens computed per second: what a fetch is compared with."""
         self.store: StoreTier | None = None
         self._stores_left: list[StoreTier] = []
         self.landings: set[Transfer] = set()
         """Host pages that are being filled otherwise than by a save of the tree's own."""
-        self._observer: Callable[[Sequence[Event | Cleared]], None] | None = None
-        self.counters: Counter[str] = Counter()
+        self._ended: list[AnyEnd] = []
+        self._observer: Observer | None = None
 
-    def _make_places(self, order: Order) -> HostPlaces:
-        return HostPlaces(self.tree, self.spec, self.host.pages if self.host else 0, order)
+    def _device_places(self) -> tuple[int, int]:
+        """Places for pages and for tails in a device pool of the cache's own."""
+        return 0, 0
 
     # Finding
 
     def chain(self, tokens: Tokens = (), namespace: Namespace = ()) -> KeyChain:
         """The keys of a text: made once, kept while the request waits, extended as the text grows."""
-        told = self._observer is not None
-        chain = KeyChain(self.identity.digest, namespace, self.spec.page_tokens, keep_tokens=told)
+        keep = self._observer is not None
+        chain = KeyChain(self.identity.digest, namespace, self.spec.page_tokens, keep_tokens=keep)
         chain.extend(tokens)
         return chain
 
     def find(
         self, chain: KeyChain, *, load: bool = True, replay: bool = False, reuse_most: int | None = None
     ) -> Found | Wait:
-        """What the tiers hold of a text, all of it readable now. Nothing is held: use it before anything else
-        is asked of the cache.
+        """What the tiers hold of a text, all of it readable now. Nothing is locked: use the answer before the
+        next call of the cache.
 
         `load=False` finds only what the device has; `replay=True` allows to resume without a tail where
         computing the last tokens again is exact and cheaper (`reuse.replay_tokens` says how many).
-        `reuse_most`: the caller needs what the model says from this position on, so nothing behind it helps.
+        `reuse_most`: the caller needs the model's output from this position on, so nothing after it helps.
         """
         if self.config.force_miss:
             return find_nothing(self.tree, chain)
-        useful = pages_useful(chain, self.spec, reuse_most)
-        if load and self.store and not self.store.begins(chain, useful, replay=replay):
-            return Wait(WaitFor.STORE)
+        if load and self.store:
+            fetches, useful = self.store.fetches, pages_useful(chain, self.spec, reuse_most)
+            if not fetches.ready(fetches.want(chain, useful, replay=replay)):
+                return Wait(WaitFor.STORE)
         found = find(self.tree, self.spec, chain, load=load, replay=replay, most=reuse_most)
         return Wait(WaitFor.ARRIVING) if any(map(self._is_arriving, found.items)) else found
 
     def _is_arriving(self, item: Item) -> bool:
-        """On its way with a batch that was sent, or off the device and not readable on the host yet."""
+        """Its load was sent already, or it is off the device and not readable on the host yet."""
         if item.device is None:
             return not item.on_host
         return item.load is not None and item.load != self.flights.batch
@@ -143,28 +149,30 @@ class HostTier(ABC, Generic[AnyEnd]):
     def prefetch(
         self, chain: KeyChain, *, replay: bool = False, reuse_most: int | None = None, wait_s: float = 0.0
     ) -> None:
-        """This text will be looked for in about `wait_s`: see what the store has of it."""
+        """This text will be looked for in about `wait_s`: ask the store for it now."""
         if self.store is not None and not self.config.force_miss:
             useful = pages_useful(chain, self.spec, reuse_most)
-            self.store.expect(chain, useful, replay=replay, wait_s=wait_s)
+            self.store.fetches.want(chain, useful, replay=replay, wait_s=wait_s)
 
     def withdraw(self, chain: KeyChain) -> None:
-        """A text that was looked for, or was announced, is not wanted any more."""
+        """A text that was looked for or announced is not needed any more."""
         if self.store is not None:
             self.store.fetches.forget(chain)
 
     def _use(self, found: Found, priority: int) -> Reuse:
-        """What was found is going to be read: it counts, and the store need not be asked again."""
+        """What was found is going to be read: count it, and end its fetch."""
         reuse = found.reuse
         if self.store is not None:
             reuse = self.store.fetches.explained(found.chain, reuse)
             self.store.fetches.forget(found.chain)
         if found.page is not self.tree.root:
             self.tree.touch(found.page, found.tails, priority)
-        self.counters["tokens_asked"] += reuse.prompt_tokens
-        self.counters["tokens_device"] += reuse.device_tokens
-        self.counters["tokens_host"] += reuse.host_tokens
-        self.counters["tokens_store"] += reuse.store_tokens
+        self.counters.update(
+            tokens_asked=reuse.prompt_tokens,
+            tokens_device=reuse.device_tokens,
+            tokens_host=reuse.host_tokens,
+            tokens_store=reuse.store_tokens,
+        )
         for far in found.far:
             far.fetched = False
         return reuse
@@ -172,16 +180,16 @@ class HostTier(ABC, Generic[AnyEnd]):
     # Host pages that somebody fills
 
     def land(self, chain: KeyChain, first: int, pages: int, *, tails: Iterable[int] = ()) -> Transfer:
-        """Somebody else writes host pages: these `pages` of a text from number `first` on, and the tails at
-        these boundaries, in pages. The transfer says where. What the host has already is not among them, nor
-        what it has no room for, nor anything of a text whose pages before `first` are not there.
+        """Reserve host pages that the caller writes: `pages` pages of a text from number `first` on, and the
+        tails at these boundaries, in pages. The transfer says where. Left out are pages that the host has
+        already or has no room for, and all of them if the text's pages before `first` are not cached.
 
-        They become readable when the writer said so (`landed`); until then nobody else touches them.
+        They become readable when the writer calls `landed`; until then nobody else touches them.
         """
         return self._arrive(chain, first, [0] * pages, dict.fromkeys(tails, 0), Transfer())
 
     def landed(self, transfer: Transfer, error: TransferError | None = None) -> None:
-        """The writer is done: with an error nothing of it becomes readable."""
+        """A writer has finished. With an error nothing of the transfer becomes readable."""
         transfer.writers -= 1
         assert transfer.writers >= 0 and transfer in self.landings, "I3: a transfer ends once"
         transfer.error = transfer.error or error
@@ -191,7 +199,7 @@ class HostTier(ABC, Generic[AnyEnd]):
         for item, _, host in transfer.moves:
             self.tree.arrive_done(item, host, transfer.error is None)
         if self.store is not None and transfer.error is None:
-            self.store.offer(move.item for move in transfer.moves if not move.item.gone)
+            self.store.writes.offer(move.item for move in transfer.moves if not move.item.gone)
         self.places.settle()
 
     def _arrive(
@@ -202,14 +210,14 @@ class HostTier(ABC, Generic[AnyEnd]):
         tails: Mapping[int, int],
         transfer: Transfer,
     ) -> Transfer:
-        """Host pages for what comes from these places, as far as there is room for it."""
+        """Reserve host pages for what comes from these places, as far as there is room."""
         tree, keys = self.tree, chain.keys[: first + len(places)]
         self.landings.add(transfer)
         depth = tree.match(keys, len(keys)).found
         if self.config.force_miss or depth < first:
             return transfer
         anchor = tree.index[keys[depth - 1]] if depth else tree.root
-        tree.lock(anchor)  # the room must not be its own
+        tree.lock(anchor)  # its places must not be taken for its own children
         lacking = [n for n in range(first, len(keys)) if n >= depth or tree.index[keys[n]].host is None]
         room = self._rooms(1, len(lacking))
         texts = chain.texts or [b""] * len(keys)
@@ -237,7 +245,7 @@ class HostTier(ABC, Generic[AnyEnd]):
         self.tree.unlock(page)
 
     def _rooms(self, pages: int, count: int) -> list[tuple[HostPageId, ...]]:
-        """Up to `count` times so many host pages, if need be of what the host could do without."""
+        """Up to `count` times `pages` host pages; colder pages and tails leave the host for them."""
         rooms: list[tuple[HostPageId, ...]] = []
         while len(rooms) < count and (room := self.places.take_host_by_force(pages)) is not None:
             rooms.append(room)
@@ -246,22 +254,25 @@ class HostTier(ABC, Generic[AnyEnd]):
     # Moving
 
     def step(self) -> list[AnyEnd]:
-        """Publish what ended; send what was queued since the last step, merged into one load and one save."""
-        ended = [end for landed in self.flights.landed() for end in self._publish(landed)]
+        """Publish what ended; send what was queued since the last step, merged into one load and one save.
+        Returns each request or transfer whose copies ended, once."""
+        for flight in self.flights.landed():
+            self._publish(flight)
         if self._stores():
             self._step_stores()
         self.places.make_room_ahead()
         self.flights.send()
         if self.tree.events:
             self._notify()
+        ended, self._ended = self._ended, []
         return ended
 
     @abstractmethod
-    def _publish(self, landed: Landed) -> list[AnyEnd]:
-        """The books follow the bytes; answers what its caller waits for."""
+    def _publish(self, landed: Flight) -> None:
+        """Update the tree, and add to `_ended` what the caller waits for."""
 
     def wait(self, timeout_s: float) -> None:
-        """Until a transfer ends, if one is under way: for a caller that can do nothing before."""
+        """Block until a transfer ends, if one is under way."""
         if self.busy or self.detaching:
             with self._landed:
                 self._landed.wait_for(self._has_landed, timeout_s)
@@ -271,8 +282,8 @@ class HostTier(ABC, Generic[AnyEnd]):
 
     @property
     def pending(self) -> bool:
-        """Something waits for a store that is off, or for one to be closed: a `step` now and then goes on."""
-        return bool(self._stores_left or (self.store and self.store.pending))
+        """Writes wait for a store that is off, or a store is being closed: call `step` now and then."""
+        return bool(self._stores_left or (self.store and self.store.writes.backlog))
 
     @property
     def busy(self) -> bool:
@@ -280,16 +291,14 @@ class HostTier(ABC, Generic[AnyEnd]):
         return self.flights.busy or any(store.busy for store in self._stores())
 
     def flush(self) -> int:
-        """Forget everything nobody holds and no transfer moves; answers how many pages stay."""
+        """Drop everything that no request holds and no transfer moves. Returns how many pages stay."""
         stay = self.tree.flush()
         self.places.settle()
         return stay
 
-    def watch(self, observer: Callable[[Sequence[Event | Cleared]], None] | None) -> None:
+    def watch(self, observer: Observer | None) -> None:
         """Tell `observer` what each tier can read: at the next `step` everything, then each step's changes.
-
-        Its errors are logged and counted, never raised.
-        """
+        Its errors are logged and counted, never raised."""
         self._observer = observer
         self.tree.events = readable(self.tree) if observer else None
 
@@ -309,7 +318,7 @@ class HostTier(ABC, Generic[AnyEnd]):
     # The store
 
     def attach(self, store: Store, *, clock: Clock = monotonic, workers: Workers | None = None) -> None:
-        """Use a store from now on, and give it what the host has. The cache closes it when it leaves it."""
+        """Use a store from now on, and write to it what the host has. The cache closes the store."""
         self.attach_mover(self.mover_for(store, clock=clock, workers=workers), clock)
 
     def mover_for(
@@ -325,10 +334,10 @@ class HostTier(ABC, Generic[AnyEnd]):
         if self.store is not None:
             raise ConfigError("store", None, "one is attached already")
         self.store = StoreTier(mover, self.tree, self.spec, self.config, self.places, self.compute, clock)
-        self.store.offer(item for item in self.tree.items() if item.on_host)
+        self.store.writes.offer(item for item in self.tree.items() if item.on_host)
 
     def detach(self) -> None:
-        """Go on without the store. It is closed as soon as what is under way has ended."""
+        """Go on without the store. It is closed when the operations under way have ended."""
         if self.store is not None:
             self.store.leave()
             self._stores_left.append(self.store)
@@ -352,13 +361,13 @@ class HostTier(ABC, Generic[AnyEnd]):
                 self._stores_left.remove(left)
             returned, left.returned = left.returned, []
             if self.store is not None:
-                self.store.offer(item for item in returned if item.on_host)
+                self.store.writes.offer(item for item in returned if item.on_host)
         self.places.settle()
 
     def close(self, store_wait_s: float = 10.0) -> None:
-        """Wait for the transfers, for so long also for what the store has not got yet; release everything."""
+        """Wait for the transfers, and up to `store_wait_s` for writes to the store; release everything."""
         until = monotonic() + store_wait_s
-        while monotonic() < until and (self.detaching if self.store is None else True):
+        while monotonic() < until and (self.store or self.detaching):
             if self.store is not None and not self.busy:
                 self.detach()
             self.step()

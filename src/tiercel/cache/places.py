@@ -1,4 +1,4 @@
-"""Places in the pools of one cache: had when there is room, made free by eviction where there is not."""
+"""Places in the pools of one cache: taken where they are free, made free by eviction where they are not."""
 
 from __future__ import annotations
 
@@ -14,25 +14,29 @@ from tiercel.tree.node import Page, Tail
 from tiercel.tree.prefix_tree import PrefixTree
 from tiercel.types import DevicePageId, DeviceTailId, HostPageId
 
-_DEVICE_PAGE_TAG, _DEVICE_TAIL_TAG, _HOST_PAGE_TAG = 1, 2, 3
 
+class Places:
+    """The pools of both tiers, and the tree that decides what is evicted. Without a device pool, or without
+    a host tier, the pool has no places.
 
-class HostPlaces:
-    """The pool of host pages, beside the tree that decides who goes."""
+    `order` is the order in which a pool first gives out its places.
+    """
 
     def __init__(
-        self, tree: PrefixTree, spec: CacheSpec, host: int, order: Callable[[int], Sequence[int]]
+        self,
+        tree: PrefixTree,
+        spec: CacheSpec,
+        counts: tuple[int, int, int],
+        order: Callable[[int], Sequence[int]],
+        queue_saves: Callable[[Iterable[Move]], None],
     ) -> None:
-        self.host: PagePool[HostPageId] = PagePool("host pages", host, tag=_HOST_PAGE_TAG, order=order(host))
+        pages, tails, host = counts
+        self.pages = PagePool[DevicePageId]("device pages", pages, tag=1, order=order(pages))
+        self.tails = PagePool[DeviceTailId]("device tails", tails, tag=2, order=order(tails))
+        self.host = PagePool[HostPageId]("host pages", host, tag=3, order=order(host))
         self._tree = tree
         self._spec = spec
-
-    @property
-    def pools(self) -> tuple[PagePool[Any], ...]:
-        return (self.host,)
-
-    def make_room_ahead(self) -> None:
-        """What has to be free before anybody asks: on the host nothing."""
+        self._queue_saves = queue_saves
 
     def take_host(self, count: int) -> tuple[HostPageId, ...] | None:
         """Host pages that are free."""
@@ -46,51 +50,14 @@ class HostPlaces:
         return ids
 
     def take_host_by_force(self, count: int) -> tuple[HostPageId, ...] | None:
-        """Host pages, if need be of what the host could do without."""
+        """Host pages; the coldest pages and tails leave the host for them if none are free."""
         while (host := self.take_host(count)) is None and self._tree.evict_host():
             pass
         return host
 
-    def settle(self) -> None:
-        """Carry out what the tree decided."""
-        actions = self._tree.actions
-        if actions.pages or actions.tails or actions.host or actions.saves:
-            self._tree.actions = Actions()
-            self._carry_out(actions)
-
-    def _carry_out(self, actions: Actions) -> None:
-        self.host.release(actions.host)
-
-
-class Places(HostPlaces):
-    """The pools of both tiers."""
-
-    def __init__(
-        self,
-        tree: PrefixTree,
-        spec: CacheSpec,
-        counts: tuple[int, int, int],
-        order: Callable[[int], Sequence[int]],
-        queue_saves: Callable[[Iterable[Move]], None],
-    ) -> None:
-        pages, tails, host = counts
-        self.pages: PagePool[DevicePageId] = PagePool(
-            "device pages", pages, tag=_DEVICE_PAGE_TAG, order=order(pages)
-        )
-        self.tails: PagePool[DeviceTailId] = PagePool(
-            "device tails", tails, tag=_DEVICE_TAIL_TAG, order=order(tails)
-        )
-        super().__init__(tree, spec, host, order)
-        self._queue_saves = queue_saves
-
-    @property
-    def pools(self) -> tuple[PagePool[Any], ...]:
-        return self.pages, self.tails, self.host
-
     def reserve(self, pages: int, tails: int) -> Reservation | Wait:
         """Device places, made free by eviction where they are short."""
-        take_host = self.take_host if self.host.capacity else None
-        self._tree.evict_pages(pages - self.pages.free - self._tree.leaving[Page], take_host)
+        self._tree.evict_pages(pages - self.pages.free - self.pages_leaving, self._saves_to)
         self._make_room_for_tails(tails)
         self.settle()
         room = reserve((self.pages, pages), (self.tails, tails))
@@ -104,6 +71,10 @@ class Places(HostPlaces):
         """Device pages that are free again as soon as their copies have landed."""
         return self._tree.leaving[Page]
 
+    @property
+    def _saves_to(self) -> Callable[[int], tuple[HostPageId, ...] | None] | None:
+        return self.take_host if self.host.capacity else None
+
     def make_room_ahead(self) -> None:
         """No request waits for places for tails, so an eighth is kept free for what one step writes."""
         if self.host.capacity and self._spec.tail_streams:
@@ -111,17 +82,20 @@ class Places(HostPlaces):
             self.settle()
 
     def _make_room_for_tails(self, tails: int) -> None:
-        take_host = self.take_host if self.host.capacity else None
         short = min(tails, self.tails.capacity) - self.tails.free - self._tree.leaving[Tail]
-        self._tree.evict_tails(short, self._spec.host_pages_per_tail, take_host)
+        self._tree.evict_tails(short, self._spec.host_pages_per_tail, self._saves_to)
 
     def owns(self, move: Move) -> bool:
         device: PagePool[Any] = self.pages if isinstance(move.item, Page) else self.tails
         return device.owns(move.device) and all(map(self.host.owns, move.host))
 
-    def _carry_out(self, actions: Actions) -> None:
-        self.pages.release(actions.pages)
-        self.tails.release(actions.tails)
-        super()._carry_out(actions)
-        assert all(map(self.owns, actions.saves)), "I3: a save of a place that was given back"
-        self._queue_saves(actions.saves)
+    def settle(self) -> None:
+        """Carry out what the tree decided."""
+        actions = self._tree.actions
+        if actions.pages or actions.tails or actions.host or actions.saves:
+            self._tree.actions = Actions()
+            self.pages.release(actions.pages)
+            self.tails.release(actions.tails)
+            self.host.release(actions.host)
+            assert all(map(self.owns, actions.saves)), "I3: a save of a place that was given back"
+            self._queue_saves(actions.saves)

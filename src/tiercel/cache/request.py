@@ -1,8 +1,9 @@
-"""A request as the cache sees it, and the outcomes of asking for something."""
+"""What a cache is asked for, requests and transfers, and the outcomes of asking."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy.typing as npt
 
 from tiercel.errors import TransferError
 from tiercel.policy.resume import Reuse
+from tiercel.tree.actions import Move
 from tiercel.tree.keys import KeyChain
 from tiercel.tree.node import Item, Page, Tail
 from tiercel.types import DevicePageId, DeviceTailId, place
@@ -37,7 +39,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Extended:
-    """There is room. `tails` maps a boundary, in tokens, to the place the tail at it is to be written to."""
+    """There is room. `tails` maps a boundary, in tokens, to the place where its tail is to be written."""
 
     tails: dict[int, DeviceTailId]
 
@@ -48,28 +50,29 @@ class RequestState(Enum):
     ENDED = "ended"
 
 
+@dataclass(eq=False)
 class Request:
     """One running text: its page table, what of it is shared, what it holds locked."""
 
-    def __init__(self, chain: KeyChain, priority: int, reuse: Reuse, held: list[Item]) -> None:
-        self.chain = chain
-        self.priority = priority
-        self.reuse = reuse
-        self.state = RequestState.RUNNING
-        self.table: list[DevicePageId] = []
-        """Device pages of the text, shared ones first; behind `committed` they are this request's own."""
-        self.held = held
-        """What it has locked. First the deepest shared page: that protects the shared part of the table."""
-        self.committed = self.page.depth
-        self.resume_tails: tuple[Tail, ...] = ()
-        """Tails to continue from, the last first: read them before the first `commit`."""
-        self.tails: dict[int, DeviceTailId] = {}
-        """Places for tails not shared yet, by boundary in pages."""
-        self.tail_boundaries: frozenset[int] = frozenset()
-        """Boundaries of the prompt that get a tail, in pages."""
-        self.prompt_pages = 0
-        self.extended_tokens = 0
-        self.written_tokens = 0
+    chain: KeyChain
+    priority: int
+    reuse: Reuse
+    held: list[Item]
+    """What it has locked. First the deepest shared page: that protects the shared part of the table."""
+    prompt_pages: int
+    committed: int
+    """Shared pages of the table."""
+    extended_tokens: int
+    table: list[DevicePageId]
+    """Device pages of the text, shared ones first; behind `committed` they are this request's own."""
+    resume_tails: tuple[Tail, ...]
+    """Tails to continue from, the last first: read them before the first `commit`."""
+    tail_boundaries: frozenset[int]
+    """Boundaries of the prompt that get a tail, in pages."""
+    state: RequestState = RequestState.RUNNING
+    tails: dict[int, DeviceTailId] = field(default_factory=dict)
+    """Places for tails not shared yet, by boundary in pages."""
+    written_tokens: int = 0
 
     @property
     def page(self) -> Page:
@@ -93,3 +96,33 @@ class Loaded:
 
     request: Request
     error: TransferError | None = None
+
+
+@dataclass(eq=False)
+class Transfer:
+    """Loads or saves that a caller asked for together. The caller's places belong to the transfer until
+    `step` has returned its end."""
+
+    moves: list[Move] = field(default_factory=list)
+    held: list[Item] = field(default_factory=list)
+    """Locked on the host: what a load reads, and what the caller reads there until `release`."""
+    hold: bool = False
+    writers: int = 1
+    """How many have not finished writing their part: the copier, the caller, or both."""
+    error: TransferError | None = None
+
+    def pages(self) -> Iterator[Move]:
+        """The pages that move: `item.depth` tells which, `host` where they are on the host."""
+        return (move for move in self.moves if isinstance(move.item, Page))
+
+    def tails(self) -> Iterator[Move]:
+        """The tails that move: `item.page.depth` tells at which boundary."""
+        return (move for move in self.moves if not isinstance(move.item, Page))
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A transfer ended. With an error, a load's targets hold anything, and nothing was saved."""
+
+    transfer: Transfer
+    error: TransferError | None

@@ -3,19 +3,21 @@
     the host has a new copy ──► writes: a backlog, sent in the background ──► stored
     a request lacks pages ──► fetches: ask ── fetch or compute? ── read into host pages ──► the tree has them
 
-Nothing here waits: workers do (`transfer.mover`), and `step` carries on with what they answered. When the
-store fails or does not answer, a breaker turns the tier off and tries it again later; requests go on without.
+No call here blocks: workers do the waiting (`transfer.mover`), and `step` takes in what they answered. When
+the store fails or does not answer, a breaker turns the tier off and tries it again later; requests go on
+without it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
-from tiercel.cache.fetches import Fetches
-from tiercel.cache.places import HostPlaces
+from tiercel.cache.fetch import Fetches
+from tiercel.cache.places import Places
 from tiercel.cache.writes import Writes
 from tiercel.config import CacheConfig
 from tiercel.policy.breaker import Breaker, BreakerState
@@ -26,7 +28,6 @@ from tiercel.threads import start
 from tiercel.transfer.mover import StoreMover
 from tiercel.transfer.operation import Operation, Presence, Work
 from tiercel.tree.actions import Cleared, Event
-from tiercel.tree.keys import KeyChain
 from tiercel.tree.node import Item
 from tiercel.tree.prefix_tree import PrefixTree
 from tiercel.types import HostPageId, PageKey, Tier
@@ -48,46 +49,34 @@ class StoreTier:
         tree: PrefixTree,
         spec: CacheSpec,
         config: CacheConfig,
-        places: HostPlaces,
+        places: Places,
         compute: Rate,
         clock: Callable[[], float],
     ) -> None:
         self.mover = mover
         self.breaker = Breaker()
-        self.fetches = Fetches(mover, tree, spec, config, places, compute, clock)
-        self.counters = self.fetches.counters
+        self.counters: Counter[str] = Counter()
+        self.fetches = Fetches(mover, tree, spec, config, places, compute, clock, self.breaker, self.counters)
         host_bytes = places.host.capacity * spec.host_page_bytes
-        self.writes = Writes(mover, tree, spec, config, host_bytes, self.counters)
+        bytes_most = min(config.store_writing_bytes, host_bytes // 2)
+        self.writes = Writes(mover, tree, spec, self.breaker, self.counters, bytes_most)
         self.returned: list[Item] = []
-        """What was being written when the store was left: another one might want it."""
+        """What was being written when the store was left: another store might want it."""
         self._tree = tree
         self._page_bytes = spec.page_bytes
         self._timeout_s = config.store_timeout_s
         self._clock = clock
         self._left = False
         self._closed: Future[None] | None = None
-        self._ended_s: dict[str, float] = {}
+        self._ended_s: dict[Work, float] = {}
         self._probe_s = self._numbers_s = clock()
         mover.submit(Work.PROBE)
         mover.submit(Work.STATS)
 
-    # For requests
-
-    def begins(self, chain: KeyChain, limit: int, *, replay: bool) -> bool:
-        """Whether a request may begin now, or is better off waiting for the store."""
-        return self.fetches.ready(self.fetches.want(chain, limit, self.breaker, replay=replay, wait_s=0.0))
-
-    def expect(self, chain: KeyChain, limit: int, *, replay: bool, wait_s: float) -> None:
-        """A request will want to begin with this in about so long."""
-        self.fetches.want(chain, limit, self.breaker, replay=replay, wait_s=wait_s)
-
-    def offer(self, items: Iterable[Item]) -> None:
-        self.writes.offer(items)
-
     # Going on
 
     def step(self) -> None:
-        """Take in what ended, plan what was answered, send what is to be written."""
+        """Take in what ended, plan fetches, send writes."""
         now = self._clock()
         for operation in self.mover.poll():
             self._ended(operation, now)
@@ -97,13 +86,13 @@ class StoreTier:
                 self.counters["timeouts"] += 1
                 self.breaker.failed(now)
                 self.fetches.hangs(operation)
-        self.fetches.plan(self.breaker)
-        self.writes.send(self.breaker, now)
+        self.fetches.plan()
+        self.writes.send(now)
         self._probe_again(now)
         self._tell_removed()
 
     def _since(self, operation: Operation) -> float:
-        """When it began to take time: a thread took it, or, as long as none has, another was done last."""
+        """When a thread began it. As long as none has: when its crew last finished another operation."""
         if operation.started_s is not None:
             return operation.started_s
         return max(operation.began_s, self._ended_s.get(_crew(operation), 0.0))
@@ -120,12 +109,10 @@ class StoreTier:
             self.breaker.worked()
         match operation.work:
             case Work.WRITE:
-                self.returned += self.writes.ended(operation, self.breaker, left=self._left)
-            case Work.READ:
+                self.returned += self.writes.ended(operation, left=self._left)
+            case Work.ASK | Work.READ:
                 self.fetches.ended(operation)
                 self._write_again(operation)
-            case Work.ASK:
-                self.fetches.asked(operation)
             case Work.PROBE if operation.read_s is not None:
                 self.fetches.costs.read.observe(self._page_bytes, operation.read_s)
             case Work.CLEAR if operation.error is None:
@@ -138,11 +125,12 @@ class StoreTier:
             self.mover.submit(Work.PROBE)
 
     def _write_again(self, read: Operation) -> None:
-        """What was found damaged is not in the store any more; if the host has it, it shall be."""
+        """A damaged record was removed from the store. If the host has a copy, it is written again."""
         for piece, answer in zip(read.pieces, read.answers, strict=True):
             if answer is Presence.DAMAGED:
                 item = self._not_stored(piece.tail, piece.key)
-                self.writes.offer([item] if item is not None and item.on_host and not self._left else [])
+                if item is not None and item.on_host and not self._left:
+                    self.writes.offer([item])
 
     def _tell_removed(self) -> None:
         while self.mover.removed:
@@ -150,7 +138,7 @@ class StoreTier:
             self._not_stored(key[0] == Kind.TAIL, PageKey(page_key_of(key)))
 
     def _not_stored(self, tail: bool, key: PageKey) -> Item | None:
-        """The store no longer has this; answers what the tree has of it."""
+        """The store no longer has this page or tail. Returns what the tree has of it."""
         page = self._tree.index.get(key)
         item: Item | None = page.tail if page is not None and tail else page
         if not self._left:
@@ -162,7 +150,7 @@ class StoreTier:
 
     def _unmark(self) -> None:
         """Nothing is known of what the store holds: it was emptied, or it is left."""
-        self.writes.forget_what_is_known()
+        self.writes.epoch += 1
         if self._left:
             return
         for item in self._tree.items():
@@ -174,16 +162,12 @@ class StoreTier:
 
     @property
     def busy(self) -> bool:
-        """Something is under way, or could be. What hangs does not count: nobody waits for that."""
+        """Something is under way, or could be. Operations that hang do not count: nobody waits for them."""
         waits = self.writes.backlog and self.breaker.state is BreakerState.WORKING
         return bool(waits) or any(not operation.late for operation in self.mover.under_way)
 
-    @property
-    def pending(self) -> bool:
-        return bool(self.writes.backlog)
-
     def clear(self) -> Operation:
-        """Have the store forget everything. The operation says how it ended."""
+        """Remove every record. The operation says how it ended."""
         return self.mover.submit(Work.CLEAR)
 
     def leave(self) -> None:
@@ -195,7 +179,7 @@ class StoreTier:
         self.writes.backlog.clear()
 
     def close(self) -> bool:
-        """After `leave`, when nothing is under way any more. Never blocks: True once it is closed."""
+        """After `leave`, when nothing is under way any more. Never blocks; returns whether it is closed."""
         if self._closed is None:
             self._closed = start(self.mover.close, "tiercel-store-close")
         return self._closed.done()
@@ -229,7 +213,6 @@ class StoreTier:
         }
 
 
-def _crew(operation: Operation) -> str:
-    if operation.work is Work.ASK:
-        return "ask"
-    return "read" if operation.work is Work.READ else "write"
+def _crew(operation: Operation) -> Work:
+    """Asks and reads have threads of their own; everything else runs on the writers'."""
+    return operation.work if operation.work in (Work.ASK, Work.READ) else Work.WRITE

@@ -1,10 +1,10 @@
-"""TieredCache: the front door of an engine whose device memory is ours. It holds no algorithm.
+"""TieredCache: for an engine whose device memory is the cache's. A request's life:
 
     begin ──► (step: loads arrive) ──► extend ─► commit ─► extend ─► commit … ──► finish | preempt | abort
 
+    (prefetch) the store is asked early for a text that will begin soon
     begin     match, choose where to resume, lock it, reserve device places, queue the loads
-    (prefetch) the store is asked early what it has of a text that will begin soon
-    extend    places for the tokens about to be computed, and for the tails to keep of them
+    extend    reserve places for the tokens about to be computed, and for their tails
     commit    bytes are written: full pages and tails become shared, and are saved to the host
     finish    everything is released; what was committed stays cached
 
@@ -16,29 +16,69 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from tiercel.cache.audit import check_device
-from tiercel.cache.flights import Landed, count
+from tiercel.cache.flights import Flight
 from tiercel.cache.found import Found, pages_useful
 from tiercel.cache.host_tier import Executors, HostTier, Order
-from tiercel.cache.places import Places
 from tiercel.cache.request import Extended, Loaded, Request, RequestState, Wait, WaitFor
-from tiercel.cache.sharing import Sharing
-from tiercel.cache.tails import tails_between, tails_of_prompt
 from tiercel.config import CacheConfig
 from tiercel.errors import ConfigError
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.pages.reservation import Reservation
+from tiercel.policy.fetch import legal
+from tiercel.policy.placement import tail_boundaries
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.identity import Identity
 from tiercel.transfer.plan import Direction
-from tiercel.tree.actions import Move
 from tiercel.tree.keys import KeyChain
 from tiercel.tree.node import Item, Page, Tail, device_of
+from tiercel.types import DevicePageId, PageKey
+
+
+class Sharing:
+    """Which pages of prompts running requests are computing now, so that no page is computed twice.
+
+    request 1   ■ ■ ■ □ □ □ □ ▲       three pages are shared, four are being computed, a tail is kept at 7
+    request 2   ■ ■ ■ □ □ □ □ ·       the same text: request 2 can begin at 3 now, or wait and begin at 7
+
+    Waiting is sooner than computing when request 1 is not less urgent: request 1 is ahead, so it has less
+    left to compute, and every step computes some of it. A request that waits holds no place. When request 1
+    ends early, request 2 begins with what is there.
+    """
+
+    def __init__(self, pages_per_window: int) -> None:
+        self._computing: dict[PageKey, Request] = {}
+        self._pages_per_window = pages_per_window
+
+    def begin(self, request: Request) -> None:
+        for key in request.chain.keys[request.committed : request.prompt_pages]:
+            self._computing.setdefault(key, request)
+
+    def end(self, request: Request, first: int, upto: int) -> None:
+        """The request has shared these pages, or will not share them."""
+        for key in request.chain.keys[first:upto]:
+            if self._computing.get(key) is request:
+                del self._computing[key]
+
+    def pages_to_come(self, keys: Sequence[PageKey], found: Found, priority: int) -> int:
+        """How many pages later a request could begin if it waited; 0: there is nothing to wait for.
+
+        `keys`: of the pages that would help the request.
+        """
+        first, here, limit = found.pages_found, found.page.depth, len(keys)
+        request = self._computing.get(keys[first]) if first < limit else None
+        if request is None or request.priority < priority:
+            return 0
+        last = first + 1
+        while last < limit and self._computing.get(keys[last]) is request:
+            last += 1
+        tails = {*range(here + 1), *(b for b in request.tail_boundaries if b > request.committed)}
+        while last > here and not legal(last, self._pages_per_window, tails.__contains__):
+            last -= 1
+        return max(0, last - here)
 
 
 class TieredCache(HostTier[Loaded]):
-    """The tiers of one model's cache. Without an `identity` the model's name says whose numbers it has."""
-
-    places: Places
+    """The tiers of one model's cache. Without an `identity` the model's name identifies its numbers."""
 
     def __init__(
         self,
@@ -64,12 +104,8 @@ class TieredCache(HostTier[Loaded]):
         self.requests: set[Request] = set()
         self.sharing = Sharing(spec.pages_per_window)
 
-    def _make_places(self, order: Order) -> Places:
-        counts = self.config.device_pages, self.config.device_tails, self.host.pages if self.host else 0
-        return Places(self.tree, self.spec, counts, order, self._queue_saves)
-
-    def _queue_saves(self, moves: Iterable[Move]) -> None:
-        self.flights.queue(Direction.SAVE, moves)
+    def _device_places(self) -> tuple[int, int]:
+        return self.config.device_pages, self.config.device_tails
 
     # A request's life
 
@@ -87,8 +123,7 @@ class TieredCache(HostTier[Loaded]):
         """Reuse what the tiers hold of a prompt.
 
         `turn_ends` are token positions after which this text may be continued differently: message ends and
-        break points.
-        `load`, `replay` and `reuse_most` are those of `find`.
+        break points. `load`, `replay` and `reuse_most` are those of `find`.
         `room_for`: device pages for so many tokens are reserved at once: `extend` up to there never waits.
         """
         pages_needed = -(-max(chain.tokens, room_for) // self.spec.page_tokens)
@@ -119,10 +154,7 @@ class TieredCache(HostTier[Loaded]):
             self._start_loads(found.far, places[: len(found.far)])
             self._start_loads(tails_far, room.ids(self.tails))
             room.keep()
-        reuse = self._use(found, priority)
-        request = self._start(Request(chain, priority, reuse, held), found, turn_ends)
-        request.table.extend(places[len(found.far) :])
-        return request
+        return self._start(found, held, places[len(found.far) :], priority, turn_ends)
 
     def extend(self, request: Request, upto: int) -> Extended | Wait:
         """Room for positions below `upto`: device pages, and places for the tails to keep on the way.
@@ -136,7 +168,7 @@ class TieredCache(HostTier[Loaded]):
         pages = max(0, -(-upto // page_tokens) - len(request.table))
         if pages + len(request.table) > self.pages.capacity:
             return Wait(WaitFor.LARGER_DEVICE, pages + len(request.table) - self.pages.capacity)
-        boundaries = tails_between(self.spec, request, upto)
+        boundaries = self._tails_to_write(request, upto)
         skipped, room = 0, self.places.reserve(pages, len(boundaries))
         if isinstance(room, Wait) and room.what is WaitFor.DEVICE_TAILS:
             skipped = len(boundaries) - self.tails.free
@@ -156,8 +188,8 @@ class TieredCache(HostTier[Loaded]):
     def commit(self, request: Request, upto: int) -> None:
         """Positions below `upto` are written, and so are the tails at boundaries up to there: share them.
 
-        Where another request was first, the table now names its pages and this request's copies are free
-        again.
+        If another request shared the same page first, the table now names that page and this request's copy
+        is free again.
         """
         assert request.state is RequestState.RUNNING, "a request commits while it runs"
         assert upto <= request.extended_tokens, "I2: more was committed than there is room for"
@@ -190,25 +222,22 @@ class TieredCache(HostTier[Loaded]):
 
     # Moving
 
-    def _publish(self, landed: Landed) -> list[Loaded]:
+    def _publish(self, landed: Flight) -> None:
         """Children before parents, so that a failed load takes a path apart."""
         ok, loads = landed.error is None, landed.direction is Direction.LOAD
         end = self.tree.load_done if loads else self.tree.save_done
-        moves, waiting = landed.flight.moves, []
-        for move in reversed(moves) if loads else moves:
+        for move in reversed(landed.moves) if loads else landed.moves:
             end(move, ok)
         if self.store is not None and ok and not loads:
-            self.store.offer(move.item for move in moves if not move.item.gone)
-        for request in landed.flight.waiting:
+            self.store.writes.offer(move.item for move in landed.moves if not move.item.gone)
+        for request in landed.waiting:
             if isinstance(request, Request) and request.state is RequestState.LOADING:
-                waiting.append(request)
                 request.state = RequestState.RUNNING
                 if not ok:
                     self._end(request)
                     self.counters["requests_failed"] += 1
-        count(self.counters, landed)
+                self._ended.append(Loaded(request, landed.error))
         self.places.settle()
-        return [Loaded(request, landed.error) for request in waiting]
 
     def check(self) -> None:
         super().check()
@@ -222,14 +251,28 @@ class TieredCache(HostTier[Loaded]):
         assert all(map(self.places.owns, moves)), "I3: a load of a place that was given back"
         self.flights.queue(Direction.LOAD, moves)
 
-    def _start(self, request: Request, found: Found, turn_ends: Iterable[int]) -> Request:
+    def _start(
+        self,
+        found: Found,
+        held: list[Item],
+        own: Sequence[DevicePageId],
+        priority: int,
+        turn_ends: Iterable[int],
+    ) -> Request:
         """Everything is locked and reserved: nothing can fail from here on."""
-        page, tree = found.page, self.tree
-        request.table = [device_of(tree.index[key]) for key in request.chain.keys[: page.depth]]
-        request.resume_tails = found.tails
-        request.prompt_pages = request.chain.tokens // self.spec.page_tokens
-        request.extended_tokens = page.depth * self.spec.page_tokens
-        request.tail_boundaries = tails_of_prompt(self.spec, self.config, request, found.branch, turn_ends)
+        chain, page, tree, page_tokens = found.chain, found.page, self.tree, self.spec.page_tokens
+        request = Request(
+            chain,
+            priority,
+            self._use(found, priority),
+            held,
+            prompt_pages=chain.tokens // page_tokens,
+            committed=page.depth,
+            extended_tokens=page.depth * page_tokens,
+            table=[*(device_of(tree.index[key]) for key in chain.keys[: page.depth]), *own],
+            resume_tails=found.tails,
+            tail_boundaries=self._tails_of_prompt(found, turn_ends),
+        )
         if any(item.load is not None for item in found.items):
             request.state = RequestState.LOADING
             self.flights.queue(Direction.LOAD, (), request)
@@ -242,10 +285,35 @@ class TieredCache(HostTier[Loaded]):
         self.places.settle()
         return request
 
-    # How places are had and given back
+    # Which tails are kept
 
-    def _page_at(self, chain: KeyChain, pages: int) -> Page:
-        return self.tree.index[chain.keys[pages - 1]] if pages else self.tree.root
+    def _tails_of_prompt(self, found: Found, turn_ends: Iterable[int]) -> frozenset[int]:
+        """Where the prompt gets tails. None at the resumed boundary: a replay computes too little for one.
+
+        One is before the last token: there the same prompt, asked again, is resumed.
+        """
+        if not self.spec.tail_streams:
+            return frozenset()
+        return tail_boundaries(
+            resumed_pages=found.page.depth,
+            total_pages=found.chain.tokens // self.spec.page_tokens,
+            turn_ends=(*turn_ends, found.chain.tokens - 1),
+            branch_page=found.branch,
+            every_pages=self.config.tail_every_pages,
+            page_tokens=self.spec.page_tokens,
+            pages_per_window=self.spec.pages_per_window,
+        )
+
+    def _tails_to_write(self, request: Request, upto: int) -> list[int]:
+        """Boundaries after what the request has room for, up to token `upto`, whose tails are to be written:
+        those of the prompt, and after the prompt the latest."""
+        page_tokens, window = self.spec.page_tokens, self.spec.pages_per_window
+        first, last = request.extended_tokens // page_tokens, upto // page_tokens
+        prompt = [b for b in range(first + 1, last + 1) if b in request.tail_boundaries]
+        latest = range(max(first, request.prompt_pages, last - window) + 1, last + 1) if window else ()
+        return sorted({*prompt, *latest})
+
+    # What is shared, saved and given back
 
     def _save_early(self, items: Iterable[Item]) -> None:
         """Copies into host memory that is free, or holds what device and store have (`policy.save`)."""
@@ -287,7 +355,7 @@ class TieredCache(HostTier[Loaded]):
         shared: list[Tail] = []
         for boundary in ready:
             if everything or boundary in request.tail_boundaries:
-                page = self._page_at(request.chain, boundary)
+                page = self.tree.index[request.chain.keys[boundary - 1]]
                 shared.append(self.tree.insert_tail(page, request.tails.pop(boundary), request.priority))
             elif boundary <= ready[-1] - self.spec.pages_per_window:
                 self.tails.release([request.tails.pop(boundary)])

@@ -14,8 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Protocol
 
-from tiercel.config import EVICT_POLICIES, load_class
-from tiercel.errors import ConfigError
+from tiercel.config import EVICT_POLICIES, make_policy
 
 Rank = int | tuple[int, ...]
 """Anything that sorts. One policy always returns the same shape."""
@@ -76,10 +75,4 @@ assert tuple(_POLICIES) == EVICT_POLICIES
 
 def make_evict_policy(name: str) -> EvictPolicy:
     """A policy by name, or a user's own class as `module:Class`."""
-    if name in _POLICIES:
-        return _POLICIES[name]()
-    try:
-        policy: EvictPolicy = load_class(name, EvictPolicy)()
-    except (ImportError, TypeError) as error:
-        raise ConfigError("evict", name, str(error)) from error
-    return policy
+    return make_policy("evict", name, _POLICIES, EvictPolicy)

@@ -1,4 +1,4 @@
-"""Load from the store or compute: what to fetch of a text, and how long to wait for it.
+"""Load from the store or compute: what to fetch of a text, and how long a request waits for it.
 
 pages      1    2    3    4    5    6    7    8      found 2 in nearer tiers, stored 5 more in the store
            ■    ■    □    □    □    □    □    ·
@@ -7,14 +7,17 @@ fetch                ├──────────────┤           
 
 A boundary is legal if every page before it, and every tail that a resume there reads, is in some tier.
 `choose_fetch` takes the legal boundary that saves most time: the time to compute up to it, minus the read
-time that goes beyond what the request waits anyway.
+time that goes beyond what the request waits anyway. A `FetchPolicy` decides how long a request waits.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
+
+from tiercel.config import FETCH_POLICIES, make_policy
 
 
 class Rate:
@@ -57,7 +60,6 @@ class Held:
     tails: frozenset[int]
     """Boundaries with a tail in a nearer tier."""
     tails_stored: frozenset[int]
-    """Boundaries with a tail in the store."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +98,17 @@ class Costs:
         return (wanted.upto - held.found) * self.page_bytes + len(wanted.tails) * self.tail_bytes
 
 
+# What to fetch
+
+
 def legal(boundary: int, pages_per_window: int, has_tail: Callable[[int], bool]) -> bool:
     """Whether the tails allow a resume at this boundary. The caller has checked the pages."""
-    first = max(1, boundary - pages_per_window + 1)
-    return all(has_tail(each) for each in range(first, boundary + 1)) if pages_per_window else True
+    return all(map(has_tail, _window(boundary, pages_per_window)))
+
+
+def _window(boundary: int, pages_per_window: int) -> range:
+    """The boundaries whose tails a resume at `boundary` reads."""
+    return range(max(1, boundary - pages_per_window + 1), boundary + 1) if pages_per_window else range(0)
 
 
 def choose_fetch(
@@ -111,7 +120,9 @@ def choose_fetch(
     fit in host memory.
     """
     best, best_gain, why = None, 0.0, Refusal.NOTHING
-    boundaries = _boundaries(held, costs)
+    known = held.tails | held.tails_stored
+    every = range(held.boundary + 1, held.found + held.stored + 1)
+    boundaries = [each for each in every if legal(each, costs.pages_per_window, known.__contains__)]
     for wanted in _candidates(held, costs, boundaries):
         size = costs.bytes_of(held, wanted)
         gain = _gain(costs, wanted.spared, bytes_ahead + size, wait_s)
@@ -136,33 +147,26 @@ def _gain(costs: Costs, tokens: int, bytes_read: int, wait_s: float) -> float:
     return compute_s - max(0.0, read_s - wait_s)
 
 
-def _boundaries(held: Held, costs: Costs) -> list[int]:
-    """Legal boundaries, with the store's pages and tails counted as present."""
-    both, last = held.tails | held.tails_stored, held.found + held.stored
-    every = range(held.boundary + 1, last + 1)
-    return [b for b in every if legal(b, costs.pages_per_window, both.__contains__)]
-
-
 def _candidates(held: Held, costs: Costs, boundaries: list[int]) -> Iterator[Wanted]:
-    """Every possible fetch, the longest first."""
+    """Every possible fetch, the longest first; at last the one that is resumed by replay."""
     for boundary in reversed(boundaries):
-        tails = _tails(boundary, costs.pages_per_window, held)
         spared = (boundary - held.boundary) * costs.page_tokens
-        yield Wanted(max(boundary, held.found), tuple(sorted(tails)), spared)
-    last = held.found + held.stored
+        yield Wanted(
+            max(boundary, held.found), tuple(sorted(_tails(boundary, costs.pages_per_window, held))), spared
+        )
     if costs.replay_tokens is not None and held.stored:
+        last = held.found + held.stored
         spared = (last - held.boundary) * costs.page_tokens - costs.replay_tokens
         if spared > 0:
             yield Wanted(last, (), spared)
 
 
-def _tails(boundary: int, window: int, held: Held) -> set[int]:
+def _tails(boundary: int, pages_per_window: int, held: Held) -> set[int]:
     """Tails that a resume at this boundary reads and that only the store has."""
-    first = max(1, boundary - window + 1)
-    return set(range(first, boundary + 1)) & held.tails_stored - held.tails if window else set()
+    return set(_window(boundary, pages_per_window)) & held.tails_stored - held.tails
 
 
-def _stations(wanted: Wanted, boundaries: list[int], held: Held, window: int) -> tuple[int, ...]:
+def _stations(wanted: Wanted, boundaries: list[int], held: Held, pages_per_window: int) -> tuple[int, ...]:
     """The wanted tails, and those at up to three earlier boundaries: then a fetch that is cut short still
     helps."""
     if not wanted.tails:
@@ -171,9 +175,12 @@ def _stations(wanted: Wanted, boundaries: list[int], held: Held, window: int) ->
     count = 1
     for each in reversed(boundaries):
         if each <= last - apart and count < 4:
-            reads |= _tails(each, window, held)
+            reads |= _tails(each, pages_per_window, held)
             last, count = each, count + 1
     return tuple(sorted(reads))
+
+
+# How long to wait
 
 
 PATIENCE = 4
@@ -187,3 +194,65 @@ def worth_waiting(costs: Costs, tokens: int, bytes_left: int, still_s: float) ->
         return True
     read_s = costs.read.seconds(bytes_left) or 0.0
     return max(read_s, PATIENCE * still_s) < compute_s
+
+
+@dataclass(frozen=True)
+class Fetching:
+    """A fetch whose request could begin now without it: what a policy may look at."""
+
+    costs: Costs
+    tokens: int
+    """Tokens that need not be computed if the fetch succeeds."""
+    bytes_left: int
+    """What is still to be read until the fetch is complete. Reads queued before it are included."""
+    waited_s: float
+    """How long the request has waited since it could begin."""
+    left_s: float
+    """Time until the deadline (`fetch_deadline_s`); negative: it has passed."""
+    still_s: float
+    """Time since the last progress."""
+
+
+class FetchPolicy(ABC):
+    """How long a request waits for a fetch that is under way. A request that stops waiting begins with the
+    pages that have arrived.
+
+    Contract: `waits` is a pure function; once it is False, the fetch has ended. Whatever a policy says,
+    nothing is fetched that is computed sooner, and a store that hangs ends the fetch.
+    """
+
+    @abstractmethod
+    def waits(self, fetch: Fetching) -> bool: ...
+
+
+class BestEffort(FetchPolicy):
+    """Not at all: what was announced early may have arrived, nothing else."""
+
+    def waits(self, fetch: Fetching) -> bool:  # noqa: ARG002
+        return False
+
+
+class WaitForAll(FetchPolicy):
+    def waits(self, fetch: Fetching) -> bool:  # noqa: ARG002
+        return True
+
+
+class Deadline(FetchPolicy):
+    """Until the deadline, and only as long as the rest is expected sooner than computing it."""
+
+    def waits(self, fetch: Fetching) -> bool:
+        in_time = fetch.left_s > 0
+        return in_time and worth_waiting(fetch.costs, fetch.tokens, fetch.bytes_left, fetch.still_s)
+
+
+_POLICIES: dict[str, type[FetchPolicy]] = {
+    "best_effort": BestEffort,
+    "wait": WaitForAll,
+    "deadline": Deadline,
+}
+assert tuple(_POLICIES) == FETCH_POLICIES
+
+
+def make_fetch_policy(name: str) -> FetchPolicy:
+    """A policy by name, or a user's own class as `module:Class`."""
+    return make_policy("fetch", name, _POLICIES, FetchPolicy)

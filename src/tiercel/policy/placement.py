@@ -1,4 +1,4 @@
-"""At which boundaries of a text tails are kept.
+"""At which boundaries of a prompt tails are kept.
 
 tokens     0        256       512       768       1024      1280
            ├─────────┼─────────┼─────────┼─────────┼─────────┼──
@@ -19,22 +19,20 @@ def tail_boundaries(
     branch_page: int,
     every_pages: int,
     page_tokens: int,
+    pages_per_window: int,
 ) -> frozenset[int]:
     """The boundaries, in pages, that get a tail. They lie after the resumed pages.
 
     They are the ends of messages, turns and named break points (`turn_ends`, in tokens), the page where this
-    text branches off from cached ones (0: none), the end of the prompt, and every `every_pages` pages.
+    text branches off from cached ones (0: none), the end of the prompt, and every `every_pages` pages; and
+    before each of them the tails that a window longer than a page reads too.
     """
     ends = {tokens // page_tokens for tokens in turn_ends}
     regular = set(range(every_pages, total_pages + 1, every_pages))
     wanted = ends | regular | {branch_page, total_pages}
-    return frozenset(page for page in wanted if resumed_pages < page <= total_pages)
-
-
-def with_window(boundaries: Iterable[int], *, pages_per_window: int, resumed_pages: int) -> frozenset[int]:
-    """The boundaries, and the tails before each that a window longer than a page reads too."""
     return frozenset(
         page
-        for boundary in boundaries
+        for boundary in wanted
+        if resumed_pages < boundary <= total_pages
         for page in range(max(resumed_pages + 1, boundary - pages_per_window + 1), boundary + 1)
     )
