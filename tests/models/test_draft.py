@@ -12,8 +12,9 @@ from tiercel.errors import SpecError
 from tiercel.kernels import reference as k
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.models.base import Span
-from tiercel.models.deepseek_v4.blocks import Experts, head_site, hyper_site, part_of
+from tiercel.models.deepseek_v4.layer import Experts, site_of
 from tiercel.models.deepseek_v4.model import DeepseekV4
+from tiercel.models.deepseek_v4.weights import part_of
 from tiercel.models.rotary import Rotary
 from tiercel.spec import deepseek_v4, deepseek_v4_mtp
 
@@ -88,7 +89,7 @@ def dense_draft(config, weights, x, tokens):
     x = F.linear(k.norm(x[:-1], w["hnorm.weight"], eps), w["h_proj.weight"])
     x = x + F.linear(embedded, w["e_proj.weight"])[:, None]
     n = len(x)
-    site = hyper_site(config, k, part_of(w, "attn_hc."), w["input_layernorm.weight"])
+    site = site_of(config, k, part_of(w, "attn_hc."), w["input_layernorm.weight"])
     h, place, mix = k.hyper_read(x, site)
     a = part_of(w, "self_attn.")
     turn = Rotary(config.rope_main, config.rope_dim).at(torch.arange(n))
@@ -106,11 +107,11 @@ def dense_draft(config, weights, x, tokens):
         "tgi,goi->tgo", attended, a["o_a_proj.weight"].view(config.o_groups, config.o_lora_rank, -1)
     )
     x = k.hyper_write(x, F.linear(low.flatten(1), a["o_b_proj.weight"]), place, mix)
-    site = hyper_site(config, k, part_of(w, "ffn_hc."), w["post_attention_layernorm.weight"])
+    site = site_of(config, k, part_of(w, "ffn_hc."), w["post_attention_layernorm.weight"])
     seen, place, mix = k.hyper_read(x, site)
     x = k.hyper_write(x, Experts(config, k, part_of(w, "mlp."))(seen, tokens[1:]), place, mix)
     return F.linear(
-        k.hyper_head(x, head_site(config, k, part_of(w, "hc_head."), w["norm.weight"])),
+        k.hyper_head(x, site_of(config, k, part_of(w, "hc_head.hc_"), w["norm.weight"])),
         weights["lm_head.weight"],
     )
 

@@ -286,14 +286,6 @@ def test_rotary_frequencies_that_were_saved_are_not_needed(tmp_path: Path, name:
     check_equal(load(write_folder(tmp_path, weights | {name: torch.ones(2)})), weights)
 
 
-def test_weights_may_be_had_in_another_dtype(tmp_path: Path) -> None:
-    weights = make_weights()
-    loaded = load(write_folder(tmp_path, weights), dtype=torch.bfloat16)
-    for name, tensor in weights.items():
-        same = tensor if name.endswith("tid2eid") else tensor.to(torch.bfloat16)
-        assert torch.equal(loaded[name], same), name
-
-
 def test_what_is_stored_in_other_plain_dtypes_is_widened(tmp_path: Path) -> None:
     weights = {
         name: tensor.int() if name.endswith("tid2eid") else tensor.to(torch.bfloat16)

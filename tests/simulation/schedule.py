@@ -88,7 +88,7 @@ class ScriptedModel:
         before = self._before(span, pages)
         assert len(before) >= span.start, f"I2: {len(before)} tokens are known before {span.start}"
         text, drawn = before[: span.start], list[int]()
-        replayed = before[span.start : span.end]
+        replayed = before[span.start : span.start + len(span.tokens)]
         assert tokens[: len(replayed)] == replayed, "I2: another text than in the pages"
         full = min(span.start, span.write_from) if span.write_from > span.start else span.start
         for page in range(full // page_tokens):

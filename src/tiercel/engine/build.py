@@ -9,10 +9,10 @@ from tiercel.config import CacheConfig
 from tiercel.engine.config import Build, EngineConfig
 from tiercel.engine.engine import Engine
 from tiercel.errors import ConfigError
-from tiercel.kernels.choice import Kernels, make_kernels
-from tiercel.kernels.sources import digest_of
+from tiercel.kernels.choice import Kernels, check_device, digest_of, kernels_digest, make_kernels
+from tiercel.models.base import Dimensions
 from tiercel.models.checkpoint import Checkpoint
-from tiercel.models.families import EMBEDDED, Dimensions, family_of, folder_of, sources_of
+from tiercel.models.families import EMBEDDED, family_of, folder_of, sources_of
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.identity import BITS, Identity
 from tiercel.storage.open import open_store
@@ -35,7 +35,8 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
     checkpoint = Checkpoint(folder)
     family = family_of(checkpoint.config)
     own = family.read(checkpoint.config)
-    kernels = make_kernels(build.kernels)
+    check_device(build.device)
+    kernels = make_kernels(build.kernels, build.device)
     if build.exact and not kernels.EXACT:
         why = f"the {kernels.NAME} kernels add in an order that depends on the batch"
         raise ConfigError("exact", build.exact, why)
@@ -43,9 +44,10 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
     spec = family.declare(checkpoint.config, page_tokens, build.format)
     pages, tails = _places(build.device_bytes, spec, config)
     text = Text(folder)
-    weights = family.load(checkpoint, own)
+    weights = family.load(checkpoint, own, build.device)
     settings = replace(config.cache, device_pages=pages, device_tails=tails)
-    cache = TieredCache(spec, settings, identity=_identity(build, checkpoint, own, kernels))
+    identity = _identity(build, checkpoint, own, kernels)
+    cache = TieredCache(spec, settings, identity=identity, device=build.device)
     if build.store is not None:
         _attach(cache, build.store)
     model = family.build(own, weights, cache.device, config.running_max, kernels)
@@ -59,7 +61,7 @@ def _identity(build: Build, checkpoint: Checkpoint, own: Dimensions, kernels: Ke
     return Identity(
         weights=checkpoint.digest(),
         arithmetic=digest_of(own.digest, build.format, files=sources_of(checkpoint.config)),
-        kernels=kernels.digest() if build.share == BITS else "",
+        kernels=kernels_digest(kernels, build.device) if build.share == BITS else "",
     )
 
 

@@ -22,6 +22,8 @@ class Build:
     """None: 128 for the embedded model, whose texts are short, else 256."""
     format: str = setting("fp32", "How entries are kept: fp32, bf16, fp8.")
     """How entries are kept. fp32: the bits of the model, on a CPU nothing else is faster."""
+    device: str = setting("cpu", "Where the model runs: cpu, cuda, cuda:1, …")
+    """The torch device of weights, pages, tails and rings. The native kernels are for the CPU only."""
     device_bytes: int = setting(
         parse_bytes(DEVICE_MEMORY),
         "Device memory for pages and tails.",

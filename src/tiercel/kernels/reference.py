@@ -1,17 +1,16 @@
-"""The kernels of the models in plain torch: they define what each kernel computes. `native.py` has the same
-functions in C for the CPU; Triton will have them for CUDA. A model runs on any of them."""
+"""The kernels of the models in plain torch, on any device: they define what each kernel computes.
+
+`native.py` has the same functions in C for the CPU; Triton will have them for CUDA. A model runs on any set.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - its usual name
-
-from tiercel.kernels.sources import digest_of, host_words
 
 NAME = "reference"
 EXACT = False
@@ -45,8 +44,9 @@ class Site:
     eps: float
 
 
-def digest() -> str:
-    return digest_of(NAME, *host_words(), files=[Path(__file__)])
+def built_from() -> tuple[str, ...]:
+    """What the results depend on besides this file and torch."""
+    return ()
 
 
 def pack(weight: Tensor) -> Matrix:
@@ -70,7 +70,11 @@ def linear_groups(x: Tensor, weights: Matrix) -> Tensor:
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps))
+    return weight * _rms(x, eps)
+
+
+def _rms(x: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
 def put_rows(target: Tensor, to: Tensor, source: Tensor, rows: Tensor | None = None) -> None:
@@ -83,7 +87,7 @@ def norm_rotate(
 ) -> Tensor:
     """x [tokens, heads, dim]: norms each head if `eps` is given, and rotates its last channels in pairs."""
     if eps is not None:
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        x = _rms(x, eps)
     if weight is not None:
         x = weight * x
     cos, sin = (each[:, None, :] for each in turn)
@@ -128,10 +132,6 @@ def hyper_head(x: Tensor, site: Site) -> Tensor:
     mixed = F.linear(_rms(x.flatten(1), site.eps), site.fn)
     collapse = torch.sigmoid(mixed * site.scale + site.base) + site.hc_eps
     return norm(torch.matmul(collapse[:, None, :], x).squeeze(1), site.weight, site.eps)
-
-
-def _rms(x: Tensor, eps: float) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
 # Experts
@@ -191,6 +191,10 @@ def compress(recent: Recent, rows: Tensor, bias: Tensor, dim: int) -> Tensor:
     return (values * torch.softmax(gate, dim=1)).sum(dim=1)
 
 
+def _parts(q: Tensor) -> list[slice]:
+    return [slice(at, at + QUERIES_AT_ONCE) for at in range(0, len(q), QUERIES_AT_ONCE)]
+
+
 def best_rows(
     q: Tensor, weights: Tensor, keys: Tensor, rows: Tensor, span: Tensor, visible: Tensor, k: int
 ) -> Tensor:
@@ -201,8 +205,7 @@ def best_rows(
     many of its keys the token sees. Ties go to the lower number.
     """
     parts = []
-    for start in range(0, q.shape[0], QUERIES_AT_ONCE):
-        part = slice(start, start + QUERIES_AT_ONCE)
+    for part in _parts(q):
         own = rows[span[part]].long()
         scores = torch.relu_(torch.matmul(q[part], keys[own.clamp(min=0)].transpose(1, 2)))
         scores = torch.matmul(weights[part][:, None, :], scores).squeeze(1)
@@ -229,13 +232,7 @@ def top_numbers(scores: Tensor, visible: Tensor, k: int) -> Tensor:
 
 
 def attention(
-    q: Tensor,
-    recent: Recent,
-    window: Tensor,
-    entries: Tensor,
-    chosen: Tensor,
-    sinks: Tensor,
-    scale: float,
+    q: Tensor, recent: Recent, window: Tensor, entries: Tensor, chosen: Tensor, sinks: Tensor, scale: float
 ) -> Tensor:
     """Attention of each query to the rows it names. A row is both key and value.
 
@@ -244,15 +241,13 @@ def attention(
     """
     out = torch.empty(q.shape, device=q.device)
     pool = torch.cat(recent)
-    for start in range(0, q.shape[0], QUERIES_AT_ONCE):
-        part = slice(start, start + QUERIES_AT_ONCE)
-        named = torch.cat([window[part], chosen[part]], dim=1)
-        seen = torch.cat(
-            [pool[window[part].clamp(min=0).long()], entries[chosen[part].clamp(min=0).long()]], dim=1
-        )
-        seen.masked_fill_((named < 0)[..., None], 0.0)  # row 0 may hold NaN, and 0 · NaN is NaN
+    for part in _parts(q):
+        near, far = window[part], chosen[part]
+        none = torch.cat([near, far], dim=1) < 0
+        seen = torch.cat([pool[near.clamp(min=0).long()], entries[far.clamp(min=0).long()]], dim=1)
+        seen.masked_fill_(none[..., None], 0.0)  # row 0 may hold NaN, and 0 · NaN is NaN
         scores = torch.matmul(q[part], seen.transpose(1, 2)) * scale
-        scores = scores.masked_fill_((named < 0)[:, None, :], float("-inf"))
+        scores = scores.masked_fill_(none[:, None, :], float("-inf"))
         sink = sinks.view(1, -1, 1).expand(scores.shape[0], -1, 1)
         weights = torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)[..., :-1]
         out[part] = torch.matmul(weights, seen)

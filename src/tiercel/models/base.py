@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol, Self
 
 from torch import Tensor
+
+from tiercel.spec.hf_fields import flag, number, whole
 
 
 @dataclass(frozen=True)
@@ -18,10 +21,10 @@ class Span:
 
     start: int
     pages: Tensor
-    """[pages] int64: device places of the text's pages, enough for the span's end."""
+    """[pages] int64, on the CPU: device places of the text's pages, enough for the span's end."""
 
     ring: int
-    """The request's own number: its recent rows live there between calls."""
+    """The request's own number. The ring of this number keeps the request's recent rows between calls."""
 
     tails: Mapping[int, int] = field(default_factory=dict)
     """Boundary in tokens → device place of the tail to be written there."""
@@ -30,11 +33,7 @@ class Span:
     """Entries that end before this position are in the pages already: a replay must not write them again."""
 
     keep: bool = True
-    """False for a draft of what may not come: the ring does not remember it."""
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.tokens)
+    """False: the ring does not remember the span, because a draft may be refused."""
 
 
 class Model(Protocol):
@@ -50,3 +49,32 @@ class Model(Protocol):
 
     def forward(self, spans: Sequence[Span], rows: Sequence[int] | None = None) -> Tensor:
         """fp32 logits [rows, vocabulary] of these flat tokens of the spans; None: of each span's last."""
+
+
+def named(name: str) -> Any:
+    """A dimension that `config.json` has under another name."""
+    return field(metadata={"name": name})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dimensions:
+    """A parsed `config.json`: everything that the model's numbers depend on, and nothing else."""
+
+    vocab_size: int
+    hidden_size: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any], **made: Any) -> Self:
+        """The fields of `made`, and all others from the config. A `SpecError` names what is unusable."""
+        read_as: Mapping[Any, Any] = {"int": whole, "float": number, "bool": flag}
+        for each in fields(cls):
+            if each.name not in made:
+                made[each.name] = read_as[each.type](config, each.metadata.get("name", each.name))
+        return cls(**made)
+
+    @property
+    def digest(self) -> str:
+        """A name for the arithmetic: changes with every number the model reads from its config."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()

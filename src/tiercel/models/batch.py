@@ -1,10 +1,10 @@
-"""The spans of one forward as flat lists of rows, made once for all layers."""
+"""The spans of one forward as flat tokens and lists of row numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +21,7 @@ def rows_before(window: int) -> int:
     return max(window - 1, 1)
 
 
-@dataclass(frozen=True)
-class NewEntries:
+class NewEntries(NamedTuple):
     """Entries that this call completes: the rows that make each, its page row, its position."""
 
     rows: Tensor
@@ -31,7 +30,7 @@ class NewEntries:
 
 
 class Batch:
-    """The spans of one call as flat tokens, and lists of row numbers, made once for all layers.
+    """Flat tokens, and lists of row numbers that all layers of a kind use.
 
     flat tokens    │ span 0: 7 8 9 │ span 1: 40 │ span 2: 0 1 2 3 │
     recent rows    ring · rows + position % rows, in what rings keep, for positions before the span
@@ -39,20 +38,20 @@ class Batch:
     entry rows     page's place · entries of a page + number in the page
     """
 
-    def __init__(self, spans: Sequence[Span], rings: int) -> None:
+    def __init__(self, spans: Sequence[Span], rings: int, device: torch.device) -> None:
         lengths = np.array([len(span.tokens) for span in spans])
-        self.spans = spans
-        self._rings = rings
+        self.spans, self._rings, self._device = spans, rings, device
         self._starts = np.array([span.start for span in spans])
         self._ends = self._starts + lengths
         self._ring = np.array([span.ring for span in spans])
         self._first = lengths.cumsum() - lengths
         self._span = np.arange(len(spans)).repeat(lengths)
         self._positions = np.arange(lengths.sum()) + (self._starts - self._first)[self._span]
-        self.tokens = spans[0].tokens if len(spans) == 1 else torch.cat([span.tokens for span in spans])
-        self.span = torch.from_numpy(self._span)
-        self.positions = torch.from_numpy(self._positions)
-        self.last = torch.from_numpy(self._first + lengths - 1)
+        tokens = spans[0].tokens if len(spans) == 1 else torch.cat([span.tokens for span in spans])
+        self.tokens = tokens.to(device)
+        self.span = self._tensor(self._span)
+        self.positions = self._tensor(self._positions)
+        self.last = self._tensor(self._first + lengths - 1)
         """The last token of each span."""
         widest = max(len(span.pages) for span in spans)
         self._pages = np.full((len(spans), widest), -1)
@@ -66,18 +65,23 @@ class Batch:
         self.new_entries = cache(self._new_entries)
         self.seen_entries = cache(self._seen_entries)
 
+    def _tensor(self, numbers: Ints) -> Tensor:
+        return torch.from_numpy(numbers).to(self._device)
+
+    def _rows(self, rows: Ints) -> Tensor:
+        """Row numbers as kernels read them."""
+        return self._tensor(rows.astype(np.int32))
+
     def recent(self, positions: Ints, span: Ints, ring_rows: int) -> Tensor:
         """Row numbers of positions of spans; -1 before the start of the text."""
         own = positions - self._starts[span]
         old = self._ring[span] * ring_rows + positions % ring_rows
         new = self._rings * ring_rows + self._first[span] + own
-        rows = np.where(own < 0, old, new)
-        return torch.from_numpy(np.where(positions < 0, -1, rows).astype(np.int32))
+        return self._rows(np.where(positions < 0, -1, np.where(own < 0, old, new)))
 
     def recent_before(self, end: int, count: int, span: int, ring_rows: int) -> Tensor:
         """Row numbers of the `count` positions before `end`."""
-        positions = np.arange(end - count, end)
-        return self.recent(positions, np.full(count, span), ring_rows)
+        return self.recent(np.arange(end - count, end), np.full(count, span), ring_rows)
 
     def _window(self, width: int) -> Tensor:
         """[tokens, width]: each token's window, itself last."""
@@ -89,11 +93,11 @@ class Batch:
         keep = np.array([span.keep for span in self.spans])
         chosen = (self._positions >= (self._ends - ring_rows)[self._span]) & keep[self._span]
         rows = self._ring[self._span] * ring_rows + self._positions % ring_rows
-        return torch.from_numpy(chosen.nonzero()[0]), torch.from_numpy(rows[chosen])
+        return self._tensor(chosen.nonzero()[0]), self._tensor(rows[chosen])
 
     def _visible(self, ratio: int) -> Tensor:
         """How many entries each token sees: those that ended with it or before."""
-        return torch.from_numpy((self._positions + 1) // ratio)
+        return self._tensor((self._positions + 1) // ratio)
 
     def _entries(self, ratio: int, per_page: int, *, in_place: bool) -> Tensor:
         """[spans, most]: rows of all entries of each span, in the pages or in the order they are read out."""
@@ -103,12 +107,12 @@ class Batch:
             rows = self._pages[:, numbers[0] // per_page] * per_page + numbers % per_page
         else:
             rows = (counts.cumsum() - counts)[:, None] + numbers
-        return torch.from_numpy(np.where(numbers < counts[:, None], rows, -1).astype(np.int32))
+        return self._rows(np.where(numbers < counts[:, None], rows, -1))
 
     def _seen_entries(self, ratio: int, per_page: int, *, in_place: bool) -> Tensor:
         """[tokens, most]: rows of all entries each token sees."""
         rows = self.entries(ratio, per_page, in_place=in_place)
-        numbers = torch.arange(rows.shape[1])
+        numbers = torch.arange(rows.shape[1], device=self._device)
         return torch.where(numbers < self.visible(ratio)[:, None], rows[self.span], -1)
 
     def _new_entries(self, ratio: int, width: int, ring_rows: int, per_page: int) -> NewEntries | None:
@@ -120,8 +124,5 @@ class Batch:
         numbers = np.arange(counts.sum()) + (since - (counts.cumsum() - counts))[span]
         positions = numbers[:, None] * ratio + np.arange(ratio - width, ratio)
         pages = self._pages[span, numbers // per_page] * per_page + numbers % per_page
-        return NewEntries(
-            self.recent(positions, span[:, None], ring_rows),
-            torch.from_numpy(pages),
-            torch.from_numpy(numbers * ratio),
-        )
+        rows = self.recent(positions, span[:, None], ring_rows)
+        return NewEntries(rows, self._tensor(pages), self._tensor(numbers * ratio))

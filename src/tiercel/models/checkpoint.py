@@ -5,18 +5,19 @@
     model.safetensors.index.json         which tensor is in which file
     model-00001-of-00002.safetensors …   those files
 
-It knows files, not models: which tensors there must be is `weights.py`'s to say.
+It knows files, not models: each family says which tensors there must be.
 """
 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from os.path import lexists
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -25,14 +26,12 @@ from tiercel.models.digest import weights_digest
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 SUFFIX = ".safetensors"
-BESIDES = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "chat_template.json",
-)
+TEXT = "generation_config.json tokenizer.json tokenizer_config.json chat_template.jinja chat_template.json"
 """Files that other modules read. A file may be absent; a dangling link or an LFS pointer is an error."""
+
+FLOATS = ("F32", "BF16", "F16", "F64")
+COMPUTED = "inv_freq"
+"""The end of names under which old versions of `transformers` saved rotary frequencies. They are not read."""
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
@@ -40,29 +39,28 @@ NAMES_SHOWN = 5
 """An error message shows at most so many names."""
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    """One tensor as its file's header tells it."""
+class StoredTensor(NamedTuple):
+    """One tensor as its file's header describes it."""
 
     name: str
     file: Path
     dtype: str
-    """In safetensors' words: F32, BF16, F8_E4M3, I8, …"""
+    """As safetensors names it: F32, BF16, F8_E4M3, I8, …"""
     shape: tuple[int, ...]
 
 
 class Checkpoint:
-    """Everything about a folder that its headers tell; the bytes are read tensor by tensor.
+    """A folder's config and the headers of its tensors; the bytes are read tensor by tensor.
 
-    Opening checks that every file is whole and that the index tells the truth. The files must not change as
-    long as this lives: tensors are views of them.
+    Opening checks that every file is whole and that the index agrees with the files. The files must not
+    change while this object lives, because its tensors are views of them.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise WeightsError(self.folder, "is no folder")
-        for name in BESIDES:
+        for name in TEXT.split():
             _check_is_itself(self.folder / name)
         self.config: Mapping[str, Any] = _read_json(self.folder / CONFIG)
         self._files: dict[Path, Any] = {}
@@ -82,6 +80,13 @@ class Checkpoint:
             raise WeightsError(stored.file, f"{name} can not be read: {error}", [name]) from error
         assert isinstance(tensor, Tensor)
         return tensor
+
+    def refuse(self, faults: Mapping[str, Sequence[tuple[str, str]]]) -> None:
+        """Raises one error that names everything that is wrong: kind of fault → (tensor, why)."""
+        told = [f"{what}: {listed([n + why for n, why in found])}" for what, found in faults.items() if found]
+        if told:
+            tensors = [name for found in faults.values() for name, _ in found]
+            raise WeightsError(self.folder, "; ".join(told), tensors)
 
     def digest(self) -> str:
         """A name for the weights: changes with any bit of any file of tensors. The bytes are read once."""
@@ -108,11 +113,10 @@ class Checkpoint:
 
     def _open_indexed(self, index: Path) -> dict[str, StoredTensor]:
         """What all files hold. The index must agree with them, tensor for tensor."""
-        told_of: dict[str, set[str]] = {}
+        names_of, tensors = defaultdict[str, set[str]](set), dict[str, StoredTensor]()
         for name, file_name in _weight_map(index).items():
-            told_of.setdefault(file_name, set()).add(name)
-        tensors: dict[str, StoredTensor] = {}
-        for file_name, told in sorted(told_of.items()):
+            names_of[file_name].add(name)
+        for file_name, told in sorted(names_of.items()):
             file = self.folder / file_name
             held = self._open(file)
             if lost := sorted(told - held.keys()):
@@ -121,6 +125,16 @@ class Checkpoint:
                 raise WeightsError(file, f"holds what {INDEX} does not say: {listed(stray)}", stray)
             tensors |= held
         return tensors
+
+
+def check_finite(values: Tensor, stored: StoredTensor) -> None:
+    """Refuse NaN and Inf. A sum is the cheapest test of all values, and it may overflow itself.
+
+    264 M values of bf16 in the page cache, 2 busy x86 cores: hashed in 0.35 s, read in 0.31, summed in 0.16.
+    """
+    if not values.sum().isfinite() and not torch.stack(torch.aminmax(values)).isfinite().all():
+        why = f"{stored.name} holds NaN or Inf, or a scale that makes it so"
+        raise WeightsError(stored.file, why, [stored.name])
 
 
 def listed(names: Sequence[str]) -> str:
@@ -141,15 +155,14 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _check_is_itself(file: Path) -> None:
-    """What a folder has in place of a file that was not downloaded."""
+    """Refuses what a folder has in place of a file that was not downloaded: a broken link, an LFS pointer."""
     if file.is_symlink() and not file.exists():
         raise WeightsError(file, f"is a link to {file.readlink()}, which is not there")
     if file.is_file():
         with file.open("rb") as opened:
             if opened.read(len(LFS_POINTER)) == LFS_POINTER:
-                raise WeightsError(
-                    file, "is a git-lfs pointer, not the file itself: `git lfs pull` brings it"
-                )
+                why = "is a git-lfs pointer, not the file itself: `git lfs pull` brings it"
+                raise WeightsError(file, why)
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -1,11 +1,10 @@
 """A name for weights: the digest of all their bytes, computed once and remembered.
 
-    beside the files         .tiercel-digests.json, or, where nothing can be written,
-    in the user's own cache  $XDG_CACHE_HOME/tiercel/digests/
+    beside the files         .tiercel-digests.json, or, if the folder is read-only,
+    in the user's cache      $XDG_CACHE_HOME/tiercel/digests/
 
-What is remembered of a file holds as long as nobody touched it: its size, its two times of change and its
-number on the disk are the same. The second time (ctime) and the number are the file system's own and nobody
-sets them: what came with a folder from elsewhere is not believed, and the file is read again.
+A remembered digest counts while the file's size, mtime, ctime and inode are the same. The file system sets
+ctime and inode itself, so digests that were copied with a folder are not believed: the files are read again.
 """
 
 from __future__ import annotations
@@ -23,12 +22,11 @@ from typing import NamedTuple
 import xxhash
 
 BESIDE = ".tiercel-digests.json"
-READ_BYTES = 16 * 1024**2
 READERS = 8
 """Files at a time: enough for a fast disk."""
 
 SETTLED_S = 2.0
-"""Younger files are not remembered: their next change might fall on the same tick of the disk's clock."""
+"""Younger files are not remembered: their next change may have the same time stamp."""
 
 
 class Remembered(NamedTuple):
@@ -42,15 +40,15 @@ class Remembered(NamedTuple):
 
     @staticmethod
     def now(file: Path) -> Remembered:
-        told = file.stat()
-        return Remembered(told.st_size, told.st_mtime_ns, told.st_ctime_ns, told.st_ino)
+        stat = file.stat()
+        return Remembered(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
 
     @property
     def state(self) -> tuple[int | str, ...]:
         return self[:-1]
 
     def lasts(self, file: Path) -> bool:
-        """Whether the file is still what was read, and not so young that a change might not show."""
+        """Whether the file is still what was read, and old enough that a change would show."""
         age_s = time.time() - max(self.mtime_ns, self.ctime_ns) / 1e9
         return age_s > SETTLED_S and Remembered.now(file).state == self.state
 
@@ -74,17 +72,14 @@ def weights_digest(files: Sequence[Path]) -> str:
 
 
 def hash_file(file: Path) -> str:
-    whole = xxhash.xxh3_128()
     with file.open("rb") as opened:
-        while part := opened.read(READ_BYTES):
-            whole.update(part)
-    return whole.hexdigest()
+        return hashlib.file_digest(opened, xxhash.xxh3_128).hexdigest()
 
 
 def _places(folder: Path) -> list[Path]:
-    """Where digests are remembered, the better place first."""
+    """The files that may remember digests, the preferred one first."""
     places = [folder / BESIDE]
-    with suppress(RuntimeError, OSError):  # nobody's home
+    with suppress(RuntimeError, OSError):  # the user has no home
         given = Path(os.environ.get("XDG_CACHE_HOME", ""))
         cache = given if given.is_absolute() else Path.home() / ".cache"
         name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:32]
@@ -93,7 +88,7 @@ def _places(folder: Path) -> list[Path]:
 
 
 def _load(place: Path) -> dict[str, Remembered]:
-    """Nothing, if there is none, or if it is not whole."""
+    """The digests in a file; none, if it is missing or damaged."""
     try:
         told = json.loads(place.read_text(encoding="utf-8"))
         files = {name: Remembered(*each) for name, each in told["files"].items()}
@@ -103,7 +98,7 @@ def _load(place: Path) -> dict[str, Remembered]:
 
 
 def _save(places: Sequence[Path], files: Mapping[str, Remembered]) -> None:
-    """At the first place that can be written. Failure costs time at the next start."""
+    """Writes the first place that can be written. If none can, the next start reads the files again."""
     text = json.dumps({"files": files, "check": _check(files)}, indent=1)
     for place in places:
         written = place.with_name(f"{place.name}.{os.getpid()}")

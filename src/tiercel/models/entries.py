@@ -1,7 +1,7 @@
-"""Entries as the model sees them: numbers by (place, entry), stored as the bytes of the cache declaration.
+"""Entries as the model sees them: numbers, stored as the bytes of the cache declaration.
 
     device rows   [places, row_bytes]  ──►  one view per part  [places, entries, part_bytes]
-    recent rows   a request's own       ──►  the same shape, one place per ring
+    rings         [rings · rows, part_bytes] per part, of the requests that run
 
 Whatever is read back was encoded before, also within one call: a value never depends on whether it has been
 through the cache.
@@ -17,15 +17,9 @@ import torch
 from torch import Tensor
 
 from tiercel.errors import ConfigError, SpecError
+from tiercel.kernels import entries
 from tiercel.kernels.choice import Kernels
-from tiercel.kernels.entries import (
-    decode_fp8,
-    decode_fp8_index,
-    decode_plain,
-    encode_fp8,
-    encode_fp8_index,
-    encode_plain,
-)
+from tiercel.models.batch import Batch
 from tiercel.spec.stream import Stream
 
 Parts = tuple[Tensor, ...]
@@ -46,35 +40,26 @@ class Codec:
     """The bytes are the numbers: decoding is a view."""
 
 
-def plain_codec(dim: int) -> Codec:
-    """fp32 as it is."""
-    return Codec(
-        partial(encode_plain, dtype=torch.float32),
-        partial(decode_plain, dtype=torch.float32),
-        (4 * dim,),
-        True,
-    )
+def plain_codec(size: int, dtype: torch.dtype = torch.float32) -> Codec:
+    """Entries of `size` bytes that are the numbers themselves, in one type."""
+    encode, decode = partial(entries.encode_plain, dtype=dtype), partial(entries.decode_plain, dtype=dtype)
+    return Codec(encode, decode, (size,), plain=dtype == torch.float32)
 
 
 def codec_of(stream: Stream, rope: int) -> Codec:
     """How the entries of a stream are written. `rope`: channels that stay bf16 where the others are fp8."""
-    first, sizes = stream.parts[0], tuple(part.bytes for part in stream.parts)
+    sizes = tuple(part.bytes for part in stream.parts)
     match stream.encoding:
         case "fp32":
-            return plain_codec(first.bytes // 4)
+            return plain_codec(sizes[0])
         case "bf16":
-            dtype = torch.bfloat16
-            return Codec(partial(encode_plain, dtype=dtype), partial(decode_plain, dtype=dtype), sizes)
+            return plain_codec(sizes[0], torch.bfloat16)
         case "fp8_row":
-            return Codec(encode_fp8_index, decode_fp8_index, sizes)
+            return Codec(entries.encode_fp8_index, entries.decode_fp8_index, sizes)
         case "fp8_groups":
-            nope = first.bytes - 2 * rope
-            group = min(64, nope & -nope)
-            return Codec(
-                partial(encode_fp8, rope=rope, group=group, scale_bytes=sizes[1]),
-                partial(decode_fp8, rope=rope, group=group),
-                sizes,
-            )
+            nope = sizes[0] - 2 * rope
+            encode = partial(entries.encode_fp8, rope=rope, group=min(64, nope & -nope), scale_bytes=sizes[1])
+            return Codec(encode, partial(entries.decode_fp8, rope=rope, group=min(64, nope & -nope)), sizes)
     raise SpecError(f"{stream.name}.encoding", stream.encoding, "is not one that a model here writes")
 
 
@@ -86,18 +71,14 @@ class EntryRows:
         self._k = kernels
         self.codec = codec = codec_of(stream, rope)
         self.per_row = stream.entries_per_row(page_tokens)
-        if len(rows) * self.per_row > ENTRIES_MOST:
-            why = (
-                f"gives {len(rows) * self.per_row:,} entries of {stream.name}, {ENTRIES_MOST:,} have numbers"
-            )
+        if (count := len(rows) * self.per_row) > ENTRIES_MOST:
+            why = f"gives {count:,} entries of {stream.name}, {ENTRIES_MOST:,} have numbers"
             raise ConfigError("device_bytes", rows.numel(), why)
         self.in_place = codec.plain and rows.shape[1] == self.per_row * codec.sizes[0]
         """Whether attention can read the memory itself."""
-        base, parts = 0, []
-        for size in codec.sizes:
-            parts.append(rows[:, base : base + self.per_row * size].unflatten(1, (self.per_row, size)))
-            base += self.per_row * size
-        self._parts = tuple(parts)
+        used = rows[:, : self.per_row * sum(codec.sizes)].split([self.per_row * s for s in codec.sizes], 1)
+        pairs = zip(used, codec.sizes, strict=True)
+        self._parts: Parts = tuple(part.unflatten(1, (self.per_row, size)) for part, size in pairs)
         self._flat = rows.view(-1, codec.sizes[0]) if self.in_place else None
 
     def all(self) -> Tensor:
@@ -125,3 +106,39 @@ class EntryRows:
 
     def read_row(self, place: int) -> Parts:
         return tuple(part[place] for part in self._parts)
+
+
+class Rings:
+    """The last rows of one layer for every running request, which its next tokens still need.
+
+    Position p lies in row p % rows of the request's ring, so a call writes what is new and moves nothing.
+    Rows before the start of a text are never read. A tail is a snapshot of a ring.
+    """
+
+    def __init__(self, kernels: Kernels, rings: int, rows: int, codec: Codec, device: torch.device) -> None:
+        self._k, self.rows, self.codec = kernels, rows, codec
+        shapes = [(rings * rows, size) for size in codec.sizes]
+        self._parts = tuple(torch.zeros(shape, dtype=torch.uint8, device=device) for shape in shapes)
+
+    def read(self) -> Tensor:
+        """[rings · rows, dim], without a copy where they are plain numbers."""
+        return self.codec.decode(self._parts)
+
+    def keep(self, batch: Batch, new: Parts) -> None:
+        """Remember the newest of a call's rows."""
+        tokens, rows = batch.kept(self.rows)
+        for own, data in zip(self._parts, new, strict=True):
+            self._k.put_rows(own, rows, data, tokens)
+
+    def gather(self, new: Parts, rows: Tensor) -> Parts:
+        """Kept and new rows by their numbers, encoded; the kept ones come first."""
+        kept = len(self._parts[0])
+        olds, news = rows[rows < kept], rows[rows >= kept] - kept
+        return tuple(torch.cat([own[olds], data[news]]) for own, data in zip(self._parts, new, strict=True))
+
+    def restore(self, ring: int, end: int, parts: Parts) -> None:
+        """From the row of a tail: the entries up to position `end`."""
+        count = min(self.rows, len(parts[0]))
+        rows = ring * self.rows + torch.arange(end - count, end, device=parts[0].device) % self.rows
+        for own, data in zip(self._parts, parts, strict=True):
+            own[rows] = data[len(data) - count :]

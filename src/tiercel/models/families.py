@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.hf_fields import family_name
@@ -31,14 +31,8 @@ FAMILIES = {
 EMBEDDED = "tiny-v4"
 """The model that comes with the package."""
 
-
-class Dimensions(Protocol):
-    """A parsed `config.json`: everything that the model's numbers depend on, and nothing else."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def digest(self) -> str: ...
+SHARED_SOURCES = ("models/batch.py", "models/entries.py", "models/rotary.py", "kernels/entries.py")
+"""What all families compute with, besides the kernels."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +43,8 @@ class Family:
     """`config.json` → `Dimensions`."""
     declare: Callable[[Mapping[str, Any], int, str], CacheSpec]
     """(`config.json`, page tokens, format of entries) → what is cached."""
-    load: Callable[[Checkpoint, Any], dict[str, Tensor]]
-    """(files, dimensions) → weights."""
+    load: Callable[[Checkpoint, Any, str], dict[str, Tensor]]
+    """(files, dimensions, device) → weights."""
     build: Callable[[Any, dict[str, Tensor], DeviceMemory, int, Kernels], Model]
     """(dimensions, weights, device memory, running requests at most, kernels) → the model."""
     unread: Callable[[Checkpoint], list[str]] = lambda _: []
@@ -64,13 +58,13 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 
 def sources_of(config: Mapping[str, Any]) -> list[Path]:
-    """Where it is written what a model of this family computes, and how entries are rounded."""
+    """The source files that decide what a model of this family computes, and how entries are rounded."""
     own = find_spec(FAMILIES[family_name(config, FAMILIES)])
     assert own is not None and own.origin is not None
-    here = Path(__file__).parent
-    return [*here.glob("*.py"), *Path(own.origin).parent.glob("*.py"), here.parent / "kernels" / "entries.py"]
+    package = Path(__file__).parents[1]
+    return [*(package / name for name in SHARED_SOURCES), *Path(own.origin).parent.glob("*.py")]
 
 
 def folder_of(model: str) -> Path:
-    """Where a model is that a user names: the embedded one, or a folder."""
+    """The folder of a model that a user names: the embedded one, or a path."""
     return Path(__file__).parent / "tiny_v4" if model == EMBEDDED else Path(model)

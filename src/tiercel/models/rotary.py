@@ -30,12 +30,12 @@ class Rope:
 
 
 def rope_kind(given: Mapping[str, Any]) -> object:
-    """`default`, `yarn`, … as `rope_scaling` or `rope_parameters` of a config say it."""
+    """`default`, `yarn`, … of the object `rope_scaling` or `rope_parameters` of a config."""
     return given.get("rope_type", given.get("type", "default"))
 
 
 def read_rope(given: Mapping[str, Any], theta: float) -> Rope:
-    """From the same object. What scales cos and sin is the model's to read or to refuse."""
+    """From the same object. The model itself reads or refuses what scales cos and sin."""
     kind = rope_kind(given)
     if kind == "default":
         return Rope(theta)
@@ -53,14 +53,15 @@ def read_rope(given: Mapping[str, Any], theta: float) -> Rope:
 
 
 def inverse_frequencies(rope: Rope, dim: int) -> Tensor:
-    """[dim / 2]. YaRN mixes the plain and the stretched frequencies by how often they turn in the original
-    length."""
-    plain = 1.0 / rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    """[dim / 2], on the CPU. YaRN mixes the plain and the stretched frequencies by how often they turn in the
+    original length."""
+    plain = 1.0 / rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
     if rope.factor == 1.0:
         return plain
     low, high = (_channel(turns, rope, dim) for turns in (rope.beta_fast, rope.beta_slow))
     low, high = max(math.floor(low), 0), min(math.ceil(high), dim - 1)
-    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low or 0.001)).clamp(0, 1)
+    channels = torch.arange(dim // 2, dtype=torch.float32, device="cpu")
+    ramp = ((channels - low) / (high - low or 0.001)).clamp(0, 1)
     return plain / rope.factor * ramp + plain * (1 - ramp)
 
 
@@ -77,14 +78,16 @@ class Rotary:
     second half of the table had other last bits in about one process of fifteen.
     """
 
-    def __init__(self, rope: Rope, dim: int) -> None:
+    def __init__(self, rope: Rope, dim: int, device: torch.device | str = "cpu") -> None:
         self._frequencies = inverse_frequencies(rope, dim)
-        self._cos = self._sin = torch.empty(0, dim // 2)
+        self._cos = self._sin = torch.empty(0, dim // 2, device=device)
 
     def at(self, positions: Tensor) -> CosSin:
         while len(positions) and len(self._cos) <= positions.max():
-            more = torch.arange(len(self._cos), len(self._cos) + POSITIONS_AT_ONCE)
+            more = torch.arange(len(self._cos), len(self._cos) + POSITIONS_AT_ONCE, device="cpu")
             angles = (more.float()[:, None] * self._frequencies).double().numpy()
-            cos, sin = (torch.from_numpy(each).float() for each in (np.cos(angles), np.sin(angles)))
+            cos, sin = (
+                torch.from_numpy(each).float().to(self._cos) for each in (np.cos(angles), np.sin(angles))
+            )
             self._cos, self._sin = torch.cat([self._cos, cos]), torch.cat([self._sin, sin])
         return self._cos[positions], self._sin[positions]

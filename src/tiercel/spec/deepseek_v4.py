@@ -9,21 +9,20 @@
     c4_index_state    sparse    state of 4      the same for c4_index
 
 The windows of two c4 entries overlap: an entry is made of its own 4 tokens and of the 4 before, which
-count with the first half of their channels only. So at a boundary the last 4 tokens' rows are open. The
-heavy layers do not overlap: pages of a multiple of 128 tokens leave nothing open, and other page sizes
-are refused.
+count with the first half of their channels only. So at a boundary the rows of the last 4 tokens are still
+needed. The heavy layers do not overlap: a page is a multiple of 128 tokens, so a boundary leaves no entry
+open; other page sizes are refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tiercel.errors import SpecError
 from tiercel.spec.attention import index_parts, values
 from tiercel.spec.cache_spec import CacheSpec
-from tiercel.spec.hf_fields import layer_kinds, layers_of, per_layer, whole
+from tiercel.spec.hf_fields import layers_of, per_layer, whole
 from tiercel.spec.stream import PREFIX, Part, State, Stream, Window, check_positive
 
 SLIDING = "sliding_attention"
@@ -31,14 +30,13 @@ SPARSE = "compressed_sparse_attention"
 HEAVY = "heavily_compressed_attention"
 
 RATES = {SPARSE: 4, HEAVY: 128}
-"""Tokens per entry where a config says nothing else."""
+"""Tokens per entry, unless `compress_rates` of a config has other numbers."""
 
 FORMATS = ("fp8", "bf16", "fp32")
 """fp8 is the byte layout of production kernels; the others keep the model's plain numbers."""
 
 
-@dataclass(frozen=True)
-class _Entry:
+class _Entry(NamedTuple):
     """The bytes of one entry of the attention, in one format."""
 
     parts: tuple[Part, ...]
@@ -50,17 +48,25 @@ def deepseek_v4(
     config: Mapping[str, Any], page_tokens: int = 256, format: str = "fp8", model: str | None = None
 ) -> CacheSpec:
     """The target model. MTP layers are not in it: see `deepseek_v4_mtp`."""
-    entry, rates, kinds = _entry(config, format), _rates(config), _kinds(config)
-    sparse, heavy = layers_of(kinds, SPARSE), layers_of(kinds, HEAVY)
-    history: list[Stream] = []
-    states: tuple[Stream, ...] = ()
-    if sparse:
-        history += [_compressed(entry, rates[SPARSE], sparse), _index(config, format, rates[SPARSE], sparse)]
-        states = _states(config, rates[SPARSE], sparse)
-    if heavy:
-        history.append(_compressed(entry, rates[HEAVY], heavy))
+    entry, rates, kinds = _entry(config, format), compress_rates(config), kinds_of(config)
+    streams, states = list[Stream](), list[Stream]()
+    if sparse := layers_of(kinds, SPARSE):
+        rate, dim = rates[SPARSE], whole(config, "index_head_dim")
+        index = (
+            _Entry((values(dim, format),), format) if format != "fp8" else _Entry(index_parts(dim), "fp8_row")
+        )
+        streams += [
+            _compressed(f"c{rate}", entry, rate, sparse),
+            _compressed(f"c{rate}_index", index, rate, sparse),
+        ]
+        # (kv, gate) of the last `rate` tokens, fp32 in every format: the compressor adds in fp32
+        for name, width in {"state": whole(config, "head_dim"), "index_state": dim}.items():
+            keep, parts = State(entries=rate, span=rate), (values(2 * width, "fp32"),)
+            states.append(Stream(f"c{rate}_{name}", sparse, parts, keep, encoding="fp32"))
+    if heavy := layers_of(kinds, HEAVY):
+        streams.append(_compressed(f"c{rates[HEAVY]}", entry, rates[HEAVY], heavy))
     window = _window(config, entry, layers=len(kinds))
-    return CacheSpec(model or "deepseek_v4", page_tokens, (*history, window, *states))
+    return CacheSpec(model or "deepseek_v4", page_tokens, (*streams, window, *states))
 
 
 def deepseek_v4_mtp(
@@ -74,7 +80,7 @@ def deepseek_v4_mtp(
     layers = mtp_layers(config)
     check_positive("num_nextn_predict_layers", layers)
     if config.get("compress_ratios") is not None:
-        for ratio in per_layer(config, "compress_ratios", extra=layers)[whole(config, "num_hidden_layers") :]:
+        for ratio in config["compress_ratios"][len(kinds_of({**config, "layer_types": None})) :]:
             if ratio != 0:
                 raise SpecError("compress_ratios", ratio, "an MTP layer is a window layer, ratio 0")
     streams = [_window(config, _entry(config, format), layers=layers)]
@@ -85,17 +91,8 @@ def deepseek_v4_mtp(
     return CacheSpec("mtp", page_tokens, tuple(streams))
 
 
-# Streams
-
-
-def _compressed(entry: _Entry, rate: int, layers: tuple[int, ...]) -> Stream:
-    return Stream(f"c{rate}", layers, entry.parts, PREFIX, rate, entry.row_align, entry.encoding)
-
-
-def _index(config: Mapping[str, Any], format: str, rate: int, layers: tuple[int, ...]) -> Stream:
-    dim = whole(config, "index_head_dim")
-    parts, encoding = (index_parts(dim), "fp8_row") if format == "fp8" else ((values(dim, format),), format)
-    return Stream(f"c{rate}_index", layers, parts, tokens_per_entry=rate, encoding=encoding)
+def _compressed(name: str, entry: _Entry, rate: int, layers: tuple[int, ...]) -> Stream:
+    return Stream(name, layers, entry.parts, PREFIX, rate, entry.row_align, entry.encoding)
 
 
 def _window(config: Mapping[str, Any], entry: _Entry, *, layers: int) -> Stream:
@@ -103,37 +100,18 @@ def _window(config: Mapping[str, Any], entry: _Entry, *, layers: int) -> Stream:
     return Stream("window", tuple(range(layers)), entry.parts, keep, 1, entry.row_align, entry.encoding)
 
 
-def _states(config: Mapping[str, Any], rate: int, layers: tuple[int, ...]) -> tuple[Stream, ...]:
-    """(kv, gate) of the last `rate` tokens, fp32 in every format: the compressor adds in fp32."""
-    keep = State(entries=rate, span=rate)
-    dims = {"state": whole(config, "head_dim"), "index_state": whole(config, "index_head_dim")}
-    return tuple(
-        Stream(f"c{rate}_{name}", layers, (values(2 * dim, "fp32"),), keep, encoding="fp32")
-        for name, dim in dims.items()
-    )
-
-
-# Bytes of an entry
-
-
 def _entry(config: Mapping[str, Any], format: str) -> _Entry:
+    """fp8 has one exponent byte per group of channels, padded to whole words. A group is the largest power of
+    two up to 64 that divides the channels (`x & -x` is that power)."""
     if format not in FORMATS:
         raise SpecError("format", format, f"is none of {', '.join(FORMATS)}")
     head_dim = whole(config, "head_dim")
     if format != "fp8":
         return _Entry((values(head_dim, format),), format)
     nope = head_dim - (rope := rope_dim(config))
-    value = Part("value", nope + 2 * rope)
-    return _Entry((value, Part("scale", _scale_bytes(nope))), "fp8_groups", row_align=value.bytes)
-
-
-def _scale_bytes(nope: int) -> int:
-    """One exponent byte per group of fp8 channels, padded to whole words.
-
-    The group is the largest power of two up to 64 that divides the channels (`x & -x` is that power).
-    """
-    group = min(64, nope & -nope)
-    return -(-(nope // group) // 4) * 4
+    groups = nope // min(64, nope & -nope)
+    value, scale = Part("value", nope + 2 * rope), Part("scale", -(-groups // 4) * 4)
+    return _Entry((value, scale), "fp8_groups", row_align=value.bytes)
 
 
 def rope_dim(config: Mapping[str, Any]) -> int:
@@ -149,24 +127,18 @@ def rope_dim(config: Mapping[str, Any]) -> int:
     return rope
 
 
-# Kinds of layers
-
-
-def _kinds(config: Mapping[str, Any]) -> Sequence[str]:
+def kinds_of(config: Mapping[str, Any]) -> Sequence[str]:
     """The kind of every layer, from `layer_types` or else from `compress_ratios`."""
-    rates = _rates(config)
+    rates = compress_rates(config)
     if config.get("layer_types") is not None:
-        return layer_kinds(config, (SLIDING, *rates))
+        return per_layer(config, "layer_types", known=(SLIDING, *rates))
     kind_of = {0: SLIDING} | {rate: kind for kind, rate in rates.items()}
-    ratios = per_layer(config, "compress_ratios", extra=mtp_layers(config))
-    ratios = ratios[: whole(config, "num_hidden_layers")]
-    for i, ratio in enumerate(ratios):
-        if ratio not in tuple(kind_of):
-            raise SpecError(f"compress_ratios[{i}]", ratio, f"is none of {', '.join(map(str, kind_of))}")
-    return [kind_of[ratio] for ratio in ratios]
+    ratios = per_layer(config, "compress_ratios", known=tuple(kind_of), extra=mtp_layers(config))
+    return [kind_of[ratio] for ratio in ratios[: whole(config, "num_hidden_layers")]]
 
 
-def _rates(config: Mapping[str, Any]) -> dict[str, int]:
+def compress_rates(config: Mapping[str, Any]) -> dict[str, int]:
+    """Tokens per entry of the two kinds of layers that compress."""
     given = config.get("compress_rates") or {}
     if not isinstance(given, Mapping) or not given.keys() <= RATES.keys():
         raise SpecError("compress_rates", given, f"must map {' and '.join(RATES)} to tokens per entry")
@@ -179,8 +151,8 @@ def _rates(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def mtp_layers(config: Mapping[str, Any]) -> int:
-    """1 where the config does not say: as in every published one. DSpark, another kind of draft, lists its
-    stages in a field of its own."""
+    """1 unless the config has a number: every published model has one. DSpark, another kind of draft, lists
+    its stages in a field of its own."""
     name = "num_nextn_predict_layers"
     stages = config.get("dspark_target_layer_ids")
     return max(whole({name: 1, **config}, name, least=0), len(stages) if isinstance(stages, list) else 0)

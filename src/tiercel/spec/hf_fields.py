@@ -9,21 +9,24 @@ from typing import Any
 from tiercel.errors import SpecError
 
 
-def whole(config: Mapping[str, Any], name: str, *, least: int = 1) -> int:
-    """A field that is a whole number."""
+def _present(config: Mapping[str, Any], name: str) -> Any:
     value = config.get(name)
     if value is None:
         raise SpecError(name, value, "is missing in the config")
+    return value
+
+
+def whole(config: Mapping[str, Any], name: str, *, least: int = 1) -> int:
+    """A field that is a whole number."""
+    value = _present(config, name)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise SpecError(name, value, f"must be a whole number of at least {least}")
-    return value
+    return int(value)
 
 
 def number(config: Mapping[str, Any], name: str) -> float:
     """A field that is a number above 0."""
-    value = config.get(name)
-    if value is None:
-        raise SpecError(name, value, "is missing in the config")
+    value = _present(config, name)
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
         raise SpecError(name, value, "must be a number above 0")
     return float(value)
@@ -38,7 +41,7 @@ def flag(config: Mapping[str, Any], name: str) -> bool:
 
 
 def check_only(config: Mapping[str, Any], choices: Mapping[str, object]) -> None:
-    """What a model does without asking. A config may leave it out; it may not say something else."""
+    """Settings that a model has fixed: a config may leave one out, and may not have another value."""
     for name, choice in choices.items():
         given = config.get(name)
         if given is not None and given != choice:
@@ -58,23 +61,17 @@ def family_name(config: Mapping[str, Any], known: Iterable[str]) -> str:
     raise SpecError("model_type", names, f"is none of {', '.join(sorted(known))}")
 
 
-def per_layer(config: Mapping[str, Any], name: str, *, extra: int = 0) -> Sequence[Any]:
-    """A list with one value per layer. It may go on for up to `extra` draft layers."""
+def per_layer(config: Mapping[str, Any], name: str, *, known: Sequence[Any], extra: int = 0) -> Sequence[Any]:
+    """A list with one value per layer, one of the `known`. It may go on for up to `extra` draft layers."""
     layers, values = whole(config, "num_hidden_layers"), config.get(name)
     if not isinstance(values, Sequence) or isinstance(values, str):
         raise SpecError(name, values, "must be a list with one value per layer")
     if not layers <= len(values) <= layers + extra:
         raise SpecError(name, values, f"has {len(values)} values for num_hidden_layers = {layers}")
+    for i, value in enumerate(values[:layers]):
+        if value not in known or isinstance(value, bool):
+            raise SpecError(f"{name}[{i}]", value, f"is none of {', '.join(map(str, known))}")
     return values
-
-
-def layer_kinds(config: Mapping[str, Any], known: Sequence[str]) -> Sequence[str]:
-    """`layer_types`, each of them one of the known kinds."""
-    kinds = per_layer(config, "layer_types")
-    for i, kind in enumerate(kinds):
-        if kind not in known:
-            raise SpecError(f"layer_types[{i}]", kind, f"is none of {', '.join(known)}")
-    return kinds
 
 
 def layers_of(kinds: Sequence[str], kind: str) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from tiercel.errors import SpecError
 from tiercel.spec.attention import Heads, Recurrence, mha, mla, mla_indexer, recurrent, sliding_window
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.deepseek_v4 import deepseek_v4, deepseek_v4_mtp
-from tiercel.spec.hf_fields import family_name, layer_kinds, layers_of, whole
+from tiercel.spec.hf_fields import family_name, layers_of, per_layer, whole
 
 Config = Mapping[str, Any]
 
@@ -125,7 +125,7 @@ def _dense(config: Config, page_tokens: int, format: str, model: str) -> CacheSp
 
 
 def _windowed(config: Config, page_tokens: int, format: str, model: str) -> CacheSpec:
-    kinds = layer_kinds(config, ("full_attention", "sliding_attention"))
+    kinds = per_layer(config, "layer_types", known=("full_attention", "sliding_attention"))
     full, window = layers_of(kinds, "full_attention"), layers_of(kinds, "sliding_attention")
     heads = _heads(config, format)
     if not window:
@@ -150,7 +150,7 @@ def _linear_attention(config: Config, page_tokens: int, format: str, model: str)
         every, layers = whole(config, "full_attention_interval"), whole(config, "num_hidden_layers")
         kinds = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
         config = {**config, "layer_types": kinds}
-    kinds = list(layer_kinds(config, ("linear_attention", "full_attention")))
+    kinds = list(per_layer(config, "layer_types", known=("linear_attention", "full_attention")))
     keys, k_dim = whole(config, "linear_num_key_heads"), whole(config, "linear_key_head_dim")
     vals, v_dim = whole(config, "linear_num_value_heads"), whole(config, "linear_value_head_dim")
     kernel = whole(config, "linear_conv_kernel_dim")

@@ -12,11 +12,11 @@ from tiercel.kernels.choice import Kernels, make_kernels
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.models.base import Span
 from tiercel.models.batch import Batch
-from tiercel.models.deepseek_v4.blocks import Weights, head_site, part_of
+from tiercel.models.deepseek_v4.attention import Setup
 from tiercel.models.deepseek_v4.config import V4Config
 from tiercel.models.deepseek_v4.draft import Draft
-from tiercel.models.deepseek_v4.layer import Layer
-from tiercel.models.deepseek_v4.weights import draft_names, load_weights
+from tiercel.models.deepseek_v4.layer import Layer, site_of
+from tiercel.models.deepseek_v4.weights import Weights, draft_names, load_weights, part_of
 from tiercel.models.families import Family
 from tiercel.models.rotary import Rotary
 from tiercel.spec.deepseek_v4 import deepseek_v4
@@ -33,37 +33,34 @@ class DeepseekV4:
         rings: int,
         kernels: Kernels | None = None,
     ) -> None:
-        self.config = config
-        self.vocab_size = config.vocab_size
+        self.config, self.vocab_size = config, config.vocab_size
         self.kernels = k = kernels or make_kernels()
-        self._rings = rings
-        self._embedding, self._lm_head = (
-            weights["model.embed_tokens.weight"],
-            k.pack(weights["lm_head.weight"]),
-        )
-        self._head = head_site(config, k, part_of(weights, "model.hc_head."), weights["model.norm.weight"])
-        self._rotaries = [Rotary(kind, config.rope_dim) for kind in (config.rope_main, config.rope_compress)]
+        self._setup = setup = Setup(config, k, memory, rings)
+        self._embedding = weights["model.embed_tokens.weight"]
+        self._lm_head = k.pack(weights["lm_head.weight"])
+        head = part_of(weights, "model.hc_head.hc_")
+        self._head = site_of(config, k, head, weights["model.norm.weight"])
+        ropes = config.rope_main, config.rope_compress
+        self._rotaries = [Rotary(rope, config.rope_dim, memory.device) for rope in ropes]
         self.layers = [
-            Layer(
-                config, k, i, part_of(weights, f"model.layers.{i}."), self._rotaries[ratio > 0], memory, rings
-            )
+            Layer(setup, i, part_of(weights, f"model.layers.{i}."), self._rotaries[ratio > 0])
             for i, ratio in enumerate(config.ratios)
         ]
         drafted = any(stream.name.startswith("draft_") for stream in memory.spec.streams)
-        self.draft = Draft(config, k, weights, self._lm_head, memory, rings) if drafted else None
+        self.draft = Draft(setup, weights, self._lm_head) if drafted else None
         """There when the cache declaration has the draft's streams; then it follows every call."""
 
     @torch.inference_mode()
     def forward(self, spans: Sequence[Span], rows: Sequence[int] | None = None) -> Tensor:
         """Logits of these flat tokens; None: of the last token of each span."""
-        batch = Batch(spans, self._rings)
+        batch = Batch(spans, self._setup.rings, self._embedding.device)
         turns = [rotary.at(batch.positions) for rotary in self._rotaries]
         x = self._embedding[batch.tokens][:, None, :].repeat(1, self.config.hc_mult, 1)
         for layer, ratio in zip(self.layers, self.config.ratios, strict=True):
             x = layer(x, batch.tokens, turns[ratio > 0], batch)
         if self.draft is not None:
             self.draft.follow(spans, x, batch.tokens)
-        x = x[batch.last if rows is None else torch.as_tensor(rows, dtype=torch.long)]
+        x = x[batch.last if rows is None else torch.as_tensor(rows, dtype=torch.long, device=x.device)]
         return self.kernels.linear(self.kernels.hyper_head(x, self._head), self._lm_head)
 
     def resume(self, ring: int, tails: Sequence[tuple[int, int]]) -> None:

@@ -1,7 +1,7 @@
 """The weights of a DeepSeek V4 model: which there are, under which names, and how they are read.
 
 A parameter's own name is the one of `transformers`; the parameters of an MTP layer are under `mtp.N.`, with
-the names of `transformers` for its block. A checkpoint may use DeepSeek's original names instead, tensor by
+the names of `transformers` for its layer. A checkpoint may use DeepSeek's original names instead, tensor by
 tensor (what `transformers` saves is a mixture), and put `model.` before them or not.
 
     original                            here
@@ -11,27 +11,31 @@ tensor (what `transformers` saves is a mixture), and put `model.` before them or
     mtp.N.hc_head_X, mtp.N.attn.…       mtp.N.hc_head.hc_X, mtp.N.self_attn.…
     ffn.experts.E.{w1,w3}, w2           mlp.experts.gate_up_proj[E] (w1 first), mlp.experts.down_proj[E]
 
-What is stored as fp8 or fp4 with scales is multiplied out here: the model knows plain numbers only. Whatever
-does not fit is found in the headers, before a byte is read; what is no number, while it is read. A draft that
-nobody wants is left alone, whatever form it has: some checkpoints have DSpark's stages under `mtp.`
+Weights that are stored as fp8 or fp4 with scales are dequantized here: the model has plain numbers only. A
+tensor that does not fit is found in the headers, before a byte is read; NaN and Inf are found while reading.
+A draft that is not wanted is not looked at, whatever its form: some checkpoints have DSpark's stages under
+`mtp.`
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from math import ceil
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tiercel.errors import WeightsError
-from tiercel.models.checkpoint import Checkpoint, StoredTensor
+from tiercel.models.checkpoint import COMPUTED, FLOATS, Checkpoint, StoredTensor, check_finite
 from tiercel.models.deepseek_v4.config import FP8_BLOCK, SPARSE_RATIO, V4Config
-from tiercel.models.loading import COMPUTED, FLOATS, check_finite, refuse
 
 Shape = tuple[int, ...]
+
+Weights = Mapping[str, Tensor]
+"""The parameters of one part, by the names they have inside it."""
 
 DRAFT = "mtp."
 HEAD = ("lm_head.weight", "head.weight")
@@ -44,43 +48,27 @@ FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 FP4_BLOCK = (1, 32)
 
-BLOCKS: Mapping[str, tuple[int, int]] = {
-    "F8_E4M3": FP8_BLOCK,
-    "F4": FP4_BLOCK,
-    "I8": FP4_BLOCK,
-    "U8": FP4_BLOCK,
-}
+BLOCKS = {"F8_E4M3": FP8_BLOCK, "F4": FP4_BLOCK, "I8": FP4_BLOCK, "U8": FP4_BLOCK}
 """Rows and columns under one scale, by the dtype a quantized weight is stored in."""
 
 PACKED = ("I8", "U8")
-"""Where two fp4 values count as one in the header's shape. (F4 counts values.)"""
+"""Dtypes whose shape in the header counts two fp4 values as one. (F4 counts values.)"""
+
+
+def part_of(weights: Weights, prefix: str) -> Weights:
+    """The parameters below a prefix."""
+    return {name[len(prefix) :]: tensor for name, tensor in weights.items() if name.startswith(prefix)}
 
 
 # Which parameters there are
 
 
-@dataclass(frozen=True)
-class Parameter:
-    """One tensor of the model."""
-
-    name: str
-    shape: Shape
-    names: tuple[str, ...]
-    """Under which a checkpoint may have it, its own among them, without `model.`"""
-    pieces: tuple[WeightPiece, ...] = ()
-    """In which a checkpoint may have it, if not whole."""
-    integer: bool = False
-
-
-@dataclass(frozen=True)
-class WeightPiece:
+class WeightPiece(NamedTuple):
     """What one stored tensor fills: a parameter, or some rows of one expert of it."""
 
     name: str
     """As a checkpoint has it, without `model.`"""
-    parameter: str
     shape: Shape
-    integer: bool = False
     expert: int | None = None
     first_row: int = 0
 
@@ -89,6 +77,16 @@ class WeightPiece:
         if self.expert is None:
             return whole
         return whole[self.expert].narrow(0, self.first_row, self.shape[0])
+
+
+class Parameter(NamedTuple):
+    """One tensor of the model."""
+
+    name: str
+    shape: Shape
+    pieces: tuple[WeightPiece, ...]
+    """In what form a checkpoint may have it: whole, under one of several names, or expert by expert."""
+    integer: bool = False
 
 
 Row = tuple[str, str, Shape]
@@ -100,90 +98,65 @@ ALSO = {"attn.kv_norm.weight": "attn.norm.weight"}
 
 def parameters(config: V4Config, *, draft: bool = True) -> dict[str, Parameter]:
     """Every parameter by its name; those of the MTP layers only with the draft."""
-    rows = [*_ends(config)]
-    for i, (ratio, hashed) in enumerate(zip(config.ratios, config.hash_layers, strict=True)):
-        rows += _layer(config, f"layers.{i}.", ratio, hashed=hashed)
-    for i in range(config.mtp_layers if draft else 0):
-        rows += _draft_ends(config, f"{DRAFT}{i}.")
-        rows += _layer(config, f"{DRAFT}{i}.", 0, hashed=False)
-    return {each.name: each for each in rows}
-
-
-def _ends(config: V4Config) -> Iterator[Parameter]:
-    """What comes before and after the layers."""
-    shape = config.vocab_size, config.hidden_size
-    yield Parameter("model.embed_tokens.weight", shape, ("embed_tokens.weight", "embed.weight"))
+    d, table = config.hidden_size, (config.vocab_size, config.hidden_size)
+    n = config.hc_mult
+    shapes: dict[str, Shape] = {"fn": (n, n * d), "base": (n,), "scale": (1,)}
+    head: list[Row] = [(f"hc_head.hc_{name}", f"hc_head_{name}", shape) for name, shape in shapes.items()]
+    head.append(("norm.weight", "norm.weight", (d,)))
+    found = [*_named("", [("embed_tokens.weight", "embed.weight", table), *head])]
     if not config.tie_word_embeddings:
-        yield Parameter("lm_head.weight", shape, HEAD)
-    yield Parameter("model.norm.weight", (config.hidden_size,), ("norm.weight",))
-    yield from _named("", _hc_head(config))
-
-
-def _draft_ends(config: V4Config, prefix: str) -> Iterator[Parameter]:
-    """What an MTP layer has around its block. Embedding and head are the target's."""
-    d = config.hidden_size
-    shapes: dict[str, Shape] = {
-        "e_proj": (d, d),
-        "h_proj": (d, d),
-        "enorm": (d,),
-        "hnorm": (d,),
-        "norm": (d,),
-    }
-    rows = [(f"{name}.weight", f"{name}.weight", shape) for name, shape in shapes.items()]
-    yield from _named(prefix, [*rows, *_hc_head(config)])
+        found.append(Parameter(HEAD[0], table, tuple(WeightPiece(name, table) for name in HEAD)))
+    for i, (ratio, hashed) in enumerate(zip(config.ratios, config.hash_layers, strict=True)):
+        found += _layer(config, f"layers.{i}.", ratio, hashed=hashed)
+    own: dict[str, Shape] = {"e_proj": (d, d), "h_proj": (d, d), "enorm": (d,), "hnorm": (d,)}
+    own_rows = [(f"{name}.weight", f"{name}.weight", shape) for name, shape in own.items()]
+    for i in range(config.mtp_layers if draft else 0):
+        found += _named(f"{DRAFT}{i}.", [*own_rows, *head])
+        found += _layer(config, f"{DRAFT}{i}.", 0, hashed=False)
+    return {each.name: each for each in found}
 
 
 def _layer(config: V4Config, prefix: str, ratio: int, *, hashed: bool) -> Iterator[Parameter]:
-    d, n = config.hidden_size, config.hc_mult
-    mixes = (2 + n) * n
+    c, d, n, inner = config, config.hidden_size, config.hc_mult, config.moe_intermediate
+    heads, latent, mixes = c.heads * c.head_dim, c.o_groups * c.o_lora_rank, (2 + n) * n
     rows: list[Row] = [
         ("input_layernorm.weight", "attn_norm.weight", (d,)),
         ("post_attention_layernorm.weight", "ffn_norm.weight", (d,)),
-    ]
-    for site in ("attn", "ffn"):
-        shapes: dict[str, Shape] = {"fn": (mixes, n * d), "base": (mixes,), "scale": (3,)}
-        rows += [(f"{site}_hc.{name}", f"hc_{site}_{name}", shape) for name, shape in shapes.items()]
-    yield from _named(prefix, [*rows, *_attention(config), *_compression(config, ratio), *_moe(config)])
-    yield _choice(config, prefix, hashed=hashed)
-    yield from _experts(config, prefix)
-
-
-def _attention(config: V4Config) -> list[Row]:
-    d, inner, latent = (
-        config.hidden_size,
-        config.heads * config.head_dim,
-        config.o_groups * config.o_lora_rank,
-    )
-    return [
-        ("self_attn.q_a_proj.weight", "attn.wq_a.weight", (config.q_lora_rank, d)),
-        ("self_attn.q_a_norm.weight", "attn.q_norm.weight", (config.q_lora_rank,)),
-        ("self_attn.q_b_proj.weight", "attn.wq_b.weight", (inner, config.q_lora_rank)),
-        ("self_attn.kv_proj.weight", "attn.wkv.weight", (config.head_dim, d)),
-        ("self_attn.kv_norm.weight", "attn.kv_norm.weight", (config.head_dim,)),
-        ("self_attn.o_a_proj.weight", "attn.wo_a.weight", (latent, inner // config.o_groups)),
+        ("attn_hc.fn", "hc_attn_fn", (mixes, n * d)),
+        ("attn_hc.base", "hc_attn_base", (mixes,)),
+        ("attn_hc.scale", "hc_attn_scale", (3,)),
+        ("ffn_hc.fn", "hc_ffn_fn", (mixes, n * d)),
+        ("ffn_hc.base", "hc_ffn_base", (mixes,)),
+        ("ffn_hc.scale", "hc_ffn_scale", (3,)),
+        ("self_attn.q_a_proj.weight", "attn.wq_a.weight", (c.q_lora_rank, d)),
+        ("self_attn.q_a_norm.weight", "attn.q_norm.weight", (c.q_lora_rank,)),
+        ("self_attn.q_b_proj.weight", "attn.wq_b.weight", (heads, c.q_lora_rank)),
+        ("self_attn.kv_proj.weight", "attn.wkv.weight", (c.head_dim, d)),
+        ("self_attn.kv_norm.weight", "attn.kv_norm.weight", (c.head_dim,)),
+        ("self_attn.o_a_proj.weight", "attn.wo_a.weight", (latent, heads // c.o_groups)),
         ("self_attn.o_b_proj.weight", "attn.wo_b.weight", (d, latent)),
-        ("self_attn.sinks", "attn.attn_sink", (config.heads,)),
+        ("self_attn.sinks", "attn.attn_sink", (c.heads,)),
+        ("mlp.gate.weight", "ffn.gate.weight", (c.experts, d)),
+        ("mlp.shared_experts.gate_proj.weight", "ffn.shared_experts.w1.weight", (inner, d)),
+        ("mlp.shared_experts.up_proj.weight", "ffn.shared_experts.w3.weight", (inner, d)),
+        ("mlp.shared_experts.down_proj.weight", "ffn.shared_experts.w2.weight", (d, inner)),
     ]
-
-
-def _compression(config: V4Config, ratio: int) -> list[Row]:
-    """A compressor where the layer has one; a sparse layer's indexer has its own."""
-    if not ratio:
-        return []
-    rows = _compressor(config, "", ratio, config.head_dim)
+    if ratio:
+        rows += _compressor(c, "", ratio, c.head_dim)
     if ratio == SPARSE_RATIO:
-        heads, dim = config.index_heads, config.index_head_dim
-        here, original = "self_attn.compressor.indexer.", "attn.indexer."
-        rows += _compressor(config, "indexer.", ratio, dim)
-        rows += [
-            (f"{here}q_b_proj.weight", f"{original}wq_b.weight", (heads * dim, config.q_lora_rank)),
-            (
-                f"{here}scorer.weights_proj.weight",
-                f"{original}weights_proj.weight",
-                (heads, config.hidden_size),
-            ),
-        ]
-    return rows
+        index, here, original = c.index_heads, "self_attn.compressor.indexer.", "attn.indexer."
+        queries = index * c.index_head_dim, c.q_lora_rank
+        rows += _compressor(c, "indexer.", ratio, c.index_head_dim)
+        rows.append((f"{here}q_b_proj.weight", f"{original}wq_b.weight", queries))
+        rows.append((f"{here}scorer.weights_proj.weight", f"{original}weights_proj.weight", (index, d)))
+    if hashed:
+        table: Row = ("mlp.gate.tid2eid", "ffn.gate.tid2eid", (c.vocab_size, c.experts_per_token))
+        yield next(_named(prefix, [table]))._replace(integer=True)
+    else:
+        rows.append(("mlp.gate.e_score_correction_bias", "ffn.gate.bias", (c.experts,)))
+    yield from _named(prefix, rows)
+    yield _experts(prefix, "gate_up_proj", (c.experts, 2 * inner, d), {"w1": 0, "w3": inner})
+    yield _experts(prefix, "down_proj", (c.experts, d, inner), {"w2": 0})
 
 
 def _compressor(config: V4Config, owner: str, ratio: int, dim: int) -> list[Row]:
@@ -198,105 +171,70 @@ def _compressor(config: V4Config, owner: str, ratio: int, dim: int) -> list[Row]
     ]
 
 
-def _moe(config: V4Config) -> list[Row]:
-    """What every layer's MoE has, besides the experts and how they are chosen."""
-    d, inner = config.hidden_size, config.moe_intermediate
-    return [
-        ("mlp.gate.weight", "ffn.gate.weight", (config.experts, d)),
-        ("mlp.shared_experts.gate_proj.weight", "ffn.shared_experts.w1.weight", (inner, d)),
-        ("mlp.shared_experts.up_proj.weight", "ffn.shared_experts.w3.weight", (inner, d)),
-        ("mlp.shared_experts.down_proj.weight", "ffn.shared_experts.w2.weight", (d, inner)),
-    ]
-
-
-def _choice(config: V4Config, prefix: str, *, hashed: bool) -> Parameter:
-    """A table from token to experts, or a bias that only selects."""
-    if not hashed:
-        rows: list[Row] = [("mlp.gate.e_score_correction_bias", "ffn.gate.bias", (config.experts,))]
-    else:
-        rows = [("mlp.gate.tid2eid", "ffn.gate.tid2eid", (config.vocab_size, config.experts_per_token))]
-    return replace(next(_named(prefix, rows)), integer=hashed)
-
-
-def _experts(config: V4Config, prefix: str) -> Iterator[Parameter]:
-    """All experts in one tensor, which a checkpoint may have expert by expert."""
-    count, d, inner = config.experts, config.hidden_size, config.moe_intermediate
-    rows: list[Row] = [("mlp.experts.gate_up_proj", "", (count, 2 * inner, d))]
-    rows += [("mlp.experts.down_proj", "", (count, d, inner))]
-    first_rows: tuple[dict[str, int], ...] = ({"w1": 0, "w3": inner}, {"w2": 0})
-    for each, first_row_of in zip(_named(prefix, rows), first_rows, strict=True):
-        shape = each.shape[1] // len(first_row_of), each.shape[2]
-        pieces = tuple(
-            WeightPiece(f"{prefix}ffn.experts.{e}.{name}.weight", each.name, shape, expert=e, first_row=row)
-            for e in range(count)
-            for name, row in first_row_of.items()
-        )
-        yield replace(each, pieces=pieces)
-
-
-def _hc_head(config: V4Config) -> list[Row]:
-    n = config.hc_mult
-    shapes: dict[str, Shape] = {"fn": (n, n * config.hidden_size), "base": (n,), "scale": (1,)}
-    return [(f"hc_head.hc_{name}", f"hc_head_{name}", shape) for name, shape in shapes.items()]
+def _experts(prefix: str, name: str, shape: Shape, first_rows: Mapping[str, int]) -> Parameter:
+    """All experts in one tensor. A checkpoint may have it expert by expert, in matrices of these names."""
+    count, rows, columns = shape
+    whole = next(_named(prefix, [(f"mlp.experts.{name}", f"mlp.experts.{name}", shape)]))
+    size = rows // len(first_rows), columns
+    pieces = (
+        WeightPiece(f"{prefix}ffn.experts.{e}.{matrix}.weight", size, e, row)
+        for e in range(count)
+        for matrix, row in first_rows.items()
+    )
+    return whole._replace(pieces=(*whole.pieces, *pieces))
 
 
 def _named(prefix: str, rows: Iterable[Row]) -> Iterator[Parameter]:
     """Parameters of what `prefix` names: `model.` is part of their own name, but not in an MTP layer."""
     model = "" if prefix.startswith(DRAFT) else "model."
     for here, original, shape in rows:
-        others = {here, original, ALSO.get(original, here)} - {""}
-        yield Parameter(f"{model}{prefix}{here}", shape, tuple(sorted(f"{prefix}{name}" for name in others)))
+        names = sorted({here, original, ALSO.get(original, here)})
+        yield Parameter(
+            f"{model}{prefix}{here}", shape, tuple(WeightPiece(f"{prefix}{name}", shape) for name in names)
+        )
 
 
 # Which stored tensor fills what
 
 
-@dataclass(frozen=True)
-class Reading:
+class Reading(NamedTuple):
     """One stored tensor, the scales it is to be multiplied with, and what both fill."""
 
+    parameter: Parameter
     piece: WeightPiece
     stored: StoredTensor
-    scale: StoredTensor | None = None
+    scale: StoredTensor | None
 
 
-@dataclass(frozen=True)
-class WeightPlan:
-    """All that is to be read, in the order of the files' bytes."""
-
-    parameters: Mapping[str, Parameter]
-    readings: tuple[Reading, ...]
-
-
-def plan_weights(checkpoint: Checkpoint, config: V4Config, *, draft: bool = True) -> WeightPlan:
-    """What is to be read for every parameter, from headers alone, or one error that names all that is wrong.
+def plan_weights(
+    checkpoint: Checkpoint, config: V4Config, *, draft: bool = True
+) -> tuple[dict[str, Parameter], list[Reading]]:
+    """All parameters, and what is to be read for them in the order of the files' bytes; from headers alone.
 
     Two things go by the checkpoint, not by its config, as in `transformers`: without any `mtp.` tensor it has
-    no draft, and with a head of its own its embeddings are not tied.
+    no draft, and with a head of its own its embeddings are not tied. One error names all that is wrong.
     """
-    unread = set() if draft else set(draft_names(checkpoint))
-    stored = {
-        name: each
-        for name, each in checkpoint.tensors.items()
-        if name not in unread and not name.endswith(COMPUTED)
-    }
-    if any(_bare(name) in HEAD for name in stored):
+    drafted = draft_names(checkpoint)
+    unread = set() if draft else set(drafted)
+    stored = [
+        t for t in checkpoint.tensors.values() if t.name not in unread and not t.name.endswith(COMPUTED)
+    ]
+    if any(_bare(each.name) in HEAD for each in stored):
         config = replace(config, tie_word_embeddings=False)
-    wanted = parameters(config, draft=draft and bool(draft_names(checkpoint)))
-    piece_of = {name: piece for each in wanted.values() for name, piece in _pieces(each)}
-    known = [each for name, each in stored.items() if _bare(name) in piece_of]
-    loose = {name: each for name, each in stored.items() if _bare(name) not in piece_of}
-    readings = [Reading(piece_of[_bare(each.name)], each, _take_scale(each, loose)) for each in known]
+    wanted = parameters(config, draft=draft and bool(drafted))
+    fills = {piece.name: (each, piece) for each in wanted.values() for piece in each.pieces}
+    loose = {each.name: each for each in stored if _bare(each.name) not in fills}
+    known = [each for each in stored if each.name not in loose]
+    readings = [Reading(*fills[_bare(each.name)], each, _take_scale(each, loose)) for each in known]
     missing, twice = _coverage(wanted, readings)
-    unfit = [(each.stored.name, why) for each in readings if (why := _unfit(each))]
     faults = {
         "missing": missing,
         "not of this model": [(name, "") for name in sorted(loose)],
         "there twice": [(name, "") for name in twice],
-        "unfit": unfit,
+        "unfit": [(each.stored.name, why) for each in readings if (why := _unfit(each))],
     }
-    refuse(checkpoint, faults)
-    return WeightPlan(wanted, tuple(readings))
+    checkpoint.refuse(faults)
+    return wanted, readings
 
 
 def draft_names(checkpoint: Checkpoint) -> list[str]:
@@ -306,14 +244,6 @@ def draft_names(checkpoint: Checkpoint) -> list[str]:
 
 def _bare(name: str) -> str:
     return name.removeprefix("model.")
-
-
-def _pieces(parameter: Parameter) -> Iterator[tuple[str, WeightPiece]]:
-    """Everything that can fill a parameter, by the name it would have."""
-    for name in parameter.names:
-        yield name, WeightPiece(name, parameter.name, parameter.shape, parameter.integer)
-    for piece in parameter.pieces:
-        yield piece.name, piece
 
 
 def _take_scale(stored: StoredTensor, loose: dict[str, StoredTensor]) -> StoredTensor | None:
@@ -330,36 +260,27 @@ def _coverage(
     """(what nothing fills, what fills something that is filled already)"""
     filled: dict[str, list[Reading]] = {name: [] for name in wanted}
     for each in readings:
-        filled[each.piece.parameter].append(each)
-    missing: list[tuple[str, str]] = []
-    twice: list[str] = []
+        filled[each.parameter.name].append(each)
+    missing, twice = list[tuple[str, str]](), list[str]()
     for name, own in filled.items():
-        places = {(each.piece.expert, each.piece.first_row): each.stored.name for each in own}
-        whole = (None, 0) in places
+        places = {(each.piece.expert, each.piece.first_row) for each in own}
+        pieces, whole = wanted[name].pieces, (None, 0) in places
         if len(places) < len(own) or (whole and len(own) > 1):
             twice += [each.stored.name for each in own]
-        elif not own:
-            missing.append((name, _other_name(wanted[name])))
+        elif not own:  # with its name in DeepSeek's checkpoints
+            others = [p.name for p in pieces if p.expert is None and p.name != _bare(name)]
+            missing.append((name, f" ({others[0]})" if others else ""))
         elif not whole:
-            missing += [
-                (piece.name, "")
-                for piece in wanted[name].pieces
-                if (piece.expert, piece.first_row) not in places
-            ]
+            experts = [piece for piece in pieces if piece.expert is not None]
+            missing += [(p.name, "") for p in experts if (p.expert, p.first_row) not in places]
     return missing, twice
-
-
-def _other_name(parameter: Parameter) -> str:
-    """How DeepSeek calls it, for those whose checkpoint does."""
-    others = [name for name in parameter.names if name != _bare(parameter.name)]
-    return f" ({others[0]})" if others else ""
 
 
 def _unfit(reading: Reading) -> str:
     """Why a tensor can not be what its name says, or nothing."""
-    piece, stored, scale = reading.piece, reading.stored, reading.scale
-    block = None if piece.integer or len(piece.shape) < 2 else BLOCKS.get(stored.dtype)
-    known = INTEGERS if piece.integer else FLOATS
+    parameter, piece, stored, scale = reading
+    block = None if parameter.integer or len(piece.shape) < 2 else BLOCKS.get(stored.dtype)
+    known = INTEGERS if parameter.integer else FLOATS
     if block is None and stored.dtype not in known:
         return f" is {stored.dtype}, must be one of {', '.join(known)}"
     *before, last = piece.shape
@@ -381,36 +302,32 @@ def _unfit(reading: Reading) -> str:
 
 
 def load_weights(
-    checkpoint: Checkpoint,
-    config: V4Config,
-    dtype: torch.dtype = torch.float32,
-    device: str | torch.device = "cpu",
-    *,
-    draft: bool = True,
+    checkpoint: Checkpoint, config: V4Config, device: str = "cpu", *, draft: bool = True
 ) -> dict[str, Tensor]:
-    """Every parameter by its name, as plain numbers; expert tables are int64.
+    """Every parameter by its name, fp32; expert tables are int64.
 
     Each stored tensor is read once and copied once, into its place. Tied embeddings are one tensor under two
     names. There are `mtp.` names if the checkpoint has the draft and it is wanted.
     """
-    plan = plan_weights(checkpoint, config, draft=draft)
-    weights: dict[str, Tensor] = {}
-    for each in plan.parameters.values():
-        own_dtype = torch.int64 if each.integer else dtype
-        weights[each.name] = torch.empty(each.shape, dtype=own_dtype, device=device)
-    for reading in plan.readings:
-        target = reading.piece.of(weights[reading.piece.parameter])
-        values = checkpoint.read(reading.stored.name)
-        if reading.scale is None:
+    wanted, readings = plan_weights(checkpoint, config, draft=draft)
+    weights = {
+        each.name: torch.empty(
+            each.shape, dtype=torch.int64 if each.integer else torch.float32, device=device
+        )
+        for each in wanted.values()
+    }
+    for parameter, piece, stored, scaled_by in readings:
+        target, values = piece.of(weights[parameter.name]), checkpoint.read(stored.name)
+        if scaled_by is None:
             target.copy_(values)
         else:
-            scale = checkpoint.read(reading.scale.name)
-            scale = scale.view(torch.float8_e8m0fnu) if reading.scale.dtype == "U8" else scale
-            _dequantize(target, values, scale.to(torch.float32).to(device), BLOCKS[reading.stored.dtype])
-        if reading.piece.integer:
-            _check_experts(target, reading.stored, config)
+            scale = checkpoint.read(scaled_by.name)
+            scale = scale.view(torch.float8_e8m0fnu) if scaled_by.dtype == "U8" else scale
+            _dequantize(target, values, scale.to(torch.float32).to(device), BLOCKS[stored.dtype])
+        if parameter.integer:
+            _check_experts(target, stored, config)
         else:
-            check_finite(target, reading.stored)
+            check_finite(target, stored)
     weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
     return weights
 
@@ -422,7 +339,7 @@ def _check_experts(table: Tensor, stored: StoredTensor, config: V4Config) -> Non
 
 
 def _dequantize(target: Tensor, values: Tensor, scale: Tensor, block: tuple[int, int]) -> None:
-    """Writes values x scale: in place, one matrix after the other, so that nothing big is there twice."""
+    """Writes values x scale in place, one matrix after the other, so that nothing big is in memory twice."""
     if block == FP4_BLOCK:
         values = values.view(torch.uint8)
     if target.dim() > 2:
@@ -430,7 +347,7 @@ def _dequantize(target: Tensor, values: Tensor, scale: Tensor, block: tuple[int,
             _dequantize(*own, block)
         return
     if block == FP4_BLOCK:
-        pairs = _fp4_pairs(target.dtype, target.device)
+        pairs = _fp4_pairs(target.device)
         index = values.flatten().to(target.device, torch.int32)
         torch.index_select(pairs, 0, index, out=target.view(-1, 2))
     else:
@@ -445,8 +362,8 @@ def _dequantize(target: Tensor, values: Tensor, scale: Tensor, block: tuple[int,
 
 
 @cache
-def _fp4_pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
+def _fp4_pairs(device: torch.device) -> Tensor:
     """[256, 2]: the two values of every byte."""
-    signed = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)], dtype=dtype, device=device)
+    signed = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)], device=device)
     byte = torch.arange(256, device=device)
     return torch.stack([signed[byte & 15], signed[byte >> 4]], dim=1)

@@ -1,11 +1,10 @@
 """The dimensions of a Qwen3 model, what it caches, and its weights, from a Hugging Face folder.
 
-A dimension that is missing is never guessed, and a choice the model does not make is refused.
+A missing dimension is never guessed, and a setting that the model does not support is refused.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,18 +14,18 @@ import torch
 from torch import Tensor
 
 from tiercel.errors import SpecError
-from tiercel.models.checkpoint import Checkpoint, StoredTensor
-from tiercel.models.loading import COMPUTED, FLOATS, check_finite, refuse
+from tiercel.models.base import Dimensions, named
+from tiercel.models.checkpoint import COMPUTED, FLOATS, Checkpoint, StoredTensor, check_finite
 from tiercel.models.rotary import Rope, read_rope, rope_kind
 from tiercel.spec.attention import values
 from tiercel.spec.cache_spec import CacheSpec
-from tiercel.spec.hf_fields import check_only, flag, layer_kinds, number, whole
+from tiercel.spec.hf_fields import check_only, number, per_layer, whole
 from tiercel.spec.stream import Stream
 
 Shape = tuple[int, ...]
 
 ONLY: Mapping[str, object] = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
-"""What the model does without asking."""
+"""Settings of other models that this model has fixed."""
 
 ROPE_ONLY: Mapping[str, object] = {"truncate": True, "partial_rotary_factor": 1.0}
 
@@ -38,22 +37,18 @@ STREAM = "kv"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-@dataclass(frozen=True)
-class Qwen3Config:
+@dataclass(frozen=True, kw_only=True)
+class Qwen3Config(Dimensions):
     """Every dimension the model and its weights need."""
 
-    vocab_size: int
-    hidden_size: int
     intermediate_size: int
-    layers: int
-    heads: int
+    layers: int = named("num_hidden_layers")
+    heads: int = named("num_attention_heads")
     kv_heads: int
     head_dim: int
-    rms_norm_eps: float
     rope: Rope
     attention_factor: float
     """What YaRN multiplies cos and sin with."""
-    tie_word_embeddings: bool
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
@@ -62,38 +57,20 @@ class Qwen3Config:
         if config.get("quantization_config") is not None:
             raise SpecError("quantization_config", config["quantization_config"], "is not supported")
         if config.get("layer_types") is not None:
-            layer_kinds(config, ("full_attention",))
-        heads, head_dim = whole(config, "num_attention_heads"), whole(config, "head_dim")
-        kv_heads = (
-            heads if config.get("num_key_value_heads") is None else whole(config, "num_key_value_heads")
-        )
-        if heads % kv_heads:
-            raise SpecError("num_key_value_heads", kv_heads, f"must divide num_attention_heads = {heads}")
-        if head_dim % 2:
-            raise SpecError("head_dim", head_dim, "must be even: channels turn in pairs")
+            per_layer(config, "layer_types", known=("full_attention",))
+        some = "num_attention_heads" if config.get("num_key_value_heads") is None else "num_key_value_heads"
         rope, attention_factor = _rope(config)
-        return cls(
-            vocab_size=whole(config, "vocab_size"),
-            hidden_size=whole(config, "hidden_size"),
-            intermediate_size=whole(config, "intermediate_size"),
-            layers=whole(config, "num_hidden_layers"),
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            rms_norm_eps=number(config, "rms_norm_eps"),
-            rope=rope,
-            attention_factor=attention_factor,
-            tie_word_embeddings=flag(config, "tie_word_embeddings"),
-        )
-
-    @property
-    def digest(self) -> str:
-        """A name for the arithmetic: changes with every number the model reads from its config."""
-        return hashlib.sha256(repr(self).encode()).hexdigest()
+        own = cls.read(config, kv_heads=whole(config, some), rope=rope, attention_factor=attention_factor)
+        if own.heads % own.kv_heads:
+            raise SpecError(some, own.kv_heads, f"must divide num_attention_heads = {own.heads}")
+        if own.head_dim % 2:
+            raise SpecError("head_dim", own.head_dim, "must be even: channels turn in pairs")
+        return own
 
 
 def _rope(config: Mapping[str, Any]) -> tuple[Rope, float]:
-    """Plain or YaRN, as in `transformers`: there `rope_scaling` goes before `rope_parameters`."""
+    """Plain or YaRN, and the factor of cos and sin. As in `transformers`, `rope_scaling` goes before
+    `rope_parameters`."""
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(given, Mapping):
         raise SpecError("rope_scaling", given, "must be an object")
@@ -150,8 +127,8 @@ def parameters(config: Qwen3Config, *, tied: bool) -> dict[str, Shape]:
     return ends | {f"model.layers.{i}.{name}.weight": layer[name] for i in layers for name in layer}
 
 
-def load_weights(checkpoint: Checkpoint, config: Qwen3Config) -> dict[str, Tensor]:
-    """Every parameter by its name, in fp32. Whatever does not fit is one error, before a byte is read.
+def load_weights(checkpoint: Checkpoint, config: Qwen3Config, device: str = "cpu") -> dict[str, Tensor]:
+    """Every parameter by its name, in fp32. One error names all that does not fit, before a byte is read.
 
     As in `transformers`, embeddings are not tied where the checkpoint has a head of its own.
     """
@@ -163,10 +140,10 @@ def load_weights(checkpoint: Checkpoint, config: Qwen3Config) -> dict[str, Tenso
         "not of this model": [(name, "") for name in sorted(stored) if name not in wanted],
         "unfit": [(each.name, why) for each, shape in known if (why := _unfit(each, shape))],
     }
-    refuse(checkpoint, faults)
+    checkpoint.refuse(faults)
     weights = {}
     for each, _ in known:
-        weights[each.name] = checkpoint.read(each.name).to(torch.float32, copy=True)
+        weights[each.name] = checkpoint.read(each.name).to(device, torch.float32, copy=True)
         check_finite(weights[each.name], each)
     weights.setdefault(HEAD, weights[EMBEDDING])
     return weights

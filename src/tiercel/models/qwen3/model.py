@@ -42,8 +42,8 @@ class Reach:
     """Which entries the queries of one call see, and which it writes. A query is one kv head of one token."""
 
     def __init__(self, batch: Batch, page_tokens: int, kv_heads: int, *, in_place: bool) -> None:
-        self._span, self._visible = batch.span, batch.visible(1)
-        self._page_tokens, self._heads = page_tokens, torch.arange(kv_heads, dtype=torch.int32)
+        self._span, self._visible, self._page_tokens = batch.span, batch.visible(1), page_tokens
+        self._heads = torch.arange(kv_heads, dtype=torch.int32, device=batch.span.device)
         rows = batch.entries(1, page_tokens, in_place=True)
         self.read = None if in_place else self._numbers(rows[rows >= 0]).T.flatten()
         """What is to be read out of the pages first, where attention can not read them itself."""
@@ -55,7 +55,7 @@ class Reach:
         made = batch.new_entries(1, 1, 1, page_tokens)
         self.written = None if made is None else (made.rows[:, 0], self._numbers(made.pages).flatten())
         """(flat tokens, numbers of their entries, head by head)"""
-        self._list = -1, torch.empty(0)
+        self._list: tuple[int, Tensor] | None = None
         """The list made last, by its first token: where one is enough, every layer uses it."""
 
     def _first(self, tokens: Tensor) -> Tensor:
@@ -71,13 +71,13 @@ class Reach:
         heads, context = len(self._heads), self._rows.shape[1]
         tokens = max(1, NUMBERS_AT_ONCE // (heads * context))
         for first in range(0, len(self._span), tokens):
-            if self._list[0] != first:
+            if self._list is None or self._list[0] != first:
                 self._list = first, self._seen(first, first + tokens)
             yield slice(first * heads, (first + tokens) * heads), self._list[1]
 
     def _seen(self, first: int, end: int) -> Tensor:
         visible = self._visible[first:end, None]
-        numbers = torch.arange(int(visible.max()))
+        numbers = torch.arange(int(visible.max()), device=visible.device)
         rows = self._rows[self._span[first:end], : len(numbers)]
         rows = rows[:, None, :] + self._steps[:, None]
         return torch.where((numbers < visible)[:, None, :], rows, -1).flatten(0, 1)
@@ -96,7 +96,7 @@ class Layer:
         rows, head = memory.view(STREAM, layer), replace(stream, parts=stream.parts[:1])
         self.entries = EntryRows(kernels, rows, head, spec.page_tokens * c.kv_heads, c.head_dim)
         self._scale = c.head_dim**-0.5 * c.attention_factor**2
-        self._sinks = torch.full((c.heads // c.kv_heads,), NO_SINK)
+        self._sinks = torch.full((c.heads // c.kv_heads,), NO_SINK, device=memory.device)
         self._norms = own["input_layernorm"], own["post_attention_layernorm"]
         queries = in_pairs(own["self_attn.q_proj"], c.heads)
         keys = in_pairs(own["self_attn.k_proj"], c.kv_heads)
@@ -111,7 +111,7 @@ class Layer:
         """x [tokens, d] after this layer."""
         k, eps = self._k, self._config.rms_norm_eps
         x = x + self._attend(k.norm(x, self._norms[0], eps), turn, reach)
-        asked = torch.empty(len(x), 0, dtype=torch.int64)  # of experts: only the one that everyone asks
+        asked = x.new_empty(len(x), 0, dtype=torch.int64)  # of experts: only the shared one
         return x + k.experts(k.norm(x, self._norms[1], eps), asked, asked.float(), self._mlp, math.inf)
 
     def _attend(self, h: Tensor, turn: CosSin, reach: Reach) -> Tensor:
@@ -127,10 +127,10 @@ class Layer:
         entries = self.entries.all() if reach.read is None else self.entries.read(reach.read)
         q = F.pad(q, (0, c.head_dim)).view(len(h) * c.kv_heads, -1, 2 * c.head_dim)
         none = entries[:0], entries[:0]
-        answers = []
-        for part, seen in reach.parts():
-            window = seen[:, :0].contiguous()
-            answers.append(k.attention(q[part], none, window, entries, seen, self._sinks, self._scale))
+        answers = [
+            k.attention(q[part], none, seen[:, :0].contiguous(), entries, seen, self._sinks, self._scale)
+            for part, seen in reach.parts()
+        ]
         return k.linear(torch.cat(answers)[..., c.head_dim :].reshape(len(h), -1), self._out)
 
 
@@ -151,26 +151,25 @@ class Qwen3:
         _rings: int,
         kernels: Kernels | None = None,
     ) -> None:
-        self.config = config
-        self.vocab_size = config.vocab_size
+        self.config, self.vocab_size = config, config.vocab_size
         self.kernels = k = kernels or make_kernels()
         self._page_tokens = memory.spec.page_tokens
         self._embedding, self._lm_head = weights[EMBEDDING], k.pack(weights[HEAD])
         self._norm = weights["model.norm.weight"]
-        self._rotary = Rotary(config.rope, config.head_dim)
+        self._rotary = Rotary(config.rope, config.head_dim, memory.device)
         self.layers = [Layer(config, k, i, weights, memory) for i in range(config.layers)]
 
     @torch.inference_mode()
     def forward(self, spans: Sequence[Span], rows: Sequence[int] | None = None) -> Tensor:
         """Logits of these flat tokens; None: of the last token of each span."""
-        batch = Batch(spans, 0)
+        batch = Batch(spans, 0, self._embedding.device)
         turn = self._rotary.at(batch.positions)
         in_place = self.layers[0].entries.in_place
         reach = Reach(batch, self._page_tokens, self.config.kv_heads, in_place=in_place)
         x = self._embedding[batch.tokens]
         for layer in self.layers:
             x = layer(x, turn, reach)
-        x = x[batch.last if rows is None else torch.as_tensor(rows, dtype=torch.long)]
+        x = x[batch.last if rows is None else torch.as_tensor(rows, dtype=torch.long, device=x.device)]
         return self.kernels.linear(self.kernels.norm(x, self._norm, self.config.rms_norm_eps), self._lm_head)
 
     def resume(self, ring: int, tails: Sequence[tuple[int, int]]) -> None:

@@ -1,0 +1,65 @@
+"""Goal: every tensor is made on the model's own device. Method: another default device, on which nothing can
+be computed; then devices that are not there."""
+
+import pytest
+import torch
+
+from tests.models.qwen3 import make_reference, random_tokens
+from tests.models.reference import Shape
+from tests.models.reference import make_reference as make_v4
+from tests.models.test_draft import make_weights
+from tiercel.engine.build import open_engine
+from tiercel.engine.config import Build, EngineConfig
+from tiercel.errors import ConfigError
+from tiercel.kernels import native, reference
+from tiercel.kernels.choice import check_device, make_kernels
+from tiercel.memory.buffers import DeviceMemory
+from tiercel.models.base import Span
+from tiercel.models.families import family_of
+from tiercel.spec import deepseek_v4_mtp
+
+TOKENS, PAGE = 300, 128
+TEXT = random_tokens(TOKENS)
+
+
+def run(config, spec, weights):
+    """The logits of one text in pieces, resumed from a tail if the model has tails."""
+    family = family_of(config)
+    memory = DeviceMemory(spec, pages=4, tails=2)
+    model = family.build(family.read(config), weights, memory, 2, reference)
+    pages, tails = torch.tensor([2, 0, 3], device="cpu"), {PAGE: 1} if spec.tail_streams else {}
+    first = model.forward([Span(TEXT[:200], 0, pages, 0, tails)], range(200))
+    model.resume(1, [(PAGE, 1)] if tails else [])
+    return torch.cat([first, model.forward([Span(TEXT[PAGE:], PAGE, pages, 1)])])
+
+
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [(name, format) for name in ("deepseek_v4", "qwen3") for format in ("fp32", "bf16")]
+    + [("deepseek_v4", "fp8")],
+)
+def test_nothing_is_made_on_the_default_device(name, format):
+    theirs = make_reference() if name == "qwen3" else make_v4(Shape(hash_layers=1))
+    config, weights = theirs.config.to_dict(), dict(theirs.state_dict())
+    spec = family_of(config).declare(config, PAGE, format)
+    if name == "deepseek_v4":
+        weights = make_weights(theirs)
+        spec = spec.with_draft(deepseek_v4_mtp(config, PAGE, format, hidden=True))
+    expected = run(config, spec, weights)
+    with torch.device("meta"):
+        assert torch.equal(run(config, spec, weights), expected)
+
+
+@pytest.mark.parametrize("name", ["cuda:77", "abacus", ""])
+def test_a_device_that_is_not_there_is_refused_by_name(name):
+    with pytest.raises(ConfigError, match=f"device = '{name}': can not be used here"):
+        check_device(name)
+    with pytest.raises(ConfigError, match="can not be used here"):
+        open_engine(Build(device=name), EngineConfig())
+
+
+def test_native_kernels_are_for_the_cpu():
+    check_device("cpu")
+    assert make_kernels("auto", "meta") is reference and make_kernels("auto", "cpu") is native
+    with pytest.raises(ConfigError, match="run on the CPU, not on device meta"):
+        make_kernels("native", "meta")
