@@ -10,7 +10,7 @@ from tests.server.scripted import ScriptedService, call, client_of, talking
 from tests.server.test_status import collected
 from tiercel.errors import StoreError
 from tiercel.server.options import ServerOptions
-from tiercel.storage.secrets import hide
+from tiercel.storage.open import hide
 
 STORE = "/v1/cache/store"
 URL = "memory://here"

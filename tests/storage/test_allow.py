@@ -3,7 +3,7 @@
 import pytest
 
 from tiercel.errors import ConfigError
-from tiercel.storage.allow import check_allow, why_not
+from tiercel.storage.open import check_allow, why_not
 
 
 @pytest.fixture

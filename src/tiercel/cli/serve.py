@@ -19,7 +19,7 @@ from tiercel.engine.config import HOST_MEMORY, Build, EngineConfig
 from tiercel.errors import ConfigError
 from tiercel.models.families import EMBEDDED, folder_of
 from tiercel.server.options import ServerOptions
-from tiercel.storage.allow import why_not
+from tiercel.storage.open import why_not
 
 if TYPE_CHECKING:
     from tiercel.engine.build import Choice

@@ -15,8 +15,7 @@ from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.families import EMBEDDED, family_of, folder_of, sources_of
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.identity import BITS, Identity
-from tiercel.storage.open import open_store
-from tiercel.storage.secrets import hide
+from tiercel.storage.open import hide, open_store
 from tiercel.text.text import Text
 
 

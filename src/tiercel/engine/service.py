@@ -22,8 +22,7 @@ from tiercel.engine.engine import Engine
 from tiercel.engine.loop import overlapped_steps, plain_steps
 from tiercel.errors import EngineError, StoreError
 from tiercel.events import EventPublisher
-from tiercel.storage.open import open_store
-from tiercel.storage.secrets import hide
+from tiercel.storage.open import hide, open_store
 from tiercel.text.text import Text
 from tiercel.threads import start
 from tiercel.transfer.mover import StoreMover

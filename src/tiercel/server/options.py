@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tiercel.config import check_settings, setting
 from tiercel.errors import ConfigError
-from tiercel.storage.allow import check_allow
+from tiercel.storage.open import check_allow
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class ServerOptions:
     store_allow: tuple[str, ...] = setting(
         (), "Stores that PUT /v1/cache/store may attach: file:///folder, redis://host. Repeatable."
     )
-    """See `storage.allow`. Empty: the server opens a store's files and connections with its own rights."""
+    """See `storage.open`. Empty: the server opens a store's files and connections with its own rights."""
     kv_events: str | None = setting(None, "Publish cache events for routers: tcp://*:5557")
     kv_events_replay: str | None = setting(None, "Address where routers get missed events: tcp://*:5558")
     api_key: tuple[str, ...] = setting(

@@ -8,7 +8,7 @@
 
 While a server starts or shuts down, the calls that change something answer 503 not_ready. All are admin calls
 (`keys.admin`). The server opens a store's path or address with its own rights, so only stores that were
-allowed at its start can be attached (`storage.allow`). A password in a URL is never shown again.
+allowed at its start can be attached (`storage.open`). A password in a URL is never shown again.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from tiercel.server.body import read_body
 from tiercel.server.errors import ApiError, refusal, shown
 from tiercel.server.reply import Front
 from tiercel.server.schema import gives
-from tiercel.storage.allow import why_not
-from tiercel.storage.secrets import hide
+from tiercel.storage.open import hide, why_not
 
 URL_CHARS_MAX = 4096
 BODY_BYTES_MAX = 64 << 10

@@ -28,7 +28,8 @@ old value or the new one.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from types import TracebackType
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -47,7 +48,7 @@ class Put(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        return sum(len(part) for part in self.parts)
+        return sum(map(len, self.parts))
 
 
 class Get(NamedTuple):
@@ -58,7 +59,7 @@ class Get(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        return sum(len(part) for part in self.parts)
+        return sum(map(len, self.parts))
 
     def fill(self, value: View) -> bool:
         """Copy a value into the parts. False: it has another length."""
@@ -149,18 +150,20 @@ class Store(ABC):
         self.close()
 
 
-_Value = TypeVar("_Value", Get, Put)
+_Item = TypeVar("_Item")
 
 
-def trips(values: Iterable[_Value], bytes_most: int) -> Iterator[list[_Value]]:
-    """Split a batch, in order, into batches of at most `bytes_most`. A larger value is a batch of its own."""
-    trip: list[_Value] = []
-    bytes_in_trip = 0
-    for each in values:
-        if trip and bytes_in_trip + each.bytes > bytes_most:
+def trips(
+    items: Iterable[_Item], bytes_most: int, bytes_of: Callable[[_Item], int] = attrgetter("bytes")
+) -> Iterator[list[_Item]]:
+    """Split a batch, in order, into batches of at most `bytes_most`. A larger item is a batch of its own."""
+    trip, size = list[_Item](), 0
+    for item in items:
+        more = bytes_of(item)
+        if trip and size + more > bytes_most:
             yield trip
-            trip, bytes_in_trip = [], 0
-        trip.append(each)
-        bytes_in_trip += each.bytes
+            trip, size = [], 0
+        trip.append(item)
+        size += more
     if trip:
         yield trip

@@ -1,4 +1,4 @@
-"""From a URL to a store: which back end, where, and with which options.
+"""URLs of stores: how one is opened, which may be attached over HTTP, and how its password is hidden.
 
     file:///var/cache/tiercel?size=200GiB&free=10GiB&evict=lru
     redis://user:password@host:6379/0?timeout_s=2      valkey:// and rediss:// (TLS) too
@@ -14,30 +14,15 @@ your own gets its options as text. A back end and its client library are importe
 from __future__ import annotations
 
 import inspect
+import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, get_type_hints
-from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, get_type_hints
+from urllib.parse import SplitResult, parse_qs, parse_qsl, unquote, urlsplit
 
 from tiercel.config import load_class, parse_bytes
 from tiercel.errors import ConfigError
 from tiercel.storage.base import Store
-from tiercel.storage.secrets import hide
-
-
-@dataclass(frozen=True)
-class _Scheme:
-    """One kind of URL."""
-
-    store: str
-    """`module:Class`."""
-    where: Callable[[SplitResult], tuple[str, ...]] = lambda _: ()
-    """The positional arguments of the class. Raises ValueError."""
-    defaults: Mapping[str, str] = field(default_factory=dict)
-    """For options that the class requires."""
-    needs: str = ""
-    """How to install its client."""
 
 
 def open_store(url: str, *, read_only: bool = False) -> Store:
@@ -46,7 +31,7 @@ def open_store(url: str, *, read_only: bool = False) -> Store:
     place, _, query = url.partition("?")
     name, _, rest = place.partition(":")
     try:
-        options = dict(_parse_options(query))
+        options = _parse_options(query)
         if name in _SCHEMES:
             return _open_known(_SCHEMES[name], place, options, read_only)
         if rest.isidentifier():
@@ -61,13 +46,14 @@ def open_store(url: str, *, read_only: bool = False) -> Store:
 def _open_known(scheme: _Scheme, place: str, options: dict[str, str], read_only: bool) -> Store:
     arguments = scheme.where(urlsplit(place, allow_fragments=False))
     try:
-        store_class = load_class(scheme.store, Store)
-        types = _options_of(store_class, len(arguments))
+        store_class: Any = load_class(scheme.store, Store)
+        hints = get_type_hints(store_class.__init__)
+        names = list(inspect.signature(store_class).parameters)[len(arguments) :]
+        types = {name: hints[name] for name in names if name != "read_only"}
         for name in options:
             if name not in types:
                 raise ValueError(f"has no option {name}; options are {', '.join(types)}")
-        texts = {**scheme.defaults, **options}
-        values = {name: _convert(name, text, types[name]) for name, text in texts.items()}
+        values = {name: _convert(name, text, types[name]) for name, text in options.items()}
         store: Store = store_class(*arguments, **values, **_mode(store_class, read_only))
     except ImportError as error:
         if not scheme.needs:
@@ -78,7 +64,7 @@ def _open_known(scheme: _Scheme, place: str, options: dict[str, str], read_only:
 
 def _open_own(place: str, options: dict[str, str], read_only: bool) -> Store:
     try:
-        store_class = load_class(place, Store)
+        store_class: Any = load_class(place, Store)
         keywords = options | _mode(store_class, read_only)
         inspect.signature(store_class).bind(**keywords)
     except (ImportError, TypeError) as error:
@@ -92,21 +78,15 @@ def _mode(store_class: Any, read_only: bool) -> dict[str, Any]:
     return {"read_only": True} if read_only and knows else {}
 
 
-def _options_of(store_class: Any, arguments: int) -> dict[str, Any]:
-    """The options with their types: the parameters of the class without `arguments` and `read_only`."""
-    hints = get_type_hints(store_class.__init__)
-    names = list(inspect.signature(store_class).parameters)[arguments:]
-    return {name: hints[name] for name in names if name != "read_only"}
-
-
-def _parse_options(query: str) -> list[tuple[str, str]]:
+def _parse_options(query: str) -> dict[str, str]:
     if query and not all("=" in each for each in query.split("&")):
         raise ValueError("write options as name=value&name=value")
-    pairs = parse_qsl(query, keep_blank_values=True)
-    for name, _ in pairs:
-        if sum(name == other for other, _ in pairs) > 1:
+    options: dict[str, str] = {}
+    for name, text in parse_qsl(query, keep_blank_values=True):
+        if name in options:
             raise ValueError(f"option {name} is there twice")
-    return pairs
+        options[name] = text
+    return options
 
 
 def _convert(name: str, text: str, kind: Any) -> str | int | float:
@@ -122,7 +102,7 @@ def _convert(name: str, text: str, kind: Any) -> str | int | float:
 
 def _path(split: SplitResult) -> tuple[str]:
     if split.netloc or not split.path.startswith("/"):
-        raise ValueError(f"write a path as {split.scheme}:///var/cache, with three slashes")
+        raise ValueError("write a path as file:///var/cache, with three slashes")
     return (unquote(split.path),)
 
 
@@ -132,16 +112,13 @@ def _host_and_port(split: SplitResult) -> tuple[str]:
     return (split.netloc,)
 
 
-def _redis_host(scheme: str) -> Callable[[SplitResult], tuple[str]]:
-    def where(split: SplitResult) -> tuple[str]:
-        host = split.netloc.rpartition("@")[2]
-        if not re.fullmatch(r"([\w.-]+|\[[\da-fA-F:.]+\])(:\d+)?", host) or not re.fullmatch(
-            r"(/\d*)?", split.path
-        ):
-            raise ValueError("write the address as host:port/db")
-        return (f"{scheme}://{split.netloc}{split.path}",)
-
-    return where
+def _redis_host(split: SplitResult) -> tuple[str]:
+    host = split.netloc.rpartition("@")[2]
+    address = r"([\w.-]+|\[[\da-fA-F:.]+\])(:\d+)?"
+    if not re.fullmatch(address, host) or not re.fullmatch(r"(/\d*)?", split.path):
+        raise ValueError("write the address as host:port/db")
+    scheme = "rediss" if split.scheme == "rediss" else "redis"
+    return (f"{scheme}://{split.netloc}{split.path}",)
 
 
 def _redis_socket(split: SplitResult) -> tuple[str]:
@@ -150,25 +127,115 @@ def _redis_socket(split: SplitResult) -> tuple[str]:
     return (f"unix://{split.netloc}{split.path}",)
 
 
-def _redis(where: Callable[[SplitResult], tuple[str]]) -> _Scheme:
-    return _Scheme("tiercel.storage.redis:RedisStore", where, needs='pip install "tiercel[redis]"')
+class _Scheme(NamedTuple):
+    """One kind of URL."""
+
+    store: str
+    """`module:Class`."""
+    where: Callable[[SplitResult], tuple[str, ...]] = lambda _: ()
+    """The positional arguments of the class. Raises ValueError."""
+    needs: str = ""
+    """How to install its client."""
 
 
+_REDIS, _PIP_REDIS = "tiercel.storage.redis:RedisStore", 'pip install "tiercel[redis]"'
+_PIP_MOONCAKE = 'pip install "tiercel[mooncake]", and the library libibverbs1 of the system'
 _SCHEMES = {
-    "file": _Scheme(
-        "tiercel.storage.file:FileStore",
-        _path,
-        # Enough to try it on a laptop without filling its disk. For a server, set the size.
-        defaults={"size": "10GiB"},
-    ),
-    "redis": _redis(_redis_host("redis")),
-    "rediss": _redis(_redis_host("rediss")),
-    "valkey": _redis(_redis_host("redis")),
-    "redis+unix": _redis(_redis_socket),
-    "mooncake": _Scheme(
-        "tiercel.storage.mooncake:MooncakeStore",
-        _host_and_port,
-        needs='pip install "tiercel[mooncake]", and the library libibverbs1 of the system',
-    ),
+    "file": _Scheme("tiercel.storage.file:FileStore", _path),
+    "redis": _Scheme(_REDIS, _redis_host, _PIP_REDIS),
+    "rediss": _Scheme(_REDIS, _redis_host, _PIP_REDIS),
+    "valkey": _Scheme(_REDIS, _redis_host, _PIP_REDIS),
+    "redis+unix": _Scheme(_REDIS, _redis_socket, _PIP_REDIS),
+    "mooncake": _Scheme("tiercel.storage.mooncake:MooncakeStore", _host_and_port, _PIP_MOONCAKE),
     "memory": _Scheme("tiercel.storage.memory:MemoryStore"),
 }
+
+# Which stores may be attached over HTTP: only those that `--store-allow` named when the server was started.
+#
+#    file:///var/cache       that folder and every folder in it; links are resolved before the comparison
+#    redis://host            that host, any port; redis://host:6380: that port. Also valkey, rediss, mooncake
+#    redis+unix:///run       that socket, or every socket in that folder
+#    memory:                 memory of the server process
+#
+# A class of your own (`module:Class`) is never allowed, neither as a store nor as an eviction policy: to
+# import it is to run its code.
+
+_PORTS = {"redis": 6379, "rediss": 6379, "valkey": 6379, "mooncake": None}
+"""Schemes of stores on a network, with their default ports."""
+_PATHS = ("file", "redis+unix")
+
+
+def check_allow(url: str) -> None:
+    """Raises ConfigError if the URL names no place."""
+    try:
+        _place(url)
+    except ValueError as error:
+        raise ConfigError("store_allow", url, str(error)) from error
+
+
+def why_not(url: str, allowed: Sequence[str]) -> str:
+    """Why this URL may not be opened. Empty if it may."""
+    try:
+        place = _place(url)
+        evict = parse_qs(url.partition("?")[2]).get("evict", [""])
+    except ValueError as error:
+        return str(error)
+    if any(":" in each for each in evict):
+        return "evict: a class of your own can only be given when the server starts (--store)"
+    if not any(_holds(_place(each), place) for each in allowed):
+        return "is in no place that --store-allow named when the server was started"
+    return ""
+
+
+def _place(url: str) -> tuple[str, str, int | None]:
+    """The scheme, the path or host, and the port if there is one. Raises ValueError."""
+    split = urlsplit(url.partition("?")[0], allow_fragments=False)
+    scheme = url.partition(":")[0]
+    if scheme in _PATHS:
+        if split.netloc.rpartition("@")[2] or not split.path.startswith("/"):
+            raise ValueError(f"write a path as {scheme}:///path, with three slashes")
+        return scheme, os.path.realpath(unquote(split.path)), None
+    if scheme in _PORTS:
+        try:
+            host, port = split.hostname, split.port
+        except ValueError:  # its message may contain a part of a password
+            host = port = None
+        if not host:
+            raise ValueError(f"write the address as {scheme}://host:port")
+        return scheme, host, port
+    if scheme == "memory":
+        return scheme, "", None
+    known = ", ".join(f"{each}:" for each in (*_PATHS, *_PORTS, "memory"))
+    raise ValueError(
+        f"is none of {known}; a class of your own can only be given when the server starts (--store)"
+    )
+
+
+def _holds(allowed: tuple[str, str, int | None], asked: tuple[str, str, int | None]) -> bool:
+    (scheme, where, port), (asked_scheme, asked_where, asked_port) = allowed, asked
+    if scheme != asked_scheme:
+        return False
+    if scheme in _PATHS:
+        return os.path.commonpath([where, asked_where]) == where
+    asked_port = _PORTS.get(scheme) if asked_port is None else asked_port
+    return where == asked_where and port in (None, asked_port)
+
+
+HIDDEN = "***"
+"""Replaces a password."""
+
+_SECRET_FIELD = re.compile(r"(?<=[?&])([^=&#]*(?:pass|secret|token|key)[^=&#]*=)([^&#]+)", re.IGNORECASE)
+
+
+def hide(text: str, url: str) -> str:
+    """Remove the passwords of a URL (user:…@host, ?password=…) from a text, in their escaped and their plain
+    form. A password with a slash, or another character that should have been escaped, is found as well."""
+    secrets = {value for _, value in _SECRET_FIELD.findall(url)}
+    front, at, _ = url.partition("://")[2].rpartition("@")
+    name, _, password = front.partition(":")
+    if at and password and not re.search(r"[/?#]", name) and not re.match(r"\d+[/?#]", password):
+        secrets.add(password)
+    for secret in sorted(secrets, key=len, reverse=True):
+        for spelled in (secret, unquote(secret)):
+            text = text.replace(spelled, HIDDEN)
+    return text

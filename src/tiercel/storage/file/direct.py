@@ -21,15 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
-from tiercel.storage.file.queue import (
-    QUEUE_DEPTH,
-    QUEUE_VIEWS,
-    Queue,
-    Request,
-    address,
-    give_queue_back,
-    take_queue,
-)
+from tiercel.storage.file.queue import QUEUE_DEPTH, QUEUE_VIEWS, Queue, Request, address, spare, take_queue
 from tiercel.storage.record import View
 
 ALIGN = 4096
@@ -53,9 +45,10 @@ NOWHERE = memoryview(bytearray(ALIGN))
 
 
 class Space(NamedTuple):
-    """Bytes of a file system: those this process may use, and all."""
+    """Bytes of a file system."""
 
     free: int
+    """What this process may use."""
     in_all: int
 
 
@@ -65,17 +58,12 @@ class Calls:
     def open(self, path: str, flags: int) -> int:
         return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
-    def pwritev(self, file: int, views: Sequence[View], offset: int) -> int:
-        return os.pwritev(file, views, offset)
-
-    def preadv(self, file: int, views: Sequence[memoryview], offset: int) -> int:
-        return os.preadv(file, views, offset)
-
-    def fdatasync(self, file: int) -> None:
-        os.fdatasync(file)
-
-    def fsync(self, file: int) -> None:
-        os.fsync(file)
+    pwritev: Callable[[int, Sequence[View], int], int] = staticmethod(os.pwritev)
+    preadv: Callable[[int, Sequence[memoryview], int], int] = staticmethod(os.preadv)
+    fdatasync: Callable[[int], None] = staticmethod(os.fdatasync)
+    fsync: Callable[[int], None] = staticmethod(os.fsync)
+    ftruncate: Callable[[int, int], None] = staticmethod(os.ftruncate)
+    unlink: Callable[[str], None] = staticmethod(os.unlink)
 
     def fallocate(self, file: int, offset: int, size: int) -> None:
         try:
@@ -85,14 +73,7 @@ class Calls:
                 raise
             os.ftruncate(file, offset + size)  # a file system without fallocate: a write may find it full
 
-    def ftruncate(self, file: int, size: int) -> None:
-        os.ftruncate(file, size)
-
-    def unlink(self, path: str) -> None:
-        os.unlink(path)  # noqa: PTH108 - these are the system calls
-
     def space(self, path: str) -> Space:
-        """Of the file system of this path."""
         found = os.statvfs(path)
         return Space(free=found.f_bavail * found.f_frsize, in_all=found.f_blocks * found.f_frsize)
 
@@ -111,18 +92,6 @@ def padded(size: int) -> int:
     return -(-size // ALIGN) * ALIGN
 
 
-def shares(rooms: Sequence[int], most: int) -> Iterator[slice]:
-    """Split a sequence of sizes into runs of at most `most` bytes. A larger size is a run of its own."""
-    start = total = 0
-    for end, room in enumerate(rooms):
-        if end > start and total + room > most:
-            yield slice(start, end)
-            start, total = end, 0
-        total += room
-    if start < len(rooms):
-        yield slice(start, len(rooms))
-
-
 def aligned(size: int) -> memoryview:
     """New memory for direct I/O. It is freed with its last view."""
     return memoryview(mmap.mmap(-1, padded(size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))[:size]
@@ -134,50 +103,47 @@ def aligned_copy(data: bytes) -> memoryview:
     return memory
 
 
-class Lane:
+class Lane(NamedTuple):
     """What a thread needs to read and write: staging memory, and a queue of the kernel if there is one."""
 
-    def __init__(self, size: int, queue: Queue | None) -> None:
-        self.memory = aligned(size)
-        self.queue = queue
+    memory: memoryview
+    queue: Queue | None
 
 
 class Lanes:
     """A pool of lanes. A thread takes a lane and gives it back; a new one is made if none is free."""
 
     def __init__(self, *, queued: bool = False, size: int = STAGING_BYTES) -> None:
-        assert size % ALIGN == 0
         self.size = size
         self.queued = queued
-        self._free = [Lane(size, self._make_queue())]
+        self._free = [self._make()]
 
     @contextmanager
     def take(self) -> Iterator[Lane]:
         try:
             lane = self._free.pop()
         except IndexError:
-            lane = Lane(self.size, self._make_queue())
+            lane = self._make()
         try:
             yield lane
         finally:
             self._free.append(lane)
 
-    def _make_queue(self) -> Queue | None:
+    def _make(self) -> Lane:
+        queue = None
         if self.queued:
             with suppress(OSError):
-                return take_queue()
-        self.queued = False
-        return None
+                queue = take_queue()
+        self.queued = queue is not None
+        return Lane(aligned(self.size), queue)
 
     def close(self) -> None:
-        for lane in self._free:
-            if lane.queue:
-                give_queue_back(lane.queue)
+        spare.extend(lane.queue for lane in self._free if lane.queue)
 
 
 def gather(parts: Sequence[View], staging: memoryview) -> list[View]:
     """The parts as aligned views for `write`. Parts that are not aligned are copied to staging, which must be
-    as long as all parts. The parts together are a multiple of ALIGN."""
+    as long as all parts. All parts together are a multiple of ALIGN long."""
     views, passing = _lay(parts, staging)
     for part, place in passing:
         place[:] = part
@@ -191,8 +157,8 @@ def write(file: int, offset: int, views: Sequence[View]) -> None:
 
 
 def read(file: int, offset: int, parts: Sequence[memoryview], staging: memoryview) -> bool:
-    """Fill the parts in a row. False: the file is too short, or damaged there. The parts together are a
-    multiple of ALIGN."""
+    """Fill the parts in a row. False: the file is too short, or damaged there. All parts together are a
+    multiple of ALIGN long."""
     for at, piece in _pieces(parts, len(staging)):
         views, passing = _lay(piece, staging)
         try:
@@ -222,21 +188,18 @@ def _waves(requests: Sequence[Request], lane: Lane) -> Iterator[list[Request]]:
     """Batches that fit into the queue, and into staging even if nothing is aligned."""
     wave, size, views = list[Request](), 0, 0
     for request in requests:
-        bytes_more, views_more = sum(map(len, request[2])), 2 * len(request[2])
-        full = size + bytes_more > len(lane.memory) or views + views_more > QUEUE_VIEWS
-        if wave and (full or len(wave) == QUEUE_DEPTH):
+        size += sum(map(len, request[2]))
+        views += 2 * len(request[2])
+        if wave and (size > len(lane.memory) or views > QUEUE_VIEWS or len(wave) == QUEUE_DEPTH):
             yield wave
-            wave, size, views = [], 0, 0
+            wave, size, views = [], sum(map(len, request[2])), 2 * len(request[2])
         wave.append(request)
-        size, views = size + bytes_more, views + views_more
     if wave:
         yield wave
 
 
 def _read_wave(wave: Sequence[Request], queue: Queue, staging: memoryview) -> list[bool]:
-    used = 0
-    laid: list[Request] = []
-    passing: list[list[tuple[Any, memoryview]]] = []
+    used, laid, passing = 0, list[Request](), list[list[tuple[Any, memoryview]]]()
     for file, offset, parts in wave:
         views, through = _lay(parts, staging[used:])
         laid.append((file, offset, views))
@@ -259,40 +222,31 @@ def _pieces(parts: Sequence[View], bytes_most: int) -> Iterator[tuple[int, Seque
     if size <= bytes_most:
         yield 0, parts
         return
-    at, size, piece = 0, 0, list[View]()
-    for part in parts:
-        view = memoryview(part)
-        while len(view):
-            taken = view[: bytes_most - size]
-            piece.append(taken)
-            size += len(taken)
-            view = view[len(taken) :]
-            if size == bytes_most:
-                yield at, piece
-                at, size, piece = at + size, 0, []
-    if piece:
+    for at in range(0, size, bytes_most):
+        piece, begin = list[View](), 0
+        for part in parts:
+            piece.append(memoryview(part)[max(at - begin, 0) : max(at + bytes_most - begin, 0)])
+            begin += len(part)
         yield at, piece
 
 
 def _lay(parts: Sequence[Any], staging: memoryview) -> tuple[list[View], list[tuple[Any, memoryview]]]:
     """The views for the system call, and what is copied through staging: (part, its view in staging).
     Every view is a multiple of ALIGN long: a part is used in place only where the stream is aligned."""
-    views: list[View] = []
-    passing: list[tuple[View, memoryview]] = []
+    views, passing = list[View](), list[tuple[Any, memoryview]]()
     position = used = left = 0
     for part in parts:
         size = len(part)
-        if size >= STRAIGHT_LEAST and position % ALIGN == 0 and _is_aligned(part):
+        straight = size >= STRAIGHT_LEAST and position % ALIGN == 0 and _is_aligned(part)
+        position += size
+        if straight:
             if used > left:
                 views.append(staging[left:used])
                 left = used
-            rest = size % ALIGN
+            whole = size - size % ALIGN
             part = memoryview(part)  # a slice of a bytearray would be a copy
-            views.append(part[: size - rest])
-            position += size
-            part, size = part[size - rest :], rest
-        else:
-            position += size
+            views.append(part[:whole])
+            part, size = part[whole:], size - whole
         if size:
             passing.append((part, staging[used : used + size]))
             used += size

@@ -74,13 +74,8 @@ class Folder:
         """Make the creation and removal of files durable."""
         direct.calls.fsync(self._file)
 
-    def bytes_free(self) -> int:
-        """Bytes of the file system that this process may use."""
-        return direct.calls.space(str(self.path)).free
-
-    def bytes_in_all(self) -> int:
-        """The size of the file system."""
-        return direct.calls.space(str(self.path)).in_all
+    def space(self) -> direct.Space:
+        return direct.calls.space(str(self.path))
 
     def close(self) -> None:
         """Release the lock. The lock file stays: if it were removed, two processes could hold the lock."""

@@ -16,10 +16,12 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import chain
+from operator import attrgetter
 from threading import Condition
 from typing import Any
 
 from tiercel.policy.evict import EvictPolicy
+from tiercel.storage.base import trips
 from tiercel.storage.file import direct, note, room, uses
 from tiercel.storage.file.commit import GroupCommit, Job, Record
 from tiercel.storage.file.direct import ALIGN, Lane, Lanes, padded
@@ -113,7 +115,7 @@ class Log:
         """It is less than half full, and at its full size there is still room for another segment."""
         more = self.limits.segment_bytes - last.bytes_on_disk
         half = self.limits.segment_bytes // 2
-        return last.table.end < half and self._missing(self._folder.bytes_free()) + more <= 0
+        return last.table.end < half and self._missing(self._folder.space().free) + more <= 0
 
     def close(self) -> None:
         """The caller makes sure that no thread writes or reads."""
@@ -135,8 +137,7 @@ class Log:
         most = min(
             self.lanes.size, self.limits.segment_bytes // 4
         )  # larger shares would leave more of a segment unused
-        for share in direct.shares([record.room for record in records], most):
-            some = records[share]
+        for some in trips(records, most, attrgetter("room")):
             with self.lanes.take() as lane:
                 job = Job(some, kind, _gather(some, lane))
                 self.commit.run(job)
@@ -266,7 +267,7 @@ class Log:
     def _make_room(self, into: Segment | None = None, leave: int = 0) -> bool:
         """Evict segments until there is room for a new one. False: not even an empty store has room for it.
         Records that stay are moved `into` a segment, if one is given, of which `leave` bytes stay free."""
-        bytes_free = self._folder.bytes_free()
+        bytes_free = self._folder.space().free
         while (missing := self._missing(bytes_free)) > 0:
             old = [each for each in self.index.segments.values() if each is not into and each.bytes_on_disk]
             if sum(segment.bytes_on_disk for segment in old) < missing:
@@ -406,7 +407,7 @@ class Log:
         """A segment with room for a record of this size. Nothing is evicted for it. None: no room."""
         if not self._has_place(size):
             self._end()
-            if self._missing(self._folder.bytes_free()) > 0:
+            if self._missing(self._folder.space().free) > 0:
                 return None
             self._active = self._create()
         return self._active if self._has_place(size) else None

@@ -15,6 +15,7 @@ import errno
 import os
 import platform
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any
 
@@ -32,19 +33,8 @@ _CALLS = {"aarch64": (0, 2, 4), "x86_64": (206, 209, 208)}
 """io_setup, io_submit, io_getevents (asm/unistd.h)."""
 
 _PREADV = 7
-_REQUEST = np.dtype(
-    [
-        ("data", "<u8"),
-        ("", "<u8"),
-        ("call", "<u2"),
-        ("", "<u2"),
-        ("file", "<u4"),
-        ("views", "<u8"),
-        ("count", "<u8"),
-        ("offset", "<i8"),
-        ("", "V16"),
-    ]
-)
+_FIELDS = "data:<u8 key:V8 call:<u2 priority:V2 file:<u4 views:<u8 count:<u8 offset:<i8 flags:V16"
+_REQUEST = np.dtype([tuple(field.split(":")) for field in _FIELDS.split()])
 """struct iocb (linux/aio_abi.h)."""
 
 _EVENT = np.dtype([("data", "<u8"), ("", "<u8"), ("result", "<i8"), ("", "<i8")])
@@ -88,9 +78,7 @@ class Queue:
         table["file"] = files
         table["offset"] = offsets
         table["count"] = counts
-        table["views"] = [
-            self._views_at + 16 * (end - count) for end, count in zip(ends, counts, strict=True)
-        ]
+        table["views"] = self._views_at + 16 * np.subtract(ends, counts)
         return self._carry(len(requests))
 
     def _carry(self, count: int) -> list[int]:
@@ -113,28 +101,22 @@ class Queue:
     def _finish(self, count: int) -> int:
         """Wait for `count` reads; answers how many ended."""
         while True:
-            try:
+            with suppress(InterruptedError):
                 return _call(self._wait, self._handle.value, count, count, self._events_at, 0)
-            except InterruptedError:
-                continue
 
 
-_spare: list[Queue] = []
+spare: list[Queue] = []
 """Queues of closed stores, for reuse: the kernel needs 30 ms to destroy one."""
 
-os.register_at_fork(after_in_child=_spare.clear)
+os.register_at_fork(after_in_child=spare.clear)
 
 
 def take_queue() -> Queue:
     """Raises OSError, see `Queue`."""
     try:
-        return _spare.pop()
+        return spare.pop()
     except IndexError:
         return Queue()
-
-
-def give_queue_back(queue: Queue) -> None:
-    _spare.append(queue)
 
 
 def address(view: View) -> int:

@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from tiercel.storage.base import trips
 from tiercel.storage.file import direct, note
 from tiercel.storage.file.direct import ALIGN, Lanes, padded
 from tiercel.storage.file.table import OtherVersion, Table, packed_bytes, rows_of
@@ -202,8 +203,7 @@ def copy(source: Segment, rows: Sequence[int], target: Segment, lanes: Lanes) ->
     copied. Raises OSError."""
     table, at, whole = source.table, target.table.end, list[int]()
     with lanes.take() as lane, lanes.take() as held:
-        for share in direct.shares([padded(table.sizes[row]) for row in rows], lanes.size):
-            some = rows[share]
+        for some in trips(rows, lanes.size, lambda row: padded(table.sizes[row])):
             ends = [0, *accumulate(padded(table.sizes[row]) for row in some)]
             memory = held.memory if ends[-1] <= lanes.size else direct.aligned(ends[-1])
             places = [memory[start:end] for start, end in pairwise(ends)]

@@ -53,7 +53,7 @@ class FileStore(Store):
     def __init__(
         self,
         path: str | os.PathLike[str],
-        size: int,
+        size: int = 10 * 1024**3,
         *,
         evict: str = "lru",
         free: int | None = None,
@@ -62,8 +62,9 @@ class FileStore(Store):
     ) -> None:
         """Opens what is in the folder.
 
-        size: bytes of all files. free: bytes of the file system that stay free; by default 5 % of it, at
-        most 1 GiB. segment_bytes: by default it follows from the size.
+        size: bytes of all files; the default is enough to try it on a laptop without filling its disk. free:
+        bytes of the file system that stay free; by default 5 % of it, at most 1 GiB. segment_bytes: by
+        default it follows from the size.
         """
         policy = make_evict_policy(evict)
         self._folder = Folder(Path(path), read_only=read_only)
@@ -75,7 +76,7 @@ class FileStore(Store):
             undo.callback(self._folder.close)
             try:
                 if free is None:
-                    free = room.free_for(self._folder.bytes_in_all())
+                    free = room.free_for(self._folder.space().in_all)
                 limits = Limits(size, free, segment_bytes or room.segment_bytes_for(size))
                 self._log = Log(self._folder, limits, policy)
                 undo.callback(self._log.close)
