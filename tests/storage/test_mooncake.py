@@ -65,8 +65,8 @@ def test_a_record_is_found_under_its_hexadecimal_name(master, store):
 
 def test_records_of_others_are_left_alone(store):
     client = store._client
-    with store._staging.lend(100) as area:
-        assert client.put_from("somebody else's", area.address, 100) == 0
+    with store._staging.lend(100) as (_, address):
+        assert client.put_from("somebody else's", address, 100) == 0
     keep(store, SAMPLES[:1])
     store.clear()
     assert client.is_exist("somebody else's") == 1
@@ -141,11 +141,9 @@ def test_the_engine_is_given_only_memory_it_knows(store, monkeypatch):
 
 def test_small_parts_travel_together(store):
     sample = Sample(1, 100_000)
-    with store._laid(
-        [[sample.header, *(sample.payload[at : at + 100] for at in range(0, 100_000, 100))]]
-    ) as laid:
-        assert [len(sizes) for sizes in laid.sizes] == [1]
-        assert laid.sizes == [[sample.form.record_bytes]]
+    parts = [sample.header, *(sample.payload[at : at + 100] for at in range(0, 100_000, 100))]
+    with store._laid([Put(sample.key, parts)]) as laid:
+        assert [each.sizes for each in laid] == [[sample.form.record_bytes]]
 
 
 def test_a_cluster_without_memory_answers_false():

@@ -32,7 +32,7 @@ import mmap
 import os
 import socket
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import IntEnum
 from threading import Condition
 from typing import Any, NamedTuple, TypeVar
@@ -86,14 +86,11 @@ class MooncakeStore(Store):
         metrics_port: int = 9003,
         timeout_s: float = 5.0,
     ) -> None:
-        """
-        `local_segment`: bytes of this process's memory for records of the cluster. 0 by default: they would
-        be outside the host budget, and would be lost when this process ends. Some process must give memory,
-        or every `put` answers False.
-        `host`: this machine's name for the others; by default its address in a connection to the master.
-        `device`: names of RDMA devices, for `protocol=rdma`.
-        `metrics_port`: of the master, for `keys`.
-        """
+        """`local_segment`: bytes of this process's memory for records of the cluster. 0 by default: such
+        records are outside the host budget, and are lost when this process ends. Some process must give
+        memory, or every `put` answers False. `host`: this machine's name for the others; by default its
+        address in a connection to the master. `device`: names of RDMA devices, for `protocol=rdma`.
+        `metrics_port`: of the master, for `keys`."""
         if replicas < 1:
             raise ConfigError("replicas", replicas, "must be at least 1")
         self._closed = True
@@ -118,60 +115,52 @@ class MooncakeStore(Store):
     def register(self, memory: memoryview) -> None:
         with self._asking() as client:
             start = _address(memory)
-            _expect_ok("register", client.register_buffer(start, len(memory)))
+            _check("register", [client.register_buffer(start, len(memory))])
             self._registered.append(range(start, start + len(memory)))
 
     def contains(self, keys: Sequence[RecordKey]) -> list[bool]:
         with self._asking() as client:
             codes = client.batch_is_exist([_name(key) for key in keys])
-        for code in codes:
-            if code < 0:
-                raise _error("contains", code)
+        _check("contains", codes)
         return [code == 1 for code in codes]
 
     def get(self, wanted: Sequence[Get]) -> list[bool]:
         filled: list[bool] = []
         for some in _trips(wanted):
-            with self._asking() as client, self._laid([each.parts for each in some]) as laid:
-                codes = client.batch_get_into_multi_buffers(
-                    [_name(each.key) for each in some], laid.addresses, laid.sizes
-                )
+            names = [_name(each.key) for each in some]
+            with self._asking() as client, self._laid(some) as laid:
+                addresses, sizes = [each.addresses for each in laid], [each.sizes for each in laid]
+                codes = client.batch_get_into_multi_buffers(names, addresses, sizes)
                 hits = [_is_hit(client, each, code) for each, code in zip(some, codes, strict=True)]
-                for each, hit, copies in zip(some, hits, laid.copies, strict=True):
-                    for number, staged in copies if hit else ():
-                        each.parts[number][:] = staged
+                for hit, each in zip(hits, laid, strict=True):
+                    for part, staged in each.copies if hit else ():
+                        part[:] = staged
             filled += hits
         return filled
 
     def put(self, values: Sequence[Put]) -> list[bool]:
         kept: list[bool] = []
         for some in _trips(values):
-            with self._asking() as client, self._laid([each.parts for each in some]) as laid:
-                for each, copies in zip(some, laid.copies, strict=True):
-                    for number, staged in copies:
-                        staged[:] = each.parts[number]
-                codes = client.batch_put_from_multi_buffers(
-                    [_name(each.key) for each in some], laid.addresses, laid.sizes, self._how
-                )
-            for code in codes:
-                if code != _Code.NO_ROOM:
-                    _expect_ok("put", code)
+            names = [_name(each.key) for each in some]
+            with self._asking() as client, self._laid(some) as laid:
+                for each in laid:
+                    for part, staged in each.copies:
+                        staged[:] = part
+                addresses, sizes = [each.addresses for each in laid], [each.sizes for each in laid]
+                codes = client.batch_put_from_multi_buffers(names, addresses, sizes, self._how)
+            _check("put", codes, _Code.NO_ROOM)
             kept += [code == _Code.OK for code in codes]
         return kept
 
     def delete(self, keys: Sequence[RecordKey]) -> int:
         with self._asking(alone=True) as client:
             codes: list[int] = client.batch_remove([_name(key) for key in keys], True)
-        for code in codes:
-            if code not in _ABSENT:
-                _expect_ok("delete", code)
+        _check("delete", codes, *_ABSENT)
         return codes.count(_Code.OK)
 
     def clear(self) -> None:
         with self._asking(alone=True) as client:
-            code = client.remove_by_regex(f"^{_PREFIX}", True)
-        if code < 0:
-            raise _error("clear", code)
+            _check("clear", [client.remove_by_regex(f"^{_PREFIX}", True)])
 
     def stats(self) -> dict[str, Any]:
         """Nothing: the master counts only the records of all its users together, in its own metrics."""
@@ -192,13 +181,12 @@ class MooncakeStore(Store):
         for name in names:
             with self._asking() as client:
                 size = client.get_size(name)
-            if size != _Code.NOT_THERE:  # it is gone since it was listed
-                if size < 0:
-                    raise _error("keys", size)
+            _check("keys", [size], _Code.NOT_THERE)
+            if size >= 0:  # else it is gone since it was listed
                 yield RecordKey(bytes.fromhex(name.removeprefix(_PREFIX))), size
 
     def close(self) -> None:
-        with self._gate.alone():
+        with self._gate.enter(alone=True):
             if self._closed:
                 return
             self._closed = True
@@ -210,7 +198,7 @@ class MooncakeStore(Store):
     @contextmanager
     def _asking(self, alone: bool = False) -> Iterator[Any]:
         """The client, while the store is open and the master answers."""
-        with self._gate.alone() if alone else self._gate.together():
+        with self._gate.enter(alone=alone):
             if self._closed:
                 raise StoreError("the store is closed")
             if self._client.health_check() != _Code.OK:
@@ -218,20 +206,20 @@ class MooncakeStore(Store):
             yield self._client
 
     @contextmanager
-    def _laid(self, values: Sequence[Sequence[View]]) -> Iterator[_Laid]:
+    def _laid(self, values: Sequence[_Value]) -> Iterator[list[_Laid]]:
         """Each value as pieces in registered memory: in place, or in staging memory."""
-        lengths = [[len(part) for part in parts] for parts in values]
-        places = [[self._in_place(part) for part in parts] for parts in values]
-        bytes_staged = sum(
-            length
-            for each in zip(lengths, places, strict=True)
-            for length, place in zip(*each, strict=True)
-            if place is None
-        )
-        with self._staging.lend(bytes_staged) as area:
-            laid, at = _Laid([], [], []), 0
-            for each in zip(lengths, places, strict=True):
-                at = laid.add(*each, area, at)
+        places = [[(part, self._in_place(part)) for part in value.parts] for value in values]
+        staged = sum(len(part) for parts in places for part, address in parts if address is None)
+        with self._staging.lend(staged) as (view, start):
+            laid, at = [], 0
+            for parts in places:
+                laid.append(_Laid([], [], []))
+                for part, address in parts:
+                    if address is None:
+                        laid[-1].copies.append((part, view[at : at + len(part)]))
+                        address = start + at
+                        at += len(part)
+                    laid[-1].add(address, len(part))
             yield laid
 
     def _in_place(self, part: View) -> int | None:
@@ -243,78 +231,54 @@ class MooncakeStore(Store):
         return address if inside else None
 
 
-class _Area(NamedTuple):
-    view: memoryview
-    address: int
-
-
 class _Laid(NamedTuple):
-    """Values as pieces. Neighbouring parts make one piece."""
+    """A value as pieces. Neighbouring parts make one piece."""
 
-    addresses: list[list[int]]
-    sizes: list[list[int]]
-    copies: list[list[tuple[int, memoryview]]]
-    """For each value: the number of a part, and the staging memory for it."""
+    addresses: list[int]
+    sizes: list[int]
+    copies: list[tuple[Any, memoryview]]
+    """Parts that are copied, each with its staging memory."""
 
-    def add(self, lengths: Sequence[int], places: Sequence[int | None], area: _Area, at: int) -> int:
-        """Add a value, its staged parts from `at` on in the area; answers where the next value may begin."""
-        addresses: list[int] = []
-        sizes: list[int] = []
-        copies: list[tuple[int, memoryview]] = []
-        for number, (length, place) in enumerate(zip(lengths, places, strict=True)):
-            if place is None:
-                copies.append((number, area.view[at : at + length]))
-                place = area.address + at
-                at += length
-            if addresses and addresses[-1] + sizes[-1] == place:
-                sizes[-1] += length
-            else:
-                addresses.append(place)
-                sizes.append(length)
-        self.addresses.append(addresses)
-        self.sizes.append(sizes)
-        self.copies.append(copies)
-        return at
+    def add(self, address: int, size: int) -> None:
+        if self.addresses and self.addresses[-1] + self.sizes[-1] == address:
+            self.sizes[-1] += size
+        else:
+            self.addresses.append(address)
+            self.sizes.append(size)
 
 
 class _Staging:
-    """Registered memory of the store. Each area is lent to one call at a time."""
+    """Registered memory of the store. Each area, a view and its address, is lent to one call at a time."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
-        self._idle: list[_Area] = []
+        self._idle: list[tuple[memoryview, int]] = []
 
     @contextmanager
-    def lend(self, size: int) -> Iterator[_Area]:
-        if size > _TRIP_BYTES:
-            area = self._make(size)
-            try:
-                yield area
-            finally:
-                self._client.unregister_buffer(area.address)
-            return
-        try:
-            area = self._idle.pop()
-        except IndexError:
-            area = self._make(_TRIP_BYTES)
+    def lend(self, size: int) -> Iterator[tuple[memoryview, int]]:
+        area = None
+        if size <= _TRIP_BYTES:
+            with suppress(IndexError):
+                area = self._idle.pop()
+        if area is None:
+            view = memoryview(mmap.mmap(-1, max(size, _TRIP_BYTES)))
+            area = view, _address(view)
+            _check("register", [self._client.register_buffer(area[1], len(view))])
         try:
             yield area
         finally:
-            self._idle.append(area)
-
-    def _make(self, size: int) -> _Area:
-        view = memoryview(mmap.mmap(-1, size))
-        area = _Area(view, _address(view))
-        _expect_ok("register", self._client.register_buffer(area.address, size))
-        return area
+            if size > _TRIP_BYTES:
+                self._client.unregister_buffer(area[1])
+            else:
+                self._idle.append(area)
 
     def close(self) -> None:
         while self._idle:
-            self._client.unregister_buffer(self._idle.pop().address)
+            self._client.unregister_buffer(self._idle.pop()[1])
 
 
 class _Gate:
-    """A readers-writer lock: many `together`, or one `alone`. A waiting `alone` goes before later callers."""
+    """A readers-writer lock: many callers, or one `alone`. A waiting `alone` goes before later callers."""
 
     def __init__(self) -> None:
         self._turn = Condition()
@@ -322,28 +286,18 @@ class _Gate:
         self._alone = False
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def enter(self, *, alone: bool) -> Iterator[None]:
         with self._turn:
             self._turn.wait_for(lambda: not self._alone)
+            self._alone = alone
+            self._turn.wait_for(lambda: not alone or not self._inside)
             self._inside += 1
         try:
             yield
         finally:
             with self._turn:
                 self._inside -= 1
-                self._turn.notify_all()
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        with self._turn:
-            self._turn.wait_for(lambda: not self._alone)
-            self._alone = True
-            self._turn.wait_for(lambda: not self._inside)
-        try:
-            yield
-        finally:
-            with self._turn:
-                self._alone = False
+                self._alone = self._alone and not alone
                 self._turn.notify_all()
 
 
@@ -410,9 +364,11 @@ def _is_hit(client: Any, wanted: Get, code: int) -> bool:
     raise _error("get", code)
 
 
-def _expect_ok(doing: str, code: int) -> None:
-    if code != _Code.OK:
-        raise _error(doing, code)
+def _check(doing: str, codes: Iterable[int], *allowed: int) -> None:
+    """Raises for the first code that is an error and not allowed."""
+    for code in codes:
+        if code < 0 and code not in allowed:
+            raise _error(doing, code)
 
 
 def _error(doing: str, code: int) -> StoreError:

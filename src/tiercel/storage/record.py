@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from functools import cached_property
-from typing import Any, NamedTuple, NewType
+from typing import NamedTuple, NewType
 
 import xxhash
 
@@ -44,7 +44,7 @@ class Kind(IntEnum):
     """Rows in the order of the declaration: [stream][layer][row]."""
     TAIL = 2
     PAGE_BY_ENTRY = 3
-    """A page in another order: [stream][entry][layer]. Its kind makes it another record."""
+    """A page as [stream][entry][layer]. Its kind makes it another record."""
     REMOVED = 16
     """Earlier records of this key are gone."""
     CLEARED = 17
@@ -72,7 +72,8 @@ def page_key_of(key: RecordKey) -> bytes:
 
 
 class Header(NamedTuple):
-    """A header whose own checksum is right. The caller compares it with what was asked for."""
+    """A header whose own checksum is right, in the order of its bytes. The caller compares it with what was
+    asked for."""
 
     kind: Kind
     header_bytes: int
@@ -113,14 +114,13 @@ class Form:
 
     @cached_property
     def table(self) -> bytes:
-        rows: list[dict[str, Any]] = [
-            {"name": name, "layers": layers, "row_bytes": row} for name, layers, row in self.streams
-        ]
+        rows = [{"name": name, "layers": layers, "row_bytes": row} for name, layers, row in self.streams]
         return json.dumps(rows, separators=(",", ":")).encode()
 
     @cached_property
     def header_bytes(self) -> int:
-        return header_bytes(len(self.table), self.align)
+        """The length of the fixed part and the table, rounded up to `align`."""
+        return -(-(_FIXED.size + len(self.table)) // self.align) * self.align
 
     @property
     def record_bytes(self) -> int:
@@ -128,17 +128,8 @@ class Form:
 
     def header(self, page_key: bytes, payload: Iterable[View]) -> bytes:
         """The header of a record with this payload. Its parts together have `payload_bytes`."""
-        return pack(
-            Header(
-                self.kind,
-                self.header_bytes,
-                self.payload_bytes,
-                self.digest,
-                page_key,
-                checksum(payload),
-                self.table,
-            )
-        )
+        sizes = (self.header_bytes, self.payload_bytes)
+        return pack(Header(self.kind, *sizes, self.digest, page_key, checksum(payload), self.table))
 
     def flaw(self, header: View, page_key: bytes, payload: Sequence[View]) -> Flaw | None:
         """What is wrong with a record that was read for `page_key`. None: every byte is right."""
@@ -150,11 +141,6 @@ class Form:
         if read.table != self.table or read.payload_bytes != self.payload_bytes:
             return Flaw.FORM
         return None if checksum(payload) == read.checksum else Flaw.CHECKSUM
-
-
-def header_bytes(table_bytes: int, align: int) -> int:
-    """The length of the fixed part and the table, rounded up to `align`."""
-    return -(-(_FIXED.size + table_bytes) // align) * align
 
 
 def checksum(payload: Iterable[View]) -> bytes:
@@ -169,23 +155,10 @@ def checksum(payload: Iterable[View]) -> bytes:
 
 
 def pack(header: Header) -> bytes:
-    fixed = _FIXED.pack(
-        MAGIC,
-        VERSION,
-        header.kind,
-        header.header_bytes,
-        header.payload_bytes,
-        header.form,
-        header.page_key,
-        header.checksum,
-        len(header.table),
-        bytes(8),
-    )
-    data = bytearray(header.header_bytes)
-    data[: len(fixed)] = fixed
-    data[len(fixed) : len(fixed) + len(header.table)] = header.table
-    data[_CHECK_AT : _CHECK_AT + 8] = xxhash.xxh3_64_digest(data)
-    return bytes(data)
+    *fixed, table = header
+    data = _FIXED.pack(MAGIC, VERSION, *fixed, len(table), bytes(8)) + table
+    data = data.ljust(header.header_bytes, b"\0")
+    return data[:_CHECK_AT] + xxhash.xxh3_64_digest(data) + data[_CHECK_AT + 8 :]
 
 
 def parse(data: View) -> Header | Flaw:

@@ -13,9 +13,9 @@ Nothing is retried here: the caller decides. After the server was away, the next
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import redis
 from redis.backoff import NoBackoff
@@ -31,6 +31,7 @@ _TRIP_BYTES = 8 << 20
 """The most bytes of one round trip. Larger batches were no faster (loopback, Neoverse-N1, 2026-11) and block
 the server, which has one thread, for longer."""
 _TRIP_KEYS = 1000
+_Item = TypeVar("_Item")
 _READ_BYTES = 256 << 10
 """Bytes of one socket read. The client's default of 32 KiB makes values of 64 KiB up to twice as slow."""
 
@@ -39,12 +40,8 @@ class RedisStore(Store):
     """Values in a Redis or Valkey server. Several processes may use one database."""
 
     def __init__(self, url: str, *, db: int = 0, timeout_s: float = 5.0) -> None:
-        """
-        `url`: `redis://user:password@host:port/db`, `rediss://…` or `unix:///path/to.sock`, for the client
-        library.
-        `db`: if the URL has none.
-        `timeout_s`: for a connection, and for every wait for more bytes of an answer.
-        """
+        """`url`: as the client library reads it. `db`: if the URL has none. `timeout_s`: for a connection,
+        and for every wait for more bytes of an answer."""
         self._closed = False
         try:
             self._client = redis.Redis.from_url(
@@ -62,44 +59,37 @@ class RedisStore(Store):
             client.ping()
 
     def contains(self, keys: Sequence[RecordKey]) -> list[bool]:
-        found: list[bool] = []
-        with self._asking() as client:
-            for some in _trips_of_keys(keys):
-                pipe = client.pipeline(transaction=False)
-                for key in some:
-                    pipe.exists(_name(key))
-                found += [bool(answer) for answer in pipe.execute()]
-        return found
+        found = self._each(_trips_of_keys(keys), lambda pipe, key: pipe.exists(_name(key)))
+        return [bool(answer) for _, answer in found]
 
     def get(self, wanted: Sequence[Get]) -> list[bool]:
-        filled: list[bool] = []
-        with self._asking() as client:
-            for some in trips(wanted, _TRIP_BYTES):
-                pipe = client.pipeline(transaction=False)
-                for each in some:
-                    pipe.getrange(
-                        _name(each.key), 0, each.bytes
-                    )  # one byte more than asked for: a longer value is a miss
-                values = pipe.execute(raise_on_error=False)
-                filled += [_fill(each, value) for each, value in zip(some, values, strict=True)]
-        return filled
+        # One byte more than asked for: a longer value is a miss.
+        values = self._each(
+            trips(wanted, _TRIP_BYTES), lambda pipe, each: pipe.getrange(_name(each.key), 0, each.bytes)
+        )
+        return [value is not None and each.fill(value) for each, value in values]
 
     def put(self, values: Sequence[Put]) -> list[bool]:
-        kept: list[bool] = []
+        kept = self._each(
+            trips(values, _TRIP_BYTES), lambda pipe, each: pipe.set(_name(each.key), b"".join(each.parts))
+        )
+        return [bool(answer) for _, answer in kept]
+
+    def _each(
+        self, batches: Iterable[Sequence[_Item]], ask: Callable[[redis.client.Pipeline, _Item], Any]
+    ) -> Iterator[tuple[_Item, Any]]:
+        """Each item with its answer. One round trip for each batch."""
         with self._asking() as client:
-            for some in trips(values, _TRIP_BYTES):
+            for some in batches:
                 pipe = client.pipeline(transaction=False)
                 for each in some:
-                    pipe.set(_name(each.key), b"".join(each.parts))
-                kept += [_was_kept(answer) for answer in pipe.execute(raise_on_error=False)]
-        return kept
+                    ask(pipe, each)
+                answers = pipe.execute(raise_on_error=False)
+                yield from [(each, _value(answer)) for each, answer in zip(some, answers, strict=True)]
 
     def delete(self, keys: Sequence[RecordKey]) -> int:
-        gone = 0
         with self._asking() as client:
-            for some in _trips_of_keys(keys):
-                gone += client.unlink(*[_name(key) for key in some])
-        return gone
+            return sum(client.unlink(*map(_name, some)) for some in _trips_of_keys(keys))
 
     def clear(self) -> None:
         with self._asking() as client:
@@ -125,13 +115,9 @@ class RedisStore(Store):
         told: set[bytes] = set()
         with self._asking() as client:
             for names in _scan(client):
-                new = [name for name in names if name not in told]
+                new = [name for name in dict.fromkeys(names) if name not in told]
                 told.update(new)
-                pipe = client.pipeline(transaction=False)
-                for name in new:
-                    pipe.strlen(name)
-                for name, answer in zip(new, pipe.execute(raise_on_error=False), strict=True):
-                    size = _unless_of_another_type(answer)
+                for name, size in self._each([new], lambda pipe, name: pipe.strlen(name)):
                     if size != 0:  # 0: it is gone since it was listed
                         yield RecordKey(name.removeprefix(_PREFIX)), size or 0
 
@@ -166,34 +152,19 @@ def _trips_of_keys(keys: Sequence[RecordKey]) -> Iterator[Sequence[RecordKey]]:
 
 def _scan(client: redis.Redis) -> Iterator[list[bytes]]:
     """Names of our records, in batches. A name may come twice. No name that stays is missed."""
-    cursor = 0
-    while True:
-        cursor, names = cast(
-            "tuple[int, list[bytes]]", client.scan(cursor, match=_PREFIX + b"*", count=_TRIP_KEYS)
-        )
+    cursor: Any = None
+    while cursor != 0:
+        cursor, names = client.scan(cursor or 0, match=_PREFIX + b"*", count=_TRIP_KEYS)
         if names:
-            yield names
-        if cursor == 0:
-            return
+            yield cast("list[bytes]", names)
 
 
-def _unless_of_another_type(answer: Any) -> Any:
-    """None instead of the error that the value is not a string."""
+def _value(answer: Any) -> Any:
+    """An answer. None: the value is not a string. False: the server's memory is full. Raises other errors."""
+    if isinstance(answer, OutOfMemoryError):
+        return False
     if isinstance(answer, ResponseError) and str(answer).startswith("WRONGTYPE"):
         return None
     if isinstance(answer, Exception):
         raise answer
     return answer
-
-
-def _fill(wanted: Get, answer: object) -> bool:
-    value = _unless_of_another_type(answer)
-    return value is not None and wanted.fill(value)
-
-
-def _was_kept(answer: object) -> bool:
-    if isinstance(answer, OutOfMemoryError):
-        return False
-    if isinstance(answer, Exception):
-        raise answer
-    return True

@@ -24,9 +24,9 @@ from tests.storage.file.make import (
 )
 from tiercel.errors import StoreError
 from tiercel.storage.base import Get
-from tiercel.storage.file import direct, note
+from tiercel.storage.file import direct
 from tiercel.storage.file.segment import UNREADABLE_MOST
-from tiercel.storage.file.table import Table
+from tiercel.storage.file.table import Table, note
 from tiercel.storage.record import Header, Kind, RecordKey, checksum, pack
 
 NAMES = [f"{number}:{size}" for number, size in enumerate([100, 9000, 4096, 5000, 12_000, 1, 8192, 300] * 2)]
@@ -76,7 +76,7 @@ def touched_by(data: bytes, block: int) -> set[str]:
             at = data.find(data[at : at + 16], at + BLOCK)
         if at >= 0 and at <= block < at + room_of(name):
             names.add(name)
-        if data[block:].startswith(note.removed(key_of(name))[:100]):
+        if data[block:].startswith(note(Kind.REMOVED, key_of(name))[:100]):
             names.add(name)
     return names
 

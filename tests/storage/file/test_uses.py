@@ -9,7 +9,7 @@ import xxhash
 
 from tests.storage.file.make import has_all, held, keep, make_store
 from tiercel.errors import ConfigError
-from tiercel.storage.file import uses
+from tiercel.storage.file import index
 
 NAMES = [f"{number}:12000" for number in range(200)]
 """Three of them fill a segment, 45 of them the store."""
@@ -72,7 +72,7 @@ def test_without_it_the_order_of_writing_decides_and_nothing_is_lost(path, damag
 def test_one_that_somebody_else_wrote_is_not_believed(path, clock, body):
     """Though its checksum is right."""
     filled(path).close()
-    head = uses._HEAD.pack(uses._MAGIC, uses._VERSION, clock, xxhash.xxh3_128_digest(body))
+    head = index._HEAD.pack(index._MAGIC, index._VERSION, clock, xxhash.xxh3_128_digest(body))
     (path / "uses").write_bytes(head + body)
     with make_store(path) as store:
         assert has_all(store, *NAMES[:42])
@@ -89,7 +89,7 @@ def test_something_else_of_its_name_is_not_ours(path, tmp_path):
 
 
 def test_it_is_written_now_and_then_so_a_kill_costs_only_what_came_since(path, monkeypatch):
-    monkeypatch.setattr(uses, "BYTES_PUT_PER_BYTE", 1)
+    monkeypatch.setattr(index, "BYTES_PUT_PER_BYTE", 1)
     store = filled(path)
     keep(store, *NAMES[42:45])
     copy = path.with_name("copy")

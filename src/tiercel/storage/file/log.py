@@ -22,14 +22,14 @@ from typing import Any
 
 from tiercel.policy.evict import EvictPolicy
 from tiercel.storage.base import trips
-from tiercel.storage.file import direct, note, room, uses
+from tiercel.storage.file import direct, index, room
 from tiercel.storage.file.commit import GroupCommit, Job, Record
 from tiercel.storage.file.direct import ALIGN, Lane, Lanes, padded
 from tiercel.storage.file.folder import Folder
-from tiercel.storage.file.index import Index
+from tiercel.storage.file.index import Index, load_uses, save_uses
 from tiercel.storage.file.room import Candidate, Limits, Standing
 from tiercel.storage.file.segment import Segment, copy, create, load
-from tiercel.storage.file.table import packed_bytes
+from tiercel.storage.file.table import EVERYTHING, note, packed_bytes
 from tiercel.storage.record import Kind, RecordKey, View
 from tiercel.threads import Crew
 
@@ -90,7 +90,7 @@ class Log:
                     segment.close()
                 if not (read_only and isinstance(error, FileNotFoundError)):
                     raise
-        self.index.load(segments, uses.load(self._folder.uses))
+        self.index.load(segments, load_uses(self._folder.uses))
         self.damaged = sum(segment.damaged for segment in segments)
         self._read_only = read_only
         if not read_only:
@@ -122,7 +122,7 @@ class Log:
         if self._active:
             self._retire(self._active)
         if not self._read_only:
-            uses.save(self._folder.uses, self.index.pack_uses())
+            save_uses(self._folder.uses, self.index.pack_uses())
         for segment in self.index.segments.values():
             segment.close()
         self.readers.shutdown()
@@ -208,12 +208,11 @@ class Log:
 
     def _keep_uses(self) -> None:
         """Save the uses for the next process, if enough was written since the last time."""
-        segments = self.index.segments.values()
-        if self._bytes_put > uses.BYTES_PUT_PER_BYTE * uses.bytes_for(segments):
+        if self._bytes_put > index.BYTES_PUT_PER_BYTE * self.index.bytes_of_uses():
             self._bytes_put = 0
             with self.lock:
                 data = self.index.pack_uses()
-            uses.save(self._folder.uses, data)
+            save_uses(self._folder.uses, data)
 
     def _end(self) -> None:
         if self._active:
@@ -335,7 +334,7 @@ class Log:
         most = left if cold is None else min(segment.bytes_on_disk // 2, left)
         self._move(segment, room.staying(candidates, cold=cold, bytes_most=most), into)
         if notes:
-            told = direct.aligned_copy(b"".join(map(note.removed, notes)))
+            told = direct.aligned_copy(b"".join(note(Kind.REMOVED, key) for key in notes))
             job = Job([Record(key, ALIGN, ALIGN, ()) for key in notes], Kind.REMOVED, [told])
             self._write(into, [job])
             with self.lock:
@@ -368,8 +367,8 @@ class Log:
             segment = self._create_if_room()
             if segment is not None:
                 self._active = segment
-                cleared = Record(note.EVERYTHING, ALIGN, ALIGN, ())
-                job = Job([cleared], Kind.CLEARED, [direct.aligned_copy(note.cleared())])
+                cleared = Record(EVERYTHING, ALIGN, ALIGN, ())
+                job = Job([cleared], Kind.CLEARED, [direct.aligned_copy(note(Kind.CLEARED, EVERYTHING))])
                 self._write(segment, [job])
                 with self.lock:
                     self.index.add(segment, job.keys, job.sizes, job.kind)

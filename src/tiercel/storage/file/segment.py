@@ -24,9 +24,9 @@ import numpy as np
 import xxhash
 
 from tiercel.storage.base import trips
-from tiercel.storage.file import direct, note
+from tiercel.storage.file import direct
 from tiercel.storage.file.direct import ALIGN, Lanes, padded
-from tiercel.storage.file.table import OtherVersion, Table, packed_bytes, rows_of
+from tiercel.storage.file.table import OtherVersion, Table, packed_bytes, rows_of, subject
 from tiercel.storage.record import MAGIC, Flaw, Header, RecordKey, View, flaw_of, parse
 
 HEADER_MOST = 1024**2
@@ -73,9 +73,8 @@ class Segment:
         assert not self.broken, "something else may lie there"
         row = len(self.table)
         self.table.add(keys, note=kind, offset=self.table.end, sizes=sizes)
-        self.used.extend(
-            range(used + len(keys) - 1, used - 1, -1)
-        )  # the first page is needed by the others: its use is the latest
+        # The first page is needed by the others: its use is the latest.
+        self.used.extend(range(used + len(keys) - 1, used - 1, -1))
         self.hits.extend([0] * len(keys))
         return row
 
@@ -114,9 +113,8 @@ class Segment:
 
 def create(path: Path, number: int, size: int, *, direct_io: bool) -> Segment:
     """A new file with its disk space allocated. If that fails the file is removed again."""
-    file = direct.calls.open(
-        str(path), os.O_RDWR | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if direct_io else 0)
-    )
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if direct_io else 0)
+    file = direct.calls.open(str(path), flags)
     try:
         direct.calls.fallocate(file, 0, size)
     except BaseException:
@@ -129,38 +127,42 @@ def create(path: Path, number: int, size: int, *, direct_io: bool) -> Segment:
 
 def load(path: Path, number: int, *, direct_io: bool, read_only: bool) -> Segment:
     """Open a segment, as far as it can be read. Raises OSError and OtherVersion."""
-    flags = (os.O_RDONLY if read_only else os.O_RDWR) | (os.O_DIRECT if direct_io else 0)
+    flags = (os.O_RDONLY if read_only else os.O_RDWR) | (os.O_DIRECT if direct_io else 0) | direct.NO_LINKS
     file = -1
     try:
-        file = direct.calls.open(str(path), flags | direct.NO_LINKS)
-        size = os.fstat(file).st_size
-        table = _read_table(file, size)
-        if table is not None:
-            segment = Segment(number, path, file, size, table)
-            segment.sealed = True
-            return segment
-        reader = Reader(file, size)
-        table, damaged = _scan(reader)
-        segment = Segment(number, path, file, size, table)
-        segment.damaged, segment.unreadable = len(damaged), bool(reader.unreadable)
-        if damaged or reader.unreadable:
-            places = f"no whole record at bytes {damaged}, unreadable at bytes {sorted(reader.unreadable)}"
-            log.warning("%s is damaged: %s; the rest of it is used", path, places)
-        if not read_only:
-            direct.calls.fdatasync(file)  # writes of a killed process may not be on the disk yet
-    except OSError as error:
-        error.filename = str(path)
-        if file >= 0 or not direct.is_damage(error):
-            _close(file)
+        file = direct.calls.open(str(path), flags)
+        return _load(path, number, file, read_only=read_only)
+    except BaseException as error:
+        if file >= 0:
+            os.close(file)
+        if isinstance(error, OtherVersion):
+            raise OtherVersion(f"{path.name} has {error}") from error
+        if isinstance(error, OSError):
+            error.filename = str(path)
+        if file >= 0 or not (isinstance(error, OSError) and direct.is_damage(error)):
             raise
         log.warning("a segment can not be opened and is not used: %s", error)
         segment = Segment(number, path, -1, 0, Table())
         segment.unreadable = True
-    except BaseException as error:
-        _close(file)
-        if isinstance(error, OtherVersion):
-            raise OtherVersion(f"{path.name} has {error}") from error
-        raise
+        return segment
+
+
+def _load(path: Path, number: int, file: int, *, read_only: bool) -> Segment:
+    size = os.fstat(file).st_size
+    table = _read_table(file, size)
+    if table is not None:
+        segment = Segment(number, path, file, size, table)
+        segment.sealed = True
+        return segment
+    reader = Reader(file, size)
+    table, damaged = _scan(reader)
+    segment = Segment(number, path, file, size, table)
+    segment.damaged, segment.unreadable = len(damaged), bool(reader.unreadable)
+    if damaged or reader.unreadable:
+        places = f"no whole record at bytes {damaged}, unreadable at bytes {sorted(reader.unreadable)}"
+        log.warning("%s is damaged: %s; the rest of it is used", path, places)
+    if not read_only:
+        direct.calls.fdatasync(file)  # writes of a killed process may not be on the disk yet
     return segment
 
 
@@ -189,7 +191,7 @@ def _scan(reader: Reader) -> tuple[Table, list[int]]:
         header, room = reader.record(offset)
         if header is Flaw.VERSION:
             raise OtherVersion("a record of another version")
-        if not isinstance(header, Flaw) and (about := note.subject(header)) is not None:
+        if not isinstance(header, Flaw) and (about := subject(header)) is not None:
             if offset > table.end:
                 damaged.append(table.end)
             size = header.header_bytes + header.payload_bytes
@@ -296,8 +298,3 @@ class Reader:
             memory[:ALIGN] = direct.ZEROS
             return ALIGN
         return 0
-
-
-def _close(file: int) -> None:
-    if file >= 0:
-        os.close(file)

@@ -17,7 +17,7 @@ from weakref import WeakSet
 from tiercel.errors import ConfigError, StoreError
 from tiercel.policy.evict import make_evict_policy
 from tiercel.storage.base import Checked, Get, Put, Store
-from tiercel.storage.file import direct, note, room
+from tiercel.storage.file import direct, room
 from tiercel.storage.file.commit import Record
 from tiercel.storage.file.direct import ALIGN, padded
 from tiercel.storage.file.folder import Folder
@@ -25,7 +25,7 @@ from tiercel.storage.file.log import READERS, Log
 from tiercel.storage.file.queue import Request
 from tiercel.storage.file.room import Limits
 from tiercel.storage.file.segment import HEADER_MOST, Reader, Segment
-from tiercel.storage.file.table import OtherVersion, packed_bytes
+from tiercel.storage.file.table import OtherVersion, note, packed_bytes
 from tiercel.storage.record import ALIGN_LEAST, MAGIC, Flaw, Header, Kind, RecordKey, View, parse
 
 SPAN_BYTES = 2 * 1024**2
@@ -194,7 +194,7 @@ class FileStore(Store):
         with self._call("removing records", changes=True):
             noted = [key for key in dict.fromkeys(keys) if key in self._index or key in self._log.doubtful]
             there = sum(key in self._index for key in noted)
-            notes = [Record(key, ALIGN, ALIGN, [note.removed(key)]) for key in noted]
+            notes = [Record(key, ALIGN, ALIGN, [note(Kind.REMOVED, key)]) for key in noted]
             if self._log.append(notes, Kind.REMOVED) < len(notes):
                 raise StoreError("there is no room on the disk to note that records are gone")
             return there

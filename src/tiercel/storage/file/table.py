@@ -1,10 +1,11 @@
-"""The table at the end of a sealed segment: what it holds and where. With it a segment opens by one read.
+"""What a segment holds: records, and notes that earlier records are gone. A sealed segment ends with this
+table, so that one read opens it.
 
     ┌─ record ─┬─ record ─┬─ … ─┬─ rows of the table ─┬─ zeros ─┬─ trailer ─┐ end of the file
     0          each at a multiple of 4096       a multiple of 4096 bytes together
 
 Everything in a table is also in the headers of the records. If a table is lost, a scan makes it again: that
-costs time, nothing else.
+costs time, nothing else. A note is a record without a payload that the store writes for itself.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 import xxhash
 
 from tiercel.storage.file.direct import ALIGN, padded
-from tiercel.storage.record import KEY_BYTES, Kind, RecordKey, View
+from tiercel.storage.record import KEY_BYTES, Header, Kind, RecordKey, View, checksum, pack, page_key_of
 
 VERSION = 2
 
@@ -112,3 +113,23 @@ def rows_of(data: View) -> int | None:
     if version != VERSION:
         raise OtherVersion(f"table version {version}")
     return int(rows)
+
+
+EVERYTHING = RecordKey(bytes((Kind.CLEARED,)) + bytes(KEY_BYTES - 1))
+"""The key of a CLEARED note."""
+
+
+def note(kind: Kind, key: RecordKey) -> bytes:
+    """A note: REMOVED, the record of this key is gone; or CLEARED, every record is gone."""
+    assert len(key) == KEY_BYTES, "not the key of a record"
+    removed = key[:1] if kind is Kind.REMOVED else b""  # in the place of the stream table
+    return pack(Header(kind, ALIGN, 0, key[1:-32], page_key_of(key), checksum([b""]), removed))
+
+
+def subject(header: Header) -> tuple[RecordKey, int] | None:
+    """The key that a record or note is about, and the kind of the note; 0 for a record. None: not a note of
+    ours."""
+    if header.kind is Kind.REMOVED:
+        key = RecordKey(header.table + header.key[1:])
+        return (key, header.kind) if len(key) == KEY_BYTES else None
+    return header.key, header.kind if header.kind is Kind.CLEARED else 0
