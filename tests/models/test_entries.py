@@ -8,7 +8,7 @@ from tiercel.kernels import reference
 from tiercel.models.entries import EntryRows, codec_of
 from tiercel.spec import CacheSpec
 from tiercel.spec.attention import values
-from tiercel.spec.stream import Stream
+from tiercel.spec.stream import Part, Stream
 
 
 def test_more_entries_than_have_numbers_are_refused():
@@ -18,6 +18,22 @@ def test_more_entries_than_have_numbers_are_refused():
         EntryRows(
             reference, torch.empty(2**26 + 1, 128, dtype=torch.uint8, device="meta"), stream, 128, rope=0
         )
+
+
+@pytest.mark.parametrize("padding", [0, 7])
+def test_parts_follow_each_other_each_for_all_entries(padding):
+    """Two entries a row, a value of 3 B and a scale of 4 B: value 0, value 1, scale 0, scale 1, padding."""
+    stream = Stream("i", (0,), (Part("value", 3), Part("scale", 4)), encoding="fp8_row")
+    memory = torch.zeros(4, 14 + padding, dtype=torch.uint8)
+    rows = EntryRows(reference, memory, stream, 2, rope=0)
+    x = torch.tensor([[448.0, 1.0, -2.0], [-896.0, 2.0, 4.0]])
+    rows.write(torch.tensor([5, 6]), x)
+    value, scale = rows.codec.encode(x)
+    assert torch.equal(memory[2, 3:6], value[0]) and torch.equal(memory[2, 10:14], scale[0])
+    assert torch.equal(memory[3, 0:3], value[1]) and torch.equal(memory[3, 6:10], scale[1])
+    assert torch.equal(rows.read(torch.tensor([6, 5])), x.flip(0))
+    memory[2, 3:6] = memory[2, 10:14] = memory[3, 0:3] = memory[3, 6:10] = 0
+    assert not memory.any()
 
 
 def test_entries_that_only_their_writer_can_read_are_refused_by_name():

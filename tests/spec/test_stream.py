@@ -13,22 +13,9 @@ def make_stream(**changes: Any) -> Stream:
     return Stream(**{**fields, **changes})
 
 
-def test_parts_follow_each_other_each_for_all_entries() -> None:
+def test_a_row_holds_all_parts_of_all_entries_and_is_padded() -> None:
     stream = make_stream(parts=(Part("value", 576), Part("scale", 8)), tokens_per_entry=4, row_align=576)
     assert stream.row_bytes(256) == 37_440
-    assert stream.part_ranges(0, 256) == ((0, 576), (36_864, 8))
-    assert stream.part_ranges(63, 256) == ((63 * 576, 576), (36_864 + 63 * 8, 8))
-
-
-def test_parts_of_all_entries_cover_a_row_without_overlap() -> None:
-    stream = make_stream(parts=(Part("a", 3), Part("b", 2), Part("c", 5)))
-    covered = [
-        byte
-        for entry in range(8)
-        for offset, size in stream.part_ranges(entry, 8)
-        for byte in range(offset, offset + size)
-    ]
-    assert sorted(covered) == list(range(stream.row_bytes(8)))
 
 
 def test_a_row_is_cut_by_entries_only_with_one_part_and_no_padding() -> None:

@@ -2,7 +2,7 @@
 
 from tiercel.spec.attention import Heads, Recurrence, eagle, mha, mla, mla_indexer, recurrent, sliding_window
 from tiercel.spec.cache_spec import CacheSpec
-from tiercel.spec.capacity import Capacity, Fit, StreamSize, capacity_of
+from tiercel.spec.capacity import capacity_of
 from tiercel.spec.deepseek_v4 import deepseek_v4, deepseek_v4_mtp
 from tiercel.spec.identity import Identity
 from tiercel.spec.presets import PRESETS, load
@@ -12,8 +12,6 @@ __all__ = [
     "PREFIX",
     "PRESETS",
     "CacheSpec",
-    "Capacity",
-    "Fit",
     "Heads",
     "Identity",
     "Keep",
@@ -22,7 +20,6 @@ __all__ = [
     "Recurrence",
     "State",
     "Stream",
-    "StreamSize",
     "Window",
     "capacity_of",
     "deepseek_v4",

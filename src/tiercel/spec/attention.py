@@ -8,12 +8,12 @@
     recurrent         k, v            conv, temporal
     eagle             k, v            (a draft: give it to `CacheSpec.with_draft`)
 
-A builder is a convenience, not a register: a stream of any other shape is declared as a `Stream`.
+A stream of any other shape is declared as a `Stream`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from tiercel.errors import SpecError
 from tiercel.spec.cache_spec import CacheSpec
@@ -40,16 +40,15 @@ class Heads:
     def __post_init__(self) -> None:
         check_positive("kv_heads", self.kv_heads)
         check_positive("head_dim", self.head_dim)
-        if self.v_head_dim is not None:
-            check_positive("v_head_dim", self.v_head_dim)
+        check_positive("v_head_dim", 1 if self.v_head_dim is None else self.v_head_dim)
 
 
 @dataclass(frozen=True)
 class Recurrence:
-    """The state of one recurrent layer: the last inputs of its convolution and the state proper.
+    """The state of one recurrent layer: the last inputs of its convolution, and its temporal state.
 
-    `temporal_values` is heads x head_dim x state_dim, whatever the layer calls them. The state is fp32
-    because it adds up over the whole text.
+    `temporal_values` is heads x head_dim x state_dim. The temporal state is fp32 because it adds up over the
+    whole text.
     """
 
     conv_channels: int
@@ -78,20 +77,19 @@ def mha(
     dtype: str = "bf16",
 ) -> CacheSpec:
     """Multi-head or grouped-query attention. K and V are two streams: they may differ in width."""
-    heads = Heads(kv_heads, head_dim, v_head_dim, dtype)
-    return CacheSpec(model, page_tokens, _kv_streams(_ids("layers", layers), heads))
+    return eagle(model, page_tokens, Heads(kv_heads, head_dim, v_head_dim, dtype), layers)
 
 
 def eagle(model: str, page_tokens: int, heads: Heads, layers: Layers = 1) -> CacheSpec:
     """An EAGLE-style draft: it reads its keys and values of the whole prefix, as the target does."""
-    return CacheSpec(model, page_tokens, _kv_streams(_ids("layers", layers), heads))
+    return CacheSpec(model, page_tokens, _kv_streams(_ids(layers), heads))
 
 
 def mla(
     model: str, page_tokens: int, layers: Layers, kv_lora_rank: int, rope_dim: int, dtype: str = "bf16"
 ) -> CacheSpec:
     """Multi-head latent attention: one latent per token, from which all heads take keys and values."""
-    latent = Stream("latent", _ids("layers", layers), (_latent(kv_lora_rank, rope_dim, dtype),))
+    latent = Stream("latent", _ids(layers), (_latent(kv_lora_rank, rope_dim, dtype),))
     return CacheSpec(model, page_tokens, (latent,))
 
 
@@ -105,9 +103,8 @@ def mla_indexer(
     dtype: str = "bf16",
 ) -> CacheSpec:
     """Latent attention that reads only tokens an indexer selects: its fp8 keys are a second stream."""
-    ids = _ids("layers", layers)
-    latent = Stream("latent", ids, (_latent(kv_lora_rank, rope_dim, dtype),))
-    return CacheSpec(model, page_tokens, (latent, Stream("index", ids, index_parts(index_head_dim))))
+    spec = mla(model, page_tokens, layers, kv_lora_rank, rope_dim, dtype)
+    return replace(spec, streams=(*spec.streams, Stream("index", spec.layers, index_parts(index_head_dim))))
 
 
 def sliding_window(
@@ -134,20 +131,16 @@ def recurrent(
     recurrence: Recurrence,
 ) -> CacheSpec:
     """Attention layers among recurrent ones, whose state at a boundary no replay can rebuild."""
-    conv = values(recurrence.conv_values, recurrence.conv_dtype)
-    temporal = values(recurrence.temporal_values, recurrence.temporal_dtype)
-    states = (
-        Stream("conv", recurrent_layers, (conv,), State()),
-        Stream("temporal", recurrent_layers, (temporal,), State()),
-    )
-    return CacheSpec(model, page_tokens, _kv_streams(attention_layers, heads) + states)
+    parts = {
+        "conv": values(recurrence.conv_values, recurrence.conv_dtype),
+        "temporal": values(recurrence.temporal_values, recurrence.temporal_dtype),
+    }
+    states = (Stream(name, recurrent_layers, (part,), State()) for name, part in parts.items())
+    return CacheSpec(model, page_tokens, (*_kv_streams(attention_layers, heads), *states))
 
 
 def values(count: int, dtype: str) -> Part:
-    """`count` numbers of one type.
-
-    The part is named after the type: bf16 and fp16 are equally wide and must not share a form.
-    """
+    """`count` numbers of one type. The part has the type's name: bf16 and fp16 must not share a form."""
     if dtype not in DTYPE_BYTES:
         raise SpecError("dtype", dtype, f"is none of {', '.join(DTYPE_BYTES)}")
     return Part(dtype, count * DTYPE_BYTES[dtype])
@@ -160,7 +153,7 @@ def index_parts(index_head_dim: int) -> tuple[Part, ...]:
 
 
 def _latent(kv_lora_rank: int, rope_dim: int, dtype: str) -> Part:
-    """In fp8 the latent carries fp32 scales and the rotary channels stay bf16: 656 B at 512 + 64."""
+    """In fp8 the latent has fp32 scales and the rotary channels stay bf16: 656 B at 512 + 64."""
     check_positive("kv_lora_rank", kv_lora_rank)
     check_positive("rope_dim", rope_dim)
     if dtype != "fp8":
@@ -179,8 +172,8 @@ def _kv_streams(
     )
 
 
-def _ids(field: str, layers: Layers) -> tuple[int, ...]:
+def _ids(layers: Layers) -> tuple[int, ...]:
     if not isinstance(layers, int):
         return tuple(layers)
-    check_positive(field, layers)
+    check_positive("layers", layers)
     return tuple(range(layers))

@@ -2,8 +2,8 @@
 
 page    page_tokens tokens of every PREFIX stream, all layers
 tail    what is needed besides the pages to continue at a page boundary: the WINDOW rows and the STATE
-        snapshots. A window longer than a page needs the tails of `pages_per_window` boundaries in a row,
-        so that neighbouring tails share rows.
+        snapshots. A window longer than a page needs the tails of `pages_per_window` boundaries in a row:
+        each tail has the rows of one page.
 """
 
 from __future__ import annotations
@@ -45,14 +45,12 @@ class CacheSpec:
         check_positive("page_tokens", self.page_tokens)
         if not self.streams:
             raise SpecError("streams", self.streams, "a cache needs at least one stream")
-        names = [stream.name for stream in self.streams]
-        for name in names:
-            if names.count(name) > 1:
-                raise SpecError("streams", name, "two streams have the same name")
+        names = set[str]()
         for stream in self.streams:
-            stream.row_bytes(self.page_tokens)
-
-    # What lies where
+            if stream.name in names:
+                raise SpecError("streams", stream.name, "two streams have the same name")
+            names.add(stream.name)
+            stream.row_bytes(self.page_tokens)  # refuses entries that do not divide a row
 
     @cached_property
     def page_streams(self) -> tuple[Stream, ...]:
@@ -72,8 +70,6 @@ class CacheSpec:
             if stream.name == name:
                 return stream
         raise KeyError(name)
-
-    # Sizes
 
     def row_bytes(self, stream: Stream) -> int:
         return stream.row_bytes(self.page_tokens)
@@ -116,8 +112,8 @@ class CacheSpec:
     def replay_tokens(self) -> int | None:
         """Tokens to compute again before a boundary so that a text goes on exactly there without a tail.
 
-        A layer's window rows are exact once the layers before it are, so the windows add up, over all stages;
-        None when a state depends on the whole prefix.
+        A layer's window rows are exact once those of the layers before it are, so the windows of all layers,
+        also of other stages, add up. None when a state depends on the whole prefix.
         """
         if self.whole is not None:
             return self.whole.replay_tokens
@@ -132,18 +128,13 @@ class CacheSpec:
             reach += max(windows, default=0)
         return replay
 
-    # Derived specs
-
     def stage(self, first: int, last: int) -> CacheSpec:
         """The same declaration for layers first … last - 1. Layer ids stay global."""
-        kept = []
-        for stream in self.streams:
-            layers = tuple(layer for layer in stream.layers if first <= layer < last)
-            if layers:
-                kept.append(replace(stream, layers=layers))
+        own = [(s, tuple(layer for layer in s.layers if first <= layer < last)) for s in self.streams]
+        kept = tuple(replace(stream, layers=layers) for stream, layers in own if layers)
         if not kept:
             raise SpecError("stage", (first, last), f"no stream has layers there; layers are {self.layers}")
-        return replace(self, streams=tuple(kept), whole=self.whole or self)
+        return replace(self, streams=kept, whole=self.whole or self)
 
     def only(self, names: Iterable[str]) -> CacheSpec:
         """The same declaration for some of its streams: what one pool holds."""
@@ -160,9 +151,7 @@ class CacheSpec:
         t with token t + 1 therefore writes entry t + 1, and a page never depends on a token outside it.
         """
         if self.whole is not None:
-            raise SpecError(
-                "draft", draft.model, "is added to the whole model, before a stage is taken of it"
-            )
+            raise SpecError("draft", draft.model, "is added to the whole model, before its stages are taken")
         if draft.page_tokens != self.page_tokens:
             raise SpecError("draft.page_tokens", draft.page_tokens, f"the target has {self.page_tokens}")
         base = self.layers[-1] + 1
@@ -171,8 +160,6 @@ class CacheSpec:
             for s in draft.streams
         )
         return replace(self, model=f"{self.model}+{draft.model}", streams=self.streams + drafted)
-
-    # Form
 
     @cached_property
     def form(self) -> bytes:
@@ -186,47 +173,42 @@ class CacheSpec:
             "model": self.model,
             "page_tokens": self.page_tokens,
             **({"shard": self.shard} if self.shard else {}),
-            "streams": [
-                {
-                    "name": s.name,
-                    "layers": list(s.layers),
-                    "parts": {part.name: part.bytes for part in s.parts},
-                    "keep": _keep_to_dict(s.keep),
-                    "tokens_per_entry": s.tokens_per_entry,
-                    "row_align": s.row_align,
-                    **({"encoding": s.encoding} if s.encoding != "opaque" else {}),
-                }
-                for s in self.streams
-            ],
+            "streams": [_stream_to_dict(stream) for stream in self.streams],
         }
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> CacheSpec:
-        """The inverse of `to_dict`: how a stream nobody wrote code for is declared."""
+        """The inverse of `to_dict`. Streams of any other shape are declared this way, in JSON."""
         _check_keys("spec", data, {"model", "page_tokens", "streams"}, optional={"shard"})
         _check_list("spec.streams", data["streams"])
-        streams = []
-        for i, item in enumerate(data["streams"]):
-            where = f"streams[{i}]"
-            _check_keys(where, item, {"name", "layers", "parts"}, optional=_STREAM_OPTIONAL)
-            _check_list(f"{where}.layers", item["layers"])
-            if not isinstance(item["parts"], Mapping):
-                raise SpecError(f"{where}.parts", item["parts"], "must map part names to bytes")
-            streams.append(
-                Stream(
-                    name=item["name"],
-                    layers=tuple(item["layers"]),
-                    parts=tuple(Part(name, size) for name, size in item["parts"].items()),
-                    keep=_keep_from_dict(f"{where}.keep", item.get("keep", "prefix")),
-                    tokens_per_entry=item.get("tokens_per_entry", 1),
-                    row_align=item.get("row_align", 1),
-                    encoding=item.get("encoding", "opaque"),
-                )
-            )
-        return CacheSpec(data["model"], data["page_tokens"], tuple(streams), data.get("shard", ""))
+        streams = [_stream_from_dict(f"streams[{i}]", item) for i, item in enumerate(data["streams"])]
+        return CacheSpec(**{**data, "streams": tuple(streams)})
 
 
-_STREAM_OPTIONAL = {"keep", "tokens_per_entry", "row_align", "encoding"}
+def _stream_to_dict(stream: Stream) -> dict[str, Any]:
+    told = {
+        "name": stream.name,
+        "layers": list(stream.layers),
+        "parts": {part.name: part.bytes for part in stream.parts},
+        "keep": _keep_to_dict(stream.keep),
+        "tokens_per_entry": stream.tokens_per_entry,
+        "row_align": stream.row_align,
+        "encoding": stream.encoding,
+    }
+    if stream.encoding == "opaque":
+        del told["encoding"]  # `form` depends on every key, and stores have records from before this one
+    return told
+
+
+def _stream_from_dict(where: str, data: Mapping[str, Any]) -> Stream:
+    optional = {"keep", "tokens_per_entry", "row_align", "encoding"}
+    _check_keys(where, data, {"name", "layers", "parts"}, optional=optional)
+    _check_list(f"{where}.layers", data["layers"])
+    if not isinstance(data["parts"], Mapping):
+        raise SpecError(f"{where}.parts", data["parts"], "must map part names to bytes")
+    parts = tuple(Part(name, size) for name, size in data["parts"].items())
+    keep = _keep_from_dict(f"{where}.keep", data.get("keep", "prefix"))
+    return Stream(**{**data, "layers": tuple(data["layers"]), "parts": parts, "keep": keep})
 
 
 def _check_keys(where: str, data: Mapping[str, Any], required: set[str], *, optional: set[str]) -> None:
@@ -262,6 +244,5 @@ def _keep_from_dict(where: str, data: Any) -> Keep:
         case {"state": int(entries), **rest} if rest.keys() <= {"span"}:
             span: Any = rest.get("span")  # checked by Stream
             return State(entries, span)
-    raise SpecError(
-        where, data, 'is none of "prefix", {"window": tokens}, {"state": entries, "span": tokens}'
-    )
+    forms = '"prefix", {"window": tokens}, {"state": entries, "span": tokens}'
+    raise SpecError(where, data, f"is none of {forms}")

@@ -1,7 +1,7 @@
 """Whose numbers a cache holds. How their bytes lie is another question: `CacheSpec.form`.
 
-Page keys begin with it. So all stages and ranks of one model, and all machines that serve it, agree on the
-key of a page, wherever the model's folder is; and a model whose numbers are others never finds a page of it.
+Page keys begin with the identity. So all stages, ranks and machines that serve one model agree on the key of
+a page, wherever the model's folder is; and a model with other numbers never finds these pages.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ BITS, NUMBERS = SHARES = ("bits", "numbers")
 
 @dataclass(frozen=True)
 class Identity:
-    """What every cached number depends on, besides the text and its namespace. Digests or names, all text."""
+    """What every cached number depends on, besides the text and its namespace: digests or names."""
 
     weights: str
-    """Every bit of them."""
+    """Every bit of the weights."""
     arithmetic: str = ""
-    """What is computed: the configuration as far as the model reads it, the model's own source, and how
-    entries are rounded when they are kept, because the layers behind read them."""
+    """What is computed: the configuration as far as the model reads it, the source of the model, and the
+    format of entries, because later layers read the rounded entries."""
     kernels: str = ""
-    """Who computed it, as far as a last bit may depend on that. Empty: it does not matter who."""
+    """Which kernels computed it, as far as a last bit may depend on that. Empty: any."""
 
     @property
     def share(self) -> str:

@@ -1,16 +1,16 @@
 """A spec by name, from a Hugging Face config.json, or from a declaration in JSON.
 
-`FAMILIES` is the register of the configs we can read. A model of a family nobody wrote down is declared
-as JSON (`CacheSpec.from_dict`): the register is a convenience, and no other room knows it.
+`FAMILIES` lists the configs that can be read. A model of another family is declared in JSON
+(`CacheSpec.from_dict`); no other room knows this list.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tiercel.errors import SpecError
 from tiercel.spec.attention import Heads, Recurrence, mha, mla, mla_indexer, recurrent, sliding_window
@@ -20,25 +20,23 @@ from tiercel.spec.hf_fields import family_name, layers_of, per_layer, whole
 
 Config = Mapping[str, Any]
 
+_V4: Config = {
+    "model_type": "deepseek_v4",
+    "num_nextn_predict_layers": 1,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "index_head_dim": 128,
+    "sliding_window": 128,
+}
 PRESETS: Mapping[str, Config] = {
     "deepseek-v4-flash": {
-        "model_type": "deepseek_v4",
+        **_V4,
         "num_hidden_layers": 43,
-        "num_nextn_predict_layers": 1,
-        "head_dim": 512,
-        "qk_rope_head_dim": 64,
-        "index_head_dim": 128,
-        "sliding_window": 128,
         "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0],
     },
     "deepseek-v4-pro": {
-        "model_type": "deepseek_v4",
+        **_V4,
         "num_hidden_layers": 61,
-        "num_nextn_predict_layers": 1,
-        "head_dim": 512,
-        "qk_rope_head_dim": 64,
-        "index_head_dim": 128,
-        "sliding_window": 128,
         "compress_ratios": [128, 128, *[4, 128] * 29, 4, 0],
     },
 }
@@ -49,17 +47,13 @@ def load(
 ) -> CacheSpec:
     """A preset, or a file that is a Hugging Face config or a spec declaration.
 
-    The model is named after the preset or the file (`config.json`: after its folder).
+    The model is named after the preset or the file (`config.json`: after its folder). A declaration has its
+    bytes and its draft streams already: only its page size may be changed.
     """
     name = str(name_or_path)
     model, config = (name, PRESETS[name]) if name in PRESETS else _read_file(Path(name))
-    if "streams" in config:
-        return _declared(config, page_tokens, format, draft)
-    return _from_config(config, model, page_tokens, format, draft)
-
-
-def _declared(config: Config, page_tokens: int | None, format: str | None, draft: bool) -> CacheSpec:
-    """A declaration has its bytes and its draft streams already; only the page size may differ."""
+    if "streams" not in config:
+        return _from_config(config, model, page_tokens, format, draft)
     if format is not None:
         raise SpecError("format", format, "the file declares the bytes of its streams itself")
     if draft:
@@ -81,18 +75,11 @@ def _read_file(path: Path) -> tuple[str, Config]:
     return path.resolve().parent.name if path.name == "config.json" else path.stem, config
 
 
-# Hugging Face configs by family
+class ConfigReader(NamedTuple):
+    """How the configs of one `model_type` are read, and its page size and format unless others are given."""
 
-Reader = Callable[[Config, int, str, str], CacheSpec]
-DraftReader = Callable[[Config, int, str], CacheSpec]
-
-
-@dataclass(frozen=True)
-class ConfigReader:
-    """How the configs of one `model_type` are read, and what is right for it where the caller is silent."""
-
-    read: Reader
-    read_draft: DraftReader | None = None
+    read: Callable[[Config, int, str, str], CacheSpec]
+    read_draft: Callable[[Config, int, str], CacheSpec] | None = None
     page_tokens: int = 64
     format: str = "bf16"
 
@@ -115,9 +102,9 @@ def _from_config(
 
 
 def _dense(config: Config, page_tokens: int, format: str, model: str) -> CacheSpec:
-    """Every layer reads the whole prefix unless `layer_types` says otherwise.
+    """Every layer reads the whole prefix, unless `layer_types` has window layers.
 
-    A window that is not assigned to layers is not used: keeping more than a layer reads is exact.
+    Without `layer_types` a window is not used: keeping more than a layer reads is exact.
     """
     if config.get("layer_types") is None:
         config = {**config, "layer_types": ["full_attention"] * whole(config, "num_hidden_layers")}
@@ -130,10 +117,8 @@ def _windowed(config: Config, page_tokens: int, format: str, model: str) -> Cach
     heads = _heads(config, format)
     if not window:
         return mha(model, page_tokens, full, heads.kv_heads, heads.head_dim, heads.v_head_dim, format)
-    tokens = whole(config, "sliding_window")
-    return sliding_window(
-        model, page_tokens, full_layers=full, window_layers=window, window=tokens, heads=heads
-    )
+    layers = {"full_layers": full, "window_layers": window}
+    return sliding_window(model, page_tokens, **layers, window=whole(config, "sliding_window"), heads=heads)
 
 
 def _latent(config: Config, page_tokens: int, format: str, model: str) -> CacheSpec:
@@ -191,19 +176,13 @@ def _heads(config: Config, format: str) -> Heads:
     return Heads(whole(config, kv_heads), head_dim, v_head_dim, format)
 
 
-FAMILIES: Mapping[str, ConfigReader] = {
-    # 256-token pages and fp8 are what production kernels of this model read.
-    "deepseek_v4": ConfigReader(deepseek_v4, deepseek_v4_mtp, page_tokens=256, format="fp8"),
-    **dict.fromkeys(
-        ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_k2"), ConfigReader(_latent)
-    ),
-    **dict.fromkeys(
-        ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "glm4_moe"),
-        ConfigReader(_dense),
-    ),
-    **dict.fromkeys(
-        ("gpt_oss", "gemma2", "gemma3", "gemma3_text", "olmo3", "cohere2"), ConfigReader(_windowed)
-    ),
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text"), ConfigReader(_linear_attention)),
-    "jamba": ConfigReader(_jamba),
+_READERS: Mapping[Callable[[Config, int, str, str], CacheSpec], str] = {
+    _latent: "deepseek_v2 deepseek_v3 deepseek_v32 glm_moe_dsa kimi_k2",
+    _dense: "llama mistral mixtral qwen2 qwen2_moe qwen3 qwen3_moe glm4_moe",
+    _windowed: "gpt_oss gemma2 gemma3 gemma3_text olmo3 cohere2",
+    _linear_attention: "qwen3_next qwen3_5_text",
+    _jamba: "jamba",
 }
+FAMILIES = {name: ConfigReader(read) for read, names in _READERS.items() for name in names.split()}
+# 256-token pages and fp8 are what production kernels of this model read.
+FAMILIES["deepseek_v4"] = ConfigReader(deepseek_v4, deepseek_v4_mtp, page_tokens=256, format="fp8")

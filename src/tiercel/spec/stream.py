@@ -8,8 +8,6 @@ for all entries, and the row is padded to an alignment:
     │ value0│ value1│  …  │ value63│scal0│scal1│  …  │scal63│ padding │  = 37,440 B
     └───────┴───────┴─────┴────────┴─────┴─────┴─────┴──────┴─────────┘
     0                              36,864                   37,376
-
-So an entry with two parts is two byte ranges. `Stream.part_ranges` is the only place that knows.
 """
 
 from __future__ import annotations
@@ -72,38 +70,29 @@ class Stream:
     encoding: str = "opaque"
 
     def __post_init__(self) -> None:
-        if self.encoding not in ENCODINGS:
-            raise SpecError(f"{self.name}.encoding", self.encoding, f"is none of {', '.join(ENCODINGS)}")
-        self._check_names_and_layers()
-        self._check_sizes()
-
-    def _check_names_and_layers(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise SpecError("stream.name", self.name, "a stream needs a name")
-        if not self.layers:
-            raise SpecError(f"{self.name}.layers", self.layers, "a stream needs at least one layer")
-        if any(not isinstance(layer, int) or isinstance(layer, bool) for layer in self.layers):
-            raise SpecError(f"{self.name}.layers", self.layers, "layer ids are whole numbers")
-        if min(self.layers) < 0:
-            raise SpecError(f"{self.name}.layers", self.layers, "layer ids are not negative")
+        if self.encoding not in ENCODINGS:
+            raise SpecError(f"{self.name}.encoding", self.encoding, f"is none of {', '.join(ENCODINGS)}")
+        whole = all(isinstance(layer, int) and not isinstance(layer, bool) for layer in self.layers)
+        if not self.layers or not whole or min(self.layers) < 0:
+            why = "must be one or more layer ids, whole numbers from 0 on"
+            raise SpecError(f"{self.name}.layers", self.layers, why)
         if list(self.layers) != sorted(set(self.layers)):
             raise SpecError(f"{self.name}.layers", self.layers, "layer ids ascend without repeats")
-
-    def _check_sizes(self) -> None:
         if not self.parts:
             raise SpecError(f"{self.name}.parts", self.parts, "an entry needs at least one part")
         if len({part.name for part in self.parts}) < len(self.parts):
             raise SpecError(f"{self.name}.parts", self.parts, "two parts have the same name")
-        for part in self.parts:
-            check_positive(f"{self.name}.{part.name}.bytes", part.bytes)
-        check_positive(f"{self.name}.tokens_per_entry", self.tokens_per_entry)
-        check_positive(f"{self.name}.row_align", self.row_align)
+        sizes = {f"{part.name}.bytes": part.bytes for part in self.parts}
+        sizes |= {"tokens_per_entry": self.tokens_per_entry, "row_align": self.row_align}
         if isinstance(self.keep, Window):
-            check_positive(f"{self.name}.window", self.keep.tokens)
+            sizes["window"] = self.keep.tokens
         if isinstance(self.keep, State):
-            check_positive(f"{self.name}.entries", self.keep.entries)
-            if self.keep.span is not None:
-                check_positive(f"{self.name}.span", self.keep.span)
+            sizes["entries"] = self.keep.entries
+            sizes["span"] = 1 if self.keep.span is None else self.keep.span
+        for field, size in sizes.items():
+            check_positive(f"{self.name}.{field}", size)
 
     @property
     def bytes_per_entry(self) -> int:
@@ -119,26 +108,13 @@ class Stream:
             case State(entries):
                 return entries
         if tokens % self.tokens_per_entry:
-            raise SpecError(
-                f"{self.name}.tokens_per_entry",
-                self.tokens_per_entry,
-                f"entries do not divide a row of {tokens} tokens (page_tokens = {page_tokens})",
-            )
+            why = f"entries do not divide a row of {tokens} tokens (page_tokens = {page_tokens})"
+            raise SpecError(f"{self.name}.tokens_per_entry", self.tokens_per_entry, why)
         return tokens // self.tokens_per_entry
 
     def row_bytes(self, page_tokens: int) -> int:
         used = self.entries_per_row(page_tokens) * self.bytes_per_entry
         return -(-used // self.row_align) * self.row_align
-
-    def part_ranges(self, entry: int, page_tokens: int) -> tuple[tuple[int, int], ...]:
-        """(offset, bytes) of each part of one entry, inside its row."""
-        entries = self.entries_per_row(page_tokens)
-        assert 0 <= entry < entries, f"entry {entry} of {entries} in a row of {self.name}"
-        ranges, base = [], 0
-        for part in self.parts:
-            ranges.append((base + entry * part.bytes, part.bytes))
-            base += entries * part.bytes
-        return tuple(ranges)
 
     def cut_by_entries(self, page_tokens: int) -> bool:
         """Whether entry i of a row is simply its i-th slice: one part, no padding."""
