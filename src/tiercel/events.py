@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from tiercel.errors import ConfigError
@@ -158,6 +159,15 @@ class Ledger:
             told.append(AllBlocksCleared("AllBlocksCleared"))
 
 
+@dataclass(frozen=True)
+class EventStats:
+    """Batches of a publisher. A dropped batch found the queue full."""
+
+    batches: int
+    dropped: int
+    errors: int
+
+
 class EventPublisher:
     """Publishes what the tree tells. Called from one thread, the engine's, which it never blocks or fails.
 
@@ -241,8 +251,8 @@ class EventPublisher:
         self._queue.send_multipart((number.to_bytes(8, "big"), payload), self._nowait)
         self.batches += 1
 
-    def stats(self) -> dict[str, int]:
-        return {"batches": self.batches, "dropped": self.dropped, "errors": self.errors}
+    def stats(self) -> EventStats:
+        return EventStats(self.batches, self.dropped, self.errors)
 
     def close(self) -> None:
         """Let the last batches leave, and give the addresses back."""

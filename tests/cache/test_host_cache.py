@@ -221,7 +221,7 @@ def test_a_stream_that_stays_on_the_host_is_written_read_and_found_there():
     for move in loaded.pages():
         expected = engine.bytes.expected(engine.text(move.item.depth), False)
         engine.rows.check(expected, move.host, tail=False, who="both streams, on the host")
-    moved = engine.cache.stats()["moved_bytes"]
+    moved = engine.cache.stats().moved_bytes
     assert moved["loaded"] == moved["saved"] == {"v": 4 * spec.bytes_of(spec.stream("v"))}
     engine.cache.release(loaded)
     assert engine.cache.flush() == 0

@@ -242,7 +242,7 @@ def test_a_page_that_can_not_be_read_any_more_is_computed_and_written_again(bad)
     second = first.restart()
     reuse = second.serve(TEXT)
     assert (reuse.store_tokens, reuse.why) == (4 * bad, Why.STORE_DAMAGED)
-    assert second.cache.stats()["store"]["flaws"] == {"unreadable": 1}
+    assert second.cache.stats().store.flaws == {"unreadable": 1}
     third = second.restart()
     assert third.serve(TEXT).store_tokens == 16, "it is in the store again"
 
@@ -268,7 +268,7 @@ def test_what_is_found_damaged_while_the_host_has_it_is_told_and_written_again()
         Driver.settle(driver)
     assert driver.cache.store.counters["pages_written"] == 4
     driver.settle()
-    assert driver.cache.stats()["store"]["flaws"] == {"unreadable": 4}
+    assert driver.cache.stats().store.flaws == {"unreadable": 4}
     gone = [event for event in events if isinstance(event, Event) and event.tier is Tier.STORE]
     assert [event.stored for event in gone].count(False) == 4
     assert driver.restart().serve(TEXT).store_tokens == 16
@@ -524,7 +524,7 @@ def test_parts_of_one_model_agree_on_page_keys_and_never_read_each_others_record
         with FileStore(tmp_path / "store", 64 * 1024**2) as store:
             again = StoreDriver(driver.spec, store=store, tail_every_pages=1)
             assert again.serve(TEXT).store_tokens == 16
-            assert not again.cache.stats()["store"]["flaws"]
+            assert not again.cache.stats().store.flaws
             again.cache.close()
 
 

@@ -12,6 +12,7 @@ from tests.simulation.bytes import Bytes, text_of
 from tests.simulation.copies import HeldCopies
 from tests.simulation.specs import SPECS
 from tiercel.cache import Loaded, Request, RequestState, TieredCache, Wait, WaitFor
+from tiercel.cache.audit import PoolStats
 from tiercel.config import CacheConfig
 from tiercel.errors import BudgetError, ConfigError, RefusedError
 from tiercel.pages.reservation import Short, reserve
@@ -527,7 +528,7 @@ def test_statistics_are_told_without_a_walk_over_the_tree():
     index, driver.cache.tree.index = driver.cache.tree.index, Unwalked(driver.cache.tree.index)
     with pytest.raises(AssertionError, match="walks"):
         list(driver.cache.tree.items())
-    assert driver.cache.stats()["cached_bytes"] == before["cached_bytes"] != {}
+    assert driver.cache.stats().cached_bytes == before.cached_bytes != {}
     driver.cache.tree.index = index
 
 
@@ -538,10 +539,10 @@ def test_statistics_count_true_bytes_per_tier_and_stream():
     tails = driver.cache.counters["tails_saved"]
     for stream in V4.streams:
         things = 4 if stream in V4.page_streams else tails
-        assert stats["cached_bytes"]["host"][stream.name] == things * V4.bytes_of(stream)
-        assert stats["moved_bytes"]["saved"][stream.name] == things * V4.bytes_of(stream)
-    assert stats["pools"]["device pages"] == {"capacity": 8, "free": 4}
-    assert stats["counters"]["tokens_asked"] == 18
+        assert stats.cached_bytes["host"][stream.name] == things * V4.bytes_of(stream)
+        assert stats.moved_bytes["saved"][stream.name] == things * V4.bytes_of(stream)
+    assert stats.pools["device pages"] == PoolStats(capacity=8, free=4)
+    assert stats.counters["tokens_asked"] == 18
 
 
 def test_an_observer_hears_what_each_tier_holds():

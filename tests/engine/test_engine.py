@@ -311,7 +311,7 @@ def test_a_flush_forgets_everything_that_is_not_in_use():
     assert engine.flush() == 0
     [cold] = run(engine, make_ask("b", words(3 * PAGE)))
     assert cold.usage.cached_tokens == 0
-    pools = engine.cache.stats()["pools"]
+    pools = engine.cache.stats().pools
     settle(engine)
     engine.flush()
-    assert all(pool["free"] == pool["capacity"] for pool in engine.cache.stats()["pools"].values()), pools
+    assert all(pool.free == pool.capacity for pool in engine.cache.stats().pools.values()), pools

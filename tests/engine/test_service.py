@@ -61,7 +61,7 @@ def test_who_leaves_in_the_middle_is_aborted(engine):
         answer = service.submit(make_ask("a", words(20), 5000))
         await anext(answer)
         await answer.aclose()
-        while (await service.stats())["queue"]["running"]:
+        while (await service.stats()).queue.running:
             await asyncio.sleep(0)
 
     serve(engine, talk)

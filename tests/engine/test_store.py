@@ -278,23 +278,22 @@ def test_a_store_comes_and_goes_under_a_living_service(url):
     service = EngineService(engine, "tiny")
 
     async def main():
-        assert await service.store_status() == {"attached": False}
+        assert (await service.stats()).store is None
         tokens, _ = await ask(service, "a", text)
         await service.attach_store(url)
-        status = await service.store_status()
-        assert status["attached"] and status["url"].startswith("file://") and status["state"] == "working"
+        assert (await service.stats()).store.state == "working" and service.store_url.startswith("file://")
         with pytest.raises(ConfigError, match="attached already"):
             await service.attach_store("memory:")
         with pytest.raises(ConfigError, match="nonsense"):
             await service.attach_store("nonsense://x")
         load = [asyncio.create_task(ask(service, f"load{i}", words(150, seed=i + 50))) for i in range(6)]
-        while (await service.stats())["store"]["queued_bytes"] or engine.cache.busy:
+        while (await service.stats()).store.queued_bytes or engine.cache.busy:
             await asyncio.sleep(0.01)
         assert await service.flush(5.0) == 0
         again, usage = await ask(service, "b", text)
         assert again == tokens and usage.store_tokens == 4 * PAGE
         await service.detach_store()
-        assert await service.store_status() == {"attached": False}
+        assert (await service.stats()).store is None
         assert await service.flush(5.0) == 0
         again, usage = await ask(service, "c", text)
         assert again == tokens and usage.store_tokens == 0
@@ -336,12 +335,10 @@ def test_a_store_that_dies_and_comes_back_is_used_again(cold):
             tokens, usage = await ask(service, f"dead{i}", text)
             [truth] = run(cold, make_ask("t", text, 4))
             assert tokens == tokens_of(truth) and usage.store_tokens == 0
-        while (await service.store_status())["state"] == "working":
+        while (await service.stats()).store.state == "working":
             await asyncio.sleep(0.01)
         store.dead = False
-        while (
-            (await service.store_status())["state"] != "working" or engine.cache.pending or engine.cache.busy
-        ):
+        while (await service.stats()).store.state != "working" or engine.cache.pending or engine.cache.busy:
             await asyncio.sleep(0.01)
         assert await service.flush(5.0) == 0
         _, usage = await ask(service, "back", texts[0])

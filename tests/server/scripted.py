@@ -13,7 +13,8 @@ from typing import Any
 
 import httpx
 
-from tiercel.engine.ask import Ask, Delta, Explanation, Finish, TokenOut, Usage
+from tiercel.cache.audit import PoolStats, StoreStats
+from tiercel.engine.ask import Ask, Delta, EngineStats, Explanation, Finish, QueueStats, TokenOut, Usage
 from tiercel.errors import ConfigError, EngineError, InputError, LengthError, StoreError
 from tiercel.policy.resume import Reuse, Why
 from tiercel.server.app import create_app
@@ -93,6 +94,29 @@ class ScriptedText:
         return ScriptedPrompt(tuple(tokens + self.encode("assistant:")), tuple(ends))
 
 
+STORE = StoreStats(
+    state="working",
+    saved_bytes=10,
+    read_bytes=20,
+    read_bytes_s=None,
+    compute_tokens_s=None,
+    queued_bytes=7,
+    flaws={"CHECKSUM": 1},
+    counters={"failures": 0},
+    records=3,
+    bytes=300,
+    store={"records": 3},
+)
+
+
+@dataclass(frozen=True)
+class ScriptedStats(EngineStats):
+    """With fields that no table knows."""
+
+    exact: bool = True
+    device: str = "cpu"
+
+
 @dataclass
 class ScriptedService:
     """Set what it shall do, read what it was asked."""
@@ -114,8 +138,8 @@ class ScriptedService:
     hold_after: int | None = None
     """After so many tokens it waits, for ever."""
     pages_in_use: int = 0
-    store: dict[str, Any] | None = None
-    """The status of the store, if there is one."""
+    store: StoreStats | None = None
+    store_url: str = ""
     store_fails: StoreError | None = None
     store_tokens: int = 0
     """Of what is cached, so many tokens come from the store."""
@@ -230,18 +254,7 @@ class ScriptedService:
         await self._store_trouble()
         if not url.startswith("memory:"):
             raise ConfigError("store", url, f"{url} is not a store that the script knows")
-        self.store = {
-            "attached": True,
-            "url": url,
-            "state": "working",
-            "records": 3,
-            "bytes": 300,
-            "read_bytes_s": None,
-            "counters": {"failures": 0},
-        }
-
-    async def store_status(self) -> dict[str, Any]:
-        return self.store or {"attached": False}
+        self.store, self.store_url = STORE, url
 
     async def detach_store(self) -> None:
         assert self.store is not None
@@ -251,7 +264,7 @@ class ScriptedService:
     async def clear_store(self) -> None:
         assert self.store is not None
         await self._store_trouble()
-        self.store |= {"records": 0, "bytes": 0}
+        self.store = replace(self.store, records=0, bytes=0)
 
     async def _store_trouble(self) -> None:
         """A while, for others to come in between; then perhaps a failure."""
@@ -263,20 +276,19 @@ class ScriptedService:
         known = {ask.request_id for ask in self.asks}
         return Explanation(REUSE, "bits") if request_id in known else None
 
-    async def stats(self) -> dict[str, Any]:
-        return {
-            "queue": {"waiting": 2, "running": len(self.asks)},
-            "cached_bytes": {"device": {"kv": 100, "index": 7}, "host": {"kv": 300}},
-            "moved_bytes": {"loaded": {"kv": 5}},
-            "moved_s": {"loaded": {"pages": 0.5}},
-            "pools": {"device pages": {"capacity": 8, "free": 3}},
-            "counters": {"pages_saved": 4},
-            "hit_tokens": {"device": 10, "host": 20, "store": 30},
-            "store": {"attached": False},
-            "exact": True,
-            "engine": {"tokens_drawn": 6},
-            "device": "cpu",
-        }
+    async def stats(self) -> EngineStats:
+        return ScriptedStats(
+            identity={"weights": "w", "share": "bits"},
+            cached_bytes={"device": {"kv": 100, "index": 7}, "host": {"kv": 300}},
+            moved_bytes={"loaded": {"kv": 5}},
+            moved_s={"loaded": {"pages": 0.5}},
+            hit_tokens={"device": 10, "host": 20, "store": 30},
+            pools={"device pages": PoolStats(capacity=8, free=3)},
+            store=self.store,
+            counters={"pages_saved": 4},
+            queue=QueueStats(waiting=2, loading=0, running=len(self.asks)),
+            engine={"tokens_drawn": 6},
+        )
 
 
 LOOPBACK = ServerOptions(

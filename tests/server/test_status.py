@@ -1,11 +1,11 @@
 """Goal: the server tells how it is, and forgets when told to. Method: ask, and read as Prometheus does."""
 
-import asyncio
+from dataclasses import asdict
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.server.scripted import REUSE, ScriptedService, call, talking
+from tests.server.scripted import REUSE, STORE, ScriptedService, call, talking
 from tiercel.errors import EngineError
 from tiercel.server.metrics import StatsCollector
 
@@ -97,7 +97,22 @@ def test_model_info_and_the_nested_numbers():
     info = call("GET", "/get_model_info").json()
     assert info["is_generation"] is True
     assert info["context_length"] == 4096
-    assert call("GET", "/v1/cache/stats").json() == asyncio.run(ScriptedService().stats())
+    assert call("GET", "/v1/cache/stats").json() == {
+        "identity": {"weights": "w", "share": "bits"},
+        "cached_bytes": {"device": {"kv": 100, "index": 7}, "host": {"kv": 300}},
+        "moved_bytes": {"loaded": {"kv": 5}},
+        "moved_s": {"loaded": {"pages": 0.5}},
+        "hit_tokens": {"device": 10, "host": 20, "store": 30},
+        "pools": {"device pages": {"capacity": 8, "free": 3}},
+        "store": {"attached": False},
+        "counters": {"pages_saved": 4},
+        "queue": {"waiting": 2, "loading": 0, "running": 0},
+        "engine": {"tokens_drawn": 6},
+        "exact": True,
+        "device": "cpu",
+    }
+    attached = call("GET", "/v1/cache/stats", ScriptedService(store=STORE)).json()["store"]
+    assert attached == {"attached": True} | asdict(STORE)
 
 
 def test_a_request_can_be_explained_by_its_id_until_it_is_forgotten():

@@ -6,6 +6,7 @@ import asyncio
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.server.scripted import STORE as STATS
 from tests.server.scripted import ScriptedService, call, client_of, talking
 from tests.server.test_status import collected
 from tiercel.errors import StoreError
@@ -18,10 +19,16 @@ ATTACHED = {
     "attached": True,
     "url": URL,
     "state": "working",
+    "saved_bytes": 10,
+    "read_bytes": 20,
+    "read_bytes_s": None,
+    "compute_tokens_s": None,
+    "queued_bytes": 7,
+    "flaws": {"CHECKSUM": 1},
+    "counters": {"failures": 0},
     "records": 3,
     "bytes": 300,
-    "read_bytes_s": None,
-    "counters": {"failures": 0},
+    "store": {"records": 3},
 }
 
 
@@ -38,12 +45,6 @@ def test_a_store_is_attached_watched_emptied_and_detached():
         assert talk("POST", f"{STORE}/clear").json() == ATTACHED | {"records": 0, "bytes": 0}
         assert talk("DELETE", STORE).json() == {"attached": False}
         assert talk("GET", STORE).json() == {"attached": False}
-
-
-def test_what_a_service_tells_besides_is_passed_on():
-    service = ScriptedService(store=ATTACHED | {"queued_bytes": 7, "flaws": {"CHECKSUM": 1}})
-    told = call("GET", STORE, service).json()
-    assert (told["queued_bytes"], told["flaws"]) == (7, {"CHECKSUM": 1})
 
 
 def test_a_url_that_is_no_store_is_named():
@@ -80,13 +81,13 @@ def test_a_web_page_can_not_attach_one():
 
 
 def test_a_second_store_is_refused_and_the_first_one_stays():
-    service = ScriptedService(store=ATTACHED)
+    service = ScriptedService(store=STATS)
     assert error_of(call("PUT", STORE, service, json={"url": "memory://other"})) == (
         409,
         "store_attached",
         "url",
     )
-    assert service.store == ATTACHED
+    assert service.store == STATS
 
 
 def test_of_two_who_attach_at_once_one_does():
@@ -107,7 +108,7 @@ def test_without_a_store_there_is_nothing_to_detach_or_empty(method, path):
 
 @pytest.mark.parametrize(
     ("method", "path", "store"),
-    [("PUT", STORE, None), ("DELETE", STORE, ATTACHED), ("POST", f"{STORE}/clear", ATTACHED)],
+    [("PUT", STORE, None), ("DELETE", STORE, STATS), ("POST", f"{STORE}/clear", STATS)],
 )
 def test_a_store_that_fails_is_not_this_server_failing(method, path, store):
     service = ScriptedService(store=store, store_fails=StoreError("the disk is gone"))
@@ -129,7 +130,7 @@ def test_a_server_that_is_starting_changes_no_store(method, path):
 )
 def test_every_call_is_for_whoever_runs_the_server(method, path):
     keys = ServerOptions(api_key=("user",), admin_key="admin", store_allow=("memory:",))
-    service = ScriptedService(store=ATTACHED)
+    service = ScriptedService(store=STATS)
     for key in ("", "user"):
         response = call(method, path, service, keys, headers={"authorization": f"Bearer {key}"})
         assert error_of(response) == (401, "invalid_api_key", "authorization")

@@ -27,7 +27,7 @@ cache = CacheConfig(device_pages=1, host_bytes=64 * 2**20, fetch="wait")
 build = Build(device_bytes=16 * 2**20, kernels=kernels, store=store, share=share)
 engine, _ = open_engine(build, EngineConfig(cache))
 told = answer_one(engine, list(range(300, 300 + 133)), 1)
-assert engine.explain("verify").share == engine.stats()["identity"]["share"] == share
+assert engine.explain("verify").share == engine.stats().identity["share"] == share
 engine.cache.close()
 print("store tokens:", told.usage.store_tokens)
 """

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from tiercel.pages.pool import PagePool
@@ -12,40 +12,77 @@ from tiercel.transfer.plan import Direction
 from tiercel.tree import check as tree_check
 from tiercel.tree.node import Page, Tail
 
-WORDS = {Direction.LOAD: "loaded", Direction.SAVE: "saved"}
-
 if TYPE_CHECKING:
     from tiercel.cache.host_tier import HostTier
     from tiercel.cache.tiered_cache import TieredCache
 
+WORDS = {Direction.LOAD: "loaded", Direction.SAVE: "saved"}
 
-def stats(cache: HostTier[Any]) -> dict[str, Any]:
-    """Numbers that are kept as things change: telling them costs the same however much is cached."""
+
+@dataclass(frozen=True)
+class StoreStats:
+    """An attached store. What is not known is None."""
+
+    state: str
+    """Of the breaker: working, off or trying."""
+    saved_bytes: int
+    read_bytes: int
+    read_bytes_s: float | None
+    compute_tokens_s: float | None
+    queued_bytes: int
+    flaws: Mapping[str, int]
+    """Records that were not what was asked for, by flaw."""
+    counters: Mapping[str, int]
+    records: int | None
+    bytes: int | None
+    store: Mapping[str, Any]
+    """The store's own statistics."""
+
+
+@dataclass(frozen=True)
+class PoolStats:
+    capacity: int
+    free: int
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """Numbers that are kept as things change: the cost of `stats` does not depend on how much is cached."""
+
+    identity: Mapping[str, str]
+    cached_bytes: Mapping[str, Mapping[str, int]]
+    """By tier and stream."""
+    moved_bytes: Mapping[str, Mapping[str, int]]
+    """By `loaded` and `saved`, and by stream."""
+    moved_s: Mapping[str, Mapping[str, float]]
+    """Time spent copying, by `loaded` and `saved`, and by pages and tails."""
+    hit_tokens: Mapping[str, int]
+    pools: Mapping[str, PoolStats]
+    store: StoreStats | None
+    counters: Mapping[str, int]
+
+
+def stats(cache: HostTier[Any]) -> CacheStats:
+    counters, controller = cache.counters, cache.flights.controller
     device, host = cache.tree.on_device, cache.tree.on_host
+    seconds = controller.seconds if controller else {}
     pools = cache.places.pages, cache.places.tails, cache.places.host
-    moved = {
-        word: (cache.counters[f"pages_{word}"], cache.counters[f"tails_{word}"]) for word in WORDS.values()
-    }
-    return {
-        "identity": {**asdict(cache.identity), "share": cache.identity.share},
-        "cached_bytes": {
+    return CacheStats(
+        identity={**asdict(cache.identity), "share": cache.identity.share},
+        cached_bytes={
             "device": _bytes_by_stream(cache.device_spec, device[Page], device[Tail]),
             "host": _bytes_by_stream(cache.spec, host[Page], host[Tail]),
         },
-        "moved_bytes": {word: _bytes_by_stream(cache.device_spec, *counts) for word, counts in moved.items()},
-        "moved_s": _seconds(cache),
-        "hit_tokens": {tier: cache.counters[f"tokens_{tier}"] for tier in ("device", "host", "store")},
-        "pools": {pool.name: {"capacity": pool.capacity, "free": pool.free} for pool in pools},
-        "store": cache.store.stats() if cache.store else {"attached": False},
-        "counters": dict(cache.counters),
-    }
-
-
-def _seconds(cache: HostTier[Any]) -> dict[str, dict[str, float]]:
-    """Time spent copying, by direction and by what was copied."""
-    controller = cache.flights.controller
-    spent = controller.seconds if controller else {}
-    return {WORDS[direction]: dict(each) for direction, each in spent.items()}
+        moved_bytes={
+            word: _bytes_by_stream(cache.device_spec, counters[f"pages_{word}"], counters[f"tails_{word}"])
+            for word in WORDS.values()
+        },
+        moved_s={WORDS[direction]: dict(spent) for direction, spent in seconds.items()},
+        hit_tokens={tier: counters[f"tokens_{tier}"] for tier in ("device", "host", "store")},
+        pools={pool.name: PoolStats(pool.capacity, pool.free) for pool in pools},
+        store=cache.store.stats() if cache.store else None,
+        counters=dict(counters),
+    )
 
 
 def _bytes_by_stream(spec: CacheSpec, pages: int, tails: int) -> dict[str, int]:

@@ -17,7 +17,7 @@ from concurrent.futures import Executor
 from functools import partial
 from threading import Condition
 from time import monotonic
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from tiercel.cache import audit
 from tiercel.cache.flights import Flight, Flights
@@ -379,7 +379,7 @@ class HostTier(ABC, Generic[AnyEnd]):
 
     # Looking
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> audit.CacheStats:
         """Places and true bytes per tier and stream, bytes moved, and counters."""
         return audit.stats(self)
 

@@ -14,8 +14,8 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any
 
+from tiercel.cache.audit import StoreStats
 from tiercel.cache.fetch import Fetches
 from tiercel.cache.places import Places
 from tiercel.cache.writes import Writes
@@ -191,26 +191,24 @@ class StoreTier:
         yield from self.fetches.host_places()
         yield from self.writes.host_places()
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> StoreStats:
         now = self._clock()
         if now - self._numbers_s > NUMBERS_OLD_S and self.breaker.state is BreakerState.WORKING:
             self._numbers_s = now
             self.mover.submit(Work.STATS)
-        costs = self.fetches.costs
-        return {
-            "attached": True,
-            "state": self.breaker.state.value,
-            "saved_bytes": self.counters["bytes_written"],
-            "read_bytes": self.counters["bytes_read"],
-            "read_bytes_s": costs.read.per_s,
-            "compute_tokens_s": costs.compute.per_s,
-            "queued_bytes": self.writes.bytes_waiting,
-            "flaws": dict(self.mover.flaws),
-            "counters": dict(self.counters),
-            "records": self.mover.numbers.get("records"),
-            "bytes": self.mover.numbers.get("bytes"),
-            "store": self.mover.numbers,
-        }
+        return StoreStats(
+            state=self.breaker.state.value,
+            saved_bytes=self.counters["bytes_written"],
+            read_bytes=self.counters["bytes_read"],
+            read_bytes_s=self.fetches.costs.read.per_s,
+            compute_tokens_s=self.fetches.costs.compute.per_s,
+            queued_bytes=self.writes.bytes_waiting,
+            flaws=dict(self.mover.flaws),
+            counters=dict(self.counters),
+            records=self.mover.numbers.get("records"),
+            bytes=self.mover.numbers.get("bytes"),
+            store=self.mover.numbers,
+        )
 
 
 def _crew(operation: Operation) -> Work:

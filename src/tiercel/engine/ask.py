@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from tiercel.cache.audit import CacheStats
+from tiercel.events import EventStats
 from tiercel.policy.resume import Reuse
 from tiercel.types import Namespace
 
@@ -110,6 +112,24 @@ class Explanation:
 
     reuse: Reuse
     share: str
+
+
+@dataclass(frozen=True)
+class QueueStats:
+    """Requests, by where they are."""
+
+    waiting: int
+    loading: int
+    running: int
+
+
+@dataclass(frozen=True)
+class EngineStats(CacheStats):
+    """The cache's statistics, and the engine's own. Without KV events `events` is None."""
+
+    queue: QueueStats
+    engine: Mapping[str, int]
+    events: EventStats | None = None
 
 
 @dataclass

@@ -10,10 +10,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import Any
 
 from tiercel.cache import TieredCache
-from tiercel.engine.ask import Ask, Delta, Explanation, Finish
+from tiercel.engine.ask import Ask, Delta, EngineStats, Explanation, Finish, QueueStats
 from tiercel.engine.config import EngineConfig
 from tiercel.engine.runner import LocalRunner
 from tiercel.engine.sampling import check
@@ -87,10 +86,10 @@ class Engine:
         reuse = self.scheduler.explained.get(request_id)
         return None if reuse is None else Explanation(reuse, self.cache.identity.share)
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> EngineStats:
         own = self.scheduler
-        queue = {"waiting": len(own.waiting), "loading": len(own.loading), "running": len(own.running)}
-        return {**self.cache.stats(), "queue": queue, "engine": dict(self.counters)}
+        queue = QueueStats(len(own.waiting), len(own.loading), len(own.running))
+        return EngineStats(**vars(self.cache.stats()), queue=queue, engine=dict(self.counters))
 
     def emit(self, outcomes: Sequence[Outcome]) -> list[Delta]:
         """What the askers are told. A text that can not be told ends with an error; nothing follows it."""

@@ -15,9 +15,10 @@ import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import TypeVar
 
-from tiercel.engine.ask import Ask, Delta, Explanation, Finish, Usage
+from tiercel.engine.ask import Ask, Delta, EngineStats, Explanation, Finish, Usage
 from tiercel.engine.engine import Engine
 from tiercel.engine.loop import overlapped_steps, plain_steps
 from tiercel.errors import EngineError, StoreError
@@ -48,7 +49,7 @@ class EngineService:
         """`events`: the publisher of KV events; its counters are part of `stats`."""
         self.model_name = model_name
         self._events = events
-        self._store_url = hide(store_url, store_url) if store_url else ""
+        self.store_url = hide(store_url, store_url) if store_url else ""
         self.context_tokens = engine.context_tokens
         self.page_tokens = engine.page_tokens
         self._engine = engine
@@ -110,9 +111,9 @@ class EngineService:
     def explain(self, request_id: str) -> Explanation | None:
         return self._engine.explain(request_id)
 
-    async def stats(self) -> dict[str, Any]:
+    async def stats(self) -> EngineStats:
         stats = await asyncio.wrap_future(self._ask(self._engine.stats))
-        return stats if self._events is None else {**stats, "events": self._events.stats()}
+        return replace(stats, events=self._events.stats() if self._events else None)
 
     # The store
 
@@ -124,7 +125,7 @@ class EngineService:
         except BaseException:
             start(mover.close, "tiercel-store-close")
             raise
-        self._store_url = hide(url, url)
+        self.store_url = hide(url, url)
 
     def _open_store(self, url: str) -> StoreMover:
         store = open_store(url)
@@ -133,10 +134,6 @@ class EngineService:
         except BaseException:
             store.close()
             raise
-
-    async def store_status(self) -> dict[str, Any]:
-        store = (await self.stats())["store"]
-        return {**store, "url": self._store_url} if store["attached"] else store
 
     async def detach_store(self) -> None:
         """Detach the store and wait until it is closed, for `store_timeout_s` at most."""

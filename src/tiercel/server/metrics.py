@@ -1,6 +1,6 @@
 """Metrics for Prometheus: the engine's statistics and the server's own.
 
-`Service.stats()` is nested; `FAMILIES` says which of its levels are labels:
+The statistics are nested (`status.stats_json`); `FAMILIES` says which levels are labels:
 
     {"cached_bytes": {"host": {"kv": 5}}}   →   tiercel_cached_bytes{tier="host",stream="kv"} 5
     {"store": {"state": "off"}}             →   tiercel_store_state{state="off"} 1, and 0 for the others
@@ -39,9 +39,7 @@ class MetricFamily:
     """For a value that is one of these words: written as 1 for this word and 0 for the others."""
 
     def spread(self, value: Any) -> Any:
-        if not self.states:
-            return value
-        return {state: state == value for state in self.states}
+        return {state: state == value for state in self.states} if self.states else value
 
 
 FAMILIES: Mapping[str, MetricFamily] = {
@@ -82,9 +80,6 @@ class StatsCollector(Collector):
 
     def __init__(self) -> None:
         self.stats: Mapping[str, Any] = {}
-
-    def describe(self) -> list[Metric]:
-        return []
 
     def collect(self) -> Iterator[Metric]:
         metrics: dict[str, Metric] = {}
@@ -145,21 +140,18 @@ class Metrics:
         self._requests = Counter(
             f"{PREFIX}_http_requests", "Requests answered.", ("call", "status"), registry=self.registry
         )
-        self._seconds = Histogram(
-            f"{PREFIX}_http_request_seconds",
-            "From the first byte of a request to the last of its answer.",
-            ("call",),
-            buckets=SECONDS,
-            registry=self.registry,
+        self._seconds = self._histogram(
+            "http_request", "From the first byte of a request to the last of its answer."
         )
-        self._first_token = Histogram(
-            f"{PREFIX}_time_to_first_token_seconds",
-            "From the first byte of a request to the first token of its answer.",
-            ("call",),
-            buckets=SECONDS,
-            registry=self.registry,
+        self._first_token = self._histogram(
+            "time_to_first_token", "From the first byte of a request to the first token of its answer."
         )
         self._open = Gauge(f"{PREFIX}_http_requests_open", "Requests now open.", registry=self.registry)
+
+    def _histogram(self, name: str, about: str) -> Histogram:
+        return Histogram(
+            f"{PREFIX}_{name}_seconds", about, ("call",), buckets=SECONDS, registry=self.registry
+        )
 
     def began(self) -> None:
         self._open.inc()

@@ -6,9 +6,9 @@ A contract without code. Behind it may be an engine, a router to other engines, 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from typing import Any, Protocol
+from typing import Protocol
 
-from tiercel.engine.ask import Ask, Delta, Explanation
+from tiercel.engine.ask import Ask, Delta, EngineStats, Explanation
 from tiercel.errors import EngineError
 from tiercel.text.text import Text
 
@@ -57,8 +57,13 @@ class Service(Protocol):
         """What a request reused. None: the request is not known, or forgotten."""
         ...
 
-    async def stats(self) -> dict[str, Any]:
-        """Numbers, nested by name; `metrics.FAMILIES` says which levels become labels."""
+    async def stats(self) -> EngineStats:
+        """Statistics of this moment."""
+        ...
+
+    @property
+    def store_url(self) -> str:
+        """URL of the store that was attached last, without its password."""
         ...
 
     async def attach_store(self, url: str) -> None:
@@ -67,10 +72,6 @@ class Service(Protocol):
         Raises `ConfigError` if the URL names no store that can be opened, `StoreError` if the store does not
         answer. Required of the caller: no store is attached.
         """
-        ...
-
-    async def store_status(self) -> dict[str, Any]:
-        """`{"attached": False}`, or the fields of `store.StoreStatus`."""
         ...
 
     async def detach_store(self) -> None:

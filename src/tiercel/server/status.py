@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from importlib.metadata import version
 from typing import Annotated, Any, Literal
 
@@ -11,7 +12,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from tiercel.engine.ask import Explanation
+from tiercel.engine.ask import EngineStats
 from tiercel.server import keys
 from tiercel.server.asks import own_id
 from tiercel.server.border import visit_of
@@ -19,6 +20,7 @@ from tiercel.server.errors import ApiError
 from tiercel.server.fields import SALT_CHARS_MAX
 from tiercel.server.reply import Front
 from tiercel.server.schema import gives
+from tiercel.server.store import store_json
 
 FLUSH_TIMEOUT_MAX_S = 600
 
@@ -71,19 +73,11 @@ class ExplanationOut(BaseModel):
     share: str
 
 
-def _explained(explanation: Explanation) -> ExplanationOut:
-    reuse = explanation.reuse
-    tiers = ReusedTokens(device=reuse.device_tokens, host=reuse.host_tokens, store=reuse.store_tokens)
-    return ExplanationOut(
-        prompt_tokens=reuse.prompt_tokens,
-        reused_tokens=tiers,
-        computed_tokens=reuse.prompt_tokens - reuse.tokens + reuse.replay_tokens,
-        replayed_tokens=reuse.replay_tokens,
-        found_tokens=reuse.found_tokens,
-        why_not_more=reuse.why.value,
-        summary=str(reuse),
-        share=explanation.share,
-    )
+def stats_json(stats: EngineStats) -> dict[str, Any]:
+    """The statistics as JSON. Without a store `store` has only `attached`; without KV events there is no
+    `events`."""
+    told = asdict(stats) | {"store": store_json(stats.store)}
+    return {name: value for name, value in told.items() if value is not None}
 
 
 class Status:
@@ -106,7 +100,7 @@ class Status:
 
     async def metrics(self) -> Response:
         """Metrics for Prometheus."""
-        page = self.front.metrics.page(await self.service.stats())
+        page = self.front.metrics.page(stats_json(await self.service.stats()))
         return Response(page, media_type=CONTENT_TYPE_LATEST)
 
     async def server_info(self) -> Response:
@@ -120,7 +114,7 @@ class Status:
             page_size=self.service.page_tokens,
             disable_radix_cache=False,
             internal_states=[{}],
-            stats=await self.service.stats(),
+            stats=stats_json(await self.service.stats()),
         )
         return JSONResponse(info.model_dump())
 
@@ -136,8 +130,8 @@ class Status:
         return JSONResponse(info.model_dump())
 
     async def stats(self) -> Response:
-        """The engine's statistics, nested."""
-        return JSONResponse(await self.service.stats())
+        """The engine's statistics."""
+        return JSONResponse(stats_json(await self.service.stats()))
 
     async def explain(
         self,
@@ -151,7 +145,20 @@ class Status:
         if explanation is None:
             message = f"request {request_id[:200]!r} is not known, or was forgotten"
             raise ApiError(404, message, param="request_id", code="request_not_found")
-        return JSONResponse(_explained(explanation).model_dump())
+        reuse = explanation.reuse
+        told = ExplanationOut(
+            prompt_tokens=reuse.prompt_tokens,
+            reused_tokens=ReusedTokens(
+                device=reuse.device_tokens, host=reuse.host_tokens, store=reuse.store_tokens
+            ),
+            computed_tokens=reuse.prompt_tokens - reuse.tokens + reuse.replay_tokens,
+            replayed_tokens=reuse.replay_tokens,
+            found_tokens=reuse.found_tokens,
+            why_not_more=reuse.why.value,
+            summary=str(reuse),
+            share=explanation.share,
+        )
+        return JSONResponse(told.model_dump())
 
     async def flush_cache(
         self, timeout: Annotated[float, Query(ge=0, le=FLUSH_TIMEOUT_MAX_S, allow_inf_nan=False)] = 0.0

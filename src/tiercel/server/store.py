@@ -14,18 +14,20 @@ allowed at its start can be attached (`storage.open`). A password in a URL is ne
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from tiercel.cache.audit import StoreStats
 from tiercel.errors import ConfigError, StoreError
 from tiercel.server import keys, schema
 from tiercel.server.body import read_body
@@ -66,10 +68,9 @@ class StoreStatus(BaseModel):
     read_bytes_s: float | None = Field(None, description="Recent read speed; null: not known.")
     counters: dict[str, Any] | None = None
 
-    @field_validator("url")
-    @classmethod
-    def _no_password(cls, url: str | None) -> str | None:
-        return url and hide(url, url)
+
+def store_json(store: StoreStats | None) -> dict[str, Any]:
+    return {"attached": True, **asdict(store)} if store else {"attached": False}
 
 
 class StoreCalls:
@@ -82,8 +83,8 @@ class StoreCalls:
 
     async def status(self) -> Response:
         """The attached store and its state."""
-        status = await self.service.store_status()
-        return JSONResponse(StoreStatus.model_validate(status).model_dump(exclude_unset=True))
+        store = (await self.service.stats()).store
+        return JSONResponse(store_json(store) | ({"url": self._url()} if store else {}))
 
     async def attach(self, request: Request) -> Response:
         """Use a store from now on. Cached pages are written to it and found again after a restart."""
@@ -93,7 +94,7 @@ class StoreCalls:
             message = f"url = {shown(hide(url, url))}: {hide(why, url)}"
             raise ApiError(403, message, param="url", code="store_not_allowed")
         async with self._turn:
-            if (await self.service.store_status())["attached"]:
+            if (await self.service.stats()).store:
                 message = "a store is attached; detach it first (DELETE /v1/cache/store)"
                 raise ApiError(409, message, param="url", code="store_attached")
             with _failures(url):
@@ -102,26 +103,24 @@ class StoreCalls:
 
     async def detach(self) -> Response:
         """Stop using the store. It keeps its records."""
-        self.front.check_ready()
-        async with self._turn:
-            with _failures(await self._attached()):
-                await self.service.detach_store()
-                return await self.status()
+        return await self._change(self.service.detach_store)
 
     async def clear(self) -> Response:
         """Remove every record of the store."""
+        return await self._change(self.service.clear_store)
+
+    async def _change(self, change: Callable[[], Awaitable[None]]) -> Response:
         self.front.check_ready()
         async with self._turn:
-            with _failures(await self._attached()):
-                await self.service.clear_store()
+            if not (await self.service.stats()).store:
+                raise ApiError(404, "no store is attached", code="store_not_attached")
+            with _failures(self._url()):
+                await change()
                 return await self.status()
 
-    async def _attached(self) -> str:
-        """The URL of the attached store."""
-        status = await self.service.store_status()
-        if not status["attached"]:
-            raise ApiError(404, "no store is attached", code="store_not_attached")
-        return str(status.get("url", ""))
+    def _url(self) -> str:
+        """Without its password, whatever the service says."""
+        return hide(self.service.store_url, self.service.store_url)
 
 
 @contextmanager
@@ -158,10 +157,7 @@ def router(front: Front) -> APIRouter:
         responses=gives(StoreStatus, 400, 401, 403, 409, 413, 502, 503),
         openapi_extra=schema.body(AttachRequest),
     )
-    routes.add_api_route(
-        "/store", calls.detach, methods=["DELETE"], responses=gives(StoreStatus, 401, 403, 404, 502, 503)
-    )
-    routes.add_api_route(
-        "/store/clear", calls.clear, methods=["POST"], responses=gives(StoreStatus, 401, 403, 404, 502, 503)
-    )
+    changed = gives(StoreStatus, 401, 403, 404, 502, 503)
+    routes.add_api_route("/store", calls.detach, methods=["DELETE"], responses=changed)
+    routes.add_api_route("/store/clear", calls.clear, methods=["POST"], responses=changed)
     return routes
