@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from threading import Condition
 from typing import NamedTuple
 
@@ -26,24 +27,26 @@ class Record(NamedTuple):
 
     key: RecordKey
     size: int
-    room: int
-    """Its size, padded."""
     parts: Sequence[View]
 
 
+@dataclass(eq=False)
 class Job:
     """Records of one caller, written next to each other: all of them, or none."""
 
-    def __init__(self, records: Sequence[Record], kind: int, views: Sequence[View]) -> None:
-        self.keys = [record.key for record in records]
-        self.sizes = [record.size for record in records]
-        self.room = sum(record.room for record in records)
-        self.kind = kind
-        self.views = views
-        self.done = False
-        self.error: OSError | None = None
-        self.by_itself = False
-        """A write that it shared with other jobs failed. It is tried again without them."""
+    keys: Sequence[RecordKey]
+    sizes: Sequence[int]
+    kind: int
+    """Of notes; 0 for records."""
+    views: Sequence[View]
+    """The bytes to write: the records, each padded."""
+    done: bool = False
+    error: OSError | None = None
+    by_itself: bool = False
+    """A write that it shared with other jobs failed. It is tried again without them."""
+
+    def __post_init__(self) -> None:
+        self.room = sum(map(len, self.views))
 
 
 class GroupCommit:

@@ -15,8 +15,7 @@ import errno
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import chain
-from operator import attrgetter
+from itertools import accumulate, chain
 from threading import Condition
 from typing import Any
 
@@ -54,10 +53,8 @@ class Log:
         self.lock = Condition()
         self.limits = limits
         self.evicted = 0
-        self.damaged = 0
-        """Records that were found damaged, and are not used."""
+        self.damaged = 0  # records that were found damaged, and are not used
         self.doubtful: set[RecordKey] = set()
-        """Keys of failed writes: a replay may find their records or notes, or not."""
         self.lanes = Lanes(queued=folder.direct_io)
         self.readers = Crew(READERS - 1, "tiercel-file-store")
         self.commit = GroupCommit(self.lock, self._write_next)
@@ -65,8 +62,7 @@ class Log:
         self._policy = policy
         self._active: Segment | None = None
         self._number = 0
-        self._bytes_put = 0
-        """Since the file of uses was written, about."""
+        self._bytes_put = 0  # since the uses were saved, about
         self._read_only = True
 
     @property
@@ -97,25 +93,22 @@ class Log:
             self._settle()
 
     def _settle(self) -> None:
-        """Seal what a crash left open, evict down to the size, resume the last segment if it is short."""
+        """Seal what a crash left open. Evict down to the size. Resume the last segment if it is less than
+        half full, and if at its full size there is still room for another segment."""
         self._folder.sync()  # a killed process may have created or removed files
         for segment in list(self.index.segments.values()):
             self._retire(segment)
         while self.bytes_on_disk > self.limits.size:
             self._evict(list(self.index.segments.values()))
         *_, last = [None, *self.index.segments.values()]
-        if last and last.sealed and self._may_resume(last):
+        if not last or not last.sealed or last.table.end >= self.limits.segment_bytes // 2:
+            return
+        if self._missing() + self.limits.segment_bytes - last.bytes_on_disk <= 0:
             try:
                 last.resume(self.limits.segment_bytes)
                 self._active = last
             except OSError:
                 self._retire(last)
-
-    def _may_resume(self, last: Segment) -> bool:
-        """It is less than half full, and at its full size there is still room for another segment."""
-        more = self.limits.segment_bytes - last.bytes_on_disk
-        half = self.limits.segment_bytes // 2
-        return last.table.end < half and self._missing(self._folder.space().free) + more <= 0
 
     def close(self) -> None:
         """The caller makes sure that no thread writes or reads."""
@@ -134,12 +127,11 @@ class Log:
         """Write records, or notes of one kind, durably and in this order; then they are in the index. Answers
         how many were written: there was no room for the others."""
         done = 0
-        most = min(
-            self.lanes.size, self.limits.segment_bytes // 4
-        )  # larger shares would leave more of a segment unused
-        for some in trips(records, most, attrgetter("room")):
+        most = min(self.lanes.size, self.limits.segment_bytes // 4)  # more would leave segments less full
+        for some in trips(records, most, lambda record: padded(record.size)):
             with self.lanes.take() as lane:
-                job = Job(some, kind, _gather(some, lane))
+                keys, sizes, _ = zip(*some, strict=True)
+                job = Job(keys, sizes, kind, _gather(some, lane))
                 self.commit.run(job)
             if job.error is not None:
                 if job.error.errno in FULL:
@@ -156,23 +148,16 @@ class Log:
             group = _group(queue, segment)
             self._write(segment, group)
         except OSError as error:
-            if len(group) > 1:
-                for job in group:
-                    job.by_itself = True
-                return
-            group[0].error = error
-        with self.lock:
             for job in group:
-                if job.error is None:
-                    self.index.add(segment, job.keys, job.sizes, job.kind)
-                    self.doubtful.difference_update(job.keys)
-                job.done = True
+                job.by_itself = True
+            if len(group) == 1:
+                group[0].error, group[0].done = error, True
 
     def _segment_for(self, job: Job) -> Segment:
         """The active segment, or a new one if the job does not fit into it. Raises OSError."""
-        rows = len(job.keys)
-        while not self._has_place(job.room, rows):
-            if not self._begin(job.room + packed_bytes(rows)):
+        room, rows = job.room, len(job.keys)
+        while not self._has_place(room, rows):
+            if not self._begin(room + packed_bytes(rows)):
                 raise OSError(errno.ENOSPC, "no room")
         assert self._active is not None
         return self._active
@@ -181,6 +166,7 @@ class Log:
         return self._active is not None and not self._active.broken and self._active.fits(room, rows)
 
     def _write(self, segment: Segment, group: Sequence[Job]) -> None:
+        """Write jobs durably; then they are in the index."""
         try:
             views = [view for job in group for view in job.views]
             direct.write(segment.file, segment.table.end, views)
@@ -189,13 +175,22 @@ class Log:
             segment.broken = True
             self.doubtful.update(key for job in group for key in job.keys)
             raise
+        with self.lock:
+            for job in group:
+                self.index.add(segment, job.keys, job.sizes, job.kind)
+                self.doubtful.difference_update(job.keys)
+                job.done = True
 
     # Segments. All of this needs a turn (`commit`)
 
     def _begin(self, leave: int) -> bool:
         """Begin a segment; `leave` bytes of it stay free for the caller. False: there is no room for one."""
         self._end()
-        self._keep_uses()
+        if self._bytes_put > index.BYTES_PUT_PER_BYTE * self.index.bytes_of_uses():
+            self._bytes_put = 0
+            with self.lock:
+                data = self.index.pack_uses()
+            save_uses(self._folder.uses, data)
         segment = self._create_if_room()
         if segment is None:
             return False
@@ -205,14 +200,6 @@ class Log:
         finally:
             self._active = segment
         return True
-
-    def _keep_uses(self) -> None:
-        """Save the uses for the next process, if enough was written since the last time."""
-        if self._bytes_put > index.BYTES_PUT_PER_BYTE * self.index.bytes_of_uses():
-            self._bytes_put = 0
-            with self.lock:
-                data = self.index.pack_uses()
-            save_uses(self._folder.uses, data)
 
     def _end(self) -> None:
         if self._active:
@@ -260,7 +247,10 @@ class Log:
 
     # Making room
 
-    def _missing(self, bytes_free: int) -> int:
+    def _missing(self, bytes_free: int | None = None) -> int:
+        """How many bytes must be freed before another segment can be begun."""
+        if bytes_free is None:
+            bytes_free = self._folder.space().free
         return self.limits.missing(bytes_on_disk=self.bytes_on_disk, bytes_free=bytes_free)
 
     def _make_room(self, into: Segment | None = None, leave: int = 0) -> bool:
@@ -280,11 +270,10 @@ class Log:
         if into is not None and not into.broken:
             left = into.bytes_on_disk - into.table.end - packed_bytes(len(into.table)) - leave
             old = [each for each in old if each is segment or self._may_go(each, left // 2)]
-            decided = room.going(
-                [self._standing(each) for each in old], left=left, segment_bytes=self.limits.segment_bytes
-            )
-            segment = old[decided.number]
-            self._carry(segment, decided.cold, into, left)
+            standings = [self._standing(each) for each in old]
+            number, cold = room.going(standings, left=left, segment_bytes=self.limits.segment_bytes)
+            segment = old[number]
+            self._carry(segment, cold, into, left)
         size = segment.bytes_on_disk
         self._drop(segment)
         return size
@@ -327,18 +316,13 @@ class Log:
             notes = list(set(notes).intersection(chain.from_iterable(older)))
         with self.lock:
             rows = self.index.live(segment)
-            candidates = [
-                Candidate(rank(self.index.use(segment, row)), row, padded(sizes[row])) for row in rows
-            ]
+            uses = [(row, self.index.use(segment, row)) for row in rows]
+            candidates = [Candidate(rank(use), row, padded(sizes[row])) for row, use in uses]
         left -= packed_bytes(len(rows) + len(notes)) + ALIGN * len(notes)
         most = left if cold is None else min(segment.bytes_on_disk // 2, left)
         self._move(segment, room.staying(candidates, cold=cold, bytes_most=most), into)
         if notes:
-            told = direct.aligned_copy(b"".join(note(Kind.REMOVED, key) for key in notes))
-            job = Job([Record(key, ALIGN, ALIGN, ()) for key in notes], Kind.REMOVED, [told])
-            self._write(into, [job])
-            with self.lock:
-                self.index.add(into, job.keys, job.sizes, job.kind)
+            self._write(into, [_notes_job(Kind.REMOVED, notes)])
 
     def _move(self, source: Segment, rows: Sequence[int], target: Segment) -> None:
         """Copy records to the end of another segment, durably. Damaged records are left out."""
@@ -367,11 +351,7 @@ class Log:
             segment = self._create_if_room()
             if segment is not None:
                 self._active = segment
-                cleared = Record(EVERYTHING, ALIGN, ALIGN, ())
-                job = Job([cleared], Kind.CLEARED, [direct.aligned_copy(note(Kind.CLEARED, EVERYTHING))])
-                self._write(segment, [job])
-                with self.lock:
-                    self.index.add(segment, job.keys, job.sizes, job.kind)
+                self._write(segment, [_notes_job(Kind.CLEARED, [EVERYTHING])])
             with self.lock:
                 self.index.clear()
             for old in list(self.index.segments.values()):
@@ -391,25 +371,28 @@ class Log:
                 with self.lock:
                     rows = self.index.live(segment)
                     live = segment.live
+                rooms = [padded(segment.table.sizes[row]) for row in rows]
                 while rows:
-                    target = self._target(padded(segment.table.sizes[rows[0]]))
-                    if target is None:
+                    if not self._has_place(rooms[0]):
+                        self._end()
+                        if self._missing() > 0:
+                            return gained
+                        self._active = self._create()
+                    assert self._active is not None
+                    total = accumulate(rooms)
+                    count = sum(self._has_place(room, number) for number, room in enumerate(total, 1))
+                    if not count:
                         return gained
-                    count = _count_fitting(segment, rows, target)
-                    self._move(segment, rows[:count], target)
-                    rows = rows[count:]
+                    self._move(segment, rows[:count], self._active)
+                    rows, rooms = rows[count:], rooms[count:]
                 gained += segment.bytes_on_disk - live
                 self._drop(segment)
         return gained
 
-    def _target(self, size: int) -> Segment | None:
-        """A segment with room for a record of this size. Nothing is evicted for it. None: no room."""
-        if not self._has_place(size):
-            self._end()
-            if self._missing(self._folder.space().free) > 0:
-                return None
-            self._active = self._create()
-        return self._active if self._has_place(size) else None
+
+def _notes_job(kind: Kind, keys: Sequence[RecordKey]) -> Job:
+    notes = direct.aligned_copy(b"".join(note(kind, key) for key in keys))
+    return Job(keys, [ALIGN] * len(keys), kind, [notes])
 
 
 def _group(queue: Sequence[Job], segment: Segment) -> list[Job]:
@@ -427,20 +410,10 @@ def _group(queue: Sequence[Job], segment: Segment) -> list[Job]:
 
 def _gather(records: Sequence[Record], lane: Lane) -> list[View]:
     """Records next to each other, each padded, as they are written."""
-    parts: list[View] = []
-    for record in records:
-        parts += record.parts
-        if record.room > record.size:
-            parts.append(direct.ZEROS[: record.room - record.size])
-    room = sum(record.room for record in records)
+    parts, room = list[View](), 0
+    for _, size, of_record in records:
+        parts += of_record
+        room += padded(size)
+        if rest := -size % ALIGN:
+            parts.append(direct.ZEROS[:rest])
     return direct.gather(parts, lane.memory if room <= len(lane.memory) else direct.aligned(room))
-
-
-def _count_fitting(source: Segment, rows: Sequence[int], target: Segment) -> int:
-    """How many of these rows, in their order, fit into another segment."""
-    room = 0
-    for count, row in enumerate(rows):
-        room += padded(source.table.sizes[row])
-        if not target.fits(room, count + 1):
-            return count
-    return len(rows)

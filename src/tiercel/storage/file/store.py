@@ -26,7 +26,7 @@ from tiercel.storage.file.queue import Request
 from tiercel.storage.file.room import Limits
 from tiercel.storage.file.segment import HEADER_MOST, Reader, Segment
 from tiercel.storage.file.table import OtherVersion, note, packed_bytes
-from tiercel.storage.record import ALIGN_LEAST, MAGIC, Flaw, Header, Kind, RecordKey, View, parse
+from tiercel.storage.record import ALIGN_LEAST, MAGIC, Flaw, Kind, RecordKey, parse
 
 SPAN_BYTES = 2 * 1024**2
 """Neighbouring records are read in one call of up to so many bytes: efficient for the disk, and small enough
@@ -109,12 +109,11 @@ class FileStore(Store):
 
     def _find(self, wanted: Sequence[Get]) -> list[Span]:
         """Where the records are, neighbours in one span. Their segments stay open until `_let_go`."""
-        found: list[tuple[int, int, int, int]] = []
-        spans: list[Span] = []
+        found, spans, end = list[tuple[int, int, int, int]](), list[Span](), (0, 0)
         with self._log.lock:
             for number in reversed(
                 range(len(wanted))
-            ):  # the first page is needed by the others: its use is the latest
+            ):  # the others need the first page: its use is the latest
                 key, parts = wanted[number]
                 place = self._index.find(key)
                 if place is None:
@@ -125,20 +124,13 @@ class FileStore(Store):
                     self._index.touch(segment, row)
                     found.append((segment.number, segment.table.offsets[row], padded(size), number))
             found.sort()
-            end = 0
-            last: Span | None = None
             for of, offset, room, number in found:
-                if (
-                    last
-                    and (of, offset) == (last.segment.number, end)
-                    and end + room - last.offset <= SPAN_BYTES
-                ):
-                    last.wanted.append(number)
+                if spans and end == (of, offset) and offset + room - spans[-1].offset <= SPAN_BYTES:
+                    spans[-1].wanted.append(number)
                 else:
-                    last = Span(self._index.segments[of], offset, [number])
-                    last.segment.readers += 1
-                    spans.append(last)
-                end = offset + room
+                    spans.append(Span(self._index.segments[of], offset, [number]))
+                    spans[-1].segment.readers += 1
+                end = of, offset + room
         return spans
 
     def _read(self, spans: Sequence[Span], wanted: Sequence[Get], answers: list[bool]) -> None:
@@ -152,7 +144,7 @@ class FileStore(Store):
             requests.append((segment.file, offset, parts))
         with self._log.lanes.take() as lane:
             whole = direct.read_many(requests, lane)
-        alone: list[Span] = []
+        alone = list[Span]()
         for complete, span in zip(whole, spans, strict=True):
             if complete:
                 for number in span.wanted:
@@ -181,20 +173,18 @@ class FileStore(Store):
                 there = value.key in self._index and value.key not in self._log.doubtful
                 if not there and value.key not in records:
                     records[value.key] = _record(value)
-            fitting = [record for record in records.values() if self._fits(record)]
+            most = self._log.limits.segment_bytes - packed_bytes(1)
+            fitting = [record for record in records.values() if padded(record.size) <= most]
             done = self._log.append(fitting)
             for record in fitting[:done]:
                 del records[record.key]
             return [value.key not in records for value in values]
 
-    def _fits(self, record: Record) -> bool:
-        return record.room + packed_bytes(1) <= self._log.limits.segment_bytes
-
     def delete(self, keys: Sequence[RecordKey]) -> int:
         with self._call("removing records", changes=True):
             noted = [key for key in dict.fromkeys(keys) if key in self._index or key in self._log.doubtful]
             there = sum(key in self._index for key in noted)
-            notes = [Record(key, ALIGN, ALIGN, [note(Kind.REMOVED, key)]) for key in noted]
+            notes = [Record(key, ALIGN, [note(Kind.REMOVED, key)]) for key in noted]
             if self._log.append(notes, Kind.REMOVED) < len(notes):
                 raise StoreError("there is no room on the disk to note that records are gone")
             return there
@@ -315,7 +305,9 @@ def _check(segment: Segment, rows: Sequence[int]) -> Iterator[tuple[RecordKey, F
 def _record(value: Put) -> Record:
     """What is appended for a value. Its header is checked first: a scan must be able to find the record."""
     key, parts = value
-    header = _header(parts)
+    header = parse(parts[0])
+    if isinstance(header, Flaw) and len(parts) > 1:  # seldom: the header is not the first part
+        header = parse(b"".join(parts))
     size = sum(map(len, parts))
     if isinstance(header, Flaw) or header.header_bytes > HEADER_MOST:
         raise StoreError(f"a value must begin with the header of a record: {header}")
@@ -323,18 +315,12 @@ def _record(value: Put) -> Record:
         raise StoreError("a record was given under another key than its own")
     if header.header_bytes + header.payload_bytes != size:
         raise StoreError(f"a record of {header.payload_bytes:,} B was given {size:,} B with its header")
-    return Record(key, size, padded(size), parts)
+    return Record(key, size, parts)
 
 
 def _is_answer(wanted: Get) -> bool:
-    """Whether the first bytes are those of a record with this key. The caller verifies the rest; here it is
-    enough that one place in a file is not mistaken for another."""
+    """Whether the first bytes are those of a record with this key: one place in a file must not be mistaken
+    for another. The caller verifies the rest."""
     key, parts = wanted
     start = bytes(parts[0][:_GLANCE]) if len(parts[0]) >= _GLANCE else b"".join(parts)[:_GLANCE]
     return start.startswith(MAGIC) and key[1:] in start
-
-
-def _header(parts: Sequence[View]) -> Header | Flaw:
-    """The header of a value. Nearly all callers give it as the first part."""
-    header = parse(parts[0])
-    return parse(b"".join(parts)) if isinstance(header, Flaw) and len(parts) > 1 else header
