@@ -21,8 +21,7 @@ from tiercel.storage.base import Put
 from tiercel.storage.file import FileStore
 from tiercel.storage.memory import MemoryStore
 from tiercel.storage.record import page_key_of
-from tiercel.transfer.mover import Workers
-from tiercel.transfer.operation import RecordPlace, Work
+from tiercel.transfer.mover import RecordPlace, Work, Workers
 from tiercel.tree.actions import Cleared, Event
 from tiercel.types import Tier
 

@@ -9,8 +9,7 @@ from tests.simulation.specs import SPECS
 from tiercel.memory.buffers import HostMemory
 from tiercel.storage.conformance.checks import CHECKS
 from tiercel.storage.conformance.samples import Inapplicable
-from tiercel.transfer.mover import StoreMover, Workers
-from tiercel.transfer.operation import Presence, RecordPlace, Work
+from tiercel.transfer.mover import Presence, RecordPlace, StoreMover, Work, Workers
 from tiercel.types import HostPageId, PageKey
 
 INAPPLICABLE = {

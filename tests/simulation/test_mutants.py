@@ -22,8 +22,7 @@ from tiercel.cache.tiered_cache import Sharing
 from tiercel.memory.buffers import HostMemory, Memory
 from tiercel.storage.record import Flaw, Form, checksum, parse
 from tiercel.transfer.copier import DirectCopier, ReferenceCopier
-from tiercel.transfer.mover import StoreMover
-from tiercel.transfer.operation import Presence, Work
+from tiercel.transfer.mover import Presence, StoreMover, Work
 from tiercel.tree.candidates import Candidates
 from tiercel.tree.prefix_tree import PrefixTree
 from tiercel.types import Tier

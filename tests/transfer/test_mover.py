@@ -12,8 +12,7 @@ from tiercel.errors import StoreError
 from tiercel.memory.buffers import HostMemory
 from tiercel.storage.memory import MemoryStore
 from tiercel.storage.record import Kind, parse
-from tiercel.transfer.mover import StoreMover, Workers
-from tiercel.transfer.operation import Presence, RecordPlace, Work
+from tiercel.transfer.mover import Presence, RecordPlace, StoreMover, Work, Workers
 from tiercel.types import HostPageId, PageKey
 
 V4 = SPECS["compressed"]

@@ -22,8 +22,7 @@ from tiercel.policy.breaker import Breaker, BreakerState
 from tiercel.policy.fetch import Costs, Fetching, Held, Rate, Refusal, Wanted, choose_fetch, make_fetch_policy
 from tiercel.policy.resume import Reuse, Why
 from tiercel.spec.cache_spec import CacheSpec
-from tiercel.transfer.mover import StoreMover
-from tiercel.transfer.operation import Operation, Presence, RecordPlace, Work
+from tiercel.transfer.mover import Operation, Presence, RecordPlace, StoreMover, Work
 from tiercel.tree.keys import KeyChain
 from tiercel.tree.match import Match
 from tiercel.tree.prefix_tree import PrefixTree

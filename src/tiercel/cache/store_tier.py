@@ -25,8 +25,7 @@ from tiercel.policy.fetch import Rate
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.storage.record import Kind, page_key_of
 from tiercel.threads import start
-from tiercel.transfer.mover import StoreMover
-from tiercel.transfer.operation import Operation, Presence, Work
+from tiercel.transfer.mover import Operation, Presence, StoreMover, Work
 from tiercel.tree.actions import Cleared, Event
 from tiercel.tree.node import Item
 from tiercel.tree.prefix_tree import PrefixTree

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 
 from tiercel.policy.breaker import Breaker, BreakerState
 from tiercel.spec.cache_spec import CacheSpec
-from tiercel.transfer.mover import StoreMover
-from tiercel.transfer.operation import Operation, Presence, RecordPlace, Work
+from tiercel.transfer.mover import Operation, Presence, RecordPlace, StoreMover, Work
 from tiercel.tree.node import Item, Tail
 from tiercel.tree.prefix_tree import PrefixTree
 from tiercel.types import HostPageId

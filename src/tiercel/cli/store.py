@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from itertools import islice
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 
@@ -44,12 +44,12 @@ def ls(
 ) -> None:
     """List every record: kind, form, page key, bytes. The order is not defined."""
     with _open(url, read_only=True) as store:
-        entries = (_entry(key, size) for key, size in islice(store.keys(), limit))
+        entries = (_entry(key) | {"bytes": size} for key, size in islice(store.keys(), limit))
         if as_json:
-            typer.echo(json.dumps([entry._asdict() for entry in entries], indent=2))
+            typer.echo(json.dumps(list(entries), indent=2))
         else:
             for entry in entries:
-                typer.echo(f"{entry.kind:13} {entry.form}  {entry.key}  {entry.bytes:>13,}")
+                typer.echo(f"{_line(entry)}  {entry['bytes']:>13,}")
 
 
 @app.command()
@@ -57,12 +57,12 @@ def check(url: Url, as_json: AsJson = False) -> None:
     """Read every record and verify every byte. Exit code 1: bad records, which are listed."""
     with _open(url, read_only=True) as store:
         records, found = store.check()
-    bad = [_Bad(*_entry(key)[:3], flaw.name, flaw.value) for key, flaw in found]
+    bad = [_entry(key) | {"flaw": flaw.name, "why": flaw.value} for key, flaw in found]
     if as_json:
-        typer.echo(json.dumps({"records": records, "bad": [each._asdict() for each in bad]}, indent=2))
+        typer.echo(json.dumps({"records": records, "bad": bad}, indent=2))
     else:
         for each in bad:
-            typer.echo(f"{each.kind:13} {each.form}  {each.key}  {each.why}")
+            typer.echo(f"{_line(each)}  {each['why']}")
         typer.echo(f"{records:,} records, {len(bad):,} of them bad")
     if bad:
         raise typer.Exit(1)
@@ -93,7 +93,6 @@ def conformance(
     from tiercel.storage.conformance.samples import Subject
 
     make = _factory(source, arguments or [])
-    _refuse_full(source, make)
     subject = Subject(open=lambda: _emptied(make()), open_again=make if durable else None)
     results = []
     for each in CHECKS:
@@ -113,26 +112,15 @@ def _open(url: str, *, read_only: bool) -> Store:
     return open_store(url, read_only=read_only)
 
 
-class _Listed(NamedTuple):
-    kind: str
-    form: str
-    key: str
-    bytes: int
-
-
-class _Bad(NamedTuple):
-    kind: str
-    form: str
-    key: str
-    flaw: str
-    why: str
-
-
-def _entry(key: RecordKey, size: int = 0) -> _Listed:
+def _entry(key: RecordKey) -> dict[str, Any]:
     """A record for output: the kind's name, form and page key in hexadecimal digits."""
     kind, page_key = key[0], page_key_of(key)
     name = Kind(kind).name.lower() if kind in set(Kind) else f"kind {kind}"
-    return _Listed(name, key[1 : -len(page_key)].hex(), page_key.hex(), size)
+    return {"kind": name, "form": key[1 : -len(page_key)].hex(), "key": page_key.hex()}
+
+
+def _line(entry: dict[str, Any]) -> str:
+    return f"{entry['kind']:13} {entry['form']}  {entry['key']}"
 
 
 def _shown(value: Any) -> str:
@@ -141,30 +129,23 @@ def _shown(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
 
 
-# A user's own store class
-
-
 def _factory(source: str, arguments: list[str]) -> Callable[[], Store]:
+    """Opens a user's own store. A store with records is refused, because the checks empty it."""
     try:
         kind = load_class(source, Store)
+        with kind(*arguments) as store:
+            records = store.stats()["records"]
+    except TiercelError:
+        raise
     except ImportError as error:
         raise ConfigError("MODULE:CLASS", source, str(error)) from error
+    except Exception as error:
+        raise ConfigError("MODULE:CLASS", source, f"can not be opened: {error}") from error
+    if records:
+        raise ConfigError("MODULE:CLASS", source, f"holds {records:,} records; the checks would remove them")
     return lambda: kind(*arguments)
 
 
 def _emptied(store: Store) -> Store:
     store.clear()
     return store
-
-
-def _refuse_full(source: str, make: Callable[[], Store]) -> None:
-    """Refuses a store with records, because the checks empty it."""
-    try:
-        with make() as store:
-            records = store.stats()["records"]
-    except TiercelError:
-        raise
-    except Exception as error:
-        raise ConfigError("MODULE:CLASS", source, f"can not be opened: {error}") from error
-    if records:
-        raise ConfigError("MODULE:CLASS", source, f"holds {records:,} records; the checks would remove them")

@@ -1,13 +1,11 @@
-"""Between host memory and a store: operations in, workers elsewhere, what ended comes out.
+"""Between host memory and a store: operations in, worker threads, ended operations out.
 
-    ask     which of these records are there?
-    read    … into host pages, each verified before it is told of (I9); what is listed and can not be read,
-            or is not what was asked for, is damaged: removed, counted, and written again when it comes again
-    write   … from host pages, those that are there already left out
+    queued ── a thread takes it ──► running ──► ended: answers, or an error
+       └── cancelled, nobody waits ───────────► ended: nothing was done
 
-A worker survives whatever a store raises (I13): the operation is tried again after a moment, then it has
-failed, and says so. A call that never returns keeps its thread and its host pages, nothing else: another
-thread takes its place (`Crew`), and who waits decides by the clock.
+Every record that is read is verified (I9). A worker survives whatever a store raises (I13): the operation is
+tried again after a moment, and then it has failed. A call that never returns keeps its thread and its host
+pages, and nothing else: another thread takes its place (`threads.Crew`), and the caller decides by the clock.
 """
 
 from __future__ import annotations
@@ -17,10 +15,11 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
-from dataclasses import dataclass
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from enum import Enum
 from threading import Condition
-from typing import Any
+from typing import Any, NamedTuple
 
 from tiercel.errors import StoreError
 from tiercel.memory.buffers import HostMemory
@@ -29,15 +28,69 @@ from tiercel.spec.stream import Stream
 from tiercel.storage.base import Get, Put, Store
 from tiercel.storage.record import Flaw, Form, Kind, RecordKey
 from tiercel.threads import Crew
-from tiercel.transfer.operation import Operation, Presence, RecordPlace, Work
-from tiercel.types import PageKey
+from tiercel.types import HostPageId, PageKey
 
 log = logging.getLogger(__name__)
 
 
+class Work(Enum):
+    ASK = "ask"
+    READ = "read"
+    WRITE = "write"
+    CLEAR = "clear"
+    STATS = "stats"
+    PROBE = "probe"
+    """Write, read and remove a page, to measure how fast the store is."""
+
+
+class Presence(Enum):
+    """How an operation ended for one record."""
+
+    HERE = "here"
+    """Asked: it is there. Read: every byte is right. Written: the store has it."""
+    MISSING = "missing"
+    """Not there, or not kept."""
+    DAMAGED = "damaged"
+    """It is listed, but can not be read or is not what was asked for. It is removed, and counts as missing
+    until it is written again."""
+
+
+class RecordPlace(NamedTuple):
+    """One page or tail, and the host pages it is read into or written from."""
+
+    tail: bool
+    key: PageKey
+    host: tuple[HostPageId, ...] = ()
+
+
+@dataclass(eq=False)
+class Operation:
+    """Something asked of a store. It ends with one answer for each piece, or with an error."""
+
+    work: Work
+    pieces: Sequence[RecordPlace]
+    bytes: int  # of the pieces that are read or written
+    began_s: float
+    started_s: float | None = None  # when a thread took it
+    ended_s: float = 0.0
+    answers: list[Presence] = field(default_factory=list)
+    error: StoreError | None = None
+    cancelled: bool = False
+    late: bool = False
+    """It took longer than the caller waits: the caller has counted it as failed already."""
+    read_s: float | None = None  # of a probe: how long the read of its page took
+    future: Future[None] | None = None
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more. If no thread has taken it, it ends at once."""
+        self.cancelled = True
+        if self.future is not None:
+            self.future.cancel()
+
+
 @dataclass(frozen=True)
 class Workers:
-    """Who does the work: asks wait for no reads, reads for no writes."""
+    """Threads for each kind of work: asks do not wait for reads, and reads do not wait for writes."""
 
     askers: Executor
     readers: Executor
@@ -46,21 +99,17 @@ class Workers:
 
     @staticmethod
     def threads() -> Workers:
-        """Four reads at a time keep a disk busy; of two writes one waits while the other sums."""
+        """Four reads at a time keep a disk busy. Of two writes one computes a checksum while one waits."""
         askers, readers = Crew(1, "tiercel-store-ask"), Crew(4, "tiercel-store-read")
         return Workers(askers, readers, Crew(2, "tiercel-store-write"))
 
     def of(self, work: Work) -> Executor:
-        if work is Work.ASK:
-            return self.askers
-        return self.readers if work is Work.READ else self.writers
+        return {Work.ASK: self.askers, Work.READ: self.readers}.get(work, self.writers)
 
 
 class StoreMover:
-    """Runs operations on one store. `submit` and `poll` belong to one thread.
-
-    Workers and store are given away: `close` closes them.
-    """
+    """Runs operations on one store. `submit` and `poll` belong to one thread. `close` closes the workers and
+    the store."""
 
     def __init__(
         self,
@@ -85,14 +134,11 @@ class StoreMover:
         self._workers = workers or Workers.threads()
         self._ended: deque[Operation] = deque()
         self.under_way: set[Operation] = set()
-        self.flaws: Counter[str] = Counter()
-        """What was wrong with records that were read, by the flaw."""
+        self.flaws: Counter[str] = Counter()  # of records that were read
         self._not_removed: set[RecordKey] = set()
-        """Damaged, and the store could not remove them: not there until they are written again."""
-        self.numbers: dict[str, Any] = {}
-        """The store's own statistics, as last asked for."""
-        self.removed: deque[RecordKey] = deque()
-        """What the store let go of by itself, of this form."""
+        """Damaged, and the store could not remove them. They count as missing until they are written."""
+        self.numbers: dict[str, Any] = {}  # the store's own statistics, as last asked for
+        self.removed: deque[RecordKey] = deque()  # records of this form that the store evicted
 
     def submit(self, work: Work, pieces: Sequence[RecordPlace] = ()) -> Operation:
         """Never blocks."""
@@ -110,7 +156,7 @@ class StoreMover:
         return operation
 
     def give_up_on(self, operation: Operation) -> None:
-        """It hangs. If its thread does, there is one more now."""
+        """It hangs. If it has a thread, that thread is replaced."""
         operation.late = True
         crew = self._workers.of(operation.work)
         if operation.started_s is not None and isinstance(crew, Crew):
@@ -133,12 +179,12 @@ class StoreMover:
         return bool(self._ended)
 
     def close(self) -> None:
-        """Wait for what is under way; then the store is closed."""
+        """Wait for what is under way; then close the store."""
         for crew in (self._workers.askers, self._workers.readers, self._workers.writers):
             crew.shutdown(wait=True)
         try:
             self._store.close()
-        except Exception:  # noqa: BLE001 - a store is not ours; it is left anyway
+        except Exception:  # noqa: BLE001 - whatever a store raises
             log.exception("the store did not close")
 
     # In a worker
@@ -154,7 +200,7 @@ class StoreMover:
                     raise StoreError(f"{len(answers)} answers to {len(operation.pieces)} questions")
                 operation.answers, operation.error = answers, None
                 return
-            except BaseException as error:  # noqa: BLE001 - whatever a store raises, its worker goes on
+            except BaseException as error:  # noqa: BLE001 - whatever a store raises
                 operation.error = StoreError(f"{operation.work.value} failed: {error!r}")
                 operation.error.__cause__ = error
                 if wait_s is None or operation.work is Work.ASK:
@@ -170,33 +216,35 @@ class StoreMover:
             self._landed.notify_all()
 
     def _ask(self, operation: Operation) -> list[Presence]:
-        there = self._listed([self.key(piece) for piece in operation.pieces])
-        return [Presence.HERE if each else Presence.MISSING for each in there]
+        listed = self._listed([self.key(piece) for piece in operation.pieces])
+        return [Presence.HERE if each else Presence.MISSING for each in listed]
 
     def _listed(self, keys: Sequence[RecordKey]) -> list[bool]:
         there = zip(keys, self._store.contains(keys), strict=True)
         return [here and key not in self._not_removed for key, here in there]
 
     def _read(self, operation: Operation) -> list[Presence]:
-        pieces = operation.pieces
-        wanted = [Get(self.key(piece), [self._header_of(piece), *self._views(piece)]) for piece in pieces]
+        wanted = []
+        for piece in operation.pieces:
+            header = memoryview(bytearray(self.forms[piece.tail].header_bytes))
+            wanted.append(Get(self.key(piece), [header, *self._views(piece)]))
         there = self._store.get(wanted)
         missed = [each.key for each, here in zip(wanted, there, strict=True) if not here]
         listed = dict(zip(missed, self._listed(missed), strict=True)) if missed else {}
         answers, damaged = [], []
-        for piece, each, here in zip(pieces, wanted, there, strict=True):
-            header, *payload = each.parts
-            flaw = Flaw.UNREADABLE if listed.get(each.key) else None
+        for piece, (key, (header, *payload)), here in zip(operation.pieces, wanted, there, strict=True):
+            flaw = Flaw.UNREADABLE if listed.get(key) else None
             if here:
                 flaw = self.forms[piece.tail].flaw(header, piece.key, payload)
             if flaw is not None:
-                damaged.append(self._quarantine(piece, flaw))
+                damaged.append(key)
+                self._count(key, flaw)
             answers.append(Presence.DAMAGED if flaw else Presence.HERE if here else Presence.MISSING)
         self._remove(damaged)
         return answers
 
     def _remove(self, damaged: Sequence[RecordKey]) -> None:
-        """A store that can not (it is full, or open for reading only) does not fail the read."""
+        """If the store can not remove them (it is full, or open for reading only), the read does not fail."""
         try:
             if damaged:
                 self._store.delete(damaged)
@@ -205,27 +253,24 @@ class StoreMover:
                 log.warning("the store can not remove damaged records: %r", error)
             self._not_removed.update(damaged)
 
-    def _quarantine(self, piece: RecordPlace, flaw: Flaw) -> RecordKey:
-        """Counted, and logged the first time for each flaw; the record is never served again."""
-        key, name = self.key(piece), flaw.name.lower()
+    def _count(self, key: RecordKey, flaw: Flaw) -> None:
+        """Count a flaw. The first of each kind is logged."""
+        name = flaw.name.lower()
         with self._landed:
             self.flaws[name] += 1
         if self.flaws[name] == 1:
             log.error("the store answered %s with %s; such records are removed", key.hex(), flaw.value)
-        return key
 
     def _write(self, operation: Operation) -> list[Presence]:
-        pieces = operation.pieces
-        keys = [self.key(piece) for piece in pieces]
-        there = self._listed(keys)
+        """Write the records that are not there yet."""
+        keys = [self.key(piece) for piece in operation.pieces]
         values = []
-        for piece, key, here in zip(pieces, keys, there, strict=True):
+        for piece, key, here in zip(operation.pieces, keys, self._listed(keys), strict=True):
             if not here:
                 payload = self._views(piece)
                 values.append(Put(key, [self.forms[piece.tail].header(piece.key, payload), *payload]))
-        kept = dict(
-            zip((value.key for value in values), self._store.put(values) if values else [], strict=True)
-        )
+        answers = self._store.put(values) if values else []
+        kept = {value.key: answer for value, answer in zip(values, answers, strict=True)}
         self._not_removed.difference_update(key for key, is_kept in kept.items() if is_kept)
         removed = (RecordKey(bytes(key)) for key in self._store.removed())
         self.removed.extend(key for key in removed if any(form.made(key) for form in self.forms.values()))
@@ -252,9 +297,6 @@ class StoreMover:
             self._store.delete([name])
         return []
 
-    def _header_of(self, piece: RecordPlace) -> memoryview:
-        return memoryview(bytearray(self.forms[piece.tail].header_bytes))
-
     def _views(self, piece: RecordPlace) -> list[memoryview]:
         return self._host.views(piece.host, self.forms[piece.tail].payload_bytes)
 
@@ -270,5 +312,4 @@ class StoreMover:
 
 def _form(kind: Kind, spec: CacheSpec, streams: Sequence[Stream], align: int) -> Form:
     rows = tuple((stream.name, stream.layers, spec.row_bytes(stream)) for stream in streams)
-    size = sum(map(spec.bytes_of, streams))
-    return Form(kind, spec.form, rows, size, align)
+    return Form(kind, spec.form, rows, sum(map(spec.bytes_of, streams)), align)
