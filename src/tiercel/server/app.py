@@ -33,5 +33,5 @@ def create_app(service: Service, options: ServerOptions) -> FastAPI:
     app.add_middleware(Border, metrics=metrics)
     errors.install(app)
     models: list[type[BaseModel]] = [ChatRequest, CompletionRequest, GenerateRequest, AttachRequest]
-    schema.install(app, models, schema.limits_of(service, options))
+    schema.install(app, models, schema.limits_of(front))
     return app

@@ -1,4 +1,4 @@
-"""From the fields of a call to an `Ask`. Pure functions; every mistake is found here.
+"""From the fields of a call to asks. Pure functions; every mistake is found here.
 
 The engine's checks use the engine's field names; `spelling` maps them to the names in the client's call.
 """
@@ -8,24 +8,59 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import cast
 
 from tiercel.engine.ask import Ask
 from tiercel.engine.sampling import check as check_sampling
 from tiercel.errors import InputError
 from tiercel.server.errors import ApiError, refusal
+from tiercel.server.fields import SamplingFields
 from tiercel.server.options import ServerOptions
+from tiercel.server.reply import AskGroup, Front
 from tiercel.server.service import Service
+from tiercel.text.text import Text
 from tiercel.types import Namespace
 
-DEFAULT_MODEL = "default"
-"""SGLang's clients send this if they name no model."""
+SAME = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "ignore_eos",
+)
+"""Fields of a call that are fields of `Sampling`, too. A field that is not given has the engine's default."""
 
 
-def model_names(service: Service, options: ServerOptions) -> tuple[str, ...]:
-    """The names by which a client may call the model; the first is the server's own."""
-    path = () if options.model_path is None else (options.model_path,)
-    return tuple(dict.fromkeys((service.model_name, *options.model_names, *path, DEFAULT_MODEL)))
+@dataclass(frozen=True)
+class GivenPrompt:
+    """One prompt of a request, and the field it stands in."""
+
+    field: str
+    prompt: str | list[int]
+
+    def tokens(self, service: Service) -> tuple[int, ...]:
+        if not isinstance(self.prompt, str):
+            return tuple(self.prompt)
+        return tuple(service.text.encode(self.prompt, field=self.field, tokens_max=service.context_tokens))
+
+    def written(self, text: Text) -> str:
+        return self.prompt if isinstance(self.prompt, str) else text.decode(self.prompt)
+
+
+def given_prompts(
+    field: str, given: str | list[str] | list[int] | list[list[int]], options: ServerOptions
+) -> list[GivenPrompt]:
+    """One prompt, or one for each item of a list; then their fields have an index."""
+    if isinstance(given, str) or isinstance(given[0], int):
+        return [GivenPrompt(field, given)]
+    if len(given) > options.batch_max:
+        message = f"{field} has {len(given)} prompts, {options.batch_max} are allowed"
+        raise ApiError(400, message, param=field, code="invalid_value")
+    many = cast(list[str | list[int]], given)
+    return [GivenPrompt(f"{field}[{index}]", each) for index, each in enumerate(many)]
 
 
 def namespace_of(cache_salt: str | None) -> Namespace:
@@ -33,29 +68,12 @@ def namespace_of(cache_salt: str | None) -> Namespace:
     return (cache_salt,) if cache_salt else ()
 
 
-def stop_of(stop: str | Sequence[str] | None, field: str, options: ServerOptions) -> tuple[str, ...]:
-    """Stop strings, checked against the limits."""
-    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if len(strings) > options.stop_max:
-        raise refusal(field, strings, f"has {len(strings)} stop strings, {options.stop_max} are allowed")
-    for string in strings:
-        if len(string) > options.stop_chars_max:
-            raise refusal(field, string, f"is longer than {options.stop_chars_max} characters")
-    return strings
-
-
-def bias_of(bias: Mapping[str, float] | None, field: str, service: Service) -> dict[int, float]:
-    """The bias by token id. (JSON keys are strings.)"""
-    by_token = {int(token): value for token, value in (bias or {}).items()}
-    for token in by_token:
-        if token >= service.text.vocab_size:
-            raise _no_token(f"{field}.{token}", token, service)
-    return by_token
-
-
-def _no_token(field: str, token: int, service: Service) -> ApiError:
-    why = f"is not a token: the vocabulary has {service.text.vocab_size}"
-    return refusal(field, token, why, code="not_a_token")
+def priority_of(priority: int | None, options: ServerOptions) -> int:
+    most = options.priority_max
+    if abs(priority or 0) > most:
+        why = f"must be from {-most} to {most} (--priority-max)" if most else "must be 0 (--priority-max)"
+        raise refusal("priority", priority, why)
+    return priority or 0
 
 
 def room(service: Service, prompt: Sequence[int], field: str) -> int:
@@ -65,21 +83,59 @@ def room(service: Service, prompt: Sequence[int], field: str) -> int:
     vocab_size = service.text.vocab_size
     if min(prompt) < 0 or max(prompt) >= vocab_size:
         at = next(i for i, token in enumerate(prompt) if not 0 <= token < vocab_size)
-        raise _no_token(f"{field}[{at}]", prompt[at], service)
+        raise _no_token(f"{field}[{at}]", prompt[at], vocab_size)
     if len(prompt) > service.context_tokens:
         message = f"{field} has {len(prompt)} tokens, but the context is {service.context_tokens} tokens long"
         raise ApiError(400, message, param=field, code="context_length_exceeded")
     return service.context_tokens - len(prompt)
 
 
-def check(service: Service, ask: Ask, spelling: Mapping[str, str]) -> Ask:
-    """Returns the ask if it can be answered. `room` has checked its prompt."""
+def _no_token(field: str, token: int, vocab_size: int) -> ApiError:
+    return refusal(field, token, f"is not a token: the vocabulary has {vocab_size}", code="not_a_token")
+
+
+def group_of(front: Front, ask: Ask, fields: SamplingFields, spelling: Mapping[str, str]) -> AskGroup:
+    """The ask with the sampling fields of its call, checked, `n` times. `room` has checked its prompt."""
+    given = {name: getattr(fields, name) for name in SAME}
+    sampling = replace(
+        ask.sampling,
+        stop=_stop(fields, spelling.get("stop", "stop"), front.options),
+        stop_tokens=frozenset(fields.stop_token_ids or ()),
+        logit_bias=_bias(fields, spelling.get("logit_bias", "logit_bias"), front.service.text.vocab_size),
+        keep_stop=bool(fields.no_stop_trim or ask.sampling.keep_stop),
+        top_k=max(fields.top_k or 0, 0),
+        **{name: value for name, value in given.items() if value is not None},
+    )
+    ask = replace(ask, sampling=sampling)
+    _check(front.service, ask, spelling)
+    return _siblings(ask, fields.n or 1, front.options.n_max, spelling.get("n", "n"))
+
+
+def _stop(fields: SamplingFields, field: str, options: ServerOptions) -> tuple[str, ...]:
+    strings = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
+    if len(strings) > options.stop_max:
+        raise refusal(field, strings, f"has {len(strings)} stop strings, {options.stop_max} are allowed")
+    for string in strings:
+        if len(string) > options.stop_chars_max:
+            raise refusal(field, string, f"is longer than {options.stop_chars_max} characters")
+    return strings
+
+
+def _bias(fields: SamplingFields, field: str, vocab_size: int) -> dict[int, float]:
+    """The bias by token id. (JSON keys are strings.)"""
+    by_token = {int(token): value for token, value in (fields.logit_bias or {}).items()}
+    for token in by_token:
+        if token >= vocab_size:
+            raise _no_token(f"{field}.{token}", token, vocab_size)
+    return by_token
+
+
+def _check(service: Service, ask: Ask, spelling: Mapping[str, str]) -> None:
     try:
         check_sampling(ask.sampling, service.text.vocab_size)
     except InputError as error:
         name, bracket, index = error.field.partition("[")
-        field = spelling.get(name, name) + bracket + index
-        raise refusal(field, error.value, error.why) from error
+        raise refusal(spelling.get(name, name) + bracket + index, error.value, error.why) from error
     left = service.context_tokens - len(ask.prompt)
     if ask.sampling.max_tokens > left:
         field = spelling.get("max_tokens", "max_tokens")
@@ -88,41 +144,12 @@ def check(service: Service, ask: Ask, spelling: Mapping[str, str]) -> Ask:
             f"{service.context_tokens}, which leaves {left}"
         )
         raise ApiError(400, message, param=field, code="context_length_exceeded")
-    return ask
 
 
-def own_id(request_id: str, owner: str, cache_salt: str | None) -> str:
-    """A client's id as the engine knows it: with a digest of API key and salt. So two tenants may use one id,
-    and neither learns about the other."""
-    if not owner and not cache_salt:
-        return request_id
-    digest = hashlib.blake2b(json.dumps([owner, cache_salt or ""]).encode(), digest_size=8).hexdigest()
-    return f"{digest}/{request_id}"
-
-
-def public_id(own: str) -> str:
-    """The id as its client knows it. No client can choose an id with a slash."""
-    return own.rpartition("/")[2]
-
-
-def priority_of(priority: int | None, options: ServerOptions) -> int:
-    """The priority, checked against the operator's limit."""
-    if abs(priority or 0) > options.priority_max:
-        most = options.priority_max
-        why = f"must be from {-most} to {most} (--priority-max)" if most else "must be 0 (--priority-max)"
-        raise refusal("priority", priority, why)
-    return priority or 0
-
-
-def member_id(request_id: str, index: int) -> str:
-    """The id of one prompt of a batch. The first prompt keeps the request's id."""
-    return f"{request_id}.{index}" if index else request_id
-
-
-def siblings(ask: Ask, n: int, options: ServerOptions, field: str = "n") -> tuple[Ask, ...]:
+def _siblings(ask: Ask, n: int, n_max: int, field: str) -> tuple[Ask, ...]:
     """The same ask n times, with other ids and seeds. Only the first asks for the prompt's logprobs."""
-    if n > options.n_max:
-        raise refusal(field, n, f"must be at most {options.n_max}")
+    if n > n_max:
+        raise refusal(field, n, f"must be at most {n_max}")
     others = (
         replace(
             ask,
@@ -141,3 +168,22 @@ def _derived(seed: int | None, index: int) -> int | None:
         return None
     digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+def own_id(request_id: str, owner: str, cache_salt: str | None) -> str:
+    """A client's id as the engine knows it: with a digest of API key and salt. So two tenants may use one id,
+    and neither learns about the other."""
+    if not owner and not cache_salt:
+        return request_id
+    digest = hashlib.blake2b(json.dumps([owner, cache_salt or ""]).encode(), digest_size=8).hexdigest()
+    return f"{digest}/{request_id}"
+
+
+def public_id(own: str) -> str:
+    """The id as its client knows it. No client can choose an id with a slash."""
+    return own.rpartition("/")[2]
+
+
+def member_id(request_id: str, index: int) -> str:
+    """The id of one prompt of a batch. The first prompt keeps the request's id."""
+    return f"{request_id}.{index}" if index else request_id

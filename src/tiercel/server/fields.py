@@ -7,7 +7,6 @@ and `schema` writes them into the OpenAPI schema.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationInfo, model_validator
@@ -54,12 +53,12 @@ class Body(BaseModel):
 
     @classmethod
     def _check_known(cls, name: str, value: Any) -> None:
-        neutral = cls.known[name]
-        if neutral != ANY and not _among(value, [None, *neutral]):
-            only = " or ".join(json.dumps(each) for each in (None, *neutral))
-            raise PydanticCustomError(
-                UNSUPPORTED, "this server supports only {only}", {"only": only, "field": name}
-            )
+        accepted = [None, *cls.known[name]]
+        # In JSON, unlike in Python, false is not 0 and true is not 1.
+        same = (isinstance(value, bool) == isinstance(each, bool) and value == each for each in accepted)
+        if cls.known[name] != ANY and not any(same):
+            context = {"only": " or ".join(map(json.dumps, accepted)), "field": name}
+            raise PydanticCustomError(UNSUPPORTED, "this server supports only {only}", context)
 
     @classmethod
     def __get_pydantic_json_schema__(
@@ -75,11 +74,6 @@ class Body(BaseModel):
         return schema
 
 
-def _among(value: Any, values: Sequence[Any]) -> bool:
-    """Like `in`, but False is not 0 and True is not 1, as in JSON."""
-    return any(isinstance(value, bool) == isinstance(each, bool) and value == each for each in values)
-
-
 def limit(**keywords: str) -> FieldInfo:
     """JSON schema keywords with the name of a server's limit: `limit(maximum="n")`."""
     info: FieldInfo = Field(json_schema_extra={"x-limit": dict(keywords)})
@@ -89,6 +83,8 @@ def limit(**keywords: str) -> FieldInfo:
 TokenId = Annotated[int, Field(ge=0), limit(maximum="token_id")]
 Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Written = Annotated[str, Field(min_length=1)]
+Texts = Annotated[list[Written], Field(min_length=1, fail_fast=True), limit(maxItems="batch")]
+TokenLists = Annotated[list[Tokens], Field(min_length=1, fail_fast=True), limit(maxItems="batch")]
 
 StopText = Annotated[str, Field(min_length=1), limit(maxLength="stop_chars")]
 Stop = StopText | Annotated[list[StopText], limit(maxItems="stop")]
@@ -114,3 +110,21 @@ Bias = Annotated[
     dict[BiasKey, Annotated[float, Field(ge=-100, le=100)]],
     Field(max_length=BIAS_TOKENS_MAX, json_schema_extra={"additionalProperties": False}),
 ]
+
+
+class SamplingFields(Body):
+    """How tokens are drawn and when to stop: fields with one name in every call."""
+
+    n: Count | None = None
+    stop: Stop | None = None
+    stop_token_ids: list[TokenId] | None = None
+    no_stop_trim: bool | None = None
+    ignore_eos: bool | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: Share | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Repetition | None = None
+    logit_bias: Bias | None = None

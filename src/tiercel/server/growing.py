@@ -8,12 +8,12 @@ difference between events.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tiercel.engine.ask import Delta, TokenOut
 from tiercel.server import logprobs
+from tiercel.server.reply import to_json
 from tiercel.text.text import Text
 
 SMALL_CHARS = 16 << 10
@@ -55,7 +55,7 @@ class Growing:
         self._sent = 0
 
     def add(self, delta: Delta) -> None:
-        self._said.add([_json(delta.text)[1:-1]])
+        self._said.add([to_json(delta.text)[1:-1]])
         self._ids.add([str(out.token) for out in delta.tokens])
         if self._logged:
             self._log("input", delta.prompt)
@@ -63,11 +63,11 @@ class Growing:
 
     def _log(self, side: str, tokens: Sequence[TokenOut]) -> None:
         self._lists[f"{side}_token_logprobs"].add(
-            [_json(triple) for triple in logprobs.triples(self._text, tokens)]
+            [to_json(triple) for triple in logprobs.triples(self._text, tokens)]
         )
         if self._top:
             best = logprobs.top_triples(self._text, tokens, self._top)
-            self._lists[f"{side}_top_logprobs"].add([_json(triples) for triples in best])
+            self._lists[f"{side}_top_logprobs"].add([to_json(triples) for triples in best])
 
     @property
     def due(self) -> bool:
@@ -83,7 +83,3 @@ class Growing:
         lists = "".join(f',"{name}":[{parts.joined(",")}]' for name, parts in self._lists.items())
         own = f'"text":"{self._said.joined("")}","output_ids":[{self._ids.joined(",")}]'
         return f'{{{own},"meta_info":{meta[:-1]}{lists}}}{more}}}'
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
@@ -16,83 +16,49 @@ from starlette.responses import Response
 
 from tiercel.engine.ask import Answer, Ask, Delta, Sampling
 from tiercel.server import asks, keys, known, schema
-from tiercel.server.answers import AskGroup, finish_reason
 from tiercel.server.border import Visit, visit_of
 from tiercel.server.errors import conflict
 from tiercel.server.fields import (
-    Bias,
     Body,
-    Count,
     MaxTokens,
-    Penalty,
     Priority,
-    Repetition,
     RequestId,
     Salt,
+    SamplingFields,
     Seed,
-    Share,
-    Stop,
-    TokenId,
+    Texts,
+    TokenLists,
     Tokens,
-    TopK,
     TopLogprobs,
-    TopP,
     Written,
     limit,
 )
 from tiercel.server.growing import Growing
 from tiercel.server.logprobs import Triple
 from tiercel.server.protocol import CachedByTier
-from tiercel.server.reply import Front, respond
+from tiercel.server.replies import cached_by_tier
+from tiercel.server.reply import AskGroup, Front, finish_reason, respond, to_json
 from tiercel.server.schema import gives
-from tiercel.server.usage import cached_by_tier
 from tiercel.text.text import Text
 
 MAX_NEW_TOKENS = 128
 """SGLang's default."""
 
-SPELLING = {
+SPELLING = {name: f"sampling_params.{name}" for name in SamplingFields.model_fields} | {
     "max_tokens": "sampling_params.max_new_tokens",
     "seed": "sampling_params.sampling_seed",
     "stop_tokens": "sampling_params.stop_token_ids",
     "logprobs": "top_logprobs_num",
-} | {
-    name: f"sampling_params.{name}"
-    for name in (
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "logit_bias",
-        "stop",
-    )
 }
 
 # --- the request ---
 
 
-class SamplingParams(Body):
+class SamplingParams(SamplingFields):
     known = known.SAMPLING_PARAMS
 
     max_new_tokens: MaxTokens | None = None
-    n: Count | None = None
-    stop: Stop | None = None
-    stop_token_ids: list[TokenId] | None = None
-    ignore_eos: bool | None = None
-    no_stop_trim: bool | None = None
-
-    temperature: Annotated[float, Field(ge=0)] | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
-    min_p: Share | None = None
     sampling_seed: Seed | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Repetition | None = None
-    logit_bias: Bias | None = None
 
 
 StartLen = Annotated[int, Field(ge=-1), limit(maximum="context_tokens")]
@@ -111,14 +77,8 @@ class GenerateRequest(Body):
         }
     )
 
-    text: (
-        Written
-        | Annotated[list[Written], Field(min_length=1, fail_fast=True), limit(maxItems="batch")]
-        | None
-    ) = None
-    input_ids: (
-        Tokens | Annotated[list[Tokens], Field(min_length=1, fail_fast=True), limit(maxItems="batch")] | None
-    ) = None
+    text: Written | Texts | None = None
+    input_ids: Tokens | TokenLists | None = None
     sampling_params: SamplingParams | list[SamplingParams] | None = None
     return_logprob: bool | list[bool] | None = None
     logprob_start_len: StartLen | list[StartLen] | None = None
@@ -130,7 +90,7 @@ class GenerateRequest(Body):
     priority: Priority | None = None
 
 
-# --- the answer ---
+# --- the answer: only for the schema. `Growing` writes it as JSON ---
 
 
 class FinishReason(BaseModel):
@@ -171,14 +131,13 @@ T = TypeVar("T")
 class Item:
     """One prompt of a request with its own fields."""
 
-    field: str
-    prompt: str | list[int]
+    given: asks.GivenPrompt
     params: SamplingParams
     logprob: bool
     start: int
     top: int
+    salt: str
     request_id: str
-    salt: str | None
 
 
 @dataclass
@@ -220,25 +179,25 @@ class NativeReply:
     def _meta(self, answer: Answer) -> str:
         """The fields of `meta_info` that `Growing` does not write."""
         usage = answer.usage
-        return MetaInfo(
-            id=asks.public_id(answer.request_id),
-            finish_reason=_finish(answer),
-            prompt_tokens=usage.prompt_tokens,
-            completion_tokens=usage.completion_tokens,
-            cached_tokens=usage.cached_tokens,
-            cached_tokens_details=cached_by_tier(usage),
-            e2e_latency=self.visit.age_s,
-        ).model_dump_json(exclude_unset=True)
+        meta = {
+            "id": asks.public_id(answer.request_id),
+            "finish_reason": _finish(answer),
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "cached_tokens_details": cached_by_tier(usage),
+            "e2e_latency": self.visit.age_s,
+        }
+        return to_json(meta)
 
 
-def _finish(answer: Answer) -> FinishReason | None:
+def _finish(answer: Answer) -> dict[str, Any] | None:
     match finish_reason(answer):
-        case None:
-            return None
         case "length":
-            return FinishReason(type="length", length=answer.usage.completion_tokens)
+            return {"type": "length", "length": answer.usage.completion_tokens}
         case "stop":
-            return FinishReason(type="stop", matched=answer.stopped_by)
+            return {"type": "stop", "matched": answer.stopped_by}
+    return None
 
 
 class Native:
@@ -250,51 +209,55 @@ class Native:
 
     async def generate(self, request: Request) -> Response:
         """Continue one text or several. With `stream`, as server-sent events."""
-        self.front.check_ready()
         body = await self.front.read(request, GenerateRequest)
-        alone, items = self._items(body, visit_of(request))
+        items = self._items(body, visit_of(request))
         groups = await self.front.off_loop(lambda: [self._group(item, body) for item in items])
         of_answers = [item for item, group in zip(items, groups, strict=True) for _ in group]
         reply = NativeReply(
             text=self.service.text if body.return_text_in_logprobs else None,
             items=of_answers,
-            alone=alone and len(of_answers) == 1,
+            alone=len(of_answers) == 1 and items[0].given.field in ("text", "input_ids"),
             visit=visit_of(request),
         )
         return await respond(self.front, request, groups, reply, stream=bool(body.stream))
 
-    def _items(self, body: GenerateRequest, visit: Visit) -> tuple[bool, list[Item]]:
-        """Whether the request is a single prompt, and each prompt with its fields."""
-        alone, fields, prompts = _prompts(body)
+    def _items(self, body: GenerateRequest, visit: Visit) -> list[Item]:
+        """Each prompt with its fields."""
+        name, given = ("text", body.text) if body.input_ids is None else ("input_ids", body.input_ids)
+        if given is None or (body.text is not None and body.input_ids is not None):
+            raise conflict("text", body.text, "either text or input_ids must be given, not both")
+        prompts = asks.given_prompts(name, given, self.front.options)
         count = len(prompts)
-        self.front.check_batch(fields[0].partition("[")[0], count)
-        params = _each("sampling_params", body.sampling_params, SamplingParams(), count)
-        logged = _each("return_logprob", body.return_logprob, False, count)
-        starts = _each("logprob_start_len", body.logprob_start_len, -1, count)
-        tops = _each("top_logprobs_num", body.top_logprobs_num, 0, count)
         salts = _each("cache_salt", body.cache_salt, "", count)
-        ids = _ids(body.rid, salts, visit)
-        return alone, [
-            Item(*each)
-            for each in zip(fields, prompts, params, logged, starts, tops, ids, salts, strict=True)
-        ]
+        every = zip(
+            prompts,
+            _each("sampling_params", body.sampling_params, SamplingParams(), count),
+            _each("return_logprob", body.return_logprob, False, count),
+            _each("logprob_start_len", body.logprob_start_len, -1, count),
+            _each("top_logprobs_num", body.top_logprobs_num, 0, count),
+            salts,
+            _ids(body.rid, salts, visit),
+            strict=True,
+        )
+        return [Item(*each) for each in every]
 
     def _group(self, item: Item, body: GenerateRequest) -> AskGroup:
-        prompt = item.prompt
-        if isinstance(prompt, str):
-            most = self.service.context_tokens
-            prompt = self.service.text.encode(prompt, field=item.field, tokens_max=most)
-        room = asks.room(self.service, prompt, item.field)
+        prompt = item.given.tokens(self.service)
+        room = asks.room(self.service, prompt, item.given.field)
+        asked = item.params.max_new_tokens
         ask = Ask(
             request_id=item.request_id,
-            prompt=tuple(prompt),
-            sampling=self._sampling(item, room),
+            prompt=prompt,
+            sampling=Sampling(
+                max_tokens=min(MAX_NEW_TOKENS, room) if asked is None else asked,
+                seed=item.params.sampling_seed,
+                logprobs=item.top if item.logprob else None,
+            ),
             namespace=asks.namespace_of(item.salt),
             priority=asks.priority_of(body.priority, self.front.options),
             prompt_logprobs_from=self._start(item, len(prompt)),
         )
-        asks.check(self.service, ask, SPELLING)
-        return asks.siblings(ask, item.params.n or 1, self.front.options, "sampling_params.n")
+        return asks.group_of(self.front, ask, item.params, SPELLING)
 
     def _start(self, item: Item, tokens: int) -> int | None:
         if not item.logprob or item.start < 0:
@@ -302,41 +265,6 @@ class Native:
         if item.start > tokens:
             raise conflict("logprob_start_len", item.start, f"is after the prompt, which has {tokens} tokens")
         return None if item.start == tokens else item.start
-
-    def _sampling(self, item: Item, room: int) -> Sampling:
-        params = item.params
-        given = {
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "top_k": None if params.top_k is None else max(params.top_k, 0),
-            "min_p": params.min_p,
-            "seed": params.sampling_seed,
-            "presence_penalty": params.presence_penalty,
-            "frequency_penalty": params.frequency_penalty,
-            "repetition_penalty": params.repetition_penalty,
-            "ignore_eos": params.ignore_eos,
-            "keep_stop": params.no_stop_trim,
-            "logprobs": item.top if item.logprob else None,
-        }
-        asked = params.max_new_tokens
-        return Sampling(
-            max_tokens=min(MAX_NEW_TOKENS, room) if asked is None else asked,
-            stop=asks.stop_of(params.stop, "sampling_params.stop", self.front.options),
-            stop_tokens=frozenset(params.stop_token_ids or ()),
-            logit_bias=asks.bias_of(params.logit_bias, "sampling_params.logit_bias", self.service),
-            **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
-        )
-
-
-def _prompts(body: GenerateRequest) -> tuple[bool, list[str], list[str | list[int]]]:
-    """Whether the request is a single prompt; the field of each prompt; the prompts."""
-    if (body.text is None) == (body.input_ids is None):
-        raise conflict("text", body.text, "either text or input_ids must be given, not both")
-    name, given = ("input_ids", body.input_ids) if body.text is None else ("text", body.text)
-    if isinstance(given, str) or (given and isinstance(given[0], int)):
-        return True, [name], [given]
-    many = cast(list[str | list[int]], given)
-    return False, [f"{name}[{index}]" for index in range(len(many))], many
 
 
 def _each(field: str, value: T | list[T] | None, default: T, count: int) -> list[T]:

@@ -19,23 +19,18 @@ from pydantic_core import PydanticCustomError
 from tiercel.server import known
 from tiercel.server.body import UNSUPPORTED
 from tiercel.server.fields import (
-    Bias,
     Body,
     Count,
     MaxTokens,
-    Penalty,
     Priority,
-    Repetition,
     RequestId,
     Salt,
+    SamplingFields,
     Seed,
-    Share,
-    Stop,
-    TokenId,
+    Texts,
+    TokenLists,
     Tokens,
-    TopK,
     TopLogprobs,
-    TopP,
     Written,
     limit,
 )
@@ -50,31 +45,18 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
-class OpenAIRequest(Body):
+class OpenAIRequest(SamplingFields):
     """The fields that chat and completions share."""
 
     model: Annotated[str, limit(enum="models")] | None = None
     max_tokens: MaxTokens | None = None
-    n: Count | None = None
-    stop: Stop | None = None
-    stop_token_ids: list[TokenId] | None = None
-    no_stop_trim: bool | None = None
     include_stop_str_in_output: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: TopP | None = None
     seed: Seed | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    logit_bias: Bias | None = None
 
     # Not OpenAI's: named as in vLLM and SGLang.
-    top_k: TopK | None = None
-    min_p: Share | None = None
-    repetition_penalty: Repetition | None = None
-    ignore_eos: bool | None = None
     cache_salt: Salt | None = None
     priority: Priority | None = None
     prompt_logprobs: TopLogprobs | None = None
@@ -252,24 +234,16 @@ class ChatRequest(OpenAIRequest):
         return given | (self.chat_template_kwargs or {})
 
 
-PromptField = (
-    Written
-    | Annotated[list[Written], Field(min_length=1, fail_fast=True), limit(maxItems="batch")]
-    | Tokens
-    | Annotated[list[Tokens], Field(min_length=1, fail_fast=True), limit(maxItems="batch")]
-)
-
-
 class CompletionRequest(OpenAIRequest):
     known = known.COMPLETION
 
-    prompt: PromptField
+    prompt: Written | Texts | Tokens | TokenLists
     best_of: Count | None = None
     echo: bool | None = None
     logprobs: TopLogprobs | None = None
 
 
-# --- answers ---
+# --- answers: only for the schema. `replies` writes them as JSON ---
 
 
 class CachedDetails(BaseModel):
@@ -321,7 +295,7 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class FunctionOut(BaseModel):
-    name: str | None = None
+    name: str
     arguments: str
 
 
@@ -339,14 +313,11 @@ class ChatMessage(BaseModel):
     tool_calls: list[ToolCallOut] | None = None
 
 
-ChatFinish = Literal["stop", "length", "tool_calls"]
-
-
 class ChatChoice(BaseModel):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: ChatFinish
+    finish_reason: Literal["stop", "length", "tool_calls"]
 
 
 class ChatResponse(BaseModel):
@@ -356,39 +327,6 @@ class ChatResponse(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: UsageOut
-    prompt_logprobs: PromptLogprobs | None = None
-    sglext: SglExt | None = None
-
-
-class ToolCallDelta(BaseModel):
-    index: int
-    id: str | None = None
-    type: Literal["function"] | None = None
-    function: FunctionOut
-
-
-class ChatDelta(BaseModel):
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-    refusal: None = None
-    reasoning_content: str | None = None
-    tool_calls: list[ToolCallDelta] | None = None
-
-
-class ChatChunkChoice(BaseModel):
-    index: int
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None
-    finish_reason: ChatFinish | None
-
-
-class ChatChunk(BaseModel):
-    id: str
-    object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
-    usage: UsageOut | None = None
     prompt_logprobs: PromptLogprobs | None = None
     sglext: SglExt | None = None
 

@@ -1,36 +1,56 @@
-"""`Reply`: how a call formats its answers. `respond`: the one function that sends them."""
+"""From asks to the bytes of an answer: one path for all calls, streamed or not.
+
+    groups ──► submit ──► Delta, Delta, … ──► Answer, Answer, …     `answer_deltas`
+                            │                    └──► whole ──► JSON
+                            └──► piece, …, last ──► server-sent events
+
+A group is one prompt asked n times. The first ask starts alone; the others start at its first Delta, so that
+they find the prompt in the cache.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
+import pydantic_core
+from anyio import CancelScope
 from pydantic import BaseModel
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
-from tiercel.engine.ask import Answer, Delta
-from tiercel.server.answers import AnswerDelta, AskGroup, answer_deltas
+from tiercel.engine.ask import Answer, Ask, Delta, Finish, TokenOut
 from tiercel.server.body import read_body
 from tiercel.server.border import Visit, visit_of
-from tiercel.server.errors import ApiError, ClientGone
+from tiercel.server.errors import ApiError, ClientGone, translate
 from tiercel.server.metrics import Metrics
 from tiercel.server.options import ServerOptions
 from tiercel.server.service import Service
-from tiercel.server.sse import EventStream
 
 Asked = TypeVar("Asked", bound=BaseModel)
 T = TypeVar("T")
+AskGroup = Sequence[Ask]
 
 TEXT_THREADS = 4
 """A long text takes seconds, and a short one should find a free thread. Tokenizing releases the GIL."""
 
 LONG_TOKENS = 256
 """From this many prompt logprobs on, JSON is written off the event loop: it takes about a millisecond."""
+
+DEFAULT_MODEL = "default"
+"""SGLang's clients send this if they name no model."""
+
+FAILED = {
+    Finish.ERROR: (500, "the engine failed", "engine_error"),
+    Finish.ABORT: (503, "the server ended the request", "aborted"),
+}
+"""Endings that are errors: status, message, code."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +63,17 @@ class Front:
     aside: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(TEXT_THREADS, "tiercel-text")
     )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the model; the first is the service's own."""
+        return tuple(dict.fromkeys((self.service.model_name, *self.options.model_names)))
+
+    @property
+    def names_accepted(self) -> tuple[str, ...]:
+        """The names by which a client may call the model: also its folder."""
+        path = () if self.options.model_path is None else (self.options.model_path,)
+        return tuple(dict.fromkeys((*self.names, *path, DEFAULT_MODEL)))
 
     async def off_loop(self, work: Callable[..., T], *given: Any) -> T:
         """Runs work in a thread, so that templates and tokenizing do not block the event loop."""
@@ -60,29 +91,40 @@ class Front:
 
     async def read(self, request: Request, model: type[Asked]) -> Asked:
         """The body of a call for an answer."""
+        self.check_ready()
         return await read_body(request, model, self.options.body_bytes_max, strict=self.options.strict)
-
-    def check_batch(self, field: str, count: int) -> None:
-        if count > self.options.batch_max:
-            message = f"{field} has {count} prompts, {self.options.batch_max} are allowed"
-            raise ApiError(400, message, param=field, code="invalid_value")
 
 
 class Reply(Protocol):
-    """How one call formats its answers, as models or as JSON. `answers` are in the order of the asks. It is
-    called from one thread at a time, not always the same."""
+    """How one call writes its answers as JSON. `answers` are in the order of the asks. It is called from one
+    thread at a time, not always the same."""
 
-    def whole(self, answers: Sequence[Answer]) -> BaseModel | str:
+    def whole(self, answers: Sequence[Answer]) -> str:
         """The complete answer of a call that does not stream."""
         ...
 
-    def piece(self, index: int, answer: Answer, delta: Delta) -> Iterable[BaseModel | str]:
+    def piece(self, index: int, answer: Answer, delta: Delta) -> Iterable[str]:
         """The events for one Delta, which was already added to its answer."""
         ...
 
-    def last(self, answers: Sequence[Answer]) -> Iterable[BaseModel | str]:
+    def last(self, answers: Sequence[Answer]) -> Iterable[str]:
         """The last events of a stream."""
         ...
+
+
+def to_json(value: object) -> str:
+    return pydantic_core.to_json(value).decode()  # several times as fast as `json.dumps`
+
+
+def finish_reason(answer: Answer) -> Literal["stop", "length"] | None:
+    """Why an answer ended. `answer_deltas` raises every other ending as an error."""
+    match answer.finish:
+        case Finish.STOP:
+            return "stop"
+        case Finish.LENGTH:
+            return "length"
+    assert answer.finish is None
+    return None
 
 
 async def respond(
@@ -91,48 +133,120 @@ async def respond(
     """Submits the asks and sends the answers in the form of `reply`. An error before the first token sets the
     status code."""
     every = [ask for group in groups for ask in group]
-    coming, answers = answer_deltas(front.service, groups), [Answer() for _ in every]
+    answers = [Answer() for _ in every]
+    coming = answer_deltas(front.service, groups, answers, visit_of(request))
     if stream:
-        pieces = _pieces(front, coming, answers, reply, visit_of(request))
+        pieces = _pieces(front, coming, answers, reply)
         return EventStream(await while_present(request, _next(pieces)), pieces)
-    await while_present(request, _gather(coming, answers, visit_of(request)))
-    if any(ask.sampling.logprobs is not None for ask in every):
-        text = await front.off_loop(lambda: _json(reply.whole(answers)))
-    else:
-        text = _json(reply.whole(answers))
+    await while_present(request, _gather(coming))
+    logged = any(ask.sampling.logprobs is not None for ask in every)
+    text = await front.off_loop(reply.whole, answers) if logged else reply.whole(answers)
     return Response(text, media_type="application/json")
 
 
-def _json(said: BaseModel | str) -> str:
-    return said if isinstance(said, str) else said.model_dump_json(exclude_unset=True)
+AnswerDeltas = AsyncGenerator[tuple[int, Delta], None]
+"""Deltas with the number of their ask, counted over all groups."""
 
 
-async def _gather(coming: AsyncGenerator[AnswerDelta, None], answers: Sequence[Answer], visit: Visit) -> None:
+async def answer_deltas(
+    service: Service, groups: Sequence[AskGroup], answers: Sequence[Answer], visit: Visit
+) -> AnswerDeltas:
+    """All Deltas of all asks, in the order of their arrival, added to `answers`. Closing the generator ends
+    every ask."""
+    running = _Running(service)
+    open_asks = 0
+    for group in groups:
+        running.start(open_asks, group[0], group[1:])
+        open_asks += len(group)
+    try:
+        while open_asks:
+            match await running.queue.get():
+                case (index, delta):
+                    visit.token_seen()
+                    answers[index].add(delta)
+                    yield index, delta
+                case None:
+                    open_asks -= 1
+                case error:
+                    raise error
+    finally:
+        # When a client is gone Starlette cancels again at every await. `close` must run once, to its end.
+        with CancelScope(shield=True):
+            await running.close()
+
+
+class _Running:
+    """The asks of one call. One asyncio task for each ask puts its Deltas into a shared queue.
+
+    The queue has no limit, because the engine must not wait for a slow client. It holds one call's answers at
+    most.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.queue: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue()
+        self.tasks: dict[int, asyncio.Task[None]] = {}
+        self.ending: set[int] = set()
+
+    def start(
+        self, index: int, ask: Ask, others: Sequence[Ask] = (), prompt: tuple[TokenOut, ...] = ()
+    ) -> None:
+        """Starts an ask. Its first Delta starts the `others`, which get the prompt's logprobs from it."""
+        self.tasks[index] = asyncio.create_task(self._follow(index, ask, others, prompt))
+
+    async def close(self) -> None:
+        """Ends the asks that still run, and waits until they have given back all memory."""
+        for index, task in self.tasks.items():
+            if index not in self.ending:
+                task.cancel()
+        await asyncio.gather(*self.tasks.values(), return_exceptions=True)
+
+    async def _follow(
+        self, index: int, ask: Ask, others: Sequence[Ask], prompt: tuple[TokenOut, ...]
+    ) -> None:
+        """Queues every Delta of an ask; then None, or the error that ended the ask."""
+        began = False
+        try:
+            async with aclosing(self.service.submit(ask)) as deltas:
+                async for delta in deltas:
+                    if delta.finish in FAILED:
+                        status, message, code = FAILED[delta.finish]
+                        raise ApiError(status, delta.error or message, code=code)
+                    if not began:
+                        began = True
+                        delta = delta._replace(prompt=delta.prompt or prompt)
+                        for place, other in enumerate(others, start=1):
+                            self.start(index + place, other, prompt=delta.prompt)
+                    self.queue.put_nowait((index, delta))
+                    if delta.finish:
+                        self.ending.add(index)
+                        break
+                else:
+                    raise AssertionError(f"the answer to {ask.request_id} has no end")
+            self.queue.put_nowait(None)
+        except Exception as error:  # noqa: BLE001 (`answer_deltas` raises it)
+            self.queue.put_nowait(error)
+
+
+async def _gather(coming: AnswerDeltas) -> None:
     async with aclosing(coming):
-        async for new in coming:
-            visit.token_seen()
-            answers[new.index].add(new.delta)
+        async for _ in coming:
+            pass
 
 
 async def _pieces(
-    front: Front,
-    coming: AsyncGenerator[AnswerDelta, None],
-    answers: Sequence[Answer],
-    reply: Reply,
-    visit: Visit,
+    front: Front, coming: AnswerDeltas, answers: Sequence[Answer], reply: Reply
 ) -> AsyncGenerator[str, None]:
-    def written(new: AnswerDelta) -> list[str]:
-        return [_json(piece) for piece in reply.piece(new.index, answers[new.index], new.delta)]
+    def written(index: int, delta: Delta) -> list[str]:
+        return list(reply.piece(index, answers[index], delta))
 
     async with aclosing(coming):
         async for new in coming:
-            visit.token_seen()
-            answers[new.index].add(new.delta)
-            long = len(new.delta.prompt) > LONG_TOKENS
-            for piece in await front.off_loop(written, new) if long else written(new):
+            long = len(new[1].prompt) > LONG_TOKENS
+            for piece in await front.off_loop(written, *new) if long else written(*new):
                 yield piece
     for last in reply.last(answers):
-        yield _json(last)
+        yield last
 
 
 async def _next(pieces: AsyncGenerator[str, None]) -> str:
@@ -160,3 +274,37 @@ async def while_present(request: Request, work: Coroutine[Any, Any, T]) -> T:
 async def _gone(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+class EventStream(StreamingResponse):
+    """Sends the JSON of a generator as server-sent events, `data: {…}`, at the end `data: [DONE]`.
+
+    An error after the first event becomes the last event, without [DONE]. The generator is always closed: a
+    client may leave at any time.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, head: str, rest: AsyncGenerator[str, None]) -> None:
+        self._events = _events(head, rest)
+        self._rest = rest
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(self._events, headers=headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._events.aclose()
+            await self._rest.aclose()
+
+
+async def _events(head: str, rest: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+    yield f"data: {head}\n\n"
+    try:
+        async for piece in rest:
+            yield f"data: {piece}\n\n"
+    except Exception as error:  # noqa: BLE001 (the status code is sent already)
+        yield f"data: {json.dumps(translate(error).body())}\n\n"
+    else:
+        yield "data: [DONE]\n\n"

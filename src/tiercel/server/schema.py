@@ -15,10 +15,8 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from tiercel.server.asks import model_names
 from tiercel.server.errors import ErrorBody
-from tiercel.server.options import ServerOptions
-from tiercel.server.service import Service
+from tiercel.server.reply import Front
 
 REF = "#/components/schemas/{model}"
 
@@ -44,11 +42,12 @@ def gives(model: Any, *problems: int, media_type: str | None = None) -> Response
     return responses
 
 
-def limits_of(service: Service, options: ServerOptions) -> dict[str, Any]:
+def limits_of(front: Front) -> dict[str, Any]:
+    service, options = front.service, front.options
     return {
         "batch": options.batch_max,
         "context_tokens": service.context_tokens,
-        "models": list(model_names(service, options)),
+        "models": list(front.names_accepted),
         "n": options.n_max,
         "stop": options.stop_max,
         "priority_least": -options.priority_max,
