@@ -91,6 +91,6 @@ class TreeDriver:
         held = []
         for text in texts:
             page = self.tree.index.get(make_keys(text)[-1])
-            if page and (page.device is not None and page.load is None if tier == "device" else page.on_host):
+            if page and (page.on_device if tier == "device" else page.on_host):
                 held.append(text)
         return held

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 from tiercel.policy.evict import Rank
 from tiercel.tree.actions import Event
-from tiercel.tree.match import Match
 from tiercel.tree.node import Item, Page, Tail
-from tiercel.tree.prefix_tree import PrefixTree
+from tiercel.tree.prefix_tree import Match, PrefixTree
 from tiercel.types import PageKey, Tier
 
 
@@ -45,7 +44,7 @@ class WatchedTree(PrefixTree):
         grown = super()._grow(parent, brought, fetched=fetched)
         if grown:  # a new page has priority 0, one that was there keeps its own
             priority = 0 if len(self.index) > before else Use.priority
-            self.oracle.use_path(grown[-1][0], self._clock, priority, hit=False)
+            self.oracle.use_path(grown[-1], self._clock, priority, hit=False)
         return grown
 
     def insert(self, parent, keys, ids, priority=0, tokens=()):

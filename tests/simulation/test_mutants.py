@@ -93,7 +93,7 @@ def children_leave_no_inheritance(parent, page):
 
 
 def the_hottest_goes_first(self):
-    self._close_ranks()
+    self._push_front()
     ready = [entry for entry in self._heap if self.ready(entry[2])]
     return max(ready, key=lambda entry: entry[:2])[2] if ready else None
 
@@ -163,8 +163,8 @@ MUTANTS = {
     only_the_payload_is_verified: (Form, "flaw"),
     a_copy_may_leave_while_the_store_reads_it: (PrefixTree, "store_start"),
     places_come_back_before_their_read_ended: (Fetch, "end"),
-    locked_pages_are_evicted: (books, "page_may_leave_device"),
-    parents_are_evicted: (books, "page_may_leave_device"),
+    locked_pages_are_evicted: (books, "may_leave_device"),
+    parents_are_evicted: (books, "may_leave_device"),
     a_duplicate_leaks: (PrefixTree, "insert"),
     a_load_is_readable_at_once: (PrefixTree, "load_start"),
     a_save_is_readable_at_once: (PrefixTree, "save_start"),

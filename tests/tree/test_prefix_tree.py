@@ -6,8 +6,7 @@ import pytest
 from tests.make import TreeDriver, make_keys
 from tiercel.tree.candidates import SWEEP_AT_LEAST
 from tiercel.tree.check import check, show
-from tiercel.tree.node import CopyState
-from tiercel.types import DevicePageId, DeviceTailId, Tier
+from tiercel.types import DevicePageId, DeviceTailId
 
 
 def make_tree(**options):
@@ -555,22 +554,19 @@ def test_being_used_without_end_does_not_lengthen_the_line():
 # Copies
 
 
-def test_a_page_has_one_copy_in_each_pool_with_its_places_and_its_state():
+def test_a_page_has_one_copy_in_each_pool_absent_arriving_or_readable():
     driver = TreeDriver(host_pages=3)
     driver.add("a")
     page = driver.page("a")
-    assert [copy.state for copy in page.copies.values()] == [CopyState.READABLE, CopyState.ABSENT]
+    assert page.on_device and page.host is None
     driver.tree.save_start(page, driver.take_host(1))
-    assert page.copies[Tier.HOST] == (page.host, CopyState.ARRIVING)
+    assert page.host is not None and not page.on_host
     driver.finish_saves()
-    assert page.copies == {
-        Tier.DEVICE: ((page.device,), CopyState.READABLE),
-        Tier.HOST: (page.host, CopyState.READABLE),
-    }
+    assert page.on_device and page.on_host
     driver.evict()
-    assert page.copies[Tier.DEVICE] == ((), CopyState.ABSENT)
+    assert page.device is None and page.on_host
     driver.tree.load_start(page, DevicePageId(99), batch=1)
-    assert page.copies[Tier.DEVICE] == ((99,), CopyState.ARRIVING)
+    assert page.device == 99 and not page.on_device and page.on_host
 
 
 # What comes to the host from elsewhere

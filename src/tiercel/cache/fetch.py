@@ -24,8 +24,7 @@ from tiercel.policy.resume import Reuse, Why
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.transfer.mover import Operation, Presence, RecordPlace, StoreMover, Work
 from tiercel.tree.keys import KeyChain
-from tiercel.tree.match import Match
-from tiercel.tree.prefix_tree import PrefixTree
+from tiercel.tree.prefix_tree import Match, PrefixTree
 from tiercel.types import HostPageId, PageKey
 
 READ_BYTES_MOST = 8 * 1024**2

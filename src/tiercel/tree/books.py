@@ -1,7 +1,13 @@
-"""The books of the tree: what is cached, where, in which line it stands to leave, and who is told.
+"""The books of the tree: what is cached, where, and how it moves or leaves.
 
-`Books` holds them; `tree.moving`, `tree.evicting` and `tree.prefix_tree` are built on top of each other. Here
-is what they share: a page or tail leaves a tier, or leaves altogether, in one way only.
+The life of a device place, and who gives it back:
+
+    insert ──────────────► readable ── evict, copy on the host ─────────► given back at once
+    load_start ─ load_done ─►│
+                             └────── evict, no copy yet: save ─ save_done ► given back when the copy ended
+
+A host copy arrives from a device place of ours (`save_start`) or from elsewhere (`arrive_start`: another
+engine's memory, a peer). It is readable when all of it is there, and not before.
 """
 
 from __future__ import annotations
@@ -11,57 +17,49 @@ from typing import Any
 
 from tiercel.policy.evict import EvictPolicy
 from tiercel.policy.save import SavePolicy
-from tiercel.tree.actions import Actions, Cleared, Event, event
-from tiercel.tree.candidates import Candidates
-from tiercel.tree.doubles import Doubles
-from tiercel.tree.match import descendants
+from tiercel.tree.actions import Actions, Cleared, Event, Move, event
+from tiercel.tree.candidates import Candidates, Doubles
 from tiercel.tree.node import (
+    FOREIGN,
     Item,
     Page,
     Tail,
     inherit,
+    may_leave_device,
     may_leave_host,
-    page_may_leave_device,
     parent_of,
-    tail_may_leave_device,
 )
-from tiercel.types import PageKey, Tier
+from tiercel.types import HostPageId, PageKey, Tier
 
 
 class Books:
-    """Pages and tails in two tiers. All counts are in pages, all times are ticks of its own clock."""
+    """Pages and tails in two tiers. All counts are in pages, all times are ticks of its own clock.
+
+    Every move has a start and an end, and between them its places stay where they are.
+    """
 
     def __init__(
         self, *, evict: EvictPolicy, save: SavePolicy, pages_per_window: int = 0, tails_per_path: int = 64
     ) -> None:
-        self.root = Page(PageKey(b""), None, None, 0, 0)
+        self.root = Page(None, 0, 0, PageKey(b""), None, 0)
         self.index: dict[PageKey, Page] = {}
         self.actions = Actions()
         self.events: list[Event | Cleared] | None = None
         self.doubles = Doubles()
+        self.device_pages = Candidates(evict, may_leave_device)
+        self.device_tails = Candidates(evict, may_leave_device)
+        self.host = Candidates(evict, may_leave_host)
         self.pages_per_window = pages_per_window
-        self._evict_policy = evict
-        self._rank = evict.rank
-        self._save = save
-        self._tails_per_path = tails_per_path * max(1, pages_per_window)
-        self._clock = 0
-        self._saving = 0
         self.leaving: dict[type[Item], int] = {Page: 0, Tail: 0}
         """Device places that come free when the saves under way end."""
         self.on_device: dict[type[Item], int] = {Page: 0, Tail: 0}
         self.on_host: dict[type[Item], int] = {Page: 0, Tail: 0}
         """What each tier can read, counted as it changes: nobody walks the tree to tell."""
-        self._line_up()
-
-    def _line_up(self) -> None:
-        """Everything that may leave a tier, in line to do so."""
-        self.device_pages: Candidates[Page] = Candidates(self._evict_policy, page_may_leave_device)
-        self.device_tails: Candidates[Tail] = Candidates(self._evict_policy, tail_may_leave_device)
-        self.host: Candidates[Item] = Candidates(self._evict_policy, may_leave_host)
-        for page in self.index.values():
-            self._offer(page)
-            if page.tail is not None:
-                self._offer(page.tail)
+        self._rank = evict.rank
+        self._save = save
+        self._tails_per_path = tails_per_path * max(1, pages_per_window)
+        self._clock = 0
+        self._saving = 0
 
     def items(self) -> Iterator[Item]:
         """Everything cached, parents before their children."""
@@ -79,6 +77,90 @@ class Books:
         if item.lock == 0:
             self._offer(item)
 
+    # Moving
+
+    def load_start(self, item: Item, device: Any, batch: int) -> Move:
+        """A load is going to fill `device` from the host copy."""
+        assert item.device is None and item.on_host and item.host, "I2: a load reads a readable copy"
+        item.device, item.load = device, batch
+        if isinstance(item, Page):
+            parent = parent_of(item)
+            assert parent is self.root or parent.device is not None, "I6: the device holds a prefix"
+            parent.children_device += 1
+        return Move(item, device, item.host)
+
+    def load_done(self, move: Move, ok: bool) -> None:
+        """The load ended. If it failed, the host copy is what it was. Children come before their parents."""
+        item = move.item
+        if item.gone:
+            self._give_device(item, move.device)
+            item.device = item.load = None
+            self._give_host(item)
+            return
+        if ok:
+            if not item.storing:
+                self.doubles.add(item)
+            self._tell(True, Tier.DEVICE, item)
+        else:
+            self._leave_device(item)
+        item.load = None
+        self._offer(item)
+
+    def save_start(self, item: Item, host: tuple[HostPageId, ...]) -> None:
+        """A save is going to fill `host` from the device copy, whose place it holds until it has ended."""
+        assert item.on_device and item.host is None
+        item.host, item.save = host, item.device
+        self._saving += 1
+        self.actions.saves.append(Move(item, item.device, host))
+
+    def save_done(self, move: Move, ok: bool) -> None:
+        """The save ended. What was evicted meanwhile gives its place back now, and is lost if it failed."""
+        self._saving -= 1
+        if move.item.device != move.device:
+            self._give_device(move.item, move.device)
+            self.leaving[type(move.item)] -= 1
+        self.arrive_done(move.item, move.host, ok)
+
+    def arrive_start(self, item: Item, host: tuple[HostPageId, ...]) -> None:
+        """Somebody is going to fill `host`, from no place of ours."""
+        assert item.host is None and not item.gone, "I1: a host copy is written once"
+        item.host, item.save = host, FOREIGN
+
+    def arrive_done(self, item: Item, host: tuple[HostPageId, ...], ok: bool) -> None:
+        """Nobody writes `host` any more. If not all of it is there, what no other tier holds is lost."""
+        if item.gone:
+            self.actions.host.extend(host)
+            return
+        item.save = None
+        if ok:
+            self._tell(True, Tier.HOST, item)
+            if item.device is not None:
+                self.doubles.add(item)
+        else:
+            item.host = None
+            self.actions.host.extend(host)
+            if item.device is None:
+                self._drop(item)
+                return
+        self._offer(item)
+
+    def store_start(self, item: Item) -> None:
+        """The host copy is being written to the store, and stays until that has ended."""
+        assert item.on_host and not item.storing and not item.gone, "I2: the store is given a readable copy"
+        item.storing = True
+        self.doubles.discard(item)
+
+    def store_done(self, item: Item, ok: bool) -> None:
+        item.storing = False
+        if item.gone:
+            self._give_host(item)
+            return
+        if item.on_device:
+            self.doubles.add(item)
+        if ok:
+            self.mark_stored(item)
+        self._offer(item)
+
     def mark_stored(self, item: Item, stored: bool = True) -> None:
         """Whether the store has it, as far as is known."""
         if item.stored != stored:
@@ -88,13 +170,23 @@ class Books:
             if stored:
                 self._tell(True, Tier.STORE, item)
 
+    def unsaved(self, page: Page) -> list[Page]:
+        """Pages at the end of a path that have no host copy and none on its way, the deepest last."""
+        pages = []
+        while page is not self.root and page.host is None:
+            pages.append(page)
+            page = parent_of(page)
+        return pages[::-1]
+
+    # Leaving
+
     def _offer(self, item: Item) -> None:
+        """The item may leave a tier now, as far as its caller knows."""
+        self.host.offer(item)
         if isinstance(item, Page):
             self.device_pages.offer(item)
-            self.host.offer(item)
         else:
             self.device_tails.offer(item)
-            self.host.offer(item)
             self.host.offer(item.page)
 
     def _leave_device(self, item: Item) -> None:
@@ -120,12 +212,16 @@ class Books:
             self._give_host(item)
 
     def _drop(self, item: Item) -> None:
-        """Forget something altogether; with a page, all below it, of which the device holds nothing."""
+        """Forget an item altogether; with a page, all pages below it, of which the device holds none."""
         if isinstance(item, Tail):
             self._remove_tail(item)
             return
         if item.children:  # rare: a page that could not be saved, with descendants on the host
-            for page in reversed(descendants(self.index.values(), item)):
+            below = {item: None}
+            for page in self.index.values():  # parents come before their children
+                if page.parent in below:
+                    below[page] = None
+            for page in list(below)[:0:-1]:
                 self._remove(page)
         self._remove(item)
 

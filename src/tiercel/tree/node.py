@@ -1,82 +1,59 @@
-"""The two things the tree caches: pages and tails.
+"""The two things that the tree caches: pages and tails.
 
     page   one node of the tree; its parent is the page before it in the text
-    tail   hangs on the page it continues after
+    tail   hangs on the page after which it continues
 
-Both have one copy in each of two pools, the device's and the host's: places there, and a state. A copy is two
-fields of its page or tail, not an object, since there are millions; `copies` shows it as one.
+Both have one copy in each of two pools, the device's and the host's: places, and what is filling them. The
+copies are fields, not objects: there are millions of pages, and an object per copy makes `insert` half as
+slow again.
 
     device   load     meaning                       host   save     meaning
     None     None     not on the device             None   None     not on the host
     id       number   a load is filling it          ids    id       a save is filling it
     id       None     readable                      ids    None     readable
 
-The number is the batch a load travels with. The id is the device place a save reads: the page may leave the
-device before the save ends, and may even be back at another place by then. FOREIGN stands for a place that is
-not ours: somebody else fills the host copy.
-
-The store is not ours alone, so of it only two things are known: `storing`, the host copy is being written to
-it and stays until that ended; `stored`, it has been there.
+The number is the batch that a load travels with. The id is the device place that a save reads: the page may
+leave the device before the save ends, and may even be back at another place by then. FOREIGN stands for a
+place that is not ours: somebody else fills the host copy.
 
 A page with `device` set has a parent with `device` set: what the device holds of a text is a prefix of it.
 """
 
 from __future__ import annotations
 
-from enum import Enum
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
-from tiercel.types import DevicePageId, DeviceTailId, HostPageId, PageKey, Tier
+from tiercel.types import DevicePageId, HostPageId, PageKey
 
 FOREIGN = -1
 
 
-class CopyState(Enum):
-    """What can be done with a copy in a pool."""
-
-    ABSENT = "absent"
-    ARRIVING = "arriving"
-    READABLE = "readable"
-
-
-class Copy(NamedTuple):
-    """What one pool has of a page or tail: of the streams that the pool holds."""
-
-    ids: tuple[int, ...]
-    state: CopyState
-
-    @property
-    def readable(self) -> bool:
-        return self.state is CopyState.READABLE
-
-
-def _copy(ids: tuple[int, ...], arrives_by: int | None) -> Copy:
-    state = CopyState.READABLE if arrives_by is None else CopyState.ARRIVING
-    return Copy(ids, state if ids else CopyState.ABSENT)
-
-
+@dataclass(eq=False, repr=False, slots=True)
 class Cached:
-    """What pages and tails have in common: places in two tiers, and their use (see `policy.evict.Used`)."""
-
-    __slots__ = ("gone", "hits", "host", "load", "lock", "priority", "save", "stored", "storing", "used")
+    """What pages and tails have in common: a copy in each pool, and their use (see `policy.evict.Used`)."""
 
     device: Any
-    host: tuple[HostPageId, ...] | None
-    load: int | None
-    save: int | None
-    lock: int
     used: int
-    hits: int
     priority: int
-    storing: bool
-    stored: bool
-    gone: bool
+    host: tuple[HostPageId, ...] | None = field(default=None, init=False)
+    load: int | None = field(default=None, init=False)
+    save: int | None = field(default=None, init=False)
+    hits: int = field(default=0, init=False)
+    lock: int = field(default=0, init=False)
+    children: int = field(default=0, init=False)
+    children_device: int = field(default=0, init=False)
+    """Children that the device holds. A tail has none."""
+    storing: bool = field(default=False, init=False)
+    """The host copy is being written to the store, and stays until that has ended."""
+    stored: bool = field(default=False, init=False)
+    """The store has had it. Whether the store still has it is not known: the store is not ours alone."""
+    gone: bool = field(default=False, init=False)
 
     @property
-    def copies(self) -> dict[Tier, Copy]:
-        """Its copy in each pool, the nearest first."""
-        device = () if self.device is None else (self.device,)
-        return {Tier.DEVICE: _copy(device, self.load), Tier.HOST: _copy(self.host or (), self.save)}
+    def on_device(self) -> bool:
+        """Readable on the device."""
+        return self.device is not None and self.load is None
 
     @property
     def on_host(self) -> bool:
@@ -84,56 +61,27 @@ class Cached:
         return self.host is not None and self.save is None
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Page(Cached):
     """A page in the tree. Locking it protects its whole path: only leaves are ever evicted."""
 
-    __slots__ = (
-        "children",
-        "children_device",
-        "depth",
-        "device",
-        "fetched",
-        "hits_given",
-        "key",
-        "parent",
-        "tail",
-        "tokens",
-    )
-
-    def __init__(
-        self, key: PageKey, parent: Page | None, device: DevicePageId | None, used: int, priority: int
-    ) -> None:
-        self.key = key
-        self.parent = parent
-        self.depth: int = 0 if parent is None else parent.depth + 1
-        self.device: DevicePageId | None = device
-        self.host = None
-        self.load = self.save = None
-        self.tail: Tail | None = None
-        self.lock = self.children = self.children_device = self.hits = self.hits_given = 0
-        self.used = used
-        self.priority = priority
-        self.tokens = b""
-        """Its tokens, if somebody wants to be told of them."""
-        self.fetched = False
-        """The store brought it, and no request has used it since."""
-        self.storing = self.stored = self.gone = False
+    key: PageKey
+    parent: Page | None
+    depth: int
+    tail: Tail | None = field(default=None, init=False)
+    hits_given: int = field(default=0, init=False)
+    """Hits that the parent has inherited already."""
+    tokens: bytes = field(default=b"", init=False)
+    """Its tokens, if somebody wants to be told of them."""
+    fetched: bool = field(default=False, init=False)
+    """The store brought it, and no request has used it since."""
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Tail(Cached):
     """What is needed besides the pages to continue after `page`."""
 
-    __slots__ = ("device", "page")
-
-    def __init__(self, page: Page, device: DeviceTailId | None, used: int, priority: int) -> None:
-        self.page = page
-        self.device = device
-        self.host = None
-        self.load = self.save = None
-        self.lock = self.hits = 0
-        self.used = used
-        self.priority = priority
-        self.storing = self.stored = self.gone = False
+    page: Page
 
 
 Item = Page | Tail
@@ -146,8 +94,9 @@ def parent_of(page: Page) -> Page:
 
 
 def device_of(page: Page) -> DevicePageId:
-    assert page.device is not None
-    return page.device
+    device: DevicePageId | None = page.device
+    assert device is not None
+    return device
 
 
 def inherit(parent: Page, page: Page) -> None:
@@ -160,26 +109,17 @@ def inherit(parent: Page, page: Page) -> None:
     page.hits_given = page.hits
 
 
-# Who may go
-
-
 def idle(item: Item) -> bool:
     """Held by no request and moved by no copy between device and host."""
     return item.lock == 0 and item.load is None and item.save is None
 
 
-def page_may_leave_device(page: Page) -> bool:
-    return page.device is not None and page.children_device == 0 and page.lock == 0 and page.load is None
-
-
-def tail_may_leave_device(tail: Tail) -> bool:
-    return tail.device is not None and tail.lock == 0 and tail.load is None
+def may_leave_device(item: Item) -> bool:
+    return item.device is not None and item.children_device == 0 and item.lock == 0 and item.load is None
 
 
 def may_leave_host(item: Item) -> bool:
     """Only what the host alone holds, and of pages only leaves without a tail in use."""
-    if not (item.on_host and idle(item)) or item.storing:
+    if item.device is not None or item.children or item.storing or not (item.on_host and idle(item)):
         return False
-    if isinstance(item, Tail):
-        return item.device is None
-    return item.device is None and item.children == 0 and (item.tail is None or idle(item.tail))
+    return isinstance(item, Tail) or item.tail is None or idle(item.tail)

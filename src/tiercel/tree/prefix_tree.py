@@ -1,50 +1,78 @@
-"""The prefix tree: which pages and tails are cached, in which tier, and which of them may go.
+"""The prefix tree: which pages and tails are cached, in which tier, and which of them may leave.
 
     root ── A ── B ── C ── D            A, B on the device and the host, C, D on the host only
                  │    └ tail            a tail at C: the text can be resumed after C
                  └── E ── F             E, F on the device: a second text with the same first two pages
 
 Two facts make every question short. A key names its whole prefix (`tree.keys`), so the tree holds the pages
-of a text up to some depth and none after it, and that depth is found by bisection over the keys; the same
-for what the device holds. And only leaves are evicted, so locking the deepest page of a path protects all of
-it.
+of a text up to some depth and none after it, and bisection over the keys finds that depth. The same is true
+of the pages on the device. And only leaves are evicted, so a lock on the deepest page protects all its path.
 
-The tree decides and keeps the books; it never copies a byte and owns no pool. Places it lets go of and saves
-it wants collect in `actions`, and whoever drives it (`TieredCache`) carries them out.
+The tree decides and keeps the books; it never copies a byte and owns no pool. Places that it gives back and
+saves that it wants collect in `actions`, and the cache that drives it (`TieredCache`) carries them out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-from tiercel.tree.evicting import Evicting
-from tiercel.tree.match import Match, prefix, resumable
-from tiercel.tree.node import Item, Page, Tail, inherit, parent_of
+from tiercel.policy.evict import Rank
+from tiercel.tree.books import Books
+from tiercel.tree.candidates import Candidates
+from tiercel.tree.node import Item, Page, Tail, idle, inherit, parent_of
 from tiercel.types import DevicePageId, DeviceTailId, HostPageId, PageKey, Tier
 
 Brought = tuple[PageKey, tuple[HostPageId, ...], bytes]
 """A page that comes to the host: its key, its places there, its tokens."""
 
+TakeHost = Callable[[int], tuple[HostPageId, ...] | None]
+"""So many host pages, or None when there are not so many free."""
 
-class PrefixTree(Evicting):
-    """What is held of a text, and how it grows."""
+
+class Match(NamedTuple):
+    """What the tiers hold of a text. Counts are in pages from its start."""
+
+    found: int
+    """Pages in any tier."""
+
+    device: int
+    """Pages on the device, those a load is bringing included."""
+
+    boundary: int
+    """The longest prefix that can be resumed: all pages found, and the tails it needs."""
+
+    page: Page
+    """The page that ends at `boundary` (the root when it is 0)."""
+
+    tails: tuple[Tail, ...]
+    """The tails a resume at `boundary` reads, the last one first."""
+
+    branch: int
+    """Where this text leaves the others: a boundary that deserves a tail; 0 when it does not branch off."""
+
+
+class PrefixTree(Books):
+    """What is held of a text, how it grows, and what leaves a full tier."""
 
     # Finding
 
     def match(self, keys: Sequence[PageKey], limit: int, *, device_only: bool = False) -> Match:
         """What is held of a text, looking at its first `limit` pages. Changes nothing."""
         index = self.index
-        found = prefix(keys, min(len(keys), limit), index.__contains__)
+        found = min(len(keys), limit)
+        if found and keys[found - 1] not in index:
+            found = bisect_left(keys, True, 0, found - 1, key=lambda key: key not in index)
         page = index[keys[found - 1]] if found else self.root
         device = found
         if found and page.device is None:
-            device = prefix(keys, found, lambda key: index[key].device is not None)
+            device = bisect_left(keys, True, 0, found - 1, key=lambda key: index[key].device is None)
         if device_only and device < found:
             found = device
             page = index[keys[found - 1]] if found else self.root
-        leaves = found and page.children and found < len(keys) and keys[found] not in index
-        branch = found if leaves else 0
+        branches = page.children and found < len(keys) and keys[found] not in index
+        branch = found if branches else 0
         if self.pages_per_window:
             tails = resumable(page, self.pages_per_window, device_only)
             page = tails[0].page if tails else self.root
@@ -71,24 +99,25 @@ class PrefixTree(Evicting):
         tokens: Sequence[bytes] = (),
     ) -> list[Page]:
         """Add full pages after `parent`, which is readable on the device (or the root). Answers the pages
-        now in the tree.
+        that are in the tree now.
 
-        A page that is there already gives the new copy back; one that was only on the host takes it. A page
-        that a load is bringing just now ends the answer early: the caller keeps its copy and comes again.
+        A page that is on the device already gives the new copy back; one that was only on the host takes it.
+        A page that a load is bringing ends the answer early: the caller keeps its copies and comes again.
         """
-        assert parent is self.root or (parent.device is not None and parent.load is None)
+        assert parent is self.root or parent.on_device
         self._clock += 1
-        clock, index, pages, new = self._clock, self.index, [], 0
-        for number, (key, device) in enumerate(zip(keys, ids, strict=True)):
+        clock, index, new = self._clock, self.index, 0
+        pages: list[Page] = []
+        for key, device in zip(keys, ids, strict=True):
             page = index.get(key)
             if page is None:
-                page = index[key] = Page(key, parent, device, clock, priority)
+                page = index[key] = Page(device, clock, priority, key, parent, parent.depth + 1)
                 parent.children += 1
                 parent.children_device += 1
                 if self.events is None:  # `_tell` for every new page would cost a tenth
                     new += 1
                 else:
-                    page.tokens = tokens[number] if tokens else b""
+                    page.tokens = tokens[len(pages)] if tokens else b""
                     self._tell(True, Tier.DEVICE, page)
             else:
                 if page.device is None:
@@ -113,7 +142,7 @@ class PrefixTree(Evicting):
         self._clock += 1
         tail = page.tail
         if tail is None:
-            tail = page.tail = Tail(page, device, self._clock, priority)
+            tail = page.tail = Tail(device, self._clock, priority, page)
             self._tell(True, Tier.DEVICE, tail)
         elif tail.device is None:
             self._adopt(tail, device)
@@ -126,10 +155,10 @@ class PrefixTree(Evicting):
 
     def insert_arriving(self, parent: Page, brought: Sequence[Brought]) -> list[Page]:
         """Pages that somebody brings to the host (until `arrive_done`), which has no copy of them yet."""
-        grown = self._grow(parent, brought)
-        for page, host in grown:
+        pages = self._grow(parent, brought)
+        for page, (_, host, _) in zip(pages, brought, strict=True):
             self.arrive_start(page, host)
-        return [page for page, _ in grown]
+        return pages
 
     def insert_arriving_tail(self, page: Page, host: tuple[HostPageId, ...]) -> Tail:
         """The same for a tail."""
@@ -139,7 +168,7 @@ class PrefixTree(Evicting):
 
     def insert_fetched(self, parent: Page, fetched: Sequence[Brought]) -> Page:
         """Pages that the store has brought to the host, after `parent`, which is in the tree; the last."""
-        for page, host in self._grow(parent, fetched, fetched=True):
+        for page, (_, host, _) in zip(self._grow(parent, fetched, fetched=True), fetched, strict=True):
             self._fetched(page, host)
             parent = page
         return parent
@@ -148,31 +177,29 @@ class PrefixTree(Evicting):
         """The same for a tail."""
         self._fetched(self._grow_tail(page), host)
 
-    def _grow(
-        self, parent: Page, brought: Sequence[Brought], *, fetched: bool = False
-    ) -> list[tuple[Page, tuple[HostPageId, ...]]]:
+    def _grow(self, parent: Page, brought: Sequence[Brought], *, fetched: bool = False) -> list[Page]:
         """Nodes for pages that come to the host. New ones follow `parent`, or one another."""
         self._clock += 1
-        grown = []
-        for key, host, tokens in brought:
+        pages = []
+        for key, _, tokens in brought:
             page = self.index.get(key)
             if page is None:
-                page = self.index[key] = Page(key, parent, None, self._clock, 0)
+                page = self.index[key] = Page(None, self._clock, 0, key, parent, parent.depth + 1)
                 page.tokens, page.fetched = tokens, fetched
                 parent.children += 1
             page.used = self._clock
             parent = page if page.depth > parent.depth else parent
-            grown.append((page, host))
+            pages.append(page)
         here = parent  # the deepest page on the device was used just now, too
         while here is not self.root and here.device is None:
             inherit(parent_of(here), here)
             here = parent_of(here)
-        return grown
+        return pages
 
     def _grow_tail(self, page: Page) -> Tail:
         self._clock += 1
         if page.tail is None:
-            page.tail = Tail(page, None, self._clock, page.priority)
+            page.tail = Tail(None, self._clock, page.priority, page)
         return page.tail
 
     def _fetched(self, item: Item, host: tuple[HostPageId, ...]) -> None:
@@ -190,3 +217,112 @@ class PrefixTree(Evicting):
         self._tell(True, Tier.DEVICE, item)
         if item.on_host and not item.storing:
             self.doubles.add(item)
+
+    # Evicting: only leaves leave, and nothing that is locked or on its way
+
+    def evict_pages(self, count: int, take_host: TakeHost | None = None) -> int:
+        """Take up to `count` pages off the device, coldest leaves first; answers how many went.
+
+        Each goes to the host: it is there already, or it is saved into places from `take_host`; otherwise it
+        is gone. Places of pages being saved are given back by `save_done`.
+        """
+        return self._evict_from(self.device_pages, count, 1, take_host)
+
+    def evict_tails(self, count: int, host_pages: int = 0, take_host: TakeHost | None = None) -> int:
+        """The same for tails, each of which takes `host_pages` on the host."""
+        return self._evict_from(self.device_tails, count, host_pages, take_host)
+
+    def _evict_from(self, line: Candidates, count: int, host_pages: int, take_host: TakeHost | None) -> int:
+        for going in range(count):
+            item = line.pop()
+            if item is None or not self._evict(item, host_pages, take_host):
+                return going
+        return count
+
+    def _evict(self, item: Item, host_pages: int, take_host: TakeHost | None) -> bool:
+        """False when it has to wait: saves are filling the host, and their end will show who is colder."""
+        assert item.device is not None
+        if item.host is None:
+            host = None
+            if take_host is not None and item.hits >= self._save.evict_hits:
+                host = self._host_for(item, host_pages, take_host)
+                if host is None and self._saving:
+                    self._offer(item)
+                    return False
+            if host is None:
+                self._drop(item)
+                return True
+            self.save_start(item, host)
+        self._leave_device(item)
+        self._offer(item)
+        return True
+
+    def _host_for(self, item: Item, count: int, take_host: TakeHost) -> tuple[HostPageId, ...] | None:
+        """Host pages for something about to leave the device. It displaces doubles, and what is colder."""
+        rank = self._rank(item)
+        item.lock += 1  # a tail must not displace the page it hangs on
+        while (host := take_host(count)) is None and self.evict_host(colder_than=rank):
+            pass
+        item.lock -= 1  # not `unlock`: the item has left the candidates and must not be offered again
+        return host
+
+    def evict_host(self, *, colder_than: Rank | None = None) -> bool:
+        """Take one thing off the host: the latest double, or else the coldest that only the host has."""
+        if (double := self.doubles.pop()) is not None:
+            self._leave_host(double)
+            return True
+        coldest = self.host.coldest()
+        if coldest is None or (colder_than is not None and self._rank(coldest) > colder_than):  # type: ignore[operator]
+            return False
+        self._drop(coldest)
+        return True
+
+    def evict_spare(self) -> bool:
+        """Take one thing off the host that both device and store have."""
+        if (spare := self.doubles.pop_stored()) is not None:
+            self._leave_host(spare)
+        return spare is not None
+
+    def cap_tails(self, page: Page) -> None:
+        """At most so many tails from the root to `page`; the coldest go, but none a resume there reads."""
+        tails: list[Tail] = []
+        here: Page | None = page
+        while here is not None:
+            if here.tail is not None:
+                tails.append(here.tail)
+            here = here.parent
+        excess = len(tails) - self._tails_per_path
+        if excess > 0:
+            older = [t for t in tails if t.page.depth <= page.depth - self.pages_per_window and idle(t)]
+            for tail in sorted(older, key=self._rank)[:excess]:
+                self._remove_tail(tail)
+
+    def flush(self) -> int:
+        """Forget everything that no request holds and no transfer moves; answers how many pages stay."""
+        for page in reversed(list(self.index.values())):
+            tail = page.tail
+            if tail is not None and idle(tail):
+                self._remove_tail(tail)
+            if page.children == 0 and page.tail is None and idle(page):
+                self._remove(page)
+        for line in (self.device_pages, self.device_tails, self.host):
+            line.sweep()
+        return len(self.index)
+
+
+def resumable(page: Page, pages_per_window: int, device_only: bool) -> tuple[Tail, ...]:
+    """The tails of the deepest page with one on it and on enough pages before it, the last first. I6."""
+    run: list[Tail] = []
+    here: Page | None = page
+    while here is not None:
+        tail = here.tail
+        if tail is None or (device_only and tail.device is None):
+            run = []
+        else:
+            run.append(tail)
+            if len(run) == pages_per_window or here.depth == 1:
+                return tuple(run)
+        here = here.parent
+        while here is not None and here.tail is None and not run:
+            here = here.parent
+    return ()
