@@ -18,29 +18,23 @@
 #include <stdlib.h>
 #include <string.h>
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || (defined(__AVX__) && defined(__FMA__))
 #include <immintrin.h>
-#define LANES 16
-typedef __m512 vec;
-#define FMA(a, b, c) _mm512_fmadd_ps(a, b, c)
-#define SPLAT(a) _mm512_set1_ps(a)
-#elif defined(__AVX__) && defined(__FMA__)
-#include <immintrin.h>
-#define LANES 8
-typedef __m256 vec;
-#define FMA(a, b, c) _mm256_fmadd_ps(a, b, c)
-#define SPLAT(a) _mm256_set1_ps(a)
 #elif defined(__ARM_NEON) && defined(__aarch64__)
 #include <arm_neon.h>
+#endif
+#if defined(__AVX512F__)
+#define LANES 16
+#define FMA(a, b, c) _mm512_fmadd_ps(a, b, c)
+#elif defined(__AVX__) && defined(__FMA__)
+#define LANES 8
+#define FMA(a, b, c) _mm256_fmadd_ps(a, b, c)
+#elif defined(__ARM_NEON) && defined(__aarch64__)
 #define LANES 4
-typedef float32x4_t vec;
 #define FMA(a, b, c) vfmaq_f32(c, a, b)
-#define SPLAT(a) vdupq_n_f32(a)
 #else
 #define LANES 4
-typedef float vec __attribute__((vector_size(16)));
 #define FMA(a, b, c) ((a) * (b) + (c)) /* two roundings, everywhere on this machine */
-#define SPLAT(a) ((vec){(a), (a), (a), (a)})
 #endif
 #define PANEL 16
 #define PV (PANEL / LANES)
@@ -49,6 +43,8 @@ typedef float vec __attribute__((vector_size(16)));
 #define PARALLEL_WORK 2000000 /* multiply-adds that are worth a second thread: 0.1 ms; waking a thread takes 10 us or more */
 
 typedef int64_t i64;
+typedef float vec __attribute__((vector_size(4 * LANES)));
+#define SPLAT(a) ((a) - (vec){0}) /* a in every lane; a - 0 is a, also for -0 */
 
 /* What this was built from (setup.py: the source and the whole command), and by which compiler. */
 const char *built_from(void) { return BUILT_FROM " " __VERSION__; }
@@ -137,26 +133,20 @@ TILE(2, 1)
 TILE(1, 4)
 TILE(1, 1)
 
+/* Tiles of ROWS rows from column c on: the last panel of one may be cut. */
+#define TILES(ROWS, PANELS)                                                                                  \
+    for (; c < to && (PANELS == 1 || to - c >= PANELS * PANEL); c += PANELS * PANEL)                         \
+        tile_##ROWS##x##PANELS(x + r * xs, xs, w + c * k, k, y + r * ys + c, ys, to - c);
+
 /* y[rows, from .. to) = x[rows, k] · wᵀ; from is a multiple of 16. */
 static void product(const float *x, i64 xs, const float *w, float *y, i64 ys, i64 rows, i64 k, i64 from, i64 to) {
-    i64 r = 0;
-    for (; rows - r >= 4; ) {
-        int take = rows - r >= 6 ? 6 : 4;
-        for (i64 c = from; c < to; c += PANEL) {
-            if (take == 6) tile_6x1(x + r * xs, xs, w + c * k, k, y + r * ys + c, ys, to - c);
-            else tile_4x1(x + r * xs, xs, w + c * k, k, y + r * ys + c, ys, to - c);
-        }
-        r += take;
-    }
-    for (; rows - r >= 2; r += 2) {
-        i64 c = from;
-        for (; to - c >= 2 * PANEL; c += 2 * PANEL) tile_2x2(x + r * xs, xs, w + c * k, k, y + r * ys + c, ys, to - c);
-        for (; c < to; c += PANEL) tile_2x1(x + r * xs, xs, w + c * k, k, y + r * ys + c, ys, to - c);
-    }
-    for (; r < rows; r++) {
-        i64 c = from;
-        for (; to - c >= 4 * PANEL; c += 4 * PANEL) tile_1x4(x + r * xs, xs, w + c * k, k, y + r * ys + c, ys, to - c);
-        for (; c < to; c += PANEL) tile_1x1(x + r * xs, xs, w + c * k, k, y + r * ys + c, ys, to - c);
+    for (i64 r = 0, take; r < rows; r += take) {
+        i64 c = from, left = rows - r;
+        take = left >= 6 ? 6 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+        if (take == 6) TILES(6, 1)
+        else if (take == 4) TILES(4, 1)
+        else if (take == 2) { TILES(2, 2) TILES(2, 1) }
+        else { TILES(1, 4) TILES(1, 1) }
     }
 }
 
