@@ -14,8 +14,7 @@ from tiercel.models.base import Span
 from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.families import family_of
 from tiercel.models.qwen3 import model as qwen3
-from tiercel.models.qwen3.config import Qwen3Config, declare, load_weights
-from tiercel.models.qwen3.model import Qwen3
+from tiercel.models.qwen3.model import Qwen3, Qwen3Config, declare, load_weights
 
 TOLERANCE = 1e-4
 PAGE = 32

@@ -181,15 +181,8 @@ void linear_groups(const float *x, i64 xs, const float *w, float *y, i64 rows, i
 
 /* Norms and rotary positions */
 
-void norm(const float *x, i64 xs, const float *weight, float *y, i64 rows, i64 d, float eps) {
-#pragma omp parallel for if (rows * d > PARALLEL_WORK)
-    for (i64 t = 0; t < rows; t++) {
-        float scale = inverse_rms(x + t * xs, d, eps);
-        for (i64 i = 0; i < d; i++) y[t * d + i] = weight[i] * (x[t * xs + i] * scale);
-    }
-}
-
-/* Norms each head (not if eps < 0), scales it by the weight if there is one, rotates its last r channels. */
+/* Norms each head (not if eps < 0), scales it by the weight if there is one, rotates its last r channels.
+   With one head and r = 0 it is the plain norm. */
 void norm_rotate(const float *x, i64 xs, float *y, const float *cosine, const float *sine, const float *weight,
                  i64 rows, i64 heads, i64 d, i64 r, float eps, float direction) {
 #pragma omp parallel for if (rows * heads * d > PARALLEL_WORK)

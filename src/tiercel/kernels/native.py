@@ -41,7 +41,6 @@ _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 _SIGNATURES = {
     "linear": "pippiiii",
     "linear_groups": "pippiiii",
-    "norm": "pippiif",
     "norm_rotate": "pippppiiiiff",
     "hyper_read": "ppppppppiiiiff",
     "hyper_write": "pppppiii",
@@ -141,7 +140,7 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     rows, d = x.shape
     _dense(weight, (d,))
     y = torch.empty(rows, d)
-    _call("norm", rows, x, _rows(x, (rows, d)), weight, y, rows, d, eps)
+    _call("norm_rotate", rows, x, _rows(x, (rows, d)), y, None, None, weight, rows, 1, d, 0, eps, 1.0)
     return y
 
 

@@ -65,11 +65,12 @@ class Checkpoint:
         self.config: Mapping[str, Any] = _read_json(self.folder / CONFIG)
         self._files: dict[Path, Any] = {}
         if lexists(self.folder / SINGLE):  # as in transformers, it goes before an index
-            self.tensors: Mapping[str, StoredTensor] = self._open(self.folder / SINGLE)
+            found = self._open(self.folder / SINGLE)
         elif lexists(self.folder / INDEX):
-            self.tensors = self._open_indexed(self.folder / INDEX)
+            found = self._open_indexed(self.folder / INDEX)
         else:
             raise WeightsError(self.folder, f"has neither {SINGLE} nor {INDEX}")
+        self.tensors = {name: each for name, each in found.items() if not name.endswith(COMPUTED)}
 
     def read(self, name: str) -> Tensor:
         """A tensor as stored, not copied: a private view of its file, to be copied from."""

@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import xxhash
 
@@ -29,46 +28,37 @@ SETTLED_S = 2.0
 """Younger files are not remembered: their next change may have the same time stamp."""
 
 
-class Remembered(NamedTuple):
-    """One file as it was when its bytes were read, and their digest."""
-
-    size: int
-    mtime_ns: int
-    ctime_ns: int
-    inode: int
-    digest: str = ""
-
-    @staticmethod
-    def now(file: Path) -> Remembered:
-        stat = file.stat()
-        return Remembered(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
-
-    @property
-    def state(self) -> tuple[int | str, ...]:
-        return self[:-1]
-
-    def lasts(self, file: Path) -> bool:
-        """Whether the file is still what was read, and old enough that a change would show."""
-        age_s = time.time() - max(self.mtime_ns, self.ctime_ns) / 1e9
-        return age_s > SETTLED_S and Remembered.now(file).state == self.state
+State = tuple[int, ...]
+"""A file's size, mtime, ctime and inode."""
 
 
 def weights_digest(files: Sequence[Path]) -> str:
     """Of files of one folder: changes with any bit of any of them, and with their names. Raises OSError."""
     places = _places(files[0].parent)
-    known = {(name, each.state): each for place in places for name, each in _load(place).items()}
+    known = {key: digest for place in places for key, digest in _load(place).items()}
 
-    def look(file: Path) -> Remembered:
-        now = Remembered.now(file)
-        return known.get((file.name, now.state)) or now._replace(digest=hash_file(file))
+    def look(file: Path) -> tuple[State, str]:
+        state = _state(file)
+        return state, known.get((file.name, *state)) or hash_file(file)
 
     with ThreadPoolExecutor(min(READERS, len(files))) as readers:
         seen = dict(zip(files, readers.map(look, files), strict=True))
-    lasting = {file.name: each for file, each in seen.items() if each.lasts(file)}
-    if any((name, each.state) not in known for name, each in lasting.items()):
+    lasting = {file.name: (*state, digest) for file, (state, digest) in seen.items() if _lasts(file, state)}
+    if any((name, *state) not in known for name, (*state, _) in lasting.items()):
         _save(places, lasting)
-    told = json.dumps([(file.name, each.digest) for file, each in seen.items()])
+    told = json.dumps([(file.name, digest) for file, (_, digest) in seen.items()])
     return xxhash.xxh3_128(told.encode()).hexdigest()
+
+
+def _state(file: Path) -> State:
+    stat = file.stat()
+    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
+
+
+def _lasts(file: Path, state: State) -> bool:
+    """Whether the file is still what was read, and old enough that a change would show."""
+    _, mtime_ns, ctime_ns, _ = state
+    return time.time() - max(mtime_ns, ctime_ns) / 1e9 > SETTLED_S and _state(file) == state
 
 
 def hash_file(file: Path) -> str:
@@ -87,24 +77,23 @@ def _places(folder: Path) -> list[Path]:
     return places
 
 
-def _load(place: Path) -> dict[str, Remembered]:
-    """The digests in a file; none, if it is missing or damaged."""
+def _load(place: Path) -> dict[tuple[str | int, ...], str]:
+    """(name, *state) → digest, as remembered; nothing, if the file is missing or damaged."""
     try:
         told = json.loads(place.read_text(encoding="utf-8"))
-        files = {name: Remembered(*each) for name, each in told["files"].items()}
-        return files if told["check"] == _check(files) else {}
+        known = {(name, *state): str(digest) for name, (*state, digest) in told["files"].items()}
+        return known if told["check"] == _check(told["files"]) else {}
     except (OSError, ValueError, TypeError, LookupError, AttributeError):
         return {}
 
 
-def _save(places: Sequence[Path], files: Mapping[str, Remembered]) -> None:
+def _save(places: Sequence[Path], files: Mapping[str, object]) -> None:
     """Writes the first place that can be written. If none can, the next start reads the files again."""
     text = json.dumps({"files": files, "check": _check(files)}, indent=1)
     for place in places:
         written = place.with_name(f"{place.name}.{os.getpid()}")
         try:
-            if place.name != BESIDE:
-                place.parent.mkdir(parents=True, exist_ok=True)
+            place.parent.mkdir(parents=True, exist_ok=True)
             written.write_text(text, encoding="utf-8")
             written.replace(place)
             return
@@ -113,5 +102,5 @@ def _save(places: Sequence[Path], files: Mapping[str, Remembered]) -> None:
                 written.unlink()
 
 
-def _check(files: Mapping[str, Remembered]) -> str:
+def _check(files: Mapping[str, object]) -> str:
     return xxhash.xxh3_64(json.dumps(files, sort_keys=True).encode()).hexdigest()

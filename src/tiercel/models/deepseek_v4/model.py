@@ -12,10 +12,9 @@ from tiercel.kernels.choice import Kernels, make_kernels
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.models.base import Span
 from tiercel.models.batch import Batch
-from tiercel.models.deepseek_v4.attention import Setup
 from tiercel.models.deepseek_v4.config import V4Config
 from tiercel.models.deepseek_v4.draft import Draft
-from tiercel.models.deepseek_v4.layer import Layer, site_of
+from tiercel.models.deepseek_v4.layer import Layer, Setup, site_of
 from tiercel.models.deepseek_v4.weights import Weights, draft_names, load_weights, part_of
 from tiercel.models.families import Family
 from tiercel.models.rotary import Rotary
@@ -34,7 +33,7 @@ class DeepseekV4:
         kernels: Kernels | None = None,
     ) -> None:
         self.config, self.vocab_size = config, config.vocab_size
-        self.kernels = k = kernels or make_kernels()
+        self.kernels = k = kernels or make_kernels(device=str(memory.device))
         self._setup = setup = Setup(config, k, memory, rings)
         self._embedding = weights["model.embed_tokens.weight"]
         self._lm_head = k.pack(weights["lm_head.weight"])

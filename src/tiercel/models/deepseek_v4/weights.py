@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from tiercel.errors import WeightsError
-from tiercel.models.checkpoint import COMPUTED, FLOATS, Checkpoint, StoredTensor, check_finite
+from tiercel.models.checkpoint import FLOATS, Checkpoint, StoredTensor, check_finite
 from tiercel.models.deepseek_v4.config import FP8_BLOCK, SPARSE_RATIO, V4Config
 
 Shape = tuple[int, ...]
@@ -122,12 +122,6 @@ def _layer(config: V4Config, prefix: str, ratio: int, *, hashed: bool) -> Iterat
     rows: list[Row] = [
         ("input_layernorm.weight", "attn_norm.weight", (d,)),
         ("post_attention_layernorm.weight", "ffn_norm.weight", (d,)),
-        ("attn_hc.fn", "hc_attn_fn", (mixes, n * d)),
-        ("attn_hc.base", "hc_attn_base", (mixes,)),
-        ("attn_hc.scale", "hc_attn_scale", (3,)),
-        ("ffn_hc.fn", "hc_ffn_fn", (mixes, n * d)),
-        ("ffn_hc.base", "hc_ffn_base", (mixes,)),
-        ("ffn_hc.scale", "hc_ffn_scale", (3,)),
         ("self_attn.q_a_proj.weight", "attn.wq_a.weight", (c.q_lora_rank, d)),
         ("self_attn.q_a_norm.weight", "attn.q_norm.weight", (c.q_lora_rank,)),
         ("self_attn.q_b_proj.weight", "attn.wq_b.weight", (heads, c.q_lora_rank)),
@@ -141,6 +135,9 @@ def _layer(config: V4Config, prefix: str, ratio: int, *, hashed: bool) -> Iterat
         ("mlp.shared_experts.up_proj.weight", "ffn.shared_experts.w3.weight", (inner, d)),
         ("mlp.shared_experts.down_proj.weight", "ffn.shared_experts.w2.weight", (d, inner)),
     ]
+    sites: dict[str, Shape] = {"fn": (mixes, n * d), "base": (mixes,), "scale": (3,)}
+    for at in ("attn", "ffn"):
+        rows += [(f"{at}_hc.{name}", f"hc_{at}_{name}", shape) for name, shape in sites.items()]
     if ratio:
         rows += _compressor(c, "", ratio, c.head_dim)
     if ratio == SPARSE_RATIO:
@@ -189,9 +186,8 @@ def _named(prefix: str, rows: Iterable[Row]) -> Iterator[Parameter]:
     model = "" if prefix.startswith(DRAFT) else "model."
     for here, original, shape in rows:
         names = sorted({here, original, ALSO.get(original, here)})
-        yield Parameter(
-            f"{model}{prefix}{here}", shape, tuple(WeightPiece(f"{prefix}{name}", shape) for name in names)
-        )
+        pieces = tuple(WeightPiece(f"{prefix}{name}", shape) for name in names)
+        yield Parameter(f"{model}{prefix}{here}", shape, pieces)
 
 
 # Which stored tensor fills what
@@ -216,9 +212,7 @@ def plan_weights(
     """
     drafted = draft_names(checkpoint)
     unread = set() if draft else set(drafted)
-    stored = [
-        t for t in checkpoint.tensors.values() if t.name not in unread and not t.name.endswith(COMPUTED)
-    ]
+    stored = [each for name, each in checkpoint.tensors.items() if name not in unread]
     if any(_bare(each.name) in HEAD for each in stored):
         config = replace(config, tie_word_embeddings=False)
     wanted = parameters(config, draft=draft and bool(drafted))
@@ -310,12 +304,8 @@ def load_weights(
     names. There are `mtp.` names if the checkpoint has the draft and it is wanted.
     """
     wanted, readings = plan_weights(checkpoint, config, draft=draft)
-    weights = {
-        each.name: torch.empty(
-            each.shape, dtype=torch.int64 if each.integer else torch.float32, device=device
-        )
-        for each in wanted.values()
-    }
+    dtypes = {True: torch.int64, False: torch.float32}
+    weights = {w.name: torch.empty(w.shape, dtype=dtypes[w.integer], device=device) for w in wanted.values()}
     for parameter, piece, stored, scaled_by in readings:
         target, values = piece.of(weights[parameter.name]), checkpoint.read(stored.name)
         if scaled_by is None:
