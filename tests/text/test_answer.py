@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tiercel.text.answer import AnswerReader
+from tiercel.text.conversation import Conversation
 from tiercel.text.deepseek_v4 import EOS, RELEASE, DeepSeekV4Format
 
 CALL = (
@@ -165,8 +166,8 @@ def test_what_was_written_is_read(
     tools = [{"function": {}}]
     low = {"reasoning_effort": "low"}
     format_ = DeepSeekV4Format(RELEASE)
-    before = format_.render([question], tools, low, True)
-    whole = format_.render([question, said], tools, low, False)
+    before = format_.render(Conversation([question], tools, low, True))
+    whole = format_.render(Conversation([question, said], tools, low, False))
     answer = whole.removeprefix(before).removesuffix(EOS)
     reasoning, content, found, called = read(*pieces_of(answer, cuts), thinks=True)
     assert (reasoning, content, called) == (thought, words, True)

@@ -12,8 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 import tiercel.models
 from tests.text.test_text import TEXT, make_folder, user
 from tiercel.errors import LengthError
-from tiercel.text.length import NORMAL_SHRINKS, bytes_per_token_most
-from tiercel.text.pieces import BYTES
+from tiercel.text.pieces import BYTES, NORMAL_SHRINKS, bytes_per_token_most
 from tiercel.text.text import Text
 
 TINY = Path(tiercel.models.__file__).parent / "tiny_v4"

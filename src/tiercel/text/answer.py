@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 THINK, END_THINK = "<think>", "</think>"
 DSML = "｜DSML｜"
-BLOCK, END_INVOKE, END_VALUE = f"<{DSML}tool_calls>", f"</{DSML}invoke>", f"</{DSML}parameter>"
+CALLS, END_INVOKE, END_VALUE = f"<{DSML}tool_calls>", f"</{DSML}invoke>", f"</{DSML}parameter>"
 TAG = re.compile(
     rf'\s*<(?P<end>/?){DSML}(?P<kind>\w+)(\s+name="(?P<name>[^"]*)")?(\s+string="(?P<string>true|false)")?\s*>'
 )
@@ -88,10 +88,10 @@ class AnswerReader:
     def _words(self, final: bool) -> bool:
         if not self._reads_calls:
             return self._rest(final)
-        before, found = self._until((f"\n\n{BLOCK}", BLOCK), final)
+        before, found = self._until((f"\n\n{CALLS}", CALLS), final)
         self._content += before
         if found:
-            self._state = self._block
+            self._state = self._between_calls
         return found
 
     def _rest(self, _: bool) -> bool:
@@ -99,8 +99,7 @@ class AnswerReader:
         self._held = ""
         return False
 
-    def _block(self, final: bool) -> bool:
-        """Between calls."""
+    def _between_calls(self, final: bool) -> bool:
         match self._tag(final):
             case ("", "invoke", str(name), None):
                 self._call += 1
@@ -130,7 +129,7 @@ class AnswerReader:
             case ("/", "invoke", None, None):
                 self._add_arguments("}" if self._parameters else "{}")
                 self._inside = False
-                self._state = self._block
+                self._state = self._between_calls
             case found:
                 return self._other(found)
         return True
@@ -142,7 +141,7 @@ class AnswerReader:
         self._add_arguments(value.strip())
         if found and _is_json(value):
             self._inside = False
-            self._state = self._block
+            self._state = self._between_calls
         else:
             self._state = self._rest
         return found
@@ -201,8 +200,7 @@ class AnswerReader:
 
 def _may_become_tag(text: str) -> bool:
     begun = text.lstrip()
-    starts = (f"<{DSML}", f"</{DSML}")
-    fits = any(begun.startswith(start) or start.startswith(begun) for start in starts)
+    fits = any(begun.startswith(start) or start.startswith(begun) for start in (f"<{DSML}", f"</{DSML}"))
     return fits and "\n" not in begun and len(begun) <= TAG_CHARS_MOST
 
 

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from tiercel.errors import AskError
-from tiercel.text.answer import BLOCK, DSML, END_THINK, END_VALUE, THINK
+from tiercel.text.answer import CALLS, DSML, END_THINK, END_VALUE, THINK
+from tiercel.text.conversation import ChatFormat, Conversation, Message
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 USER, ASSISTANT = "<｜User｜>", "<｜Assistant｜>"
@@ -59,9 +60,9 @@ TOOLS = f"""\
 ## Tools
 
 You have access to a set of tools to help answer the user's question. You can invoke tools by writing a \
-"{BLOCK}" block like the following:
+"{CALLS}" block like the following:
 
-{BLOCK}
+{CALLS}
 <{DSML}invoke name="$TOOL_NAME">
 <{DSML}parameter name="$PARAMETER_NAME" string="true|false">$PARAMETER_VALUE{END_VALUE}
 ...
@@ -93,12 +94,12 @@ class Turn:
     """One message. Messages of a user and of tools that follow each other are one turn."""
 
     role: str
-    message: Mapping[str, Any]
-    blocks: list[tuple[str | None, str]] = field(default_factory=list)
+    message: Message
+    parts: list[tuple[str | None, str]] = field(default_factory=list)
     """For a user's turn: (id of the tool call that is answered, or None; text)."""
 
 
-class DeepSeekV4Format:
+class DeepSeekV4Format(ChatFormat):
     """Renders conversations. `efforts`: the instruction to the model for each effort."""
 
     control = (THINK, END_THINK, DSML)
@@ -108,19 +109,13 @@ class DeepSeekV4Format:
     def __init__(self, efforts: Mapping[str, str]) -> None:
         self._efforts = efforts
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        add_generation_prompt: bool,
-    ) -> str:
-        effort = _effort(kwargs)
+    def render(self, talk: Conversation) -> str:
+        effort, tools = _effort(talk.kwargs), talk.tools
         thinking = effort is not None
-        turns = _turns(messages)
+        turns = _turns(talk.messages)
         if tools and turns[0].role != "system":
             turns.insert(0, Turn("system", {}))
-        keeps = bool(tools) or _switch(kwargs, "drop_thinking") is False
+        keeps = bool(tools) or _switch(talk.kwargs, "drop_thinking") is False
         if thinking and not keeps:
             last = _last_user(turns)
             turns = [turn for at, turn in enumerate(turns) if turn.role != "developer" or at >= last]
@@ -139,9 +134,9 @@ class DeepSeekV4Format:
                 case "developer":
                     text += USER + turn.message["content"]
                 case _:
-                    text += USER + "\n\n".join(block for _, block in turn.blocks)
+                    text += USER + "\n\n".join(part for _, part in turn.parts)
             asks = turn.role in ("user", "developer")
-            if (after == "assistant" and asks) or (after is None and add_generation_prompt):
+            if (after == "assistant" and asks) or (after is None and talk.add_generation_prompt):
                 text += ASSISTANT + (THINK if thinking and (keeps or at >= last) else END_THINK)
         return text
 
@@ -184,52 +179,46 @@ def _switch(kwargs: Mapping[str, Any], name: str) -> bool | None:
     return value
 
 
-def _turns(messages: Sequence[Mapping[str, Any]]) -> list[Turn]:
+def _turns(messages: Sequence[Message]) -> list[Turn]:
     """Messages as turns. Tool results are sorted by the order of their calls."""
     turns: list[Turn] = []
     order: dict[Any, int] = {}
     for at, message in enumerate(messages):
-        role = message["role"]
+        role, said = message["role"], message.get("content") or ""
         follower = messages[at + 1]["role"] if at + 1 < len(messages) else None
-        if (
-            role == "developer"
-            and not any(turn.role != "system" for turn in turns)
-            and follower != "assistant"
-        ):
+        if role == "developer" and follower != "assistant" and all(turn.role == "system" for turn in turns):
             role = "system"  # OpenAI's developer is a system; DeepSeek's is a user with tools
-        if role in ("user", "tool", "function"):
-            if not (turns and turns[-1].role == "user"):
-                turns.append(Turn("user", message))
-            said = message.get("content") or ""
-            if role == "user":
-                turns[-1].blocks.append((None, said))
-            else:
-                answers = message.get("tool_call_id") or ""
-                turns[-1].blocks.append((answers, f"<tool_result>{said}</tool_result>"))
-                _sort(turns[-1].blocks, order)
-        else:
+        if role not in ("user", "tool", "function"):
             turns.append(Turn(role, message))
             if role == "assistant" and (calls := message.get("tool_calls")):
                 order = {call["id"]: place for place, call in enumerate(calls) if call.get("id")}
+            continue
+        if not (turns and turns[-1].role == "user"):
+            turns.append(Turn("user", message))
+        if role == "user":
+            turns[-1].parts.append((None, said))
+        else:
+            turns[-1].parts.append((message.get("tool_call_id") or "", f"<tool_result>{said}</tool_result>"))
+            _sort(turns[-1].parts, order)
     return turns
 
 
-def _sort(blocks: list[tuple[str | None, str]], order: Mapping[Any, int]) -> None:
-    places = [place for place, (call, _) in enumerate(blocks) if call is not None]
-    results = sorted((blocks[place] for place in places), key=lambda block: order.get(block[0], 0))
+def _sort(parts: list[tuple[str | None, str]], order: Mapping[Any, int]) -> None:
+    places = [place for place, (call, _) in enumerate(parts) if call is not None]
+    results = sorted((parts[place] for place in places), key=lambda part: order.get(part[0], 0))
     for place, result in zip(places, results, strict=True):
-        blocks[place] = result
+        parts[place] = result
 
 
 def _last_user(turns: Sequence[Turn]) -> int:
     return max((at for at, turn in enumerate(turns) if turn.role in ("user", "developer")), default=-1)
 
 
-def _answer(message: Mapping[str, Any], with_thoughts: bool) -> str:
+def _answer(message: Message, with_thoughts: bool) -> str:
     thoughts = (message.get("reasoning_content") or "") + END_THINK if with_thoughts else ""
     calls = "\n".join(_call(call["function"]) for call in message.get("tool_calls") or ())
-    block = f"\n\n{BLOCK}\n{calls}\n</{DSML}tool_calls>" if calls else ""
-    return thoughts + (message.get("content") or "") + block + EOS
+    section = f"\n\n{CALLS}\n{calls}\n</{DSML}tool_calls>" if calls else ""
+    return thoughts + (message.get("content") or "") + section + EOS
 
 
 def _call(function: Mapping[str, Any]) -> str:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import codecs
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tiercel.text.text import Text
 
 
-@dataclass(frozen=True)
-class TextPiece:
+class TextPiece(NamedTuple):
     """Text that may be shown now, and the stop string that was found, if any."""
 
     text: str
@@ -33,9 +32,8 @@ class TextStream:
 
     def push(self, token: int) -> TextPiece:
         assert not self._stopped, "a stop string was found"
-        return self._given(
-            "" if token in self._text.hidden else self._utf8.decode(self._text.piece_bytes(token))
-        )
+        shown = token not in self._text.hidden
+        return self._given(self._utf8.decode(self._text.piece_bytes(token)) if shown else "")
 
     def finish(self) -> str:
         """The text that was held back."""

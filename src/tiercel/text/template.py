@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextvars import ContextVar
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jinja2 import Environment, Template, TemplateError, nodes, pass_context
+from jinja2 import TemplateError, nodes, pass_context
 from jinja2.ext import Extension
-from jinja2.nodes import Node, Scope
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tiercel.errors import AskError, WeightsError
 from tiercel.text.answer import DSML
+from tiercel.text.conversation import ChatFormat, Conversation
 
 TEMPLATE_FAILS = (
     TemplateError,
@@ -40,40 +40,31 @@ RESERVED = ("messages", "tools", "add_generation_prompt", "chat_template", "toke
 """Variables that a request must not set through `chat_template_kwargs`."""
 
 
-class JinjaFormat:
+class JinjaFormat(ChatFormat):
     """A folder's templates by name: `default`, and often `tool_use`."""
 
-    control = ()
-    between = ""
-
     def __init__(self, templates: Mapping[str, str], names: Mapping[str, str]) -> None:
-        environment = _environment()
-        self._templates: dict[str, Template] = {
-            name: environment.from_string(source) for name, source in templates.items()
-        }
+        environment = BoundedEnvironment()
+        self._templates = {name: environment.from_string(source) for name, source in templates.items()}
         self._names = names
         self.calls = any(DSML in source and "tool_calls" in source for source in templates.values())
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        add_generation_prompt: bool,
-    ) -> str:
-        if taken := [name for name in RESERVED if name in kwargs]:
-            raise AskError(
-                f"chat_template_kwargs.{taken[0]}", kwargs[taken[0]], "can not be set by a request"
-            )
-        template = self._templates.get("tool_use") if tools else None
+    def render(self, talk: Conversation) -> str:
+        if taken := [name for name in RESERVED if name in talk.kwargs]:
+            field = f"chat_template_kwargs.{taken[0]}"
+            raise AskError(field, talk.kwargs[taken[0]], "can not be set by a request")
+        template = self._templates.get("tool_use") if talk.tools else None
         template = template or self._templates.get("default")
         if template is None:
             raise ValueError("the folder has no default template")
-        asked = {"messages": messages, "tools": list(tools) or None}
         # Hugging Face passes absent variables as None: templates compare them with none.
-        every = {"documents": None, **self._names, **kwargs, **asked}
+        every = {"documents": None, **self._names, **talk.kwargs} | {
+            "messages": talk.messages,
+            "tools": list(talk.tools) or None,
+            "add_generation_prompt": talk.add_generation_prompt,
+        }
         written, chars = [], 0
-        for part in template.generate(every | {"add_generation_prompt": add_generation_prompt}):
+        for part in template.generate(every):
             written.append(part)
             chars += len(part)
             if chars > CHARS_MOST:
@@ -131,6 +122,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     comes with.
     """
 
+    def __init__(self) -> None:
+        extensions = ["jinja2.ext.loopcontrols", Generation]
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+        self.filters |= {"tojson": _tojson, "_count": _count}
+        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         template = super()._parse(source, name, filename)
         for loop in template.find_all(nodes.For):
@@ -154,25 +151,14 @@ def _count(_context: Context, _value: None) -> bool:
     return Bound.count()
 
 
-def _environment() -> Environment:
-    environment = BoundedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.filters["_count"] = _count
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
-
-
 class Generation(Extension):
     """`{% generation %}` … `{% endgeneration %}`: marks assistant text for training; plain text here."""
 
     tags = {"generation"}
 
-    def parse(self, parser: Parser) -> Node:
+    def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
-        return Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
@@ -182,3 +168,7 @@ def _tojson(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
 
 def _raise_exception(why: str) -> NoReturn:
     raise TemplateError(why)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)

@@ -13,21 +13,20 @@ import json
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
 from types import NoneType
-from typing import Any, Protocol
+from typing import Any
 
 from tokenizers import Encoding, Tokenizer
 
 from tiercel.errors import AskError, LengthError, WeightsError
 from tiercel.text.answer import DSML, END_THINK, THINK
+from tiercel.text.conversation import ChatFormat, Conversation, Guard, Marks, Message
 from tiercel.text.deepseek_v4 import read_deepseek_v4
-from tiercel.text.length import bytes_per_token_most
-from tiercel.text.marks import Guard, Marks, Message
-from tiercel.text.pieces import Pieces
+from tiercel.text.pieces import Pieces, bytes_per_token_most
 from tiercel.text.template import TEMPLATE_FAILS, Bound, read_template
 
 CONTROL_LOOKS = ("<|", "<｜", "｜")
@@ -51,34 +50,6 @@ class Prompt:
     """Whether the answer begins with thoughts."""
 
 
-class Format(Protocol):
-    """How a conversation is written for a model."""
-
-    @property
-    def control(self) -> Sequence[str]:
-        """Control tokens, besides those of `CONTROL_LOOKS`."""
-        ...
-
-    @property
-    def calls(self) -> bool:
-        """Whether tool calls in answers can be parsed."""
-        ...
-
-    @property
-    def between(self) -> str:
-        """The text between two parts of a message."""
-        ...
-
-    def render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        add_generation_prompt: bool,
-        /,
-    ) -> str: ...
-
-
 class Text:
     """The tokenizer and the chat format of one model. Threads may share it."""
 
@@ -93,19 +64,20 @@ class Text:
             for name, value in config.items()
             if name.endswith("_token") and isinstance(value, str | dict)
         }
-        self._format: Format | None = read_template(folder, config, names) or read_deepseek_v4(
-            folder, _read_json(folder / "config.json"), self._tokenizer.get_vocab()
-        )
+        own, vocabulary = _read_json(folder / "config.json"), self._tokenizer.get_vocab()
+        found = read_template(folder, config, names) or read_deepseek_v4(folder, own, vocabulary)
+        self._format = found or ChatFormat()
+        self.calls = self._format.calls
+        """Whether tool calls in answers can be parsed."""
         added = self._tokenizer.get_added_tokens_decoder()
         self.hidden = frozenset(
             token for token, each in added.items() if each.special and each.content not in SHOWN
         )
         """Special tokens: `decode` leaves them out."""
-        more = self._format.control if self._format else ()
         self._guard = Guard(
             each.content
             for each in added.values()
-            if each.special or each.content.startswith(CONTROL_LOOKS) or each.content in more
+            if each.special or each.content.startswith(CONTROL_LOOKS) or each.content in self._format.control
         )
         self.vocab_size: int = self._tokenizer.get_vocab_size()
         bos, eos = (self._tokenizer.token_to_id(names.get(name, "")) for name in ("bos_token", "eos_token"))
@@ -121,11 +93,6 @@ class Text:
             ends += given
         self.eos = frozenset(token for token in ends if token is not None)
         self._pieces: dict[int, bytes] = {}
-
-    @property
-    def calls(self) -> bool:
-        """Whether tool calls in answers can be parsed."""
-        return self._format is not None and self._format.calls
 
     def encode(self, text: str, *, field: str = "text", tokens_max: int | None = None) -> list[int]:
         """A whole text as tokens, after the bos token if there is one. It may hold control tokens.
@@ -168,17 +135,15 @@ class Text:
         Raises `LengthError` as `encode` does. A message ends where the rendering of the messages up to it
         ends, if the whole rendering begins with that.
         """
-        marks = Marks(self._guard, self._format.between if self._format else "")
+        marks = Marks(self._guard, self._format.between)
         bound = Bound()
         shaped = [marks.message(f"messages[{index}]", message) for index, message in enumerate(messages)]
         if not shaped:
             raise AskError("messages", [], "there must be one")
-        given = marks.said(list(tools)), marks.said(kwargs or {})
+        talk = Conversation(shaped, marks.said(list(tools)), marks.said(kwargs or {}), add_generation_prompt)
         try:
-            if self._format is None:
-                raise ValueError("the model has none")
             with bound:
-                rendered = self._format.render(shaped, *given, add_generation_prompt)
+                rendered = self._format.render(talk)
         except AskError:
             raise
         except TEMPLATE_FAILS as error:
@@ -189,10 +154,11 @@ class Text:
         everyone = range(len(shaped))
         named = [index for index in everyone if messages[index].get("cache_control")]
         sought = {0, *everyone[-ENDS_SOUGHT:], *named[-ENDS_SOUGHT:]}
+        talk = replace(talk, add_generation_prompt=False)
         for index in sorted(sought, reverse=True):  # the newest matter most, if the steps run out
             try:
                 with bound:
-                    before = self._format.render(shaped[: index + 1], *given, False)
+                    before = self._format.render(replace(talk, messages=shaped[: index + 1]))
             except TEMPLATE_FAILS:
                 continue  # the template does not take a conversation that ends here
             if rendered.startswith(before):

@@ -1,11 +1,13 @@
-"""Marks inside messages, so that the text of a message never becomes a control token."""
+"""A conversation as a chat format writes it. Marks in it keep the text of a message from becoming a control
+token."""
 
 from __future__ import annotations
 
 import json
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -17,6 +19,28 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """Templates write roles into control tokens (`<|{{ role }}|>`), so a role is never free text."""
 OURS = ("cache_control", "tool_calls")
 """Fields of a message that are not copied to the template as they are."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    messages: Sequence[Message]
+    tools: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    add_generation_prompt: bool
+
+
+class ChatFormat:
+    """How a conversation is written for a model. This one is of a model without a format: it writes none."""
+
+    control: tuple[str, ...] = ()
+    """Control tokens, besides those of `text.CONTROL_LOOKS`."""
+    calls = False
+    """Whether tool calls in answers can be parsed."""
+    between = ""
+    """The text between two parts of a message."""
+
+    def render(self, talk: Conversation) -> str:  # noqa: ARG002 (of the contract)
+        raise ValueError("the model has none")
 
 
 class Guard:
@@ -50,7 +74,7 @@ class Marks:
     defence against a template that writes half a control token and takes the rest from a message.
     """
 
-    def __init__(self, guard: Guard, between: str = "") -> None:
+    def __init__(self, guard: Guard, between: str) -> None:
         self._guard = guard
         self._between = between
         self._cut, self._end = secrets.token_hex(16), secrets.token_hex(16)
