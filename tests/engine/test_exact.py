@@ -3,6 +3,7 @@ from the host, shared, in company, resumed and replayed; every logprob equal bit
 must have come from each tier counted. Then bytes are broken on purpose, and the comparison must notice."""
 
 import pytest
+import torch
 
 from tests.engine.drive import PAGE, logprobs_of, make_ask, make_engine, run, settle, tokens_of, words
 from tiercel.verify import EXAMS, answer_one, exams_of, k3, score_of
@@ -39,6 +40,17 @@ def test_a_prefill_hit_is_exact_on_both_tiers(cold):
     assert (hit.usage.device_tokens, hit.usage.host_tokens) == (0, 3 * PAGE)
     assert differences(hit, truth) == [0.0] * 8
     settle(near), settle(far)
+
+
+def test_the_number_of_threads_changes_no_bit(cold):
+    usual, answers = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            answers += run(cold, make_ask("t", words(5 * PAGE + 20), 12))
+    finally:
+        torch.set_num_threads(usual)
+    assert logprobs_of(answers[0]) == logprobs_of(answers[1]) == logprobs_of(answers[2])
 
 
 def test_a_decode_hit_is_exact_pages_that_were_decoded_are_as_those_that_were_prefilled(cold):
