@@ -45,7 +45,9 @@ def test_host_memory_holds_as_many_pages_as_the_budget_pays(spec, name: str) -> 
     with HostMemory(spec, name, 5 * spec.host_page_bytes - 1) as host:
         assert host.pages == 4
         assert host.flat.numel() == 4 * spec.host_page_bytes
-        assert host._pour.tail_bytes == spec.tail_bytes <= spec.host_pages_per_tail * spec.host_page_bytes
+        poured = [piece for row in host._tail_rows.values() for _, piece in row]
+        assert sum(piece.bytes for piece in poured) == spec.tail_bytes
+        assert spec.tail_bytes <= spec.host_pages_per_tail * spec.host_page_bytes
 
 
 def test_a_budget_below_one_page_is_refused() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -78,7 +79,7 @@ def test_a_budget_the_machine_does_not_have_is_refused_with_both_numbers() -> No
 @pytest.mark.parametrize("size", [1, 4096, 3 * 4096 + 5, 8 * 1024**2])
 @pytest.mark.parametrize("huge_pages", [False, True])
 def test_memory_is_zero_and_can_be_written(size: int, huge_pages: bool) -> None:
-    with HostMap(size, huge_pages=huge_pages) as memory:
+    with closing(HostMap(size, huge_pages=huge_pages)) as memory:
         array = np.frombuffer(memory.view, np.uint8)
         assert len(array) == size and not array.any()
         array[:] = 7

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.memory.specs import FLASH, SPECS
 from tiercel.config import LAYOUTS as CONFIGURED
 from tiercel.errors import ConfigError
-from tiercel.memory.layout import LAYOUTS, Layout, Range, TailPour, joined, make_layout
+from tiercel.memory.layout import LAYOUTS, Layout, Range, joined, make_layout, pour_tails
 from tiercel.spec import Part, Stream
 
 PAGE_TOKENS = 4
@@ -87,20 +87,20 @@ def test_a_cut_is_that_part_of_the_place(layout: Layout, data: st.DataObject) ->
 def test_a_tail_is_poured_over_its_host_pages_in_order(
     layout: Layout, tail_streams: list[Stream], data: st.DataObject
 ) -> None:
-    pour = TailPour(layout, tail_streams, PAGE_TOKENS)
-    needed = -(-pour.tail_bytes // layout.place_bytes)
+    tail_bytes = sum(len(stream.layers) * stream.row_bytes(PAGE_TOKENS) for stream in tail_streams)
+    needed = -(-tail_bytes // layout.place_bytes)
     host = make_layout(layout.name, layout.streams, PAGE_TOKENS, needed + 2)
-    pour = TailPour(host, tail_streams, PAGE_TOKENS)
+    rows = pour_tails(host, tail_streams, PAGE_TOKENS)
     places = data.draw(st.permutations(range(needed + 2)))[:needed]
     poured = [
         byte
         for stream in tail_streams
         for layer in stream.layers
-        for index, piece in pour.pieces(stream, layer)
+        for index, piece in rows[stream.name, layer]
         for byte in bytes_of([piece.at(places[index])])
     ]
     pages = [byte for place in places for byte in bytes_of(host.place_ranges(place))]
-    assert poured == pages[: pour.tail_bytes]
+    assert poured == pages[:tail_bytes]
 
 
 K = Stream("k", (0, 1), (Part("bf16", 10),))
@@ -153,7 +153,6 @@ def test_places_and_layers_that_do_not_exist_are_bugs() -> None:
         lambda: layout.pieces(V, 0),
         lambda: layout.place_ranges(2),
         lambda: layout.cut(50, 5),
-        lambda: TailPour(layout, (V,), 2).pieces(V, 0),
     ):
         with pytest.raises(AssertionError):
             wrong()

@@ -14,21 +14,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tiercel.errors import ConfigError
 from tiercel.memory.host import HostMap
-from tiercel.memory.layout import Layout, Piece, TailPour, make_layout
+from tiercel.memory.layout import Piece, Pieces, make_layout, pour_tails
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.stream import Part, Prefix, State, Stream
 from tiercel.types import HostPageId, place
-
-Pieces = tuple[tuple[int, Piece], ...]
-"""(which of a thing's places, which bytes of it), in the order of a row's bytes."""
 
 
 class Column(NamedTuple):
@@ -41,14 +37,13 @@ class Column(NamedTuple):
 
 
 class Memory(ABC):
-    """The rows of some streams. `spec` says which: a copier between two memories moves what both hold."""
+    """The rows of the streams of `spec`: a copier between two memories moves what both hold."""
 
     spec: CacheSpec
     device: torch.device
     pages: int
-    """Places for pages."""
     tails: int
-    """Places for tails; on the host, where they share the pages' places, 0."""
+    """Places for tails: 0 on the host, where tails use the places of pages."""
 
     @abstractmethod
     def buffer(self, stream: Stream, layer: int) -> Tensor:
@@ -61,7 +56,7 @@ class Memory(ABC):
     def column(self, stream: Stream, layer: int) -> Column:
         """Where the rows of one layer are, if each lies together."""
         pieces = self.pieces(stream, layer)
-        assert len(pieces) == 1, f"a row of {stream.name} is {len(pieces)} blocks here"
+        assert len(pieces) == 1, f"a row of {stream.name} is {len(pieces)} pieces here"
         return Column(self.buffer(stream, layer), *pieces[0][1])
 
     def view(self, stream_name: str, layer: int) -> Tensor:
@@ -79,28 +74,24 @@ class DeviceMemory(Memory):
         self.spec = spec
         self.device = torch.device(device)
         self.pages, self.tails = pages, tails
-        self.page_layout = make_layout("layer_first", spec.page_streams, spec.page_tokens, pages)
-        self.tail_layout = make_layout("layer_first", spec.tail_streams, spec.page_tokens, tails)
-        self.flat_pages = torch.zeros(self.page_layout.bytes_total, dtype=torch.uint8, device=self.device)
-        self.flat_tails = torch.zeros(self.tail_layout.bytes_total, dtype=torch.uint8, device=self.device)
-
-    def _memory_of(self, stream: Stream) -> tuple[Tensor, Layout]:
-        if isinstance(stream.keep, Prefix):
-            return self.flat_pages, self.page_layout
-        return self.flat_tails, self.tail_layout
+        self._page_layout = make_layout("layer_first", spec.page_streams, spec.page_tokens, pages)
+        self._tail_layout = make_layout("layer_first", spec.tail_streams, spec.page_tokens, tails)
+        self.flat_pages = torch.zeros(self._page_layout.bytes_total, dtype=torch.uint8, device=self.device)
+        self.flat_tails = torch.zeros(self._tail_layout.bytes_total, dtype=torch.uint8, device=self.device)
 
     def buffer(self, stream: Stream, layer: int) -> Tensor:  # noqa: ARG002 - all layers share one
-        return self._memory_of(stream)[0]
+        return self.flat_pages if isinstance(stream.keep, Prefix) else self.flat_tails
 
     def pieces(self, stream: Stream, layer: int) -> Pieces:
-        return tuple((0, piece) for piece in self._memory_of(stream)[1].pieces(stream, layer))
+        layout = self._page_layout if isinstance(stream.keep, Prefix) else self._tail_layout
+        return tuple((0, piece) for piece in layout.pieces(stream, layer))
 
 
 class BorrowedMemory(Memory):
-    """Tensors that somebody else allocated, and whose places he gives out.
+    """Tensors that another owner has allocated. The owner decides which place is whose.
 
     `rows` names a tensor for each stream and layer: [places, …], of any type, with any stride between places,
-    a row's bytes together. Several may be views of one buffer. The order of places is the owner's.
+    a row's bytes together. Several may be views of one buffer.
     """
 
     def __init__(self, spec: CacheSpec, rows: Mapping[tuple[str, int], Tensor]) -> None:
@@ -139,33 +130,18 @@ def _borrow(stream: Stream, layer: int, tensor: Tensor, row_bytes: int) -> Colum
 
 
 class HostMemory(Memory):
-    """One budget of host pages, shared by pages and tails.
+    """One budget of host pages, shared by pages and tails. The options are those of `HostMap`."""
 
-    `pin` makes it reachable for a CUDA device. `path` is memory that another process has mapped for sharing
-    (its `path`); `shared` maps memory that others may map too.
-    """
-
-    def __init__(
-        self,
-        spec: CacheSpec,
-        layout_name: str,
-        bytes_budget: int,
-        *,
-        huge_pages: bool = False,
-        pin: bool = False,
-        shared: bool = False,
-        path: str = "",
-    ) -> None:
+    def __init__(self, spec: CacheSpec, layout_name: str, bytes_budget: int, **options: Any) -> None:
         self.spec = spec
         self.device = torch.device("cpu")
         self.pages, self.tails = bytes_budget // spec.host_page_bytes, 0
         if self.pages < 1:
             raise ConfigError("host_bytes", bytes_budget, f"one host page takes {spec.host_page_bytes:,} B")
         self.layout = make_layout(layout_name, _host_streams(spec), spec.page_tokens, self.pages)
-        self._pour = TailPour(self.layout, spec.tail_streams, spec.page_tokens)
-        size = self.layout.bytes_total
-        self._map = HostMap(size, huge_pages=huge_pages, pin=pin, shared=shared, path=path)
-        # Over a view, not over the map: the view is what keeps the bytes mapped as long as a tensor lives.
+        self._tail_rows = pour_tails(self.layout, spec.tail_streams, spec.page_tokens)
+        self._map = HostMap(self.layout.bytes_total, **options)
+        # Over a view, not over the map: the view keeps the bytes mapped as long as a tensor lives.
         self.flat: Tensor = torch.frombuffer(self._map.view, dtype=torch.uint8)
 
     @property
@@ -179,16 +155,16 @@ class HostMemory(Memory):
     def pieces(self, stream: Stream, layer: int) -> Pieces:
         if isinstance(stream.keep, Prefix):
             return tuple((0, piece) for piece in self.layout.pieces(stream, layer))
-        return self._pour.pieces(stream, layer)
+        return self._tail_rows[stream.name, layer]
 
     @property
     def mapped(self) -> memoryview:
-        """All of it."""
+        """All the bytes."""
         return self._map.view
 
     def views(self, page_ids: Iterable[HostPageId], size: int) -> list[memoryview]:
-        """The first `size` bytes of these host pages, in the order of their record, without a copy: one range
-        a page where the layout keeps a page together, else as many as it has rows."""
+        """The first `size` bytes of these host pages, in the order of their record, without a copy: one view
+        for each page that the layout keeps together, else one for each row."""
         views, memory = [], self._map.view
         for page_id in page_ids:
             for offset, length in self.layout.place_ranges(place(page_id)):
@@ -207,9 +183,7 @@ class HostMemory(Memory):
     def __enter__(self) -> HostMemory:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

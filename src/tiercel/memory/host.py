@@ -4,12 +4,12 @@
           │ no
           └──► BudgetError                                    close: unregister ─► unmap
 
-Memory that is only mapped is not there yet: the kernel finds out at the first write, in the middle of a
-copy, and answers with a kill. So the budget is compared with what the machine has before anything is
+Memory that is only mapped is not there yet. If the machine has no more, the kernel kills the process at the
+first write, in the middle of a copy. So the budget is compared with what the machine has before anything is
 mapped, and every page is written once before the first copy.
 
-Memory is this process's own unless it is asked for as shared: then it is a file without a folder, which
-another process opens by `path`. (Huge pages of shared memory are a setting of the machine.)
+Memory belongs to this process alone unless it is asked for as shared: then it is a file without a folder,
+which another process opens by `path`. (Huge pages of shared memory are a setting of the machine.)
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
@@ -35,7 +34,10 @@ TOUCH_THREADS_MAX = 16
 
 
 class HostMap:
-    """Zeroed bytes of the host, or those that another process shares under `path`."""
+    """Zeroed bytes of the host, or those that another process shares under `path`.
+
+    `pin` makes them reachable for a CUDA device. `shared` maps bytes that other processes may map too.
+    """
 
     def __init__(
         self,
@@ -81,9 +83,27 @@ class HostMap:
             return mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return mmap.mmap(self._file, self.size, flags=mmap.MAP_SHARED)
 
+    def _prepare(self, huge_pages: bool, pin: bool, *, touch: bool) -> None:
+        if huge_pages:
+            try:
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+            except OSError as error:
+                raise ConfigError("huge_pages", True, f"the kernel refuses: {error}") from error
+        if touch:
+            _touch(self._map)
+        if pin:
+            import torch  # here: a process that only asks for sizes does not load it
+
+            address, runtime = np.frombuffer(self._map, np.uint8).ctypes.data, torch.cuda.cudart()
+            code = runtime.cudaHostRegister(address, self.size, 0)
+            if code != runtime.cudaError.success:
+                raise ConfigError("host_bytes", self.size, f"CUDA can not register it: error {int(code)}")
+            # Also when nobody calls close: CUDA refuses memory mapped later at an address it still knows.
+            self._unregister = weakref.finalize(self, runtime.cudaHostUnregister, address)
+
     @property
     def view(self) -> memoryview:
-        """The bytes. Whoever holds a view keeps them mapped, also past `close`: none is left dangling."""
+        """The bytes. A view keeps them mapped, also past `close`."""
         return memoryview(self._map)
 
     @property
@@ -95,7 +115,7 @@ class HostMap:
         if self._unregister is not None:
             self._unregister()
         self._close_file()
-        with suppress(BufferError):  # a view is still held: the map goes with it
+        with suppress(BufferError):  # a view is still held: the bytes stay mapped as long as the view lives
             self._map.close()
 
     def _close_file(self) -> None:
@@ -103,30 +123,9 @@ class HostMap:
             os.close(self._file)
             self._file = -1
 
-    def __enter__(self) -> HostMap:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _prepare(self, huge_pages: bool, pin: bool, *, touch: bool) -> None:
-        if huge_pages:
-            try:
-                self._map.madvise(mmap.MADV_HUGEPAGE)
-            except OSError as error:
-                raise ConfigError("huge_pages", True, f"the kernel refuses: {error}") from error
-        if touch:
-            _touch(self._map)
-        if pin:
-            address = _cuda_register(self._map)
-            # Also when nobody calls close: CUDA refuses memory mapped later at an address it still knows.
-            self._unregister = weakref.finalize(self, _cuda_unregister, address)
-
 
 def _touch(memory: mmap.mmap) -> None:
-    """Write one byte of every page. numpy lets go of the interpreter meanwhile: the threads are parallel."""
+    """Write one byte of every page. numpy releases the GIL meanwhile, so the threads run in parallel."""
     size = len(memory)
     threads = min(len(os.sched_getaffinity(0)), TOUCH_THREADS_MAX)
     share = -(-size // (threads * mmap.PAGESIZE)) * mmap.PAGESIZE
@@ -136,24 +135,6 @@ def _touch(memory: mmap.mmap) -> None:
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(touch, range(0, size, share)))
-
-
-def _cuda_register(memory: mmap.mmap) -> int:
-    """Make the memory reachable by the copy engines; answers its address."""
-    import torch  # here: who only asks for sizes does not load it
-
-    address = np.frombuffer(memory, np.uint8).ctypes.data
-    runtime = torch.cuda.cudart()
-    code = runtime.cudaHostRegister(address, len(memory), 0)
-    if code != runtime.cudaError.success:
-        raise ConfigError("host_bytes", len(memory), f"CUDA can not register it: error {int(code)}")
-    return address
-
-
-def _cuda_unregister(address: int) -> None:
-    import torch
-
-    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 # What the machine has
@@ -173,13 +154,8 @@ def _machine_available(root: Path) -> int:
 
 _GROUP_FILES = {
     # controllers field of /proc/self/cgroup: mount, limit, usage, reclaimable cache in memory.stat
-    "": ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-    "memory": (
-        "sys/fs/cgroup/memory",
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
-        "total_inactive_file",
-    ),
+    "": ("", "memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
 
 
@@ -193,11 +169,11 @@ def _group_headrooms(root: Path) -> Iterator[int]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers in _GROUP_FILES:
-            mount, limit, usage, cache = _GROUP_FILES[controllers]
-            top = root / mount
+            mount, *names = _GROUP_FILES[controllers]
+            top = root / "sys/fs/cgroup" / mount
             group = top / path.lstrip("/")
             for folder in (group, *group.parents):
-                yield from _headroom(folder, limit, usage, cache)
+                yield from _headroom(folder, *names)
                 if folder == top:
                     break
 

@@ -1,11 +1,8 @@
 """Where every byte of a page is: pure arithmetic over places, no memory.
 
-A place holds one page (or, on the device, one tail). Its record is its rows in the order of the declaration:
-
-    record      [stream][layer][row]
-
-A layout says where the bytes of a record lie among those of the other places. With two streams, `k` of
-layers 0 and 1 and `v` of layer 1, places p0 and p1, entries a and b in a row:
+A place holds one page (or, on the device, one tail). Its record is its rows in the order of the declaration,
+[stream][layer][row]. A layout says where the bytes of a record lie among those of the other places. With two
+streams, `k` of layers 0 and 1 and `v` of layer 1, places p0 and p1, entries a and b in a row:
 
     layer_first          k0:p0 k0:p1 │ k1:p0 k1:p1 │ v1:p0 v1:p1
     page_first_direct    p0: k0 k1 v1                │ p1: k0 k1 v1
@@ -18,7 +15,6 @@ and stores ask for pieces and ranges; nobody outside this file asks which layout
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
@@ -44,6 +40,10 @@ class Piece(NamedTuple):
         return Range(self.offset + place * self.stride, self.bytes)
 
 
+Pieces = tuple[tuple[int, Piece], ...]
+"""What a row is made of, in the order of its bytes: (which place of the page or tail, which bytes of it)."""
+
+
 def record_rows(streams: Iterable[Stream], page_tokens: int) -> Iterator[tuple[Stream, int, Range]]:
     """(stream, layer, where the row lies in the record) of every row, in record order."""
     offset = 0
@@ -55,11 +55,7 @@ def record_rows(streams: Iterable[Stream], page_tokens: int) -> Iterator[tuple[S
 
 
 class Layout(ABC):
-    """The places of one pool in one flat buffer.
-
-    A layout says where a row begins in place 0 and how far the same row of the next place is (`_lay`). It
-    holds no memory and knows no ids, only places.
-    """
+    """The places of one pool in one flat buffer. A layout holds no memory and knows no ids, only places."""
 
     name: ClassVar[str]
     by_entry: ClassVar[bool] = False
@@ -78,14 +74,14 @@ class Layout(ABC):
 
     @abstractmethod
     def _lay(self, row: Range) -> tuple[int, int]:
-        """(offset in place 0, bytes to the next place) of the row that lies at `row` in the record."""
+        """(offset in place 0, bytes to the same row of the next place) of the row at `row` in the record."""
 
     @abstractmethod
     def cut(self, offset: int, size: int) -> tuple[Piece, ...]:
         """Bytes offset … offset + size - 1 of any place, counted in the order of `place_ranges`."""
 
     def pieces(self, stream: Stream, layer: int) -> tuple[Piece, ...]:
-        """The row of one layer, in the order of its bytes: one piece, or a block for each entry."""
+        """The row of one layer, in the order of its bytes: one piece, or a piece for each entry."""
         found = self._pieces.get((stream.name, layer))
         assert found is not None, f"layer {layer} of {stream.name} is not in this pool"
         return found
@@ -112,44 +108,27 @@ def joined(ranges: Iterable[Range]) -> tuple[Range, ...]:
 
 
 class LayerFirst(Layout):
-    """[stream][layer][page][row]: how attention reads the device, and its mirror on the host.
-
-              page 0   page 1   page 2
-    k   0   │  row   │  row   │  row   │      neighbouring pages of one layer touch;
-        1   │  row   │  row   │  row   │      a page is as many ranges as it has rows
-    v   0   │ row  │ row  │ row  │
-    """
+    """[stream][layer][page][row]: how attention reads the device. Neighbouring pages of one layer touch;
+    a page is as many ranges as it has rows."""
 
     name = "layer_first"
-
-    def __init__(self, streams: Sequence[Stream], page_tokens: int, places: int) -> None:
-        super().__init__(streams, page_tokens, places)
-        self._rows = [row for _, _, row in record_rows(streams, page_tokens)]
-        self._starts = [row.offset for row in self._rows]
 
     def _lay(self, row: Range) -> tuple[int, int]:
         return self.places * row.offset, row.bytes
 
     def cut(self, offset: int, size: int) -> tuple[Piece, ...]:
         assert 0 <= offset <= offset + size <= self.place_bytes, (offset, size)
-        pieces = []
-        for row in self._rows[bisect_right(self._starts, offset) - 1 :]:
-            if not size:
-                break
-            skip = offset - row.offset
-            take = min(size, row.bytes - skip)
-            first, stride = self._lay(row)
-            pieces.append(Piece(first + skip, stride, take))
-            offset, size = offset + take, size - take
+        pieces, row_end = [], 0
+        for ((first, stride, row_bytes),) in self._pieces.values():
+            row_start, row_end = row_end, row_end + row_bytes
+            start, end = max(offset, row_start), min(offset + size, row_end)
+            if start < end:
+                pieces.append(Piece(first + start - row_start, stride, end - start))
         return tuple(pieces)
 
 
 class PageFirstDirect(Layout):
-    """[page][stream][layer][row]: a page is one record, a layer of it is one copy.
-
-    page 0                                   page 1
-    │ k: 0 row │ 1 row │ v: 0 row │ 1 row │  │ k: 0 row │ …
-    """
+    """[page][stream][layer][row]: a page is one record, a layer of it is one copy."""
 
     name = "page_first_direct"
 
@@ -163,9 +142,6 @@ class PageFirstDirect(Layout):
 
 class PageFirst(PageFirstDirect):
     """[page][stream][entry][layer]: all layers of an entry lie together, so part of a page is one range too.
-
-    page 0
-    │ k: entry 0: layer 0, layer 1 │ entry 1: layer 0, layer 1 │ … │ v: …
 
     A row of more than one part, or with padding, can not be cut by entries: such a stream is kept as in
     `page_first_direct`, [page][stream][layer][row].
@@ -183,7 +159,7 @@ class PageFirst(PageFirstDirect):
     def _interleave(self, stream: Stream) -> None:
         entries, layers = stream.entries_per_row(self.page_tokens), len(stream.layers)
         if entries == 1 or layers == 1:
-            return  # one block in either order
+            return  # one piece in either order
         base = self._pieces[stream.name, stream.layers[0]][0].offset
         size = stream.bytes_per_entry
         for index, layer in enumerate(stream.layers):
@@ -200,8 +176,8 @@ def make_layout(name: str, streams: Sequence[Stream], page_tokens: int, places: 
     return LAYOUTS[name](streams, page_tokens, places)
 
 
-class TailPour:
-    """A tail on the host: its record [stream][layer][row] poured over the bytes of whole host pages.
+def pour_tails(host: Layout, streams: Sequence[Stream], page_tokens: int) -> dict[tuple[str, int], Pieces]:
+    """The row of every (stream, layer) of a tail: its record is poured over the bytes of whole host pages.
 
     record       │ window 0 │ window 1 │ window 2 │ state 0 │ state 1 │
     host pages   │ page 7           │ page 2           │ page 9 ┄┄┄┄┄┄┄┄│      any ids; the end stays unused
@@ -209,27 +185,15 @@ class TailPour:
     So pages and tails share one pool of host pages in every layout. A row may end in one page and go on in
     the next, and a page may itself be several ranges.
     """
+    rows = record_rows(streams, page_tokens)
+    return {(stream.name, layer): tuple(_pour(host, *row)) for stream, layer, row in rows}
 
-    def __init__(self, host: Layout, streams: Sequence[Stream], page_tokens: int) -> None:
-        self._host = host
-        self._rows: dict[tuple[str, int], tuple[tuple[int, Piece], ...]] = {}
-        self.tail_bytes = 0
-        for stream, layer, row in record_rows(streams, page_tokens):
-            self._rows[stream.name, layer] = tuple(self._pour(row))
-            self.tail_bytes += row.bytes
 
-    def _pour(self, row: Range) -> Iterator[tuple[int, Piece]]:
-        """(which host page of the tail, which bytes of it) for the row that lies at `row` in the record."""
-        offset, size = row
-        while size:
-            page, skip = divmod(offset, self._host.place_bytes)
-            take = min(size, self._host.place_bytes - skip)
-            for piece in self._host.cut(skip, take):
-                yield page, piece
-            offset, size = offset + take, size - take
-
-    def pieces(self, stream: Stream, layer: int) -> tuple[tuple[int, Piece], ...]:
-        """(which host page of a tail, which bytes of it) that make the row of one layer."""
-        found = self._rows.get((stream.name, layer))
-        assert found is not None, f"layer {layer} of {stream.name} is not in a tail"
-        return found
+def _pour(host: Layout, offset: int, size: int) -> Iterator[tuple[int, Piece]]:
+    """The pieces of the row that lies at `offset` in the record."""
+    while size:
+        page, skip = divmod(offset, host.place_bytes)
+        take = min(size, host.place_bytes - skip)
+        for piece in host.cut(skip, take):
+            yield page, piece
+        offset, size = offset + take, size - take

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from tiercel.errors import ConfigError, RefusedError
-from tiercel.memory.buffers import HostMemory, Memory, Pieces
-from tiercel.memory.layout import Range
+from tiercel.memory.buffers import HostMemory, Memory
+from tiercel.memory.layout import Pieces, Range
 from tiercel.spec.stream import Stream
 from tiercel.transfer.plan import Direction, Leg
 
