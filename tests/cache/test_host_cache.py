@@ -154,7 +154,7 @@ def test_a_save_that_fails_leaves_nothing_and_is_told():
     chain = engine.compute([7, 2, 9, 4], {4: 3})
     transfer = engine.cache.save(chain, 0, [7, 2, 9, 4], tails={4: 3})
     assert isinstance(engine.settle(transfer), TransferError)
-    assert engine.cache.tree.index == {} and engine.cache.host_pages.owned == 0
+    assert engine.cache.tree.index == {} and not engine.cache.host_pages.owned_ids()
     controller._copier = copier
     assert engine.settle(engine.cache.save(chain, 0, [7, 2, 9, 4], tails={4: 3})) is None
     assert engine.cache.find(chain).pages == 4
@@ -257,7 +257,7 @@ def test_pages_that_do_not_land_are_forgotten():
     transfer = land(engine.cache, engine.rows, engine.bytes, TEXT, tails=[4])
     engine.cache.landed(transfer, TransferError("the peer is gone"))
     assert engine.settle(transfer) is transfer.error
-    assert engine.cache.tree.index == {} and engine.cache.host_pages.owned == 0
+    assert engine.cache.tree.index == {} and not engine.cache.host_pages.owned_ids()
 
 
 def test_what_lands_in_a_tiered_cache_is_loaded_by_the_next_request():

@@ -2,8 +2,7 @@
 
 import pytest
 
-from tiercel.pages.pool import PagePool
-from tiercel.pages.reservation import Short, reserve
+from tiercel.pages.pool import PagePool, Short, reserve
 
 
 def make_pools():

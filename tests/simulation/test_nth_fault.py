@@ -12,7 +12,7 @@ import tiercel.cache.host_tier as cache_module
 import tiercel.cache.places as places_module
 from tests.simulation.world import Actor, World
 from tiercel.cache import Loaded, RequestState, TieredCache, Wait
-from tiercel.pages.reservation import Short
+from tiercel.pages.pool import Short
 from tiercel.transfer.plan import Direction
 
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from tiercel.cache.request import Wait, WaitFor
-from tiercel.pages.pool import PagePool
-from tiercel.pages.reservation import Reservation, Short, reserve
+from tiercel.pages.pool import PagePool, Reservation, Short, reserve
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.tree.actions import Actions, Move
 from tiercel.tree.node import Page, Tail

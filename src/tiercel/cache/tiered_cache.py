@@ -23,7 +23,7 @@ from tiercel.cache.request import Extended, Loaded, Request, RequestState, Wait,
 from tiercel.config import CacheConfig
 from tiercel.errors import ConfigError
 from tiercel.memory.buffers import DeviceMemory
-from tiercel.pages.reservation import Reservation
+from tiercel.pages.pool import Reservation
 from tiercel.policy.fetch import legal
 from tiercel.policy.placement import tail_boundaries
 from tiercel.spec.cache_spec import CacheSpec

@@ -1,4 +1,5 @@
-"""A pool: numbered places in one tier. Who owns a place, not what is in it.
+"""A pool: numbered places in one tier, and reservations over any set of pools. It knows who owns a place, not
+what is in it.
 
 The free list holds ids that are ready to be given out. Releasing an id puts its successor there, the same
 place in the next generation, so an id kept after its release equals no live id of any pool.
@@ -8,12 +9,22 @@ place in the next generation, so an id kept after its release equals no live id 
 
 The list is a stack, kept so that neighbours stay neighbours: what was released in some order is given out in
 that order again.
+
+A reservation acquires everything that an operation needs, or nothing. There is no other rollback of places in
+this package:
+
+    room = reserve((device_pages, 3), (device_tails, 1))    Short: nothing was taken
+    with room:
+        ...                                                 may raise
+        room.keep()                                         ownership passes to the caller
+                                                            left without keep: all is back in its pools
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic, TypeVar, cast
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast
 
 from tiercel.types import GENERATION_ONE, PLACE_MASK, TAG_SHIFT
 
@@ -41,10 +52,6 @@ class PagePool(Generic[Id]):
     @property
     def free(self) -> int:
         return len(self._free)
-
-    @property
-    def owned(self) -> int:
-        return len(self._owned)
 
     def take(self, count: int) -> list[Id]:
         """`count` places; the caller has looked at `free` (or goes through `reserve`)."""
@@ -76,6 +83,50 @@ class PagePool(Generic[Id]):
         """I4: free + owned = capacity, and each place is in one of the two."""
         places = sorted(i & PLACE_MASK for i in (*self._free, *self._owned))
         assert places == list(range(self.capacity)), f"I4: places of {self.name} are lost or doubled"
-        assert all(i & ~_LOW_MASK == self._tag for i in (*self._free, *self._owned)), (
-            f"I7: foreign id in {self.name}"
-        )
+        own = all(i & ~_LOW_MASK == self._tag for i in (*self._free, *self._owned))
+        assert own, f"I7: foreign id in {self.name}"
+
+
+@dataclass(frozen=True)
+class Short:
+    """The outcome of a reservation that does not fit: which pool lacks how many places."""
+
+    pool: str
+    missing: int
+
+
+class Reservation:
+    """Places held by one operation. Spent after `keep` or the end of its `with`: any later use is a bug."""
+
+    def __init__(self, parts: list[tuple[PagePool[Any], list[Any]]]) -> None:
+        self._parts = parts
+        self._held = True
+
+    def ids(self, pool: PagePool[Any]) -> list[Any]:
+        """What was taken from a pool, in the order it was asked for."""
+        assert self._held, "the reservation is spent"
+        return [page_id for owner, ids in self._parts if owner is pool for page_id in ids]
+
+    def keep(self) -> None:
+        """The operation succeeded: its places belong to the caller now."""
+        assert self._held, "the reservation is spent"
+        self._held = False
+
+    def __enter__(self) -> Reservation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._held:
+            self._held = False
+            for pool, ids in self._parts:
+                pool.release(ids)
+
+
+def reserve(*needs: tuple[PagePool[Any], int]) -> Reservation | Short:
+    """All of the needs, or `Short` for the first pool that lacks places; then nothing was taken."""
+    wanted: dict[int, int] = {}
+    for pool, count in needs:
+        wanted[id(pool)] = wanted.get(id(pool), 0) + count
+        if wanted[id(pool)] > pool.free:
+            return Short(pool.name, wanted[id(pool)] - pool.free)
+    return Reservation([(pool, pool.take(count)) for pool, count in needs])

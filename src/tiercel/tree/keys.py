@@ -80,12 +80,7 @@ def _token_bytes(tokens: Tokens) -> bytes:
 
 @lru_cache(maxsize=1024)
 def _seeded(identity: bytes, page_tokens: int, namespace: Namespace) -> hashlib._Hash:
-    """A hash to copy from: most texts of a server share a few namespaces."""
-    return hashlib.sha256(_seed(identity, page_tokens, namespace))
-
-
-def _seed(identity: bytes, page_tokens: int, namespace: Namespace) -> bytes:
-    """Every word carries its length, so that no two namespaces run together."""
-    size = page_tokens.to_bytes(4, "little")
-    parts = [_VERSION, identity, size, *(word.encode() for word in namespace)]
-    return b"".join(len(part).to_bytes(4, "little") + part for part in parts)
+    """A hash to copy from: most texts of a server share a few namespaces. Every part carries its length, so
+    that no two namespaces run together."""
+    parts = [_VERSION, identity, page_tokens.to_bytes(4, "little"), *(word.encode() for word in namespace)]
+    return hashlib.sha256(b"".join(len(part).to_bytes(4, "little") + part for part in parts))
