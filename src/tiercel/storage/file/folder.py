@@ -18,8 +18,7 @@ from tiercel.storage.file import direct
 
 _LOCK = "LOCK"
 _USES = "uses"
-_LOST_FOUND = "lost+found"
-"""Every new ext file system has this folder."""
+_LOST_FOUND = "lost+found"  # every new ext file system has this folder
 
 _NUMBERS = 2**30
 """Numbers of segments are smaller than this: enough for centuries, and the index packs them with a row."""
@@ -35,19 +34,22 @@ class Folder:
         try:
             if not read_only and not path.exists():
                 path.mkdir(parents=True)
-                _sync(path.parent)
+                parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+                try:
+                    os.fsync(parent)
+                finally:
+                    os.close(parent)
             self.numbers()
             self._file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             if not read_only:
                 self._take_lock()
-        except (FileExistsError, NotADirectoryError) as error:
-            raise ConfigError("store", str(path), "is not a folder") from error
-        except OSError as error:
+        except (OSError, ConfigError) as error:
             self.close()
-            raise ConfigError("store", str(path), f"can not be used: {error.strerror}") from error
-        except ConfigError:
-            self.close()
-            raise
+            if isinstance(error, ConfigError):
+                raise
+            other = isinstance(error, FileExistsError | NotADirectoryError)
+            why = "is not a folder" if other else f"can not be used: {error.strerror}"
+            raise ConfigError("store", str(path), why) from error
         self.direct_io = self._takes_direct_io()
 
     def numbers(self) -> list[int]:
@@ -64,7 +66,7 @@ class Folder:
         return numbers
 
     def segment(self, number: int) -> Path:
-        return self.path / _name(number)
+        return self.path / f"segment-{number:010}.tcs"
 
     @property
     def uses(self) -> Path:
@@ -105,19 +107,7 @@ class Folder:
         return False
 
 
-def _name(number: int) -> str:
-    return f"segment-{number:010}.tcs"
-
-
 def _number(name: str) -> int | None:
     """The number of the segment with this file name. None: it is not the name of a segment."""
     match = re.fullmatch(r"segment-(\d{10})\.tcs", name, re.ASCII)
     return int(match[1]) if match and int(match[1]) < _NUMBERS else None
-
-
-def _sync(path: Path) -> None:
-    file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

@@ -59,8 +59,7 @@ class Use:
 
     used: int
     hits: int
-    priority: int = 0
-    """A store does not know the priority of requests."""
+    priority: int = 0  # a store does not know the priority of requests
 
 
 class Uses(NamedTuple):
@@ -74,10 +73,8 @@ class Index:
     """Records by key. Callers hold the log's lock, except for `in`."""
 
     def __init__(self) -> None:
-        self.segments: dict[int, Segment] = {}
-        """By number, oldest first."""
-        self.bytes = 0
-        """Of all records, without padding."""
+        self.segments: dict[int, Segment] = {}  # by number, oldest first
+        self.bytes = 0  # of all records, without padding
         self.removed: deque[RecordKey] = deque(maxlen=REMOVED_MOST)
         self._places: dict[RecordKey, int] = {}
         self._clock = 0
@@ -218,21 +215,18 @@ class Index:
 
 def parse_uses(data: bytes) -> Uses:
     """What `pack_uses` made. Empty if it is damaged."""
-    nothing = Uses(0, {})
-    if len(data) < _HEAD.size:
-        return nothing
-    magic, version, clock, digest = _HEAD.unpack_from(data)
-    if (magic, version) != (_MAGIC, _VERSION) or xxhash.xxh3_128_digest(data[_HEAD.size :]) != digest:
-        return nothing
-    of, at = {}, _HEAD.size
+    nothing, of, at = Uses(0, {}), {}, _HEAD.size
     try:
+        magic, version, clock, digest = _HEAD.unpack_from(data)
+        if (magic, version) != (_MAGIC, _VERSION) or xxhash.xxh3_128_digest(data[at:]) != digest:
+            return nothing
         while at < len(data):
             number, rows = _SEGMENT.unpack_from(data, at)
             columns = np.frombuffer(data, np.uint64, 2 * rows, at + _SEGMENT.size)
             of[number] = columns[:rows], columns[rows:]
             at += _SEGMENT.size + _BYTES_PER_ROW * rows
             clock = max(clock, int(columns.max(initial=0)))
-    except (ValueError, OverflowError, struct.error):  # the checksum is right, the content is not
+    except (ValueError, OverflowError, struct.error):
         return nothing
     return Uses(clock, of) if clock < _CLOCK_MOST else nothing
 

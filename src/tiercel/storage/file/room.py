@@ -48,10 +48,8 @@ SIZE_LEAST = SEGMENTS_LEAST * 16 * ALIGN
 class Limits:
     """The disk space that a store may use."""
 
-    size: int
-    """Bytes of all segments."""
-    free: int
-    """Bytes of the file system that stay free."""
+    size: int  # bytes of all segments
+    free: int  # bytes of the file system that stay free
     segment_bytes: int
 
     def __post_init__(self) -> None:
@@ -65,9 +63,7 @@ class Limits:
 
     def missing(self, *, bytes_on_disk: int, bytes_free: int) -> int:
         """How many bytes must be freed before another segment can be begun."""
-        return max(
-            bytes_on_disk + self.segment_bytes - self.size, self.segment_bytes + self.free - bytes_free
-        )
+        return self.segment_bytes + max(bytes_on_disk - self.size, self.free - bytes_free)
 
 
 def segment_bytes_for(size: int) -> int:
@@ -84,12 +80,9 @@ class Standing(NamedTuple):
     """A segment that may be evicted."""
 
     bytes_on_disk: int
-    carried: int
-    """Bytes to write again if all its live records and notes stay."""
-    ranks: Sequence[Any]
-    """Of a sample of its records (`policy.evict.Rank`)."""
-    dead: int
-    """How many records of the sample are dead."""
+    carried: int  # bytes to write again if all its live records and notes stay
+    ranks: Sequence[Any]  # of a sample of its records (`policy.evict.Rank`)
+    dead: int  # how many records of the sample are dead
 
     @property
     def middle(self) -> tuple[Any, ...]:
@@ -101,8 +94,7 @@ class Standing(NamedTuple):
 class Going(NamedTuple):
     """Which segment is evicted, and which records of it stay."""
 
-    number: int
-    """Its position among the segments given."""
+    number: int  # its position among the segments given
     cold: Any | None
     """Records that are not warmer than this rank do not stay. None: all live records stay."""
 

@@ -15,8 +15,9 @@ from __future__ import annotations
 import logging
 import os
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -41,28 +42,28 @@ UNREADABLE_MOST = 16
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Segment:
     """One file and what it holds. Callers that change it hold the log's lock."""
 
-    def __init__(self, number: int, path: Path, file: int, size: int, table: Table) -> None:
-        self.number = number
-        self.path = path
-        self.file = file
-        self.bytes_on_disk = size
-        self.table = table
-        self.live = 0
-        """Bytes of records that the index points to, padding included."""
-        self.used = array("Q", bytes(8 * len(table)))
-        self.hits = array("Q", bytes(8 * len(table)))
-        self.sealed = False
-        self.broken = False
-        """A write failed. Behind the last row there may be a record that was never acknowledged."""
-        self.damaged = 0
-        """Gaps between records that a scan found."""
-        self.unreadable = False
-        """The disk could not read all of it. Perhaps it can later, so the file is not changed."""
-        self.readers = 0
-        self.gone = False
+    number: int
+    path: Path
+    file: int
+    bytes_on_disk: int
+    table: Table
+    sealed: bool = False
+    damaged: int = 0  # gaps between records that a scan found
+    unreadable: bool = False
+    """The disk could not read all of it. Perhaps it can later, so the file is not changed."""
+    broken: bool = False
+    """A write failed. Behind the last row there may be a record that was never acknowledged."""
+    live: int = 0  # bytes of records that the index points to, padding included
+    readers: int = 0
+    gone: bool = False
+
+    def __post_init__(self) -> None:
+        self.used = array("Q", bytes(8 * len(self.table)))
+        self.hits = array("Q", bytes(8 * len(self.table)))
 
     def fits(self, room: int, rows: int) -> bool:
         """Whether records of `room` bytes fit here, with their `rows` in the table."""
@@ -142,46 +143,41 @@ def load(path: Path, number: int, *, direct_io: bool, read_only: bool) -> Segmen
         if file >= 0 or not (isinstance(error, OSError) and direct.is_damage(error)):
             raise
         log.warning("a segment can not be opened and is not used: %s", error)
-        segment = Segment(number, path, -1, 0, Table())
-        segment.unreadable = True
-        return segment
+        return Segment(number, path, -1, 0, Table(), unreadable=True)
 
 
 def _load(path: Path, number: int, file: int, *, read_only: bool) -> Segment:
     size = os.fstat(file).st_size
     table = _read_table(file, size)
     if table is not None:
-        segment = Segment(number, path, file, size, table)
-        segment.sealed = True
-        return segment
+        return Segment(number, path, file, size, table, sealed=True)
     reader = Reader(file, size)
     table, damaged = _scan(reader)
-    segment = Segment(number, path, file, size, table)
-    segment.damaged, segment.unreadable = len(damaged), bool(reader.unreadable)
     if damaged or reader.unreadable:
         places = f"no whole record at bytes {damaged}, unreadable at bytes {sorted(reader.unreadable)}"
         log.warning("%s is damaged: %s; the rest of it is used", path, places)
     if not read_only:
         direct.calls.fdatasync(file)  # writes of a killed process may not be on the disk yet
-    return segment
+    return Segment(number, path, file, size, table, False, len(damaged), bool(reader.unreadable))
 
 
 def _read_table(file: int, size: int) -> Table | None:
     """The table at the end of a sealed segment. None: there is no table, or it is damaged."""
     if size == 0 or size % ALIGN:
         return None
-    length = min(size, _TABLE_GUESS)
-    for _ in range(2):
+    guess = min(size, _TABLE_GUESS)
+    memory = direct.aligned(guess)
+    if not direct.read(file, size - guess, [memory], memory):
+        return None
+    rows = rows_of(memory)
+    if rows is None or packed_bytes(rows) > size:
+        return None
+    length = packed_bytes(rows)
+    if length > guess:
         memory = direct.aligned(length)
         if not direct.read(file, size - length, [memory], memory):
             return None
-        rows = rows_of(memory)
-        if rows is None or packed_bytes(rows) > size:
-            return None
-        if packed_bytes(rows) <= length:
-            return Table.parse(memory[length - packed_bytes(rows) :], room=size - packed_bytes(rows))
-        length = packed_bytes(rows)
-    return None
+    return Table.parse(memory[-length:], room=size - length)
 
 
 def _scan(reader: Reader) -> tuple[Table, list[int]]:
@@ -209,10 +205,9 @@ def copy(source: Segment, rows: Sequence[int], target: Segment, lanes: Lanes) ->
             ends = [0, *accumulate(padded(table.sizes[row]) for row in some)]
             memory = held.memory if ends[-1] <= lanes.size else direct.aligned(ends[-1])
             places = [memory[start:end] for start, end in pairwise(ends)]
-            asked = [
-                (source.file, table.offsets[row], [place]) for row, place in zip(some, places, strict=True)
-            ]
-            views: list[View] = []
+            placed = zip(some, places, strict=True)
+            asked = [(source.file, table.offsets[row], [place]) for row, place in placed]
+            views = list[View]()
             for row, place, read in zip(some, places, direct.read_many(asked, lane), strict=True):
                 if read and flaw_of(place[: table.sizes[row]], table.keys[row]) is None:
                     whole.append(row)
@@ -229,8 +224,7 @@ class Reader:
 
     def __init__(self, file: int, size: int) -> None:
         self.size = size
-        self.unreadable: set[int] = set()
-        """Offsets that the disk can not read."""
+        self.unreadable: set[int] = set()  # offsets that the disk can not read
         self._file = file
         self._memory = direct.aligned(direct.STAGING_BYTES)
         self._start = self._end = 0
@@ -238,12 +232,12 @@ class Reader:
 
     def next(self, offset: int) -> int:
         """The next offset where a record may begin; the end of the file if there is none."""
-        while (blocks := len(view := self._view(offset, ALIGN)) // ALIGN) > 0:
-            starts = np.frombuffer(view, f"S{len(MAGIC)}", blocks * ALIGN // len(MAGIC))
+        while (places := len(view := self._view(offset, ALIGN)) // ALIGN) > 0:
+            starts = np.frombuffer(view, f"S{len(MAGIC)}", places * ALIGN // len(MAGIC))
             found = np.flatnonzero(starts[:: ALIGN // len(MAGIC)] == MAGIC)
             if len(found):
                 return offset + int(found[0]) * ALIGN
-            offset += blocks * ALIGN
+            offset += places * ALIGN
         return self.size
 
     def record(self, offset: int) -> tuple[Header | Flaw, int]:
@@ -255,20 +249,12 @@ class Reader:
                 break
         if isinstance(header, Flaw):
             return header, ALIGN
-        digest = xxhash.xxh3_128()
-        for view in self._views(offset + header.header_bytes, header.payload_bytes):
+        digest, size = xxhash.xxh3_128(), header.header_bytes + header.payload_bytes
+        at, end = offset + header.header_bytes, offset + size
+        while at < end and (view := self._view(at, min(end - at, len(self._memory) - ALIGN))[: end - at]):
             digest.update(view)
-        whole = digest.digest() == header.checksum
-        return header if whole else Flaw.CHECKSUM, padded(header.header_bytes + header.payload_bytes)
-
-    def _views(self, offset: int, size: int) -> Iterator[memoryview]:
-        """`size` bytes, or those up to the end of the file, one window at a time."""
-        while size > 0:
-            view = self._view(offset, min(size, len(self._memory) - ALIGN))[:size]
-            if not view:
-                return
-            yield view
-            offset, size = offset + len(view), size - len(view)
+            at += len(view)
+        return header if digest.digest() == header.checksum else Flaw.CHECKSUM, padded(size)
 
     def _view(self, offset: int, least: int) -> memoryview:
         """The window from an offset on. It is moved first if it holds less than `least` bytes from there."""
@@ -280,8 +266,8 @@ class Reader:
         return self._memory[offset - self._start : self._end - self._start]
 
     def _read(self, offset: int) -> int:
-        """Read more of the window with one call. After an error the next call is half as long, until only the
-        unreadable block is left."""
+        """Read more of the window with one call. After an error the next call is half as long, until only
+        ALIGN unreadable bytes are left."""
         memory = self._memory[offset - self._start :]
         while len(self.unreadable) <= UNREADABLE_MOST and offset % ALIGN == 0:
             try:

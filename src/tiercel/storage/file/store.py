@@ -17,13 +17,13 @@ from weakref import WeakSet
 from tiercel.errors import ConfigError, StoreError
 from tiercel.policy.evict import make_evict_policy
 from tiercel.storage.base import Checked, Get, Put, Store
-from tiercel.storage.file import direct, room
+from tiercel.storage.file import direct
 from tiercel.storage.file.commit import Record
 from tiercel.storage.file.direct import ALIGN, padded
 from tiercel.storage.file.folder import Folder
 from tiercel.storage.file.log import READERS, Log
 from tiercel.storage.file.queue import Request
-from tiercel.storage.file.room import Limits
+from tiercel.storage.file.room import Limits, free_for, segment_bytes_for
 from tiercel.storage.file.segment import HEADER_MOST, Reader, Segment
 from tiercel.storage.file.table import OtherVersion, note, packed_bytes
 from tiercel.storage.record import ALIGN_LEAST, MAGIC, Flaw, Kind, RecordKey, parse
@@ -76,8 +76,8 @@ class FileStore(Store):
             undo.callback(self._folder.close)
             try:
                 if free is None:
-                    free = room.free_for(self._folder.space().in_all)
-                limits = Limits(size, free, segment_bytes or room.segment_bytes_for(size))
+                    free = free_for(self._folder.space().in_all)
+                limits = Limits(size, free, segment_bytes or segment_bytes_for(size))
                 self._log = Log(self._folder, limits, policy)
                 undo.callback(self._log.close)
                 self._log.load(read_only=read_only)
