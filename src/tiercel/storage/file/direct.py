@@ -233,7 +233,8 @@ def _pieces(parts: Sequence[View], bytes_most: int) -> Iterator[tuple[int, Seque
 def _lay(parts: Sequence[Any], staging: memoryview) -> tuple[list[View], list[tuple[Any, memoryview]]]:
     """The views for the system call, and what is copied through staging: (part, its view in staging).
     Every view is a multiple of ALIGN long: a part is used in place only where the stream is aligned."""
-    views, passing = list[View](), list[tuple[Any, memoryview]]()
+    views: list[View] = []
+    passing: list[tuple[Any, memoryview]] = []
     position = used = left = 0
     for part in parts:
         size = len(part)

@@ -71,14 +71,14 @@ class Queue:
         """Fill the views of each request. Answers the bytes read for each, or its negative errno."""
         files, offsets, views = zip(*requests, strict=True)
         counts = [len(each) for each in views]
-        ends = list(accumulate(counts))
-        assert len(requests) <= QUEUE_DEPTH and ends[-1] <= QUEUE_VIEWS
-        self._views[: ends[-1]] = [(address(view), len(view)) for each in views for view in each]
+        *starts, total = accumulate(counts, initial=0)
+        assert len(requests) <= QUEUE_DEPTH and total <= QUEUE_VIEWS
+        self._views[:total] = [(address(view), len(view)) for each in views for view in each]
         table = self._requests[: len(requests)]
         table["file"] = files
         table["offset"] = offsets
         table["count"] = counts
-        table["views"] = self._views_at + 16 * np.subtract(ends, counts)
+        table["views"] = [self._views_at + 16 * start for start in starts]
         return self._carry(len(requests))
 
     def _carry(self, count: int) -> list[int]:

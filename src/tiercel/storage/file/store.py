@@ -109,7 +109,8 @@ class FileStore(Store):
 
     def _find(self, wanted: Sequence[Get]) -> list[Span]:
         """Where the records are, neighbours in one span. Their segments stay open until `_let_go`."""
-        found, spans, end = list[tuple[int, int, int, int]](), list[Span](), (0, 0)
+        found, spans, end = list[tuple[int, int, int, int]](), list[Span](), 0
+        last: Span | None = None
         with self._log.lock:
             for number in reversed(
                 range(len(wanted))
@@ -125,12 +126,14 @@ class FileStore(Store):
                     found.append((segment.number, segment.table.offsets[row], padded(size), number))
             found.sort()
             for of, offset, room, number in found:
-                if spans and end == (of, offset) and offset + room - spans[-1].offset <= SPAN_BYTES:
-                    spans[-1].wanted.append(number)
+                beside = last and offset == end and of == last.segment.number
+                if last and beside and offset + room - last.offset <= SPAN_BYTES:
+                    last.wanted.append(number)
                 else:
-                    spans.append(Span(self._index.segments[of], offset, [number]))
-                    spans[-1].segment.readers += 1
-                end = of, offset + room
+                    last = Span(self._index.segments[of], offset, [number])
+                    last.segment.readers += 1
+                    spans.append(last)
+                end = offset + room
         return spans
 
     def _read(self, spans: Sequence[Span], wanted: Sequence[Get], answers: list[bool]) -> None:
