@@ -236,8 +236,7 @@ class _Laid(NamedTuple):
 
     addresses: list[int]
     sizes: list[int]
-    copies: list[tuple[Any, memoryview]]
-    """Parts that are copied, each with its staging memory."""
+    copies: list[tuple[Any, memoryview]]  # parts that are copied, each with its staging memory
 
     def add(self, address: int, size: int) -> None:
         if self.addresses and self.addresses[-1] + self.sizes[-1] == address:

@@ -130,12 +130,10 @@ def _redis_socket(split: SplitResult) -> tuple[str]:
 class _Scheme(NamedTuple):
     """One kind of URL."""
 
-    store: str
-    """`module:Class`."""
+    store: str  # `module:Class`
     where: Callable[[SplitResult], tuple[str, ...]] = lambda _: ()
     """The positional arguments of the class. Raises ValueError."""
-    needs: str = ""
-    """How to install its client."""
+    needs: str = ""  # how to install its client
 
 
 _REDIS, _PIP_REDIS = "tiercel.storage.redis:RedisStore", 'pip install "tiercel[redis]"'
@@ -221,9 +219,7 @@ def _holds(allowed: tuple[str, str, int | None], asked: tuple[str, str, int | No
     return where == asked_where and port in (None, asked_port)
 
 
-HIDDEN = "***"
-"""Replaces a password."""
-
+HIDDEN = "***"  # replaces a password
 _SECRET_FIELD = re.compile(r"(?<=[?&])([^=&#]*(?:pass|secret|token|key)[^=&#]*=)([^&#]+)", re.IGNORECASE)
 
 

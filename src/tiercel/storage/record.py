@@ -24,31 +24,24 @@ MAGIC = b"tiercel\n"
 VERSION = 2
 ALIGN_LEAST = 64
 KEY_BYTES = 49
-
 _FIXED = struct.Struct("<8sHBxIQ16s32s16sI20x8s8x")
-_CHECK_AT = 112
-"""Offset of the checksum of the header. It is computed with zeros in its place."""
+_CHECK_AT = 112  # Offset of the checksum of the header. It is computed with zeros in its place.
 
 RecordKey = NewType("RecordKey", bytes)
 """The name of a record in a store: one byte of the kind, 16 of the form, 32 of the page key. A process with
 other layers of the same model uses the same page keys, but has another form, and so other record keys."""
 
-View = memoryview | bytearray | bytes
-"""Contiguous bytes."""
+View = memoryview | bytearray | bytes  # contiguous bytes
 
 
 class Kind(IntEnum):
     """What a record holds. The last two are notes that a store writes for itself."""
 
-    PAGE = 1
-    """Rows in the order of the declaration: [stream][layer][row]."""
+    PAGE = 1  # rows in the order of the declaration: [stream][layer][row]
     TAIL = 2
-    PAGE_BY_ENTRY = 3
-    """A page as [stream][entry][layer]. Its kind makes it another record."""
-    REMOVED = 16
-    """Earlier records of this key are gone."""
-    CLEARED = 17
-    """All earlier records are gone."""
+    PAGE_BY_ENTRY = 3  # A page as [stream][entry][layer]. Its kind makes it another record.
+    REMOVED = 16  # earlier records of this key are gone
+    CLEARED = 17  # all earlier records are gone
 
 
 class Flaw(Enum):
@@ -93,13 +86,11 @@ class Form:
     """What all records of one kind in one cache and one store have in common: all but key and payload."""
 
     kind: Kind
-    digest: bytes
-    """Of the whole declaration (`CacheSpec.form`)."""
+    digest: bytes  # of the whole declaration (`CacheSpec.form`)
     streams: tuple[tuple[str, tuple[int, ...], int], ...]
     """Name, layers and bytes per row, in the order of the payload."""
     payload_bytes: int
-    align: int = ALIGN_LEAST
-    """The payload begins at a multiple of this."""
+    align: int = ALIGN_LEAST  # the payload begins at a multiple of this
 
     def __post_init__(self) -> None:
         assert len(self.digest) == 16 and self.align >= 1

@@ -39,17 +39,14 @@ class Work(Enum):
     WRITE = "write"
     CLEAR = "clear"
     STATS = "stats"
-    PROBE = "probe"
-    """Write, read and remove a page, to measure how fast the store is."""
+    PROBE = "probe"  # write, read and remove a page, to measure how fast the store is
 
 
 class Presence(Enum):
     """How an operation ended for one record."""
 
-    HERE = "here"
-    """Asked: it is there. Read: every byte is right. Written: the store has it."""
-    MISSING = "missing"
-    """Not there, or not kept."""
+    HERE = "here"  # Asked: it is there. Read: every byte is right. Written: the store has it.
+    MISSING = "missing"  # not there, or not kept
     DAMAGED = "damaged"
     """It is listed, but can not be read or is not what was asked for. It is removed, and counts as missing
     until it is written again."""
@@ -76,8 +73,7 @@ class Operation:
     answers: list[Presence] = field(default_factory=list)
     error: StoreError | None = None
     cancelled: bool = False
-    late: bool = False
-    """It took longer than the caller waits: the caller has counted it as failed already."""
+    late: bool = False  # it took longer than the caller waits: the caller has counted it as failed already
     read_s: float | None = None  # of a probe: how long the read of its page took
     future: Future[None] | None = None
 

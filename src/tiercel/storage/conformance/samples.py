@@ -14,14 +14,9 @@ from tiercel.storage.base import Get, Put, Store
 from tiercel.storage.record import ALIGN_LEAST, Flaw, Form, Kind, RecordKey
 from tiercel.threads import start
 
-SMALL_BYTES = 16 << 20
-"""The size of a small store, about."""
-
-_BESIDE = b"\xa5\xa5\xa5"
-"""Bytes between the parts of a read: `get` must not change them."""
-
-WAIT_S = 120
-"""How long a check waits for a thread. After that it fails: the store hangs."""
+SMALL_BYTES = 16 << 20  # the size of a small store, about
+_BESIDE = b"\xa5\xa5\xa5"  # bytes between the parts of a read: `get` must not change them
+WAIT_S = 120  # How long a check waits for a thread. After that it fails: the store hangs.
 
 
 @dataclass(frozen=True)
@@ -46,8 +41,7 @@ class Inapplicable(Exception):
 class Sample:
     """A record: its key follows from the name, its payload from the key."""
 
-    name: int | bytes
-    """A number, or a page key of 32 bytes."""
+    name: int | bytes  # a number, or a page key of 32 bytes
     payload_bytes: int = 4096
     kind: Kind = Kind.PAGE
     align: int = ALIGN_LEAST

@@ -36,14 +36,11 @@ class Job:
 
     keys: Sequence[RecordKey]
     sizes: Sequence[int]
-    kind: int
-    """Of notes; 0 for records."""
-    views: Sequence[View]
-    """The bytes to write: the records, each padded."""
+    kind: int  # of notes; 0 for records
+    views: Sequence[View]  # the bytes to write: the records, each padded
     done: bool = False
     error: OSError | None = None
-    by_itself: bool = False
-    """A write that it shared with other jobs failed. It is tried again without them."""
+    by_itself: bool = False  # A write that it shared with other jobs failed. It is tried again without them.
 
     def __post_init__(self) -> None:
         self.room = sum(map(len, self.views))

@@ -24,31 +24,23 @@ from typing import Any, NamedTuple
 from tiercel.storage.file.queue import QUEUE_DEPTH, QUEUE_VIEWS, Queue, Request, address, spare, take_queue
 from tiercel.storage.record import View
 
-ALIGN = 4096
-"""Good for all common disks and file systems. Records begin at multiples of it."""
-
+ALIGN = 4096  # Good for all common disks and file systems. Records begin at multiples of it.
 STAGING_BYTES = 16 * 1024**2
 """The most bytes of one call. aarch64, virtual disk, 2026-10: 8 MiB 3.3 GB/s, 64 MiB 3.5 GB/s."""
 
-VIEWS_MOST = 1024
-"""IOV_MAX of Linux."""
-
-STRAIGHT_LEAST = 16 * 1024
-"""Shorter parts are copied: a copy takes less time than one more view."""
-
+VIEWS_MOST = 1024  # IOV_MAX of Linux
+STRAIGHT_LEAST = 16 * 1024  # shorter parts are copied: a copy takes less time than one more view
 NO_LINKS = os.O_NOFOLLOW | os.O_NONBLOCK
 """For files that may have been put in the folder by others: do not follow links, do not wait for pipes."""
 
 ZEROS = memoryview(bytes(ALIGN))
-NOWHERE = memoryview(bytearray(ALIGN))
-"""Padding: zeros to write, and memory for what is read and not used."""
+NOWHERE = memoryview(bytearray(ALIGN))  # padding: zeros to write, and memory for what is read and not used
 
 
 class Space(NamedTuple):
     """Bytes of a file system."""
 
-    free: int
-    """What this process may use."""
+    free: int  # what this process may use
     in_all: int
 
 

@@ -19,7 +19,6 @@ from tiercel.storage.file import direct
 _LOCK = "LOCK"
 _USES = "uses"
 _LOST_FOUND = "lost+found"  # every new ext file system has this folder
-
 _NUMBERS = 2**30
 """Numbers of segments are smaller than this: enough for centuries, and the index packs them with a row."""
 

@@ -36,15 +36,12 @@ from tiercel.storage.record import Kind, RecordKey
 _ROW_BITS = 32
 _ROW_MASK = (1 << _ROW_BITS) - 1
 _NONE = np.empty(0, np.uint64)
-
 _HEAD = struct.Struct("<8sHxxxxxxQ16s")
 _MAGIC = b"tiercel\x0b"
 _VERSION = 1
 _SEGMENT = struct.Struct("<QQ")
 _BYTES_PER_ROW = 16
-_CLOCK_MOST = 2**62
-"""A larger clock is damage: the clock must not overflow."""
-
+_CLOCK_MOST = 2**62  # a larger clock is damage: the clock must not overflow
 BYTES_PUT_PER_BYTE = 64
 """The file of uses is written again after 64 times its size in records: it adds less than 2 % to what is
 written."""

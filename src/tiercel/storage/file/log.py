@@ -35,9 +35,7 @@ from tiercel.threads import Crew
 FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 """Errors that mean that the disk is full. Any other error is a failure."""
 
-GROUP_BYTES = 32 * 1024**2
-"""The most bytes of one write. The next thread waits that long."""
-
+GROUP_BYTES = 32 * 1024**2  # The most bytes of one write. The next thread waits that long.
 READERS = 4
 """Threads that read where there is no queue of the kernel: the caller and three more. Reads of 256 KiB on a
 virtual disk, 2 cores, 2026-10: 1 thread 2.6 GB/s, 4: 3.9, 8: 4.6."""

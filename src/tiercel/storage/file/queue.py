@@ -23,26 +23,17 @@ import numpy as np
 
 from tiercel.storage.record import View
 
-QUEUE_DEPTH = 128
-"""The most reads of one batch."""
-
-QUEUE_VIEWS = 1024
-"""The most views of one batch, over all its reads."""
-
-_CALLS = {"aarch64": (0, 2, 4), "x86_64": (206, 209, 208)}
-"""io_setup, io_submit, io_getevents (asm/unistd.h)."""
-
+QUEUE_DEPTH = 128  # the most reads of one batch
+QUEUE_VIEWS = 1024  # the most views of one batch, over all its reads
+_CALLS = {"aarch64": (0, 2, 4), "x86_64": (206, 209, 208)}  # io_setup, io_submit, io_getevents (asm/unistd.h)
 _PREADV = 7
 _FIELDS = "data:<u8 key:V8 call:<u2 priority:V2 file:<u4 views:<u8 count:<u8 offset:<i8 flags:V16"
-_REQUEST = np.dtype([tuple(field.split(":")) for field in _FIELDS.split()])
-"""struct iocb (linux/aio_abi.h)."""
-
+_REQUEST = np.dtype([tuple(field.split(":")) for field in _FIELDS.split()])  # struct iocb (linux/aio_abi.h)
 _EVENT = np.dtype([("data", "<u8"), ("", "<u8"), ("result", "<i8"), ("", "<i8")])
 
 assert _REQUEST.itemsize == 64 and _EVENT.itemsize == 32
 
-Request = tuple[int, int, Sequence[Any]]
-"""File, offset, and the views to fill."""
+Request = tuple[int, int, Sequence[Any]]  # file, offset, and the views to fill
 
 
 class Queue:
@@ -105,8 +96,7 @@ class Queue:
                 return _call(self._wait, self._handle.value, count, count, self._events_at, 0)
 
 
-spare: list[Queue] = []
-"""Queues of closed stores, for reuse: the kernel needs 30 ms to destroy one."""
+spare: list[Queue] = []  # queues of closed stores, for reuse: the kernel needs 30 ms to destroy one
 
 os.register_at_fork(after_in_child=spare.clear)
 

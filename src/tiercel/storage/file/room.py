@@ -25,19 +25,13 @@ from tiercel.storage.file.direct import ALIGN
 SAMPLE = 32
 """Random records that represent a segment. 400 segments take 30 ms for each new segment (Xeon, 2.5 GHz)."""
 
-COLD = 0.3
-"""The coldest share of the store: its records do not stay when their segment is evicted."""
-
-GAIN_LEAST = 8
-"""One eighth: a segment is cleaned, and loses no record, if that frees this part of a segment."""
-
+COLD = 0.3  # the coldest share of the store: its records do not stay when their segment is evicted
+GAIN_LEAST = 8  # one eighth: a segment is cleaned, and loses no record, if that frees this part of a segment
 SEGMENT_BYTES = 256 * 1024**2
 """Shorter segments end more often, and each end is a pause of some milliseconds. Longer segments take longer
 to scan after a crash: 0.1 s for this size."""
 
-SEGMENTS_MOST = 512
-"""Each segment is an open file, and a process may by default have 1024."""
-
+SEGMENTS_MOST = 512  # each segment is an open file, and a process may by default have 1024
 SEGMENTS_LEAST = 8
 """A small store has shorter segments: what is evicted at once, and what stays free, is an eighth of it."""
 
@@ -95,8 +89,7 @@ class Going(NamedTuple):
     """Which segment is evicted, and which records of it stay."""
 
     number: int  # its position among the segments given
-    cold: Any | None
-    """Records that are not warmer than this rank do not stay. None: all live records stay."""
+    cold: Any | None  # Records that are not warmer than this rank do not stay. None: all live records stay.
 
 
 def going(standings: Sequence[Standing], *, left: int, segment_bytes: int) -> Going:

@@ -30,9 +30,7 @@ from tiercel.storage.file.direct import ALIGN, Lanes, padded
 from tiercel.storage.file.table import OtherVersion, Table, packed_bytes, rows_of, subject
 from tiercel.storage.record import MAGIC, Flaw, Header, RecordKey, View, flaw_of, parse
 
-HEADER_MOST = 1024**2
-"""The longest header that a scan looks for. Headers of real models have up to 8 KiB."""
-
+HEADER_MOST = 1024**2  # The longest header that a scan looks for. Headers of real models have up to 8 KiB.
 _TABLE_GUESS = 64 * 1024
 """The first read of a table, before its length is known. A table of 1000 records has this length."""
 

@@ -32,8 +32,7 @@ SPAN_BYTES = 2 * 1024**2
 """Neighbouring records are read in one call of up to so many bytes: efficient for the disk, and small enough
 to share a batch among threads."""
 
-_GLANCE = 2 * ALIGN_LEAST
-"""The first bytes of a record, with its key."""
+_GLANCE = 2 * ALIGN_LEAST  # the first bytes of a record, with its key
 
 
 class Span(NamedTuple):

@@ -22,7 +22,6 @@ from tiercel.storage.file.direct import ALIGN, padded
 from tiercel.storage.record import KEY_BYTES, Header, Kind, RecordKey, View, checksum, pack, page_key_of
 
 VERSION = 2
-
 _MAGIC = b"tiercel\t"
 _TRAILER = struct.Struct("<8sH6xQ16s16x8s")
 _ROW = np.dtype([("key", f"V{KEY_BYTES}"), ("note", "u1"), ("", "V2"), ("place", "<u4"), ("bytes", "<u8")])
@@ -47,8 +46,7 @@ class Table:
         self.notes = bytearray()
         self.offsets = array("Q")
         self.sizes = array("Q")
-        self.end = 0
-        """Where the next record begins."""
+        self.end = 0  # where the next record begins
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -115,8 +113,7 @@ def rows_of(data: View) -> int | None:
     return int(rows)
 
 
-EVERYTHING = RecordKey(bytes((Kind.CLEARED,)) + bytes(KEY_BYTES - 1))
-"""The key of a CLEARED note."""
+EVERYTHING = RecordKey(bytes((Kind.CLEARED,)) + bytes(KEY_BYTES - 1))  # the key of a CLEARED note
 
 
 def note(kind: Kind, key: RecordKey) -> bytes:
