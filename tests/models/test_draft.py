@@ -11,10 +11,9 @@ from tests.models.reference import Shape, make_reference, our_config, random_tok
 from tiercel.errors import SpecError
 from tiercel.kernels import reference as k
 from tiercel.memory.buffers import DeviceMemory
-from tiercel.models.base import Span
+from tiercel.models.base import Span, part_of
 from tiercel.models.deepseek_v4.layer import Experts, site_of
 from tiercel.models.deepseek_v4.model import DeepseekV4
-from tiercel.models.deepseek_v4.weights import part_of
 from tiercel.models.rotary import Rotary
 from tiercel.spec import deepseek_v4, deepseek_v4_mtp
 

@@ -1,4 +1,4 @@
-/* The CPU kernels of `native.py`. `reference.py` has a plain twin of each.
+/* The CPU kernels of `native.py`. `reference.py` has each of them in plain torch.
 
    One rule everywhere: the result for a token depends on that token's own inputs only, never on the number of
    other tokens or on the thread. Every sum has one fixed order, so a text gives the same bits alone or in a

@@ -51,6 +51,15 @@ class Model(Protocol):
         """fp32 logits [rows, vocabulary] of these flat tokens of the spans; None: of each span's last."""
 
 
+Weights = Mapping[str, Tensor]
+"""The parameters of one part, by the names they have inside it."""
+
+
+def part_of(weights: Weights, prefix: str) -> Weights:
+    """The parameters below a prefix."""
+    return {name[len(prefix) :]: tensor for name, tensor in weights.items() if name.startswith(prefix)}
+
+
 def named(name: str) -> Any:
     """A dimension that `config.json` has under another name."""
     return field(metadata={"name": name})

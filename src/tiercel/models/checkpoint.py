@@ -117,12 +117,12 @@ class Checkpoint:
         names_of, tensors = defaultdict[str, set[str]](set), dict[str, StoredTensor]()
         for name, file_name in _weight_map(index).items():
             names_of[file_name].add(name)
-        for file_name, told in sorted(names_of.items()):
+        for file_name, listed_names in sorted(names_of.items()):
             file = self.folder / file_name
             held = self._open(file)
-            if lost := sorted(told - held.keys()):
+            if lost := sorted(listed_names - held.keys()):
                 raise WeightsError(file, f"does not hold what {INDEX} says: {listed(lost)}", lost)
-            if stray := sorted(held.keys() - told):
+            if stray := sorted(held.keys() - listed_names):
                 raise WeightsError(file, f"holds what {INDEX} does not say: {listed(stray)}", stray)
             tensors |= held
         return tensors

@@ -186,7 +186,7 @@ class CacheSpec:
 
 
 def _stream_to_dict(stream: Stream) -> dict[str, Any]:
-    told = {
+    data = {
         "name": stream.name,
         "layers": list(stream.layers),
         "parts": {part.name: part.bytes for part in stream.parts},
@@ -196,8 +196,8 @@ def _stream_to_dict(stream: Stream) -> dict[str, Any]:
         "encoding": stream.encoding,
     }
     if stream.encoding == "opaque":
-        del told["encoding"]  # `form` depends on every key, and stores have records from before this one
-    return told
+        del data["encoding"]  # the form of an opaque stream has no such key, and must stay as it is
+    return data
 
 
 def _stream_from_dict(where: str, data: Mapping[str, Any]) -> Stream:

@@ -28,7 +28,7 @@ class Identity:
 
     @property
     def share(self) -> str:
-        """`bits`: only with those who get the same bits. `numbers`: with all kernels of this arithmetic."""
+        """`bits`: pages are shared among equal kernels. `numbers`: among all kernels of this arithmetic."""
         return BITS if self.kernels else NUMBERS
 
     @cached_property

@@ -86,13 +86,14 @@ class V4Config(Dimensions):
         """From the object in `config.json`. Anything unusable is a `SpecError` that names it."""
         _check_architecture(config)
         _check_choices(config)
+        rope_main, rope_compress = _ropes(config)
         own = cls.read(
             config,
             ratios=_ratios(config),
             hash_layers=_hash_layers(config),
             rope_dim=rope_dim(config),
-            rope_main=_rope_main(config),
-            rope_compress=_rope_compress(config),
+            rope_main=rope_main,
+            rope_compress=rope_compress,
             mtp_layers=mtp_layers(config),
         )
         own._check_fit()
@@ -157,37 +158,22 @@ def _hash_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:
     return tuple(kind == HASH for kind in kinds)
 
 
-def _rope_main(config: Mapping[str, Any]) -> Rope:
-    """Plain in every form."""
-    given = _nested(config).get("main", {})
-    if (kind := rope_kind(given)) != "default":
+def _ropes(config: Mapping[str, Any]) -> tuple[Rope, Rope]:
+    """Of window layers, which are plain in every form, and of layers that compress: YaRN if its numbers are
+    given, else plain. `rope_parameters` may have an object for each; a flat object is for the second."""
+    given: Any = config.get("rope_parameters")
+    kinds: list[Any] = []
+    if isinstance(given, Mapping):
+        kinds = [given.get(kind) for kind in ("main", "compress")]
+    nested = bool(kinds) and all(isinstance(kind, Mapping) for kind in kinds)
+    main, compress = kinds if nested else ({}, config.get("rope_scaling") or given or {})
+    if not isinstance(compress, Mapping):
+        raise SpecError("rope_scaling", compress, "must be an object")
+    if (kind := rope_kind(main)) != "default":
         raise SpecError("rope_parameters.main.rope_type", kind, "is not supported: window layers are plain")
-    return Rope(_theta(given, config, "rope_theta"))
-
-
-def _rope_compress(config: Mapping[str, Any]) -> Rope:
-    """YaRN if the config tells its numbers, plain if not."""
-    given = _nested(config).get("compress")
-    if given is None:
-        given = config.get("rope_scaling") or config.get("rope_parameters") or {}
-        if not isinstance(given, Mapping):
-            raise SpecError("rope_scaling", given, "must be an object")
-        theta = number(config, "compress_rope_theta")  # the flat forms' rope_theta is the main one
-    else:
-        theta = _theta(given, config, "compress_rope_theta")
-    if rope_kind(given) == "yarn" and given.get("attention_factor", 1.0) != 1.0:
-        raise SpecError("attention_factor", given["attention_factor"], "is not supported: the model has 1.0")
-    return read_rope(given, theta)
-
-
-def _nested(config: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    """`rope_parameters` if it has an object for each of the two kinds, else nothing."""
-    given = config.get("rope_parameters")
-    if not isinstance(given, Mapping):
-        return {}
-    kinds = {name: given[name] for name in ("main", "compress") if isinstance(given.get(name), Mapping)}
-    return kinds if len(kinds) == 2 else {}
-
-
-def _theta(given: Mapping[str, Any], config: Mapping[str, Any], name: str) -> float:
-    return number(given, "rope_theta") if "rope_theta" in given else number(config, name)
+    if rope_kind(compress) == "yarn" and (factor := compress.get("attention_factor", 1.0)) != 1.0:
+        raise SpecError("attention_factor", factor, "is not supported: the model has 1.0")
+    theta = number(main if "rope_theta" in main else config, "rope_theta")
+    own = nested and "rope_theta" in compress  # in the flat form it is that of the window layers
+    compress_theta = number(compress, "rope_theta") if own else number(config, "compress_rope_theta")
+    return Rope(theta), read_rope(compress, compress_theta)

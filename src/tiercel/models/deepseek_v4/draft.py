@@ -19,10 +19,9 @@ from torch import Tensor
 
 from tiercel.errors import SpecError
 from tiercel.kernels.reference import Matrix
-from tiercel.models.base import Span
+from tiercel.models.base import Span, Weights, part_of
 from tiercel.models.batch import Batch
 from tiercel.models.deepseek_v4.layer import Layer, Setup, site_of
-from tiercel.models.deepseek_v4.weights import Weights, part_of
 from tiercel.models.rotary import Rotary
 
 

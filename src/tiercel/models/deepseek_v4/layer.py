@@ -22,9 +22,9 @@ from torch import Tensor
 from tiercel.kernels.choice import Kernels
 from tiercel.kernels.reference import CosSin, Site
 from tiercel.memory.buffers import DeviceMemory
+from tiercel.models.base import Weights, part_of
 from tiercel.models.batch import Batch, rows_before
 from tiercel.models.deepseek_v4.config import SPARSE_RATIO, V4Config
-from tiercel.models.deepseek_v4.weights import Weights, part_of
 from tiercel.models.entries import Codec, EntryRows, Parts, Rings, plain_codec
 from tiercel.models.rotary import Rotary
 

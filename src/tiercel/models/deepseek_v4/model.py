@@ -10,12 +10,12 @@ from torch import Tensor
 
 from tiercel.kernels.choice import Kernels, make_kernels
 from tiercel.memory.buffers import DeviceMemory
-from tiercel.models.base import Span
+from tiercel.models.base import Span, Weights, part_of
 from tiercel.models.batch import Batch
 from tiercel.models.deepseek_v4.config import V4Config
 from tiercel.models.deepseek_v4.draft import Draft
 from tiercel.models.deepseek_v4.layer import Layer, Setup, site_of
-from tiercel.models.deepseek_v4.weights import Weights, draft_names, load_weights, part_of
+from tiercel.models.deepseek_v4.weights import draft_names, load_weights
 from tiercel.models.families import Family
 from tiercel.models.rotary import Rotary
 from tiercel.spec.deepseek_v4 import deepseek_v4

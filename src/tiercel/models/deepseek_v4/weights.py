@@ -34,9 +34,6 @@ from tiercel.models.deepseek_v4.config import FP8_BLOCK, SPARSE_RATIO, V4Config
 
 Shape = tuple[int, ...]
 
-Weights = Mapping[str, Tensor]
-"""The parameters of one part, by the names they have inside it."""
-
 DRAFT = "mtp."
 HEAD = ("lm_head.weight", "head.weight")
 INTEGERS = ("I64", "I32")
@@ -53,11 +50,6 @@ BLOCKS = {"F8_E4M3": FP8_BLOCK, "F4": FP4_BLOCK, "I8": FP4_BLOCK, "U8": FP4_BLOC
 
 PACKED = ("I8", "U8")
 """Dtypes whose shape in the header counts two fp4 values as one. (F4 counts values.)"""
-
-
-def part_of(weights: Weights, prefix: str) -> Weights:
-    """The parameters below a prefix."""
-    return {name[len(prefix) :]: tensor for name, tensor in weights.items() if name.startswith(prefix)}
 
 
 # Which parameters there are

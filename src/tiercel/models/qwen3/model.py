@@ -27,7 +27,7 @@ from tiercel.errors import SpecError
 from tiercel.kernels.choice import Kernels, make_kernels
 from tiercel.kernels.reference import CosSin
 from tiercel.memory.buffers import DeviceMemory
-from tiercel.models.base import Dimensions, Span, named
+from tiercel.models.base import Dimensions, Span, Weights, named, part_of
 from tiercel.models.batch import Batch
 from tiercel.models.checkpoint import FLOATS, Checkpoint, StoredTensor, check_finite
 from tiercel.models.entries import EntryRows
@@ -38,7 +38,6 @@ from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.hf_fields import check_only, number, per_layer, whole
 from tiercel.spec.stream import Stream
 
-Weights = Mapping[str, Tensor]
 Shape = tuple[int, ...]
 
 ONLY: Mapping[str, object] = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
@@ -233,8 +232,8 @@ class Layer:
         self, config: Qwen3Config, kernels: Kernels, layer: int, weights: Weights, memory: DeviceMemory
     ) -> None:
         c, self._config, self._k = config, config, kernels
-        prefix = f"model.layers.{layer}."
-        own = {n[len(prefix) : -len(".weight")]: w for n, w in weights.items() if n.startswith(prefix)}
+        part = part_of(weights, f"model.layers.{layer}.")
+        own = {name.removesuffix(".weight"): weight for name, weight in part.items()}
         spec, stream = memory.spec, memory.spec.stream(STREAM)
         rows, head = memory.view(STREAM, layer), replace(stream, parts=stream.parts[:1])
         self.entries = EntryRows(kernels, rows, head, spec.page_tokens * c.kv_heads, c.head_dim)
