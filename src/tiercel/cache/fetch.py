@@ -70,9 +70,7 @@ class Fetch:
     """Pages in the store that follow the found ones without a gap."""
     tails_stored: frozenset[int] = frozenset()
     planned: bool = False
-    """The store's answer was planned with at least once."""
     spared_tokens: int = 0
-    """Tokens that need not be computed if the whole fetch succeeds."""
     depth: int = 0
     """Pages of the text that were found, or are published."""
     reads: list[Operation] = field(default_factory=list)
@@ -247,33 +245,21 @@ class Fetches:
         tokens = (fetch.limit - fetch.match.boundary) * self.spec.page_tokens
         deadline_s = self.config.fetch_deadline_s * max(1.0, tokens / 1024)
         fetching = Fetching(
-            costs=self.costs,
+            self.costs,
             tokens=fetch.spared_tokens or tokens,
-            bytes_left=self._bytes_before(fetch),
+            bytes_left=max(0, fetch.bytes_upto - self._bytes_ended) if fetch.reads else 0,
             waited_s=now - fetch.turn_s,
             left_s=fetch.turn_s + deadline_s - now,
-            still_s=self._still_s(fetch),
+            still_s=now - max(fetch.moved_s, self._read_ended_s),
         )
         if self._policy.waits(fetching):
             return False
+        expected_s = self.costs.read.seconds(fetching.bytes_left) or 0.0
+        if fetching.still_s > max(expected_s, LEARN_S):  # this tells how fast the store is, too
+            self.costs.read.observe(fetching.bytes_left / 2, fetching.still_s)
         self.counters["fetches_late"] += 1
-        self._learn_from(fetching)
         self._over(fetch, Why.STORE_LATE)
         return True
-
-    def _still_s(self, fetch: Fetch) -> float:
-        """Time since the last progress of the fetch, or of the reads before it."""
-        return self.clock() - max(fetch.moved_s, self._read_ended_s)
-
-    def _bytes_before(self, fetch: Fetch) -> int:
-        """Bytes to be read until the fetch is complete. Reads of other fetches before it are included."""
-        return max(0, fetch.bytes_upto - self._bytes_ended) if fetch.reads else 0
-
-    def _learn_from(self, late: Fetching) -> None:
-        """A fetch that is late tells how fast the store is, too."""
-        expected_s = self.costs.read.seconds(late.bytes_left)
-        if late.still_s > max(expected_s or 0.0, LEARN_S):
-            self.costs.read.observe(late.bytes_left / 2, late.still_s)
 
     def explained(self, chain: KeyChain, reuse: Reuse) -> Reuse:
         """Why not more was reused, if the store is the reason."""

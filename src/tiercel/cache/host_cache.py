@@ -68,7 +68,7 @@ class HostCache(HostTier[Ended]):
         The caller writes streams that the device does not hold to the host places of the transfer, and calls
         `landed`; before that nothing of the transfer is readable.
         """
-        transfer = self._arrive(chain, first, places, tails or {}, Transfer())
+        transfer = self._arrive(chain, first, places, tails or {})
         if self.device_spec.streams != self.spec.streams and transfer.moves:
             transfer.writers = 2
         self._queue(Direction.SAVE, transfer)

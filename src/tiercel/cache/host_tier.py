@@ -44,7 +44,7 @@ from tiercel.tree.check import readable, show
 from tiercel.tree.keys import KeyChain, Tokens
 from tiercel.tree.node import Item
 from tiercel.tree.prefix_tree import PrefixTree
-from tiercel.types import HostPageId, Namespace
+from tiercel.types import Namespace
 
 log = logging.getLogger(__name__)
 
@@ -186,7 +186,7 @@ class HostTier(ABC, Generic[AnyEnd]):
 
         They become readable when the writer calls `landed`; until then nobody else touches them.
         """
-        return self._arrive(chain, first, [0] * pages, dict.fromkeys(tails, 0), Transfer())
+        return self._arrive(chain, first, [0] * pages, dict.fromkeys(tails, 0))
 
     def landed(self, transfer: Transfer, error: TransferError | None = None) -> None:
         """A writer has finished. With an error nothing of the transfer becomes readable."""
@@ -203,25 +203,24 @@ class HostTier(ABC, Generic[AnyEnd]):
         self.places.settle()
 
     def _arrive(
-        self,
-        chain: KeyChain,
-        first: int,
-        places: Sequence[int],
-        tails: Mapping[int, int],
-        transfer: Transfer,
+        self, chain: KeyChain, first: int, places: Sequence[int], tails: Mapping[int, int]
     ) -> Transfer:
         """Reserve host pages for what comes from these places, as far as there is room."""
-        tree, keys = self.tree, chain.keys[: first + len(places)]
+        tree, keys, transfer = self.tree, chain.keys[: first + len(places)], Transfer()
         self.landings.add(transfer)
         depth = tree.match(keys, len(keys)).found
         if self.config.force_miss or depth < first:
             return transfer
         anchor = tree.index[keys[depth - 1]] if depth else tree.root
         tree.lock(anchor)  # its places must not be taken for its own children
-        lacking = [n for n in range(first, len(keys)) if n >= depth or tree.index[keys[n]].host is None]
-        room = self._rooms(1, len(lacking))
         texts = chain.texts or [b""] * len(keys)
-        brought = [(keys[n], host, texts[n]) for n, host in zip(lacking, room, strict=False)]
+        brought = []
+        for n in range(first, len(keys)):
+            if n >= depth or tree.index[keys[n]].host is None:
+                host = self.places.take_host_by_force(1)
+                if host is None:
+                    break
+                brought.append((keys[n], host, texts[n]))
         pages = tree.insert_arriving(anchor, brought)
         transfer.moves += [
             Move(page, places[page.depth - 1 - first], host)
@@ -238,18 +237,11 @@ class HostTier(ABC, Generic[AnyEnd]):
         if page is None or (page.tail is not None and page.tail.host is not None):
             return
         self.tree.lock(page)
-        for host in self._rooms(self.spec.host_pages_per_tail, 1):
-            tail = self.tree.insert_arriving_tail(page, host)
-            transfer.moves.append(Move(tail, place, host))
+        host = self.places.take_host_by_force(self.spec.host_pages_per_tail)
+        if host is not None:
+            transfer.moves.append(Move(self.tree.insert_arriving_tail(page, host), place, host))
             self.tree.cap_tails(page)
         self.tree.unlock(page)
-
-    def _rooms(self, pages: int, count: int) -> list[tuple[HostPageId, ...]]:
-        """Up to `count` times `pages` host pages; colder pages and tails leave the host for them."""
-        rooms: list[tuple[HostPageId, ...]] = []
-        while len(rooms) < count and (room := self.places.take_host_by_force(pages)) is not None:
-            rooms.append(room)
-        return rooms
 
     # Moving
 

@@ -11,23 +11,23 @@ without it.
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 from tiercel.cache.audit import StoreStats
 from tiercel.cache.fetch import Fetches
 from tiercel.cache.places import Places
-from tiercel.cache.writes import Writes
 from tiercel.config import CacheConfig
 from tiercel.policy.breaker import Breaker, BreakerState
 from tiercel.policy.fetch import Rate
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.storage.record import Kind, page_key_of
 from tiercel.threads import start
-from tiercel.transfer.mover import Operation, Presence, StoreMover, Work
+from tiercel.transfer.mover import Operation, Presence, RecordPlace, StoreMover, Work
 from tiercel.tree.actions import Cleared, Event
-from tiercel.tree.node import Item
+from tiercel.tree.node import Item, Tail
 from tiercel.tree.prefix_tree import PrefixTree
 from tiercel.types import HostPageId, PageKey, Tier
 
@@ -37,6 +37,113 @@ PROBE_AGAIN_S = 10.0
 """A store too slow to be worth it is measured again so often."""
 
 NUMBERS_OLD_S = 1.0
+
+WRITE_BYTES = 8 * 1024**2
+"""A write of a few MiB is as fast as the disk (docs/log.md)."""
+
+BACKLOG_MOST = 1 << 16
+TRIES_MOST = 5
+
+
+@dataclass(eq=False)
+class Writes:
+    """Writes from the host to the store, in the background: at most `bytes_most` of host memory at a time.
+
+    the host has a new copy ──► backlog ── a batch is sent: its copies stay on the host ──► stored
+                                   ▲                                                  │ failed
+                                   └──────────────────────────────────────────────────┘
+
+    The backlog locks nothing: a page or tail that has left the host when its turn comes is passed over.
+    """
+
+    mover: StoreMover
+    tree: PrefixTree
+    spec: CacheSpec
+    breaker: Breaker
+    counters: Counter[str]
+    bytes_most: int
+    backlog: deque[tuple[Item, int]] = field(default_factory=deque)
+    """What is to be written, and how often that was tried."""
+    epoch: int = 0
+    """Counts how often the store was emptied or left: a write that began before proves nothing."""
+    _under_way: dict[Operation, tuple[int, list[tuple[Item, int]]]] = field(default_factory=dict)
+
+    def offer(self, items: Iterable[Item]) -> None:
+        """The host has a copy of these: write them to the store too."""
+        for item in items:
+            if item.stored or item.storing:
+                continue
+            if len(self.backlog) >= BACKLOG_MOST:
+                self.counters["writes_dropped"] += 1
+                continue
+            self.backlog.append((item, 0))
+
+    def send(self, now_s: float) -> None:
+        """Begin as many writes as may be under way at a time."""
+        writing = sum(write.bytes for write in self._under_way)
+        while self.backlog and (not self._under_way or writing < self.bytes_most):
+            if not self.breaker.allows(now_s):
+                return
+            batch = self._take()
+            if not batch:
+                self.breaker.not_used()
+                return
+            write = self.mover.submit(Work.WRITE, [_piece(item) for item, _ in batch])
+            self._under_way[write] = self.epoch, batch
+            writing += write.bytes
+
+    def _take(self) -> list[tuple[Item, int]]:
+        batch: list[tuple[Item, int]] = []
+        size = 0
+        while self.backlog and size < min(WRITE_BYTES, self.bytes_most):
+            item, tries = self.backlog.popleft()
+            if item.gone or not item.on_host:
+                self.counters["writes_passed"] += 1
+            elif not (item.stored or item.storing):
+                self.tree.store_start(item)
+                batch.append((item, tries))
+                size += self._bytes_of(item)
+        return batch
+
+    def ended(self, write: Operation, *, left: bool) -> list[Item]:
+        """Update the tree. Returns, if the store was left meanwhile, what another store might want."""
+        epoch, batch = self._under_way.pop(write)
+        for (item, tries), answer in zip(batch, write.answers, strict=True):
+            here = answer is Presence.HERE and write.error is None
+            known = here and epoch == self.epoch and not left
+            self.tree.store_done(item, known)
+            if left:
+                continue
+            if here and not known:
+                self.backlog.append((item, 0))  # the store was emptied since
+            elif here:
+                self.counters["tails_written" if isinstance(item, Tail) else "pages_written"] += 1
+                self.counters["bytes_written"] += self._bytes_of(item)
+            elif write.error is not None and tries < TRIES_MOST:
+                counts = self.breaker.state is BreakerState.WORKING  # if not, it is not this write's fault
+                self.backlog.append((item, tries + counts))
+            else:
+                self.counters["writes_lost" if write.error else "writes_refused"] += 1
+        return [item for item, _ in batch if not item.gone] if left else []
+
+    def _bytes_of(self, item: Item) -> int:
+        return self.spec.tail_bytes if isinstance(item, Tail) else self.spec.page_bytes
+
+    @property
+    def bytes_waiting(self) -> int:
+        return sum(self._bytes_of(item) for item, _ in self.backlog)
+
+    def host_places(self) -> Iterator[HostPageId]:
+        """Of what has left the tree while it is written. (A load that reads it too is counted there.)"""
+        for _, batch in self._under_way.values():
+            for item, _ in batch:
+                if item.gone and item.load is None:
+                    yield from item.host or ()
+
+
+def _piece(item: Item) -> RecordPlace:
+    page = item.page if isinstance(item, Tail) else item
+    return RecordPlace(page is not item, page.key, item.host or ())
 
 
 class StoreTier:
@@ -87,8 +194,12 @@ class StoreTier:
                 self.fetches.hangs(operation)
         self.fetches.plan()
         self.writes.send(now)
-        self._probe_again(now)
-        self._tell_removed()
+        if self.fetches.slow and now - self._probe_s > PROBE_AGAIN_S and self.breaker.allows(now):
+            self.fetches.slow, self._probe_s = False, now
+            self.mover.submit(Work.PROBE)
+        while self.mover.removed:
+            key = self.mover.removed.popleft()
+            self._not_stored(key[0] == Kind.TAIL, PageKey(page_key_of(key)))
 
     def _since(self, operation: Operation) -> float:
         """When a thread began it. As long as none has: when its crew last finished another operation."""
@@ -111,30 +222,20 @@ class StoreTier:
                 self.returned += self.writes.ended(operation, left=self._left)
             case Work.ASK | Work.READ:
                 self.fetches.ended(operation)
-                self._write_again(operation)
+                for piece, answer in zip(operation.pieces, operation.answers, strict=True):
+                    if answer is Presence.DAMAGED:
+                        self._damaged(piece)
             case Work.PROBE if operation.read_s is not None:
                 self.fetches.costs.read.observe(self._page_bytes, operation.read_s)
             case Work.CLEAR if operation.error is None:
                 self._unmark()
                 self.mover.submit(Work.STATS)
 
-    def _probe_again(self, now: float) -> None:
-        if self.fetches.slow and now - self._probe_s > PROBE_AGAIN_S and self.breaker.allows(now):
-            self.fetches.slow, self._probe_s = False, now
-            self.mover.submit(Work.PROBE)
-
-    def _write_again(self, read: Operation) -> None:
-        """A damaged record was removed from the store. If the host has a copy, it is written again."""
-        for piece, answer in zip(read.pieces, read.answers, strict=True):
-            if answer is Presence.DAMAGED:
-                item = self._not_stored(piece.tail, piece.key)
-                if item is not None and item.on_host and not self._left:
-                    self.writes.offer([item])
-
-    def _tell_removed(self) -> None:
-        while self.mover.removed:
-            key = self.mover.removed.popleft()
-            self._not_stored(key[0] == Kind.TAIL, PageKey(page_key_of(key)))
+    def _damaged(self, piece: RecordPlace) -> None:
+        """The record was removed from the store. If the host has a copy, it is written again."""
+        item = self._not_stored(piece.tail, piece.key)
+        if item is not None and item.on_host and not self._left:
+            self.writes.offer([item])
 
     def _not_stored(self, tail: bool, key: PageKey) -> Item | None:
         """The store no longer has this page or tail. Returns what the tree has of it."""

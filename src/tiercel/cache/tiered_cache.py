@@ -24,7 +24,7 @@ from tiercel.config import CacheConfig
 from tiercel.errors import ConfigError
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.pages.pool import Reservation
-from tiercel.policy.fetch import legal
+from tiercel.policy.fetch import window
 from tiercel.policy.placement import tail_boundaries
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.identity import Identity
@@ -72,7 +72,7 @@ class Sharing:
         while last < limit and self._computing.get(keys[last]) is request:
             last += 1
         tails = {*range(here + 1), *(b for b in request.tail_boundaries if b > request.committed)}
-        while last > here and not legal(last, self._pages_per_window, tails.__contains__):
+        while last > here and not tails.issuperset(window(last, self._pages_per_window)):
             last -= 1
         return max(0, last - here)
 

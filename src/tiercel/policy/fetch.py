@@ -13,7 +13,7 @@ time that goes beyond what the request waits anyway. A `FetchPolicy` decides how
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -49,16 +49,16 @@ class Rate:
 
 @dataclass(frozen=True)
 class Held:
-    """Where the pages and tails of a text are, once the store has answered. Counts are in pages."""
+    """Where a text's pages and the boundaries with tails are, once the store has answered. Counts are in
+    pages. Nearer tiers are device and host."""
 
     boundary: int
-    """The last boundary that the nearer tiers (device, host) can resume from."""
+    """The last boundary that the nearer tiers can resume from."""
     found: int
     """Pages in the nearer tiers, from the start of the text."""
     stored: int
     """Pages in the store that follow those without a gap."""
     tails: frozenset[int]
-    """Boundaries with a tail in a nearer tier."""
     tails_stored: frozenset[int]
 
 
@@ -81,7 +81,7 @@ class Refusal(Enum):
 
 @dataclass(frozen=True)
 class Costs:
-    """Sizes of pages and tails, and the measured speed of reading and computing."""
+    """Sizes of pages and tails, and the measured speed of reading (bytes) and computing (prompt tokens)."""
 
     page_tokens: int
     page_bytes: int
@@ -90,23 +90,24 @@ class Costs:
     replay_tokens: int | None
     """Tokens that a resume without a tail computes again; None: a resume needs a tail."""
     read: Rate = field(default_factory=Rate)
-    """Bytes read from the store."""
     compute: Rate = field(default_factory=Rate)
-    """Prompt tokens computed."""
 
     def bytes_of(self, held: Held, wanted: Wanted) -> int:
         return (wanted.upto - held.found) * self.page_bytes + len(wanted.tails) * self.tail_bytes
+
+    def gain_s(self, tokens: int, bytes_read: int, wait_s: float) -> float:
+        """Seconds saved by reading. While a rate is not known, more tokens count as better: only a fetch can
+        measure it."""
+        compute_s, read_s = self.compute.seconds(tokens), self.read.seconds(bytes_read)
+        if compute_s is None or read_s is None:
+            return float(tokens)
+        return compute_s - max(0.0, read_s - wait_s)
 
 
 # What to fetch
 
 
-def legal(boundary: int, pages_per_window: int, has_tail: Callable[[int], bool]) -> bool:
-    """Whether the tails allow a resume at this boundary. The caller has checked the pages."""
-    return all(map(has_tail, _window(boundary, pages_per_window)))
-
-
-def _window(boundary: int, pages_per_window: int) -> range:
+def window(boundary: int, pages_per_window: int) -> range:
     """The boundaries whose tails a resume at `boundary` reads."""
     return range(max(1, boundary - pages_per_window + 1), boundary + 1) if pages_per_window else range(0)
 
@@ -120,12 +121,12 @@ def choose_fetch(
     fit in host memory.
     """
     best, best_gain, why = None, 0.0, Refusal.NOTHING
-    known = held.tails | held.tails_stored
-    every = range(held.boundary + 1, held.found + held.stored + 1)
-    boundaries = [each for each in every if legal(each, costs.pages_per_window, known.__contains__)]
+    known, last = held.tails | held.tails_stored, held.found + held.stored
+    every = range(held.boundary + 1, last + 1)
+    boundaries = [each for each in every if known.issuperset(window(each, costs.pages_per_window))]
     for wanted in _candidates(held, costs, boundaries):
         size = costs.bytes_of(held, wanted)
-        gain = _gain(costs, wanted.spared, bytes_ahead + size, wait_s)
+        gain = costs.gain_s(wanted.spared, bytes_ahead + size, wait_s)
         if gain <= 0:
             why = Refusal.SLOW if why is Refusal.NOTHING else why
         elif bytes_most is not None and size > bytes_most:
@@ -139,21 +140,12 @@ def choose_fetch(
     return stations if fits else best
 
 
-def _gain(costs: Costs, tokens: int, bytes_read: int, wait_s: float) -> float:
-    """Seconds saved. While a rate is not known, more tokens count as better: only a fetch can measure it."""
-    compute_s, read_s = costs.compute.seconds(tokens), costs.read.seconds(bytes_read)
-    if compute_s is None or read_s is None:
-        return float(tokens)
-    return compute_s - max(0.0, read_s - wait_s)
-
-
 def _candidates(held: Held, costs: Costs, boundaries: list[int]) -> Iterator[Wanted]:
     """Every possible fetch, the longest first; at last the one that is resumed by replay."""
     for boundary in reversed(boundaries):
+        tails = _tails(boundary, costs.pages_per_window, held)
         spared = (boundary - held.boundary) * costs.page_tokens
-        yield Wanted(
-            max(boundary, held.found), tuple(sorted(_tails(boundary, costs.pages_per_window, held))), spared
-        )
+        yield Wanted(max(boundary, held.found), tuple(sorted(tails)), spared)
     if costs.replay_tokens is not None and held.stored:
         last = held.found + held.stored
         spared = (last - held.boundary) * costs.page_tokens - costs.replay_tokens
@@ -163,7 +155,7 @@ def _candidates(held: Held, costs: Costs, boundaries: list[int]) -> Iterator[Wan
 
 def _tails(boundary: int, pages_per_window: int, held: Held) -> set[int]:
     """Tails that a resume at this boundary reads and that only the store has."""
-    return set(_window(boundary, pages_per_window)) & held.tails_stored - held.tails
+    return set(window(boundary, pages_per_window)) & held.tails_stored - held.tails
 
 
 def _stations(wanted: Wanted, boundaries: list[int], held: Held, pages_per_window: int) -> tuple[int, ...]:
@@ -187,15 +179,6 @@ PATIENCE = 4
 """A fetch is given up if it makes no progress for 1/PATIENCE of the time it can save."""
 
 
-def worth_waiting(costs: Costs, tokens: int, bytes_left: int, still_s: float) -> bool:
-    """Whether the rest of a fetch is faster than computing. `still_s`: seconds since its last progress."""
-    compute_s = costs.compute.seconds(tokens)
-    if compute_s is None:
-        return True
-    read_s = costs.read.seconds(bytes_left) or 0.0
-    return max(read_s, PATIENCE * still_s) < compute_s
-
-
 @dataclass(frozen=True)
 class Fetching:
     """A fetch whose request could begin now without it: what a policy may look at."""
@@ -204,21 +187,27 @@ class Fetching:
     tokens: int
     """Tokens that need not be computed if the fetch succeeds."""
     bytes_left: int
-    """What is still to be read until the fetch is complete. Reads queued before it are included."""
+    """Bytes to be read until the fetch is complete. Reads queued before it are included."""
     waited_s: float
     """How long the request has waited since it could begin."""
     left_s: float
-    """Time until the deadline (`fetch_deadline_s`); negative: it has passed."""
+    """Time until the deadline (`fetch_deadline_s`)."""
     still_s: float
     """Time since the last progress."""
 
+    @property
+    def worth_waiting(self) -> bool:
+        """Whether the rest of the fetch is expected sooner than computing."""
+        compute_s = self.costs.compute.seconds(self.tokens)
+        read_s = self.costs.read.seconds(self.bytes_left) or 0.0
+        return compute_s is None or max(read_s, PATIENCE * self.still_s) < compute_s
+
 
 class FetchPolicy(ABC):
-    """How long a request waits for a fetch that is under way. A request that stops waiting begins with the
-    pages that have arrived.
+    """How long a request waits for a fetch under way. Then it begins with the pages that have arrived.
 
-    Contract: `waits` is a pure function; once it is False, the fetch has ended. Whatever a policy says,
-    nothing is fetched that is computed sooner, and a store that hangs ends the fetch.
+    Contract: `waits` is a pure function. False ends the fetch. Whatever a policy says, nothing is fetched
+    that is computed sooner, and a store that hangs ends the fetch.
     """
 
     @abstractmethod
@@ -226,7 +215,7 @@ class FetchPolicy(ABC):
 
 
 class BestEffort(FetchPolicy):
-    """Not at all: what was announced early may have arrived, nothing else."""
+    """Not at all: only what was prefetched early enough is there."""
 
     def waits(self, fetch: Fetching) -> bool:  # noqa: ARG002
         return False
@@ -238,18 +227,13 @@ class WaitForAll(FetchPolicy):
 
 
 class Deadline(FetchPolicy):
-    """Until the deadline, and only as long as the rest is expected sooner than computing it."""
+    """Until the deadline, and only as long as that is worth it."""
 
     def waits(self, fetch: Fetching) -> bool:
-        in_time = fetch.left_s > 0
-        return in_time and worth_waiting(fetch.costs, fetch.tokens, fetch.bytes_left, fetch.still_s)
+        return fetch.left_s > 0 and fetch.worth_waiting
 
 
-_POLICIES: dict[str, type[FetchPolicy]] = {
-    "best_effort": BestEffort,
-    "wait": WaitForAll,
-    "deadline": Deadline,
-}
+_POLICIES = {"best_effort": BestEffort, "wait": WaitForAll, "deadline": Deadline}
 assert tuple(_POLICIES) == FETCH_POLICIES
 
 

@@ -30,48 +30,44 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 1
 class MetricFamily:
     """How one part of the statistics becomes a metric."""
 
-    name: str
     about: str
     labels: tuple[str, ...] = ()
     grows: bool = False
     """Whether it is a counter: it never falls while the server runs."""
     states: tuple[str, ...] = ()
     """For a value that is one of these words: written as 1 for this word and 0 for the others."""
-
-    def spread(self, value: Any) -> Any:
-        return {state: state == value for state in self.states} if self.states else value
+    name: str | None = None
+    """None: the key in the table, with underscores."""
 
 
 FAMILIES: Mapping[str, MetricFamily] = {
-    "cached_bytes": MetricFamily("cached_bytes", "Bytes cached, by tier and stream.", ("tier", "stream")),
+    "cached_bytes": MetricFamily("Bytes cached, by tier and stream.", ("tier", "stream")),
     "moved_bytes": MetricFamily(
-        "moved_bytes", "Bytes moved between tiers, by direction and stream.", ("direction", "stream"), True
+        "Bytes moved between tiers, by direction and stream.", ("direction", "stream"), True
     ),
-    "moved_s": MetricFamily(
-        "moved_seconds", "Time spent moving pages and tails, by direction.", ("direction", "what"), True
-    ),
-    "hit_tokens": MetricFamily("hit_tokens", "Prompt tokens that were reused, by tier.", ("tier",), True),
-    "pools": MetricFamily("pool", "Places of a pool.", ("pool",)),
-    "queue": MetricFamily("queue", "Requests, by where they are."),
-    "counters": MetricFamily("", "Counted by the cache.", grows=True),
-    "engine": MetricFamily("engine", "Counted by the engine.", grows=True),
-    "store.attached": MetricFamily("store_attached", "Whether there is a store."),
+    "moved_s": MetricFamily("Time spent moving pages and tails, by direction.", ("direction", "what"), True),
+    "hit_tokens": MetricFamily("Prompt tokens that were reused, by tier.", ("tier",), True),
+    "pools": MetricFamily("Places of a pool.", ("pool",), name="pool"),
+    "queue": MetricFamily("Requests, by where they are."),
+    "counters": MetricFamily("Counted by the cache.", grows=True, name=""),
+    "engine": MetricFamily("Counted by the engine.", grows=True),
+    "store.attached": MetricFamily("Whether there is a store."),
     "store.state": MetricFamily(
-        "store_state", "Whether the store is used.", ("state",), states=("working", "off", "trying")
+        "Whether the store is used.", ("state",), states=("working", "off", "trying")
     ),
-    "store.records": MetricFamily("store_records", "Pages and tails in the store, where that is known."),
-    "store.bytes": MetricFamily("store_bytes", "Bytes in the store, where that is known."),
-    "store.saved_bytes": MetricFamily("store_saved_bytes", "Bytes written to the store.", grows=True),
-    "store.read_bytes": MetricFamily("store_read_bytes", "Bytes read from the store.", grows=True),
-    "store.queued_bytes": MetricFamily("store_queued_bytes", "Bytes waiting to be written to the store."),
-    "store.read_bytes_s": MetricFamily("store_read_bytes_per_second", "How fast the store was, lately."),
+    "store.records": MetricFamily("Pages and tails in the store, where that is known."),
+    "store.bytes": MetricFamily("Bytes in the store, where that is known."),
+    "store.saved_bytes": MetricFamily("Bytes written to the store.", grows=True),
+    "store.read_bytes": MetricFamily("Bytes read from the store.", grows=True),
+    "store.queued_bytes": MetricFamily("Bytes waiting to be written to the store."),
+    "store.read_bytes_s": MetricFamily("Recent read speed of the store.", name="store_read_bytes_per_second"),
     "store.compute_tokens_s": MetricFamily(
-        "store_compute_tokens_per_second", "How fast tokens are computed that a store might spare, lately."
+        "Recent speed of computing prompt tokens.", name="store_compute_tokens_per_second"
     ),
-    "store.flaws": MetricFamily("store_flaws", "Records that were not what was asked for.", ("flaw",), True),
-    "store.counters": MetricFamily("store", "Counted by the store tier.", grows=True),
-    "store.store": MetricFamily("store_own", "As the store says."),
-    "events": MetricFamily("events", "KV events: batches published, dropped, failed.", grows=True),
+    "store.flaws": MetricFamily("Records that were not what was asked for.", ("flaw",), True),
+    "store.counters": MetricFamily("Counted by the store tier.", grows=True, name="store"),
+    "store.store": MetricFamily("The store's own statistics.", name="store_own"),
+    "events": MetricFamily("KV events: batches published, dropped, failed.", grows=True),
 }
 
 
@@ -83,8 +79,11 @@ class StatsCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         metrics: dict[str, Metric] = {}
-        for family, value in _parts(self.stats):
-            for labels, words, number in _leaves(family.spread(value), family.labels, (), (family.name,)):
+        for key, family, value in _parts(self.stats):
+            if family.states:
+                value = {state: state == value for state in family.states}
+            stem = key.replace(".", "_") if family.name is None else family.name
+            for labels, words, number in _leaves(value, family.labels, (), (stem,)):
                 name = _name(words)
                 if name not in metrics:
                     make = CounterMetricFamily if family.grows else GaugeMetricFamily
@@ -95,17 +94,14 @@ class StatsCollector(Collector):
         yield from metrics.values()
 
 
-def _parts(stats: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[MetricFamily, Any]]:
-    """The statistics, split into the families of the table."""
-    for key, value in stats.items():
-        here = (*path, key)
-        name = ".".join(here)
-        if name in FAMILIES:
-            yield FAMILIES[name], value
-        elif isinstance(value, Mapping) and any(known.startswith(f"{name}.") for known in FAMILIES):
-            yield from _parts(value, here)
+def _parts(stats: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, MetricFamily, Any]]:
+    """The statistics, split into the families of the table, each with its key."""
+    for name, value in stats.items():
+        key = path + name
+        if isinstance(value, Mapping) and any(known.startswith(f"{key}.") for known in FAMILIES):
+            yield from _parts(value, f"{key}.")
         else:
-            yield MetricFamily("_".join(here), "As the engine says."), value
+            yield key, FAMILIES.get(key, MetricFamily("As the engine says.")), value
 
 
 Leaf = tuple[tuple[str, ...], tuple[str, ...], float]
@@ -141,17 +137,16 @@ class Metrics:
             f"{PREFIX}_http_requests", "Requests answered.", ("call", "status"), registry=self.registry
         )
         self._seconds = self._histogram(
-            "http_request", "From the first byte of a request to the last of its answer."
+            "http_request_seconds", "From the first byte of a request to the last of its answer."
         )
         self._first_token = self._histogram(
-            "time_to_first_token", "From the first byte of a request to the first token of its answer."
+            "time_to_first_token_seconds",
+            "From the first byte of a request to the first token of its answer.",
         )
         self._open = Gauge(f"{PREFIX}_http_requests_open", "Requests now open.", registry=self.registry)
 
     def _histogram(self, name: str, about: str) -> Histogram:
-        return Histogram(
-            f"{PREFIX}_{name}_seconds", about, ("call",), buckets=SECONDS, registry=self.registry
-        )
+        return Histogram(f"{PREFIX}_{name}", about, ("call",), buckets=SECONDS, registry=self.registry)
 
     def began(self) -> None:
         self._open.inc()

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 
 from tiercel.engine.ask import EngineStats
 from tiercel.server import keys
@@ -88,24 +88,24 @@ class Status:
         self.service = front.service
         self.path = front.options.model_path or front.service.model_name
 
-    async def health(self) -> Response:
+    async def health(self) -> Health:
         """The process runs and its engine has not failed."""
         self.front.check_alive()
-        return JSONResponse({"status": "ok"})
+        return Health(status="ok")
 
-    async def ready(self) -> Response:
+    async def ready(self) -> Health:
         """The model is loaded and requests are served."""
         self.front.check_ready()
-        return JSONResponse({"status": "ok"})
+        return Health(status="ok")
 
     async def metrics(self) -> Response:
         """Metrics for Prometheus."""
         page = self.front.metrics.page(stats_json(await self.service.stats()))
         return Response(page, media_type=CONTENT_TYPE_LATEST)
 
-    async def server_info(self) -> Response:
+    async def server_info(self) -> ServerInfo:
         """The served model and the engine's statistics."""
-        info = ServerInfo(
+        return ServerInfo(
             version=version("tiercel"),
             model_path=self.path,
             tokenizer_path=self.path,
@@ -116,29 +116,27 @@ class Status:
             internal_states=[{}],
             stats=stats_json(await self.service.stats()),
         )
-        return JSONResponse(info.model_dump())
 
-    async def model_info(self) -> Response:
+    async def model_info(self) -> ModelInfo:
         """The served model."""
-        info = ModelInfo(
+        return ModelInfo(
             model_path=self.path,
             tokenizer_path=self.path,
             is_generation=True,
             context_length=self.service.context_tokens,
             vocab_size=self.service.text.vocab_size,
         )
-        return JSONResponse(info.model_dump())
 
-    async def stats(self) -> Response:
+    async def stats(self) -> dict[str, Any]:
         """The engine's statistics."""
-        return JSONResponse(stats_json(await self.service.stats()))
+        return stats_json(await self.service.stats())
 
     async def explain(
         self,
         request: Request,
         request_id: str,
         cache_salt: Annotated[str | None, Query(max_length=SALT_CHARS_MAX)] = None,
-    ) -> Response:
+    ) -> ExplanationOut:
         """What a request reused, from which tier, and why not more. The API key and the salt must be those of
         the request."""
         explanation = self.service.explain(own_id(request_id, visit_of(request).owner, cache_salt))
@@ -146,7 +144,7 @@ class Status:
             message = f"request {request_id[:200]!r} is not known, or was forgotten"
             raise ApiError(404, message, param="request_id", code="request_not_found")
         reuse = explanation.reuse
-        told = ExplanationOut(
+        return ExplanationOut(
             prompt_tokens=reuse.prompt_tokens,
             reused_tokens=ReusedTokens(
                 device=reuse.device_tokens, host=reuse.host_tokens, store=reuse.store_tokens
@@ -158,7 +156,6 @@ class Status:
             summary=str(reuse),
             share=explanation.share,
         )
-        return JSONResponse(told.model_dump())
 
     async def flush_cache(
         self, timeout: Annotated[float, Query(ge=0, le=FLUSH_TIMEOUT_MAX_S, allow_inf_nan=False)] = 0.0
