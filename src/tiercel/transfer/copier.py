@@ -12,14 +12,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from itertools import chain
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from tiercel.errors import ConfigError, RefusedError
 from tiercel.memory.buffers import HostMemory, Memory
-from tiercel.memory.layout import Pieces, Range
+from tiercel.memory.layout import Pieces
 from tiercel.spec.stream import Stream
 from tiercel.transfer.plan import Direction, Leg
 
@@ -95,47 +95,31 @@ class ReferenceCopier(Copier):
         if streams:
             self._check_places(leg)
         for stream in streams:
-            device, host = (memory.pieces(stream, layer) for memory in (self.device, self.host))
-            on_device = self.device.buffer(stream, layer).numpy().data
-            on_host = self.host.buffer(stream, layer).numpy().data
             for device_place, host_places in leg.places:
-                near, far = _ranges(device, (device_place,)), _ranges(host, host_places)
-                if direction is Direction.LOAD:
-                    _scatter(_gather(on_host, far), on_device, near)
-                else:
-                    _scatter(_gather(on_device, near), on_host, far)
+                near = _ranges(self.device, stream, layer, (device_place,))
+                far = _ranges(self.host, stream, layer, host_places)
+                sources, targets = (far, near) if direction is Direction.LOAD else (near, far)
+                data = b"".join(sources)
+                assert len(data) == sum(map(len, targets)), "the two sides of a copy differ in size"
+                for target in targets:
+                    target[:], data = data[: len(target)], data[len(target) :]
 
 
-def _ranges(pieces: Pieces, places: tuple[int, ...]) -> list[Range]:
-    return [piece.at(places[index]) for index, piece in pieces]
-
-
-def _gather(memory: memoryview, ranges: list[Range]) -> bytes:
-    return b"".join(memory[offset : offset + size] for offset, size in ranges)
-
-
-def _scatter(data: bytes, memory: memoryview, ranges: list[Range]) -> None:
-    assert len(data) == sum(size for _, size in ranges), "the two sides of a copy differ in size"
-    at = 0
-    for offset, size in ranges:
-        memory[offset : offset + size] = data[at : at + size]
-        at += size
+def _ranges(memory: Memory, stream: Stream, layer: int, places: tuple[int, ...]) -> list[memoryview]:
+    """The bytes of one row, range by range."""
+    flat = memory.buffer(stream, layer).numpy().data
+    ranges = (piece.at(places[index]) for index, piece in memory.pieces(stream, layer))
+    return [flat[offset : offset + size] for offset, size in ranges]
 
 
 Extent = tuple[int, int, int]
 """(device offset, host offset, bytes) of bytes that lie together on both sides."""
 
 
-class _Rows(NamedTuple):
-    """One layer's rows of all pages or tails, on both sides."""
+Rows = tuple[int, int, int, Pieces]
+"""One layer's rows of all pages or tails: offset, stride and bytes near attention, pieces on the host."""
 
-    near: int
-    stride: int
-    size: int
-    host: Pieces
-
-
-Groups = dict[int, list[tuple[Tensor, list[_Rows]]]]
+Groups = dict[int, list[tuple[Tensor, list[Rows]]]]
 """The rows of each layer, grouped by the buffer near attention that they lie in."""
 
 
@@ -177,11 +161,11 @@ class DirectCopier(Copier):
         for layer, streams in by_layer.items():
             for stream in streams:
                 buffer, near, stride, size = self.device.column(stream, layer)
-                rows = _Rows(near, stride, size, self.host.pieces(stream, layer))
-                assert size == sum(piece.bytes for _, piece in rows.host), stream.name
+                pieces = self.host.pieces(stream, layer)
+                assert size == sum(piece.bytes for _, piece in pieces), stream.name
                 if not groups[layer] or groups[layer][-1][0] is not buffer:
                     groups[layer].append((buffer, []))
-                groups[layer][-1][1].append(rows)
+                groups[layer][-1][1].append((near, stride, size, pieces))
         return groups
 
     def copy(self, direction: Direction, leg: Leg, layer: int) -> None:
@@ -193,45 +177,41 @@ class DirectCopier(Copier):
             self._move(direction, buffer, chain.from_iterable(extents(leg, each) for each in rows))
 
     def _move(self, direction: Direction, device: Tensor, extents: Iterable[Extent]) -> None:
-        if device.is_cpu:
-            _move_addressable(direction, device, self.host.flat, extents)
+        host, loads = self.host.flat, direction is Direction.LOAD
+        if not device.is_cpu:
+            queue = self._queues[direction]
+            with torch.cuda.stream(queue):
+                for here, there, size in extents:
+                    near, far = device[here : here + size], host[there : there + size]
+                    target, source = (near, far) if loads else (far, near)
+                    target.copy_(source, non_blocking=True)
+            queue.synchronize()
             return
-        queue = self._queues[direction]
-        with torch.cuda.stream(queue):
+        on_device, on_host = device.numpy().data, host.numpy().data
+        if loads:
             for here, there, size in extents:
-                on_device, on_host = device[here : here + size], self.host.flat[there : there + size]
-                if direction is Direction.LOAD:
-                    on_device.copy_(on_host, non_blocking=True)
-                else:
-                    on_host.copy_(on_device, non_blocking=True)
-        queue.synchronize()
+                on_device[here : here + size] = on_host[there : there + size]
+        else:
+            for here, there, size in extents:
+                on_host[there : there + size] = on_device[here : here + size]
 
 
-def _page_extents(leg: Leg, rows: _Rows) -> list[Extent]:
+def _page_extents(leg: Leg, rows: Rows) -> list[Extent]:
     near, near_stride, size, ((_, (host, stride, _)),) = rows
     if stride == size == near_stride:
         return [(near + d * size, host + h * size, length * size) for d, h, length in leg.runs]
     return [(near + d * near_stride, host + h * stride, size) for d, (h,) in leg.places]
 
 
-def _tail_extents(leg: Leg, rows: _Rows) -> list[Extent]:
+def _tail_extents(leg: Leg, rows: Rows) -> list[Extent]:
     extents = []
+    near, near_stride, _, pieces = rows
     for device_place, host_places in leg.places:
-        at = rows.near + device_place * rows.stride
-        for page, (offset, stride, size) in rows.host:
+        at = near + device_place * near_stride
+        for page, (offset, stride, size) in pieces:
             extents.append((at, offset + host_places[page] * stride, size))
             at += size
     return extents
-
-
-def _move_addressable(direction: Direction, device: Tensor, host: Tensor, extents: Iterable[Extent]) -> None:
-    on_device, on_host = device.numpy().data, host.numpy().data
-    if direction is Direction.LOAD:
-        for here, there, size in extents:
-            on_device[here : here + size] = on_host[there : there + size]
-    else:
-        for here, there, size in extents:
-            on_host[there : there + size] = on_device[here : here + size]
 
 
 COPIERS: dict[str, type[Copier]] = {kind.name: kind for kind in (ReferenceCopier, DirectCopier)}
