@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Generator
 from typing import NamedTuple
 
 THINK, END_THINK = "<think>", "</think>"
@@ -53,15 +53,13 @@ class AnswerReader:
     """
 
     def __init__(self, *, thinks: bool, calls: bool) -> None:
-        self._reads_calls = calls
-        self._state: Callable[[bool], bool] = self._thought if thinks else self._words
-        self._held = ""
+        self._held = self._tagged = ""
+        self._final = False
         self._reasoning = self._content = ""
         self._calls: dict[int, CallPart] = {}
         self._call = -1
-        self._parameters = 0
-        self._string = self._inside = False
-        self._tagged = ""
+        self._inside = False
+        self._parser = self._answer(thinks, calls)
 
     @property
     def called(self) -> bool:
@@ -71,111 +69,109 @@ class AnswerReader:
     def push(self, text: str, *, final: bool = False) -> Said:
         """The new part. Text that may become a tag is held back; `final` drops half a tag inside a call."""
         self._held += text
-        while self._state(final):
-            pass
+        self._final = final
+        next(self._parser)
         said = Said(self._reasoning, self._content, tuple(self._calls.values()))
         self._reasoning = self._content = ""
         self._calls = {}
         return said
 
-    def _thought(self, final: bool) -> bool:
-        before, found = self._until((END_THINK,), final)
-        self._reasoning += before
-        if found:
-            self._state = self._words
-        return found
+    # The parser is a generator: it yields when it needs more text. The parts of it that read calls return
+    # whether they found what they expected.
 
-    def _words(self, final: bool) -> bool:
-        if not self._reads_calls:
-            return self._rest(final)
-        before, found = self._until((f"\n\n{CALLS}", CALLS), final)
-        self._content += before
-        if found:
-            self._state = self._between_calls
-        return found
+    def _answer(self, thinks: bool, calls: bool) -> Generator[None, None, None]:
+        while thinks:
+            before, found = self._until((END_THINK,), self._final)
+            self._reasoning += before
+            thinks = not found
+            if thinks:
+                yield
+        while calls:
+            before, found = self._until((f"\n\n{CALLS}", CALLS), self._final)
+            self._content += before
+            if found:
+                calls = yield from self._tool_calls()
+            else:
+                yield
+        while True:
+            self._content += self._held
+            self._held = ""
+            yield
 
-    def _rest(self, _: bool) -> bool:
-        self._content += self._held
-        self._held = ""
-        return False
+    def _tool_calls(self) -> Generator[None, None, bool]:
+        while True:
+            match self._tag():
+                case None:
+                    yield
+                case ("", "invoke", str(name), None):
+                    self._call += 1
+                    self._calls[self._call] = CallPart(self._call, name)
+                    self._inside = True
+                    if not (yield from self._invoke()):
+                        return False
+                    self._inside = False
+                case ("/", "tool_calls", None, None):
+                    return True
+                case _:
+                    self._held = self._tagged + self._held
+                    return False
 
-    def _between_calls(self, final: bool) -> bool:
-        match self._tag(final):
-            case ("", "invoke", str(name), None):
-                self._call += 1
-                self._parameters, self._inside = 0, True
-                self._calls[self._call] = CallPart(self._call, name)
-                self._state = self._invoke
-            case ("/", "tool_calls", None, None):
-                self._state = self._words
-            case found:
-                return self._other(found)
-        return True
+    def _invoke(self) -> Generator[None, None, bool]:
+        lead = "{"
+        while True:
+            if lead == "{" and self._held.lstrip().startswith("{"):
+                return (yield from self._object())
+            match self._tag():
+                case None:
+                    yield
+                case ("", "parameter", str(name), str(string)):
+                    self._add_arguments(f"{lead}{json.dumps(name, ensure_ascii=False)}: ")
+                    lead = ", "
+                    yield from self._value(string == "true")
+                case ("/", "invoke", None, None):
+                    self._add_arguments("{}" if lead == "{" else "}")
+                    return True
+                case _:
+                    self._held = self._tagged + self._held
+                    return False
 
-    def _invoke(self, final: bool) -> bool:
-        """Between the parameters of a call."""
-        if not self._parameters and self._held.lstrip().startswith("{"):
-            self._state = self._object
-            return True
-        match self._tag(final):
-            case ("", "parameter", str(name), str(string)):
-                lead = ", " if self._parameters else "{"
-                self._add_arguments(f"{lead}{json.dumps(name, ensure_ascii=False)}: ")
-                self._parameters += 1
-                self._string = string == "true"
-                if self._string:
-                    self._add_arguments('"')
-                self._state = self._value
-            case ("/", "invoke", None, None):
-                self._add_arguments("}" if self._parameters else "{}")
-                self._inside = False
-                self._state = self._between_calls
-            case found:
-                return self._other(found)
-        return True
-
-    def _object(self, final: bool) -> bool:
-        if not (final or END_INVOKE in self._held):
-            return False
+    def _object(self) -> Generator[None, None, bool]:
+        while not (self._final or END_INVOKE in self._held):
+            yield
         value, found = self._until((END_INVOKE,))
         self._add_arguments(value.strip())
-        if found and _is_json(value):
-            self._inside = False
-            self._state = self._between_calls
-        else:
-            self._state = self._rest
-        return found
+        if not found:
+            yield
+        return _is_json(value)
 
-    def _value(self, final: bool) -> bool:
-        if not (self._string or final or END_VALUE in self._held):
-            return False  # JSON is parsed when it is complete
-        value, found = self._until((END_VALUE,))
-        if self._string:
-            self._add_arguments(json.dumps(value, ensure_ascii=False)[1:-1] + ('"' if found else ""))
-        else:
-            whole_json = not found or _is_json(value)
-            self._add_arguments(value if whole_json else json.dumps(value, ensure_ascii=False))
-        if found:
-            self._state = self._invoke
-        return found
+    def _value(self, is_string: bool) -> Generator[None, None, None]:
+        if is_string:
+            self._add_arguments('"')
+        found = False
+        while not found:
+            if is_string or self._final or END_VALUE in self._held:  # JSON is parsed when it is complete
+                value, found = self._until((END_VALUE,))
+                if is_string:
+                    value = json.dumps(value, ensure_ascii=False)[1:-1] + ('"' if found else "")
+                elif found and not _is_json(value):
+                    value = json.dumps(value, ensure_ascii=False)
+                self._add_arguments(value)
+            if not found:
+                yield
 
-    def _tag(self, final: bool) -> tuple[str | None, ...] | None:
-        """The next tag; None: more text is needed to tell; (): no tag."""
+    def _tag(self) -> tuple[str | None, ...] | None:
+        """The next tag, which is taken from the text; None: more text is needed to tell; (): no tag."""
+        self._tagged = ""
         if found := TAG.match(self._held):
             self._tagged, self._held = found[0], self._held[found.end() :]
             return found["end"], found["kind"], found["name"], found["string"]
-        if not _may_become_tag(self._held):
+        begun = self._held.lstrip()
+        fits = any(begun.startswith(start) or start.startswith(begun) for start in (f"<{DSML}", f"</{DSML}"))
+        if not fits or "\n" in begun or len(begun) > TAG_CHARS_MOST:
             return ()
-        if final:
+        if self._final:
             self._held = ""
         return None
-
-    def _other(self, found: tuple[str | None, ...] | None) -> bool:
-        if found is None:
-            return False
-        self._held = (self._tagged if found else "") + self._held
-        self._state = self._rest
-        return True
 
     def _add_arguments(self, text: str) -> None:
         if not text:
@@ -196,12 +192,6 @@ class AnswerReader:
         keep = next((end for end in ends if any(each.startswith(end) for each in needles)), "")
         before, self._held = self._held[: len(self._held) - len(keep)], keep
         return before, False
-
-
-def _may_become_tag(text: str) -> bool:
-    begun = text.lstrip()
-    fits = any(begun.startswith(start) or start.startswith(begun) for start in (f"<{DSML}", f"</{DSML}"))
-    return fits and "\n" not in begun and len(begun) <= TAG_CHARS_MOST
 
 
 def _is_json(value: str) -> bool:
