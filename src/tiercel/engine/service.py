@@ -37,7 +37,8 @@ PENDING_S = 0.5
 
 
 class EngineService:
-    """An engine that others wait on. Made in any thread, used from one event loop, closed once."""
+    """An engine that others wait on: all that the server knows of one. Made in any thread, used from one
+    event loop, closed once. After a `failure` every call except `explain` raises it."""
 
     def __init__(
         self,
@@ -73,8 +74,13 @@ class EngineService:
     # Asking
 
     async def submit(self, ask: Ask) -> AsyncGenerator[Delta, None]:
-        """The answer, delta by delta. Raises `AskError` or `QueueFull` first. Closing it aborts the
-        request; then its id is free again."""
+        """The answer as it arrives.
+
+        Guaranteed: `AskError` or `QueueFull` is raised before the first Delta or never; only the last Delta
+        has `finish`; a prompt's logprobs come with the first Delta; the engine never waits for a slow reader.
+        Closing or cancelling the generator ends the request at any moment. After that all memory is given
+        back and the id is free. Required of the caller: an id that is not in use.
+        """
         if self._ending:
             yield Delta(ask.request_id, Usage(len(ask.prompt)), finish=Finish.ABORT)
             return
@@ -109,6 +115,7 @@ class EngineService:
             await asyncio.sleep(0.01)
 
     def explain(self, request_id: str) -> Explanation | None:
+        """What a request reused. None: the request is not known, or forgotten."""
         return self._engine.explain(request_id)
 
     async def stats(self) -> EngineStats:
@@ -118,7 +125,8 @@ class EngineService:
     # The store
 
     async def attach_store(self, url: str) -> None:
-        """Use a store from now on. Raises `ConfigError` or `StoreError`, and then nothing has happened."""
+        """Use a store from now on. Raises `ConfigError` or `StoreError`, and then nothing has happened.
+        Required of the caller: no store is attached."""
         mover = await asyncio.wrap_future(start(lambda: self._open_store(url), "tiercel-store-open"))
         try:
             await asyncio.wrap_future(self._ask(lambda: self._engine.cache.attach_mover(mover)))

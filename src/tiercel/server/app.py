@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from pydantic import BaseModel
@@ -14,11 +15,13 @@ from tiercel.server.native import GenerateRequest
 from tiercel.server.options import ServerOptions
 from tiercel.server.protocol import ChatRequest, CompletionRequest
 from tiercel.server.reply import Front
-from tiercel.server.service import Service
 from tiercel.server.store import AttachRequest
 
+if TYPE_CHECKING:
+    from tiercel.engine.service import EngineService
 
-def create_app(service: Service, options: ServerOptions) -> FastAPI:
+
+def create_app(service: EngineService, options: ServerOptions) -> FastAPI:
     """A new application. Two in one process share nothing. The caller starts and stops the service."""
     app = FastAPI(
         title="tiercel",

@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from tiercel.engine.ask import Ask
 from tiercel.engine.sampling import check as check_sampling
@@ -18,9 +18,12 @@ from tiercel.server.errors import ApiError, refusal
 from tiercel.server.fields import SamplingFields
 from tiercel.server.options import ServerOptions
 from tiercel.server.reply import AskGroup, Front
-from tiercel.server.service import Service
 from tiercel.text.text import Text
 from tiercel.types import Namespace
+
+if TYPE_CHECKING:
+    from tiercel.engine.service import EngineService
+
 
 SAME = (
     "temperature",
@@ -41,7 +44,7 @@ class GivenPrompt:
     field: str
     prompt: str | list[int]
 
-    def tokens(self, service: Service) -> tuple[int, ...]:
+    def tokens(self, service: EngineService) -> tuple[int, ...]:
         if not isinstance(self.prompt, str):
             return tuple(self.prompt)
         return tuple(service.text.encode(self.prompt, field=self.field, tokens_max=service.context_tokens))
@@ -76,7 +79,7 @@ def priority_of(priority: int | None, options: ServerOptions) -> int:
     return priority or 0
 
 
-def room(service: Service, prompt: Sequence[int], field: str) -> int:
+def room(service: EngineService, prompt: Sequence[int], field: str) -> int:
     """Checks the prompt, and returns how many tokens the answer may have."""
     if not prompt:
         raise refusal(field, [], "has no tokens")
@@ -130,7 +133,7 @@ def _bias(fields: SamplingFields, field: str, vocab_size: int) -> dict[int, floa
     return by_token
 
 
-def _check(service: Service, ask: Ask, spelling: Mapping[str, str]) -> None:
+def _check(service: EngineService, ask: Ask, spelling: Mapping[str, str]) -> None:
     try:
         check_sampling(ask.sampling, service.text.vocab_size)
     except InputError as error:

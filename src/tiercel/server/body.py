@@ -37,22 +37,19 @@ async def read_body(
 
 
 async def _read(request: Request, bytes_max: int) -> bytes:
+    too_large = ApiError(413, f"the body is longer than {bytes_max:,} B", code="request_too_large")
     told = request.headers.get("content-length", "")
     if told.isdecimal() and int(told) > bytes_max:
-        raise _too_large(bytes_max)
+        raise too_large
     raw = bytearray()
     try:
         async for piece in request.stream():
             raw += piece
             if len(raw) > bytes_max:
-                raise _too_large(bytes_max)
+                raise too_large
     except ClientDisconnect as gone:
         raise ClientGone from gone
     return bytes(raw)
-
-
-def _too_large(bytes_max: int) -> ApiError:
-    return ApiError(413, f"the body is longer than {bytes_max:,} B", code="request_too_large")
 
 
 def parse(raw: bytes, model: type[Checked], ignored: set[str] | None) -> Checked:
@@ -88,10 +85,10 @@ def _complaint(details: Sequence[ErrorDetails], data: Any) -> ApiError:
 
     A union gives an error for each member. The deepest and last path belongs to the member that was meant.
     """
-    paths = [_path(detail, data) for detail in details]
-    deepest = max(paths, key=lambda path: (len(path), [name for name in path if isinstance(name, int)]))
-    names = _spelled(deepest)
-    told = [detail for detail, path in zip(details, paths, strict=True) if path == deepest]
+    places = [_place(detail, data) for detail in details]
+    path, value = max(places, key=lambda each: (len(each[0]), [n for n in each[0] if isinstance(n, int)]))
+    names = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in path).removeprefix(".")
+    told = [detail for detail, place in zip(details, places, strict=True) if place[0] == path]
     kinds = {detail["type"] for detail in told}
     if kinds == {"extra_forbidden"}:
         message = f"{names} is not a field of this call"
@@ -100,39 +97,22 @@ def _complaint(details: Sequence[ErrorDetails], data: Any) -> ApiError:
         return ApiError(400, f"{names} is missing", param=names, code="missing_required_parameter")
     messages = " or ".join(dict.fromkeys(detail["msg"] for detail in told))
     code = "unsupported_parameter" if UNSUPPORTED in kinds else "invalid_value"
-    return refusal(names or "body", _at(data, deepest), messages, code)
+    return refusal(names or "body", value, messages, code)
 
 
-def _path(detail: ErrorDetails, data: Any) -> tuple[str | int, ...]:
-    """The path of the error in the data. pydantic's location also names union members: they are not in the
-    data and are left out."""
+def _place(detail: ErrorDetails, data: Any) -> tuple[tuple[str | int, ...], Any]:
+    """The path of the error in the data, and the value there. pydantic's location also names union members:
+    they are not in the data and are left out."""
     path: list[str | int] = []
-    here = data
     # An error of `fields.Body` has the location of the object; the field's name is in its context.
     loc = (*detail["loc"], detail["ctx"]["field"]) if detail["type"] == UNSUPPORTED else detail["loc"]
-    for position, name in enumerate(loc):
-        last = position == len(loc) - 1
-        if _has(here, name):
-            here = here[name]
-        elif not (last and detail["type"] == "missing"):
-            continue
-        path.append(name)
-    return tuple(path)
-
-
-def _at(data: Any, path: Sequence[str | int]) -> Any:
-    for name in path:
-        data = data[name]
-    return data
-
-
-def _has(data: Any, name: str | int) -> bool:
-    if isinstance(name, int):
-        return isinstance(data, list) and name < len(data)
-    return isinstance(data, dict) and name in data
-
-
-def _spelled(path: Sequence[str | int]) -> str:
-    """("messages", 0, "content") → messages[0].content"""
-    words = [f"[{name}]" if isinstance(name, int) else f".{name}" for name in path]
-    return "".join(words).removeprefix(".")
+    for left, name in zip(range(len(loc) - 1, -1, -1), loc, strict=True):
+        holder: type = list if isinstance(name, int) else dict
+        if isinstance(data, holder):
+            try:
+                data = data[name]
+            except LookupError:
+                if left or detail["type"] != "missing":
+                    continue
+            path.append(name)
+    return tuple(path), data

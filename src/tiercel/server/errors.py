@@ -36,6 +36,9 @@ SHOWN_CHARS = 200
 """How much of a wrong value a message repeats: enough to recognise it, not a whole prompt."""
 
 
+KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
 class ErrorDetail(BaseModel):
     message: str
     type: str
@@ -68,17 +71,9 @@ class ApiError(TiercelError):
         self.code = code
         self.headers = dict(headers or {})
 
-    @property
-    def kind(self) -> str:
-        if self.status in (401, 403):
-            return "authentication_error" if self.status == 401 else "permission_error"
-        if self.status == 429:
-            return "rate_limit_error"
-        return "server_error" if self.status >= 500 else "invalid_request_error"
-
     def body(self) -> dict[str, Any]:
-        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
-        return {"error": error}
+        kind = KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
         # ASCII escapes: a message may quote bytes that are not UTF-8.
@@ -105,10 +100,6 @@ def conflict(param: str, value: object, why: str) -> ApiError:
     return refusal(param, value, why, code="conflicting_values")
 
 
-def unexpected() -> ApiError:
-    return ApiError(500, "internal error; see the server's log", code="internal_error")
-
-
 def translate(error: Exception | asyncio.CancelledError) -> ApiError:
     """The answer for an error. Unexpected errors are logged here, and only here."""
     match error:
@@ -129,14 +120,13 @@ def translate(error: Exception | asyncio.CancelledError) -> ApiError:
             return refusal(error.field, error.value, error.why)
         case RequestValidationError():
             first = error.errors()[0]
-            name = str(first["loc"][-1])
-            return refusal(name, first.get("input"), first["msg"])
+            return refusal(str(first["loc"][-1]), first.get("input"), first["msg"])
         case HTTPException():
             reason = HTTPStatus(error.status_code).phrase
             code = reason.lower().replace(" ", "_")
             return ApiError(error.status_code, reason, code=code, headers=error.headers)
     log.error("a request failed", exc_info=error)
-    return unexpected()
+    return ApiError(500, "internal error; see the server's log", code="internal_error")
 
 
 async def _answer(_request: Request, error: Exception) -> Response:
@@ -146,13 +136,5 @@ async def _answer(_request: Request, error: Exception) -> Response:
 
 
 def install(app: FastAPI) -> None:
-    for kind in (
-        ApiError,
-        EngineError,
-        QueueFull,
-        InputError,
-        RequestValidationError,
-        HTTPException,
-        ClientGone,
-    ):
+    for kind in (TiercelError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _answer)

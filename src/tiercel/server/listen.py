@@ -19,7 +19,7 @@ from collections import Counter
 from dataclasses import replace
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import h11
 import uvicorn
@@ -28,7 +28,10 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from tiercel.server.app import create_app
 from tiercel.server.errors import ApiError
 from tiercel.server.options import ServerOptions
-from tiercel.server.service import Service
+
+if TYPE_CHECKING:
+    from tiercel.engine.service import EngineService
+
 
 log = logging.getLogger("tiercel.server")
 
@@ -186,7 +189,7 @@ class Connection(H11Protocol):
 class Server(uvicorn.Server):
     """Serves until it is told to stop. The caller closes the service."""
 
-    def __init__(self, service: Service, options: ServerOptions, **more: Any) -> None:
+    def __init__(self, service: EngineService, options: ServerOptions, **more: Any) -> None:
         options = _with_files(options)
         connection = partial(Connection, options=options, ended=EndedCount())
         config = uvicorn.Config(

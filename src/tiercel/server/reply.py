@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Seque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import pydantic_core
 from anyio import CancelScope
@@ -31,7 +31,10 @@ from tiercel.server.border import Visit, visit_of
 from tiercel.server.errors import ApiError, ClientGone, translate
 from tiercel.server.metrics import Metrics
 from tiercel.server.options import ServerOptions
-from tiercel.server.service import Service
+
+if TYPE_CHECKING:
+    from tiercel.engine.service import EngineService
+
 
 Asked = TypeVar("Asked", bound=BaseModel)
 T = TypeVar("T")
@@ -57,7 +60,7 @@ FAILED = {
 class Front:
     """What every handler needs."""
 
-    service: Service
+    service: EngineService
     options: ServerOptions
     metrics: Metrics
     aside: ThreadPoolExecutor = field(
@@ -149,7 +152,7 @@ AnswerDeltas = AsyncGenerator[tuple[int, Delta], None]
 
 
 async def answer_deltas(
-    service: Service, groups: Sequence[AskGroup], answers: Sequence[Answer], visit: Visit
+    service: EngineService, groups: Sequence[AskGroup], answers: Sequence[Answer], visit: Visit
 ) -> AnswerDeltas:
     """All Deltas of all asks, in the order of their arrival, added to `answers`. Closing the generator ends
     every ask."""
@@ -182,7 +185,7 @@ class _Running:
     most.
     """
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: EngineService) -> None:
         self.service = service
         self.queue: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue()
         self.tasks: dict[int, asyncio.Task[None]] = {}
