@@ -69,8 +69,6 @@ class QueueFull(TiercelError):
         super().__init__(
             f"{waiting} requests are waiting, {waiting_max} may; try again in {retry_after_s} s or more"
         )
-        self.waiting = waiting
-        self.waiting_max = waiting_max
         self.retry_after_s = retry_after_s
 
 

@@ -177,7 +177,7 @@ def test_a_copier_keeps_no_closed_memory_mapped() -> None:
     carry(copier, rig.save_plan())
     memory = rig.host._map
     rig.host.close()
-    assert memory.closed
+    assert memory._map.closed
 
 
 # Between memories of two owners

@@ -30,7 +30,7 @@ from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.identity import Identity
 from tiercel.transfer.plan import Direction
 from tiercel.tree.keys import KeyChain
-from tiercel.tree.node import Item, Page, Tail, device_of
+from tiercel.tree.node import Item, Page, Tail
 from tiercel.types import DevicePageId, PageKey
 
 
@@ -269,7 +269,7 @@ class TieredCache(HostTier[Loaded]):
             prompt_pages=chain.tokens // page_tokens,
             committed=page.depth,
             extended_tokens=page.depth * page_tokens,
-            table=[*(device_of(tree.index[key]) for key in chain.keys[: page.depth]), *own],
+            table=[*(tree.index[key].device for key in chain.keys[: page.depth]), *own],
             resume_tails=found.tails,
             tail_boundaries=self._tails_of_prompt(found, turn_ends),
         )
@@ -339,7 +339,7 @@ class TieredCache(HostTier[Loaded]):
         )
         if not shared:
             return
-        request.table[first : first + len(shared)] = [device_of(page) for page in shared]
+        request.table[first : first + len(shared)] = [page.device for page in shared]
         self.sharing.end(request, first, first + len(shared))
         request.committed += len(shared)
         self.tree.lock(shared[-1])

@@ -40,13 +40,7 @@ class HostMap:
     """
 
     def __init__(
-        self,
-        size: int,
-        *,
-        huge_pages: bool = False,
-        pin: bool = False,
-        shared: bool = False,
-        path: str = "",
+        self, size: int, *, huge_pages: bool = False, pin: bool = False, shared: bool = False, path: str = ""
     ) -> None:
         assert size > 0, size
         available = bytes_available()
@@ -105,10 +99,6 @@ class HostMap:
     def view(self) -> memoryview:
         """The bytes. A view keeps them mapped, also past `close`."""
         return memoryview(self._map)
-
-    @property
-    def closed(self) -> bool:
-        return self._map.closed
 
     def close(self) -> None:
         """Unregister and unmap. May be called again."""

@@ -24,7 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from tiercel.types import DevicePageId, HostPageId, PageKey
+from tiercel.types import HostPageId, PageKey
 
 FOREIGN = -1
 
@@ -91,12 +91,6 @@ Item = Page | Tail
 def parent_of(page: Page) -> Page:
     assert page.parent is not None, "the root is never asked for its parent"
     return page.parent
-
-
-def device_of(page: Page) -> DevicePageId:
-    device: DevicePageId | None = page.device
-    assert device is not None
-    return device
 
 
 def inherit(parent: Page, page: Page) -> None:

@@ -36,19 +36,14 @@ class Match(NamedTuple):
 
     found: int
     """Pages in any tier."""
-
     device: int
     """Pages on the device, those a load is bringing included."""
-
     boundary: int
     """The longest prefix that can be resumed: all pages found, and the tails it needs."""
-
     page: Page
     """The page that ends at `boundary` (the root when it is 0)."""
-
     tails: tuple[Tail, ...]
     """The tails a resume at `boundary` reads, the last one first."""
-
     branch: int
     """Where this text leaves the others: a boundary that deserves a tail; 0 when it does not branch off."""
 
@@ -166,12 +161,10 @@ class PrefixTree(Books):
         self.arrive_start(tail, host)
         return tail
 
-    def insert_fetched(self, parent: Page, fetched: Sequence[Brought]) -> Page:
-        """Pages that the store has brought to the host, after `parent`, which is in the tree; the last."""
+    def insert_fetched(self, parent: Page, fetched: Sequence[Brought]) -> None:
+        """Pages that the store has brought to the host, after `parent`, which is in the tree."""
         for page, (_, host, _) in zip(self._grow(parent, fetched, fetched=True), fetched, strict=True):
             self._fetched(page, host)
-            parent = page
-        return parent
 
     def insert_fetched_tail(self, page: Page, host: tuple[HostPageId, ...]) -> None:
         """The same for a tail."""
