@@ -3,11 +3,11 @@
     cold      nothing is reused: every prompt is computed from its first token
     device    everything fits on the device
     host      the device holds hardly more than one conversation, so the others come back from the host
-    store     another engine, begun on the store the host's run has left behind
-    replay    each answer again as part of a prompt: what was decoded is now prefilled
+    store     another engine, started on the store that the host run has written
+    replay    each answer again as part of a prompt: its tokens were decoded, now they are prefilled
 
-Conversations branch: a few beginnings, each continued in several ways, several turns each, turn by turn in
-turn. All runs are given the texts of the cold one, so a difference shows where it arises and does not spread.
+Conversations branch: a few beginnings, each continued in several ways, over several turns. All runs get the
+texts of the cold run, so a difference shows where it arises and does not spread.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Report:
     recall: Mapping[str, float | None]
     cached_tokens: Mapping[str, int]
     share: str = BITS
-    """Under `numbers` a store may hold other kernels' pages. This run had a store of its own and says nothing
-    of them."""
+    """With `numbers` a store may hold other kernels' pages. This run had its own store: it does not test
+    them."""
 
     def holds(self, *, kl: float, dlogprob: float) -> bool:
-        """Within bounds, with tiers that were really used."""
+        """Whether all is within bounds and every tier was really used."""
         recalls = {score for score in self.recall.values() if score is not None}
         used = all(tokens > 0 for tokens in self.cached_tokens.values())
         within = self.kl <= kl and self.max_abs_dlogprob <= dlogprob
@@ -56,8 +56,8 @@ class Report:
 
 
 def verify(build: Build, config: EngineConfig) -> Report:
-    """Run everything on one model. Takes a minute or two on the embedded one."""
-    cold = _engine(build, replace(config, cache=replace(config.cache, force_miss=True, host_bytes=0)))
+    """Run everything on one model. This takes a minute or two on the embedded one."""
+    cold = open_engine(build, replace(config, cache=replace(config.cache, force_miss=True, host_bytes=0)))[0]
     prompts, truth = _converse(cold)
     exams = list(exams_of(cold, build.model))
     asks = [(prompt, ANSWER_TOKENS) for prompt in prompts]
@@ -70,7 +70,7 @@ def verify(build: Build, config: EngineConfig) -> Report:
         builds = {"device": build, "host": _squeezed(stored, cold, prompts, exams), "store": stored}
         patient = replace(config, cache=replace(config.cache, fetch="wait"))
         for tier, each in builds.items():
-            engine = _engine(each, patient)
+            engine = open_engine(each, patient)[0]
             runs[tier] = [answer_one(engine, prompt, count) for prompt, count in asks]
             recall[tier] = score_of(engine, exams)
             used[tier] = int(engine.cache.counters[f"tokens_{tier}"])
@@ -87,10 +87,6 @@ def answer_one(engine: Engine, prompt: Sequence[int], count: int, **options: Any
 def k3(differences: Sequence[float]) -> float:
     """An estimate of KL from the logprobs of drawn tokens; never negative, zero if nothing differs."""
     return sum(math.expm1(d) - d for d in differences) / max(1, len(differences))
-
-
-def _engine(build: Build, config: EngineConfig) -> Engine:
-    return open_engine(build, config)[0]
 
 
 def _squeezed(build: Build, engine: Engine, prompts: Sequence[Sequence[int]], exams: Sequence[Any]) -> Build:

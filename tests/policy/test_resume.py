@@ -3,10 +3,8 @@
 from tiercel.policy.resume import Resume, Reuse, Why, choose_resume
 
 
-def choose(found, boundary, *, replay_tokens=100, replay=True):
-    return choose_resume(
-        found=found, boundary=boundary, page_tokens=64, replay_tokens=replay_tokens, replay=replay
-    )
+def choose(found, boundary, *, replay_cost=100):
+    return choose_resume(found=found, boundary=boundary, page_tokens=64, replay_cost=replay_cost)
 
 
 def test_the_tail_is_used_when_it_is_at_the_end():
@@ -19,12 +17,11 @@ def test_replay_is_taken_only_where_it_computes_less():
 
 
 def test_replay_is_taken_only_where_it_is_allowed_and_possible():
-    assert choose(5, 0, replay=False) == Resume(0)
-    assert choose(5, 0, replay_tokens=None) == Resume(0)
+    assert choose(5, 0, replay_cost=None) == Resume(0)
 
 
 def test_a_replay_never_goes_beyond_the_start_of_the_text():
-    assert choose(1, 0, replay_tokens=9999) == Resume(0)
+    assert choose(1, 0, replay_cost=64) == Resume(0)
 
 
 def test_the_answer_says_what_a_replay_would_cost():
@@ -33,4 +30,4 @@ def test_the_answer_says_what_a_replay_would_cost():
 
 
 def test_a_replay_that_computes_nothing_is_still_a_replay():
-    assert choose(4, 2, replay_tokens=0) == Resume(4, by_replay=True)
+    assert choose(4, 2, replay_cost=0) == Resume(4, by_replay=True)

@@ -261,14 +261,14 @@ class Fetches:
         self._over(fetch, Why.STORE_LATE)
         return True
 
-    def explained(self, chain: KeyChain, reuse: Reuse) -> Reuse:
-        """Why not more was reused, if the store is the reason."""
+    def begun(self, chain: KeyChain, reuse: Reuse) -> Reuse:
+        """The request begins. Returns its reuse, with the store's reason why it is not more."""
         fetch = self.of.get(chain)
+        self.forget(chain)
         short = reuse.why in (Why.NOT_CACHED, Why.NO_TAIL)
         return replace(reuse, why=fetch.why) if short and fetch is not None and fetch.why else reuse
 
     def forget(self, chain: KeyChain) -> None:
-        """The request has begun, or has left."""
         fetch = self.of.pop(chain, None)
         if fetch is not None:
             self._over(fetch, None)

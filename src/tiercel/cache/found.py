@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tiercel.policy.resume import Reuse, Why, choose_resume, replay_cost
+from tiercel.policy.resume import Reuse, Why, choose_resume
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.tree.keys import KeyChain
 from tiercel.tree.node import Item, Page, Tail
@@ -31,7 +31,6 @@ class Found:
 
     @property
     def pages(self) -> int:
-        """How many of the text's pages."""
         return self.page.depth
 
     @property
@@ -45,15 +44,15 @@ def find(
     tree: PrefixTree, spec: CacheSpec, chain: KeyChain, *, load: bool, replay: bool, most: int | None = None
 ) -> Found:
     """The longest prefix to resume from, of `most` tokens; at least the last token is always computed."""
-    whole = pages_useful(chain, spec)
-    limit = pages_useful(chain, spec, most)
-    match = tree.match(chain.keys, limit, device_only=not load)
+    whole, limit = pages_useful(chain, spec), pages_useful(chain, spec, most)
+    match, page_tokens = tree.match(chain.keys, limit, device_only=not load), spec.page_tokens
+    found_tokens = match.found * page_tokens
+    cost = None if spec.replay_tokens is None else min(spec.replay_tokens, found_tokens)
     resume = choose_resume(
         found=match.found,
         boundary=match.boundary,
-        page_tokens=spec.page_tokens,
-        replay_tokens=spec.replay_tokens,
-        replay=replay,
+        page_tokens=page_tokens,
+        replay_cost=cost if replay else None,
     )
     pages = [tree.index[key] for key in chain.keys[: resume.pages]]
     near = min(match.device, resume.pages)
@@ -73,12 +72,12 @@ def find(
         pages_found=match.found,
         reuse=Reuse(
             prompt_tokens=chain.tokens,
-            device_tokens=near * spec.page_tokens,
-            host_tokens=sum(not page.fetched for page in pages[near:]) * spec.page_tokens,
-            store_tokens=sum(page.fetched for page in pages[near:]) * spec.page_tokens,
-            found_tokens=match.found * spec.page_tokens,
+            device_tokens=near * page_tokens,
+            host_tokens=sum(not page.fetched for page in pages[near:]) * page_tokens,
+            store_tokens=sum(page.fetched for page in pages[near:]) * page_tokens,
+            found_tokens=found_tokens,
             replay_tokens=resume.replay_tokens,
-            replay_cost_tokens=replay_cost(spec.replay_tokens, match.found * spec.page_tokens),
+            replay_cost_tokens=cost,
             why=why,
         ),
     )

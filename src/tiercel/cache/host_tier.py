@@ -163,8 +163,7 @@ class HostTier(ABC, Generic[AnyEnd]):
         """What was found is going to be read: count it, and end its fetch."""
         reuse = found.reuse
         if self.store is not None:
-            reuse = self.store.fetches.explained(found.chain, reuse)
-            self.store.fetches.forget(found.chain)
+            reuse = self.store.fetches.begun(found.chain, reuse)
         if found.page is not self.tree.root:
             self.tree.touch(found.page, found.tails, priority)
         self.counters.update(
@@ -337,7 +336,7 @@ class HostTier(ABC, Generic[AnyEnd]):
 
     @property
     def detaching(self) -> bool:
-        """A store that was left is not closed yet."""
+        """Whether a detached store is not closed yet."""
         return bool(self._stores_left)
 
     def _stores(self) -> list[StoreTier]:

@@ -3,8 +3,8 @@
 A policy turns the use of a page or tail into a rank; the lowest rank is evicted first. Two rules make this
 cheap:
 
-- **A use never lowers a rank.** So a stale heap entry is only ever too low, and is corrected when it reaches
-  the top: one heap entry per page or tail, and no scan of the leaves.
+- **A use never lowers a rank.** So an old heap entry is only ever too low, and is corrected at the top: one
+  heap entry per page or tail, and no scan of the leaves.
 - **A parent inherits its children's use when they are evicted.** So a match touches only its deepest page,
   and still every leaf has the rank it would have if the whole path had been touched.
 """
@@ -25,17 +25,14 @@ class Used(Protocol):
 
     used: int
     """Counter value at the last use: later is larger, no two uses are equal."""
-
     hits: int
     """How often a request found it. The hits of evicted children are included."""
-
     priority: int
     """Highest priority of the requests that used it."""
 
 
 class EvictPolicy(ABC):
-    """Contract: `rank` is a pure function of the use and never falls when `used`, `hits` or `priority`
-    rise."""
+    """Contract: `rank` is a pure function, and never falls when `used`, `hits` or `priority` rise."""
 
     @abstractmethod
     def rank(self, use: Used) -> Rank: ...

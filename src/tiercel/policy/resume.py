@@ -31,25 +31,17 @@ class Resume:
     replay_tokens: int = 0
 
 
-def choose_resume(
-    *, found: int, boundary: int, page_tokens: int, replay_tokens: int | None, replay: bool
-) -> Resume:
+def choose_resume(*, found: int, boundary: int, page_tokens: int, replay_cost: int | None) -> Resume:
     """Resume at the last tail; or by exact replay after all found pages, if that computes fewer tokens.
 
     0            boundary                     found
     ├───────────────┼───────────────────────────┤
                     └──── compute these ────────┘      resume at the tail
-                              └─ replay_tokens ─┘      resume by replay
+                              └─ replay_cost ───┘      resume by replay (None: impossible or not allowed)
     """
-    cost = replay_cost(replay_tokens, found * page_tokens)
-    if replay and cost is not None and cost < (found - boundary) * page_tokens:
-        return Resume(found, by_replay=True, replay_tokens=cost)
+    if replay_cost is not None and replay_cost < (found - boundary) * page_tokens:
+        return Resume(found, by_replay=True, replay_tokens=replay_cost)
     return Resume(boundary)
-
-
-def replay_cost(replay_tokens: int | None, found_tokens: int) -> int | None:
-    """Tokens that an exact replay computes again: at most the whole text. None: no replay is exact."""
-    return None if replay_tokens is None else min(replay_tokens, found_tokens)
 
 
 @dataclass(frozen=True)
@@ -62,13 +54,10 @@ class Reuse:
     store_tokens: int
     found_tokens: int
     """Tokens of pages found in any tier, reused or not."""
-
     replay_tokens: int
     """How many of the reused tokens are computed again because there is no tail after them."""
-
     replay_cost_tokens: int | None
     """Tokens that an exact replay up to `found_tokens` computes; None: no replay can rebuild the state."""
-
     why: Why
 
     @property

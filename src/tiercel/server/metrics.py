@@ -71,6 +71,9 @@ FAMILIES: Mapping[str, MetricFamily] = {
 }
 
 
+UNKNOWN = MetricFamily("As the engine says.")
+
+
 class StatsCollector(Collector):
     """Writes the engine's statistics of the moment the page was requested."""
 
@@ -78,47 +81,33 @@ class StatsCollector(Collector):
         self.stats: Mapping[str, Any] = {}
 
     def collect(self) -> Iterator[Metric]:
-        metrics: dict[str, Metric] = {}
-        for key, family, value in _parts(self.stats):
-            if family.states:
-                value = {state: state == value for state in family.states}
-            stem = key.replace(".", "_") if family.name is None else family.name
-            for labels, words, number in _leaves(value, family.labels, (), (stem,)):
-                name = _name(words)
-                if name not in metrics:
-                    make = CounterMetricFamily if family.grows else GaugeMetricFamily
-                    metrics[name] = make(name, family.about, labels=family.labels[: len(labels)])
-                metric = metrics[name]
-                assert isinstance(metric, CounterMetricFamily | GaugeMetricFamily)
-                metric.add_metric(labels, number)
+        metrics: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+        for path, value in _leaves(self.stats, ()):
+            depth = 2 if ".".join(path[:2]) in FAMILIES else 1
+            family = FAMILIES.get(".".join(path[:depth]), UNKNOWN)
+            count = len(family.labels)
+            labels, words = path[depth : depth + count], path[depth + count :]
+            stem = "_".join(path[:depth]) if family.name is None else family.name
+            name = _name((stem, *words))
+            if not isinstance(value, int | float) and not family.states:
+                continue
+            if name not in metrics:
+                make = CounterMetricFamily if family.grows else GaugeMetricFamily
+                metrics[name] = make(name, family.about, labels=family.labels)
+            for state in family.states:
+                metrics[name].add_metric((state,), float(state == value))
+            if not family.states:
+                metrics[name].add_metric(labels, float(value))
         yield from metrics.values()
 
 
-def _parts(stats: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, MetricFamily, Any]]:
-    """The statistics, split into the families of the table, each with its key."""
-    for name, value in stats.items():
-        key = path + name
-        if isinstance(value, Mapping) and any(known.startswith(f"{key}.") for known in FAMILIES):
-            yield from _parts(value, f"{key}.")
-        else:
-            yield key, FAMILIES.get(key, MetricFamily("As the engine says.")), value
-
-
-Leaf = tuple[tuple[str, ...], tuple[str, ...], float]
-
-
-def _leaves(
-    value: Any, names: tuple[str, ...], labels: tuple[str, ...], words: tuple[str, ...]
-) -> Iterator[Leaf]:
-    """(label values, words of the name, number) for every number in `value`."""
+def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every value that is not a mapping, with the names that lead to it."""
     if isinstance(value, Mapping):
-        for key, below in value.items():
-            if names:
-                yield from _leaves(below, names[1:], (*labels, str(key)), words)
-            else:
-                yield from _leaves(below, names, labels, (*words, str(key)))
-    elif isinstance(value, int | float):
-        yield labels, words, float(value)
+        for name, below in value.items():
+            yield from _leaves(below, (*path, str(name)))
+    else:
+        yield path, value
 
 
 def _name(words: tuple[str, ...]) -> str:
