@@ -7,7 +7,7 @@ arrive, and only strict JSON is accepted (no NaN, no half characters, no numbers
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
@@ -107,10 +107,9 @@ def _place(detail: ErrorDetails, data: Any) -> tuple[tuple[str | int, ...], Any]
     # An error of `fields.Body` has the location of the object; the field's name is in its context.
     loc = (*detail["loc"], detail["ctx"]["field"]) if detail["type"] == UNSUPPORTED else detail["loc"]
     for left, name in zip(range(len(loc) - 1, -1, -1), loc, strict=True):
-        holder: type = list if isinstance(name, int) else dict
-        if isinstance(data, holder):
+        if isinstance(data, list if isinstance(name, int) else dict):
             try:
-                data = data[name]
+                data = cast(Any, data)[name]
             except LookupError:
                 if left or detail["type"] != "missing":
                     continue
