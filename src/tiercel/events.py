@@ -1,10 +1,10 @@
-"""What is cached here, told to whoever routes requests: KV events over ZMQ (docs/events.md).
+"""KV events over ZMQ: they tell routers what is cached here (docs/events.md).
 
     engine's thread                            publisher's thread
     events ──► Ledger ──► encoded ──► queue ──► PUB ──► every subscriber
-               merged     numbered       └────► kept ◄── ROUTER ◄── who missed some
+               merged     numbered       └────► kept ◄── ROUTER ◄── subscribers that missed batches
 
-The form is the one vLLM and SGLang publish: routers read it without knowing who sends.
+The format is that of vLLM and SGLang, so their routers can read it.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MEDIA = {Tier.DEVICE: "GPU", Tier.HOST: "CPU_PINNED", Tier.STORE: "DISK"}
-"""SGLang's words. Dynamo reads them in every version; it takes a word that it does not know for the GPU."""
+"""SGLang's words, which every version of Dynamo reads. Dynamo takes an unknown word for the GPU."""
 
 HASHES_MOST = 1024
-"""In one event. SGLang's router refuses more than 65,536; a message should not be megabytes either."""
+"""Limit for one event. SGLang's router refuses more than 65,536, and messages should be short."""
 
 QUEUE_BATCHES = 10_000
-"""Between the two threads, and for each subscriber in the socket. A batch is a step: minutes of them."""
+"""Limit between the two threads, and for each subscriber. A batch is a step, so this is minutes of them."""
 
 LINGER_MS = 500
-"""How long the last batches may take to leave when the publisher is closed."""
+"""How long sending the last batches may take when the publisher is closed."""
 
 RANK = 0
-"""Data-parallel rank. Always written: older routers want three entries, and a number."""
+"""Data-parallel rank. It is always written, because older routers need it."""
 
 END = b"\xff" * 8
-"""Instead of a number: nothing more to replay."""
+"""Instead of a number, at the end of a replay."""
 
 
 class BlockStored(NamedTuple):
-    """Pages, each the parent of the next, that became readable in a medium. The fields are the wire's."""
+    """Pages that became readable in a medium, each the parent of the next. The fields are the wire's."""
 
     tag: Literal["BlockStored"]
     block_hashes: list[int]
     parent_block_hash: int | None
-    """Of the first; None: it begins a text."""
+    """Of the first page; None: the page begins a text."""
     token_ids: list[int]
-    """Of all pages; empty: not known."""
+    """Of all pages; empty: the tokens are not known."""
     block_size: int
     lora_id: None
     medium: str
@@ -87,19 +87,18 @@ def hash_of(key: bytes) -> int:
 
 
 class Ledger:
-    """What subscribers have been told is there, by tier, and what they must be told next. A plain value:
-    it sends nothing."""
+    """What subscribers were told, by tier, and what they must be told next. It sends nothing."""
 
     def __init__(self, page_tokens: int) -> None:
         assert page_tokens >= 1
         self._page_tokens = page_tokens
         self._tokens = struct.Struct(f"<{page_tokens}I")
         self.held: dict[Tier, dict[int, None]] = {tier: {} for tier in Tier}
-        """In the order in which they came: parents before children."""
+        """In order of arrival: parents before children."""
 
     def tell(self, events: Sequence[Event | Cleared]) -> list[WireEvent]:
-        """In the order of the events, but that a page joins the chain it goes on, if its tier told of nothing
-        else since. Tails are not told: a router counts whole pages."""
+        """Events for the wire, in the same order. But a page is added to the event of its parent, if no other
+        event of the tier came between. Tails are left out: a router counts whole pages."""
         told: list[WireEvent] = []
         chains: dict[Tier, BlockStored] = {}
         for event in events:
@@ -120,11 +119,12 @@ class Ledger:
         parent = hash_of(event.parent) if event.parent else None
         tokens = self._tokens.unpack(event.tokens) if event.tokens else ()
         self.held[event.tier][page] = None
+        follows = chain is not None and chain.block_hashes[-1] == parent
         if (
-            chain is not None
-            and chain.block_hashes[-1] == parent
-            and bool(chain.token_ids) == bool(tokens)
+            chain
+            and follows
             and len(chain.block_hashes) < HASHES_MOST
+            and bool(chain.token_ids) == bool(tokens)
         ):
             chain.block_hashes.append(page)
             chain.token_ids.extend(tokens)
@@ -135,7 +135,7 @@ class Ledger:
         return chain
 
     def _remove(self, event: Event, told: list[WireEvent]) -> None:
-        """What was never told is not taken back: some routers stop at a page they do not know."""
+        """Only pages that were told are removed: some routers stop at a page they do not know."""
         page = hash_of(event.key)
         if page not in self.held[event.tier]:
             return
@@ -148,14 +148,13 @@ class Ledger:
             told.append(BlockRemoved("BlockRemoved", [page], medium))
 
     def _clear(self, tier: Tier, told: list[WireEvent]) -> None:
-        """A clear has no medium on the wire, and some routers do not read it: every page is named as well,
-        children before parents."""
+        """A clear has no medium on the wire, and some routers do not read it. So every page is removed by
+        name, too, children before parents."""
         pages = list(reversed(self.held[tier]))
         self.held[tier] = {}
         for at in range(0, len(pages), HASHES_MOST):
             told.append(BlockRemoved("BlockRemoved", pages[at : at + HASHES_MOST], MEDIA[tier]))
-        nothing_left = not any(self.held.values())
-        if nothing_left and not (told and isinstance(told[-1], AllBlocksCleared)):
+        if not any(self.held.values()) and not (told and isinstance(told[-1], AllBlocksCleared)):
             told.append(AllBlocksCleared("AllBlocksCleared"))
 
 
@@ -169,11 +168,10 @@ class EventStats:
 
 
 class EventPublisher:
-    """Publishes what the tree tells. Called from one thread, the engine's, which it never blocks or fails.
+    """Publishes the events of a tree. Only the engine's thread calls it; the call never blocks or raises.
 
-    A batch that finds the queue full is `dropped`, one that can not be written is among the `errors`. Its
-    number is used up either way, so that a subscriber sees the gap. `close` is called once no more events
-    come; what comes all the same is dropped.
+    A batch is `dropped` if the queue is full, and counted in `errors` if it can not be encoded. Its number is
+    used up either way, so that a subscriber sees the gap. Events after `close` are dropped.
     """
 
     def __init__(
@@ -190,8 +188,7 @@ class EventPublisher:
             import zmq
         except ImportError as error:
             raise ConfigError("kv_events", endpoint, "needs pip install tiercel[events]") from error
-        self._again = zmq.Again
-        self._nowait = zmq.NOBLOCK
+        self._zmq = zmq
         self._encode = msgspec.msgpack.Encoder().encode
         self._ledger = Ledger(page_tokens)
         self._topic = topic.encode()
@@ -204,12 +201,12 @@ class EventPublisher:
         try:
             self._pub = self._socket(zmq.PUB, QUEUE_BATCHES)
             self.endpoint = _open(self._pub, "kv_events", endpoint, bind=_is_bound(endpoint))
-            """As it is reachable: with the port that was free, if the system chose one."""
+            """The real address: with the port that the system chose, if it chose one."""
             self._replay: zmq.Socket[bytes] | None = None
             self.replay_endpoint: str | None = None
             if replay_endpoint:
-                # A ROUTER drops what finds no room, and it hears late what the peer has read: at the worst
-                # half of what it holds is read and still counted. With room for two answers nothing is lost.
+                # A ROUTER drops messages if its queue is full. It learns late what the peer has read: up to
+                # half of the queue may be read and still counted. With room for two replays nothing is lost.
                 self._replay = self._socket(zmq.ROUTER, 2 * (replay_batches + 1))
                 self.replay_endpoint = _open(self._replay, "kv_events_replay", replay_endpoint, bind=True)
         except ConfigError:
@@ -230,32 +227,27 @@ class EventPublisher:
     # The engine's thread
 
     def __call__(self, events: Sequence[Event | Cleared]) -> None:
-        """One batch of what one step changed; none if nothing did."""
+        """Publishes one batch of what one step changed; none if nothing changed."""
         try:
-            self._publish(events)
-        except self._again:
+            told = self._ledger.tell(events)
+            if told and self._queue.closed:
+                self.dropped += 1
+            elif told:
+                number, self._number = self._number, self._number + 1
+                payload = self._encode((time.time(), told, RANK))
+                self._queue.send_multipart((number.to_bytes(8, "big"), payload), self._zmq.NOBLOCK)
+                self.batches += 1
+        except self._zmq.Again:
             self.dropped += 1
         except Exception:  # noqa: BLE001 - an observer does not end what it observes (I13)
             self._number += 1
             self._failed()
 
-    def _publish(self, events: Sequence[Event | Cleared]) -> None:
-        told = self._ledger.tell(events)
-        if not told:
-            return
-        if self._queue.closed:
-            self.dropped += 1
-            return
-        number, self._number = self._number, self._number + 1
-        payload = self._encode((time.time(), told, RANK))
-        self._queue.send_multipart((number.to_bytes(8, "big"), payload), self._nowait)
-        self.batches += 1
-
     def stats(self) -> EventStats:
         return EventStats(self.batches, self.dropped, self.errors)
 
     def close(self) -> None:
-        """Let the last batches leave, and give the addresses back."""
+        """Sends the last batches, for `LINGER_MS` at most, and closes the sockets."""
         if self._queue.closed:
             return
         self._queue.send(b"")
@@ -265,12 +257,10 @@ class EventPublisher:
     # The publisher's thread
 
     def _run(self) -> None:
-        import zmq
-
-        poller = zmq.Poller()
+        poller = self._zmq.Poller()
         for socket in (self._outbox, self._replay):
             if socket is not None:
-                poller.register(socket, zmq.POLLIN)
+                poller.register(socket, self._zmq.POLLIN)
         going = True
         while going:
             try:
@@ -283,34 +273,36 @@ class EventPublisher:
                 self._failed()
 
     def _send(self) -> bool:
-        """One batch on its way; False: it was the last word."""
+        """Sends one batch. False: the publisher is closed."""
         number, *payload = self._outbox.recv_multipart()
         if not payload:
             return False
         self._kept.append((int.from_bytes(number, "big"), payload[0]))
-        self._pub.send_multipart((self._topic, number, payload[0]), self._nowait)
+        self._pub.send_multipart((self._topic, number, payload[0]), self._zmq.NOBLOCK)
         return True
 
     def _answer(self, replay: zmq.Socket[bytes]) -> None:
-        """Everything kept from a number on, then the end. An asker with an envelope gets it back."""
+        """Sends all kept batches from a number on, then the end. A REQ socket's envelope is sent back."""
         asker, *envelope, first = replay.recv_multipart()
         if envelope not in ([], [b""]) or len(first) != 8:
             raise ValueError("a replay is asked for with a number of 8 bytes")
         for number, payload in self._kept:
             if number >= int.from_bytes(first, "big"):
-                replay.send_multipart((asker, *envelope, number.to_bytes(8, "big"), payload), self._nowait)
-        replay.send_multipart((asker, *envelope, END, b""), self._nowait)
+                replay.send_multipart(
+                    (asker, *envelope, number.to_bytes(8, "big"), payload), self._zmq.NOBLOCK
+                )
+        replay.send_multipart((asker, *envelope, END, b""), self._zmq.NOBLOCK)
 
     def _failed(self) -> None:
         with self._lock:
             self.errors += 1
             first = self.errors == 1
         if first:
-            log.exception("KV events: something could not be told; more of this is only counted")
+            log.exception("KV events: a batch was not sent; later errors are only counted")
 
 
 def _is_bound(endpoint: str) -> bool:
-    """The field's rule: an address with a wildcard is this machine's own, any other is a collector's."""
+    """As in vLLM: an address with a wildcard is bound, any other is connected to."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
 
 

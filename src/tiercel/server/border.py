@@ -46,14 +46,14 @@ class Visit:
     status: int | None = None
     ignored: Sequence[str] = ()
     """Unknown fields of the request."""
-    _claimed: set[str] = field(default_factory=set)
+    claimed: set[str] = field(default_factory=set)
 
     def claim(self, ids: Sequence[str]) -> bool:
         """Reserves ids until the end of the visit. False: another visit has one of them."""
         if not self.ids_live.isdisjoint(ids):
             return False
         self.ids_live.update(ids)
-        self._claimed.update(ids)
+        self.claimed.update(ids)
         return True
 
     def name(self, chosen: str | None, ids_of: Callable[[str], Sequence[str]]) -> bool:
@@ -68,9 +68,6 @@ class Visit:
             self.request_id = _new_id()
             return self.claim(ids_of(self.request_id))
         return False
-
-    def leave(self) -> None:
-        self.ids_live -= self._claimed
 
     def token_seen(self) -> None:
         if self.first_token_s is None:
@@ -127,8 +124,10 @@ class Border:
                 raise
             await translate(error).response()(scope, receive, send_named)
         finally:
-            visit.leave()
-            self.metrics.ended(_call(scope), visit.status or 499, visit.age_s, visit.first_token_s)
+            self.ids_live -= visit.claimed
+            # The path of the route, not of the request: metrics need few names.
+            call = getattr(scope.get("route"), "path", "other")
+            self.metrics.ended(call, visit.status or 499, visit.age_s, visit.first_token_s)
 
     def _warn(self, ignored: Sequence[str]) -> str:
         """Logs each name once; returns all for a header. Names come from clients: short, ASCII, few."""
@@ -138,8 +137,3 @@ class Border:
                 self._warned.add(name)
                 log.warning("requests have an unknown field, which is ignored: %s", name)
         return ", ".join(names)
-
-
-def _call(scope: Scope) -> str:
-    """The path of the route, not of the request: metrics need few names."""
-    return getattr(scope.get("route"), "path", "other")

@@ -65,9 +65,8 @@ class EndedCount:
         self._counts[why] += 1
         if now_s >= self._next_s:
             self._next_s = now_s + LOG_EVERY_S
-            log.warning(
-                "connections ended: %s", ", ".join(f"{count} {why}" for why, count in self._counts.items())
-            )
+            counts = ", ".join(f"{count} {why}" for why, count in self._counts.items())
+            log.warning("connections ended: %s", counts)
             self._counts.clear()
 
 
@@ -82,11 +81,6 @@ class Connection(H11Protocol):
         self._since_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
-
-    @property
-    def waits_since_s(self) -> float | None:
-        """Since when the connection waits for its client; None: the client waits for an answer."""
-        return None if self._phase is Phase.ANSWER else self._since_s
 
     # Events
 
@@ -130,8 +124,9 @@ class Connection(H11Protocol):
         if self._timer is not None:
             self._timer.cancel()
         limits = {Phase.HEADERS: self._options.headers_s, Phase.BODY: self._options.body_s}
-        if phase in limits:  # uvicorn closes idle connections
-            self._timer = self.loop.call_later(limits[phase], self._late, limits[phase])
+        if limit_s := limits.get(phase):  # uvicorn closes idle connections
+            why = f"sent no whole {phase.value} within {limit_s:g} s"
+            self._timer = self.loop.call_later(limit_s, self._end, 408, why, "request_timeout")
 
     def _phase_now(self) -> Phase:
         if self.conn.their_state is h11.SEND_BODY:
@@ -141,16 +136,13 @@ class Connection(H11Protocol):
         begun = self.cycle is None or self.conn.trailing_data[0]
         return Phase.HEADERS if begun else Phase.IDLE
 
-    def _late(self, limit_s: float) -> None:
-        self._end(408, f"sent no whole {self._phase.value} within {limit_s:g} s", "request_timeout")
-
     def _make_room(self) -> None:
         """Closes the connection that has waited longest for its client; if none waits, this one."""
         others = [each for each in self.connections if isinstance(each, Connection) and each is not self]
-        waiting = [each for each in others if each.waits_since_s is not None]
+        waiting = [each for each in others if each._phase is not Phase.ANSWER]
         most = self._options.connections_max
         if waiting:
-            oldest = min(waiting, key=lambda each: each.waits_since_s or 0.0)
+            oldest = min(waiting, key=lambda each: each._since_s)
             oldest._end(408, f"was idle longest when more than {most:,} were open", "too_many_connections")
         else:
             self._end(503, f"came when {most:,} were busy", "too_many_connections")
@@ -172,13 +164,10 @@ class Connection(H11Protocol):
         asked = self.cycle is not None or self.conn.trailing_data[0] or status == 503
         if asked and self._phase is not Phase.IDLE and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = json.dumps(ApiError(status, f"this connection {why}", code=code).body()).encode()
-            headers = [("content-type", "application/json"), ("connection", "close")]
-            headers.append(("content-length", str(len(body))))
-            for event in (
-                h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status]),
-                h11.Data(data=body),
-                h11.EndOfMessage(),
-            ):
+            headers = {"content-type": "application/json", "connection": "close"}
+            headers["content-length"] = str(len(body))
+            head = h11.Response(status_code=status, headers=[*headers.items()], reason=STATUS_PHRASES[status])
+            for event in (head, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         if self.cycle is not None:
             self.cycle.disconnected = True
@@ -222,7 +211,7 @@ def _with_files(options: ServerOptions) -> ServerOptions:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         if soft < wanted:
-            fewer = max(1, soft - FILES_BESIDE)
-            log.warning("%s connections at most: this process may open %s files", fewer, soft)
-            return replace(options, connections_max=fewer)
+            options = replace(options, connections_max=max(1, soft - FILES_BESIDE))
+            most = options.connections_max
+            log.warning("%s connections at most: this process may open %s files", most, soft)
     return options

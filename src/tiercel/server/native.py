@@ -166,8 +166,8 @@ class NativeReply:
         if delta.finish or ((delta.tokens or delta.text) and growing.due):
             yield growing.written(self._meta(answer), "" if self.alone else f',"index":{index}')
 
-    def last(self, answers: Sequence[Answer]) -> Iterator[str]:  # noqa: ARG002 (of the contract)
-        return iter(())
+    def last(self, answers: Sequence[Answer]) -> Sequence[str]:  # noqa: ARG002 (of the contract)
+        return ()
 
     def _grown(self, index: int, delta: Delta) -> Growing:
         if index not in self._growing:
@@ -260,11 +260,9 @@ class Native:
         return asks.group_of(self.front, ask, item.params, SPELLING)
 
     def _start(self, item: Item, tokens: int) -> int | None:
-        if not item.logprob or item.start < 0:
-            return None
-        if item.start > tokens:
+        if item.logprob and item.start > tokens:
             raise conflict("logprob_start_len", item.start, f"is after the prompt, which has {tokens} tokens")
-        return None if item.start == tokens else item.start
+        return item.start if item.logprob and 0 <= item.start < tokens else None
 
 
 def _each(field: str, value: T | list[T] | None, default: T, count: int) -> list[T]:
