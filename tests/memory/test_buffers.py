@@ -45,7 +45,8 @@ def test_host_memory_holds_as_many_pages_as_the_budget_pays(spec, name: str) -> 
     with HostMemory(spec, name, 5 * spec.host_page_bytes - 1) as host:
         assert host.pages == 4
         assert host.flat.numel() == 4 * spec.host_page_bytes
-        poured = [piece for row in host._tail_rows.values() for _, piece in row]
+        names = [(stream.name, layer) for stream in spec.tail_streams for layer in stream.layers]
+        poured = [piece for name in names for _, piece in host.rows[name][1]]
         assert sum(piece.bytes for piece in poured) == spec.tail_bytes
         assert spec.tail_bytes <= spec.host_pages_per_tail * spec.host_page_bytes
 

@@ -49,7 +49,7 @@ def bytes_of(ranges: Iterable[Range]) -> list[int]:
 def rows_of(layout: Layout, place: int) -> list[list[int]]:
     """The byte numbers of each row of one place, in record order."""
     return [
-        bytes_of(piece.at(place) for piece in layout.pieces(stream, layer))
+        bytes_of(piece.at(place) for _, piece in layout.rows[stream.name, layer])
         for stream in layout.streams
         for layer in stream.layers
     ]
@@ -112,8 +112,8 @@ def test_the_drawing_of_the_three_layouts() -> None:
 
     def starts(name: str, place: int) -> list[list[int]]:
         layout = make_layout(name, (K, V), 2, 2)
-        rows = [layout.pieces(stream, layer) for stream in (K, V) for layer in stream.layers]
-        return [[piece.at(place).offset for piece in row] for row in rows]
+        rows = [layout.rows[stream.name, layer] for stream in (K, V) for layer in stream.layers]
+        return [[piece.at(place).offset for _, piece in row] for row in rows]
 
     assert starts("layer_first", 0) == [[0], [40], [80]]
     assert starts("layer_first", 1) == [[20], [60], [94]]
@@ -126,7 +126,7 @@ def test_page_first_keeps_a_row_whole_that_entries_can_not_cut() -> None:
     packed = Stream("packed", (0, 1), (Part("value", 5), Part("scale", 2)))
     padded = Stream("padded", (0, 1), (Part("value", 5),), row_align=3)
     layout = make_layout("page_first", (packed, padded), 4, 3)
-    assert all(len(layout.pieces(s, layer)) == 1 for s in (packed, padded) for layer in (0, 1))
+    assert all(len(layout.rows[s.name, layer]) == 1 for s in (packed, padded) for layer in (0, 1))
 
 
 @pytest.mark.parametrize("name", PAGE_FIRST)
@@ -150,7 +150,6 @@ def test_a_place_takes_the_bytes_the_spec_says(spec, name: str) -> None:
 def test_places_and_layers_that_do_not_exist_are_bugs() -> None:
     layout = make_layout("page_first", (K, V), 2, 2)
     for wrong in (
-        lambda: layout.pieces(V, 0),
         lambda: layout.place_ranges(2),
         lambda: layout.cut(50, 5),
     ):

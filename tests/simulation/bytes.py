@@ -83,7 +83,7 @@ class HostRows:
 
     def _ranges(self, row: tuple[str, int], hosts, *, tail: bool):
         name, layer = row
-        pieces = self.host.pieces(self.host.spec.stream(name), layer)
+        _, pieces = self.host.rows[name, layer]
         assert tail or len(hosts) == 1
         return [piece.at(place(hosts[index])) for index, piece in pieces]
 

@@ -192,7 +192,7 @@ def test_what_a_borrowed_memory_saves_another_memory_loads_and_back(
     if is_refused(spec, layout, copier_name):
         return
     rig, theirs = Rig(spec, layout), make_borrowed(spec, DEVICE_PAGES, DEVICE_TAILS)
-    before = {name: theirs.buffer(spec.stream(name[0]), name[1]).clone() for name in theirs._columns}
+    before = {name: buffer.clone() for name, (buffer, _) in theirs.rows.items()}
     carry(make_copier(copier_name, theirs, rig.host), rig.save_plan())
     carry(make_copier(copier_name, rig.device, rig.host), rig.load_plan())
     for stream, layer, moves in rows_moved(rig):
@@ -206,9 +206,7 @@ def test_what_a_borrowed_memory_saves_another_memory_loads_and_back(
             again.view(stream, layer)[target] = theirs.view(stream, layer)[target]
             assert torch.equal(theirs.view(stream, layer)[source], rig.device.view(stream, layer)[target])
     for name, bytes_before in before.items():
-        assert torch.equal(again.buffer(spec.stream(name[0]), name[1]), bytes_before), (
-            "a byte beside the rows"
-        )
+        assert torch.equal(again.rows[name][0], bytes_before), "a byte beside the rows"
 
 
 def rows_moved(rig: Rig) -> Iterator[tuple[str, int, list[tuple[int, int]]]]:

@@ -12,7 +12,6 @@ All hold bytes only. Which place is whose is decided elsewhere.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from tiercel.errors import ConfigError
 from tiercel.memory.host import HostMap
-from tiercel.memory.layout import Piece, Pieces, make_layout, pour_tails
+from tiercel.memory.layout import Piece, Pieces, RowName, make_layout, pour_tails
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.stream import Part, Prefix, State, Stream
 from tiercel.types import HostPageId, place
@@ -36,7 +35,7 @@ class Column(NamedTuple):
     row_bytes: int
 
 
-class Memory(ABC):
+class Memory:
     """The rows of the streams of `spec`: a copier between two memories moves what both hold."""
 
     spec: CacheSpec
@@ -44,20 +43,14 @@ class Memory(ABC):
     pages: int
     tails: int
     """Places for tails: 0 on the host, where tails use the places of pages."""
-
-    @abstractmethod
-    def buffer(self, stream: Stream, layer: int) -> Tensor:
-        """The flat bytes that the rows of one layer lie in."""
-
-    @abstractmethod
-    def pieces(self, stream: Stream, layer: int) -> Pieces:
-        """What the row of one layer is made of."""
+    rows: dict[RowName, tuple[Tensor, Pieces]]
+    """The flat bytes that the rows of each (stream, layer) lie in, and what a row is made of."""
 
     def column(self, stream: Stream, layer: int) -> Column:
         """Where the rows of one layer are, if each lies together."""
-        pieces = self.pieces(stream, layer)
+        buffer, pieces = self.rows[stream.name, layer]
         assert len(pieces) == 1, f"a row of {stream.name} is {len(pieces)} pieces here"
-        return Column(self.buffer(stream, layer), *pieces[0][1])
+        return Column(buffer, *pieces[0][1])
 
     def view(self, stream_name: str, layer: int) -> Tensor:
         """[places, row_bytes] of one layer, without a copy."""
@@ -74,17 +67,15 @@ class DeviceMemory(Memory):
         self.spec = spec
         self.device = torch.device(device)
         self.pages, self.tails = pages, tails
-        self._page_layout = make_layout("layer_first", spec.page_streams, spec.page_tokens, pages)
-        self._tail_layout = make_layout("layer_first", spec.tail_streams, spec.page_tokens, tails)
-        self.flat_pages = torch.zeros(self._page_layout.bytes_total, dtype=torch.uint8, device=self.device)
-        self.flat_tails = torch.zeros(self._tail_layout.bytes_total, dtype=torch.uint8, device=self.device)
+        self.rows = {}
+        self.flat_pages = self._allocate(spec.page_streams, pages)
+        self.flat_tails = self._allocate(spec.tail_streams, tails)
 
-    def buffer(self, stream: Stream, layer: int) -> Tensor:  # noqa: ARG002 - all layers share one
-        return self.flat_pages if isinstance(stream.keep, Prefix) else self.flat_tails
-
-    def pieces(self, stream: Stream, layer: int) -> Pieces:
-        layout = self._page_layout if isinstance(stream.keep, Prefix) else self._tail_layout
-        return tuple((0, piece) for piece in layout.pieces(stream, layer))
+    def _allocate(self, streams: Sequence[Stream], places: int) -> Tensor:
+        layout = make_layout("layer_first", streams, self.spec.page_tokens, places)
+        flat = torch.zeros(layout.bytes_total, dtype=torch.uint8, device=self.device)
+        self.rows |= {name: (flat, pieces) for name, pieces in layout.rows.items()}
+        return flat
 
 
 class BorrowedMemory(Memory):
@@ -94,39 +85,32 @@ class BorrowedMemory(Memory):
     a row's bytes together. Several may be views of one buffer.
     """
 
-    def __init__(self, spec: CacheSpec, rows: Mapping[tuple[str, int], Tensor]) -> None:
+    def __init__(self, spec: CacheSpec, rows: Mapping[RowName, Tensor]) -> None:
         self.spec = spec
-        self._columns: dict[tuple[str, int], Column] = {}
+        self.rows = {}
         places: dict[bool, set[int]] = {True: set(), False: set()}
         for stream in spec.streams:
             for layer in stream.layers:
                 tensor = rows.get((stream.name, layer))
                 if tensor is None:
                     raise ConfigError("rows", (stream.name, layer), "no tensor was given for this layer")
-                self._columns[stream.name, layer] = _borrow(stream, layer, tensor, spec.row_bytes(stream))
+                self.rows[stream.name, layer] = _borrow(stream, layer, tensor, spec.row_bytes(stream))
                 places[isinstance(stream.keep, Prefix)].add(len(tensor))
         for each in places.values():
             if len(each) > 1:
                 raise ConfigError("rows", sorted(each), "tensors of one pool have as many places each")
         self.pages, self.tails = (max(places[kind], default=0) for kind in (True, False))
-        self.device = next(iter(self._columns.values())).buffer.device
-
-    def buffer(self, stream: Stream, layer: int) -> Tensor:
-        return self._columns[stream.name, layer].buffer
-
-    def pieces(self, stream: Stream, layer: int) -> Pieces:
-        column = self._columns[stream.name, layer]
-        return ((0, Piece(column.offset, column.stride, column.row_bytes)),)
+        self.device = next(iter(self.rows.values()))[0].device
 
 
-def _borrow(stream: Stream, layer: int, tensor: Tensor, row_bytes: int) -> Column:
+def _borrow(stream: Stream, layer: int, tensor: Tensor, row_bytes: int) -> tuple[Tensor, Pieces]:
     """The rows of a tensor as bytes of the storage below it."""
     size = tensor.element_size()
     if not len(tensor) or tensor[0].numel() * size != row_bytes or not tensor[0].is_contiguous():
         what = f"{tuple(tensor.shape)} {tensor.dtype} with strides {tensor.stride()}"
         raise ConfigError(f"rows of {stream.name}, layer {layer}", what, f"a row is {row_bytes} B together")
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-    return Column(flat, int(tensor.storage_offset()) * size, tensor.stride(0) * size, row_bytes)
+    return flat, ((0, Piece(int(tensor.storage_offset()) * size, tensor.stride(0) * size, row_bytes)),)
 
 
 class HostMemory(Memory):
@@ -139,23 +123,16 @@ class HostMemory(Memory):
         if self.pages < 1:
             raise ConfigError("host_bytes", bytes_budget, f"one host page takes {spec.host_page_bytes:,} B")
         self.layout = make_layout(layout_name, _host_streams(spec), spec.page_tokens, self.pages)
-        self._tail_rows = pour_tails(self.layout, spec.tail_streams, spec.page_tokens)
         self._map = HostMap(self.layout.bytes_total, **options)
         # Over a view, not over the map: the view keeps the bytes mapped as long as a tensor lives.
         self.flat: Tensor = torch.frombuffer(self._map.view, dtype=torch.uint8)
+        rows = self.layout.rows | pour_tails(self.layout, spec.tail_streams, spec.page_tokens)
+        self.rows = {name: (self.flat, pieces) for name, pieces in rows.items()}
 
     @property
     def path(self) -> str:
         """Under this name another process of this user maps the same bytes, while this one has them."""
         return self._map.path
-
-    def buffer(self, stream: Stream, layer: int) -> Tensor:  # noqa: ARG002 - all layers share one
-        return self.flat
-
-    def pieces(self, stream: Stream, layer: int) -> Pieces:
-        if isinstance(stream.keep, Prefix):
-            return tuple((0, piece) for piece in self.layout.pieces(stream, layer))
-        return self._tail_rows[stream.name, layer]
 
     @property
     def mapped(self) -> memoryview:
@@ -177,7 +154,7 @@ class HostMemory(Memory):
 
     def close(self) -> None:
         """Give the memory back. May be called again. Nothing may be copying."""
-        self.flat = torch.empty(0, dtype=torch.uint8)
+        self.flat, self.rows = torch.empty(0, dtype=torch.uint8), {}
         self._map.close()
 
     def __enter__(self) -> HostMemory:

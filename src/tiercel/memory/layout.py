@@ -40,6 +40,9 @@ class Piece(NamedTuple):
         return Range(self.offset + place * self.stride, self.bytes)
 
 
+RowName = tuple[str, int]
+"""A stream's name and a layer."""
+
 Pieces = tuple[tuple[int, Piece], ...]
 """What a row is made of, in the order of its bytes: (which place of the page or tail, which bytes of it)."""
 
@@ -68,9 +71,10 @@ class Layout(ABC):
         self.places = places
         self.place_bytes = sum(row.bytes for _, _, row in record_rows(streams, page_tokens))
         self.bytes_total = places * self.place_bytes
-        self._pieces: dict[tuple[str, int], tuple[Piece, ...]] = {}
+        self.rows: dict[RowName, Pieces] = {}
+        """In record order: one piece, or a piece for each entry."""
         for stream, layer, row in record_rows(streams, page_tokens):
-            self._pieces[stream.name, layer] = (Piece(*self._lay(row), row.bytes),)
+            self.rows[stream.name, layer] = ((0, Piece(*self._lay(row), row.bytes)),)
 
     @abstractmethod
     def _lay(self, row: Range) -> tuple[int, int]:
@@ -79,12 +83,6 @@ class Layout(ABC):
     @abstractmethod
     def cut(self, offset: int, size: int) -> tuple[Piece, ...]:
         """Bytes offset … offset + size - 1 of any place, counted in the order of `place_ranges`."""
-
-    def pieces(self, stream: Stream, layer: int) -> tuple[Piece, ...]:
-        """The row of one layer, in the order of its bytes: one piece, or a piece for each entry."""
-        found = self._pieces.get((stream.name, layer))
-        assert found is not None, f"layer {layer} of {stream.name} is not in this pool"
-        return found
 
     def place_ranges(self, place: int) -> tuple[Range, ...]:
         """All bytes of one place; ranges that touch are joined.
@@ -119,7 +117,7 @@ class LayerFirst(Layout):
     def cut(self, offset: int, size: int) -> tuple[Piece, ...]:
         assert 0 <= offset <= offset + size <= self.place_bytes, (offset, size)
         pieces, row_end = [], 0
-        for ((first, stride, row_bytes),) in self._pieces.values():
+        for ((_, (first, stride, row_bytes)),) in self.rows.values():
             row_start, row_end = row_end, row_end + row_bytes
             start, end = max(offset, row_start), min(offset + size, row_end)
             if start < end:
@@ -160,11 +158,11 @@ class PageFirst(PageFirstDirect):
         entries, layers = stream.entries_per_row(self.page_tokens), len(stream.layers)
         if entries == 1 or layers == 1:
             return  # one piece in either order
-        base = self._pieces[stream.name, stream.layers[0]][0].offset
+        ((_, (base, _, _)),) = self.rows[stream.name, stream.layers[0]]
         size = stream.bytes_per_entry
         for index, layer in enumerate(stream.layers):
             starts = range(base + index * size, base + entries * layers * size, layers * size)
-            self._pieces[stream.name, layer] = tuple(Piece(at, self.place_bytes, size) for at in starts)
+            self.rows[stream.name, layer] = tuple((0, Piece(at, self.place_bytes, size)) for at in starts)
 
 
 LAYOUTS: dict[str, type[Layout]] = {kind.name: kind for kind in (LayerFirst, PageFirst, PageFirstDirect)}
@@ -176,7 +174,7 @@ def make_layout(name: str, streams: Sequence[Stream], page_tokens: int, places: 
     return LAYOUTS[name](streams, page_tokens, places)
 
 
-def pour_tails(host: Layout, streams: Sequence[Stream], page_tokens: int) -> dict[tuple[str, int], Pieces]:
+def pour_tails(host: Layout, streams: Sequence[Stream], page_tokens: int) -> dict[RowName, Pieces]:
     """The row of every (stream, layer) of a tail: its record is poured over the bytes of whole host pages.
 
     record       │ window 0 │ window 1 │ window 2 │ state 0 │ state 1 │

@@ -107,8 +107,8 @@ class ReferenceCopier(Copier):
 
 def _ranges(memory: Memory, stream: Stream, layer: int, places: tuple[int, ...]) -> list[memoryview]:
     """The bytes of one row, range by range."""
-    flat = memory.buffer(stream, layer).numpy().data
-    ranges = (piece.at(places[index]) for index, piece in memory.pieces(stream, layer))
+    buffer, pieces = memory.rows[stream.name, layer]
+    flat, ranges = buffer.numpy().data, (piece.at(places[index]) for index, piece in pieces)
     return [flat[offset : offset + size] for offset, size in ranges]
 
 
@@ -151,7 +151,7 @@ class DirectCopier(Copier):
             yield self.host.spec.streams[0], why
         for layer, streams in self._streams[0].items():
             for stream in streams:
-                pieces = len(self.host.pieces(stream, layer))
+                pieces = len(self.host.rows[stream.name, layer][1])
                 if pieces > 1:
                     why = f"a row is {pieces} pieces there; use page_first_direct, or copier reference"
                     yield stream, why
@@ -161,7 +161,7 @@ class DirectCopier(Copier):
         for layer, streams in by_layer.items():
             for stream in streams:
                 buffer, near, stride, size = self.device.column(stream, layer)
-                pieces = self.host.pieces(stream, layer)
+                pieces = self.host.rows[stream.name, layer][1]
                 assert size == sum(piece.bytes for _, piece in pieces), stream.name
                 if not groups[layer] or groups[layer][-1][0] is not buffer:
                     groups[layer].append((buffer, []))
