@@ -105,38 +105,32 @@ class Fetch:
         """Insert what has landed at the front. Returns False if the rest can not be used any more."""
         while self.reads and self.reads[0] in self.landed:
             read = self.reads.pop(0)
-            good = [answer is Presence.HERE for answer in read.answers]
-            pages_lost = [i for i, piece in enumerate(read.pieces) if not (good[i] or piece.tail)]
-            whole = pages_lost[0] if pages_lost else len(good)
             if Presence.DAMAGED in read.answers:
                 self.why = Why.STORE_DAMAGED
-            elif not all(good) and read.error is not None:
+            elif Presence.MISSING in read.answers and read.error is not None:
                 self.why = Why.STORE_OFF
-            if self.depth and self.chain.keys[self.depth - 1] not in tree.index:
-                give_back(tree, read.pieces)
-                return False
-            self._insert(tree, list(zip(read.pieces, good, strict=True))[:whole])
-            give_back(tree, read.pieces[whole:])
-            if pages_lost:
-                return False
+            for number, (piece, answer) in enumerate(zip(read.pieces, read.answers, strict=True)):
+                if answer is Presence.HERE and self._insert(tree, piece):
+                    continue
+                if not piece.tail:
+                    give_back(tree, read.pieces[number:])
+                    return False
+                give_back(tree, [piece])
         return True
 
-    def _insert(self, tree: PrefixTree, landed: Sequence[tuple[RecordPlace, bool]]) -> None:
-        """Pages first: tails hang on them."""
-        parent = tree.index[self.chain.keys[self.depth - 1]] if self.depth else tree.root
-        pages = [piece for piece, _ in landed if not piece.tail]
-        if pages:
-            until = self.depth + len(pages)
-            texts = self.chain.texts[self.depth : until] if self.chain.texts else [b""] * len(pages)
-            named = [(page.key, page.host, text) for page, text in zip(pages, texts, strict=True)]
-            tree.insert_fetched(parent, named)
-            self.depth = until
-        for piece, good in landed:
-            page = tree.index.get(piece.key) if piece.tail else None
-            if page is not None and good:
+    def _insert(self, tree: PrefixTree, piece: RecordPlace) -> bool:
+        """Returns False if the page that it belongs to or continues has left."""
+        if piece.tail:
+            page = tree.index.get(piece.key)
+            if page is not None:
                 tree.insert_fetched_tail(page, piece.host)
-            elif piece.tail:
-                give_back(tree, [piece])
+            return page is not None
+        parent = tree.index.get(self.chain.keys[self.depth - 1]) if self.depth else tree.root
+        if parent is not None:
+            tokens = self.chain.texts[self.depth] if self.chain.texts else b""
+            tree.insert_fetched(parent, [(piece.key, piece.host, tokens)])
+            self.depth += 1
+        return parent is not None
 
     def end(self, tree: PrefixTree, why: Why | None = None) -> None:
         """Nothing more is published. Places of reads under way come back when these have ended."""

@@ -14,9 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from tiercel.cache.flights import Flight
-from tiercel.cache.found import Found
 from tiercel.cache.host_tier import HostTier
-from tiercel.cache.request import Ended, Transfer, Wait, WaitFor
+from tiercel.cache.request import Ended, Found, Transfer, Wait, WaitFor
 from tiercel.errors import TransferError
 from tiercel.transfer.plan import Direction
 from tiercel.tree.actions import Move

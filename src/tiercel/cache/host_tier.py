@@ -21,9 +21,8 @@ from typing import Generic, TypeVar
 
 from tiercel.cache import audit
 from tiercel.cache.flights import Flight, Flights
-from tiercel.cache.found import Found, find, find_nothing, pages_useful
 from tiercel.cache.places import Places
-from tiercel.cache.request import Transfer, Wait, WaitFor
+from tiercel.cache.request import Found, Transfer, Wait, WaitFor, find, find_nothing, pages_useful
 from tiercel.cache.store_tier import StoreTier
 from tiercel.config import CacheConfig
 from tiercel.errors import ConfigError, TransferError
@@ -166,12 +165,10 @@ class HostTier(ABC, Generic[AnyEnd]):
             reuse = self.store.fetches.begun(found.chain, reuse)
         if found.page is not self.tree.root:
             self.tree.touch(found.page, found.tails, priority)
-        self.counters.update(
-            tokens_asked=reuse.prompt_tokens,
-            tokens_device=reuse.device_tokens,
-            tokens_host=reuse.host_tokens,
-            tokens_store=reuse.store_tokens,
-        )
+        self.counters["tokens_asked"] += reuse.prompt_tokens
+        self.counters["tokens_device"] += reuse.device_tokens
+        self.counters["tokens_host"] += reuse.host_tokens
+        self.counters["tokens_store"] += reuse.store_tokens
         for far in found.far:
             far.fetched = False
         return reuse

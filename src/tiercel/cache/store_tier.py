@@ -146,48 +146,46 @@ def _piece(item: Item) -> RecordPlace:
     return RecordPlace(page is not item, page.key, item.host or ())
 
 
+@dataclass(eq=False)
 class StoreTier:
     """One attached store. All calls come from the thread that drives the cache."""
 
-    def __init__(
-        self,
-        mover: StoreMover,
-        tree: PrefixTree,
-        spec: CacheSpec,
-        config: CacheConfig,
-        places: Places,
-        compute: Rate,
-        clock: Callable[[], float],
-    ) -> None:
-        self.mover = mover
+    mover: StoreMover
+    tree: PrefixTree
+    spec: CacheSpec
+    config: CacheConfig
+    places: Places
+    compute: Rate
+    clock: Callable[[], float]
+    returned: list[Item] = field(default_factory=list)
+    """What was being written when the store was left: another store might want it."""
+    _left: bool = False
+    _closed: Future[None] | None = None
+    _ended_s: dict[Work, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        parts = self.mover, self.tree, self.spec
         self.breaker = Breaker()
         self.counters: Counter[str] = Counter()
-        self.fetches = Fetches(mover, tree, spec, config, places, compute, clock, self.breaker, self.counters)
-        host_bytes = places.host.capacity * spec.host_page_bytes
-        bytes_most = min(config.store_writing_bytes, host_bytes // 2)
-        self.writes = Writes(mover, tree, spec, self.breaker, self.counters, bytes_most)
-        self.returned: list[Item] = []
-        """What was being written when the store was left: another store might want it."""
-        self._tree = tree
-        self._page_bytes = spec.page_bytes
-        self._timeout_s = config.store_timeout_s
-        self._clock = clock
-        self._left = False
-        self._closed: Future[None] | None = None
-        self._ended_s: dict[Work, float] = {}
-        self._probe_s = self._numbers_s = clock()
-        mover.submit(Work.PROBE)
-        mover.submit(Work.STATS)
+        self.fetches = Fetches(
+            *parts, self.config, self.places, self.compute, self.clock, self.breaker, self.counters
+        )
+        host_bytes = self.places.host.capacity * self.spec.host_page_bytes
+        bytes_most = min(self.config.store_writing_bytes, host_bytes // 2)
+        self.writes = Writes(*parts, self.breaker, self.counters, bytes_most)
+        self._probe_s = self._numbers_s = self.clock()
+        self.mover.submit(Work.PROBE)
+        self.mover.submit(Work.STATS)
 
     # Going on
 
     def step(self) -> None:
         """Take in what ended, plan fetches, send writes."""
-        now = self._clock()
+        now = self.clock()
         for operation in self.mover.poll():
             self._ended(operation, now)
         for operation in list(self.mover.under_way):
-            if not operation.late and now - self._since(operation) > self._timeout_s:
+            if not operation.late and now - self._since(operation) > self.config.store_timeout_s:
                 self.mover.give_up_on(operation)
                 self.counters["timeouts"] += 1
                 self.breaker.failed(now)
@@ -226,7 +224,7 @@ class StoreTier:
                     if answer is Presence.DAMAGED:
                         self._damaged(piece)
             case Work.PROBE if operation.read_s is not None:
-                self.fetches.costs.read.observe(self._page_bytes, operation.read_s)
+                self.fetches.costs.read.observe(self.spec.page_bytes, operation.read_s)
             case Work.CLEAR if operation.error is None:
                 self._unmark()
                 self.mover.submit(Work.STATS)
@@ -239,13 +237,13 @@ class StoreTier:
 
     def _not_stored(self, tail: bool, key: PageKey) -> Item | None:
         """The store no longer has this page or tail. Returns what the tree has of it."""
-        page = self._tree.index.get(key)
+        page = self.tree.index.get(key)
         item: Item | None = page.tail if page is not None and tail else page
         if not self._left:
             if item is not None:
-                self._tree.mark_stored(item, False)
-            if self._tree.events is not None:
-                self._tree.events.append(Event(False, Tier.STORE, tail, key))
+                self.tree.mark_stored(item, False)
+            if self.tree.events is not None:
+                self.tree.events.append(Event(False, Tier.STORE, tail, key))
         return item
 
     def _unmark(self) -> None:
@@ -253,10 +251,10 @@ class StoreTier:
         self.writes.epoch += 1
         if self._left:
             return
-        for item in self._tree.items():
-            self._tree.mark_stored(item, False)
-        if self._tree.events is not None:
-            self._tree.events.append(Cleared(Tier.STORE))
+        for item in self.tree.items():
+            self.tree.mark_stored(item, False)
+        if self.tree.events is not None:
+            self.tree.events.append(Cleared(Tier.STORE))
 
     # Ending
 
@@ -292,7 +290,7 @@ class StoreTier:
         yield from self.writes.host_places()
 
     def stats(self) -> StoreStats:
-        now = self._clock()
+        now = self.clock()
         if now - self._numbers_s > NUMBERS_OLD_S and self.breaker.state is BreakerState.WORKING:
             self._numbers_s = now
             self.mover.submit(Work.STATS)

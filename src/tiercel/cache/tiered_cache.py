@@ -14,12 +14,21 @@ Everything below the device (keys, tree, host, store, `step`) is `cache.host_tie
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from tiercel.cache.audit import check_device
 from tiercel.cache.flights import Flight
-from tiercel.cache.found import Found, pages_useful
 from tiercel.cache.host_tier import Executors, HostTier, Order
-from tiercel.cache.request import Extended, Loaded, Request, RequestState, Wait, WaitFor
+from tiercel.cache.request import (
+    Extended,
+    Found,
+    Loaded,
+    Request,
+    RequestState,
+    Wait,
+    WaitFor,
+    pages_useful,
+)
 from tiercel.config import CacheConfig
 from tiercel.errors import ConfigError
 from tiercel.memory.buffers import DeviceMemory
@@ -34,6 +43,7 @@ from tiercel.tree.node import Item, Page, Tail
 from tiercel.types import DevicePageId, PageKey
 
 
+@dataclass
 class Sharing:
     """Which pages of prompts running requests are computing now, so that no page is computed twice.
 
@@ -45,9 +55,8 @@ class Sharing:
     ends early, request 2 begins with what is there.
     """
 
-    def __init__(self, pages_per_window: int) -> None:
-        self._computing: dict[PageKey, Request] = {}
-        self._pages_per_window = pages_per_window
+    pages_per_window: int
+    _computing: dict[PageKey, Request] = field(default_factory=dict)
 
     def begin(self, request: Request) -> None:
         for key in request.chain.keys[request.committed : request.prompt_pages]:
@@ -72,7 +81,7 @@ class Sharing:
         while last < limit and self._computing.get(keys[last]) is request:
             last += 1
         tails = {*range(here + 1), *(b for b in request.tail_boundaries if b > request.committed)}
-        while last > here and not tails.issuperset(window(last, self._pages_per_window)):
+        while last > here and not tails.issuperset(window(last, self.pages_per_window)):
             last -= 1
         return max(0, last - here)
 
