@@ -629,7 +629,7 @@ ENDLESS = {
 
 @pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
 def test_a_template_that_does_not_end_is_stopped_and_said_so(tmp_path, monkeypatch, template):
-    monkeypatch.setattr("tiercel.text.template.Bound.__init__.__defaults__", (50_000,))
+    monkeypatch.setattr("tiercel.text.conversation.Bound.__init__.__defaults__", (50_000,))
     text = Text(make_folder(tmp_path / "model", template))
     with pytest.raises(AskError, match="the chat template does not take them"):
         text.chat([user("hello")])
@@ -639,7 +639,7 @@ def test_steps_are_counted_of_all_renderings_together_and_only_the_ends_are_give
     text = Text(make_folder(tmp_path / "model", TURNS))
     messages = [user("hello"), assistant("hi")] * 10
     whole = text.chat(messages)
-    monkeypatch.setattr("tiercel.text.template.Bound.__init__.__defaults__", (60,))
+    monkeypatch.setattr("tiercel.text.conversation.Bound.__init__.__defaults__", (60,))
     few = text.chat(messages)
     assert few.tokens == whole.tokens
     assert few.turn_ends == whole.turn_ends[-len(few.turn_ends) :] and 0 < len(few.turn_ends) < 20

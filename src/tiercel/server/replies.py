@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, ClassVar
 
 from tiercel.engine.ask import Answer, Delta, TokenOut, Usage
-from tiercel.server import logprobs
 from tiercel.server.protocol import ChatRequest, CompletionRequest, OpenAIRequest
 from tiercel.server.reply import finish_reason, to_json
 from tiercel.text.answer import AnswerReader, CallPart, Said
 from tiercel.text.text import Text
 
 Fields = dict[str, Any]
+
+LEAST = -9999.0
+"""OpenAI's value for a token with probability 0: JSON has no infinity."""
 
 
 def usage_of(answers: Sequence[Answer], n: int) -> Fields:
@@ -82,7 +85,7 @@ class OpenAIReply:
 
     def _prompt(self, tokens: Sequence[TokenOut]) -> Fields:
         top = self.body.prompt_logprobs
-        return {} if top is None else {"prompt_logprobs": logprobs.of_prompt(self.text, tokens, top)}
+        return {} if top is None else {"prompt_logprobs": _prompt_logprobs(self.text, tokens, top)}
 
 
 @dataclass
@@ -154,9 +157,7 @@ class ChatReply(OpenAIReply):
         return "tool_calls" if reason == "stop" and self._readers[index].called else reason
 
     def _logprobs(self, tokens: Sequence[TokenOut]) -> Fields | None:
-        return (
-            logprobs.of_chat(self.text, tokens, self.body.top_logprobs or 0) if self.body.logprobs else None
-        )
+        return _chat_logprobs(self.text, tokens, self.body.top_logprobs or 0) if self.body.logprobs else None
 
 
 def _call(part: CallPart) -> Fields:
@@ -203,7 +204,63 @@ class CompletionReply(OpenAIReply):
         offset = self._offsets.setdefault(index, 0)
         logged = None
         if self.body.logprobs is not None:
-            logged = logprobs.of_completion(self.text, tokens, self.body.logprobs, offset)
+            logged = _completion_logprobs(self.text, tokens, self.body.logprobs, offset)
             self._offsets[index] += sum(map(len, logged["tokens"]))
         finish = finish_reason(answer)
         return {"index": index, "text": text, "logprobs": logged, "finish_reason": finish, **more}
+
+
+# Logprobs: for chat, for completions, and vLLM's form for prompts
+
+
+def finite(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, LEAST)
+
+
+def _chat_logprobs(text: Text, tokens: Iterable[TokenOut], top: int) -> Fields:
+    content = [
+        _named(text, out.token, out.logprob)
+        | {"top_logprobs": [_named(text, *each) for each in out.top[:top]]}
+        for out in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _named(text: Text, token: int, logprob: float | None) -> Fields:
+    raw = text.piece_bytes(token)
+    return {"token": text.piece(token), "logprob": finite(logprob or 0.0), "bytes": list(raw)}
+
+
+def _completion_logprobs(text: Text, tokens: Sequence[TokenOut], top: int, offset: int) -> Fields:
+    """`offset`: where the first token begins in the text of the choice."""
+    pieces = [text.piece(out.token) for out in tokens]
+    return {
+        "tokens": pieces,
+        "token_logprobs": [finite(out.logprob) for out in tokens],
+        "top_logprobs": [_best(text, out, top) for out in tokens],
+        "text_offset": list(accumulate(map(len, pieces), initial=offset))[:-1],
+    }
+
+
+def _best(text: Text, out: TokenOut, top: int) -> dict[str, float | None] | None:
+    """The best tokens and the token itself, by text. If two have the same text, the better one is kept."""
+    if out.logprob is None:
+        return None
+    best: dict[str, float | None] = {}
+    for token, logprob in sorted((*out.top[:top], (out.token, out.logprob)), key=lambda each: -each[1]):
+        best.setdefault(text.piece(token), finite(logprob))
+    return best
+
+
+def _prompt_logprobs(text: Text, tokens: Iterable[TokenOut], top: int) -> list[Fields | None]:
+    """By token id. Only the best tokens have a rank."""
+    return [None if out.logprob is None else _by_token(text, out, out.logprob, top) for out in tokens]
+
+
+def _by_token(text: Text, out: TokenOut, logprob: float, top: int) -> Fields:
+    ranks = {token: rank for rank, (token, _) in enumerate(out.top, start=1)}
+    chosen = {out.token: logprob} | dict(out.top[:top])
+    return {
+        str(token): {"logprob": finite(value), "rank": ranks.get(token), "decoded_token": text.piece(token)}
+        for token, value in chosen.items()
+    }

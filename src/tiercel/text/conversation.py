@@ -7,7 +7,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -21,12 +21,30 @@ OURS = ("cache_control", "tool_calls")
 """Fields of a message that are not copied to the template as they are."""
 
 
+STEPS_MOST = 1_000_000
+"""Loop iterations and calls for one conversation, all its renderings together: a few seconds. A thousand
+messages, with the renderings that find their ends, take about an eighth."""
+
+
+class Bound:
+    """A limit on the steps of a template, for all renderings of one conversation."""
+
+    def __init__(self, steps: int = STEPS_MOST) -> None:
+        self.steps = self.left = steps
+
+    def count(self, steps: int = 1) -> None:
+        self.left -= steps
+        if self.left < 0:
+            raise ValueError(f"it takes more than {self.steps:,} steps")
+
+
 @dataclass(frozen=True)
 class Conversation:
     messages: Sequence[Message]
     tools: Sequence[Any]
     kwargs: Mapping[str, Any]
     add_generation_prompt: bool
+    bound: Bound = field(default_factory=Bound)
 
 
 class ChatFormat:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from contextvars import ContextVar
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,13 +28,12 @@ TEMPLATE_FAILS = (
     RecursionError,
     MemoryError,
 )
-STEPS_MOST = 1_000_000
-"""Loop iterations and calls for one conversation, all its renderings together: a few seconds. A thousand
-messages, with the renderings that find their ends, take about an eighth."""
 STEPS_OF_CALL = 10
 """A call takes about as long as ten iterations."""
 CHARS_MOST = 64 << 20
 """Characters that a template may write: several times the longest request."""
+BOUND = "_bound"
+"""The variable of a template that holds its `Bound`."""
 RESERVED = ("messages", "tools", "add_generation_prompt", "chat_template", "tokenize")
 """Variables that a request must not set through `chat_template_kwargs`."""
 
@@ -62,6 +60,7 @@ class JinjaFormat(ChatFormat):
             "messages": talk.messages,
             "tools": list(talk.tools) or None,
             "add_generation_prompt": talk.add_generation_prompt,
+            BOUND: talk.bound,
         }
         written, chars = [], 0
         for part in template.generate(every):
@@ -88,31 +87,6 @@ def read_template(folder: Path, config: Mapping[str, Any], names: Mapping[str, s
         return JinjaFormat(given if isinstance(given, dict) else {"default": given}, names)
     except (TemplateError, OSError, ValueError, LookupError, TypeError) as error:
         raise WeightsError(folder, f"has a chat template that can not be read: {error}") from error
-
-
-class Bound:
-    """A limit on the steps of all templates that are rendered in its `with` blocks."""
-
-    _here: ContextVar[Bound | None] = ContextVar("bound", default=None)
-
-    def __init__(self, steps: int = STEPS_MOST) -> None:
-        self.steps = self.left = steps
-
-    def __enter__(self) -> None:
-        self._token = self._here.set(self)
-
-    def __exit__(self, *_: object) -> None:
-        self._here.reset(self._token)
-
-    @classmethod
-    def count(cls, steps: int = 1) -> bool:
-        """Counts steps of the rendering that runs in this context."""
-        bound = cls._here.get()
-        if bound is not None:
-            bound.left -= steps
-            if bound.left < 0:
-                raise TemplateError(f"it takes more than {bound.steps:,} steps")
-        return True
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
@@ -142,13 +116,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return count
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        Bound.count(STEPS_OF_CALL)
+        __context[BOUND].count(STEPS_OF_CALL)
         return super().call(__context, __obj, *args, **kwargs)
 
 
 @pass_context  # otherwise Jinja evaluates it once, at compile time
-def _count(_context: Context, _value: None) -> bool:
-    return Bound.count()
+def _count(context: Context, _value: None) -> bool:
+    context[BOUND].count()
+    return True
 
 
 class Generation(Extension):

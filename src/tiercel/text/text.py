@@ -27,7 +27,7 @@ from tiercel.text.answer import DSML, END_THINK, THINK
 from tiercel.text.conversation import ChatFormat, Conversation, Guard, Marks, Message
 from tiercel.text.deepseek_v4 import read_deepseek_v4
 from tiercel.text.pieces import Pieces, bytes_per_token_most
-from tiercel.text.template import TEMPLATE_FAILS, Bound, read_template
+from tiercel.text.template import TEMPLATE_FAILS, read_template
 
 CONTROL_LOOKS = ("<|", "<｜", "｜")
 """Added tokens that begin like this are control tokens, even if not special: DeepSeek's `<｜User｜>` is not.
@@ -136,14 +136,12 @@ class Text:
         ends, if the whole rendering begins with that.
         """
         marks = Marks(self._guard, self._format.between)
-        bound = Bound()
         shaped = [marks.message(f"messages[{index}]", message) for index, message in enumerate(messages)]
         if not shaped:
             raise AskError("messages", [], "there must be one")
         talk = Conversation(shaped, marks.said(list(tools)), marks.said(kwargs or {}), add_generation_prompt)
         try:
-            with bound:
-                rendered = self._format.render(talk)
+            rendered = self._format.render(talk)
         except AskError:
             raise
         except TEMPLATE_FAILS as error:
@@ -157,8 +155,7 @@ class Text:
         talk = replace(talk, add_generation_prompt=False)
         for index in sorted(sought, reverse=True):  # the newest matter most, if the steps run out
             try:
-                with bound:
-                    before = self._format.render(replace(talk, messages=shaped[: index + 1]))
+                before = self._format.render(replace(talk, messages=shaped[: index + 1]))
             except TEMPLATE_FAILS:
                 continue  # the template does not take a conversation that ends here
             if rendered.startswith(before):
