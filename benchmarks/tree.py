@@ -31,6 +31,7 @@ from tiercel.policy.save import make_save_policy
 from tiercel.spec.attention import mha
 from tiercel.tree.actions import Actions
 from tiercel.tree.keys import KeyChain
+from tiercel.tree.node import Page
 from tiercel.tree.prefix_tree import PrefixTree
 from tiercel.types import DevicePageId, DeviceTailId, PageKey
 
@@ -66,7 +67,7 @@ def serve(requests: list[Any], page_tokens: int) -> tuple[float, float]:
         tree.lock(page)
         need = len(keys) - match.boundary
         if need > pool.free:
-            tree.evict_pages(need - pool.free)
+            tree.evict(Page, need - pool.free)
             pool.release(tree.actions.pages)
             tree.actions = Actions()
         tree.insert(page, keys[match.boundary :], pool.take(need))
@@ -145,7 +146,7 @@ def evict_us() -> float:
 
     def once() -> None:
         for _ in range(calls):
-            tree.evict_pages(1)
+            tree.evict(Page, 1)
 
     return median(lambda: timed(once, calls=calls))
 

@@ -8,6 +8,7 @@ from tiercel.policy.evict import make_evict_policy
 from tiercel.policy.save import make_save_policy
 from tiercel.spec.identity import Identity
 from tiercel.tree.keys import KeyChain
+from tiercel.tree.node import Page
 from tiercel.tree.prefix_tree import PrefixTree
 from tiercel.types import DevicePageId, DeviceTailId, HostPageId, PageKey
 
@@ -66,7 +67,7 @@ class TreeDriver:
         return tuple(HostPageId(next(self.ids)) for _ in range(n))
 
     def evict(self, n: int = 1, *, finish_saves: bool = True) -> int:
-        going = self.tree.evict_pages(n, self.take_host)
+        going = self.tree.evict(Page, n, self.take_host)
         if finish_saves:
             self.finish_saves()
         return going

@@ -6,6 +6,7 @@ import pytest
 from tests.make import TreeDriver, make_keys
 from tiercel.tree.candidates import SWEEP_AT_LEAST
 from tiercel.tree.check import check, show
+from tiercel.tree.node import Page, Tail
 from tiercel.types import DevicePageId, DeviceTailId
 
 
@@ -97,11 +98,11 @@ def test_a_device_only_match_wants_its_tails_on_the_device():
     tree.add("abcd")
     tree.add_tail("ab")
     tree.add_tail("abcd")
-    tree.tree.evict_tails(1, 2, tree.take_host)
+    tree.tree.evict(Tail, 1, tree.take_host, host_pages=2)
     tree.finish_saves()
     assert tree.match("abcd").boundary == 4
     assert tree.match("abcd", device_only=True).boundary == 4, "the older tail went first"
-    tree.tree.evict_tails(1, 2, tree.take_host)
+    tree.tree.evict(Tail, 1, tree.take_host, host_pages=2)
     assert tree.match("abcd", device_only=True).boundary == 0
 
 
@@ -145,7 +146,7 @@ def test_tails_are_evicted_apart_from_pages():
     tree = make_tree(pages_per_window=1)
     tree.add("ab")
     tree.add_tail("ab")
-    tree.tree.evict_tails(1)
+    tree.tree.evict(Tail, 1)
     assert tree.page("ab").tail is None and tree.on("device", "a", "ab") == ["a", "ab"]
     assert tree.tree.actions.tails and not tree.tree.actions.pages
 
@@ -154,7 +155,7 @@ def test_a_page_takes_its_tail_with_it():
     tree = make_tree(pages_per_window=1)
     tree.add("ab")
     tree.add_tail("ab")
-    tree.tree.evict_pages(1)
+    tree.tree.evict(Page, 1)
     assert len(tree.tree.actions.tails) == 1 and len(tree.tree.actions.pages) == 1
 
 
@@ -164,13 +165,13 @@ def test_a_tail_whose_page_goes_while_it_is_loading_gives_its_place_back_once():
     driver.add("a")
     driver.add_tail("a")
     tail = driver.page("a").tail
-    tree.evict_tails(1, 1, driver.take_host)
+    tree.evict(Tail, 1, driver.take_host, host_pages=1)
     driver.finish_saves()
     given = list(tree.actions.tails)
     load = tree.load_start(tail, DeviceTailId(next(driver.ids)), batch=1)
     assert driver.evict() == 1, "there is no host page for the page, so the page and its tail are gone"
     tree.load_done(load, ok=True)
-    assert tree.evict_tails(1, 1, driver.take_host) == 0, "nothing is left to evict"
+    assert tree.evict(Tail, 1, driver.take_host, host_pages=1) == 0, "nothing is left to evict"
     assert tree.actions.tails == [*given, load.device]
     check(tree)
 
@@ -338,7 +339,7 @@ def test_a_whole_cold_path_can_leave_in_one_go():
 def test_without_a_host_a_page_is_gone():
     tree = make_tree()
     tree.add("ab")
-    tree.tree.evict_pages(1)
+    tree.tree.evict(Page, 1)
     assert tree.match("ab").found == 1
 
 
@@ -441,7 +442,7 @@ def test_pages_and_tails_share_the_host():
     tree = make_tree(host_pages=3, pages_per_window=1)
     tree.add("ab")
     tree.add_tail("ab")
-    tree.tree.evict_tails(1, 3, tree.take_host)
+    tree.tree.evict(Tail, 1, tree.take_host, host_pages=3)
     tree.finish_saves()
     assert tree.host_free == 0 and tree.page("ab").tail.on_host
     tree.tree.lock(tree.page("ab"))
@@ -526,7 +527,7 @@ def test_the_check_finds_seeded_faults(fault):
     elif fault == "doubles":
         tree.tree.doubles.pop()
     else:
-        tree.tree.device_pages.pop()
+        tree.tree.device[Page].pop()
     with pytest.raises(AssertionError):
         check(tree.tree)
 
@@ -537,7 +538,7 @@ def test_what_is_gone_is_not_kept_alive_by_the_line_it_stood_in():
         tree.add(chr(n + 300))
         tree.add_tail(chr(n + 300))
         tree.tree._drop(tree.page(chr(n + 300)))
-    for line in (tree.tree.device_pages, tree.tree.device_tails, tree.tree.host):
+    for line in (*tree.tree.device.values(), tree.tree.host):
         assert len(line._heap) <= SWEEP_AT_LEAST and len(line._members) <= SWEEP_AT_LEAST
 
 
@@ -548,7 +549,7 @@ def test_being_used_without_end_does_not_lengthen_the_line():
         tree.find("ab")
         tree.tree.lock(tree.page("ab"))
         tree.tree.unlock(tree.page("ab"))
-    assert len(tree.tree.device_pages._heap) <= 1
+    assert len(tree.tree.device[Page]._heap) <= 1
 
 
 # Copies

@@ -56,7 +56,7 @@ class Places:
 
     def reserve(self, pages: int, tails: int) -> Reservation | Wait:
         """Device places, made free by eviction where they are short."""
-        self._tree.evict_pages(pages - self.pages.free - self.pages_leaving, self._saves_to)
+        self._tree.evict(Page, pages - self.pages.free - self.pages_leaving, self._saves_to)
         self._make_room_for_tails(tails)
         self.settle()
         room = reserve((self.pages, pages), (self.tails, tails))
@@ -82,7 +82,7 @@ class Places:
 
     def _make_room_for_tails(self, tails: int) -> None:
         short = min(tails, self.tails.capacity) - self.tails.free - self._tree.leaving[Tail]
-        self._tree.evict_tails(short, self._spec.host_pages_per_tail, self._saves_to)
+        self._tree.evict(Tail, short, self._saves_to, host_pages=self._spec.host_pages_per_tail)
 
     def owns(self, move: Move) -> bool:
         device: PagePool[Any] = self.pages if isinstance(move.item, Page) else self.tails

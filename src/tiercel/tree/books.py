@@ -37,8 +37,7 @@ class Books:
         self.actions = Actions()
         self.events: list[Event | Cleared] | None = None
         self.doubles = Doubles()
-        self.device_pages = Candidates(evict, may_leave_device)
-        self.device_tails = Candidates(evict, may_leave_device)
+        self.device = {kind: Candidates(evict, may_leave_device) for kind in (Page, Tail)}
         self.host = Candidates(evict, may_leave_host)
         self.pages_per_window = pages_per_window
         self.leaving: dict[type[Item], int] = {Page: 0, Tail: 0}
@@ -173,11 +172,9 @@ class Books:
 
     def _offer(self, item: Item) -> None:
         """The item may leave a tier now, as far as its caller knows."""
+        self.device[type(item)].offer(item)
         self.host.offer(item)
-        if isinstance(item, Page):
-            self.device_pages.offer(item)
-        else:
-            self.device_tails.offer(item)
+        if isinstance(item, Tail):
             self.host.offer(item.page)
 
     def _leave_device(self, item: Item) -> None:
@@ -194,7 +191,7 @@ class Books:
             parent = parent_of(item)
             parent.children_device -= 1
             inherit(parent, item)
-            self.device_pages.offer(parent)
+            self.device[Page].offer(parent)
 
     def _leave_host(self, item: Item) -> None:
         if item.host is not None and item.save is None:

@@ -38,7 +38,7 @@ def check(tree: PrefixTree) -> None:
         items = [item for item in tree.items() if isinstance(item, kind)]
         held = sum(item.on_device for item in items), sum(item.on_host for item in items)
         assert counted == held, "what is counted is what can be read"
-    for line in (tree.device_pages, tree.device_tails, tree.host):
+    for line in (*tree.device.values(), tree.host):
         for item in line:
             assert not (item.gone and line.ready(item)), f"I3: gone, but may be evicted: {_row(item)}"
 
@@ -50,7 +50,7 @@ def _check_item(tree: PrefixTree, item: Item) -> None:
     assert item.save is None or item.host is not None
     assert item.load is None or item.on_host, "I2: a load reads a readable copy"
     assert not item.storing or item.on_host, "I2: the store is given a readable copy"
-    for line in (tree.device_pages if isinstance(item, Page) else tree.device_tails, tree.host):
+    for line in (tree.device[type(item)], tree.host):
         assert item in line or not line.ready(item), f"may leave a tier, but is no candidate: {_row(item)}"
 
 

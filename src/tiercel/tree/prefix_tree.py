@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 from tiercel.policy.evict import Rank
 from tiercel.tree.books import Books
-from tiercel.tree.candidates import Candidates
 from tiercel.tree.node import Item, Page, Tail, idle, inherit, parent_of
 from tiercel.types import DevicePageId, DeviceTailId, HostPageId, PageKey, Tier
 
@@ -129,7 +128,7 @@ class PrefixTree(Books):
             parent = page
         self.on_device[Page] += new
         if pages:
-            self.device_pages.offer(parent)
+            self.device[Page].offer(parent)
         return pages
 
     def insert_tail(self, page: Page, device: DeviceTailId, priority: int = 0) -> Tail:
@@ -145,7 +144,7 @@ class PrefixTree(Books):
             self.actions.tails.append(device)
         tail.used = self._clock
         tail.priority = max(tail.priority, priority)
-        self.device_tails.offer(tail)
+        self.device[Tail].offer(tail)
         return tail
 
     def insert_arriving(self, parent: Page, brought: Sequence[Brought]) -> list[Page]:
@@ -213,23 +212,18 @@ class PrefixTree(Books):
 
     # Evicting: only leaves leave, and nothing that is locked or on its way
 
-    def evict_pages(self, count: int, take_host: TakeHost | None = None) -> int:
-        """Take up to `count` pages off the device, coldest leaves first; answers how many went.
+    def evict(
+        self, kind: type[Item], count: int, take_host: TakeHost | None = None, *, host_pages: int = 1
+    ) -> int:
+        """Take up to `count` pages (or tails) off the device, coldest leaves first; answers how many left.
 
-        Each goes to the host: it is there already, or it is saved into places from `take_host`; otherwise it
-        is gone. Places of pages being saved are given back by `save_done`.
+        Each goes to the host: it is there already, or it is saved into `host_pages` from `take_host`.
+        Otherwise it is gone. `save_done` gives back the places of those that are being saved.
         """
-        return self._evict_from(self.device_pages, count, 1, take_host)
-
-    def evict_tails(self, count: int, host_pages: int = 0, take_host: TakeHost | None = None) -> int:
-        """The same for tails, each of which takes `host_pages` on the host."""
-        return self._evict_from(self.device_tails, count, host_pages, take_host)
-
-    def _evict_from(self, line: Candidates, count: int, host_pages: int, take_host: TakeHost | None) -> int:
-        for going in range(count):
-            item = line.pop()
+        for gone in range(count):
+            item = self.device[kind].pop()
             if item is None or not self._evict(item, host_pages, take_host):
-                return going
+                return gone
         return count
 
     def _evict(self, item: Item, host_pages: int, take_host: TakeHost | None) -> bool:
@@ -298,7 +292,7 @@ class PrefixTree(Books):
                 self._remove_tail(tail)
             if page.children == 0 and page.tail is None and idle(page):
                 self._remove(page)
-        for line in (self.device_pages, self.device_tails, self.host):
+        for line in (*self.device.values(), self.host):
             line.sweep()
         return len(self.index)
 
