@@ -1,5 +1,5 @@
-"""The checks. Every public function of this module is one: it raises AssertionError, which says what is wrong
-with the store, or Inapplicable."""
+"""The checks. Every public function of this module is one: it takes an empty store, or the subject. It raises
+AssertionError, which says what is wrong with the store, or Inapplicable."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from itertools import pairwise
 from threading import Semaphore
 
 from tiercel.errors import StoreError
-from tiercel.storage.base import Get, Put
+from tiercel.storage.base import Get, Put, Store
 from tiercel.storage.conformance.samples import (
     SMALL_BYTES,
     WAIT_S,
@@ -25,6 +25,7 @@ from tiercel.storage.conformance.samples import (
     keep,
     kept,
     maker,
+    read_some,
     together,
 )
 from tiercel.storage.record import ALIGN_LEAST, Kind, View
@@ -33,9 +34,8 @@ _SIZES = (1, 4096, 256 << 10, 3 << 20)
 _THREADS = 8
 
 
-def a_value_comes_back_as_it_was_put(subject: Subject) -> None:
+def a_value_comes_back_as_it_was_put(store: Store) -> None:
     """Payloads of one byte up to a few megabytes, each alone and all in one batch."""
-    store = subject.open()
     expect(store.align >= ALIGN_LEAST and store.align % ALIGN_LEAST == 0, f"align is {store.align}")
     samples = [maker(store)(number, size) for number, size in enumerate(_SIZES)]
     for sample in samples:
@@ -44,9 +44,8 @@ def a_value_comes_back_as_it_was_put(subject: Subject) -> None:
     expect_there(store, samples, "all sizes together")
 
 
-def parts_may_be_many_and_lie_anywhere(subject: Subject) -> None:
+def parts_may_be_many_and_lie_anywhere(store: Store) -> None:
     """Hundreds of parts of bytes, bytearray and memoryview, at odd addresses; cut differently when read."""
-    store = subject.open()
     sample = maker(store)(1, 64 << 10)
     record = sample.header + sample.payload
     cuts = sorted(random.Random(1).sample(range(sample.form.header_bytes + 1, len(record)), 300))
@@ -81,18 +80,16 @@ def registered_memory_makes_no_difference(subject: Subject) -> None:
         expect(inside[0] == samples[0].payload, "get wrote outside the parts it was given")
 
 
-def a_miss_is_an_answer(subject: Subject) -> None:
+def a_miss_is_an_answer(store: Store) -> None:
     """A key that was never put is a miss, in an empty store and beside other keys."""
-    store = subject.open()
-    make = maker(store)
-    expect_absent(store, [make(1)], "an empty store")
-    keep(store, [make(2)])
-    expect_absent(store, [make(1), make(3)], "a key that was never put")
+    samples = [maker(store)(number) for number in range(3)]
+    expect_absent(store, samples[:1], "an empty store")
+    keep(store, samples[1:2])
+    expect_absent(store, samples[::2], "a key that was never put")
 
 
-def another_length_is_a_miss(subject: Subject) -> None:
+def another_length_is_a_miss(store: Store) -> None:
     """A get for more or fewer bytes than were put answers False, and the value stays."""
-    store = subject.open()
     (sample,) = kept(store, 1, 5000)
     for bytes_more in (1, -1, 100_000, -4999):
         answer = store.get([Read(sample, bytes_more=bytes_more).get])
@@ -104,13 +101,11 @@ def what_can_not_be_read_is_deleted_and_put_again(subject: Subject) -> None:
     """A damaged value, or one of another length, does not affect others, and can be deleted and put again."""
     for spoil in (None, subject.spoil) if subject.spoil else (None,):
         store = subject.open()
-        make = maker(store)
-        samples = [make(number, 5000) for number in range(3)]
+        samples = kept(store, 3, 5000)
         spoiled = samples[1]
-        keep(store, samples)
         if spoil is None:
             store.delete([spoiled.key])
-            keep(store, [make(1, 2500)])
+            keep(store, [maker(store)(1, 2500)])
         else:
             spoil(store, spoiled.key)
         reads = [Read(sample) for sample in samples]
@@ -126,9 +121,8 @@ def what_can_not_be_read_is_deleted_and_put_again(subject: Subject) -> None:
             expect_there(subject.open_again(), samples, "and opened again")
 
 
-def a_batch_answers_each_in_its_place(subject: Subject) -> None:
+def a_batch_answers_each_in_its_place(store: Store) -> None:
     """Hits, misses, wrong lengths and repeated keys in one batch."""
-    store = subject.open()
     make = maker(store)
     a, b, absent = make(1, 100), make(2, 3000), make(3)
     keep(store, [a, b, a])
@@ -141,16 +135,14 @@ def a_batch_answers_each_in_its_place(subject: Subject) -> None:
         read.check("one of a batch")
 
 
-def an_empty_batch_is_nothing(subject: Subject) -> None:
+def an_empty_batch_is_nothing(store: Store) -> None:
     """Every call accepts an empty batch."""
-    store = subject.open()
     answers = (store.contains([]), store.get([]), store.put([]), store.delete([]))
     expect(answers == ([], [], [], 0), f"contains, get, put, delete of nothing answered {answers}")
 
 
-def a_batch_may_be_large(subject: Subject) -> None:
+def a_batch_may_be_large(store: Store) -> None:
     """Many values in one call, and many bytes."""
-    store = subject.open()
     make = maker(store)
     for samples in ([make(n, 64) for n in range(1200)], [make(2000 + n, 3 << 20) for n in range(7)]):
         keep(store, samples)
@@ -159,9 +151,8 @@ def a_batch_may_be_large(subject: Subject) -> None:
         expect(gone == len(samples), f"delete of {len(samples)} answered {gone}")
 
 
-def a_key_may_be_put_twice(subject: Subject) -> None:
+def a_key_may_be_put_twice(store: Store) -> None:
     """The second put answers True, and the value is the same."""
-    store = subject.open()
     sample = maker(store)(1)
     for _ in range(2):
         keep(store, [sample])
@@ -170,9 +161,8 @@ def a_key_may_be_put_twice(subject: Subject) -> None:
     expect_absent(store, [sample], "put twice, deleted once")
 
 
-def any_bytes_may_be_a_key(subject: Subject) -> None:
+def any_bytes_may_be_a_key(store: Store) -> None:
     """Zeros, line ends, pattern characters, high bytes; keys that differ in one byte, or only in the kind."""
-    store = subject.open()
     names = [bytes(32), b"\xff" * 32, b"*" * 32, b"[a-z]?\\\r\n\0" * 3 + b"**", bytes(31) + b"\1"]
     kinds = (Kind.PAGE, Kind.TAIL, Kind.PAGE_BY_ENTRY)
     samples = [maker(store)(name, 100, kind) for name in names for kind in kinds]
@@ -183,9 +173,8 @@ def any_bytes_may_be_a_key(subject: Subject) -> None:
     expect_there(store, samples[:6] + samples[7:], "not deleted")
 
 
-def what_was_deleted_is_gone_and_counted(subject: Subject) -> None:
+def what_was_deleted_is_gone_and_counted(store: Store) -> None:
     """The answer counts each key once, if it was there; other keys stay; a deleted key can be put again."""
-    store = subject.open()
     samples = [maker(store)(number) for number in range(4)]
     keep(store, samples[:3])
     keys = [samples[0].key, samples[3].key, samples[1].key, samples[0].key]
@@ -198,9 +187,8 @@ def what_was_deleted_is_gone_and_counted(subject: Subject) -> None:
     expect_there(store, samples[:1], "put after it was deleted")
 
 
-def clear_forgets_everything(subject: Subject) -> None:
+def clear_forgets_everything(store: Store) -> None:
     """The store can be used afterwards."""
-    store = subject.open()
     samples = kept(store, 50)
     store.clear()
     expect_absent(store, samples, "after clear")
@@ -210,9 +198,8 @@ def clear_forgets_everything(subject: Subject) -> None:
     expect_there(store, samples[:2], "put after clear")
 
 
-def buffers_are_not_kept(subject: Subject) -> None:
+def buffers_are_not_kept(store: Store) -> None:
     """The caller may change its memory after a put or a get: the stored value stays the same."""
-    store = subject.open()
     sample = maker(store)(1, 300_000)
     header, payload = bytearray(sample.header), bytearray(sample.payload)
     expect(store.put([Put(sample.key, [header, memoryview(payload)])]) == [True], "put")
@@ -225,9 +212,8 @@ def buffers_are_not_kept(subject: Subject) -> None:
     expect_there(store, [sample], "the caller's memory was overwritten after get")
 
 
-def what_is_there_is_never_missed(subject: Subject) -> None:
+def what_is_there_is_never_missed(store: Store) -> None:
     """A value is found while others put it again. (After a wrong miss the caller would delete it.)"""
-    store = subject.open()
     samples = kept(store, 4, 20_000)
 
     def put_again() -> None:
@@ -241,18 +227,16 @@ def what_is_there_is_never_missed(subject: Subject) -> None:
     together([put_again, find] * (_THREADS // 2))
 
 
-def what_one_thread_keeps_others_find(subject: Subject) -> None:
+def what_one_thread_keeps_others_find(store: Store) -> None:
     """Eight threads put different values at the same time; afterwards each is found by another."""
-    store = subject.open()
     make = maker(store)
     shares = [[make(10 * thread + n, 20_000) for n in range(4)] for thread in range(_THREADS)]
     together(partial(keep, store, share) for share in shares)
     together(partial(expect_there, store, share, "put by another thread") for share in shares[::-1])
 
 
-def threads_see_whole_values_or_none(subject: Subject) -> None:
+def threads_see_whole_values_or_none(store: Store) -> None:
     """Eight threads put, get, delete and clear the same keys. A value that is found is always whole."""
-    store = subject.open()
     sizes = (100, 4000, 4000, 30_000, 30_000, 200_000)
     samples = [maker(store)(number, size) for number, size in enumerate(sizes)]
     puts = {sample: sample.put() for sample in samples}
@@ -267,10 +251,7 @@ def threads_see_whole_values_or_none(subject: Subject) -> None:
                     answer = store.put([puts[sample] for sample in some])
                     expect(len(answer) == len(some), f"put of {len(some)} answered {answer}")
                 case "get":
-                    reads = [Read(sample) for sample in some]
-                    for read, hit in zip(reads, store.get([read.get for read in reads]), strict=True):
-                        if hit:
-                            read.check("while others put, delete and clear")
+                    read_some(store, some, "while others put, delete and clear")
                 case "delete":
                     gone = store.delete(keys)
                     expect(0 <= gone <= len(set(keys)), f"delete of {len(keys)} answered {gone}")
@@ -286,19 +267,16 @@ def threads_see_whole_values_or_none(subject: Subject) -> None:
     expect_there(store, samples, "put when all was over")
 
 
-def closing_under_way_breaks_nothing(subject: Subject) -> None:
+def closing_under_way_breaks_nothing(store: Store) -> None:
     """A call during `close` by another thread gets an answer or a StoreError, never a part of a value."""
-    store = subject.open()
     (sample,) = kept(store, 1, 200_000)
     begun = Semaphore(0)
 
     def use() -> None:
         deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline:
-            read = Read(sample)
             try:
-                if store.get([read.get]) == [True]:
-                    read.check("while it was closed")
+                read_some(store, [sample], "while it was closed")
                 store.put([sample.put()])
             except StoreError:
                 return
@@ -329,12 +307,8 @@ def a_full_store_answers(subject: Subject) -> None:
     store.put([sample.put() for sample in samples])
     answer = store.put([maker(store)(10_000, 2 * SMALL_BYTES).put()])
     expect(answer == [False], f"a value larger than the whole store: put answered {answer}")
-    reads = [Read(sample) for sample in samples]
-    hits = store.get([read.get for read in reads])
+    hits = read_some(store, samples, "in a full store")
     expect(not all(hits), f"all of {len(samples)} values are there: it is not small")
-    for read, hit in zip(reads, hits, strict=True):
-        if hit:
-            read.check("in a full store")
     store.clear()
     deadline = time.monotonic() + WAIT_S
     while store.put([samples[0].put()]) != [True]:  # a store may free space with some delay
@@ -342,9 +316,8 @@ def a_full_store_answers(subject: Subject) -> None:
         time.sleep(0.01)
 
 
-def removed_tells_only_what_the_store_let_go(subject: Subject) -> None:
+def removed_tells_only_what_the_store_let_go(store: Store) -> None:
     """Not the keys that the caller deleted or cleared."""
-    store = subject.open()
     samples = kept(store, 2)
     store.removed()
     store.delete([samples[0].key])
@@ -354,9 +327,8 @@ def removed_tells_only_what_the_store_let_go(subject: Subject) -> None:
     )
 
 
-def keys_lists_what_is_there(subject: Subject) -> None:
+def keys_lists_what_is_there(store: Store) -> None:
     """Each key with the length of its value. A store that can not list raises StoreError."""
-    store = subject.open()
     try:
         empty = list(store.keys())
     except StoreError as why:
@@ -386,9 +358,8 @@ def check_finds_what_is_damaged(subject: Subject) -> None:
         expect(bad == [samples[1].key], f"one of three is damaged, check found {bad}")
 
 
-def compact_loses_nothing(subject: Subject) -> None:
+def compact_loses_nothing(store: Store) -> None:
     """Deleted values stay deleted; all others are there."""
-    store = subject.open()
     samples = kept(store, 40, 20_000)
     store.delete([sample.key for sample in samples[::2]])
     given = store.compact()
@@ -397,9 +368,8 @@ def compact_loses_nothing(subject: Subject) -> None:
     expect_there(store, samples[1::2], "after compact")
 
 
-def stats_has_records_and_bytes(subject: Subject) -> None:
+def stats_has_records_and_bytes(store: Store) -> None:
     """The numbers are right, or None if the store does not know them."""
-    store = subject.open()
     before = store.stats()
     expect({"records", "bytes"} <= before.keys(), f"stats answered {before}")
     expect(not before["records"], f"an empty store has {before['records']} records")
@@ -410,9 +380,8 @@ def stats_has_records_and_bytes(subject: Subject) -> None:
     expect(held is None or held >= least, f"{least} B were put, stats says {held}")
 
 
-def a_closed_store_refuses(subject: Subject) -> None:
+def a_closed_store_refuses(store: Store) -> None:
     """After `close` every other call raises StoreError. `close` may be called again."""
-    store = subject.open()
     (sample,) = kept(store, 1)
     store.close()
     store.close()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from enum import Enum
+from inspect import signature
 from typing import NamedTuple
 
 from tiercel.storage.base import Store
@@ -28,26 +28,31 @@ class Result(NamedTuple):
         return f"{self.outcome.value:12} {self.check.replace('_', ' ')}{': ' if self.why else ''}{self.why}"
 
 
-def run_checks(subject: Subject, checks: Sequence[Callable[[Subject], None]] = CHECKS) -> list[Result]:
+def run_checks(subject: Subject, checks: Sequence[Callable[..., None]] = CHECKS) -> list[Result]:
     """Run each check, and close the stores that it opened."""
     return [_run(check, subject) for check in checks]
 
 
-def _run(check: Callable[[Subject], None], subject: Subject) -> Result:
+def apply(check: Callable[..., None], subject: Subject) -> None:
+    """Most checks take an empty store, some the subject."""
+    check(subject.open() if "store" in signature(check).parameters else subject)
+
+
+def _run(check: Callable[..., None], subject: Subject) -> Result:
     try:
         with ExitStack() as opened:
 
             def closed_later(factory: Callable[[], Store]) -> Callable[[], Store]:
                 return lambda: opened.enter_context(closing(factory()))
 
-            check(
-                replace(
-                    subject,
-                    open=closed_later(subject.open),
-                    open_small=subject.open_small and closed_later(subject.open_small),
-                    open_again=subject.open_again and closed_later(subject.open_again),
-                )
+            small, again = subject.open_small, subject.open_again
+            closing_subject = Subject(
+                closed_later(subject.open),
+                small and closed_later(small),
+                again and closed_later(again),
+                subject.spoil,
             )
+            apply(check, closing_subject)
     except Inapplicable as why:
         return Result(check.__name__, Outcome.INAPPLICABLE, str(why))
     except Exception as error:  # noqa: BLE001 - whatever a store raises, the other checks go on
