@@ -30,7 +30,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
-from types import TracebackType
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from tiercel.errors import StoreError
@@ -144,9 +143,7 @@ class Store(ABC):
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

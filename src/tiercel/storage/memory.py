@@ -68,8 +68,7 @@ class MemoryStore(Store):
 
     def keys(self) -> Iterator[tuple[RecordKey, int]]:
         with self._open():
-            sizes = [(key, len(value)) for key, value in self._values.items()]
-        return iter(sizes)
+            return iter([(key, len(value)) for key, value in self._values.items()])
 
     def removed(self) -> list[RecordKey]:
         with self._open():

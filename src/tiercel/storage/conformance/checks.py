@@ -322,9 +322,8 @@ def removed_tells_only_what_the_store_let_go(store: Store) -> None:
     store.removed()
     store.delete([samples[0].key])
     store.clear()
-    expect(
-        (removed := store.removed()) == [], f"the caller deleted and cleared, removed() answered {removed}"
-    )
+    removed = store.removed()
+    expect(removed == [], f"the caller deleted and cleared, removed() answered {removed}")
 
 
 def keys_lists_what_is_there(store: Store) -> None:

@@ -45,14 +45,9 @@ def _run(check: Callable[..., None], subject: Subject) -> Result:
             def closed_later(factory: Callable[[], Store]) -> Callable[[], Store]:
                 return lambda: opened.enter_context(closing(factory()))
 
-            small, again = subject.open_small, subject.open_again
-            closing_subject = Subject(
-                closed_later(subject.open),
-                small and closed_later(small),
-                again and closed_later(again),
-                subject.spoil,
-            )
-            apply(check, closing_subject)
+            small = subject.open_small and closed_later(subject.open_small)
+            again = subject.open_again and closed_later(subject.open_again)
+            apply(check, Subject(closed_later(subject.open), small, again, subject.spoil))
     except Inapplicable as why:
         return Result(check.__name__, Outcome.INAPPLICABLE, str(why))
     except Exception as error:  # noqa: BLE001 - whatever a store raises, the other checks go on

@@ -147,8 +147,13 @@ class Index:
 
     def add(self, segment: Segment, keys: Sequence[RecordKey], sizes: Sequence[int], kind: int = 0) -> None:
         """The next rows of a segment are durable: make them visible. `kind`: of notes; 0 for records."""
-        row = segment.add(keys, kind, sizes, used=self._clock + 1)
+        assert not segment.broken, "behind the last row something else may lie"
+        table, row = segment.table, len(segment.table)
+        table.add(keys, note=kind, offset=table.end, sizes=sizes)
         self._clock += len(keys)
+        # The first page is needed by the others: its use is the latest.
+        segment.used.extend(range(self._clock, self._clock - len(keys), -1))
+        segment.hits.extend([0] * len(keys))
         if kind == Kind.CLEARED:
             self.clear()
             return
@@ -159,7 +164,7 @@ class Index:
             return
         first = segment.number << _ROW_BITS | row
         self._places.update(zip(keys, range(first, first + len(keys)), strict=True))
-        segment.live += segment.table.end - segment.table.offsets[row]
+        segment.live += table.end - table.offsets[row]
         self.bytes += sum(sizes)
 
     def move(self, source: Segment, rows: Sequence[int], target: Segment) -> None:

@@ -49,10 +49,8 @@ class Queue:
         _call(setup, QUEUE_DEPTH, ctypes.addressof(self._handle))
         self._requests = np.zeros(QUEUE_DEPTH, _REQUEST)
         self._requests["call"] = _PREADV
-        self._requests["data"] = np.arange(QUEUE_DEPTH)
-        self._pointers = (
-            np.arange(QUEUE_DEPTH, dtype=np.uint64) * _REQUEST.itemsize + self._requests.ctypes.data
-        )
+        self._requests["data"] = places = np.arange(QUEUE_DEPTH, dtype=np.uint64)
+        self._pointers = places * _REQUEST.itemsize + self._requests.ctypes.data
         self._views = np.zeros((QUEUE_VIEWS, 2), np.uint64)
         self._events = np.zeros(QUEUE_DEPTH, _EVENT)
         arrays = (self._pointers, self._views, self._events)

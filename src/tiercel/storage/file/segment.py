@@ -28,7 +28,7 @@ from tiercel.storage.base import trips
 from tiercel.storage.file import direct
 from tiercel.storage.file.direct import ALIGN, Lanes, padded
 from tiercel.storage.file.table import OtherVersion, Table, packed_bytes, rows_of, subject
-from tiercel.storage.record import MAGIC, Flaw, Header, RecordKey, View, flaw_of, parse
+from tiercel.storage.record import MAGIC, Flaw, Header, View, flaw_of, parse
 
 HEADER_MOST = 1024**2  # The longest header that a scan looks for. Headers of real models have up to 8 KiB.
 _TABLE_GUESS = 64 * 1024
@@ -66,16 +66,6 @@ class Segment:
     def fits(self, room: int, rows: int) -> bool:
         """Whether records of `room` bytes fit here, with their `rows` in the table."""
         return self.table.end + room + packed_bytes(len(self.table) + rows) <= self.bytes_on_disk
-
-    def add(self, keys: Sequence[RecordKey], kind: int, sizes: Sequence[int], *, used: int) -> int:
-        """Add rows for records that were written behind the last row; answers the first new row."""
-        assert not self.broken, "something else may lie there"
-        row = len(self.table)
-        self.table.add(keys, note=kind, offset=self.table.end, sizes=sizes)
-        # The first page is needed by the others: its use is the latest.
-        self.used.extend(range(used + len(keys) - 1, used - 1, -1))
-        self.hits.extend([0] * len(keys))
-        return row
 
     @property
     def dead(self) -> int:

@@ -111,9 +111,7 @@ class FileStore(Store):
         found, spans, end = list[tuple[int, int, int, int]](), list[Span](), 0
         last: Span | None = None
         with self._log.lock:
-            for number in reversed(
-                range(len(wanted))
-            ):  # the others need the first page: its use is the latest
+            for number in reversed(range(len(wanted))):  # the first page was used last: the others need it
                 key, parts = wanted[number]
                 place = self._index.find(key)
                 if place is None:
@@ -239,7 +237,12 @@ class FileStore(Store):
                     with self._log.lock:
                         rows = [] if segment.gone else self._index.live(segment)
                     records += len(rows)
-                    bad += _check(segment, rows)
+                    reader = Reader(segment.file, segment.bytes_on_disk)
+                    for row in rows:
+                        key = segment.table.keys[row]
+                        read, _ = reader.record(segment.table.offsets[row])
+                        if isinstance(read, Flaw) or read.key != key:
+                            bad.append((key, read if isinstance(read, Flaw) else Flaw.KEY))
             finally:
                 self._let_go(segments)
         return Checked(records, bad)
@@ -291,17 +294,6 @@ def _leave_to_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
-
-
-def _check(segment: Segment, rows: Sequence[int]) -> Iterator[tuple[RecordKey, Flaw]]:
-    reader = Reader(segment.file, segment.bytes_on_disk)
-    for row in rows:
-        key = segment.table.keys[row]
-        read, _ = reader.record(segment.table.offsets[row])
-        if isinstance(read, Flaw):
-            yield key, read
-        elif read.key != key:
-            yield key, Flaw.KEY
 
 
 def _record(value: Put) -> Record:
