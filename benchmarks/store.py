@@ -39,8 +39,7 @@ from tiercel.storage.base import Get, Put, Store
 from tiercel.storage.file import FileStore
 from tiercel.storage.file.direct import ALIGN
 from tiercel.storage.file.room import segment_bytes_for
-from tiercel.storage.file.segment import Segment
-from tiercel.storage.file.table import Table, packed_bytes
+from tiercel.storage.file.segment import Segment, Table, packed_bytes
 from tiercel.storage.record import Form, Kind, RecordKey, record_key
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3

@@ -7,8 +7,8 @@ import pytest
 from tests.simulation.copies import HeldCopies
 from tests.simulation.specs import SPECS
 from tiercel.memory.buffers import HostMemory
+from tiercel.storage.conformance import apply
 from tiercel.storage.conformance.checks import CHECKS
-from tiercel.storage.conformance.run import apply
 from tiercel.storage.conformance.samples import Inapplicable
 from tiercel.transfer.mover import Presence, RecordPlace, StoreMover, Work, Workers
 from tiercel.types import HostPageId, PageKey

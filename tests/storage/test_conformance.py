@@ -8,9 +8,8 @@ import pytest
 
 from tiercel.errors import StoreError
 from tiercel.storage.base import Checked, Put, Store
-from tiercel.storage.conformance import checks, samples
+from tiercel.storage.conformance import Outcome, checks, run_checks, samples
 from tiercel.storage.conformance.checks import CHECKS
-from tiercel.storage.conformance.run import Outcome, run_checks
 from tiercel.storage.conformance.samples import SMALL_BYTES, Subject
 from tiercel.storage.memory import MemoryStore
 from tiercel.storage.record import Flaw, parse

@@ -88,8 +88,8 @@ def conformance(
     as_json: AsJson = False,
 ) -> None:
     """Test a store against the contract of tiercel.storage.base. Exit code 1: a check failed."""
+    from tiercel.storage.conformance import Outcome, run_checks
     from tiercel.storage.conformance.checks import CHECKS
-    from tiercel.storage.conformance.run import Outcome, run_checks
     from tiercel.storage.conformance.samples import Subject
 
     make = _factory(source, arguments or [])

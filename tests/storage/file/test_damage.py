@@ -25,8 +25,7 @@ from tests.storage.file.make import (
 from tiercel.errors import StoreError
 from tiercel.storage.base import Get
 from tiercel.storage.file import direct
-from tiercel.storage.file.segment import UNREADABLE_MOST
-from tiercel.storage.file.table import Table, note
+from tiercel.storage.file.segment import UNREADABLE_MOST, Table, note
 from tiercel.storage.record import Header, Kind, RecordKey, checksum, pack
 
 NAMES = [f"{number}:{size}" for number, size in enumerate([100, 9000, 4096, 5000, 12_000, 1, 8192, 300] * 2)]

@@ -34,7 +34,7 @@ from tests.storage.file.make import (
 from tiercel.errors import ConfigError, StoreError
 from tiercel.storage import record
 from tiercel.storage.base import Get, Put
-from tiercel.storage.file import FileStore, direct, segment, table
+from tiercel.storage.file import FileStore, direct, segment
 from tiercel.storage.file.room import SIZE_LEAST, segment_bytes_for
 from tiercel.storage.record import Flaw, Form, Kind, pack, parse
 
@@ -499,7 +499,7 @@ def test_records_of_another_version_are_refused_and_left_alone(path, monkeypatch
 
 def test_tables_of_another_version_are_refused_and_left_alone(path, monkeypatch):
     with monkeypatch.context() as context:
-        context.setattr(table, "VERSION", 99)
+        context.setattr(segment, "_TABLE_VERSION", 99)
         with make_store(path) as store:
             keep(store, "a")
     data = (path / files_of(path)[0]).read_bytes()

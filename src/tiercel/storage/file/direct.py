@@ -151,17 +151,17 @@ def write(file: int, offset: int, views: Sequence[View]) -> None:
 def read(file: int, offset: int, parts: Sequence[memoryview], staging: memoryview) -> bool:
     """Fill the parts in a row. False: the file is too short, or damaged there. All parts together are a
     multiple of ALIGN long."""
-    for at, piece in _pieces(parts, len(staging)):
-        views, passing = _lay(piece, staging)
-        try:
-            if _carry(calls.preadv, file, views, offset + at) < sum(map(len, piece)):
-                return False
-        except OSError as error:
-            if is_damage(error):
-                return False
-            raise
-        for part, place in passing:
-            part[:] = place
+    size = sum(map(len, parts))
+    views, passing = _lay(parts, staging if size <= len(staging) else aligned(size))
+    try:
+        if _carry(calls.preadv, file, views, offset) < size:
+            return False
+    except OSError as error:
+        if is_damage(error):
+            return False
+        raise
+    for part, place in passing:
+        part[:] = place
     return True
 
 
@@ -205,21 +205,6 @@ def _read_wave(wave: Sequence[Request], queue: Queue, staging: memoryview) -> li
                 part[:] = place
     # What was not read in full is read again, one by one: then an error is raised.
     return [complete or read(*request, staging) for complete, request in zip(whole, wave, strict=True)]
-
-
-def _pieces(parts: Sequence[View], bytes_most: int) -> Iterator[tuple[int, Sequence[View]]]:
-    """The parts in pieces that fit into staging, each with its offset. Nearly always there is one piece."""
-    size = sum(map(len, parts))
-    assert size % ALIGN == 0, size
-    if size <= bytes_most:
-        yield 0, parts
-        return
-    for at in range(0, size, bytes_most):
-        piece, begin = list[View](), 0
-        for part in parts:
-            piece.append(memoryview(part)[max(at - begin, 0) : max(at + bytes_most - begin, 0)])
-            begin += len(part)
-        yield at, piece
 
 
 def _lay(parts: Sequence[Any], staging: memoryview) -> tuple[list[View], list[tuple[Any, memoryview]]]:

@@ -27,8 +27,7 @@ from tiercel.storage.file.direct import ALIGN, Lane, Lanes, padded
 from tiercel.storage.file.folder import Folder
 from tiercel.storage.file.index import Index, load_uses, save_uses
 from tiercel.storage.file.room import Candidate, Limits, Standing
-from tiercel.storage.file.segment import Segment, copy, create, load
-from tiercel.storage.file.table import EVERYTHING, note, packed_bytes
+from tiercel.storage.file.segment import EVERYTHING, Segment, copy, create, load, note, packed_bytes
 from tiercel.storage.record import Kind, RecordKey, View
 from tiercel.threads import Crew
 

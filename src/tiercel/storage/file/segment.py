@@ -1,19 +1,23 @@
 """A segment: one file that records are appended to until it is full. Records are never overwritten.
 
     being written   record │ record │ record ……… zeros up to its full size
-    sealed          record │ record │ record │ table                       (storage.file.table)
+    sealed          record │ record │ record │ rows of the table │ zeros │ trailer
     after a crash   record │ record │ parts of unfinished writes           scanned, then sealed
 
 A sealed segment is opened by reading its table. Any other segment is scanned: from header to header, with the
 checksum of every payload. The scan skips what is not a whole record and goes on at the next header, so damage
 costs only the records that it hits. The disk space is allocated when a segment is begun, with room for the
-table, so later writes do not fail because the disk is full.
+table, so later writes do not fail because the disk is full. Everything in a table is also in the headers of
+the records: if a table is lost, a scan makes it again.
+
+A note is a record without a payload that the store writes for itself: earlier records are gone.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import struct
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,11 +28,11 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from tiercel.storage import record
 from tiercel.storage.base import trips
 from tiercel.storage.file import direct
 from tiercel.storage.file.direct import ALIGN, Lanes, padded
-from tiercel.storage.file.table import OtherVersion, Table, packed_bytes, rows_of, subject
-from tiercel.storage.record import MAGIC, Flaw, Header, View, flaw_of, parse
+from tiercel.storage.record import KEY_BYTES, MAGIC, Flaw, Header, Kind, RecordKey, View, parse
 
 HEADER_MOST = 1024**2  # The longest header that a scan looks for. Headers of real models have up to 8 KiB.
 _TABLE_GUESS = 64 * 1024
@@ -37,7 +41,100 @@ _TABLE_GUESS = 64 * 1024
 UNREADABLE_MOST = 16
 """After so many unreadable places the rest of a segment is not read: each attempt can take seconds."""
 
+_TABLE_VERSION = 2
+_TABLE_MAGIC = b"tiercel\t"
+_TRAILER = struct.Struct("<8sH6xQ16s16x8s")
+_ROW = np.dtype([("key", f"V{KEY_BYTES}"), ("note", "u1"), ("", "V2"), ("place", "<u4"), ("bytes", "<u8")])
+"""`place` counts in units of ALIGN; `bytes` is the value's length, without padding."""
+
+_NOTES = bytes((0, Kind.REMOVED, Kind.CLEARED))
+
+assert _ROW.itemsize == 64
+
 log = logging.getLogger(__name__)
+
+
+class OtherVersion(Exception):
+    """A table or a record of another format version. It is not damaged, and must not be changed."""
+
+
+class Table:
+    """The records of one segment in the order of their offsets, one row each.
+
+    `notes[row]` is 0 for a record. A REMOVED note has the key that it removes."""
+
+    def __init__(self) -> None:
+        self.keys: list[RecordKey] = []
+        self.notes = bytearray()
+        self.offsets = array("Q")
+        self.sizes = array("Q")
+        self.end = 0  # where the next record begins
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def add(self, keys: Sequence[RecordKey], *, note: int, offset: int, sizes: Sequence[int]) -> None:
+        """Add rows for records next to each other, from an offset on."""
+        self.keys += keys
+        self.notes += bytes((note,)) * len(keys)
+        *offsets, self.end = accumulate(map(padded, sizes), initial=offset)
+        self.offsets.extend(offsets)
+        self.sizes.extend(sizes)
+
+    def pack(self) -> bytes:
+        """The table as it is written behind the last record. The trailer is at the end."""
+        rows = np.zeros(len(self), _ROW)
+        rows["key"] = np.frombuffer(b"".join(self.keys), f"V{KEY_BYTES}")
+        rows["note"] = np.frombuffer(self.notes, np.uint8)
+        rows["place"] = np.frombuffer(self.offsets, np.uint64) // ALIGN
+        rows["bytes"] = np.frombuffer(self.sizes, np.uint64)
+        body = rows.tobytes()
+        trailer = _TRAILER.pack(
+            _TABLE_MAGIC, _TABLE_VERSION, len(self), xxhash.xxh3_128_digest(body), bytes(8)
+        )
+        trailer = trailer[:-8] + xxhash.xxh3_64_digest(trailer)
+        return body + bytes(packed_bytes(len(self)) - len(body) - len(trailer)) + trailer
+
+    @staticmethod
+    def parse(data: View, room: int) -> Table | None:
+        """What `pack` made. None: it is damaged, or has offsets outside the `room` bytes before it."""
+        rows = rows_of(data)
+        if not rows or packed_bytes(rows) != len(data):
+            return None
+        body = memoryview(data)[: rows * _ROW.itemsize]
+        if xxhash.xxh3_128_digest(body) != _TRAILER.unpack(data[-_TRAILER.size :])[3]:
+            return None
+        read = np.frombuffer(body, _ROW)
+        offsets, sizes = read["place"].astype(np.uint64) * ALIGN, read["bytes"]
+        ends = offsets + -(-np.minimum(sizes, room + 1).astype(np.int64) // ALIGN * ALIGN).astype(np.uint64)
+        notes = bytearray(read["note"].tobytes())
+        if ends[-1] > room or (ends[:-1] > offsets[1:]).any() or notes.translate(None, _NOTES):
+            return None
+        table = Table()
+        table.keys = read["key"].tolist()
+        table.notes = notes
+        table.offsets.frombytes(offsets.tobytes())
+        table.sizes.frombytes(sizes.tobytes())
+        table.end = int(ends[-1])
+        return table
+
+
+def packed_bytes(rows: int) -> int:
+    """The length of a packed table with so many rows."""
+    return padded(rows * _ROW.itemsize + _TRAILER.size)
+
+
+def rows_of(data: View) -> int | None:
+    """The number of rows of the table that ends here. None: there is no whole trailer."""
+    if len(data) < _TRAILER.size:
+        return None
+    trailer = bytes(data[-_TRAILER.size :])
+    magic, version, rows, _, check = _TRAILER.unpack(trailer)
+    if magic != _TABLE_MAGIC or xxhash.xxh3_64_digest(trailer[:-8] + bytes(8)) != check:
+        return None
+    if version != _TABLE_VERSION:
+        raise OtherVersion(f"table version {version}")
+    return int(rows)
 
 
 @dataclass(eq=False)
@@ -197,7 +294,7 @@ def copy(source: Segment, rows: Sequence[int], target: Segment, lanes: Lanes) ->
             asked = [(source.file, table.offsets[row], [place]) for row, place in placed]
             views = list[View]()
             for row, place, read in zip(some, places, direct.read_many(asked, lane), strict=True):
-                if read and flaw_of(place[: table.sizes[row]], table.keys[row]) is None:
+                if read and record.flaw_of(place[: table.sizes[row]], table.keys[row]) is None:
                     whole.append(row)
                     views.append(place)
             direct.write(target.file, at, views)
@@ -272,3 +369,22 @@ class Reader:
             memory[:ALIGN] = direct.ZEROS
             return ALIGN
         return 0
+
+
+EVERYTHING = RecordKey(bytes((Kind.CLEARED,)) + bytes(KEY_BYTES - 1))  # the key of a CLEARED note
+
+
+def note(kind: Kind, key: RecordKey) -> bytes:
+    """A note: REMOVED, the record of this key is gone; or CLEARED, every record is gone."""
+    assert len(key) == KEY_BYTES, "not the key of a record"
+    removed = key[:1] if kind is Kind.REMOVED else b""  # in the place of the stream table
+    return record.pack(Header(kind, ALIGN, 0, key[1:-32], key[-32:], record.checksum([b""]), removed))
+
+
+def subject(header: Header) -> tuple[RecordKey, int] | None:
+    """The key that a record or note is about, and the kind of the note; 0 for a record. None: not a note of
+    ours."""
+    if header.kind is Kind.REMOVED:
+        key = RecordKey(header.table + header.key[1:])
+        return (key, header.kind) if len(key) == KEY_BYTES else None
+    return header.key, header.kind if header.kind is Kind.CLEARED else 0

@@ -24,8 +24,7 @@ from tiercel.storage.file.folder import Folder
 from tiercel.storage.file.log import READERS, Log
 from tiercel.storage.file.queue import Request
 from tiercel.storage.file.room import Limits, free_for, segment_bytes_for
-from tiercel.storage.file.segment import HEADER_MOST, Reader, Segment
-from tiercel.storage.file.table import OtherVersion, note, packed_bytes
+from tiercel.storage.file.segment import HEADER_MOST, OtherVersion, Reader, Segment, note, packed_bytes
 from tiercel.storage.record import ALIGN_LEAST, MAGIC, Flaw, Kind, RecordKey, parse
 
 SPAN_BYTES = 2 * 1024**2
