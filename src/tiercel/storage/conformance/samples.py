@@ -125,7 +125,7 @@ def read_some(store: Store, samples: Sequence[Sample], what: str) -> list[bool]:
     """Which of them `get` finds. What it finds is right in every byte."""
     reads = [Read(sample) for sample in samples]
     hits = store.get([read.get for read in reads])
-    for read, hit in zip(reads, hits, strict=True):
+    for read, hit in zip(reads, hits, strict=False):  # the caller compares the lengths
         if hit:
             read.check(what)
     return hits
