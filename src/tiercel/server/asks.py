@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, cast
 from tiercel.engine.ask import Ask
 from tiercel.engine.sampling import check as check_sampling
 from tiercel.errors import InputError
+from tiercel.server.body import SamplingFields
 from tiercel.server.errors import ApiError, refusal
-from tiercel.server.fields import SamplingFields
 from tiercel.server.options import ServerOptions
 from tiercel.server.reply import AskGroup, Front
 from tiercel.text.text import Text

@@ -1,7 +1,7 @@
 """Fields of OpenAI's, SGLang's and vLLM's requests that this server knows but does not support.
 
 One table for each object of a request. A line has the values that change nothing, as JSON, and the fields.
-These values and null are accepted; any other value is refused, and the error names the field (`fields.Body`).
+These values and null are accepted; any other value is refused, and the error names the field (`body.Body`).
 `any`: every value is accepted, because the field is a hint, a label, or for another call. Supported fields
 are fields of the request's class.
 """

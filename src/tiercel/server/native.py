@@ -16,9 +16,7 @@ from starlette.responses import Response
 
 from tiercel.engine.ask import Answer, Ask, Delta, Sampling, TokenOut
 from tiercel.server import asks, keys, known, schema
-from tiercel.server.border import Visit, visit_of
-from tiercel.server.errors import conflict
-from tiercel.server.fields import (
+from tiercel.server.body import (
     Body,
     MaxTokens,
     Priority,
@@ -33,6 +31,8 @@ from tiercel.server.fields import (
     Written,
     limit,
 )
+from tiercel.server.border import Visit, visit_of
+from tiercel.server.errors import conflict
 from tiercel.server.protocol import CachedByTier
 from tiercel.server.replies import cached_by_tier, finite
 from tiercel.server.reply import AskGroup, Front, finish_reason, respond, to_json

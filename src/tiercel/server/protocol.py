@@ -17,8 +17,8 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from tiercel.server import known
-from tiercel.server.body import UNSUPPORTED
-from tiercel.server.fields import (
+from tiercel.server.body import (
+    UNSUPPORTED,
     Body,
     Count,
     MaxTokens,

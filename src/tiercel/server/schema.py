@@ -1,7 +1,7 @@
 """The OpenAPI schema, with this server's limits.
 
 FastAPI does not know the request models, because `body` reads the requests: they are added here. Each
-`x-limit` (see `fields`) is replaced by this server's number.
+`x-limit` (see `body`) is replaced by this server's number.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ from starlette.responses import PlainTextResponse, Response
 from tiercel.engine.ask import EngineStats
 from tiercel.server import keys
 from tiercel.server.asks import own_id
+from tiercel.server.body import SALT_CHARS_MAX
 from tiercel.server.border import visit_of
 from tiercel.server.errors import ApiError
-from tiercel.server.fields import SALT_CHARS_MAX
 from tiercel.server.reply import Front
 from tiercel.server.schema import gives
 from tiercel.server.store import store_json
