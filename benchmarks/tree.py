@@ -29,9 +29,8 @@ from tiercel.pages.pool import PagePool
 from tiercel.policy.evict import make_evict_policy
 from tiercel.policy.save import make_save_policy
 from tiercel.spec.attention import mha
-from tiercel.tree.actions import Actions
 from tiercel.tree.keys import KeyChain
-from tiercel.tree.node import Page
+from tiercel.tree.node import Actions, Page
 from tiercel.tree.prefix_tree import PrefixTree
 from tiercel.types import DevicePageId, DeviceTailId, PageKey
 

@@ -21,8 +21,8 @@ from tests.cache.test_tiered_cache import Driver
 from tiercel import events
 from tiercel.errors import ConfigError
 from tiercel.events import EventPublisher, Ledger
-from tiercel.tree.actions import Cleared, Event
 from tiercel.tree.check import readable
+from tiercel.tree.node import Cleared, Event
 from tiercel.types import Tier
 
 PAGE_TOKENS = 4

@@ -5,7 +5,7 @@
     │   ├── SpecError         a cache declaration that can not be stored
     │   ├── ConfigError       a setting
     │   ├── TokenError        token ids or a namespace that can not name a page
-    │   └── AskError          a request that can not be served
+    │   └── AskError          a request that can not be served; LengthError: a text that is too long
     ├── QueueFull             more is waiting than may wait; the same request may come again
     ├── EngineError           the engine has failed and serves no more, until it is started again
     ├── BudgetError           host memory that is not there; carries both numbers
@@ -32,9 +32,7 @@ class InputError(TiercelError, ValueError):
 
     def __init__(self, field: str, value: object, why: str) -> None:
         super().__init__(f"{field} = {value!r}: {why}")
-        self.field = field
-        self.value = value
-        self.why = why
+        self.field, self.value, self.why = field, value, why
 
 
 class SpecError(InputError):
@@ -58,17 +56,15 @@ class LengthError(AskError):
 
     def __init__(self, field: str, *, tokens: int, tokens_max: int) -> None:
         super().__init__(field, f"{tokens} tokens", f"the context is {tokens_max} tokens long")
-        self.tokens = tokens
-        self.tokens_max = tokens_max
+        self.tokens, self.tokens_max = tokens, tokens_max
 
 
 class QueueFull(TiercelError):
     """More is waiting than may wait. Nothing was begun; the same request may be sent again later."""
 
     def __init__(self, *, waiting: int, waiting_max: int, retry_after_s: int = 1) -> None:
-        super().__init__(
-            f"{waiting} requests are waiting, {waiting_max} may; try again in {retry_after_s} s or more"
-        )
+        then = f"try again in {retry_after_s} s or more"
+        super().__init__(f"{waiting} requests are waiting, {waiting_max} may; {then}")
         self.retry_after_s = retry_after_s
 
 
@@ -83,8 +79,7 @@ class BudgetError(TiercelError):
         super().__init__(
             f"host memory of {bytes_asked:,} B was asked for, {bytes_available:,} B are available"
         )
-        self.bytes_asked = bytes_asked
-        self.bytes_available = bytes_available
+        self.bytes_asked, self.bytes_available = bytes_asked, bytes_available
 
 
 class WeightsError(TiercelError):
@@ -92,9 +87,7 @@ class WeightsError(TiercelError):
 
     def __init__(self, file: object, why: str, tensors: Sequence[str] = ()) -> None:
         super().__init__(f"{file}: {why}")
-        self.file = str(file)
-        self.why = why
-        self.tensors = tuple(tensors)
+        self.file, self.why, self.tensors = str(file), why, tuple(tensors)
 
 
 class LogitsError(TiercelError):
@@ -106,10 +99,7 @@ class RefusedError(TiercelError):
 
     def __init__(self, *, layout: str, copier: str, stream: str, why: str) -> None:
         super().__init__(f"copier {copier} refuses stream {stream} in layout {layout}: {why}")
-        self.layout = layout
-        self.copier = copier
-        self.stream = stream
-        self.why = why
+        self.layout, self.copier, self.stream = layout, copier, stream
 
 
 class TransferError(TiercelError):

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from tiercel.errors import ConfigError
-from tiercel.tree.actions import Cleared, Event
+from tiercel.tree.node import Cleared, Event
 from tiercel.types import Tier
 
 if TYPE_CHECKING:

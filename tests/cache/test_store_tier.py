@@ -22,7 +22,7 @@ from tiercel.storage.file import FileStore
 from tiercel.storage.memory import MemoryStore
 from tiercel.storage.record import page_key_of
 from tiercel.transfer.mover import RecordPlace, Work, Workers
-from tiercel.tree.actions import Cleared, Event
+from tiercel.tree.node import Cleared, Event
 from tiercel.types import Tier
 
 

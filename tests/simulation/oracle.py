@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tiercel.policy.evict import Rank
-from tiercel.tree.actions import Event
-from tiercel.tree.node import Item, Page, Tail
+from tiercel.tree.node import Event, Item, Page, Tail
 from tiercel.tree.prefix_tree import Match, PrefixTree
 from tiercel.types import PageKey, Tier
 

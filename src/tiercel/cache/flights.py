@@ -17,8 +17,7 @@ from tiercel.cache.request import Request, Transfer
 from tiercel.errors import TransferError
 from tiercel.transfer.controller import Controller
 from tiercel.transfer.plan import Direction, Plan
-from tiercel.tree.actions import Move
-from tiercel.tree.node import Page, Tail
+from tiercel.tree.node import Move, Page, Tail
 
 
 @dataclass(eq=False)

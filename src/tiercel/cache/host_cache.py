@@ -18,9 +18,8 @@ from tiercel.cache.host_tier import HostTier
 from tiercel.cache.request import Ended, Found, Transfer, Wait, WaitFor
 from tiercel.errors import TransferError
 from tiercel.transfer.plan import Direction
-from tiercel.tree.actions import Move
 from tiercel.tree.keys import KeyChain
-from tiercel.tree.node import Item
+from tiercel.tree.node import Item, Move
 
 
 class HostCache(HostTier[Ended]):

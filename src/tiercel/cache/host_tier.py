@@ -38,10 +38,9 @@ from tiercel.transfer.controller import Controller, LocalController
 from tiercel.transfer.copier import make_copier
 from tiercel.transfer.mover import StoreMover, Workers
 from tiercel.transfer.plan import Direction
-from tiercel.tree.actions import Cleared, Event, Move
 from tiercel.tree.check import readable, show
 from tiercel.tree.keys import KeyChain, Tokens
-from tiercel.tree.node import Item
+from tiercel.tree.node import Cleared, Event, Item, Move
 from tiercel.tree.prefix_tree import PrefixTree
 from tiercel.types import Namespace
 

@@ -8,8 +8,7 @@ from typing import Any
 from tiercel.cache.request import Wait, WaitFor
 from tiercel.pages.pool import PagePool, Reservation, Short, reserve
 from tiercel.spec.cache_spec import CacheSpec
-from tiercel.tree.actions import Actions, Move
-from tiercel.tree.node import Page, Tail
+from tiercel.tree.node import Actions, Move, Page, Tail
 from tiercel.tree.prefix_tree import PrefixTree
 from tiercel.types import DevicePageId, DeviceTailId, HostPageId
 

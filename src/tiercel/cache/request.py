@@ -12,9 +12,8 @@ import numpy.typing as npt
 from tiercel.errors import TransferError
 from tiercel.policy.resume import Reuse, Why, choose_resume
 from tiercel.spec.cache_spec import CacheSpec
-from tiercel.tree.actions import Move
 from tiercel.tree.keys import KeyChain
-from tiercel.tree.node import Item, Page, Tail
+from tiercel.tree.node import Item, Move, Page, Tail
 from tiercel.tree.prefix_tree import PrefixTree
 from tiercel.types import DevicePageId, DeviceTailId, place
 

@@ -26,8 +26,7 @@ from tiercel.spec.cache_spec import CacheSpec
 from tiercel.storage.record import Kind, page_key_of
 from tiercel.threads import start
 from tiercel.transfer.mover import Operation, Presence, RecordPlace, StoreMover, Work
-from tiercel.tree.actions import Cleared, Event
-from tiercel.tree.node import Item, Tail
+from tiercel.tree.node import Cleared, Event, Item, Tail
 from tiercel.tree.prefix_tree import PrefixTree
 from tiercel.types import HostPageId, PageKey, Tier
 

@@ -17,9 +17,22 @@ from typing import Any
 
 from tiercel.policy.evict import EvictPolicy
 from tiercel.policy.save import SavePolicy
-from tiercel.tree.actions import Actions, Cleared, Event, Move, event
 from tiercel.tree.candidates import Candidates, Doubles
-from tiercel.tree.node import FOREIGN, Item, Page, Tail, inherit, may_leave_device, may_leave_host, parent_of
+from tiercel.tree.node import (
+    FOREIGN,
+    Actions,
+    Cleared,
+    Event,
+    Item,
+    Move,
+    Page,
+    Tail,
+    event,
+    inherit,
+    may_leave_device,
+    may_leave_host,
+    parent_of,
+)
 from tiercel.types import HostPageId, PageKey, Tier
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tiercel.tree.actions import Cleared, Event, event
-from tiercel.tree.node import Item, Page, Tail
+from tiercel.tree.node import Cleared, Event, Item, Page, Tail, event
 from tiercel.tree.prefix_tree import PrefixTree
 from tiercel.types import Tier
 

@@ -1,4 +1,4 @@
-"""The two things that the tree caches: pages and tails.
+"""The two things that the tree caches, pages and tails, and what the tree says of them.
 
     page   one node of the tree; its parent is the page before it in the text
     tail   hangs on the page after which it continues
@@ -22,9 +22,9 @@ A page with `device` set has a parent with `device` set: what the device holds o
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from tiercel.types import HostPageId, PageKey
+from tiercel.types import DevicePageId, DeviceTailId, HostPageId, PageKey, Tier
 
 FOREIGN = -1
 
@@ -117,3 +117,49 @@ def may_leave_host(item: Item) -> bool:
     if item.device is not None or item.children or item.storing or not (item.on_host and idle(item)):
         return False
     return isinstance(item, Tail) or item.tail is None or idle(item.tail)
+
+
+# What the tree has decided, and others must do or may want to know
+
+
+class Move(NamedTuple):
+    """One page or tail on its way between the tiers, and the places it goes between."""
+
+    item: Item
+    device: int
+    host: tuple[HostPageId, ...]
+
+
+class Event(NamedTuple):
+    """Something became readable in a tier, or is no longer there."""
+
+    stored: bool
+    tier: Tier
+    tail: bool
+    key: PageKey
+    parent: PageKey = PageKey(b"")
+    """Of the page before it; empty for the first page of a text."""
+    tokens: bytes = b""
+    """Of the page, little-endian uint32; empty where they are not known."""
+
+
+def event(stored: bool, tier: Tier, item: Item) -> Event:
+    page = item.page if isinstance(item, Tail) else item
+    parent = page.parent.key if page.parent is not None else PageKey(b"")
+    return Event(stored, tier, page is not item, page.key, parent, page.tokens)
+
+
+class Cleared(NamedTuple):
+    """Nothing of what a tier held is there any more."""
+
+    tier: Tier
+
+
+@dataclass
+class Actions:
+    """What the tree has decided and someone else must do."""
+
+    pages: list[DevicePageId] = field(default_factory=list)
+    tails: list[DeviceTailId] = field(default_factory=list)
+    host: list[HostPageId] = field(default_factory=list)
+    saves: list[Move] = field(default_factory=list)
