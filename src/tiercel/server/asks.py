@@ -9,9 +9,10 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from dataclasses import fields as fields_of
 from typing import TYPE_CHECKING, cast
 
-from tiercel.engine.ask import Ask
+from tiercel.engine.ask import Ask, Sampling
 from tiercel.engine.sampling import check as check_sampling
 from tiercel.errors import InputError
 from tiercel.server.body import SamplingFields
@@ -25,16 +26,9 @@ if TYPE_CHECKING:
     from tiercel.engine.service import EngineService
 
 
-SAME = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "ignore_eos",
-)
-"""Fields of a call that are fields of `Sampling`, too. A field that is not given has the engine's default."""
+_CHANGED = {"logit_bias", "stop", "top_k"}
+SAME = {each.name for each in fields_of(Sampling)} & SamplingFields.model_fields.keys() - _CHANGED
+"""Fields that a call passes to `Sampling` as they are. A field that is not given has the engine's default."""
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,8 @@ from tiercel.server.body import (
 )
 from tiercel.server.border import Visit, visit_of
 from tiercel.server.errors import conflict
+from tiercel.server.openai_replies import cached_by_tier, finite
 from tiercel.server.protocol import CachedByTier
-from tiercel.server.replies import cached_by_tier, finite
 from tiercel.server.reply import AskGroup, Front, finish_reason, respond, to_json
 from tiercel.server.schema import gives
 from tiercel.text.text import Text

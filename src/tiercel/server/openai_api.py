@@ -14,6 +14,7 @@ from tiercel.engine.ask import Ask, Sampling
 from tiercel.server import asks, keys, schema
 from tiercel.server.border import visit_of
 from tiercel.server.errors import ApiError, conflict
+from tiercel.server.openai_replies import ChatReply, CompletionReply
 from tiercel.server.protocol import (
     ChatRequest,
     ChatResponse,
@@ -23,7 +24,6 @@ from tiercel.server.protocol import (
     ModelList,
     OpenAIRequest,
 )
-from tiercel.server.replies import ChatReply, CompletionReply
 from tiercel.server.reply import AskGroup, Front, respond
 from tiercel.server.schema import gives
 

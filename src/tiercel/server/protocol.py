@@ -243,7 +243,7 @@ class CompletionRequest(OpenAIRequest):
     logprobs: TopLogprobs | None = None
 
 
-# --- answers: only for the schema. `replies` writes them as JSON ---
+# --- answers: only for the schema. `openai_replies` writes them as JSON ---
 
 
 class CachedDetails(BaseModel):
