@@ -91,12 +91,12 @@ def _bytes_by_stream(spec: CacheSpec, pages: int, tails: int) -> dict[str, int]:
 
 
 def check(cache: HostTier[Any]) -> None:
-    """Every invariant of the tree and of the host pool; and I4: a host page has one owner."""
+    """Every invariant of the tree and of the host pool."""
     tree_check.check(cache.tree)
-    check_owners(cache.host_pages, _host_owners(cache))
+    _check_owners(cache.host_pages, _host_owners(cache))
 
 
-def check_owners(pool: PagePool[Any], owned: Iterable[int]) -> None:
+def _check_owners(pool: PagePool[Any], owned: Iterable[int]) -> None:
     """I4: a place has one owner, the tree, a request or a transfer."""
     pool.check()
     assert sorted(owned) == sorted(pool.owned_ids()), f"I4: owners of {pool.name}"
@@ -125,5 +125,5 @@ def check_device(cache: TieredCache) -> None:
     for move in cache.flights.moves():
         if move.item.gone or move.item.device != move.device:
             owned[isinstance(move.item, Page)].append(move.device)
-    check_owners(cache.pages, owned[True])
-    check_owners(cache.tails, owned[False])
+    _check_owners(cache.pages, owned[True])
+    _check_owners(cache.tails, owned[False])

@@ -56,9 +56,8 @@ class Fetch:
     replay: bool
     match: Match
     """What the nearer tiers had when the store was asked."""
-    began_s: float
-    wait_s: float
-    """How long the request waits for its turn anyway, as far as known."""
+    expected_s: float
+    """When the request is expected to want to begin."""
     moved_s: float
     """Time of the last progress."""
     turn_s: float | None = None
@@ -210,7 +209,7 @@ class Fetches:
         if fetch is not None:
             return fetch
         now, match = self.clock(), self.tree.match(chain.keys, limit)
-        fetch = self.of[chain] = Fetch(chain, limit, replay, match, now, wait_s, moved_s=now)
+        fetch = self.of[chain] = Fetch(chain, limit, replay, match, now + wait_s, moved_s=now)
         if match.boundary >= limit:
             self._over(fetch, None)
         elif not self.breaker.allows(now):
@@ -297,7 +296,7 @@ class Fetches:
         room = self._bytes_most - sum(each.bytes_held for each in self.of.values())
         costs = self.costs if fetch.replay else replace(self.costs, replay_tokens=None)
         now = self.clock()
-        wait_s = max(0.0, fetch.began_s + fetch.wait_s - now) if fetch.turn_s is None else 0.0
+        wait_s = max(0.0, fetch.expected_s - now) if fetch.turn_s is None else 0.0
         ahead = self._bytes_sent - self._bytes_ended
         wanted = choose_fetch(held, costs, bytes_ahead=ahead, wait_s=wait_s, bytes_most=max(0, room))
         if isinstance(wanted, Refusal):
