@@ -8,7 +8,7 @@ import pytest
 
 from tiercel.errors import StoreError
 from tiercel.storage.base import Checked, Put, Store
-from tiercel.storage.conformance import Outcome, checks, run_checks, samples
+from tiercel.storage.conformance import Verdict, checks, run_checks, samples
 from tiercel.storage.conformance.checks import CHECKS
 from tiercel.storage.conformance.samples import SMALL_BYTES, Subject
 from tiercel.storage.memory import MemoryStore
@@ -382,7 +382,7 @@ def overwrite(store, key):
 @pytest.mark.parametrize("store_class", BROKEN, ids=lambda store_class: store_class.__name__)
 def test_a_broken_store_is_found_by_the_check_that_is_about_it(store_class):
     result = run_checks(subject_of(store_class), [BROKEN[store_class]])[0]
-    assert result.outcome is Outcome.FAILED
+    assert result.outcome is Verdict.FAILED
     assert result.why
 
 
@@ -390,9 +390,9 @@ def test_a_broken_store_is_found_by_the_check_that_is_about_it(store_class):
 def test_a_right_store_passes_every_check_that_concerns_it(right):
     results = run_checks(subject_of(right))
     assert [result.check for result in results] == [check.__name__ for check in CHECKS]
-    failed = [str(result) for result in results if result.outcome is Outcome.FAILED]
+    failed = [str(result) for result in results if result.outcome is Verdict.FAILED]
     assert not failed
-    inapplicable = {result.check for result in results if result.outcome is Outcome.INAPPLICABLE}
+    inapplicable = {result.check for result in results if result.outcome is Verdict.INAPPLICABLE}
     assert inapplicable == (
         {"what_was_kept_outlives_the_store"} if right is MemoryStore else {"a_full_store_answers"}
     )
@@ -403,7 +403,7 @@ def test_a_store_that_can_not_list_is_not_wrong():
         keys = Store.keys
 
     result = run_checks(Subject(Silent), [checks.keys_lists_what_is_there])[0]
-    assert result.outcome is Outcome.INAPPLICABLE
+    assert result.outcome is Verdict.INAPPLICABLE
     assert "can not list" in result.why
 
 

@@ -88,7 +88,7 @@ def conformance(
     as_json: AsJson = False,
 ) -> None:
     """Test a store against the contract of tiercel.storage.base. Exit code 1: a check failed."""
-    from tiercel.storage.conformance import Outcome, run_checks
+    from tiercel.storage.conformance import Verdict, run_checks
     from tiercel.storage.conformance.checks import CHECKS
     from tiercel.storage.conformance.samples import Subject
 
@@ -102,7 +102,7 @@ def conformance(
     if as_json:
         told = [{"check": r.check, "outcome": r.outcome.value.lower(), "why": r.why} for r in results]
         typer.echo(json.dumps(told, indent=2))
-    if any(result.outcome is Outcome.FAILED for result in results):
+    if any(result.outcome is Verdict.FAILED for result in results):
         raise typer.Exit(1)
 
 

@@ -18,10 +18,10 @@ from tiercel.storage.base import Store
 from tiercel.storage.conformance.checks import CHECKS
 from tiercel.storage.conformance.samples import Inapplicable, Subject
 
-__all__ = ["Outcome", "Result", "Subject", "run_checks"]
+__all__ = ["Verdict", "Result", "Subject", "run_checks"]
 
 
-class Outcome(Enum):
+class Verdict(Enum):
     PASSED = "passed"
     FAILED = "FAILED"
     INAPPLICABLE = "inapplicable"
@@ -29,7 +29,7 @@ class Outcome(Enum):
 
 class Result(NamedTuple):
     check: str
-    outcome: Outcome
+    outcome: Verdict
     why: str = ""
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ def _run(check: Callable[..., None], subject: Subject) -> Result:
             again = subject.open_again and closed_later(subject.open_again)
             apply(check, Subject(closed_later(subject.open), small, again, subject.spoil))
     except Inapplicable as why:
-        return Result(check.__name__, Outcome.INAPPLICABLE, str(why))
+        return Result(check.__name__, Verdict.INAPPLICABLE, str(why))
     except Exception as error:  # noqa: BLE001 - whatever a store raises, the other checks go on
-        return Result(check.__name__, Outcome.FAILED, f"{type(error).__name__}: {error}")
-    return Result(check.__name__, Outcome.PASSED)
+        return Result(check.__name__, Verdict.FAILED, f"{type(error).__name__}: {error}")
+    return Result(check.__name__, Verdict.PASSED)

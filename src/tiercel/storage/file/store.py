@@ -27,14 +27,14 @@ from tiercel.storage.file.room import Limits, free_for, segment_bytes_for
 from tiercel.storage.file.segment import HEADER_MOST, OtherVersion, Reader, Segment, note, packed_bytes
 from tiercel.storage.record import ALIGN_LEAST, MAGIC, Flaw, Kind, RecordKey, parse
 
-SPAN_BYTES = 2 * 1024**2
+STRETCH_BYTES = 2 * 1024**2
 """Neighbouring records are read in one call of up to so many bytes: efficient for the disk, and small enough
 to share a batch among threads."""
 
 _GLANCE = 2 * ALIGN_LEAST  # the first bytes of a record, with its key
 
 
-class Span(NamedTuple):
+class Stretch(NamedTuple):
     """Neighbouring records of a segment, read by one call."""
 
     segment: Segment
@@ -96,19 +96,19 @@ class FileStore(Store):
     def get(self, wanted: Sequence[Get]) -> list[bool]:
         answers = [False] * len(wanted)
         with self._call("reading records"):
-            spans = self._find(wanted)
+            stretches = self._find(wanted)
             threads = 1 if self._log.lanes.queued else READERS
-            shares = [spans[start::threads] for start in range(min(threads, len(spans)))]
+            shares = [stretches[start::threads] for start in range(min(threads, len(stretches)))]
             try:
                 self._log.readers.each(lambda share: self._read(share, wanted, answers), shares)
             finally:
-                self._let_go(span.segment for span in spans)
+                self._let_go(stretch.segment for stretch in stretches)
         return answers
 
-    def _find(self, wanted: Sequence[Get]) -> list[Span]:
-        """Where the records are, neighbours in one span. Their segments stay open until `_let_go`."""
-        found, spans, end = list[tuple[int, int, int, int]](), list[Span](), 0
-        last: Span | None = None
+    def _find(self, wanted: Sequence[Get]) -> list[Stretch]:
+        """Where the records are, neighbours in one stretch. Their segments stay open until `_let_go`."""
+        found, stretches, end = list[tuple[int, int, int, int]](), list[Stretch](), 0
+        last: Stretch | None = None
         with self._log.lock:
             for number in reversed(range(len(wanted))):  # the first page was used last: the others need it
                 key, parts = wanted[number]
@@ -123,18 +123,18 @@ class FileStore(Store):
             found.sort()
             for of, offset, room, number in found:
                 beside = last and offset == end and of == last.segment.number
-                if last and beside and offset + room - last.offset <= SPAN_BYTES:
+                if last and beside and offset + room - last.offset <= STRETCH_BYTES:
                     last.wanted.append(number)
                 else:
-                    last = Span(self._index.segments[of], offset, [number])
+                    last = Stretch(self._index.segments[of], offset, [number])
                     last.segment.readers += 1
-                    spans.append(last)
+                    stretches.append(last)
                 end = offset + room
-        return spans
+        return stretches
 
-    def _read(self, spans: Sequence[Span], wanted: Sequence[Get], answers: list[bool]) -> None:
+    def _read(self, stretches: Sequence[Stretch], wanted: Sequence[Get], answers: list[bool]) -> None:
         requests: list[Request] = []
-        for segment, offset, numbers in spans:
+        for segment, offset, numbers in stretches:
             parts: list[memoryview] = []
             for number in numbers:
                 parts += wanted[number].parts
@@ -143,15 +143,15 @@ class FileStore(Store):
             requests.append((segment.file, offset, parts))
         with self._log.lanes.take() as lane:
             whole = direct.read_many(requests, lane)
-        alone = list[Span]()
-        for complete, span in zip(whole, spans, strict=True):
+        alone = list[Stretch]()
+        for complete, stretch in zip(whole, stretches, strict=True):
             if complete:
-                for number in span.wanted:
+                for number in stretch.wanted:
                     answers[number] = _is_answer(wanted[number])
-            elif len(span.wanted) > 1:  # one of them can not be read: find out which
-                offset = span.offset
-                for number in span.wanted:
-                    alone.append(Span(span.segment, offset, [number]))
+            elif len(stretch.wanted) > 1:  # one of them can not be read: find out which
+                offset = stretch.offset
+                for number in stretch.wanted:
+                    alone.append(Stretch(stretch.segment, offset, [number]))
                     offset += padded(wanted[number].bytes)
         if alone:
             self._read(alone, wanted, answers)
