@@ -1,4 +1,4 @@
-"""Builds the native CPU kernels. Without a C compiler the package installs all the same: on plain torch."""
+"""Builds the native CPU kernels and copies. Without a C compiler the package installs all the same: on plain torch."""
 
 import hashlib
 import platform
@@ -31,6 +31,12 @@ setup(
             extra_compile_args=["-O3", TUNE, "-fopenmp", "-ffp-contract=off"],
             extra_link_args=["-fopenmp"],
             optional=True,
-        )
+        ),
+        Extension(
+            "tiercel.kernels._copy",
+            ["src/tiercel/kernels/copy.c"],
+            extra_compile_args=["-O3"],
+            optional=True,
+        ),
     ],
 )

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from tiercel.errors import ConfigError
 
-LAYOUTS = ("layer_first", "page_first", "page_first_direct")
+LAYOUTS = ("layer_first", "page_first_direct")
 COPIERS = ("reference", "direct")
 SAVE_POLICIES = ("through", "selective", "back")
 EVICT_POLICIES = ("lru", "lfu", "slru", "priority")

@@ -11,7 +11,6 @@
     ├── BudgetError           host memory that is not there; carries both numbers
     ├── WeightsError          a model's files: broken, or of another model; names file and tensors
     ├── LogitsError           a model's answer that names no token
-    ├── RefusedError          a layout, copier and stream that do not fit together
     ├── TransferError         a copy that failed; its plan fails, nothing else
     └── StoreError            an operation of a store that failed; the store goes on
 
@@ -92,14 +91,6 @@ class WeightsError(TiercelError):
 
 class LogitsError(TiercelError):
     """A model computed something from which no token can be drawn. One request fails, nothing else."""
-
-
-class RefusedError(TiercelError):
-    """A layout, a copier and a stream that can not move bytes together."""
-
-    def __init__(self, *, layout: str, copier: str, stream: str, why: str) -> None:
-        super().__init__(f"copier {copier} refuses stream {stream} in layout {layout}: {why}")
-        self.layout, self.copier, self.stream = layout, copier, stream
 
 
 class TransferError(TiercelError):

@@ -144,8 +144,6 @@ def test_a_save_that_fails_leaves_nothing_and_is_told():
     engine = Engine()
 
     class Broken:
-        layers = (0,)
-
         def copy(self, *_):
             raise OSError("no copy today")
 

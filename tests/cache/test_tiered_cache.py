@@ -14,7 +14,7 @@ from tests.simulation.specs import SPECS
 from tiercel.cache import Loaded, Request, RequestState, TieredCache, Wait, WaitFor
 from tiercel.cache.audit import PoolStats
 from tiercel.config import CacheConfig
-from tiercel.errors import BudgetError, ConfigError, RefusedError
+from tiercel.errors import BudgetError, ConfigError
 from tiercel.pages.pool import Short, reserve
 from tiercel.policy.resume import Why
 from tiercel.transfer.plan import Direction
@@ -628,7 +628,7 @@ def test_a_flush_leaves_what_a_request_holds():
         ({"spec": WINDOW, "device_tails": 1}, ConfigError, "device_tails = 1"),
         ({"host_pages": 0, "copier": "nobody"}, ConfigError, "copier = 'nobody'"),
         ({"spec": SPECS["recurrent"], "host_pages": 1}, ConfigError, "host_bytes = .* a tail takes 2"),
-        ({"layout": "page_first", "copier": "direct"}, RefusedError, "page_first"),
+        ({"layout": "page_last"}, ConfigError, "layout = 'page_last'"),
         ({"host_pages": 10**12}, BudgetError, "are available"),
     ],
 )

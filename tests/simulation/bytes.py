@@ -48,11 +48,12 @@ class Bytes:
         streams = self.spec.tail_streams if tail else self.spec.page_streams
         record = hashlib.shake_128(text + bytes([tail])).digest(sum(map(self.spec.bytes_of, streams)))
         data, rows, start = np.frombuffer(record, np.uint8), [], 0
-        for stream in streams:
-            for layer in stream.layers:
-                end = start + self.spec.row_bytes(stream)
-                rows.append(((stream.name, layer), data[start:end]))
-                start = end
+        for layer in self.spec.layers:  # as in a record: [layer][stream][row]
+            for stream in streams:
+                if layer in stream.layers:
+                    end = start + self.spec.row_bytes(stream)
+                    rows.append(((stream.name, layer), data[start:end]))
+                    start = end
         return rows
 
     def write(self, page_id: int, key: PageKey, text: Text, *, tail: bool) -> None:

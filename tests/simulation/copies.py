@@ -41,13 +41,12 @@ class FaultyCopier:
 
     def __init__(self, copier: Any) -> None:
         self.copier = copier
-        self.layers = copier.layers
         self.copies_until_fault: int | None = None
 
-    def copy(self, direction: Any, leg: Any, layer: int) -> None:
+    def copy(self, direction: Any, leg: Any) -> None:
         if self.copies_until_fault is not None:
             if self.copies_until_fault == 0:
                 self.copies_until_fault = None
                 raise FaultyCopyError("the simulation made this copy fail")
             self.copies_until_fault -= 1
-        self.copier.copy(direction, leg, layer)
+        self.copier.copy(direction, leg)

@@ -23,7 +23,7 @@ from tests.simulation.stage import Indifferent, Stage
 from tests.transfer.borrowed import make_borrowed
 from tiercel.cache import HostCache, Transfer, Wait
 from tiercel.config import EVICT_POLICIES, FETCH_POLICIES, LAYOUTS, CacheConfig
-from tiercel.errors import RefusedError, TransferError
+from tiercel.errors import TransferError
 from tiercel.transfer.plan import Direction
 from tiercel.tree.keys import KeyChain
 from tiercel.tree.node import Page
@@ -131,11 +131,7 @@ class ForeignWorld(Stage):
         )
         shuffled = lambda count: random.sample(range(count), count)  # noqa: E731
         with patch.object(cache_module, "PrefixTree", WatchedTree):
-            try:
-                return HostCache(self.spec, config, self.memory, executors=self.copies, pool_order=shuffled)
-            except RefusedError:
-                fields = CacheConfig(**config.__dict__ | {"copier": "reference"})
-                return HostCache(self.spec, fields, self.memory, executors=self.copies, pool_order=shuffled)
+            return HostCache(self.spec, config, self.memory, executors=self.copies, pool_order=shuffled)
 
     def copier_writes(self, transfer: Transfer, row: tuple[str, int]) -> bool:
         return bool(self.saving[transfer]) and row in self.bytes.rows

@@ -20,7 +20,6 @@ from tests.simulation.specs import SPECS
 from tests.simulation.stage import Indifferent, Stage
 from tiercel.cache import Extended, Request, RequestState, TieredCache, Wait
 from tiercel.config import EVICT_POLICIES, FETCH_POLICIES, LAYOUTS, SAVE_POLICIES, CacheConfig
-from tiercel.errors import RefusedError
 from tiercel.transfer.plan import Direction
 from tiercel.tree.keys import KeyChain
 from tiercel.tree.node import Page
@@ -80,13 +79,7 @@ class World(Stage):
         )
         shuffled = lambda count: random.sample(range(count), count)  # noqa: E731
         with patch.object(cache_module, "PrefixTree", WatchedTree):
-            try:
-                return TieredCache(self.spec, config, executors=self.copies, pool_order=shuffled)
-            except RefusedError:
-                fields = config.__dict__ | {"copier": "reference"}
-                return TieredCache(
-                    self.spec, CacheConfig(**fields), executors=self.copies, pool_order=shuffled
-                )
+            return TieredCache(self.spec, config, executors=self.copies, pool_order=shuffled)
 
     def _poison_what_is_freed(self) -> None:
         for pool, tail in ((self.cache.pages, False), (self.cache.tails, True)):
@@ -328,7 +321,7 @@ class World(Stage):
         for page in self.cache.tree.index.values():
             if page.device is not None and page.load is None:
                 self.bytes.check(page.device, self.bytes.texts[page.key], tail=False, who="the tree")
-            if page.fetched and page.on_host and not self.cache.host.layout.by_entry:
+            if page.fetched and page.on_host:
                 assert page.key in self.bytes.texts, "I9: a page nobody has written came from the store"
                 record = b"".join(row for _, row in self.bytes.expected(self.bytes.texts[page.key], False))
                 views = self.cache.host.views(page.host, len(record))

@@ -18,12 +18,6 @@ def test_a_row_holds_all_parts_of_all_entries_and_is_padded() -> None:
     assert stream.row_bytes(256) == 37_440
 
 
-def test_a_row_is_cut_by_entries_only_with_one_part_and_no_padding() -> None:
-    assert make_stream().cut_by_entries(4)
-    assert not make_stream(row_align=48).cut_by_entries(4)
-    assert not make_stream(parts=(Part("value", 16), Part("scale", 4))).cut_by_entries(4)
-
-
 @pytest.mark.parametrize(
     ("keep", "entries"), [(Window(8), 8), (Window(16), 16), (Window(100), 16), (State(entries=3), 3)]
 )

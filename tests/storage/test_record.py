@@ -98,7 +98,6 @@ def test_what_is_cut_short_is_a_flaw():
     [
         (replace(FORM, digest=bytes(16)), Flaw.FORM),
         (replace(FORM, kind=Kind.TAIL), Flaw.KEY),
-        (replace(FORM, kind=Kind.PAGE_BY_ENTRY), Flaw.KEY),
         (replace(FORM, streams=(("kv", (0, 2), 8),)), Flaw.FORM),
         (replace(FORM, streams=(("kx", (0, 1), 8),)), Flaw.FORM),
         (replace(FORM, streams=(("kv", (0, 1, 2), 8),), payload_bytes=24), Flaw.FORM),
@@ -138,7 +137,7 @@ streams = st.lists(
 
 
 @given(
-    st.sampled_from([Kind.PAGE, Kind.TAIL, Kind.PAGE_BY_ENTRY]),
+    st.sampled_from([Kind.PAGE, Kind.TAIL]),
     st.binary(min_size=16, max_size=16),
     st.binary(min_size=32, max_size=32),
     streams,

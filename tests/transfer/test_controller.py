@@ -18,15 +18,14 @@ TIMEOUT_S = 30
 
 
 class BrokenPageCopier(DirectCopier):
-    """One host page can not be read or written, from some layer on."""
+    """One host page can not be read or written."""
 
     broken_page = host_page(0)
-    broken_layer = 2
 
-    def copy(self, direction: Direction, leg: Leg, layer: int) -> None:
-        if (self.broken_page,) in leg.host and layer >= self.broken_layer:
+    def copy(self, direction: Direction, leg: Leg) -> None:
+        if (self.broken_page,) in leg.host:
             raise OSError("bad memory")
-        super().copy(direction, leg, layer)
+        super().copy(direction, leg)
 
 
 @pytest.fixture
@@ -155,17 +154,3 @@ def test_closing_waits_for_what_is_in_flight_and_may_be_done_twice(
     controller.close()
     controller.close()
     assert tickets(controller.poll()) == sent
-
-
-def test_layers_are_copied_in_ascending_order_all_legs_of_one_first(rig: Rig) -> None:
-    order: list[tuple[int, bool]] = []
-
-    class Noting(DirectCopier):
-        def copy(self, direction: Direction, leg: Leg, layer: int) -> None:
-            order.append((layer, leg.tails))
-            super().copy(direction, leg, layer)
-
-    controller = LocalController(Noting(rig.device, rig.host))
-    controller.submit(rig.save_plan())
-    controller.close()
-    assert order == [(layer, kind) for layer in range(5) for kind in (False, True)]

@@ -3,11 +3,9 @@ from __future__ import annotations
 import pickle
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.transfer.rig import device_page, device_tail, host_page
-from tiercel.transfer.plan import Direction, Leg, Plan, Run
+from tiercel.transfer.plan import Direction, Leg, Plan
 from tiercel.types import DevicePageId, DeviceTailId
 
 LOAD, SAVE = Direction.LOAD, Direction.SAVE
@@ -47,19 +45,6 @@ def test_a_leg_with_a_side_missing_is_a_bug() -> None:
         Leg(True, (), ((host_page(1),),))
 
 
-def test_runs_are_neighbours_on_both_sides() -> None:
-    leg = make_page_leg((4, 2), (5, 3), (6, 4), (7, 9), (9, 10), (10, 11), (3, 12))
-    assert leg.runs == (Run(4, 2, 3), Run(7, 9, 1), Run(9, 10, 2), Run(3, 12, 1))
-
-
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5))))
-def test_runs_and_places_are_the_same_pages(pairs: list[tuple[int, int]]) -> None:
-    leg = make_page_leg(*pairs)
-    assert [(device, host) for device, (host,) in leg.places] == pairs
-    assert [(d + i, h + i) for d, h, length in leg.runs for i in range(length)] == pairs
-    assert leg.places_max == (max([d for d, _ in pairs], default=-1), max([h for _, h in pairs], default=-1))
-
-
 def test_a_callers_places_for_pages_and_tails_may_have_the_same_numbers() -> None:
     plan = Plan.of(LOAD, [(DevicePageId(3), (host_page(1),))], [(DeviceTailId(3), (host_page(2),))])
     assert len(plan.legs) == 2
@@ -73,5 +58,4 @@ def test_a_plan_survives_pickling_whether_it_was_looked_at_or_not() -> None:
     )
     again = pickle.loads(pickle.dumps(plan))
     assert again == plan and again.direction is SAVE
-    assert [leg.places for leg in again.legs] == [leg.places for leg in plan.legs]
     assert pickle.loads(pickle.dumps(plan)) == plan

@@ -1,12 +1,12 @@
 """Where every byte of a page is: pure arithmetic over places, no memory.
 
-A place holds one page (or, on the device, one tail). Its record is its rows in the order of the declaration,
-[stream][layer][row]. A layout says where the bytes of a record lie among those of the other places. With two
-streams, `k` of layers 0 and 1 and `v` of layer 1, places p0 and p1, entries a and b in a row:
+A place holds one page (or, on the device, one tail). Its record is its rows, layer by layer, in each the
+streams in the order of the declaration: [layer][stream][row]. So consecutive layers of a record lie together.
+A layout says where the bytes of a record lie among those of the other places. With two streams, `k` of layers
+0 and 1 and `v` of layer 1, and places p0 and p1:
 
     layer_first          k0:p0 k0:p1 │ k1:p0 k1:p1 │ v1:p0 v1:p1
     page_first_direct    p0: k0 k1 v1                │ p1: k0 k1 v1
-    page_first           p0: k0a k1a k0b k1b v1      │ p1: k0a k1a k0b k1b v1
 
 Every layout is linear in the place: the row of place p begins at `offset + p · stride`. Copiers, memories
 and stores ask for pieces and ranges; nobody outside this file asks which layout it is.
@@ -47,22 +47,21 @@ Pieces = tuple[tuple[int, Piece], ...]
 """What a row is made of, in the order of its bytes: (which place of the page or tail, which bytes of it)."""
 
 
-def record_rows(streams: Iterable[Stream], page_tokens: int) -> Iterator[tuple[Stream, int, Range]]:
+def record_rows(streams: Sequence[Stream], page_tokens: int) -> Iterator[tuple[Stream, int, Range]]:
     """(stream, layer, where the row lies in the record) of every row, in record order."""
     offset = 0
-    for stream in streams:
-        row_bytes = stream.row_bytes(page_tokens)
-        for layer in stream.layers:
-            yield stream, layer, Range(offset, row_bytes)
-            offset += row_bytes
+    for layer in sorted({layer for stream in streams for layer in stream.layers}):
+        for stream in streams:
+            if layer in stream.layers:
+                size = stream.row_bytes(page_tokens)
+                yield stream, layer, Range(offset, size)
+                offset += size
 
 
 class Layout(ABC):
     """The places of one pool in one flat buffer. A layout holds no memory and knows no ids, only places."""
 
     name: ClassVar[str]
-    by_entry: ClassVar[bool] = False
-    """The bytes of a place lie in another order than those of its record (`place_ranges`)."""
 
     def __init__(self, streams: Sequence[Stream], page_tokens: int, places: int) -> None:
         assert places >= 0, places
@@ -71,10 +70,11 @@ class Layout(ABC):
         self.places = places
         self.place_bytes = sum(row.bytes for _, _, row in record_rows(streams, page_tokens))
         self.bytes_total = places * self.place_bytes
-        self.rows: dict[RowName, Pieces] = {}
-        """In record order: one piece, or a piece for each entry."""
-        for stream, layer, row in record_rows(streams, page_tokens):
-            self.rows[stream.name, layer] = ((0, Piece(*self._lay(row), row.bytes)),)
+        self.rows: dict[RowName, Pieces] = {
+            (stream.name, layer): ((0, Piece(*self._lay(row), row.bytes)),)
+            for stream, layer, row in record_rows(streams, page_tokens)
+        }
+        """In record order."""
 
     @abstractmethod
     def _lay(self, row: Range) -> tuple[int, int]:
@@ -82,14 +82,10 @@ class Layout(ABC):
 
     @abstractmethod
     def cut(self, offset: int, size: int) -> tuple[Piece, ...]:
-        """Bytes offset … offset + size - 1 of any place, counted in the order of `place_ranges`."""
+        """Bytes offset … offset + size - 1 of any place, in record order."""
 
     def place_ranges(self, place: int) -> tuple[Range, ...]:
-        """All bytes of one place; ranges that touch are joined.
-
-        In record order, except that `page_first` keeps the order it stores: whoever writes these bytes
-        outside the process must name the order beside them.
-        """
+        """All bytes of one place in record order; ranges that touch are joined."""
         assert 0 <= place < self.places, f"place {place} of {self.places}"
         return joined(piece.at(place) for piece in self.cut(0, self.place_bytes))
 
@@ -106,7 +102,7 @@ def joined(ranges: Iterable[Range]) -> tuple[Range, ...]:
 
 
 class LayerFirst(Layout):
-    """[stream][layer][page][row]: how attention reads the device. Neighbouring pages of one layer touch;
+    """[layer][stream][page][row]: how attention reads the device. Neighbouring pages of one layer touch;
     a page is as many ranges as it has rows."""
 
     name = "layer_first"
@@ -126,7 +122,7 @@ class LayerFirst(Layout):
 
 
 class PageFirstDirect(Layout):
-    """[page][stream][layer][row]: a page is one record, a layer of it is one copy."""
+    """[page][layer][stream][row]: a page is one record, a layer of it is one range."""
 
     name = "page_first_direct"
 
@@ -138,34 +134,7 @@ class PageFirstDirect(Layout):
         return (Piece(offset, self.place_bytes, size),)
 
 
-class PageFirst(PageFirstDirect):
-    """[page][stream][entry][layer]: all layers of an entry lie together, so part of a page is one range too.
-
-    A row of more than one part, or with padding, can not be cut by entries: such a stream is kept as in
-    `page_first_direct`, [page][stream][layer][row].
-    """
-
-    name = "page_first"
-    by_entry = True
-
-    def __init__(self, streams: Sequence[Stream], page_tokens: int, places: int) -> None:
-        super().__init__(streams, page_tokens, places)
-        for stream in streams:
-            if stream.cut_by_entries(page_tokens):
-                self._interleave(stream)
-
-    def _interleave(self, stream: Stream) -> None:
-        entries, layers = stream.entries_per_row(self.page_tokens), len(stream.layers)
-        if entries == 1 or layers == 1:
-            return  # one piece in either order
-        ((_, (base, _, _)),) = self.rows[stream.name, stream.layers[0]]
-        size = stream.bytes_per_entry
-        for index, layer in enumerate(stream.layers):
-            starts = range(base + index * size, base + entries * layers * size, layers * size)
-            self.rows[stream.name, layer] = tuple((0, Piece(at, self.place_bytes, size)) for at in starts)
-
-
-LAYOUTS: dict[str, type[Layout]] = {kind.name: kind for kind in (LayerFirst, PageFirst, PageFirstDirect)}
+LAYOUTS: dict[str, type[Layout]] = {kind.name: kind for kind in (LayerFirst, PageFirstDirect)}
 
 
 def make_layout(name: str, streams: Sequence[Stream], page_tokens: int, places: int) -> Layout:

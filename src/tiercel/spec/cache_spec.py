@@ -19,7 +19,7 @@ from tiercel.errors import SpecError
 from tiercel.spec.stream import Keep, Part, Prefix, State, Stream, Window, check_positive
 
 FORM_BYTES = 16
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Part of the form: raise it when the meaning of stored bytes changes."""
 
 

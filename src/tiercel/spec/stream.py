@@ -116,11 +116,6 @@ class Stream:
         used = self.entries_per_row(page_tokens) * self.bytes_per_entry
         return -(-used // self.row_align) * self.row_align
 
-    def cut_by_entries(self, page_tokens: int) -> bool:
-        """Whether entry i of a row is simply its i-th slice: one part, no padding."""
-        entries = self.entries_per_row(page_tokens)
-        return len(self.parts) == 1 and self.row_bytes(page_tokens) == entries * self.parts[0].bytes
-
 
 def check_positive(field: str, value: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:

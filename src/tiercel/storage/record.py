@@ -37,9 +37,8 @@ View = memoryview | bytearray | bytes  # contiguous bytes
 class Kind(IntEnum):
     """What a record holds. The last two are notes that a store writes for itself."""
 
-    PAGE = 1  # rows in the order of the declaration: [stream][layer][row]
+    PAGE = 1  # rows: [layer][stream][row]
     TAIL = 2
-    PAGE_BY_ENTRY = 3  # A page as [stream][entry][layer]. Its kind makes it another record.
     REMOVED = 16  # earlier records of this key are gone
     CLEARED = 17  # all earlier records are gone
 

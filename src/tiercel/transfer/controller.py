@@ -135,10 +135,9 @@ class LocalController(Controller):
 
 
 def carry(copier: Copier, plan: Plan, seconds: dict[str, float]) -> None:
-    """Do what a plan says, layer by layer. Adds up the time of pages and of tails."""
-    for layer in copier.layers:
-        for leg in plan.legs:
-            start = perf_counter()
-            copier.copy(plan.direction, leg, layer)
-            what = "tails" if leg.tails else "pages"
-            seconds[what] = seconds.get(what, 0.0) + perf_counter() - start
+    """Do what a plan says. Adds up the time of pages and of tails."""
+    for leg in plan.legs:
+        start = perf_counter()
+        copier.copy(plan.direction, leg)
+        what = "tails" if leg.tails else "pages"
+        seconds[what] = seconds.get(what, 0.0) + perf_counter() - start

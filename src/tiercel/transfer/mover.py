@@ -121,9 +121,8 @@ class StoreMover:
         self._host = host
         self._clock = clock
         self._landed = landed
-        pages = Kind.PAGE_BY_ENTRY if host.layout.by_entry else Kind.PAGE
         self.forms = {
-            False: _form(pages, spec, spec.page_streams, store.align),
+            False: _form(Kind.PAGE, spec, spec.page_streams, store.align),
             True: _form(Kind.TAIL, spec, spec.tail_streams, store.align),
         }
         store.register(host.mapped)

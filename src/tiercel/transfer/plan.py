@@ -13,10 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
-from typing import NamedTuple
 
-from tiercel.types import HostPageId, place
+from tiercel.types import HostPageId
 
 Pair = tuple[int, tuple[HostPageId, ...]]
 """The device id of a page or tail, and its host pages: one for a page, several for a tail."""
@@ -29,14 +27,6 @@ class Direction(Enum):
     SAVE = "save"
 
 
-class Run(NamedTuple):
-    """`length` places next to each other on both sides."""
-
-    device: int
-    host: int
-    length: int
-
-
 @dataclass(frozen=True)
 class Leg:
     """Whole pages, or whole tails: `device[i]` is paired with the host pages `host[i]`."""
@@ -47,29 +37,6 @@ class Leg:
 
     def __post_init__(self) -> None:
         assert len(self.device) == len(self.host), "I7: an id of one side has no partner"
-
-    @cached_property
-    def places(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """(device place, host places) of each pair."""
-        return tuple(zip(map(place, self.device), (tuple(map(place, ids)) for ids in self.host), strict=True))
-
-    @cached_property
-    def places_max(self) -> tuple[int, int]:
-        """The highest place on the device and on the host."""
-        hosts = (host for _, hosts in self.places for host in hosts)
-        return max((device for device, _ in self.places), default=-1), max(hosts, default=-1)
-
-    @cached_property
-    def runs(self) -> tuple[Run, ...]:
-        """The places of pages, neighbours on both sides taken together."""
-        runs: list[Run] = []
-        for device, (host,) in self.places:
-            last = runs[-1] if runs else Run(-1, -1, 0)
-            if (device, host) == (last.device + last.length, last.host + last.length):
-                runs[-1] = last._replace(length=last.length + 1)
-            else:
-                runs.append(Run(device, host, 1))
-        return tuple(runs)
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,7 @@ def a_key_may_be_put_twice(store: Store) -> None:
 def any_bytes_may_be_a_key(store: Store) -> None:
     """Zeros, line ends, pattern characters, high bytes; keys that differ in one byte, or only in the kind."""
     names = [bytes(32), b"\xff" * 32, b"*" * 32, b"[a-z]?\\\r\n\0" * 3 + b"**", bytes(31) + b"\1"]
-    kinds = (Kind.PAGE, Kind.TAIL, Kind.PAGE_BY_ENTRY)
+    kinds = (Kind.PAGE, Kind.TAIL)
     samples = [maker(store)(name, 100, kind) for name in names for kind in kinds]
     keep(store, samples)
     expect_there(store, samples, "a key of unusual bytes")

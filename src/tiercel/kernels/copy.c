@@ -1,0 +1,20 @@
+/* Copies of rows between device memory of the CPU and host memory. One call moves whole pages or tails, and
+   its caller does not hold the GIL meanwhile. `copy.py` has the plain twin. */
+#include <stdint.h>
+#include <string.h>
+
+typedef int64_t i64;
+
+/* extents [extents, 6]: near, near_stride, page, far, far_stride, size (`transfer/extents.py`) */
+void copy_extents(const i64 *extents, i64 count, const i64 *near_places, const i64 *far_places, i64 items,
+                  i64 pages, char *host, i64 load) {
+    for (i64 item = 0; item < items; item++)
+        for (const i64 *e = extents; e < extents + 6 * count; e += 6) {
+            char *near = (char *)e[0] + near_places[item] * e[1];
+            char *far = host + e[3] + far_places[item * pages + e[2]] * e[4];
+            if (load)
+                memcpy(near, far, e[5]);
+            else
+                memcpy(far, near, e[5]);
+        }
+}

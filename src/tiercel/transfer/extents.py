@@ -1,0 +1,101 @@
+"""Which bytes a copy moves: bytes that lie together on both sides, for all places at once.
+
+    near   `near + device place · near_stride`     an address in device memory, ours or borrowed
+    far    `far + host place · far_stride`         an offset in host memory
+
+A page has one host place. A tail has several, and `page` says which of them. Where both sides keep a page in
+the same order the whole page is one extent. Where the device keeps each layer apart it has an extent a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiercel.memory.buffers import HostMemory, Memory
+from tiercel.spec.stream import Stream
+from tiercel.transfer.plan import Leg
+from tiercel.types import PLACE_MASK
+
+Table = NDArray[np.int64]
+"""[extents, 6]: the fields of `Extent`."""
+
+
+class Extent(NamedTuple):
+    near: int
+    near_stride: int
+    page: int
+    far: int
+    far_stride: int
+    size: int
+
+    def follows(self, other: Extent) -> bool:
+        """Whether it begins where `other` ends, on both sides and in every place."""
+        same = self.page == other.page and self[1::3] == other[1::3]
+        return same and (self.near, self.far) == (other.near + other.size, other.far + other.size)
+
+
+def shared_rows(device: Memory, host: HostMemory, *, tails: bool) -> list[tuple[Stream, int]]:
+    """(stream, layer) of every row that both memories hold, as the host knows the streams."""
+    near, far = (m.spec.tail_streams if tails else m.spec.page_streams for m in (device, host))
+    held = {(stream.name, layer) for stream in near for layer in stream.layers}
+    return [(stream, layer) for stream in far for layer in stream.layers if (stream.name, layer) in held]
+
+
+def extents_of(
+    device: Memory, host: HostMemory, *, tails: bool, layers: Collection[int] | None = None
+) -> Table:
+    """The extents of a page or tail, of some layers only if they are given. Neighbours are joined."""
+    found: list[Extent] = []
+    for stream, layer in shared_rows(device, host, tails=tails):
+        if layers is None or layer in layers:
+            found += _cut(device, host, stream, layer)
+    joined: list[Extent] = []
+    for each in sorted(found, key=lambda extent: (extent.page, extent.far)):
+        if joined and each.follows(joined[-1]):
+            joined[-1] = joined[-1]._replace(size=joined[-1].size + each.size)
+        else:
+            joined.append(each)
+    return np.array(joined, np.int64).reshape(-1, len(Extent._fields))
+
+
+def _cut(device: Memory, host: HostMemory, stream: Stream, layer: int) -> Iterator[Extent]:
+    """One row, cut wherever a piece of either side ends."""
+    (buffer, nears), (_, fars) = device.rows[stream.name, layer], host.rows[stream.name, layer]
+    base = buffer.data_ptr()
+    sizes = [sum(piece.bytes for _, piece in pieces) for pieces in (nears, fars)]
+    assert sizes[0] == sizes[1], f"a row of {stream.name} has {sizes[0]} and {sizes[1]} bytes"
+    left, right = list(nears[::-1]), list(fars[::-1])
+    while left:
+        (_, near), (page, far) = left.pop(), right.pop()
+        size = min(near.bytes, far.bytes)
+        yield Extent(base + near.offset, near.stride, page, far.offset, far.stride, size)
+        for rest, index, piece in ((left, 0, near), (right, page, far)):
+            if piece.bytes > size:
+                rest.append((index, piece._replace(offset=piece.offset + size, bytes=piece.bytes - size)))
+
+
+class Places(NamedTuple):
+    """The places of a leg: [items] on the device, [items, host pages of an item] on the host."""
+
+    near: Table
+    far: Table
+
+    @classmethod
+    def of(cls, leg: Leg, device: Memory, host: HostMemory) -> Places:
+        near = np.fromiter(leg.device, np.int64, len(leg.device)) & PLACE_MASK
+        far = np.fromiter(chain.from_iterable(leg.host), np.int64) & PLACE_MASK
+        most = device.tails if leg.tails else device.pages
+        assert near.max(initial=0) < most and far.max(initial=0) < host.pages, f"I7: no such place: {leg}"
+        return cls(near, far.reshape(len(near), len(leg.host[0]) if leg.host else 1))
+
+
+def ranges(table: Table, places: Places) -> tuple[Table, Table, Table]:
+    """(near addresses, far offsets, sizes) of every extent of every item, item by item."""
+    near = table[:, 0] + places.near[:, None] * table[:, 1]
+    far = table[:, 3] + places.far[:, table[:, 2]] * table[:, 4]
+    return near.ravel(), far.ravel(), np.broadcast_to(table[:, 5], near.shape).ravel()
