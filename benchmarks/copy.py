@@ -1,6 +1,6 @@
 """How fast pages and tails move: every layout × copier against one large copy of the same bytes.
 
-    python -m benchmarks.copy [--json]
+    python -m benchmarks.copy [--json] [--device cuda]
 
 DeepSeek-V4-Flash geometry. `scattered`: no two pages are neighbours. `neighbours`: both sides in one run.
 Each number is the median of several runs; the ratios are to the large copy of this run, with all threads
@@ -45,7 +45,14 @@ class Rate:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
-    as_json = parser.parse_args().json
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    arguments = parser.parse_args()
+    if arguments.device == "cuda":
+        from benchmarks import copy_cuda  # here: it imports Triton
+
+        print(json.dumps({"machine": describe()} | copy_cuda.measure(), indent=1))
+        return
+    as_json = arguments.json
     spec = load("deepseek-v4-flash")
     limits = [Rate("limit_gb_s", measure_limit(spec))]
     threads = torch.get_num_threads()

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from tiercel.errors import ConfigError
 
 LAYOUTS = ("layer_first", "page_first_direct")
-COPIERS = ("reference", "direct")
+COPIERS = ("auto", "direct", "kernel", "reference")
 SAVE_POLICIES = ("through", "selective", "back")
 EVICT_POLICIES = ("lru", "lfu", "slru", "priority")
 FETCH_POLICIES = ("best_effort", "wait", "deadline")
@@ -115,7 +115,7 @@ class CacheConfig:
     )
     layout: str = setting("page_first_direct", "Layout of host memory.", one_of=LAYOUTS)
     """The default keeps a page one record, and each layer of it one plain copy."""
-    copier: str = setting("direct", "Which code copies between device and host.", one_of=COPIERS)
+    copier: str = setting("auto", "Which code copies between device and host.", one_of=COPIERS)
     """`reference` is slow; the others are compared with it."""
     save: str = setting("through", "When a page is copied to the host.", one_of=SAVE_POLICIES)
     """`through`: an eviction from the device needs no copy."""

@@ -39,6 +39,9 @@ class Bytes:
             for stream in device.spec.streams
             for layer in stream.layers
         }
+        self._prepare()
+
+    def _prepare(self) -> None:
         self.expected = lru_cache(maxsize=4096)(self._expected)
         self.texts: dict[PageKey, Text] = {}
 

@@ -19,6 +19,7 @@ from tiercel.cache import Transfer
 from tiercel.errors import TransferError
 from tiercel.policy.evict import EvictPolicy, Used
 from tiercel.spec import CacheSpec
+from tiercel.transfer.controller import LocalController
 from tiercel.transfer.mover import Workers
 from tiercel.transfer.plan import Direction
 from tiercel.tree.keys import KeyChain
@@ -47,8 +48,8 @@ class Stage:
     def set_up(self, random: Random) -> None:
         """Once there is a cache."""
         controller = self.cache.flights.controller
-        if controller is not None:
-            self.copier = FaultyCopier(controller._copier)
+        self.copier = FaultyCopier(getattr(controller, "_copier", None))
+        if isinstance(controller, LocalController):
             controller._copier = self.copier
         self._poison_what_is_freed()
         self.now_s = 0.0

@@ -45,16 +45,22 @@ class Actor:
 
 
 class World(Stage):
+    DEVICE = "cpu"
+    COPIERS: tuple[str, ...] = ("reference", "direct")
+
     def __init__(self, setup: int) -> None:
         random = Random(setup)
         self.spec = SPECS[random.choice(sorted(SPECS))]
         self.copies = {direction: HeldCopies() for direction in Direction}
         self.cache = self._make_cache(random)
-        self.bytes = Bytes(self.spec, self.cache.device)
+        self.bytes = self.make_bytes()
         self.set_up(random)
         self.tokens_max = min(TOKENS_MAX, self.cache.pages.capacity * self.spec.page_tokens)
         self.actors: list[Actor] = []
         self.texts: list[tuple[list[int], tuple[str, ...]]] = [([], ())]
+
+    def make_bytes(self) -> Bytes:
+        return Bytes(self.spec, self.cache.device)
 
     def _make_cache(self, random: Random) -> TieredCache:
         least = max(1, self.spec.host_pages_per_tail)
@@ -71,7 +77,7 @@ class World(Stage):
             * least
             * (30 if roomy else random.randint(1, 3) if tight else random.choice([0, 2, 8, 16, 30])),
             layout=random.choice(LAYOUTS),
-            copier=random.choice(["reference", "direct"]),
+            copier=random.choice(self.COPIERS),
             save="through" if roomy else random.choice(SAVE_POLICIES),
             evict=random.choice([*EVICT_POLICIES, f"{Indifferent.__module__}:Indifferent"]),
             tail_every_pages=random.randint(1, 4),
@@ -79,7 +85,9 @@ class World(Stage):
         )
         shuffled = lambda count: random.sample(range(count), count)  # noqa: E731
         with patch.object(cache_module, "PrefixTree", WatchedTree):
-            return TieredCache(self.spec, config, executors=self.copies, pool_order=shuffled)
+            return TieredCache(
+                self.spec, config, device=self.DEVICE, executors=self.copies, pool_order=shuffled
+            )
 
     def _poison_what_is_freed(self) -> None:
         for pool, tail in ((self.cache.pages, False), (self.cache.tails, True)):
@@ -319,15 +327,18 @@ class World(Stage):
         self.cache.check()
         self.cache.tree.oracle.check()  # type: ignore[attr-defined]
         for page in self.cache.tree.index.values():
-            if page.device is not None and page.load is None:
-                self.bytes.check(page.device, self.bytes.texts[page.key], tail=False, who="the tree")
-            if page.fetched and page.on_host:
-                assert page.key in self.bytes.texts, "I9: a page nobody has written came from the store"
-                record = b"".join(row for _, row in self.bytes.expected(self.bytes.texts[page.key], False))
-                views = self.cache.host.views(page.host, len(record))
-                assert b"".join(views) == record, "I9: wrong bytes came from the store"
-            if page.tail is not None and page.tail.device is not None and page.tail.load is None:
-                self.bytes.check(page.tail.device, self.bytes.texts[page.key], tail=True, who="the tree")
+            self.check_page(page)
+
+    def check_page(self, page: Page) -> None:
+        if page.device is not None and page.load is None:
+            self.bytes.check(page.device, self.bytes.texts[page.key], tail=False, who="the tree")
+        if page.fetched and page.on_host:
+            assert page.key in self.bytes.texts, "I9: a page nobody has written came from the store"
+            record = b"".join(row for _, row in self.bytes.expected(self.bytes.texts[page.key], False))
+            views = self.cache.host.views(page.host, len(record))
+            assert b"".join(views) == record, "I9: wrong bytes came from the store"
+        if page.tail is not None and page.tail.device is not None and page.tail.load is None:
+            self.bytes.check(page.tail.device, self.bytes.texts[page.key], tail=True, who="the tree")
 
     def _snapshot(self) -> object:
         """Everything a caller could notice; the order of the lines and the clock are not part of it."""

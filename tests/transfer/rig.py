@@ -38,7 +38,7 @@ class Rig:
         with_tails = bool(spec.tail_streams)
         tail_pages = HOST_TAILS * spec.host_pages_per_tail if with_tails else 0
         self.device = DeviceMemory(spec, DEVICE_PAGES, DEVICE_TAILS, device)
-        self.host = HostMemory(spec, layout, (tail_pages + 8) * spec.host_page_bytes)
+        self.host = HostMemory(spec, layout, (tail_pages + 8) * spec.host_page_bytes, pin=device != "cpu")
         self.poison(seed)
         places = [place for place in range(self.host.pages) if place not in (3, 4)]
         chance.shuffle(places)

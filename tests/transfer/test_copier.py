@@ -13,6 +13,7 @@ from tiercel.errors import ConfigError
 from tiercel.memory.layout import LAYOUTS
 from tiercel.spec import CacheSpec
 from tiercel.transfer.copier import COPIERS, Copier, make_copier
+from tiercel.transfer.cuda import WAYS
 from tiercel.transfer.plan import Direction, Leg, Plan
 
 LOAD, SAVE = Direction.LOAD, Direction.SAVE
@@ -91,7 +92,7 @@ def test_a_device_nobody_can_copy_to_is_refused(copier_name: str) -> None:
 
 
 def test_the_configuration_knows_every_copier() -> None:
-    assert set(COPIERS) == set(CONFIGURED)
+    assert {*COPIERS, *WAYS} == set(CONFIGURED)
     rig = Rig(V4, "layer_first")
     with pytest.raises(ConfigError, match="telepathy"):
         make_copier("telepathy", rig.device, rig.host)

@@ -1,7 +1,10 @@
 """Goal: a table of extents moves exactly the bytes that the reference copier moves. Method: every
-declaration, every layout, our own and a borrowed device; in C, and its plain twin."""
+declaration, every layout, our own and a borrowed device; in C, its plain twin, and the Triton kernel (in
+Triton's interpreter where there is no GPU)."""
 
 from __future__ import annotations
+
+import os
 
 from collections.abc import Callable
 
@@ -20,6 +23,9 @@ from tiercel.transfer.copier import make_copier
 from tiercel.transfer.extents import Places, Table, extents_of, ranges
 from tiercel.transfer.plan import Direction, Plan
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before the kernel is imported
+
 Move = Callable[[Table, Places, int, bool], None]
 
 
@@ -31,6 +37,13 @@ def plain(table: Table, places: Places, host: int, load: bool) -> None:
     copy_extents_plain(table, *places, host, load=load)
 
 
+def in_triton(table: Table, places: Places, host: int, load: bool) -> None:
+    from tiercel.kernels.move import Mover
+
+    near, far = (torch.from_numpy(each) for each in places)
+    Mover(table, "cpu", host)(near, far, 3, load=load)
+
+
 def by_ranges(table: Table, places: Places, host: int, load: bool) -> None:
     """As a copy engine is told: one (address, address, bytes) for each extent of each item."""
     whole = np.array([[0, 0, 0, 0, 0, 0]], np.int64)
@@ -39,7 +52,9 @@ def by_ranges(table: Table, places: Places, host: int, load: bool) -> None:
         copy_extents_plain(whole, np.zeros(1, np.int64), np.zeros((1, 1), np.int64), host, load=load)
 
 
-moves = pytest.mark.parametrize("move", [in_c, plain, by_ranges], ids=lambda move: move.__name__)
+MOVES = [in_c, plain, by_ranges] + ([] if torch.cuda.is_available() else [in_triton])
+"""On a device the kernel runs in test_cuda.py."""
+moves = pytest.mark.parametrize("move", MOVES, ids=lambda move: move.__name__)
 
 
 def carry(device: Memory, host: HostMemory, plan: Plan, move: Move) -> None:
@@ -93,3 +108,11 @@ def test_where_both_sides_agree_a_flash_page_is_one_extent() -> None:
     (extent,) = extents_of(mirror, host, tails=False)
     assert extent[5] == FLASH.page_bytes
     host.close(), mirror.close()
+
+
+@pytest.mark.parametrize("shift", [0, 1, 2, 4, 8])
+def test_the_kernel_takes_the_widest_word_that_fits(shift: int) -> None:
+    from tiercel.kernels.move import Mover
+
+    table = np.array([[4096 + shift, 1024, 0, 2048, 1024, 64]], np.int64)
+    assert Mover(table, "cpu").word == (shift or 8)

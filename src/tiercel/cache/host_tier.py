@@ -89,7 +89,7 @@ class HostTier(ABC, Generic[AnyEnd]):
         self.host = _host_memory(spec, config, device) if config.host_bytes else None
         controller = device if isinstance(device, Controller) else None
         if self.host and isinstance(device, Memory):
-            controller = LocalController(make_copier(config.copier, device, self.host), executors)
+            controller = _controller(config.copier, device, self.host, executors)
         self._landed = controller.landed if controller else Condition()
         self.counters: Counter[str] = Counter()
         self.flights = Flights(controller, self.counters)
@@ -392,3 +392,11 @@ def _host_memory(spec: CacheSpec, config: CacheConfig, device: Memory | Controll
         why = f"a tail takes {spec.host_pages_per_tail} host pages of {spec.host_page_bytes:,} B"
         raise ConfigError("host_bytes", config.host_bytes, why)
     return host
+
+
+def _controller(copier: str, device: Memory, host: HostMemory, executors: Executors | None) -> Controller:
+    if device.device.type == "cuda":
+        from tiercel.transfer.cuda import CudaController  # here: a CPU needs none of it
+
+        return CudaController(device, host, copier)
+    return LocalController(make_copier(copier, device, host), executors)

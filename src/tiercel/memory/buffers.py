@@ -1,6 +1,7 @@
 """Memory of pages and tails: where their rows are, whoever allocated them.
 
-    DeviceMemory      our own: layer first, as attention reads it
+    DeviceMemory      our own: layer first on the CPU, where kernels want the rows of a layer together; on CUDA
+                      in the order of the host, so that the copy engines move whole pages (docs/log.md)
     BorrowedMemory    somebody else's tensors, one for each stream and layer, each with a stride of its own
     HostMemory        one buffer of host pages; a page takes one, a tail takes `spec.host_pages_per_tail`
 
@@ -72,7 +73,8 @@ class DeviceMemory(Memory):
         self.flat_tails = self._allocate(spec.tail_streams, tails)
 
     def _allocate(self, streams: Sequence[Stream], places: int) -> Tensor:
-        layout = make_layout("layer_first", streams, self.spec.page_tokens, places)
+        name = "layer_first" if self.device.type == "cpu" else "page_first_direct"
+        layout = make_layout(name, streams, self.spec.page_tokens, places)
         flat = torch.zeros(layout.bytes_total, dtype=torch.uint8, device=self.device)
         self.rows |= {name: (flat, pieces) for name, pieces in layout.rows.items()}
         return flat

@@ -95,6 +95,8 @@ COPIERS: dict[str, type[Copier]] = {kind.name: kind for kind in (ReferenceCopier
 
 
 def make_copier(name: str, device: Memory, host: HostMemory) -> Copier:
+    """`auto` is `direct`. (On CUDA there are no copiers: `transfer.cuda`.)"""
+    name = "direct" if name == "auto" else name
     if name not in COPIERS:
-        raise ConfigError("copier", name, f"must be one of {', '.join(COPIERS)}")
+        raise ConfigError("copier", name, f"on a CPU it must be one of auto, {', '.join(COPIERS)}")
     return COPIERS[name](device, host)

@@ -1,0 +1,225 @@
+"""The measurements of `benchmarks.copy` on a CUDA device. Every number that ends in `_share` is a ratio to
+one large pinned copy in the same run, and includes the time to queue the copies."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from tiercel.memory.buffers import BorrowedMemory, DeviceMemory, HostMemory, Memory
+from tiercel.memory.layout import LAYOUTS
+from tiercel.spec import CacheSpec, load
+from tiercel.transfer.cuda import WAYS, CudaController
+from tiercel.transfer.plan import Direction, Plan
+from tiercel.types import HostPageId
+
+PAGES, DEVICE_PAGES, HOST_PAGES = 512, 2000, 1500
+LOAD, SAVE = Direction.LOAD, Direction.SAVE
+MATMUL, MATMULS = 8192, 14
+PIN_BYTES = 8 * 1024**3
+SLEEP_CYCLES = 1_000_000
+"""Half a millisecond: the device starts after everything is queued."""
+
+Pairs = list[tuple[int, tuple[HostPageId, ...]]]
+
+
+def measure() -> dict[str, object]:
+    spec = load("deepseek-v4-flash")
+    result: dict[str, object] = {"pin_gb_s": pin_rate(spec)}
+    hosts = {
+        layout: HostMemory(spec, layout, HOST_PAGES * spec.host_page_bytes, pin=True, huge_pages=True)
+        for layout in LAYOUTS
+    }
+    devices: dict[str, Memory] = {
+        "own": DeviceMemory(spec, DEVICE_PAGES, 4, "cuda"),
+        "borrowed": rows_apart(spec),
+    }
+    chance = random.Random(0)
+    places = chance.sample(range(DEVICE_PAGES), 2 * PAGES)
+    host_places = iter(chance.sample(range(HOST_PAGES), 2 * PAGES + spec.host_pages_per_tail))
+
+    def take(count: int) -> tuple[HostPageId, ...]:
+        return tuple(map(HostPageId, itertools.islice(host_places, count)))
+
+    pages: Pairs = [(place, take(1)) for place in places[:PAGES]]
+    others: Pairs = [(place, take(1)) for place in places[PAGES:]]
+    tail: Pairs = [(1, take(spec.host_pages_per_tail))]
+    host = hosts["page_first_direct"]
+    flat, large = host.flat[: PAGES * spec.page_bytes], torch.ones(PAGES * spec.page_bytes, dtype=torch.uint8)
+    large = large.cuda()
+    link = {
+        LOAD: median_ms(lambda: large.copy_(flat, non_blocking=True)),
+        SAVE: median_ms(lambda: flat.copy_(large, non_blocking=True)),
+    }
+    gb = large.numel() / 1e6
+    result |= {f"link_{d.value}_gb_s": gb / ms for d, ms in link.items()}
+    shares: dict[str, float] = {}
+    for owner, layout, way in itertools.product(devices, LAYOUTS, WAYS):
+        controller = CudaController(devices[owner], hosts[layout], way)
+        for direction in Direction:
+            ms = carried_ms(controller, Plan.of(direction, pages))[0]
+            shares[f"{direction.value}.{owner}.{layout}.{way}"] = link[direction] / ms
+    result["share"] = shares
+    for direction in Direction:
+        result[f"{direction.value}_share"] = max(
+            v for k, v in shares.items() if k.startswith(direction.value)
+        )
+    result["worst_pair_share"] = min(shares.values())
+    controller = CudaController(devices["own"], host)
+    result["both_ways_share"] = both_ways(controller, pages, others, large, flat)
+    result |= restore(controller, Plan.of(LOAD, pages, tail), Plan.of(LOAD, (), tail), link[LOAD] / gb)
+    result |= dict(slowdowns(controller, pages))
+    for memory in hosts.values():
+        memory.close()
+    return result
+
+
+def rows_apart(spec: CacheSpec) -> BorrowedMemory:
+    """As other engines allocate: a tensor for each layer."""
+    places = {True: DEVICE_PAGES, False: 4}
+    return BorrowedMemory(
+        spec,
+        {
+            (stream.name, layer): torch.empty(
+                places[stream in spec.page_streams], spec.row_bytes(stream), dtype=torch.uint8, device="cuda"
+            )
+            for stream in spec.streams
+            for layer in stream.layers
+        },
+    )
+
+
+def pin_rate(spec: CacheSpec) -> float:
+    """Touched, pinned and given back."""
+    start = time.perf_counter()
+    host = HostMemory(spec, "page_first_direct", PIN_BYTES, pin=True, huge_pages=True)
+    seconds = time.perf_counter() - start
+    host.close()
+    return PIN_BYTES / seconds / 1e9
+
+
+def median_ms(queue: Callable[[], object], stream: torch.cuda.Stream | None = None, runs: int = 9) -> float:
+    """Device time from before `queue` is called to the end of what it queued."""
+    stream, times = stream or torch.cuda.Stream(), []
+    for _ in range(runs):
+        torch.cuda.synchronize()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(stream):
+            start.record()
+            queue()
+            end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def carried_ms(controller: CudaController, plan: Plan, runs: int = 9) -> tuple[float, float, float, float]:
+    """(until the last byte is there, until the first layers are, of the CPU; device time alone), medians."""
+    rows = []
+    for _ in range(runs):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        events = controller.ready(controller.submit(plan)).events
+        queued = time.perf_counter()
+        events[0][1].synchronize()
+        first = time.perf_counter()
+        events[-1][1].synchronize()
+        rows.append([time.perf_counter() - start, first - start, queued - start])
+        (done,) = controller.poll()
+        assert done.error is None
+    stream = controller._queued[plan.direction].stream
+
+    def alone() -> None:
+        torch.cuda._sleep(SLEEP_CYCLES)
+        controller.submit(plan)
+
+    sleep = median_ms(lambda: torch.cuda._sleep(SLEEP_CYCLES), stream)
+    device = median_ms(alone, stream) - sleep
+    assert all(done.error is None for done in controller.poll())
+    total, first_ms, cpu = (statistics.median(column) * 1e3 for column in zip(*rows, strict=True))
+    return total, first_ms, cpu, device
+
+
+def both_ways(
+    controller: CudaController, pages: Pairs, others: Pairs, large: torch.Tensor, flat: torch.Tensor
+) -> float:
+    """Loads and saves at once, over two large copies at once."""
+    up, down, second = torch.cuda.Stream(), torch.cuda.Stream(), torch.empty_like(large)
+    spare = torch.empty_like(flat).pin_memory()
+
+    def two_large() -> None:
+        with torch.cuda.stream(up):
+            large.copy_(flat, non_blocking=True)
+        with torch.cuda.stream(down):
+            spare.copy_(second, non_blocking=True)
+
+    plans = Plan.of(LOAD, pages), Plan.of(SAVE, others)
+
+    def ours() -> None:
+        for plan in plans:
+            controller.submit(plan)
+
+    times: dict[Callable[[], None], list[float]] = {two_large: [], ours: []}
+    for _ in range(9):
+        for queue, own in times.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            queue()
+            torch.cuda.synchronize()
+            own.append(time.perf_counter() - start)
+            controller.poll()
+    return statistics.median(times[two_large]) / statistics.median(times[ours])
+
+
+def restore(controller: CudaController, whole: Plan, tail: Plan, ms_per_mb: float) -> dict[str, float]:
+    """A prefix of 128 K tokens and its tail, from the decision to the last fence."""
+    spec = controller.host.spec
+    launches = controller.launches
+    controller.submit(whole)
+    launches = controller.launches - launches
+    torch.cuda.synchronize()
+    controller.poll()
+    total, first, cpu, _ = carried_ms(controller, whole, 21)
+    tail_total, _, tail_cpu, tail_device = carried_ms(controller, tail, 41)
+    link_ms = (PAGES * spec.page_bytes + spec.tail_bytes) / 1e6 * ms_per_mb
+    return {
+        "launches_per_restore": launches,
+        "restore_128k": total / link_ms,
+        "restore_128k_ms": total,
+        "restore_128k_cpu_ms": cpu,
+        "first_layer_ms": first,
+        "tail_us": tail_device * 1e3,
+        "tail_link_us": spec.tail_bytes / 1e6 * ms_per_mb * 1e3,
+        "tail_wall_us": tail_total * 1e3,
+        "tail_cpu_us": tail_cpu * 1e3,
+    }
+
+
+def slowdowns(controller: CudaController, pages: Pairs) -> Iterator[tuple[str, float]]:
+    """A stream of bf16 products beside full-rate copies, over the same alone; alternating."""
+    left, right = (torch.randn(MATMUL, MATMUL, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+
+    def products() -> None:
+        for _ in range(MATMULS):
+            torch.matmul(left, right)
+
+    plans = {direction: Plan.of(direction, pages) for direction in Direction}
+
+    def beside(direction: Direction) -> None:
+        for _ in range(3):
+            controller.submit(plans[direction])
+        products()
+
+    for _ in range(5):
+        median_ms(products, runs=3)  # the clocks settle
+    for direction in Direction:
+        ratios = [
+            median_ms(lambda d=direction: beside(d), runs=1) / median_ms(products, runs=1) for _ in range(15)
+        ]  # type: ignore[misc]
+        controller.poll()
+        yield f"compute_slowdown_{direction.value}", statistics.median(ratios)

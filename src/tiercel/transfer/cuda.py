@@ -1,0 +1,377 @@
+"""Plans carried out by a CUDA device: copies are queued, and events tell when they have ended.
+
+    submit(plan) ─► the direction's stream   │ layers 0 … 10 │ event │ layers 11 … 21 │ event │ …
+    poll() ─► [Done] when the last event has passed
+
+The copy engines move extents straight between host pages and device pages, many in one call: our own device
+memory keeps a page in the order of a host page, so a page is one extent (or one for each group of layers). No
+multiprocessor is used. Where rows lie apart (`BorrowedMemory`, or host memory layer first), a Triton kernel
+moves them: from pinned memory itself, or through a staging buffer that the copy engines fill.
+
+    dma      extents are large                                        97 % of the link on an H200
+    staged   rows are small on the device, host pages lie together    97 %, and a scatter kernel
+    kernel   rows are small on both sides, or few                     89 %, slows a model down while it runs
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tiercel.errors import ConfigError, TransferError
+from tiercel.memory.buffers import HostMemory, Memory
+from tiercel.transfer.controller import Controller, Done, Ticket
+from tiercel.transfer.extents import Places, Table, extents_of, ranges, shared_rows
+from tiercel.transfer.plan import Direction
+
+if TYPE_CHECKING:
+    from tiercel.kernels.move import Mover
+
+DMA_BYTES_LEAST = 64 * 1024
+"""Extents of this size and more are left to the copy engines. H200: 998 KB 53 GB/s, 250 KB 51, 37 KB 32, each
+extent costs the CPU 0.65 µs; a kernel reads rows of any size at 49 (2026-11-15)."""
+
+FIRST_SHARES = (0.18,)
+"""A load is queued as groups of layers, so that the first layers can be read before the last bytes are there.
+Each group costs the CPU 0.3 ms for 512 pages. A fifth, then the rest: the first group is there after a fifth
+of the time, and while a model computes those layers the rest arrives."""
+
+GROUPED_BYTES_LEAST = 16 * 1024**2
+"""Smaller loads, of 0.3 ms, are queued as one group."""
+
+FIRST_RANGES = 32
+"""Queued before the others, which takes 20 µs instead of 300 for 512 pages: copies begin at once."""
+
+STAGING_BYTES = 64 * 1024**2
+"""For each direction, where rows go through a staging buffer."""
+
+STAGED_BYTES_LEAST = 4 * 1024**2
+"""Fewer bytes are moved by one kernel: it needs one launch instead of two calls."""
+
+PROGRAMS = 16
+"""Of a kernel that reads pinned memory. More do not read faster and take multiprocessors from the model."""
+
+SCATTER_PROGRAMS = 264
+
+WAYS = ("auto", "direct", "kernel")
+
+LAST_LAYER = sys.maxsize
+
+
+class Attributes(ctypes.Structure):
+    """cudaMemcpyAttributes: the order of reads, location hints of both sides, flags."""
+
+    _fields_ = [
+        (name, ctypes.c_int) for name in ("order", "from_kind", "from_id", "to_kind", "to_id", "flags")
+    ]
+
+
+class CopyEngines:
+    """`cudaMemcpyBatchAsync`, or a plain asynchronous copy for each range where that fails its test."""
+
+    ANY_ORDER = 3
+    """Sources may be read in any order. (The order of the stream was refused by driver 580.)"""
+
+    def __init__(self) -> None:
+        torch.cuda.current_stream()  # makes torch load its runtime
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        names = {line.split()[-1] for line in lines if "libcudart" in line}
+        if not names:
+            raise ConfigError("device", "cuda", "torch has not loaded a CUDA runtime")
+        self._runtime = ctypes.CDLL(min(names))
+        self._runtime.cudaGetErrorName.restype = ctypes.c_char_p
+        version = ctypes.c_int()
+        self._runtime.cudaRuntimeGetVersion(ctypes.byref(version))
+        self._failed_index = [] if version.value >= 13000 else [ctypes.byref(ctypes.c_size_t())]
+        self._attributes, self._zero = Attributes(self.ANY_ORDER), ctypes.c_size_t(0)
+        self.batched = version.value >= 12080 and self._works()
+
+    def _works(self) -> bool:
+        """Whether three ranges of different sizes arrive, and nothing else."""
+        source, target = (
+            torch.arange(64, dtype=torch.uint8, device="cuda"),
+            torch.zeros(64, dtype=torch.uint8),
+        )
+        target = target.pin_memory()
+        starts, sizes = np.array([3, 17, 40], np.int64), np.array([5, 1, 24], np.int64)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        try:
+            self._batch(target.data_ptr() + starts, source.data_ptr() + starts, sizes, stream)
+            stream.synchronize()
+        except (TransferError, RuntimeError):
+            return False
+        wanted = torch.zeros(64, dtype=torch.uint8)
+        for start, size in zip(starts, sizes, strict=True):
+            wanted[start : start + size] = torch.arange(start, start + size)
+        return torch.equal(target, wanted)
+
+    def copy(self, to: Table, source: Table, sizes: Table, stream: torch.cuda.Stream) -> int:
+        """Queue copies between addresses. Returns how many calls that took."""
+        if self.batched:
+            self._batch(to, source, sizes, stream)
+            return 1
+        handle = ctypes.c_void_p(stream.cuda_stream)
+        for each in zip(to.tolist(), source.tolist(), sizes.tolist(), strict=True):
+            target, origin, size = map(ctypes.c_size_t, each)
+            self._check("cudaMemcpyAsync", self._runtime.cudaMemcpyAsync(target, origin, size, 4, handle))
+        return len(to)
+
+    def _batch(self, to: Table, source: Table, sizes: Table, stream: torch.cuda.Stream) -> None:
+        arrays = [np.ascontiguousarray(each, np.int64) for each in (to, source, sizes)]
+        code = self._runtime.cudaMemcpyBatchAsync(
+            *(ctypes.c_void_p(each.ctypes.data) for each in arrays),
+            ctypes.c_size_t(len(to)),
+            ctypes.byref(self._attributes),
+            ctypes.byref(self._zero),
+            ctypes.c_size_t(1),
+            *self._failed_index,
+            ctypes.c_void_p(stream.cuda_stream),
+        )
+        self._check("cudaMemcpyBatchAsync", code)
+
+    def _check(self, what: str, code: int) -> None:
+        if code:
+            raise TransferError(f"{what}: {self._runtime.cudaGetErrorName(code).decode()}")
+
+
+class Ready:
+    """When the layers of a load may be read."""
+
+    def __init__(self, events: Sequence[tuple[int, torch.cuda.Event]]) -> None:
+        self.events = events
+
+    def wait(self, layer: int, stream: torch.cuda.Stream) -> None:
+        """What is queued on `stream` from now on runs after this layer's bytes are there. Does not block."""
+        for last_layer, event in self.events:
+            if layer <= last_layer:
+                stream.wait_event(event)
+                return
+
+    def done(self) -> bool:
+        return all(event.query() for _, event in self.events[-1:])
+
+
+class _Moves:
+    """The extents of a page or tail, of all layers or of a group, and the three ways to move them."""
+
+    def __init__(self, device: Memory, host: HostMemory, *, tails: bool, layers: range | None = None) -> None:
+        self.host, self._device = host, device.device
+        self.table = extents_of(device, host, tails=tails, layers=layers)
+        self.large = self._mean(self.table) >= DMA_BYTES_LEAST
+
+    @staticmethod
+    def _mean(table: Table) -> float:
+        return float(table[:, 5].mean()) if len(table) else float("inf")
+
+    @cached_property
+    def item_bytes(self) -> int:
+        return -(-int(self.table[:, 5].sum()) // 16) * 16
+
+    @cached_property
+    def staged(self) -> tuple[Table, Table]:
+        """Two tables: between host and staging buffer, and between staging buffer and device."""
+        to_host, to_device, at = list[list[int]](), self.table.copy(), 0
+        for row, (_, _, page, far, stride, size) in zip(to_device, self.table.tolist(), strict=True):
+            last = to_host[-1] if to_host else [0, 0, -1, 0, 0, 0]
+            if (page, far, stride) == (last[2], last[3] + last[5], last[4]):
+                last[5] += size
+            else:
+                to_host.append([at, self.item_bytes, page, far, stride, size])
+            row[2:5] = 0, at, self.item_bytes
+            at += size
+        return np.array(to_host, np.int64).reshape(-1, 6), to_device
+
+    @cached_property
+    def kernel(self) -> Mover:
+        return self._mover(self.table, self.host.flat.data_ptr())
+
+    @cached_property
+    def may_stage(self) -> bool:
+        return 0 < self.item_bytes <= STAGING_BYTES and self._mean(self.staged[0]) >= DMA_BYTES_LEAST
+
+    def scatter(self, staging: Tensor) -> Mover:
+        return self._mover(self.staged[1], staging.data_ptr())
+
+    def _mover(self, table: Table, address: int) -> Mover:
+        from tiercel.kernels.move import Mover  # here: Triton takes a second to import
+
+        return Mover(table, self._device, address)
+
+
+class _Queue:
+    """What one direction queues on its stream."""
+
+    def __init__(self, direction: Direction, engines: CopyEngines, device: torch.device) -> None:
+        self.load = direction is Direction.LOAD
+        self.stream = torch.cuda.Stream(device)
+        self.launches = 0
+        self._engines, self._device = engines, device
+        self._scatters: dict[int, Mover] = {}
+
+    @cached_property
+    def _staging(self) -> Tensor:
+        return torch.empty(STAGING_BYTES, dtype=torch.uint8, device=self._device)
+
+    def dma(self, near: Table, far: Table, sizes: Table) -> None:
+        """Between addresses. The first few are queued alone: they move while the rest is being queued."""
+        to, source = (near, far) if self.load else (far, near)
+        for part in (slice(0, FIRST_RANGES), slice(FIRST_RANGES, None)):
+            if len(sizes[part]):
+                self.launches += self._engines.copy(to[part], source[part], sizes[part], self.stream)
+
+    def kernel(self, mover: Mover, near: Table, far: Table, programs: int) -> None:
+        with torch.cuda.stream(self.stream):
+            places = (torch.from_numpy(np.ascontiguousarray(each)).pin_memory() for each in (near, far))
+            here, there = (each.to(self._device, non_blocking=True) for each in places)
+            mover(here, there, programs, load=self.load)
+        self.launches += 1
+
+    def staged(self, moves: _Moves, places: Places) -> None:
+        """Part by part through the staging buffer. All on one stream: a part waits for the one before."""
+        staging, base = self._staging, moves.host.flat.data_ptr()
+        if id(moves) not in self._scatters:
+            self._scatters[id(moves)] = moves.scatter(staging)
+        scatter, count = self._scatters[id(moves)], STAGING_BYTES // moves.item_bytes
+        for first in range(0, len(places.near), count):
+            near, far = (each[first : first + count] for each in places)
+            numbers = np.arange(len(near))
+            here, there, sizes = ranges(moves.staged[0], Places(numbers, far))
+            if self.load:
+                self.dma(here + staging.data_ptr(), there + base, sizes)
+            self.kernel(scatter, near, numbers[:, None], SCATTER_PROGRAMS)
+            if not self.load:
+                self.dma(here + staging.data_ptr(), there + base, sizes)
+
+
+class CudaController(Controller):
+    """Copies between a CUDA device and pinned host memory.
+
+    `after` orders copies: those submitted from now on begin after this event. Whoever submits a save sets it
+    to the event behind the kernels that wrote the rows, and a load to the one behind the last readers of its
+    targets; None: they have ended already.
+    """
+
+    def __init__(
+        self,
+        device: Memory,
+        host: HostMemory,
+        way: str = "auto",
+        *,
+        shares: Sequence[float] = FIRST_SHARES,
+        grouped_bytes: int = GROUPED_BYTES_LEAST,
+    ) -> None:
+        super().__init__()
+        if way not in WAYS:
+            raise ConfigError("copier", way, f"must be one of {', '.join(WAYS)} on {device.device}")
+        self.device, self.host, self.way = device, host, way
+        self.after: torch.cuda.Event | None = None
+        engines = CopyEngines()
+        self._queued = {direction: _Queue(direction, engines, device.device) for direction in Direction}
+        self._ready: dict[int, Ready] = {}
+        self._whole = [(LAST_LAYER, self._moves(None))]
+        self._groups = [(cut[-1], self._moves(cut)) for cut in self._cuts(shares)]
+        if way == "kernel" or not all(each.large for _, moves in self._groups for each in moves):
+            self._groups = self._whole
+        self._grouped_bytes = grouped_bytes
+
+    @property
+    def launches(self) -> int:
+        """Calls that queued work on the device so far."""
+        return sum(queue.launches for queue in self._queued.values())
+
+    def _moves(self, layers: range | None) -> tuple[_Moves, _Moves]:
+        pages, tails = (_Moves(self.device, self.host, tails=kind, layers=layers) for kind in (False, True))
+        return pages, tails
+
+    def _cuts(self, shares: Sequence[float]) -> list[range]:
+        """Groups of consecutive layers, each with a share of a page's bytes, the last with the rest."""
+        pages, tails = (shared_rows(self.device, self.host, tails=kind) for kind in (False, True))
+        sizes = dict.fromkeys(sorted({layer for _, layer in pages + tails}), 0)
+        for stream, layer in pages or tails:
+            sizes[layer] += self.host.spec.row_bytes(stream)
+        cuts, first, done = list[range](), min(sizes), 0
+        for layer, size in sizes.items():
+            done += size
+            if len(cuts) < len(shares) and done >= sum(shares[: len(cuts) + 1]) * sum(sizes.values()):
+                cuts.append(range(first, layer + 1))
+                first = layer + 1
+        return [*cuts, range(first, max(sizes) + 1)] if first <= max(sizes) else cuts
+
+    def _start(self, ticket: Ticket) -> None:
+        queue = self._queued[ticket.plan.direction]
+        try:
+            self._ready[ticket.number] = self._queue_plan(ticket, queue)
+        except (TransferError, RuntimeError) as error:
+            queue.stream.synchronize()  # nothing of the plan is under way any more
+            self._end(ticket, error)
+
+    def _queue_plan(self, ticket: Ticket, queue: _Queue) -> Ready:
+        legs = [(leg.tails, Places.of(leg, self.device, self.host)) for leg in ticket.plan.legs]
+        if self.after is not None:
+            queue.stream.wait_event(self.after)
+        events, whole = [], self._whole[0][1]
+        moved = sum(len(places.near) * whole[tails].item_bytes for tails, places in legs)
+        grouped = queue.load and moved >= self._grouped_bytes
+        for last_layer, moves in self._groups if grouped else self._whole:
+            large = list[tuple[Table, Table, Table]]()
+            for tails, places in legs:
+                self._queue_leg(queue, moves[tails], places, large)
+            if large:
+                near, far, sizes = (np.concatenate(each) for each in zip(*large, strict=True))
+                queue.dma(near, far + self.host.flat.data_ptr(), sizes)
+            event = torch.cuda.Event()
+            event.record(queue.stream)
+            events.append((last_layer, event))
+        return Ready(events)
+
+    def _queue_leg(
+        self, queue: _Queue, moves: _Moves, places: Places, large: list[tuple[Table, Table, Table]]
+    ) -> None:
+        """Ranges for the copy engines are added to `large`: all legs travel in one call."""
+        bytes_total = len(places.near) * moves.item_bytes
+        if self.way != "kernel" and moves.large:
+            large.append(ranges(moves.table, places))
+        elif moves.may_stage and (
+            self.way == "direct" or (self.way == "auto" and bytes_total >= STAGED_BYTES_LEAST)
+        ):
+            queue.staged(moves, places)
+        else:
+            queue.kernel(moves.kernel, *places, PROGRAMS)
+
+    def ready(self, ticket: Ticket) -> Ready:
+        """When the layers of a load may be read. It is known until `poll` has named the ticket."""
+        return self._ready.get(ticket.number, Ready(()))
+
+    def _settle(self) -> None:
+        """End what has passed its last event."""
+        for queue in self._queues.values():
+            for ticket in queue:
+                ready = self._ready.get(ticket.number)
+                if ready is not None:
+                    if not ready.done():
+                        break
+                    del self._ready[ticket.number]
+                    self._end(ticket, None)
+
+    def poll(self) -> list[Done]:
+        self._settle()
+        return super().poll()
+
+    @property
+    def has_landed(self) -> bool:
+        self._settle()
+        return super().has_landed
+
+    def close(self) -> None:
+        for queue in self._queued.values():
+            queue.stream.synchronize()
+        self._settle()

@@ -1,0 +1,120 @@
+"""The cache of `world` on a CUDA device. Engines write and read on a stream of their own, copies run on theirs,
+and random delays are put into all of them: the device is always behind the host."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import torch
+
+from tests.simulation.bytes import POISON, Bytes, Text
+from tests.simulation.world import World
+from tiercel.spec import CacheSpec
+from tiercel.transfer.cuda import WAYS
+from tiercel.transfer.plan import Plan
+from tiercel.types import PageKey, place
+
+DELAY_CYCLES = 400_000
+CHECKED_PAGES = 2
+"""Pages that are read after each step."""
+
+
+class CudaBytes(Bytes):
+    """Everything is queued on `compute`. Wrong bytes are counted there, and looked at now and then."""
+
+    def __init__(self, spec: CacheSpec, device) -> None:
+        self.compute = torch.cuda.Stream()
+        self.wrong = torch.zeros(1, dtype=torch.int64, device="cuda")
+        self.spec = spec
+        self.rows = {
+            (stream.name, layer): device.view(stream.name, layer)
+            for stream in device.spec.streams
+            for layer in stream.layers
+        }
+        torch.cuda.synchronize()
+        self._prepare()
+
+    def _put(self, row: torch.Tensor, data: np.ndarray) -> None:
+        row.copy_(torch.from_numpy(data.copy()).pin_memory(), non_blocking=True)
+
+    def write(self, page_id: int, key: PageKey, text: Text, *, tail: bool) -> None:
+        assert self.texts.setdefault(key, text) == text, "I8: two texts share a key"
+        with torch.cuda.stream(self.compute):
+            for row, data in self.expected(text, tail):
+                self._put(self.rows[row][place(page_id)], data)
+
+    def check(self, page_id: int, text: Text, *, tail: bool, who: str) -> None:
+        with torch.cuda.stream(self.compute):
+            for row, data in self.expected(text, tail):
+                got = self.rows[row][place(page_id)]
+                wanted = torch.empty_like(got)
+                self._put(wanted, data)
+                self.wrong += (got != wanted).sum()
+
+    def poison(self, page_id: int, *, tail: bool) -> None:
+        with torch.cuda.stream(self.compute):
+            for row, _ in self.expected(b"", tail):
+                self.rows[row][place(page_id)] = POISON
+
+    def look(self) -> None:
+        with torch.cuda.stream(self.compute):
+            assert int(self.wrong) == 0, f"I2: {int(self.wrong)} wrong bytes were read on the device"
+
+
+class CudaWorld(World):
+    DEVICE = "cuda"
+    COPIERS = WAYS
+    bytes: CudaBytes
+
+    def make_bytes(self) -> CudaBytes:
+        return CudaBytes(self.spec, self.cache.device)
+
+    def set_up(self, random: Random) -> None:
+        self.chance = Random(random.getrandbits(32))
+        controller = self.cache.flights.controller
+        super().set_up(random)
+        if controller is None:
+            return
+        real = controller.submit
+
+        def submit(plan: Plan):
+            self.delay()
+            controller.after = torch.cuda.Event()
+            controller.after.record(self.bytes.compute)
+            return real(plan)
+
+        controller.submit = submit
+
+    def delay(self) -> None:
+        controller = self.cache.flights.controller
+        copying = [queue.stream for queue in controller._queued.values()] if controller else []
+        for stream in (self.bytes.compute, *copying):
+            if self.chance.random() < 0.3:
+                with torch.cuda.stream(stream):
+                    torch.cuda._sleep(self.chance.randrange(DELAY_CYCLES))
+
+    def _do_copy(self, random: Random) -> None:
+        """Time passes, or everything that is under way ends."""
+        if random.random() < 0.2:
+            torch.cuda.synchronize()
+        else:
+            self.delay()
+
+    def _run_all(self) -> None:
+        torch.cuda.synchronize()
+        super()._run_all()
+
+    def check(self) -> None:
+        self.cache.check()
+        self.cache.tree.oracle.check()
+        pages = list(self.cache.tree.index.values())
+        for page in self.chance.sample(pages, min(CHECKED_PAGES, len(pages))):
+            self.check_page(page)
+        if self.chance.random() < 0.02:
+            self.bytes.look()
+
+    def wind_down(self) -> None:
+        super().wind_down()
+        self.bytes.look()
+        self.cache.close()
