@@ -1,4 +1,4 @@
-"""Builds the native CPU kernels and copies. Without a C compiler the package installs all the same: on plain torch."""
+"""Builds the native CPU kernels and copies. Without a C compiler the package installs on plain torch."""
 
 import hashlib
 import platform

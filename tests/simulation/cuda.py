@@ -1,5 +1,5 @@
-"""The cache of `world` on a CUDA device. Engines write and read on a stream of their own, copies run on theirs,
-and random delays are put into all of them: the device is always behind the host."""
+"""The cache of `world` on a CUDA device. Engines write and read on a stream of their own, copies run on
+theirs, and random delays are put into all of them: the device is always behind the host."""
 
 from __future__ import annotations
 

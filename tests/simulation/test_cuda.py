@@ -1,5 +1,5 @@
-"""Goal: on a CUDA device no schedule serves a wrong byte. Method: `cuda` runs whole caches from seeds with real
-streams, every way to copy, and delays everywhere; 20,000 steps and more."""
+"""Goal: on a CUDA device no schedule serves a wrong byte. Method: `cuda` runs whole caches from seeds with
+real streams, every way to copy, and delays everywhere; 20,000 steps and more."""
 
 import logging
 

@@ -36,9 +36,7 @@ def carry(copier: Copier, plan: Plan) -> None:
 @every_spec
 @every_layout
 @every_copier
-def test_every_pair_round_trips_through_other_places(
-    spec: CacheSpec, layout: str, copier_name: str
-) -> None:
+def test_every_pair_round_trips_through_other_places(spec: CacheSpec, layout: str, copier_name: str) -> None:
     rig, copier = make_pair(spec, layout, copier_name)
     expected = rig.device_after_round_trip()
     device_before, host_before = rig.device_bytes(), rig.host.flat.clone()

@@ -5,7 +5,6 @@ Triton's interpreter where there is no GPU)."""
 from __future__ import annotations
 
 import os
-
 from collections.abc import Callable
 
 import numpy as np

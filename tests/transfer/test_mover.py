@@ -63,9 +63,7 @@ def test_what_is_written_from_some_places_is_read_into_others(layout, tail):
     assert rig.bytes_of(back) == rig.bytes_of(there)
 
 
-@pytest.mark.parametrize(
-    ("layout", "ranges"), [("page_first_direct", 1), ("layer_first", None)]
-)
+@pytest.mark.parametrize(("layout", "ranges"), [("page_first_direct", 1), ("layer_first", None)])
 def test_a_page_kept_together_goes_without_a_copy_and_a_scattered_one_range_by_range(layout, ranges):
     rig, seen = Rig(layout=layout), []
     real = rig.store.put

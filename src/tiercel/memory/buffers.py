@@ -1,7 +1,7 @@
 """Memory of pages and tails: where their rows are, whoever allocated them.
 
-    DeviceMemory      our own: layer first on the CPU, where kernels want the rows of a layer together; on CUDA
-                      in the order of the host, so that the copy engines move whole pages (docs/log.md)
+    DeviceMemory      our own: layer first on the CPU, where kernels want the rows of a layer together;
+                      on CUDA in the order of the host: copy engines move whole pages (docs/log.md)
     BorrowedMemory    somebody else's tensors, one for each stream and layer, each with a stride of its own
     HostMemory        one buffer of host pages; a page takes one, a tail takes `spec.host_pages_per_tail`
 
