@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: serve test check soak bench clean
+.PHONY: serve test test-gpu check soak bench clean
 
 .venv/installed: pyproject.toml constraints.txt setup.py src/tiercel/kernels/native.c
 	$(PYTHON) -m venv .venv
@@ -25,6 +25,10 @@ test: .venv/installed
 	tests/install-servers.sh
 	tests/install-clients.sh
 	$(BIN)/pytest -n auto
+
+# On a machine with a GPU: all tests, and those marked gpu must run.
+test-gpu: .venv/installed
+	TIERCEL_GPU=1 $(BIN)/pytest -n auto
 
 check: .venv/installed
 	$(BIN)/ruff format --check .

@@ -2,9 +2,12 @@
 
 import os
 
+import pytest
 import torch
 
 
 def pytest_configure() -> None:
+    if os.environ.get("TIERCEL_GPU") and not torch.cuda.is_available():
+        raise pytest.UsageError("TIERCEL_GPU is set, and torch sees no CUDA device")
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workers))

@@ -56,7 +56,7 @@ def test_every_setting_is_an_option_that_reaches_its_field(kind, field):
     if "memory" in field.metadata:
         given, wanted = [option, "3MiB"], 3 * 1024**2
     elif field.default is True:
-        given, wanted = ["--plain" if field.name == "overlap" else f"--no-{field.name}"], False
+        given, wanted = ["--plain" if field.name == "overlap" else f"--no-{option[2:]}"], False
     elif field.default is False:
         given, wanted = [option], True
     elif isinstance(field.default, tuple):

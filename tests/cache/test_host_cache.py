@@ -15,7 +15,7 @@ from tiercel.errors import ConfigError, TransferError
 from tiercel.memory.buffers import HostMemory
 from tiercel.storage.memory import MemoryStore
 from tiercel.transfer.copier import make_copier
-from tiercel.transfer.remote import Rank, RemoteController
+from tiercel.transfer.remote import RankWorker, RemoteController
 
 PLAIN, V4 = SPECS["full attention"], SPECS["compressed"]
 TEXT = list(range(18))
@@ -289,7 +289,7 @@ def test_ranks_carry_out_what_the_cache_decides():
     for number, stage in enumerate(stages):
         memory = make_borrowed(stage, 12, 6)
         host = HostMemory(V4, config.layout, config.host_bytes, path=cache.host.path)
-        ranks.append(Rank(number, make_copier("direct", memory, host)))
+        ranks.append(RankWorker(number, make_copier("direct", memory, host)))
         writers.append(Bytes(V4, memory))
 
     def settle(transfer):

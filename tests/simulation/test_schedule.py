@@ -61,7 +61,7 @@ def test_a_step_is_a_value():
 
     first, again = steps_of(4), steps_of(4)
     assert len(first) > 50 and _unseeded(first) == _unseeded(again)
-    assert "Begin(ring=" in repr(first) and "TextPart(ring=" in repr(first)
+    assert "Begin(ring=" in repr(first) and "StepPart(ring=" in repr(first)
     assert pickle.loads(pickle.dumps(first)) == first
 
 

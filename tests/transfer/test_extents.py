@@ -19,31 +19,31 @@ from tiercel.memory.buffers import DeviceMemory, HostMemory, Memory
 from tiercel.memory.layout import LAYOUTS
 from tiercel.spec import CacheSpec
 from tiercel.transfer.copier import make_copier
-from tiercel.transfer.extents import Places, Table, extents_of, ranges
+from tiercel.transfer.extents import Extents, LegPlaces, extents_of, ranges
 from tiercel.transfer.plan import Direction, Plan
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before the kernel is imported
 
-Move = Callable[[Table, Places, int, bool], None]
+Move = Callable[[Extents, LegPlaces, int, bool], None]
 
 
-def in_c(table: Table, places: Places, host: int, load: bool) -> None:
+def in_c(table: Extents, places: LegPlaces, host: int, load: bool) -> None:
     copy_extents(table, *places, host, load=load)
 
 
-def plain(table: Table, places: Places, host: int, load: bool) -> None:
+def plain(table: Extents, places: LegPlaces, host: int, load: bool) -> None:
     copy_extents_plain(table, *places, host, load=load)
 
 
-def in_triton(table: Table, places: Places, host: int, load: bool) -> None:
+def in_triton(table: Extents, places: LegPlaces, host: int, load: bool) -> None:
     from tiercel.kernels.move import Mover
 
     near, far = (torch.from_numpy(each) for each in places)
     Mover(table, "cpu", host)(near, far, 3, load=load)
 
 
-def by_ranges(table: Table, places: Places, host: int, load: bool) -> None:
+def by_ranges(table: Extents, places: LegPlaces, host: int, load: bool) -> None:
     """As a copy engine is told: one (address, address, bytes) for each extent of each item."""
     whole = np.array([[0, 0, 0, 0, 0, 0]], np.int64)
     for near, far, size in zip(*ranges(table, places), strict=True):
@@ -59,7 +59,7 @@ moves = pytest.mark.parametrize("move", MOVES, ids=lambda move: move.__name__)
 def carry(device: Memory, host: HostMemory, plan: Plan, move: Move) -> None:
     for leg in plan.legs:
         table = extents_of(device, host, tails=leg.tails)
-        move(table, Places.of(leg, device, host), host.flat.data_ptr(), plan.direction is Direction.LOAD)
+        move(table, LegPlaces.of(leg, device, host), host.flat.data_ptr(), plan.direction is Direction.LOAD)
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)

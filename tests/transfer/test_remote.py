@@ -21,7 +21,7 @@ from tiercel.memory.buffers import HostMemory
 from tiercel.transfer.controller import Ticket
 from tiercel.transfer.copier import make_copier
 from tiercel.transfer.plan import Direction, Plan
-from tiercel.transfer.remote import Ack, Rank, RemoteController
+from tiercel.transfer.remote import Ack, RankWorker, RemoteController
 
 LOAD, SAVE = Direction.LOAD, Direction.SAVE
 STAGES = (V4.stage(0, 2), V4.stage(2, 5))
@@ -33,7 +33,7 @@ def rank_process(number: int, path: str, size: int, tickets: Connection) -> None
     stage = STAGES[number]
     memory = make_borrowed(stage, DEVICE_PAGES, DEVICE_TAILS, seed=number)
     with HostMemory(V4, LAYOUT, size, path=path) as host:
-        rank = Rank(number, make_copier("direct", memory, host))
+        rank = RankWorker(number, make_copier("direct", memory, host))
         while (ticket := tickets.recv()) is not None:
             tickets.send(rank.carry(ticket))
     views = {(s.name, layer): memory.view(s.name, layer).numpy() for s in stage.streams for layer in s.layers}
@@ -104,7 +104,7 @@ def expected_host(rig: Rig, size: int) -> torch.Tensor:
     with HostMemory(V4, LAYOUT, size) as host:
         for number, stage in enumerate(STAGES):
             memory = make_borrowed(stage, DEVICE_PAGES, DEVICE_TAILS, seed=number)
-            Rank(number, make_copier("reference", memory, host)).carry(make_ticket(rig.save_plan()))
+            RankWorker(number, make_copier("reference", memory, host)).carry(make_ticket(rig.save_plan()))
         return host.flat.clone()
 
 
@@ -151,7 +151,7 @@ def test_an_ack_that_comes_twice_or_from_nobody_is_a_bug() -> None:
 
 def test_a_rank_survives_a_copy_that_fails_and_tells_it() -> None:
     rig = Rig(V4, LAYOUT)
-    rank = Rank(1, make_copier("direct", rig.device, rig.host))
+    rank = RankWorker(1, make_copier("direct", rig.device, rig.host))
     wrong = make_plan(SAVE, 10_000)
     ack = rank.carry(make_ticket(wrong))
     assert (ack.number, ack.rank) == (0, 1) and "AssertionError" in ack.error

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tiercel.engine.ask import TokenOut
 from tiercel.engine.sampling import Sampler, best_tokens, token_logprobs
-from tiercel.engine.step import Begin, Drawn, PageTable, Step, TextPart
+from tiercel.engine.step import Begin, Drawn, PageTable, Step, StepPart
 from tiercel.models.base import Model, Span
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class _Ring:
         else:
             self.pages[change.first : end] = change.places
 
-    def span(self, part: TextPart) -> Span:
+    def span(self, part: StepPart) -> Span:
         tokens, pages = torch.from_numpy(self.tokens[part.start : part.end]), torch.from_numpy(self.pages)
         return Span(tokens, part.start, pages, part.ring, dict(part.tails), self.write_from)
 
@@ -57,7 +57,7 @@ class _Asked(NamedTuple):
     """The rows of logits of one part: `scored` ones, the last of them for drawing too, if it draws."""
 
     number: int
-    part: TextPart
+    part: StepPart
     ring: _Ring
     first_row: int
     rows: int
@@ -132,7 +132,7 @@ class LocalRunner:
                 drawn.results[each.number] = error
 
 
-def _scores(part: TextPart, ring: _Ring, logits: Tensor) -> list[TokenOut]:
+def _scores(part: StepPart, ring: _Ring, logits: Tensor) -> list[TokenOut]:
     """Row i tells how likely the token after it was, as far as that is one of the prompt's."""
     start = part.end - len(logits)
     following: list[int] = ring.tokens[start + 1 : min(part.end + 1, ring.prompt_tokens)].tolist()

@@ -19,7 +19,7 @@ from time import monotonic
 from tiercel.cache import Loaded, RequestState, TieredCache, Wait, WaitFor
 from tiercel.engine.ask import Ask, Finish, TokenOut
 from tiercel.engine.config import EngineConfig
-from tiercel.engine.step import Begin, Drawn, PageTable, Step, TextPart
+from tiercel.engine.step import Begin, Drawn, PageTable, Step, StepPart
 from tiercel.engine.task import PRIORITY_S, Outcome, Seat, Stage, Task
 from tiercel.errors import QueueFull
 from tiercel.policy.resume import Reuse
@@ -106,7 +106,7 @@ class Scheduler:
 
     # A step
 
-    def plan(self, under_way: Step | None = None) -> list[TextPart]:
+    def plan(self, under_way: Step | None = None) -> list[StepPart]:
         """What to compute next. The step under way counts as done, and its tasks keep what they hold."""
         busy = {self._in_ring[part.ring] for part in under_way.parts} if under_way else set()
         self.stalled = False
@@ -116,7 +116,7 @@ class Scheduler:
         self._admit(busy)
         return self._choose(busy)
 
-    def seal(self, parts: Sequence[TextPart]) -> Step:
+    def seal(self, parts: Sequence[StepPart]) -> Step:
         """The step that computes what was planned, of tasks that still run, with all that changed."""
         sealed = []
         for part in parts:
@@ -190,7 +190,7 @@ class Scheduler:
         ended, self._ended = self._ended, []
         return ended
 
-    def _seat(self, part: TextPart) -> Seat:
+    def _seat(self, part: StepPart) -> Seat:
         seat = self._in_ring[part.ring].seat
         assert seat is not None
         return seat
@@ -312,9 +312,9 @@ class Scheduler:
 
     # Choosing
 
-    def _choose(self, busy: set[Task]) -> list[TextPart]:
+    def _choose(self, busy: set[Task]) -> list[StepPart]:
         """Running answers first, one token each; then prompts, sharing what is left of the step."""
-        parts: list[tuple[Task, TextPart]] = []
+        parts: list[tuple[Task, StepPart]] = []
         prompts: list[tuple[Task, Seat, int]] = []
         running = Stage.RUNNING
         for task in self.running.copy():
@@ -331,7 +331,7 @@ class Scheduler:
                 prompts.append((task, seat, missing))
             elif missing == 1 and (known <= seat.request.extended_tokens or self._room_for(task, seat, busy)):
                 scored = task.score_from if task.scoring else None
-                parts.append((task, TextPart(seat.ring, seat.planned, known, True, scored)))
+                parts.append((task, StepPart(seat.ring, seat.planned, known, True, scored)))
                 seat.planned = known
         parts = [each for each in parts if each[0].stage is running]
         tokens = max(self.config.step_tokens - len(parts), self.page_tokens)
@@ -340,7 +340,7 @@ class Scheduler:
             if count and task.stage is running:
                 end = seat.planned + count
                 parts.append(
-                    (task, TextPart(seat.ring, seat.planned, end, count == missing, task.score_from))
+                    (task, StepPart(seat.ring, seat.planned, end, count == missing, task.score_from))
                 )
                 seat.planned = end
         return [part for _, part in parts]

@@ -37,7 +37,7 @@ class PageTable(NamedTuple):
     places: tuple[int, ...]
 
 
-class TextPart(NamedTuple):
+class StepPart(NamedTuple):
     """Positions start … end - 1 of the text in a ring are computed."""
 
     ring: int
@@ -56,7 +56,7 @@ class Step:
     """Changes first, then one forward over all parts."""
 
     changes: tuple[Begin | PageTable, ...] = ()
-    parts: tuple[TextPart, ...] = ()
+    parts: tuple[StepPart, ...] = ()
 
 
 class Drawn(NamedTuple):

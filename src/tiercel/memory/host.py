@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -79,10 +80,8 @@ class HostMap:
 
     def _prepare(self, huge_pages: bool, pin: bool, *, touch: bool) -> None:
         if huge_pages:
-            try:
+            with suppress(OSError):  # a kernel without them: small pages are only slower
                 self._map.madvise(mmap.MADV_HUGEPAGE)
-            except OSError as error:
-                raise ConfigError("huge_pages", True, f"the kernel refuses: {error}") from error
         if touch:
             _touch(self._map)
         if pin:
@@ -91,7 +90,10 @@ class HostMap:
             address, runtime = np.frombuffer(self._map, np.uint8).ctypes.data, torch.cuda.cudart()
             code = runtime.cudaHostRegister(address, self.size, 0)
             if code != runtime.cudaError.success:
-                raise ConfigError("host_bytes", self.size, f"CUDA can not register it: error {int(code)}")
+                locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+                limit = "unlimited" if locked == resource.RLIM_INFINITY else f"{locked:,} B"
+                look = f"see `ulimit -l` ({limit}) and the memory limit of the control group"
+                raise ConfigError("host_bytes", self.size, f"CUDA can not pin it, error {int(code)}: {look}")
             # Also when nobody calls close: CUDA refuses memory mapped later at an address it still knows.
             self._unregister = weakref.finalize(self, runtime.cudaHostUnregister, address)
 

@@ -16,7 +16,7 @@ from tiercel.errors import ConfigError
 from tiercel.kernels.copy import copy_extents
 from tiercel.memory.buffers import HostMemory, Memory
 from tiercel.spec.stream import Stream
-from tiercel.transfer.extents import Places, extents_of, shared_rows
+from tiercel.transfer.extents import LegPlaces, extents_of, shared_rows
 from tiercel.transfer.plan import Direction, Leg
 
 
@@ -57,7 +57,7 @@ class ReferenceCopier(Copier):
 
     def copy(self, direction: Direction, leg: Leg) -> None:
         for stream, layer in shared_rows(self.device, self.host, tails=leg.tails):
-            places = (each.tolist() for each in Places.of(leg, self.device, self.host))
+            places = (each.tolist() for each in LegPlaces.of(leg, self.device, self.host))
             for here, there in zip(*places, strict=True):
                 near = _ranges(self.device, stream, layer, [here])
                 far = _ranges(self.host, stream, layer, there)
@@ -87,7 +87,7 @@ class DirectCopier(Copier):
     def copy(self, direction: Direction, leg: Leg) -> None:
         extents = self._extents[leg.tails]
         if len(extents):
-            places, address = Places.of(leg, self.device, self.host), self.host.flat.data_ptr()
+            places, address = LegPlaces.of(leg, self.device, self.host), self.host.flat.data_ptr()
             copy_extents(extents, *places, address, load=direction is Direction.LOAD)
 
 

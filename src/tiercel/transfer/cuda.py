@@ -29,7 +29,7 @@ from torch import Tensor
 from tiercel.errors import ConfigError, TransferError
 from tiercel.memory.buffers import HostMemory, Memory
 from tiercel.transfer.controller import Controller, Done, Ticket
-from tiercel.transfer.extents import Places, Table, extents_of, ranges, shared_rows
+from tiercel.transfer.extents import Extents, Ints, LegPlaces, extents_of, ranges, shared_rows
 from tiercel.transfer.plan import Direction
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class CopyEngines:
             wanted[start : start + size] = torch.arange(start, start + size)
         return torch.equal(target, wanted)
 
-    def copy(self, to: Table, source: Table, sizes: Table, stream: torch.cuda.Stream) -> int:
+    def copy(self, to: Ints, source: Ints, sizes: Ints, stream: torch.cuda.Stream) -> int:
         """Queue copies between addresses. Returns how many calls that took."""
         if self.batched:
             self._batch(to, source, sizes, stream)
@@ -125,7 +125,7 @@ class CopyEngines:
             self._check("cudaMemcpyAsync", self._runtime.cudaMemcpyAsync(target, origin, size, 4, handle))
         return len(to)
 
-    def _batch(self, to: Table, source: Table, sizes: Table, stream: torch.cuda.Stream) -> None:
+    def _batch(self, to: Ints, source: Ints, sizes: Ints, stream: torch.cuda.Stream) -> None:
         arrays = [np.ascontiguousarray(each, np.int64) for each in (to, source, sizes)]
         code = self._runtime.cudaMemcpyBatchAsync(
             *(ctypes.c_void_p(each.ctypes.data) for each in arrays),
@@ -169,7 +169,7 @@ class _Moves:
         self.large = self._mean(self.table) >= DMA_BYTES_LEAST
 
     @staticmethod
-    def _mean(table: Table) -> float:
+    def _mean(table: Extents) -> float:
         return float(table[:, 5].mean()) if len(table) else float("inf")
 
     @cached_property
@@ -177,7 +177,7 @@ class _Moves:
         return -(-int(self.table[:, 5].sum()) // 16) * 16
 
     @cached_property
-    def staged(self) -> tuple[Table, Table]:
+    def staged(self) -> tuple[Extents, Extents]:
         """Two tables: between host and staging buffer, and between staging buffer and device."""
         to_host, to_device, at = list[list[int]](), self.table.copy(), 0
         for row, (_, _, page, far, stride, size) in zip(to_device, self.table.tolist(), strict=True):
@@ -201,7 +201,7 @@ class _Moves:
     def scatter(self, staging: Tensor) -> Mover:
         return self._mover(self.staged[1], staging.data_ptr())
 
-    def _mover(self, table: Table, address: int) -> Mover:
+    def _mover(self, table: Extents, address: int) -> Mover:
         from tiercel.kernels.move import Mover  # here: Triton takes a second to import
 
         return Mover(table, self._device, address)
@@ -221,21 +221,21 @@ class _Queue:
     def _staging(self) -> Tensor:
         return torch.empty(STAGING_BYTES, dtype=torch.uint8, device=self._device)
 
-    def dma(self, near: Table, far: Table, sizes: Table) -> None:
+    def dma(self, near: Ints, far: Ints, sizes: Ints) -> None:
         """Between addresses. The first few are queued alone: they move while the rest is being queued."""
         to, source = (near, far) if self.load else (far, near)
         for part in (slice(0, FIRST_RANGES), slice(FIRST_RANGES, None)):
             if len(sizes[part]):
                 self.launches += self._engines.copy(to[part], source[part], sizes[part], self.stream)
 
-    def kernel(self, mover: Mover, near: Table, far: Table, programs: int) -> None:
+    def kernel(self, mover: Mover, near: Ints, far: Ints, programs: int) -> None:
         with torch.cuda.stream(self.stream):
             places = (torch.from_numpy(np.ascontiguousarray(each)).pin_memory() for each in (near, far))
             here, there = (each.to(self._device, non_blocking=True) for each in places)
             mover(here, there, programs, load=self.load)
         self.launches += 1
 
-    def staged(self, moves: _Moves, places: Places) -> None:
+    def staged(self, moves: _Moves, places: LegPlaces) -> None:
         """Part by part through the staging buffer. All on one stream: a part waits for the one before."""
         staging, base = self._staging, moves.host.flat.data_ptr()
         if id(moves) not in self._scatters:
@@ -244,7 +244,7 @@ class _Queue:
         for first in range(0, len(places.near), count):
             near, far = (each[first : first + count] for each in places)
             numbers = np.arange(len(near))
-            here, there, sizes = ranges(moves.staged[0], Places(numbers, far))
+            here, there, sizes = ranges(moves.staged[0], LegPlaces(numbers, far))
             if self.load:
                 self.dma(here + staging.data_ptr(), there + base, sizes)
             self.kernel(scatter, near, numbers[:, None], SCATTER_PROGRAMS)
@@ -315,14 +315,14 @@ class CudaController(Controller):
             self._end(ticket, error)
 
     def _queue_plan(self, ticket: Ticket, queue: _Queue) -> Ready:
-        legs = [(leg.tails, Places.of(leg, self.device, self.host)) for leg in ticket.plan.legs]
+        legs = [(leg.tails, LegPlaces.of(leg, self.device, self.host)) for leg in ticket.plan.legs]
         if self.after is not None:
             queue.stream.wait_event(self.after)
         events, whole = [], self._whole[0][1]
         moved = sum(len(places.near) * whole[tails].item_bytes for tails, places in legs)
         grouped = queue.load and moved >= self._grouped_bytes
         for last_layer, moves in self._groups if grouped else self._whole:
-            large = list[tuple[Table, Table, Table]]()
+            large = list[tuple[Ints, Ints, Ints]]()
             for tails, places in legs:
                 self._queue_leg(queue, moves[tails], places, large)
             if large:
@@ -334,7 +334,7 @@ class CudaController(Controller):
         return Ready(events)
 
     def _queue_leg(
-        self, queue: _Queue, moves: _Moves, places: Places, large: list[tuple[Table, Table, Table]]
+        self, queue: _Queue, moves: _Moves, places: LegPlaces, large: list[tuple[Ints, Ints, Ints]]
     ) -> None:
         """Ranges for the copy engines are added to `large`: all legs travel in one call."""
         bytes_total = len(places.near) * moves.item_bytes

@@ -21,7 +21,8 @@ from tiercel.spec.stream import Stream
 from tiercel.transfer.plan import Leg
 from tiercel.types import PLACE_MASK
 
-Table = NDArray[np.int64]
+Ints = NDArray[np.int64]
+Extents = Ints
 """[extents, 6]: the fields of `Extent`."""
 
 
@@ -48,7 +49,7 @@ def shared_rows(device: Memory, host: HostMemory, *, tails: bool) -> list[tuple[
 
 def extents_of(
     device: Memory, host: HostMemory, *, tails: bool, layers: Collection[int] | None = None
-) -> Table:
+) -> Extents:
     """The extents of a page or tail, of some layers only if they are given. Neighbours are joined."""
     found: list[Extent] = []
     for stream, layer in shared_rows(device, host, tails=tails):
@@ -79,14 +80,14 @@ def _cut(device: Memory, host: HostMemory, stream: Stream, layer: int) -> Iterat
                 rest.append((index, piece._replace(offset=piece.offset + size, bytes=piece.bytes - size)))
 
 
-class Places(NamedTuple):
+class LegPlaces(NamedTuple):
     """The places of a leg: [items] on the device, [items, host pages of an item] on the host."""
 
-    near: Table
-    far: Table
+    near: Ints
+    far: Ints
 
     @classmethod
-    def of(cls, leg: Leg, device: Memory, host: HostMemory) -> Places:
+    def of(cls, leg: Leg, device: Memory, host: HostMemory) -> LegPlaces:
         near = np.fromiter(leg.device, np.int64, len(leg.device)) & PLACE_MASK
         far = np.fromiter(chain.from_iterable(leg.host), np.int64) & PLACE_MASK
         most = device.tails if leg.tails else device.pages
@@ -94,7 +95,7 @@ class Places(NamedTuple):
         return cls(near, far.reshape(len(near), len(leg.host[0]) if leg.host else 1))
 
 
-def ranges(table: Table, places: Places) -> tuple[Table, Table, Table]:
+def ranges(table: Extents, places: LegPlaces) -> tuple[Ints, Ints, Ints]:
     """(near addresses, far offsets, sizes) of every extent of every item, item by item."""
     near = table[:, 0] + places.near[:, None] * table[:, 1]
     far = table[:, 3] + places.far[:, table[:, 2]] * table[:, 4]

@@ -2,7 +2,7 @@
 
     this process                                  each rank (a process with its own device memory)
     ────────────                                  ────────────────────────────────────────────────
-    submit(plan) ─► Ticket                        rank = Rank(number, copier)
+    submit(plan) ─► Ticket                        rank = RankWorker(number, copier)
     take() ─► [Ticket(7, plan)] ── pickled ─────► rank.carry(ticket) ─► Ack(7, rank 0)
     acknowledge(ack) ◄──────────── pickled ─────┘
     all ranks said so ─► poll() ─► [Done]
@@ -31,7 +31,7 @@ class Ack:
     """Time spent copying pages and tails."""
 
 
-class Rank:
+class RankWorker:
     """One process that has the memory. It survives whatever a copy raises (I13)."""
 
     def __init__(self, number: int, copier: Copier) -> None:
