@@ -142,6 +142,10 @@ class CacheConfig:
     store_timeout_s: float = setting(
         10.0, "Seconds after which an operation of the store has failed.", seconds=True
     )
+    save_step_bytes: int = setting(
+        64 * 1024**2, "Bytes of saves that a step starts.", least=1, memory=True, option="save_step_memory"
+    )
+    """One millisecond of the link of an H200: decoding is hardly slower beside it. The oldest go first."""
     huge_pages: bool = setting(True, "Ask the kernel for huge pages for host memory.")
     """Touched and pinned four times as fast (H200 machine). A kernel without them is no error."""
     host_shared: bool = False

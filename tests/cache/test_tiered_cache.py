@@ -114,6 +114,28 @@ TEXT = list(range(18))
 """Four full pages of four tokens, and two tokens more."""
 
 
+@pytest.mark.parametrize(("budget", "plans"), [(1, [1] * 9), (5 * PLAIN.page_bytes, [5, 4]), (1 << 20, [9])])
+def test_saves_start_oldest_first_within_the_budget_of_a_step(budget, plans):
+    driver = make(held=True, save_step_bytes=budget, device_pages=16)
+    computed = []
+    for number, pages in enumerate((2, 3, 4)):
+        request = driver.begin([number] * 4 * pages)
+        driver.compute(request, [number] * 4 * pages)
+        computed += request.table
+        driver.cache.finish(request)
+    for _ in range(10):
+        driver.cache.step()
+    sent = [plan_of(task).legs[0].device for _, task in driver.copies[Direction.SAVE].held]
+    assert list(map(len, sent)) == plans and [page for leg in sent for page in leg] == computed
+    driver.settle()
+    assert driver.cache.counters["pages_saved"] == 9
+
+
+def plan_of(task):
+    """The plan that a held copy is to carry out."""
+    return next(cell.cell_contents for cell in task.__closure__ if isinstance(cell.cell_contents, tuple))[1]
+
+
 # What is reused
 
 

@@ -71,6 +71,7 @@ class World(Stage):
         config = CacheConfig(
             fetch=random.choice(FETCH_POLICIES),
             store_writing_bytes=random.choice([1, 10_000, 1 << 20]),
+            save_step_bytes=random.choice([1, 1, 1 << 20]),
             device_pages=14 if roomy else random.randint(4, 8) if tight else random.choice([2, 6, 9, 9, 14]),
             device_tails=tails * self.spec.pages_per_window,
             host_bytes=self.spec.host_page_bytes

@@ -4,17 +4,20 @@
               `batch`                                  ticket
 
 The loads of one step travel together, so requests of one step may share what is queued. A load that was sent
-can not be joined any more: a request that needs its pages waits.
+can not be joined any more: a request that needs its pages waits. Saves are sent oldest first, up to a budget
+of bytes for each step: a device that copies at full rate computes more slowly.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 
 from tiercel.cache.request import Request, Transfer
 from tiercel.errors import TransferError
+from tiercel.spec.cache_spec import CacheSpec
 from tiercel.transfer.controller import Controller
 from tiercel.transfer.plan import Direction, Plan
 from tiercel.tree.node import Move, Page, Tail
@@ -34,26 +37,28 @@ class Flight:
 class Flights:
     """The bookkeeping of transfers. Without a controller (no host tier) nothing is ever queued."""
 
-    def __init__(self, controller: Controller | None, counters: Counter[str]) -> None:
+    def __init__(
+        self, controller: Controller | None, counters: Counter[str], spec: CacheSpec, save_step_bytes: int
+    ) -> None:
         self.controller = controller
+        self._sizes = {Page: spec.page_bytes, Tail: spec.tail_bytes}
+        self._save_step_bytes = save_step_bytes
         self.batch = 1
         """Number of the loads that are queued now (`tree.node`)."""
         self._counters = counters
-        self._queued = {direction: Flight(direction) for direction in Direction}
+        self._queued: dict[Direction, deque[Flight]] = {direction: deque() for direction in Direction}
         self._sent: dict[int, Flight] = {}
 
     @property
     def busy(self) -> bool:
-        return bool(self._sent) or any(flight.moves for flight in self._queued.values())
+        return bool(self._sent) or any(flight.moves for queue in self._queued.values() for flight in queue)
 
     def queue(
         self, direction: Direction, moves: Iterable[Move], waits: Request | Transfer | None = None
     ) -> None:
-        """To be sent by the next step. `waits` is answered when everything queued with it has landed."""
-        flight = self._queued[direction]
-        flight.moves.extend(moves)
-        if waits is not None:
-            flight.waiting.append(waits)
+        """To be sent by a next step. `waits` is answered when everything sent with it has landed."""
+        waiting = [] if waits is None else [waits]
+        self._queued[direction].append(Flight(direction, list(moves), waiting))
 
     def landed(self) -> list[Flight]:
         """What ended since the last call, each direction in the order it was sent. It is counted."""
@@ -83,20 +88,31 @@ class Flights:
         return self.controller is not None and self.controller.has_landed
 
     def send(self) -> None:
-        """Everything queued, merged into one load and one save."""
-        for direction, flight in self._queued.items():
+        """One load of everything queued, and one save."""
+        for direction in Direction:
+            flight = self._take(direction)
             if flight.moves:
                 assert self.controller is not None
-                self._queued[direction] = Flight(direction)
                 self.batch += direction is Direction.LOAD
                 pages = [(m.device, m.host) for m in flight.moves if isinstance(m.item, Page)]
                 tails = [(m.device, m.host) for m in flight.moves if isinstance(m.item, Tail)]
                 ticket = self.controller.submit(Plan.of(direction, pages, tails))
                 self._sent[ticket.number] = flight
 
+    def _take(self, direction: Direction) -> Flight:
+        """What was queued first, saves up to the budget. What was queued together stays together."""
+        taken, queue, size = Flight(direction), self._queued[direction], 0
+        while queue and (direction is Direction.LOAD or size < self._save_step_bytes):
+            flight = queue.popleft()
+            taken.moves += flight.moves
+            taken.waiting += flight.waiting
+            size += sum(self._sizes[type(move.item)] for move in flight.moves)
+        assert taken.moves or not taken.waiting, "who waits for nothing would wait for ever"
+        return taken
+
     def moves(self) -> Iterator[Move]:
         """Everything queued or sent."""
-        for flight in (*self._queued.values(), *self._sent.values()):
+        for flight in (*chain.from_iterable(self._queued.values()), *self._sent.values()):
             yield from flight.moves
 
     def close(self) -> None:

@@ -92,7 +92,7 @@ class HostTier(ABC, Generic[AnyEnd]):
             controller = _controller(config.copier, device, self.host, executors)
         self._landed = controller.landed if controller else Condition()
         self.counters: Counter[str] = Counter()
-        self.flights = Flights(controller, self.counters)
+        self.flights = Flights(controller, self.counters, spec, config.save_step_bytes)
         counts = (*self._device_places(), self.host.pages if self.host else 0)
         queue_saves = partial(self.flights.queue, Direction.SAVE)
         self.places = Places(self.tree, spec, counts, pool_order or range, queue_saves)
