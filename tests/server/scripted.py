@@ -283,6 +283,7 @@ class ScriptedService:
             moved_bytes={"loaded": {"kv": 5}},
             moved_s={"loaded": {"pages": 0.5}},
             hit_tokens={"device": 10, "host": 20, "store": 30},
+            copier="direct",
             pools={"device pages": PoolStats(capacity=8, free=3)},
             store=self.store,
             counters={"pages_saved": 4},

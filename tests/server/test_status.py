@@ -103,6 +103,7 @@ def test_model_info_and_the_nested_numbers():
         "moved_bytes": {"loaded": {"kv": 5}},
         "moved_s": {"loaded": {"pages": 0.5}},
         "hit_tokens": {"device": 10, "host": 20, "store": 30},
+        "copier": "direct",
         "pools": {"device pages": {"capacity": 8, "free": 3}},
         "store": {"attached": False},
         "counters": {"pages_saved": 4},

@@ -58,6 +58,8 @@ class CacheStats:
     """Time spent copying, by `loaded` and `saved`, and by pages and tails."""
     hit_tokens: Mapping[str, int]
     pools: Mapping[str, PoolStats]
+    copier: str
+    """Who copies between device and host; empty without a host tier."""
     store: StoreStats | None
     counters: Mapping[str, int]
 
@@ -79,6 +81,7 @@ def stats(cache: HostTier[Any]) -> CacheStats:
         },
         moved_s={WORDS[direction]: dict(spent) for direction, spent in seconds.items()},
         hit_tokens={tier: counters[f"tokens_{tier}"] for tier in ("device", "host", "store")},
+        copier=controller.how if controller else "",
         pools={pool.name: PoolStats(pool.capacity, pool.free) for pool in pools},
         store=cache.store.stats() if cache.store else None,
         counters=dict(counters),

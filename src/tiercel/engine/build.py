@@ -126,7 +126,8 @@ def _choices(
 ) -> list[Choice]:
     cache: CacheConfig = engine.cache.config
     spec = engine.cache.spec
-    host = f"{cache.host_bytes:,} B, {cache.layout}, {cache.copier}" if cache.host_bytes else "off"
+    controller = engine.cache.flights.controller
+    host = f"{cache.host_bytes:,} B, {cache.layout}, {controller.how}" if controller else "off"
     auto = (
         "built at installation" if kernels == "native" else "the native ones were not built, or not asked for"
     )

@@ -50,6 +50,9 @@ class Done:
 class Controller(ABC):
     """Keeps plans in order. `submit`, `poll` and `close` belong to one thread."""
 
+    how: str
+    """Who copies, for people: what `auto` came to."""
+
     def __init__(self) -> None:
         self.landed = Condition()
         """Notified whenever a transfer ends."""
@@ -108,6 +111,7 @@ class LocalController(Controller):
     def __init__(self, copier: Copier, executors: Mapping[Direction, Executor] | None = None) -> None:
         super().__init__()
         self._copier = copier
+        self.how = copier.name
         self._executors = executors or {
             direction: ThreadPoolExecutor(1, thread_name_prefix=f"tiercel-{direction.value}")
             for direction in Direction

@@ -282,6 +282,9 @@ class CudaController(Controller):
         if way == "kernel" or not all(each.large for _, moves in self._groups for each in moves):
             self._groups = self._whole
         self._grouped_bytes = grouped_bytes
+        pages = self._whole[0][1][0]
+        staged = "staged" if pages.may_stage and way != "kernel" else "kernel"
+        self.how = "copy engines" if way != "kernel" and pages.large else staged
 
     @property
     def launches(self) -> int:

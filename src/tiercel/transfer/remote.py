@@ -52,6 +52,7 @@ class RemoteController(Controller):
 
     def __init__(self, ranks: int) -> None:
         super().__init__()
+        self.how = f"{ranks} ranks"
         self._ranks = frozenset(range(ranks))
         self._untaken: list[Ticket] = []
         self._waiting: dict[int, tuple[Ticket, dict[int, Ack]]] = {}
