@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from tiercel.config import CacheConfig
 from tiercel.memory.buffers import BorrowedMemory, DeviceMemory, HostMemory, Memory
 from tiercel.memory.layout import LAYOUTS
 from tiercel.spec import CacheSpec, load
@@ -148,20 +149,21 @@ def carried_ms(controller: CudaController, plan: Plan, runs: int = 9) -> tuple[f
 def both_ways(
     controller: CudaController, pages: Pairs, others: Pairs, large: torch.Tensor, flat: torch.Tensor
 ) -> float:
-    """Loads and saves at once, over two large copies at once."""
+    """Loads and saves at once, over two large copies at once; several of each, as under load."""
     up, down, second = torch.cuda.Stream(), torch.cuda.Stream(), torch.empty_like(large)
     spare = torch.empty_like(flat).pin_memory()
 
     def two_large() -> None:
-        with torch.cuda.stream(up):
-            large.copy_(flat, non_blocking=True)
-        with torch.cuda.stream(down):
-            spare.copy_(second, non_blocking=True)
+        for _ in range(4):
+            with torch.cuda.stream(up):
+                large.copy_(flat, non_blocking=True)
+            with torch.cuda.stream(down):
+                spare.copy_(second, non_blocking=True)
 
     plans = Plan.of(LOAD, pages), Plan.of(SAVE, others)
 
     def ours() -> None:
-        for plan in plans:
+        for plan in plans * 4:
             controller.submit(plan)
 
     times: dict[Callable[[], None], list[float]] = {two_large: [], ours: []}
@@ -215,8 +217,18 @@ def slowdowns(controller: CudaController, pages: Pairs) -> Iterator[tuple[str, f
             controller.submit(plans[direction])
         products()
 
+    budget = CacheConfig(1).save_step_bytes // controller.host.spec.page_bytes
+    step = Plan.of(SAVE, pages[:budget])
+
+    def decode() -> None:
+        """A step of about 20 ms, with as many saves as it may start."""
+        controller.submit(step)
+        products()
+
     for _ in range(5):
         median_ms(products, runs=3)  # the clocks settle
+    ratios = [median_ms(decode, runs=1) / median_ms(products, runs=1) for _ in range(15)]
+    yield "compute_slowdown_step", statistics.median(ratios)
     for direction in Direction:
         ratios = [
             median_ms(lambda d=direction: beside(d), runs=1) / median_ms(products, runs=1) for _ in range(15)
