@@ -152,10 +152,10 @@ def failing_allocations(scene, fault):
 def failing_copies(scene, fault):
     real = scene.copier.copy
 
-    def copy(direction, leg, layer):
+    def copy(direction, leg):
         if fault.due():
             raise OSError("the n-th copy")
-        real(direction, leg, layer)
+        real(direction, leg)
 
     return patch.object(scene.copier, "copy", copy)
 
