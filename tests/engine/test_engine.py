@@ -292,10 +292,10 @@ def test_a_load_that_fails_is_computed_instead():
     copier = engine.cache.flights.controller._copier
     copy = copier.copy
 
-    def fail(direction, leg, layer):
+    def fail(direction, leg):
         if direction.value == "load":
             raise OSError("a cable")
-        copy(direction, leg, layer)
+        copy(direction, leg)
 
     copier.copy = fail
     [answer] = run(engine, make_ask("b", text))

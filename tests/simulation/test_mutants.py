@@ -21,7 +21,8 @@ from tiercel.cache.request import RequestState
 from tiercel.cache.tiered_cache import Sharing
 from tiercel.memory.buffers import HostMemory, Memory
 from tiercel.storage.record import Flaw, Form, checksum, parse
-from tiercel.transfer.copier import DirectCopier, ReferenceCopier
+from tiercel.transfer import copier, extents
+from tiercel.transfer.extents import shared_rows as real_shared_rows
 from tiercel.transfer.mover import Presence, StoreMover, Work
 from tiercel.tree.candidates import Candidates
 from tiercel.tree.prefix_tree import PrefixTree
@@ -117,12 +118,8 @@ def who_leaves_keeps_others_waiting(self, request, first, upto):
         real_sharing_end(self, request, first, upto)
 
 
-def the_last_layer_is_not_copied(real):
-    def copy(self, direction, leg, layer):
-        if layer != self.layers[-1]:
-            real(self, direction, leg, layer)
-
-    return copy
+def the_last_row_is_not_copied(device, host, *, tails):
+    return real_shared_rows(device, host, tails=tails)[:-1]
 
 
 def host_pages_are_taken_twice(self, count):
@@ -267,10 +264,10 @@ def test_the_simulation_catches_a_miss_that_counts_as_read():
         assert caught_within(seeds=160) is not None
 
 
-def test_the_simulation_catches_a_layer_that_is_not_copied():
+def test_the_simulation_catches_a_row_that_is_not_copied():
     with (
-        patch.object(DirectCopier, "copy", the_last_layer_is_not_copied(DirectCopier.copy)),
-        patch.object(ReferenceCopier, "copy", the_last_layer_is_not_copied(ReferenceCopier.copy)),
+        patch.object(extents, "shared_rows", the_last_row_is_not_copied),
+        patch.object(copier, "shared_rows", the_last_row_is_not_copied),
     ):
         assert caught_within(seeds=160) is not None
 
