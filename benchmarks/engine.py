@@ -27,12 +27,14 @@ from benchmarks.machine import describe
 from tiercel.config import CacheConfig
 from tiercel.engine.ask import Ask, Sampling, TokenOut
 from tiercel.engine.build import open_engine
-from tiercel.engine.config import MIB, Build, EngineConfig
+from tiercel.engine.config import Build, EngineConfig
 from tiercel.engine.engine import Engine
 from tiercel.engine.loop import plain_steps
 from tiercel.engine.sampling import best_tokens
 from tiercel.engine.step import Drawn
 from tiercel.verify import answer_one
+
+MIB = 1024**2
 
 LONG, ROUNDS = 4096, 9
 

@@ -78,7 +78,7 @@ class Counting(direct.Calls):
 
     written = 0
 
-    def pwritev(self, file: int, views: Sequence[memoryview], offset: int) -> int:
+    def pwritev(self, file: int, views: Sequence[memoryview | bytearray | bytes], offset: int) -> int:
         done = super().pwritev(file, views, offset)
         self.written += done
         return done

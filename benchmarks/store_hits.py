@@ -26,6 +26,8 @@ from tiercel.engine.engine import Engine
 from tiercel.storage.base import Get, Store
 from tiercel.storage.file import FileStore
 
+MIB = 1024**2
+
 PROMPT_TOKENS = 4096
 ROUNDS = 5
 SLOW_BYTES_S = 1e6
