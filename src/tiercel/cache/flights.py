@@ -89,9 +89,8 @@ class Flights:
 
     def send(self) -> None:
         """One load of everything queued, and one save."""
-        for direction in Direction:
-            flight = self._take(direction)
-            if flight.moves:
+        for direction, queue in self._queued.items():
+            if queue and (flight := self._take(direction)).moves:
                 assert self.controller is not None
                 self.batch += direction is Direction.LOAD
                 pages = [(m.device, m.host) for m in flight.moves if isinstance(m.item, Page)]
