@@ -2,9 +2,8 @@
 
     the caller's thread                 the direction's worker
     ───────────────────                 ──────────────────────
-    submit(plan) ─► Ticket ───────────► layer 0: every leg
-                                        layer 1: every leg, …
-    poll() ─► [Done(ticket, None)] ◄─── all layers copied
+    submit(plan) ─► Ticket ───────────► leg of pages, leg of tails
+    poll() ─► [Done(ticket, None)] ◄─── all legs copied
     poll() ─► [Done(ticket, error)] ◄── an error anywhere
 
 Loads do not wait for saves nor saves for loads. Within a direction transfers may end in any order, and are
@@ -12,7 +11,7 @@ published in the order they were submitted, so a later page is never visible bef
 
 A controller merges nothing (one plan is one step's work) and never asks who owns an id: places stay
 reserved until `poll` has named their ticket. `LocalController` copies in threads of this process;
-`transfer.remote` hands plans to processes that have the memory.
+`transfer.cuda` queues copies on a device; `transfer.remote` hands plans to processes that have the memory.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ multiprocessor is used. Where rows lie apart (`BorrowedMemory`, or host memory l
 moves them: from pinned memory itself, or through a staging buffer that the copy engines fill.
 
     dma      extents are large                                        97 % of the link on an H200
-    staged   rows are small on the device, host pages lie together    97 %, and a scatter kernel
-    kernel   rows are small on both sides, or few                     89 %, slows a model down while it runs
+    staged   rows are small on the device, host pages lie together    89 to 93 %, and a scatter kernel
+    kernel   rows are small on both sides, or few                     84 to 89 %, slows a model down while it runs
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ process that has the memories can carry it out.
     ├── Leg of pages    device page 3 ◄─ host page 8,  device page 4 ◄─ host page 9
     └── Leg of tails    device tail 1 ◄─ host pages 5, 2, 7
 
-A leg pairs the ids of two pools; the direction is the plan's. Ids become places here and in the copiers only.
+A leg pairs the ids of two pools; the direction is the plan's. Ids become places in `transfer.extents` only.
 """
 
 from __future__ import annotations
