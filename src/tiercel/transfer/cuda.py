@@ -10,7 +10,7 @@ moves them: from pinned memory itself, or through a staging buffer that the copy
 
     dma      extents are large                                        97 % of the link on an H200
     staged   rows are small on the device, host pages lie together    89 to 93 %, and a scatter kernel
-    kernel   rows are small on both sides, or few                     84 to 89 %, slows a model down while it runs
+    kernel   rows are small on both sides, or few                     84 to 89 %, slows a forward down
 """
 
 from __future__ import annotations
