@@ -1,9 +1,13 @@
-"""Workers of one run share the cores: torch would start as many threads in each as there are cores."""
+"""Workers of one run share the cores: torch would start as many threads in each as there are cores. Without a
+GPU Triton's kernels run in its interpreter."""
 
 import os
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before a kernel is imported
 
 
 def pytest_configure() -> None:

@@ -4,7 +4,6 @@ Triton's interpreter where there is no GPU)."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import numpy as np
@@ -21,9 +20,6 @@ from tiercel.spec import CacheSpec
 from tiercel.transfer.copier import make_copier
 from tiercel.transfer.extents import Extents, LegPlaces, extents_of, ranges
 from tiercel.transfer.plan import Direction, Plan
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before the kernel is imported
 
 Move = Callable[[Extents, LegPlaces, int, bool], None]
 

@@ -8,11 +8,40 @@ fp8 index     all channels as e4m3 with one fp32 scale
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 FP8_MAX = 448.0
 AMAX_LEAST = 1e-4
+
+
+class Entries(NamedTuple):
+    """Encoded entries in memory, numbered row · per_row + number in the row."""
+
+    rows: Tensor
+    """uint8 [rows, row_bytes]. A row is its parts one after the other: all values, then all scales."""
+    per_row: int
+    sizes: tuple[int, ...]
+    """Bytes of one entry in each part."""
+    encoding: str
+    dim: int
+    rope: int
+    """Of `fp8_groups`: the last channels, which stay bf16."""
+
+
+class Flat(NamedTuple):
+    """Where each flat token of a call stands: int32 [tokens] on the device. Padding has position -1."""
+
+    position: Tensor
+    start: Tensor
+    """The first position of the token's span in this call."""
+    first: Tensor
+    """The flat number of that span's first token."""
+    ring: Tensor
+    pages: Tensor
+    """int32 [rings, most pages]: the device place of each page of the text in a ring."""
 
 
 def encode_plain(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:

@@ -1,0 +1,1 @@
+"""The kernels of the models in Triton, for CUDA."""
