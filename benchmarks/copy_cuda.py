@@ -6,12 +6,16 @@ from __future__ import annotations
 import itertools
 import random
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 
 import torch
 
 from tiercel.config import CacheConfig
+from tiercel.kernels.entries import Entries
+from tiercel.kernels.move import move_entries
 from tiercel.memory.buffers import BorrowedMemory, DeviceMemory, HostMemory, Memory
 from tiercel.memory.layout import LAYOUTS
 from tiercel.spec import CacheSpec, load
@@ -23,6 +27,7 @@ PAGES, DEVICE_PAGES, HOST_PAGES = 512, 2000, 1500
 LOAD, SAVE = Direction.LOAD, Direction.SAVE
 MATMUL, MATMULS = 8192, 14
 PIN_BYTES = 8 * 1024**3
+EXIT_BYTES = 32 * 1024**3
 SLEEP_CYCLES = 1_000_000
 """Half a millisecond: the device starts after everything is queued."""
 
@@ -75,6 +80,8 @@ def measure() -> dict[str, object]:
     result["both_ways_share"] = both_ways(controller, pages, others, large, flat)
     result |= restore(controller, Plan.of(LOAD, pages, tail), Plan.of(LOAD, (), tail), link[LOAD] / gb)
     result |= dict(slowdowns(controller, pages))
+    result |= single_entries(host, large)
+    result["exit_s"] = exit_seconds()
     for memory in hosts.values():
         memory.close()
     return result
@@ -102,6 +109,35 @@ def pin_rate(spec: CacheSpec) -> float:
     seconds = time.perf_counter() - start
     host.close()
     return PIN_BYTES / seconds / 1e9
+
+
+def exit_seconds() -> float:
+    """From SIGTERM to the end of a process that holds pinned memory."""
+    code = (
+        "import time; from tiercel.memory.host import HostMap\n"
+        f"memory = HostMap({EXIT_BYTES}, huge_pages=True, pin=True)\n"
+        "print('there', flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"there\n"
+        start = time.perf_counter()
+        process.terminate()
+        process.wait(60)
+        return time.perf_counter() - start
+
+
+def single_entries(host: HostMemory, large: torch.Tensor) -> dict[str, float]:
+    """Scattered entries of 576 + 8 bytes from pinned memory into device rows, in one launch."""
+    per_row, sizes = 64, (576, 8)
+    row_bytes = 37_440
+    far = Entries(host.flat[: 8192 * row_bytes].view(-1, row_bytes), per_row, sizes, "fp8_groups", 512, 64)
+    near = far._replace(rows=large[: 8192 * row_bytes].view(-1, row_bytes))
+    found = {}
+    for count in (2048, 65536):
+        numbers = [torch.randperm(8192 * per_row, device="cuda")[:count] for _ in range(2)]
+        ms = median_ms(lambda n=numbers: move_entries(near, n[0], far, n[1]))  # type: ignore[misc]
+        found[f"entries_{count}_gb_s"] = count * sum(sizes) / ms / 1e6
+    return found
 
 
 def median_ms(queue: Callable[[], object], stream: torch.cuda.Stream | None = None, runs: int = 9) -> float:
@@ -203,35 +239,37 @@ def restore(controller: CudaController, whole: Plan, tail: Plan, ms_per_mb: floa
 
 
 def slowdowns(controller: CudaController, pages: Pairs) -> Iterator[tuple[str, float]]:
-    """A stream of bf16 products beside full-rate copies, over the same alone; alternating."""
-    left, right = (torch.randn(MATMUL, MATMUL, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    """A stream of bf16 products beside copies, over the same alone; alternating.
 
-    def products() -> None:
+    Everything is queued while the stream sleeps, and the copies begin with the first product: the time to
+    queue them is not counted here.
+    """
+    left, right = (torch.randn(MATMUL, MATMUL, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    budget = CacheConfig(1).save_step_bytes // controller.host.spec.page_bytes
+    beside = {
+        "step": [Plan.of(SAVE, pages[:budget])],  # a step of about 20 ms, with all saves it may start
+        "load": [Plan.of(LOAD, pages)] * 3,
+        "save": [Plan.of(SAVE, pages)] * 3,
+    }
+
+    def products_ms(plans: list[Plan]) -> float:
+        torch.cuda.synchronize()
+        torch.cuda._sleep(20 * SLEEP_CYCLES)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        controller.after = start
+        for plan in plans:
+            controller.submit(plan)
         for _ in range(MATMULS):
             torch.matmul(left, right)
+        end.record()
+        torch.cuda.synchronize()
+        assert all(done.error is None for done in controller.poll())
+        return start.elapsed_time(end)
 
-    plans = {direction: Plan.of(direction, pages) for direction in Direction}
-
-    def beside(direction: Direction) -> None:
-        for _ in range(3):
-            controller.submit(plans[direction])
-        products()
-
-    budget = CacheConfig(1).save_step_bytes // controller.host.spec.page_bytes
-    step = Plan.of(SAVE, pages[:budget])
-
-    def decode() -> None:
-        """A step of about 20 ms, with as many saves as it may start."""
-        controller.submit(step)
-        products()
-
-    for _ in range(5):
-        median_ms(products, runs=3)  # the clocks settle
-    ratios = [median_ms(decode, runs=1) / median_ms(products, runs=1) for _ in range(15)]
-    yield "compute_slowdown_step", statistics.median(ratios)
-    for direction in Direction:
-        ratios = [
-            median_ms(lambda d=direction: beside(d), runs=1) / median_ms(products, runs=1) for _ in range(15)
-        ]  # type: ignore[misc]
-        controller.poll()
-        yield f"compute_slowdown_{direction.value}", statistics.median(ratios)
+    for _ in range(15):
+        products_ms([])  # the clocks settle
+    for name, plans in beside.items():
+        ratios = [products_ms(plans) / products_ms([]) for _ in range(15)]
+        yield f"compute_slowdown_{name}", statistics.median(ratios)
+    controller.after = None

@@ -41,6 +41,15 @@ def test_page_size_format_and_draft_can_be_chosen() -> None:
     assert table["streams"][-1]["name"] == "draft_window"
 
 
+def test_who_copies_on_a_device_is_told_for_every_layout_and_copier() -> None:
+    copies = json.loads(run("spec", "deepseek-v4-flash", "--device", "cpu", "--json").stdout)["copies"]
+    assert {layout: ways["auto"] for layout, ways in copies.items()} == {
+        "layer_first": "direct",
+        "page_first_direct": "direct",
+    }
+    assert "on a CPU it must be one of" in copies["layer_first"]["kernel"]
+
+
 def test_a_stream_nobody_wrote_code_for_is_declared_in_json(tmp_path: Path) -> None:
     stream = {"name": "c2", "layers": [0, 1], "parts": {"value": 100}, "tokens_per_entry": 2}
     path = tmp_path / "made_up.json"
@@ -57,6 +66,7 @@ def test_a_stream_nobody_wrote_code_for_is_declared_in_json(tmp_path: Path) -> N
         (("deepseek-v4-flash", "--page-tokens", "0"), "page_tokens = 0"),
         (("deepseek-v4-flash", "--format", "fp6"), "format = 'fp6'"),
         (("deepseek-v4-flash", "--device-memory", "much"), "--device-memory = 'much'"),
+        (("deepseek-v4-flash", "--device", "abacus"), "device = 'abacus'"),
     ],
 )
 def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(arguments: tuple[str, ...], message: str) -> None:

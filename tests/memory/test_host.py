@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from tiercel.errors import BudgetError
-from tiercel.memory.host import RESERVE_BYTES, HostMap, bytes_available
+from tiercel.memory import host
+from tiercel.memory.host import RESERVE_BYTES, HostMap, bytes_available, node_of
 
 GIB = 1024**3
 
@@ -110,3 +111,33 @@ def test_memory_that_is_not_pinned_has_nothing_to_do_with_cuda() -> None:
     """Also on a machine with CUDA: registering all of it takes seconds, and another process may need them."""
     code = "import sys; from tiercel.memory.host import HostMap; HostMap(9); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.skipif(not Path("/proc/self/numa_maps").exists(), reason="the kernel has no NUMA")
+def test_memory_prefers_the_node_it_is_asked_for() -> None:
+    with closing(HostMap(8 * 1024**2, node=0)) as memory:
+        lines = Path("/proc/self/numa_maps").read_text().splitlines()
+        (line,) = [each for each in lines if each.startswith(f"{memory._address:08x} ")]
+    assert line.split()[1] == "prefer:0"
+
+
+def test_a_node_that_is_not_there_is_told_and_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "tiercel"), closing(HostMap(4096, node=1000)) as memory:
+        assert not any(memory.view)
+    assert "NUMA node 1000 was refused" in caplog.text
+
+
+@pytest.mark.parametrize(("told", "node"), [("1\n", 1), ("-1\n", None), (None, None)])
+def test_the_node_of_a_device_is_read_from_the_system(tmp_path: Path, told: str | None, node: int | None):
+    folder = tmp_path / "sys/bus/pci/devices/0000:0f:00.0"
+    folder.mkdir(parents=True)
+    if told is not None:
+        (folder / "numa_node").write_text(told)
+    assert node_of("0000:0f:00.0", tmp_path) == node
+
+
+def test_what_takes_long_is_told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "PROGRESS_S", 0.001)
+    with caplog.at_level("INFO", "tiercel"), closing(HostMap(3 * 10**8)):
+        pass
+    assert "of 0.3 GB are there" in caplog.text

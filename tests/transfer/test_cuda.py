@@ -14,7 +14,7 @@ from tests.transfer.borrowed import make_borrowed
 from tests.transfer.rig import DEVICE_PAGES, DEVICE_TAILS, Rig, device_page, device_tail, host_page
 from tiercel.memory.buffers import BorrowedMemory, DeviceMemory, HostMemory, Memory
 from tiercel.memory.layout import LAYOUTS
-from tiercel.spec import CacheSpec
+from tiercel.spec import CacheSpec, load, mha, mla
 from tiercel.transfer.controller import Ticket
 from tiercel.transfer.copier import make_copier
 from tiercel.transfer.cuda import WAYS, CopyEngines, CudaController
@@ -94,27 +94,40 @@ def layer_first(spec: CacheSpec, pages: int, tails: int) -> BorrowedMemory:
     return BorrowedMemory(spec, rows)
 
 
-@pytest.mark.parametrize("count", [1, 2, 63, 64, 65, 128, 300])
+LARGE: dict[str, CacheSpec] = {
+    "flash": FLASH,
+    "pro": load("deepseek-v4-pro"),
+    "gqa": mha("gqa", 16, 32, kv_heads=8, head_dim=128),
+    "mla": mla("mla", 64, 61, kv_lora_rank=512, rope_dim=64),
+}
+COUNTS = [(name, count) for name in LARGE for count in (1, 63, 64, 65, 128)]
+
+
+@pytest.mark.parametrize(("name", "count"), [*COUNTS, ("flash", 300), ("flash", 499), ("flash", 500)])
 @pytest.mark.parametrize("owner", ["own", "borrowed"])
 @every_way
-def test_hundreds_of_flash_pages_come_back(count: int, owner: str, way: str) -> None:
+def test_hundreds_of_pages_come_back(name: str, count: int, owner: str, way: str) -> None:
     """From one device memory to the host, and from there into another one, at other places."""
-    pages, chance = 310, random.Random(count)
-    host = HostMemory(FLASH, "page_first_direct", 340 * FLASH.host_page_bytes, pin=True)
+    spec, pages, chance = LARGE[name], count + 10, random.Random(count)
+    tails, tail_pages = (2, spec.host_pages_per_tail) if spec.tail_streams else (0, 0)
+    host = HostMemory(spec, "page_first_direct", (pages + tail_pages) * spec.host_page_bytes, pin=True)
     make = layer_first if owner == "borrowed" else lambda *sizes: DeviceMemory(*sizes, device="cuda")
-    source, target = make(FLASH, pages, 2), make(FLASH, pages, 2)
+    source, target = make(spec, pages, tails), make(spec, pages, tails)
     words = torch.Generator(device="cuda").manual_seed(count)
-    for stream in FLASH.streams:
+    for stream in spec.streams:
         for layer in stream.layers:
             source.view(stream.name, layer).random_(0, 256, generator=words)
     there, middle, back = (chance.sample(range(pages), count) for _ in range(3))
-    tail = tuple(host_page(place) for place in range(320, 320 + FLASH.host_pages_per_tail))
+    tail = tuple(host_page(place) for place in range(pages, pages + tail_pages))
     for memory, direction, places, tail_place in ((source, SAVE, there, 1), (target, LOAD, back, 0)):
         controller = CudaController(memory, host, way)
         pairs = [(device_page(d), (host_page(h),)) for d, h in zip(places, middle, strict=True)]
-        finish(controller, controller.submit(Plan.of(direction, pairs, [(device_tail(tail_place), tail)])))
-    for stream in FLASH.streams:
-        rows = (there, back) if stream in FLASH.page_streams else ([1], [0])
+        ends = [(device_tail(tail_place), tail)] if tails else []
+        finish(controller, controller.submit(Plan.of(direction, pairs, ends)))
+        spent = controller.seconds[direction]
+        assert spent["pages"] > 0 and ("tails" in spent) == bool(tails)
+    for stream in spec.streams:
+        rows = (there, back) if stream in spec.page_streams else ([1], [0])
         for layer in stream.layers:
             near, far = (m.view(stream.name, layer)[r] for m, r in zip((source, target), rows, strict=True))
             assert torch.equal(near, far), (stream.name, layer)
@@ -166,7 +179,7 @@ class Stage:
 
     def __init__(self, way: str, memory: Memory, chance: random.Random) -> None:
         self.host = HostMemory(SPEC, "page_first_direct", (PLACES + 8) * SPEC.host_page_bytes, pin=True)
-        self.memory, self.chance = memory, chance
+        self.memory, self.chance, self.implicit = memory, chance, False
         self.controller = CudaController(memory, self.host, way, shares=(0.4,), grouped_bytes=0)
         grouped = isinstance(memory, DeviceMemory) and way != "kernel"
         assert len(self.controller._groups) == 1 + grouped
@@ -197,11 +210,11 @@ class Stage:
                     self.wrong += (view[place] != number).sum()
 
     def submit(self, direction: Direction, pairs: list[tuple[int, int]], after: torch.cuda.Event) -> Ticket:
-        self.controller.after = after
+        plan = Plan.of(direction, [(device_page(d), (host_page(h),)) for d, h in pairs])
+        self.controller.after = None if self.implicit else after
         self.delay()
-        return self.controller.submit(
-            Plan.of(direction, [(device_page(d), (host_page(h),)) for d, h in pairs])
-        )
+        with torch.cuda.stream(self.compute):
+            return self.controller.submit(plan)
 
 
 def random_schedule(stage: Stage, rounds: int, *, broken: str = "") -> int:
@@ -250,6 +263,13 @@ def random_schedule(stage: Stage, rounds: int, *, broken: str = "") -> int:
 def test_no_reader_sees_a_byte_too_early_or_too_late(owner: str, way: str) -> None:
     memory = layer_first(SPEC, PLACES, 1) if owner == "borrowed" else DeviceMemory(SPEC, PLACES, 1, "cuda")
     stage = Stage(way, memory, random.Random(f"{owner}{way}"))
+    assert random_schedule(stage, 400) == 0
+    stage.host.close()
+
+
+def test_copies_wait_for_what_their_submitter_has_queued() -> None:
+    stage = Stage("direct", DeviceMemory(SPEC, PLACES, 1, "cuda"), random.Random(2))
+    stage.implicit = True
     assert random_schedule(stage, 400) == 0
     stage.host.close()
 

@@ -26,7 +26,8 @@ from tiercel.cache.request import Found, Transfer, Wait, WaitFor, find, find_not
 from tiercel.cache.store_tier import StoreTier
 from tiercel.config import CacheConfig
 from tiercel.errors import ConfigError, TransferError
-from tiercel.memory.buffers import HostMemory, Memory
+from tiercel.memory.buffers import HostMemory, Memory, pci_address
+from tiercel.memory.host import node_of
 from tiercel.policy.evict import make_evict_policy
 from tiercel.policy.fetch import Rate
 from tiercel.policy.resume import Reuse
@@ -34,8 +35,7 @@ from tiercel.policy.save import make_save_policy
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.identity import Identity
 from tiercel.storage.base import Store
-from tiercel.transfer.controller import Controller, LocalController
-from tiercel.transfer.copier import make_copier
+from tiercel.transfer.controller import Controller, make_controller
 from tiercel.transfer.mover import StoreMover, Workers
 from tiercel.transfer.plan import Direction
 from tiercel.tree.check import readable, show
@@ -89,7 +89,7 @@ class HostTier(ABC, Generic[AnyEnd]):
         self.host = _host_memory(spec, config, device) if config.host_bytes else None
         controller = device if isinstance(device, Controller) else None
         if self.host and isinstance(device, Memory):
-            controller = _controller(config.copier, device, self.host, executors)
+            controller = make_controller(config.copier, device, self.host, executors)
         self._landed = controller.landed if controller else Condition()
         self.counters: Counter[str] = Counter()
         self.flights = Flights(controller, self.counters, spec, config.save_step_bytes)
@@ -379,12 +379,14 @@ class HostTier(ABC, Generic[AnyEnd]):
 
 
 def _host_memory(spec: CacheSpec, config: CacheConfig, device: Memory | Controller) -> HostMemory:
+    cuda = device.device if isinstance(device, Memory) and device.device.type == "cuda" else None
     host = HostMemory(
         spec,
         config.layout,
         config.host_bytes,
         huge_pages=config.huge_pages,
-        pin=isinstance(device, Memory) and device.device.type == "cuda",
+        pin=cuda is not None,
+        node=None if cuda is None else node_of(pci_address(cuda)),
         shared=config.host_shared,
     )
     if host.pages < spec.host_pages_per_tail:
@@ -392,11 +394,3 @@ def _host_memory(spec: CacheSpec, config: CacheConfig, device: Memory | Controll
         why = f"a tail takes {spec.host_pages_per_tail} host pages of {spec.host_page_bytes:,} B"
         raise ConfigError("host_bytes", config.host_bytes, why)
     return host
-
-
-def _controller(copier: str, device: Memory, host: HostMemory, executors: Executors | None) -> Controller:
-    if device.device.type == "cuda":
-        from tiercel.transfer.cuda import CudaController  # here: a CPU needs none of it
-
-        return CudaController(device, host, copier)
-    return LocalController(make_copier(copier, device, host), executors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import socket
 from collections.abc import Sequence
@@ -45,6 +46,8 @@ def serve(model: o.Model = o.MODEL, settings: Any = None) -> None:
     # The store of the command line may be attached again, unless it is a class.
     if build.store is not None and not why_not(build.store, [build.store]):
         options = replace(options, store_allow=(*options.store_allow, build.store))
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("tiercel").setLevel(logging.INFO)
     engine, choices = open_engine(build, config)
     with ExitStack() as ending:
         publisher = _publisher(engine, options, ending)

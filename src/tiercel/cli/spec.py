@@ -10,8 +10,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tiercel.config import parse_bytes
-from tiercel.spec import capacity_of, load
+from tiercel.config import COPIERS, LAYOUTS, parse_bytes
+from tiercel.errors import ConfigError
+from tiercel.spec import CacheSpec, capacity_of, load
 from tiercel.spec.capacity import Figures
 
 PIPE_WIDTH = 120
@@ -25,21 +26,25 @@ Source = Annotated[
 ]
 
 
-def spec(
+def spec(  # noqa: PLR0913
     source: Source,
     format: Annotated[str | None, typer.Option(help="Element format, such as fp8 or bf16.")] = None,
     page_tokens: Annotated[int | None, typer.Option(help="Tokens in one page.")] = None,
     device_memory: Annotated[str | None, typer.Option(help="Such as 40GiB.")] = None,
     host_memory: Annotated[str | None, typer.Option(help="Such as 200GiB.")] = None,
+    device: Annotated[str | None, typer.Option(help="Tell who copies there, such as cuda.")] = None,
     draft: Annotated[bool, typer.Option("--draft", help="Include the model's draft layers.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """What a model stores, and how many tokens fit in a given memory."""
+    declared = load(source, page_tokens, format, draft)
     figures = capacity_of(
-        load(source, page_tokens, format, draft),
+        declared,
         device_bytes=None if device_memory is None else parse_bytes(device_memory, "--device-memory"),
         host_bytes=None if host_memory is None else parse_bytes(host_memory, "--host-memory"),
     )
+    if device is not None:
+        figures["copies"] = copies_on(device, declared)
     if as_json:
         typer.echo(json.dumps(figures, indent=2))
         return
@@ -53,6 +58,41 @@ def spec(
             tails = f", or {fit['tails']:,} tails" if fit["tails"] else ""
             held = f"{fit['tokens']:,} tokens in {fit['pages']:,} pages{tails}"
             console.print(f"{tier} memory of {fit['bytes']:,} B holds {held}")
+    if device is not None:
+        console.print(_copy_table(device, figures["copies"]))
+
+
+def copies_on(device: str, declared: CacheSpec) -> dict[str, dict[str, str]]:
+    """By layout of host memory and copier: who copies between host and device, or why it can not."""
+    from tiercel.kernels.choice import check_device
+    from tiercel.memory.buffers import DeviceMemory, HostMemory
+    from tiercel.transfer.controller import make_controller
+
+    check_device(device)
+    near = DeviceMemory(declared, 2, 2 if declared.tail_streams else 0, device)
+    least = declared.host_page_bytes * max(2, declared.host_pages_per_tail)
+    told: dict[str, dict[str, str]] = {}
+    for layout in LAYOUTS:
+        with HostMemory(declared, layout, least, pin=near.device.type == "cuda") as host:
+            for copier in COPIERS:
+                try:
+                    controller = make_controller(copier, near, host)
+                except ConfigError as error:
+                    told.setdefault(layout, {})[copier] = str(error)
+                else:
+                    told.setdefault(layout, {})[copier] = controller.how
+                    controller.close()
+    return told
+
+
+def _copy_table(device: str, copies: dict[str, dict[str, str]]) -> Table:
+    shown = Table(title=f"who copies between host memory and {device}")
+    for heading in ("--layout", "--copier", "who"):
+        shown.add_column(heading)
+    for layout, ways in copies.items():
+        for copier, who in ways.items():
+            shown.add_row(layout, copier, who)
+    return shown
 
 
 def _stream_table(figures: Figures) -> Table:

@@ -31,6 +31,17 @@ class Entries(NamedTuple):
     """Of `fp8_groups`: the last channels, which stay bf16."""
 
 
+def move_entries_plain(to: Entries, to_numbers: Tensor, source: Entries, source_numbers: Tensor) -> None:
+    """Entry source_numbers[i] becomes entry to_numbers[i]. -1 on either side: nothing moves."""
+    both = (to_numbers >= 0) & (source_numbers >= 0)
+    here, there, at = to_numbers[both], source_numbers[both], 0
+    for size in to.sizes:
+        part = slice(at, at + to.per_row * size)
+        new, old = (each.rows[:, part].unflatten(1, (to.per_row, size)) for each in (to, source))
+        new[here // to.per_row, here % to.per_row] = old[there // to.per_row, there % to.per_row]
+        at = part.stop
+
+
 class Flat(NamedTuple):
     """Where each flat token of a call stands: int32 [tokens] on the device. Padding has position -1."""
 

@@ -115,6 +115,12 @@ def _borrow(stream: Stream, layer: int, tensor: Tensor, row_bytes: int) -> tuple
     return flat, ((0, Piece(int(tensor.storage_offset()) * size, tensor.stride(0) * size, row_bytes)),)
 
 
+def pci_address(device: torch.device) -> str:
+    """Of a CUDA device, as the system writes it."""
+    own: Any = torch.cuda.get_device_properties(device)
+    return f"{own.pci_domain_id:04x}:{own.pci_bus_id:02x}:{own.pci_device_id:02x}.0"
+
+
 class HostMemory(Memory):
     """One budget of host pages, shared by pages and tails. The options are those of `HostMap`."""
 

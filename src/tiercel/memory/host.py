@@ -1,8 +1,8 @@
 """Host memory: mapped, touched and registered once at the start, given back at the end.
 
-    asked ≤ available? ─yes─► mmap ─► huge pages? ─► touch, in threads ─► pin: register with CUDA
+    asked ≤ available? ─yes─► mmap ─► huge pages, NUMA node ─► touch, in threads ─► pin: register with CUDA
           │ no
-          └──► BudgetError                                    close: unregister ─► unmap
+          └──► BudgetError                                              close: unregister ─► unmap
 
 Memory that is only mapped is not there yet. If the machine has no more, the kernel kills the process at the
 first write, in the middle of a copy. So the budget is compared with what the machine has before anything is
@@ -14,18 +14,25 @@ which another process opens by `path`. (Huge pages of shared memory are a settin
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import mmap
 import os
+import platform
 import resource
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Event, Thread
+from time import perf_counter
 
 import numpy as np
 
 from tiercel.errors import BudgetError, ConfigError
+
+log = logging.getLogger(__name__)
 
 RESERVE_BYTES = 256 * 1024**2
 """Left for the rest of the machine: a budget that takes the last page ends some other process."""
@@ -33,15 +40,33 @@ RESERVE_BYTES = 256 * 1024**2
 TOUCH_THREADS_MAX = 16
 """As far as measured, 16 cores of an H200 machine: 1 thread 1.6 GB/s, 4: 6.7, 16: 22 (huge pages 50)."""
 
+TOUCH_PIECE_BYTES = 64 * 1024**2
+"""One thread touches so much at once. Progress is counted in such pieces."""
+
+PROGRESS_S = 1.0
+"""What takes longer is told, and again after each such time."""
+
+MBIND = {"x86_64": 237, "aarch64": 235}
+"""The number of this system call, which glibc does not have."""
+PREFERRED = 1
+
 
 class HostMap:
     """Zeroed bytes of the host, or those that another process shares under `path`.
 
-    `pin` makes them reachable for a CUDA device. `shared` maps bytes that other processes may map too.
+    `pin` makes them reachable for a CUDA device. `node` is the NUMA node that they should be on: as long as
+    it has room. `shared` maps bytes that other processes may map too.
     """
 
-    def __init__(
-        self, size: int, *, huge_pages: bool = False, pin: bool = False, shared: bool = False, path: str = ""
+    def __init__(  # noqa: PLR0913
+        self,
+        size: int,
+        *,
+        huge_pages: bool = False,
+        pin: bool = False,
+        node: int | None = None,
+        shared: bool = False,
+        path: str = "",
     ) -> None:
         assert size > 0, size
         available = bytes_available()
@@ -60,7 +85,15 @@ class HostMap:
                 raise ConfigError("path", path, f"is not {size:,} B of shared memory: {error}") from error
             raise BudgetError(bytes_asked=size, bytes_available=available) from error
         try:
-            self._prepare(huge_pages, pin, touch=not path)
+            if huge_pages:
+                with suppress(OSError):  # a kernel without them: small pages are only slower
+                    self._map.madvise(mmap.MADV_HUGEPAGE)
+            if node is not None:
+                _prefer_node(self._address, size, node)
+            if not path:
+                _touch(self._map)
+            if pin:
+                self._pin()
         except BaseException:
             self.close()
             raise
@@ -78,24 +111,23 @@ class HostMap:
             return mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return mmap.mmap(self._file, self.size, flags=mmap.MAP_SHARED)
 
-    def _prepare(self, huge_pages: bool, pin: bool, *, touch: bool) -> None:
-        if huge_pages:
-            with suppress(OSError):  # a kernel without them: small pages are only slower
-                self._map.madvise(mmap.MADV_HUGEPAGE)
-        if touch:
-            _touch(self._map)
-        if pin:
-            import torch  # here: a process that only asks for sizes does not load it
+    @property
+    def _address(self) -> int:
+        return int(np.frombuffer(self._map, np.uint8).ctypes.data)
 
-            address, runtime = np.frombuffer(self._map, np.uint8).ctypes.data, torch.cuda.cudart()
+    def _pin(self) -> None:
+        import torch  # here: a process that only asks for sizes does not load it
+
+        address, runtime = self._address, torch.cuda.cudart()
+        with _told(lambda: f"pinning {self.size / 1e9:.1f} GB"):
             code = runtime.cudaHostRegister(address, self.size, 0)
-            if code != runtime.cudaError.success:
-                locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-                limit = "unlimited" if locked == resource.RLIM_INFINITY else f"{locked:,} B"
-                look = f"see `ulimit -l` ({limit}) and the memory limit of the control group"
-                raise ConfigError("host_bytes", self.size, f"CUDA can not pin it, error {int(code)}: {look}")
-            # Also when nobody calls close: CUDA refuses memory mapped later at an address it still knows.
-            self._unregister = weakref.finalize(self, runtime.cudaHostUnregister, address)
+        if code != runtime.cudaError.success:
+            locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+            limit = "unlimited" if locked == resource.RLIM_INFINITY else f"{locked:,} B"
+            look = f"see `ulimit -l` ({limit}) and the memory limit of the control group"
+            raise ConfigError("host_bytes", self.size, f"CUDA can not pin it, error {int(code)}: {look}")
+        # Also when nobody calls close: CUDA refuses memory mapped later at an address it still knows.
+        self._unregister = weakref.finalize(self, runtime.cudaHostUnregister, address)
 
     @property
     def view(self) -> memoryview:
@@ -118,15 +150,61 @@ class HostMap:
 
 def _touch(memory: mmap.mmap) -> None:
     """Write one byte of every page. numpy releases the GIL meanwhile, so the threads run in parallel."""
-    size = len(memory)
-    threads = min(len(os.sched_getaffinity(0)), TOUCH_THREADS_MAX)
-    share = -(-size // (threads * mmap.PAGESIZE)) * mmap.PAGESIZE
+    size, done = len(memory), list[int]()
 
     def touch(start: int) -> None:
-        np.frombuffer(memory, np.uint8)[start : start + share : mmap.PAGESIZE] = 0
+        np.frombuffer(memory, np.uint8)[start : start + TOUCH_PIECE_BYTES : mmap.PAGESIZE] = 0
+        done.append(start)
 
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(touch, range(0, size, share)))
+    def told() -> str:
+        return f"{min(len(done) * TOUCH_PIECE_BYTES, size) / 1e9:.1f} of {size / 1e9:.1f} GB are there"
+
+    threads = min(len(os.sched_getaffinity(0)), TOUCH_THREADS_MAX)
+    with _told(told), ThreadPoolExecutor(threads) as pool:
+        list(pool.map(touch, range(0, size, TOUCH_PIECE_BYTES)))
+
+
+@contextmanager
+def _told(what: Callable[[], str]) -> Iterator[None]:
+    """Log what is going on, each second that it takes."""
+    ended, start = Event(), perf_counter()
+
+    def tell() -> None:
+        while not ended.wait(PROGRESS_S):
+            log.info("host memory: %s, after %.0f s", what(), perf_counter() - start)
+
+    thread = Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+# NUMA nodes
+
+
+def node_of(pci: str, root: Path = Path("/")) -> int | None:
+    """The NUMA node next to the PCI device of this address; None where the machine has no such thing."""
+    try:
+        node = int((root / f"sys/bus/pci/devices/{pci}/numa_node").read_text())
+    except (OSError, ValueError):  # a container may not see it
+        return None
+    return node if node >= 0 else None
+
+
+def _prefer_node(address: int, size: int, node: int) -> None:
+    """Pages that are touched from now on come from this node while it has room. A hint: it may be refused."""
+    number = MBIND.get(platform.machine())
+    if number is None:
+        return
+    words = node // 64 + 1
+    mask = (ctypes.c_uint64 * words)()
+    mask[node // 64] = 1 << node % 64
+    arguments = address, size, PREFERRED, ctypes.addressof(mask), 64 * words + 1, 0
+    if ctypes.CDLL(None, use_errno=True).syscall(number, *map(ctypes.c_ulong, arguments)):
+        log.info("host memory: NUMA node %d was refused: %s", node, os.strerror(ctypes.get_errno()))
 
 
 # What the machine has

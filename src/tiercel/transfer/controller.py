@@ -26,7 +26,8 @@ from threading import Condition
 from time import perf_counter
 
 from tiercel.errors import TransferError
-from tiercel.transfer.copier import Copier
+from tiercel.memory.buffers import HostMemory, Memory
+from tiercel.transfer.copier import Copier, make_copier
 from tiercel.transfer.plan import Direction, Plan
 
 
@@ -144,3 +145,14 @@ def carry(copier: Copier, plan: Plan, seconds: dict[str, float]) -> None:
         copier.copy(plan.direction, leg)
         what = "tails" if leg.tails else "pages"
         seconds[what] = seconds.get(what, 0.0) + perf_counter() - start
+
+
+def make_controller(
+    copier: str, device: Memory, host: HostMemory, executors: Mapping[Direction, Executor] | None = None
+) -> Controller:
+    """`copier` is a name of the settings. A `ConfigError` says why it can not copy between these memories."""
+    if device.device.type == "cuda":
+        from tiercel.transfer.cuda import CudaController  # here: a CPU needs none of it
+
+        return CudaController(device, host, copier)
+    return LocalController(make_copier(copier, device, host), executors)

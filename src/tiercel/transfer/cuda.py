@@ -20,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -64,6 +64,8 @@ SCATTER_PROGRAMS = 264
 WAYS = ("auto", "direct", "kernel")
 
 LAST_LAYER = sys.maxsize
+
+NAMES = {False: "pages", True: "tails"}
 
 
 class Attributes(ctypes.Structure):
@@ -160,6 +162,14 @@ class Ready:
         return all(event.query() for _, event in self.events[-1:])
 
 
+class _Flight(NamedTuple):
+    """A plan that is queued: the event before its first copy, and the bytes of pages and of tails."""
+
+    begun: torch.cuda.Event
+    ready: Ready
+    sizes: dict[str, int]
+
+
 class _Moves:
     """The extents of a page or tail, of all layers or of a group, and the three ways to move them."""
 
@@ -217,6 +227,12 @@ class _Queue:
         self._engines, self._device = engines, device
         self._scatters: dict[int, Mover] = {}
 
+    def mark(self) -> torch.cuda.Event:
+        """An event behind all that is queued so far."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self.stream)
+        return event
+
     @cached_property
     def _staging(self) -> Tensor:
         return torch.empty(STAGING_BYTES, dtype=torch.uint8, device=self._device)
@@ -255,9 +271,9 @@ class _Queue:
 class CudaController(Controller):
     """Copies between a CUDA device and pinned host memory.
 
-    `after` orders copies: those submitted from now on begin after this event. Whoever submits a save sets it
-    to the event behind the kernels that wrote the rows, and a load to the one behind the last readers of its
-    targets; None: they have ended already.
+    A copy begins after all that its submitter has queued on its current stream by then: the kernels that
+    wrote the rows of a save, and the last readers of the targets of a load. That stream waits for a copy only
+    where `Ready.wait` is called. Whoever knows an earlier event sets `after`: copies wait for that instead.
     """
 
     def __init__(
@@ -276,7 +292,7 @@ class CudaController(Controller):
         self.after: torch.cuda.Event | None = None
         engines = CopyEngines()
         self._queued = {direction: _Queue(direction, engines, device.device) for direction in Direction}
-        self._ready: dict[int, Ready] = {}
+        self._flying: dict[int, _Flight] = {}
         self._whole = [(LAST_LAYER, self._moves(None))]
         self._groups = [(cut[-1], self._moves(cut)) for cut in self._cuts(shares)]
         if way == "kernel" or not all(each.large for _, moves in self._groups for each in moves):
@@ -312,29 +328,27 @@ class CudaController(Controller):
     def _start(self, ticket: Ticket) -> None:
         queue = self._queued[ticket.plan.direction]
         try:
-            self._ready[ticket.number] = self._queue_plan(ticket, queue)
+            self._flying[ticket.number] = self._queue_plan(ticket, queue)
         except (TransferError, RuntimeError) as error:
             queue.stream.synchronize()  # nothing of the plan is under way any more
             self._end(ticket, error)
 
-    def _queue_plan(self, ticket: Ticket, queue: _Queue) -> Ready:
+    def _queue_plan(self, ticket: Ticket, queue: _Queue) -> _Flight:
         legs = [(leg.tails, LegPlaces.of(leg, self.device, self.host)) for leg in ticket.plan.legs]
-        if self.after is not None:
-            queue.stream.wait_event(self.after)
+        queue.stream.wait_event(self.after or torch.cuda.current_stream(self.device.device).record_event())
+        begun = queue.mark()
         events, whole = [], self._whole[0][1]
-        moved = sum(len(places.near) * whole[tails].item_bytes for tails, places in legs)
-        grouped = queue.load and moved >= self._grouped_bytes
+        sizes = {NAMES[tails]: len(places.near) * whole[tails].item_bytes for tails, places in legs}
+        grouped = queue.load and sum(sizes.values()) >= self._grouped_bytes
         for last_layer, moves in self._groups if grouped else self._whole:
             large = list[tuple[Ints, Ints, Ints]]()
             for tails, places in legs:
                 self._queue_leg(queue, moves[tails], places, large)
             if large:
-                near, far, sizes = (np.concatenate(each) for each in zip(*large, strict=True))
-                queue.dma(near, far + self.host.flat.data_ptr(), sizes)
-            event = torch.cuda.Event()
-            event.record(queue.stream)
-            events.append((last_layer, event))
-        return Ready(events)
+                near, far, lengths = (np.concatenate(each) for each in zip(*large, strict=True))
+                queue.dma(near, far + self.host.flat.data_ptr(), lengths)
+            events.append((last_layer, queue.mark()))
+        return _Flight(begun, Ready(events), sizes)
 
     def _queue_leg(
         self, queue: _Queue, moves: _Moves, places: LegPlaces, large: list[tuple[Ints, Ints, Ints]]
@@ -352,18 +366,26 @@ class CudaController(Controller):
 
     def ready(self, ticket: Ticket) -> Ready:
         """When the layers of a load may be read. It is known until `poll` has named the ticket."""
-        return self._ready.get(ticket.number, Ready(()))
+        flight = self._flying.get(ticket.number)
+        return flight.ready if flight else Ready(())
 
     def _settle(self) -> None:
         """End what has passed its last event."""
         for queue in self._queues.values():
             for ticket in queue:
-                ready = self._ready.get(ticket.number)
-                if ready is not None:
-                    if not ready.done():
+                flight = self._flying.get(ticket.number)
+                if flight is not None:
+                    if not flight.ready.done():
                         break
-                    del self._ready[ticket.number]
+                    del self._flying[ticket.number]
+                    self._count(ticket.plan.direction, flight)
                     self._end(ticket, None)
+
+    def _count(self, direction: Direction, flight: _Flight) -> None:
+        """The device's time, by bytes."""
+        took, spent = flight.begun.elapsed_time(flight.ready.events[-1][1]) / 1e3, self.seconds[direction]
+        for name, size in flight.sizes.items():
+            spent[name] = spent.get(name, 0.0) + took * size / max(1, sum(flight.sizes.values()))
 
     def poll(self) -> list[Done]:
         self._settle()
