@@ -7,7 +7,10 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before a kernel is imported
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+    from tests.interpreter import repair
+
+    repair()
 
 
 def pytest_configure() -> None:

@@ -1,0 +1,31 @@
+"""Triton's interpreter (3.6), where it differs from a device: it multiplies bf16 matrices as if their bytes
+were integers, and cuts fp32 to bf16 where a device rounds."""
+
+import numpy as np
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+_cast, _dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
+
+
+def round_to_bf16(data: np.ndarray) -> np.ndarray:
+    """fp32 → the bytes of bf16: to the nearest, of two to the even one."""
+    bits = np.ascontiguousarray(data).view(np.uint32).astype(np.uint64)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return np.where(np.isnan(data), 0x7FC0, rounded).astype(np.uint16)
+
+
+def cast(builder: InterpreterBuilder, source: TensorHandle, to: tl.dtype) -> TensorHandle:
+    if source.dtype.scalar == tl.float32 and to.scalar == tl.bfloat16:
+        return TensorHandle(round_to_bf16(source.data), tl.bfloat16)
+    return _cast(builder, source, to)
+
+
+def dot(builder: InterpreterBuilder, a: TensorHandle, b: TensorHandle, *rest: object) -> TensorHandle:
+    if a.dtype.scalar == tl.bfloat16:
+        a, b = (_cast(builder, each, tl.float32) for each in (a, b))
+    return _dot(builder, a, b, *rest)
+
+
+def repair() -> None:
+    InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot = cast, dot
