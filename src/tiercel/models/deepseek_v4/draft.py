@@ -21,7 +21,8 @@ from tiercel.errors import SpecError
 from tiercel.kernels.reference import Matrix
 from tiercel.models.base import Span, Weights, part_of
 from tiercel.models.batch import Batch
-from tiercel.models.deepseek_v4.layer import Layer, Setup, site_of
+from tiercel.models.deepseek_v4.layer import Layer, site_of
+from tiercel.models.deepseek_v4.rows import Setup
 from tiercel.models.rotary import Rotary
 
 

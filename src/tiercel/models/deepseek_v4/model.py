@@ -14,7 +14,8 @@ from tiercel.models.base import Span, Weights, part_of
 from tiercel.models.batch import Batch
 from tiercel.models.deepseek_v4.config import V4Config
 from tiercel.models.deepseek_v4.draft import Draft
-from tiercel.models.deepseek_v4.layer import Layer, Setup, site_of
+from tiercel.models.deepseek_v4.layer import Layer, site_of
+from tiercel.models.deepseek_v4.rows import Setup
 from tiercel.models.deepseek_v4.weights import draft_names, load_weights
 from tiercel.models.families import Family
 from tiercel.models.rotary import Rotary
