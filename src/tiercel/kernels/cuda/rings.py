@@ -1,0 +1,177 @@
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+"""What a ring remembers of a call, and tails: snapshots of a ring in cached memory (Triton).
+
+    keep           new rows of a call                  → rings
+    write_tails    rings and new rows, at a boundary   → rows of tails
+    restore        rows of tails                       → rings
+
+Rows are copied as the bytes they are. Position p of a text lies in row ring · ring_rows + p % ring_rows, and
+a tail holds the positions before its boundary, the newest last.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tiercel.kernels.cuda.rows import power_of_two
+from tiercel.kernels.entries import Entries, Flat
+
+Rows = Entries | Tensor
+"""Encoded rows, one entry each; or a compressor's fp32 rows [rows, 2 · channels], kv and then gate."""
+
+WARPS = 1
+"""A window row is 584 bytes: 5 words for each thread of one warp, and many rows are copied at once."""
+
+
+@triton.jit
+def _copy(source, target, WORDS: tl.constexpr, WIDE: tl.constexpr):
+    word = tl.arange(0, WIDE)
+    tl.store(target + word, tl.load(source + word, mask=word < WORDS), mask=word < WORDS)
+
+
+@triton.jit
+def _keep(  # noqa: PLR0913
+    kept,
+    new,
+    position,
+    ring,
+    end,
+    RING_ROWS: tl.constexpr,
+    KEPT_STRIDE: tl.constexpr,
+    NEW_STRIDE: tl.constexpr,
+    WORDS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """One program for each token."""
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.load(position + token)
+    if (at < 0) | (at < tl.load(end + token) - RING_ROWS):
+        return
+    row = tl.load(ring + token).to(tl.int64) * RING_ROWS + at % RING_ROWS
+    _copy(new + token * NEW_STRIDE, kept + row * KEPT_STRIDE, WORDS, WIDE)
+
+
+def keep(kept: Rows, new: Rows, flat: Flat, end: Tensor, ring_rows: int) -> None:
+    """Copy the last `ring_rows` rows of every span into its ring.
+
+    end int32 [tokens]: the position after the token's span. A ring does not remember a span whose end is
+    given as 2^31 - 1.
+    """
+    target, source = _words(kept), _words(new)
+    words = source.shape[1]
+    assert target.shape[1] == words, "rows of one kind"
+    if not len(flat.position):
+        return
+    _keep[(len(flat.position),)](
+        target, source, flat.position, flat.ring, end,
+        RING_ROWS=ring_rows, KEPT_STRIDE=target.stride(0), NEW_STRIDE=source.stride(0),
+        WORDS=words, WIDE=power_of_two(words), num_warps=WARPS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _snapshot(  # noqa: PLR0913
+    kept,
+    new,
+    tails,
+    moves,
+    MOVE_STRIDE: tl.constexpr,
+    RESTORE: tl.constexpr,
+    RING_ROWS: tl.constexpr,
+    COUNT: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    KEPT_STRIDE: tl.constexpr,
+    NEW_STRIDE: tl.constexpr,
+    TAIL_STRIDE: tl.constexpr,
+    PIECES: tl.constexpr,
+    ROW_AT: tl.constexpr,
+    TAIL_AT: tl.constexpr,
+    TAIL_STEP: tl.constexpr,
+    WORDS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """One program for each of the last COUNT entries of each tail. An entry lies in pieces: piece i has
+    WORDS[i] words from ROW_AT[i] on in a row, and from TAIL_AT[i] + number · TAIL_STEP[i] on in a tail."""
+    move = moves + tl.program_id(0) * MOVE_STRIDE
+    place, boundary = tl.load(move).to(tl.int64), tl.load(move + 1)
+    number = PER_ROW - COUNT + tl.program_id(1)
+    at = boundary - PER_ROW + number
+    if (place < 0) | (at < 0):
+        return
+    row = kept + (tl.load(move + 2).to(tl.int64) * RING_ROWS + at % RING_ROWS) * KEPT_STRIDE
+    if not RESTORE:
+        start, first = tl.load(move + 3), tl.load(move + 4).to(tl.int64)
+        row = tl.where(at < start, row, new + (first + at - start) * NEW_STRIDE)
+    for i in tl.static_range(PIECES):
+        own = row + ROW_AT[i]
+        saved = tails + place * TAIL_STRIDE + TAIL_AT[i] + number * TAIL_STEP[i]
+        if RESTORE:
+            _copy(saved, own, WORDS[i], WIDE[i])
+        else:
+            _copy(own, saved, WORDS[i], WIDE[i])
+
+
+def write_tails(recent: tuple[Rows, Rows], tails: Entries, moves: Tensor, ring_rows: int) -> None:
+    """Write the rows of tails: of each, the positions before its boundary, from the ring or from this call.
+
+    moves int32 [tails, 5]: place of the tail (-1: none), boundary, ring, start of the span, flat number of
+    the span's first token. Of a compressor's rows a tail has the first channels only: later entries use no
+    others. Positions before the text leave their bytes as they are.
+    """
+    _move(recent[0], recent[1], tails, moves, ring_rows, tails.per_row)
+
+
+def restore(kept: Rows, tails: Entries, moves: Tensor, ring_rows: int) -> None:
+    """Copy the newest entries of tails into rings: as many as a ring has rows.
+
+    moves int32 [tails, 3 or more]: place of the tail (-1: none), boundary, ring.
+    """
+    _move(kept, None, tails, moves, ring_rows, min(ring_rows, tails.per_row))
+
+
+def _move(kept: Rows, new: Rows | None, tails: Entries, moves: Tensor, ring_rows: int, count: int) -> None:
+    old, fresh = _words(kept), _words(kept if new is None else new)
+    snapshots, pieces = _words(tails), _pieces(kept, tails)
+    if not len(moves):
+        return
+    _snapshot[(len(moves), count)](
+        old, fresh, snapshots, moves, MOVE_STRIDE=moves.stride(0), RESTORE=new is None, RING_ROWS=ring_rows,
+        COUNT=count, PER_ROW=tails.per_row, KEPT_STRIDE=old.stride(0), NEW_STRIDE=fresh.stride(0),
+        TAIL_STRIDE=snapshots.stride(0), PIECES=len(pieces.words), ROW_AT=pieces.row_at,
+        TAIL_AT=pieces.tail_at, TAIL_STEP=pieces.tail_step, WORDS=pieces.words,
+        WIDE=tuple(map(power_of_two, pieces.words)), num_warps=WARPS,
+    )  # fmt: skip
+
+
+class _Pieces(NamedTuple):
+    """Where the parts of an entry lie in a row and in a tail, in words."""
+
+    row_at: tuple[int, ...]
+    tail_at: tuple[int, ...]
+    tail_step: tuple[int, ...]
+    words: tuple[int, ...]
+
+
+def _pieces(rows: Rows, tails: Entries) -> _Pieces:
+    sizes = tuple(size // 4 for size in tails.sizes)
+    if isinstance(rows, Entries):
+        assert rows.sizes == tails.sizes, "entries of one kind"
+        before = tuple(sum(sizes[:i]) for i in range(len(sizes)))
+        return _Pieces(before, tuple(tails.per_row * words for words in before), sizes, sizes)
+    dim, channels = sizes[0] // 2, rows.shape[1] // 2
+    assert len(sizes) == 1 and tails.encoding == "fp32" and dim <= channels
+    return _Pieces((0, channels), (0, dim), (2 * dim, 2 * dim), (dim, dim))
+
+
+def _words(rows: Rows) -> Tensor:
+    """Rows of 4-byte words, without a copy."""
+    if isinstance(rows, Tensor):
+        assert rows.dtype == torch.float32 and rows.stride(1) == 1
+        return rows.view(torch.int32)
+    assert not any(size % 4 for size in rows.sizes), "words of 4 bytes"
+    return rows.rows[:, : rows.per_row * sum(rows.sizes)].view(torch.int32)
