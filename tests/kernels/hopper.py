@@ -1,0 +1,89 @@
+"""Compiles for a Hopper GPU, on any machine, what CUDA kernels' functions would launch there.
+
+    python -m tests.kernels.hopper        one line for each kernel, as JSON
+
+This needs a process of its own: where kernels are interpreted, they can not be compiled. Nothing is launched,
+so tensors need no content, and live on the CPU.
+"""
+
+import json
+import re
+import subprocess
+import tempfile
+from types import SimpleNamespace
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from tiercel.kernels.cuda.experts import experts, route
+from tiercel.kernels.cuda.greedy import greedy
+from tiercel.kernels.cuda.matrix import linear, pack, pack_all
+
+HOPPER = SimpleNamespace(
+    get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    get_current_device=lambda: 0,
+    get_current_stream=lambda device: 0,
+)
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+
+
+def weight(*shape, dtype):
+    *m, n, k = shape
+    scale = torch.ones(*m, -(-n // 128), -(-k // 128)) if dtype == FP8 else None
+    return (pack_all if m else pack)(torch.empty(shape, dtype=dtype), scale)
+
+
+def call_all() -> None:
+    """Every kernel with the shapes and tiles of V4-Flash. Large tensors are only addresses."""
+    for rows, n, k, dtype in (
+        (8, 4096, 8192, FP8), (64, 4096, 8192, FP8), (8192, 4096, 8192, FP8), (8192, 40960, 1024, BF16),
+    ):  # fmt: skip
+        linear(torch.empty(rows, k, dtype=BF16), weight(n, k, dtype=dtype))
+    linear(torch.empty(8, 96), weight(40, 96, dtype=torch.float32))
+    for tokens in (1, 1024):
+        matrices = weight(9, 4096, 4096, dtype=FP8), weight(9, 4096, 2048, dtype=FP8)
+        chosen, weights = route(torch.empty(tokens, 8), None, torch.empty(8), 6, 1.5)
+        experts(torch.empty(tokens, 4096, dtype=BF16), chosen, weights, matrices, 10.0)
+    route(torch.empty(8, 256), torch.empty(8, 6, dtype=torch.int64), None, 6, 1.5)
+    greedy(torch.empty(8, 129280))
+
+
+def report(kernel) -> dict:
+    """Its name, bytes of shared memory, registers and bytes of stack (spilled registers) of a thread."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        tool = triton.knobs.nvidia.cuobjdump.path
+        told = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", told)[0]
+    return {
+        "name": kernel.name,
+        "shared": kernel.metadata.shared,
+        "registers": int(registers),
+        "stack": int(stack),
+        "tensor_cores": "wgmma" in kernel.asm["ptx"],
+    }
+
+
+def compile_all() -> list[dict]:
+    launch, kernels = JITFunction.run, {}
+
+    def compile_only(function, *args, grid, warmup, **options):
+        kernel = launch(function, *args, grid=grid, warmup=True, **options)
+        kernels[kernel.hash] = kernel
+        return kernel
+
+    driver.set_active(HOPPER)
+    JITFunction.run = compile_only
+    call_all()
+    return [report(kernel) for kernel in kernels.values()]
+
+
+if __name__ == "__main__":
+    for each in compile_all():
+        print(json.dumps(each))  # noqa: T201
