@@ -1,0 +1,146 @@
+"""Texts whose rows lie encoded in rings and pages, and calls on them, as kernels for CUDA take them.
+
+What a token has is drawn from its text and position alone. Where it lies is drawn for each call: which ring,
+which places, where spans are cut. Bytes that nobody wrote are 0xFF, which is NaN in every encoding.
+"""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from tiercel.kernels import entries as codec
+from tiercel.kernels.entries import Entries, Flat
+
+cuda = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+)
+every_device = pytest.mark.parametrize("device", ["cpu", cuda])
+
+PADDING = -1
+"""The text of a token that is none."""
+
+
+class Span(NamedTuple):
+    text: int
+    start: int
+    end: int
+    ring: int = 0
+
+
+def rand(*shape, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def sizes_of(encoding, dim, rope):
+    nope = dim - rope
+    groups = nope // min(64, nope & -nope)
+    return {
+        "fp32": (4 * dim,),
+        "bf16": (2 * dim,),
+        "fp8_row": (dim, 4),
+        "fp8_groups": (nope + 2 * rope, -(-groups // 4) * 4),
+    }[encoding]
+
+
+def encode(x, encoding, rope):
+    nope = x.shape[1] - rope
+    match encoding:
+        case "fp32":
+            return codec.encode_plain(x, torch.float32)
+        case "bf16":
+            return codec.encode_plain(x, torch.bfloat16)
+        case "fp8_row":
+            return codec.encode_fp8_index(x)
+    return codec.encode_fp8(x, rope, min(64, nope & -nope), sizes_of(encoding, x.shape[1], rope)[1])
+
+
+def decode(parts, encoding, rope):
+    match encoding:
+        case "fp32":
+            return codec.decode_plain(parts, torch.float32)
+        case "bf16":
+            return codec.decode_plain(parts, torch.bfloat16)
+        case "fp8_row":
+            return codec.decode_fp8_index(parts)
+    nope = parts[0].shape[1] - 2 * rope
+    return codec.decode_fp8(parts, rope, min(64, nope & -nope))
+
+
+def as_stored(x, encoding, rope=0):
+    """Numbers as they are read back."""
+    return decode(encode(x, encoding, rope), encoding, rope)
+
+
+def store(x, numbers, rows, per_row, encoding, rope=0, device="cpu"):
+    """Entries of `rows` rows with x at `numbers`, in rows that lie apart in larger memory."""
+    sizes = sizes_of(encoding, x.shape[1], rope)
+    memory = torch.full((rows, per_row * sum(sizes) + 24), 0xFF, dtype=torch.uint8)
+    view = memory[:, 8:-16]
+    parts = view.split([per_row * size for size in sizes], 1)
+    for own, size, data in zip(parts, sizes, encode(x, encoding, rope), strict=True):
+        own.unflatten(1, (per_row, size))[numbers // per_row, numbers % per_row] = data
+    return Entries(memory.to(device)[:, 8:-16], per_row, sizes, encoding, x.shape[1], rope)
+
+
+class Call:
+    """The flat tokens of some spans; a span of `PADDING` has no text."""
+
+    def __init__(self, spans, *, per_row, ratio, entries_most, seed=0, rings=4, device="cpu"):
+        self.spans, self.rings, self.device = spans, rings, device
+        self.per_row, self.ratio = per_row, ratio
+        texts, positions, starts, firsts, own = [], [], [], [], []
+        for span in spans:
+            for position in range(span.start, span.end):
+                real = span.text != PADDING
+                texts.append(span.text)
+                positions.append(position if real else -1)
+                starts.append(span.start if real else -1)
+                firsts.append(len(texts) - 1 - (position - span.start))
+                own.append(span.ring)
+        pages_each = -(-entries_most // per_row)
+        random = torch.Generator().manual_seed(seed)
+        self.places = rings * pages_each
+        table = torch.randperm(self.places, generator=random).view(rings, pages_each).int()
+        numbers = [torch.tensor(each, dtype=torch.int32) for each in (positions, starts, firsts, own)]
+        self.texts, self.table, self.ring = texts, table, numbers[3]
+        self.positions = positions
+        self.visible = (numbers[0] + 1) // ratio
+        self.flat = Flat(*(each.to(device) for each in (*numbers, table)))
+
+    def numbers(self, ring, e):
+        """Numbers in the pages of entries e [n] of the text in a ring."""
+        return self.table[ring, e // self.per_row] * self.per_row + e % self.per_row
+
+    def tokens(self):
+        """(flat number, text, position), padding left out."""
+        every = enumerate(zip(self.texts, self.positions, strict=True))
+        return [(i, text, position) for i, (text, position) in every if text != PADDING]
+
+    def recent(self, rows_of, ring_rows, encoding, rope):
+        """(kept, new): `rows_of(text)` [positions, dim]."""
+        dim = rows_of(0).shape[1]
+        where, kept = [], []
+        for span in self.spans:
+            if span.text != PADDING:
+                before = torch.arange(max(0, span.start - ring_rows), span.start)
+                where.append(span.ring * ring_rows + before % ring_rows)
+                kept.append(rows_of(span.text)[before])
+        new = torch.full((len(self.texts), dim), float("nan"))
+        for i, text, position in self.tokens():
+            new[i] = rows_of(text)[position]
+        make = {"encoding": encoding, "rope": rope, "device": self.device, "per_row": 1}
+        old = store(torch.cat(kept), torch.cat(where), self.rings * ring_rows, **make)
+        return old, store(new, torch.arange(len(new)), len(new), **make)
+
+    def pages(self, entries_of, encoding, rope):
+        """`entries_of(text)` [entries, dim]; those that a span does not see yet are not written."""
+        where, x = [], []
+        for span in self.spans:
+            if span.text != PADDING:
+                e = torch.arange(span.end // self.ratio)
+                where.append(self.numbers(span.ring, e))
+                x.append(entries_of(span.text)[e])
+        return store(
+            torch.cat(x), torch.cat(where), self.places, self.per_row, encoding, rope, device=self.device
+        )
