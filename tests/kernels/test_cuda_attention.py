@@ -92,7 +92,9 @@ def expected(shape, text, position, kind, encoding, dtype):
     near = torch.arange(max(0, position - shape.window + 1), position + 1)
     visible = (position + 1) // shape.ratio
     far = {"window": lists[0, :0], "all": torch.arange(visible), "chosen": lists[position]}[kind]
-    rows, entries = (as_stored(each, encoding, shape.rope).to(dtype).float() for each in (rows[near], entries))
+    rows, entries = (
+        as_stored(each, encoding, shape.rope).to(dtype).float() for each in (rows[near], entries)
+    )
     numbers = torch.arange(len(near))[None].int()
     return reference.attention(
         q[position : position + 1].to(dtype).float(),
@@ -188,4 +190,3 @@ def test_flash_has_the_same_bits_whatever_is_computed_with_it(kind, encoding, de
     ]
     shape = FLASH_HEAVY if kind == "all" else FLASH
     same_bits(shape, whole, others, kind, encoding, torch.bfloat16, device)
-

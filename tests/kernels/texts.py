@@ -106,7 +106,12 @@ class Call:
         self.texts, self.table, self.ring = texts, table, numbers[3]
         self.positions = positions
         self.visible = (numbers[0] + 1) // ratio
-        self.flat = Flat(*(each.to(device) for each in (*numbers, table)))
+        known = torch.full_like(table, 2**30)  # what a kernel must not read
+        for span in spans:
+            if span.text != PADDING:
+                used = -(-(span.end // ratio) // per_row)
+                known[span.ring, :used] = table[span.ring, :used]
+        self.flat = Flat(*(each.to(device) for each in (*numbers, known)))
 
     def numbers(self, ring, e):
         """Numbers in the pages of entries e [n] of the text in a ring."""

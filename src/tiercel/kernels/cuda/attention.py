@@ -1,4 +1,4 @@
-# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
 """Attention of single queries to encoded rows, which are read in place (Triton). A row is key and value.
 
 One program computes one token for a group of heads. It takes tile after tile of rows and keeps a running
@@ -45,8 +45,8 @@ WIDE = Tile(heads=64, rows=64, warps=8)
 threads. 64 rows and the queries take 128 KiB of shared memory; 32 rows cost the same instructions twice."""
 NARROW = Tile(heads=16, rows=32, warps=4)
 """bf16, fewer heads: 16 is the least that tensor cores multiply."""
-EXACT = Tile(heads=16, rows=16, warps=4)
-"""fp32: without tensor cores the operands are in registers, and tiles have to be small."""
+EXACT = Tile(heads=16, rows=16, warps=8)
+"""fp32: without tensor cores the operands are in registers; tiles are small and threads many."""
 
 NUMBERS = {"fp32": 4, "bf16": 2, "fp8_groups": 2}
 """Bytes of a number that is not e4m3."""
