@@ -18,9 +18,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from tiercel.kernels.cuda.attention import attention
 from tiercel.kernels.cuda.experts import experts, route
 from tiercel.kernels.cuda.greedy import greedy
+from tiercel.kernels.cuda.index import best_rows
 from tiercel.kernels.cuda.matrix import linear, pack, pack_all
+from tiercel.kernels.entries import Entries, Flat
 
 HOPPER = SimpleNamespace(
     get_current_target=lambda: GPUTarget("cuda", 90, 32),
@@ -36,6 +39,23 @@ def weight(*shape, dtype):
     return (pack_all if m else pack)(torch.empty(shape, dtype=dtype), scale)
 
 
+def rows_of(bytes_each: int, per_row: int, sizes: tuple[int, ...], encoding: str, dim: int) -> Entries:
+    return Entries(torch.empty(2, bytes_each, dtype=torch.uint8), per_row, sizes, encoding, dim, 64)
+
+
+def call_on_entries() -> None:
+    """A sparse layer: the indexer, then attention to what it chose."""
+    tokens, k = 2, 512
+    numbers = torch.empty(tokens, dtype=torch.int32)
+    flat = Flat(numbers, numbers, numbers, numbers, torch.empty(4, 8, dtype=torch.int32))
+    keys = rows_of(8448, 64, (128, 4), "fp8_row", 128)
+    best_rows(torch.empty(tokens, 64, 128, dtype=BF16), torch.empty(tokens, 64), keys, 4, flat, k, 600)
+    window = rows_of(584, 1, (576, 8), "fp8_groups", 512)
+    entries = rows_of(37440, 64, (576, 8), "fp8_groups", 512)
+    q, chosen = torch.empty(tokens, 64, 512, dtype=BF16), torch.empty(tokens, k, dtype=torch.int32)
+    attention(q, (window, window), 128, entries, chosen, 4, flat, torch.empty(64), 1.0)
+
+
 def call_all() -> None:
     """Every kernel with the shapes and tiles of V4-Flash. Large tensors are only addresses."""
     for rows, n, k, dtype in (
@@ -49,6 +69,7 @@ def call_all() -> None:
         experts(torch.empty(tokens, 4096, dtype=BF16), chosen, weights, matrices, 10.0)
     route(torch.empty(8, 256), torch.empty(8, 6, dtype=torch.int64), None, 6, 1.5)
     greedy(torch.empty(8, 129280))
+    call_on_entries()
 
 
 def report(kernel) -> dict:

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from tests.kernels.texts import PADDING, Call, Span, as_stored, cuda, every_device, rand
+from tests.kernels.devices import every_device, on_gpu
+from tests.kernels.texts import PADDING, Call, Span, as_stored, rand
 from tiercel.kernels import reference
 from tiercel.kernels.cuda.attention import attention
 
@@ -169,7 +170,7 @@ def test_a_call_without_tokens_is_one(device):
 # The shapes of V4-Flash
 
 
-@pytest.mark.parametrize("device", [cuda])
+@pytest.mark.parametrize("device", [on_gpu])
 @every_encoding
 @pytest.mark.parametrize("kind", ["window", "chosen", "all"])
 def test_flash_is_its_plain_twin(kind, encoding, device):
@@ -178,7 +179,7 @@ def test_flash_is_its_plain_twin(kind, encoding, device):
     check(shape, spans, kind, encoding, torch.bfloat16, device)
 
 
-@pytest.mark.parametrize("device", [cuda])
+@pytest.mark.parametrize("device", [on_gpu])
 @every_encoding
 @pytest.mark.parametrize("kind", ["chosen", "all"])
 def test_flash_has_the_same_bits_whatever_is_computed_with_it(kind, encoding, device):

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from tests.kernels.texts import PADDING, Call, Span, as_stored, cuda, every_device
+from tests.kernels.devices import every_device, on_gpu
+from tests.kernels.texts import PADDING, Call, Span, as_stored
 from tiercel.kernels import reference
 from tiercel.kernels.cuda import index
 from tiercel.kernels.cuda.index import best_rows
@@ -191,14 +192,14 @@ def test_a_choice_does_not_depend_on_the_call(dtype, device):
 # The shapes of V4-Flash
 
 
-@pytest.mark.parametrize("device", [cuda])
+@pytest.mark.parametrize("device", [on_gpu])
 @every_encoding
 def test_flash_chooses_what_its_twin_chooses(encoding, device):
     spans = [Span(0, 39_990, 40_000, 2), Span(1, 2040, 2056, 0), Span(2, 9_000, 9_003, 3)]
     check(FLASH, spans, encoding, torch.bfloat16, device)
 
 
-@pytest.mark.parametrize("device", [cuda])
+@pytest.mark.parametrize("device", [on_gpu])
 @every_encoding
 def test_a_flash_choice_does_not_depend_on_the_call(encoding, device):
     calls = [

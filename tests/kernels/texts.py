@@ -6,16 +6,10 @@ which places, where spans are cut. Bytes that nobody wrote are 0xFF, which is Na
 
 from typing import NamedTuple
 
-import pytest
 import torch
 
 from tiercel.kernels import entries as codec
 from tiercel.kernels.entries import Entries, Flat
-
-cuda = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
-)
-every_device = pytest.mark.parametrize("device", ["cpu", cuda])
 
 PADDING = -1
 """The text of a token that is none."""

@@ -227,8 +227,6 @@ def attention(  # noqa: PLR0913
     assert kept.per_row == new.per_row == 1 and piece >= 16, "products take 16 channels at least"
     out = torch.empty_like(q)
     tile = EXACT if q.dtype == torch.float32 else WIDE if heads >= WIDE.heads else NARROW
-    # Triton's interpreter can not multiply bf16
-    operand = tl.bfloat16 if q.dtype == torch.bfloat16 and q.is_cuda else tl.float32
     if tokens:
         _attention[(tokens * triton.cdiv(heads, tile.heads),)](
             q, out, sinks, scale * LOG2_E.value, flat.position, flat.start, flat.first, flat.ring,
@@ -238,6 +236,7 @@ def attention(  # noqa: PLR0913
             KEPT_BYTES=kept.rows.stride(0), NEW_BYTES=new.rows.stride(0), ROW_BYTES=far.rows.stride(0),
             PER_ROW=0 if entries is None else far.per_row, VALUE=far.sizes[0], SCALE=far.sizes[-1],
             LISTED=0 if chosen is None else chosen.shape[1], RATIO=ratio,
-            OPERAND=operand, HEADS_TILE=tile.heads, ROWS=tile.rows, num_warps=tile.warps,
+            OPERAND=tl.float32 if tile is EXACT else tl.bfloat16,
+            HEADS_TILE=tile.heads, ROWS=tile.rows, num_warps=tile.warps,
         )  # fmt: skip
     return out

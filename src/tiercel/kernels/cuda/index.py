@@ -262,8 +262,7 @@ def _start_scores(  # noqa: PLR0913
 ) -> None:
     tokens, heads, dim = q.shape
     tile = EXACT if q.dtype == torch.float32 else WIDE
-    # Triton's interpreter can not multiply bf16
-    operand = tl.bfloat16 if q.dtype == torch.bfloat16 and q.is_cuda else tl.float32
+    operand = tl.float32 if tile is EXACT else tl.bfloat16
     together = 1 if tokens <= ALONE_MOST else TOGETHER
     _score[triton.cdiv(tokens, together), triton.cdiv(scores.shape[1], tile.keys)](
         q, weights, scores, *table, keys.rows, tokens, scores.shape[1],
