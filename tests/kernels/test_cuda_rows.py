@@ -82,6 +82,8 @@ def test_rows_are_normed_and_rotated_as_by_the_plain_twins(device, dtype):
         mine, theirs = norm(x, weight, EPS), reference.norm(x.float(), weight, EPS)
         assert mine.dtype == dtype
         torch.testing.assert_close(mine.float(), theirs, atol=TYPES[dtype], rtol=TYPES[dtype])
+        cut = norm(x.float(), weight, EPS, dtype=torch.bfloat16)
+        assert torch.equal(cut, norm(x.float(), weight, EPS).bfloat16())
     for heads, dim, pairs in (
         [(64, 512, 32), (64, 128, 32)] if device == "cuda" else [(5, 128, 8), (3, 24, 12)]
     ):
@@ -124,6 +126,20 @@ def test_window_rows_have_the_bytes_of_the_encoding(device, dtype, encoding):
         assert torch.equal(bytes_of(new, range(9)), encode(expected, encoding, 2 * pairs))
         new.rows[:9, : sum(new.sizes)] = UNTOUCHED
         assert (memory == UNTOUCHED).all()
+
+
+@every_device
+def test_fp8_rounds_to_the_nearest_and_to_the_even_between_two(device):
+    """All numbers between two of e4m3, in groups of 16 beside 448. The norm divides by 2^20 exactly."""
+    steps = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    between = torch.cat([(steps[1:] + steps[:-1]) / 2, torch.zeros(210 - 126)]).view(14, 15)
+    groups = torch.cat([torch.full((14, 1), 448.0), between], dim=1).view(2, 112)
+    kv = torch.cat([groups, -groups, groups * 1.001, groups * 0.999])
+    kv = torch.cat([kv, torch.zeros(8, 16)], dim=1).to(device)
+    new, _ = make_entries(8, 1, "fp8_groups", 128, 16, device)
+    turn = torch.ones(8, 8, device=device), torch.zeros(8, 8, device=device)
+    store_window(kv, turn, 2.0**40, torch.ones(128, device=device), new)
+    assert torch.equal(bytes_of(new, range(8)), encode(kv * 2.0**-20, "fp8_groups", 16))
 
 
 # Compressed entries

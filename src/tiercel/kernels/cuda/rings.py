@@ -34,7 +34,7 @@ def _copy(source, target, WORDS: tl.constexpr, WIDE: tl.constexpr):
     tl.store(target + word, tl.load(source + word, mask=word < WORDS), mask=word < WORDS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["position", "ring", "end"])
 def _keep(  # noqa: PLR0913
     kept,
     new,
@@ -74,7 +74,7 @@ def keep(kept: Rows, new: Rows, flat: Flat, end: Tensor, ring_rows: int) -> None
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["moves"])
 def _snapshot(  # noqa: PLR0913
     kept,
     new,

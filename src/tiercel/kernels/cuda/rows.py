@@ -248,9 +248,9 @@ def _launch(x: Tensor, turn: CosSin | None, out: Tensor, made: dict[str, Any], *
     )  # fmt: skip
 
 
-def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [tokens, dim]."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
+    """x [tokens, dim]. `dtype`: of the result, if not x's."""
+    out = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
     _launch(x[:, None, :], None, out, {"DIM": x.shape[1], **NOT_ENCODED}, eps=eps, weight=weight)
     return out
 
@@ -322,7 +322,9 @@ def _gated_sum(  # noqa: PLR0913
     return tl.div_rn(mixed, total)[None, :]
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows"])
+@triton.jit(
+    do_not_specialize_on_alignment=["position", "start", "first", "ring", "pages", "write_from", "rows"]
+)
 def _compress(  # noqa: PLR0913
     kept,
     new,
