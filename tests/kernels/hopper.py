@@ -10,6 +10,7 @@ import json
 import re
 import subprocess
 import tempfile
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -18,12 +19,14 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from tiercel.kernels.cuda import hyper, rings, rows
 from tiercel.kernels.cuda.attention import attention
 from tiercel.kernels.cuda.experts import experts, route
 from tiercel.kernels.cuda.greedy import greedy
 from tiercel.kernels.cuda.index import best_rows
 from tiercel.kernels.cuda.matrix import linear, pack, pack_all
 from tiercel.kernels.entries import Entries, Flat
+from tiercel.kernels.reference import Site
 
 HOPPER = SimpleNamespace(
     get_current_target=lambda: GPUTarget("cuda", 90, 32),
@@ -31,6 +34,7 @@ HOPPER = SimpleNamespace(
     get_current_stream=lambda device: 0,
 )
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+EPS = 1e-6
 
 
 def weight(*shape, dtype):
@@ -58,10 +62,10 @@ def call_on_entries() -> None:
 
 def call_all() -> None:
     """Every kernel with the shapes and tiles of V4-Flash. Large tensors are only addresses."""
-    for rows, n, k, dtype in (
+    for count, n, k, dtype in (
         (8, 4096, 8192, FP8), (64, 4096, 8192, FP8), (8192, 4096, 8192, FP8), (8192, 40960, 1024, BF16),
     ):  # fmt: skip
-        linear(torch.empty(rows, k, dtype=BF16), weight(n, k, dtype=dtype))
+        linear(torch.empty(count, k, dtype=BF16), weight(n, k, dtype=dtype))
     linear(torch.empty(8, 96), weight(40, 96, dtype=torch.float32))
     for tokens in (1, 1024):
         matrices = weight(9, 4096, 4096, dtype=FP8), weight(9, 4096, 2048, dtype=FP8)
@@ -70,6 +74,44 @@ def call_all() -> None:
     route(torch.empty(8, 256), torch.empty(8, 6, dtype=torch.int64), None, 6, 1.5)
     greedy(torch.empty(8, 129280))
     call_on_entries()
+    call_hyper(tokens=3, n=4, d=4096)
+    call_rows(tokens=3)
+
+
+def call_hyper(tokens: int, n: int, d: int) -> None:
+    x, y, norm = torch.empty(tokens, n, d, dtype=BF16), torch.empty(tokens, d, dtype=BF16), torch.empty(d)
+    each = torch.empty(n * (n + 2))
+    site = Site(pack(torch.empty(len(each), n * d)), each, each, norm, n, 20, EPS, EPS)
+    _, place, mix = hyper.hyper_read(x, site)
+    hyper.hyper_write(x, y, place, mix)
+    hyper.hyper_write_read(x, y, place, mix, site)
+    hyper.hyper_head(x, replace(site, fn=pack(torch.empty(n, n * d)), scale=each[:1], base=each[:n]))
+
+
+def ints(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.int32)
+
+
+def encoded(count: int, per_row: int = 1) -> Entries:
+    data = torch.empty(count, per_row * 584, dtype=torch.uint8)
+    return Entries(data, per_row, (576, 8), "fp8_groups", 512, 64)
+
+
+def call_rows(tokens: int) -> None:
+    turn, weight = (torch.empty(tokens, 32), torch.empty(tokens, 32)), torch.empty(512)
+    rows.norm(torch.empty(tokens, 1024), torch.empty(1024), EPS, dtype=BF16)
+    rows.norm_rotate(torch.empty(tokens, 64, 512, dtype=BF16), turn, eps=EPS)
+    rows.store_window(torch.empty(tokens, 512), turn, EPS, weight, encoded(tokens))
+    flat = Flat(*(ints(tokens) for _ in range(4)), pages=ints(4, 16))
+    keys = Entries(torch.empty(2, 64 * 132, dtype=torch.uint8), 64, (128, 4), "fp8_row", 128, 0)
+    for ratio, channels, pages in ((4, 1024, encoded(2, 64)), (4, 256, keys), (128, 512, encoded(2, 2))):
+        recent = torch.empty(4 * 128, 2 * channels), torch.empty(tokens, 2 * channels)
+        how = torch.empty(ratio, channels), weight[: pages.dim], EPS, turn, pages, flat
+        rows.compress_store(recent, *how, ints(tokens), ring_rows=128)
+    recent = encoded(4 * 127), encoded(tokens)
+    rings.keep(*recent, flat, ints(tokens), 127)
+    rings.write_tails(recent, encoded(2, 128), ints(2, 5), 127)
+    rings.restore(recent[0], encoded(2, 128), ints(2, 3), 127)
 
 
 def report(kernel) -> dict:

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tiercel.kernels.cuda.matrix import Weight
 from tiercel.kernels.cuda.rows import UNFUSED, check_rows, power_of_two
 from tiercel.kernels.reference import Site
 
@@ -260,7 +261,8 @@ def _read(  # noqa: PLR0913
 
 def hyper_read(x: Tensor, site: Site) -> tuple[Tensor, Tensor, Tensor]:
     """x [tokens, n, d] → the site's input, normed [tokens, d], in x's type; fp32: the weights of its output
-    for each stream [tokens, n], the matrix that mixes the streams [tokens, n, n]. `site.fn` is fp32."""
+    for each stream [tokens, n], the matrix that mixes the streams [tokens, n, n]. `site.fn` is fp32, packed.
+    """
     return _finish(x, _parts(x, site), site)
 
 
@@ -300,14 +302,15 @@ def _check_written(x: Tensor, y: Tensor, place: Tensor, mix: Tensor) -> None:
 
 def _wide(site: Site) -> int:
     """Sums of a token: the rows of fn and the squares. A product of tensor cores has 16 columns or more."""
-    return max(power_of_two(len(site.fn) + 1), 16)
+    return max(power_of_two(len(site.base) + 1), 16)
 
 
 def _parts(x: Tensor, site: Site, written: tuple[Tensor, Tensor, Tensor, Tensor] | None = None) -> Tensor:
     """The sums of each segment. `written`: y, place, mix, and where the streams go that are read then."""
     tokens, n, dim = x.shape
-    fn, wide, segments = site.fn, _wide(site), triton.cdiv(dim, CHANNELS)
-    assert fn.dtype == torch.float32 and fn.is_contiguous() and fn.shape[1] == n * dim, fn.shape
+    weight: Weight = site.fn
+    fn, wide, segments = weight.data, _wide(site), triton.cdiv(dim, CHANNELS)
+    assert fn.dtype == torch.float32 and fn.shape == (len(site.base), n * dim), (fn.dtype, fn.shape)
     assert x.is_contiguous()
     check_rows(x, fn)
     parts = torch.empty(tokens, segments, wide, dtype=torch.float32, device=x.device)
@@ -322,16 +325,17 @@ def _parts(x: Tensor, site: Site, written: tuple[Tensor, Tensor, Tensor, Tensor]
 
 def _finish(x: Tensor, parts: Tensor, site: Site) -> tuple[Tensor, Tensor, Tensor]:
     tokens, n, dim = x.shape
-    mixed = MIXED_TOKENS if len(site.fn) > n else 0
-    assert len(site.fn) == (n * (n + 2) if mixed else n) == len(site.base) and site.streams == n
-    assert len(site.scale) == (len(site.fn) if mixed else 1) and len(site.weight) == dim
+    outs = len(site.base)
+    mixed = MIXED_TOKENS if outs > n else 0
+    assert outs == (n * (n + 2) if mixed else n) and site.streams == n
+    assert len(site.scale) == (outs if mixed else 1) and len(site.weight) == dim
     seen = torch.empty(tokens, dim, dtype=x.dtype, device=x.device)
     place = torch.empty(tokens, n, dtype=torch.float32, device=x.device)
     mix = torch.empty(tokens, n, n, dtype=torch.float32, device=x.device)
     if tokens:
         _read[(tokens + (triton.cdiv(tokens, mixed) if mixed else 0),)](
             x, parts, site.scale, site.base, site.weight, seen, place, mix, tokens, site.hc_eps, site.eps,
-            N=n, DIM=dim, OUTS=len(site.fn), WIDE_OUTS=_wide(site), WIDE=power_of_two(dim),
+            N=n, DIM=dim, OUTS=outs, WIDE_OUTS=_wide(site), WIDE=power_of_two(dim),
             WIDE_N=power_of_two(n), SEGMENTS=parts.shape[1], WIDE_SEGMENTS=power_of_two(parts.shape[1]),
             SCALE_STEP=int(len(site.scale) > 1), MIXED=mixed, ITERATIONS=site.iterations,
             num_warps=8, **UNFUSED,
