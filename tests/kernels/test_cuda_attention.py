@@ -139,6 +139,12 @@ def test_heads_may_fill_a_group_or_not(heads, device):
     check(SMALL._replace(heads=heads), MIXED[:2], "chosen", "fp8_groups", torch.float32, device)
 
 
+@every_device
+def test_a_group_may_be_wider_than_a_piece(device):
+    """64 channels share an exponent; 16 rope channels leave pieces of 16."""
+    check(SMALL._replace(dim=80), MIXED[:3], "all", "fp8_groups", torch.float32, device)
+
+
 def same_bits(shape, whole, others, kind, encoding, dtype, device):
     """The tokens of `others`, calls of few spans, have the bits that they have in the call `whole`."""
     call, out = run(shape, whole, kind, encoding, dtype, device)

@@ -11,8 +11,8 @@ What these rows are, and which lie in one tile, follows from the query alone, an
 order: so a token has the same bits in a prefill and in a decode. If the rows were ever split between
 programs, the split would be part of the order of sums, and would have to follow from the query alone too.
 
-A row is cut into pieces of equal channels, each of one type: e4m3 with one exponent, bf16 or fp32. Bytes wait
-in registers as words of four, while the tile before them is multiplied.
+A row is cut into pieces of equal channels, each of one type: e4m3 of one group, bf16 or fp32. Bytes wait in
+registers as words of four, while the tile before them is multiplied.
 
 The plain twin is `reference.attention`, on decoded rows.
 """
@@ -95,30 +95,31 @@ def _read_piece(
 
 
 @triton.jit
-def _read(
+def _read(  # noqa: PLR0913
     value, scale, there,
-    NOPE: tl.constexpr, WIDTH: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
+    NOPE: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """(words of each piece, words of exponents). What is not there is zeros: its memory may hold anything."""
     pieces = ()
     for i in tl.static_range(PIECES):
         pieces += (_read_piece(value, there, i * PIECE, NOPE, WIDTH, PIECE),)
     exponents = ()
-    for i in tl.static_range((NOPE // PIECE + 3) // 4):
+    for i in tl.static_range((NOPE // GROUP + 3) // 4):
         word = (scale + 4 * i).to(tl.pointer_type(tl.int32), bitcast=True)
         exponents += (tl.load(word, mask=there, other=0),)
     return pieces, exponents
 
 
 @triton.jit
-def _decode(
+def _decode(  # noqa: PLR0913
     pieces, exponents, i: tl.constexpr,
-    NOPE: tl.constexpr, WIDTH: tl.constexpr, PIECE: tl.constexpr, OPERAND: tl.constexpr,
+    NOPE: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PIECE: tl.constexpr, OPERAND: tl.constexpr,
 ):  # fmt: skip
     """Piece i of a tile in the type of the products. e4m3 · 2^(exponent - 127) is exact in bf16 too."""
     rows: tl.constexpr = pieces[i].shape[0]
     if i * PIECE < NOPE:
-        exponent = (exponents[i // 4] >> (8 * (i % 4))) & 0xFF
+        group: tl.constexpr = i * PIECE // GROUP
+        exponent = (exponents[group // 4] >> (8 * (group % 4))) & 0xFF
         power = (exponent << 23).to(tl.float32, bitcast=True)
         byte = (pieces[i][:, :, None] >> (8 * tl.arange(0, 4))[None, None, :]).to(tl.uint8)
         number = byte.to(tl.float8e4nv, bitcast=True).to(tl.float32).reshape(rows, PIECE) * power[:, None]
@@ -133,10 +134,11 @@ def _decode(
 @triton.jit(do_not_specialize=["most_pages"])
 def _attention(  # noqa: PLR0913
     q, out, sinks, scale, position, start, first, ring, pages, most_pages, kept, new, entries, chosen,
-    HEADS: tl.constexpr, DIM: tl.constexpr, NOPE: tl.constexpr, WIDTH: tl.constexpr, PIECE: tl.constexpr,
-    WINDOW: tl.constexpr, KEPT_BYTES: tl.constexpr, NEW_BYTES: tl.constexpr, ROW_BYTES: tl.constexpr,
-    PER_ROW: tl.constexpr, VALUE: tl.constexpr, SCALE: tl.constexpr, LISTED: tl.constexpr,
-    RATIO: tl.constexpr, OPERAND: tl.constexpr, HEADS_TILE: tl.constexpr, ROWS: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, NOPE: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
+    PIECE: tl.constexpr, WINDOW: tl.constexpr, KEPT_BYTES: tl.constexpr, NEW_BYTES: tl.constexpr,
+    ROW_BYTES: tl.constexpr, PER_ROW: tl.constexpr, VALUE: tl.constexpr, SCALE: tl.constexpr,
+    LISTED: tl.constexpr, RATIO: tl.constexpr, OPERAND: tl.constexpr, HEADS_TILE: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """PER_ROW 0: there are no entries. LISTED: the length of a query's list; 0: all entries. Scores are
     logarithms to base 2, `scale` includes that."""
@@ -171,18 +173,18 @@ def _attention(  # noqa: PLR0913
         tile, here, start, first, ring, count, pages, kept, new, entries, chosen,
         WINDOW, KEPT_BYTES, NEW_BYTES, ROW_BYTES, PER_ROW, VALUE, SCALE, LISTED, ROWS,
     )  # fmt: skip
-    pieces, exponents = _read(value, powers, there, NOPE, WIDTH, PIECE, PIECES)
+    pieces, exponents = _read(value, powers, there, NOPE, GROUP, WIDTH, PIECE, PIECES)
     while tile < end:
         rows = ()
         for i in tl.static_range(PIECES):
-            rows += (_decode(pieces, exponents, i, NOPE, WIDTH, PIECE, OPERAND),)
+            rows += (_decode(pieces, exponents, i, NOPE, GROUP, WIDTH, PIECE, OPERAND),)
         seen = there
         tile += 1
         value, powers, there = _addresses(
             tile, here, start, first, ring, count, pages, kept, new, entries, chosen,
             WINDOW, KEPT_BYTES, NEW_BYTES, ROW_BYTES, PER_ROW, VALUE, SCALE, LISTED, ROWS,
         )  # fmt: skip
-        pieces, exponents = _read(value, powers, there, NOPE, WIDTH, PIECE, PIECES)
+        pieces, exponents = _read(value, powers, there, NOPE, GROUP, WIDTH, PIECE, PIECES)
         scores = tl.zeros([HEADS_TILE, ROWS], tl.float32)
         for i in tl.static_range(PIECES):
             scores = tl.dot(query[i], tl.trans(rows[i]), scores, input_precision="ieee")
@@ -220,7 +222,7 @@ def attention(  # noqa: PLR0913
     (tokens, heads, dim), (kept, new) = q.shape, recent
     far = kept if entries is None else entries
     nope = dim - far.rope if far.encoding == "fp8_groups" else 0
-    width = NUMBERS[far.encoding]
+    group = min(64, nope & -nope) or 1
     piece = min(PIECE_MOST, (nope | dim) & -(nope | dim))
     assert q.is_contiguous() and (chosen is None or chosen.is_contiguous())
     assert all(each.encoding == far.encoding and each.sizes == far.sizes for each in recent)
@@ -232,8 +234,9 @@ def attention(  # noqa: PLR0913
             q, out, sinks, scale * LOG2_E.value, flat.position, flat.start, flat.first, flat.ring,
             flat.pages, flat.pages.stride(0), kept.rows, new.rows, far.rows,
             flat.position if chosen is None else chosen,
-            HEADS=heads, DIM=dim, NOPE=nope, WIDTH=width, PIECE=piece, WINDOW=window,
-            KEPT_BYTES=kept.rows.stride(0), NEW_BYTES=new.rows.stride(0), ROW_BYTES=far.rows.stride(0),
+            HEADS=heads, DIM=dim, NOPE=nope, GROUP=group, WIDTH=NUMBERS[far.encoding], PIECE=piece,
+            WINDOW=window, KEPT_BYTES=kept.rows.stride(0), NEW_BYTES=new.rows.stride(0),
+            ROW_BYTES=far.rows.stride(0),
             PER_ROW=0 if entries is None else far.per_row, VALUE=far.sizes[0], SCALE=far.sizes[-1],
             LISTED=0 if chosen is None else chosen.shape[1], RATIO=ratio,
             OPERAND=tl.float32 if tile is EXACT else tl.bfloat16,

@@ -86,9 +86,9 @@ def _read_query(
     return tl.load(q + row * DIM + channel[None, :], mask=mask, other=0)
 
 
-@triton.jit(do_not_specialize=["tokens", "most_pages"])
+@triton.jit(do_not_specialize=["weights_width", "tokens", "most_pages"])
 def _score(  # noqa: PLR0913
-    q, weights, scores, position, ring, pages, most_pages, keys, tokens, width,
+    q, weights, weights_width, scores, position, ring, pages, most_pages, keys, tokens, width,
     HEADS: tl.constexpr, DIM: tl.constexpr, ROW_BYTES: tl.constexpr, PER_ROW: tl.constexpr,
     VALUE: tl.constexpr, TYPE: tl.constexpr, SCALED: tl.constexpr, RATIO: tl.constexpr, K: tl.constexpr,
     OPERAND: tl.constexpr, HEADS_TILE: tl.constexpr, CHANNELS: tl.constexpr, KEYS: tl.constexpr,
@@ -117,7 +117,8 @@ def _score(  # noqa: PLR0913
             following = _read_query(q, token + 1, end, HEADS, DIM, HEADS_TILE, CHANNELS)
             seen = (tl.load(position + token) + 1) // RATIO
             if (seen > K) & (seen > begin):
-                weight = tl.load(weights + token.to(tl.int64) * HEADS + head, mask=head < HEADS, other=0)
+                weight = weights + token.to(tl.int64) * weights_width + head
+                weight = tl.load(weight, mask=head < HEADS, other=0)
                 products = tl.dot(key, tl.trans(query.to(OPERAND)), input_precision="ieee")
                 score = tl.sum(tl.maximum(products, 0.0) * weight.to(tl.float32)[None, :], 1) * factor
                 bits = score.to(tl.int32, bitcast=True)
@@ -234,7 +235,7 @@ def best_rows(  # noqa: PLR0913
     sees the keys that ended with its token or before; `most`: no query sees more. Ties go to the earlier key.
     """
     tokens, heads, dim = q.shape
-    assert q.is_contiguous() and weights.is_contiguous()
+    assert q.is_contiguous() and weights.stride(1) == 1
     out = torch.empty(tokens, k, dtype=torch.int32, device=q.device)
     groups = max(GROUPS_LEAST, triton.next_power_of_2(k))
     width = triton.cdiv(most, 16) * 16 if most > k else 0
@@ -265,7 +266,7 @@ def _start_scores(  # noqa: PLR0913
     operand = tl.float32 if tile is EXACT else tl.bfloat16
     together = 1 if tokens <= ALONE_MOST else TOGETHER
     _score[triton.cdiv(tokens, together), triton.cdiv(scores.shape[1], tile.keys)](
-        q, weights, scores, *table, keys.rows, tokens, scores.shape[1],
+        q, weights, weights.stride(0), scores, *table, keys.rows, tokens, scores.shape[1],
         HEADS=heads, DIM=dim, ROW_BYTES=keys.rows.stride(0), PER_ROW=keys.per_row, VALUE=keys.sizes[0],
         TYPE=TYPES[keys.encoding], SCALED=keys.encoding == "fp8_row", RATIO=ratio, K=k, OPERAND=operand,
         HEADS_TILE=max(16, triton.next_power_of_2(heads)), CHANNELS=max(16, triton.next_power_of_2(dim)),
