@@ -8,10 +8,12 @@ or one page given away too soon changes an answer, and every answer is known bef
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -26,7 +28,7 @@ from tiercel.cache import TieredCache
 from tiercel.config import EVICT_POLICIES, FETCH_POLICIES, LAYOUTS, SAVE_POLICIES, CacheConfig
 from tiercel.engine.ask import Ask, Finish, Sampling
 from tiercel.engine.config import EngineConfig
-from tiercel.engine.loop import overlapped_steps, plain_steps
+from tiercel.engine.loop import overlapped_steps, plain_steps, queued_steps
 from tiercel.engine.runner import LocalRunner
 from tiercel.engine.scheduler import Scheduler
 from tiercel.engine.step import Drawn, Step
@@ -183,6 +185,42 @@ class LateExecutor(Executor):
         return future
 
 
+class Stream:
+    """Work that is carried out in the order it is queued, some time later, as by a CUDA stream."""
+
+    def __init__(self) -> None:
+        self._queue: deque[Callable[[], None]] = deque()
+        self.queued = self._done = 0
+
+    def add(self, work: Callable[[], None]) -> int:
+        self._queue.append(work)
+        self.queued += 1
+        return self.queued
+
+    def carry_out(self, count: int) -> None:
+        """The first `count` that were ever queued."""
+        while self._done < count:
+            self._done += 1
+            self._queue.popleft()()
+
+
+class OrderedCopies(HeldCopies):
+    """Copies that begin behind what was queued before them."""
+
+    def __init__(self, stream: Stream) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        before = self._stream.queued
+
+        def copy() -> Any:
+            self._stream.carry_out(before)
+            return fn(*args, **kwargs)
+
+        return super().submit(copy)
+
+
 @dataclass
 class Asked:
     """An ask, what must come of it, and what came."""
@@ -203,7 +241,9 @@ class ScheduleWorld:
         self.random = random
         self.now_s = 0.0
         self.spec = SPECS[random.choice(sorted(SPECS))]
-        self.copies = {direction: HeldCopies() for direction in Direction}
+        self.loop = random.choice(["plain", "overlapped", "queued"])
+        self.stream = Stream()
+        self.copies = {direction: OrderedCopies(self.stream) for direction in Direction}
         self.store_copies = {name: HeldCopies() for name in ("ask", "read", "write")}
         self.cache = self._make_cache(random)
         self.cache.wait = lambda timeout_s: self._land(1.0)  # type: ignore[method-assign]
@@ -223,10 +263,11 @@ class ScheduleWorld:
         )
         self.scheduler = Scheduler(self.cache, config, lambda: self.now_s)
         self.runner = SlowRunner(self.model)
-        self.overlap = random.random() < 0.6
-        self.steps: Iterator[list[Outcome]] = (  # type: ignore[assignment]
-            overlapped_steps(self, LateExecutor(random)) if self.overlap else plain_steps(self)  # type: ignore[arg-type]
-        )
+        self.steps: Iterator[list[Outcome]] = {  # type: ignore[assignment]
+            "plain": lambda: plain_steps(self),  # type: ignore[arg-type]
+            "overlapped": lambda: overlapped_steps(self, LateExecutor(random)),  # type: ignore[arg-type]
+            "queued": lambda: queued_steps(self, self._start),  # type: ignore[arg-type]
+        }[self.loop]()
         self.store: FalseStore | None = None
         if self.cache.host is not None and random.random() < 0.6:
             fetch_module.READ_BYTES_LEAST = 64  # so that a fetch of these few bytes is several reads
@@ -259,11 +300,41 @@ class ScheduleWorld:
         for pool, tail in ((self.cache.pages, False), (self.cache.tails, True)):
 
             def release(ids, tail=tail, real=pool.release):
-                for page_id in ids:
-                    self.model.bytes.poison(page_id, tail=tail)
+                ids = list(ids)
+                poison = partial(self._poison, ids, tail)
+                if self.loop == "queued":
+                    self.stream.add(poison)
+                else:
+                    poison()
                 real(ids)
 
             pool.release = release  # type: ignore[method-assign]
+
+    def _poison(self, ids: Sequence[Any], tail: bool) -> None:
+        for page_id in ids:
+            self.model.bytes.poison(page_id, tail=tail)
+
+    def _start(self, step: Step) -> Callable[[], Drawn]:
+        """Queue a step. It is carried out now, when something behind it is, or when its result is needed."""
+        came: list[Drawn | Exception] = []
+
+        def work() -> None:
+            try:
+                came.append(self.runner.run(step))
+            except Exception as error:  # noqa: BLE001 - what an executor does
+                came.append(error)
+
+        number = self.stream.add(work)
+        if self.random.random() < 0.3:
+            self.stream.carry_out(number)
+
+        def result() -> Drawn:
+            self.stream.carry_out(number)
+            if isinstance(came[0], Exception):
+                raise came[0]
+            return came[0]
+
+        return result
 
     # What happens
 

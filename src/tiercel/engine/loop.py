@@ -1,4 +1,4 @@
-"""Driving an engine: two ways, the same answers.
+"""Driving an engine: three ways, the same answers.
 
 plain        plan ─ run ─ advance ─ emit ─ plan ─ run ─ …
 
@@ -6,12 +6,16 @@ overlapped   run 1     │ run 2     │ run 3
              plan 2    │ plan 3    │ plan 4             while the model computes
              emit 0    │ emit 1    │ emit 2
                     advance 1   advance 2               between two steps
+
+queued       run 1     ╎ run 2     ╎ run 3              a device goes on from step to step by itself
+             plan 2, start 2 ─ advance 1, emit 1, plan 3, start 3 ─ advance 2, emit 2 …
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
+from functools import partial
 
 from tiercel.engine.ask import Delta
 from tiercel.engine.engine import Engine
@@ -30,7 +34,7 @@ def plain_steps(engine: Engine) -> Iterator[list[Delta]]:
         step = scheduler.seal(scheduler.plan())
         if not step.parts:
             engine.cache.wait(WAIT_S)
-        yield engine.emit(_advance(scheduler, step, lambda: runner.run(step)))  # noqa: B023
+        yield engine.emit(_advance(scheduler, step, partial(runner.run, step)))
 
 
 def overlapped_steps(engine: Engine, executor: Executor) -> Iterator[list[Delta]]:
@@ -40,7 +44,7 @@ def overlapped_steps(engine: Engine, executor: Executor) -> Iterator[list[Delta]
     while True:
         computing = executor.submit(runner.run, step)
         deltas = engine.emit(outcomes)
-        ahead = scheduler.plan(step)
+        ahead = scheduler.plan()
         outcomes = _advance(scheduler, step, computing.result)
         step = scheduler.seal(ahead)
         if scheduler.stalled or not step.parts:  # it takes what this step gave back
@@ -49,6 +53,33 @@ def overlapped_steps(engine: Engine, executor: Executor) -> Iterator[list[Delta]
             deltas, outcomes = deltas + engine.emit(outcomes), []
             if not deltas:
                 engine.cache.wait(WAIT_S)
+        yield deltas
+
+
+def queued_steps(engine: Engine, start: Callable[[Step], Callable[[], Drawn]]) -> Iterator[list[Delta]]:
+    """The next step is queued before the tokens of this one are known.
+
+    `start` queues a step and returns what waits for its result. Steps and copies are carried out in the order
+    they are queued: what a text gives up is written by nobody before its last step has ended. A text that
+    ends may be computed once more, for nothing.
+    """
+    scheduler = engine.scheduler
+    step = scheduler.seal(scheduler.plan())
+    result = start(step)
+    while True:
+        ahead = scheduler.plan()
+        if ahead and not scheduler.stalled:
+            following = scheduler.seal(ahead)
+            following_result = start(following)
+            outcomes = _advance(scheduler, step, result)
+            step, result = following, following_result
+        else:  # it needs what this step gives back
+            outcomes = _advance(scheduler, step, result)
+            step = scheduler.replan(scheduler.seal(ahead))
+            result = start(step)
+        deltas = engine.emit(outcomes)
+        if not step.parts and not deltas:
+            engine.cache.wait(WAIT_S)
         yield deltas
 
 

@@ -94,7 +94,12 @@ class LocalRunner:
         if not spans:
             return drawn
         began_s = perf_counter()
-        logits = self.model.forward(spans, rows)
+        try:
+            logits = self.model.forward(spans, rows)
+        except Exception as error:
+            for part in step.parts:  # the next step may be queued already: these texts are not computed there
+                self._rings[part.ring].error = error
+            raise
         drawn = drawn._replace(seconds=perf_counter() - began_s)
         self._draw(asked, logits, drawn)
         return drawn
@@ -129,7 +134,7 @@ class LocalRunner:
                 ring.append(out.token)
                 drawn.results[each.number] = out
             except Exception as error:  # noqa: BLE001 - whatever is wrong with one row is that text's
-                drawn.results[each.number] = error
+                drawn.results[each.number] = ring.error = error
 
 
 def _scores(part: StepPart, ring: _Ring, logits: Tensor) -> list[TokenOut]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from bisect import insort
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from time import monotonic
 
@@ -63,6 +63,8 @@ class Scheduler:
         self.free_rings = list(range(config.running_max))
         self._in_ring: dict[int, Task] = {}
         self._changes: list[Begin | PageTable] = []
+        self._sealed: deque[list[tuple[Task, Seat]]] = deque()
+        """Who computes in each step that was sealed and has not advanced yet, part by part."""
         self._clock = clock
         self._number = self._plans = self._passed = 0
         self._aborted: list[Task] = []
@@ -106,9 +108,9 @@ class Scheduler:
 
     # A step
 
-    def plan(self, under_way: Step | None = None) -> list[StepPart]:
-        """What to compute next. The step under way counts as done, and its tasks keep what they hold."""
-        busy = {self._in_ring[part.ring] for part in under_way.parts} if under_way else set()
+    def plan(self) -> list[StepPart]:
+        """What to compute next. A step under way counts as done, and its tasks keep what they hold."""
+        busy = {task for seats in self._sealed for task, seat in seats if task.seat is seat}
         self.stalled = False
         for loaded in self.cache.step():
             self._arrived(loaded)
@@ -118,38 +120,45 @@ class Scheduler:
 
     def seal(self, parts: Sequence[StepPart]) -> Step:
         """The step that computes what was planned, of tasks that still run, with all that changed."""
-        sealed = []
+        sealed, seats = [], []
         for part in parts:
             task = self._in_ring.get(part.ring)
             if task is None or task.seat is None:
                 continue  # it ended with the step before
+            seats.append((task, task.seat))
             if task.seat.request.tails:
                 placed = ((b * self.page_tokens, place(tail)) for b, tail in task.seat.request.tails.items())
                 due = tuple((boundary, at) for boundary, at in placed if part.start < boundary <= part.end)
                 part = part._replace(tails=due)
             sealed.append(part)
+        if seats:
+            self._sealed.append(seats)
         changes, self._changes = tuple(self._changes), []
         return Step(changes, tuple(sealed))
 
     def replan(self, step: Step) -> Step:
         """Plan again, with the room that the last step gave back. What was sealed was not run."""
-        for part in step.parts:
-            self._seat(part).planned = part.start
+        if step.parts:
+            for part, (_, seat) in zip(step.parts, self._sealed.pop(), strict=True):
+                seat.planned = part.start
         parts = self.plan()
         self._changes[:0] = step.changes
         return self.seal(parts)
 
     def advance(self, step: Step, drawn: Drawn) -> list[Outcome]:
-        """A step was run: share what it computed, and let its texts go on or end."""
+        """A step was run: share what it computed, and let its texts go on or end.
+
+        Where the step was queued before the last one had advanced, some of its texts may have ended there.
+        What was computed for them is not looked at.
+        """
         outcomes, tokens, computed = list[Outcome](), 0, 0
-        page_tokens = self.page_tokens
-        for part, out in zip(step.parts, drawn.results, strict=True):
-            task = self._in_ring[part.ring]
+        page_tokens, seats = self.page_tokens, self._sealed.popleft() if step.parts else []
+        for part, out, (task, seat) in zip(step.parts, drawn.results, seats, strict=True):
+            if task.seat is not seat:
+                continue
             if isinstance(out, Exception):
                 self._fail(task, out)
                 continue
-            seat = task.seat
-            assert seat is not None
             seat.computed = part.end
             computed += part.end - part.start
             if part.end // page_tokens != seat.committed:
@@ -182,18 +191,14 @@ class Scheduler:
     def failed(self, step: Step, error: Exception) -> list[Outcome]:
         """A step could not be run: its texts end, the others go on."""
         self.counters["steps_failed"] += 1
-        for part in step.parts:
-            self._fail(self._in_ring[part.ring], error)
+        for task, seat in self._sealed.popleft() if step.parts else []:
+            if task.seat is seat:
+                self._fail(task, error)
         return self._ends()
 
     def _ends(self) -> list[Outcome]:
         ended, self._ended = self._ended, []
         return ended
-
-    def _seat(self, part: StepPart) -> Seat:
-        seat = self._in_ring[part.ring].seat
-        assert seat is not None
-        return seat
 
     # Letting in
 
