@@ -1,11 +1,13 @@
 """Triton's interpreter (3.6), where it differs from a device: it multiplies bf16 matrices as if their bytes
-were integers, and cuts fp32 to bf16 where a device rounds."""
+were integers, and cuts fp32 to bf16 where a device rounds. It also takes milliseconds for each call of one
+jitted function by another, because it prepares the whole language again: once for a launch is enough."""
 
 import numpy as np
 import triton.language as tl
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle, _patch_lang
 
 _cast, _dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
+_prepared = set[str]()
 
 
 def round_to_bf16(data: np.ndarray) -> np.ndarray:
@@ -27,5 +29,15 @@ def dot(builder: InterpreterBuilder, a: TensorHandle, b: TensorHandle, *rest: ob
     return _dot(builder, a, b, *rest)
 
 
+def call(function: InterpretedFunction, *arguments: object, **named: object) -> object:
+    """A launch prepares `triton.language`; Triton's own functions use modules below it, prepared for good."""
+    home = function.fn.__module__
+    if home.startswith("triton.") and home not in _prepared:
+        _patch_lang(function.fn)
+        _prepared.add(home)
+    return function.rewrite()(*arguments, **named)
+
+
 def repair() -> None:
     InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot = cast, dot
+    InterpretedFunction.__call__ = call

@@ -230,7 +230,7 @@ def test_rotary_numbers_are_those_of_fp64_rounded_once() -> None:
     """Then they depend on no thread and no library: torch's own gave two answers for one table."""
     rope = V4Config.from_hf(make_config()).rope_main
     rows = [0, 1, 2047, 2048, 4095, 4096, 5000]
-    cos, sin = Rotary(rope, 64).at(torch.tensor(rows))
+    cos, sin = Rotary(rope, 64).at(torch.tensor(rows), max(rows) + 1)
     frequencies = inverse_frequencies(rope, 64)
     for i, row in enumerate(rows):
         angles = [float(each) for each in torch.tensor(float(row)) * frequencies]

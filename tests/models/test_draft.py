@@ -91,7 +91,7 @@ def dense_draft(config, weights, x, tokens):
     site = site_of(config, k, part_of(w, "attn_hc."), w["input_layernorm.weight"])
     h, place, mix = k.hyper_read(x, site)
     a = part_of(w, "self_attn.")
-    turn = Rotary(config.rope_main, config.rope_dim).at(torch.arange(n))
+    turn = Rotary(config.rope_main, config.rope_dim).at(torch.arange(n), n)
     q = F.linear(k.norm(F.linear(h, a["q_a_proj.weight"]), a["q_a_norm.weight"], eps), a["q_b_proj.weight"])
     q = k.norm_rotate(q.view(n, config.heads, -1), turn, eps=eps)
     kv = F.linear(h, a["kv_proj.weight"])[:, None]

@@ -12,7 +12,7 @@ from tiercel.errors import ConfigError
 from tiercel.kernels.choice import Kernels, check_device, digest_of, kernels_digest, make_kernels
 from tiercel.models.base import Dimensions
 from tiercel.models.checkpoint import Checkpoint
-from tiercel.models.families import EMBEDDED, family_of, folder_of, sources_of
+from tiercel.models.families import EMBEDDED, family_of, folder_of, sources_of, text_folder_of
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.identity import BITS, Identity
 from tiercel.storage.open import hide, open_store
@@ -35,15 +35,15 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
     family = family_of(checkpoint.config)
     own = family.read(checkpoint.config)
     check_device(build.device)
-    kernels = make_kernels(build.kernels, build.device)
+    kernels = make_kernels(build.kernels, build.device, build.compute, family.kernels)
     if build.exact and not kernels.EXACT:
         why = f"the {kernels.NAME} kernels add in an order that depends on the batch"
         raise ConfigError("exact", build.exact, why)
     page_tokens = build.page_tokens or (128 if build.model == EMBEDDED else 256)
     spec = family.declare(checkpoint.config, page_tokens, build.format)
     pages, tails = _places(build.device_bytes, spec, config)
-    text = Text(folder)
-    weights = family.load(checkpoint, own, build.device)
+    text = Text(text_folder_of(build.model))
+    weights = family.load(checkpoint, own, build.device, kernels.dtype)
     settings = replace(config.cache, device_pages=pages, device_tails=tails)
     identity = _identity(build, checkpoint, own, kernels)
     cache = TieredCache(spec, settings, identity=identity, device=build.device)

@@ -32,7 +32,9 @@ class Build:
         option="device_memory",
     )
     """Device memory for pages and tails, which attention reads."""
-    kernels: str = setting("auto", "Kernels: auto, native, reference.")
+    kernels: str = setting("auto", "Kernels: auto, native, cuda, reference.")
+    compute: str = setting("auto", "Numbers that CUDA kernels compute with: bf16, or fp32.")
+    """auto: fp32 on a CPU, bf16 on CUDA. Sums are fp32 everywhere."""
     exact: bool = setting(False, "Refuse to start if bits depend on the batch.", flag="--exact")
     """Refuse to start on kernels whose bits depend on the batch. False: the start table names them."""
     store: str | None = setting(None, "The third tier: file:///path?size=200GiB, redis://…, mooncake://…")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
@@ -15,7 +17,8 @@ from tiercel.errors import ConfigError
 from tiercel.kernels import native, reference
 from tiercel.kernels.reference import CosSin, Matrix, Recent, Site
 
-NAMES = ("auto", "native", "reference")
+NAMES = ("auto", "native", "cuda", "reference")
+COMPUTE = ("auto", "fp32", "bf16")
 
 
 class Kernels(Protocol):
@@ -23,14 +26,15 @@ class Kernels(Protocol):
 
     NAME: str
     EXACT: bool
+    dtype: torch.dtype
+    """Of activations and of the matrices that `pack` takes."""
 
     def built_from(self) -> tuple[str, ...]: ...
     def pack(self, weight: Tensor) -> Matrix: ...
     def pack_all(self, weights: Tensor) -> Matrix: ...
-    def linear(self, x: Tensor, weight: Matrix) -> Tensor: ...
+    def linear(self, x: Tensor, weight: Matrix, *, wide: bool = ...) -> Tensor: ...
     def linear_groups(self, x: Tensor, weights: Matrix) -> Tensor: ...
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
-    def put_rows(self, target: Tensor, to: Tensor, source: Tensor, rows: Tensor | None = None) -> None: ...
     def norm_rotate(
         self,
         x: Tensor,
@@ -49,6 +53,12 @@ class Kernels(Protocol):
     def experts(
         self, x: Tensor, chosen: Tensor, weights: Tensor, matrices: tuple[Matrix, Matrix], limit: float
     ) -> Tensor: ...
+
+
+class ListKernels(Kernels, Protocol):
+    """A set that finds rows by lists of their numbers, for models on a CPU and for `reference` anywhere."""
+
+    def put_rows(self, target: Tensor, to: Tensor, source: Tensor, rows: Tensor | None = None) -> None: ...
     def compress(self, recent: Recent, rows: Tensor, bias: Tensor, dim: int) -> Tensor: ...
     def best_rows(
         self, q: Tensor, weights: Tensor, keys: Tensor, rows: Tensor, span: Tensor, visible: Tensor, k: int
@@ -65,16 +75,45 @@ class Kernels(Protocol):
     ) -> Tensor: ...
 
 
-def make_kernels(name: str = "auto", device: str = "cpu") -> Kernels:
-    """`auto`: the native kernels on the CPU if they were built, or else `reference`."""
+def make_kernels(
+    name: str = "auto", device: str = "cpu", compute: str = "auto", offered: Sequence[str] = NAMES[1:]
+) -> Kernels:
+    """The set of this name, or `auto`: the first of those `offered` by a model that this device can run.
+
+    `compute`: the numbers of activations and matrices. Only the CUDA kernels have a choice: bf16, or fp32 to
+    compare them with a CPU.
+    """
     if name not in NAMES:
         raise ConfigError("kernels", name, f"must be one of {', '.join(NAMES)}")
-    on_cpu = torch.device(device).type == "cpu"
-    if name == "native" and not on_cpu:
-        raise ConfigError("kernels", name, f"run on the CPU, not on device {device}")
+    if compute not in COMPUTE:
+        raise ConfigError("compute", compute, f"must be one of {', '.join(COMPUTE)}")
+    wanted = [each for each in offered if name in ("auto", each)]
+    refused = {each: _refused(each, device, asked=name == each) for each in wanted}
+    found = next((each for each in wanted if not refused[each]), None)
+    if found is None:
+        why = refused.get(name, f"this model runs on {', '.join(offered)} only")
+        raise ConfigError("kernels", name, why)
+    if found == "cuda":
+        from tiercel.kernels.cuda.kernels import CudaKernels  # here: Triton takes a second to import
+
+        return CudaKernels(torch.float32 if compute == "fp32" else torch.bfloat16)
+    if compute == "bf16":
+        raise ConfigError("compute", compute, f"needs the CUDA kernels: the {found} ones compute in fp32")
+    return native if found == "native" else reference
+
+
+def _refused(name: str, device: str, *, asked: bool) -> str:
+    """Why a set can not run there, or nothing. Triton's interpreter, for tests, must be asked for by name."""
+    if name == "native" and torch.device(device).type != "cpu":
+        return f"run on the CPU, not on device {device}"
     if name == "native" and not native.AVAILABLE:
-        raise ConfigError("kernels", name, "were not built when tiercel was installed: gcc was missing")
-    return native if name != "reference" and on_cpu and native.AVAILABLE else reference
+        return "were not built when tiercel was installed: gcc was missing"
+    interpreted = asked and os.environ.get("TRITON_INTERPRET") == "1"
+    if name == "cuda" and torch.device(device).type != "cuda" and not interpreted:
+        return f"run on CUDA, not on device {device}"
+    if name == "cuda" and find_spec("triton") is None:
+        return "need Triton: pip install 'tiercel[cuda]'"
+    return ""
 
 
 def check_device(name: str) -> None:
@@ -99,5 +138,8 @@ def kernels_digest(kernels: Kernels, device: str = "cpu") -> str:
     machine = [platform.machine(), " ".join(platform.libc_ver()), torch.__config__.show()]
     if torch.device(device).type == "cuda":
         machine.append(torch.cuda.get_device_name(device))
-    source = Path(__file__).with_name(f"{kernels.NAME}.py")
-    return digest_of(kernels.NAME, *kernels.built_from(), *machine, files=[source])
+    here = Path(__file__).parent
+    sources = (
+        [here / f"{kernels.NAME}.py"] if kernels.NAME != "cuda" else sorted((here / "cuda").glob("*.py"))
+    )
+    return digest_of(kernels.NAME, *kernels.built_from(), *machine, files=sources)

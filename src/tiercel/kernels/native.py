@@ -20,6 +20,8 @@ NAME = "native"
 EXACT = True
 """The result for a token depends on that token's own inputs only."""
 
+dtype = torch.float32
+
 TOKENS_FREE = 64
 """From this many tokens on, a call releases the GIL. Shorter calls keep it: they would have to reacquire it
 dozens of times in a millisecond."""
@@ -124,7 +126,7 @@ def pack_all(weights: Tensor) -> PackedMatrix:
 # Sizes are `shape[0]`: on a tensor `len` takes 2.6 us and `shape[0]` 0.3, a hundred times per decode step.
 
 
-def linear(x: Tensor, weight: PackedMatrix) -> Tensor:
+def linear(x: Tensor, weight: PackedMatrix, *, wide: bool = False) -> Tensor:  # noqa: ARG001
     (panels, n, k), rows = weight, x.shape[0]
     y = torch.empty(rows, n)
     _call("linear", rows, x, _rows(x, (rows, k)), panels, y, n, rows, k, n)

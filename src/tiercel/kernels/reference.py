@@ -16,6 +16,9 @@ NAME = "reference"
 EXACT = False
 """False: torch sums in another order for another shape, so a row's bits depend on the number of rows."""
 
+dtype = torch.float32
+"""Of activations and matrices."""
+
 QUERIES_AT_ONCE = 256
 """How many queries are gathered together: [256, rows, dim] stays in the tens of megabytes."""
 
@@ -58,8 +61,8 @@ def pack_all(weights: Tensor) -> Matrix:
     return weights.contiguous()
 
 
-def linear(x: Tensor, weight: Matrix) -> Tensor:
-    """x [tokens, k] · weightᵀ."""
+def linear(x: Tensor, weight: Matrix, *, wide: bool = False) -> Tensor:  # noqa: ARG001
+    """x [tokens, k] · weightᵀ. `wide`: as fp32, whatever the type of x."""
     return F.linear(x, weight)
 
 

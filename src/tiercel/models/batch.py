@@ -53,6 +53,8 @@ class Batch:
         self.positions = self._tensor(self._positions)
         self.last = self._tensor(self._first + lengths - 1)
         """The last token of each span."""
+        self.longest = int(self._ends.max())
+        """How many positions the longest text has behind this call."""
         widest = max(len(span.pages) for span in spans)
         self._pages = np.full((len(spans), widest), -1)
         for table, span in zip(self._pages, spans, strict=True):

@@ -5,11 +5,14 @@
     model.safetensors.index.json         which tensor is in which file
     model-00001-of-00002.safetensors …   those files
 
+A config with `random_weights`, a seed, has no tensors: the model's family makes them.
+
 It knows files, not models: each family says which tensors there must be.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -64,7 +67,10 @@ class Checkpoint:
             _check_is_itself(self.folder / name)
         self.config: Mapping[str, Any] = _read_json(self.folder / CONFIG)
         self._files: dict[Path, Any] = {}
-        if lexists(self.folder / SINGLE):  # as in transformers, it goes before an index
+        self.random_seed: int | None = self.config.get("random_weights")
+        if self.random_seed is not None:
+            found = {}
+        elif lexists(self.folder / SINGLE):  # as in transformers, it goes before an index
             found = self._open(self.folder / SINGLE)
         elif lexists(self.folder / INDEX):
             found = self._open_indexed(self.folder / INDEX)
@@ -91,6 +97,8 @@ class Checkpoint:
 
     def digest(self) -> str:
         """A name for the weights: changes with any bit of any file of tensors. The bytes are read once."""
+        if self.random_seed is not None:
+            return hashlib.sha256(f"random {self.random_seed}".encode()).hexdigest()
         try:
             return weights_digest(sorted(self._files))
         except OSError as error:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tiercel.errors import ConfigError, SpecError
 from tiercel.kernels import entries
-from tiercel.kernels.choice import Kernels
+from tiercel.kernels.choice import ListKernels
 from tiercel.models.batch import Batch
 from tiercel.spec.stream import Stream
 
@@ -66,7 +66,9 @@ def codec_of(stream: Stream, rope: int) -> Codec:
 class EntryRows:
     """The entries of one layer of one stream, numbered place · entries of a row + number in the row."""
 
-    def __init__(self, kernels: Kernels, rows: Tensor, stream: Stream, page_tokens: int, rope: int) -> None:
+    def __init__(
+        self, kernels: ListKernels, rows: Tensor, stream: Stream, page_tokens: int, rope: int
+    ) -> None:
         """Views into device memory [places, row_bytes]."""
         self._k = kernels
         self.codec = codec = codec_of(stream, rope)
@@ -115,7 +117,9 @@ class Rings:
     Rows before the start of a text are never read. A tail is a snapshot of a ring.
     """
 
-    def __init__(self, kernels: Kernels, rings: int, rows: int, codec: Codec, device: torch.device) -> None:
+    def __init__(
+        self, kernels: ListKernels, rings: int, rows: int, codec: Codec, device: torch.device
+    ) -> None:
         self._k, self.rows, self.codec = kernels, rows, codec
         shapes = [(rings * rows, size) for size in codec.sizes]
         self._parts = tuple(torch.zeros(shape, dtype=torch.uint8, device=device) for shape in shapes)

@@ -16,6 +16,7 @@ from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.hf_fields import family_name
 
 if TYPE_CHECKING:  # the command line reads names here, and torch takes seconds to import
+    import torch
     from torch import Tensor
 
     from tiercel.kernels.choice import Kernels
@@ -31,7 +32,17 @@ FAMILIES = {
 EMBEDDED = "tiny-v4"
 """The model that comes with the package."""
 
-SHARED_SOURCES = ("models/batch.py", "models/entries.py", "models/rotary.py", "kernels/entries.py")
+FOLDERS = {EMBEDDED: "tiny_v4", "v4-flash-8e": "v4_flash_8e"}
+"""Models by name. The second has the dimensions of V4-Flash with 8 experts, and random weights: it is for
+measurements, and answers nothing of sense."""
+
+SHARED_SOURCES = (
+    "models/batch.py",
+    "models/flat.py",
+    "models/entries.py",
+    "models/rotary.py",
+    "kernels/entries.py",
+)
 """What all families compute with, besides the kernels."""
 
 
@@ -43,10 +54,12 @@ class Family:
     """`config.json` → `Dimensions`."""
     declare: Callable[[Mapping[str, Any], int, str], CacheSpec]
     """(`config.json`, page tokens, format of entries) → what is cached."""
-    load: Callable[[Checkpoint, Any, str], dict[str, Tensor]]
-    """(files, dimensions, device) → weights."""
+    load: Callable[[Checkpoint, Any, str, torch.dtype], dict[str, Tensor]]
+    """(files, dimensions, device, type of matrices) → weights."""
     build: Callable[[Any, dict[str, Tensor], DeviceMemory, int, Kernels], Model]
     """(dimensions, weights, device memory, running requests at most, kernels) → the model."""
+    kernels: tuple[str, ...] = ("native", "reference")
+    """The kernel sets that the model can run on, best first."""
     unread: Callable[[Checkpoint], list[str]] = lambda _: []
     """Tensors that are left out on purpose: those of a draft."""
 
@@ -66,5 +79,10 @@ def sources_of(config: Mapping[str, Any]) -> list[Path]:
 
 
 def folder_of(model: str) -> Path:
-    """The folder of a model that a user names: the embedded one, or a path."""
-    return Path(__file__).parent / "tiny_v4" if model == EMBEDDED else Path(model)
+    """The folder of a model that a user names: one of `FOLDERS`, or a path."""
+    return Path(__file__).parent / FOLDERS[model] if model in FOLDERS else Path(model)
+
+
+def text_folder_of(model: str) -> Path:
+    """Where its tokenizer is. Random weights need none of their own."""
+    return folder_of(EMBEDDED if model in FOLDERS else model)

@@ -82,12 +82,18 @@ class Rotary:
         self._frequencies = inverse_frequencies(rope, dim)
         self._cos = self._sin = torch.empty(0, dim // 2, device=device)
 
-    def at(self, positions: Tensor) -> CosSin:
-        while len(positions) and len(self._cos) <= positions.max():
+    def table(self, count: int) -> CosSin:
+        """(cos, sin) of positions 0 … count - 1 and more."""
+        while len(self._cos) < count:
             more = torch.arange(len(self._cos), len(self._cos) + POSITIONS_AT_ONCE, device="cpu")
             angles = (more.float()[:, None] * self._frequencies).double().numpy()
             cos, sin = (
                 torch.from_numpy(each).float().to(self._cos) for each in (np.cos(angles), np.sin(angles))
             )
             self._cos, self._sin = torch.cat([self._cos, cos]), torch.cat([self._sin, sin])
-        return self._cos[positions], self._sin[positions]
+        return self._cos, self._sin
+
+    def at(self, positions: Tensor, count: int) -> CosSin:
+        """Of these positions, all below `count`."""
+        cos, sin = self.table(count)
+        return cos[positions], sin[positions]

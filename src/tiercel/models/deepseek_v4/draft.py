@@ -91,5 +91,5 @@ class Draft:
         embedded = k.norm(self._embedding[tokens], self._norms[0], c.rms_norm_eps)
         x = k.linear(k.norm(x.flatten(0, 1), self._norms[1], c.rms_norm_eps), self._projections[1])
         x = x.unflatten(0, (len(tokens), -1)) + k.linear(embedded, self._projections[0])[:, None, :]
-        x = self.layer(x, tokens, self._rotary.at(batch.positions), batch)
+        x = self.layer(x, tokens, self._rotary.at(batch.positions, batch.longest), batch)
         return k.linear(k.hyper_head(x, self._head), self._lm_head), x

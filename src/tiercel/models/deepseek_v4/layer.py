@@ -7,16 +7,37 @@ heavy (ratio 128)  and all compressed entries
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, Protocol
+
 import torch
 from torch import Tensor
 
 from tiercel.kernels.choice import Kernels
 from tiercel.kernels.reference import CosSin, Site
 from tiercel.models.base import Weights, part_of
-from tiercel.models.batch import Batch
 from tiercel.models.deepseek_v4.config import SPARSE_RATIO, V4Config
 from tiercel.models.deepseek_v4.rows import Index, LayerRows, Setup, compressors_of
 from tiercel.models.rotary import Rotary
+
+
+class Rows(Protocol):
+    """The cached rows of one layer: `LayerRows`, or `CudaRows`."""
+
+    def restore(self, ring: int, place: int, boundary: int) -> None: ...
+    def attend(
+        self,
+        batch: Any,
+        q: Tensor,
+        kv: Tensor,
+        turn: CosSin,
+        rows: Sequence[Tensor],
+        index: Index | None,
+    ) -> Tensor: ...
+
+
+AnyBatch = Any
+"""`Batch`, or `FlatBatch` where the rows are `CudaRows`."""
 
 
 class Attention:
@@ -24,7 +45,7 @@ class Attention:
 
     def __init__(self, setup: Setup, layer: int, weights: Weights, rotary: Rotary) -> None:
         self._config, self._k = setup.config, setup.kernels
-        self._rows = LayerRows(setup, layer, weights, rotary)
+        self._rows = _make_rows(setup, layer, weights, rotary)
         self.restore = self._rows.restore
         self._take_weights(weights, 0 if layer == self._config.layers else self._config.ratios[layer])
 
@@ -35,9 +56,8 @@ class Attention:
         for prefix in compressors_of(ratio).values():  # a token's row: kv, then gate
             inputs.append(torch.cat([w[f"{prefix}kv_proj.weight"], w[f"{prefix}gate_proj.weight"]]))
         queries = [w["q_b_proj.weight"]]
-        if ratio == SPARSE_RATIO:
-            scale = c.index_head_dim**-0.5 * c.index_heads**-0.5
-            inputs.append(w["compressor.indexer.scorer.weights_proj.weight"] * scale)
+        if ratio == SPARSE_RATIO:  # scores are only compared: their scale does not matter
+            inputs.append(w["compressor.indexer.scorer.weights_proj.weight"])
             queries.append(w["compressor.indexer.q_b_proj.weight"])
         self._input, self._widths = pack(torch.cat(inputs)), [len(each) for each in inputs]
         self._queries, self._query_widths = pack(torch.cat(queries)), [len(each) for each in queries]
@@ -45,10 +65,10 @@ class Attention:
         self._out_low = self._k.pack_all(w["o_a_proj.weight"].unflatten(0, (c.o_groups, -1)))
         self._out = pack(w["o_b_proj.weight"])
 
-    def __call__(self, h: Tensor, turn: CosSin, batch: Batch) -> Tensor:
+    def __call__(self, h: Tensor, turn: CosSin, batch: AnyBatch) -> Tensor:
         """h [tokens, d], normed; `turn` of the layer's kind at these positions."""
         c, k = self._config, self._k
-        q_low, kv, *rows = k.linear(h, self._input).split(self._widths, 1)
+        q_low, kv, *rows = k.linear(h, self._input, wide=True).split(self._widths, 1)
         queries = k.linear(k.norm(q_low, self._q_norm, c.rms_norm_eps), self._queries)
         q, *index_q = queries.split(self._query_widths, 1)
         q = k.norm_rotate(q.unflatten(1, (c.heads, c.head_dim)), turn, eps=c.rms_norm_eps)
@@ -59,6 +79,14 @@ class Attention:
         out = self._rows.attend(batch, q, kv, turn, rows, index)
         out = k.norm_rotate(out, turn, back=True).flatten(1)
         return k.linear(k.linear_groups(out, self._out_low), self._out)
+
+
+def _make_rows(setup: Setup, layer: int, weights: Weights, rotary: Rotary) -> Rows:
+    if setup.kernels.NAME != "cuda":
+        return LayerRows(setup, layer, weights, rotary)
+    from tiercel.models.deepseek_v4.cuda_rows import CudaRows  # here: Triton takes a second to import
+
+    return CudaRows(setup, layer, weights, rotary)
 
 
 def site_of(config: V4Config, kernels: Kernels, weights: Weights, norm: Tensor) -> Site:
@@ -89,7 +117,7 @@ class Experts:
     def __call__(self, x: Tensor, tokens: Tensor) -> Tensor:
         c, k = self._config, self._k
         chosen = None if self._by_token is None else self._by_token[tokens]
-        logits = k.linear(x, self._gate)
+        logits = k.linear(x, self._gate, wide=True)
         chosen, weights = k.route(logits, chosen, self._bias, c.experts_per_token, c.routed_scaling_factor)
         return k.experts(x, chosen, weights, self._matrices, c.swiglu_limit)
 
@@ -104,7 +132,7 @@ class Layer:
         self.attention = Attention(setup, layer, part_of(weights, "self_attn."), rotary)
         self.experts = Experts(config, self._k, part_of(weights, "mlp."))
 
-    def __call__(self, x: Tensor, tokens: Tensor, turn: CosSin, batch: Batch) -> Tensor:
+    def __call__(self, x: Tensor, tokens: Tensor, turn: CosSin, batch: AnyBatch) -> Tensor:
         """The streams [tokens, n, d] after this layer."""
         seen, place, mix = self._k.hyper_read(x, self._sites[0])
         x = self._k.hyper_write(x, self.attention(seen, turn, batch), place, mix)

@@ -18,6 +18,7 @@ from tiercel.models.deepseek_v4.layer import Layer, site_of
 from tiercel.models.deepseek_v4.rows import Setup
 from tiercel.models.deepseek_v4.weights import draft_names, load_weights
 from tiercel.models.families import Family
+from tiercel.models.flat import FlatBatch
 from tiercel.models.rotary import Rotary
 from tiercel.spec.deepseek_v4 import deepseek_v4
 
@@ -34,9 +35,13 @@ class DeepseekV4:
         kernels: Kernels | None = None,
     ) -> None:
         self.config, self.vocab_size = config, config.vocab_size
-        self.kernels = k = kernels or make_kernels(device=str(memory.device))
+        self.kernels = k = kernels or make_kernels(device=str(memory.device), offered=FAMILY.kernels)
         self._setup = setup = Setup(config, k, memory, rings)
         self._embedding = weights["model.embed_tokens.weight"]
+        self._table: Tensor | None = None
+        """The page tables of running texts, where kernels read them on the device."""
+        if k.NAME == "cuda":
+            self._table = torch.zeros(rings, memory.pages, dtype=torch.int32, device=memory.device)
         self._lm_head = k.pack(weights["lm_head.weight"])
         head = part_of(weights, "model.hc_head.hc_")
         self._head = site_of(config, k, head, weights["model.norm.weight"])
@@ -53,15 +58,20 @@ class DeepseekV4:
     @torch.inference_mode()
     def forward(self, spans: Sequence[Span], rows: Sequence[int] | None = None) -> Tensor:
         """Logits of these flat tokens; None: of the last token of each span."""
-        batch = Batch(spans, self._setup.rings, self._embedding.device)
-        turns = [rotary.at(batch.positions) for rotary in self._rotaries]
+        batch = self._make_batch(spans)
+        turns = [rotary.at(batch.positions, batch.longest) for rotary in self._rotaries]
         x = self._embedding[batch.tokens][:, None, :].repeat(1, self.config.hc_mult, 1)
         for layer, ratio in zip(self.layers, self.config.ratios, strict=True):
             x = layer(x, batch.tokens, turns[ratio > 0], batch)
         if self.draft is not None:
             self.draft.follow(spans, x, batch.tokens)
         x = x[batch.last if rows is None else torch.as_tensor(rows, dtype=torch.long, device=x.device)]
-        return self.kernels.linear(self.kernels.hyper_head(x, self._head), self._lm_head)
+        return self.kernels.linear(self.kernels.hyper_head(x, self._head), self._lm_head, wide=True)
+
+    def _make_batch(self, spans: Sequence[Span]) -> Batch | FlatBatch:
+        if self._table is None:
+            return Batch(spans, self._setup.rings, self._embedding.device)
+        return FlatBatch(spans, self._table)
 
     def resume(self, ring: int, tails: Sequence[tuple[int, int]]) -> None:
         """A text goes on from the tails at (boundary, place), the earliest first."""
@@ -77,5 +87,6 @@ FAMILY = Family(
     declare=partial(deepseek_v4, model="deepseek-v4"),
     load=partial(load_weights, draft=False),
     build=DeepseekV4,
+    kernels=("native", "cuda", "reference"),
     unread=draft_names,
 )

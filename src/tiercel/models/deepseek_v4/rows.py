@@ -15,12 +15,12 @@ tail; per compressor (kv, gate) of the last 8 or 128 tokens. `cuda_rows.py` has 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from tiercel.kernels.choice import Kernels
+from tiercel.kernels.choice import Kernels, ListKernels
 from tiercel.kernels.reference import CosSin
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.models.base import Weights, part_of
@@ -38,13 +38,18 @@ class Setup(NamedTuple):
     memory: DeviceMemory
     rings: int
 
+    @property
+    def lists(self) -> ListKernels:
+        """`LayerRows` is made for sets that have lists only."""
+        return cast("ListKernels", self.kernels)
+
     def rows(self, stream: str, layer: int) -> EntryRows:
         spec = self.memory.spec
         rows = self.memory.view(stream, layer)
-        return EntryRows(self.kernels, rows, spec.stream(stream), spec.page_tokens, self.config.rope_dim)
+        return EntryRows(self.lists, rows, spec.stream(stream), spec.page_tokens, self.config.rope_dim)
 
     def make_rings(self, rows: int, codec: Codec) -> Rings:
-        return Rings(self.kernels, self.rings, rows, codec, self.memory.device)
+        return Rings(self.lists, self.rings, rows, codec, self.memory.device)
 
 
 class Index(NamedTuple):
@@ -68,7 +73,7 @@ class Compressor:
     """
 
     def __init__(self, setup: Setup, layer: int, stream: str, weights: Weights, rotary: Rotary) -> None:
-        self._k, self._eps, self._rotary = setup.kernels, setup.config.rms_norm_eps, rotary
+        self._k, self._eps, self._rotary = setup.lists, setup.config.rms_norm_eps, rotary
         self._norm, self._bias = weights["kv_norm.weight"], weights["position_bias"]
         self.pages = setup.rows(stream, layer)
         keeps = any(each.name == f"{stream}_state" for each in setup.memory.spec.tail_streams)
@@ -85,7 +90,7 @@ class Compressor:
         made = batch.new_entries(self.ratio, self._width, recent.rows, self.pages.per_row)
         if made is not None:
             entry = self._k.compress((recent.read(), rows), made.rows, self._bias, self._dim)
-            turn = self._rotary.at(made.positions)
+            turn = self._rotary.at(made.positions, batch.longest)
             entry = self._k.norm_rotate(entry[:, None, :], turn, eps=self._eps, weight=self._norm)
             self.pages.write(made.pages, entry[:, 0, :])
         data = recent.codec.encode(rows)
@@ -121,7 +126,7 @@ class LayerRows:
     """The cached rows of one layer, and attention on them."""
 
     def __init__(self, setup: Setup, layer: int, weights: Weights, rotary: Rotary) -> None:
-        self._config, self._k = setup.config, setup.kernels
+        self._config, self._k = setup.config, setup.lists
         draft = layer == self._config.layers
         ratio = 0 if draft else self._config.ratios[layer]
         self._tails = setup.rows("draft_window" if draft else "window", layer)

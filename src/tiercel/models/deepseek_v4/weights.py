@@ -80,6 +80,13 @@ class Parameter(NamedTuple):
     """In what form a checkpoint may have it: whole, under one of several names, or expert by expert."""
     integer: bool = False
 
+    def dtype(self, matrices: torch.dtype) -> torch.dtype:
+        """Hyper-connections and position biases are no matrices of activations: they stay fp32."""
+        if self.integer:
+            return torch.int64
+        small = len(self.shape) < 2 or self.name.endswith(("fn", "position_bias"))
+        return torch.float32 if small else matrices
+
 
 Row = tuple[str, str, Shape]
 """A parameter inside a layer: its name here, its original name, its shape."""
@@ -288,16 +295,25 @@ def _unfit(reading: Reading) -> str:
 
 
 def load_weights(
-    checkpoint: Checkpoint, config: V4Config, device: str = "cpu", *, draft: bool = True
+    checkpoint: Checkpoint,
+    config: V4Config,
+    device: str = "cpu",
+    matrices: torch.dtype = torch.float32,
+    *,
+    draft: bool = True,
 ) -> dict[str, Tensor]:
-    """Every parameter by its name, fp32; expert tables are int64.
+    """Every parameter by its name: matrices in the type asked for, all else fp32; expert tables are int64.
 
     Each stored tensor is read once and copied once, into its place. Tied embeddings are one tensor under two
     names. There are `mtp.` names if the checkpoint has the draft and it is wanted.
     """
+    if checkpoint.random_seed is not None:
+        return random_weights(config, checkpoint.random_seed, device, matrices)
     wanted, readings = plan_weights(checkpoint, config, draft=draft)
-    dtypes = {True: torch.int64, False: torch.float32}
-    weights = {w.name: torch.empty(w.shape, dtype=dtypes[w.integer], device=device) for w in wanted.values()}
+    weights = {
+        each.name: torch.empty(each.shape, dtype=each.dtype(matrices), device=device)
+        for each in wanted.values()
+    }
     for parameter, piece, stored, scaled_by in readings:
         target, values = piece.of(weights[parameter.name]), checkpoint.read(stored.name)
         if scaled_by is None:
@@ -310,6 +326,28 @@ def load_weights(
             _check_experts(target, stored, config)
         else:
             check_finite(target, stored)
+    weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
+    return weights
+
+
+def random_weights(
+    config: V4Config, seed: int, device: str = "cpu", matrices: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """Weights from a seed, made on the device, without a draft. Values keep the size of what passes them."""
+    chance = torch.Generator(device).manual_seed(seed)
+    weights = {}
+    for each in parameters(config, draft=False).values():
+        made = torch.empty(each.shape, dtype=each.dtype(matrices), device=device)
+        if each.integer:
+            first = torch.randint(config.experts, (len(made), 1), device=device, generator=chance)
+            made.copy_((first + torch.arange(made.shape[1], device=device)) % config.experts)
+        elif each.name.endswith("norm.weight"):
+            made.fill_(1.0)
+        elif len(each.shape) < 2:
+            made.normal_(0.0, 0.02, generator=chance)
+        else:
+            made.normal_(0.0, each.shape[-1] ** -0.5, generator=chance)
+        weights[each.name] = made
     weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
     return weights
 

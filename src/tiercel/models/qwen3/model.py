@@ -17,14 +17,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from tiercel.errors import SpecError
-from tiercel.kernels.choice import Kernels, make_kernels
+from tiercel.kernels.choice import Kernels, ListKernels, make_kernels
 from tiercel.kernels.reference import CosSin
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.models.base import Dimensions, Span, Weights, named, part_of
@@ -148,8 +148,11 @@ def parameters(config: Qwen3Config, *, tied: bool) -> dict[str, Shape]:
     return ends | {f"model.layers.{i}.{name}.weight": layer[name] for i in layers for name in layer}
 
 
-def load_weights(checkpoint: Checkpoint, config: Qwen3Config, device: str = "cpu") -> dict[str, Tensor]:
-    """Every parameter by its name, in fp32. One error names all that does not fit, before a byte is read.
+def load_weights(
+    checkpoint: Checkpoint, config: Qwen3Config, device: str = "cpu", matrices: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """Every parameter by its name: matrices in the type asked for, norms in fp32. One error names all
+    that does not fit, before a byte is read.
 
     As in `transformers`, embeddings are not tied where the checkpoint has a head of its own.
     """
@@ -163,8 +166,9 @@ def load_weights(checkpoint: Checkpoint, config: Qwen3Config, device: str = "cpu
     }
     checkpoint.refuse(faults)
     weights = {}
-    for each, _ in known:
-        weights[each.name] = checkpoint.read(each.name).to(device, torch.float32, copy=True)
+    for each, shape in known:
+        dtype = matrices if len(shape) > 1 else torch.float32
+        weights[each.name] = checkpoint.read(each.name).to(device, dtype, copy=True)
         check_finite(weights[each.name], each)
     weights.setdefault(HEAD, weights[EMBEDDING])
     return weights
@@ -229,7 +233,7 @@ class Layer:
     """Attention, then a gated MLP, each added to what it reads."""
 
     def __init__(
-        self, config: Qwen3Config, kernels: Kernels, layer: int, weights: Weights, memory: DeviceMemory
+        self, config: Qwen3Config, kernels: ListKernels, layer: int, weights: Weights, memory: DeviceMemory
     ) -> None:
         c, self._config, self._k = config, config, kernels
         part = part_of(weights, f"model.layers.{layer}.")
@@ -294,7 +298,8 @@ class Qwen3:
         kernels: Kernels | None = None,
     ) -> None:
         self.config, self.vocab_size = config, config.vocab_size
-        self.kernels = k = kernels or make_kernels(device=str(memory.device))
+        offered = kernels or make_kernels(device=str(memory.device), offered=FAMILY.kernels)
+        self.kernels = k = cast("ListKernels", offered)
         self._page_tokens = memory.spec.page_tokens
         self._embedding, self._lm_head = weights[EMBEDDING], k.pack(weights[HEAD])
         self._norm = weights["model.norm.weight"]
@@ -305,7 +310,7 @@ class Qwen3:
     def forward(self, spans: Sequence[Span], rows: Sequence[int] | None = None) -> Tensor:
         """Logits of these flat tokens; None: of the last token of each span."""
         batch = Batch(spans, 0, self._embedding.device)
-        turn = self._rotary.at(batch.positions)
+        turn = self._rotary.at(batch.positions, batch.longest)
         in_place = self.layers[0].entries.in_place
         reach = Reach(batch, self._page_tokens, self.config.kv_heads, in_place=in_place)
         x = self._embedding[batch.tokens]

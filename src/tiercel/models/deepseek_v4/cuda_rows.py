@@ -1,0 +1,131 @@
+"""What one layer keeps in the cache, on CUDA: kernels read and write pages, rings and tails in place.
+
+It does what `rows.py` does on a CPU, which says what is kept where. Nothing waits for the device, and
+everything that a call queues has a shape that its spans alone decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from tiercel.kernels.cuda.attention import attention
+from tiercel.kernels.cuda.index import best_rows
+from tiercel.kernels.cuda.rings import keep, restore, write_tails
+from tiercel.kernels.cuda.rows import compress_store, store_window
+from tiercel.kernels.entries import Entries
+from tiercel.kernels.reference import CosSin
+from tiercel.models.base import Weights, part_of
+from tiercel.models.batch import rows_before
+from tiercel.models.deepseek_v4.rows import Index, Setup, compressors_of
+from tiercel.models.flat import FlatBatch
+from tiercel.models.rotary import Rotary
+
+
+def entries_of(setup: Setup, stream: str, layer: int) -> Entries:
+    """The entries of one layer of one stream, in device memory."""
+    spec, rope = setup.memory.spec, setup.config.rope_dim
+    own = spec.stream(stream)
+    sizes = tuple(part.bytes for part in own.parts)
+    per_channel = {"fp32": 4, "bf16": 2}
+    dim = sizes[0] // per_channel[own.encoding] if own.encoding in per_channel else sizes[0]
+    if own.encoding == "fp8_groups":
+        dim -= rope  # two bytes each
+    per_row = own.entries_per_row(spec.page_tokens)
+    return Entries(setup.memory.view(stream, layer), per_row, sizes, own.encoding, dim, rope)
+
+
+@lru_cache(256)
+def _moves(device: torch.device, *numbers: int) -> Tensor:
+    """One tail to restore. All layers use it: it is sent once."""
+    return torch.tensor([numbers], dtype=torch.int32, device=device)
+
+
+class CudaCompressor:
+    """The entries of one stream that a layer compresses into, and the rows of what is still open."""
+
+    def __init__(self, setup: Setup, layer: int, stream: str, weights: Weights, rotary: Rotary) -> None:
+        self._eps, self._rotary = setup.config.rms_norm_eps, rotary
+        self._norm, self._bias = weights["kv_norm.weight"], weights["position_bias"]
+        self.ratio, channels = self._bias.shape
+        self._ring_rows = self.ratio * channels // len(self._norm)
+        self.pages = entries_of(setup, stream, layer)
+        tails = [each.name for each in setup.memory.spec.tail_streams]
+        self._tails = entries_of(setup, f"{stream}_state", layer) if f"{stream}_state" in tails else None
+        shape = setup.rings * self._ring_rows, 2 * channels
+        self._kept = torch.zeros(shape, device=setup.memory.device)
+
+    def extend(self, batch: FlatBatch, rows: Tensor) -> None:
+        """Write the entries that end in this call, and the open rows of its tails."""
+        table = self._rotary.table(batch.longest)
+        both = self._kept, rows
+        compress_store(
+            both, self._bias, self._norm, self._eps, table, self.pages, batch.flat, batch.write_from,
+            self._ring_rows,
+        )  # fmt: skip
+        if self._tails is not None:
+            write_tails(both, self._tails, batch.tails, self._ring_rows)
+        keep(*both, batch.flat, batch.end, self._ring_rows)
+
+    def restore(self, moves: Tensor) -> None:
+        if self._tails is not None:
+            restore(self._kept, self._tails, moves, self._ring_rows)
+
+
+class CudaRows:
+    """The cached rows of one layer, and attention on them."""
+
+    def __init__(self, setup: Setup, layer: int, weights: Weights, rotary: Rotary) -> None:
+        self._config = c = setup.config
+        self._tails = entries_of(setup, "window", layer)
+        self._ring_rows = rows_before(c.window)
+        self._kept = self._rows(setup.rings * self._ring_rows, setup.memory.device, zeros=True)
+        self._compressors = [
+            CudaCompressor(setup, layer, stream, part_of(weights, prefix), rotary)
+            for stream, prefix in compressors_of(c.ratios[layer]).items()
+        ]
+        self._norm, self._sinks, self._scale = weights["kv_norm.weight"], weights["sinks"], c.head_dim**-0.5
+
+    def _rows(self, count: int, device: torch.device, *, zeros: bool = False) -> Entries:
+        """Window entries, one to a row. Rows begin at multiples of 16 bytes: loads are that wide. Rows
+        that a text has not reached are never read."""
+        make = torch.zeros if zeros else torch.empty
+        rows = make(count, -(-sum(self._tails.sizes) // 16) * 16, dtype=torch.uint8, device=device)
+        return self._tails._replace(rows=rows, per_row=1)
+
+    def restore(self, ring: int, place: int, boundary: int) -> None:
+        """The ring goes on from the tail at this place."""
+        moves = _moves(self._kept.rows.device, place, boundary, ring)
+        restore(self._kept, self._tails, moves, self._ring_rows)
+        for compressor in self._compressors:
+            compressor.restore(moves)
+
+    def attend(
+        self,
+        batch: FlatBatch,
+        q: Tensor,
+        kv: Tensor,
+        turn: CosSin,
+        rows: Sequence[Tensor],
+        index: Index | None,
+    ) -> Tensor:
+        """Write what the tokens of this call add, and attend to what each of them sees."""
+        c, flat = self._config, batch.flat
+        new = self._rows(len(kv), kv.device)
+        store_window(kv, turn, c.rms_norm_eps, self._norm, new)
+        for compressor, own_rows in zip(self._compressors, rows, strict=True):
+            compressor.extend(batch, own_rows)
+        chosen, entries, ratio = None, None, 1
+        if self._compressors:
+            entries, ratio = self._compressors[0].pages, self._compressors[0].ratio
+        if index is not None:
+            keys, most = self._compressors[1].pages, batch.longest // ratio
+            chosen = best_rows(index.q, index.weights.contiguous(), keys, ratio, flat, c.index_topk, most)
+        both = self._kept, new
+        out = attention(q, both, c.window, entries, chosen, ratio, flat, self._sinks, self._scale)
+        write_tails(both, self._tails, batch.tails, self._ring_rows)
+        keep(*both, flat, batch.end, self._ring_rows)
+        return out

@@ -1,0 +1,134 @@
+"""Goal: V4 on the CUDA kernels is V4, and no bit depends on how a text is cut or what is computed beside it.
+Method: logits against those of the plain kernels on the same weights. In Triton's interpreter with few tokens
+and small dimensions; on a GPU with more of both, where bits are compared too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.devices import every_device, on_gpu
+from tests.models.folders import make_config
+from tiercel.kernels.choice import make_kernels
+from tiercel.memory.buffers import DeviceMemory
+from tiercel.models.base import Span
+from tiercel.models.deepseek_v4.config import V4Config
+from tiercel.models.deepseek_v4.model import FAMILY, DeepseekV4
+from tiercel.models.deepseek_v4.weights import random_weights
+from tiercel.spec import deepseek_v4
+
+PAGE = 128
+CONFIG = make_config(
+    num_hidden_layers=3,
+    compress_ratios=[0, 4, 128, 0],
+    num_hash_layers=1,
+    head_dim=32,
+    qk_rope_head_dim=16,
+    q_lora_rank=16,
+    o_lora_rank=16,
+    index_n_heads=4,
+    index_head_dim=16,
+    moe_intermediate_size=16,
+    hc_sinkhorn_iters=3,
+)
+LARGE = make_config(
+    vocab_size=512,
+    hidden_size=512,
+    num_hidden_layers=5,
+    compress_ratios=[0, 4, 128, 4, 128, 0],
+    num_attention_heads=64,
+    head_dim=512,
+    qk_rope_head_dim=64,
+    q_lora_rank=256,
+    o_groups=8,
+    o_lora_rank=128,
+    sliding_window=128,
+    index_n_heads=64,
+    index_head_dim=128,
+    index_topk=64,
+    n_routed_experts=8,
+    num_experts_per_tok=6,
+    moe_intermediate_size=256,
+)
+
+
+def make(
+    kernels: str, device: str, format: str = "fp32", compute: str = "auto", config=CONFIG, rings: int = 3
+):
+    own, set_ = V4Config.from_hf(config), make_kernels(kernels, device, compute, FAMILY.kernels)
+    weights = {
+        name: weight.to(device, set_.dtype) if weight.dtype == torch.bfloat16 else weight.to(device)
+        for name, weight in random_weights(own, 3, matrices=torch.bfloat16).items()
+    }
+    memory = DeviceMemory(deepseek_v4(config, PAGE, format), pages=40, tails=6, device=device)
+    return DeepseekV4(own, weights, memory, rings, set_), memory
+
+
+def texts(vocab: int, *lengths: int) -> list[Tensor]:
+    chance = torch.Generator().manual_seed(1)
+    return [torch.randint(vocab, (length,), generator=chance) for length in lengths]
+
+
+def kl(ours: Tensor, theirs: Tensor) -> float:
+    a, b = (each.cpu().double().log_softmax(-1) for each in (theirs, ours))
+    return float((a.exp() * (a - b)).sum(-1).max())
+
+
+@every_device
+@pytest.mark.parametrize(("format", "compute", "most"), [("fp32", "fp32", 1e-7), ("fp8", "bf16", 0.03)])
+def test_the_model_is_the_one_of_the_plain_kernels(
+    device: str, format: str, compute: str, most: float
+) -> None:
+    """Two texts in one call, one of which ends a page and its tail; then more of both, and a third text."""
+    first, second = texts(24, 11, 6)
+    pages = torch.tensor([4, 9]), torch.tensor([7])
+    logits = {}
+    for kernels, numbers in (("reference", "auto"), ("cuda", compute)):
+        model, memory = make(kernels, device if kernels == "cuda" else "cpu", format, numbers)
+        both = model.forward(
+            [Span(first[:9], 120, pages[0], 2, {128: 5}), Span(second[:5], 0, pages[1], 0)], range(14)
+        )
+        model.resume(1, [(128, 5)])  # a third text goes on from that tail
+        after = model.forward(
+            [
+                Span(second[5:], 5, pages[1], 0),
+                Span(first[9:10], 129, pages[0], 2),
+                Span(first[8:10], 128, pages[0], 1, write_from=128),
+            ],
+            range(4),
+        )
+        logits[kernels] = torch.cat([both, after]).cpu()
+    assert logits["cuda"].dtype == torch.float32 and kl(logits["cuda"], logits["reference"]) < most
+    if compute == "fp32":
+        assert torch.equal(logits["cuda"].argmax(-1), logits["reference"].argmax(-1))
+    torch.testing.assert_close(
+        logits["cuda"][-1], logits["cuda"][15], rtol=0, atol=1e-4 if compute == "fp32" else 0.1
+    )
+
+
+@pytest.mark.parametrize("device", [on_gpu])
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.parametrize("format", ["bf16", "fp8"])
+def test_no_bit_depends_on_the_cut_or_the_batch(device: str, compute: str, format: str) -> None:
+    length, count = 700, 24
+    tokens = texts(512, *[length] * count)
+    pages = torch.randperm(40)[:6], torch.randperm(40)[:6]
+
+    def run(cuts: list[int]) -> Tensor:
+        model, _ = make("cuda", device, format, compute, LARGE)
+        found, start = [], 0
+        for end in cuts:
+            found.append(model.forward([Span(tokens[0][start:end], start, pages[0], 1)], range(end - start)))
+            start = end
+        return torch.cat(found)
+
+    whole = run([length])
+    assert whole.isfinite().all()
+    assert torch.equal(run([1, 130, 131, 132, 133, 300, 511, 512, 640, *range(641, length + 1)]), whole)
+    model, _ = make("cuda", device, format, compute, LARGE, rings=count)
+    table = torch.arange(count + 6)
+    spans = [Span(each[:40], 0, table[i : i + 1], i) for i, each in enumerate(tokens)]
+    beside = model.forward(spans, range(40 * count))
+    assert torch.equal(beside[:40], whole[:40])
+    assert torch.equal(model.forward(spans[::-1], range(40 * count))[-40:], whole[:40])
