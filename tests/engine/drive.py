@@ -5,14 +5,17 @@ from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 
+import pytest
+
 import tiercel.models
 from tiercel.cache import TieredCache
 from tiercel.config import CacheConfig
 from tiercel.engine.ask import Ask, Sampling
 from tiercel.engine.config import EngineConfig
 from tiercel.engine.engine import Engine
-from tiercel.engine.loop import overlapped_steps, plain_steps
+from tiercel.engine.loop import overlapped_steps, plain_steps, queued_steps
 from tiercel.engine.offline import answer_all
+from tiercel.engine.runner import QueueRunner
 from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.deepseek_v4.config import V4Config
 from tiercel.models.deepseek_v4.model import DeepseekV4
@@ -52,12 +55,21 @@ def words(count, seed=0):
     return [(seed * 7919 + i * i * 31 + i * 17) % 3800 + 200 for i in range(count)]
 
 
+LOOPS = pytest.mark.parametrize("overlap", [False, True, "queued"], ids=["plain", "overlapped", "queued"])
+
+
+def steps_of(engine, overlap, executor):
+    """Queued steps are carried out at once here, as everything on a CPU: the order is that of a device."""
+    if overlap == "queued":
+        engine.runner = QueueRunner(engine.runner.model)
+        return queued_steps(engine, engine.runner.start)
+    return overlapped_steps(engine, executor) if overlap else plain_steps(engine)
+
+
 def run(engine, *asks, overlap=False):
     """Answers in the order of the asks."""
-    if not overlap:
-        return answer_all(engine, asks, plain_steps(engine))
     with ThreadPoolExecutor(1) as executor:
-        return answer_all(engine, asks, overlapped_steps(engine, executor))
+        return answer_all(engine, asks, steps_of(engine, overlap, executor))
 
 
 def settle(engine):

@@ -8,9 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.engine.drive import PAGE, TEXT, make_ask, make_engine, run, settle, tokens_of, words
+from tests.engine.drive import (
+    LOOPS,
+    PAGE,
+    TEXT,
+    make_ask,
+    make_engine,
+    run,
+    settle,
+    steps_of,
+    tokens_of,
+    words,
+)
 from tiercel.engine.ask import Finish, Sampling
-from tiercel.engine.loop import overlapped_steps, plain_steps
+from tiercel.engine.loop import plain_steps
 from tiercel.engine.scheduler import share
 from tiercel.engine.task import PRIORITY_S
 from tiercel.errors import AskError, QueueFull
@@ -99,7 +110,7 @@ def test_who_has_waited_long_enough_goes_before_who_is_more_urgent():
     assert order.index("patient") in (4, 5), "urgent asks of the first ten seconds went before it"
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
+@LOOPS
 @pytest.mark.parametrize("short_of", ["rings", "pages"])
 def test_an_urgent_ask_takes_the_room_of_a_running_one_that_is_less_so(overlap, short_of):
     few = {"running_max": 1} if short_of == "rings" else {"pages": 4}
@@ -107,7 +118,7 @@ def test_an_urgent_ask_takes_the_room_of_a_running_one_that_is_less_so(overlap, 
     alone = run(make_engine(), make_ask("slow", words(2 * PAGE + 9), 60))[0].text
     engine.add(make_ask("slow", words(2 * PAGE + 9), 60))
     with ThreadPoolExecutor(1) as executor:
-        steps = overlapped_steps(engine, executor) if overlap else plain_steps(engine)
+        steps = steps_of(engine, overlap, executor)
         while not engine.counters["tokens_drawn"]:
             next(steps)
         engine.add(make_ask("equal", words(2 * PAGE, 2), 2))
@@ -129,7 +140,7 @@ def test_equal_prompts_at_the_same_moment_are_computed_once():
     settle(engine)
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
+@LOOPS
 def test_who_waits_for_another_s_pages_is_not_harmed_when_that_one_leaves(overlap):
     engine, prompt = make_engine(step_tokens=PAGE, cache={"tail_every_pages": 1}), words(9 * PAGE + 48)
     [alone] = run(make_engine(), make_ask("alone", prompt, 3))
@@ -137,7 +148,7 @@ def test_who_waits_for_another_s_pages_is_not_harmed_when_that_one_leaves(overla
     engine.add(make_ask("second", prompt, 3))
     ends, tokens = {}, []
     with ThreadPoolExecutor(1) as executor:
-        steps = overlapped_steps(engine, executor) if overlap else plain_steps(engine)
+        steps = steps_of(engine, overlap, executor)
         for _ in range(4):
             next(steps)
         assert [task.ask.request_id for task in engine.scheduler.waiting] == ["second"]
@@ -198,7 +209,7 @@ def test_without_a_seed_requests_differ():
     assert tokens_of(first) != tokens_of(second)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@LOOPS
 def test_a_seed_gives_the_same_answer_whatever_runs_beside_it(overlap):
     asks = [make_ask(str(i), words(30, seed=i), 20, temperature=1.0, seed=i, top_p=0.9) for i in range(6)]
     alone = [tokens_of(run(make_engine(), ask)[0]) for ask in asks]
@@ -224,7 +235,7 @@ def test_logprobs_of_a_prompt_do_not_depend_on_the_cache_nor_on_how_it_is_cut():
 # Trouble
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@LOOPS
 @pytest.mark.parametrize("after", range(0, 12, 2))
 def test_an_abort_at_any_moment_gives_everything_back(after, overlap):
     engine = make_engine(pages=12, tails=4, host_pages=100, step_tokens=PAGE, running_max=2)
@@ -234,7 +245,7 @@ def test_an_abort_at_any_moment_gives_everything_back(after, overlap):
         engine.add(ask)
     seen = {}
     with ThreadPoolExecutor(1) as executor:
-        drive = overlapped_steps(engine, executor) if overlap else plain_steps(engine)
+        drive = steps_of(engine, overlap, executor)
         for step, deltas in enumerate(drive):
             seen |= finishes(deltas)
             if step == after:
@@ -258,7 +269,7 @@ class Failing(DeepseekV4):
         return super().forward(spans, rows)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@LOOPS
 def test_a_failing_step_ends_its_texts_and_nothing_else(overlap):
     Failing.calls = 0
     engine = make_engine(model=Failing)

@@ -5,7 +5,17 @@ must have come from each tier counted. Then bytes are broken on purpose, and the
 import pytest
 import torch
 
-from tests.engine.drive import PAGE, logprobs_of, make_ask, make_engine, run, settle, tokens_of, words
+from tests.engine.drive import (
+    LOOPS,
+    PAGE,
+    logprobs_of,
+    make_ask,
+    make_engine,
+    run,
+    settle,
+    tokens_of,
+    words,
+)
 from tiercel.verify import EXAMS, answer_one, exams_of, k3, score_of
 
 SMALL = {"pages": 6, "tails": 4, "host_pages": 400}
@@ -96,7 +106,7 @@ def test_conversations_that_branch_and_take_turns_are_exact(cold, where):
     settle(engine)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@LOOPS
 def test_company_does_not_change_an_answer(cold, overlap):
     prompts = [words(20 + 61 * i, seed=i) for i in range(12)]
     truths = [run(cold, make_ask("t", prompt))[0] for prompt in prompts]
@@ -121,7 +131,7 @@ def test_a_text_resumed_by_replay_is_exact(cold):
     settle(engine)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@LOOPS
 def test_a_preempted_text_goes_on_exactly(cold, overlap):
     """Three answers outgrow the device together; who came last gives way and comes back."""
     prompts = [words(PAGE + 10, seed=i) for i in range(3)]

@@ -7,9 +7,18 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.engine.drive import PAGE, make_ask, make_engine, run, settle, tokens_of, words
+from tests.engine.drive import (
+    LOOPS,
+    PAGE,
+    make_ask,
+    make_engine,
+    run,
+    settle,
+    steps_of,
+    tokens_of,
+    words,
+)
 from tiercel.engine.ask import Finish
-from tiercel.engine.loop import overlapped_steps, plain_steps
 from tiercel.engine.sampling import Sampler
 from tiercel.engine.service import EngineService
 from tiercel.errors import EngineError
@@ -25,16 +34,13 @@ def broken(*args, **kwargs):
     raise Broken("the test broke this")
 
 
-both_loops = pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
-
-
 def ends_of(engine, overlap, *asks):
     """How each ask ended, and with which error: all ends of each, for there must be one."""
     ends = {ask.request_id: [] for ask in asks}
     for ask in asks:
         engine.add(ask)
     with ThreadPoolExecutor(1) as executor:
-        steps = overlapped_steps(engine, executor) if overlap else plain_steps(engine)
+        steps = steps_of(engine, overlap, executor)
         while engine.tasks or not all(ends.values()):
             for delta in next(steps):
                 if delta.finish is not None:
@@ -51,7 +57,7 @@ def answer_both(engine, overlap, **options):
     )
 
 
-@both_loops
+@LOOPS
 def test_a_token_that_can_not_be_drawn_ends_its_text_alone(overlap):
     engine = make_engine()
     with patch.object(Sampler, "draw", broken):  # only what is sampled is drawn, b takes the best token
@@ -60,7 +66,7 @@ def test_a_token_that_can_not_be_drawn_ends_its_text_alone(overlap):
     settle(engine)
 
 
-@both_loops
+@LOOPS
 def test_a_text_that_can_not_be_told_ends_alone_and_only_once(overlap):
     engine, real = make_engine(), TextStream.push
 
@@ -74,7 +80,7 @@ def test_a_text_that_can_not_be_told_ends_alone_and_only_once(overlap):
     settle(engine)
 
 
-@both_loops
+@LOOPS
 def test_a_tail_that_can_not_be_restored_ends_its_text_alone(overlap):
     engine, text = make_engine(), words(2 * PAGE + 5)
     [first] = run(engine, make_ask("first", text, 4))
@@ -87,7 +93,7 @@ def test_a_tail_that_can_not_be_restored_ends_its_text_alone(overlap):
     assert tokens_of(again) == tokens_of(first) and again.usage.cached_tokens == 2 * PAGE
 
 
-@both_loops
+@LOOPS
 def test_a_step_that_can_not_be_computed_ends_its_texts_and_the_next_are_served(overlap):
     engine = make_engine()
     with patch.object(DeepseekV4, "forward", broken):
@@ -97,7 +103,7 @@ def test_a_step_that_can_not_be_computed_ends_its_texts_and_the_next_are_served(
     settle(engine)
 
 
-@both_loops
+@LOOPS
 def test_scores_that_can_not_be_made_end_their_text_alone(overlap):
     engine = make_engine()
     with patch("tiercel.engine.runner.token_logprobs", broken):
@@ -106,7 +112,7 @@ def test_scores_that_can_not_be_made_end_their_text_alone(overlap):
     settle(engine)
 
 
-@both_loops
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
 @pytest.mark.parametrize("part", ["plan", "advance", "emit"])
 def test_a_failure_nobody_can_place_ends_every_answer_and_refuses_the_next_at_once(overlap, part):
     engine = make_engine(overlap=overlap)

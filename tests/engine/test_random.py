@@ -6,9 +6,18 @@ from random import Random
 
 import pytest
 
-from tests.engine.drive import PAGE, make_ask, make_engine, run, settle, tokens_of, words
+from tests.engine.drive import (
+    LOOPS,
+    PAGE,
+    make_ask,
+    make_engine,
+    run,
+    settle,
+    steps_of,
+    tokens_of,
+    words,
+)
 from tiercel.engine.ask import Finish
-from tiercel.engine.loop import overlapped_steps, plain_steps
 
 STEPS_MOST = 2000
 """Far more than all asks of a seed need."""
@@ -54,15 +63,19 @@ def engine_of(random):
     ), clock
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
+@LOOPS
 @pytest.mark.parametrize("seed", range(5))
 def test_everything_asked_ends_and_says_what_it_would_have_said_alone(alone, seed, overlap):
     random = Random(seed)
     engine, clock = engine_of(random)
-    asks = {str(i): make_ask(str(i), prompt_of(random), 6, priority=random.randrange(3)) for i in range(14)}
+    logprobs = None if overlap == "queued" else 0  # with logprobs a step is waited for
+    asks = {
+        str(i): make_ask(str(i), prompt_of(random), 6, priority=random.randrange(3), logprobs=logprobs)
+        for i in range(14)
+    }
     coming, told, ends, aborted = list(asks.values()), {name: [] for name in asks}, {}, set()
     with ThreadPoolExecutor(1) as executor:
-        steps = overlapped_steps(engine, executor) if overlap else plain_steps(engine)
+        steps = steps_of(engine, overlap, executor)
         for _ in range(STEPS_MOST):
             while coming and random.random() < 0.4:
                 engine.add(coming.pop())

@@ -11,10 +11,20 @@ from dataclasses import replace
 
 import pytest
 
-from tests.engine.drive import FOLDER, PAGE, logprobs_of, make_ask, make_engine, run, tokens_of, words
+from tests.engine.drive import (
+    FOLDER,
+    LOOPS,
+    PAGE,
+    logprobs_of,
+    make_ask,
+    make_engine,
+    run,
+    steps_of,
+    tokens_of,
+    words,
+)
 from tiercel.engine.build import open_engine
 from tiercel.engine.config import Build, EngineConfig
-from tiercel.engine.loop import overlapped_steps, plain_steps
 from tiercel.engine.scheduler import PASSED_MOST
 from tiercel.engine.service import EngineService
 from tiercel.errors import ConfigError, StoreError
@@ -226,7 +236,7 @@ def test_any_number_may_wait_for_a_store_that_hangs_and_none_holds_others_up(mon
     engine.cache.close()
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
+@LOOPS
 def test_an_urgent_ask_that_waits_for_the_store_takes_nobody_s_place_before_it_can_begin(overlap):
     store = Gate()
     engine = stored_engine(store, running_max=1)
@@ -235,7 +245,7 @@ def test_an_urgent_ask_that_waits_for_the_store_takes_nobody_s_place_before_it_c
     store.open.clear()
     engine.add(make_ask("slow", words(10), 60))
     with ThreadPoolExecutor(1) as executor:
-        steps = overlapped_steps(engine, executor) if overlap else plain_steps(engine)
+        steps = steps_of(engine, overlap, executor)
         next(steps)
         engine.add(make_ask("urgent", words(3 * PAGE), 2, priority=1))
         for _ in range(20):

@@ -57,6 +57,7 @@ class ScriptedModel:
     """Knows of a text only what it reads back."""
 
     vocab_size = VOCABULARY
+    last = None
 
     def __init__(self, cache: TieredCache) -> None:
         self.spec, self.page_tokens = cache.spec, cache.spec.page_tokens

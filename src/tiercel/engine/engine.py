@@ -14,7 +14,7 @@ from time import monotonic
 from tiercel.cache import TieredCache
 from tiercel.engine.ask import Ask, Delta, EngineStats, Explanation, Finish, QueueStats
 from tiercel.engine.config import EngineConfig
-from tiercel.engine.runner import LocalRunner
+from tiercel.engine.runner import LocalRunner, QueueRunner
 from tiercel.engine.sampling import check
 from tiercel.engine.scheduler import Scheduler
 from tiercel.engine.step import Runner
@@ -39,7 +39,8 @@ class Engine:
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self.scheduler = Scheduler(cache, config, clock)
-        self.runner: Runner = LocalRunner(model)
+        queues = model.last is not None and model.last.is_cuda
+        self.runner: Runner = QueueRunner(model) if queues else LocalRunner(model)
         self.cache, self.text, self.config = cache, text, config
         self.vocab_size = model.vocab_size
         self.page_tokens, self.context_tokens = cache.spec.page_tokens, self.scheduler.context_tokens

@@ -19,12 +19,22 @@ from functools import partial
 
 from tiercel.engine.ask import Delta
 from tiercel.engine.engine import Engine
+from tiercel.engine.runner import QueueRunner
 from tiercel.engine.scheduler import Scheduler
 from tiercel.engine.step import Drawn, Step
 from tiercel.engine.task import Outcome
 
 WAIT_S = 0.001
 """While nothing can be computed and a transfer is under way: so long it is waited for at a time."""
+
+
+def steps_of(engine: Engine, executor: Executor) -> Iterator[list[Delta]]:
+    """The loop for an engine: the one that keeps its device busy, or plain if that was asked for."""
+    if not engine.config.overlap:
+        return plain_steps(engine)
+    if isinstance(engine.runner, QueueRunner):
+        return queued_steps(engine, engine.runner.start)
+    return overlapped_steps(engine, executor)
 
 
 def plain_steps(engine: Engine) -> Iterator[list[Delta]]:
@@ -66,21 +76,25 @@ def queued_steps(engine: Engine, start: Callable[[Step], Callable[[], Drawn]]) -
     scheduler = engine.scheduler
     step = scheduler.seal(scheduler.plan())
     result = start(step)
-    while True:
-        ahead = scheduler.plan()
-        if ahead and not scheduler.stalled:
-            following = scheduler.seal(ahead)
-            following_result = start(following)
-            outcomes = _advance(scheduler, step, result)
-            step, result = following, following_result
-        else:  # it needs what this step gives back
-            outcomes = _advance(scheduler, step, result)
-            step = scheduler.replan(scheduler.seal(ahead))
-            result = start(step)
-        deltas = engine.emit(outcomes)
-        if not step.parts and not deltas:
-            engine.cache.wait(WAIT_S)
-        yield deltas
+    try:
+        while True:
+            ahead = scheduler.plan()
+            if ahead and not scheduler.stalled:
+                following = scheduler.seal(ahead)
+                following_result = start(following)
+                outcomes = _advance(scheduler, step, result)
+                step, result = following, following_result
+            else:  # it needs what this step gives back
+                outcomes = _advance(scheduler, step, result)
+                step = scheduler.replan(scheduler.seal(ahead))
+                result = start(step)
+            deltas = engine.emit(outcomes)
+            if not step.parts and not deltas:
+                engine.cache.wait(WAIT_S)
+            yield deltas
+    except GeneratorExit:
+        _advance(scheduler, step, result)  # nobody asks for more, and a step is under way
+        raise
 
 
 def _advance(scheduler: Scheduler, step: Step, run: Callable[[], Drawn]) -> list[Outcome]:

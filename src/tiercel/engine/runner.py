@@ -1,10 +1,16 @@
-"""Runs steps on a model in this process: rings with texts, page tables and samplers; the forward; drawing."""
+"""Runs steps on a model in this process: rings with texts, page tables and samplers; the forward; drawing.
+
+`LocalRunner` has a step's tokens when `run` returns. `QueueRunner` queues steps on a device: the tokens that
+it draws stay there, and the next step reads them there, before they are known here.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import cache, partial
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +20,8 @@ from torch import Tensor
 from tiercel.engine.ask import TokenOut
 from tiercel.engine.sampling import Sampler, best_tokens, token_logprobs
 from tiercel.engine.step import Begin, Drawn, PageTable, Step, StepPart
-from tiercel.models.base import Model, Span
+from tiercel.errors import LogitsError
+from tiercel.models.base import DRAWN_LAST, Model, Span
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +59,10 @@ class _Ring:
         self.tokens[self.count] = token
         self.count += 1
 
+    def expect(self, position: int) -> None:
+        """The token there is drawn on the device. Until `append` brings it, the model finds it there."""
+        self.tokens[position] = DRAWN_LAST
+
 
 class _Asked(NamedTuple):
     """The rows of logits of one part: `scored` ones, the last of them for drawing too, if it draws."""
@@ -63,6 +74,15 @@ class _Asked(NamedTuple):
     rows: int
 
 
+class _Work(NamedTuple):
+    """One forward, and what is drawn of its logits."""
+
+    drawn: Drawn
+    spans: list[Span]
+    rows: list[int]
+    asked: list[_Asked]
+
+
 class LocalRunner:
     """A model, and the rings of its running texts."""
 
@@ -71,38 +91,45 @@ class LocalRunner:
         self._rings: dict[int, _Ring] = {}
 
     def run(self, step: Step) -> Drawn:
+        work = self._take(step)
+        if not work.spans:
+            return work.drawn
+        began_s = perf_counter()
+        logits = self._forward(step, work)
+        drawn = work.drawn._replace(seconds=perf_counter() - began_s)
+        self._draw(work.asked, logits, drawn)
+        return drawn
+
+    def _take(self, step: Step) -> _Work:
+        """The changes of a step, and what is to be computed and drawn."""
         for change in step.changes:
             if isinstance(change, Begin):
                 self._begin(change)
             else:
                 self._rings[change.ring].place(change)
-        drawn = Drawn([None] * len(step.parts), {}, 0.0)
-        spans, rows, asked, first = list[Span](), list[int](), list[_Asked](), 0
+        work, first = _Work(Drawn([None] * len(step.parts), {}, 0.0), [], [], []), 0
         for i, part in enumerate(step.parts):
             ring = self._rings[part.ring]
             if ring.error is not None:
-                drawn.results[i] = ring.error
+                work.drawn.results[i] = ring.error
                 continue
             needed = part.end - part.draws
             if part.score_from is not None:
                 needed = min(needed, max(part.start, part.score_from))
             if needed < part.end:
-                asked.append(_Asked(i, part, ring, len(rows), part.end - needed))
-                rows.extend(range(first + needed - part.start, first + part.end - part.start))
-            spans.append(ring.span(part))
+                work.asked.append(_Asked(i, part, ring, len(work.rows), part.end - needed))
+                work.rows.extend(range(first + needed - part.start, first + part.end - part.start))
+            work.spans.append(ring.span(part))
             first += part.end - part.start
-        if not spans:
-            return drawn
-        began_s = perf_counter()
+        return work
+
+    def _forward(self, step: Step, work: _Work) -> Tensor:
         try:
-            logits = self.model.forward(spans, rows)
+            return self.model.forward(work.spans, work.rows)
         except Exception as error:
             for part in step.parts:  # the next step may be queued already: these texts are not computed there
                 self._rings[part.ring].error = error
             raise
-        drawn = drawn._replace(seconds=perf_counter() - began_s)
-        self._draw(asked, logits, drawn)
-        return drawn
 
     def _begin(self, begin: Begin) -> None:
         self._rings[begin.ring] = ring = _Ring(begin)
@@ -135,6 +162,98 @@ class LocalRunner:
                 drawn.results[each.number] = out
             except Exception as error:  # noqa: BLE001 - whatever is wrong with one row is that text's
                 drawn.results[each.number] = ring.error = error
+
+
+class QueueRunner(LocalRunner):
+    """Queues steps on the model's device. A step whose tokens are drawn by a sampler here is waited for."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._before: Callable[[], object] = lambda: None
+        """Takes the tokens of the last step that was queued."""
+
+    def run(self, step: Step) -> Drawn:
+        return self.start(step)()
+
+    def start(self, step: Step) -> Callable[[], Drawn]:
+        """Queue a step. The answer waits for its tokens; results are asked for in the order of the steps."""
+        work = self._take(step)
+        if not work.spans:
+            return lambda: work.drawn
+        clock = _Clock(self.last.device)
+        try:
+            logits = self._forward(step, work)
+        except Exception as error:  # noqa: BLE001 - it is told with the result
+            return partial(_raise, error)
+        if not all(each.ring.sampler.plain and each.part.score_from is None for each in work.asked):
+            self._before()  # its tokens come first
+            self._draw(work.asked, logits, work.drawn)
+            return lambda: work.drawn._replace(seconds=clock.stop())
+        tokens = self._keep_best(work.asked, logits)
+        stopped = clock.mark()
+
+        @cache
+        def result() -> Drawn:
+            seconds = clock.stop(stopped)
+            for each, token in zip(work.asked, tokens.tolist(), strict=True):
+                if token < 0:
+                    error = LogitsError("the best of the logits is no number")
+                    work.drawn.results[each.number] = each.ring.error = error
+                    continue
+                each.ring.append(token)
+                work.drawn.results[each.number] = TokenOut(token)
+            return work.drawn._replace(seconds=seconds)
+
+        self._before = result
+        return result
+
+    @property
+    def last(self) -> Tensor:
+        assert self.model.last is not None
+        return self.model.last
+
+    def _keep_best(self, asked: list[_Asked], logits: Tensor) -> Tensor:
+        """Draw the best token of each row, for the next step on the device; on its way to the host."""
+        rings = torch.tensor([each.part.ring for each in asked], dtype=torch.int64)
+        for each in asked:
+            each.ring.expect(each.part.end)
+        if not logits.is_cuda:
+            best = torch.tensor(best_tokens(logits), dtype=torch.int64)
+            self.last[rings] = best.clamp(min=0)
+            return best
+        from tiercel.kernels.cuda.greedy import greedy  # here: Triton takes a second to import
+
+        best = greedy(logits)
+        self.last[rings.pin_memory().to(logits.device, non_blocking=True)] = best.clamp(min=0)
+        host = torch.empty(len(asked), dtype=torch.int64, pin_memory=True)
+        return host.copy_(best, non_blocking=True)
+
+
+class _Clock:
+    """The time of a step on the device, or here if the device is a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._start = self.mark()
+
+    def mark(self) -> Any:
+        if not self._cuda:
+            return perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def stop(self, mark: Any = None) -> float:
+        """Wait for the mark, or for all that is queued. The seconds until then."""
+        end = self.mark() if mark is None else mark
+        if not self._cuda:
+            return float(end - self._start)
+        end.synchronize()
+        return float(self._start.elapsed_time(end)) / 1e3
+
+
+def _raise(error: Exception) -> Drawn:
+    raise error
 
 
 def _scores(part: StepPart, ring: _Ring, logits: Tensor) -> list[TokenOut]:

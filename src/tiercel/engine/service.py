@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from tiercel.engine.ask import Ask, Delta, EngineStats, Explanation, Finish, Usage
 from tiercel.engine.engine import Engine
-from tiercel.engine.loop import overlapped_steps, plain_steps
+from tiercel.engine.loop import steps_of
 from tiercel.errors import EngineError, StoreError
 from tiercel.events import EventPublisher
 from tiercel.storage.open import hide, open_store
@@ -219,8 +219,7 @@ class EngineService:
     def _run(self) -> None:
         try:
             with ThreadPoolExecutor(1, "tiercel-forward") as executor:
-                overlap = self._engine.config.overlap
-                steps = overlapped_steps(self._engine, executor) if overlap else plain_steps(self._engine)
+                steps = steps_of(self._engine, executor)
                 while not self._stopped or self._engine.tasks:
                     self._wait_for_work()
                     self._step(steps)

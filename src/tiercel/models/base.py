@@ -11,13 +11,16 @@ from torch import Tensor
 
 from tiercel.spec.hf_fields import flag, number, whole
 
+DRAWN_LAST = -1
+"""In the place of a token: the one that was drawn last in the span's ring, in `Model.last`."""
+
 
 @dataclass(frozen=True)
 class Span:
     """Consecutive tokens of one text, positions start … start + len(tokens) - 1."""
 
     tokens: Tensor
-    """[n] int64."""
+    """[n] int64. The last may be `DRAWN_LAST`."""
 
     start: int
     pages: Tensor
@@ -40,6 +43,9 @@ class Model(Protocol):
     """A model with its weights, on the device memory of one cache. It knows nothing of scheduling."""
 
     vocab_size: int
+    last: Tensor | None
+    """[rings] int64 on the device: the token that was drawn last in each ring. None: the model does not read
+    it, and every token of a span is known."""
 
     def resume(self, ring: int, tails: Sequence[tuple[int, int]]) -> None:
         """A text goes on in this ring from the tails at (boundary, place), the earliest first.

@@ -50,6 +50,7 @@ class Batch:
         tokens = spans[0].tokens if len(spans) == 1 else torch.cat([span.tokens for span in spans])
         self.tokens = tokens.to(device)
         self.span = self._tensor(self._span)
+        self.rings = self._tensor(self._ring[self._span])
         self.positions = self._tensor(self._positions)
         self.last = self._tensor(self._first + lengths - 1)
         """The last token of each span."""

@@ -45,6 +45,7 @@ class FlatBatch:
         self.positions, start, first_of, ring, self.end, self.write_from, self.tokens, *rest = sent
         self.last, own, self.tails, own_pages = rest
         table[own.long(), : own_pages.shape[1]] = own_pages
+        self.rings = ring.long()
         self.flat = Flat(self.positions, start, first_of, ring, table)
         self.longest = int(ends.max())
         """How many positions the longest text has behind this call."""

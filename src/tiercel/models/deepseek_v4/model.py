@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tiercel.kernels.choice import Kernels, make_kernels
 from tiercel.memory.buffers import DeviceMemory
-from tiercel.models.base import Span, Weights, part_of
+from tiercel.models.base import DRAWN_LAST, Span, Weights, part_of
 from tiercel.models.batch import Batch
 from tiercel.models.deepseek_v4.config import V4Config
 from tiercel.models.deepseek_v4.draft import Draft
@@ -38,6 +38,7 @@ class DeepseekV4:
         self.kernels = k = kernels or make_kernels(device=str(memory.device), offered=FAMILY.kernels)
         self._setup = setup = Setup(config, k, memory, rings)
         self._embedding = weights["model.embed_tokens.weight"]
+        self.last = torch.zeros(rings, dtype=torch.int64, device=memory.device)
         self._table: Tensor | None = None
         """The page tables of running texts, where kernels read them on the device."""
         if k.NAME == "cuda":
@@ -59,12 +60,13 @@ class DeepseekV4:
     def forward(self, spans: Sequence[Span], rows: Sequence[int] | None = None) -> Tensor:
         """Logits of these flat tokens; None: of the last token of each span."""
         batch = self._make_batch(spans)
+        tokens = torch.where(batch.tokens == DRAWN_LAST, self.last[batch.rings], batch.tokens)
         turns = [rotary.at(batch.positions, batch.longest) for rotary in self._rotaries]
-        x = self._embedding[batch.tokens][:, None, :].repeat(1, self.config.hc_mult, 1)
+        x = self._embedding[tokens][:, None, :].repeat(1, self.config.hc_mult, 1)
         for layer, ratio in zip(self.layers, self.config.ratios, strict=True):
-            x = layer(x, batch.tokens, turns[ratio > 0], batch)
+            x = layer(x, tokens, turns[ratio > 0], batch)
         if self.draft is not None:
-            self.draft.follow(spans, x, batch.tokens)
+            self.draft.follow(spans, x, tokens)
         x = x[batch.last if rows is None else torch.as_tensor(rows, dtype=torch.long, device=x.device)]
         return self.kernels.linear(self.kernels.hyper_head(x, self._head), self._lm_head, wide=True)
 

@@ -289,6 +289,8 @@ def in_pairs(x: Tensor, heads: int) -> Tensor:
 class Qwen3:
     """The whole model."""
 
+    last: Tensor | None = None
+
     def __init__(
         self,
         config: Qwen3Config,
