@@ -17,6 +17,7 @@ from tests.engine.drive import (
     tokens_of,
     words,
 )
+from tiercel.engine import runner
 from tiercel.engine.ask import Finish
 
 STEPS_MOST = 2000
@@ -95,3 +96,15 @@ def test_everything_asked_ends_and_says_what_it_would_have_said_alone(alone, see
         assert ends[name] is Finish.LENGTH or (name in aborted and ends[name] is Finish.ABORT)
         assert told[name] == alone.tokens(ask.prompt)[: len(told[name])]
     settle(engine)
+
+
+@pytest.mark.parametrize("logprobs", [None, 0], ids=["drawn on the device", "drawn here"])
+def test_a_queued_step_takes_no_longer_because_its_result_is_asked_for_late(logprobs, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(runner, "perf_counter", lambda: now[0])
+    engine = make_engine()
+    engine.add(make_ask("a", words(9), 2, logprobs=logprobs))
+    queue = runner.QueueRunner(engine.runner.model)
+    result = queue.start(engine.scheduler.seal(engine.scheduler.plan()))
+    now[0] = 1000.0
+    assert result().seconds == 0.0

@@ -63,3 +63,18 @@ def test_native_kernels_are_for_the_cpu():
     assert make_kernels("auto", "meta") is reference and make_kernels("auto", "cpu") is native
     with pytest.raises(ConfigError, match="run on the CPU, not on device meta"):
         make_kernels("native", "meta")
+
+
+@pytest.mark.parametrize(
+    ("name", "compute", "offered", "why"),
+    [
+        ("cuda", "auto", ("native", "reference"), "this model runs on native, reference only"),
+        ("native", "bf16", ("native", "cuda"), "needs the CUDA kernels"),
+        ("native", "fp64", ("native", "cuda"), "must be one of auto, fp32, bf16"),
+        ("cuda", "auto", ("native", "cuda"), "run on CUDA, not on device cpu"),
+    ],
+)
+def test_kernels_that_a_model_or_a_device_can_not_use_are_refused(name, compute, offered, why, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ConfigError, match=why):
+        make_kernels(name, "cpu", compute, offered)

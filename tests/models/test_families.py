@@ -1,15 +1,23 @@
 """Goal: whatever computes a number is part of whose number it is, and nothing else. Method: the modules that
 a model loads, held against the list of its sources."""
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import tiercel.models
 from tests.models.folders import make_config
+from tiercel.errors import WeightsError
 from tiercel.kernels import entries
-from tiercel.models.families import FAMILIES, family_of, sources_of
+from tiercel.models.checkpoint import Checkpoint
+from tiercel.models.deepseek_v4.config import V4Config
+from tiercel.models.deepseek_v4.weights import random_weights
+from tiercel.models.families import FAMILIES, family_of, folder_of, sources_of, text_folder_of
+from tiercel.spec import load
+from tiercel.text.text import Text
 
 READERS = {"__init__", "base", "checkpoint", "digest", "families"}
 """What finds, checks and names models. What these modules read is in the digests of weights and config."""
@@ -29,3 +37,23 @@ def test_kernels_and_files_have_words_of_their_own():
     names = {path.name for path in sources_of(make_config())}
     assert {"layer.py", "batch.py", "rotary.py", "entries.py", "weights.py"} <= names
     assert not names & {f"{name}.py" for name in ("native", "reference", "choice", *READERS - {"__init__"})}
+
+
+def test_the_model_for_measurements_has_the_cache_of_v4_flash_and_weights_from_a_seed():
+    checkpoint = Checkpoint(folder_of("v4-flash-8e"))
+    family = family_of(checkpoint.config)
+    own = family.read(checkpoint.config)
+    flash = load("deepseek-v4-flash")
+    assert family.declare(checkpoint.config, 256, "fp8").streams == flash.streams
+    assert (own.layers, own.experts, own.experts_per_token) == (43, 8, 6)
+    assert Text(text_folder_of("v4-flash-8e")).decode([129_000]) == "", "most of its tokens have no text"
+    small = V4Config.from_hf(make_config())
+    first, again, other = (random_weights(small, seed) for seed in (0, 0, 1))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
+
+
+def test_weights_from_a_seed_that_is_none_are_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(make_config(random_weights="yes")))
+    with pytest.raises(WeightsError, match="random_weights = 'yes' is no seed"):
+        Checkpoint(tmp_path)

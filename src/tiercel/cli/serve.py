@@ -18,7 +18,7 @@ from tiercel.cli import options as o
 from tiercel.config import CacheConfig
 from tiercel.engine.config import HOST_MEMORY, Build, EngineConfig
 from tiercel.errors import ConfigError
-from tiercel.models.families import EMBEDDED, folder_of
+from tiercel.models.families import FOLDERS, folder_of
 from tiercel.server.options import ServerOptions
 from tiercel.storage.open import why_not
 
@@ -52,7 +52,7 @@ def serve(model: o.Model = o.MODEL, settings: Any = None) -> None:
     with ExitStack() as ending:
         publisher = _publisher(engine, options, ending)
         show(choices)
-        name = [*options.model_names, model if model == EMBEDDED else folder.name][0]
+        name = [*options.model_names, model if model in FOLDERS else folder.name][0]
         service = EngineService(engine, name, build.store, publisher)
         ending.callback(service.close, 0.0)  # `_listen` has waited for running answers
         _listen(service, options)

@@ -128,9 +128,7 @@ def _choices(
     spec = engine.cache.spec
     controller = engine.cache.flights.controller
     host = f"{cache.host_bytes:,} B, {cache.layout}, {controller.how}" if controller else "off"
-    auto = (
-        "built at installation" if kernels == "native" else "the native ones were not built, or not asked for"
-    )
+    why = {"native": "built at installation", "cuda": "in Triton, for this device"}
     same = "a text's bits do not depend on what else is computed" if exact else "sums depend on the batch"
     device = f"{cache.device_pages} pages of {spec.page_tokens} tokens, {cache.device_tails} tails"
     return [
@@ -138,7 +136,7 @@ def _choices(
             "model", build.model, f"{spec.model}, {len(spec.layers)} layers, {engine.vocab_size:,} tokens"
         ),
         Choice("entries", build.format, f"{spec.bytes_per_token:,.0f} B per token"),
-        Choice("kernels", kernels, auto),
+        Choice("kernels", kernels, why.get(kernels, "the native ones were not built, or not asked for")),
         Choice("exact", "on" if exact else "off", same),
         Choice("device tier", device, f"{build.device_bytes:,} B"),
         Choice("host tier", host, f"save {cache.save}, evict {cache.evict}"),

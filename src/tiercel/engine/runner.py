@@ -188,7 +188,8 @@ class QueueRunner(LocalRunner):
         if not all(each.ring.sampler.plain and each.part.score_from is None for each in work.asked):
             self._before()  # its tokens come first
             self._draw(work.asked, logits, work.drawn)
-            return lambda: work.drawn._replace(seconds=clock.stop())
+            drawn = work.drawn._replace(seconds=clock.stop(clock.mark()))
+            return lambda: drawn
         tokens = self._keep_best(work.asked, logits)
         stopped = clock.mark()
 
@@ -243,13 +244,12 @@ class _Clock:
         event.record()
         return event
 
-    def stop(self, mark: Any = None) -> float:
-        """Wait for the mark, or for all that is queued. The seconds until then."""
-        end = self.mark() if mark is None else mark
+    def stop(self, mark: Any) -> float:
+        """Wait for a mark. The seconds until then."""
         if not self._cuda:
-            return float(end - self._start)
-        end.synchronize()
-        return float(self._start.elapsed_time(end)) / 1e3
+            return float(mark - self._start)
+        mark.synchronize()
+        return float(self._start.elapsed_time(mark)) / 1e3
 
 
 def _raise(error: Exception) -> Drawn:

@@ -69,6 +69,8 @@ class Checkpoint:
         self._files: dict[Path, Any] = {}
         self.random_seed: int | None = self.config.get("random_weights")
         if self.random_seed is not None:
+            if not isinstance(self.random_seed, int):
+                raise WeightsError(self.folder / CONFIG, f"random_weights = {self.random_seed!r} is no seed")
             found = {}
         elif lexists(self.folder / SINGLE):  # as in transformers, it goes before an index
             found = self._open(self.folder / SINGLE)

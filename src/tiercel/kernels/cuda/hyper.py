@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tiercel.kernels.cuda.matrix import Weight
-from tiercel.kernels.cuda.rows import UNFUSED, check_rows, power_of_two
+from tiercel.kernels.cuda.rows import UNFUSED, check_rows
 from tiercel.kernels.reference import Site
 
 TOKENS = 64
@@ -270,7 +270,7 @@ def hyper_write(x: Tensor, y: Tensor, place: Tensor, mix: Tensor) -> Tensor:
     """The streams after the site's output y [tokens, d]."""
     (tokens, n, dim), out = x.shape, torch.empty_like(x)
     _check_written(x, y, place, mix)
-    tile = min(WRITE_CHANNELS, power_of_two(dim))
+    tile = min(WRITE_CHANNELS, triton.next_power_of_2(dim))
     if tokens:
         _write[(tokens, triton.cdiv(dim, tile))](
             x, y, place, mix, out, tokens, N=n, DIM=dim, TILE=tile, num_warps=4, **UNFUSED
@@ -302,7 +302,7 @@ def _check_written(x: Tensor, y: Tensor, place: Tensor, mix: Tensor) -> None:
 
 def _wide(site: Site) -> int:
     """Sums of a token: the rows of fn and the squares. A product of tensor cores has 16 columns or more."""
-    return max(power_of_two(len(site.base) + 1), 16)
+    return max(int(triton.next_power_of_2(len(site.base) + 1)), 16)
 
 
 def _parts(x: Tensor, site: Site, written: tuple[Tensor, Tensor, Tensor, Tensor] | None = None) -> Tensor:
@@ -335,8 +335,9 @@ def _finish(x: Tensor, parts: Tensor, site: Site) -> tuple[Tensor, Tensor, Tenso
     if tokens:
         _read[(tokens + (triton.cdiv(tokens, mixed) if mixed else 0),)](
             x, parts, site.scale, site.base, site.weight, seen, place, mix, tokens, site.hc_eps, site.eps,
-            N=n, DIM=dim, OUTS=outs, WIDE_OUTS=_wide(site), WIDE=power_of_two(dim),
-            WIDE_N=power_of_two(n), SEGMENTS=parts.shape[1], WIDE_SEGMENTS=power_of_two(parts.shape[1]),
+            N=n, DIM=dim, OUTS=outs, WIDE_OUTS=_wide(site), WIDE=triton.next_power_of_2(dim),
+            WIDE_N=triton.next_power_of_2(n), SEGMENTS=parts.shape[1],
+            WIDE_SEGMENTS=triton.next_power_of_2(parts.shape[1]),
             SCALE_STEP=int(len(site.scale) > 1), MIXED=mixed, ITERATIONS=site.iterations,
             num_warps=8, **UNFUSED,
         )  # fmt: skip

@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tiercel.kernels.cuda.rows import power_of_two
 from tiercel.kernels.entries import Entries, Flat
 
 Rows = Entries | Tensor
@@ -70,7 +69,7 @@ def keep(kept: Rows, new: Rows, flat: Flat, end: Tensor, ring_rows: int) -> None
     _keep[(len(flat.position),)](
         target, source, flat.position, flat.ring, end,
         RING_ROWS=ring_rows, KEPT_STRIDE=target.stride(0), NEW_STRIDE=source.stride(0),
-        WORDS=words, WIDE=power_of_two(words), num_warps=WARPS,
+        WORDS=words, WIDE=triton.next_power_of_2(words), num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -144,7 +143,7 @@ def _move(kept: Rows, new: Rows | None, tails: Entries, moves: Tensor, ring_rows
         COUNT=count, PER_ROW=tails.per_row, KEPT_STRIDE=old.stride(0), NEW_STRIDE=fresh.stride(0),
         TAIL_STRIDE=snapshots.stride(0), PIECES=len(pieces.words), ROW_AT=pieces.row_at,
         TAIL_AT=pieces.tail_at, TAIL_STEP=pieces.tail_step, WORDS=pieces.words,
-        WIDE=tuple(map(power_of_two, pieces.words)), num_warps=WARPS,
+        WIDE=tuple(map(triton.next_power_of_2, pieces.words)), num_warps=WARPS,
     )  # fmt: skip
 
 

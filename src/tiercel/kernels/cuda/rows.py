@@ -39,11 +39,6 @@ E4M3_MOST: tl.constexpr = tl.constexpr(FP8_MAX)
 AMAX: tl.constexpr = tl.constexpr(AMAX_LEAST)
 
 
-def power_of_two(count: int) -> int:
-    """The least power of two that is not below `count`: the length of a tile."""
-    return 1 << max(count - 1, 0).bit_length()
-
-
 def check_rows(*tensors: Tensor) -> None:
     for x in tensors:
         strides = [step for size, step in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
@@ -236,7 +231,7 @@ def _launch(x: Tensor, turn: CosSin | None, out: Tensor, made: dict[str, Any], *
     cos, sin = turn or (x, x)
     assert turn is None or (cos.shape == sin.shape and cos.is_contiguous() and sin.is_contiguous())
     assert weight is None or (weight.is_contiguous() and len(weight) == dim)
-    wide = max(power_of_two(dim), 2)
+    wide = max(triton.next_power_of_2(dim), 2)
     rows = max(TILE_NUMBERS // wide, 1)
     if not x.numel():
         return
@@ -401,8 +396,8 @@ def compress_store(  # noqa: PLR0913
     """
     kept, new = recent
     (ratio, channels), dim, (cos, sin) = bias.shape, len(weight), table
-    width, wide = ratio * channels // dim, max(power_of_two(dim), 2)
-    tile = min(WINDOW_TILE, power_of_two(width))
+    width, wide = ratio * channels // dim, max(triton.next_power_of_2(dim), 2)
+    tile = min(WINDOW_TILE, triton.next_power_of_2(width))
     check_rows(kept, new, bias)
     plain = all(each.is_contiguous() for each in (bias, weight, cos, sin))
     assert plain and kept.dtype == new.dtype == bias.dtype == torch.float32

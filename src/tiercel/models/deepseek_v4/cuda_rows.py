@@ -123,7 +123,7 @@ class CudaRows:
             entries, ratio = self._compressors[0].pages, self._compressors[0].ratio
         if index is not None:
             keys, most = self._compressors[1].pages, batch.longest // ratio
-            chosen = best_rows(index.q, index.weights.contiguous(), keys, ratio, flat, c.index_topk, most)
+            chosen = best_rows(index.q, index.weights, keys, ratio, flat, c.index_topk, most)
         both = self._kept, new
         out = attention(q, both, c.window, entries, chosen, ratio, flat, self._sinks, self._scale)
         write_tails(both, self._tails, batch.tails, self._ring_rows)
