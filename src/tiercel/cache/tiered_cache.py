@@ -165,6 +165,15 @@ class TieredCache(HostTier[Loaded]):
             room.keep()
         return self._start(found, held, places[len(found.far) :], priority, turn_ends)
 
+    def load_under_way(self, request: Request) -> int | None:
+        """Send what is queued. The number of the load that a request waits for, if the device can wait for it
+        layer by layer (`Controller.ready`): then the request may be computed at once."""
+        controller = self.flights.controller
+        if controller is None or not controller.in_order:
+            return None
+        self.flights.send(Direction.LOAD)
+        return request.load
+
     def extend(self, request: Request, upto: int) -> Extended | Wait:
         """Room for positions below `upto`: device pages, and places for the tails to keep on the way.
 
