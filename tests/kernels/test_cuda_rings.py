@@ -3,9 +3,11 @@ random bytes in larger memory; spans and boundaries of every kind against a loop
 
 from typing import NamedTuple
 
+import pytest
 import torch
 
 from tests.kernels.devices import every_device
+from tiercel.kernels.cuda import rings
 from tiercel.kernels.cuda.rings import keep, restore, write_tails
 from tiercel.kernels.entries import Entries, Flat
 
@@ -94,8 +96,8 @@ def test_a_ring_keeps_the_last_rows_of_its_span_and_nothing_else(device):
         assert torch.equal(memory_of(new), old)
 
 
-MOVES = [(2, 48, 2), (0, 2, 0), (-1, 9, 4), (4, 10, 4), (3, 32, 2)]
-"""(place, boundary, span). The second begins before the text, the last before its span."""
+MOVES = [(2, 48, 2), (0, 2, 0), (4, 10, 4), (3, 32, 2), (-1, 9, 4), (-1, 0, 0)]
+"""(place, boundary, span). The second begins before the text, the fourth before its span."""
 
 
 def moves_of(spans, device):
@@ -129,7 +131,14 @@ def snapshots(device):
     yield 11, *make_rows("encoded", 11, SPANS, device), encoded(PLACES, sizes, device, per_row=4, seed=9)
 
 
+@pytest.fixture(params=[1, 2, 8])
+def programs(request, monkeypatch):
+    """For so many tails at once: with fewer programs than tails, a program takes several."""
+    monkeypatch.setattr(rings, "TAILS_AT_ONCE", request.param)
+
+
 @every_device
+@pytest.mark.usefixtures("programs")
 def test_a_tail_has_the_rows_before_its_boundary(device):
     for ring_rows, kept, new, tails in snapshots(device):
         before = memory_of(tails).clone()
@@ -154,7 +163,7 @@ def test_a_tail_has_the_rows_before_its_boundary(device):
 def test_a_ring_goes_on_from_a_tail(device):
     for ring_rows, kept, _, tails in snapshots(device):
         before, source = memory_of(kept).clone(), memory_of(tails).clone()
-        moves = torch.tensor([(2, 48, 3), (-1, 8, 0), (0, 16, 1)], dtype=torch.int32, device=device)
+        moves = torch.tensor([(2, 48, 3), (0, 16, 1), (-1, 8, 0)], dtype=torch.int32, device=device)
         restore(kept, tails, moves, ring_rows)
         done = memory_of(kept).clone()
         memory_of(kept).copy_(before)

@@ -4,6 +4,9 @@ and small dimensions; on a GPU with more of both, where bits are compared too.""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,10 +15,12 @@ from tests.kernels.devices import every_device, on_gpu
 from tests.models.folders import make_config
 from tiercel.kernels.choice import make_kernels
 from tiercel.memory.buffers import DeviceMemory
-from tiercel.models.base import Span
+from tiercel.models import graphs
+from tiercel.models.base import DRAWN_LAST, Span
 from tiercel.models.deepseek_v4.config import V4Config
 from tiercel.models.deepseek_v4.model import FAMILY, DeepseekV4
 from tiercel.models.deepseek_v4.weights import random_weights
+from tiercel.models.flat import FlatBatch, Size, numbers_of, send
 from tiercel.spec import deepseek_v4
 
 PAGE = 128
@@ -76,16 +81,21 @@ def kl(ours: Tensor, theirs: Tensor) -> float:
 
 
 @every_device
-@pytest.mark.parametrize(("format", "compute", "most"), [("fp32", "fp32", 1e-7), ("fp8", "bf16", 0.03)])
+@pytest.mark.parametrize(("format", "compute", "most"), [("fp32", "fp32", 1e-7), ("fp8", "bf16", 0.01)])
 def test_the_model_is_the_one_of_the_plain_kernels(
     device: str, format: str, compute: str, most: float
 ) -> None:
-    """Two texts in one call, one of which ends a page and its tail; then more of both, and a third text."""
+    """Two texts in one call, one of which ends a page and its tail; then more of both, and a third text.
+
+    With bf16 there is nothing to choose: all experts are asked, all entries are read. Otherwise a rounded bit
+    now and then makes the choice another one, and a row's KL is up to 0.08 then, on a GPU and interpreted.
+    """
+    config = CONFIG if compute == "fp32" else {**CONFIG, "num_experts_per_tok": 3, "index_topk": 64}
     first, second = texts(24, 11, 6)
     pages = torch.tensor([4, 9]), torch.tensor([7])
     logits = {}
     for kernels, numbers in (("reference", "auto"), ("cuda", compute)):
-        model, memory = make(kernels, device if kernels == "cuda" else "cpu", format, numbers)
+        model, memory = make(kernels, device if kernels == "cuda" else "cpu", format, numbers, config)
         both = model.forward(
             [Span(first[:9], 120, pages[0], 2, {128: 5}), Span(second[:5], 0, pages[1], 0)], range(14)
         )
@@ -105,6 +115,76 @@ def test_the_model_is_the_one_of_the_plain_kernels(
     torch.testing.assert_close(
         logits["cuda"][-1], logits["cuda"][15], rtol=0, atol=1e-4 if compute == "fp32" else 0.1
     )
+
+
+def spans_of(tokens: Sequence[Tensor], pages: Sequence[Tensor]) -> list[tuple[list[Span], list[int] | None]]:
+    """Calls of a few tokens: two texts begin, one writes a tail, both go on with what was drawn for them, and
+    a third one begins beside them."""
+    drawn = torch.tensor([DRAWN_LAST])
+    first = Span(tokens[0][:9], 120, pages[0], 2, {128: 5})
+    return [
+        ([first, Span(tokens[1][:5], 0, pages[1], 0)], None),
+        ([Span(drawn, 129, pages[0], 2), Span(drawn, 5, pages[1], 0)], None),
+        ([Span(tokens[1][:3], 0, pages[2], 1), Span(drawn, 130, pages[0], 2)], [1, 2, 3]),
+    ]
+
+
+@every_device
+def test_padding_changes_nothing(device: str) -> None:
+    """The sections of a recorded forward on padded numbers, against a plain forward: logits, what is drawn,
+    and every byte of pages, tails and rings."""
+    tokens, pages = texts(24, 9, 5), (torch.tensor([4, 9]), torch.tensor([7]), torch.tensor([1]))
+    (plain, its_memory), (padded, memory) = make("cuda", device), make("cuda", device)
+    for spans, rows in spans_of(tokens, pages):
+        logits = plain.forward(spans, rows)
+        best = plain.keep_best(logits[-2:] if rows else logits, [span.ring for span in spans])
+        numbers = numbers_of(spans, rows, 3)
+        assert padded._tables is not None
+        padded._tables.send(spans)
+        size = Size(18, 5, 4, 1024)
+        batch = FlatBatch(send(numbers.padded(size), memory.device), size, padded._tables.table)
+        answer: Any = None
+        with torch.inference_mode():
+            for section in padded._sections(memory.spec):
+                answer = section.run(batch, answer)
+        assert torch.equal(answer.logits[: len(logits)], logits)
+        assert torch.equal(answer.best[: len(logits)][-2:], best) and torch.equal(
+            padded.last[:3], plain.last[:3]
+        )
+    for stream, layer in ((stream, layer) for stream in memory.spec.streams for layer in stream.layers):
+        assert torch.equal(memory.view(stream.name, layer), its_memory.view(stream.name, layer))
+    assert len(padded._sections(memory.spec)) > 1
+
+
+@pytest.mark.parametrize("device", [on_gpu])
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_a_recorded_forward_is_the_forward(
+    device: str, compute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "TOKENS", (2, 16, 64))
+    tokens = texts(512, 300, 300)
+    pages = torch.randperm(40).split([4, 4, 4, 28])[:3]
+    both = [make("cuda", device, "fp8", compute, LARGE) for _ in range(2)]
+    both[1][0].warm_up()
+    seen = []
+    for model, memory in both:
+        waited: list[int] = []
+        found = [model.forward([Span(tokens[0][:120], 0, pages[0], 2)], None, waited.append).clone()]
+        for spans, rows in spans_of(tokens, pages):
+            logits = model.forward(spans, rows, waited.append)
+            found.append(logits.clone())
+            if rows is None:
+                found.append(model.keep_best(logits, [span.ring for span in spans]).clone())
+        model.resume(1, [(128, 5)])
+        found.append(model.forward([Span(tokens[0][:2], 128, pages[0], 1)]).clone())
+        found += [
+            memory.view(stream.name, layer).clone()
+            for stream in memory.spec.streams
+            for layer in stream.layers
+        ]
+        seen.append(found)
+        assert waited[-1] == len(model.layers) - 1
+    assert len(seen[0]) == len(seen[1]) and all(map(torch.equal, *seen))
 
 
 @pytest.mark.parametrize("device", [on_gpu])

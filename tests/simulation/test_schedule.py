@@ -5,6 +5,7 @@ every loop; then faults are put into scheduler and runner, and the simulation mu
 import logging
 import pickle
 from collections import deque
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -14,7 +15,7 @@ from tests.simulation.run import numbers_of, run
 from tests.simulation.schedule import OrderedCopies, ScheduleWorld
 from tiercel.engine.runner import LocalRunner, _Ring
 from tiercel.engine.scheduler import Scheduler
-from tiercel.engine.step import Begin, Step
+from tiercel.engine.step import Begin
 
 STEPS = 1000
 SEEDS_PER_TEST = 22
@@ -47,6 +48,7 @@ def test_the_simulation_reaches_what_it_is_meant_to_test():
     for name in (
         "finished_length", "finished_stop", "finished_abort", "finished_error", "preemptions",
         "steps_failed", "loads_failed", "tokens_device", "tokens_host", "tokens_store", "tails_loaded",
+        "begun_early",
     ):  # fmt: skip
         assert seen.get(name, 0) >= 20, f"{name} hardly ever happens"
     assert min(seen[loop] for loop in ("plain", "overlapped", "queued")) > 4
@@ -90,7 +92,7 @@ def _unseeded(steps):
 
 real_plan, real_seal, real_commit = Scheduler.plan, Scheduler.seal, Scheduler._commit
 real_place, real_resume, real_replan = _Ring.place, Scheduler._resume, Scheduler.replan
-real_leave, real_advance = Scheduler._leave_seat, Scheduler.advance
+real_leave, real_advance, real_arrived = Scheduler._leave_seat, Scheduler.advance, Scheduler._arrived
 
 
 def who_is_computed_may_be_preempted(self):
@@ -109,7 +111,7 @@ def the_table_is_not_told_again(self, task, seat):
 
 def tails_are_not_written(self, parts):
     step = real_seal(self, parts)
-    return Step(step.changes, tuple(part._replace(tails=()) for part in step.parts))
+    return replace(step, parts=tuple(part._replace(tails=()) for part in step.parts))
 
 
 def tails_are_not_read(self, task):
@@ -138,7 +140,23 @@ def what_was_not_run_counts_as_planned(self, step):
 
 def changes_are_lost_when_planned_again(self, step):
     sealed = real_replan(self, step)
-    return Step(sealed.changes[len(step.changes) :], sealed.parts)
+    return replace(sealed, changes=sealed.changes[len(step.changes) :])
+
+
+def early_loads_are_not_waited_for(self, parts):
+    return replace(real_seal(self, parts), loads=())
+
+
+def an_early_load_that_failed_counts_as_there(self, loaded):
+    if id(loaded.request) in self.arriving:
+        loaded = replace(loaded, error=None)
+    real_arrived(self, loaded)
+
+
+def who_began_early_begins_again(self, loaded):
+    self.loading.update(self.arriving)
+    self.arriving.clear()
+    real_arrived(self, loaded)
 
 
 def a_ring_is_lost(self, task):
@@ -178,6 +196,9 @@ MUTANTS = {
     the_drawn_token_is_forgotten: (_Ring, "append"),
     who_is_in_the_ring_now_gets_the_token: (Scheduler, "advance"),
     copies_do_not_wait_for_queued_steps: (OrderedCopies, "submit"),
+    early_loads_are_not_waited_for: (Scheduler, "seal"),
+    an_early_load_that_failed_counts_as_there: (Scheduler, "_arrived"),
+    who_began_early_begins_again: (Scheduler, "_arrived"),
 }
 
 

@@ -247,6 +247,7 @@ class Scheduler:
             task = self.arriving[key] = self.loading.pop(key)
             if number not in self._loads:
                 self._loads.append(number)
+            self.counters["begun_early"] += 1
             self._resume(task)
         return bool(loads)
 

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Larger calls keep the device busy for longer than it takes to launch their kernels one by one."""
 
-LONGEST_FIRST, LONGEST_STEP = 16_384, 4
+LONGEST_FIRST, LONGEST_STEP = 16_384, 8
 """Lengths of the longest text. Kernels that look for the best keys are launched for the most keys."""
 
 
@@ -44,12 +44,13 @@ class Section(NamedTuple):
 class Recording:
     """Calls on the device, recorded. They read a buffer of numbers, which is filled before a replay."""
 
-    def __init__(self, numbers: Tensor, calls: Sequence[Callable[[Any], Any]], pool: Any) -> None:
-        """Each call takes the answer of the call before."""
+    def __init__(
+        self, numbers: Tensor, calls: Sequence[Callable[[Any], Any]], pool: Any, stream: torch.cuda.Stream
+    ) -> None:
+        """Each call takes the answer of the call before. Memory of a pool is used again on one stream only."""
         self._numbers = numbers
         self.graphs = [torch.cuda.CUDAGraph() for _ in calls]
         self.answer: Any = None
-        stream = torch.cuda.Stream(numbers.device)
         stream.wait_stream(torch.cuda.current_stream(numbers.device))
         with torch.cuda.stream(stream):
             for graph, call in zip(self.graphs, calls, strict=True):
@@ -77,13 +78,13 @@ class Graphs:
         """Takes seconds. `restore` reads three numbers: place of a tail, its boundary, a ring."""
         self._sections, self._table = sections, table
         self._most = table.shape[1] * page_tokens
-        self._pool = torch.cuda.graph_pool_handle()
+        self._memory = torch.cuda.graph_pool_handle(), torch.cuda.Stream(table.device)
         began = perf_counter()
         self._recordings = self._record_all()
         """The smallest first."""
         tail = torch.tensor([-1, 0, 0], dtype=torch.int32, device=table.device)
         restore(tail)
-        self._restore = Recording(tail, [lambda _: restore(tail)], self._pool)
+        self._restore = Recording(tail, [lambda _: restore(tail)], *self._memory)
         torch.cuda.synchronize(table.device)
         log.info("%d forwards recorded in %.1f s", len(self._recordings), perf_counter() - began)
 
@@ -108,7 +109,7 @@ class Graphs:
         for call in calls if warm else ():
             state = call(state)
         del state
-        return Recording(numbers, calls, self._pool)
+        return Recording(numbers, calls, *self._memory)
 
     def run(self, numbers: Numbers, before: BeforeLayer) -> Any:
         """What the last section answers for the padded call; None: no recording is large enough. It is
