@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tiercel import progress
 from tiercel.errors import BudgetError
-from tiercel.memory import host
 from tiercel.memory.host import RESERVE_BYTES, HostMap, bytes_available, node_of
 
 GIB = 1024**3
@@ -137,7 +137,7 @@ def test_the_node_of_a_device_is_read_from_the_system(tmp_path: Path, told: str 
 
 
 def test_what_takes_long_is_told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "PROGRESS_S", 0.001)
+    monkeypatch.setattr(progress, "PROGRESS_S", 0.001)
     with caplog.at_level("INFO", "tiercel"), closing(HostMap(3 * 10**8)):
         pass
-    assert "of 0.3 GB are there" in caplog.text
+    assert "host memory: 0.3 GB in " in caplog.text
