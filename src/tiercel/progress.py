@@ -1,4 +1,4 @@
-"""What takes long at the start is shown: a bar on a terminal, and a line in the log at its end."""
+"""What may take long at the start: a bar on a terminal meanwhile, and a line in the log at its end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from time import perf_counter
 log = logging.getLogger(__name__)
 
 PROGRESS_S = 1.0
-"""What takes longer is shown."""
+"""There is a bar for what takes longer."""
 
 
 @contextmanager
@@ -34,6 +34,4 @@ def told(what: str, size: int) -> Iterator[Callable[[int], None]]:
         timer.cancel()
         timer.join()
         bar.stop()
-    seconds = perf_counter() - start
-    if seconds > PROGRESS_S:
-        log.info("%s: %.1f GB in %.1f s", what, size / 1e9, seconds)
+    log.info("%s: %.2f GB in %.1f s", what, size / 1e9, perf_counter() - start)
