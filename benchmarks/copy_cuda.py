@@ -161,7 +161,7 @@ def carried_ms(controller: CudaController, plan: Plan, runs: int = 9) -> tuple[f
     for _ in range(runs):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        events = controller.ready(controller.submit(plan)).events
+        events = controller.ready(controller.submit(plan).number).events
         queued = time.perf_counter()
         events[0][1].synchronize()
         first = time.perf_counter()

@@ -139,6 +139,22 @@ def plan_of(task):
 # What is reused
 
 
+def test_a_cache_takes_over_the_device_memory_of_the_one_before_it_and_knows_nothing_of_its_pages():
+    first = Driver(WINDOW)
+    request = first.begin_loaded(range(12))
+    first.compute(request, range(12))
+    first.cache.finish(request)
+    first.settle()
+    second = TieredCache(WINDOW, CacheConfig(device_pages=6, device_tails=4), device=first.cache.device)
+    assert second.device is first.cache.device and second.pages.capacity == 6
+    found = second.begin(second.chain(range(12)))
+    assert isinstance(found, Request) and found.reuse.tokens == 0
+    second.abort(found)
+    second.check()
+    with pytest.raises(AssertionError, match="places"):
+        TieredCache(WINDOW, CacheConfig(device_pages=9, device_tails=4), device=first.cache.device)
+
+
 def test_a_text_seen_before_comes_from_the_device():
     driver = make()
     assert driver.serve(TEXT).tokens == 0

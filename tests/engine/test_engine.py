@@ -262,7 +262,7 @@ class Failing(DeepseekV4):
 
     calls = 0
 
-    def forward(self, spans, rows=None):
+    def forward(self, spans, rows=None, before=None):
         Failing.calls += 1
         if Failing.calls == 3:
             raise RuntimeError("out of something")
@@ -282,7 +282,7 @@ def test_a_failing_step_ends_its_texts_and_nothing_else(overlap):
 
 def test_logits_that_are_no_numbers_end_one_text():
     class Sick(DeepseekV4):
-        def forward(self, spans, rows=None):
+        def forward(self, spans, rows=None, before=None):
             logits = super().forward(spans, rows).clone()
             logits[0] = float("nan")
             return logits

@@ -32,10 +32,10 @@ def little_memory(device: str) -> Iterator[None]:
     if device == "cpu":
         real = DeepseekV4.forward
 
-        def forward(model, spans, rows=None):
+        def forward(model, spans, *rest):
             if sum(len(span.tokens) for span in spans) > LARGE["cpu"] // 2:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
-            return real(model, spans, rows)
+            return real(model, spans, *rest)
 
         with patch.object(DeepseekV4, "forward", forward):
             yield
@@ -102,7 +102,7 @@ def test_what_a_failed_step_held_is_free_for_the_next(overlap, caplog) -> None:
     caplog.set_level("CRITICAL", "tiercel")  # pytest keeps what is logged, tracebacks too
     engine, held = make_engine(), list[ref[torch.Tensor]]()
 
-    def forward(model, spans, rows=None):
+    def forward(*_):
         activations = torch.zeros(9)
         held.append(ref(activations))
         raise torch.OutOfMemoryError("CUDA out of memory.")

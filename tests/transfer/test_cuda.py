@@ -233,7 +233,7 @@ def random_schedule(stage: Stage, rounds: int, *, broken: str = "") -> int:
         stage.delay()
         after = ready_none if broken == "save" else stage.fence()
         save = stage.submit(SAVE, list(zip(sources, hosts, strict=True)), after)
-        saved = stage.controller.ready(save).events[-1][1]
+        saved = stage.controller.ready(save.number).events[-1][1]
         stage.compute.wait_event(saved)  # a place is written again after its last reader
         for place in {*sources, *targets}:
             stage.write(place, 255)
@@ -241,10 +241,11 @@ def random_schedule(stage: Stage, rounds: int, *, broken: str = "") -> int:
         freed = ready_none if broken == "free" else stage.fence()
         stage.controller._queued[LOAD].stream.wait_event(saved)  # host bytes are readable once they are there
         load = stage.submit(LOAD, list(zip(targets, hosts, strict=True)), freed)
-        ready = stage.controller.ready(load)
+        ready = stage.controller.ready(load.number)
         for layer in SPEC.layers:
             if broken != "load":
-                ready.wait(layer, stage.compute)
+                with torch.cuda.stream(stage.compute):
+                    ready.wait(layer)
             for place, number in zip(targets, numbers, strict=True):
                 stage.check(place, number, layer)
         # the next round's copies begin behind these readers, by the fence of its own writes

@@ -74,6 +74,8 @@ class Request:
     tails: dict[int, DeviceTailId] = field(default_factory=dict)
     """Places for tails not shared yet, by boundary in pages."""
     written_tokens: int = 0
+    load: int | None = None
+    """The number of the transfer that brings what it reuses, once the transfer was sent."""
 
     @property
     def page(self) -> Page:

@@ -87,7 +87,11 @@ class Sharing:
 
 
 class TieredCache(HostTier[Loaded]):
-    """The tiers of one model's cache. Without an `identity` the model's name identifies its numbers."""
+    """The tiers of one model's cache. Without an `identity` the model's name identifies its numbers.
+
+    `device`: where its device memory is made; or memory that a cache before this one has used, with places
+    for at least as many pages and tails.
+    """
 
     def __init__(
         self,
@@ -95,7 +99,7 @@ class TieredCache(HostTier[Loaded]):
         config: CacheConfig,
         *,
         identity: Identity | None = None,
-        device: str = "cpu",
+        device: str | DeviceMemory = "cpu",
         executors: Executors | None = None,
         pool_order: Order | None = None,
     ) -> None:
@@ -105,7 +109,11 @@ class TieredCache(HostTier[Loaded]):
             raise ConfigError("device_tails", config.device_tails, why)
         if not config.device_pages:
             raise ConfigError("device_pages", 0, "must be places for at least one page")
-        self.device = DeviceMemory(spec, config.device_pages, config.device_tails, device)
+        if isinstance(device, str):
+            device = DeviceMemory(spec, config.device_pages, config.device_tails, device)
+        roomy = device.pages >= config.device_pages and device.tails >= config.device_tails
+        assert roomy, "the device memory has fewer places than the cache is to use"
+        self.device = device
         super().__init__(
             spec, config, self.device, identity=identity, executors=executors, pool_order=pool_order
         )
@@ -164,6 +172,15 @@ class TieredCache(HostTier[Loaded]):
             self._start_loads(tails_far, room.ids(self.tails))
             room.keep()
         return self._start(found, held, places[len(found.far) :], priority, turn_ends)
+
+    def load_under_way(self, request: Request) -> int | None:
+        """Send what is queued. The number of the load that a request waits for, if the device can wait for it
+        layer by layer (`Controller.ready`): then the request may be computed at once."""
+        controller = self.flights.controller
+        if controller is None or not controller.in_order:
+            return None
+        self.flights.send(Direction.LOAD)
+        return request.load
 
     def extend(self, request: Request, upto: int) -> Extended | Wait:
         """Room for positions below `upto`: device pages, and places for the tails to keep on the way.

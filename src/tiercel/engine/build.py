@@ -55,6 +55,7 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
     if build.store is not None:
         _attach(cache, build.store)
     model = family.build(own, weights, cache.device, config.running_max, kernels)
+    model.warm_up()
     longest = config.context_tokens or checkpoint.config.get("max_position_embeddings")
     engine = Engine(model, cache, text, replace(config, context_tokens=longest))
     choices = _choices(build, config, engine, kernels.NAME, exact=kernels.EXACT)

@@ -20,7 +20,7 @@ from tiercel.engine.scheduler import Scheduler
 from tiercel.engine.step import Runner
 from tiercel.engine.task import Outcome
 from tiercel.errors import AskError
-from tiercel.models.base import Model
+from tiercel.models.base import Model, QueueModel
 from tiercel.text.stream import TextStream
 from tiercel.text.text import Text
 
@@ -39,8 +39,11 @@ class Engine:
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self.scheduler = Scheduler(cache, config, clock)
-        queues = model.last is not None and model.last.is_cuda
-        self.runner: Runner = QueueRunner(model) if queues else LocalRunner(model)
+        controller = cache.flights.controller
+        ready = controller.ready if controller else None
+        self.runner: Runner = LocalRunner(model, ready)
+        if isinstance(model, QueueModel) and model.last.is_cuda:
+            self.runner = QueueRunner(model, ready)
         self.cache, self.text, self.config = cache, text, config
         self.vocab_size = model.vocab_size
         self.page_tokens, self.context_tokens = cache.spec.page_tokens, self.scheduler.context_tokens

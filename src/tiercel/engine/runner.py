@@ -7,7 +7,7 @@ it draws stay there, and the next step reads them there, before they are known h
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -21,7 +21,8 @@ from tiercel.engine.ask import TokenOut
 from tiercel.engine.sampling import Sampler, best_tokens, token_logprobs
 from tiercel.engine.step import Begin, Drawn, PageTable, Step, StepPart
 from tiercel.errors import LogitsError
-from tiercel.models.base import DRAWN_LAST, Model, Span
+from tiercel.models.base import DRAWN_LAST, BeforeLayer, Model, QueueModel, Span, at_once
+from tiercel.transfer.controller import Ready
 
 log = logging.getLogger(__name__)
 
@@ -39,21 +40,19 @@ class _Ring:
         longest = begin.prompt_tokens + begin.sampling.max_tokens
         self.tokens: Ints = np.empty(longest + 1, np.int64)
         self.tokens[: self.count] = begin.tokens
-        self.pages: Ints = np.empty(0, np.int64)
+        self.pages = torch.empty(0, dtype=torch.int64)
         self.write_from = begin.write_from
         self.error: Exception | None = None
         """Why this text can not be computed."""
 
     def place(self, change: PageTable) -> None:
-        end = change.first + len(change.places)
-        if end > len(self.pages):
-            self.pages = np.concatenate([self.pages[: change.first], change.places])
-        else:
-            self.pages[change.first : end] = change.places
+        """A changed table is another tensor, `Span.pages`."""
+        end, places = change.first + len(change.places), torch.tensor(change.places, dtype=torch.int64)
+        self.pages = torch.cat([self.pages[: change.first], places, self.pages[end:]])
 
     def span(self, part: StepPart) -> Span:
-        tokens, pages = torch.from_numpy(self.tokens[part.start : part.end]), torch.from_numpy(self.pages)
-        return Span(tokens, part.start, pages, part.ring, dict(part.tails), self.write_from)
+        tokens = torch.from_numpy(self.tokens[part.start : part.end])
+        return Span(tokens, part.start, self.pages, part.ring, dict(part.tails), self.write_from)
 
     def append(self, token: int) -> None:
         self.tokens[self.count] = token
@@ -81,13 +80,16 @@ class _Work(NamedTuple):
     spans: list[Span]
     rows: list[int]
     asked: list[_Asked]
+    before: BeforeLayer
 
 
 class LocalRunner:
     """A model, and the rings of its running texts."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, ready: Callable[[int], Ready] | None = None) -> None:
+        """`ready` tells when the layers of a load may be read, by the load's number."""
         self.model = model
+        self._ready = ready
         self._rings: dict[int, _Ring] = {}
 
     def run(self, step: Step) -> Drawn:
@@ -102,12 +104,14 @@ class LocalRunner:
 
     def _take(self, step: Step) -> _Work:
         """The changes of a step, and what is to be computed and drawn."""
+        before = self._waits(step.loads)
+        before(0)  # a text goes on from tails, which come with the first layer
         for change in step.changes:
             if isinstance(change, Begin):
                 self._begin(change)
             else:
                 self._rings[change.ring].place(change)
-        work, first = _Work(Drawn([None] * len(step.parts), {}, 0.0), [], [], []), 0
+        work, first = _Work(Drawn([None] * len(step.parts), {}, 0.0), [], [], [], before), 0
         for i, part in enumerate(step.parts):
             ring = self._rings[part.ring]
             if ring.error is not None:
@@ -123,9 +127,21 @@ class LocalRunner:
             first += part.end - part.start
         return work
 
+    def _waits(self, loads: Sequence[int]) -> BeforeLayer:
+        if not loads:
+            return at_once
+        assert self._ready is not None, "a step has loads only where they can be waited for"
+        each = [self._ready(number) for number in loads]
+
+        def wait(layer: int) -> None:
+            for load in each:
+                load.wait(layer)
+
+        return wait
+
     def _forward(self, step: Step, work: _Work) -> Tensor:
         try:
-            return self.model.forward(work.spans, work.rows)
+            return self.model.forward(work.spans, work.rows, work.before)
         except Exception as error:
             for part in step.parts:  # the next step may be queued already: these texts are not computed there
                 self._rings[part.ring].error = error
@@ -167,8 +183,10 @@ class LocalRunner:
 class QueueRunner(LocalRunner):
     """Queues steps on the model's device. A step whose tokens are drawn by a sampler here is waited for."""
 
-    def __init__(self, model: Model) -> None:
-        super().__init__(model)
+    model: QueueModel
+
+    def __init__(self, model: QueueModel, ready: Callable[[int], Ready] | None = None) -> None:
+        super().__init__(model, ready)
         self._before: Callable[[], object] = lambda: None
         """Takes the tokens of the last step that was queued."""
 
@@ -180,7 +198,7 @@ class QueueRunner(LocalRunner):
         work = self._take(step)
         if not work.spans:
             return lambda: work.drawn
-        clock = _Clock(self.last.device)
+        clock = _Clock(self.model.last.device)
         try:
             logits = self._forward(step, work)
         except Exception as error:  # noqa: BLE001 - it is told with the result
@@ -208,25 +226,12 @@ class QueueRunner(LocalRunner):
         self._before = result
         return result
 
-    @property
-    def last(self) -> Tensor:
-        assert self.model.last is not None
-        return self.model.last
-
     def _keep_best(self, asked: list[_Asked], logits: Tensor) -> Tensor:
         """Draw the best token of each row, for the next step on the device; on its way to the host."""
-        rings = torch.tensor([each.part.ring for each in asked], dtype=torch.int64)
         for each in asked:
             each.ring.expect(each.part.end)
-        if not logits.is_cuda:
-            best = torch.tensor(best_tokens(logits), dtype=torch.int64)
-            self.last[rings] = best.clamp(min=0)
-            return best
-        from tiercel.kernels.cuda.greedy import greedy  # here: Triton takes a second to import
-
-        best = greedy(logits)
-        self.last[rings.pin_memory().to(logits.device, non_blocking=True)] = best.clamp(min=0)
-        host = torch.empty(len(asked), dtype=torch.int64, pin_memory=True)
+        best = self.model.keep_best(logits, [each.part.ring for each in asked])
+        host = torch.empty(len(asked), dtype=torch.int64, pin_memory=best.is_cuda)
         return host.copy_(best, non_blocking=True)
 
 

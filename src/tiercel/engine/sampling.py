@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tiercel.engine.ask import Sampling, TokenOut
 from tiercel.errors import AskError, LogitsError
+from tiercel.kernels.reference import greedy
 
 Row = NDArray[np.float32]
 Ids = NDArray[np.int64]
@@ -182,10 +183,7 @@ class Sampler:
 
 def best_tokens(logits: Tensor) -> list[int]:
     """The best token of each row, the lowest of equals; -1 where the best is no number."""
-    rows = logits.cpu().numpy()
-    best = rows.argmax(1)
-    sound = np.isfinite(rows[np.arange(len(rows)), best])
-    tokens: list[int] = np.where(sound, best, -1).tolist()
+    tokens: list[int] = greedy(logits).tolist()
     return tokens
 
 

@@ -53,6 +53,8 @@ class Scheduler:
         self.context_tokens = min(fits, config.context_tokens or fits)
         self.waiting: list[Task] = []
         self.loading: dict[int, Task] = {}
+        self.arriving: dict[int, Task] = {}
+        """Running tasks whose loads have not ended: the device waits for them, layer by layer."""
         self.running: list[Task] = []
         self.tasks: dict[str, Task] = {}
         self.counters: Counter[str] = Counter()
@@ -63,6 +65,7 @@ class Scheduler:
         self.free_rings = list(range(config.running_max))
         self._in_ring: dict[int, Task] = {}
         self._changes: list[Begin | PageTable] = []
+        self._loads: list[int] = []
         self._sealed: deque[list[tuple[Task, Seat]]] = deque()
         """Who computes in each step that was sealed and has not advanced yet, part by part."""
         self._clock = clock
@@ -112,11 +115,13 @@ class Scheduler:
         """What to compute next. A step under way counts as done, and its tasks keep what they hold."""
         busy = {task for seats in self._sealed for task, seat in seats if task.seat is seat}
         self.stalled = False
-        for loaded in self.cache.step():
-            self._arrived(loaded)
+        self._step_cache()
         self._abort_marked(busy)
         self._admit(busy)
-        return self._choose(busy)
+        parts = self._choose(busy)
+        if not parts and not busy and self._resume_early():
+            parts = self._choose(busy)
+        return parts
 
     def seal(self, parts: Sequence[StepPart]) -> Step:
         """The step that computes what was planned, of tasks that still run, with all that changed."""
@@ -134,7 +139,8 @@ class Scheduler:
         if seats:
             self._sealed.append(seats)
         changes, self._changes = tuple(self._changes), []
-        return Step(changes, tuple(sealed))
+        loads, self._loads = tuple(self._loads), []
+        return Step(changes, tuple(sealed), loads)
 
     def replan(self, step: Step) -> Step:
         """Plan again, with the room that the last step gave back. What was sealed was not run."""
@@ -143,6 +149,7 @@ class Scheduler:
                 seat.planned = part.start
         parts = self.plan()
         self._changes[:0] = step.changes
+        self._loads[:0] = step.loads
         return self.seal(parts)
 
     def advance(self, step: Step, drawn: Drawn) -> list[Outcome]:
@@ -151,6 +158,7 @@ class Scheduler:
         Where the step was queued before the last one had advanced, some of its texts may have ended there.
         What was computed for them is not looked at.
         """
+        self._settle_early(step)
         outcomes, tokens, computed = list[Outcome](), 0, 0
         page_tokens, seats = self.page_tokens, self._sealed.popleft() if step.parts else []
         for part, out, (task, seat) in zip(step.parts, drawn.results, seats, strict=True):
@@ -188,6 +196,11 @@ class Scheduler:
             self.counters["tokens_computed"] += computed
         return self._ends() + outcomes
 
+    def _settle_early(self, step: Step) -> None:
+        """The step has computed with what its loads brought: they have ended."""
+        if step.loads:
+            self._step_cache()
+
     def failed(self, step: Step, error: Exception) -> list[Outcome]:
         """A step could not be run: its texts end, the others go on."""
         self.counters["steps_failed"] += 1
@@ -202,17 +215,40 @@ class Scheduler:
 
     # Letting in
 
+    def _step_cache(self) -> None:
+        for loaded in self.cache.step():
+            self._arrived(loaded)
+
     def _arrived(self, loaded: Loaded) -> None:
-        task = self.loading.pop(id(loaded.request), None)
+        early = self.arriving.pop(id(loaded.request), None)
+        task = early or self.loading.pop(id(loaded.request), None)
         if task is None:
             return
         if loaded.error is None:
-            self._resume(task)
+            if not early:
+                self._resume(task)
             return
         log.warning("a load failed, %s computes instead: %s", task.ask.request_id, loaded.error)
         self.counters["loads_failed"] += 1
         task.load = False
+        if early:
+            self.running.remove(task)
         self._wait_again(task)
+
+    def _resume_early(self) -> bool:
+        """There is nothing else to compute: begin with what is being loaded, if the device can wait for it.
+        Where texts are computed already, they do not wait: the loading ones join them later."""
+        loads = {
+            id(seat.request): number
+            for task in self.loading.values()
+            if (seat := task.seat) and (number := self.cache.load_under_way(seat.request)) is not None
+        }
+        for key, number in loads.items():
+            task = self.arriving[key] = self.loading.pop(key)
+            if number not in self._loads:
+                self._loads.append(number)
+            self._resume(task)
+        return bool(loads)
 
     def _abort_marked(self, busy: set[Task]) -> None:
         marked, self._aborted = self._aborted, []
@@ -442,6 +478,7 @@ class Scheduler:
 
     def _leave_seat(self, task: Task) -> None:
         if task.seat is not None:
+            self.arriving.pop(id(task.seat.request), None)
             self.free_rings.append(task.seat.ring)
             del self._in_ring[task.seat.ring]
             task.seat = None

@@ -57,6 +57,8 @@ class Step:
 
     changes: tuple[Begin | PageTable, ...] = ()
     parts: tuple[StepPart, ...] = ()
+    loads: tuple[int, ...] = ()
+    """Transfers that bring what the step reads. A layer is computed after its own bytes have arrived."""
 
 
 class Drawn(NamedTuple):

@@ -69,7 +69,7 @@ def encode_fp8(x: Tensor, rope: int, group: int, scale_bytes: int) -> tuple[Tens
     nope = x.shape[-1] - rope
     groups = x[:, :nope].float().view(x.shape[0], nope // group, group)
     amax = groups.abs().amax(dim=-1).clamp(min=AMAX_LEAST)
-    mantissa, exponent = torch.frexp(amax / FP8_MAX)
+    mantissa, exponent = torch.frexp(_over_max(amax))
     exponent = (exponent - (mantissa == 0.5).int()).float()  # exactly the least e with amax / FP8_MAX <= 2^e
     scaled = groups * torch.exp2(-exponent)[..., None]
     value = scaled.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8).flatten(1)
@@ -90,9 +90,14 @@ def decode_fp8(parts: tuple[Tensor, ...], rope: int, group: int) -> Tensor:
 
 def encode_fp8_index(x: Tensor) -> tuple[Tensor, ...]:
     """[n, dim] → value [n, dim], scale [n, 4]."""
-    scale = x.float().abs().amax(dim=-1, keepdim=True).clamp(min=AMAX_LEAST) / FP8_MAX
+    scale = _over_max(x.float().abs().amax(dim=-1, keepdim=True).clamp(min=AMAX_LEAST))
     value = (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
     return value, scale.contiguous().view(torch.uint8)
+
+
+def _over_max(amax: Tensor) -> Tensor:
+    """amax / FP8_MAX, rounded once. By a number, torch on CUDA would multiply with the number's inverse."""
+    return amax / torch.full_like(amax, FP8_MAX)
 
 
 def decode_fp8_index(parts: tuple[Tensor, ...]) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tiercel.kernels.reference import CosSin, Recent, Site
+from tiercel.kernels.reference import greedy as greedy
 
 NAME = "native"
 EXACT = True

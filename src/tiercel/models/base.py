@@ -5,14 +5,22 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 from torch import Tensor
 
 from tiercel.spec.hf_fields import flag, number, whole
 
 DRAWN_LAST = -1
-"""In the place of a token: the one that was drawn last in the span's ring, in `Model.last`."""
+"""In the place of a token: the one that was drawn last in the span's ring, in `QueueModel.last`."""
+
+
+BeforeLayer = Callable[[int], object]
+"""Called before a layer is computed or queued: the layer's rows in the pages may still be on their way."""
+
+
+def at_once(_layer: int) -> None:
+    """Everything is there."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +32,8 @@ class Span:
 
     start: int
     pages: Tensor
-    """[pages] int64, on the CPU: device places of the text's pages, enough for the span's end."""
+    """[pages] int64, on the CPU: device places of the text's pages, enough for the span's end. It is never
+    written again: a table that changed is another tensor."""
 
     ring: int
     """The request's own number. The ring of this number keeps the request's recent rows between calls."""
@@ -43,9 +52,9 @@ class Model(Protocol):
     """A model with its weights, on the device memory of one cache. It knows nothing of scheduling."""
 
     vocab_size: int
-    last: Tensor | None
-    """[rings] int64 on the device: the token that was drawn last in each ring. None: the model does not read
-    it, and every token of a span is known."""
+
+    def warm_up(self) -> None:
+        """Prepare what makes calls fast on this device. It may take seconds, and is called once."""
 
     def resume(self, ring: int, tails: Sequence[tuple[int, int]]) -> None:
         """A text goes on in this ring from the tails at (boundary, place), the earliest first.
@@ -53,8 +62,27 @@ class Model(Protocol):
         Without tails a text begins, or the model replays its last tokens: what the ring held is not read.
         """
 
-    def forward(self, spans: Sequence[Span], rows: Sequence[int] | None = None) -> Tensor:
-        """fp32 logits [rows, vocabulary] of these flat tokens of the spans; None: of each span's last."""
+    def forward(
+        self, spans: Sequence[Span], rows: Sequence[int] | None = None, before: BeforeLayer = at_once
+    ) -> Tensor:
+        """fp32 logits [rows, vocabulary] of these flat tokens of the spans; None: of each span's last.
+
+        What is queued on a device is read before the next call.
+        """
+
+
+@runtime_checkable
+class QueueModel(Model, Protocol):
+    """A model that can go on with tokens which it drew itself: they are on the device and not known yet."""
+
+    last: Tensor
+    """[rings or more] int64 on the device: the token that was drawn last in each ring; -1: there was none."""
+
+    def keep_best(self, logits: Tensor, rings: Sequence[int]) -> Tensor:
+        """Draw the best token of each row of the last call's logits: it is `last` of the row's ring now.
+
+        Answers [rows] on the device; -1: the best is no number.
+        """
 
 
 Weights = Mapping[str, Tensor]

@@ -1,13 +1,16 @@
 """The spans of one forward as numbers on a device: kernels find rows by themselves, so no lists are made.
 
-One copy takes everything to the device, and nothing waits for it.
+One copy takes everything to the device, and nothing waits for it. The numbers may be padded to a size that a
+forward was recorded for: padding has position -1, and no kernel reads or writes rows for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -17,44 +20,121 @@ from tiercel.models.base import Span
 FORGET = 2**31 - 1
 """As the end of a span: the rings do not remember the span."""
 
+Ints = npt.NDArray[np.int32]
+
+
+class Size(NamedTuple):
+    """How many numbers of each kind a forward has."""
+
+    tokens: int
+    rows: int
+    """Of logits."""
+    tails: int
+    longest: int
+    """No text has more positions behind the call."""
+
+    @property
+    def numbers(self) -> int:
+        return 7 * self.tokens + 2 * self.rows + 5 * self.tails
+
+
+class Numbers(NamedTuple):
+    """The numbers of a call, on the host."""
+
+    tokens: Ints
+    """[7, tokens], see `FlatBatch`."""
+    rows: Ints
+    tails: Ints
+    rings: int
+    """A ring of this number is no text's."""
+    longest: int
+
+    @property
+    def size(self) -> Size:
+        return Size(self.tokens.shape[1], self.rows.shape[1], len(self.tails), self.longest)
+
+    def padded(self, size: Size) -> Ints:
+        """All numbers in a row, in the order in which `FlatBatch` takes them apart."""
+        own, tokens = self.size, np.zeros((7, size.tokens), np.int32)
+        tokens[0], tokens[:, : own.tokens] = -1, self.tokens
+        rows = np.zeros((2, size.rows), np.int32)
+        rows[1], rows[:, : own.rows] = self.rings, self.rows
+        tails = np.full((size.tails, 5), -1, np.int32)
+        tails[: own.tails] = self.tails
+        return np.concatenate([tokens.ravel(), rows.ravel(), tails.ravel()])
+
+
+def no_numbers(rings: int) -> Numbers:
+    """A call without tokens: all of it is padding."""
+    tokens, rows, tails = (np.zeros(shape, np.int32) for shape in ((7, 0), (2, 0), (0, 5)))
+    return Numbers(tokens, rows, tails, rings, 0)
+
+
+def numbers_of(spans: Sequence[Span], rows: Sequence[int] | None, rings: int) -> Numbers:
+    """`rows`: flat tokens whose logits are wanted, ascending; None: the last of each span."""
+    lengths = np.array([len(span.tokens) for span in spans])
+    starts = np.array([span.start for span in spans])
+    ends, first = starts + lengths, lengths.cumsum() - lengths
+    ring = np.array([span.ring for span in spans])
+    kept = np.where([span.keep for span in spans], ends, FORGET)
+    of_spans = np.stack([starts, first, ring, kept, [span.write_from for span in spans]])
+    of_tokens = of_spans.repeat(lengths, axis=1)
+    position = np.arange(lengths.sum()) + of_tokens[0] - of_tokens[1]
+    tokens = np.concatenate([span.tokens.numpy() for span in spans])
+    wanted = first + lengths - 1 if rows is None else np.asarray(rows, np.int64)
+    owner = of_tokens[2][wanted]
+    last = np.append(owner[1:] != owner[:-1], True)[: len(owner)]
+    tails = [
+        (place, boundary, span.ring, span.start, at)
+        for span, at in zip(spans, first.tolist(), strict=True)
+        for boundary, place in span.tails.items()
+    ]
+    return Numbers(
+        np.stack([position, *of_tokens, tokens]).astype(np.int32),
+        np.stack([wanted, np.where(last, owner, rings)]).astype(np.int32),
+        np.array(tails, np.int32).reshape(-1, 5),
+        rings,
+        int(ends.max()),
+    )
+
 
 class FlatBatch:
-    """What `Batch` is on a CPU. `table` [rings, most pages] keeps the page tables of running texts."""
+    """What `Batch` is on a CPU. `table` [rings, most pages] has the page tables of running texts."""
 
-    def __init__(self, spans: Sequence[Span], table: Tensor) -> None:
-        lengths = np.array([len(span.tokens) for span in spans])
-        starts = np.array([span.start for span in spans])
-        ends, first = starts + lengths, lengths.cumsum() - lengths
-        rings = np.array([span.ring for span in spans])
-        kept = np.where([span.keep for span in spans], ends, FORGET)
-        of_spans = np.stack([starts, first, rings, kept, [span.write_from for span in spans]])
-        of_tokens = of_spans.repeat(lengths, axis=1)
-        position = np.arange(lengths.sum()) + of_tokens[0] - of_tokens[1]
-        tails = [
-            (place, boundary, span.ring, span.start, at)
-            for span, at in zip(spans, first, strict=True)
-            for boundary, place in span.tails.items()
-        ]
-        pages = np.zeros((len(spans), max(len(span.pages) for span in spans)), np.int32)
-        for row, span in zip(pages, spans, strict=True):
-            row[: len(span.pages)] = span.pages
-        tokens = np.concatenate([span.tokens.numpy() for span in spans])
-        last, moves = first + lengths - 1, np.array(tails, np.int32).reshape(-1, 5)
-        parts = [position, *of_tokens, tokens, last, rings, moves, pages]
-        sent = _send([np.asarray(each, np.int32) for each in parts], table.device)
-        self.positions, start, first_of, ring, self.end, self.write_from, self.tokens, *rest = sent
-        self.last, own, self.tails, own_pages = rest
-        table[own.long(), : own_pages.shape[1]] = own_pages
-        self.rings = ring.long()
-        self.flat = Flat(self.positions, start, first_of, ring, table)
-        self.longest = int(ends.max())
-        """How many positions the longest text has behind this call."""
+    def __init__(self, numbers: Tensor, size: Size, table: Tensor) -> None:
+        """`numbers`: on the device, as `Numbers.padded` made them for this size."""
+        tokens, rows, tails = numbers.split([7 * size.tokens, 2 * size.rows, 5 * size.tails])
+        self.positions, start, first, ring, self.end, self.write_from, self.tokens = tokens.view(7, -1)
+        self.rows, self.row_rings = rows.view(2, -1)
+        """The flat tokens whose logits are wanted. The last one of each span has the span's ring, others have
+        one that no text has."""
+        self.tails = tails.view(-1, 5)
+        self.rings = ring
+        self.flat = Flat(self.positions, start, first, ring, table)
+        self.longest = size.longest
 
 
-def _send(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """int32 arrays, to the device in one copy."""
-    whole = torch.from_numpy(np.concatenate([each.ravel() for each in arrays]))
-    if device.type == "cuda":
-        whole = whole.pin_memory().to(device, non_blocking=True)
-    pieces = whole.split([each.size for each in arrays])
-    return [piece.view(each.shape) for piece, each in zip(pieces, arrays, strict=True)]
+def send(numbers: Ints, device: torch.device) -> Tensor:
+    """To the device, without waiting for it."""
+    whole = torch.from_numpy(numbers)
+    return whole.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else whole
+
+
+class PageTables:
+    """The page tables of running texts, on the device. What did not change is not sent again."""
+
+    def __init__(self, rings: int, pages: int, device: torch.device) -> None:
+        self.table = torch.zeros(rings, pages, dtype=torch.int32, device=device)
+        self._sent: dict[int, Tensor] = {}
+
+    def send(self, spans: Sequence[Span]) -> None:
+        changed = [span for span in spans if self._sent.get(span.ring) is not span.pages]
+        if not changed:
+            return
+        self._sent.update((span.ring, span.pages) for span in changed)
+        widest = max(len(span.pages) for span in changed)
+        pages = np.zeros((len(changed), widest + 1), np.int32)
+        for row, span in zip(pages, changed, strict=True):
+            row[0], row[1 : len(span.pages) + 1] = span.ring, span.pages
+        sent = send(pages.ravel(), self.table.device).view(pages.shape)
+        self.table[sent[:, 0].long(), :widest] = sent[:, 1:]

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from threading import Condition
 from time import perf_counter
+from typing import Protocol
 
 from tiercel.errors import TransferError
 from tiercel.memory.buffers import HostMemory, Memory
@@ -47,11 +48,22 @@ class Done:
     error: TransferError | None
 
 
+class Ready(Protocol):
+    """When the layers of a load may be read."""
+
+    def wait(self, layer: int) -> None:
+        """What the caller queues on its device from now on runs after this layer's bytes are there. Tails are
+        there with the first layer."""
+
+
 class Controller(ABC):
     """Keeps plans in order. `submit`, `poll` and `close` belong to one thread."""
 
     how: str
     """Who copies, for people: what `auto` came to."""
+
+    in_order = False
+    """Whether copies and computing are queued on one device: `ready` can be asked before a load has ended."""
 
     def __init__(self) -> None:
         self.landed = Condition()
@@ -86,6 +98,10 @@ class Controller(ABC):
     def has_landed(self) -> bool:
         """Whether the next `poll` names a transfer."""
         return any(queue and queue[0].number in self._ended for queue in self._queues.values())
+
+    def ready(self, number: int) -> Ready:
+        """Of the ticket with this number."""
+        raise NotImplementedError("only where `in_order` holds")
 
     @abstractmethod
     def close(self) -> None:

@@ -28,8 +28,9 @@ from torch import Tensor
 
 from tiercel.errors import ConfigError, TransferError
 from tiercel.memory.buffers import HostMemory, Memory
+from tiercel.spec.cache_spec import FIRST_SHARES
 from tiercel.transfer.controller import Controller, Done, Ticket
-from tiercel.transfer.extents import Extents, Ints, LegPlaces, extents_of, ranges, shared_rows
+from tiercel.transfer.extents import Extents, Ints, LegPlaces, extents_of, ranges
 from tiercel.transfer.plan import Direction
 
 if TYPE_CHECKING:
@@ -38,11 +39,6 @@ if TYPE_CHECKING:
 DMA_BYTES_LEAST = 64 * 1024
 """Extents of this size and more are left to the copy engines. H200: 998 KB 53 GB/s, 250 KB 51, 37 KB 32, each
 extent costs the CPU 0.65 µs; a kernel reads rows of any size at 49 (2026-11-15)."""
-
-FIRST_SHARES = (0.18,)
-"""A load is queued as groups of layers, so that the first layers can be read before the last bytes are there.
-Each group costs the CPU 0.3 ms for 512 pages. A fifth, then the rest: the first group is there after a fifth
-of the time, and while a model computes those layers the rest arrives."""
 
 GROUPED_BYTES_LEAST = 16 * 1024**2
 """Smaller loads, of 0.3 ms, are queued as one group."""
@@ -145,17 +141,17 @@ class CopyEngines:
             raise TransferError(f"{what}: {self._runtime.cudaGetErrorName(code).decode()}")
 
 
-class Ready:
-    """When the layers of a load may be read."""
+class Events:
+    """The layers of a load in groups, and the event behind each group."""
 
     def __init__(self, events: Sequence[tuple[int, torch.cuda.Event]]) -> None:
         self.events = events
 
-    def wait(self, layer: int, stream: torch.cuda.Stream) -> None:
-        """What is queued on `stream` from now on runs after this layer's bytes are there. Does not block."""
+    def wait(self, layer: int) -> None:
+        """What is queued on the current stream from now on runs after this layer's bytes are there."""
         for last_layer, event in self.events:
             if layer <= last_layer:
-                stream.wait_event(event)
+                event.wait()
                 return
 
     def done(self) -> bool:
@@ -166,7 +162,7 @@ class _Flight(NamedTuple):
     """A plan that is queued: the event before its first copy, and the bytes of pages and of tails."""
 
     begun: torch.cuda.Event
-    ready: Ready
+    ready: Events
     sizes: dict[str, int]
 
 
@@ -215,6 +211,18 @@ class _Moves:
         from tiercel.kernels.move import Mover  # here: Triton takes a second to import
 
         return Mover(table, self._device, address)
+
+
+class _Group(NamedTuple):
+    """Layers that are queued together. The first group has all layers of the tails: they are small, and a
+    model takes them over before it computes."""
+
+    last_layer: int
+    pages: _Moves
+    tails: _Moves | None
+
+    def moves(self, tails: bool) -> _Moves | None:
+        return self.tails if tails else self.pages
 
 
 class _Queue:
@@ -273,8 +281,10 @@ class CudaController(Controller):
 
     A copy begins after all that its submitter has queued on its current stream by then: the kernels that
     wrote the rows of a save, and the last readers of the targets of a load. That stream waits for a copy only
-    where `Ready.wait` is called. Whoever knows an earlier event sets `after`: copies wait for that instead.
+    where `Events.wait` is called. Whoever knows an earlier event sets `after`: copies wait for that instead.
     """
+
+    in_order = True
 
     def __init__(
         self,
@@ -293,12 +303,17 @@ class CudaController(Controller):
         engines = CopyEngines()
         self._queued = {direction: _Queue(direction, engines, device.device) for direction in Direction}
         self._flying: dict[int, _Flight] = {}
-        self._whole = [(LAST_LAYER, self._moves(None))]
-        self._groups = [(cut[-1], self._moves(cut)) for cut in self._cuts(shares)]
-        if way == "kernel" or not all(each.large for _, moves in self._groups for each in moves):
+        tails = _Moves(device, host, tails=True)
+        self._whole = [_Group(LAST_LAYER, _Moves(device, host, tails=False), tails)]
+        self._groups = [
+            _Group(layers[-1], _Moves(device, host, tails=False, layers=layers), None if i else tails)
+            for i, layers in enumerate(host.spec.layer_groups(shares))
+        ]
+        if way == "kernel" or not all(group.pages.large for group in self._groups):
             self._groups = self._whole
         self._grouped_bytes = grouped_bytes
-        pages = self._whole[0][1][0]
+        pages = self._whole[0].pages
+        self._bytes = {False: pages.item_bytes, True: tails.item_bytes}
         staged = "staged" if pages.may_stage and way != "kernel" else "kernel"
         self.how = "copy engines" if way != "kernel" and pages.large else staged
 
@@ -306,24 +321,6 @@ class CudaController(Controller):
     def launches(self) -> int:
         """Calls that queued work on the device so far."""
         return sum(queue.launches for queue in self._queued.values())
-
-    def _moves(self, layers: range | None) -> tuple[_Moves, _Moves]:
-        pages, tails = (_Moves(self.device, self.host, tails=kind, layers=layers) for kind in (False, True))
-        return pages, tails
-
-    def _cuts(self, shares: Sequence[float]) -> list[range]:
-        """Groups of consecutive layers, each with a share of a page's bytes, the last with the rest."""
-        pages, tails = (shared_rows(self.device, self.host, tails=kind) for kind in (False, True))
-        sizes = dict.fromkeys(sorted({layer for _, layer in pages + tails}), 0)
-        for stream, layer in pages or tails:
-            sizes[layer] += self.host.spec.row_bytes(stream)
-        cuts, first, done = list[range](), min(sizes), 0
-        for layer, size in sizes.items():
-            done += size
-            if len(cuts) < len(shares) and done >= sum(shares[: len(cuts) + 1]) * sum(sizes.values()):
-                cuts.append(range(first, layer + 1))
-                first = layer + 1
-        return [*cuts, range(first, max(sizes) + 1)] if first <= max(sizes) else cuts
 
     def _start(self, ticket: Ticket) -> None:
         queue = self._queued[ticket.plan.direction]
@@ -337,18 +334,19 @@ class CudaController(Controller):
         legs = [(leg.tails, LegPlaces.of(leg, self.device, self.host)) for leg in ticket.plan.legs]
         queue.stream.wait_event(self.after or torch.cuda.current_stream(self.device.device).record_event())
         begun = queue.mark()
-        events, whole = [], self._whole[0][1]
-        sizes = {NAMES[tails]: len(places.near) * whole[tails].item_bytes for tails, places in legs}
+        events = []
+        sizes = {NAMES[tails]: len(places.near) * self._bytes[tails] for tails, places in legs}
         grouped = queue.load and sum(sizes.values()) >= self._grouped_bytes
-        for last_layer, moves in self._groups if grouped else self._whole:
+        for group in self._groups if grouped else self._whole:
             large = list[tuple[Ints, Ints, Ints]]()
             for tails, places in legs:
-                self._queue_leg(queue, moves[tails], places, large)
+                if (moves := group.moves(tails)) is not None:
+                    self._queue_leg(queue, moves, places, large)
             if large:
                 near, far, lengths = (np.concatenate(each) for each in zip(*large, strict=True))
                 queue.dma(near, far + self.host.flat.data_ptr(), lengths)
-            events.append((last_layer, queue.mark()))
-        return _Flight(begun, Ready(events), sizes)
+            events.append((group.last_layer, queue.mark()))
+        return _Flight(begun, Events(events), sizes)
 
     def _queue_leg(
         self, queue: _Queue, moves: _Moves, places: LegPlaces, large: list[tuple[Ints, Ints, Ints]]
@@ -364,10 +362,10 @@ class CudaController(Controller):
         else:
             queue.kernel(moves.kernel, *places, PROGRAMS)
 
-    def ready(self, ticket: Ticket) -> Ready:
-        """When the layers of a load may be read. It is known until `poll` has named the ticket."""
-        flight = self._flying.get(ticket.number)
-        return flight.ready if flight else Ready(())
+    def ready(self, number: int) -> Events:
+        """What has ended, in whatever way, need not be waited for."""
+        flight = self._flying.get(number)
+        return flight.ready if flight else Events(())
 
     def _settle(self) -> None:
         """End what has passed its last event."""

@@ -26,6 +26,9 @@ Rows = Entries | Tensor
 WARPS = 1
 """A window row is 584 bytes: 5 words for each thread of one warp, and many rows are copied at once."""
 
+TAILS_AT_ONCE = 8
+"""A recorded call has room for one tail of each token, and mostly has none: few programs look for them."""
+
 
 @triton.jit
 def _copy(source, target, WORDS: tl.constexpr, WIDE: tl.constexpr):
@@ -73,12 +76,13 @@ def keep(kept: Rows, new: Rows, flat: Flat, end: Tensor, ring_rows: int) -> None
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize_on_alignment=["moves"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["moves"])
 def _snapshot(  # noqa: PLR0913
     kept,
     new,
     tails,
     moves,
+    count,
     MOVE_STRIDE: tl.constexpr,
     RESTORE: tl.constexpr,
     RING_ROWS: tl.constexpr,
@@ -94,33 +98,38 @@ def _snapshot(  # noqa: PLR0913
     WORDS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """One program for each of the last COUNT entries of each tail. An entry lies in pieces: piece i has
-    WORDS[i] words from ROW_AT[i] on in a row, and from TAIL_AT[i] + number · TAIL_STEP[i] on in a tail."""
-    move = moves + tl.program_id(0) * MOVE_STRIDE
-    place, boundary = tl.load(move).to(tl.int64), tl.load(move + 1)
+    """One of the last COUNT entries, of every tail that this program takes, until there are no more. An entry
+    lies in pieces: piece i has WORDS[i] words from ROW_AT[i] on in a row, and from TAIL_AT[i] + number ·
+    TAIL_STEP[i] on in a tail."""
     number = PER_ROW - COUNT + tl.program_id(1)
-    at = boundary - PER_ROW + number
-    if (place < 0) | (at < 0):
-        return
-    row = kept + (tl.load(move + 2).to(tl.int64) * RING_ROWS + at % RING_ROWS) * KEPT_STRIDE
-    if not RESTORE:
-        start, first = tl.load(move + 3), tl.load(move + 4).to(tl.int64)
-        row = tl.where(at < start, row, new + (first + at - start) * NEW_STRIDE)
-    for i in tl.static_range(PIECES):
-        own = row + ROW_AT[i]
-        saved = tails + place * TAIL_STRIDE + TAIL_AT[i] + number * TAIL_STEP[i]
-        if RESTORE:
-            _copy(saved, own, WORDS[i], WIDE[i])
-        else:
-            _copy(own, saved, WORDS[i], WIDE[i])
+    tail = tl.program_id(0)
+    move = moves + tail * MOVE_STRIDE
+    place = tl.load(move).to(tl.int64)
+    while place >= 0:
+        at = tl.load(move + 1) - PER_ROW + number
+        if at >= 0:
+            row = kept + (tl.load(move + 2).to(tl.int64) * RING_ROWS + at % RING_ROWS) * KEPT_STRIDE
+            if not RESTORE:
+                start, first = tl.load(move + 3), tl.load(move + 4).to(tl.int64)
+                row = tl.where(at < start, row, new + (first + at - start) * NEW_STRIDE)
+            for i in tl.static_range(PIECES):
+                own = row + ROW_AT[i]
+                saved = tails + place * TAIL_STRIDE + TAIL_AT[i] + number * TAIL_STEP[i]
+                if RESTORE:
+                    _copy(saved, own, WORDS[i], WIDE[i])
+                else:
+                    _copy(own, saved, WORDS[i], WIDE[i])
+        tail += tl.num_programs(0)
+        move += tl.num_programs(0) * MOVE_STRIDE
+        place = tl.load(move, mask=tail < count, other=-1).to(tl.int64)
 
 
 def write_tails(recent: tuple[Rows, Rows], tails: Entries, moves: Tensor, ring_rows: int) -> None:
     """Write the rows of tails: of each, the positions before its boundary, from the ring or from this call.
 
-    moves int32 [tails, 5]: place of the tail (-1: none), boundary, ring, start of the span, flat number of
-    the span's first token. Of a compressor's rows a tail has the first channels only: later entries use no
-    others. Positions before the text leave their bytes as they are.
+    moves int32 [tails, 5]: place of the tail (-1: padding, behind the last tail), boundary, ring, start of
+    the span, flat number of the span's first token. Of a compressor's rows a tail has the first channels
+    only: later entries use no others. Positions before the text leave their bytes as they are.
     """
     _move(recent[0], recent[1], tails, moves, ring_rows, tails.per_row)
 
@@ -128,7 +137,7 @@ def write_tails(recent: tuple[Rows, Rows], tails: Entries, moves: Tensor, ring_r
 def restore(kept: Rows, tails: Entries, moves: Tensor, ring_rows: int) -> None:
     """Copy the newest entries of tails into rings: as many as a ring has rows.
 
-    moves int32 [tails, 3 or more]: place of the tail (-1: none), boundary, ring.
+    moves int32 [tails, 3 or more]: place of the tail (-1: padding, behind the last tail), boundary, ring.
     """
     _move(kept, None, tails, moves, ring_rows, min(ring_rows, tails.per_row))
 
@@ -138,9 +147,10 @@ def _move(kept: Rows, new: Rows | None, tails: Entries, moves: Tensor, ring_rows
     snapshots, pieces = _words(tails), _pieces(kept, tails)
     if not len(moves):
         return
-    _snapshot[(len(moves), count)](
-        old, fresh, snapshots, moves, MOVE_STRIDE=moves.stride(0), RESTORE=new is None, RING_ROWS=ring_rows,
-        COUNT=count, PER_ROW=tails.per_row, KEPT_STRIDE=old.stride(0), NEW_STRIDE=fresh.stride(0),
+    _snapshot[(min(len(moves), TAILS_AT_ONCE), count)](
+        old, fresh, snapshots, moves, len(moves),
+        MOVE_STRIDE=moves.stride(0), RESTORE=new is None, RING_ROWS=ring_rows, COUNT=count,
+        PER_ROW=tails.per_row, KEPT_STRIDE=old.stride(0), NEW_STRIDE=fresh.stride(0),
         TAIL_STRIDE=snapshots.stride(0), PIECES=len(pieces.words), ROW_AT=pieces.row_at,
         TAIL_AT=pieces.tail_at, TAIL_STEP=pieces.tail_step, WORDS=pieces.words,
         WIDE=tuple(map(triton.next_power_of_2, pieces.words)), num_warps=WARPS,

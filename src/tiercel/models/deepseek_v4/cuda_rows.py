@@ -7,7 +7,6 @@ everything that a call queues has a shape that its spans alone decide.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -36,12 +35,6 @@ def entries_of(setup: Setup, stream: str, layer: int) -> Entries:
         dim -= rope  # two bytes each
     per_row = own.entries_per_row(spec.page_tokens)
     return Entries(setup.memory.view(stream, layer), per_row, sizes, own.encoding, dim, rope)
-
-
-@lru_cache(256)
-def _moves(device: torch.device, *numbers: int) -> Tensor:
-    """One tail to restore. All layers use it: it is sent once."""
-    return torch.tensor([numbers], dtype=torch.int32, device=device)
 
 
 class CudaCompressor:
@@ -96,9 +89,8 @@ class CudaRows:
         rows = make(count, -(-sum(self._tails.sizes) // 16) * 16, dtype=torch.uint8, device=device)
         return self._tails._replace(rows=rows, per_row=1)
 
-    def restore(self, ring: int, place: int, boundary: int) -> None:
-        """The ring goes on from the tail at this place."""
-        moves = _moves(self._kept.rows.device, place, boundary, ring)
+    def restore(self, moves: Tensor) -> None:
+        """Rings go on from tails. `moves` is that of `kernels.cuda.rings.restore`."""
         restore(self._kept, self._tails, moves, self._ring_rows)
         for compressor in self._compressors:
             compressor.restore(moves)

@@ -25,7 +25,9 @@ from tiercel.models.rotary import Rotary
 class Rows(Protocol):
     """The cached rows of one layer: `LayerRows`, or `CudaRows`."""
 
-    def restore(self, ring: int, place: int, boundary: int) -> None: ...
+    def restore(self, *tail: Any) -> None:
+        """A ring goes on from a tail: (ring, place, boundary), or `CudaRows.restore`."""
+
     def attend(
         self,
         batch: Any,

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tiercel.kernels.choice import Kernels, make_kernels
+from tiercel.kernels.reference import CosSin
 from tiercel.memory.buffers import DeviceMemory
-from tiercel.models.base import DRAWN_LAST, Span, Weights, part_of
+from tiercel.models.base import DRAWN_LAST, BeforeLayer, Span, Weights, at_once, part_of
 from tiercel.models.batch import Batch
 from tiercel.models.deepseek_v4.config import V4Config
 from tiercel.models.deepseek_v4.draft import Draft
@@ -18,9 +21,27 @@ from tiercel.models.deepseek_v4.layer import Layer, site_of
 from tiercel.models.deepseek_v4.rows import Setup
 from tiercel.models.deepseek_v4.weights import draft_names, load_weights
 from tiercel.models.families import Family
-from tiercel.models.flat import FlatBatch
+from tiercel.models.flat import FlatBatch, PageTables, numbers_of, send
+from tiercel.models.graphs import Graphs, Section
 from tiercel.models.rotary import Rotary
+from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.deepseek_v4 import deepseek_v4
+
+
+class State(NamedTuple):
+    """Between two layers."""
+
+    x: Tensor
+    """The streams [tokens, n, d]."""
+    tokens: Tensor
+    turns: list[CosSin]
+
+
+class Answer(NamedTuple):
+    """Of a recorded forward."""
+
+    logits: Tensor
+    best: Tensor
 
 
 class DeepseekV4:
@@ -38,11 +59,8 @@ class DeepseekV4:
         self.kernels = k = kernels or make_kernels(device=str(memory.device), offered=FAMILY.kernels)
         self._setup = setup = Setup(config, k, memory, rings)
         self._embedding = weights["model.embed_tokens.weight"]
-        self.last = torch.zeros(rings, dtype=torch.int64, device=memory.device)
-        self._table: Tensor | None = None
-        """The page tables of running texts, where kernels read them on the device."""
-        if k.NAME == "cuda":
-            self._table = torch.zeros(rings, memory.pages, dtype=torch.int32, device=memory.device)
+        self.last = torch.zeros(rings + 1, dtype=torch.int64, device=memory.device)
+        """One more than there are rings: what is drawn for no text."""
         self._lm_head = k.pack(weights["lm_head.weight"])
         head = part_of(weights, "model.hc_head.hc_")
         self._head = site_of(config, k, head, weights["model.norm.weight"])
@@ -56,32 +74,110 @@ class DeepseekV4:
         self.draft = Draft(setup, weights, self._lm_head) if drafted else None
         """There when the cache declaration has the draft's streams; then it follows every call."""
 
-    @torch.inference_mode()
-    def forward(self, spans: Sequence[Span], rows: Sequence[int] | None = None) -> Tensor:
-        """Logits of these flat tokens; None: of the last token of each span."""
-        batch = self._make_batch(spans)
-        tokens = torch.where(batch.tokens == DRAWN_LAST, self.last[batch.rings], batch.tokens)
-        turns = [rotary.at(batch.positions, batch.longest) for rotary in self._rotaries]
-        x = self._embedding[tokens][:, None, :].repeat(1, self.config.hc_mult, 1)
-        for layer, ratio in zip(self.layers, self.config.ratios, strict=True):
-            x = layer(x, tokens, turns[ratio > 0], batch)
-        if self.draft is not None:
-            self.draft.follow(spans, x, tokens)
-        x = x[batch.last if rows is None else torch.as_tensor(rows, dtype=torch.long, device=x.device)]
-        return self.kernels.linear(self.kernels.hyper_head(x, self._head), self._lm_head, wide=True)
+        self._tables: PageTables | None = None
+        self._graphs: Graphs | None = None
+        self._recorded: Answer | None = None
+        """Of the last forward, if it was a recorded one."""
+        if k.NAME == "cuda":  # kernels read page tables on the device, and rotary tables that never move
+            self._tables = PageTables(rings, memory.pages, memory.device)
+            for rotary in self._rotaries:
+                rotary.table(memory.pages * memory.spec.page_tokens)
 
-    def _make_batch(self, spans: Sequence[Span]) -> Batch | FlatBatch:
-        if self._table is None:
-            return Batch(spans, self._setup.rings, self._embedding.device)
-        return FlatBatch(spans, self._table)
+    def warm_up(self) -> None:
+        """Record forwards and resumptions as CUDA graphs, where kernels run on a GPU."""
+        if self._tables is None or self.last.device.type != "cuda" or self.draft is not None:
+            return
+        spec = self._setup.memory.spec
+        self._graphs = Graphs(self._sections(spec), self._restore, self._tables.table, spec.page_tokens)
+
+    def _sections(self, spec: CacheSpec) -> list[Section]:
+        """The layers in groups, as they are loaded. The first section begins, the last one answers."""
+        groups, count = spec.layer_groups(), len(self.layers)
+
+        def run(layers: range, batch: FlatBatch, state: State | None) -> State | Answer:
+            state = self._compute(layers, batch, state or self._begin(batch))
+            return self._answer(batch, state) if layers[-1] == count - 1 else state
+
+        firsts = [0, *(group[0] for group in groups[1:])]
+        ranges = [range(*each) for each in zip(firsts, [*firsts[1:], count], strict=True)]
+        return [Section(layers[-1], partial(run, layers)) for layers in ranges]
+
+    @torch.inference_mode()
+    def forward(
+        self, spans: Sequence[Span], rows: Sequence[int] | None = None, before: BeforeLayer = at_once
+    ) -> Tensor:
+        """Logits of these flat tokens; None: of the last token of each span."""
+        if self._tables is None:
+            batch = Batch(spans, self._setup.rings, self._embedding.device)
+            state = self._compute(range(len(self.layers)), batch, self._begin(batch), before)
+            if self.draft is not None:
+                self.draft.follow(spans, state.x, state.tokens)
+            wanted = batch.last if rows is None else torch.tensor(list(rows), dtype=torch.long, device="cpu")
+            return self._logits(state.x, wanted)
+        self._tables.send(spans)
+        numbers = numbers_of(spans, rows, self._setup.rings)
+        self._recorded = self._graphs.run(numbers, before) if self._graphs is not None else None
+        if self._recorded is not None:
+            self._recorded = Answer(*(each[: numbers.size.rows] for each in self._recorded))
+            return self._recorded.logits
+        on_device = send(numbers.padded(numbers.size), self._embedding.device)
+        flat = FlatBatch(on_device, numbers.size, self._tables.table)
+        return self._logits(
+            self._compute(range(len(self.layers)), flat, self._begin(flat), before).x, flat.rows
+        )
+
+    def _begin(self, batch: Batch | FlatBatch) -> State:
+        drawn = self.last[batch.rings].clamp(min=0)
+        tokens = torch.where(batch.tokens == DRAWN_LAST, drawn, batch.tokens)
+        turns = [rotary.at(batch.positions, batch.longest) for rotary in self._rotaries]
+        return State(self._embedding[tokens][:, None, :].repeat(1, self.config.hc_mult, 1), tokens, turns)
+
+    def _compute(
+        self, layers: range, batch: Batch | FlatBatch, state: State, before: BeforeLayer = at_once
+    ) -> State:
+        x, tokens, turns = state
+        for i in layers:
+            before(i)
+            x = self.layers[i](x, tokens, turns[self.config.ratios[i] > 0], batch)
+        return state._replace(x=x)
+
+    def _logits(self, x: Tensor, rows: Tensor) -> Tensor:
+        x = self.kernels.hyper_head(x[rows.to(x.device)], self._head)
+        return self.kernels.linear(x, self._lm_head, wide=True)
+
+    def _answer(self, batch: FlatBatch, state: State) -> Answer:
+        logits = self._logits(state.x, batch.rows)
+        best = self.kernels.greedy(logits)
+        self.last[batch.row_rings] = best
+        return Answer(logits, best)
+
+    def keep_best(self, logits: Tensor, rings: Sequence[int]) -> Tensor:
+        """The best token of each row, now also `last` of the row's ring. A recorded forward has drawn it."""
+        if self._recorded is not None and logits is self._recorded.logits:
+            return self._recorded.best
+        best = self.kernels.greedy(logits)
+        self.last[torch.tensor(rings, dtype=torch.long).to(best.device)] = best
+        return best
 
     def resume(self, ring: int, tails: Sequence[tuple[int, int]]) -> None:
         """A text goes on from the tails at (boundary, place), the earliest first."""
+        if self._tables is not None:
+            for boundary, place in tails:
+                tail = np.array([place, boundary, ring], np.int32)
+                if self._graphs is None:
+                    self._restore(send(tail, self.last.device))
+                else:
+                    self._graphs.resume(tail)
+            return
         for boundary, place in tails:
             for layer in self.layers:
                 layer.attention.restore(ring, place, boundary)
             if self.draft is not None:
                 self.draft.restore(ring, place, boundary)
+
+    def _restore(self, tail: Tensor) -> None:
+        for layer in self.layers:
+            layer.attention.restore(tail.view(1, -1))
 
 
 FAMILY = Family(

@@ -27,7 +27,17 @@ from tiercel.errors import SpecError
 from tiercel.kernels.choice import Kernels, ListKernels, make_kernels
 from tiercel.kernels.reference import CosSin
 from tiercel.memory.buffers import DeviceMemory
-from tiercel.models.base import BytesCheck, Dimensions, Span, Weights, bytes_by_part, named, part_of
+from tiercel.models.base import (
+    BeforeLayer,
+    BytesCheck,
+    Dimensions,
+    Span,
+    Weights,
+    at_once,
+    bytes_by_part,
+    named,
+    part_of,
+)
 from tiercel.models.batch import Batch
 from tiercel.models.checkpoint import FLOATS, Checkpoint, StoredTensor, check_finite
 from tiercel.models.entries import EntryRows
@@ -300,8 +310,6 @@ def in_pairs(x: Tensor, heads: int) -> Tensor:
 class Qwen3:
     """The whole model."""
 
-    last: Tensor | None = None
-
     def __init__(
         self,
         config: Qwen3Config,
@@ -320,17 +328,23 @@ class Qwen3:
         self.layers = [Layer(config, k, i, weights, memory) for i in range(config.layers)]
 
     @torch.inference_mode()
-    def forward(self, spans: Sequence[Span], rows: Sequence[int] | None = None) -> Tensor:
+    def forward(
+        self, spans: Sequence[Span], rows: Sequence[int] | None = None, before: BeforeLayer = at_once
+    ) -> Tensor:
         """Logits of these flat tokens; None: of the last token of each span."""
         batch = Batch(spans, 0, self._embedding.device)
         turn = self._rotary.at(batch.positions, batch.longest)
         in_place = self.layers[0].entries.in_place
         reach = Reach(batch, self._page_tokens, self.config.kv_heads, in_place=in_place)
         x = self._embedding[batch.tokens]
-        for layer in self.layers:
+        for i, layer in enumerate(self.layers):
+            before(i)
             x = layer(x, turn, reach)
         x = x[batch.last if rows is None else torch.as_tensor(rows, dtype=torch.long, device=x.device)]
         return self.kernels.linear(self.kernels.norm(x, self._norm, self.config.rms_norm_eps), self._lm_head)
+
+    def warm_up(self) -> None:
+        """Nothing is prepared."""
 
     def resume(self, ring: int, tails: Sequence[tuple[int, int]]) -> None:
         """Pages hold everything."""

@@ -1,0 +1,127 @@
+"""Forwards that are recorded once as CUDA graphs and replayed: a few launches instead of thousands.
+
+A forward is recorded for a few numbers of tokens and a few lengths of the longest text. A call is padded to
+the next of them. It is recorded in sections of layers, because a load may still be bringing the later ones:
+
+    numbers of the call ─► one buffer │ section: layers 0 … 4 │ 5 … 14 │ 15 … 42, logits │
+                                      ▲ wait for these layers ▲        ▲
+
+All recordings use the same memory for what they compute: one of them runs at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tiercel.models.base import BeforeLayer
+from tiercel.models.flat import FlatBatch, Ints, Numbers, Size, no_numbers, send
+
+log = logging.getLogger(__name__)
+
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+"""Larger calls keep the device busy for longer than it takes to launch their kernels one by one."""
+
+LONGEST_FIRST, LONGEST_STEP = 16_384, 4
+"""Lengths of the longest text. Kernels that look for the best keys are launched for the most keys."""
+
+
+class Section(NamedTuple):
+    """Some layers of a forward."""
+
+    last_layer: int
+    run: Callable[[FlatBatch, Any], Any]
+    """(batch, what the section before answered) → what the next section reads. The last one answers what a
+    forward does."""
+
+
+class Recording:
+    """Calls on the device, recorded. They read a buffer of numbers, which is filled before a replay."""
+
+    def __init__(self, numbers: Tensor, calls: Sequence[Callable[[Any], Any]], pool: Any) -> None:
+        """Each call takes the answer of the call before."""
+        self._numbers = numbers
+        self.graphs = [torch.cuda.CUDAGraph() for _ in calls]
+        self.answer: Any = None
+        stream = torch.cuda.Stream(numbers.device)
+        stream.wait_stream(torch.cuda.current_stream(numbers.device))
+        with torch.cuda.stream(stream):
+            for graph, call in zip(self.graphs, calls, strict=True):
+                graph.capture_begin(pool=pool, capture_error_mode="relaxed")
+                try:
+                    self.answer = call(self.answer)
+                finally:
+                    graph.capture_end()
+        torch.cuda.current_stream(numbers.device).wait_stream(stream)
+
+    def fill(self, numbers: Ints) -> None:
+        self._numbers.copy_(send(numbers, self._numbers.device))
+
+
+class Graphs:
+    """The recorded forwards of one model."""
+
+    def __init__(
+        self,
+        sections: Sequence[Section],
+        restore: Callable[[Tensor], None],
+        table: Tensor,
+        page_tokens: int,
+    ) -> None:
+        """Takes seconds. `restore` reads three numbers: place of a tail, its boundary, a ring."""
+        self._sections, self._table = sections, table
+        self._most = table.shape[1] * page_tokens
+        self._pool = torch.cuda.graph_pool_handle()
+        began = perf_counter()
+        self._recordings = self._record_all()
+        """The smallest first."""
+        tail = torch.tensor([-1, 0, 0], dtype=torch.int32, device=table.device)
+        restore(tail)
+        self._restore = Recording(tail, [lambda _: restore(tail)], self._pool)
+        torch.cuda.synchronize(table.device)
+        log.info("%d forwards recorded in %.1f s", len(self._recordings), perf_counter() - began)
+
+    @torch.inference_mode()
+    def _record_all(self) -> list[tuple[Size, Recording]]:
+        """The largest is recorded first: the others use its memory."""
+        longest, made = [LONGEST_FIRST], list[tuple[Size, Recording]]()
+        while longest[-1] < self._most:
+            longest.append(longest[-1] * LONGEST_STEP)
+        for tokens in reversed(TOKENS):
+            for most in reversed(longest):
+                size = Size(tokens, min(tokens, len(self._table)), tokens, min(most, self._most))
+                made.append((size, self._record(size, warm=most == longest[-1])))
+        return made[::-1]
+
+    def _record(self, size: Size, *, warm: bool) -> Recording:
+        """`warm`: run everything once, so that kernels are compiled before they are recorded."""
+        numbers = send(no_numbers(len(self._table)).padded(size), self._table.device).clone()
+        batch = FlatBatch(numbers, size, self._table)
+        calls = [partial(section.run, batch) for section in self._sections]
+        state = None
+        for call in calls if warm else ():
+            state = call(state)
+        del state
+        return Recording(numbers, calls, self._pool)
+
+    def run(self, numbers: Numbers, before: BeforeLayer) -> Any:
+        """What the last section answers for the padded call; None: no recording is large enough. It is
+        overwritten by the next call."""
+        for size, recording in self._recordings:
+            if all(mine <= most for mine, most in zip(numbers.size, size, strict=True)):
+                recording.fill(numbers.padded(size))
+                for section, graph in zip(self._sections, recording.graphs, strict=True):
+                    before(section.last_layer)
+                    graph.replay()
+                return recording.answer
+        return None
+
+    def resume(self, tail: Ints) -> None:
+        self._restore.fill(tail)
+        self._restore.graphs[0].replay()
