@@ -20,7 +20,7 @@ from tests.models.test_weights import (
     quantized,
 )
 from tiercel.config import CacheConfig
-from tiercel.engine.build import _places, open_engine
+from tiercel.engine.build import _places, check_memory, open_engine
 from tiercel.engine.config import Build, EngineConfig
 from tiercel.errors import ConfigError, WeightsError
 from tiercel.spec.attention import mha
@@ -88,6 +88,27 @@ def test_a_model_without_tails_gets_pages_only():
     assert _places(10 * spec.page_bytes, spec, EngineConfig()) == (10, 0)
     with pytest.raises(ConfigError, match="device_bytes"):
         _places(spec.page_bytes, spec, EngineConfig())
+
+
+# What a device has room for
+
+WEIGHTS = {"attention": 5 * 10**9, "experts": 277 * 10**9, "embeddings": 2 * 10**9}
+
+
+def test_what_fits_to_the_byte_is_not_refused():
+    check_memory("v4", WEIGHTS, cache_bytes=10**9, bytes_free=285 * 10**9)
+    with pytest.raises(ConfigError, match=r"--device-memory 953MiB would fit"):
+        check_memory("v4", WEIGHTS, cache_bytes=10**9, bytes_free=285 * 10**9 - 1)
+
+
+def test_what_does_not_fit_is_told_with_all_that_takes_memory():
+    with pytest.raises(ConfigError) as refused:
+        check_memory("v4", WEIGHTS, cache_bytes=3 * 10**8, bytes_free=140 * 10**9)
+    assert str(refused.value) == (
+        "model = 'v4': needs 284.3 GB on the device, and 140.0 GB are free: "
+        "experts 277.0 GB, attention 5.0 GB, embeddings 2.0 GB, cache 0.3 GB; "
+        "the weights alone do not fit: use a device with more memory, or smaller weights"
+    )
 
 
 # What real folders have

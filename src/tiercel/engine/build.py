@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
 
 from tiercel.cache import TieredCache
 from tiercel.config import CacheConfig
@@ -43,7 +47,8 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
     spec = family.declare(checkpoint.config, page_tokens, build.format)
     pages, tails = _places(build.device_bytes, spec, config)
     text = Text(text_folder_of(build.model))
-    weights = family.load(checkpoint, own, build.device, kernels.dtype)
+    check, fp8 = partial(_check_memory, build), kernels.NAME == "cuda"
+    weights = family.load(checkpoint, own, build.device, kernels.dtype, fp8=fp8, check=check)
     settings = replace(config.cache, device_pages=pages, device_tails=tails)
     identity = _identity(build, checkpoint, own, kernels)
     cache = TieredCache(spec, settings, identity=identity, device=build.device)
@@ -55,6 +60,31 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
     engine = Engine(model, cache, text, replace(config, context_tokens=longest))
     choices = _choices(build, config, engine, kernels.NAME, exact=kernels.EXACT)
     return engine, [*choices, *_unread_choice(family.unread(checkpoint)), *_end_choice(text, own.vocab_size)]
+
+
+def _check_memory(build: Build, weights: Mapping[str, int]) -> None:
+    """On a CPU it is not checked: its memory is lent to others and comes back."""
+    if torch.device(build.device).type == "cuda":
+        bytes_free, _ = torch.cuda.mem_get_info(build.device)
+        check_memory(build.model, weights, cache_bytes=build.device_bytes, bytes_free=bytes_free)
+
+
+def check_memory(model: str, weights: Mapping[str, int], *, cache_bytes: int, bytes_free: int) -> None:
+    """Refuses weights and a cache that the device has no room for. Says what takes how much."""
+    need = {**weights, "cache": cache_bytes}
+    if sum(need.values()) <= bytes_free:
+        return
+    parts = ", ".join(f"{part} {_gb(size)}" for part, size in sorted(need.items(), key=lambda each: -each[1]))
+    room = bytes_free - sum(weights.values())
+    change = f"--device-memory {max(room, 0) // 2**20}MiB would fit"
+    if room <= 0:
+        change = "the weights alone do not fit: use a device with more memory, or smaller weights"
+    total = f"needs {_gb(sum(need.values()))} on the device, and {_gb(bytes_free)} are free"
+    raise ConfigError("model", model, f"{total}: {parts}; {change}")
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.1f} GB"
 
 
 def _identity(build: Build, checkpoint: Checkpoint, own: Dimensions, kernels: Kernels) -> Identity:

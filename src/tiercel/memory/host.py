@@ -21,16 +21,15 @@ import os
 import platform
 import resource
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from threading import Event, Thread
-from time import perf_counter
 
 import numpy as np
 
 from tiercel.errors import BudgetError, ConfigError
+from tiercel.progress import told
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +41,6 @@ TOUCH_THREADS_MAX = 16
 
 TOUCH_PIECE_BYTES = 64 * 1024**2
 """One thread touches so much at once. Progress is counted in such pieces."""
-
-PROGRESS_S = 1.0
-"""What takes longer is told, and again after each such time."""
 
 MBIND = {"x86_64": 237, "aarch64": 235}
 """The number of this system call, which glibc does not have."""
@@ -119,7 +115,7 @@ class HostMap:
         import torch  # here: a process that only asks for sizes does not load it
 
         address, runtime = self._address, torch.cuda.cudart()
-        with _told(lambda: f"pinning {self.size / 1e9:.1f} GB"):
+        with told("pinning host memory", self.size):
             code = runtime.cudaHostRegister(address, self.size, 0)
         if code != runtime.cudaError.success:
             locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -150,36 +146,15 @@ class HostMap:
 
 def _touch(memory: mmap.mmap) -> None:
     """Write one byte of every page. numpy releases the GIL meanwhile, so the threads run in parallel."""
-    size, done = len(memory), list[int]()
+    size, threads = len(memory), min(len(os.sched_getaffinity(0)), TOUCH_THREADS_MAX)
+    with told("host memory", size) as done, ThreadPoolExecutor(threads) as pool:
 
-    def touch(start: int) -> None:
-        np.frombuffer(memory, np.uint8)[start : start + TOUCH_PIECE_BYTES : mmap.PAGESIZE] = 0
-        done.append(start)
+        def touch(start: int) -> None:
+            piece = np.frombuffer(memory, np.uint8)[start : start + TOUCH_PIECE_BYTES]
+            piece[:: mmap.PAGESIZE] = 0
+            done(len(piece))
 
-    def told() -> str:
-        return f"{min(len(done) * TOUCH_PIECE_BYTES, size) / 1e9:.1f} of {size / 1e9:.1f} GB are there"
-
-    threads = min(len(os.sched_getaffinity(0)), TOUCH_THREADS_MAX)
-    with _told(told), ThreadPoolExecutor(threads) as pool:
         list(pool.map(touch, range(0, size, TOUCH_PIECE_BYTES)))
-
-
-@contextmanager
-def _told(what: Callable[[], str]) -> Iterator[None]:
-    """Log what is going on, each second that it takes."""
-    ended, start = Event(), perf_counter()
-
-    def tell() -> None:
-        while not ended.wait(PROGRESS_S):
-            log.info("host memory: %s, after %.0f s", what(), perf_counter() - start)
-
-    thread = Thread(target=tell, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 # NUMA nodes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, Self, runtime_checkable
 
@@ -92,6 +92,28 @@ Weights = Mapping[str, Tensor]
 def part_of(weights: Weights, prefix: str) -> Weights:
     """The parameters below a prefix."""
     return {name[len(prefix) :]: tensor for name, tensor in weights.items() if name.startswith(prefix)}
+
+
+PARTS = {
+    "self_attn.": "attention",
+    "experts.": "experts",
+    "mlp.": "feed-forward",
+    "embed_tokens.": "embeddings",
+    "lm_head.": "embeddings",
+}
+"""What parameters are for, by a part of their names, the first that fits; all others are `other weights`."""
+
+BytesCheck = Callable[[Mapping[str, int]], None]
+"""Is given the bytes of the weights, by what they are for, and raises if that is too much."""
+
+
+def bytes_by_part(sizes: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """The bytes of parameters, by what they are for."""
+    found = dict[str, int]()
+    for name, size in sizes:
+        part = next((part for piece, part in PARTS.items() if piece in name), "other weights")
+        found[part] = found.get(part, 0) + size
+    return found
 
 
 def named(name: str) -> Any:

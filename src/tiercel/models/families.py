@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.hf_fields import family_name
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # the command line reads names here, and torch takes seconds 
 
     from tiercel.kernels.choice import Kernels
     from tiercel.memory.buffers import DeviceMemory
-    from tiercel.models.base import Model
+    from tiercel.models.base import BytesCheck, Model
     from tiercel.models.checkpoint import Checkpoint
 
 FAMILIES = {
@@ -46,6 +46,24 @@ SHARED_SOURCES = (
 """What all families compute with, besides the kernels."""
 
 
+class Load(Protocol):
+    """Loads weights onto a device. `check` is given the bytes that they take, before a byte is read.
+
+    `fp8`: the kernels multiply fp8, and what is stored as fp8 may stay so.
+    """
+
+    def __call__(  # noqa: PLR0913
+        self,
+        checkpoint: Checkpoint,
+        config: Any,
+        device: str,
+        matrices: torch.dtype,
+        *,
+        fp8: bool,
+        check: BytesCheck,
+    ) -> dict[str, Tensor]: ...
+
+
 @dataclass(frozen=True)
 class Family:
     """How models of one architecture are opened. Each step checks what it reads and names what is wrong."""
@@ -54,8 +72,7 @@ class Family:
     """`config.json` → `Dimensions`."""
     declare: Callable[[Mapping[str, Any], int, str], CacheSpec]
     """(`config.json`, page tokens, format of entries) → what is cached."""
-    load: Callable[[Checkpoint, Any, str, torch.dtype], dict[str, Tensor]]
-    """(files, dimensions, device, type of matrices) → weights."""
+    load: Load
     build: Callable[[Any, dict[str, Tensor], DeviceMemory, int, Kernels], Model]
     """(dimensions, weights, device memory, running requests at most, kernels) → the model."""
     kernels: tuple[str, ...] = ("native", "reference")

@@ -17,6 +17,7 @@ from tiercel.kernels.choice import Kernels
 from tiercel.kernels.reference import CosSin, Site
 from tiercel.models.base import Weights, part_of
 from tiercel.models.deepseek_v4.config import SPARSE_RATIO, V4Config
+from tiercel.models.deepseek_v4.matrices import DOWN, GATE_UP, INPUT, OUT, OUT_LOW, QUERIES, joined
 from tiercel.models.deepseek_v4.rows import Index, LayerRows, Setup, compressors_of
 from tiercel.models.rotary import Rotary
 
@@ -53,19 +54,18 @@ class Attention:
 
     def _take_weights(self, w: Weights, ratio: int) -> None:
         """Everything that reads the same input is one matrix."""
-        c, pack = self._config, self._k.pack
-        inputs = [w["q_a_proj.weight"], w["kv_proj.weight"]]
+        c, k = self._config, self._k
+        self._input = k.pack(*joined(w, INPUT))
+        self._widths = [len(w["q_a_proj.weight"]), len(w["kv_proj.weight"])]
         for prefix in compressors_of(ratio).values():  # a token's row: kv, then gate
-            inputs.append(torch.cat([w[f"{prefix}kv_proj.weight"], w[f"{prefix}gate_proj.weight"]]))
-        queries = [w["q_b_proj.weight"]]
+            self._widths.append(len(w[f"{prefix}kv_proj.weight"]) + len(w[f"{prefix}gate_proj.weight"]))
+        self._queries, self._query_widths = k.pack(*joined(w, QUERIES)), [len(w["q_b_proj.weight"])]
         if ratio == SPARSE_RATIO:  # scores are only compared: their scale does not matter
-            inputs.append(w["compressor.indexer.scorer.weights_proj.weight"])
-            queries.append(w["compressor.indexer.q_b_proj.weight"])
-        self._input, self._widths = pack(torch.cat(inputs)), [len(each) for each in inputs]
-        self._queries, self._query_widths = pack(torch.cat(queries)), [len(each) for each in queries]
+            self._widths.append(len(w["compressor.indexer.scorer.weights_proj.weight"]))
+            self._query_widths.append(len(w["compressor.indexer.q_b_proj.weight"]))
         self._q_norm = w["q_a_norm.weight"]
-        self._out_low = self._k.pack_all(w["o_a_proj.weight"].unflatten(0, (c.o_groups, -1)))
-        self._out = pack(w["o_b_proj.weight"])
+        self._out_low = k.pack_all(*(each.unflatten(0, (c.o_groups, -1)) for each in joined(w, OUT_LOW)))
+        self._out = k.pack(*joined(w, OUT))
 
     def __call__(self, h: Tensor, turn: CosSin, batch: AnyBatch) -> Tensor:
         """h [tokens, d], normed; `turn` of the layer's kind at these positions."""
@@ -111,10 +111,8 @@ class Experts:
         self._gate = kernels.pack(weights["gate.weight"])
         self._bias = weights.get("gate.e_score_correction_bias")
         self._by_token = weights.get("gate.tid2eid")
-        shared = [weights[f"shared_experts.{name}_proj.weight"] for name in ("gate", "up", "down")]
-        gate_up = torch.cat([weights["experts.gate_up_proj"], torch.cat(shared[:2])[None]])
-        down = torch.cat([weights["experts.down_proj"], shared[2][None]])
-        self._matrices = kernels.pack_all(gate_up), kernels.pack_all(down)
+        gate_up, down = joined(weights, GATE_UP), joined(weights, DOWN)  # the shared expert is the last
+        self._matrices = kernels.pack_all(*gate_up), kernels.pack_all(*down)
 
     def __call__(self, x: Tensor, tokens: Tensor) -> Tensor:
         c, k = self._config, self._k

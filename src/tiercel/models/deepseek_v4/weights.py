@@ -11,46 +11,36 @@ tensor (what `transformers` saves is a mixture), and put `model.` before them or
     mtp.N.hc_head_X, mtp.N.attn.…       mtp.N.hc_head.hc_X, mtp.N.self_attn.…
     ffn.experts.E.{w1,w3}, w2           mlp.experts.gate_up_proj[E] (w1 first), mlp.experts.down_proj[E]
 
-Weights that are stored as fp8 or fp4 with scales are dequantized here: the model has plain numbers only. A
-tensor that does not fit is found in the headers, before a byte is read; NaN and Inf are found while reading.
-A draft that is not wanted is not looked at, whatever its form: some checkpoints have DSpark's stages under
-`mtp.`
+Weights that are stored as fp8 or fp4 with scales are dequantized; or they stay fp8, for kernels that multiply
+it, and the scales of `X` are under the name `X_scale`. A tensor that does not fit is found in the headers,
+before a byte is read; NaN and Inf are found while reading. A draft that is not wanted is not looked at,
+whatever its form: some checkpoints have DSpark's stages under `mtp.`
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
-from math import ceil
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tiercel.errors import WeightsError
+from tiercel.models.base import BytesCheck, bytes_by_part
 from tiercel.models.checkpoint import FLOATS, Checkpoint, StoredTensor, check_finite
+from tiercel.models.deepseek_v4 import quantized
 from tiercel.models.deepseek_v4.config import FP8_BLOCK, SPARSE_RATIO, V4Config
+from tiercel.models.deepseek_v4.matrices import OUT_LOW, SCALE, Group, grouped
+from tiercel.models.deepseek_v4.quantized import BLOCKS, FP8, PACKED, SCALES, Shape, scales_of
+from tiercel.progress import told
 
-Shape = tuple[int, ...]
+log = logging.getLogger(__name__)
 
 DRAFT = "mtp."
 HEAD = ("lm_head.weight", "head.weight")
 INTEGERS = ("I64", "I32")
-SCALES = ("F8_E8M0", "F32", "BF16", "U8")
-"""U8 is e8m0 too, from before safetensors had a name for it."""
-
-FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""e2m1 by its three low bits; the fourth is the sign. Two values per byte, the first in the low half."""
-
-FP4_BLOCK = (1, 32)
-
-BLOCKS = {"F8_E4M3": FP8_BLOCK, "F4": FP4_BLOCK, "I8": FP4_BLOCK, "U8": FP4_BLOCK}
-"""Rows and columns under one scale, by the dtype a quantized weight is stored in."""
-
-PACKED = ("I8", "U8")
-"""Dtypes whose shape in the header counts two fp4 values as one. (F4 counts values.)"""
-
 
 # Which parameters there are
 
@@ -69,6 +59,11 @@ class WeightPiece(NamedTuple):
         if self.expert is None:
             return whole
         return whole[self.expert].narrow(0, self.first_row, self.shape[0])
+
+    def scale_of(self, whole: Tensor) -> Tensor:
+        """Its part of the scales of an fp8 parameter."""
+        rows, _ = shape = scales_of(self.shape[-2:], FP8_BLOCK)
+        return self._replace(shape=shape, first_row=self.first_row // self.shape[0] * rows).of(whole)
 
 
 class Parameter(NamedTuple):
@@ -284,60 +279,131 @@ def _unfit(reading: Reading) -> str:
         return ""
     if scale is None:
         return f" is {stored.dtype} and has no scale"
-    *before, rows, columns = piece.shape
-    shape = (*before, ceil(rows / block[0]), ceil(columns / block[1]))
+    shape = scales_of(piece.shape, block)
     if scale.dtype not in SCALES or scale.shape != shape:
         return f" has a scale {list(scale.shape)} of {scale.dtype}, must be {list(shape)} of {SCALES[0]}"
     return ""
 
 
+def make_groups(
+    wanted: Mapping[str, Parameter],
+    readings: Iterable[Reading],
+    matrices: torch.dtype,
+    config: V4Config,
+    *,
+    fp8: bool,
+) -> list[tuple[Group, list[Reading]]]:
+    """How all parameters lie in memory, and what fills them, in the order in which a checkpoint has them.
+
+    `fp8`: what is one matrix stays fp8 if all of it is fp8 or fp4. Else it is dequantized, all of it.
+    """
+    stored = dict[str, list[Reading]]()
+    for each in readings:
+        stored.setdefault(each.parameter.name, []).append(each)
+    found, (wholes, alone) = [], grouped(wanted)
+    for names in [*wholes, *([name] for name in alone)]:
+        own = [each for name in names for each in stored.get(name, ())]
+        stays = fp8 and names in wholes and bool(own) and all(_may_stay(each, config) for each in own)
+        dtype = FP8 if stays else wanted[names[0]].dtype(matrices)
+        found.append((Group({name: wanted[name].shape for name in names}, dtype), own))
+    place = {name: i for i, name in enumerate(stored)}
+    return sorted(found, key=lambda each: min(place.get(name, 0) for name in each[0].shapes))
+
+
+def _may_stay(reading: Reading, config: V4Config) -> bool:
+    """Whether it can be fp8 with scales of 128 x 128. Pieces of a matrix are put together at multiples of 128
+    rows only: otherwise numbers of two pieces would share a scale."""
+    parameter, piece, stored, scale = reading
+    rows = piece.shape[-2] // (config.o_groups if parameter.name.endswith(OUT_LOW) else 1)
+    return scale is not None and rows % FP8_BLOCK[0] == 0 and quantized.may_stay(stored.dtype, scale.dtype)
+
+
 # Reading
 
 
-def load_weights(
+def load_weights(  # noqa: PLR0913
     checkpoint: Checkpoint,
     config: V4Config,
     device: str = "cpu",
     matrices: torch.dtype = torch.float32,
     *,
     draft: bool = True,
+    fp8: bool = False,
+    check: BytesCheck = lambda _: None,
 ) -> dict[str, Tensor]:
     """Every parameter by its name: matrices in the type asked for, all else fp32; expert tables are int64.
 
     Each stored tensor is read once and copied once, into its place. Tied embeddings are one tensor under two
-    names. There are `mtp.` names if the checkpoint has the draft and it is wanted.
+    names. There are `mtp.` names if the checkpoint has the draft and it is wanted. `fp8`: quantized matrices
+    stay fp8, where that is exact. `check` is given the bytes that all this takes, before a byte is read.
     """
     if checkpoint.random_seed is not None:
-        return random_weights(config, checkpoint.random_seed, device, matrices)
+        return random_weights(config, checkpoint.random_seed, device, matrices, check)
     wanted, readings = plan_weights(checkpoint, config, draft=draft)
-    weights = {
-        each.name: torch.empty(each.shape, dtype=each.dtype(matrices), device=device)
-        for each in wanted.values()
-    }
-    for parameter, piece, stored, scaled_by in readings:
-        target, values = piece.of(weights[parameter.name]), checkpoint.read(stored.name)
-        if scaled_by is None:
-            target.copy_(values)
-        else:
-            scale = checkpoint.read(scaled_by.name)
-            scale = scale.view(torch.float8_e8m0fnu) if scaled_by.dtype == "U8" else scale
-            _dequantize(target, values, scale.to(torch.float32).to(device), BLOCKS[stored.dtype])
-        if parameter.integer:
-            _check_experts(target, stored, config)
-        else:
-            check_finite(target, stored)
+    groups = make_groups(wanted, readings, matrices, config, fp8=fp8)
+    check(_bytes_of(groups))
+    weights = dict[str, Tensor]()
+    with told("weights", sum(group.bytes for group, _ in groups)) as done:
+        for group, own in groups:
+            weights |= _load(group, own, checkpoint, config, device, matrices)
+            done(group.bytes)
     weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
     return weights
 
 
+def _bytes_of(groups: Iterable[tuple[Group, list[Reading]]]) -> dict[str, int]:
+    return bytes_by_part((next(iter(group.shapes)), group.bytes) for group, _ in groups)
+
+
+def _load(
+    group: Group,
+    readings: Sequence[Reading],
+    checkpoint: Checkpoint,
+    config: V4Config,
+    device: str,
+    matrices: torch.dtype,
+) -> dict[str, Tensor]:
+    """What is one matrix. If it can not be fp8 exactly, it is read again, as the type of matrices."""
+    weights = group.allocate(device)
+    for parameter, piece, stored, scaled_by in readings:
+        target, values = piece.of(weights[parameter.name]), checkpoint.read(stored.name)
+        if scaled_by is None:
+            target.copy_(values)
+            if parameter.integer:
+                _check_experts(target, stored, config)
+            else:
+                check_finite(target, stored)
+            continue
+        scale = quantized.as_fp32(checkpoint.read(scaled_by.name)).to(device)
+        if group.dtype != FP8:
+            quantized.dequantize(target, values, scale, BLOCKS[stored.dtype])
+            check_finite(target, stored)
+            continue
+        target_scale = piece.scale_of(weights[parameter.name + SCALE])
+        if not quantized.put(target, target_scale, values, scale, BLOCKS[stored.dtype]):
+            log.warning("%s is not exact as fp8: it becomes %s", stored.name, matrices)
+            del weights, target, target_scale  # their memory is needed again
+            group = group._replace(dtype=matrices)
+            return _load(group, readings, checkpoint, config, device, matrices)
+        quantized.check_fp8(target, target_scale, stored)
+    return weights
+
+
 def random_weights(
-    config: V4Config, seed: int, device: str = "cpu", matrices: torch.dtype = torch.float32
+    config: V4Config,
+    seed: int,
+    device: str = "cpu",
+    matrices: torch.dtype = torch.float32,
+    check: BytesCheck = lambda _: None,
 ) -> dict[str, Tensor]:
     """Weights from a seed, made on the device, without a draft. Values keep the size of what passes them."""
     chance = torch.Generator(device).manual_seed(seed)
-    weights = {}
-    for each in parameters(config, draft=False).values():
-        made = torch.empty(each.shape, dtype=each.dtype(matrices), device=device)
+    wanted = parameters(config, draft=False)
+    groups = make_groups(wanted, (), matrices, config, fp8=False)
+    check(_bytes_of(groups))
+    weights = {name: made for group, _ in groups for name, made in group.allocate(device).items()}
+    for each in wanted.values():
+        made = weights[each.name]
         if each.integer:
             first = torch.randint(config.experts, (len(made), 1), device=device, generator=chance)
             made.copy_((first + torch.arange(made.shape[1], device=device)) % config.experts)
@@ -347,7 +413,6 @@ def random_weights(
             made.normal_(0.0, 0.02, generator=chance)
         else:
             made.normal_(0.0, each.shape[-1] ** -0.5, generator=chance)
-        weights[each.name] = made
     weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
     return weights
 
@@ -356,34 +421,3 @@ def _check_experts(table: Tensor, stored: StoredTensor, config: V4Config) -> Non
     if table.min() < 0 or table.max() >= config.experts:
         why = f"{stored.name} names experts that are not there: there are {config.experts}"
         raise WeightsError(stored.file, why, [stored.name])
-
-
-def _dequantize(target: Tensor, values: Tensor, scale: Tensor, block: tuple[int, int]) -> None:
-    """Writes values x scale in place, one matrix after the other, so that nothing big is in memory twice."""
-    if block == FP4_BLOCK:
-        values = values.view(torch.uint8)
-    if target.dim() > 2:
-        for own in zip(target, values, scale, strict=True):
-            _dequantize(*own, block)
-        return
-    if block == FP4_BLOCK:
-        pairs = _fp4_pairs(target.device)
-        index = values.flatten().to(target.device, torch.int32)
-        torch.index_select(pairs, 0, index, out=target.view(-1, 2))
-    else:
-        target.copy_(values)
-    rows, columns = block
-    across = scale.repeat_interleave(columns, dim=1)[:, : target.shape[1]]
-    if rows == 1:
-        target.mul_(across)
-        return
-    for i, row in enumerate(across):
-        target[i * rows : (i + 1) * rows].mul_(row)
-
-
-@cache
-def _fp4_pairs(device: torch.device) -> Tensor:
-    """[256, 2]: the two values of every byte."""
-    signed = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)], device=device)
-    byte = torch.arange(256, device=device)
-    return torch.stack([signed[byte & 15], signed[byte >> 4]], dim=1)

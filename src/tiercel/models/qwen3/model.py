@@ -27,12 +27,23 @@ from tiercel.errors import SpecError
 from tiercel.kernels.choice import Kernels, ListKernels, make_kernels
 from tiercel.kernels.reference import CosSin
 from tiercel.memory.buffers import DeviceMemory
-from tiercel.models.base import BeforeLayer, Dimensions, Span, Weights, at_once, named, part_of
+from tiercel.models.base import (
+    BeforeLayer,
+    BytesCheck,
+    Dimensions,
+    Span,
+    Weights,
+    at_once,
+    bytes_by_part,
+    named,
+    part_of,
+)
 from tiercel.models.batch import Batch
 from tiercel.models.checkpoint import FLOATS, Checkpoint, StoredTensor, check_finite
 from tiercel.models.entries import EntryRows
 from tiercel.models.families import Family
 from tiercel.models.rotary import Rope, Rotary, read_rope, rope_kind
+from tiercel.progress import told
 from tiercel.spec.attention import values
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.hf_fields import check_only, number, per_layer, whole
@@ -148,8 +159,14 @@ def parameters(config: Qwen3Config, *, tied: bool) -> dict[str, Shape]:
     return ends | {f"model.layers.{i}.{name}.weight": layer[name] for i in layers for name in layer}
 
 
-def load_weights(
-    checkpoint: Checkpoint, config: Qwen3Config, device: str = "cpu", matrices: torch.dtype = torch.float32
+def load_weights(  # noqa: PLR0913
+    checkpoint: Checkpoint,
+    config: Qwen3Config,
+    device: str = "cpu",
+    matrices: torch.dtype = torch.float32,
+    *,
+    fp8: bool = False,  # noqa: ARG001 - no Qwen3 checkpoint that is read here has it
+    check: BytesCheck = lambda _: None,
 ) -> dict[str, Tensor]:
     """Every parameter by its name: matrices in the type asked for, norms in fp32. One error names all
     that does not fit, before a byte is read.
@@ -165,11 +182,15 @@ def load_weights(
         "unfit": [(each.name, why) for each, shape in known if (why := _unfit(each, shape))],
     }
     checkpoint.refuse(faults)
+    dtypes = {name: matrices if len(shape) > 1 else torch.float32 for name, shape in wanted.items()}
+    sizes = {name: math.prod(shape) * dtypes[name].itemsize for name, shape in wanted.items()}
+    check(bytes_by_part(sizes.items()))
     weights = {}
-    for each, shape in known:
-        dtype = matrices if len(shape) > 1 else torch.float32
-        weights[each.name] = checkpoint.read(each.name).to(device, dtype, copy=True)
-        check_finite(weights[each.name], each)
+    with told("weights", sum(sizes.values())) as done:
+        for each, _ in known:
+            weights[each.name] = checkpoint.read(each.name).to(device, dtypes[each.name], copy=True)
+            check_finite(weights[each.name], each)
+            done(sizes[each.name])
     weights.setdefault(HEAD, weights[EMBEDDING])
     return weights
 

@@ -1,0 +1,37 @@
+"""What may take long at the start: a bar on a terminal meanwhile, and a line in the log at its end."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Timer
+from time import perf_counter
+
+log = logging.getLogger(__name__)
+
+PROGRESS_S = 1.0
+"""There is a bar for what takes longer."""
+
+
+@contextmanager
+def told(what: str, size: int) -> Iterator[Callable[[int], None]]:
+    """Around something that is done to so many bytes. What is yielded is called with the bytes of each part
+    that is done, from any thread. There is a bar only if stderr is a terminal."""
+    from rich.console import Console  # here: a library should not load it to do nothing with it
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+    bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+    task = bar.add_task(what, total=size)
+    timer, start = Timer(PROGRESS_S, bar.start), perf_counter()
+    timer.daemon = True
+    timer.start()
+    try:
+        yield lambda more: bar.advance(task, more)
+    finally:
+        timer.cancel()
+        timer.join()
+        bar.stop()
+    log.info("%s: %.2f GB in %.1f s", what, size / 1e9, perf_counter() - start)
