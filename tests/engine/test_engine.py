@@ -22,7 +22,7 @@ from tests.engine.drive import (
 )
 from tiercel.engine.ask import Finish, Sampling
 from tiercel.engine.loop import plain_steps
-from tiercel.engine.scheduler import share
+from tiercel.engine.step import share
 from tiercel.engine.task import PRIORITY_S
 from tiercel.errors import AskError, QueueFull
 from tiercel.models.deepseek_v4.model import DeepseekV4

@@ -94,9 +94,6 @@ def test_a_step_without_memory_ends_its_texts_and_no_others(device: str, overlap
     engine.cache.close()
 
 
-@pytest.mark.xfail(
-    strict=True, reason="an error's traceback holds the tensors until its rings are used again"
-)
 @LOOPS
 def test_what_a_failed_step_held_is_free_for_the_next(overlap, caplog) -> None:
     caplog.set_level("CRITICAL", "tiercel")  # pytest keeps what is logged, tracebacks too

@@ -75,6 +75,11 @@ def texts(vocab: int, *lengths: int) -> list[Tensor]:
     return [torch.randint(vocab, (length,), generator=chance) for length in lengths]
 
 
+def bytes_of(memory: DeviceMemory) -> list[Tensor]:
+    streams = memory.spec.streams
+    return [memory.view(stream.name, layer) for stream in streams for layer in stream.layers]
+
+
 def kl(ours: Tensor, theirs: Tensor) -> float:
     a, b = (each.cpu().double().log_softmax(-1) for each in (theirs, ours))
     return float((a.exp() * (a - b)).sum(-1).max())
@@ -151,8 +156,7 @@ def test_padding_changes_nothing(device: str) -> None:
         assert torch.equal(answer.best[: len(logits)][-2:], best) and torch.equal(
             padded.last[:3], plain.last[:3]
         )
-    for stream, layer in ((stream, layer) for stream in memory.spec.streams for layer in stream.layers):
-        assert torch.equal(memory.view(stream.name, layer), its_memory.view(stream.name, layer))
+    assert all(map(torch.equal, bytes_of(memory), bytes_of(its_memory)))
     assert len(padded._sections(memory.spec)) > 1
 
 
@@ -177,11 +181,7 @@ def test_a_recorded_forward_is_the_forward(
                 found.append(model.keep_best(logits, [span.ring for span in spans]).clone())
         model.resume(1, [(128, 5)])
         found.append(model.forward([Span(tokens[0][:2], 128, pages[0], 1)]).clone())
-        found += [
-            memory.view(stream.name, layer).clone()
-            for stream in memory.spec.streams
-            for layer in stream.layers
-        ]
+        found += [each.clone() for each in bytes_of(memory)]
         seen.append(found)
         assert waited[-1] == len(model.layers) - 1
     assert len(seen[0]) == len(seen[1]) and all(map(torch.equal, *seen))

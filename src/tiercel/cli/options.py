@@ -60,7 +60,7 @@ def made(kind: type[T], settings: dict[str, Any], **more: Any) -> T:
             continue
         value = settings[name]
         if "memory" in each.metadata:
-            value = parse_bytes(value, f"--{name.replace('_', '-')}")
+            value = None if value is None else parse_bytes(value, f"--{name.replace('_', '-')}")
         values[each.name] = tuple(value or ()) if isinstance(each.default, tuple) else value
     return kind(**values, **more)
 
@@ -78,8 +78,11 @@ def _option(kind: type, each: Field[Any], defaults: dict[str, str]) -> Parameter
     default: Any = each.default
     kept_as = get_type_hints(kind)[each.name]
     if "memory" in rules:
-        size = next((f"{default // size}{unit}" for unit, size in UNITS.items() if default >= size), "0")
-        kept_as, default = str, defaults.get(name, size)
+        if default is not None:
+            default = next(
+                (f"{default // size}{unit}" for unit, size in UNITS.items() if default >= size), "0"
+            )
+        kept_as, default = str | None, defaults.get(name, default)
     elif isinstance(default, tuple):
         kept_as, default = list[str] | None, None
     told = f" {', '.join(rules['one_of'])}." if "one_of" in rules else ""

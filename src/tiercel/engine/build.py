@@ -12,15 +12,19 @@ from tiercel.cache import TieredCache
 from tiercel.config import CacheConfig
 from tiercel.engine.config import Build, EngineConfig
 from tiercel.engine.engine import Engine
+from tiercel.engine.scheduler import STEP_TOKENS
 from tiercel.errors import ConfigError
 from tiercel.kernels.choice import Kernels, check_device, digest_of, kernels_digest, make_kernels
 from tiercel.models.base import Dimensions
 from tiercel.models.checkpoint import Checkpoint
-from tiercel.models.families import EMBEDDED, family_of, folder_of, sources_of, text_folder_of
+from tiercel.models.families import EMBEDDED, Family, family_of, folder_of, sources_of, text_folder_of
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.identity import BITS, Identity
 from tiercel.storage.open import hide, open_store
 from tiercel.text.text import Text
+
+CPU_BYTES = 256 * 2**20
+CUDA_STEP_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -43,12 +47,17 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
     if build.exact and not kernels.EXACT:
         why = f"the {kernels.NAME} kernels add in an order that depends on the batch"
         raise ConfigError("exact", build.exact, why)
-    page_tokens = build.page_tokens or (128 if build.model == EMBEDDED else 256)
-    spec = family.declare(checkpoint.config, page_tokens, build.format)
-    pages, tails = _places(build.device_bytes, spec, config)
+    build, config = _with_defaults(build, config, family)
+    assert build.page_tokens and build.format
+    spec = family.declare(checkpoint.config, build.page_tokens, build.format)
+    if build.device_bytes is not None:
+        _places(build.device_bytes, spec, config)  # what is too little is told before weights are read
     text = Text(text_folder_of(build.model))
     check, fp8 = partial(_check_memory, build), kernels.NAME == "cuda"
     weights = family.load(checkpoint, own, build.device, kernels.dtype, fp8=fp8, check=check)
+    device_bytes = build.device_bytes or torch.cuda.mem_get_info(build.device)[0] // 2
+    build = replace(build, device_bytes=device_bytes)
+    pages, tails = _places(device_bytes, spec, config)
     settings = replace(config.cache, device_pages=pages, device_tails=tails)
     identity = _identity(build, checkpoint, own, kernels)
     cache = TieredCache(spec, settings, identity=identity, device=build.device)
@@ -62,11 +71,24 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
     return engine, [*choices, *_unread_choice(family.unread(checkpoint)), *_end_choice(text, own.vocab_size)]
 
 
+def _with_defaults(build: Build, config: EngineConfig, family: Family) -> tuple[Build, EngineConfig]:
+    """What was not asked for. Device memory of a GPU is known when the weights are there."""
+    on_cpu = torch.device(build.device).type == "cpu"
+    build = replace(
+        build,
+        page_tokens=build.page_tokens or (128 if build.model == EMBEDDED else 256),
+        format=build.format or ("fp32" if on_cpu else family.format),
+        device_bytes=build.device_bytes or (CPU_BYTES if on_cpu else None),
+    )
+    tokens = config.step_tokens or (STEP_TOKENS if on_cpu else CUDA_STEP_TOKENS)
+    return build, replace(config, step_tokens=tokens)
+
+
 def _check_memory(build: Build, weights: Mapping[str, int]) -> None:
     """On a CPU it is not checked: its memory is lent to others and comes back."""
     if torch.device(build.device).type == "cuda":
         bytes_free, _ = torch.cuda.mem_get_info(build.device)
-        check_memory(build.model, weights, cache_bytes=build.device_bytes, bytes_free=bytes_free)
+        check_memory(build.model, weights, cache_bytes=build.device_bytes or 0, bytes_free=bytes_free)
 
 
 def check_memory(model: str, weights: Mapping[str, int], *, cache_bytes: int, bytes_free: int) -> None:
@@ -90,7 +112,7 @@ def _gb(size: int) -> str:
 def _identity(build: Build, checkpoint: Checkpoint, own: Dimensions, kernels: Kernels) -> Identity:
     return Identity(
         weights=checkpoint.digest(),
-        arithmetic=digest_of(own.digest, build.format, files=sources_of(checkpoint.config)),
+        arithmetic=digest_of(own.digest, str(build.format), files=sources_of(checkpoint.config)),
         kernels=kernels_digest(kernels, build.device) if build.share == BITS else "",
     )
 
@@ -166,7 +188,7 @@ def _choices(
         Choice(
             "model", build.model, f"{spec.model}, {len(spec.layers)} layers, {engine.vocab_size:,} tokens"
         ),
-        Choice("entries", build.format, f"{spec.bytes_per_token:,.0f} B per token"),
+        Choice("entries", str(build.format), f"{spec.bytes_per_token:,.0f} B per token"),
         Choice("kernels", kernels, why.get(kernels, "the native ones were not built, or not asked for")),
         Choice("exact", "on" if exact else "off", same),
         Choice("device tier", device, f"{build.device_bytes:,} B"),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tiercel.config import CacheConfig, check_settings, parse_bytes, setting
+from tiercel.config import CacheConfig, check_settings, setting
 from tiercel.errors import ConfigError
 from tiercel.models.families import EMBEDDED
 from tiercel.spec.identity import BITS, SHARES
 
-DEVICE_MEMORY, HOST_MEMORY = "256MiB", "1GiB"
+HOST_MEMORY = "1GiB"
 """What a server and `Offline` take by default. (`CacheConfig` has no host tier by default.)"""
 
 
@@ -20,18 +20,19 @@ class Build:
     model: str = EMBEDDED
     page_tokens: int | None = setting(None, "Tokens of one page.")
     """None: 128 for the embedded model, whose texts are short, else 256."""
-    format: str = setting("fp32", "How entries are kept: fp32, bf16, fp8.")
-    """How entries are kept. fp32: the bits of the model, on a CPU nothing else is faster."""
+    format: str | None = setting(None, "How entries are kept: fp32, bf16, fp8.")
+    """How entries are kept. None: fp32 on a CPU, where nothing else is faster; else `Family.format`."""
     device: str = setting("cpu", "Where the model runs: cpu, cuda, cuda:1, …")
     """The torch device of weights, pages, tails and rings. The native kernels are for the CPU only."""
-    device_bytes: int = setting(
-        parse_bytes(DEVICE_MEMORY),
+    device_bytes: int | None = setting(
+        None,
         "Device memory for pages and tails.",
         least=1,
         memory=True,
         option="device_memory",
     )
-    """Device memory for pages and tails, which attention reads."""
+    """Device memory for pages and tails, which attention reads. None: 256 MiB of a CPU's memory; half of
+    what a GPU has left beside the weights. A step with many tokens takes the other half for a while."""
     kernels: str = setting("auto", "Kernels: auto, native, cuda, reference.")
     compute: str = setting("auto", "Numbers that CUDA kernels compute with: bf16, or fp32.")
     """auto: fp32 on a CPU, bf16 on CUDA. Sums are fp32 everywhere."""
@@ -62,8 +63,9 @@ class EngineConfig:
     waiting_max: int = setting(1024, "Requests that may wait; more are refused.", least=1)
     """The limit of the queue. A request behind so many others would time out at its client."""
 
-    step_tokens: int = setting(512, "Tokens of one step.", least=1)
-    """Tokens of one step. Four pages keep the matrix kernels busy, and running answers wait for one step."""
+    step_tokens: int | None = setting(None, "Tokens of one step.", least=1)
+    """Tokens of one step: they keep the matrix kernels busy, and running answers wait for one step. None: 512
+    on a CPU, 8,192 on CUDA."""
 
     context_tokens: int | None = setting(None, "Tokens of the longest text.", least=1)
     """The longest text. None: what the model was made for (`max_position_embeddings`), if it fits."""

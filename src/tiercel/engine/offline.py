@@ -15,7 +15,7 @@ from typing import Any, Self
 from tiercel.config import parse_bytes
 from tiercel.engine.ask import Answer, Ask, Delta, Sampling
 from tiercel.engine.build import open_engine
-from tiercel.engine.config import DEVICE_MEMORY, HOST_MEMORY, Build, EngineConfig
+from tiercel.engine.config import HOST_MEMORY, Build, EngineConfig
 from tiercel.engine.engine import Engine
 from tiercel.engine.loop import plain_steps
 from tiercel.models.families import EMBEDDED
@@ -46,12 +46,13 @@ class Offline:
         self,
         model: str = EMBEDDED,
         *,
-        device_memory: str = DEVICE_MEMORY,
+        device_memory: str | None = None,
         host_memory: str = HOST_MEMORY,
         store: str | None = None,
     ) -> None:
         """`model`: a Hugging Face folder, or the embedded one. `store`: its URL."""
-        build = Build(model=model, device_bytes=parse_bytes(device_memory), store=store)
+        device_bytes = None if device_memory is None else parse_bytes(device_memory)
+        build = Build(model=model, device_bytes=device_bytes, store=store)
         config = EngineConfig()
         cache = replace(config.cache, host_bytes=parse_bytes(host_memory))
         self.engine, _ = open_engine(build, replace(config, cache=cache))

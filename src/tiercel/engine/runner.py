@@ -143,9 +143,11 @@ class LocalRunner:
         try:
             return self.model.forward(work.spans, work.rows, work.before)
         except Exception as error:
+            log.exception("a step could not be computed")
             for part in step.parts:  # the next step may be queued already: these texts are not computed there
                 self._rings[part.ring].error = error
-            raise
+            # The frames of the forward hold its tensors. Their memory is needed, and the error is kept.
+            raise error.with_traceback(None) from None
 
     def _begin(self, begin: Begin) -> None:
         self._rings[begin.ring] = ring = _Ring(begin)

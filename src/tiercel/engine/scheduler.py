@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 
 from tiercel.cache import Loaded, RequestState, TieredCache, Wait, WaitFor
-from tiercel.engine.ask import Ask, Finish, TokenOut
+from tiercel.engine.ask import Ask, Finish
 from tiercel.engine.config import EngineConfig
-from tiercel.engine.step import Begin, Drawn, PageTable, Step, StepPart
+from tiercel.engine.step import Begin, Drawn, PageTable, Step, StepPart, share
 from tiercel.engine.task import PRIORITY_S, Outcome, Seat, Stage, Task
 from tiercel.errors import QueueFull
 from tiercel.policy.resume import Reuse
@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 
 PROMPT_TOKENS = 16
 """A step with more tokens per text than this is a prefill step: its time measures the prefill rate."""
+
+STEP_TOKENS = 512
+"""Of one step, where nothing else is asked for."""
 
 PASSED_MOST = 64
 """At most so many tasks that let others by are tried again in one step."""
@@ -181,7 +184,7 @@ class Scheduler:
                 outcomes.append(Outcome(task, out))
                 continue
             try:
-                outcome = self._drawn(task, out)
+                outcome = task.take(out)
             except Exception as error:  # noqa: BLE001 - whatever is wrong with one text is that task's
                 self._fail(task, error)
                 continue
@@ -376,7 +379,7 @@ class Scheduler:
                 parts.append((task, StepPart(seat.ring, seat.planned, known, True, scored)))
                 seat.planned = known
         parts = [each for each in parts if each[0].stage is running]
-        tokens = max(self.config.step_tokens - len(parts), self.page_tokens)
+        tokens = max((self.config.step_tokens or STEP_TOKENS) - len(parts), self.page_tokens)
         shares = share(tokens, [missing for _, _, missing in prompts], self.page_tokens)
         for (task, seat, missing), count in zip(prompts, shares, strict=True):
             if count and task.stage is running:
@@ -433,27 +436,6 @@ class Scheduler:
             shared = map(place, request.table[first : seat.committed])
             self._changes.append(PageTable(seat.ring, first, tuple(shared)))
 
-    def _drawn(self, task: Task, token: TokenOut) -> Outcome:
-        """The text goes on with a token, or ends."""
-        sampling, drawn = task.ask.sampling, task.drawn
-        prompt: tuple[TokenOut, ...] = ()
-        if not drawn and task.ask.prompt_logprobs_from is not None:
-            head = [TokenOut(task.tokens[0])] if task.ask.prompt_logprobs_from == 0 else []
-            prompt, task.scoring = (*head, *task.scores), False
-        if sampling.max_tokens == 0:
-            return Outcome(task, prompt=prompt, finish=Finish.LENGTH)
-        task.tokens.append(token.token)
-        finish = Finish.LENGTH if drawn + 1 >= sampling.max_tokens else None
-        if token.token in task.ends:
-            return Outcome(task, token, None, prompt, Finish.STOP, token.token)
-        if not sampling.stop:
-            return Outcome(task, token, None, prompt, finish)
-        piece = task.stream.push(token.token)
-        if piece.stopped_by is not None:
-            return Outcome(task, token, piece.text, prompt, Finish.STOP, piece.stopped_by)
-        rest = task.stream.finish() if finish else ""
-        return Outcome(task, token, piece.text + rest, prompt, finish)
-
     def _fail(self, task: Task, error: Exception) -> None:
         """End one task with an error. It is in no step under way."""
         log.error("%s ends with an error", task.ask.request_id, exc_info=error)
@@ -483,20 +465,3 @@ class Scheduler:
             self.free_rings.append(task.seat.ring)
             del self._in_ring[task.seat.ring]
             task.seat = None
-
-
-def share(tokens: int, wanted: Sequence[int], piece: int) -> list[int]:
-    """How many tokens each text may compute of what it wants, first come first.
-
-    Everyone gets a piece, in order, and what is left goes to the first: a short prompt does not wait for a
-    long one before it, and nobody waits for ever.
-    """
-    given = []
-    for want in wanted:
-        given.append(min(want, piece, tokens))
-        tokens -= given[-1]
-    for i, want in enumerate(wanted):
-        more = min(want - given[i], tokens)
-        given[i] += more
-        tokens -= more
-    return given

@@ -8,6 +8,7 @@ what changed: the cost of a step does not grow with the length of the texts in i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -76,3 +77,20 @@ class Runner(Protocol):
     """Runs steps, one after the other. Whatever `run` raises ends the texts of that step."""
 
     def run(self, step: Step) -> Drawn: ...
+
+
+def share(tokens: int, wanted: Sequence[int], piece: int) -> list[int]:
+    """How many tokens each text may compute of what it wants, first come first.
+
+    Everyone gets a piece, in order, and what is left goes to the first: a short prompt does not wait for a
+    long one before it, and nobody waits for ever.
+    """
+    given = []
+    for want in wanted:
+        given.append(min(want, piece, tokens))
+        tokens -= given[-1]
+    for i, want in enumerate(wanted):
+        more = min(want - given[i], tokens)
+        given[i] += more
+        tokens -= more
+    return given

@@ -103,6 +103,27 @@ class Task:
             self.chain.extend(self.tokens[self.chain.tokens :])
         return self.chain
 
+    def take(self, token: TokenOut) -> Outcome:
+        """The text goes on with a token, or ends."""
+        sampling, drawn = self.ask.sampling, self.drawn
+        prompt: tuple[TokenOut, ...] = ()
+        if not drawn and self.ask.prompt_logprobs_from is not None:
+            head = [TokenOut(self.tokens[0])] if self.ask.prompt_logprobs_from == 0 else []
+            prompt, self.scoring = (*head, *self.scores), False
+        if sampling.max_tokens == 0:
+            return Outcome(self, prompt=prompt, finish=Finish.LENGTH)
+        self.tokens.append(token.token)
+        finish = Finish.LENGTH if drawn + 1 >= sampling.max_tokens else None
+        if token.token in self.ends:
+            return Outcome(self, token, None, prompt, Finish.STOP, token.token)
+        if not sampling.stop:
+            return Outcome(self, token, None, prompt, finish)
+        piece = self.stream.push(token.token)
+        if piece.stopped_by is not None:
+            return Outcome(self, token, piece.text, prompt, Finish.STOP, piece.stopped_by)
+        rest = self.stream.finish() if finish else ""
+        return Outcome(self, token, piece.text + rest, prompt, finish)
+
     @property
     def drawn(self) -> int:
         return len(self.tokens) - self.prompt_tokens

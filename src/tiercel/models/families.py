@@ -39,6 +39,7 @@ measurements, and answers nothing of sense."""
 SHARED_SOURCES = (
     "models/batch.py",
     "models/flat.py",
+    "models/graphs.py",
     "models/entries.py",
     "models/rotary.py",
     "kernels/entries.py",
@@ -75,6 +76,8 @@ class Family:
     load: Load
     build: Callable[[Any, dict[str, Tensor], DeviceMemory, int, Kernels], Model]
     """(dimensions, weights, device memory, running requests at most, kernels) → the model."""
+    format: str = "bf16"
+    """How entries are kept on a GPU, unless something else is asked for."""
     kernels: tuple[str, ...] = ("native", "reference")
     """The kernel sets that the model can run on, best first."""
     unread: Callable[[Checkpoint], list[str]] = lambda _: []

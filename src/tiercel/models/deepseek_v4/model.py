@@ -185,6 +185,7 @@ FAMILY = Family(
     declare=partial(deepseek_v4, model="deepseek-v4"),
     load=partial(load_weights, draft=False),
     build=DeepseekV4,
+    format="fp8",
     kernels=("native", "cuda", "reference"),
     unread=draft_names,
 )
