@@ -1,12 +1,15 @@
 """Triton's interpreter (3.6), where it differs from a device: it multiplies bf16 matrices as if their bytes
-were integers, and cuts fp32 to bf16 where a device rounds. It also takes milliseconds for each call of one
+were integers, cuts fp32 to bf16 where a device rounds, and takes no loaded number as the bound of a `for`,
+because NumPy no longer makes an integer of an array of one. It also takes milliseconds for each call of one
 jitted function by another, because it prepares the whole language again: once for a launch is enough."""
 
 import numpy as np
 import triton.language as tl
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle, _patch_lang
 
 _cast, _dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
+_patch_tensor = interpreter._patch_lang_tensor
 _prepared = set[str]()
 
 
@@ -29,6 +32,11 @@ def dot(builder: InterpreterBuilder, a: TensorHandle, b: TensorHandle, *rest: ob
     return _dot(builder, a, b, *rest)
 
 
+def patch_tensor(tensor: type[tl.tensor], scope: interpreter._LangPatchScope) -> None:
+    _patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda number: number.handle.data.item())
+
+
 def call(function: InterpretedFunction, *arguments: object, **named: object) -> object:
     """A launch prepares `triton.language`; Triton's own functions use modules below it, prepared for good."""
     home = function.fn.__module__
@@ -41,3 +49,4 @@ def call(function: InterpretedFunction, *arguments: object, **named: object) -> 
 def repair() -> None:
     InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot = cast, dot
     InterpretedFunction.__call__ = call
+    interpreter._patch_lang_tensor = patch_tensor

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 SHARED_MOST = 227 * 1024
-STACK_MOST = {"_attention": 512}
+STACK_MOST = {"_attention": 128}
 """Its sum fills half of the registers; what is used once for each tile of rows lives elsewhere."""
 
 

@@ -9,10 +9,13 @@ softmax:
 
 What these rows are, and which lie in one tile, follows from the query alone, and one program sums them all in
 order: so a token has the same bits in a prefill and in a decode. If the rows were ever split between
-programs, the split would be part of the order of sums, and would have to follow from the query alone too.
+programs, the split would be part of the order of sums, and would have to follow from the query alone too. The
+channels may be split: if programs are few, several compute the same scores, and each sums a slice.
 
 A row is cut into pieces of equal channels, each of one type: e4m3 of one group, bf16 or fp32. Bytes wait in
-registers as words of four, while the tile before them is multiplied.
+registers as words of four, while the tile before them is multiplied. A thread reads what it later writes to
+shared memory, 8 neighbouring channels of a piece: numbers change their thread nowhere in between. All pieces
+of a row are then one operand.
 
 The plain twin is `reference.attention`, on decoded rows.
 """
@@ -42,24 +45,99 @@ class Tile(NamedTuple):
 
 WIDE = Tile(heads=64, rows=64, warps=8)
 """bf16, from 64 heads on. 64 is the height of a wgmma; the sum [64, 512] takes 128 registers of each of 256
-threads. 64 rows and the queries take 128 KiB of shared memory; 32 rows cost the same instructions twice."""
+threads. 64 rows and the queries take 128 KiB of shared memory, their weights 8 KiB; 32 rows cost the same
+instructions twice."""
 NARROW = Tile(heads=16, rows=32, warps=4)
 """bf16, fewer heads: 16 is the least that tensor cores multiply."""
 EXACT = Tile(heads=16, rows=16, warps=8)
 """fp32: without tensor cores the operands are in registers; tiles are small and threads many."""
+
+SLICES = ((4, 33), (2, 66))
+"""(slices of the channels, the most programs that are cut into so many). An H200 has 132 multiprocessors, and
+a program fills one. Empty: programs are never cut."""
 
 NUMBERS = {"fp32": 4, "bf16": 2, "fp8_groups": 2}
 """Bytes of a number that is not e4m3."""
 
 
 @triton.jit
-def _addresses(  # noqa: PLR0913
+def _count(
+    here, chosen, PER_ROW: tl.constexpr, LISTED: tl.constexpr, RATIO: tl.constexpr
+):  # fmt: skip
+    """Entries of a query, or the length of its list up to the last number."""
+    count = 0
+    if LISTED > 0:
+        listed = tl.arange(0, triton.next_power_of_2(LISTED))
+        numbers = tl.load(chosen + listed, mask=listed < LISTED, other=-1)
+        count = tl.max(tl.where((numbers >= 0) & (here >= 0), listed + 1, 0), 0)
+    elif PER_ROW > 0:
+        count = (here + 1) // RATIO
+    return count
+
+
+@triton.jit
+def _listed(e, count, chosen, LISTED: tl.constexpr):
+    """(e, or the numbers at e in a list; whether there is such an entry)."""
+    far = (e >= 0) & (e < count)
+    if LISTED > 0:
+        e = tl.load(chosen + e, mask=far, other=-1)
+        far = far & (e >= 0)
+    return e, far
+
+
+@triton.jit
+def _there(  # noqa: PLR0913
+    tile, here, count, chosen,
+    WINDOW: tl.constexpr, PER_ROW: tl.constexpr, LISTED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Whether there is a row, for each of a tile."""
+    lane = tile * ROWS + tl.arange(0, ROWS)
+    there = (lane < WINDOW) & (here - (WINDOW - 1) + lane >= 0)
+    if PER_ROW > 0:
+        there = there | _listed(lane - (WINDOW + ROWS - 1) // ROWS * ROWS, count, chosen, LISTED)[1]
+    return there
+
+
+@triton.jit
+def _read_piece(value, there, AT: tl.constexpr, WIDTH: tl.constexpr, PIECE: tl.constexpr):
+    """WIDTH tensors of words [rows, PIECE / 4]. Pairs of words go to them in turn, so that 8 neighbouring
+    channels are in two columns whatever their width is: a thread reads pairs."""
+    word = (value + AT).to(tl.pointer_type(tl.int32), bitcast=True)[:, None]
+    column = tl.arange(0, PIECE // 4)[None, :]
+    words = ()
+    for i in tl.static_range(WIDTH):
+        at = column // 2 * (2 * WIDTH) + column % 2 + 2 * i
+        words += (tl.load(word + at, mask=there[:, None], other=0),)
+    return words
+
+
+@triton.jit
+def _read(  # noqa: PLR0913
+    value, scale, there,
+    NOPE: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """(words of the pieces, words of exponents). What is not there is zeros: its memory may hold anything."""
+    words = ()
+    for i in tl.static_range(NOPE // PIECE):
+        words += _read_piece(value, there, i * PIECE, 1, PIECE)
+    for i in tl.static_range(PIECES - NOPE // PIECE):
+        words += _read_piece(value, there, NOPE + i * PIECE * WIDTH, WIDTH, PIECE)
+    exponents = ()
+    for i in tl.static_range((NOPE // GROUP + 3) // 4):
+        word = (scale + 4 * i).to(tl.pointer_type(tl.int32), bitcast=True)
+        exponents += (tl.load(word, mask=there, other=0),)
+    return words, exponents
+
+
+@triton.jit
+def _fetch(  # noqa: PLR0913
     tile, here, start, first, ring, count, pages, kept, new, entries, chosen,
     WINDOW: tl.constexpr, KEPT_BYTES: tl.constexpr, NEW_BYTES: tl.constexpr, ROW_BYTES: tl.constexpr,
     PER_ROW: tl.constexpr, VALUE: tl.constexpr, SCALE: tl.constexpr, LISTED: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, NOPE: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PIECE: tl.constexpr,
+    PIECES: tl.constexpr,
 ):  # fmt: skip
-    """(value, scale, whether there is a row at all) of each row of a tile."""
+    """(words of the pieces, words of exponents) of the rows of a tile."""
     lane = tile * ROWS + tl.arange(0, ROWS)
     at = here - (WINDOW - 1) + lane
     ring_rows: tl.constexpr = WINDOW - 1 if WINDOW > 1 else 1
@@ -69,66 +147,122 @@ def _addresses(  # noqa: PLR0913
     scale = value + VALUE
     there = (lane < WINDOW) & (at >= 0)
     if PER_ROW > 0:
-        e = lane - (WINDOW + ROWS - 1) // ROWS * ROWS
-        far = (e >= 0) & (e < count)
-        if LISTED > 0:
-            number = tl.load(chosen + e, mask=far, other=-1)
-            far = far & (number >= 0)
-            place, inner = number // PER_ROW, number % PER_ROW
-        else:
-            place, inner = tl.load(pages + e // PER_ROW, mask=far, other=0), e % PER_ROW
-        row = entries + place.to(tl.int64) * ROW_BYTES
+        e, far = _listed(lane - (WINDOW + ROWS - 1) // ROWS * ROWS, count, chosen, LISTED)
+        place = e // PER_ROW
+        if LISTED == 0:
+            place = tl.load(pages + place, mask=far, other=0)
+        row, inner = entries + place.to(tl.int64) * ROW_BYTES, e % PER_ROW
         value = tl.where(far, row + inner * VALUE, value)
         scale = tl.where(far, row + PER_ROW * VALUE + inner * SCALE, scale)
         there = there | far
-    return value, scale, there
+    return _read(value, scale, there, NOPE, GROUP, WIDTH, PIECE, PIECES)
 
 
 @triton.jit
-def _read_piece(
-    value, there, AT: tl.constexpr, NOPE: tl.constexpr, WIDTH: tl.constexpr, PIECE: tl.constexpr
-):  # fmt: skip
-    offset: tl.constexpr = AT if AT < NOPE else NOPE + (AT - NOPE) * WIDTH
-    words: tl.constexpr = PIECE // 4 if AT < NOPE else PIECE * WIDTH // 4
-    word = (value + offset).to(tl.pointer_type(tl.int32), bitcast=True)
-    return tl.load(word[:, None] + tl.arange(0, words)[None, :], mask=there[:, None], other=0)
+def _join(parts, N: tl.constexpr):
+    """N tensors [...], N a power of two → [..., 2, 2, and so on]: the bits of a part's number, the
+    highest first."""
+    if N == 1:
+        whole = parts[0]
+    else:
+        pairs = ()
+        for i in tl.static_range(N // 2):
+            pairs += (tl.join(parts[i], parts[i + N // 2]),)
+        whole = _join(pairs, N // 2)
+    return whole
 
 
 @triton.jit
-def _read(  # noqa: PLR0913
-    value, scale, there,
-    NOPE: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
-):  # fmt: skip
-    """(words of each piece, words of exponents). What is not there is zeros: its memory may hold anything."""
-    pieces = ()
-    for i in tl.static_range(PIECES):
-        pieces += (_read_piece(value, there, i * PIECE, NOPE, WIDTH, PIECE),)
-    exponents = ()
-    for i in tl.static_range((NOPE // GROUP + 3) // 4):
-        word = (scale + 4 * i).to(tl.pointer_type(tl.int32), bitcast=True)
-        exponents += (tl.load(word, mask=there, other=0),)
-    return pieces, exponents
+def _interleave(parts, N: tl.constexpr):
+    """N tensors [rows, n] → [rows, n · N]: column i of each part, then column i + 1."""
+    rows: tl.constexpr = parts[0].shape[0]
+    n: tl.constexpr = parts[0].shape[1]
+    return _join(parts, N).reshape(rows, n * N)
+
+
+@triton.jit
+def _decode_bytes(words, power, OPERAND: tl.constexpr):
+    """e4m3 · power. The bytes are put in order first: then pairs of them are converted as they lie."""
+    numbers = ()
+    for i in tl.static_range(4):
+        half = (words >> (16 * (i // 2))).to(tl.uint16)
+        numbers += ((half >> (8 * (i % 2))).to(tl.uint8),)
+    number = _interleave(numbers, 4).to(tl.float8e4nv, bitcast=True)
+    return (number.to(tl.float32) * power).to(OPERAND)
+
+
+@triton.jit
+def _decode_wide(words, WIDTH: tl.constexpr, OPERAND: tl.constexpr):
+    """bf16 or fp32, from the tensors of words of `_read_piece`."""
+    parts = ()
+    for i in tl.static_range(WIDTH):
+        if WIDTH == 2:
+            low = words[i].to(tl.int16).to(tl.bfloat16, bitcast=True)
+            high = (words[i] >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+            parts += (_interleave((low.to(OPERAND), high.to(OPERAND)), 2),)
+        else:
+            parts += (words[i].to(tl.float32, bitcast=True).to(OPERAND),)
+    rows: tl.constexpr = words[0].shape[0]
+    columns: tl.constexpr = words[0].shape[1]
+    pairs = _interleave(parts, WIDTH).reshape(rows, columns // 2, 8 // WIDTH, WIDTH)
+    return pairs.permute(0, 1, 3, 2).reshape(rows, columns * 4)
 
 
 @triton.jit
 def _decode(  # noqa: PLR0913
-    pieces, exponents, i: tl.constexpr,
-    NOPE: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PIECE: tl.constexpr, OPERAND: tl.constexpr,
+    words, exponents,
+    NOPE: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
+    OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """Piece i of a tile in the type of the products. e4m3 · 2^(exponent - 127) is exact in bf16 too."""
-    rows: tl.constexpr = pieces[i].shape[0]
-    if i * PIECE < NOPE:
-        group: tl.constexpr = i * PIECE // GROUP
-        exponent = (exponents[group // 4] >> (8 * (group % 4))) & 0xFF
+    """The pieces of a tile in the type of the products. e4m3 · 2^(exponent - 127) is exact in bf16 too."""
+    pieces = ()
+    for i in tl.static_range(NOPE // PIECE):
+        exponent = exponents[i * PIECE // GROUP // 4] >> (8 * (i * PIECE // GROUP % 4)) & 0xFF
         power = (exponent << 23).to(tl.float32, bitcast=True)
-        byte = (pieces[i][:, :, None] >> (8 * tl.arange(0, 4))[None, None, :]).to(tl.uint8)
-        number = byte.to(tl.float8e4nv, bitcast=True).to(tl.float32).reshape(rows, PIECE) * power[:, None]
-    elif WIDTH == 2:
-        half = (pieces[i][:, :, None] >> (16 * tl.arange(0, 2))[None, None, :]).to(tl.int16)
-        number = half.to(tl.bfloat16, bitcast=True).reshape(rows, PIECE)
+        pieces += (_decode_bytes(words[i], power[:, None], OPERAND),)
+    for i in tl.static_range(PIECES - NOPE // PIECE):
+        own = words[NOPE // PIECE + i * WIDTH : NOPE // PIECE + (i + 1) * WIDTH]
+        pieces += (_decode_wide(own, WIDTH, OPERAND),)
+    return pieces
+
+
+@triton.jit
+def _beside(pieces, N: tl.constexpr):
+    """N tensors [rows, n] → [rows, N · n]: all columns of a piece, then those of the next."""
+    rows: tl.constexpr = pieces[0].shape[0]
+    n: tl.constexpr = pieces[0].shape[1]
+    return _interleave(pieces, N).reshape(rows, n, N).permute(0, 2, 1).reshape(rows, N * n)
+
+
+@triton.jit
+def _add(  # noqa: PLR0913
+    acc, weights, rows, pieces, slice, N: tl.constexpr, SLICES: tl.constexpr
+):  # fmt: skip
+    """The sum so far plus weights · the channels of a slice. `rows`: all N pieces beside each other."""
+    if SLICES == 1:
+        acc = tl.dot(weights, rows, acc, input_precision="ieee")
     else:
-        number = pieces[i].to(tl.float32, bitcast=True)
-    return number.to(OPERAND)
+        for i in tl.static_range(SLICES):
+            if slice == i:
+                own = _beside(pieces[i * (N // SLICES) : (i + 1) * (N // SLICES)], N // SLICES)
+                acc = tl.dot(weights, own, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _products(  # noqa: PLR0913
+    query, rows, tile, end, HEADS_TILE: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
+    """query · rows, [heads, rows].
+
+    A loop of one round: the compiler looks for products that follow from this one, and then has both groups
+    of four warps compute all of them; it does not look past the end of a loop.
+    """
+    products = tl.zeros([HEADS_TILE, ROWS], tl.float32)
+    for _ in tl.range(tile, tl.minimum(tile + 1, end), num_stages=1):
+        for i in tl.static_range(PARTS):
+            products = tl.dot(query[i], tl.trans(rows[i]), products, input_precision="ieee")
+    return products
 
 
 @triton.jit(do_not_specialize=["most_pages"])
@@ -138,69 +272,68 @@ def _attention(  # noqa: PLR0913
     PIECE: tl.constexpr, WINDOW: tl.constexpr, KEPT_BYTES: tl.constexpr, NEW_BYTES: tl.constexpr,
     ROW_BYTES: tl.constexpr, PER_ROW: tl.constexpr, VALUE: tl.constexpr, SCALE: tl.constexpr,
     LISTED: tl.constexpr, RATIO: tl.constexpr, OPERAND: tl.constexpr, HEADS_TILE: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
     """PER_ROW 0: there are no entries. LISTED: the length of a query's list; 0: all entries. Scores are
-    logarithms to base 2, `scale` includes that."""
+    logarithms to base 2, `scale` includes that. SLICES: programs that share the channels of the sum."""
     PIECES: tl.constexpr = DIM // PIECE
+    JOINED: tl.constexpr = PIECES & -PIECES  # pieces in one operand
+    PARTS: tl.constexpr = PIECES // JOINED
+    WIDE: tl.constexpr = JOINED * PIECE
     groups: tl.constexpr = (HEADS + HEADS_TILE - 1) // HEADS_TILE
-    token = (tl.program_id(0) // groups).to(tl.int64)
-    head = tl.program_id(0) % groups * HEADS_TILE + tl.arange(0, HEADS_TILE)
+    OWN: tl.constexpr = WIDE // SLICES
+    slice = tl.program_id(0) % SLICES
+    token = (tl.program_id(0) // SLICES // groups).to(tl.int64)
+    head = tl.program_id(0) // SLICES % groups * HEADS_TILE + tl.arange(0, HEADS_TILE)
     here, start, first = tl.load(position + token), tl.load(start + token), tl.load(first + token)
     ring = tl.load(ring + token)
     pages += ring.to(tl.int64) * most_pages
     chosen += token * LISTED
-    count = 0
-    if LISTED > 0:
-        listed = tl.arange(0, triton.next_power_of_2(LISTED))
-        numbers = tl.load(chosen + listed, mask=listed < LISTED, other=-1)
-        count = tl.max(tl.where((numbers >= 0) & (here >= 0), listed + 1, 0), 0)
-    elif PER_ROW > 0:
-        count = (here + 1) // RATIO
-    cells = (token * HEADS + head)[:, None] * DIM + tl.arange(0, PIECE)[None, :]
+    count = _count(here, chosen, PER_ROW, LISTED, RATIO)
+    cells = (token * HEADS + head)[:, None] * DIM
     mask = (head < HEADS)[:, None]
     query = ()
     acc = ()
-    for i in tl.static_range(PIECES):
-        query += (tl.load(q + cells + i * PIECE, mask=mask, other=0).to(OPERAND),)
-        acc += (tl.zeros([HEADS_TILE, PIECE], tl.float32),)
+    for i in tl.static_range(PARTS):
+        cell = q + cells + i * WIDE + tl.arange(0, WIDE)[None, :]
+        query += (tl.load(cell, mask=mask, other=0).to(OPERAND),)
+        acc += (tl.zeros([HEADS_TILE, OWN], tl.float32),)
     # the sink is a score without a value: with it in front, the maximum is finite whatever follows
     most = tl.load(sinks + head, mask=head < HEADS, other=0) * LOG2_E
     total = tl.full([HEADS_TILE], 1.0, tl.float32)
-    tile = tl.maximum(WINDOW - 1 - here, 0) // ROWS
+    begin = tl.maximum(WINDOW - 1 - here, 0) // ROWS
     end = (WINDOW + ROWS - 1) // ROWS + tl.cdiv(count, ROWS)
-    value, powers, there = _addresses(
-        tile, here, start, first, ring, count, pages, kept, new, entries, chosen,
-        WINDOW, KEPT_BYTES, NEW_BYTES, ROW_BYTES, PER_ROW, VALUE, SCALE, LISTED, ROWS,
+    words, exponents = _fetch(
+        begin, here, start, first, ring, count, pages, kept, new, entries, chosen, WINDOW, KEPT_BYTES,
+        NEW_BYTES, ROW_BYTES, PER_ROW, VALUE, SCALE, LISTED, ROWS, NOPE, GROUP, WIDTH, PIECE, PIECES,
     )  # fmt: skip
-    pieces, exponents = _read(value, powers, there, NOPE, GROUP, WIDTH, PIECE, PIECES)
-    while tile < end:
+    for tile in tl.range(begin, end, num_stages=1):
+        pieces = _decode(words, exponents, NOPE, GROUP, WIDTH, PIECE, PIECES, OPERAND)
         rows = ()
-        for i in tl.static_range(PIECES):
-            rows += (_decode(pieces, exponents, i, NOPE, GROUP, WIDTH, PIECE, OPERAND),)
-        seen = there
-        tile += 1
-        value, powers, there = _addresses(
-            tile, here, start, first, ring, count, pages, kept, new, entries, chosen,
-            WINDOW, KEPT_BYTES, NEW_BYTES, ROW_BYTES, PER_ROW, VALUE, SCALE, LISTED, ROWS,
+        for i in tl.static_range(PARTS):
+            rows += (_beside(pieces[i * JOINED : (i + 1) * JOINED], JOINED),)
+        words, exponents = _fetch(
+            tile + 1, here, start, first, ring, count, pages, kept, new, entries, chosen, WINDOW, KEPT_BYTES,
+            NEW_BYTES, ROW_BYTES, PER_ROW, VALUE, SCALE, LISTED, ROWS, NOPE, GROUP, WIDTH, PIECE, PIECES,
         )  # fmt: skip
-        pieces, exponents = _read(value, powers, there, NOPE, GROUP, WIDTH, PIECE, PIECES)
-        scores = tl.zeros([HEADS_TILE, ROWS], tl.float32)
-        for i in tl.static_range(PIECES):
-            scores = tl.dot(query[i], tl.trans(rows[i]), scores, input_precision="ieee")
-        scores = tl.where(seen[None, :], scores * scale, float("-inf"))
-        top = tl.maximum(most, tl.max(scores, 1))
-        weights, fade = tl.exp2(scores - top[:, None]), tl.exp2(most - top)
+        scores = _products(query, rows, tile, end, HEADS_TILE, ROWS, PARTS)
+        # read again, in the layout of scores: `there` would have to be moved between threads
+        seen = _there(tile, here, count, chosen, WINDOW, PER_ROW, LISTED, ROWS)
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        top = tl.maximum(most, tl.max(scores, 1) * scale)
+        weights, fade = tl.exp2(scores * scale - top[:, None]), tl.exp2(most - top)
         total = total * fade + tl.sum(weights, 1)
         more = ()
-        for i in tl.static_range(PIECES):
+        for i in tl.static_range(PARTS):
             part = acc[i] * fade[:, None]
-            more += (tl.dot(weights.to(OPERAND), rows[i], part, input_precision="ieee"),)
+            own = pieces[i * JOINED : (i + 1) * JOINED]
+            more += (_add(part, weights.to(OPERAND), rows[i], own, slice, JOINED, SLICES),)
         acc = more
         most = top
-    for i in tl.static_range(PIECES):
+    for i in tl.static_range(PARTS):
         part = acc[i] / total[:, None]
-        tl.store(out + cells + i * PIECE, part.to(out.dtype.element_ty), mask=mask)
+        cell = cells + i * WIDE + slice * OWN + tl.arange(0, OWN)[None, :]
+        tl.store(out + cell, part.to(out.dtype.element_ty), mask=mask)
 
 
 def attention(  # noqa: PLR0913
@@ -229,8 +362,10 @@ def attention(  # noqa: PLR0913
     assert kept.per_row == new.per_row == 1 and piece >= 16, "products take 16 channels at least"
     out = torch.empty_like(q)
     tile = EXACT if q.dtype == torch.float32 else WIDE if heads >= WIDE.heads else NARROW
+    programs = tokens * triton.cdiv(heads, tile.heads)
+    slices = min(next((n for n, most in SLICES if programs <= most), 1), dim // piece & -(dim // piece))
     if tokens:
-        _attention[(tokens * triton.cdiv(heads, tile.heads),)](
+        _attention[(programs * slices,)](
             q, out, sinks, scale * LOG2_E.value, flat.position, flat.start, flat.first, flat.ring,
             flat.pages, flat.pages.stride(0), kept.rows, new.rows, far.rows,
             flat.position if chosen is None else chosen,
@@ -240,6 +375,6 @@ def attention(  # noqa: PLR0913
             PER_ROW=0 if entries is None else far.per_row, VALUE=far.sizes[0], SCALE=far.sizes[-1],
             LISTED=0 if chosen is None else chosen.shape[1], RATIO=ratio,
             OPERAND=tl.float32 if tile is EXACT else tl.bfloat16,
-            HEADS_TILE=tile.heads, ROWS=tile.rows, num_warps=tile.warps,
+            HEADS_TILE=tile.heads, ROWS=tile.rows, SLICES=slices, num_warps=tile.warps,
         )  # fmt: skip
     return out

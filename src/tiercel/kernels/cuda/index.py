@@ -3,12 +3,14 @@
 
     score     programs of (some tokens, tile of keys): scores, as integers of the same order, to scratch
     select    one program for each token:
-              1. the best score of each of many groups; the k-th best of these bounds the k-th best of all
-              2. the candidates: scores from that bound on, in order, at the front of the scratch
+              1. the best score of each of many groups; a bound that a few more than k of these reach
+              2. the candidates: numbers of the scores that reach the bound, in order
               3. the k-th best of the candidates, exactly; of those that tie with it the first ones
 
 Step 2 leaves little more than k candidates, wherever the good keys are, unless many of them fall into one
-group; then step 3 only takes longer. So the scores are read from far twice, not once for each bit.
+group; then step 3 only takes longer. So the scores are read twice from far. If they are few, all are
+candidates, and they are read once. A bound is found by bisection between the least and the largest score, in
+registers: it ends when it has parted exactly k scores from the rest.
 
 A score is summed over heads in one order, and does not depend on the tile or on the tokens beside it. The
 plain twin is `reference.best_rows`.
@@ -29,12 +31,12 @@ SCRATCH_BYTES = 64 << 20
 """Scores of a part of the tokens, about what the L2 cache of an H200 holds (60 MB): they are read twice."""
 GROUPS_LEAST = 4096
 """Groups of step 1, and scores that a program of 8 warps reads at once: 64 bytes for each thread. With 8
-groups for each of 512 chosen, about 550 candidates are left."""
+groups for each of 512 chosen, about 700 candidates are left. Up to so many scores need no groups."""
 CANDIDATES = 1024
 """Candidates read at once in step 3."""
 TYPES = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp8_row": tl.uint8}
-LEAST = tl.constexpr(-(2**31))
-"""Less than any score."""
+LEAST, MOST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
+"""Less than any score; no less than any."""
 
 
 class Tile(NamedTuple):
@@ -138,49 +140,66 @@ def _read_scores(scores, at, n, TILE: tl.constexpr):
 
 
 @triton.jit
-def _kth(numbers, n, k, TILE: tl.constexpr):
-    """(the k-th largest of n numbers in memory, how many are larger), one bit after the other."""
-    kth = tl.full([], LEAST, tl.int64)
-    larger = tl.full([], 0, tl.int32)
-    for bit in range(32):
-        least = kth + (tl.full([], 1, tl.int64) << (31 - bit))
+def _read_listed(scores, numbers, at, n, TILE: tl.constexpr):
+    """(numbers of scores from `at` on in a list of n, the scores; `LEAST` from n on)."""
+    lane = at + tl.arange(0, TILE)
+    number = tl.load(numbers + lane, mask=lane < n, other=0)
+    return number, tl.load(scores + number, mask=lane < n, other=LEAST)
+
+
+@triton.jit
+def _bisect(  # noqa: PLR0913
+    scores, numbers, n, k, low, high, most, TILE: tl.constexpr, HELD: tl.constexpr
+):  # fmt: skip
+    """(a bound, how many scores are larger).
+
+    From the bound on there are k of the n scores, or up to `most`, or the bound is the k-th largest. The
+    second is of use only in the last case; it is 0 if there are exactly k. All scores are `low` or more, and
+    less than `high`. HELD: `scores` is a tile of them, the rest of which is less; otherwise memory, where
+    `numbers` lists them.
+    """
+    low, high, enough, larger = low.to(tl.int64), high.to(tl.int64), n, tl.full([], 0, tl.int32)
+    while (enough > most) & (high - low > 1):
+        middle = (low + high) >> 1
         counts = tl.zeros([TILE], tl.int32)
-        at = tl.full([], 0, tl.int32)
-        while at < n:
-            _, number = _read_scores(numbers, at, n, TILE)
-            counts += (number >= least.to(tl.int32)).to(tl.int32)
-            at += TILE
+        if HELD:
+            counts = (scores >= middle.to(tl.int32)).to(tl.int32)
+        else:
+            for at in tl.range(0, n, TILE):
+                _, score = _read_listed(scores, numbers, at, n, TILE)
+                counts += (score >= middle.to(tl.int32)).to(tl.int32)
         count = tl.sum(counts, 0)
-        kth = tl.where(count >= k, least, kth)
-        larger = tl.where(count >= k, larger, count)  # the last time, `least` is the k-th plus one
-    return kth.to(tl.int32), larger
+        low, enough = tl.where(count >= k, middle, low), tl.where(count >= k, count, enough)
+        high, larger = tl.where(count >= k, high, middle), tl.where(count >= k, larger, count)
+    return low.to(tl.int32), tl.where(enough > k, larger, 0)
 
 
 @triton.jit
 def _candidates(scores, spare, visible, K: tl.constexpr, GROUPS: tl.constexpr):
-    """Steps 1 and 2: candidates to the front of `scores`, their numbers to `spare`. Returns how many."""
-    best = tl.full([GROUPS], LEAST, tl.int32)
-    at = tl.full([], 0, tl.int32)
-    while at < visible:
-        _, score = _read_scores(scores, at, visible, GROUPS)
+    """Steps 1 and 2: the numbers of candidates to `spare`. Returns (how many there are, the bound, a number
+    that is larger than all scores). A tile of scores is read before the one before it is used."""
+    none = tl.full([], 0, tl.int32)
+    _, score = _read_scores(scores, none, visible, GROUPS)
+    best = score
+    for at in tl.range(0, visible, GROUPS, num_stages=1):
+        _, following = _read_scores(scores, at + GROUPS, visible, GROUPS)
         best = tl.maximum(best, score)
-        at += GROUPS
-    tl.store(spare + tl.arange(0, GROUPS), best)
-    tl.debug_barrier()
-    bound, _ = _kth(spare, GROUPS, K, GROUPS)
-    found = tl.full([], 0, tl.int32)
-    at = tl.full([], 0, tl.int32)
-    while at < visible:
-        lane, score = _read_scores(scores, at, visible, GROUPS)
+        score = following
+    high = tl.max(best, 0).to(tl.int64) + 1
+    n = tl.minimum(visible, GROUPS)
+    BOUND: tl.constexpr = K + K // 4
+    bound, _ = _bisect(best, spare, n, K, tl.min(best, 0), high, BOUND, GROUPS, True)
+    found = none
+    _, score = _read_scores(scores, none, visible, GROUPS)
+    for at in tl.range(0, visible, GROUPS, num_stages=1):
+        _, following = _read_scores(scores, at + GROUPS, visible, GROUPS)
         keep = score >= bound
         to = found + tl.cumsum(keep.to(tl.int32), 0) - 1
-        tl.debug_barrier()  # all threads have read before one writes at the same places
-        tl.store(scores + to, score, mask=keep)
-        tl.store(spare + to, lane, mask=keep)
+        tl.store(spare + to, at + tl.arange(0, GROUPS), mask=keep)
         found += tl.sum(keep.to(tl.int32), 0)
-        at += GROUPS
+        score = following
     tl.debug_barrier()
-    return found
+    return found, bound, high
 
 
 @triton.jit
@@ -190,40 +209,59 @@ def _put(out, to, e, mask, pages, PER_ROW: tl.constexpr):
     tl.store(out + to, place * PER_ROW + e % PER_ROW, mask=mask)
 
 
+@triton.jit
+def _search(scores, spare, visible, K: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr):
+    """(how many scores are left, the k-th best of them or a bound of the k best, how many are better)."""
+    if visible <= GROUPS:
+        lane, score = _read_scores(scores, tl.full([], 0, tl.int32), visible, GROUPS)
+        low = tl.min(tl.where(lane < visible, score, MOST), 0)
+        high = tl.max(score, 0).to(tl.int64) + 1
+        n = visible
+        kth, larger = _bisect(score, spare, n, K, low, high, K, GROUPS, True)
+    else:
+        n, low, high = _candidates(scores, spare, visible, K, GROUPS)
+        if n <= TILE:
+            _, some = _read_listed(scores, spare, 0, n, TILE)
+            kth, larger = _bisect(some, spare, n, K, low, high, K, TILE, True)
+        else:
+            kth, larger = _bisect(scores, spare, n, K, low, high, K, TILE, False)
+    return n, kth, larger
+
+
 @triton.jit(do_not_specialize=["most_pages"])
 def _select(  # noqa: PLR0913
-    scores, spare, out, position, ring, pages, most_pages, width, spare_width,
+    scores, spare, out, position, ring, pages, most_pages, width,
     PER_ROW: tl.constexpr, RATIO: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     visible = (tl.load(position + token) + 1) // RATIO
     pages += tl.load(ring + token).to(tl.int64) * most_pages
     scores += token * width
-    spare += token * spare_width
+    spare += token * width
     out += token * K
     if visible <= K:
-        at = tl.full([], 0, tl.int32)
-        while at < K:
+        for at in tl.range(0, K, TILE):
             lane = at + tl.arange(0, TILE)
             _put(out, lane, lane, lane < visible, pages, PER_ROW)
             tl.store(out + lane, -1, mask=(lane >= visible) & (lane < K))
-            at += TILE
     else:
-        found = _candidates(scores, spare, visible, K, GROUPS)
-        kth, larger = _kth(scores, found, K, TILE)
+        n, kth, larger = _search(scores, spare, visible, K, GROUPS, TILE)
+        above = tl.full([], 0, tl.int32)
         tied = tl.full([], 0, tl.int32)
-        taken = tl.full([], 0, tl.int32)
-        at = tl.full([], 0, tl.int32)
-        while at < found:
-            lane, score = _read_scores(scores, at, found, TILE)
-            tie = (score == kth).to(tl.int32)
-            first = tied + tl.cumsum(tie, 0) <= K - larger
-            take = (score > kth) | ((score == kth) & first)
-            to = taken + tl.cumsum(take.to(tl.int32), 0) - 1
-            _put(out, to, tl.load(spare + lane, mask=take, other=0), take, pages, PER_ROW)
-            tied += tl.sum(tie, 0)
-            taken += tl.sum(take.to(tl.int32), 0)
-            at += TILE
+        for at in tl.range(0, n, TILE, num_stages=1):
+            if visible > GROUPS:
+                e, score = _read_listed(scores, spare, at, n, TILE)
+            else:
+                e, score = _read_scores(scores, at, n, TILE)
+            both = (score > kth).to(tl.int32) + ((score == kth).to(tl.int32) << 16)
+            sums = tl.cumsum(both, 0)
+            ties = tied + (sums >> 16)
+            take = (score > kth) | ((score == kth) & (ties <= K - larger))
+            to = above + (sums & 0xFFFF) + tl.minimum(ties, K - larger) - 1
+            _put(out, to, e, take, pages, PER_ROW)
+            total = tl.sum(both, 0)
+            above += total & 0xFFFF
+            tied += total >> 16
 
 
 def best_rows(  # noqa: PLR0913
@@ -239,20 +277,16 @@ def best_rows(  # noqa: PLR0913
     out = torch.empty(tokens, k, dtype=torch.int32, device=q.device)
     groups = max(GROUPS_LEAST, triton.next_power_of_2(k))
     width = triton.cdiv(most, 16) * 16 if most > k else 0
-    spare_width = max(width, groups) if width else 0
-    part = max(1, SCRATCH_BYTES // 4 // (width + spare_width)) if width else max(tokens, 1)
+    part = max(1, SCRATCH_BYTES // 8 // width) if width else max(tokens, 1)
     part = triton.cdiv(part, 16) * 16  # addresses of rows and parts stay multiples of 16: wide accesses
-    scores, spare = (
-        torch.empty(min(part, tokens), each, dtype=torch.int32, device=q.device)
-        for each in (width, spare_width)
-    )
+    scores, spare = torch.empty(2, min(part, tokens), width, dtype=torch.int32, device=q.device)
     for at in range(0, tokens, part):
         own = slice(at, at + part)
         table = (flat.position[own], flat.ring[own], flat.pages, flat.pages.stride(0))
         if width:
             _start_scores(q[own], weights[own], scores, keys, table, ratio=ratio, k=k)
         _select[(len(q[own]),)](
-            scores, spare, out[own], *table, width, spare_width,
+            scores, spare, out[own], *table, width,
             PER_ROW=keys.per_row, RATIO=ratio, K=k, GROUPS=groups, TILE=CANDIDATES, num_warps=8,
         )  # fmt: skip
     return out
