@@ -47,7 +47,7 @@ class Recording:
     def __init__(
         self, numbers: Tensor, calls: Sequence[Callable[[Any], Any]], pool: Any, stream: torch.cuda.Stream
     ) -> None:
-        """Each call takes the answer of the call before. Memory of a pool is used again on one stream only."""
+        """Each call takes the answer of the call before. A pool lends memory again on one stream only."""
         self._numbers = numbers
         self.graphs = [torch.cuda.CUDAGraph() for _ in calls]
         self.answer: Any = None
