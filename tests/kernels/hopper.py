@@ -47,9 +47,9 @@ def rows_of(bytes_each: int, per_row: int, sizes: tuple[int, ...], encoding: str
     return Entries(torch.empty(2, bytes_each, dtype=torch.uint8), per_row, sizes, encoding, dim, 64)
 
 
-def call_on_entries(tokens: int) -> None:
+def call_on_entries() -> None:
     """A sparse layer: the indexer, then attention to what it chose."""
-    k = 512
+    tokens, k = 2, 512
     numbers = torch.empty(tokens, dtype=torch.int32)
     flat = Flat(numbers, numbers, numbers, numbers, torch.empty(4, 8, dtype=torch.int32))
     keys = rows_of(8448, 64, (128, 4), "fp8_row", 128)
@@ -73,8 +73,7 @@ def call_all() -> None:
         experts(torch.empty(tokens, 4096, dtype=BF16), chosen, weights, matrices, 10.0)
     route(torch.empty(8, 256), torch.empty(8, 6, dtype=torch.int64), None, 6, 1.5)
     greedy(torch.empty(8, 129280))
-    for tokens in (2, 256):
-        call_on_entries(tokens)
+    call_on_entries()
     call_hyper(tokens=3, n=4, d=4096)
     call_rows(tokens=3)
 

@@ -11,7 +11,6 @@ import torch
 from tests.kernels.devices import every_device, on_gpu
 from tests.kernels.texts import PADDING, Call, Span, as_stored, rand
 from tiercel.kernels import reference
-from tiercel.kernels.cuda import attention as module
 from tiercel.kernels.cuda.attention import attention
 
 ENCODINGS = ["fp32", "bf16", "fp8_groups"]
@@ -41,13 +40,6 @@ class Shape(NamedTuple):
 SMALL = Shape(heads=5, dim=64, rope=16, window=21, ratio=4, per_row=6, k=19, length=150)
 FLASH = Shape(heads=64, dim=512, rope=64, window=128, ratio=4, per_row=64, k=512, length=2600)
 FLASH_HEAVY = FLASH._replace(ratio=128, per_row=2, k=0)
-
-
-@pytest.fixture(autouse=True)
-def few_programs(request, monkeypatch):
-    """Small calls go every way: four slices, two, one; on a device as they go there."""
-    if "cpu" in request.node.callspec.params.values():
-        monkeypatch.setattr(module, "SLICES", ((4, 1), (2, 4)))
 
 
 def draw(shape, text, what, *size):

@@ -9,8 +9,7 @@ softmax:
 
 What these rows are, and which lie in one tile, follows from the query alone, and one program sums them all in
 order: so a token has the same bits in a prefill and in a decode. If the rows were ever split between
-programs, the split would be part of the order of sums, and would have to follow from the query alone too. The
-channels may be split: if programs are few, several compute the same scores, and each sums a slice.
+programs, the split would be part of the order of sums, and would have to follow from the query alone too.
 
 A row is cut into pieces of equal channels, each of one type: e4m3 of one group, bf16 or fp32. Bytes wait in
 registers as words of four, while the tile before them is multiplied. A thread reads what it later writes to
@@ -51,10 +50,6 @@ NARROW = Tile(heads=16, rows=32, warps=4)
 """bf16, fewer heads: 16 is the least that tensor cores multiply."""
 EXACT = Tile(heads=16, rows=16, warps=8)
 """fp32: without tensor cores the operands are in registers; tiles are small and threads many."""
-
-SLICES = ((4, 33), (2, 66))
-"""(slices of the channels, the most programs that are cut into so many). An H200 has 132 multiprocessors, and
-a program fills one. Empty: programs are never cut."""
 
 NUMBERS = {"fp32": 4, "bf16": 2, "fp8_groups": 2}
 """Bytes of a number that is not e4m3."""
@@ -235,21 +230,6 @@ def _beside(pieces, N: tl.constexpr):
 
 
 @triton.jit
-def _add(  # noqa: PLR0913
-    acc, weights, rows, pieces, slice, N: tl.constexpr, SLICES: tl.constexpr
-):  # fmt: skip
-    """The sum so far plus weights · the channels of a slice. `rows`: all N pieces beside each other."""
-    if SLICES == 1:
-        acc = tl.dot(weights, rows, acc, input_precision="ieee")
-    else:
-        for i in tl.static_range(SLICES):
-            if slice == i:
-                own = _beside(pieces[i * (N // SLICES) : (i + 1) * (N // SLICES)], N // SLICES)
-                acc = tl.dot(weights, own, acc, input_precision="ieee")
-    return acc
-
-
-@triton.jit
 def _products(  # noqa: PLR0913
     query, rows, tile, end, HEADS_TILE: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
@@ -272,32 +252,29 @@ def _attention(  # noqa: PLR0913
     PIECE: tl.constexpr, WINDOW: tl.constexpr, KEPT_BYTES: tl.constexpr, NEW_BYTES: tl.constexpr,
     ROW_BYTES: tl.constexpr, PER_ROW: tl.constexpr, VALUE: tl.constexpr, SCALE: tl.constexpr,
     LISTED: tl.constexpr, RATIO: tl.constexpr, OPERAND: tl.constexpr, HEADS_TILE: tl.constexpr,
-    ROWS: tl.constexpr, SLICES: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """PER_ROW 0: there are no entries. LISTED: the length of a query's list; 0: all entries. Scores are
-    logarithms to base 2, `scale` includes that. SLICES: programs that share the channels of the sum."""
+    logarithms to base 2, `scale` includes that."""
     PIECES: tl.constexpr = DIM // PIECE
     JOINED: tl.constexpr = PIECES & -PIECES  # pieces in one operand
     PARTS: tl.constexpr = PIECES // JOINED
     WIDE: tl.constexpr = JOINED * PIECE
     groups: tl.constexpr = (HEADS + HEADS_TILE - 1) // HEADS_TILE
-    OWN: tl.constexpr = WIDE // SLICES
-    slice = tl.program_id(0) % SLICES
-    token = (tl.program_id(0) // SLICES // groups).to(tl.int64)
-    head = tl.program_id(0) // SLICES % groups * HEADS_TILE + tl.arange(0, HEADS_TILE)
+    token = (tl.program_id(0) // groups).to(tl.int64)
+    head = tl.program_id(0) % groups * HEADS_TILE + tl.arange(0, HEADS_TILE)
     here, start, first = tl.load(position + token), tl.load(start + token), tl.load(first + token)
     ring = tl.load(ring + token)
     pages += ring.to(tl.int64) * most_pages
     chosen += token * LISTED
     count = _count(here, chosen, PER_ROW, LISTED, RATIO)
-    cells = (token * HEADS + head)[:, None] * DIM
+    cells = (token * HEADS + head)[:, None] * DIM + tl.arange(0, WIDE)[None, :]
     mask = (head < HEADS)[:, None]
     query = ()
     acc = ()
     for i in tl.static_range(PARTS):
-        cell = q + cells + i * WIDE + tl.arange(0, WIDE)[None, :]
-        query += (tl.load(cell, mask=mask, other=0).to(OPERAND),)
-        acc += (tl.zeros([HEADS_TILE, OWN], tl.float32),)
+        query += (tl.load(q + cells + i * WIDE, mask=mask, other=0).to(OPERAND),)
+        acc += (tl.zeros([HEADS_TILE, WIDE], tl.float32),)
     # the sink is a score without a value: with it in front, the maximum is finite whatever follows
     most = tl.load(sinks + head, mask=head < HEADS, other=0) * LOG2_E
     total = tl.full([HEADS_TILE], 1.0, tl.float32)
@@ -326,14 +303,12 @@ def _attention(  # noqa: PLR0913
         more = ()
         for i in tl.static_range(PARTS):
             part = acc[i] * fade[:, None]
-            own = pieces[i * JOINED : (i + 1) * JOINED]
-            more += (_add(part, weights.to(OPERAND), rows[i], own, slice, JOINED, SLICES),)
+            more += (tl.dot(weights.to(OPERAND), rows[i], part, input_precision="ieee"),)
         acc = more
         most = top
     for i in tl.static_range(PARTS):
         part = acc[i] / total[:, None]
-        cell = cells + i * WIDE + slice * OWN + tl.arange(0, OWN)[None, :]
-        tl.store(out + cell, part.to(out.dtype.element_ty), mask=mask)
+        tl.store(out + cells + i * WIDE, part.to(out.dtype.element_ty), mask=mask)
 
 
 def attention(  # noqa: PLR0913
@@ -362,10 +337,8 @@ def attention(  # noqa: PLR0913
     assert kept.per_row == new.per_row == 1 and piece >= 16, "products take 16 channels at least"
     out = torch.empty_like(q)
     tile = EXACT if q.dtype == torch.float32 else WIDE if heads >= WIDE.heads else NARROW
-    programs = tokens * triton.cdiv(heads, tile.heads)
-    slices = min(next((n for n, most in SLICES if programs <= most), 1), dim // piece & -(dim // piece))
     if tokens:
-        _attention[(programs * slices,)](
+        _attention[(tokens * triton.cdiv(heads, tile.heads),)](
             q, out, sinks, scale * LOG2_E.value, flat.position, flat.start, flat.first, flat.ring,
             flat.pages, flat.pages.stride(0), kept.rows, new.rows, far.rows,
             flat.position if chosen is None else chosen,
@@ -375,6 +348,6 @@ def attention(  # noqa: PLR0913
             PER_ROW=0 if entries is None else far.per_row, VALUE=far.sizes[0], SCALE=far.sizes[-1],
             LISTED=0 if chosen is None else chosen.shape[1], RATIO=ratio,
             OPERAND=tl.float32 if tile is EXACT else tl.bfloat16,
-            HEADS_TILE=tile.heads, ROWS=tile.rows, SLICES=slices, num_warps=tile.warps,
+            HEADS_TILE=tile.heads, ROWS=tile.rows, num_warps=tile.warps,
         )  # fmt: skip
     return out
