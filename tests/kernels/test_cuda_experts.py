@@ -89,7 +89,7 @@ def test_choices_are_sorted_by_expert_and_cut_into_tiles(device):
     for tokens, count, topk in ((1, 5, 2), (9, 3, 1), (150, 5, 3), (1400, 7, 2)):
         source = torch.Generator().manual_seed(tokens)
         chosen = torch.randint(-1, count - 1, (tokens, topk), generator=source)  # nobody asks the last one
-        tile = tile_for(tokens * topk / count, BF16, BF16)
+        tile = tile_for(tokens, tokens * topk / count, BF16, BF16)
         order = ordered(chosen.to(device), count + 1, tile)
         everyone = torch.cat([chosen, torch.full((tokens, 1), count)], dim=1).flatten()
         expected, tiles = [], []

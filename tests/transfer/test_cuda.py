@@ -214,7 +214,7 @@ class Stage:
         self.controller.after = None if self.implicit else after
         self.delay()
         with torch.cuda.stream(self.compute):
-            return self.controller.submit(plan)
+            return self.controller.submit(plan, layered=self.chance.random() < 0.5)
 
 
 def random_schedule(stage: Stage, rounds: int, *, broken: str = "") -> int:

@@ -87,19 +87,27 @@ class Flights:
     def has_landed(self) -> bool:
         return self.controller is not None and self.controller.has_landed
 
-    def send(self, *directions: Direction) -> None:
-        """One load of everything queued, and one save; or what is named."""
-        for direction in directions or Direction:
-            if self._queued[direction] and (flight := self._take(direction)).moves:
-                assert self.controller is not None
-                self.batch += direction is Direction.LOAD
-                pages = [(m.device, m.host) for m in flight.moves if isinstance(m.item, Page)]
-                tails = [(m.device, m.host) for m in flight.moves if isinstance(m.item, Tail)]
-                ticket = self.controller.submit(Plan.of(direction, pages, tails))
-                self._sent[ticket.number] = flight
-                for request in flight.waiting:
-                    if isinstance(request, Request):
-                        request.load = ticket.number
+    def send(self) -> None:
+        """One load of everything queued, and one save."""
+        for direction in Direction:
+            self._send(direction)
+
+    def send_loads(self) -> None:
+        """One load of everything queued, for a step that waits for it layer by layer."""
+        self._send(Direction.LOAD, layered=True)
+
+    def _send(self, direction: Direction, *, layered: bool = False) -> None:
+        if not self._queued[direction] or not (flight := self._take(direction)).moves:
+            return
+        assert self.controller is not None
+        self.batch += direction is Direction.LOAD
+        pages = [(m.device, m.host) for m in flight.moves if isinstance(m.item, Page)]
+        tails = [(m.device, m.host) for m in flight.moves if isinstance(m.item, Tail)]
+        ticket = self.controller.submit(Plan.of(direction, pages, tails), layered=layered)
+        self._sent[ticket.number] = flight
+        for request in flight.waiting:
+            if isinstance(request, Request):
+                request.load = ticket.number
 
     def _take(self, direction: Direction) -> Flight:
         """What was queued first, saves up to the budget. What was queued together stays together."""

@@ -179,7 +179,7 @@ class TieredCache(HostTier[Loaded]):
         controller = self.flights.controller
         if controller is None or not controller.in_order:
             return None
-        self.flights.send(Direction.LOAD)
+        self.flights.send_loads()
         return request.load
 
     def extend(self, request: Request, upto: int) -> Extended | Wait:

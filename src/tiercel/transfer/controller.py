@@ -74,16 +74,17 @@ class Controller(ABC):
         self._ended: dict[int, Done] = {}
         self._submitted = 0
 
-    def submit(self, plan: Plan) -> Ticket:
-        """Have a plan carried out. Never blocks."""
+    def submit(self, plan: Plan, *, layered: bool = False) -> Ticket:
+        """Have a plan carried out. Never blocks. `layered`: who reads it waits for it at once, layer by layer
+        (`ready`)."""
         ticket = Ticket(self._submitted, plan)
         self._queues[plan.direction].append(ticket)
         self._submitted += 1
-        self._start(ticket)
+        self._start(ticket, layered=layered)
         return ticket
 
     @abstractmethod
-    def _start(self, ticket: Ticket) -> None:
+    def _start(self, ticket: Ticket, *, layered: bool) -> None:
         """Hand the plan to whoever carries it out. Whatever becomes of it, `_end` is called once."""
 
     def poll(self) -> list[Done]:
@@ -133,7 +134,7 @@ class LocalController(Controller):
             for direction in Direction
         }
 
-    def _start(self, ticket: Ticket) -> None:
+    def _start(self, ticket: Ticket, *, layered: bool) -> None:  # noqa: ARG002 - all of it is copied at once
         """A worker that takes no work fails the plan."""
         direction = ticket.plan.direction
         try:

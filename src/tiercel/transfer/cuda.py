@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -43,8 +43,9 @@ extent costs the CPU 0.65 µs; a kernel reads rows of any size at 49 (2026-11-15
 GROUPED_BYTES_LEAST = 16 * 1024**2
 """Smaller loads, of 0.3 ms, are queued as one group."""
 
-FIRST_RANGES = 32
-"""Queued before the others, which takes 20 µs instead of 300 for 512 pages: copies begin at once."""
+FIRST_RANGES, MORE_RANGES = 32, 4
+"""The first call of the copy engines has few ranges, each next one four times as many: copies begin at once,
+and the link does not wait while 512 ranges are queued, which takes 300 µs."""
 
 STAGING_BYTES = 64 * 1024**2
 """For each direction, where rows go through a staging buffer."""
@@ -142,19 +143,44 @@ class CopyEngines:
 
 
 class Events:
-    """The layers of a load in groups, and the event behind each group."""
+    """The layers of a plan in groups, and the event behind each group: (last layer, event).
 
-    def __init__(self, events: Sequence[tuple[int, torch.cuda.Event]]) -> None:
-        self.events = events
+    `groups` queues a group when the group is taken from it. Who waits layer by layer computes the first
+    layers while the next are being queued; `queue_all` is for all others.
+    """
+
+    def __init__(self, groups: Iterable[tuple[int, torch.cuda.Event]] = ()) -> None:
+        self.events: list[tuple[int, torch.cuda.Event]] = []
+        self.error: Exception | None = None
+        """Why a group was not queued. No group is queued behind it."""
+        self._groups = iter(groups)
+        self._queue_next()
+
+    def _queue_next(self) -> bool:
+        try:
+            self.events.append(next(self._groups))
+        except StopIteration:
+            return False
+        except (TransferError, RuntimeError) as error:
+            self.error, self._groups = error, iter(())
+            return False
+        return True
+
+    def queue_all(self) -> None:
+        while self._queue_next():
+            pass
 
     def wait(self, layer: int) -> None:
         """What is queued on the current stream from now on runs after this layer's bytes are there."""
+        while self.events and layer > self.events[-1][0] and self._queue_next():
+            pass
         for last_layer, event in self.events:
             if layer <= last_layer:
                 event.wait()
                 return
 
     def done(self) -> bool:
+        self.queue_all()
         return all(event.query() for _, event in self.events[-1:])
 
 
@@ -246,11 +272,13 @@ class _Queue:
         return torch.empty(STAGING_BYTES, dtype=torch.uint8, device=self._device)
 
     def dma(self, near: Ints, far: Ints, sizes: Ints) -> None:
-        """Between addresses. The first few are queued alone: they move while the rest is being queued."""
+        """Between addresses."""
         to, source = (near, far) if self.load else (far, near)
-        for part in (slice(0, FIRST_RANGES), slice(FIRST_RANGES, None)):
-            if len(sizes[part]):
-                self.launches += self._engines.copy(to[part], source[part], sizes[part], self.stream)
+        first, count = 0, FIRST_RANGES
+        while first < len(sizes):
+            part = slice(first, first + count)
+            self.launches += self._engines.copy(to[part], source[part], sizes[part], self.stream)
+            first, count = first + count, count * MORE_RANGES
 
     def kernel(self, mover: Mover, near: Ints, far: Ints, programs: int) -> None:
         with torch.cuda.stream(self.stream):
@@ -322,22 +350,35 @@ class CudaController(Controller):
         """Calls that queued work on the device so far."""
         return sum(queue.launches for queue in self._queued.values())
 
-    def _start(self, ticket: Ticket) -> None:
+    def _start(self, ticket: Ticket, *, layered: bool) -> None:
+        """Queue a plan; of a layered one the first group of layers, the others when they are waited for."""
+        for flight in self._flying.values():  # plans are carried out in order
+            flight.ready.queue_all()
         queue = self._queued[ticket.plan.direction]
         try:
-            self._flying[ticket.number] = self._queue_plan(ticket, queue)
+            legs = [(leg.tails, LegPlaces.of(leg, self.device, self.host)) for leg in ticket.plan.legs]
+            if (before := self._before()) is not None:
+                queue.stream.wait_event(before)
+            begun = queue.mark()
         except (TransferError, RuntimeError) as error:
-            queue.stream.synchronize()  # nothing of the plan is under way any more
             self._end(ticket, error)
-
-    def _queue_plan(self, ticket: Ticket, queue: _Queue) -> _Flight:
-        legs = [(leg.tails, LegPlaces.of(leg, self.device, self.host)) for leg in ticket.plan.legs]
-        queue.stream.wait_event(self.after or torch.cuda.current_stream(self.device.device).record_event())
-        begun = queue.mark()
-        events = []
+            return
         sizes = {NAMES[tails]: len(places.near) * self._bytes[tails] for tails, places in legs}
         grouped = queue.load and sum(sizes.values()) >= self._grouped_bytes
-        for group in self._groups if grouped else self._whole:
+        ready = Events(self._queue_groups(queue, legs, self._groups if grouped else self._whole))
+        if not layered:
+            ready.queue_all()
+        self._flying[ticket.number] = _Flight(begun, ready, sizes)
+
+    def _before(self) -> torch.cuda.Event | None:
+        """What copies wait for. An idle stream has nothing to wait for."""
+        current = torch.cuda.current_stream(self.device.device)
+        return self.after or (None if current.query() else current.record_event())
+
+    def _queue_groups(
+        self, queue: _Queue, legs: Sequence[tuple[bool, LegPlaces]], groups: Sequence[_Group]
+    ) -> Iterator[tuple[int, torch.cuda.Event]]:
+        for group in groups:
             large = list[tuple[Ints, Ints, Ints]]()
             for tails, places in legs:
                 if (moves := group.moves(tails)) is not None:
@@ -345,8 +386,7 @@ class CudaController(Controller):
             if large:
                 near, far, lengths = (np.concatenate(each) for each in zip(*large, strict=True))
                 queue.dma(near, far + self.host.flat.data_ptr(), lengths)
-            events.append((group.last_layer, queue.mark()))
-        return _Flight(begun, Events(events), sizes)
+            yield group.last_layer, queue.mark()
 
     def _queue_leg(
         self, queue: _Queue, moves: _Moves, places: LegPlaces, large: list[tuple[Ints, Ints, Ints]]
@@ -365,7 +405,7 @@ class CudaController(Controller):
     def ready(self, number: int) -> Events:
         """What has ended, in whatever way, need not be waited for."""
         flight = self._flying.get(number)
-        return flight.ready if flight else Events(())
+        return flight.ready if flight else Events()
 
     def _settle(self) -> None:
         """End what has passed its last event."""
@@ -376,8 +416,9 @@ class CudaController(Controller):
                     if not flight.ready.done():
                         break
                     del self._flying[ticket.number]
-                    self._count(ticket.plan.direction, flight)
-                    self._end(ticket, None)
+                    if flight.ready.error is None:
+                        self._count(ticket.plan.direction, flight)
+                    self._end(ticket, flight.ready.error)
 
     def _count(self, direction: Direction, flight: _Flight) -> None:
         """The device's time, by bytes."""
@@ -395,6 +436,8 @@ class CudaController(Controller):
         return super().has_landed
 
     def close(self) -> None:
+        for flight in self._flying.values():
+            flight.ready.queue_all()
         for queue in self._queued.values():
             queue.stream.synchronize()
         self._settle()

@@ -57,7 +57,7 @@ class RemoteController(Controller):
         self._untaken: list[Ticket] = []
         self._waiting: dict[int, tuple[Ticket, dict[int, Ack]]] = {}
 
-    def _start(self, ticket: Ticket) -> None:
+    def _start(self, ticket: Ticket, *, layered: bool) -> None:  # noqa: ARG002 - a process is told all at once
         self._untaken.append(ticket)
         self._waiting[ticket.number] = ticket, {}
 

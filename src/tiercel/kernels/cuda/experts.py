@@ -84,18 +84,18 @@ def experts(
     assert weights.shape == chosen.shape and chosen.is_contiguous() and weights.is_contiguous()
     y = torch.empty(tokens, d, dtype=x.dtype, device=x.device)
     if tokens:
-        tile = _tile_for(tokens * topk / (count - 1), x.dtype, gate_up.data.dtype)
+        tile = _tile_for(tokens, tokens * topk / (count - 1), x.dtype, gate_up.data.dtype)
         order = _ordered(chosen, count, tile)
         answers = _asked(_asked(x, gate_up, order, limit), down, order)
         _add[tokens, triton.cdiv(d, ADD_TILE)](answers, chosen, weights, y, d, TOPK=topk, TILE=ADD_TILE)
     return y
 
 
-def _tile_for(choices: float, dtype: torch.dtype, stored: torch.dtype) -> Tile:
-    """The tile for so many choices per expert."""
+def _tile_for(tokens: int, choices: float, dtype: torch.dtype, stored: torch.dtype) -> Tile:
+    """The tile for so many choices per expert on the average. No expert has more than there are tokens."""
     if dtype == torch.float32:
         return FP32
-    if choices <= FEW_MOST:
+    if choices <= FEW_MOST or tokens <= FEW.t:
         return FEW_FP8 if stored == torch.float8_e4m3fn else FEW
     return SOME if choices <= SOME_MOST else MANY
 
@@ -236,9 +236,12 @@ def _ask(  # noqa: PLR0913
     if expert < 0:
         return
     place = tl.load(tiles + most + tile) + tl.arange(0, T_TILE)
-    there = place < tl.load(tiles + 2 * most + tile)
-    number = tl.load(order + place, mask=there, other=0)
-    source, target = (number // CHOICES, place) if GATED else (tl.where(there, place, 0), number)
+    end = tl.load(tiles + 2 * most + tile)
+    there = place < end
+    # Beyond the last choice, its row is read again. (All programs reading one row would wait for each other.)
+    place = tl.minimum(place, end - 1)
+    number = tl.load(order + place)
+    source, target = (number // CHOICES, place) if GATED else (place, number)
     out = tl.program_id(0) * (N_TILE if GATED else 2 * N_TILE) + tl.arange(0, N_TILE)
     row = tl.minimum(out, n - 1)
     next_row = n + row if GATED else tl.minimum(out + N_TILE, n - 1)
