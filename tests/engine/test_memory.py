@@ -68,7 +68,8 @@ def test_a_step_without_memory_ends_its_texts_and_no_others(device: str, overlap
         "waiting": make_ask("waiting", words(200, 3), 12),
     }
     config = EngineConfig(running_max=2, step_tokens=8192)
-    engine, _ = open_engine(Build(device=device, format="bf16"), config)
+    build = Build(device=device, format="bf16", device_bytes=256 * 2**20)
+    engine, _ = open_engine(build, config)
     expected = {name: tokens_of(run(engine, ask)[0]) for name, ask in asks.items()}
     engine.flush()
     answers = {name: Answer() for name in asks}

@@ -67,14 +67,16 @@ def as_stored(x, encoding, rope=0):
 
 
 def store(x, numbers, rows, per_row, encoding, rope=0, device="cpu"):
-    """Entries of `rows` rows with x at `numbers`, in rows that lie apart in larger memory."""
+    """Entries of `rows` rows with x at `numbers`, in rows that lie apart in larger memory and begin at
+    multiples of 16 bytes."""
     sizes = sizes_of(encoding, x.shape[1], rope)
-    memory = torch.full((rows, per_row * sum(sizes) + 24), 0xFF, dtype=torch.uint8)
-    view = memory[:, 8:-16]
+    width = per_row * sum(sizes)
+    memory = torch.full((rows, -(-width // 16) * 16 + 32), 0xFF, dtype=torch.uint8)
+    view = memory[:, 16 : 16 + width]
     parts = view.split([per_row * size for size in sizes], 1)
     for own, size, data in zip(parts, sizes, encode(x, encoding, rope), strict=True):
         own.unflatten(1, (per_row, size))[numbers // per_row, numbers % per_row] = data
-    return Entries(memory.to(device)[:, 8:-16], per_row, sizes, encoding, x.shape[1], rope)
+    return Entries(memory.to(device)[:, 16 : 16 + width], per_row, sizes, encoding, x.shape[1], rope)
 
 
 class Call:

@@ -335,6 +335,8 @@ def attention(  # noqa: PLR0913
     assert q.is_contiguous() and (chosen is None or chosen.is_contiguous())
     assert all(each.encoding == far.encoding and each.sizes == far.sizes for each in recent)
     assert kept.per_row == new.per_row == 1 and piece >= 16, "products take 16 channels at least"
+    unfit = any(at % 16 for each in (kept, new, far) for at in (each.rows.data_ptr(), each.rows.stride(0)))
+    assert not unfit, "rows begin at multiples of 16 bytes (with others, Triton 3.6 reads fp8 wrongly)"
     out = torch.empty_like(q)
     tile = EXACT if q.dtype == torch.float32 else WIDE if heads >= WIDE.heads else NARROW
     if tokens:
