@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: serve test test-gpu check soak bench clean
+.PHONY: serve test test-gpu sanitize check soak bench clean
 
 .venv/installed: pyproject.toml constraints.txt setup.py src/tiercel/kernels/native.c
 	$(PYTHON) -m venv .venv
@@ -29,6 +29,16 @@ test: .venv/installed
 # On a machine with a GPU: all tests, and those marked gpu must run.
 test-gpu: .venv/installed
 	TIERCEL_GPU=1 $(BIN)/pytest -n auto
+
+# On a machine with a GPU and NVIDIA's compute-sanitizer: small calls of every kernel read and write inside
+# tensors, and threads do not race. Without torch's cache each tensor is an allocation: what is beyond is noticed.
+SANITIZED := $(BIN)/python -m pytest tests/models/test_cuda.py tests/kernels \
+	-k "plain_kernels or padding or test_cuda_rings or scratch or full_row or fp8_weights"
+sanitize: export TIERCEL_GPU = 1
+sanitize: export PYTORCH_NO_CUDA_MEMORY_CACHING = 1
+sanitize: .venv/installed
+	compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 $(SANITIZED)
+	compute-sanitizer --tool racecheck --error-exitcode 1 $(SANITIZED)
 
 check: .venv/installed
 	$(BIN)/ruff format --check .

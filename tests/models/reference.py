@@ -3,13 +3,16 @@ weights."""
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
+from tiercel.models.base import Weights
 from tiercel.models.deepseek_v4.config import V4Config
+from tiercel.models.deepseek_v4.weights import parameters
 
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 VOCAB = 256
@@ -84,9 +87,25 @@ def our_config(reference: DeepseekV4ForCausalLM) -> V4Config:
     return V4Config.from_hf(reference.config.to_dict())
 
 
+def our_weights(reference: DeepseekV4ForCausalLM, device: str, matrices: torch.dtype) -> Weights:
+    """In the types that they have when they are loaded from a folder."""
+    wanted, own = parameters(our_config(reference), draft=False), reference.state_dict()
+    return {name: own[name].to(device, each.dtype(matrices)) for name, each in wanted.items()}
+
+
+def converted(reference: DeepseekV4ForCausalLM, dtype: torch.dtype) -> DeepseekV4ForCausalLM:
+    """A copy with all numbers of this type. Frequencies stay fp32, as where `transformers` loads a folder."""
+    model = deepcopy(reference)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_floating_point() and "inv_freq" not in name:
+            tensor.data = tensor.data.to(dtype)
+    return model
+
+
 @torch.no_grad()
 def reference_logits(reference: DeepseekV4ForCausalLM, tokens: Tensor) -> Tensor:
-    return reference(tokens[None], use_cache=False).logits[0]
+    """On the device of the reference; answered as fp32 on the CPU."""
+    return reference(tokens[None].to(reference.device), use_cache=False).logits[0].float().cpu()
 
 
 def random_tokens(count: int, seed: int = 0) -> Tensor:
