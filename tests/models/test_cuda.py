@@ -169,7 +169,7 @@ def test_a_recorded_forward_is_the_forward(
     tokens = texts(512, 300, 300)
     pages = torch.randperm(40).split([4, 4, 4, 28])[:3]
     both = [make("cuda", device, "fp8", compute, LARGE) for _ in range(2)]
-    both[1][0].warm_up()
+    both[1][0].warm_up(40 * PAGE)
     seen = []
     for model, memory in both:
         waited: list[int] = []

@@ -70,7 +70,7 @@ class ScriptedModel:
         self._lost: set[int] = set()
         """Rings whose texts went on from such bytes."""
 
-    def warm_up(self) -> None:
+    def warm_up(self, _longest: int) -> None:
         """Nothing is slow here."""
 
     def resume(self, ring: int, tails: Sequence[tuple[int, int]]) -> None:

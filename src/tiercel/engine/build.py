@@ -55,7 +55,9 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
     text = Text(text_folder_of(build.model))
     check, fp8 = partial(_check_memory, build), kernels.NAME == "cuda"
     weights = family.load(checkpoint, own, build.device, kernels.dtype, fp8=fp8, check=check)
-    device_bytes = build.device_bytes or torch.cuda.mem_get_info(build.device)[0] // 2
+    longest = config.context_tokens or checkpoint.config.get("max_position_embeddings")
+    config = replace(config, context_tokens=longest)
+    device_bytes = build.device_bytes or _device_bytes(build.device, spec, config)
     build = replace(build, device_bytes=device_bytes)
     pages, tails = _places(device_bytes, spec, config)
     settings = replace(config.cache, device_pages=pages, device_tails=tails)
@@ -64,9 +66,8 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
     if build.store is not None:
         _attach(cache, build.store)
     model = family.build(own, weights, cache.device, config.running_max, kernels)
-    model.warm_up()
-    longest = config.context_tokens or checkpoint.config.get("max_position_embeddings")
-    engine = Engine(model, cache, text, replace(config, context_tokens=longest))
+    engine = Engine(model, cache, text, config)
+    model.warm_up(engine.context_tokens)
     choices = _choices(build, config, engine, kernels.NAME, exact=kernels.EXACT)
     return engine, [*choices, *_unread_choice(family.unread(checkpoint)), *_end_choice(text, own.vocab_size)]
 
@@ -82,6 +83,15 @@ def _with_defaults(build: Build, config: EngineConfig, family: Family) -> tuple[
     )
     tokens = config.step_tokens or (STEP_TOKENS if on_cpu else CUDA_STEP_TOKENS)
     return build, replace(config, step_tokens=tokens)
+
+
+def _device_bytes(device: str, spec: CacheSpec, config: EngineConfig) -> int:
+    """Half of what a GPU has left beside the weights, or all that running texts can ever fill."""
+    half = torch.cuda.mem_get_info(device)[0] // 2
+    if config.context_tokens is None:
+        return half
+    pages, tails = -(-config.context_tokens // spec.page_tokens), max(4, 2 * spec.pages_per_window)
+    return min(half, config.running_max * (pages * spec.host_page_bytes + tails * spec.tail_bytes))
 
 
 def _check_memory(build: Build, weights: Mapping[str, int]) -> None:

@@ -32,7 +32,7 @@ class Build:
         option="device_memory",
     )
     """Device memory for pages and tails, which attention reads. None: 256 MiB of a CPU's memory; half of
-    what a GPU has left beside the weights. A step with many tokens takes the other half for a while."""
+    what a GPU has left beside the weights, or what running texts can fill. Steps take memory too."""
     kernels: str = setting("auto", "Kernels: auto, native, cuda, reference.")
     compute: str = setting("auto", "Numbers that CUDA kernels compute with: bf16, or fp32.")
     """auto: fp32 on a CPU, bf16 on CUDA. Sums are fp32 everywhere."""

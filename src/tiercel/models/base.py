@@ -53,8 +53,9 @@ class Model(Protocol):
 
     vocab_size: int
 
-    def warm_up(self) -> None:
-        """Prepare what makes calls fast on this device. It may take seconds, and is called once."""
+    def warm_up(self, longest: int, /) -> None:
+        """Prepare what makes calls fast on this device, for texts of so many tokens at most. It may take
+        seconds, and is called once."""
 
     def resume(self, ring: int, tails: Sequence[tuple[int, int]]) -> None:
         """A text goes on in this ring from the tails at (boundary, place), the earliest first.

@@ -123,9 +123,15 @@ def send(numbers: Ints, device: torch.device) -> Tensor:
 class PageTables:
     """The page tables of running texts, on the device. What did not change is not sent again."""
 
-    def __init__(self, rings: int, pages: int, device: torch.device) -> None:
-        self.table = torch.zeros(rings, pages, dtype=torch.int32, device=device)
+    def __init__(self, rings: int, device: torch.device) -> None:
+        self.table = torch.zeros(rings, 0, dtype=torch.int32, device=device)
+        """[rings, pages]. It grows with the longest text: then it is another tensor."""
         self._sent: dict[int, Tensor] = {}
+
+    def make_room(self, pages: int) -> None:
+        missing = pages - self.table.shape[1]
+        if missing > 0:
+            self.table = torch.cat([self.table, self.table.new_zeros(len(self.table), missing)], dim=1)
 
     def send(self, spans: Sequence[Span]) -> None:
         changed = [span for span in spans if self._sent.get(span.ring) is not span.pages]
@@ -133,6 +139,7 @@ class PageTables:
             return
         self._sent.update((span.ring, span.pages) for span in changed)
         widest = max(len(span.pages) for span in changed)
+        self.make_room(widest)
         pages = np.zeros((len(changed), widest + 1), np.int32)
         for row, span in zip(pages, changed, strict=True):
             row[0], row[1 : len(span.pages) + 1] = span.ring, span.pages

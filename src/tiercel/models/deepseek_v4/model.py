@@ -78,16 +78,18 @@ class DeepseekV4:
         self._graphs: Graphs | None = None
         self._recorded: Answer | None = None
         """Of the last forward, if it was a recorded one."""
-        if k.NAME == "cuda":  # kernels read page tables on the device, and rotary tables that never move
-            self._tables = PageTables(rings, memory.pages, memory.device)
-            for rotary in self._rotaries:
-                rotary.table(memory.pages * memory.spec.page_tokens)
+        if k.NAME == "cuda":  # kernels read page tables on the device
+            self._tables = PageTables(rings, memory.device)
 
-    def warm_up(self) -> None:
-        """Record forwards and resumptions as CUDA graphs, where kernels run on a GPU."""
+    def warm_up(self, longest: int) -> None:
+        """Record forwards and resumptions as CUDA graphs, where kernels run on a GPU. What they read is made
+        for the longest text now: it does not move."""
         if self._tables is None or self.last.device.type != "cuda" or self.draft is not None:
             return
         spec = self._setup.memory.spec
+        self._tables.make_room(-(-longest // spec.page_tokens))
+        for rotary in self._rotaries:
+            rotary.table(self._tables.table.shape[1] * spec.page_tokens)
         self._graphs = Graphs(self._sections(spec), self._restore, self._tables.table, spec.page_tokens)
 
     def _sections(self, spec: CacheSpec) -> list[Section]:

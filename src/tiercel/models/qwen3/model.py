@@ -343,7 +343,7 @@ class Qwen3:
         x = x[batch.last if rows is None else torch.as_tensor(rows, dtype=torch.long, device=x.device)]
         return self.kernels.linear(self.kernels.norm(x, self._norm, self.config.rms_norm_eps), self._lm_head)
 
-    def warm_up(self) -> None:
+    def warm_up(self, _longest: int) -> None:
         """Nothing is prepared."""
 
     def resume(self, ring: int, tails: Sequence[tuple[int, int]]) -> None:
