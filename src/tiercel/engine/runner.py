@@ -51,7 +51,7 @@ class _Ring:
         self.pages = torch.cat([self.pages[: change.first], places, self.pages[end:]])
 
     def span(self, part: StepPart) -> Span:
-        tokens = torch.from_numpy(self.tokens[part.start : part.end])
+        tokens = self.tokens[part.start : part.end]
         return Span(tokens, part.start, self.pages, part.ring, dict(part.tails), self.write_from)
 
     def append(self, token: int) -> None:
