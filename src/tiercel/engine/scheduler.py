@@ -128,16 +128,17 @@ class Scheduler:
 
     def seal(self, parts: Sequence[StepPart]) -> Step:
         """The step that computes what was planned, of tasks that still run, with all that changed."""
-        sealed, seats = [], []
+        sealed, seats, page_tokens = [], [], self.page_tokens
         for part in parts:
             task = self._in_ring.get(part.ring)
             if task is None or task.seat is None:
                 continue  # it ended with the step before
             seats.append((task, task.seat))
-            if task.seat.request.tails:
-                placed = ((b * self.page_tokens, place(tail)) for b, tail in task.seat.request.tails.items())
-                due = tuple((boundary, at) for boundary, at in placed if part.start < boundary <= part.end)
-                part = part._replace(tails=due)
+            first, last = part.start // page_tokens + 1, part.end // page_tokens
+            if first <= last:
+                tails = task.seat.request.tails.items()
+                due = ((b * page_tokens, place(tail)) for b, tail in tails if first <= b <= last)
+                part = part._replace(tails=tuple(due))
             sealed.append(part)
         if seats:
             self._sealed.append(seats)
