@@ -68,13 +68,13 @@ def test_a_token_that_can_not_be_drawn_ends_its_text_alone(overlap):
 
 @LOOPS
 def test_a_text_that_can_not_be_told_ends_alone_and_only_once(overlap):
-    engine, real = make_engine(), TextStream.push
+    engine, real = make_engine(), TextStream.decode
 
-    def push(stream, token):
+    def decode(stream, token):
         a = engine.tasks.get("a")
         return (broken if a and a.stream is stream else real)(stream, token)
 
-    with patch.object(TextStream, "push", push):
+    with patch.object(TextStream, "decode", decode):
         ends = answer_both(engine, overlap)
     assert ends == {"a": [(Finish.ERROR, "the test broke this")], "b": [(Finish.LENGTH, "")]}
     settle(engine)

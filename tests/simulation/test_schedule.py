@@ -174,8 +174,7 @@ def the_drawn_token_is_forgotten(self, token):
 def who_is_in_the_ring_now_gets_the_token(self, step, drawn):
     if step.parts:
         parts = zip(step.parts, self._sealed[0], strict=True)
-        now = [self._in_ring.get(part.ring, was) for part, (was, _) in parts]
-        self._sealed[0] = [(task, task.seat) for task in now]
+        self._sealed[0] = [self._in_ring.get(part.ring, was) for part, was in parts]
     return real_advance(self, step, drawn)
 
 

@@ -113,12 +113,10 @@ class Engine:
 
 
 def _delta(outcome: Outcome) -> Delta:
-    task, text = outcome.task, outcome.text
+    task, token, text, prompt, finish, stopped_by, error = outcome
     if text is None:
-        shown = outcome.token is not None and outcome.stopped_by is None
-        text = task.stream.push(outcome.token.token).text if shown and outcome.token else ""
-        if outcome.finish is not None:
+        text = "" if token is None or stopped_by is not None else task.stream.decode(token.token)
+        if finish is not None:
             text += task.stream.finish()
-    tokens = () if outcome.token is None else (outcome.token,)
-    name, told = task.ask.request_id, outcome
-    return Delta(name, task.usage, tokens, text, told.prompt, told.finish, told.stopped_by, told.error)
+    tokens = () if token is None else (token,)
+    return Delta(task.ask.request_id, task.usage, tokens, text, prompt, finish, stopped_by, error)

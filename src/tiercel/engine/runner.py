@@ -7,9 +7,11 @@ it draws stay there, and the next step reads them there, before they are known h
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
+from itertools import accumulate
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +29,9 @@ from tiercel.transfer.controller import Ready
 log = logging.getLogger(__name__)
 
 Ints = NDArray[np.int64]
+
+NO_TAILS: Mapping[int, int] = MappingProxyType({})
+"""Of most spans."""
 
 
 class _Ring:
@@ -51,8 +56,9 @@ class _Ring:
         self.pages = torch.cat([self.pages[: change.first], places, self.pages[end:]])
 
     def span(self, part: StepPart) -> Span:
-        tokens = torch.from_numpy(self.tokens[part.start : part.end])
-        return Span(tokens, part.start, self.pages, part.ring, dict(part.tails), self.write_from)
+        tokens = self.tokens[part.start : part.end]
+        tails = dict(part.tails) if part.tails else NO_TAILS
+        return Span(tokens, part.start, self.pages, part.ring, tails, self.write_from)
 
     def append(self, token: int) -> None:
         self.tokens[self.count] = token
@@ -63,24 +69,19 @@ class _Ring:
         self.tokens[position] = DRAWN_LAST
 
 
-class _Asked(NamedTuple):
-    """The rows of logits of one part: `scored` ones, the last of them for drawing too, if it draws."""
-
-    number: int
-    part: StepPart
-    ring: _Ring
-    first_row: int
-    rows: int
-
-
 class _Work(NamedTuple):
-    """One forward, and what is drawn of its logits."""
+    """One forward, and what is drawn of its logits. Lists take less time than an object for each text."""
 
     drawn: Drawn
+    parts: Sequence[StepPart]
+    rings: list[_Ring]
+    """Of each part: another text may have its number by the time this one's token is known."""
+    before: BeforeLayer
     spans: list[Span]
     rows: list[int]
-    asked: list[_Asked]
-    before: BeforeLayer
+    """Flat tokens of the spans whose logits are wanted."""
+    asked: list[int]
+    """The numbers of the parts that these rows are for."""
 
 
 class LocalRunner:
@@ -99,7 +100,7 @@ class LocalRunner:
         began_s = perf_counter()
         logits = self._forward(step, work)
         drawn = work.drawn._replace(seconds=perf_counter() - began_s)
-        self._draw(work.asked, logits, drawn)
+        self._draw(work, logits, drawn)
         return drawn
 
     def _take(self, step: Step) -> _Work:
@@ -111,20 +112,18 @@ class LocalRunner:
                 self._begin(change)
             else:
                 self._rings[change.ring].place(change)
-        work, first = _Work(Drawn([None] * len(step.parts), {}, 0.0), [], [], [], before), 0
-        for i, part in enumerate(step.parts):
-            ring = self._rings[part.ring]
+        rings = [self._rings[part.ring] for part in step.parts]
+        work = _Work(Drawn([None] * len(rings), {}, 0.0), step.parts, rings, before, [], [], [])
+        end = 0
+        for i, (part, ring) in enumerate(zip(step.parts, rings, strict=True)):
             if ring.error is not None:
                 work.drawn.results[i] = ring.error
                 continue
-            needed = part.end - part.draws
-            if part.score_from is not None:
-                needed = min(needed, max(part.start, part.score_from))
-            if needed < part.end:
-                work.asked.append(_Asked(i, part, ring, len(work.rows), part.end - needed))
-                work.rows.extend(range(first + needed - part.start, first + part.end - part.start))
             work.spans.append(ring.span(part))
-            first += part.end - part.start
+            end += part.end - part.start
+            if wanted := _rows(part):
+                work.asked.append(i)
+                work.rows.extend(range(end - wanted, end))
         return work
 
     def _waits(self, loads: Sequence[int]) -> BeforeLayer:
@@ -159,27 +158,27 @@ class LocalRunner:
             log.exception("a text could not be resumed")
             ring.error = error
 
-    def _draw(self, asked: list[_Asked], logits: Tensor, drawn: Drawn) -> None:
+    def _draw(self, work: _Work, logits: Tensor, drawn: Drawn) -> None:
         """What can not be drawn or scored is the error of its own text."""
-        drawing = [each for each in asked if each.part.draws]
-        last = logits if len(logits) == len(drawing) else logits[[a.first_row + a.rows - 1 for a in drawing]]
-        best = dict(zip((each.number for each in drawing), best_tokens(last), strict=True)) if drawing else {}
-        for each in asked:
-            ring, token = each.ring, best.get(each.number)
+        ends = dict(zip(work.asked, accumulate(_rows(work.parts[i]) for i in work.asked), strict=True))
+        drawing = [i for i in work.asked if work.parts[i].draws]
+        last = logits if len(logits) == len(drawing) else logits[[ends[i] - 1 for i in drawing]]
+        best = dict(zip(drawing, best_tokens(last), strict=True)) if drawing else {}
+        for i, end in ends.items():
+            part, ring, token = work.parts[i], work.rings[i], best.get(i)
             try:
-                if each.part.score_from is not None:
-                    own = logits[each.first_row : each.first_row + each.rows]
-                    drawn.scores[each.part.ring] = _scores(each.part, ring, own)
+                if part.score_from is not None:
+                    drawn.scores[part.ring] = _scores(part, ring, logits[end - _rows(part) : end])
                 if token is None:
                     continue
                 if ring.sampler.plain and token >= 0:  # most of the time
                     out = TokenOut(token)
                 else:
-                    out = ring.sampler.draw(logits[each.first_row + each.rows - 1])
+                    out = ring.sampler.draw(logits[end - 1])
                 ring.append(out.token)
-                drawn.results[each.number] = out
+                drawn.results[i] = out
             except Exception as error:  # noqa: BLE001 - whatever is wrong with one row is that text's
-                drawn.results[each.number] = ring.error = error
+                drawn.results[i] = ring.error = error
 
 
 class QueueRunner(LocalRunner):
@@ -205,35 +204,37 @@ class QueueRunner(LocalRunner):
             logits = self._forward(step, work)
         except Exception as error:  # noqa: BLE001 - it is told with the result
             return partial(_raise, error)
-        if not all(each.ring.sampler.plain and each.part.score_from is None for each in work.asked):
+        parts, rings, results = work.parts, work.rings, work.drawn.results
+        if not all(rings[i].sampler.plain and parts[i].score_from is None for i in work.asked):
             self._before()  # its tokens come first
-            self._draw(work.asked, logits, work.drawn)
+            self._draw(work, logits, work.drawn)
             drawn = work.drawn._replace(seconds=clock.stop(clock.mark()))
             return lambda: drawn
-        tokens = self._keep_best(work.asked, logits)
+        tokens = self._keep_best(work, logits)
         stopped = clock.mark()
 
         @cache
         def result() -> Drawn:
             seconds = clock.stop(stopped)
-            for each, token in zip(work.asked, tokens.tolist(), strict=True):
+            for i, token in zip(work.asked, tokens.tolist(), strict=True):
                 if token < 0:
                     error = LogitsError("the best of the logits is no number")
-                    work.drawn.results[each.number] = each.ring.error = error
+                    results[i] = rings[i].error = error
                     continue
-                each.ring.append(token)
-                work.drawn.results[each.number] = TokenOut(token)
+                rings[i].append(token)
+                results[i] = TokenOut(token)
             return work.drawn._replace(seconds=seconds)
 
         self._before = result
         return result
 
-    def _keep_best(self, asked: list[_Asked], logits: Tensor) -> Tensor:
+    def _keep_best(self, work: _Work, logits: Tensor) -> Tensor:
         """Draw the best token of each row, for the next step on the device; on its way to the host."""
-        for each in asked:
-            each.ring.expect(each.part.end)
-        best = self.model.keep_best(logits, [each.part.ring for each in asked])
-        host = torch.empty(len(asked), dtype=torch.int64, pin_memory=best.is_cuda)
+        parts = [work.parts[i] for i in work.asked]
+        for i, part in zip(work.asked, parts, strict=True):
+            work.rings[i].expect(part.end)
+        best = self.model.keep_best(logits, [part.ring for part in parts])
+        host = torch.empty(len(work.asked), dtype=torch.int64, pin_memory=best.is_cuda)
         return host.copy_(best, non_blocking=True)
 
 
@@ -261,6 +262,13 @@ class _Clock:
 
 def _raise(error: Exception) -> Drawn:
     raise error
+
+
+def _rows(part: StepPart) -> int:
+    """So many of its last tokens need logits: those that are scored, and the last one if it draws."""
+    if part.score_from is None:
+        return int(part.draws)
+    return max(int(part.draws), part.end - max(part.start, part.score_from))
 
 
 def _scores(part: StepPart, ring: _Ring, logits: Tensor) -> list[TokenOut]:

@@ -66,10 +66,10 @@ class Scheduler:
         self.stalled = False
         """The last plan left a task out because a task of the step under way holds the room it needs."""
         self.free_rings = list(range(config.running_max))
-        self._in_ring: dict[int, Task] = {}
+        self._in_ring: dict[int, Seat] = {}
         self._changes: list[Begin | PageTable] = []
         self._loads: list[int] = []
-        self._sealed: deque[list[tuple[Task, Seat]]] = deque()
+        self._sealed: deque[list[Seat]] = deque()
         """Who computes in each step that was sealed and has not advanced yet, part by part."""
         self._clock = clock
         self._number = self._plans = self._passed = 0
@@ -116,7 +116,7 @@ class Scheduler:
 
     def plan(self) -> list[StepPart]:
         """What to compute next. A step under way counts as done, and its tasks keep what they hold."""
-        busy = {task for seats in self._sealed for task, seat in seats if task.seat is seat}
+        busy = {seat.task for seats in self._sealed for seat in seats if seat.task.seat is seat}
         self.stalled = False
         self._step_cache()
         self._abort_marked(busy)
@@ -128,16 +128,17 @@ class Scheduler:
 
     def seal(self, parts: Sequence[StepPart]) -> Step:
         """The step that computes what was planned, of tasks that still run, with all that changed."""
-        sealed, seats = [], []
+        sealed, seats, page_tokens = [], [], self.page_tokens
         for part in parts:
-            task = self._in_ring.get(part.ring)
-            if task is None or task.seat is None:
-                continue  # it ended with the step before
-            seats.append((task, task.seat))
-            if task.seat.request.tails:
-                placed = ((b * self.page_tokens, place(tail)) for b, tail in task.seat.request.tails.items())
-                due = tuple((boundary, at) for boundary, at in placed if part.start < boundary <= part.end)
-                part = part._replace(tails=due)
+            seat = self._in_ring.get(part.ring)
+            if seat is None:
+                continue  # its task ended with the step before
+            seats.append(seat)
+            first, last = part.start // page_tokens + 1, part.end // page_tokens
+            if first <= last:
+                tails = seat.request.tails.items()
+                due = ((b * page_tokens, place(tail)) for b, tail in tails if first <= b <= last)
+                part = part._replace(tails=tuple(due))
             sealed.append(part)
         if seats:
             self._sealed.append(seats)
@@ -148,7 +149,7 @@ class Scheduler:
     def replan(self, step: Step) -> Step:
         """Plan again, with the room that the last step gave back. What was sealed was not run."""
         if step.parts:
-            for part, (_, seat) in zip(step.parts, self._sealed.pop(), strict=True):
+            for part, seat in zip(step.parts, self._sealed.pop(), strict=True):
                 seat.planned = part.start
         parts = self.plan()
         self._changes[:0] = step.changes
@@ -164,7 +165,8 @@ class Scheduler:
         self._settle_early(step)
         outcomes, tokens, computed = list[Outcome](), 0, 0
         page_tokens, seats = self.page_tokens, self._sealed.popleft() if step.parts else []
-        for part, out, (task, seat) in zip(step.parts, drawn.results, seats, strict=True):
+        for part, out, seat in zip(step.parts, drawn.results, seats, strict=True):
+            task = seat.task
             if task.seat is not seat:
                 continue
             if isinstance(out, Exception):
@@ -207,9 +209,9 @@ class Scheduler:
     def failed(self, step: Step, error: Exception) -> list[Outcome]:
         """A step could not be run: its texts end, the others go on."""
         self.counters["steps_failed"] += 1
-        for task, seat in self._sealed.popleft() if step.parts else []:
-            if task.seat is seat:
-                self._fail(task, error)
+        for seat in self._sealed.popleft() if step.parts else []:
+            if seat.task.seat is seat:
+                self._fail(seat.task, error)
         return self._ends()
 
     def _ends(self) -> list[Outcome]:
@@ -319,14 +321,14 @@ class Scheduler:
             self._preempt(instead_of)
         self.waiting.remove(task)
         computed = request.reuse.tokens - request.reuse.replay_tokens
-        task.seat = seat = Seat(request, self.free_rings.pop(), computed, computed)
-        self._in_ring[seat.ring] = task
+        task.seat = seat = Seat(task, request, self.free_rings.pop(), computed, computed)
+        self._in_ring[seat.ring] = seat
         roomy = self._extend(seat, len(task.tokens))
         assert roomy, "the pages were reserved by `begin`"
         task.scores.clear()
         if not task.drawn:
-            task.reuse = request.reuse
-            self.explained[task.ask.request_id] = request.reuse
+            reuse = self.explained[task.ask.request_id] = request.reuse
+            task.reused = reuse.device_tokens, reuse.host_tokens, reuse.store_tokens
             if len(self.explained) > EXPLAINED_MOST:
                 self.explained.popitem(last=False)
         if request.state is RequestState.RUNNING:
@@ -359,7 +361,7 @@ class Scheduler:
 
     def _choose(self, busy: set[Task]) -> list[StepPart]:
         """Running answers first, one token each; then prompts, sharing what is left of the step."""
-        parts: list[tuple[Task, StepPart]] = []
+        parts: list[StepPart] = []
         prompts: list[tuple[Task, Seat, int]] = []
         running = Stage.RUNNING
         for task in self.running.copy():
@@ -376,19 +378,17 @@ class Scheduler:
                 prompts.append((task, seat, missing))
             elif missing == 1 and (known <= seat.request.extended_tokens or self._room_for(task, seat, busy)):
                 scored = task.score_from if task.scoring else None
-                parts.append((task, StepPart(seat.ring, seat.planned, known, True, scored)))
+                parts.append(StepPart(seat.ring, seat.planned, known, True, scored))
                 seat.planned = known
-        parts = [each for each in parts if each[0].stage is running]
+        parts = [part for part in parts if part.ring in self._in_ring]  # others were preempted meanwhile
         tokens = max((self.config.step_tokens or STEP_TOKENS) - len(parts), self.page_tokens)
         shares = share(tokens, [missing for _, _, missing in prompts], self.page_tokens)
         for (task, seat, missing), count in zip(prompts, shares, strict=True):
             if count and task.stage is running:
                 end = seat.planned + count
-                parts.append(
-                    (task, StepPart(seat.ring, seat.planned, end, count == missing, task.score_from))
-                )
+                parts.append(StepPart(seat.ring, seat.planned, end, count == missing, task.score_from))
                 seat.planned = end
-        return [part for _, part in parts]
+        return parts
 
     def _room_for(self, task: Task, seat: Seat, busy: set[Task]) -> bool:
         """Make room for the next position, if need be by preempting the last running task. False: not yet."""

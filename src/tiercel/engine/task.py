@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from tiercel.cache import Request
 from tiercel.engine.ask import Ask, Finish, TokenOut, Usage
-from tiercel.policy.resume import Reuse
 from tiercel.text.stream import TextStream
 from tiercel.tree.keys import KeyChain
 
@@ -32,10 +31,11 @@ class Stage(Enum):
     ENDED = "ended"
 
 
-@dataclass
+@dataclass(eq=False)
 class Seat:
     """What a task holds while it is loading or running."""
 
+    task: Task
     request: Request
     ring: int
     computed: int
@@ -85,17 +85,12 @@ class Task:
         self.scoring = asked is not None and asked < self.prompt_tokens
         """Whether the prompt's logprobs are asked for and not known yet."""
         self.scores: list[TokenOut] = []
-        self.reuse: Reuse | None = None
-        """What its prompt took from the cache, when it first began."""
+        self.reused = 0, 0, 0
+        """Tokens that its prompt took from device, host and store, when it first began."""
 
     @property
     def usage(self) -> Usage:
-        device, host, store = (
-            (self.reuse.device_tokens, self.reuse.host_tokens, self.reuse.store_tokens)
-            if self.reuse
-            else (0, 0, 0)
-        )
-        return Usage(self.prompt_tokens, self.drawn, device, host, store)
+        return Usage(self.prompt_tokens, self.drawn, *self.reused)
 
     def name_pages(self) -> KeyChain:
         """The keys of the text so far. Tokens are added when a page may be full: one by one would be slow."""

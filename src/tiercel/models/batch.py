@@ -47,8 +47,7 @@ class Batch:
         self._first = lengths.cumsum() - lengths
         self._span = np.arange(len(spans)).repeat(lengths)
         self._positions = np.arange(lengths.sum()) + (self._starts - self._first)[self._span]
-        tokens = spans[0].tokens if len(spans) == 1 else torch.cat([span.tokens for span in spans])
-        self.tokens = tokens.to(device)
+        self.tokens = self._tensor(np.concatenate([span.tokens for span in spans]))
         self.span = self._tensor(self._span)
         self.rings = self._tensor(self._ring[self._span])
         self.positions = self._tensor(self._positions)

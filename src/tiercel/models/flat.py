@@ -74,24 +74,26 @@ def numbers_of(spans: Sequence[Span], rows: Sequence[int] | None, rings: int) ->
     """`rows`: flat tokens whose logits are wanted, ascending; None: the last of each span."""
     lengths = np.array([len(span.tokens) for span in spans])
     starts = np.array([span.start for span in spans])
-    ends, first = starts + lengths, lengths.cumsum() - lengths
     ring = np.array([span.ring for span in spans])
+    write_from = np.array([span.write_from for span in spans])
+    ends, first = starts + lengths, lengths.cumsum() - lengths
     kept = np.where([span.keep for span in spans], ends, FORGET)
-    of_spans = np.stack([starts, first, ring, kept, [span.write_from for span in spans]])
-    of_tokens = of_spans.repeat(lengths, axis=1)
+    of_tokens = np.array([starts, first, ring, kept, write_from]).repeat(lengths, axis=1)
     position = np.arange(lengths.sum()) + of_tokens[0] - of_tokens[1]
-    tokens = np.concatenate([span.tokens.numpy() for span in spans])
+    tokens = np.concatenate([span.tokens for span in spans])
     wanted = first + lengths - 1 if rows is None else np.asarray(rows, np.int64)
     owner = of_tokens[2][wanted]
-    last = np.append(owner[1:] != owner[:-1], True)[: len(owner)]
+    last = np.ones(len(owner), np.bool_)
+    last[:-1] = owner[1:] != owner[:-1]
     tails = [
         (place, boundary, span.ring, span.start, at)
         for span, at in zip(spans, first.tolist(), strict=True)
+        if span.tails
         for boundary, place in span.tails.items()
     ]
     return Numbers(
-        np.stack([position, *of_tokens, tokens]).astype(np.int32),
-        np.stack([wanted, np.where(last, owner, rings)]).astype(np.int32),
+        np.array([position, *of_tokens, tokens], np.int32),
+        np.array([wanted, np.where(last, owner, rings)], np.int32),
         np.array(tails, np.int32).reshape(-1, 5),
         rings,
         int(ends.max()),

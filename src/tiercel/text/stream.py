@@ -32,8 +32,12 @@ class TextStream:
 
     def push(self, token: int) -> TextPiece:
         assert not self._stopped, "a stop string was found"
-        shown = token not in self._text.hidden
-        return self._given(self._utf8.decode(self._text.piece_bytes(token)) if shown else "")
+        return self._given(self.decode(token))
+
+    def decode(self, token: int) -> str:
+        """What a token adds to the text. Stop strings are not looked for."""
+        text = self._text
+        return "" if token in text.hidden else self._utf8.decode(text.piece_bytes(token))
 
     def finish(self) -> str:
         """The text that was held back."""
