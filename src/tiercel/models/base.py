@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, Self, runtime_checkable
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tiercel.spec.hf_fields import flag, number, whole
@@ -27,8 +29,8 @@ def at_once(_layer: int) -> None:
 class Span:
     """Consecutive tokens of one text, positions start … start + len(tokens) - 1. Nobody changes a span."""
 
-    tokens: Any
-    """[n] int64: an array of numpy, or a tensor on the CPU. The last may be `DRAWN_LAST`."""
+    tokens: NDArray[np.int64] | Tensor
+    """[n] int64, on the CPU. The last may be `DRAWN_LAST`."""
 
     start: int
     pages: Tensor

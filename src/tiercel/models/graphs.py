@@ -114,8 +114,9 @@ class Graphs:
     def run(self, numbers: Numbers, before: BeforeLayer) -> Any:
         """What the last section answers for the padded call; None: no recording is large enough. It is
         overwritten by the next call."""
+        tokens, rows, tails, longest = numbers.size
         for size, recording in self._recordings:
-            if all(mine <= most for mine, most in zip(numbers.size, size, strict=True)):
+            if tokens <= size[0] and rows <= size[1] and tails <= size[2] and longest <= size[3]:
                 recording.fill(numbers.padded(size))
                 for section, graph in zip(self._sections, recording.graphs, strict=True):
                     before(section.last_layer)

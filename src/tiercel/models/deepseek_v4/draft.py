@@ -77,7 +77,9 @@ class Draft:
         if streams is not None:
             before = torch.cat([before, streams])
         assert len(before) == len(span.tokens), "one token more than there are streams of the draft"
-        logits, x = self._run([replace(span, start=span.start - 1, keep=False)], before, span.tokens)
+        logits, x = self._run(
+            [replace(span, start=span.start - 1, keep=False)], before, torch.as_tensor(span.tokens)
+        )
         return logits[-1:], x
 
     def restore(self, ring: int, place: int, boundary: int) -> None:
