@@ -415,9 +415,8 @@ def measure(options: argparse.Namespace) -> Figures:
         model = OneModel(options.model, options.device, sizes.device_bytes)
         bench = Bench(model, sizes, Path(folder))
         bench.figures |= {"machine": describe(), "model": options.model, "device": _device(options.device)}
-        for name, section in {"warm_up": warm_up, **SECTIONS}.items():
-            if name not in options.only and name != "warm_up":
-                continue
+        for name in ("warm_up", *options.only):
+            section = SECTIONS.get(name, warm_up)
             began = time.perf_counter()
             try:
                 found = section(bench)
@@ -440,7 +439,9 @@ def main() -> None:
     parser.add_argument("--model", default="v4-flash-8e")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--quick", action="store_true", help="everything small")
-    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, separated by commas")
+    parser.add_argument(
+        "--only", default=",".join(SECTIONS), help="sections in this order, separated by commas"
+    )
     parser.add_argument("--folder", help="where stores are made; default: the system's temporary folder")
     parser.add_argument("--plot", nargs="?", const=PLOT, type=Path, help=f"draw the TTFT ({PLOT.name})")
     parser.add_argument("--draw", type=Path, help="measure nothing: draw the JSON of an earlier run")

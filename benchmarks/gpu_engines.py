@@ -70,7 +70,7 @@ class Sizes:
     shared: int = 8192
     turn_tokens: int = 512
     answer: int = 16
-    without_host_s: float = 60.0
+    without_host_s: float = 40.0
 
 
 QUICK = Sizes(
