@@ -155,18 +155,41 @@ def median_ms(queue: Callable[[], object], stream: torch.cuda.Stream | None = No
     return statistics.median(times)
 
 
-def carried_ms(controller: CudaController, plan: Plan, runs: int = 9) -> tuple[float, float, float, float]:
-    """(until the last byte is there, until the first layers are, of the CPU; device time alone), medians."""
+def layers_ms(controller: CudaController, plan: Plan, runs: int = 21) -> tuple[float, float, float]:
+    """(until the last byte is there, of the CPU; until the first layers are there) for a step that waits for
+    a load layer by layer, medians."""
+    rows = []
+    for _ in range(runs):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        ready = controller.ready(controller.submit(plan, layered=True).number)
+        ready.queue_all()
+        queued = time.perf_counter()
+        ready.events[-1][1].synchronize()
+        took = time.perf_counter()
+        controller.poll()
+        again = time.perf_counter()
+        ready = controller.ready(controller.submit(plan, layered=True).number)
+        ready.events[0][1].synchronize()
+        rows.append([took - start, queued - start, time.perf_counter() - again])
+        torch.cuda.synchronize()
+        controller.close()
+        assert all(done.error is None for done in controller.poll())
+    total, cpu, first = (statistics.median(column) * 1e3 for column in zip(*rows, strict=True))
+    return total, cpu, first
+
+
+def carried_ms(controller: CudaController, plan: Plan, runs: int = 9) -> tuple[float, float, float]:
+    """(until the last byte is there, of the CPU; device time alone) for a plan that is queued as a whole,
+    medians."""
     rows = []
     for _ in range(runs):
         torch.cuda.synchronize()
         start = time.perf_counter()
         events = controller.ready(controller.submit(plan).number).events
         queued = time.perf_counter()
-        events[0][1].synchronize()
-        first = time.perf_counter()
         events[-1][1].synchronize()
-        rows.append([time.perf_counter() - start, first - start, queued - start])
+        rows.append([time.perf_counter() - start, queued - start])
         (done,) = controller.poll()
         assert done.error is None
     stream = controller._queued[plan.direction].stream
@@ -178,8 +201,8 @@ def carried_ms(controller: CudaController, plan: Plan, runs: int = 9) -> tuple[f
     sleep = median_ms(lambda: torch.cuda._sleep(SLEEP_CYCLES), stream)
     device = median_ms(alone, stream) - sleep
     assert all(done.error is None for done in controller.poll())
-    total, first_ms, cpu = (statistics.median(column) * 1e3 for column in zip(*rows, strict=True))
-    return total, first_ms, cpu, device
+    total, cpu = (statistics.median(column) * 1e3 for column in zip(*rows, strict=True))
+    return total, cpu, device
 
 
 def both_ways(
@@ -218,12 +241,12 @@ def restore(controller: CudaController, whole: Plan, tail: Plan, ms_per_mb: floa
     """A prefix of 128 K tokens and its tail, from the decision to the last fence."""
     spec = controller.host.spec
     launches = controller.launches
-    controller.submit(whole)
+    controller.submit(whole, layered=True)
+    controller.close()  # waits for all of it
     launches = controller.launches - launches
-    torch.cuda.synchronize()
     controller.poll()
-    total, first, cpu, _ = carried_ms(controller, whole, 21)
-    tail_total, _, tail_cpu, tail_device = carried_ms(controller, tail, 41)
+    total, cpu, first = layers_ms(controller, whole)
+    tail_total, tail_cpu, tail_device = carried_ms(controller, tail, 41)
     link_ms = (PAGES * spec.page_bytes + spec.tail_bytes) / 1e6 * ms_per_mb
     return {
         "launches_per_restore": launches,

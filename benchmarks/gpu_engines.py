@@ -70,7 +70,6 @@ class Sizes:
     shared: int = 8192
     turn_tokens: int = 512
     answer: int = 16
-    without_host_s: float = 40.0
 
 
 QUICK = Sizes(
@@ -99,7 +98,6 @@ QUICK = Sizes(
     shared=512,
     turn_tokens=128,
     answer=4,
-    without_host_s=20.0,
 )
 
 

@@ -351,7 +351,7 @@ class CudaController(Controller):
         return sum(queue.launches for queue in self._queued.values())
 
     def _start(self, ticket: Ticket, *, layered: bool) -> None:
-        """Queue a plan; of a layered one the first group of layers, the others when they are waited for."""
+        """Queue a plan as a whole; of a layered one the first group, the others when they are waited for."""
         for flight in self._flying.values():  # plans are carried out in order
             flight.ready.queue_all()
         queue = self._queued[ticket.plan.direction]
@@ -364,10 +364,8 @@ class CudaController(Controller):
             self._end(ticket, error)
             return
         sizes = {NAMES[tails]: len(places.near) * self._bytes[tails] for tails, places in legs}
-        grouped = queue.load and sum(sizes.values()) >= self._grouped_bytes
+        grouped = layered and sum(sizes.values()) >= self._grouped_bytes
         ready = Events(self._queue_groups(queue, legs, self._groups if grouped else self._whole))
-        if not layered:
-            ready.queue_all()
         self._flying[ticket.number] = _Flight(begun, ready, sizes)
 
     def _before(self) -> torch.cuda.Event | None:
