@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.kernels.devices import every_device, on_gpu
 from tests.models.folders import make_config
+from tiercel.errors import ConfigError
 from tiercel.kernels.choice import make_kernels
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.models import graphs
@@ -21,7 +22,7 @@ from tiercel.models.deepseek_v4.config import V4Config
 from tiercel.models.deepseek_v4.model import FAMILY, DeepseekV4
 from tiercel.models.deepseek_v4.weights import random_weights
 from tiercel.models.flat import FlatBatch, Size, numbers_of, send
-from tiercel.spec import deepseek_v4
+from tiercel.spec import deepseek_v4, deepseek_v4_mtp
 
 PAGE = 128
 CONFIG = make_config(
@@ -212,3 +213,11 @@ def test_no_bit_depends_on_the_cut_or_the_batch(device: str, compute: str, forma
     beside = model.forward(spans, range(40 * count))
     assert torch.equal(beside[:40], whole[:40])
     assert torch.equal(model.forward(spans[::-1], range(40 * count))[-40:], whole[:40])
+
+
+def test_a_draft_is_refused() -> None:
+    own, set_ = V4Config.from_hf(CONFIG), make_kernels("cuda", "cpu", "fp32", FAMILY.kernels)
+    draft = deepseek_v4_mtp(CONFIG, PAGE, "fp32", hidden=True)
+    memory = DeviceMemory(deepseek_v4(CONFIG, PAGE, "fp32").with_draft(draft), pages=2, tails=2)
+    with pytest.raises(ConfigError, match="kernels = 'cuda': do not compute drafts"):
+        DeepseekV4(own, random_weights(own, 3), memory, 1, set_)

@@ -131,6 +131,8 @@ class PageTables:
         self._sent: dict[int, Tensor] = {}
 
     def make_room(self, pages: int) -> None:
+        """For texts of so many pages. A recorded forward reads the table that there was when it was recorded:
+        there must be room for the longest text before that."""
         missing = pages - self.table.shape[1]
         if missing > 0:
             self.table = torch.cat([self.table, self.table.new_zeros(len(self.table), missing)], dim=1)

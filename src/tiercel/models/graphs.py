@@ -115,6 +115,7 @@ class Graphs:
         """What the last section answers for the padded call; None: no recording is large enough. It is
         overwritten by the next call."""
         tokens, rows, tails, longest = numbers.size
+        assert longest <= self._most, "a text is longer than the page tables of recorded forwards"
         for size, recording in self._recordings:
             if tokens <= size[0] and rows <= size[1] and tails <= size[2] and longest <= size[3]:
                 recording.fill(numbers.padded(size))

@@ -20,6 +20,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -153,18 +154,19 @@ class Events:
         self.events: list[tuple[int, torch.cuda.Event]] = []
         self.error: Exception | None = None
         """Why a group was not queued. No group is queued behind it."""
-        self._groups = iter(groups)
+        self._groups, self._lock = iter(groups), Lock()
         self._queue_next()
 
     def _queue_next(self) -> bool:
-        try:
-            self.events.append(next(self._groups))
-        except StopIteration:
-            return False
-        except (TransferError, RuntimeError) as error:
-            self.error, self._groups = error, iter(())
-            return False
-        return True
+        with self._lock:  # a runner's thread waits for layers while another one polls
+            try:
+                self.events.append(next(self._groups))
+            except StopIteration:
+                return False
+            except (TransferError, RuntimeError) as error:
+                self.error, self._groups = error, iter(())
+                return False
+            return True
 
     def queue_all(self) -> None:
         while self._queue_next():

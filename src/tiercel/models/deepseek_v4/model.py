@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tiercel.errors import ConfigError
 from tiercel.kernels.choice import Kernels, make_kernels
 from tiercel.kernels.reference import CosSin
 from tiercel.memory.buffers import DeviceMemory
@@ -71,9 +72,10 @@ class DeepseekV4:
             for i, ratio in enumerate(config.ratios)
         ]
         drafted = any(stream.name.startswith("draft_") for stream in memory.spec.streams)
+        if drafted and k.NAME == "cuda":
+            raise ConfigError("kernels", k.NAME, "do not compute drafts")
         self.draft = Draft(setup, weights, self._lm_head) if drafted else None
         """There when the cache declaration has the draft's streams; then it follows every call."""
-
         self._tables: PageTables | None = None
         self._graphs: Graphs | None = None
         self._recorded: Answer | None = None
@@ -84,7 +86,7 @@ class DeepseekV4:
     def warm_up(self, longest: int) -> None:
         """Record forwards and resumptions as CUDA graphs, where kernels run on a GPU. What they read is made
         for the longest text now: it does not move."""
-        if self._tables is None or self.last.device.type != "cuda" or self.draft is not None:
+        if self._tables is None or self.last.device.type != "cuda":
             return
         spec = self._setup.memory.spec
         self._tables.make_room(-(-longest // spec.page_tokens))
@@ -158,7 +160,7 @@ class DeepseekV4:
         if self._recorded is not None and logits is self._recorded.logits:
             return self._recorded.best
         best = self.kernels.greedy(logits)
-        self.last[torch.tensor(rings, dtype=torch.long).to(best.device)] = best
+        self.last[send(np.array(rings, np.int32), best.device)] = best
         return best
 
     def resume(self, ring: int, tails: Sequence[tuple[int, int]]) -> None:
