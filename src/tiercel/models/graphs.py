@@ -62,7 +62,7 @@ class Recording:
         torch.cuda.current_stream(numbers.device).wait_stream(stream)
 
     def fill(self, numbers: Ints) -> None:
-        self._numbers.copy_(send(numbers, self._numbers.device))
+        self._numbers.copy_(torch.from_numpy(numbers).pin_memory(), non_blocking=True)
 
 
 class Graphs:
