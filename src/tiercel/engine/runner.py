@@ -160,6 +160,7 @@ class LocalRunner:
 
     def _draw(self, work: _Work, logits: Tensor, drawn: Drawn) -> None:
         """What can not be drawn or scored is the error of its own text."""
+        logits = logits.cpu()  # all rows in one copy
         ends = dict(zip(work.asked, accumulate(_rows(work.parts[i]) for i in work.asked), strict=True))
         drawing = [i for i in work.asked if work.parts[i].draws]
         last = logits if len(logits) == len(drawing) else logits[[ends[i] - 1 for i in drawing]]
