@@ -54,7 +54,7 @@ def call_on_entries() -> None:
     flat = Flat(numbers, numbers, numbers, numbers, torch.empty(4, 8, dtype=torch.int32))
     keys = rows_of(8448, 64, (128, 4), "fp8_row", 128)
     best_rows(torch.empty(tokens, 64, 128, dtype=BF16), torch.empty(tokens, 64), keys, 4, flat, k, 600)
-    window = rows_of(584, 1, (576, 8), "fp8_groups", 512)
+    window = rows_of(592, 1, (576, 8), "fp8_groups", 512)
     entries = rows_of(37440, 64, (576, 8), "fp8_groups", 512)
     q, chosen = torch.empty(tokens, 64, 512, dtype=BF16), torch.empty(tokens, k, dtype=torch.int32)
     attention(q, (window, window), 128, entries, chosen, 4, flat, torch.empty(64), 1.0)
