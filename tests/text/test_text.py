@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
@@ -80,6 +80,8 @@ def ends_as_text(prompt: Prompt, text: Text = TEXT) -> list[str]:
 @settings(deadline=None)
 @given(st.text())
 def test_text_comes_back_as_it_was(said: str) -> None:
+    """But for special tokens, which are no text. (Hypothesis tries words of the source, `<|bos|>` too.)"""
+    assume(not any(TEXT.piece(token) in said for token in range(ASSISTANT + 1)))
     assert TEXT.decode(TEXT.encode(said)) == said
 
 
