@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tiercel.engine.ask import TokenOut
-from tiercel.engine.sampling import Sampler, best_tokens, token_logprobs
+from tiercel.engine.sampling import Sampler, token_logprobs
 from tiercel.engine.step import Begin, Drawn, PageTable, Step, StepPart
 from tiercel.errors import LogitsError
+from tiercel.kernels.reference import greedy
 from tiercel.models.base import DRAWN_LAST, BeforeLayer, Model, QueueModel, Span, at_once
 from tiercel.transfer.controller import Ready
 
@@ -164,7 +165,7 @@ class LocalRunner:
         ends = dict(zip(work.asked, accumulate(_rows(work.parts[i]) for i in work.asked), strict=True))
         drawing = [i for i in work.asked if work.parts[i].draws]
         last = logits if len(logits) == len(drawing) else logits[[ends[i] - 1 for i in drawing]]
-        best = dict(zip(drawing, best_tokens(last), strict=True)) if drawing else {}
+        best = dict(zip(drawing, greedy(last).tolist(), strict=True)) if drawing else {}
         for i, end in ends.items():
             part, ring, token = work.parts[i], work.rings[i], best.get(i)
             try:

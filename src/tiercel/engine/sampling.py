@@ -23,7 +23,6 @@ from torch import Tensor
 
 from tiercel.engine.ask import Sampling, TokenOut
 from tiercel.errors import AskError, LogitsError
-from tiercel.kernels.reference import greedy
 
 Row = NDArray[np.float32]
 Ids = NDArray[np.int64]
@@ -179,12 +178,6 @@ class Sampler:
             self._counts[token] += 1
             once, each = self.sampling.presence_penalty, self.sampling.frequency_penalty
             self._less[token] = once + each * self._counts[token]
-
-
-def best_tokens(logits: Tensor) -> list[int]:
-    """The best token of each row, the lowest of equals; -1 where the best is no number."""
-    tokens: list[int] = greedy(logits).tolist()
-    return tokens
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenOut]:

@@ -1,12 +1,14 @@
 """Plans carried out by a CUDA device: copies are queued, and events tell when they have ended.
 
-    submit(plan) ─► the direction's stream   │ layers 0 … 10 │ event │ layers 11 … 21 │ event │ …
+    submit(plan)                 ─► the direction's stream   │ all layers │ event │
+    submit(plan, layered=True)   ─► │ layers 0 … 4 │ event │, and when they are waited for: │ 5 … 14 │ event │
     poll() ─► [Done] when the last event has passed
 
 The copy engines move extents straight between host pages and device pages, many in one call: our own device
-memory keeps a page in the order of a host page, so a page is one extent (or one for each group of layers). No
-multiprocessor is used. Where rows lie apart (`BorrowedMemory`, or host memory layer first), a Triton kernel
-moves them: from pinned memory itself, or through a staging buffer that the copy engines fill.
+memory keeps a page in the order of a host page, so a page is one extent, or, where a step waits layer by
+layer, one for each group of layers. No multiprocessor is used. Where rows lie apart (`BorrowedMemory`, or
+host memory layer first), a Triton kernel moves them: from pinned memory itself, or through a staging buffer
+that the copy engines fill.
 
     dma      extents are large                                        97 % of the link on an H200
     staged   rows are small on the device, host pages lie together    89 to 93 %, and a scatter kernel

@@ -29,7 +29,7 @@ from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.deepseek_v4 import deepseek_v4
 
 
-class State(NamedTuple):
+class Hidden(NamedTuple):
     """Between two layers."""
 
     x: Tensor
@@ -38,7 +38,7 @@ class State(NamedTuple):
     turns: list[CosSin]
 
 
-class Answer(NamedTuple):
+class Recorded(NamedTuple):
     """Of a recorded forward."""
 
     logits: Tensor
@@ -78,7 +78,7 @@ class DeepseekV4:
         """There when the cache declaration has the draft's streams; then it follows every call."""
         self._tables: PageTables | None = None
         self._graphs: Graphs | None = None
-        self._recorded: Answer | None = None
+        self._recorded: Recorded | None = None
         """Of the last forward, if it was a recorded one."""
         if k.NAME == "cuda":  # kernels read page tables on the device
             self._tables = PageTables(rings, memory.device)
@@ -98,7 +98,7 @@ class DeepseekV4:
         """The layers in groups, as they are loaded. The first section begins, the last one answers."""
         groups, count = spec.layer_groups(), len(self.layers)
 
-        def run(layers: range, batch: FlatBatch, state: State | None) -> State | Answer:
+        def run(layers: range, batch: FlatBatch, state: Hidden | None) -> Hidden | Recorded:
             state = self._compute(layers, batch, state or self._begin(batch))
             return self._answer(batch, state) if layers[-1] == count - 1 else state
 
@@ -122,7 +122,7 @@ class DeepseekV4:
         numbers = numbers_of(spans, rows, self._setup.rings)
         self._recorded = self._graphs.run(numbers, before) if self._graphs is not None else None
         if self._recorded is not None:
-            self._recorded = Answer(*(each[: numbers.size.rows] for each in self._recorded))
+            self._recorded = Recorded(*(each[: numbers.size.rows] for each in self._recorded))
             return self._recorded.logits
         on_device = send(numbers.padded(numbers.size), self._embedding.device)
         flat = FlatBatch(on_device, numbers.size, self._tables.table)
@@ -130,15 +130,15 @@ class DeepseekV4:
             self._compute(range(len(self.layers)), flat, self._begin(flat), before).x, flat.rows
         )
 
-    def _begin(self, batch: Batch | FlatBatch) -> State:
+    def _begin(self, batch: Batch | FlatBatch) -> Hidden:
         drawn = self.last[batch.rings].clamp(min=0)
         tokens = torch.where(batch.tokens == DRAWN_LAST, drawn, batch.tokens)
         turns = [rotary.at(batch.positions, batch.longest) for rotary in self._rotaries]
-        return State(self._embedding[tokens][:, None, :].repeat(1, self.config.hc_mult, 1), tokens, turns)
+        return Hidden(self._embedding[tokens][:, None, :].repeat(1, self.config.hc_mult, 1), tokens, turns)
 
     def _compute(
-        self, layers: range, batch: Batch | FlatBatch, state: State, before: BeforeLayer = at_once
-    ) -> State:
+        self, layers: range, batch: Batch | FlatBatch, state: Hidden, before: BeforeLayer = at_once
+    ) -> Hidden:
         x, tokens, turns = state
         for i in layers:
             before(i)
@@ -149,11 +149,11 @@ class DeepseekV4:
         x = self.kernels.hyper_head(x[rows.to(x.device)], self._head)
         return self.kernels.linear(x, self._lm_head, wide=True)
 
-    def _answer(self, batch: FlatBatch, state: State) -> Answer:
+    def _answer(self, batch: FlatBatch, state: Hidden) -> Recorded:
         logits = self._logits(state.x, batch.rows)
         best = self.kernels.greedy(logits)
         self.last[batch.row_rings] = best
-        return Answer(logits, best)
+        return Recorded(logits, best)
 
     def keep_best(self, logits: Tensor, rings: Sequence[int]) -> Tensor:
         """The best token of each row, now also `last` of the row's ring. A recorded forward has drawn it."""
