@@ -238,7 +238,8 @@ def both_ways(
 
 
 def restore(controller: CudaController, whole: Plan, tail: Plan, ms_per_mb: float) -> dict[str, float]:
-    """A prefix of 128 K tokens and its tail, from the decision to the last fence."""
+    """A prefix of 128 K tokens and its tail, from the decision to the last fence: in groups of layers, as a
+    step that waits for it; and the CPU's time for whole pages."""
     spec = controller.host.spec
     launches = controller.launches
     controller.submit(whole, layered=True)
@@ -246,6 +247,7 @@ def restore(controller: CudaController, whole: Plan, tail: Plan, ms_per_mb: floa
     launches = controller.launches - launches
     controller.poll()
     total, cpu, first = layers_ms(controller, whole)
+    _, whole_cpu, _ = carried_ms(controller, whole, 21)
     tail_total, tail_cpu, tail_device = carried_ms(controller, tail, 41)
     link_ms = (PAGES * spec.page_bytes + spec.tail_bytes) / 1e6 * ms_per_mb
     return {
@@ -253,6 +255,7 @@ def restore(controller: CudaController, whole: Plan, tail: Plan, ms_per_mb: floa
         "restore_128k": total / link_ms,
         "restore_128k_ms": total,
         "restore_128k_cpu_ms": cpu,
+        "restore_128k_whole_cpu_ms": whole_cpu,
         "first_layer_ms": first,
         "tail_us": tail_device * 1e3,
         "tail_link_us": spec.tail_bytes / 1e6 * ms_per_mb * 1e3,

@@ -215,8 +215,9 @@ def test_no_bit_depends_on_the_cut_or_the_batch(device: str, compute: str, forma
     assert torch.equal(model.forward(spans[::-1], range(40 * count))[-40:], whole[:40])
 
 
-def test_a_draft_is_refused() -> None:
-    own, set_ = V4Config.from_hf(CONFIG), make_kernels("cuda", "cpu", "fp32", FAMILY.kernels)
+@every_device
+def test_a_draft_is_refused(device: str) -> None:
+    own, set_ = V4Config.from_hf(CONFIG), make_kernels("cuda", device, "fp32", FAMILY.kernels)
     draft = deepseek_v4_mtp(CONFIG, PAGE, "fp32", hidden=True)
     memory = DeviceMemory(deepseek_v4(CONFIG, PAGE, "fp32").with_draft(draft), pages=2, tails=2)
     with pytest.raises(ConfigError, match="kernels = 'cuda': do not compute drafts"):

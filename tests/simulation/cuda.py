@@ -78,11 +78,11 @@ class CudaWorld(World):
             return
         real = controller.submit
 
-        def submit(plan: Plan):
+        def submit(plan: Plan, *, layered: bool = False):
             self.delay()
             controller.after = torch.cuda.Event()
             controller.after.record(self.bytes.compute)
-            return real(plan)
+            return real(plan, layered=layered)
 
         controller.submit = submit
 

@@ -214,7 +214,8 @@ class Stage:
         self.controller.after = None if self.implicit else after
         self.delay()
         with torch.cuda.stream(self.compute):
-            return self.controller.submit(plan, layered=self.chance.random() < 0.5)
+            layered = direction is LOAD and self.chance.random() < 0.5
+            return self.controller.submit(plan, layered=layered)
 
 
 def random_schedule(stage: Stage, rounds: int, *, broken: str = "") -> int:
