@@ -119,10 +119,17 @@ def test_an_option_may_come_from_the_environment(monkeypatch):
 
 def test_every_option_of_serve_is_a_setting_and_every_setting_is_one():
     named = {each.metadata.get("option", each.name) for kind in KINDS for each in settings_of(kind)}
-    assert set(signature(serve).parameters) == {"model"} | named
+    assert set(signature(serve).parameters) == {"model", "named"} | named
 
 
 def test_verify_offers_only_what_has_an_effect_there():
     offered = set(signature(verify).parameters)
     assert offered.isdisjoint({"store", "fetch", "fetch_deadline_s", "force_miss", "overlap", "waiting_max"})
     assert {"running_max", "replay", "evict", "host_memory"} <= offered
+
+
+def test_a_model_may_be_named_by_an_option_too(tmp_path):
+    app = typer.Typer()
+    app.command()(serve)
+    told = CliRunner().invoke(app, ["--model", str(tmp_path / "nobody")])
+    assert told.exit_code and "nobody" in str(told.exception)

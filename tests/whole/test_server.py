@@ -117,6 +117,8 @@ def test_the_native_call_tells_tiers_and_logprobs(server):
 
 
 def test_metrics_count_hits_by_tier_and_bytes_by_stream(server):
+    body = {"text": "the sea", "sampling_params": {"max_new_tokens": 1}}
+    httpx.post(f"{server.url}/generate", json=body, timeout=60).raise_for_status()
     page = httpx.get(f"{server.url}/metrics").raise_for_status().text
     for name in (
         'tiercel_hit_tokens_total{tier="device"}',

@@ -19,6 +19,7 @@ Model = Annotated[
     str, typer.Argument(metavar="[MODEL]", help="A Hugging Face folder. Default: the embedded tiny-v4.")
 ]
 MODEL = EMBEDDED
+NamedModel = Annotated[str | None, typer.Option("--model", metavar="MODEL", help="The same as MODEL.")]
 UNITS = {"GiB": 1024**3, "MiB": 1024**2}
 Command = Callable[..., None]
 

@@ -32,12 +32,13 @@ WIDTH = 120
 
 
 @o.with_settings(ServerOptions, Build, EngineConfig, CacheConfig, host_memory=HOST_MEMORY)
-def serve(model: o.Model = o.MODEL, settings: Any = None) -> None:
+def serve(model: o.Model = o.MODEL, named: o.NamedModel = None, settings: Any = None) -> None:
     """Serve a model: OpenAI's API and SGLang's, on a tiered cache."""
     from tiercel.engine.build import open_engine
     from tiercel.engine.service import EngineService
     from tiercel.server.keys import is_loopback
 
+    model = named or model
     build = o.made(Build, settings, model=model)
     config = o.made(EngineConfig, settings, cache=o.made(CacheConfig, settings))
     folder = folder_of(model).absolute()

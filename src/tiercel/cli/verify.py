@@ -19,6 +19,7 @@ WITHOUT = ("store", "fetch", "fetch_deadline_s", "force_miss", "overlap", "waiti
 @o.with_settings(Build, EngineConfig, CacheConfig, without=WITHOUT, host_memory="256MiB")
 def verify(
     model: o.Model = o.MODEL,
+    named: o.NamedModel = None,
     kl: Annotated[float, typer.Option(help="The largest KL that passes.", min=0)] = 0.0,
     dlogprob: Annotated[float, typer.Option(help="The largest |Δlogprob| that passes.", min=0)] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -30,7 +31,7 @@ def verify(
     """
     from tiercel.verify import verify as run_verify
 
-    build = o.made(Build, settings, model=model)
+    build = o.made(Build, settings, model=named or model)
     config = o.made(EngineConfig, settings, cache=o.made(CacheConfig, settings))
     report = run_verify(build, config)
     holds = report.holds(kl=kl, dlogprob=dlogprob)

@@ -68,7 +68,7 @@ class Controller(ABC):
     def __init__(self) -> None:
         self.landed = Condition()
         """Notified whenever a transfer ends."""
-        self.seconds: dict[Direction, dict[str, float]] = {direction: {} for direction in Direction}
+        self.seconds = {direction: {"pages": 0.0, "tails": 0.0} for direction in Direction}
         """Time spent copying pages and tails."""
         self._queues: dict[Direction, deque[Ticket]] = {direction: deque() for direction in Direction}
         self._ended: dict[int, Done] = {}

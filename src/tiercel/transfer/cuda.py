@@ -426,7 +426,7 @@ class CudaController(Controller):
         """The device's time, by bytes."""
         took, spent = flight.begun.elapsed_time(flight.ready.events[-1][1]) / 1e3, self.seconds[direction]
         for name, size in flight.sizes.items():
-            spent[name] = spent.get(name, 0.0) + took * size / max(1, sum(flight.sizes.values()))
+            spent[name] += took * size / max(1, sum(flight.sizes.values()))
 
     def poll(self) -> list[Done]:
         self._settle()

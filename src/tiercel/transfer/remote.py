@@ -78,8 +78,7 @@ class RemoteController(Controller):
         if not failed:
             spent = self.seconds[ticket.plan.direction]
             for what in ("pages", "tails"):  # the slowest rank counts: they copy at the same time
-                slowest = max(each.seconds.get(what, 0.0) for each in acks.values())
-                spent[what] = spent.get(what, 0.0) + slowest
+                spent[what] += max(each.seconds.get(what, 0.0) for each in acks.values())
         self._end(ticket, TransferError("; ".join(failed)) if failed else None)
 
     def close(self) -> None:
