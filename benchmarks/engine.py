@@ -31,7 +31,7 @@ from tiercel.engine.config import Build, EngineConfig
 from tiercel.engine.engine import Engine
 from tiercel.engine.loop import plain_steps
 from tiercel.engine.step import Drawn
-from tiercel.kernels.reference import greedy
+from tiercel.kernels.draw import greedy
 from tiercel.verify import answer_one
 
 MIB = 1024**2

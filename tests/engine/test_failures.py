@@ -60,8 +60,8 @@ def answer_both(engine, overlap, **options):
 @LOOPS
 def test_a_token_that_can_not_be_drawn_ends_its_text_alone(overlap):
     engine = make_engine()
-    with patch.object(Sampler, "draw", broken):  # only what is sampled is drawn, b takes the best token
-        ends = answer_both(engine, overlap, temperature=1.0)
+    with patch.object(Sampler, "draw", broken):  # the logits of a are adjusted, b takes the best token
+        ends = answer_both(engine, overlap, presence_penalty=1.0)
     assert ends == {"a": [(Finish.ERROR, "the test broke this")], "b": [(Finish.LENGTH, "")]}
     settle(engine)
 

@@ -21,8 +21,8 @@ from triton.runtime.jit import JITFunction
 
 from tiercel.kernels.cuda import hyper, rings, rows
 from tiercel.kernels.cuda.attention import attention
+from tiercel.kernels.cuda.draw import greedy, sample
 from tiercel.kernels.cuda.experts import experts, route
-from tiercel.kernels.cuda.greedy import greedy
 from tiercel.kernels.cuda.index import best_rows
 from tiercel.kernels.cuda.matrix import linear, pack, pack_all
 from tiercel.kernels.entries import Entries, Flat
@@ -72,7 +72,8 @@ def call_all() -> None:
         chosen, weights = route(torch.empty(tokens, 8), None, torch.empty(8), 6, 1.5)
         experts(torch.empty(tokens, 4096, dtype=BF16), chosen, weights, matrices, 10.0)
     route(torch.empty(8, 256), torch.empty(8, 6, dtype=torch.int64), None, 6, 1.5)
-    greedy(torch.empty(8, 129280))
+    logits = torch.empty(8, 129280)
+    sample(logits, torch.empty(8, 6, dtype=torch.float64), greedy(logits))
     call_on_entries()
     call_hyper(tokens=3, n=4, d=4096)
     call_rows(tokens=3)

@@ -8,10 +8,10 @@ import torch
 from tests.kernels.devices import every_device, on_gpu
 from tests.kernels.test_cuda_matrix import BF16, FP8, FP32, packed, rand, whole
 from tiercel.kernels import reference
+from tiercel.kernels.cuda.draw import greedy
 from tiercel.kernels.cuda.experts import FEW_MOST, SOME_MOST, experts, route
 from tiercel.kernels.cuda.experts import _ordered as ordered
 from tiercel.kernels.cuda.experts import _tile_for as tile_for
-from tiercel.kernels.cuda.greedy import greedy
 from tiercel.kernels.cuda.matrix import linear, pack
 
 LIMIT = 2.0

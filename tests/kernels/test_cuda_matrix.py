@@ -8,7 +8,6 @@ import torch
 from tests.kernels.devices import every_device
 from tiercel.kernels import reference
 from tiercel.kernels.cuda import matrix
-from tiercel.kernels.cuda.greedy import greedy
 from tiercel.kernels.cuda.matrix import (
     SMALL_ROWS,
     Weight,
@@ -173,29 +172,3 @@ def test_segments_cover_k_and_are_wholes_of_scales():
 def test_scales_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"weight \[200, 300\] has scales \[2, 2\]"):
         pack(torch.zeros(200, 300).to(FP8), torch.ones(2, 2))
-
-
-# The best token
-
-
-@every_device
-def test_the_best_token_is_the_lowest_of_the_best(device):
-    for vocab in (5, 4096, 9000, *([129280] if device == "cuda" else [])):
-        logits = rand(8, vocab, device=device)
-        logits[0, [1, vocab - 1]] = 50.0
-        logits[1] = -3.0
-        logits[2, vocab - 1] = 9.0
-        assert greedy(logits).tolist() == reference.greedy(logits).tolist(), vocab
-        assert greedy(logits[:0]).tolist() == []
-
-
-@every_device
-def test_a_row_whose_best_is_no_number_has_no_best_token(device):
-    logits = rand(6, 5000, device=device)
-    logits[0, 4999] = float("nan")
-    logits[1, 3] = float("inf")
-    logits[2] = float("-inf")
-    logits[3, :4999] = float("-inf")
-    logits[4, 0], logits[4, 4998] = float("nan"), float("inf")
-    found = greedy(logits).tolist()
-    assert found == reference.greedy(logits).tolist() and found[:5] == [-1, -1, -1, 4999, -1]

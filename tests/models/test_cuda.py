@@ -143,7 +143,7 @@ def test_padding_changes_nothing(device: str) -> None:
     (plain, its_memory), (padded, memory) = make("cuda", device), make("cuda", device)
     for spans, rows in spans_of(tokens, pages):
         logits = plain.forward(spans, rows)
-        best = plain.keep_best(logits[-2:] if rows else logits, [span.ring for span in spans])
+        best = plain.draw(logits[-2:] if rows else logits, [span.ring for span in spans], None)
         numbers = numbers_of(spans, rows, 3)
         assert padded._tables is not None
         padded._tables.send(spans)
@@ -179,7 +179,7 @@ def test_a_recorded_forward_is_the_forward(
             logits = model.forward(spans, rows, waited.append)
             found.append(logits.clone())
             if rows is None:
-                found.append(model.keep_best(logits, [span.ring for span in spans]).clone())
+                found.append(model.draw(logits, [span.ring for span in spans], None).clone())
         model.resume(1, [(128, 5)])
         found.append(model.forward([Span(tokens[0][:2], 128, pages[0], 1)]).clone())
         found += [each.clone() for each in bytes_of(memory)]

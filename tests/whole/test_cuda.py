@@ -73,7 +73,20 @@ def test_company_and_the_tokens_of_a_step_change_no_bit(device: str) -> None:
     texts = [words(length, i) for i, length in enumerate(LENGTHS[device])]
     asks = [make_ask(str(i), text, 24, prompt_logprobs_from=1) for i, text in enumerate(texts)]
     plain = [make_ask(str(i), text, 24, logprobs=None) for i, text in enumerate(texts)]
-    truth = None
+    sampled = [
+        make_ask(
+            str(i),
+            text,
+            24,
+            logprobs=None if i % 3 else 0,
+            temperature=0.8,
+            top_p=0.9,
+            top_k=40 * (i % 2),
+            seed=i,
+        )
+        for i, text in enumerate(texts)
+    ]
+    truth = sampled_truth = None
     for step_tokens in (8192, 512):
         config = replace(COLD, step_tokens=step_tokens, running_max=64)
         engine, _ = open_engine(replace(BUILD, device=device), config)
@@ -84,5 +97,9 @@ def test_company_and_the_tokens_of_a_step_change_no_bit(device: str) -> None:
         # Tokens that nobody wants the logprobs of are drawn on the device, and read there by the next step.
         drawn = [tokens_of(each) for each in run(engine, *plain, overlap="queued")]
         assert drawn == [[token for token, _ in answer] for _, answer in truth], step_tokens
+        drawn = [tokens_of(run(engine, ask)[0]) for ask in sampled]
+        sampled_truth = sampled_truth or drawn
+        assert drawn == sampled_truth, step_tokens
+        assert [tokens_of(each) for each in run(engine, *sampled, overlap="queued")] == sampled_truth
         assert engine.counters["preemptions"] == 0
         engine.cache.close()

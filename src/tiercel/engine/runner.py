@@ -1,7 +1,7 @@
 """Runs steps on a model in this process: rings with texts, page tables and samplers; the forward; drawing.
 
-`LocalRunner` has a step's tokens when `run` returns. `QueueRunner` queues steps on a device: the tokens that
-it draws stay there, and the next step reads them there, before they are known here.
+`LocalRunner` has a step's tokens when `run` returns. `QueueRunner` queues steps on a device: tokens are drawn
+there, and the next step reads them there, before they are known here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tiercel.engine.ask import TokenOut
 from tiercel.engine.sampling import Sampler, token_logprobs
 from tiercel.engine.step import Begin, Drawn, PageTable, Step, StepPart
 from tiercel.errors import LogitsError
-from tiercel.kernels.reference import greedy
+from tiercel.kernels.draw import Draw, greedy
 from tiercel.models.base import DRAWN_LAST, BeforeLayer, Model, QueueModel, Span, at_once
 from tiercel.transfer.controller import Ready
 
@@ -84,6 +84,20 @@ class _Work(NamedTuple):
     asked: list[int]
     """The numbers of the parts that these rows are for."""
 
+    @property
+    def drawing(self) -> list[int]:
+        """Those of them that draw a token."""
+        return [i for i in self.asked if self.parts[i].draws]
+
+    def ends(self) -> dict[int, int]:
+        """By part: the row behind its last one."""
+        return dict(zip(self.asked, accumulate(_rows(self.parts[i]) for i in self.asked), strict=True))
+
+    def last_rows(self, parts: Sequence[int]) -> slice | list[int]:
+        """The rows that these parts draw from; often all."""
+        ends = self.ends()
+        return slice(None) if len(parts) == len(self.rows) else [ends[i] - 1 for i in parts]
+
 
 class LocalRunner:
     """A model, and the rings of its running texts."""
@@ -101,7 +115,9 @@ class LocalRunner:
         began_s = perf_counter()
         logits = self._forward(step, work)
         drawn = work.drawn._replace(seconds=perf_counter() - began_s)
-        self._draw(work, logits, drawn)
+        plain = [i for i in work.drawing if work.rings[i].sampler.plain]
+        best = greedy(logits[work.last_rows(plain)]).tolist() if plain else []
+        self._draw(work, logits, drawn, dict(zip(plain, best, strict=True)))
         return drawn
 
     def _take(self, step: Step) -> _Work:
@@ -159,24 +175,23 @@ class LocalRunner:
             log.exception("a text could not be resumed")
             ring.error = error
 
-    def _draw(self, work: _Work, logits: Tensor, drawn: Drawn) -> None:
-        """What can not be drawn or scored is the error of its own text."""
+    def _draw(self, work: _Work, logits: Tensor, drawn: Drawn, known: Mapping[int, int]) -> None:
+        """`known`: tokens that were drawn already, by part; -1: the best is no number. What can not be drawn
+        or scored is the error of its own text."""
         logits = logits.cpu()  # all rows in one copy
-        ends = dict(zip(work.asked, accumulate(_rows(work.parts[i]) for i in work.asked), strict=True))
-        drawing = [i for i in work.asked if work.parts[i].draws]
-        last = logits if len(logits) == len(drawing) else logits[[ends[i] - 1 for i in drawing]]
-        best = dict(zip(drawing, greedy(last).tolist(), strict=True)) if drawing else {}
-        for i, end in ends.items():
-            part, ring, token = work.parts[i], work.rings[i], best.get(i)
+        for i, end in work.ends().items():
+            part, ring, token = work.parts[i], work.rings[i], known.get(i, -1)
             try:
                 if part.score_from is not None:
                     drawn.scores[part.ring] = _scores(part, ring, logits[end - _rows(part) : end])
-                if token is None:
+                if not part.draws:
                     continue
-                if ring.sampler.plain and token >= 0:  # most of the time
+                if token < 0:
+                    out = ring.sampler.draw(logits[end - 1])
+                elif ring.sampler.plain:  # most of the time
                     out = TokenOut(token)
                 else:
-                    out = ring.sampler.draw(logits[end - 1])
+                    out = ring.sampler.take(token, logits[end - 1].numpy())
                 ring.append(out.token)
                 drawn.results[i] = out
             except Exception as error:  # noqa: BLE001 - whatever is wrong with one row is that text's
@@ -184,7 +199,8 @@ class LocalRunner:
 
 
 class QueueRunner(LocalRunner):
-    """Queues steps on the model's device. A step whose tokens are drawn by a sampler here is waited for."""
+    """Queues steps on the model's device, which draws their tokens. A step is waited for here if a sampler
+    adjusts logits, or if logprobs are wanted."""
 
     model: QueueModel
 
@@ -207,18 +223,22 @@ class QueueRunner(LocalRunner):
         except Exception as error:  # noqa: BLE001 - it is told with the result
             return partial(_raise, error)
         parts, rings, results = work.parts, work.rings, work.drawn.results
-        if not all(rings[i].sampler.plain and parts[i].score_from is None for i in work.asked):
-            self._before()  # its tokens come first
-            self._draw(work, logits, work.drawn)
-            drawn = work.drawn._replace(seconds=clock.stop(clock.mark()))
-            return lambda: drawn
-        tokens = self._keep_best(work, logits)
+        drawing = work.drawing
+        tokens = self._queue_draws(work, drawing, logits)
         stopped = clock.mark()
+        if not all(rings[i].sampler.queued and parts[i].score_from is None for i in work.asked):
+            self._before()  # its tokens come first
+            drawn = work.drawn._replace(seconds=clock.stop(stopped))
+            known = {i: t for i, t in zip(drawing, tokens.tolist(), strict=True) if rings[i].sampler.raw}
+            self._draw(work, logits, drawn, known)
+            return lambda: drawn
+        for i in drawing:
+            rings[i].expect(parts[i].end)
 
         @cache
         def result() -> Drawn:
             seconds = clock.stop(stopped)
-            for i, token in zip(work.asked, tokens.tolist(), strict=True):
+            for i, token in zip(drawing, tokens.tolist(), strict=True):
                 if token < 0:
                     error = LogitsError("the best of the logits is no number")
                     results[i] = rings[i].error = error
@@ -230,14 +250,17 @@ class QueueRunner(LocalRunner):
         self._before = result
         return result
 
-    def _keep_best(self, work: _Work, logits: Tensor) -> Tensor:
-        """Draw the best token of each row, for the next step on the device; on its way to the host."""
-        parts = [work.parts[i] for i in work.asked]
-        for i, part in zip(work.asked, parts, strict=True):
-            work.rings[i].expect(part.end)
-        best = self.model.keep_best(logits, [part.ring for part in parts])
-        host = torch.empty(len(work.asked), dtype=torch.int64, pin_memory=best.is_cuda)
-        return host.copy_(best, non_blocking=True)
+    def _queue_draws(self, work: _Work, drawing: Sequence[int], logits: Tensor) -> Tensor:
+        """Draw a token for each of these parts, for the next step on the device; on its way to the host."""
+        draws: list[Draw] | None = None
+        if not all(work.rings[i].sampler.greedy for i in drawing):
+            each = ((work.rings[i], work.parts[i].end) for i in drawing)
+            draws = [ring.sampler.how(end - ring.prompt_tokens) for ring, end in each]
+        if len(drawing) < len(work.rows):
+            logits = logits[work.last_rows(drawing)]
+        drawn = self.model.draw(logits, [work.parts[i].ring for i in drawing], draws)
+        host = torch.empty(len(drawing), dtype=torch.int64, pin_memory=drawn.is_cuda)
+        return host.copy_(drawn, non_blocking=True)
 
 
 class _Clock:

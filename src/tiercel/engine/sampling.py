@@ -23,17 +23,14 @@ from torch import Tensor
 
 from tiercel.engine.ask import Sampling, TokenOut
 from tiercel.errors import AskError, LogitsError
-
-Row = NDArray[np.float32]
-Ids = NDArray[np.int64]
+from tiercel.kernels.draw import Draw, Row, largest, sample_row, weights_of
 
 TEMPERATURE_LEAST, TEMPERATURE_MOST = 1e-6, 1e30
 """A temperature below the first counts as 0, as in SGLang. At the second all fp32 logits become equal."""
 LOGIT_MOST = 1e38
 """The bound of a penalized logit. The difference of two such logits is still a finite fp32."""
-NUCLEUS_FLOORS = (2.0**-6, 2.0**-12, 0.0)
-"""Weights relative to the best. `top_p` sorts only what is above the first floor that leaves enough."""
 FINITE = sys.float_info.max
+GREEDY = Draw(sharpness=0.0)
 
 
 @dataclass(frozen=True)
@@ -109,7 +106,7 @@ class Sampler:
     ) -> None:
         self.sampling, self.vocab_size = sampling, vocab_size
         self.seed = sampling.seed or 0
-        self._greedy = sampling.temperature < TEMPERATURE_LEAST
+        self.greedy = sampling.temperature < TEMPERATURE_LEAST
         self._sharpness = 1.0 / min(max(sampling.temperature, TEMPERATURE_LEAST), TEMPERATURE_MOST)
         self._index = 0
         # Each array is made only if a setting needs it: a plain request pays nothing.
@@ -121,9 +118,12 @@ class Sampler:
         self._counts: Counter[int] = Counter()
         self._biased = np.fromiter(sampling.logit_bias.keys(), np.int64)
         self._bias = np.fromiter(sampling.logit_bias.values(), np.float32)
-        adjusts = self._seen is not None or self._less is not None or len(self._biased) > 0
-        self.plain = self._greedy and sampling.logprobs is None and not adjusts
-        """Greedy, without logprobs: a caller that has the argmax need not call `draw`."""
+        self.raw = self._seen is None and self._less is None and not len(self._biased)
+        """Tokens are drawn from the logits as they are: whoever has drawn one with `how` need not call
+        `draw`."""
+        self.queued = self.raw and sampling.logprobs is None
+        """Nothing else is done with the logits: they need not come to the host."""
+        self.plain = self.queued and self.greedy
         for token in output:
             self._remember(token)
 
@@ -135,14 +135,25 @@ class Sampler:
         best = int(row.argmax())  # the lowest id of the best: numpy promises the first
         if not math.isfinite(row[best]):  # argmax finds any nan and +inf there is
             raise LogitsError(f"the best of {self.vocab_size} logits is {row[best]}, token {best}")
-        token = best if self._greedy else self._drawn(row, row[best])
+        token = best if self.greedy else sample_row(row, row[best], self.how(self._index))
+        return self.take(token, raw)
+
+    def how(self, index: int) -> Draw:
+        """How the token at `index` of the output is drawn."""
+        if self.greedy:
+            return GREEDY
+        own = self.sampling
+        return Draw(self._sharpness, own.top_k, own.top_p, own.min_p, uniform(self.seed, index))
+
+    def take(self, token: int, raw: Row) -> TokenOut:
+        """A token was drawn from this row."""
         out = TokenOut(token) if (top := self.sampling.logprobs) is None else _scored(raw, token, top)
         self._remember(token)
         return out
 
     def _adjusted(self, raw: Row) -> Row:
         """Penalties and bias: the same array if there are none."""
-        if self._seen is None and self._less is None and not len(self._biased):
+        if self.raw:
             return raw
         row = raw.copy()
         if self._seen is not None:
@@ -155,20 +166,6 @@ class Sampler:
             row -= self._less
         row[self._biased] += self._bias
         return row
-
-    def _drawn(self, row: Row, best: np.float32) -> int:
-        """Inverse transform over weights by id, so a filter that removes nothing changes nothing."""
-        sampling = self.sampling
-        ids = _largest(row, sampling.top_k) if 0 < sampling.top_k < self.vocab_size else None
-        weights = _weights(row if ids is None else row[ids], best, self._sharpness)
-        if sampling.top_p < 1.0:
-            weights = _nucleus(weights, sampling.top_p)
-        if sampling.min_p > 0.0:
-            weights[weights < sampling.min_p] = 0.0  # the best has weight 1
-        sums = _sums(weights)
-        # side="right": a token of weight 0 is never drawn.
-        at = sums.searchsorted(uniform(self.seed, self._index) * sums[-1], side="right")
-        return int(at if ids is None else ids[at])
 
     def _remember(self, token: int) -> None:
         self._index += 1
@@ -200,54 +197,8 @@ def _scored(raw: Row, token: int, top: int) -> TokenOut:
     best = raw.max()
     if not math.isfinite(best):
         raise LogitsError(f"the best of {len(raw)} logits is {best}")
-    log_sum = float(best) + math.log(_weights(raw, best).sum(dtype=np.float64))
-    ranked = _largest(raw, min(top, len(raw))) if top else np.empty(0, np.int64)
+    log_sum = float(best) + math.log(weights_of(raw, best).sum(dtype=np.float64))
+    ranked = largest(raw, min(top, len(raw))) if top else np.empty(0, np.int64)
     ranked = ranked[np.argsort(-raw[ranked], kind="stable")]
     named = tuple((int(each), float(raw[each]) - log_sum) for each in ranked)
     return TokenOut(token, float(raw[token]) - log_sum, named)
-
-
-def _weights(row: Row, best: np.float32, sharpness: float = 1.0) -> Row:
-    """exp(logit - best): 1 for the best token, less for the others.
-
-    numpy's, in one thread: torch's exp is 1.5 times as quick, but parts even 4,096 numbers over threads, and
-    on a busy machine waits for them: 0.6 ms instead of 0.02.
-    """
-    with np.errstate(over="ignore"):
-        distance = row - best
-        if sharpness != 1.0:
-            distance *= np.float32(sharpness)
-    np.exp(distance, out=distance)
-    return distance
-
-
-def _largest(row: Row, count: int) -> Ids:
-    """The ids of the `count` largest, in order of ids; of equals the lower ones."""
-    return _down_to(row, torch.from_numpy(row).topk(count, sorted=False).values.min().item(), count)
-
-
-def _nucleus(weights: Row, top_p: float) -> Row:
-    """The fewest weights that make up `top_p` of all, and 0 for the others; of equals those of lower ids."""
-    enough = top_p * weights.sum(dtype=np.float64)
-    for floor in NUCLEUS_FLOORS:
-        heavy = weights[weights >= floor]
-        if heavy.sum(dtype=np.float64) >= enough:
-            break
-    heavy = -np.sort(-heavy)
-    count = min(int(_sums(heavy).searchsorted(enough)) + 1, len(heavy))
-    kept = _down_to(weights, float(heavy[count - 1]), count)
-    thinned = np.zeros_like(weights)
-    thinned[kept] = weights[kept]
-    return thinned
-
-
-def _sums(weights: Row) -> NDArray[np.float64]:
-    """The running sum, from left to right in one thread. torch's takes 0.16 ms for 129,280, numpy's 1 ms."""
-    return torch.from_numpy(weights).cumsum(0, dtype=torch.float64).numpy()
-
-
-def _down_to(row: Row, least: float, count: int) -> Ids:
-    ids = np.flatnonzero(row >= least)
-    if surplus := len(ids) - count:
-        ids = np.delete(ids, np.flatnonzero(row[ids] == least)[-surplus:])
-    return ids

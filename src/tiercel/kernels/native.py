@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tiercel.kernels.draw import greedy as greedy
+from tiercel.kernels.draw import sample as sample
 from tiercel.kernels.reference import CosSin, Recent, Site
-from tiercel.kernels.reference import greedy as greedy
 
 NAME = "native"
 EXACT = True

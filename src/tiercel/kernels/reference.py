@@ -8,10 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - its usual name
+
+from tiercel.kernels.draw import greedy as greedy
+from tiercel.kernels.draw import sample as sample
 
 NAME = "reference"
 EXACT = False
@@ -176,14 +178,6 @@ def _ask(x: Tensor, gate_up: Tensor, down: Tensor, limit: float) -> Tensor:
 
 
 # Attention
-
-
-def greedy(logits: Tensor) -> Tensor:
-    """int64 [rows]: the best token of each row, the lowest of equals; -1 where the best is no number."""
-    rows = logits.cpu().numpy()
-    best = rows.argmax(1)
-    sound = np.isfinite(rows[np.arange(len(rows)), best])
-    return torch.from_numpy(np.where(sound, best, -1)).to(logits.device)
 
 
 def compress(recent: Recent, rows: Tensor, bias: Tensor, dim: int) -> Tensor:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tiercel.kernels.draw import Draw
 from tiercel.spec.hf_fields import flag, number, whole
 
 DRAWN_LAST = -1
@@ -81,10 +82,10 @@ class QueueModel(Model, Protocol):
     last: Tensor
     """[rings or more] int64 on the device: the token that was drawn last in each ring; -1: there was none."""
 
-    def keep_best(self, logits: Tensor, rings: Sequence[int]) -> Tensor:
-        """Draw the best token of each row of the last call's logits: it is `last` of the row's ring now.
+    def draw(self, logits: Tensor, rings: Sequence[int], draws: Sequence[Draw] | None) -> Tensor:
+        """Draw a token from each row of the last call's logits: it is `last` of the row's ring now.
 
-        Answers [rows] on the device; -1: the best is no number.
+        None: the best tokens. Answers [rows] on the device; -1: the best is no number.
         """
 
 

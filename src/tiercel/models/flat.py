@@ -7,7 +7,7 @@ forward was recorded for: padding has position -1, and no kernel reads or writes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -116,7 +116,7 @@ class FlatBatch:
         self.longest = size.longest
 
 
-def send(numbers: Ints, device: torch.device) -> Tensor:
+def send(numbers: npt.NDArray[Any], device: torch.device) -> Tensor:
     """To the device, without waiting for it."""
     whole = torch.from_numpy(numbers)
     return whole.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else whole

@@ -8,7 +8,7 @@ from importlib.metadata import version
 import torch
 from torch import Tensor
 
-from tiercel.kernels.cuda import experts, greedy, hyper, matrix, rows
+from tiercel.kernels.cuda import draw, experts, hyper, matrix, rows
 from tiercel.kernels.cuda.matrix import Weight
 
 
@@ -28,7 +28,8 @@ class CudaKernels:
     hyper_read = staticmethod(hyper.hyper_read)
     hyper_write = staticmethod(hyper.hyper_write)
     hyper_head = staticmethod(hyper.hyper_head)
-    greedy = staticmethod(greedy.greedy)
+    greedy = staticmethod(draw.greedy)
+    sample = staticmethod(draw.sample)
     route = staticmethod(experts.route)
     experts = staticmethod(experts.experts)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tiercel.errors import ConfigError
 from tiercel.kernels.choice import Kernels, make_kernels
+from tiercel.kernels.draw import Draw
 from tiercel.kernels.reference import CosSin
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.models.base import DRAWN_LAST, BeforeLayer, Span, Weights, at_once, part_of
@@ -155,13 +156,21 @@ class DeepseekV4:
         self.last[batch.row_rings] = best
         return Recorded(logits, best)
 
-    def keep_best(self, logits: Tensor, rings: Sequence[int]) -> Tensor:
-        """The best token of each row, now also `last` of the row's ring. A recorded forward has drawn it."""
+    def draw(self, logits: Tensor, rings: Sequence[int], draws: Sequence[Draw] | None) -> Tensor:
+        """A token of each row, now also `last` of the row's ring. A recorded forward has drawn the best."""
         if self._recorded is not None and logits is self._recorded.logits:
-            return self._recorded.best
-        best = self.kernels.greedy(logits)
-        self.last[send(np.array(rings, np.int32), best.device)] = best
-        return best
+            tokens = self._recorded.best
+            if draws is None:
+                return tokens
+        else:
+            tokens = self.kernels.greedy(logits)
+        if draws is None:
+            to = send(np.array(rings, np.int32), tokens.device)
+        else:
+            sent = send(np.column_stack([draws, rings]), tokens.device)
+            tokens, to = self.kernels.sample(logits, sent, tokens), sent[:, -1].long()
+        self.last[to] = tokens
+        return tokens
 
     def resume(self, ring: int, tails: Sequence[tuple[int, int]]) -> None:
         """A text goes on from the tails at (boundary, place), the earliest first."""

@@ -1,0 +1,199 @@
+# ruff: noqa: PLR0913
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+"""From rows of logits to tokens on CUDA, in Triton: what `kernels/draw.py` defines.
+
+The best token is found by many programs per row. A token is sampled by one program per row, which reads the
+row again and again: 16 times to find where `top_k` cuts, 16 times for `top_p`, and twice to draw. Sums are
+fp64 and their order is fixed: a row's token depends on nothing else.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PART = 4096
+"""Logits of one program: a vocabulary of 129,280 is read by 32 programs per row."""
+SAMPLED = 4096
+"""Logits that the program of a sampled row reads at once."""
+LOWEST = tl.constexpr(-(2**31))
+"""A key below that of every number."""
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """logits fp32 [rows, vocab] → int64 [rows]: the best token, the lowest of equals; -1 where the best is no
+    finite number. A NaN counts as the best."""
+    rows, vocab = logits.shape
+    assert logits.stride(1) == 1
+    parts = triton.cdiv(vocab, PART)
+    values = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
+    numbers = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
+    best = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if rows:
+        _best_of_part[rows, parts](logits, logits.stride(0), values, numbers, vocab, WIDTH=PART)
+        _best[(rows,)](values, numbers, best, parts, WIDTH=triton.next_power_of_2(parts), num_warps=1)
+    return best
+
+
+@triton.jit
+def _best_of_part(logits, step, values, numbers, vocab, WIDTH: tl.constexpr):
+    row, part = tl.program_id(0), tl.program_id(1)
+    number = part * WIDTH + tl.arange(0, WIDTH)
+    value = tl.load(logits + row.to(tl.int64) * step + number, mask=number < vocab, other=float("-inf"))
+    value = tl.where(value == value, value, float("inf"))
+    best = tl.max(value, 0)
+    at = row * tl.num_programs(1) + part
+    tl.store(values + at, best)
+    tl.store(numbers + at, tl.min(tl.where(value == best, number, part * WIDTH + WIDTH), 0))
+
+
+@triton.jit
+def _best(values, numbers, tokens, parts, WIDTH: tl.constexpr):
+    row, part = tl.program_id(0), tl.arange(0, WIDTH)
+    value = tl.load(values + row * parts + part, mask=part < parts, other=float("-inf"))
+    number = tl.load(numbers + row * parts + part, mask=part < parts, other=0)
+    best = tl.max(value, 0)
+    token = tl.min(tl.where((value == best) & (part < parts), number, 0x7FFFFFFF), 0)
+    tl.store(tokens + row, tl.where(tl.abs(best) < float("inf"), token, -1).to(tl.int64))
+
+
+def sample(logits: Tensor, draws: Tensor, best: Tensor) -> Tensor:
+    """int64 [rows]: a token of each row. `draws` fp64 [rows, 5 or more] has the fields of `Draw`; `best` is
+    what `greedy` found, and -1 stays -1."""
+    rows, vocab = logits.shape
+    assert logits.stride(1) == 1 and draws.stride(1) == 1 and draws.dtype == torch.float64
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if rows:
+        width = min(SAMPLED, triton.next_power_of_2(vocab))
+        _sample[(rows,)](
+            logits, logits.stride(0), draws, draws.stride(0), best, tokens, vocab, WIDTH=width, num_warps=16
+        )
+    return tokens
+
+
+@triton.jit
+def _keys(row, first, vocab, WIDTH: tl.constexpr):
+    """Logits, and int32 numbers in the same order. Outside the row: the lowest of all."""
+    number = first + tl.arange(0, WIDTH)
+    value = tl.load(row + number, mask=number < vocab, other=float("-inf")) + 0.0  # -0 becomes 0
+    bits = value.to(tl.int32, bitcast=True)
+    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return value, tl.where(number < vocab, key, LOWEST)
+
+
+@triton.jit
+def _sum_from(row, vocab, least, top, sharpness, WIDTH: tl.constexpr):
+    """The weights of all logits whose key is at least this one."""
+    total = tl.zeros([WIDTH], tl.float64)
+    for first in range(0, vocab, WIDTH):
+        value, key = _keys(row, first, vocab, WIDTH)
+        weight = tl.exp((value - top) * sharpness)
+        total += tl.where(key >= least, weight, 0.0).to(tl.float64)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _count_from(row, vocab, least, WIDTH: tl.constexpr):
+    count = tl.zeros([WIDTH], tl.int32)
+    for first in range(0, vocab, WIDTH):
+        _, key = _keys(row, first, vocab, WIDTH)
+        count += (key >= least).to(tl.int32)
+    return tl.sum(count, 0)
+
+
+@triton.jit
+def _cut(row, vocab, low, high, wanted, top, sharpness, WEIGHED: tl.constexpr, WIDTH: tl.constexpr):
+    """The largest key in [low, high) from which on there is as much as is wanted: weights, or logits. There
+    is as much from `low` on. Three keys between the two are tried at once."""
+    while high - low > 1:
+        gap = high - low
+        one, two, three = low + gap // 4, low + gap // 2, low + gap * 3 // 4
+        from_one = tl.zeros([WIDTH], tl.float64)
+        from_two = tl.zeros([WIDTH], tl.float64)
+        from_three = tl.zeros([WIDTH], tl.float64)
+        for first in range(0, vocab, WIDTH):
+            value, key = _keys(row, first, vocab, WIDTH)
+            weight = tl.full([WIDTH], 1.0, tl.float32)
+            if WEIGHED:
+                weight = tl.exp((value - top) * sharpness)
+            from_one += tl.where(key >= one, weight, 0.0).to(tl.float64)
+            from_two += tl.where(key >= two, weight, 0.0).to(tl.float64)
+            from_three += tl.where(key >= three, weight, 0.0).to(tl.float64)
+        if tl.sum(from_three, 0) >= wanted:
+            low = three
+        elif tl.sum(from_two, 0) >= wanted:
+            low, high = two, three
+        elif tl.sum(from_one, 0) >= wanted:
+            low, high = one, two
+        else:
+            high = one
+    return low
+
+
+@triton.jit
+def _weight_of(key, top, sharpness):
+    """Of a logit with this key."""
+    bits = (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.int32)
+    return tl.exp((bits.to(tl.float32, bitcast=True) - top) * sharpness).to(tl.float64)
+
+
+@triton.jit
+def _kept(row, first, vocab, least, ties, tied, top, sharpness, min_p, WIDTH: tl.constexpr):
+    """The weights that remain, and how many logits with the least key there are so far."""
+    value, key = _keys(row, first, vocab, WIDTH)
+    weight = tl.exp((value - top) * sharpness)
+    tie = (key == least).to(tl.int32)
+    stays = (key > least) | ((tie > 0) & (tied + tl.cumsum(tie, 0) <= ties))
+    stays = stays & (weight >= min_p)
+    return tl.where(stays, weight, 0.0).to(tl.float64), tied + tl.sum(tie, 0)
+
+
+@triton.jit
+def _sample(logits, step, draws, draws_step, best, tokens, vocab, WIDTH: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64)
+    row, draw = logits + at * step, draws + at * draws_step
+    token = tl.load(best + at)
+    sharpness, top_k = tl.load(draw).to(tl.float32), tl.load(draw + 1)
+    top_p, min_p, uniform = tl.load(draw + 2), tl.load(draw + 3).to(tl.float32), tl.load(draw + 4)
+    if (sharpness > 0.0) & (token >= 0):
+        top = tl.load(row + token) + 0.0
+        bits = top.to(tl.int32, bitcast=True)
+        high = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 1
+        least, ties = high * 0 + LOWEST, 0  # nothing is cut
+        if (top_k > 0.0) & (top_k < vocab):
+            least = _cut(row, vocab, least, high, top_k, top, sharpness, False, WIDTH)
+            ties = top_k.to(tl.int32) - _count_from(row, vocab, least + 1, WIDTH)
+        if top_p < 1.0:
+            total = _sum_from(row, vocab, least + 1, top, sharpness, WIDTH)
+            if ties > 0:
+                total += ties * _weight_of(least, top, sharpness)
+            enough = top_p * total
+            cut = _cut(row, vocab, least, high, enough, top, sharpness, True, WIDTH)
+            if cut > LOWEST:
+                above = _sum_from(row, vocab, cut + 1, top, sharpness, WIDTH)
+                more = tl.ceil((enough - above) / _weight_of(cut, top, sharpness))
+                more = tl.minimum(tl.maximum(more, 1.0), vocab + 0.0).to(tl.int32)
+                ties = tl.where(cut == least, tl.minimum(more, ties), more)
+                least = cut
+        total = high * 0.0
+        total = total.to(tl.float64)
+        tied = 0
+        for first in range(0, vocab, WIDTH):
+            weight, tied = _kept(row, first, vocab, least, ties, tied, top, sharpness, min_p, WIDTH)
+            total += tl.sum(weight, 0)
+        target, before, tied, found = uniform * total, total * 0.0, 0, -1
+        for first in range(0, vocab, WIDTH):
+            weight, tied = _kept(row, first, vocab, least, ties, tied, top, sharpness, min_p, WIDTH)
+            after = before + tl.sum(weight, 0)
+            if (found < 0) & (after > target):
+                number = first + tl.arange(0, WIDTH)
+                reached = (before + tl.cumsum(weight, 0) > target) & (weight > 0.0)
+                found = tl.min(tl.where(reached, number, vocab), 0)
+                if found == vocab:  # the two sums are rounded differently
+                    found = tl.max(tl.where(weight > 0.0, number, -1), 0)
+            before = after
+        if found >= 0:
+            token = token * 0 + found
+    tl.store(tokens + at, token)
