@@ -100,12 +100,13 @@ def prefill_tokens_s(bench: Bench) -> Figures:
 
 def decode_tokens_s(bench: Bench) -> Figures:
     """Tokens of 1, 16 and 64 texts that decode together, each with a context of its own; and their share of
-    what the bandwidth of the device's memory allows."""
+    what the bandwidth of the device's memory allows. Once more 64 texts, with sampled tokens."""
     model, sizes = bench.model, bench.sizes
     rates, shares = {}, {}
     longest = 2 * (sizes.decode_steps + RUNNING) + sizes.decode_context // 16  # the first waits for the last
     with model.engine() as running:
-        for batch in BATCHES:
+        for batch, sampled in (*((batch, False) for batch in BATCHES), (RUNNING, True)):
+            running.sampled = sampled
             running.decode(batch, lambda i: model.words(sizes.decode_context, seed=500 + i), longest)
             for _ in range(WARM_STEPS):
                 running.step()
@@ -114,13 +115,17 @@ def decode_tokens_s(bench: Bench) -> Figures:
                 drawn += sum(len(delta.tokens) for delta in running.step())
             rate = drawn / (time.perf_counter() - start)
             assert drawn == batch * sizes.decode_steps, f"{drawn} tokens of {batch} texts"
-            rates[str(batch)] = rate
-            shares[str(batch)] = bench.share(rate, bench.limits.decode_tokens_s(batch, sizes.decode_context))
             running.end_all()
             running.empty_device_and_host()
+            if sampled:
+                ratio = rate / rates[str(batch)]
+                continue
+            rates[str(batch)] = rate
+            shares[str(batch)] = bench.share(rate, bench.limits.decode_tokens_s(batch, sizes.decode_context))
     return {
         "decode_tokens_s": rates,
         "decode_share_of_bandwidth": shares,
+        "decode_sampled_over_greedy": ratio,
         "decode_context": sizes.decode_context,
     }
 

@@ -154,12 +154,13 @@ class OneModel:
 
 
 class RunningEngine:
-    """An engine and the loop that drives it, from this thread. All answers are greedy and have no end."""
+    """An engine and the loop that drives it, from this thread. Answers have no end."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.cache = engine, engine.cache
         self._executor = ThreadPoolExecutor(1)
-        self._asked = 0
+        self._asked, self.sampled = 0, False
+        """Whether tokens are sampled. Else they are the best ones."""
 
     @cached_property
     def steps(self) -> Generator[list[Delta]]:
@@ -176,6 +177,8 @@ class RunningEngine:
         self._asked += 1
         name = str(self._asked)
         sampling = Sampling(tokens, temperature=0, ignore_eos=True)
+        if self.sampled:
+            sampling = replace(sampling, temperature=0.8, top_p=0.95, top_k=50)
         self.engine.add(Ask(name, tuple(prompt), sampling, turn_ends))
         return name
 
