@@ -16,8 +16,9 @@ from torch import Tensor
 
 PART = 4096
 """Logits of one program: a vocabulary of 129,280 is read by 32 programs per row."""
-SAMPLED = 4096
+SAMPLED = 8192
 """Logits that the program of a sampled row reads at once."""
+WARPS = 16
 LOWEST = tl.constexpr(-(2**31))
 """A key below that of every number."""
 
@@ -66,9 +67,17 @@ def sample(logits: Tensor, draws: Tensor, best: Tensor) -> Tensor:
     assert logits.stride(1) == 1 and draws.stride(1) == 1 and draws.dtype == torch.float64
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
-        width = min(SAMPLED, triton.next_power_of_2(vocab))
+        width = min(SAMPLED, max(16, triton.next_power_of_2(vocab)))
         _sample[(rows,)](
-            logits, logits.stride(0), draws, draws.stride(0), best, tokens, vocab, WIDTH=width, num_warps=16
+            logits,
+            logits.stride(0),
+            draws,
+            draws.stride(0),
+            best,
+            tokens,
+            vocab,
+            WIDTH=width,
+            num_warps=WARPS,
         )
     return tokens
 
@@ -84,23 +93,24 @@ def _keys(row, first, vocab, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _sum_from(row, vocab, least, top, sharpness, WIDTH: tl.constexpr):
-    """The weights of all logits whose key is at least this one."""
-    total = tl.zeros([WIDTH], tl.float64)
-    for first in range(0, vocab, WIDTH):
-        value, key = _keys(row, first, vocab, WIDTH)
-        weight = tl.exp((value - top) * sharpness)
-        total += tl.where(key >= least, weight, 0.0).to(tl.float64)
-    return tl.sum(total, 0)
+def _fold(value, WIDTH: tl.constexpr):
+    """Sums of neighbours: a sum that grows with the row needs few registers."""
+    return tl.sum(tl.reshape(value, [WIDTH // 4, 4]), 1)
 
 
 @triton.jit
-def _count_from(row, vocab, least, WIDTH: tl.constexpr):
-    count = tl.zeros([WIDTH], tl.int32)
+def _above(row, vocab, least, top, sharpness, WIDTH: tl.constexpr):
+    """Of the logits above this key: their weights, and how many they are; and how many have the key."""
+    weights = tl.zeros([WIDTH // 4], tl.float64)
+    above = tl.zeros([WIDTH // 4], tl.int32)
+    equal = tl.zeros([WIDTH // 4], tl.int32)
     for first in range(0, vocab, WIDTH):
-        _, key = _keys(row, first, vocab, WIDTH)
-        count += (key >= least).to(tl.int32)
-    return tl.sum(count, 0)
+        value, key = _keys(row, first, vocab, WIDTH)
+        weight = tl.exp((value - top) * sharpness)
+        weights += _fold(tl.where(key > least, weight, 0.0).to(tl.float64), WIDTH)
+        above += _fold((key > least).to(tl.int32), WIDTH)
+        equal += _fold((key == least).to(tl.int32), WIDTH)
+    return tl.sum(weights, 0), tl.sum(above, 0), tl.sum(equal, 0)
 
 
 @triton.jit
@@ -110,17 +120,17 @@ def _cut(row, vocab, low, high, wanted, top, sharpness, WEIGHED: tl.constexpr, W
     while high - low > 1:
         gap = high - low
         one, two, three = low + gap // 4, low + gap // 2, low + gap * 3 // 4
-        from_one = tl.zeros([WIDTH], tl.float64)
-        from_two = tl.zeros([WIDTH], tl.float64)
-        from_three = tl.zeros([WIDTH], tl.float64)
+        from_one = tl.zeros([WIDTH // 4], tl.float64)
+        from_two = tl.zeros([WIDTH // 4], tl.float64)
+        from_three = tl.zeros([WIDTH // 4], tl.float64)
         for first in range(0, vocab, WIDTH):
             value, key = _keys(row, first, vocab, WIDTH)
-            weight = tl.full([WIDTH], 1.0, tl.float32)
+            weight = tl.full([WIDTH], 1.0, tl.float64)
             if WEIGHED:
-                weight = tl.exp((value - top) * sharpness)
-            from_one += tl.where(key >= one, weight, 0.0).to(tl.float64)
-            from_two += tl.where(key >= two, weight, 0.0).to(tl.float64)
-            from_three += tl.where(key >= three, weight, 0.0).to(tl.float64)
+                weight = tl.exp((value - top) * sharpness).to(tl.float64)
+            from_one += _fold(tl.where(key >= one, weight, 0.0), WIDTH)
+            from_two += _fold(tl.where(key >= two, weight, 0.0), WIDTH)
+            from_three += _fold(tl.where(key >= three, weight, 0.0), WIDTH)
         if tl.sum(from_three, 0) >= wanted:
             low = three
         elif tl.sum(from_two, 0) >= wanted:
@@ -140,14 +150,17 @@ def _weight_of(key, top, sharpness):
 
 
 @triton.jit
-def _kept(row, first, vocab, least, ties, tied, top, sharpness, min_p, WIDTH: tl.constexpr):
-    """The weights that remain, and how many logits with the least key there are so far."""
+def _kept(row, first, vocab, least, dropped, tied, top, sharpness, min_p, WIDTH: tl.constexpr):
+    """The weights that remain, and how many of the logits with the least key are left. Of these the last ones
+    are dropped."""
     value, key = _keys(row, first, vocab, WIDTH)
     weight = tl.exp((value - top) * sharpness)
-    tie = (key == least).to(tl.int32)
-    stays = (key > least) | ((tie > 0) & (tied + tl.cumsum(tie, 0) <= ties))
-    stays = stays & (weight >= min_p)
-    return tl.where(stays, weight, 0.0).to(tl.float64), tied + tl.sum(tie, 0)
+    stays = (key >= least) & (weight >= min_p)
+    if dropped > 0:
+        tie = (key == least).to(tl.int32)
+        stays = stays & ((tie == 0) | (tied - tl.cumsum(tie, 0) >= dropped))
+        tied -= tl.sum(tie, 0)
+    return tl.where(stays, weight, 0.0).to(tl.float64), tied
 
 
 @triton.jit
@@ -161,39 +174,42 @@ def _sample(logits, step, draws, draws_step, best, tokens, vocab, WIDTH: tl.cons
         top = tl.load(row + token) + 0.0
         bits = top.to(tl.int32, bitcast=True)
         high = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 1
-        least, ties = high * 0 + LOWEST, 0  # nothing is cut
+        # Logits from `least` on are kept; of those with that key, `equal` in all, `ties`.
+        least, ties, equal = high * 0 + LOWEST, 0, 0
         if (top_k > 0.0) & (top_k < vocab):
             least = _cut(row, vocab, least, high, top_k, top, sharpness, False, WIDTH)
-            ties = top_k.to(tl.int32) - _count_from(row, vocab, least + 1, WIDTH)
+            _, above, equal = _above(row, vocab, least, top, sharpness, WIDTH)
+            ties = top_k.to(tl.int32) - above
         if top_p < 1.0:
-            total = _sum_from(row, vocab, least + 1, top, sharpness, WIDTH)
+            enough, _, _ = _above(row, vocab, least, top, sharpness, WIDTH)
             if ties > 0:
-                total += ties * _weight_of(least, top, sharpness)
-            enough = top_p * total
+                enough += ties * _weight_of(least, top, sharpness)
+            enough *= top_p
             cut = _cut(row, vocab, least, high, enough, top, sharpness, True, WIDTH)
             if cut > LOWEST:
-                above = _sum_from(row, vocab, cut + 1, top, sharpness, WIDTH)
-                more = tl.ceil((enough - above) / _weight_of(cut, top, sharpness))
-                more = tl.minimum(tl.maximum(more, 1.0), vocab + 0.0).to(tl.int32)
+                weights, _, equal = _above(row, vocab, cut, top, sharpness, WIDTH)
+                more = tl.ceil((enough - weights) / _weight_of(cut, top, sharpness))
+                more = tl.minimum(tl.maximum(more, 1.0), equal + 0.0).to(tl.int32)
                 ties = tl.where(cut == least, tl.minimum(more, ties), more)
                 least = cut
-        total = high * 0.0
-        total = total.to(tl.float64)
-        tied = 0
+        total, tied = (top * 0.0).to(tl.float64), equal
         for first in range(0, vocab, WIDTH):
-            weight, tied = _kept(row, first, vocab, least, ties, tied, top, sharpness, min_p, WIDTH)
+            weight, tied = _kept(row, first, vocab, least, equal - ties, tied, top, sharpness, min_p, WIDTH)
             total += tl.sum(weight, 0)
-        target, before, tied, found = uniform * total, total * 0.0, 0, -1
+        target, before, tied, found = uniform * total, total * 0.0, equal, -1
         for first in range(0, vocab, WIDTH):
-            weight, tied = _kept(row, first, vocab, least, ties, tied, top, sharpness, min_p, WIDTH)
-            after = before + tl.sum(weight, 0)
-            if (found < 0) & (after > target):
-                number = first + tl.arange(0, WIDTH)
-                reached = (before + tl.cumsum(weight, 0) > target) & (weight > 0.0)
-                found = tl.min(tl.where(reached, number, vocab), 0)
-                if found == vocab:  # the two sums are rounded differently
-                    found = tl.max(tl.where(weight > 0.0, number, -1), 0)
-            before = after
+            if found < 0:
+                weight, tied = _kept(
+                    row, first, vocab, least, equal - ties, tied, top, sharpness, min_p, WIDTH
+                )
+                after = before + tl.sum(weight, 0)
+                if after > target:
+                    number = first + tl.arange(0, WIDTH)
+                    reached = (before + tl.cumsum(weight, 0) > target) & (weight > 0.0)
+                    found = tl.min(tl.where(reached, number, vocab), 0)
+                    if found == vocab:  # the two sums are rounded differently
+                        found = tl.max(tl.where(weight > 0.0, number, -1), 0)
+                before = after
         if found >= 0:
             token = token * 0 + found
     tl.store(tokens + at, token)
