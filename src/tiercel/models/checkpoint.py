@@ -92,10 +92,7 @@ class Checkpoint:
 
     def refuse(self, faults: Mapping[str, Sequence[tuple[str, str]]]) -> None:
         """Raises one error that names everything that is wrong: kind of fault → (tensor, why)."""
-        told = [f"{what}: {listed([n + why for n, why in found])}" for what, found in faults.items() if found]
-        if told:
-            tensors = [name for found in faults.values() for name, _ in found]
-            raise WeightsError(self.folder, "; ".join(told), tensors)
+        refuse(self.folder, faults)
 
     def digest(self) -> str:
         """A name for the weights: changes with any bit of any file of tensors. The bytes are read once."""
@@ -107,20 +104,8 @@ class Checkpoint:
             raise WeightsError(self.folder, f"can not be read: {error}") from error
 
     def _open(self, file: Path) -> dict[str, StoredTensor]:
-        """What one file holds, in the order of its bytes."""
-        try:
-            _check_is_itself(file)
-            opened: Any = safe_open(file, framework="pt")
-            slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
-        except FileNotFoundError as error:
-            raise WeightsError(file, "is missing") from error
-        except (SafetensorError, OSError) as error:
-            raise WeightsError(file, f"is no whole safetensors file: {error}") from error
-        self._files[file] = opened
-        return {
-            name: StoredTensor(name, file, each.get_dtype(), tuple(each.get_shape()))
-            for name, each in slices.items()
-        }
+        self._files[file], stored = open_file(file)
+        return stored
 
     def _open_indexed(self, index: Path) -> dict[str, StoredTensor]:
         """What all files hold. The index must agree with them, tensor for tensor."""
@@ -136,6 +121,37 @@ class Checkpoint:
                 raise WeightsError(file, f"holds what {INDEX} does not say: {listed(stray)}", stray)
             tensors |= held
         return tensors
+
+
+def open_file(file: Path) -> tuple[Any, dict[str, StoredTensor]]:
+    """An open file of tensors, and what it holds in the order of its bytes."""
+    try:
+        _check_is_itself(file)
+        opened: Any = safe_open(file, framework="pt")
+        slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
+    except FileNotFoundError as error:
+        raise WeightsError(file, "is missing") from error
+    except (SafetensorError, OSError) as error:
+        raise WeightsError(file, f"is no whole safetensors file: {error}") from error
+    return opened, {
+        name: StoredTensor(name, file, each.get_dtype(), tuple(each.get_shape()))
+        for name, each in slices.items()
+    }
+
+
+def refuse(where: Path, faults: Mapping[str, Sequence[tuple[str, str]]]) -> None:
+    """Raises one error that names everything that is wrong there: kind of fault → (tensor, why)."""
+    told = [f"{what}: {listed([n + why for n, why in found])}" for what, found in faults.items() if found]
+    if told:
+        tensors = [name for found in faults.values() for name, _ in found]
+        raise WeightsError(where, "; ".join(told), tensors)
+
+
+def unfit(stored: StoredTensor, shape: tuple[int, ...]) -> str:
+    """Why a tensor of plain numbers can not be what its name says, or nothing."""
+    if stored.shape == shape and stored.dtype in FLOATS:
+        return ""
+    return f" is {list(stored.shape)} of {stored.dtype}, must be {list(shape)} of {', '.join(FLOATS)}"
 
 
 def check_finite(values: Tensor, stored: StoredTensor) -> None:

@@ -41,6 +41,7 @@ SHARED_SOURCES = (
     "models/flat.py",
     "models/graphs.py",
     "models/entries.py",
+    "models/grouped.py",
     "models/rotary.py",
     "kernels/entries.py",
 )

@@ -85,6 +85,17 @@ def eagle(model: str, page_tokens: int, heads: Heads, layers: Layers = 1) -> Cac
     return CacheSpec(model, page_tokens, _kv_streams(_ids(layers), heads))
 
 
+def kv_stream(name: str, layers: tuple[int, ...], kv_heads: int, head_dim: int, dtype: str) -> Stream:
+    """Keys and values as attention here reads them: a head's key and value are one row, and its rows of a
+    page lie together, a part for each head.
+
+    (Where a token's heads lie together, rows of one head are far apart: attention took twice as long.)
+    """
+    head = values(2 * head_dim, dtype)
+    others = (replace(head, name=f"{dtype}.{i}") for i in range(1, kv_heads))
+    return Stream(name, layers, (head, *others), encoding=dtype)
+
+
 def mla(
     model: str, page_tokens: int, layers: Layers, kv_lora_rank: int, rope_dim: int, dtype: str = "bf16"
 ) -> CacheSpec:

@@ -215,13 +215,15 @@ def _stream_to_dict(stream: Stream) -> dict[str, Any]:
         "row_align": stream.row_align,
         "encoding": stream.encoding,
     }
+    if stream.weights:
+        data["weights"] = stream.weights
     if stream.encoding == "opaque":
         del data["encoding"]  # the form of an opaque stream has no such key, and must stay as it is
     return data
 
 
 def _stream_from_dict(where: str, data: Mapping[str, Any]) -> Stream:
-    optional = {"keep", "tokens_per_entry", "row_align", "encoding"}
+    optional = {"keep", "tokens_per_entry", "row_align", "encoding", "weights"}
     _check_keys(where, data, {"name", "layers", "parts"}, optional=optional)
     _check_list(f"{where}.layers", data["layers"])
     if not isinstance(data["parts"], Mapping):

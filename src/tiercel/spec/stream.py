@@ -68,6 +68,9 @@ class Stream:
     tokens_per_entry: int = 1
     row_align: int = 1
     encoding: str = "opaque"
+    weights: str = ""
+    """A name for the weights that made this stream, where they are not the model's: those of a draft that has
+    a file of its own. Empty: the identity names them. Another head's entries have another form."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:

@@ -30,7 +30,7 @@ class Draft:
     """One MTP layer. `weights` are all of the model's: the draft shares embedding and head."""
 
     def __init__(self, setup: Setup, weights: Weights, lm_head: Matrix) -> None:
-        c, k, memory, rings = setup
+        c, k, memory, rings = setup[:4]
         if all(stream.name != "draft_hidden" for stream in memory.spec.streams):
             why = "has no stream `hidden`, without which a draft can not go on: deepseek_v4_mtp(hidden=True)"
             raise SpecError("draft", memory.spec.model, why)

@@ -19,6 +19,7 @@ from tiercel.models.base import DRAWN_LAST, BeforeLayer, Span, Weights, at_once,
 from tiercel.models.batch import Batch
 from tiercel.models.deepseek_v4.config import V4Config
 from tiercel.models.deepseek_v4.draft import Draft
+from tiercel.models.deepseek_v4.eagle import ENTRIES, Eagle
 from tiercel.models.deepseek_v4.layer import Layer, site_of
 from tiercel.models.deepseek_v4.rows import Setup
 from tiercel.models.deepseek_v4.weights import draft_names, load_weights
@@ -56,10 +57,11 @@ class DeepseekV4:
         memory: DeviceMemory,
         rings: int,
         kernels: Kernels | None = None,
+        guesses_max: int = 0,
     ) -> None:
         self.config, self.vocab_size = config, config.vocab_size
         self.kernels = k = kernels or make_kernels(device=str(memory.device), offered=FAMILY.kernels)
-        self._setup = setup = Setup(config, k, memory, rings)
+        self._setup = setup = Setup(config, k, memory, rings, guesses_max)
         self._embedding = weights["model.embed_tokens.weight"]
         self.last = torch.zeros(rings + 1, dtype=torch.int64, device=memory.device)
         """One more than there are rings: what is drawn for no text."""
@@ -72,10 +74,12 @@ class DeepseekV4:
             Layer(setup, i, part_of(weights, f"model.layers.{i}."), self._rotaries[ratio > 0])
             for i, ratio in enumerate(config.ratios)
         ]
-        drafted = any(stream.name.startswith("draft_") for stream in memory.spec.streams)
+        drafted = {stream.name for stream in memory.spec.streams if stream.name.startswith("draft_")}
         if drafted and k.NAME == "cuda":
             raise ConfigError("kernels", k.NAME, "do not compute drafts")
-        self.draft = Draft(setup, weights, self._lm_head) if drafted else None
+        self.draft: Draft | Eagle | None = None
+        if drafted:
+            self.draft = (Eagle if ENTRIES in drafted else Draft)(setup, weights, self._lm_head)
         """There when the cache declaration has the draft's streams; then it follows every call."""
         self._tables: PageTables | None = None
         self._graphs: Graphs | None = None

@@ -37,6 +37,8 @@ class Setup(NamedTuple):
     kernels: Kernels
     memory: DeviceMemory
     rings: int
+    guesses_max: int = 0
+    """So many tokens of a call may be refused behind it: rings of recent rows keep as many rows more."""
 
     @property
     def lists(self) -> ListKernels:

@@ -2,30 +2,21 @@
 
 Every layer reads the whole prefix, and all of it is in pages: there are no rings and no tails.
 
-    row of a page   │ head 0: k, v of token 0 │ k, v of token 1 │ … │ head 1: k, v of token 0 │ …
-    query           │ q, 0  of each head that reads this kv head
-
-The kernels' attention reads rows that are keys and values at once. So an entry is one head's key and value
-side by side, a query is filled up with zeros, and of an answer the second half counts. The kernels turn
-neighbouring channels and Qwen3 turns halves: those of queries and keys are put in order once, at the start.
-
 A missing dimension is never guessed, and a setting that the model does not support is refused.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from tiercel.errors import SpecError
 from tiercel.kernels.choice import Kernels, ListKernels, make_kernels
-from tiercel.kernels.reference import CosSin
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.models.base import (
     BeforeLayer,
@@ -39,17 +30,14 @@ from tiercel.models.base import (
     part_of,
 )
 from tiercel.models.batch import Batch
-from tiercel.models.checkpoint import FLOATS, Checkpoint, StoredTensor, check_finite
-from tiercel.models.entries import EntryRows
+from tiercel.models.checkpoint import Checkpoint, check_finite, unfit
 from tiercel.models.families import Family
+from tiercel.models.grouped import Grouping, Layer, Reach, Shape, layer_shapes
 from tiercel.models.rotary import Rope, Rotary, read_rope, rope_kind
 from tiercel.progress import told
-from tiercel.spec.attention import values
+from tiercel.spec.attention import kv_stream
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.hf_fields import check_only, number, per_layer, whole
-from tiercel.spec.stream import Stream
-
-Shape = tuple[int, ...]
 
 ONLY: Mapping[str, object] = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
 """Settings of other models that this model has fixed."""
@@ -62,11 +50,6 @@ STREAM = "kv"
 """One entry per token, one part per kv head: its key, turned, then its value."""
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-
-NUMBERS_AT_ONCE = 2**22
-"""Lists of row numbers grow with tokens times context: more than 16 MiB of them are made part by part."""
-
-NO_SINK = -math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +64,10 @@ class Qwen3Config(Dimensions):
     rope: Rope
     attention_factor: float
     """What YaRN multiplies cos and sin with."""
+
+    @property
+    def grouping(self) -> Grouping:
+        return Grouping(self.heads, self.kv_heads, self.head_dim, self.rms_norm_eps, self.attention_factor)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
@@ -119,16 +106,10 @@ def _rope(config: Mapping[str, Any]) -> tuple[Rope, float]:
 
 
 def declare(config: Mapping[str, Any], page_tokens: int, format: str) -> CacheSpec:
-    """A head's key and value are one row for attention, and its rows of a page lie together: a part each.
-
-    (Where a token's heads lie together, rows of one head are far apart: attention took twice as long.)
-    """
     if format not in FORMATS:
         raise SpecError("format", format, f"is none of {', '.join(FORMATS)}, which Qwen3 has")
     own = Qwen3Config.from_hf(config)
-    head = values(2 * own.head_dim, format)
-    others = (replace(head, name=f"{format}.{i}") for i in range(1, own.kv_heads))
-    stream = Stream(STREAM, tuple(range(own.layers)), (head, *others), encoding=format)
+    stream = kv_stream(STREAM, tuple(range(own.layers)), own.kv_heads, own.head_dim, format)
     return CacheSpec("qwen3", page_tokens, (stream,))
 
 
@@ -137,21 +118,8 @@ def declare(config: Mapping[str, Any], page_tokens: int, format: str) -> CacheSp
 
 def parameters(config: Qwen3Config, *, tied: bool) -> dict[str, Shape]:
     """Every parameter by its name."""
-    d, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
-    queries, keys = config.heads * dim, config.kv_heads * dim
-    layer: dict[str, Shape] = {
-        "input_layernorm": (d,),
-        "self_attn.q_proj": (queries, d),
-        "self_attn.k_proj": (keys, d),
-        "self_attn.v_proj": (keys, d),
-        "self_attn.q_norm": (dim,),
-        "self_attn.k_norm": (dim,),
-        "self_attn.o_proj": (d, queries),
-        "post_attention_layernorm": (d,),
-        "mlp.gate_proj": (inner, d),
-        "mlp.up_proj": (inner, d),
-        "mlp.down_proj": (d, inner),
-    }
+    layer = layer_shapes(config.hidden_size, config.intermediate_size, config.grouping)
+    d = config.hidden_size
     ends: dict[str, Shape] = {EMBEDDING: (config.vocab_size, d), "model.norm.weight": (d,)}
     if not tied:
         ends[HEAD] = ends[EMBEDDING]
@@ -179,7 +147,7 @@ def load_weights(  # noqa: PLR0913
     faults = {
         "missing": [(name, "") for name in wanted if name not in stored],
         "not of this model": [(name, "") for name in sorted(stored) if name not in wanted],
-        "unfit": [(each.name, why) for each, shape in known if (why := _unfit(each, shape))],
+        "unfit": [(each.name, why) for each, shape in known if (why := unfit(each, shape))],
     }
     checkpoint.refuse(faults)
     dtypes = {name: matrices if len(shape) > 1 else torch.float32 for name, shape in wanted.items()}
@@ -195,116 +163,7 @@ def load_weights(  # noqa: PLR0913
     return weights
 
 
-def _unfit(stored: StoredTensor, shape: Shape) -> str:
-    """Why a tensor can not be what its name says, or nothing."""
-    if stored.shape == shape and stored.dtype in FLOATS:
-        return ""
-    return f" is {list(stored.shape)} of {stored.dtype}, must be {list(shape)} of {', '.join(FLOATS)}"
-
-
 # The model
-
-
-class Reach:
-    """Which entries the queries of one call see, and which it writes. A query is one kv head of one token."""
-
-    def __init__(self, batch: Batch, page_tokens: int, kv_heads: int, *, in_place: bool) -> None:
-        self._span, self._visible, self._page_tokens = batch.span, batch.visible(1), page_tokens
-        self._heads = torch.arange(kv_heads, dtype=torch.int32, device=batch.span.device)
-        rows = batch.entries(1, page_tokens, in_place=True)
-        self.read = None if in_place else self._numbers(rows[rows >= 0]).T.flatten()
-        """What is to be read out of the pages first, where attention can not read them itself."""
-        if self.read is None:
-            self._rows, self._steps = self._first(rows), self._heads * page_tokens
-        else:
-            self._rows = batch.entries(1, page_tokens, in_place=False)
-            self._steps = self._heads * (len(self.read) // kv_heads)
-        made = batch.new_entries(1, 1, 1, page_tokens)
-        self.written = None if made is None else (made.rows[:, 0], self._numbers(made.pages).flatten())
-        """(flat tokens, numbers of their entries, head by head)"""
-        self._list: tuple[int, Tensor] | None = None
-        """The list made last, by its first token: where one is enough, every layer uses it."""
-
-    def _first(self, tokens: Tensor) -> Tensor:
-        """Where the first head's entry of a token is: before it are the whole pages, with all their heads."""
-        return tokens + tokens // self._page_tokens * self._page_tokens * (len(self._heads) - 1)
-
-    def _numbers(self, tokens: Tensor) -> Tensor:
-        """[tokens, kv heads]"""
-        return self._first(tokens.long())[:, None] + self._heads * self._page_tokens
-
-    def parts(self) -> Iterator[tuple[slice, Tensor]]:
-        """(queries, the entries each of them sees)"""
-        heads, context = len(self._heads), self._rows.shape[1]
-        tokens = max(1, NUMBERS_AT_ONCE // (heads * context))
-        for first in range(0, len(self._span), tokens):
-            if self._list is None or self._list[0] != first:
-                self._list = first, self._seen(first, first + tokens)
-            yield slice(first * heads, (first + tokens) * heads), self._list[1]
-
-    def _seen(self, first: int, end: int) -> Tensor:
-        visible = self._visible[first:end, None]
-        numbers = torch.arange(int(visible.max()), device=visible.device)
-        rows = self._rows[self._span[first:end], : len(numbers)]
-        rows = rows[:, None, :] + self._steps[:, None]
-        return torch.where((numbers < visible)[:, None, :], rows, -1).flatten(0, 1)
-
-
-class Layer:
-    """Attention, then a gated MLP, each added to what it reads."""
-
-    def __init__(
-        self, config: Qwen3Config, kernels: ListKernels, layer: int, weights: Weights, memory: DeviceMemory
-    ) -> None:
-        c, self._config, self._k = config, config, kernels
-        part = part_of(weights, f"model.layers.{layer}.")
-        own = {name.removesuffix(".weight"): weight for name, weight in part.items()}
-        spec, stream = memory.spec, memory.spec.stream(STREAM)
-        rows, head = memory.view(STREAM, layer), replace(stream, parts=stream.parts[:1])
-        self.entries = EntryRows(kernels, rows, head, spec.page_tokens * c.kv_heads, c.head_dim)
-        self._scale = c.head_dim**-0.5 * c.attention_factor**2
-        self._sinks = torch.full((c.heads // c.kv_heads,), NO_SINK, device=memory.device)
-        self._norms = own["input_layernorm"], own["post_attention_layernorm"]
-        queries = in_pairs(own["self_attn.q_proj"], c.heads)
-        keys = in_pairs(own["self_attn.k_proj"], c.kv_heads)
-        self._input = kernels.pack(torch.cat([queries, keys, own["self_attn.v_proj"]]))
-        self._widths = [len(queries), len(keys), len(keys)]
-        self._q_norm, self._k_norm = (in_pairs(own[f"self_attn.{name}_norm"], 1) for name in "qk")
-        self._out = kernels.pack(own["self_attn.o_proj"])
-        gate_up = torch.cat([own["mlp.gate_proj"], own["mlp.up_proj"]])
-        self._mlp = kernels.pack_all(gate_up[None]), kernels.pack_all(own["mlp.down_proj"][None])
-
-    def __call__(self, x: Tensor, turn: CosSin, reach: Reach) -> Tensor:
-        """x [tokens, d] after this layer."""
-        k, eps = self._k, self._config.rms_norm_eps
-        x = x + self._attend(k.norm(x, self._norms[0], eps), turn, reach)
-        asked = x.new_empty(len(x), 0, dtype=torch.int64)  # of experts: only the shared one
-        return x + k.experts(k.norm(x, self._norms[1], eps), asked, asked.float(), self._mlp, math.inf)
-
-    def _attend(self, h: Tensor, turn: CosSin, reach: Reach) -> Tensor:
-        c, k = self._config, self._k
-        q, key, value = (
-            part.unflatten(1, (-1, c.head_dim)) for part in k.linear(h, self._input).split(self._widths, 1)
-        )
-        q = k.norm_rotate(q, turn, eps=c.rms_norm_eps, weight=self._q_norm)
-        key = k.norm_rotate(key, turn, eps=c.rms_norm_eps, weight=self._k_norm)
-        if reach.written is not None:
-            tokens, numbers = reach.written
-            self.entries.write(numbers, torch.cat([key, value], 2)[tokens].flatten(0, 1))
-        entries = self.entries.all() if reach.read is None else self.entries.read(reach.read)
-        q = F.pad(q, (0, c.head_dim)).view(len(h) * c.kv_heads, -1, 2 * c.head_dim)
-        none = entries[:0], entries[:0]
-        answers = [
-            k.attention(q[part], none, seen[:, :0].contiguous(), entries, seen, self._sinks, self._scale)
-            for part, seen in reach.parts()
-        ]
-        return k.linear(torch.cat(answers)[..., c.head_dim :].reshape(len(h), -1), self._out)
-
-
-def in_pairs(x: Tensor, heads: int) -> Tensor:
-    """Rows [heads · dim, …] of which i turns with i + dim / 2, in the order in which neighbours turn."""
-    halves: Tensor = x.unflatten(0, (heads, 2, -1))
-    return halves.transpose(1, 2).flatten(0, 2)
 
 
 class Qwen3:
@@ -325,7 +184,17 @@ class Qwen3:
         self._embedding, self._lm_head = weights[EMBEDDING], k.pack(weights[HEAD])
         self._norm = weights["model.norm.weight"]
         self._rotary = Rotary(config.rope, config.head_dim, memory.device)
-        self.layers = [Layer(config, k, i, weights, memory) for i in range(config.layers)]
+        self.layers = [
+            Layer(
+                config.grouping,
+                k,
+                part_of(weights, f"model.layers.{i}."),
+                memory,
+                stream=STREAM,
+                layer=i,
+            )
+            for i in range(config.layers)
+        ]
 
     @torch.inference_mode()
     def forward(

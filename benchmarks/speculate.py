@@ -1,0 +1,207 @@
+"""How many tokens a step of the target makes with guesses: `python -m benchmarks.speculate [--json]`.
+
+The embedded model with each of its drafts, CPU, no engine. A text is continued greedily, token by token; at
+every token the draft guesses the next four. A guess counts while it and all before it are what the model
+says. So one run has the accept lengths for 1, 2, 3 and 4 guesses: tokens per step of the target, its own
+token included.
+
+    text      the documentation of Python
+    recall    facts between pieces of text and a question; the answer, key, value and end, is all that counts:
+              behind it the model repeats the form of a turn, which any draft guesses
+    code      the standard library of Python
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from pydoc_data.topics import topics
+from random import Random
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from benchmarks.machine import describe
+from tiercel.memory.buffers import DeviceMemory
+from tiercel.models.base import Span
+from tiercel.models.checkpoint import Checkpoint
+from tiercel.models.deepseek_v4.config import V4Config
+from tiercel.models.deepseek_v4.draft import Draft
+from tiercel.models.deepseek_v4.eagle import Eagle
+from tiercel.models.deepseek_v4.eagle_weights import FILE, HeadFile
+from tiercel.models.deepseek_v4.model import DeepseekV4
+from tiercel.models.deepseek_v4.weights import load_weights
+from tiercel.models.families import EMBEDDED, folder_of
+from tiercel.spec import deepseek_v4, deepseek_v4_eagle, deepseek_v4_mtp
+
+DRAFTS, KINDS = ("mtp", "eagle", "ngram"), ("text", "recall", "code")
+GUESSES, PAGE = 4, 128
+TEXTS, PROMPT, NEW = 16, 3 * PAGE, 32
+FACTS, QUESTIONS, ANSWER = 6, 3, 4
+"""An answer is three tokens long."""
+END = "<|end|>"
+
+
+class Drafting:
+    """The model in a folder with one of its drafts, for so many texts.
+
+    `head`: the file of an EAGLE head, if not the folder's.
+    """
+
+    def __init__(
+        self, draft: str, folder: Path | None = None, *, head: Path | None = None, texts: int = TEXTS
+    ) -> None:
+        folder = folder or folder_of(EMBEDDED)
+        checkpoint = Checkpoint(folder)
+        config = V4Config.from_hf(checkpoint.config)
+        weights = load_weights(checkpoint, config)
+        spec = deepseek_v4(checkpoint.config, PAGE, "fp32")
+        if draft == "mtp":
+            spec = spec.with_draft(deepseek_v4_mtp(checkpoint.config, PAGE, "fp32", hidden=True))
+        if draft == "eagle":
+            file = HeadFile(head or folder / FILE, config)
+            own = deepseek_v4_eagle(checkpoint.config, file.heads, PAGE, "fp32", file.digest())
+            spec, weights = spec.with_draft(own), weights | file.load()
+        pages = -(-(PROMPT + NEW + 2 * GUESSES) // PAGE)
+        self._pages = torch.arange(texts * pages).view(texts, pages)
+        memory = DeviceMemory(spec, pages=texts * pages, tails=1)
+        self._model = DeepseekV4(config, weights, memory, rings=texts)
+        self.folder, self.texts = folder, texts
+
+    def run(self, prompts: Sequence[list[int]], count: int) -> tuple[Tensor, Tensor]:
+        """(what the model says [texts, count + 1], the guesses at each of these tokens [texts, count, 4])"""
+        texts = [list(prompt) for prompt in prompts]
+        guesses, said = (
+            [],
+            [self._step([Span(torch.tensor(t), 0, self._pages[i], i) for i, t in enumerate(texts)])],
+        )
+        for _ in range(count):
+            for text, token in zip(texts, said[-1].tolist(), strict=True):
+                text.append(token)
+            spans = [
+                Span(torch.tensor(text[-1:]), len(text) - 1, self._pages[i], i)
+                for i, text in enumerate(texts)
+            ]
+            guesses.append(self._guess(spans, texts))
+            said.append(self._step(spans))
+        return torch.stack(said, 1), torch.stack(guesses, 1)
+
+    def _step(self, spans: Sequence[Span]) -> Tensor:
+        return self._model.kernels.greedy(self._model.forward(spans))
+
+    def _guess(self, spans: Sequence[Span], texts: Sequence[list[int]]) -> Tensor:
+        match self._model.draft:
+            case Eagle() as draft:
+                return draft.propose(spans, GUESSES)
+            case Draft() as mtp:
+                return torch.stack([_chain(mtp, span) for span in spans])
+            case _:
+                return torch.tensor([_looked_up(text) for text in texts])
+
+
+@torch.inference_mode()
+def _chain(mtp: Draft, span: Span) -> Tensor:
+    """The guesses of the MTP head, each beside its own streams of the one before."""
+    tokens, streams = torch.as_tensor(span.tokens), None
+    for _ in range(GUESSES):
+        logits, streams = mtp.propose(Span(tokens, span.start, span.pages, span.ring), streams)
+        tokens = torch.cat([tokens, logits.argmax(-1)])
+    return tokens[1:]
+
+
+def _looked_up(text: Sequence[int], longest: int = 4) -> list[int]:
+    """What followed the last tokens of a text where they stood before, the most tokens that did; -1: none."""
+    for size in range(longest, 0, -1):
+        end = text[-size:]
+        for at in range(len(text) - size - 1, -1, -1):
+            if text[at : at + size] == end:
+                found = list(text[at + size : at + size + GUESSES])
+                return found + [-1] * (GUESSES - len(found))
+    return [-1] * GUESSES
+
+
+def prompts_of(kind: str, folder: Path, texts: int = TEXTS) -> list[list[list[int]]]:
+    """Rounds of so many prompts: from different places of a source, or several questions about each text."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    bos = tokenizer.token_to_id("<|bos|>")
+    if kind == "recall":
+        exams = _exams(folder, texts)
+        return [[[bos, *tokenizer.encode(exam[i]).ids] for exam in exams] for i in range(QUESTIONS)]
+    source = "\n".join(topics.values())
+    if kind == "code":
+        source = "\n".join(inspect.getsource(module) for module in (argparse, inspect, typing))
+    tokens = tokenizer.encode(source).ids
+    apart = (len(tokens) - PROMPT) // texts
+    return [[[bos, *tokens[at * apart :][: PROMPT - 1]] for at in range(texts)]]
+
+
+def _exams(folder: Path, texts: int) -> list[list[str]]:
+    """Of each text, prompts with one question each."""
+    words, random = json.loads((folder / "recall.json").read_text()), Random(0)
+    prose, exams = "\n".join(topics.values()), []
+    for _ in range(texts):
+        keys, text = random.sample(words["keys"], FACTS), "<|user|>"
+        for key in keys:
+            at = random.randrange(len(prose) - 120)
+            value = random.choice(words["values"])
+            text += prose[at : at + 120] + words["fact"].format(key=f" {key}", value=f" {value}")
+        asked = [words["question"].format(key=f" {key}") for key in random.sample(keys, QUESTIONS)]
+        exams.append([f"{text}{question}<|assistant|>" for question in asked])
+    return exams
+
+
+def accept_length(drafting: Drafting, kind: str) -> list[float]:
+    """Tokens per step of the target with 1, 2, 3, 4 guesses."""
+    end = Tokenizer.from_file(str(drafting.folder / "tokenizer.json")).token_to_id(END)
+    tokens, steps, new = [0] * GUESSES, [0] * GUESSES, ANSWER if kind == "recall" else NEW
+    for prompts in prompts_of(kind, drafting.folder, drafting.texts):
+        said, guesses = drafting.run(prompts, new + GUESSES)
+        later = said.unfold(1, GUESSES, 1)[:, 1:]  # [texts, tokens, 4]: what the model says after each token
+        right = (guesses[:, : later.shape[1]] == later).int().cumprod(-1)
+        for text, own in zip(said[:, 1 : new + 1].tolist(), right, strict=True):
+            length = text.index(end) + 1 if end in text else new
+            for k in range(GUESSES):
+                tokens[k] += length
+                steps[k] += _steps(own[:, : k + 1].sum(-1).tolist(), length)
+    return [made / taken for made, taken in zip(tokens, steps, strict=True)]
+
+
+def _steps(right: Sequence[int], length: int) -> int:
+    """Steps that make so many tokens, if so many guesses are accepted at each of them."""
+    at = steps = 0
+    while at < length:
+        at, steps = at + 1 + right[at], steps + 1
+    return steps
+
+
+def measure(drafts: Sequence[str] = DRAFTS, head: Path | None = None) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+    for name in drafts:
+        drafting = Drafting(name, head=head)
+        figures |= {f"accept_length.{name}.{kind}": accept_length(drafting, kind) for kind in KINDS}
+    return {**figures, "machine": describe()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--drafts", default=",".join(DRAFTS))
+    parser.add_argument("--head", type=Path, help="the file of an EAGLE head, if not the model's own")
+    options = parser.parse_args()
+    figures = measure(options.drafts.split(","), options.head)
+    if options.json:
+        print(json.dumps(figures, indent=2))
+        return
+    for name, figure in figures.items():
+        shown = "  ".join(f"{each:.2f}" for each in figure) if isinstance(figure, list) else figure
+        print(f"{name:32} {shown}")
+
+
+if __name__ == "__main__":
+    main()
