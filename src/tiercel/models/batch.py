@@ -85,15 +85,14 @@ class Batch:
         """Row numbers of the `count` positions before `end`."""
         return self.recent(np.arange(end - count, end), np.full(count, span), ring_rows)
 
-    def _window(self, width: int) -> Tensor:
+    def _window(self, width: int, ring_rows: int) -> Tensor:
         """[tokens, width]: each token's window, itself last."""
         positions = self._positions[:, None] + np.arange(1 - width, 1)
-        return self.recent(positions, self._span[:, None], rows_before(width))
+        return self.recent(positions, self._span[:, None], ring_rows)
 
     def _kept(self, ring_rows: int) -> tuple[Tensor, Tensor]:
         """(flat tokens, ring rows): what the rings remember of this call."""
-        keep = np.array([span.keep for span in self.spans])
-        chosen = (self._positions >= (self._ends - ring_rows)[self._span]) & keep[self._span]
+        chosen = self._positions >= (self._ends - ring_rows)[self._span]
         rows = self._ring[self._span] * ring_rows + self._positions % ring_rows
         return self._tensor(chosen.nonzero()[0]), self._tensor(rows[chosen])
 

@@ -14,10 +14,10 @@ from tiercel.errors import ConfigError
 from tiercel.kernels.choice import Kernels, make_kernels
 from tiercel.kernels.reference import CosSin
 from tiercel.memory.buffers import DeviceMemory
-from tiercel.models.base import DRAWN_LAST, BeforeLayer, Span, Weights, at_once, part_of
+from tiercel.models.base import DRAWN_LAST, BeforeLayer, Draft, Span, Weights, at_once, part_of
 from tiercel.models.batch import Batch
 from tiercel.models.deepseek_v4.config import V4Config
-from tiercel.models.deepseek_v4.draft import Draft
+from tiercel.models.deepseek_v4.draft import MtpDraft
 from tiercel.models.deepseek_v4.layer import Layer, site_of
 from tiercel.models.deepseek_v4.rows import Setup
 from tiercel.models.deepseek_v4.weights import draft_names, load_weights
@@ -48,17 +48,18 @@ class Recorded(NamedTuple):
 class DeepseekV4:
     """The whole model for up to `rings` running requests. It knows nothing of scheduling."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         config: V4Config,
         weights: Weights,
         memory: DeviceMemory,
         rings: int,
         kernels: Kernels | None = None,
+        guesses_max: int = 0,
     ) -> None:
         self.config, self.vocab_size = config, config.vocab_size
         self.kernels = k = kernels or make_kernels(device=str(memory.device), offered=FAMILY.kernels)
-        self._setup = setup = Setup(config, k, memory, rings)
+        self._setup = setup = Setup(config, k, memory, rings, guesses_max)
         self._embedding = weights["model.embed_tokens.weight"]
         self.last = torch.zeros(rings + 1, dtype=torch.int64, device=memory.device)
         """One more than there are rings: what is drawn for no text."""
@@ -74,7 +75,7 @@ class DeepseekV4:
         drafted = any(stream.name.startswith("draft_") for stream in memory.spec.streams)
         if drafted and k.NAME == "cuda":
             raise ConfigError("kernels", k.NAME, "do not compute drafts")
-        self.draft = Draft(setup, weights, self._lm_head) if drafted else None
+        self.draft: Draft | None = MtpDraft(setup, weights, self._lm_head) if drafted else None
         """There when the cache declaration has the draft's streams; then it follows every call."""
         self._tables: PageTables | None = None
         self._graphs: Graphs | None = None
@@ -92,7 +93,8 @@ class DeepseekV4:
         self._tables.make_room(-(-longest // spec.page_tokens))
         for rotary in self._rotaries:
             rotary.table(self._tables.table.shape[1] * spec.page_tokens)
-        self._graphs = Graphs(self._sections(spec), self._restore, self._tables.table, spec.page_tokens)
+        rows = self._setup.rings * (1 + self._setup.guesses_max)
+        self._graphs = Graphs(self._sections(spec), self._restore, self._tables.table, spec.page_tokens, rows)
 
     def _sections(self, spec: CacheSpec) -> list[Section]:
         """The layers in groups, as they are loaded. The first section begins, the last one answers."""
@@ -187,7 +189,7 @@ class DeepseekV4:
 FAMILY = Family(
     read=V4Config.from_hf,
     declare=partial(deepseek_v4, model="deepseek-v4"),
-    load=partial(load_weights, draft=False),
+    load=load_weights,
     build=DeepseekV4,
     format="fp8",
     kernels=("native", "cuda", "reference"),

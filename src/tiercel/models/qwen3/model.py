@@ -308,15 +308,18 @@ def in_pairs(x: Tensor, heads: int) -> Tensor:
 
 
 class Qwen3:
-    """The whole model."""
+    """The whole model. Entries lie in pages alone, by position: a guess that is refused is overwritten."""
 
-    def __init__(
+    draft = None
+
+    def __init__(  # noqa: PLR0913
         self,
         config: Qwen3Config,
         weights: Weights,
         memory: DeviceMemory,
         _rings: int,
         kernels: Kernels | None = None,
+        _guesses_max: int = 0,
     ) -> None:
         self.config, self.vocab_size = config, config.vocab_size
         offered = kernels or make_kernels(device=str(memory.device), offered=FAMILY.kernels)
