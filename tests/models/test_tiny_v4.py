@@ -76,9 +76,7 @@ class Drafting:
         spec = deepseek_v4(checkpoint.config, PAGE, "fp32")
         spec = spec.with_draft(deepseek_v4_mtp(checkpoint.config, PAGE, "fp32", hidden=True))
         self.memory = DeviceMemory(spec, pages=4, tails=1)
-        self.model = DeepseekV4(
-            config, load_weights(checkpoint, config), self.memory, rings=2, guesses_max=1
-        )
+        self.model = DeepseekV4(config, load_weights(checkpoint, config), self.memory, rings=2, guesses_max=1)
         self.tail = self.memory.view("draft_window", config.layers)[0]
 
     def agreed(self, text, *, lose, tokens=8):

@@ -112,6 +112,8 @@ class Explanation:
 
     reuse: Reuse
     share: str
+    accept_length: float | None = None
+    """Tokens per step of the steps that had guesses for it; None: there were none."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,9 @@ class EngineStats(CacheStats):
 
     queue: QueueStats
     engine: Mapping[str, int]
+    accept_length: Mapping[str, float]
+    """Tokens per step with guesses over the first tokens after texts began, by the slowest tier that their
+    beginnings came from: device, host, store, or computed."""
     events: EventStats | None = None
 
 

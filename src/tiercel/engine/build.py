@@ -49,12 +49,15 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
         raise ConfigError("exact", build.exact, why)
     build, config = _with_defaults(build, config, family)
     assert build.page_tokens and build.format
-    spec = family.declare(checkpoint.config, build.page_tokens, build.format)
+    config, speculation = _speculation(config, family, checkpoint, own, kernels)
+    spec, mtp = family.declare(checkpoint.config, build.page_tokens, build.format), config.speculate == "mtp"
+    if mtp and family.draft is not None:
+        spec = spec.with_draft(family.draft(checkpoint.config, build.page_tokens, build.format))
     if build.device_bytes is not None:
         _places(build.device_bytes, spec, config)  # what is too little is told before weights are read
     text = Text(text_folder_of(build.model))
     check, fp8 = partial(_check_memory, build), kernels.NAME == "cuda"
-    weights = family.load(checkpoint, own, build.device, kernels.dtype, fp8=fp8, check=check)
+    weights = family.load(checkpoint, own, build.device, kernels.dtype, draft=mtp, fp8=fp8, check=check)
     longest = config.context_tokens or checkpoint.config.get("max_position_embeddings")
     config = replace(config, context_tokens=longest)
     device_bytes = build.device_bytes or _device_bytes(build.device, spec, config)
@@ -65,11 +68,12 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
     cache = TieredCache(spec, settings, identity=identity, device=build.device)
     if build.store is not None:
         _attach(cache, build.store)
-    model = family.build(own, weights, cache.device, config.running_max, kernels)
+    model = family.build(own, weights, cache.device, config.running_max, kernels, config.guesses_max)
     engine = Engine(model, cache, text, config)
     model.warm_up(engine.context_tokens)
     choices = _choices(build, config, engine, kernels.NAME, exact=kernels.EXACT)
-    return engine, [*choices, *_unread_choice(family.unread(checkpoint)), *_end_choice(text, own.vocab_size)]
+    unread = [] if mtp else family.draft_names(checkpoint)
+    return engine, [*choices, speculation, *_unread_choice(unread), *_end_choice(text, own.vocab_size)]
 
 
 def _with_defaults(build: Build, config: EngineConfig, family: Family) -> tuple[Build, EngineConfig]:
@@ -83,6 +87,26 @@ def _with_defaults(build: Build, config: EngineConfig, family: Family) -> tuple[
     )
     tokens = config.step_tokens or (STEP_TOKENS if on_cpu else CUDA_STEP_TOKENS)
     return build, replace(config, step_tokens=tokens)
+
+
+def _speculation(
+    config: EngineConfig, family: Family, checkpoint: Checkpoint, own: Dimensions, kernels: Kernels
+) -> tuple[EngineConfig, Choice]:
+    """Who guesses: what was asked for, or else the best that there is."""
+    asked, why_no_mtp = config.speculate, ""
+    if not family.has_draft(checkpoint, own):
+        why_no_mtp = "the checkpoint has no draft that is read here"
+    elif kernels.NAME == "cuda":
+        why_no_mtp = "the cuda kernels do not compute drafts"
+    if asked == "mtp" and why_no_mtp:
+        raise ConfigError("speculate", asked, why_no_mtp)
+    chosen = ("ngram" if why_no_mtp else "mtp") if asked == "auto" else asked
+    config = replace(config, speculate=chosen)
+    if chosen == "off":
+        return config, Choice("speculation", "off", "--speculate auto turns it on")
+    why = {"mtp": "the model's own draft guesses", "ngram": "the text so far guesses"}[chosen]
+    why += f"; {why_no_mtp}" if asked == "auto" and why_no_mtp else ""
+    return config, Choice("speculation", f"{chosen}, up to {config.guesses_max} tokens", why)
 
 
 def _device_bytes(device: str, spec: CacheSpec, config: EngineConfig) -> int:

@@ -50,7 +50,8 @@ SHARED_SOURCES = (
 class Load(Protocol):
     """Loads weights onto a device. `check` is given the bytes that they take, before a byte is read.
 
-    `fp8`: the kernels multiply fp8, and what is stored as fp8 may stay so.
+    `draft`: with the parameters of the model's draft. `fp8`: the kernels multiply fp8, and what is stored as
+    fp8 may stay so.
     """
 
     def __call__(  # noqa: PLR0913
@@ -60,6 +61,7 @@ class Load(Protocol):
         device: str,
         matrices: torch.dtype,
         *,
+        draft: bool,
         fp8: bool,
         check: BytesCheck,
     ) -> dict[str, Tensor]: ...
@@ -74,14 +76,20 @@ class Family:
     declare: Callable[[Mapping[str, Any], int, str], CacheSpec]
     """(`config.json`, page tokens, format of entries) → what is cached."""
     load: Load
-    build: Callable[[Any, dict[str, Tensor], DeviceMemory, int, Kernels], Model]
-    """(dimensions, weights, device memory, running requests at most, kernels) → the model."""
+    build: Callable[[Any, dict[str, Tensor], DeviceMemory, int, Kernels, int], Model]
+    """(dimensions, weights, device memory, running requests at most, kernels, guesses of a text in one call at
+    most) → the model."""
     format: str = "bf16"
     """How entries are kept on a GPU, unless something else is asked for."""
     kernels: tuple[str, ...] = ("native", "reference")
     """The kernel sets that the model can run on, best first."""
-    unread: Callable[[Checkpoint], list[str]] = lambda _: []
-    """Tensors that are left out on purpose: those of a draft."""
+    draft: Callable[[Mapping[str, Any], int, str], CacheSpec] | None = None
+    """(`config.json`, page tokens, format of entries) → what the model's own draft caches. None: no model of
+    this family has one that runs here."""
+    has_draft: Callable[[Checkpoint, Any], bool] = lambda _checkpoint, _dimensions: False
+    """Whether a checkpoint has that draft, whole."""
+    draft_names: Callable[[Checkpoint], list[str]] = lambda _: []
+    """The tensors of a draft, of whatever kind."""
 
 
 def family_of(config: Mapping[str, Any]) -> Family:

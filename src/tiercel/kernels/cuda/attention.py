@@ -282,7 +282,8 @@ def _attention(  # noqa: PLR0913
     end = (WINDOW + ROWS - 1) // ROWS + tl.cdiv(count, ROWS)
     words, exponents = _fetch(
         begin, here, start, first, ring, count, pages, kept, new, entries, chosen, WINDOW, SPARE,
-        KEPT_BYTES, NEW_BYTES, ROW_BYTES, PER_ROW, VALUE, SCALE, LISTED, ROWS, NOPE, GROUP, WIDTH, PIECE, PIECES,
+        KEPT_BYTES, NEW_BYTES, ROW_BYTES, PER_ROW, VALUE, SCALE, LISTED, ROWS, NOPE, GROUP, WIDTH, PIECE,
+        PIECES,
     )  # fmt: skip
     for tile in tl.range(begin, end, num_stages=1):
         pieces = _decode(words, exponents, NOPE, GROUP, WIDTH, PIECE, PIECES, OPERAND)
@@ -291,7 +292,8 @@ def _attention(  # noqa: PLR0913
             rows += (_beside(pieces[i * JOINED : (i + 1) * JOINED], JOINED),)
         words, exponents = _fetch(
             tile + 1, here, start, first, ring, count, pages, kept, new, entries, chosen, WINDOW, SPARE,
-            KEPT_BYTES, NEW_BYTES, ROW_BYTES, PER_ROW, VALUE, SCALE, LISTED, ROWS, NOPE, GROUP, WIDTH, PIECE, PIECES,
+            KEPT_BYTES, NEW_BYTES, ROW_BYTES, PER_ROW, VALUE, SCALE, LISTED, ROWS, NOPE, GROUP, WIDTH, PIECE,
+            PIECES,
         )  # fmt: skip
         scores = _products(query, rows, tile, end, HEADS_TILE, ROWS, PARTS)
         # read again, in the layout of scores: `there` would have to be moved between threads

@@ -9,8 +9,8 @@ Most models have one module. Module j guesses token j + 1 after the last one; gu
 module are chained: the module goes on from its own streams.
 
 Entry i of module j needs token i + 1 + j. It belongs to that token, the newest it has seen: at a boundary b
-the tail holds the entries up to b - 2 - j, which no token outside the page has touched, and the streams beside
-token b - 1, from which the next entry is made.
+the tail holds the entries up to b - 2 - j, which no token outside the page has touched, and the streams
+beside token b - 1, from which the next entry is made.
 
 An entry needs the input of its module only, so a module computes its attention and experts only where
 somebody reads its streams.
@@ -127,7 +127,7 @@ class Module:
 
 
 class MtpDraft:
-    """All MTP layers of a checkpoint. `weights` are all of the model's: the draft shares embedding and head."""
+    """All MTP layers of a checkpoint. `weights` are all of the model's: embedding and head are shared."""
 
     def __init__(self, setup: Setup, weights: Weights, lm_head: Matrix) -> None:
         c, memory = setup.config, setup.memory

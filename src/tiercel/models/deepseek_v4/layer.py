@@ -85,7 +85,6 @@ class Attention:
         out = k.norm_rotate(out, turn, back=True).flatten(1)
         return k.linear(k.linear_groups(out, self._out_low), self._out)
 
-
     def store(self, h: Tensor, turn: CosSin, batch: AnyBatch) -> None:
         """Write the entries that a call writes, of a draft's layer, and answer nothing."""
         assert self._kv is not None and isinstance(self._rows, LayerRows)

@@ -20,13 +20,13 @@ from tiercel.models.deepseek_v4.config import V4Config
 from tiercel.models.deepseek_v4.draft import MtpDraft
 from tiercel.models.deepseek_v4.layer import Layer, site_of
 from tiercel.models.deepseek_v4.rows import Setup
-from tiercel.models.deepseek_v4.weights import draft_names, load_weights
+from tiercel.models.deepseek_v4.weights import draft_names, has_mtp, load_weights
 from tiercel.models.families import Family
 from tiercel.models.flat import FlatBatch, PageTables, numbers_of, send
 from tiercel.models.graphs import Graphs, Section
 from tiercel.models.rotary import Rotary
 from tiercel.spec.cache_spec import CacheSpec
-from tiercel.spec.deepseek_v4 import deepseek_v4
+from tiercel.spec.deepseek_v4 import deepseek_v4, deepseek_v4_mtp
 
 
 class Hidden(NamedTuple):
@@ -193,5 +193,7 @@ FAMILY = Family(
     build=DeepseekV4,
     format="fp8",
     kernels=("native", "cuda", "reference"),
-    unread=draft_names,
+    draft=partial(deepseek_v4_mtp, hidden=True),
+    has_draft=has_mtp,
+    draft_names=draft_names,
 )

@@ -165,6 +165,7 @@ def load_weights(  # noqa: PLR0913
     device: str = "cpu",
     matrices: torch.dtype = torch.float32,
     *,
+    draft: bool = False,  # noqa: ARG001 - there is none
     fp8: bool = False,  # noqa: ARG001 - no Qwen3 checkpoint that is read here has it
     check: BytesCheck = lambda _: None,
 ) -> dict[str, Tensor]:
