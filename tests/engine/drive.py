@@ -115,3 +115,28 @@ def tokens_of(answer):
 
 def logprobs_of(answer):
     return [out.logprob for out in answer.tokens]
+
+
+class OracleDrafter:
+    """Knows whole texts, and guesses each token right with a probability."""
+
+    def __init__(self, texts, right, random):
+        self._texts, self._right, self._random = [list(text) for text in texts], right, random
+
+    def begin(self, ring):
+        pass
+
+    def guess(self, texts, counts):
+        return [self._guess(text.tokens.tolist(), count) for text, count in zip(texts, counts, strict=True)]
+
+    def _guess(self, tokens, count):
+        known = next((text for text in self._texts if text[: len(tokens)] == tokens), tokens)
+        following = known[len(tokens) : len(tokens) + self._random.randint(0, count)]
+        return [token if self._random.random() < self._right else (token + 1) % 4000 for token in following]
+
+
+def guess_with(engine, drafter, guesses=4):
+    """Every text gets `guesses` guesses of this drafter."""
+    engine.runner._drafter = drafter
+    engine.scheduler.guessing.policy = Always(guesses)
+    return engine

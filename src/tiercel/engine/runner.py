@@ -68,7 +68,9 @@ class _Ring:
         if guesses:
             self.tokens[part.end : end] = guesses
         tokens = self.tokens[part.start : end]
-        tails = dict(part.tails) if part.tails else NO_TAILS
+        tails = NO_TAILS
+        if part.tails:  # there may be fewer guesses than there is room for
+            tails = {boundary: place for boundary, place in part.tails if boundary <= end}
         return Span(tokens, part.start, self.pages, part.ring, tails, self.write_from)
 
     def draft_text(self, part: StepPart) -> DraftText:

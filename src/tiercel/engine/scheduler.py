@@ -98,7 +98,7 @@ class Scheduler(Tasks):
             seat.planned, self.stalled = part.start + ahead, True
             return None
         if ahead or part.guesses:
-            guesses = min(part.guesses, room, seat.task.longest - 1 - seat.planned)
+            guesses = min(part.guesses, room, self._guesses_at(seat, seat.planned))
             part = part._replace(start=part.start + ahead, end=seat.planned, guesses=guesses)
         return part
 
@@ -233,10 +233,7 @@ class Scheduler(Tasks):
         """Parts that draw one token each get guesses, `tokens` at most, as far as there is room: a guess
         waits for nothing and preempts nobody."""
         seats = [self._in_ring[part.ring] for part in parts]
-        room = [
-            0 if part.score_from is not None else seat.task.longest - 1 - part.end
-            for part, seat in zip(parts, seats, strict=True)
-        ]
+        room = [self._guesses_at(seat, part.end) for part, seat in zip(parts, seats, strict=True)]
         chosen = self.guessing.choose(seats, room, tokens, others)
         for i, (part, seat, count) in enumerate(zip(parts, seats, chosen, strict=True)):
             upto = min(part.end + seat.guesses + count, seat.task.longest)
@@ -244,6 +241,11 @@ class Scheduler(Tasks):
                 self._add_pages(seat, seat.request.extended_tokens)
             parts[i] = part._replace(guesses=count)
         return parts
+
+    def _guesses_at(self, seat: Seat, end: int) -> int:
+        """How many guesses make sense behind `end`: one token more is drawn than they are. None behind the
+        first token of a text, which has nothing to guess by, and while the prompt is scored."""
+        return 0 if end == 1 or seat.task.scoring else max(0, seat.task.longest - 1 - end)
 
     def _room_for(self, task: Task, seat: Seat, busy: set[Task]) -> bool:
         """Make room for the next position, if need be by preempting the last running task. False: not yet."""
