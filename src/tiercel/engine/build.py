@@ -26,6 +26,10 @@ from tiercel.text.text import Text
 CPU_BYTES = 256 * 2**20
 CUDA_STEP_TOKENS = 8192
 
+DRAFT_SHARE_MOST = 0.02
+"""A draft follows every step, so that its entries are there when it is asked. One that costs more is used
+only if it is asked for: where nothing can be guessed, speculation costs no more than this."""
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -100,6 +104,9 @@ def _speculation(
         why_no_mtp = "the cuda kernels do not compute drafts"
     if asked == "mtp" and why_no_mtp:
         raise ConfigError("speculate", asked, why_no_mtp)
+    share = family.draft_share(own)
+    if not why_no_mtp and share > DRAFT_SHARE_MOST:
+        why_no_mtp = f"the model's own draft would add {share:.0%} to every step"
     chosen = ("ngram" if why_no_mtp else "mtp") if asked == "auto" else asked
     config = replace(config, speculate=chosen)
     if chosen == "off":

@@ -82,7 +82,8 @@ class EngineConfig:
 
     speculate: str = setting("auto", "Who guesses the next tokens.", one_of=SPECULATE)
     """Guesses that are right save steps, and change no answer. How many are made is decided by measurement,
-    down to none. auto: the model's own draft (`mtp`) if its kernels compute it, else `ngram`."""
+    down to none. auto: the model's own draft (`mtp`) where its kernels compute it and it costs little while
+    nothing is guessed, else `ngram`."""
 
     draft_tokens_max: int = setting(4, "Guesses of one text in one step, at most.", least=1, most=LEVELS_MOST)
     """Of a longer chain the last guesses are hardly ever right. Each takes a row in every ring."""

@@ -77,8 +77,8 @@ class Family:
     """(`config.json`, page tokens, format of entries) → what is cached."""
     load: Load
     build: Callable[[Any, dict[str, Tensor], DeviceMemory, int, Kernels, int], Model]
-    """(dimensions, weights, device memory, running requests at most, kernels, guesses of a text in one call at
-    most) → the model."""
+    """(dimensions, weights, device memory, running requests at most, kernels, guesses of a text at most) → the
+    model."""
     format: str = "bf16"
     """How entries are kept on a GPU, unless something else is asked for."""
     kernels: tuple[str, ...] = ("native", "reference")
@@ -88,6 +88,8 @@ class Family:
     this family has one that runs here."""
     has_draft: Callable[[Checkpoint, Any], bool] = lambda _checkpoint, _dimensions: False
     """Whether a checkpoint has that draft, whole."""
+    draft_share: Callable[[Any], float] = lambda _dimensions: 0.0
+    """What that draft adds to every step, also to one without guesses, as a share of the step."""
     draft_names: Callable[[Checkpoint], list[str]] = lambda _: []
     """The tensors of a draft, of whatever kind."""
 

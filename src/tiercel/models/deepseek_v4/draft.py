@@ -19,6 +19,7 @@ somebody reads its streams.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import numpy as np
 import torch
@@ -28,8 +29,10 @@ from tiercel.errors import SpecError
 from tiercel.kernels.reference import Matrix, greedy
 from tiercel.models.base import Span, Weights, part_of
 from tiercel.models.batch import Batch, Ints
+from tiercel.models.deepseek_v4.config import V4Config
 from tiercel.models.deepseek_v4.layer import Layer, site_of
 from tiercel.models.deepseek_v4.rows import Setup
+from tiercel.models.deepseek_v4.weights import DRAFT, parameters
 from tiercel.models.rotary import Rotary
 
 NO_PAGES = torch.empty(0, dtype=torch.int64)
@@ -195,3 +198,24 @@ class MtpDraft:
     def restore(self, ring: int, place: int, boundary: int) -> None:
         for module in self.modules:
             module.restore(ring, place, boundary)
+
+
+READ_TO_FOLLOW = ("h_proj.weight", "e_proj.weight", "self_attn.kv_proj.weight", "attn_hc.fn")
+"""The matrices that the last module's entries need."""
+
+
+def follow_share(config: V4Config) -> float:
+    """What it costs to follow the target, as a share of the target's own products, whether or not guesses
+    are made."""
+    target, draft = config.vocab_size * config.hidden_size, 0
+    for name, each in parameters(config).items():
+        products = prod(each.shape) * (len(each.shape) > 1 and not each.integer)
+        if "mlp.experts." in name:
+            products = products * config.experts_per_token // config.experts
+        if name.startswith("model.layers."):
+            target += products
+        elif name.startswith(DRAFT):
+            last = name.startswith(f"{DRAFT}{config.mtp_layers - 1}.")
+            if not last or name.endswith(READ_TO_FOLLOW):
+                draft += products * (config.hc_mult if name.endswith("h_proj.weight") else 1)
+    return draft / target

@@ -17,7 +17,7 @@ from tiercel.memory.buffers import DeviceMemory
 from tiercel.models.base import DRAWN_LAST, BeforeLayer, Draft, Span, Weights, at_once, part_of
 from tiercel.models.batch import Batch
 from tiercel.models.deepseek_v4.config import V4Config
-from tiercel.models.deepseek_v4.draft import MtpDraft
+from tiercel.models.deepseek_v4.draft import MtpDraft, follow_share
 from tiercel.models.deepseek_v4.layer import Layer, site_of
 from tiercel.models.deepseek_v4.rows import Setup
 from tiercel.models.deepseek_v4.weights import draft_names, has_mtp, load_weights
@@ -195,5 +195,6 @@ FAMILY = Family(
     kernels=("native", "cuda", "reference"),
     draft=partial(deepseek_v4_mtp, hidden=True),
     has_draft=has_mtp,
+    draft_share=follow_share,
     draft_names=draft_names,
 )
