@@ -257,5 +257,5 @@ def test_the_simulation_catches(mutant):
                 return
             finally:
                 with suppress(Exception):  # a loop runs its last step, and not when garbage is collected
-                    world.steps.close()
+                    world.steps.close()  # type: ignore[attr-defined]
     raise AssertionError("nothing was noticed")

@@ -118,7 +118,8 @@ class Module:
         eps, k = self._config.rms_norm_eps, self._k
         embedded = k.norm(self._embedding[tokens], self._norms[0], eps)
         x = k.linear(k.norm(x.flatten(0, 1), self._norms[1], eps), self._projections[1])
-        return x.unflatten(0, (len(tokens), -1)) + k.linear(embedded, self._projections[0])[:, None, :]
+        streams: Tensor = x.unflatten(0, (len(tokens), -1))
+        return streams + k.linear(embedded, self._projections[0])[:, None, :]
 
     def logits(self, x: Tensor, lm_head: Matrix) -> Tensor:
         return self._k.linear(self._k.hyper_head(x, self._head), lm_head, wide=True)

@@ -31,6 +31,7 @@ from tiercel.models.base import (
     BeforeLayer,
     BytesCheck,
     Dimensions,
+    Draft,
     Span,
     Weights,
     at_once,
@@ -311,7 +312,7 @@ def in_pairs(x: Tensor, heads: int) -> Tensor:
 class Qwen3:
     """The whole model. Entries lie in pages alone, by position: a guess that is refused is overwritten."""
 
-    draft = None
+    draft: Draft | None = None
 
     def __init__(  # noqa: PLR0913
         self,
