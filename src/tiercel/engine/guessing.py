@@ -61,7 +61,7 @@ class Guessing:
 
     def choose(self, seats: Sequence[Seat], room: Sequence[int], tokens: int, others: int) -> list[int]:
         """How many guesses each text gets: at most so many as there is `room` for, `tokens` altogether."""
-        if tokens < len(seats):
+        if tokens <= 0:
             return [0] * len(seats)
         records = [seat.task.guesses for seat in seats]
         chosen = self.policy.choose(records, [min(self.most, each) for each in room], others)

@@ -77,7 +77,7 @@ class Family:
     """(`config.json`, page tokens, format of entries) → what is cached."""
     load: Load
     build: Callable[[Any, dict[str, Tensor], DeviceMemory, int, Kernels, int], Model]
-    """(dimensions, weights, device memory, running requests at most, kernels, guesses at most) → the model."""
+    """(dimensions, weights, device memory, running requests at most, kernels, guesses at most) → a model."""
     format: str = "bf16"
     """How entries are kept on a GPU, unless something else is asked for."""
     kernels: tuple[str, ...] = ("native", "reference")

@@ -41,7 +41,7 @@ ROW_SHARE = 0.3
 """Of the time of a step: what twice the rows cost more, before it is measured."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Tally:
     """How often something came true lately."""
 
@@ -119,6 +119,8 @@ class Speculation:
         self._plain, self._guessing, self._draft = SecondsTable(), SecondsTable(), SecondsTable()
         self._total_s = self._tried_s = 0.0
         self._tries = self._since_plain = 0
+        self._guessed = False
+        """Whether the last step had guesses."""
 
     def accepted(self, record: GuessRecord, *, asked: int, made: int, accepted: int) -> None:
         """Of the guesses of a text. One that was asked for and not made counts as refused."""
@@ -137,9 +139,11 @@ class Speculation:
         """How long a step took that computed so many rows. `texts` had guesses, `asked` at most each, which
         took `draft_s` to make."""
         self._total_s += seconds
+        after_guesses, self._guessed = self._guessed, asked > 0
         if not asked:
-            self._plain.observe(rows, seconds)
-            self._since_plain = 0
+            if not after_guesses:  # a device that had to wait for the step before had nothing queued
+                self._plain.observe(rows, seconds)
+                self._since_plain = 0
             return
         self._since_plain += 1
         self._guessing.observe(rows, max(seconds - draft_s, 0.0))

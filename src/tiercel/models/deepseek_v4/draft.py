@@ -18,7 +18,7 @@ somebody reads its streams.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 
 import numpy as np
@@ -28,7 +28,7 @@ from torch import Tensor
 from tiercel.errors import SpecError
 from tiercel.kernels.reference import Matrix, greedy
 from tiercel.models.base import Span, Weights, part_of
-from tiercel.models.batch import Batch, Ints
+from tiercel.models.batch import Batch, Ints, rows_before
 from tiercel.models.deepseek_v4.config import V4Config
 from tiercel.models.deepseek_v4.layer import Layer, site_of
 from tiercel.models.deepseek_v4.rows import Setup
@@ -72,6 +72,9 @@ class Module:
         self._embedding, self._rotary = weights["model.embed_tokens.weight"], rotary
         self.layer = Layer(setup, c.layers + number, w, rotary)
         self._tails = setup.rows("draft_hidden", c.layers + number)
+        self._kept = rows_before(c.window) + setup.guesses_max
+        spec = setup.memory.spec
+        self._in_tail = spec.stream("draft_window").entries_per_row(spec.page_tokens)
         self.ring_rows = setup.guesses_max + 1
         shape = setup.rings * self.ring_rows, c.hc_mult, c.hidden_size
         self.last = torch.zeros(shape, device=setup.memory.device)
@@ -86,21 +89,29 @@ class Module:
         self.last[call.rows] = x[call.kept]
         for token, place in call.tails:
             self._tails.write_row(place, self._tails.codec.encode(x[token].flatten()[None]))
-        spans, lag = [], self.number + 1
-        for span in call.spans:
-            drop = max(0, lag - span.start)  # the first tokens of a text have no streams before them
+        spans, chosen, lag = list[Span](), np.zeros(len(call.positions), np.bool_), self.number + 1
+        for span, first in zip(call.spans, call.first.tolist(), strict=True):
+            start = span.start - lag
+            drop = max(0, -start)  # the first tokens of a text have no streams before them
+            tails = {boundary - lag: place for boundary, place in span.tails.items()}
+            if not read:
+                drop = max(drop, self._needed(start + len(span.tokens), tails) - start)
             if drop < len(span.tokens):
-                tails = {boundary - lag: place for boundary, place in span.tails.items()}
-                spans.append(Span(span.tokens[drop:], span.start + drop - lag, NO_PAGES, span.ring, tails))
+                spans.append(Span(span.tokens[drop:], start + drop, NO_PAGES, span.ring, tails))
+                chosen[first + drop : first + len(span.tokens)] = True
         if not spans:
             return x if read else None
-        there = torch.from_numpy(call.positions >= lag)
+        there = torch.from_numpy(chosen)
         if not read:
             self._store(spans, before[there], tokens[there])
             return None
         streams = torch.zeros_like(x)
         streams[there] = self.run(spans, before[there], tokens[there])
         return streams
+
+    def _needed(self, end: int, tails: Iterable[int]) -> int:
+        """The first entry that the ring keeps of a span with this end, or that a tail has."""
+        return min([end - self._kept, *(boundary - self._in_tail for boundary in tails)])
 
     def run(self, spans: Sequence[Span], x: Tensor, tokens: Tensor) -> Tensor:
         """The streams of tokens beside the streams of the tokens before them."""

@@ -93,8 +93,7 @@ class DeepseekV4:
         self._tables.make_room(-(-longest // spec.page_tokens))
         for rotary in self._rotaries:
             rotary.table(self._tables.table.shape[1] * spec.page_tokens)
-        rows = self._setup.rings * (1 + self._setup.guesses_max)
-        self._graphs = Graphs(self._sections(spec), self._restore, self._tables.table, spec.page_tokens, rows)
+        self._graphs = Graphs(self._sections(spec), self._restore, self._tables.table, spec.page_tokens)
 
     def _sections(self, spec: CacheSpec) -> list[Section]:
         """The layers in groups, as they are loaded. The first section begins, the last one answers."""
