@@ -167,6 +167,13 @@ def test_a_draft_that_came_back_with_its_prefix_guesses_as_one_that_was_computed
     settle(engine)
 
 
+@pytest.mark.parametrize(("kind", "guesses", "least"), [("mtp", 1, 1.6), ("mtp", 3, 2.2), ("ngram", 3, 1.5)])
+def test_guesses_of_code_are_mostly_right(kind, guesses, least):
+    engine = make_engine(speculate=kind, guesses=guesses)
+    run(engine, *(make_ask(str(i), prompt, 48) for i, prompt in enumerate(PROMPTS)))
+    assert engine.stats().accept_length_mean > least
+
+
 def test_a_draft_that_fails_stops_no_text(caplog):
     class Broken:
         def begin(self, ring):
