@@ -23,17 +23,17 @@ from pydoc_data.topics import topics
 from random import Random
 from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from benchmarks.machine import describe
+from tiercel.engine.drafting import DraftText, make_drafter
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.models.base import Span
 from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.deepseek_v4.config import V4Config
-from tiercel.models.deepseek_v4.draft import Draft
-from tiercel.models.deepseek_v4.eagle import Eagle
 from tiercel.models.deepseek_v4.eagle_weights import FILE, HeadFile
 from tiercel.models.deepseek_v4.model import DeepseekV4
 from tiercel.models.deepseek_v4.weights import load_weights
@@ -71,8 +71,10 @@ class Drafting:
         pages = -(-(PROMPT + NEW + 2 * GUESSES) // PAGE)
         self._pages = torch.arange(texts * pages).view(texts, pages)
         memory = DeviceMemory(spec, pages=texts * pages, tails=1)
-        self._model = DeepseekV4(config, weights, memory, rings=texts)
-        self.folder, self.texts = folder, texts
+        self._model = DeepseekV4(config, weights, memory, texts, guesses_max=GUESSES)
+        drafter = make_drafter(draft, self._model)
+        assert drafter is not None
+        self._drafter, self.folder, self.texts = drafter, folder, texts
 
     def run(self, prompts: Sequence[list[int]], count: int) -> tuple[Tensor, Tensor]:
         """(what the model says [texts, count + 1], the guesses at each of these tokens [texts, count, 4])"""
@@ -96,34 +98,12 @@ class Drafting:
         return self._model.kernels.greedy(self._model.forward(spans))
 
     def _guess(self, spans: Sequence[Span], texts: Sequence[list[int]]) -> Tensor:
-        match self._model.draft:
-            case Eagle() as draft:
-                return draft.propose(spans, GUESSES)
-            case Draft() as mtp:
-                return torch.stack([_chain(mtp, span) for span in spans])
-            case _:
-                return torch.tensor([_looked_up(text) for text in texts])
-
-
-@torch.inference_mode()
-def _chain(mtp: Draft, span: Span) -> Tensor:
-    """The guesses of the MTP head, each beside its own streams of the one before."""
-    tokens, streams = torch.as_tensor(span.tokens), None
-    for _ in range(GUESSES):
-        logits, streams = mtp.propose(Span(tokens, span.start, span.pages, span.ring), streams)
-        tokens = torch.cat([tokens, logits.argmax(-1)])
-    return tokens[1:]
-
-
-def _looked_up(text: Sequence[int], longest: int = 4) -> list[int]:
-    """What followed the last tokens of a text where they stood before, the most tokens that did; -1: none."""
-    for size in range(longest, 0, -1):
-        end = text[-size:]
-        for at in range(len(text) - size - 1, -1, -1):
-            if text[at : at + size] == end:
-                found = list(text[at + size : at + size + GUESSES])
-                return found + [-1] * (GUESSES - len(found))
-    return [-1] * GUESSES
+        asked = [
+            DraftText(span.ring, np.array(text), span.pages, 4096)
+            for span, text in zip(spans, texts, strict=True)
+        ]
+        made = self._drafter.guess(asked, [GUESSES] * len(asked))
+        return torch.tensor([own + [-1] * (GUESSES - len(own)) for own in made])
 
 
 def prompts_of(kind: str, folder: Path, texts: int = TEXTS) -> list[list[list[int]]]:

@@ -20,7 +20,7 @@ from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.deepseek_v4.config import V4Config
 from tiercel.models.deepseek_v4.model import DeepseekV4
 from tiercel.models.deepseek_v4.weights import load_weights
-from tiercel.spec import deepseek_v4
+from tiercel.spec import deepseek_v4, deepseek_v4_mtp
 from tiercel.text.text import Text
 
 FOLDER = Path(tiercel.models.__file__).parent / "tiny_v4"
@@ -32,15 +32,42 @@ PAGE = 128
 SPEC = deepseek_v4(CHECKPOINT.config, PAGE, "fp32")
 
 
+DRAFTED = SPEC.with_draft(deepseek_v4_mtp(CHECKPOINT.config, PAGE, "fp32", hidden=True))
+
+
+class Always:
+    """Every text gets so many guesses in every step."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def accepted(self, record, *, asked, made, accepted):
+        record.steps += 1
+        record.tokens += accepted + 1
+
+    def stepped(self, **_):
+        pass
+
+    def choose(self, records, most, others=0):
+        return [min(self.count, each) for each in most]
+
+
 def make_engine(
-    *, pages=64, tails=16, host_pages=0, model=DeepseekV4, cache=None, clock=monotonic, **options
+    *, pages=64, tails=16, host_pages=0, model=DeepseekV4, cache=None, clock=monotonic, guesses=0, **options
 ):
-    """`host_pages` of host memory; `cache`: other settings of the cache; `options`: the engine's."""
-    settings = CacheConfig(pages, tails, host_bytes=host_pages * SPEC.host_page_bytes)
+    """`host_pages` of host memory; `cache`: other settings of the cache; `options`: the engine's; `guesses`:
+    so many for every text, unless it is 0."""
+    options = {"running_max": 8, "speculate": "off"} | options
+    spec = DRAFTED if options["speculate"] == "mtp" else SPEC
+    settings = CacheConfig(pages, tails, host_bytes=host_pages * spec.host_page_bytes)
     settings = replace(settings, **(cache or {}))
-    config = EngineConfig(cache=settings, **({"running_max": 8} | options))
-    own = TieredCache(SPEC, settings)
-    return Engine(model(CONFIG, WEIGHTS, own.device, config.running_max), own, TEXT, config, clock)
+    config = EngineConfig(cache=settings, **options)
+    own = TieredCache(spec, settings)
+    made = model(CONFIG, WEIGHTS, own.device, config.running_max, guesses_max=config.guesses_max)
+    engine = Engine(made, own, TEXT, config, clock)
+    if guesses:
+        engine.scheduler.guessing.policy = Always(guesses)
+    return engine
 
 
 def make_ask(name, prompt, count=8, **options):
@@ -61,7 +88,7 @@ LOOPS = pytest.mark.parametrize("overlap", [False, True, "queued"], ids=["plain"
 def steps_of(engine, overlap, executor):
     """Queued steps are carried out at once here, as everything on a CPU: the order is that of a device."""
     if overlap == "queued":
-        engine.runner = QueueRunner(engine.runner.model)
+        engine.runner = QueueRunner(engine.runner.model, None, engine.runner._drafter)
         return queued_steps(engine, engine.runner.start)
     return overlapped_steps(engine, executor) if overlap else plain_steps(engine)
 
@@ -88,3 +115,28 @@ def tokens_of(answer):
 
 def logprobs_of(answer):
     return [out.logprob for out in answer.tokens]
+
+
+class OracleDrafter:
+    """Knows whole texts, and guesses each token right with a probability."""
+
+    def __init__(self, texts, right, random):
+        self._texts, self._right, self._random = [list(text) for text in texts], right, random
+
+    def begin(self, ring):
+        pass
+
+    def guess(self, texts, counts):
+        return [self._guess(text.tokens.tolist(), count) for text, count in zip(texts, counts, strict=True)]
+
+    def _guess(self, tokens, count):
+        known = next((text for text in self._texts if text[: len(tokens)] == tokens), tokens)
+        following = known[len(tokens) : len(tokens) + self._random.randint(0, count)]
+        return [token if self._random.random() < self._right else (token + 1) % 4000 for token in following]
+
+
+def guess_with(engine, drafter, guesses=4):
+    """Every text gets `guesses` guesses of this drafter."""
+    engine.runner._drafter = drafter
+    engine.scheduler.guessing.policy = Always(guesses)
+    return engine

@@ -122,6 +122,41 @@ def test_a_draft_nobody_asks_for_is_named_once_and_not_read(tmp_path):
     assert tokens_of(run(engine, make_ask("a", words(20)))[0])
 
 
+def speculation_of(folder, asked="auto", **build):
+    config = EngineConfig(cache=CacheConfig(device_pages=1, device_tails=1), running_max=2, speculate=asked)
+    engine, choices = open_engine(
+        Build(model=str(folder), page_tokens=128, device_bytes=16 * MIB, **build), config
+    )
+    [told] = [each for each in choices if each.what == "speculation"]
+    return engine, told
+
+
+def test_who_guesses_is_chosen_and_told(tmp_path):
+    plain = make_folder(tmp_path / "plain")
+    engine, told = speculation_of(plain)
+    assert told.value == "ngram, up to 4 tokens" and "has no draft that is read here" in told.why
+    assert engine.config.speculate == "ngram" and engine.runner.model.draft is None
+    assert speculation_of(plain, "off")[1].value == "off"
+    with pytest.raises(ConfigError, match="speculate = 'mtp': the checkpoint has no draft"):
+        speculation_of(plain, "mtp")
+    with pytest.raises(ConfigError, match="speculate = 'mtp': the checkpoint has no draft"):
+        speculation_of(make_folder(tmp_path / "other", DRAFTS["DSpark"]()), "mtp")
+    with pytest.raises(ConfigError, match="speculate = 'eager': must be one of auto, mtp, ngram, off"):
+        speculation_of(plain, "eager")
+
+
+def test_a_draft_that_costs_much_is_used_only_if_it_is_asked_for():
+    engine, told = speculation_of("tiny-v4")
+    assert told.value.startswith("ngram") and "would add 10% to every step" in told.why
+    assert all(not stream.name.startswith("draft_") for stream in engine.cache.spec.streams)
+    engine, told = speculation_of("tiny-v4", "mtp")
+    assert told.value == "mtp, up to 4 tokens" and engine.runner.model.draft is not None
+    [answer], [truth] = (
+        run(each, make_ask("a", words(200), 24)) for each in (engine, speculation_of("tiny-v4", "off")[0])
+    )
+    assert answer.tokens == truth.tokens
+
+
 def test_a_folder_in_the_form_that_deepseek_publishes_is_served(tmp_path):
     """Its names, fp8 and fp4 with exponents as scales, expert by expert, three stages of DSpark."""
     stages = {"dspark_target_layer_ids": [1, 2, 3], "dspark_block_size": 5}

@@ -9,6 +9,8 @@ import pytest
 from tests.engine.drive import (
     LOOPS,
     PAGE,
+    OracleDrafter,
+    guess_with,
     make_ask,
     make_engine,
     run,
@@ -50,7 +52,7 @@ def prompt_of(random):
     return tuple(text + words(random.choice([0, 0, 5]), 7))
 
 
-def engine_of(random):
+def engine_of(random, speculate):
     clock = lambda: clock.now_s  # noqa: E731
     clock.now_s = 0.0  # type: ignore[attr-defined]
     return make_engine(
@@ -61,19 +63,25 @@ def engine_of(random):
         step_tokens=random.choice([PAGE, 2 * PAGE]),
         cache={"tail_every_pages": random.choice([1, 4])},
         clock=clock,
+        speculate=speculate,
+        draft_tokens_max=random.randint(1, 5),
     ), clock
 
 
 @LOOPS
+@pytest.mark.parametrize("speculate", ["off", "mtp"])
 @pytest.mark.parametrize("seed", range(5))
-def test_everything_asked_ends_and_says_what_it_would_have_said_alone(alone, seed, overlap):
+def test_everything_asked_ends_and_says_what_it_would_have_said_alone(alone, seed, speculate, overlap):
     random = Random(seed)
-    engine, clock = engine_of(random)
+    engine, clock = engine_of(random, speculate)
     logprobs = None if overlap == "queued" else 0  # with logprobs a step is waited for
     asks = {
         str(i): make_ask(str(i), prompt_of(random), 6, priority=random.randrange(3), logprobs=logprobs)
         for i in range(14)
     }
+    if speculate == "mtp":
+        texts = [[*ask.prompt, *alone.tokens(ask.prompt)] for ask in asks.values()]
+        guess_with(engine, OracleDrafter(texts, 0.7, Random(seed)), random.randint(1, 5))
     coming, told, ends, aborted = list(asks.values()), {name: [] for name in asks}, {}, set()
     with ThreadPoolExecutor(1) as executor:
         steps = steps_of(engine, overlap, executor)

@@ -25,8 +25,8 @@ from tests.engine.drive import (
 )
 from tiercel.engine.build import open_engine
 from tiercel.engine.config import Build, EngineConfig
-from tiercel.engine.scheduler import PASSED_MOST
 from tiercel.engine.service import EngineService
+from tiercel.engine.tasks import PASSED_MOST
 from tiercel.errors import ConfigError, StoreError
 from tiercel.models import digest
 from tiercel.storage.memory import MemoryStore

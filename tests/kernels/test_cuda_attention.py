@@ -58,8 +58,8 @@ def text_of(shape, text):
     return q, draw(shape, text, 1, n, shape.dim), draw(shape, text, 2, entries, shape.dim), lists
 
 
-def run(shape, spans, kind, encoding, dtype, device, **where):
-    """(the call, the result [tokens, heads, dim] on the CPU)."""
+def run(shape, spans, kind, encoding, dtype, device, spare=0, **where):
+    """(the call, the result [tokens, heads, dim] on the CPU). `spare`: rows of a ring for refused guesses."""
     most = -(-shape.length // shape.ratio)
     call = Call(spans, per_row=shape.per_row, ratio=shape.ratio, entries_most=most, device=device, **where)
     q = torch.full((len(call.texts), shape.heads, shape.dim), float("nan"))
@@ -69,7 +69,8 @@ def run(shape, spans, kind, encoding, dtype, device, **where):
         if kind == "chosen":
             e = text_of(shape, text)[3][position]
             chosen[i] = torch.where(e < 0, -1, call.numbers(call.ring[i], e.clamp(min=0))).int()
-    recent = call.recent(lambda text: text_of(shape, text)[1], max(shape.window - 1, 1), encoding, shape.rope)
+    ring_rows = max(shape.window - 1, 1) + spare
+    recent = call.recent(lambda text: text_of(shape, text)[1], ring_rows, encoding, shape.rope)
     entries = call.pages(lambda text: text_of(shape, text)[2], encoding, shape.rope)
     sinks = draw(shape, 7, 3, shape.heads).to(device)
     out = attention(
@@ -82,6 +83,7 @@ def run(shape, spans, kind, encoding, dtype, device, **where):
         call.flat,
         sinks,
         shape.dim**-0.5,
+        spare,
     )
     assert out.dtype == dtype and out.shape == q.shape
     return call, out.cpu()
@@ -108,8 +110,8 @@ def expected(shape, text, position, kind, encoding, dtype):
     )[0]
 
 
-def check(shape, spans, kind, encoding, dtype, device):
-    call, out = run(shape, spans, kind, encoding, dtype, device)
+def check(shape, spans, kind, encoding, dtype, device, spare=0):
+    call, out = run(shape, spans, kind, encoding, dtype, device, spare)
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
     for i, text, position in call.tokens():
         want = expected(shape, text, position, kind, encoding, dtype)
@@ -131,6 +133,12 @@ def test_it_is_its_plain_twin_on_rows_in_rings_and_pages(kind, encoding, dtype, 
 @pytest.mark.parametrize("window", [1, 2, 16, 17])
 def test_a_window_may_be_short_or_end_with_a_tile(window, device):
     check(SMALL._replace(window=window), MIXED, "all", "bf16", torch.float32, device)
+
+
+@every_device
+@pytest.mark.parametrize("window", [1, 17])
+def test_a_ring_may_have_rows_to_spare(window, device):
+    check(SMALL._replace(window=window), MIXED, "window", "bf16", torch.float32, device, spare=4)
 
 
 @every_device

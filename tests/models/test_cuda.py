@@ -60,7 +60,13 @@ LARGE = make_config(
 
 
 def make(
-    kernels: str, device: str, format: str = "fp32", compute: str = "auto", config=CONFIG, rings: int = 3
+    kernels: str,
+    device: str,
+    format: str = "fp32",
+    compute: str = "auto",
+    config=CONFIG,
+    rings: int = 3,
+    guesses_max: int = 0,
 ):
     own, set_ = V4Config.from_hf(config), make_kernels(kernels, device, compute, FAMILY.kernels)
     weights = {
@@ -68,7 +74,7 @@ def make(
         for name, weight in random_weights(own, 3, matrices=torch.bfloat16).items()
     }
     memory = DeviceMemory(deepseek_v4(config, PAGE, format), pages=40, tails=6, device=device)
-    return DeepseekV4(own, weights, memory, rings, set_), memory
+    return DeepseekV4(own, weights, memory, rings, set_, guesses_max), memory
 
 
 def texts(vocab: int, *lengths: int) -> list[Tensor]:
@@ -121,6 +127,29 @@ def test_the_model_is_the_one_of_the_plain_kernels(
     torch.testing.assert_close(
         logits["cuda"][-1], logits["cuda"][15], rtol=0, atol=1e-4 if compute == "fp32" else 0.1
     )
+
+
+@every_device
+def test_refused_guesses_leave_no_trace(device: str) -> None:
+    """Tokens one by one over the end of a page, with and without wrong tokens behind them: the same logits,
+    and the same bytes in the page and the tail."""
+    (text,), pages = texts(24, 14), torch.tensor([4, 9])
+    (plain, its_memory), (guessing, memory) = make("cuda", device), make("cuda", device, guesses_max=3)
+    for model in (plain, guessing):
+        model.forward([Span(text[:6], 120, pages, 1)])
+    for i in range(6, 11):
+        at, tails = 120 + i, {128: 5}
+        own = {b: place for b, place in tails.items() if at < b <= at + 1}
+        expected = plain.forward([Span(text[i : i + 1], at, pages, 1, own)])
+        tokens = torch.cat([text[i : i + 1], (text[i + 1 : i + 4] + 5) % 24])
+        own = {b: place for b, place in tails.items() if at < b <= at + 4}
+        logits = guessing.forward([Span(tokens, at, pages, 1, own)], range(4))
+        assert torch.equal(logits[0], expected[0])
+    for stream in memory.spec.streams:
+        place = 4 if stream in memory.spec.page_streams else 5
+        for layer in stream.layers:
+            ours, theirs = (each.view(stream.name, layer)[place] for each in (memory, its_memory))
+            assert torch.equal(ours, theirs), stream.name
 
 
 def spans_of(tokens: Sequence[Tensor], pages: Sequence[Tensor]) -> list[tuple[list[Span], list[int] | None]]:

@@ -1,7 +1,6 @@
 """Goal: the draft's logits are the specification's, and depend on its own cache. Method: a dense computation
-of one sequence, written
-straight from the formulas; then the same text in pieces, resumed from a tail, and proposed ahead of the
-target."""
+of one sequence, written straight from the formulas; then the same text in pieces, resumed from a tail, after
+guesses that were refused, with one MTP layer and with two."""
 
 import pytest
 import torch
@@ -45,45 +44,71 @@ def make_weights(reference):
 
 
 class Drafted:
-    def __init__(self, reference, weights):
-        config = reference.config.to_dict()
+    """A model with its draft. `logits`: those of the draft, one for each guess."""
+
+    def __init__(self, reference, weights, modules=1, guesses_max=4):
+        config = reference.config.to_dict() | {"num_nextn_predict_layers": modules}
         draft = deepseek_v4_mtp(config, PAGE, "fp32", hidden=True)
         self.memory = DeviceMemory(deepseek_v4(config, PAGE, "fp32").with_draft(draft), pages=8, tails=4)
-        self.model = DeepseekV4(our_config(reference), weights, self.memory, rings=3)
+        own = our_config(reference)
+        self.model = DeepseekV4(own, weights, self.memory, rings=3, guesses_max=guesses_max)
         self.pages = torch.tensor([4, 2, 7])
-        self.draft_logits = []
-        self.streams = []
+        self.logits, self.streams = [], []
         follow = self.model.draft.follow
 
         def listen(spans, x, tokens):
             self.streams.append(x.clone())
-            self.draft_logits.append(follow(spans, x, tokens))
+            follow(spans, x, tokens)
 
         self.model.draft.follow = listen
+        for module in self.model.draft.modules:
+            module.logits = self._told(module.logits)
+
+    def _told(self, real):
+        def logits(x, lm_head):
+            self.logits.append(real(x, lm_head))
+            return self.logits[-1]
+
+        return logits
 
     def run(self, tokens, cuts, *, start=0, ring=0, tails=None):
-        self.draft_logits, self.streams = [], []
+        self.streams = []
         for end in cuts:
             due = {b: p for b, p in (tails or {}).items() if start < b <= end}
             self.model.forward([Span(tokens[start:end], start, self.pages, ring, tails=due)])
             start = end
-        return torch.cat(self.draft_logits)
+
+    def propose(self, tokens, at, count=1, ring=0):
+        """(guesses, their logits) after token `at`, which the target has not computed."""
+        self.logits = []
+        span = Span(tokens[at : at + 1], at, self.pages, ring)
+        return self.model.draft.propose([span], count)[0].tolist(), [each[0] for each in self.logits]
 
 
 @pytest.fixture(scope="module")
 def case():
+    """`expected[i]`: the draft's logits for the token after token i + 1."""
     reference = make_reference(Shape(hash_layers=1))
     weights, tokens = make_weights(reference), random_tokens(TOKENS)
     drafted = Drafted(reference, weights)
     drafted.run(tokens, [TOKENS])
-    expected = dense_draft(our_config(reference), weights, drafted.streams[0], tokens)
+    [expected] = dense_draft(our_config(reference), weights, drafted.streams[0], tokens)
     return reference, weights, tokens, expected
 
 
 @torch.inference_mode()
-def dense_draft(config, weights, x, tokens):
-    """Every token at once, with a mask for the window."""
-    w, eps = part_of(weights, "mtp.0."), config.rms_norm_eps
+def dense_draft(config, weights, x, tokens, modules=1):
+    """The logits of each module, every token at once."""
+    answers = []
+    for i in range(modules):
+        x, logits = dense_module(config, weights, x, tokens[i:], i)
+        answers.append(logits)
+    return answers
+
+
+def dense_module(config, weights, x, tokens, number):
+    """(streams, logits), with a mask for the window. x[i] are the streams of tokens[i]."""
+    w, eps = part_of(weights, f"mtp.{number}."), config.rms_norm_eps
     embedded = k.norm(weights["model.embed_tokens.weight"][tokens[1:]], w["enorm.weight"], eps)
     x = F.linear(k.norm(x[:-1], w["hnorm.weight"], eps), w["h_proj.weight"])
     x = x + F.linear(embedded, w["e_proj.weight"])[:, None]
@@ -109,70 +134,136 @@ def dense_draft(config, weights, x, tokens):
     site = site_of(config, k, part_of(w, "ffn_hc."), w["post_attention_layernorm.weight"])
     seen, place, mix = k.hyper_read(x, site)
     x = k.hyper_write(x, Experts(config, k, part_of(w, "mlp."))(seen, tokens[1:]), place, mix)
-    return F.linear(
-        k.hyper_head(x, site_of(config, k, part_of(w, "hc_head.hc_"), w["norm.weight"])),
-        weights["lm_head.weight"],
-    )
+    head = site_of(config, k, part_of(w, "hc_head.hc_"), w["norm.weight"])
+    return x, F.linear(k.hyper_head(x, head), weights["lm_head.weight"])
 
 
 def distance(ours, theirs):
     return (ours - theirs).abs().max().item()
 
 
-@pytest.mark.parametrize("cuts", [[TOKENS], [1, 2, 130, TOKENS], [128, 256, 257, 258, TOKENS]], ids=str)
+def close(drafted, case, at, ring=0):
+    """Whether the draft says after token `at` what it must say."""
+    return distance(drafted.propose(case[2], at, ring=ring)[1][0], case[3][at - 1]) < TOLERANCE
+
+
+@pytest.mark.parametrize("cuts", [[290], [1, 2, 130, 290], [128, 256, 257, 258, 290]], ids=str)
 def test_the_draft_follows_the_target_however_the_text_is_cut(case, cuts):
-    reference, weights, tokens, expected = case
-    assert distance(Drafted(reference, weights).run(tokens, cuts), expected) < TOLERANCE
+    reference, weights, tokens, _ = case
+    drafted, start = Drafted(reference, weights), 0
+    for end in cuts:
+        drafted.run(tokens, [end], start=start)
+        assert close(drafted, case, end) and close(drafted, case, end), "a proposal changes nothing"
+        start = end
 
 
-def test_the_draft_goes_on_exactly_from_a_tail(case):
-    reference, weights, tokens, expected = case
+def test_the_first_guess_of_a_text_of_one_token(case):
+    reference, weights, tokens, _ = case
+    drafted = Drafted(reference, weights)
+    drafted.run(tokens, [1])
+    assert close(drafted, case, 1)
+
+
+@pytest.mark.parametrize("boundary", [128, 256])
+def test_the_draft_goes_on_exactly_from_a_tail(case, boundary):
+    reference, weights, tokens, _ = case
     drafted = Drafted(reference, weights)
     drafted.run(tokens, [200, 300], tails={128: 1, 256: 3})
-    for boundary, place in ((128, 1), (256, 3)):
-        drafted.model.resume(1, [(boundary, place)])
-        logits = drafted.run(tokens, [boundary + 1, boundary + 5, TOKENS], start=boundary, ring=1)
-        assert distance(logits, expected[boundary - 1 :]) < TOLERANCE
+    drafted.model.resume(1, [(boundary, {128: 1, 256: 3}[boundary])])
+    start = boundary
+    for end in (boundary + 1, boundary + 5, boundary + 40):
+        assert close(drafted, case, start, ring=1)
+        drafted.run(tokens, [end], start=start, ring=1)
+        start = end
+    assert close(drafted, case, start, ring=1)
 
 
-def test_a_proposal_is_what_the_draft_will_say_and_is_not_remembered(case):
+@pytest.mark.parametrize("at", [126, 127, 128, 200, 255, 256])
+def test_refused_guesses_leave_no_trace(case, at):
+    """Four wrong tokens are computed with the right one, over every kind of boundary, and the tail that they
+    reach is written again."""
     reference, weights, tokens, expected = case
+    truth = Drafted(reference, weights)
+    truth.run(tokens, [at, 290], tails={128: 1, 256: 3})
     drafted = Drafted(reference, weights)
-    drafted.run(tokens, [200])
-    ahead = Span(tokens[200:201], 200, drafted.pages, 0)
-    for _ in range(2):
-        with torch.inference_mode():
-            logits, _ = drafted.model.draft.propose(ahead)  # type: ignore[call-arg]
-        assert distance(logits[0], expected[199]) < TOLERANCE
-    assert distance(drafted.run(tokens, [TOKENS], start=200), expected[199:]) < TOLERANCE
+    drafted.run(tokens, [at], tails={128: 1, 256: 3})
+    wrong = tokens.clone()
+    for start in range(at, at + 9, 3):  # one guess is right
+        drafted.propose(tokens, start, 4)
+        wrong[:] = tokens
+        wrong[start + 2 : start + 5] = (tokens[start + 2 : start + 5] + 7) % 256
+        drafted.run(wrong, [start + 5], start=start, tails={128: 1, 256: 3})
+        drafted.run(tokens, [start + 3], start=start + 2, tails={128: 1, 256: 3})
+        assert close(drafted, case, start + 3)
+    drafted.run(tokens, [290], start=at + 9, tails={128: 1, 256: 3})
+    for each in drafted.memory.spec.tail_streams:
+        for layer in each.layers:
+            assert torch.equal(drafted.memory.view(each.name, layer), truth.memory.view(each.name, layer))
+    used = truth.pages[: 290 // PAGE]
+    for each in drafted.memory.spec.page_streams:
+        for layer in each.layers:
+            ours, theirs = (m.memory.view(each.name, layer)[used] for m in (drafted, truth))
+            assert torch.equal(ours, theirs)
 
 
-def test_a_second_proposal_goes_beside_the_drafts_own_streams(case):
-    """As if the text had gone so: the draft's entries of proposed tokens are seen, and then forgotten."""
+def test_a_second_guess_goes_beside_the_drafts_own_streams(case):
+    """As if the text had gone so: the draft's entries of guesses are seen, and then written again."""
     reference, weights, tokens, _ = case
     drafted = Drafted(reference, weights)
     drafted.run(tokens, [200])
+    guesses, logits = drafted.propose(tokens, 200, 3)
+    x, text = drafted.streams[0], torch.cat([tokens[:201], torch.tensor(guesses)])
+    for i, guess in enumerate(guesses):
+        more, expected = dense_module(our_config(reference), weights, x_after(x), text[: 201 + i], 0)
+        assert distance(logits[i], expected[-1]) < TOLERANCE
+        assert guess == expected[-1].argmax()
+        x = torch.cat([x, more[-1:]])
+
+
+def x_after(x):
+    """With a row for the newest token, whose streams nobody reads."""
+    return torch.cat([x, x[-1:]])
+
+
+@pytest.mark.parametrize("at", [1, 2, 200, 256])
+def test_with_two_mtp_layers_the_second_guesses_the_second_token(case, at):
+    reference, weights, tokens, _ = case
+    random = torch.Generator().manual_seed(11)
+    for name in [name for name in weights if name.startswith("mtp.0.")]:
+        shaken = weights[name] + 0.1 * torch.randn(weights[name].shape, generator=random)
+        weights = weights | {name.replace("mtp.0.", "mtp.1."): shaken}
+    drafted = Drafted(reference, weights, modules=2)
+    cuts = [1, at] if at > 1 else [1]
+    drafted.run(tokens, cuts, tails={128: 1, 256: 3})
+    ring = 0
+    if at == 256:
+        drafted.model.resume(1, [(256, 3)])
+        ring = 1
+    guesses, logits = drafted.propose(tokens, at, 3, ring)
+    whole = Drafted(reference, weights, modules=2)
+    whole.run(tokens, [at])
+    text = torch.cat([tokens[: at + 1], torch.tensor(guesses)])
+    config, x = our_config(reference), whole.streams[0]
     with torch.inference_mode():
-        one = Span(tokens[200:201], 200, drafted.pages, 0)
-        _, streams = drafted.model.draft.propose(one)  # type: ignore[call-arg]
-        two = Span(tokens[200:202], 200, drafted.pages, 0)
-        logits, more = drafted.model.draft.propose(two, streams)
-    assert torch.equal(more[:1], streams), "the first one is what it was"
-    last = drafted.streams[0][-1:]
-    longer = torch.cat([drafted.streams[0], streams, more[1:]])
-    expected = dense_draft(our_config(reference), weights, longer[:202], tokens[:202])
-    assert last.shape == streams.shape
-    assert distance(logits[0], expected[-1]) < TOLERANCE
+        first, told = dense_module(config, weights, x_after(x), text[: at + 1], 0)
+        assert distance(logits[0], told[-1]) < TOLERANCE
+        # beside token i + 1 are the first module's streams of entry i
+        second, told = dense_module(config, weights, x_after(first), text[1 : at + 2], 1)
+        assert distance(logits[1], told[-1]) < TOLERANCE
+        longer = torch.cat([first, second[-1:], second[-1:]])
+        _, told = dense_module(config, weights, longer, text[1 : at + 3], 1)
+        assert distance(logits[2], told[-1]) < TOLERANCE
 
 
 def test_without_its_cache_the_draft_says_something_else(case):
-    reference, weights, tokens, expected = case
+    reference, weights, tokens, _ = case
     drafted = Drafted(reference, weights)
     drafted.run(tokens, [256], tails={256: 3})
+    drafted.model.resume(1, [(256, 3)])
+    assert close(drafted, case, 256, ring=1)
     drafted.memory.view("draft_window", our_config(reference).layers)[3] = 0
     drafted.model.resume(1, [(256, 3)])
-    logits = drafted.run(tokens, [TOKENS], start=256, ring=1)
-    assert distance(logits, expected[255:]) > 100 * TOLERANCE
+    assert not close(drafted, case, 256, ring=1)
 
 
 def test_a_draft_without_its_hidden_stream_is_refused(case):

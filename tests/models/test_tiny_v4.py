@@ -76,21 +76,21 @@ class Drafting:
         spec = deepseek_v4(checkpoint.config, PAGE, "fp32")
         spec = spec.with_draft(deepseek_v4_mtp(checkpoint.config, PAGE, "fp32", hidden=True))
         self.memory = DeviceMemory(spec, pages=4, tails=1)
-        self.model = DeepseekV4(config, load_weights(checkpoint, config), self.memory, rings=2)
+        self.model = DeepseekV4(config, load_weights(checkpoint, config), self.memory, rings=2, guesses_max=1)
         self.tail = self.memory.view("draft_window", config.layers)[0]
 
     def agreed(self, text, *, lose, tokens=8):
         """Of the tokens after a tail at the first boundary, how many the draft says as the model will."""
-        heard, follow = [], self.model.draft.follow
         self.model.forward([Span(text[:PAGE], 0, torch.arange(4), 0, tails={PAGE: 0})])
         if lose:
             self.tail.zero_()
         self.model.resume(1, [(PAGE, 0)])
-        self.model.draft.follow = lambda *given: heard.append(follow(*given))
-        span = Span(text[PAGE : PAGE + tokens], PAGE, torch.arange(4), 1)
-        logits = self.model.forward([span], range(len(span.tokens)))
-        self.model.draft.follow = follow
-        return int((heard[0].argmax(-1) == logits.argmax(-1)).sum())
+        agreed = 0
+        for at in range(PAGE, PAGE + tokens):
+            span = Span(text[at : at + 1], at, torch.arange(4), 1)
+            guess = self.model.draft.propose([span], 1)
+            agreed += int(guess == self.model.forward([span]).argmax())
+        return agreed
 
 
 def test_how_much_of_a_draft_is_accepted_depends_on_its_cache(tiny):

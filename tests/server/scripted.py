@@ -274,7 +274,7 @@ class ScriptedService:
 
     def explain(self, request_id: str) -> Explanation | None:
         known = {ask.request_id for ask in self.asks}
-        return Explanation(REUSE, "bits") if request_id in known else None
+        return Explanation(REUSE, "bits", 1.5) if request_id in known else None
 
     async def stats(self) -> EngineStats:
         return ScriptedStats(
@@ -288,7 +288,8 @@ class ScriptedService:
             store=self.store,
             counters={"pages_saved": 4},
             queue=QueueStats(waiting=2, loading=0, running=len(self.asks)),
-            engine={"tokens_drawn": 6},
+            engine={"tokens_drawn": 6, "guessing_steps": 2, "guessing_tokens": 5},
+            accept_length={"device": 2.5, "computed": 1.75},
         )
 
 

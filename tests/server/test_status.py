@@ -54,6 +54,7 @@ def test_numbers_of_the_engine_have_names_and_labels():
     assert samples["tiercel_pool_free[('pool', 'device pages')]"] == 3
     assert samples["tiercel_pages_saved_total[]"] == 4
     assert samples["tiercel_engine_tokens_drawn_total[]"] == 6
+    assert samples["tiercel_accept_length[('source', 'computed')]"] == 1.75
     assert samples["tiercel_exact[]"] == 1
     assert not any("cpu" in name for name in samples)
 
@@ -90,6 +91,7 @@ def test_server_info_has_what_clients_of_sglang_look_for(path):
     info = call("GET", path).json()
     assert info["model_path"] == "scripted"
     assert info["disable_radix_cache"] is False
+    assert info["internal_states"] == [{"avg_spec_accept_length": 2.5}]
     assert info["stats"]["queue"]["waiting"] == 2
 
 
@@ -108,7 +110,8 @@ def test_model_info_and_the_nested_numbers():
         "store": {"attached": False},
         "counters": {"pages_saved": 4},
         "queue": {"waiting": 2, "loading": 0, "running": 0},
-        "engine": {"tokens_drawn": 6},
+        "engine": {"tokens_drawn": 6, "guessing_steps": 2, "guessing_tokens": 5},
+        "accept_length": {"device": 2.5, "computed": 1.75},
         "exact": True,
         "device": "cpu",
     }
@@ -129,6 +132,7 @@ def test_a_request_can_be_explained_by_its_id_until_it_is_forgotten():
             "why_not_more": REUSE.why.value,
             "summary": str(REUSE),
             "share": "bits",
+            "accept_length": 1.5,
         }
         unknown = talk("GET", "/v1/cache/explain/other")
         assert unknown.status_code == 404

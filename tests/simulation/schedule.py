@@ -28,6 +28,7 @@ from tiercel.cache import TieredCache
 from tiercel.config import EVICT_POLICIES, FETCH_POLICIES, LAYOUTS, SAVE_POLICIES, CacheConfig
 from tiercel.engine.ask import Ask, Finish, Sampling
 from tiercel.engine.config import EngineConfig
+from tiercel.engine.drafting import DraftText
 from tiercel.engine.loop import overlapped_steps, plain_steps, queued_steps
 from tiercel.engine.runner import LocalRunner
 from tiercel.engine.scheduler import Scheduler
@@ -35,6 +36,7 @@ from tiercel.engine.step import Drawn, Step
 from tiercel.engine.task import Outcome
 from tiercel.errors import QueueFull
 from tiercel.models.base import BeforeLayer, Span, at_once
+from tiercel.policy.speculate import GuessRecord
 from tiercel.text.stream import TextPiece
 from tiercel.transfer.controller import LocalController
 from tiercel.transfer.mover import Workers
@@ -57,8 +59,10 @@ class ScriptedModel:
     """Knows of a text only what it reads back."""
 
     vocab_size = VOCABULARY
+    draft = None
 
-    def __init__(self, cache: TieredCache) -> None:
+    def __init__(self, cache: TieredCache, guesses_max: int = 0) -> None:
+        self.guesses_max = guesses_max
         self.spec, self.page_tokens = cache.spec, cache.spec.page_tokens
         self.bytes = Bytes(cache.spec, cache.device)
         self._texts: dict[bytes, list[int]] = {}
@@ -138,8 +142,8 @@ class ScriptedModel:
     def _before(self, span: Span, pages: list[int]) -> list[int]:
         """The text so far: from the ring, or at a replay or without tails from the pages."""
         known = self._rings.get(span.ring)
-        if known is not None and len(known) == span.start:
-            return known
+        if known is not None and 0 <= len(known) - span.start <= self.guesses_max:
+            return known[: span.start]  # the others were guesses that were refused
         assert known is None, f"the ring is at {len(known)}, the span begins at {span.start}"
         whole = span.write_from // self.page_tokens
         replays = span.start < span.write_from
@@ -174,6 +178,45 @@ class SlowRunner(LocalRunner):
         assert isinstance(self.model, ScriptedModel)
         self.model.load_failed = False
         return super().run(step)._replace(seconds=sum(part.end - part.start for part in step.parts) * 0.05)
+
+
+class ScriptedDrafter:
+    """Guesses right with a probability, and not always as much as it may."""
+
+    def __init__(self, random: Random) -> None:
+        self._random, self._right = random, random.choice([0.3, 0.8, 0.95])
+
+    def begin(self, ring: int) -> None:
+        """It knows every text."""
+
+    def guess(self, texts: Sequence[DraftText], counts: Sequence[int]) -> list[list[int]]:
+        return [self._guess(text.tokens.tolist(), count) for text, count in zip(texts, counts, strict=True)]
+
+    def _guess(self, text: list[int], most: int) -> list[int]:
+        guesses: list[int] = []
+        for _ in range(self._random.choice([most, self._random.randint(0, most)])):
+            wrong = self._random.random() > self._right
+            guesses.append(self._random.randrange(VOCABULARY) if wrong else next_token(text + guesses))
+        return guesses
+
+
+class RandomPolicy:
+    """Any number of guesses for any text."""
+
+    def __init__(self, random: Random) -> None:
+        self._random = random
+
+    def accepted(self, record: GuessRecord, *, asked: int, made: int, accepted: int) -> None:
+        assert 0 <= accepted <= made <= asked
+
+    def stepped(self, **told: float) -> None:
+        assert told["rows"] > 0
+
+    def choose(self, records: Sequence[GuessRecord], most: Sequence[int], others: int = 0) -> list[int]:
+        assert len(records) == len(most) and min(most) >= 0 <= others
+        if self._random.random() < 0.3:
+            return [0] * len(most)
+        return [self._random.randint(0, each) for each in most]
 
 
 class ScriptedStream:
@@ -298,7 +341,8 @@ class ScheduleWorld:
         if isinstance(controller, LocalController):
             self.copier = FaultyCopier(controller._copier)
             controller._copier = self.copier  # type: ignore[assignment]
-        self.model = ScriptedModel(self.cache)
+        guesses_max = random.choice([0, 1, 3, 5])
+        self.model = ScriptedModel(self.cache, guesses_max)
         if isinstance(controller, LocalController) and random.random() < 0.5:
             controller.in_order = True
             controller.ready = lambda number: Landing(self, number)  # type: ignore[method-assign]
@@ -309,9 +353,13 @@ class ScheduleWorld:
             step_tokens=random.choice([1, 4, 9, 40]),
             context_tokens=LONGEST,
             replay=random.random() < 0.5,
+            speculate="ngram" if guesses_max else "off",
+            draft_tokens_max=max(guesses_max, 1),
         )
         self.scheduler = Scheduler(self.cache, config, lambda: self.now_s)
-        self.runner = SlowRunner(self.model, controller.ready if controller else None)
+        self.scheduler.guessing.policy = RandomPolicy(Random(random.getrandbits(32)))
+        drafter = ScriptedDrafter(Random(random.getrandbits(32)))
+        self.runner = SlowRunner(self.model, controller.ready if controller else None, drafter)
         self.steps: Iterator[list[Outcome]] = {  # type: ignore[assignment]
             "plain": lambda: plain_steps(self),  # type: ignore[arg-type]
             "overlapped": lambda: overlapped_steps(self, LateExecutor(random)),  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ every loop; then faults are put into scheduler and runner, and the simulation mu
 import logging
 import pickle
 from collections import deque
+from contextlib import suppress
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -48,7 +49,7 @@ def test_the_simulation_reaches_what_it_is_meant_to_test():
     for name in (
         "finished_length", "finished_stop", "finished_abort", "finished_error", "preemptions",
         "steps_failed", "loads_failed", "tokens_device", "tokens_host", "tokens_store", "tails_loaded",
-        "begun_early",
+        "begun_early", "guesses", "guesses_accepted",
     ):  # fmt: skip
         assert seen.get(name, 0) >= 20, f"{name} hardly ever happens"
     assert min(seen[loop] for loop in ("plain", "overlapped", "queued")) > 4
@@ -92,6 +93,7 @@ def _unseeded(steps):
 
 real_plan, real_seal, real_commit = Scheduler.plan, Scheduler.seal, Scheduler._commit
 real_place, real_resume, real_replan = _Ring.place, Scheduler._resume, Scheduler.replan
+real_go_on, real_moved, real_span = Scheduler._go_on, Scheduler._moved, _Ring.span
 real_leave, real_advance, real_arrived = Scheduler._leave_seat, Scheduler.advance, Scheduler._arrived
 
 
@@ -182,7 +184,47 @@ def copies_do_not_wait_for_queued_steps(self, fn, /, *args, **kwargs):
     return HeldCopies.submit(self, fn, *args, **kwargs)
 
 
+def refused_guesses_count_as_computed(self, task, seat, end, outs):
+    return real_go_on(self, task, seat, end + (len(outs) == 1), outs)
+
+
+def only_one_token_of_a_step_is_taken(self, task, seat, end, outs):
+    return real_go_on(self, task, seat, end, outs[:1])
+
+
+def the_plan_stays_where_it_was(self, seat, part):
+    ahead = seat.planned - part.end
+    moved = real_moved(self, seat, part)
+    return moved and moved._replace(start=moved.start - ahead, end=moved.end - ahead)
+
+
+def guesses_need_no_room(self, seat, part):
+    moved = real_moved(self, seat, part)
+    return moved and moved._replace(guesses=part.guesses)
+
+
+def a_text_that_drew_more_than_there_is_room_for_goes_on(self, seat, part):
+    ahead = seat.planned - part.end
+    return part._replace(start=part.start + ahead, end=seat.planned)
+
+
+def a_step_with_guesses_is_not_waited_for(self):
+    return False
+
+
+def wrong_guesses_are_kept(self, part, guesses):
+    span = real_span(self, part, guesses)
+    self.count += len(guesses) > 1
+    return span
+
+
 MUTANTS = {
+    refused_guesses_count_as_computed: (Scheduler, "_go_on"),
+    only_one_token_of_a_step_is_taken: (Scheduler, "_go_on"),
+    the_plan_stays_where_it_was: (Scheduler, "_moved"),
+    guesses_need_no_room: (Scheduler, "_moved"),
+    a_text_that_drew_more_than_there_is_room_for_goes_on: (Scheduler, "_moved"),
+    wrong_guesses_are_kept: (_Ring, "span"),
     who_is_computed_may_be_preempted: (Scheduler, "plan"),
     the_table_is_not_told_again: (Scheduler, "_commit"),
     tails_are_not_written: (Scheduler, "seal"),
@@ -198,16 +240,22 @@ MUTANTS = {
     early_loads_are_not_waited_for: (Scheduler, "seal"),
     an_early_load_that_failed_counts_as_there: (Scheduler, "_arrived"),
     who_began_early_begins_again: (Scheduler, "_arrived"),
+    a_step_with_guesses_is_not_waited_for: (Scheduler, "unsure"),
 }
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_the_simulation_catches(mutant):
     owner, name = MUTANTS[mutant]
+    mutant = property(mutant) if isinstance(vars(owner).get(name), property) else mutant
     with patch.object(owner, name, mutant):
         for seed in range(120):
+            world = ScheduleWorld(seed)
             try:
-                ScheduleWorld(seed).run(numbers_of(seed, 400))
-            except (AssertionError, AttributeError, KeyError):
+                world.run(numbers_of(seed, 400))
+            except (AssertionError, AttributeError, KeyError, IndexError, ValueError):
                 return
+            finally:
+                with suppress(Exception):  # a loop runs its last step, and not when garbage is collected
+                    world.steps.close()  # type: ignore[attr-defined]
     raise AssertionError("nothing was noticed")

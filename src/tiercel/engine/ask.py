@@ -112,6 +112,8 @@ class Explanation:
 
     reuse: Reuse
     share: str
+    accept_length: float | None = None
+    """Tokens per step of the steps that had guesses for it; None: there were none."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,16 @@ class EngineStats(CacheStats):
 
     queue: QueueStats
     engine: Mapping[str, int]
+    accept_length: Mapping[str, float] = field(default_factory=dict)
+    """Tokens per step with guesses over the first tokens after texts began, by the slowest tier that their
+    beginnings came from: device, host, store, or computed."""
     events: EventStats | None = None
+
+    @property
+    def accept_length_mean(self) -> float | None:
+        """Tokens per step with guesses, of all steps; None: there were none."""
+        steps = self.engine.get("guessing_steps", 0)
+        return self.engine["guessing_tokens"] / steps if steps else None
 
 
 @dataclass

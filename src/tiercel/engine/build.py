@@ -10,14 +10,22 @@ import torch
 
 from tiercel.cache import TieredCache
 from tiercel.config import CacheConfig
-from tiercel.engine.config import Build, EngineConfig
+from tiercel.engine.config import DRAFTS, Build, EngineConfig
 from tiercel.engine.engine import Engine
 from tiercel.engine.scheduler import STEP_TOKENS
 from tiercel.errors import ConfigError
 from tiercel.kernels.choice import Kernels, check_device, digest_of, kernels_digest, make_kernels
 from tiercel.models.base import Dimensions
 from tiercel.models.checkpoint import Checkpoint
-from tiercel.models.families import EMBEDDED, Family, family_of, folder_of, sources_of, text_folder_of
+from tiercel.models.families import (
+    EMBEDDED,
+    DraftOffer,
+    Family,
+    family_of,
+    folder_of,
+    sources_of,
+    text_folder_of,
+)
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.identity import BITS, Identity
 from tiercel.storage.open import hide, open_store
@@ -25,6 +33,10 @@ from tiercel.text.text import Text
 
 CPU_BYTES = 256 * 2**20
 CUDA_STEP_TOKENS = 8192
+
+DRAFT_SHARE_MOST = 0.02
+"""A draft follows every step, so that its entries are there when it is asked. One that costs more is used
+only if it is asked for: where nothing can be guessed, speculation costs no more than this."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +61,22 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
         raise ConfigError("exact", build.exact, why)
     build, config = _with_defaults(build, config, family)
     assert build.page_tokens and build.format
+    drafts = family.drafts(checkpoint, own)
+    config, speculation = _speculation(config, drafts, kernels)
     spec = family.declare(checkpoint.config, build.page_tokens, build.format)
+    draft = drafts.get(config.speculate)
+    if draft is not None:
+        spec = spec.with_draft(draft.declare(build.page_tokens, build.format))
     if build.device_bytes is not None:
         _places(build.device_bytes, spec, config)  # what is too little is told before weights are read
     text = Text(text_folder_of(build.model))
     check, fp8 = partial(_check_memory, build), kernels.NAME == "cuda"
-    weights = family.load(checkpoint, own, build.device, kernels.dtype, fp8=fp8, check=check)
+    in_checkpoint = draft is not None and draft.load is None
+    weights = family.load(
+        checkpoint, own, build.device, kernels.dtype, draft=in_checkpoint, fp8=fp8, check=check
+    )
+    if draft is not None and draft.load is not None:
+        weights |= draft.load(build.device, kernels.dtype)
     longest = config.context_tokens or checkpoint.config.get("max_position_embeddings")
     config = replace(config, context_tokens=longest)
     device_bytes = build.device_bytes or _device_bytes(build.device, spec, config)
@@ -65,11 +87,12 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
     cache = TieredCache(spec, settings, identity=identity, device=build.device)
     if build.store is not None:
         _attach(cache, build.store)
-    model = family.build(own, weights, cache.device, config.running_max, kernels)
+    model = family.build(own, weights, cache.device, config.running_max, kernels, config.guesses_max)
     engine = Engine(model, cache, text, config)
     model.warm_up(engine.context_tokens)
     choices = _choices(build, config, engine, kernels.NAME, exact=kernels.EXACT)
-    return engine, [*choices, *_unread_choice(family.unread(checkpoint)), *_end_choice(text, own.vocab_size)]
+    unread = [] if in_checkpoint else family.draft_names(checkpoint)
+    return engine, [*choices, speculation, *_unread_choice(unread), *_end_choice(text, own.vocab_size)]
 
 
 def _with_defaults(build: Build, config: EngineConfig, family: Family) -> tuple[Build, EngineConfig]:
@@ -83,6 +106,31 @@ def _with_defaults(build: Build, config: EngineConfig, family: Family) -> tuple[
     )
     tokens = config.step_tokens or (STEP_TOKENS if on_cpu else CUDA_STEP_TOKENS)
     return build, replace(config, step_tokens=tokens)
+
+
+def _speculation(
+    config: EngineConfig, drafts: Mapping[str, DraftOffer], kernels: Kernels
+) -> tuple[EngineConfig, Choice]:
+    """Who guesses: what was asked for, or else the best that costs little where nothing can be guessed."""
+    asked, why = config.speculate, ""
+    if kernels.NAME == "cuda":
+        why = "the cuda kernels do not compute drafts"
+    if asked in DRAFTS and (why or asked not in drafts):
+        raise ConfigError("speculate", asked, why or f"the model has no {asked} draft that is read here")
+    chosen = asked
+    if asked == "auto":
+        chosen, dear = "ngram", {name: each.share for name, each in drafts.items()}
+        if not why:
+            chosen = next((name for name in DRAFTS if dear.get(name, 1.0) <= DRAFT_SHARE_MOST), "ngram")
+            told = (f"{name} would add {share:.0%}" for name, share in dear.items())
+            why = f"{', '.join(told)} to every step" if drafts else "the model has no draft that is read here"
+    config = replace(config, speculate=chosen)
+    if chosen == "off":
+        return config, Choice("speculation", "off", "--speculate auto turns it on")
+    who = {"mtp": "the model's MTP layers guess", "eagle": "the model's EAGLE head guesses"}
+    told_why = who.get(chosen, "the text so far guesses")
+    told_why += f"; {why}" if asked == "auto" and chosen == "ngram" and why else ""
+    return config, Choice("speculation", f"{chosen}, up to {config.guesses_max} tokens", told_why)
 
 
 def _device_bytes(device: str, spec: CacheSpec, config: EngineConfig) -> int:

@@ -7,10 +7,16 @@ from dataclasses import dataclass, field
 from tiercel.config import CacheConfig, check_settings, setting
 from tiercel.errors import ConfigError
 from tiercel.models.families import EMBEDDED
+from tiercel.policy.speculate import LEVELS_MOST
 from tiercel.spec.identity import BITS, SHARES
 
 HOST_MEMORY = "1GiB"
 """What a server and `Offline` take by default. (`CacheConfig` has no host tier by default.)"""
+
+
+DRAFTS = ("mtp", "eagle")
+"""Of a model, by name."""
+SPECULATE = ("auto", *DRAFTS, "ngram", "off")
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,19 @@ class EngineConfig:
 
     overlap: bool = setting(True, "Decide the next step while one is computed.", flag="--overlap/--plain")
     """Decide the next step while the model computes this one. The answers are the same."""
+
+    speculate: str = setting("auto", "Who guesses the next tokens.", one_of=SPECULATE)
+    """Guesses that are right save steps, and change no answer. How many are made is decided by measurement,
+    down to none. auto: a draft of the model, if its kernels compute it and it costs little to follow the
+    text, else `ngram`."""
+
+    draft_tokens_max: int = setting(4, "Guesses of one text in one step, at most.", least=1, most=LEVELS_MOST)
+    """Of a longer chain the last guesses are hardly ever right. Each takes a row in every ring."""
+
+    @property
+    def guesses_max(self) -> int:
+        """0: there are none."""
+        return 0 if self.speculate == "off" else self.draft_tokens_max
 
     def __post_init__(self) -> None:
         check_settings(self)

@@ -14,6 +14,7 @@ from time import monotonic
 from tiercel.cache import TieredCache
 from tiercel.engine.ask import Ask, Delta, EngineStats, Explanation, Finish, QueueStats
 from tiercel.engine.config import EngineConfig
+from tiercel.engine.drafting import make_drafter
 from tiercel.engine.runner import LocalRunner, QueueRunner
 from tiercel.engine.sampling import check
 from tiercel.engine.scheduler import Scheduler
@@ -41,9 +42,10 @@ class Engine:
         self.scheduler = Scheduler(cache, config, clock)
         controller = cache.flights.controller
         ready = controller.ready if controller else None
-        self.runner: Runner = LocalRunner(model, ready)
+        drafter = make_drafter(config.speculate, model)
+        self.runner: Runner = LocalRunner(model, ready, drafter)
         if isinstance(model, QueueModel) and model.last.is_cuda:
-            self.runner = QueueRunner(model, ready)
+            self.runner = QueueRunner(model, ready, drafter)
         self.cache, self.text, self.config = cache, text, config
         self.vocab_size = model.vocab_size
         self.page_tokens, self.context_tokens = cache.spec.page_tokens, self.scheduler.context_tokens
@@ -87,23 +89,31 @@ class Engine:
 
     def explain(self, request_id: str) -> Explanation | None:
         """What a request reused. None: the request is not known, or forgotten."""
-        reuse = self.scheduler.explained.get(request_id)
-        return None if reuse is None else Explanation(reuse, self.cache.identity.share)
+        known = self.scheduler.explained.get(request_id)
+        if known is None:
+            return None
+        return Explanation(known.reuse, self.cache.identity.share, known.guesses.accept_length)
 
     def stats(self) -> EngineStats:
         own = self.scheduler
         queue = QueueStats(len(own.waiting), len(own.loading), len(own.running))
-        return EngineStats(**vars(self.cache.stats()), queue=queue, engine=dict(self.counters))
+        lengths = own.guessing.accept_length()
+        return EngineStats(
+            **vars(self.cache.stats()), queue=queue, engine=dict(self.counters), accept_length=lengths
+        )
 
     def emit(self, outcomes: Sequence[Outcome]) -> list[Delta]:
         """What the askers are told. A text that can not be told ends with an error; nothing follows it."""
-        deltas = []
+        deltas: list[Delta] = []
         for outcome in outcomes:
             task = outcome.task
             if task.untold:
                 continue
             try:
-                deltas.append(_delta(outcome))
+                delta = _delta(outcome)
+                if deltas and deltas[-1].request_id == delta.request_id:  # tokens of one step
+                    delta = _joined(deltas.pop(), delta)
+                deltas.append(delta)
             except Exception as error:  # noqa: BLE001 - whatever is wrong with one text is its own
                 log.error("%s can not be told", task.ask.request_id, exc_info=error)
                 task.untold = True
@@ -120,3 +130,9 @@ def _delta(outcome: Outcome) -> Delta:
             text += task.stream.finish()
     tokens = () if token is None else (token,)
     return Delta(task.ask.request_id, task.usage, tokens, text, prompt, finish, stopped_by, error)
+
+
+def _joined(first: Delta, then: Delta) -> Delta:
+    """Two Deltas of one request as one."""
+    tokens, prompt = first.tokens + then.tokens, first.prompt + then.prompt
+    return then._replace(tokens=tokens, text=first.text + then.text, prompt=prompt)

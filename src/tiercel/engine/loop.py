@@ -78,8 +78,11 @@ def queued_steps(engine: Engine, start: Callable[[Step], Callable[[], Drawn]]) -
     result = start(step)
     try:
         while True:
-            ahead = scheduler.plan()
-            if ahead and not scheduler.stalled:
+            if scheduler.unsure:  # how far its texts get is known with its tokens
+                outcomes = _advance(scheduler, step, result)
+                step = scheduler.seal(scheduler.plan())
+                result = start(step)
+            elif (ahead := scheduler.plan()) and not scheduler.stalled:
                 following = scheduler.seal(ahead)
                 following_result = start(following)
                 outcomes = _advance(scheduler, step, result)

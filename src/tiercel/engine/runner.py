@@ -2,6 +2,12 @@
 
 `LocalRunner` has a step's tokens when `run` returns. `QueueRunner` queues steps on a device: tokens are drawn
 there, and the next step reads them there, before they are known here.
+
+    guesses     … t₇ │ g₈ g₉ g₁₀          computed together, behind the token that was drawn last
+    rows of logits r₇  r₈ r₉ r₁₀          r₇ draws g₈, r₈ draws g₉, r₉ draws another token: three tokens
+
+A row is drawn as if there were no guesses, so they change no answer. What was computed for the others is
+overwritten: everything lies by position.
 """
 
 from __future__ import annotations
@@ -20,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tiercel.engine.ask import TokenOut
+from tiercel.engine.drafting import Drafter, DraftText
 from tiercel.engine.sampling import Sampler, token_logprobs
 from tiercel.engine.step import Begin, Drawn, PageTable, Step, StepPart
 from tiercel.errors import LogitsError
@@ -43,8 +50,8 @@ class _Ring:
     def __init__(self, begin: Begin) -> None:
         self.count = len(begin.tokens)
         self.prompt_tokens = begin.prompt_tokens
-        longest = begin.prompt_tokens + begin.sampling.max_tokens
-        self.tokens: Ints = np.empty(longest + 1, np.int64)
+        self.longest = begin.prompt_tokens + begin.sampling.max_tokens
+        self.tokens: Ints = np.empty(self.longest + 1, np.int64)
         self.tokens[: self.count] = begin.tokens
         self.pages = torch.empty(0, dtype=torch.int64)
         self.write_from = begin.write_from
@@ -56,10 +63,18 @@ class _Ring:
         end, places = change.first + len(change.places), torch.tensor(change.places, dtype=torch.int64)
         self.pages = torch.cat([self.pages[: change.first], places, self.pages[end:]])
 
-    def span(self, part: StepPart) -> Span:
-        tokens = self.tokens[part.start : part.end]
-        tails = dict(part.tails) if part.tails else NO_TAILS
+    def span(self, part: StepPart, guesses: Sequence[int]) -> Span:
+        end = part.end + len(guesses)
+        if guesses:
+            self.tokens[part.end : end] = guesses
+        tokens = self.tokens[part.start : end]
+        tails = NO_TAILS
+        if part.tails:  # there may be fewer guesses than there is room for
+            tails = {boundary: place for boundary, place in part.tails if boundary <= end}
         return Span(tokens, part.start, self.pages, part.ring, tails, self.write_from)
+
+    def draft_text(self, part: StepPart) -> DraftText:
+        return DraftText(part.ring, self.tokens[: part.end], self.pages, self.longest)
 
     def append(self, token: int) -> None:
         self.tokens[self.count] = token
@@ -83,29 +98,44 @@ class _Work(NamedTuple):
     """Flat tokens of the spans whose logits are wanted."""
     asked: list[int]
     """The numbers of the parts that these rows are for."""
+    guesses: Mapping[int, Sequence[int]]
+    """By the number of the part."""
 
-    @property
-    def drawing(self) -> list[int]:
-        """Those of them that draw a token."""
-        return [i for i in self.asked if self.parts[i].draws]
+    def count(self, i: int) -> int:
+        """So many of the last tokens of a part need logits."""
+        return _rows(self.parts[i]) + len(self.guesses.get(i, ()))
+
+    def draws(self, i: int, end: int) -> range:
+        """The rows of logits that tokens of a part are drawn from. `end`: the end of all its rows."""
+        return range(end - 1 - len(self.guesses.get(i, ())), end)
 
     def ends(self) -> dict[int, int]:
-        """By part: the row behind its last one."""
-        return dict(zip(self.asked, accumulate(_rows(self.parts[i]) for i in self.asked), strict=True))
+        """By part: the row of logits behind its last one."""
+        return dict(zip(self.asked, accumulate(map(self.count, self.asked)), strict=True))
 
-    def last_rows(self, parts: Sequence[int]) -> slice | list[int]:
-        """The rows that these parts draw from; often all."""
-        ends = self.ends()
-        return slice(None) if len(parts) == len(self.rows) else [ends[i] - 1 for i in parts]
+    def drawing(self) -> list[tuple[int, int, int]]:
+        """(part, row of logits, position of the token that is drawn from it)."""
+        return [
+            (i, row, position)
+            for i, end in self.ends().items()
+            if self.parts[i].draws
+            for position, row in enumerate(self.draws(i, end), self.parts[i].end)
+        ]
+
+    def chosen(self, logits: Tensor, rows: list[int]) -> Tensor:
+        """Some of the rows; often all."""
+        return logits if len(rows) == len(self.rows) else logits[rows]
 
 
 class LocalRunner:
     """A model, and the rings of its running texts."""
 
-    def __init__(self, model: Model, ready: Callable[[int], Ready] | None = None) -> None:
+    def __init__(
+        self, model: Model, ready: Callable[[int], Ready] | None = None, drafter: Drafter | None = None
+    ) -> None:
         """`ready` tells when the layers of a load may be read, by the load's number."""
         self.model = model
-        self._ready = ready
+        self._ready, self._drafter = ready, drafter
         self._rings: dict[int, _Ring] = {}
 
     def run(self, step: Step) -> Drawn:
@@ -115,8 +145,8 @@ class LocalRunner:
         began_s = perf_counter()
         logits = self._forward(step, work)
         drawn = work.drawn._replace(seconds=perf_counter() - began_s)
-        plain = [i for i in work.drawing if work.rings[i].sampler.plain]
-        best = greedy(logits[work.last_rows(plain)]).tolist() if plain else []
+        plain = [row for i, row, _ in work.drawing() if work.rings[i].sampler.plain]
+        best = greedy(work.chosen(logits, plain)).tolist() if plain else []
         self._draw(work, logits, drawn, dict(zip(plain, best, strict=True)))
         return drawn
 
@@ -130,18 +160,39 @@ class LocalRunner:
             else:
                 self._rings[change.ring].place(change)
         rings = [self._rings[part.ring] for part in step.parts]
-        work = _Work(Drawn([None] * len(rings), {}, 0.0), step.parts, rings, before, [], [], [])
+        began_s = perf_counter()
+        guesses = self._guess(step.parts, rings)
+        drawn = Drawn([None] * len(rings), {}, 0.0)
+        if guesses is not None:
+            guessed = {step.parts[i].ring: len(own) for i, own in guesses.items()}
+            drawn = drawn._replace(guessed=guessed, draft_s=perf_counter() - began_s)
+        work = _Work(drawn, step.parts, rings, before, [], [], [], guesses or {})
         end = 0
         for i, (part, ring) in enumerate(zip(step.parts, rings, strict=True)):
             if ring.error is not None:
                 work.drawn.results[i] = ring.error
                 continue
-            work.spans.append(ring.span(part))
-            end += part.end - part.start
-            if wanted := _rows(part):
+            own = work.guesses.get(i, ())
+            work.spans.append(ring.span(part, own))
+            end += part.end - part.start + len(own)
+            if wanted := work.count(i):
                 work.asked.append(i)
                 work.rows.extend(range(end - wanted, end))
         return work
+
+    def _guess(self, parts: Sequence[StepPart], rings: Sequence[_Ring]) -> dict[int, list[int]] | None:
+        """Guesses by the number of the part; None: none are wanted."""
+        wanted = [i for i, part in enumerate(parts) if part.guesses and rings[i].error is None]
+        if not wanted or self._drafter is None:
+            return None
+        try:
+            made = self._drafter.guess(
+                [rings[i].draft_text(parts[i]) for i in wanted], [parts[i].guesses for i in wanted]
+            )
+        except Exception:
+            log.exception("nothing could be guessed: the step is computed without guesses")
+            return {}
+        return dict(zip(wanted, made, strict=True))
 
     def _waits(self, loads: Sequence[int]) -> BeforeLayer:
         if not loads:
@@ -167,6 +218,8 @@ class LocalRunner:
 
     def _begin(self, begin: Begin) -> None:
         self._rings[begin.ring] = ring = _Ring(begin)
+        if self._drafter is not None:
+            self._drafter.begin(begin.ring)
         prompt, output = begin.tokens[: begin.prompt_tokens], begin.tokens[begin.prompt_tokens :]
         try:
             ring.sampler = Sampler(begin.sampling, prompt, self.model.vocab_size, output)
@@ -176,36 +229,45 @@ class LocalRunner:
             ring.error = error
 
     def _draw(self, work: _Work, logits: Tensor, drawn: Drawn, known: Mapping[int, int]) -> None:
-        """`known`: tokens that were drawn already, by part; -1: the best is no number. What can not be drawn
-        or scored is the error of its own text."""
+        """`known`: tokens that were drawn already, by row of logits; -1: the best is no number. What can not
+        be drawn or scored is the error of its own text."""
         logits = logits.cpu()  # all rows in one copy
         for i, end in work.ends().items():
-            part, ring, token = work.parts[i], work.rings[i], known.get(i, -1)
+            part, ring, guesses = work.parts[i], work.rings[i], work.guesses.get(i, ())
+            outs: list[TokenOut] = []
             try:
                 if part.score_from is not None:
                     drawn.scores[part.ring] = _scores(part, ring, logits[end - _rows(part) : end])
                 if not part.draws:
                     continue
-                if token < 0:
-                    out = ring.sampler.draw(logits[end - 1])
-                elif ring.sampler.plain:  # most of the time
-                    out = TokenOut(token)
-                else:
-                    out = ring.sampler.take(token, logits[end - 1].numpy())
-                ring.append(out.token)
-                drawn.results[i] = out
+                for row, guess in zip(work.draws(i, end), (*guesses, None), strict=True):
+                    token = known.get(row, -1)
+                    if token < 0:
+                        out = ring.sampler.draw(logits[row])
+                    elif ring.sampler.plain:  # most of the time
+                        out = TokenOut(token)
+                    else:
+                        out = ring.sampler.take(token, logits[row].numpy())
+                    outs.append(out)
+                    ring.append(out.token)
+                    if out.token != guess:
+                        break
+                drawn.results[i] = tuple(outs)
             except Exception as error:  # noqa: BLE001 - whatever is wrong with one row is that text's
-                drawn.results[i] = ring.error = error
+                ring.error = error  # told by the next step, if there are tokens before it
+                drawn.results[i] = tuple(outs) or error
 
 
 class QueueRunner(LocalRunner):
-    """Queues steps on the model's device, which draws their tokens. A step is waited for here if a sampler
-    adjusts logits, or if logprobs are wanted."""
+    """Queues steps on the model's device, which draws their tokens. A step is waited for here if it has
+    guesses, if a sampler adjusts logits, or if logprobs are wanted."""
 
     model: QueueModel
 
-    def __init__(self, model: QueueModel, ready: Callable[[int], Ready] | None = None) -> None:
-        super().__init__(model, ready)
+    def __init__(
+        self, model: QueueModel, ready: Callable[[int], Ready] | None = None, drafter: Drafter | None = None
+    ) -> None:
+        super().__init__(model, ready, drafter)
         self._before: Callable[[], object] = lambda: None
         """Takes the tokens of the last step that was queued."""
 
@@ -214,6 +276,8 @@ class QueueRunner(LocalRunner):
 
     def start(self, step: Step) -> Callable[[], Drawn]:
         """Queue a step. The answer waits for its tokens; results are asked for in the order of the steps."""
+        if any(part.guesses for part in step.parts):
+            self._before()  # who guesses must know the tokens
         work = self._take(step)
         if not work.spans:
             return lambda: work.drawn
@@ -223,42 +287,43 @@ class QueueRunner(LocalRunner):
         except Exception as error:  # noqa: BLE001 - it is told with the result
             return partial(_raise, error)
         parts, rings, results = work.parts, work.rings, work.drawn.results
-        drawing = work.drawing
+        drawing = work.drawing()
         tokens = self._queue_draws(work, drawing, logits)
         stopped = clock.mark()
-        if not all(rings[i].sampler.queued and parts[i].score_from is None for i in work.asked):
+        queued = all(rings[i].sampler.queued and parts[i].score_from is None for i in work.asked)
+        if any(work.guesses.values()) or not queued:
             self._before()  # its tokens come first
             drawn = work.drawn._replace(seconds=clock.stop(stopped))
-            known = {i: t for i, t in zip(drawing, tokens.tolist(), strict=True) if rings[i].sampler.raw}
+            each = zip(drawing, tokens.tolist(), strict=True)
+            known = {row: token for (i, row, _), token in each if rings[i].sampler.raw}
             self._draw(work, logits, drawn, known)
             return lambda: drawn
-        for i in drawing:
-            rings[i].expect(parts[i].end)
+        for i, _, position in drawing:
+            rings[i].expect(position)
 
         @cache
         def result() -> Drawn:
             seconds = clock.stop(stopped)
-            for i, token in zip(drawing, tokens.tolist(), strict=True):
+            for (i, _, _), token in zip(drawing, tokens.tolist(), strict=True):
                 if token < 0:
                     error = LogitsError("the best of the logits is no number")
                     results[i] = rings[i].error = error
                     continue
                 rings[i].append(token)
-                results[i] = TokenOut(token)
+                results[i] = (TokenOut(token),)
             return work.drawn._replace(seconds=seconds)
 
         self._before = result
         return result
 
-    def _queue_draws(self, work: _Work, drawing: Sequence[int], logits: Tensor) -> Tensor:
-        """Draw a token for each of these parts, for the next step on the device; on its way to the host."""
+    def _queue_draws(self, work: _Work, drawing: Sequence[tuple[int, int, int]], logits: Tensor) -> Tensor:
+        """Draw a token from each of these rows, for the next step on the device; on its way to the host."""
         draws: list[Draw] | None = None
-        if not all(work.rings[i].sampler.greedy for i in drawing):
-            each = ((work.rings[i], work.parts[i].end) for i in drawing)
-            draws = [ring.sampler.how(end - ring.prompt_tokens) for ring, end in each]
-        if len(drawing) < len(work.rows):
-            logits = logits[work.last_rows(drawing)]
-        drawn = self.model.draw(logits, [work.parts[i].ring for i in drawing], draws)
+        if not all(work.rings[i].sampler.greedy for i, _, _ in drawing):
+            each = ((work.rings[i], position) for i, _, position in drawing)
+            draws = [ring.sampler.how(position - ring.prompt_tokens) for ring, position in each]
+        logits = work.chosen(logits, [row for _, row, _ in drawing])
+        drawn = self.model.draw(logits, [work.parts[i].ring for i, _, _ in drawing], draws)
         host = torch.empty(len(drawing), dtype=torch.int64, pin_memory=drawn.is_cuda)
         return host.copy_(drawn, non_blocking=True)
 

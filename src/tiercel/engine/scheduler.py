@@ -6,27 +6,25 @@
 
 The scheduler touches no tensor. What is computed for a text does not depend on what else is in a step, so no
 decision made here changes an answer.
+
+A step with guesses (`StepPart.guesses`) draws one token or more. While it is under way the next step is
+planned as if it drew one, with room for more; `seal` moves the plan to where the text then ends.
 """
 
 from __future__ import annotations
 
-import logging
-from bisect import insort
-from collections import Counter, OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from time import monotonic
 
-from tiercel.cache import Loaded, RequestState, TieredCache, Wait, WaitFor
-from tiercel.engine.ask import Ask, Finish
+from tiercel.cache import TieredCache
+from tiercel.engine.ask import TokenOut
 from tiercel.engine.config import EngineConfig
-from tiercel.engine.step import Begin, Drawn, PageTable, Step, StepPart, share
-from tiercel.engine.task import PRIORITY_S, Outcome, Seat, Stage, Task
-from tiercel.errors import QueueFull
-from tiercel.policy.resume import Reuse
-from tiercel.text.stream import TextStream
+from tiercel.engine.guessing import Guessing
+from tiercel.engine.step import Drawn, PageTable, Step, StepPart, share
+from tiercel.engine.task import Outcome, Seat, Stage, Task
+from tiercel.engine.tasks import Tasks
 from tiercel.types import place
-
-log = logging.getLogger(__name__)
 
 PROMPT_TOKENS = 16
 """A step with more tokens per text than this is a prefill step: its time measures the prefill rate."""
@@ -34,83 +32,26 @@ PROMPT_TOKENS = 16
 STEP_TOKENS = 512
 """Of one step, where nothing else is asked for."""
 
-PASSED_MOST = 64
-"""At most so many tasks that let others by are tried again in one step."""
 
-EXPLAINED_MOST = 4096
-
-LET_OTHERS_BY = WaitFor.STORE, WaitFor.COMPUTING
-"""A task that waits for these holds no pages, so tasks behind it may begin."""
-
-
-class Scheduler:
-    """Tasks on one cache. One thread drives it."""
+class Scheduler(Tasks):
+    """One thread drives it."""
 
     def __init__(
         self, cache: TieredCache, config: EngineConfig, clock: Callable[[], float] = monotonic
     ) -> None:
-        self.cache = cache
-        self.config = config
-        self.page_tokens = cache.spec.page_tokens
-        fits = cache.pages.capacity * self.page_tokens
-        self.context_tokens = min(fits, config.context_tokens or fits)
-        self.waiting: list[Task] = []
-        self.loading: dict[int, Task] = {}
-        self.arriving: dict[int, Task] = {}
-        """Running tasks whose loads have not ended: the device waits for them, layer by layer."""
-        self.running: list[Task] = []
-        self.tasks: dict[str, Task] = {}
-        self.counters: Counter[str] = Counter()
-        self.explained: OrderedDict[str, Reuse] = OrderedDict()
-        """What the last `EXPLAINED_MOST` requests reused."""
-        self.stalled = False
-        """The last plan left a task out because a task of the step under way holds the room it needs."""
-        self.free_rings = list(range(config.running_max))
-        self._in_ring: dict[int, Seat] = {}
-        self._changes: list[Begin | PageTable] = []
-        self._loads: list[int] = []
+        super().__init__(cache, config, clock)
+        self.guessing = Guessing(config.guesses_max, self.counters, clock)
         self._sealed: deque[list[Seat]] = deque()
         """Who computes in each step that was sealed and has not advanced yet, part by part."""
-        self._clock = clock
-        self._number = self._plans = self._passed = 0
-        self._aborted: list[Task] = []
-        self._ended: list[Outcome] = []
-        """Ended outside a step's own tokens: aborted, or failed."""
 
     @property
     def idle(self) -> bool:
         return not (self.tasks or self._ended or self.cache.busy)
 
-    # Asks
-
-    def add(self, ask: Ask, stream: TextStream, ends: frozenset[int]) -> None:
-        """Queue an ask that can be served. `ends`: tokens that end its answer."""
-        if len(self.waiting) >= self.config.waiting_max:
-            raise QueueFull(waiting=len(self.waiting), waiting_max=self.config.waiting_max)
-        order = self._clock() - PRIORITY_S * ask.priority, self._number
-        task = Task(ask, order, self.cache.chain(ask.prompt, ask.namespace), stream, ends)
-        self._number += 1
-        self.tasks[ask.request_id] = task
-        insort(self.waiting, task, key=lambda each: each.order)
-        self.counters["asks"] += 1
-        self.cache.prefetch(
-            task.chain, replay=self.config.replay, reuse_most=task.score_from, wait_s=self._wait_s(task)
-        )
-
-    def _wait_s(self, task: Task) -> float:
-        """How long the prompts before it take to compute, as far as known."""
-        if self.cache.store is None:
-            return 0.0
-        before = (each for each in (*self.running, *self.waiting) if each.order < task.order)
-        tokens = sum(len(each.tokens) - (each.seat.computed if each.seat else 0) for each in before)
-        return self.cache.compute.seconds(tokens) or 0.0
-
-    def abort(self, request_id: str) -> None:
-        """End a request, at any moment. It is not known any more: nothing happens."""
-        task = self.tasks.get(request_id)
-        if task is not None:
-            task.aborted = True
-            self._aborted.append(task)
+    @property
+    def unsure(self) -> bool:
+        """How many tokens a step under way draws is not known: it has guesses."""
+        return any(seat.guesses for seats in self._sealed for seat in seats)
 
     # A step
 
@@ -129,12 +70,14 @@ class Scheduler:
     def seal(self, parts: Sequence[StepPart]) -> Step:
         """The step that computes what was planned, of tasks that still run, with all that changed."""
         sealed, seats, page_tokens = [], [], self.page_tokens
-        for part in parts:
-            seat = self._in_ring.get(part.ring)
-            if seat is None:
-                continue  # its task ended with the step before
+        for planned in parts:
+            seat = self._in_ring.get(planned.ring)
+            part = planned if seat is None else self._moved(seat, planned)
+            if seat is None or part is None:
+                continue  # its task ended with the step before, or drew more tokens than there is room for
             seats.append(seat)
-            first, last = part.start // page_tokens + 1, part.end // page_tokens
+            seat.guesses = part.guesses
+            first, last = part.start // page_tokens + 1, (part.end + part.guesses) // page_tokens
             if first <= last:
                 tails = seat.request.tails.items()
                 due = ((b * page_tokens, place(tail)) for b, tail in tails if first <= b <= last)
@@ -142,15 +85,28 @@ class Scheduler:
             sealed.append(part)
         if seats:
             self._sealed.append(seats)
+        else:
+            self.guessing.paused()
         changes, self._changes = tuple(self._changes), []
         loads, self._loads = tuple(self._loads), []
         return Step(changes, tuple(sealed), loads)
+
+    def _moved(self, seat: Seat, part: StepPart) -> StepPart | None:
+        """A part as it was planned, behind the tokens that the step before drew. None: there is no room."""
+        ahead, room = seat.planned - part.end, seat.request.extended_tokens - seat.planned
+        if room < 0:
+            seat.planned, self.stalled = part.start + ahead, True
+            return None
+        if ahead or part.guesses:
+            guesses = min(part.guesses, room, self._guesses_at(seat, seat.planned))
+            part = part._replace(start=part.start + ahead, end=seat.planned, guesses=guesses)
+        return part
 
     def replan(self, step: Step) -> Step:
         """Plan again, with the room that the last step gave back. What was sealed was not run."""
         if step.parts:
             for part, seat in zip(step.parts, self._sealed.pop(), strict=True):
-                seat.planned = part.start
+                seat.planned, seat.guesses = part.start, 0
         parts = self.plan()
         self._changes[:0] = step.changes
         self._loads[:0] = step.loads
@@ -164,23 +120,45 @@ class Scheduler:
         """
         self._settle_early(step)
         outcomes, tokens, computed = list[Outcome](), 0, 0
-        page_tokens, seats = self.page_tokens, self._sealed.popleft() if step.parts else []
-        for part, out, seat in zip(step.parts, drawn.results, seats, strict=True):
+        seats = self._sealed.popleft() if step.parts else []
+        for part, outs, seat in zip(step.parts, drawn.results, seats, strict=True):
             task = seat.task
             if task.seat is not seat:
                 continue
-            if isinstance(out, Exception):
-                self._fail(task, out)
+            if isinstance(outs, Exception):
+                self._fail(task, outs)
                 continue
-            seat.computed = part.end
-            computed += part.end - part.start
-            if part.end // page_tokens != seat.committed:
-                self._commit(task, seat)
             if part.score_from is not None:
                 task.scores += drawn.scores.get(part.ring, ())
-            if out is None:
-                continue
-            tokens += 1
+            if part.guesses and outs:
+                self.guessing.drew(seat, part, drawn.guessed.get(part.ring, 0), len(outs))
+                seat.planned += len(outs) - 1
+                seat.guesses = 0
+            came = self._go_on(task, seat, part.end, outs or ())
+            computed += seat.computed - part.start
+            tokens += len(came)
+            outcomes += came
+        if step.parts:
+            if computed > PROMPT_TOKENS * len(step.parts):
+                self.cache.compute.observe(computed, drawn.seconds)
+            self.guessing.stepped(step, drawn)
+            self.counters["steps"] += 1
+            self.counters["tokens_drawn"] += tokens
+            self.counters["tokens_computed"] += computed
+        return self._ends() + outcomes
+
+    def _go_on(self, task: Task, seat: Seat, end: int, outs: Sequence[TokenOut]) -> list[Outcome]:
+        """A text has been computed up to `end`, and goes on with these tokens, of which all but the last have
+        been computed, too; or it ends with one of them."""
+        outcomes: list[Outcome] = []
+        seat.computed = end
+        if end // self.page_tokens != seat.committed:
+            self._commit(task, seat)
+        for i, out in enumerate(outs):
+            if i:
+                seat.computed = end + i
+                if seat.computed // self.page_tokens != seat.committed:
+                    self._commit(task, seat)
             if task.simple and len(task.tokens) + 1 < task.longest and out.token not in task.ends:
                 task.tokens.append(out.token)  # most of the time
                 outcomes.append(Outcome(task, out))
@@ -189,17 +167,12 @@ class Scheduler:
                 outcome = task.take(out)
             except Exception as error:  # noqa: BLE001 - whatever is wrong with one text is that task's
                 self._fail(task, error)
-                continue
+                break
             outcomes.append(outcome)
             if outcome.finish is not None:
                 self._end(task, outcome.finish)
-        if step.parts:
-            if computed > PROMPT_TOKENS * len(step.parts):
-                self.cache.compute.observe(computed, drawn.seconds)
-            self.counters["steps"] += 1
-            self.counters["tokens_drawn"] += tokens
-            self.counters["tokens_computed"] += computed
-        return self._ends() + outcomes
+                break
+        return outcomes
 
     def _settle_early(self, step: Step) -> None:
         """The step has computed with what its loads brought: they have ended."""
@@ -209,6 +182,7 @@ class Scheduler:
     def failed(self, step: Step, error: Exception) -> list[Outcome]:
         """A step could not be run: its texts end, the others go on."""
         self.counters["steps_failed"] += 1
+        self.guessing.paused()
         for seat in self._sealed.popleft() if step.parts else []:
             if seat.task.seat is seat:
                 self._fail(seat.task, error)
@@ -217,145 +191,6 @@ class Scheduler:
     def _ends(self) -> list[Outcome]:
         ended, self._ended = self._ended, []
         return ended
-
-    # Letting in
-
-    def _step_cache(self) -> None:
-        for loaded in self.cache.step():
-            self._arrived(loaded)
-
-    def _arrived(self, loaded: Loaded) -> None:
-        early = self.arriving.pop(id(loaded.request), None)
-        task = early or self.loading.pop(id(loaded.request), None)
-        if task is None:
-            return
-        if loaded.error is None:
-            if not early:
-                self._resume(task)
-            return
-        log.warning("a load failed, %s computes instead: %s", task.ask.request_id, loaded.error)
-        self.counters["loads_failed"] += 1
-        task.load = False
-        if early:
-            self.running.remove(task)
-        self._wait_again(task)
-
-    def _resume_early(self) -> bool:
-        """There is nothing else to compute: begin with what is being loaded, if the device can wait for it.
-        Where texts are computed already, they do not wait: the loading ones join them later."""
-        loads = {
-            id(seat.request): number
-            for task in self.loading.values()
-            if (seat := task.seat) and (number := self.cache.load_under_way(seat.request)) is not None
-        }
-        for key, number in loads.items():
-            task = self.arriving[key] = self.loading.pop(key)
-            if number not in self._loads:
-                self._loads.append(number)
-            self.counters["begun_early"] += 1
-            self._resume(task)
-        return bool(loads)
-
-    def _abort_marked(self, busy: set[Task]) -> None:
-        marked, self._aborted = self._aborted, []
-        for task in marked:
-            if task in busy:
-                self._aborted.append(task)
-            elif task.stage is not Stage.ENDED:
-                self._end(task, Finish.ABORT)
-                self._ended.append(Outcome(task, finish=Finish.ABORT))
-
-    def _admit(self, busy: set[Task]) -> None:
-        """Tasks begin in their order. A task that waits for room is passed by nobody. A task that waits for
-        the store, or for what another task is computing, lets others by. Of these at most PASSED_MOST are
-        looked at in one step, in turns, so that they cost little however many they are."""
-        self._plans += 1
-        turns, passed = self._passed // PASSED_MOST + 1, 0
-        for task in self.waiting.copy():
-            if not (task.passed and (task.order[1] + self._plans) % turns):
-                if not self._let_in(task, busy):
-                    break
-                task.passed = task.stage is Stage.WAITING
-            passed += task.passed
-        self._passed = passed
-
-    def _let_in(self, task: Task, busy: set[Task]) -> bool:
-        """Begin a task, if need be in place of running ones of lower priority. False: the task waits for
-        room, and no task behind it may take that room."""
-        while True:
-            last = None
-            if not self.free_rings and (last := self._gives_way(task, busy)) is None:
-                return False
-            waits = self._begin(task, last)
-            if waits is None or waits.what in LET_OTHERS_BY:
-                return True
-            on_the_way = waits.what is not WaitFor.DEVICE_PAGES or self.cache.places.pages_leaving
-            if on_the_way or (last := self._gives_way(task, busy)) is None:
-                return False
-            self._preempt(last)
-
-    def _gives_way(self, task: Task, busy: set[Task]) -> Task | None:
-        """The last running task that has a lower priority and comes after this one, if it can stop now."""
-        for last in reversed(self.running):
-            if last.order < task.order:
-                break
-            if last.ask.priority < task.ask.priority:
-                self.stalled = self.stalled or last in busy
-                return None if last in busy else last
-        return None
-
-    def _begin(self, task: Task, instead_of: Task | None = None) -> Wait | None:
-        """`instead_of`: a running task that gives its ring up, where there is no other."""
-        request = self.cache.begin(
-            task.name_pages(),
-            priority=task.ask.priority,
-            turn_ends=task.ask.turn_ends,
-            load=task.load,
-            replay=self.config.replay,
-            reuse_most=task.score_from,
-            room_for=self._page_end(len(task.tokens)),
-        )
-        if isinstance(request, Wait):
-            return request
-        if instead_of is not None:
-            self._preempt(instead_of)
-        self.waiting.remove(task)
-        computed = request.reuse.tokens - request.reuse.replay_tokens
-        task.seat = seat = Seat(task, request, self.free_rings.pop(), computed, computed)
-        self._in_ring[seat.ring] = seat
-        roomy = self._extend(seat, len(task.tokens))
-        assert roomy, "the pages were reserved by `begin`"
-        task.scores.clear()
-        if not task.drawn:
-            reuse = self.explained[task.ask.request_id] = request.reuse
-            task.reused = reuse.device_tokens, reuse.host_tokens, reuse.store_tokens
-            if len(self.explained) > EXPLAINED_MOST:
-                self.explained.popitem(last=False)
-        if request.state is RequestState.RUNNING:
-            self._resume(task)
-        else:
-            task.stage = Stage.LOADING
-            self.loading[id(request)] = task
-        return None
-
-    def _resume(self, task: Task) -> None:
-        """All that the task reuses is on the device: it runs from now on."""
-        seat = task.seat
-        assert seat is not None
-        tails, tokens = tuple(seat.request.tail_places(self.page_tokens)), tuple(task.tokens)
-        self._changes += (
-            Begin(seat.ring, tokens, task.prompt_tokens, task.sampling, tails, seat.write_from),
-            PageTable(seat.ring, 0, tuple(map(place, seat.request.table))),
-        )
-        task.stage = Stage.RUNNING
-        insort(self.running, task, key=lambda each: each.order)
-
-    def _extend(self, seat: Seat, upto: int) -> bool:
-        """Room up to the end of the page that position `upto` lies in."""
-        return not isinstance(self.cache.extend(seat.request, self._page_end(upto)), Wait)
-
-    def _page_end(self, position: int) -> int:
-        return min((position // self.page_tokens + 1) * self.page_tokens, self.context_tokens)
 
     # Choosing
 
@@ -381,22 +216,41 @@ class Scheduler:
                 parts.append(StepPart(seat.ring, seat.planned, known, True, scored))
                 seat.planned = known
         parts = [part for part in parts if part.ring in self._in_ring]  # others were preempted meanwhile
-        tokens = max((self.config.step_tokens or STEP_TOKENS) - len(parts), self.page_tokens)
+        step_tokens, answers = self.config.step_tokens or STEP_TOKENS, len(parts)
+        tokens = max(step_tokens - answers, self.page_tokens)
         shares = share(tokens, [missing for _, _, missing in prompts], self.page_tokens)
         for (task, seat, missing), count in zip(prompts, shares, strict=True):
             if count and task.stage is running:
                 end = seat.planned + count
                 parts.append(StepPart(seat.ring, seat.planned, end, count == missing, task.score_from))
                 seat.planned = end
+                step_tokens -= count
+        if self.guessing.most and answers:
+            parts[:answers] = self._with_guesses(parts[:answers], step_tokens - answers, sum(shares))
         return parts
+
+    def _with_guesses(self, parts: list[StepPart], tokens: int, others: int) -> list[StepPart]:
+        """Parts that draw one token each get guesses, `tokens` at most, as far as there is room: a guess
+        waits for nothing and preempts nobody."""
+        seats = [self._in_ring[part.ring] for part in parts]
+        room = [self._guesses_at(seat, part.end) for part, seat in zip(parts, seats, strict=True)]
+        chosen = self.guessing.choose(seats, room, tokens, others)
+        for i, (part, seat, count) in enumerate(zip(parts, seats, chosen, strict=True)):
+            upto = min(part.end + seat.guesses + count, seat.task.longest)
+            if upto > seat.request.extended_tokens:
+                self._add_pages(seat, seat.request.extended_tokens)
+            parts[i] = part._replace(guesses=count)
+        return parts
+
+    def _guesses_at(self, seat: Seat, end: int) -> int:
+        """How many guesses make sense behind `end`: one token more is drawn than they are. None behind the
+        first token of a text, which has nothing to guess by, and while the prompt is scored."""
+        return 0 if end == 1 or seat.task.scoring else max(0, seat.task.longest - 1 - end)
 
     def _room_for(self, task: Task, seat: Seat, busy: set[Task]) -> bool:
         """Make room for the next position, if need be by preempting the last running task. False: not yet."""
-        table = seat.request.table
         while seat.planned >= seat.request.extended_tokens:
-            first = len(table)
-            if self._extend(seat, seat.planned):
-                self._changes.append(PageTable(seat.ring, first, tuple(map(place, table[first:]))))
+            if self._add_pages(seat, seat.planned):
                 return True
             last = self.running[-1]
             if self.cache.places.pages_leaving:
@@ -409,20 +263,13 @@ class Scheduler:
                 return False
         return True
 
-    def _preempt(self, task: Task) -> None:
-        """A running task gives its pages up and waits again. What it has computed stays cached."""
-        assert task.seat is not None
-        self.counters["preemptions"] += 1
-        self.cache.preempt(task.seat.request)
-        self.running.remove(task)
-        self._wait_again(task)
-
-    def _wait_again(self, task: Task) -> None:
-        self._leave_seat(task)
-        task.stage = Stage.WAITING
-        insort(self.waiting, task, key=lambda each: each.order)
-
-    # Sharing and ending
+    def _add_pages(self, seat: Seat, upto: int) -> bool:
+        table = seat.request.table
+        first = len(table)
+        roomy = self._extend(seat, upto)
+        if roomy:
+            self._changes.append(PageTable(seat.ring, first, tuple(map(place, table[first:]))))
+        return roomy
 
     def _commit(self, task: Task, seat: Seat) -> None:
         if seat.computed < seat.write_from:
@@ -435,33 +282,3 @@ class Scheduler:
         if request.table[first : seat.committed] != own:  # another task was first: its pages are used
             shared = map(place, request.table[first : seat.committed])
             self._changes.append(PageTable(seat.ring, first, tuple(shared)))
-
-    def _fail(self, task: Task, error: Exception) -> None:
-        """End one task with an error. It is in no step under way."""
-        log.error("%s ends with an error", task.ask.request_id, exc_info=error)
-        self._end(task, Finish.ERROR)
-        self._ended.append(Outcome(task, finish=Finish.ERROR, error=str(error)))
-
-    def _end(self, task: Task, finish: Finish) -> None:
-        seat = task.seat
-        if task.stage is Stage.WAITING:
-            self.waiting.remove(task)
-            self.cache.withdraw(task.chain)
-        elif task.stage is Stage.RUNNING:
-            self.running.remove(task)
-        elif seat is not None:
-            self.loading.pop(id(seat.request))
-        if seat is not None and seat.request.state is not RequestState.ENDED:
-            whole = finish in (Finish.STOP, Finish.LENGTH)
-            (self.cache.finish if whole else self.cache.abort)(seat.request)
-        self._leave_seat(task)
-        task.stage = Stage.ENDED
-        del self.tasks[task.ask.request_id]
-        self.counters[f"finished_{finish.value}"] += 1
-
-    def _leave_seat(self, task: Task) -> None:
-        if task.seat is not None:
-            self.arriving.pop(id(task.seat.request), None)
-            self.free_rings.append(task.seat.ring)
-            del self._in_ring[task.seat.ring]
-            task.seat = None

@@ -8,8 +8,9 @@ what changed: the cost of a step does not grow with the length of the texts in i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from tiercel.engine.ask import Sampling, TokenOut
@@ -50,6 +51,8 @@ class StepPart(NamedTuple):
     """Tokens of the prompt behind this position are scored."""
     tails: tuple[tuple[int, int], ...] = ()
     """(boundary, device place) of the tails to write."""
+    guesses: int = 0
+    """So many guesses may be computed behind the end: there is room for them."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +68,17 @@ class Step:
 class Drawn(NamedTuple):
     """What a step came to."""
 
-    results: list[TokenOut | Exception | None]
-    """One for each part: the token drawn, why its text can not go on, or None where nothing is drawn."""
+    results: list[tuple[TokenOut, ...] | Exception | None]
+    """One for each part: the tokens drawn, why its text can not go on, or None where nothing is drawn. More
+    than one token is drawn where guesses were right: every token but the last has been computed."""
     scores: dict[int, list[TokenOut]]
     """By ring: the prompt's tokens that follow the scored positions."""
     seconds: float
     """How long the forward took."""
+    guessed: Mapping[int, int] = MappingProxyType({})
+    """By ring: how many guesses were computed."""
+    draft_s: float = 0.0
+    """How long it took to make them."""
 
 
 class Runner(Protocol):

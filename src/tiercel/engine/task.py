@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from tiercel.cache import Request
 from tiercel.engine.ask import Ask, Finish, TokenOut, Usage
+from tiercel.policy.speculate import GuessRecord
 from tiercel.text.stream import TextStream
 from tiercel.tree.keys import KeyChain
 
@@ -41,9 +42,13 @@ class Seat:
     computed: int
     """Positions whose rows are written."""
     planned: int
-    """Positions that are computed once the step under way is done."""
+    """Positions that are computed once the step under way is done, if none of its guesses is right."""
     committed: int = -1
     """Pages that were full at the last commit; -1: none yet."""
+    guesses: int = 0
+    """That the step under way may compute for it: it may draw so many tokens more than one."""
+    first_tokens: int = 0
+    """Drawn in steps with guesses, as long as they are counted (`Guessing.drew`)."""
 
     @property
     def write_from(self) -> int:
@@ -85,6 +90,7 @@ class Task:
         self.scoring = asked is not None and asked < self.prompt_tokens
         """Whether the prompt's logprobs are asked for and not known yet."""
         self.scores: list[TokenOut] = []
+        self.guesses = GuessRecord()
         self.reused = 0, 0, 0
         """Tokens that its prompt took from device, host and store, when it first began."""
 

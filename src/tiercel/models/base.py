@@ -47,14 +47,30 @@ class Span:
     write_from: int = 0
     """Entries that end before this position are in the pages already: a replay must not write them again."""
 
-    keep: bool = True
-    """False: the ring does not remember the span, because a draft may be refused."""
+
+class Draft(Protocol):
+    """Guesses what a model will draw. Its entries lie in the pages, tails and rings of the model."""
+
+    def follow(self, spans: Sequence[Span], x: Tensor, tokens: Tensor) -> None:
+        """Called in every forward of the target: make the draft's entries.
+
+        x [tokens, …]: what the target has computed for each token, before it is turned into logits.
+        """
+
+    def propose(self, spans: Sequence[Span], count: int) -> Tensor:
+        """[spans, count] int64: the best guesses after each span. A span has one token: the one that was
+        drawn last, which the target has not computed. Nothing of a guess is remembered."""
+
+    def restore(self, ring: int, place: int, boundary: int) -> None:
+        """A text goes on in this ring from the tail at this place."""
 
 
 class Model(Protocol):
     """A model with its weights, on the device memory of one cache. It knows nothing of scheduling."""
 
     vocab_size: int
+    draft: Draft | None
+    """None: the model has none, or its cache has no streams for it."""
 
     def warm_up(self, longest: int, /) -> None:
         """Prepare what makes calls fast on this device, for texts of so many tokens at most. It may take
@@ -73,28 +89,6 @@ class Model(Protocol):
 
         What is queued on a device is read before the next call.
         """
-
-
-class Draft(Protocol):
-    """Guesses the next tokens of texts, from what the target computes. Its entries are streams of the same
-    pages and tails."""
-
-    def follow(self, spans: Sequence[Span], x: Tensor, tokens: Tensor) -> None:
-        """Called in every forward of the target: make the draft's entries. No logits.
-
-        x [tokens, n, d]: the streams after the last layer, before they are collapsed.
-        """
-
-    def propose(self, spans: Sequence[Span], count: int) -> Tensor:
-        """[spans, count] int64: the greedy guesses after each span.
-
-        A span has one token: the one drawn last, which the target has not computed; `start` is its position.
-        Its pages are enough for `count` tokens, and this text alone has them from `start` on. What is written
-        there is written again by `follow`, once the target computes these positions.
-        """
-
-    def restore(self, ring: int, place: int, boundary: int) -> None:
-        """The ring goes on from the tail at this place."""
 
 
 @runtime_checkable

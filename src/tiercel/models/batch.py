@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from functools import cached_property, wraps
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,24 @@ class NewEntries(NamedTuple):
     rows: Tensor
     pages: Tensor
     positions: Tensor
+
+
+Asked = ParamSpec("Asked")
+Made = TypeVar("Made")
+
+
+def _once(make: Callable[Asked, Made]) -> Callable[Asked, Made]:
+    """A list of a batch is made at its first use: all layers of a kind use the same lists."""
+
+    @wraps(make)
+    def made(*args: Asked.args, **options: Asked.kwargs) -> Made:
+        known: dict[Any, Made] = args[0].made  # type: ignore[attr-defined]
+        key = make, args[1:], *options.values()
+        if key not in known:
+            known[key] = make(*args, **options)
+        return known[key]
+
+    return made
 
 
 class Batch:
@@ -55,17 +73,16 @@ class Batch:
         """The last token of each span."""
         self.longest = int(self._ends.max())
         """How many positions the longest text has behind this call."""
-        widest = max(len(span.pages) for span in spans)
-        self._pages = np.full((len(spans), widest), -1)
-        for table, span in zip(self._pages, spans, strict=True):
-            table[: len(span.pages)] = span.pages
-        # Each list is built at its first use and cached: all layers of a kind use the same lists.
-        self.window = cache(self._window)
-        self.kept = cache(self._kept)
-        self.visible = cache(self._visible)
-        self.entries = cache(self._entries)
-        self.new_entries = cache(self._new_entries)
-        self.seen_entries = cache(self._seen_entries)
+        self.made: dict[Any, Any] = {}
+        """Lists that were asked for (`_once`)."""
+
+    @cached_property
+    def _pages(self) -> Ints:
+        """[spans, most pages]: the page tables. A call that reads windows only needs none."""
+        pages = np.full((len(self.spans), max(len(span.pages) for span in self.spans)), -1)
+        for table, span in zip(pages, self.spans, strict=True):
+            table[: len(span.pages)] = span.pages.numpy()
+        return pages
 
     def _tensor(self, numbers: Ints) -> Tensor:
         return torch.from_numpy(numbers).to(self._device)
@@ -85,23 +102,26 @@ class Batch:
         """Row numbers of the `count` positions before `end`."""
         return self.recent(np.arange(end - count, end), np.full(count, span), ring_rows)
 
-    def _window(self, width: int) -> Tensor:
+    @_once
+    def window(self, width: int, ring_rows: int) -> Tensor:
         """[tokens, width]: each token's window, itself last."""
         positions = self._positions[:, None] + np.arange(1 - width, 1)
-        return self.recent(positions, self._span[:, None], rows_before(width))
+        return self.recent(positions, self._span[:, None], ring_rows)
 
-    def _kept(self, ring_rows: int) -> tuple[Tensor, Tensor]:
+    @_once
+    def kept(self, ring_rows: int) -> tuple[Tensor, Tensor]:
         """(flat tokens, ring rows): what the rings remember of this call."""
-        keep = np.array([span.keep for span in self.spans])
-        chosen = (self._positions >= (self._ends - ring_rows)[self._span]) & keep[self._span]
+        chosen = self._positions >= (self._ends - ring_rows)[self._span]
         rows = self._ring[self._span] * ring_rows + self._positions % ring_rows
         return self._tensor(chosen.nonzero()[0]), self._tensor(rows[chosen])
 
-    def _visible(self, ratio: int) -> Tensor:
+    @_once
+    def visible(self, ratio: int) -> Tensor:
         """How many entries each token sees: those that ended with it or before."""
         return self._tensor((self._positions + 1) // ratio)
 
-    def _entries(self, ratio: int, per_page: int, *, in_place: bool) -> Tensor:
+    @_once
+    def entries(self, ratio: int, per_page: int, *, in_place: bool) -> Tensor:
         """[spans, most]: rows of all entries of each span, in the pages or in the order they are read out."""
         counts = self._ends // ratio
         numbers = np.arange(counts.max())[None, :]
@@ -111,13 +131,15 @@ class Batch:
             rows = (counts.cumsum() - counts)[:, None] + numbers
         return self._rows(np.where(numbers < counts[:, None], rows, -1))
 
-    def _seen_entries(self, ratio: int, per_page: int, *, in_place: bool) -> Tensor:
+    @_once
+    def seen_entries(self, ratio: int, per_page: int, *, in_place: bool) -> Tensor:
         """[tokens, most]: rows of all entries each token sees."""
         rows = self.entries(ratio, per_page, in_place=in_place)
         numbers = torch.arange(rows.shape[1], device=self._device)
         return torch.where(numbers < self.visible(ratio)[:, None], rows[self.span], -1)
 
-    def _new_entries(self, ratio: int, width: int, ring_rows: int, per_page: int) -> NewEntries | None:
+    @_once
+    def new_entries(self, ratio: int, width: int, ring_rows: int, per_page: int) -> NewEntries | None:
         since = np.maximum(self._starts, [span.write_from for span in self.spans]) // ratio
         counts = np.maximum(self._ends // ratio - since, 0)
         if not counts.any():

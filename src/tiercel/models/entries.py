@@ -135,10 +135,15 @@ class Rings:
             self._k.put_rows(own, rows, data, tokens)
 
     def gather(self, new: Parts, rows: Tensor) -> Parts:
-        """Kept and new rows by their numbers, encoded; the kept ones come first."""
-        kept = len(self._parts[0])
-        olds, news = rows[rows < kept], rows[rows >= kept] - kept
-        return tuple(torch.cat([own[olds], data[news]]) for own, data in zip(self._parts, new, strict=True))
+        """Kept and new rows by their numbers, encoded; the kept ones come first. Those before the start of a
+        text, which nobody reads, are zeros: no byte of another text gets into a tail."""
+        kept, before = len(self._parts[0]), rows < 0
+        olds, news = rows[rows < kept].clamp(min=0), rows[rows >= kept] - kept
+        pairs = zip(self._parts, new, strict=True)
+        gathered = tuple(torch.cat([own[olds], data[news]]) for own, data in pairs)
+        for part in gathered:
+            part[before] = 0
+        return gathered
 
     def restore(self, ring: int, end: int, parts: Parts) -> None:
         """From the row of a tail: the entries up to position `end`."""

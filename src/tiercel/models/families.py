@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.hf_fields import family_name
@@ -51,7 +51,8 @@ SHARED_SOURCES = (
 class Load(Protocol):
     """Loads weights onto a device. `check` is given the bytes that they take, before a byte is read.
 
-    `fp8`: the kernels multiply fp8, and what is stored as fp8 may stay so.
+    `draft`: with the parameters of the model's draft. `fp8`: the kernels multiply fp8, and what is stored as
+    fp8 may stay so.
     """
 
     def __call__(  # noqa: PLR0913
@@ -61,9 +62,21 @@ class Load(Protocol):
         device: str,
         matrices: torch.dtype,
         *,
+        draft: bool,
         fp8: bool,
         check: BytesCheck,
     ) -> dict[str, Tensor]: ...
+
+
+class DraftOffer(NamedTuple):
+    """A draft that a checkpoint has."""
+
+    declare: Callable[[int, str], CacheSpec]
+    """(page tokens, format of entries) → what the draft caches."""
+    share: float
+    """What the draft adds to every step, also to one without guesses, as a share of the step."""
+    load: Callable[[str, torch.dtype], dict[str, Tensor]] | None = None
+    """(device, type of matrices) → the draft's parameters. None: they are loaded with the model's."""
 
 
 @dataclass(frozen=True)
@@ -75,14 +88,16 @@ class Family:
     declare: Callable[[Mapping[str, Any], int, str], CacheSpec]
     """(`config.json`, page tokens, format of entries) → what is cached."""
     load: Load
-    build: Callable[[Any, dict[str, Tensor], DeviceMemory, int, Kernels], Model]
-    """(dimensions, weights, device memory, running requests at most, kernels) → the model."""
+    build: Callable[[Any, dict[str, Tensor], DeviceMemory, int, Kernels, int], Model]
+    """(dimensions, weights, device memory, running requests at most, kernels, guesses at most) → a model."""
     format: str = "bf16"
     """How entries are kept on a GPU, unless something else is asked for."""
     kernels: tuple[str, ...] = ("native", "reference")
     """The kernel sets that the model can run on, best first."""
-    unread: Callable[[Checkpoint], list[str]] = lambda _: []
-    """Tensors that are left out on purpose: those of a draft."""
+    drafts: Callable[[Checkpoint, Any], dict[str, DraftOffer]] = lambda _checkpoint, _dimensions: {}
+    """The drafts that a checkpoint has, whole, by their names in `--speculate`; the best first."""
+    draft_names: Callable[[Checkpoint], list[str]] = lambda _: []
+    """The tensors of a draft, of whatever kind."""
 
 
 def family_of(config: Mapping[str, Any]) -> Family:

@@ -17,9 +17,6 @@ from torch import Tensor
 from tiercel.kernels.entries import Flat
 from tiercel.models.base import Span
 
-FORGET = 2**31 - 1
-"""As the end of a span: the rings do not remember the span."""
-
 Ints = npt.NDArray[np.int32]
 
 
@@ -77,8 +74,7 @@ def numbers_of(spans: Sequence[Span], rows: Sequence[int] | None, rings: int) ->
     ring = np.array([span.ring for span in spans])
     write_from = np.array([span.write_from for span in spans])
     ends, first = starts + lengths, lengths.cumsum() - lengths
-    kept = np.where([span.keep for span in spans], ends, FORGET)
-    of_tokens = np.array([starts, first, ring, kept, write_from]).repeat(lengths, axis=1)
+    of_tokens = np.array([starts, first, ring, ends, write_from]).repeat(lengths, axis=1)
     position = np.arange(lengths.sum()) + of_tokens[0] - of_tokens[1]
     tokens = np.concatenate([span.tokens for span in spans])
     wanted = first + lengths - 1 if rows is None else np.asarray(rows, np.int64)

@@ -51,6 +51,11 @@ FAMILIES: Mapping[str, MetricFamily] = {
     "queue": MetricFamily("Requests, by where they are."),
     "counters": MetricFamily("Counted by the cache.", grows=True, name=""),
     "engine": MetricFamily("Counted by the engine.", grows=True),
+    "accept_length": MetricFamily(
+        "Tokens per step with guesses, over the first 8 tokens after requests began, by the slowest tier "
+        "that their beginnings came from.",
+        ("source",),
+    ),
     "store.attached": MetricFamily("Whether there is a store."),
     "store.state": MetricFamily(
         "Whether the store is used.", ("state",), states=("working", "off", "trying")

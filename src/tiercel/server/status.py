@@ -50,7 +50,8 @@ class ServerInfo(BaseModel):
     page_size: int
     disable_radix_cache: bool
     internal_states: list[dict[str, Any]]
-    """One per SGLang worker. SGLang's benchmark looks here for the acceptance rate of drafts."""
+    """One per SGLang worker. SGLang's benchmark looks here for `avg_spec_accept_length`: tokens per step with
+    guesses."""
     stats: dict[str, Any]
 
 
@@ -71,6 +72,8 @@ class ExplanationOut(BaseModel):
     why_not_more: str
     summary: str
     share: str
+    accept_length: float | None
+    """Tokens per step, of the steps that had guesses for the request."""
 
 
 def stats_json(stats: EngineStats) -> dict[str, Any]:
@@ -105,6 +108,8 @@ class Status:
 
     async def server_info(self) -> ServerInfo:
         """The served model and the engine's statistics."""
+        stats = await self.service.stats()
+        mean = stats.accept_length_mean
         return ServerInfo(
             version=version("tiercel"),
             model_path=self.path,
@@ -113,8 +118,8 @@ class Status:
             context_length=self.service.context_tokens,
             page_size=self.service.page_tokens,
             disable_radix_cache=False,
-            internal_states=[{}],
-            stats=stats_json(await self.service.stats()),
+            internal_states=[{} if mean is None else {"avg_spec_accept_length": mean}],
+            stats=stats_json(stats),
         )
 
     async def model_info(self) -> ModelInfo:
@@ -155,6 +160,7 @@ class Status:
             why_not_more=reuse.why.value,
             summary=str(reuse),
             share=explanation.share,
+            accept_length=explanation.accept_length,
         )
 
     async def flush_cache(

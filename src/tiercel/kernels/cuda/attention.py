@@ -127,15 +127,15 @@ def _read(  # noqa: PLR0913
 @triton.jit
 def _fetch(  # noqa: PLR0913
     tile, here, start, first, ring, count, pages, kept, new, entries, chosen,
-    WINDOW: tl.constexpr, KEPT_BYTES: tl.constexpr, NEW_BYTES: tl.constexpr, ROW_BYTES: tl.constexpr,
-    PER_ROW: tl.constexpr, VALUE: tl.constexpr, SCALE: tl.constexpr, LISTED: tl.constexpr,
-    ROWS: tl.constexpr, NOPE: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PIECE: tl.constexpr,
-    PIECES: tl.constexpr,
+    WINDOW: tl.constexpr, SPARE: tl.constexpr, KEPT_BYTES: tl.constexpr, NEW_BYTES: tl.constexpr,
+    ROW_BYTES: tl.constexpr, PER_ROW: tl.constexpr, VALUE: tl.constexpr, SCALE: tl.constexpr,
+    LISTED: tl.constexpr, ROWS: tl.constexpr, NOPE: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
+    PIECE: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """(words of the pieces, words of exponents) of the rows of a tile."""
     lane = tile * ROWS + tl.arange(0, ROWS)
     at = here - (WINDOW - 1) + lane
-    ring_rows: tl.constexpr = WINDOW - 1 if WINDOW > 1 else 1
+    ring_rows: tl.constexpr = (WINDOW - 1 if WINDOW > 1 else 1) + SPARE
     old_row = (ring * ring_rows + at % ring_rows).to(tl.int64)
     new_row = (first + at - start).to(tl.int64)
     value = tl.where(at >= start, new + new_row * NEW_BYTES, kept + old_row * KEPT_BYTES)
@@ -249,10 +249,10 @@ def _products(  # noqa: PLR0913
 def _attention(  # noqa: PLR0913
     q, out, sinks, scale, position, start, first, ring, pages, most_pages, kept, new, entries, chosen,
     HEADS: tl.constexpr, DIM: tl.constexpr, NOPE: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
-    PIECE: tl.constexpr, WINDOW: tl.constexpr, KEPT_BYTES: tl.constexpr, NEW_BYTES: tl.constexpr,
-    ROW_BYTES: tl.constexpr, PER_ROW: tl.constexpr, VALUE: tl.constexpr, SCALE: tl.constexpr,
-    LISTED: tl.constexpr, RATIO: tl.constexpr, OPERAND: tl.constexpr, HEADS_TILE: tl.constexpr,
-    ROWS: tl.constexpr,
+    PIECE: tl.constexpr, WINDOW: tl.constexpr, SPARE: tl.constexpr, KEPT_BYTES: tl.constexpr,
+    NEW_BYTES: tl.constexpr, ROW_BYTES: tl.constexpr, PER_ROW: tl.constexpr, VALUE: tl.constexpr,
+    SCALE: tl.constexpr, LISTED: tl.constexpr, RATIO: tl.constexpr, OPERAND: tl.constexpr,
+    HEADS_TILE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """PER_ROW 0: there are no entries. LISTED: the length of a query's list; 0: all entries. Scores are
     logarithms to base 2, `scale` includes that."""
@@ -281,8 +281,9 @@ def _attention(  # noqa: PLR0913
     begin = tl.maximum(WINDOW - 1 - here, 0) // ROWS
     end = (WINDOW + ROWS - 1) // ROWS + tl.cdiv(count, ROWS)
     words, exponents = _fetch(
-        begin, here, start, first, ring, count, pages, kept, new, entries, chosen, WINDOW, KEPT_BYTES,
-        NEW_BYTES, ROW_BYTES, PER_ROW, VALUE, SCALE, LISTED, ROWS, NOPE, GROUP, WIDTH, PIECE, PIECES,
+        begin, here, start, first, ring, count, pages, kept, new, entries, chosen, WINDOW, SPARE,
+        KEPT_BYTES, NEW_BYTES, ROW_BYTES, PER_ROW, VALUE, SCALE, LISTED, ROWS, NOPE, GROUP, WIDTH, PIECE,
+        PIECES,
     )  # fmt: skip
     for tile in tl.range(begin, end, num_stages=1):
         pieces = _decode(words, exponents, NOPE, GROUP, WIDTH, PIECE, PIECES, OPERAND)
@@ -290,8 +291,9 @@ def _attention(  # noqa: PLR0913
         for i in tl.static_range(PARTS):
             rows += (_beside(pieces[i * JOINED : (i + 1) * JOINED], JOINED),)
         words, exponents = _fetch(
-            tile + 1, here, start, first, ring, count, pages, kept, new, entries, chosen, WINDOW, KEPT_BYTES,
-            NEW_BYTES, ROW_BYTES, PER_ROW, VALUE, SCALE, LISTED, ROWS, NOPE, GROUP, WIDTH, PIECE, PIECES,
+            tile + 1, here, start, first, ring, count, pages, kept, new, entries, chosen, WINDOW, SPARE,
+            KEPT_BYTES, NEW_BYTES, ROW_BYTES, PER_ROW, VALUE, SCALE, LISTED, ROWS, NOPE, GROUP, WIDTH, PIECE,
+            PIECES,
         )  # fmt: skip
         scores = _products(query, rows, tile, end, HEADS_TILE, ROWS, PARTS)
         # read again, in the layout of scores: `there` would have to be moved between threads
@@ -321,11 +323,13 @@ def attention(  # noqa: PLR0913
     flat: Flat,
     sinks: Tensor,
     scale: float,
+    spare: int = 0,
 ) -> Tensor:
     """q [tokens, heads, dim] → the same shape and type.
 
-    `recent`: kept and new rows. `chosen`, int32 [tokens, k]: numbers in `entries`, -1: none; without it, a
-    query sees all entries of its text that ended with its token or before. sinks [heads], fp32.
+    `recent`: kept and new rows; a ring has `spare` rows more than the window needs. `chosen`, int32
+    [tokens, k]: numbers in `entries`, -1: none; without it, a query sees all entries of its text that ended
+    with its token or before. sinks [heads], fp32.
     """
     (tokens, heads, dim), (kept, new) = q.shape, recent
     far = kept if entries is None else entries
@@ -345,7 +349,7 @@ def attention(  # noqa: PLR0913
             flat.pages, flat.pages.stride(0), kept.rows, new.rows, far.rows,
             flat.position if chosen is None else chosen,
             HEADS=heads, DIM=dim, NOPE=nope, GROUP=group, WIDTH=NUMBERS[far.encoding], PIECE=piece,
-            WINDOW=window, KEPT_BYTES=kept.rows.stride(0), NEW_BYTES=new.rows.stride(0),
+            WINDOW=window, SPARE=spare, KEPT_BYTES=kept.rows.stride(0), NEW_BYTES=new.rows.stride(0),
             ROW_BYTES=far.rows.stride(0),
             PER_ROW=0 if entries is None else far.per_row, VALUE=far.sizes[0], SCALE=far.sizes[-1],
             LISTED=0 if chosen is None else chosen.shape[1], RATIO=ratio,

@@ -44,7 +44,7 @@ class CudaCompressor:
         self._eps, self._rotary = setup.config.rms_norm_eps, rotary
         self._norm, self._bias = weights["kv_norm.weight"], weights["position_bias"]
         self.ratio, channels = self._bias.shape
-        self._ring_rows = self.ratio * channels // len(self._norm)
+        self._ring_rows = self.ratio * channels // len(self._norm) + setup.guesses_max
         self.pages = entries_of(setup, stream, layer)
         tails = [each.name for each in setup.memory.spec.tail_streams]
         self._tails = entries_of(setup, f"{stream}_state", layer) if f"{stream}_state" in tails else None
@@ -74,7 +74,8 @@ class CudaRows:
     def __init__(self, setup: Setup, layer: int, weights: Weights, rotary: Rotary) -> None:
         self._config = c = setup.config
         self._tails = entries_of(setup, "window", layer)
-        self._ring_rows = rows_before(c.window)
+        self._spare = setup.guesses_max
+        self._ring_rows = rows_before(c.window) + self._spare
         self._kept = self._rows(setup.rings * self._ring_rows, setup.memory.device, zeros=True)
         self._compressors = [
             CudaCompressor(setup, layer, stream, part_of(weights, prefix), rotary)
@@ -117,7 +118,9 @@ class CudaRows:
             keys, most = self._compressors[1].pages, batch.longest // ratio
             chosen = best_rows(index.q, index.weights, keys, ratio, flat, c.index_topk, most)
         both = self._kept, new
-        out = attention(q, both, c.window, entries, chosen, ratio, flat, self._sinks, self._scale)
+        out = attention(
+            q, both, c.window, entries, chosen, ratio, flat, self._sinks, self._scale, self._spare
+        )
         write_tails(both, self._tails, batch.tails, self._ring_rows)
         keep(*both, flat, batch.end, self._ring_rows)
         return out

@@ -11,6 +11,7 @@ All end in `.weight`. Every dimension is told by the shapes. The head shares the
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 
 import torch
@@ -62,6 +63,12 @@ class HeadFile:
     def _rows(self, name: str) -> int:
         stored = self._stored.get(name)
         return stored.shape[0] if stored is not None and stored.shape else 0
+
+    @property
+    def products_to_follow(self) -> int:
+        """For each token, whether or not guesses are made."""
+        names = ("streams_proj", "fc", "self_attn.k_proj", "self_attn.v_proj")
+        return sum(prod(self._stored[f"{name}.weight"].shape) for name in names)
 
     def digest(self) -> str:
         """A name for the weights, for `spec.deepseek_v4_eagle`."""

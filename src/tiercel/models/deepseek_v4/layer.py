@@ -50,7 +50,10 @@ class Attention:
         self._config, self._k = setup.config, setup.kernels
         self._rows = _make_rows(setup, layer, weights, rotary)
         self.restore = self._rows.restore
-        self._take_weights(weights, 0 if layer == self._config.layers else self._config.ratios[layer])
+        draft = layer >= self._config.layers
+        self._kv = self._k.pack(weights["kv_proj.weight"]) if draft else None
+        """By itself: `store` needs nothing else."""
+        self._take_weights(weights, 0 if draft else self._config.ratios[layer])
 
     def _take_weights(self, w: Weights, ratio: int) -> None:
         """Everything that reads the same input is one matrix."""
@@ -81,6 +84,11 @@ class Attention:
         out = self._rows.attend(batch, q, kv, turn, rows, index)
         out = k.norm_rotate(out, turn, back=True).flatten(1)
         return k.linear(k.linear_groups(out, self._out_low), self._out)
+
+    def store(self, h: Tensor, turn: CosSin, batch: AnyBatch) -> None:
+        """Write the entries that a call writes, of a draft's layer, and answer nothing."""
+        assert self._kv is not None and isinstance(self._rows, LayerRows)
+        self._rows.store(batch, self._k.linear(h, self._kv, wide=True), turn)
 
 
 def _make_rows(setup: Setup, layer: int, weights: Weights, rotary: Rotary) -> Rows:
@@ -123,7 +131,7 @@ class Experts:
 
 
 class Layer:
-    """A layer of the target, or, with the number after its last one, the draft's."""
+    """A layer of the target, or, with a number after its last one, of the draft."""
 
     def __init__(self, setup: Setup, layer: int, weights: Weights, rotary: Rotary) -> None:
         config, self._k = setup.config, setup.kernels
@@ -138,3 +146,7 @@ class Layer:
         x = self._k.hyper_write(x, self.attention(seen, turn, batch), place, mix)
         seen, place, mix = self._k.hyper_read(x, self._sites[1])
         return self._k.hyper_write(x, self.experts(seen, tokens), place, mix)
+
+    def store(self, x: Tensor, turn: CosSin, batch: AnyBatch) -> None:
+        """Write the entries of a draft's layer: they need its input only."""
+        self.attention.store(self._k.hyper_read(x, self._sites[0])[0], turn, batch)

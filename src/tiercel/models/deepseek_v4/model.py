@@ -15,20 +15,22 @@ from tiercel.kernels.choice import Kernels, make_kernels
 from tiercel.kernels.draw import Draw
 from tiercel.kernels.reference import CosSin
 from tiercel.memory.buffers import DeviceMemory
-from tiercel.models.base import DRAWN_LAST, BeforeLayer, Span, Weights, at_once, part_of
+from tiercel.models.base import DRAWN_LAST, BeforeLayer, Draft, Span, Weights, at_once, part_of
 from tiercel.models.batch import Batch
+from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.deepseek_v4.config import V4Config
-from tiercel.models.deepseek_v4.draft import Draft
+from tiercel.models.deepseek_v4.draft import MtpDraft, products_to_follow
 from tiercel.models.deepseek_v4.eagle import ENTRIES, Eagle
+from tiercel.models.deepseek_v4.eagle_weights import FILE, HeadFile
 from tiercel.models.deepseek_v4.layer import Layer, site_of
 from tiercel.models.deepseek_v4.rows import Setup
-from tiercel.models.deepseek_v4.weights import draft_names, load_weights
-from tiercel.models.families import Family
+from tiercel.models.deepseek_v4.weights import draft_names, has_mtp, load_weights
+from tiercel.models.families import DraftOffer, Family
 from tiercel.models.flat import FlatBatch, PageTables, numbers_of, send
 from tiercel.models.graphs import Graphs, Section
 from tiercel.models.rotary import Rotary
 from tiercel.spec.cache_spec import CacheSpec
-from tiercel.spec.deepseek_v4 import deepseek_v4
+from tiercel.spec.deepseek_v4 import deepseek_v4, deepseek_v4_eagle, deepseek_v4_mtp
 
 
 class Hidden(NamedTuple):
@@ -50,7 +52,7 @@ class Recorded(NamedTuple):
 class DeepseekV4:
     """The whole model for up to `rings` running requests. It knows nothing of scheduling."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         config: V4Config,
         weights: Weights,
@@ -77,9 +79,9 @@ class DeepseekV4:
         drafted = {stream.name for stream in memory.spec.streams if stream.name.startswith("draft_")}
         if drafted and k.NAME == "cuda":
             raise ConfigError("kernels", k.NAME, "do not compute drafts")
-        self.draft: Draft | Eagle | None = None
+        self.draft: Draft | None = None
         if drafted:
-            self.draft = (Eagle if ENTRIES in drafted else Draft)(setup, weights, self._lm_head)
+            self.draft = (Eagle if ENTRIES in drafted else MtpDraft)(setup, weights, self._lm_head)
         """There when the cache declaration has the draft's streams; then it follows every call."""
         self._tables: PageTables | None = None
         self._graphs: Graphs | None = None
@@ -197,12 +199,28 @@ class DeepseekV4:
             layer.attention.restore(tail.view(1, -1))
 
 
+def drafts_of(checkpoint: Checkpoint, config: V4Config) -> dict[str, DraftOffer]:
+    """MTP layers in the checkpoint, and an EAGLE head in a file beside it."""
+    found, (target, mtp) = dict[str, DraftOffer](), products_to_follow(config)
+    if has_mtp(checkpoint, config):
+        found["mtp"] = DraftOffer(partial(deepseek_v4_mtp, checkpoint.config, hidden=True), mtp / target)
+    if (file := checkpoint.folder / FILE).exists():
+        head = HeadFile(file, config)
+
+        def declare(page_tokens: int, format: str) -> CacheSpec:
+            return deepseek_v4_eagle(checkpoint.config, head.heads, page_tokens, format, head.digest())
+
+        found["eagle"] = DraftOffer(declare, head.products_to_follow / target, head.load)
+    return found
+
+
 FAMILY = Family(
     read=V4Config.from_hf,
     declare=partial(deepseek_v4, model="deepseek-v4"),
-    load=partial(load_weights, draft=False),
+    load=load_weights,
     build=DeepseekV4,
     format="fp8",
     kernels=("native", "cuda", "reference"),
-    unread=draft_names,
+    drafts=drafts_of,
+    draft_names=draft_names,
 )

@@ -9,7 +9,9 @@ does, and is then in the pages. So a call first writes its new entries, then all
 page table is the only thing between them.
 
 A request keeps in rings what its next tokens need: per layer the last w - 1 window entries, encoded as in a
-tail; per compressor (kv, gate) of the last 8 or 128 tokens. `cuda_rows.py` has the same for CUDA.
+tail; per compressor (kv, gate) of the last 8 or 128 tokens. A call whose last tokens are guesses may be
+followed by one that begins earlier: a ring has a spare row for each guess, so that a refused guess overwrites
+no row that is still needed. `cuda_rows.py` has the same for CUDA.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ class Setup(NamedTuple):
     memory: DeviceMemory
     rings: int
     guesses_max: int = 0
-    """So many tokens of a call may be refused behind it: rings of recent rows keep as many rows more."""
+    """A call may compute so many guesses of a text that are refused later: spare rows of every ring."""
 
     @property
     def lists(self) -> ListKernels:
@@ -51,7 +53,8 @@ class Setup(NamedTuple):
         return EntryRows(self.lists, rows, spec.stream(stream), spec.page_tokens, self.config.rope_dim)
 
     def make_rings(self, rows: int, codec: Codec) -> Rings:
-        return Rings(self.lists, self.rings, rows, codec, self.memory.device)
+        """For so many rows that are needed."""
+        return Rings(self.lists, self.rings, rows + self.guesses_max, codec, self.memory.device)
 
 
 class Index(NamedTuple):
@@ -129,7 +132,7 @@ class LayerRows:
 
     def __init__(self, setup: Setup, layer: int, weights: Weights, rotary: Rotary) -> None:
         self._config, self._k = setup.config, setup.lists
-        draft = layer == self._config.layers
+        draft = layer >= self._config.layers
         ratio = 0 if draft else self._config.ratios[layer]
         self._tails = setup.rows("draft_window" if draft else "window", layer)
         self._recent = setup.make_rings(rows_before(self._config.window), self._tails.codec)
@@ -155,12 +158,11 @@ class LayerRows:
         q [tokens, heads, dim]; kv [tokens, dim], neither normed nor turned; `rows`: those that each
         compressor makes entries of; `index`: of a sparse layer.
         """
-        eps = self._config.rms_norm_eps
-        kv = self._k.norm_rotate(kv[:, None, :], turn, eps=eps, weight=self._norm)[:, 0, :]
-        new = self._recent.codec.encode(kv)
+        new = self._encode(kv, turn)
+        recent = self._recent.read(), self._recent.codec.decode(new)
         for compressor, own_rows in zip(self._compressors, rows, strict=True):
             compressor.extend(batch, own_rows)
-        entries = kv
+        entries = recent[1]  # none of them is chosen where nothing is compressed
         if index is not None:
             chosen = self._best_rows(batch, index)
         elif self._compressors:
@@ -170,12 +172,24 @@ class LayerRows:
             chosen = kv.new_empty(len(kv), 0, dtype=torch.int32)
         if self._compressors:
             entries = self._compressors[0].entries(batch, in_place=self._in_place)
-        recent = self._recent.read(), self._recent.codec.decode(new)
-        window = batch.window(self._config.window)
+        window = batch.window(self._config.window, self._recent.rows)
         out = self._k.attention(q, recent, window, entries, chosen, self._sinks, self._scale)
+        self._remember(batch, new)
+        return out
+
+    def store(self, batch: Batch, kv: Tensor, turn: CosSin) -> None:
+        """Write the window entries that `attend` would, of a layer without compressors."""
+        assert not self._compressors
+        self._remember(batch, self._encode(kv, turn))
+
+    def _encode(self, kv: Tensor, turn: CosSin) -> Parts:
+        eps = self._config.rms_norm_eps
+        kv = self._k.norm_rotate(kv[:, None, :], turn, eps=eps, weight=self._norm)[:, 0, :]
+        return self._recent.codec.encode(kv)
+
+    def _remember(self, batch: Batch, new: Parts) -> None:
         self._write_tails(batch, new)
         self._recent.keep(batch, new)
-        return out
 
     def _best_rows(self, batch: Batch, index: Index) -> Tensor:
         """The rows of the compressed entries that the indexer finds best for each token."""

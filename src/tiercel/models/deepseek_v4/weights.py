@@ -230,6 +230,17 @@ def draft_names(checkpoint: Checkpoint) -> list[str]:
     return [name for name in checkpoint.tensors if _bare(name).startswith(DRAFT)]
 
 
+def has_mtp(checkpoint: Checkpoint, config: V4Config) -> bool:
+    """Whether a checkpoint has all MTP layers that its config tells of, and no other draft."""
+    if not draft_names(checkpoint):
+        return False
+    try:
+        plan_weights(checkpoint, config)
+    except WeightsError:
+        return False
+    return True
+
+
 def _bare(name: str) -> str:
     return name.removeprefix("model.")
 

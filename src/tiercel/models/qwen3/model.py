@@ -22,6 +22,7 @@ from tiercel.models.base import (
     BeforeLayer,
     BytesCheck,
     Dimensions,
+    Draft,
     Span,
     Weights,
     at_once,
@@ -133,6 +134,7 @@ def load_weights(  # noqa: PLR0913
     device: str = "cpu",
     matrices: torch.dtype = torch.float32,
     *,
+    draft: bool = False,  # noqa: ARG001 - there is none
     fp8: bool = False,  # noqa: ARG001 - no Qwen3 checkpoint that is read here has it
     check: BytesCheck = lambda _: None,
 ) -> dict[str, Tensor]:
@@ -167,15 +169,18 @@ def load_weights(  # noqa: PLR0913
 
 
 class Qwen3:
-    """The whole model."""
+    """The whole model. Entries lie in pages alone, by position: a guess that is refused is overwritten."""
 
-    def __init__(
+    draft: Draft | None = None
+
+    def __init__(  # noqa: PLR0913
         self,
         config: Qwen3Config,
         weights: Weights,
         memory: DeviceMemory,
         _rings: int,
         kernels: Kernels | None = None,
+        _guesses_max: int = 0,
     ) -> None:
         self.config, self.vocab_size = config, config.vocab_size
         offered = kernels or make_kernels(device=str(memory.device), offered=FAMILY.kernels)

@@ -1,0 +1,167 @@
+"""Who guesses what a text will go on with, before the model has computed it.
+
+`NgramDrafter` looks the last tokens up in the text so far: it needs no model and no memory of the cache.
+`ModelDrafter` asks the model's own draft. A guess changes no answer: the model draws as always, and goes on
+with a guess only where it draws the same token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tiercel.errors import ConfigError
+from tiercel.models.base import Draft, Model, Span
+
+Ints = NDArray[np.int64]
+
+MATCH_LEAST, MATCH_MOST = 2, 4
+"""Tokens that must be equal before a continuation is guessed, and so many that no longer match is sought.
+One equal token is a guess that is mostly refused."""
+
+LOOKED_AT = 8
+"""So many places where the last two tokens stood before are compared, the latest first."""
+
+AT_ONCE = 32
+"""More new tokens than this are indexed by numpy: that takes 50 µs however few they are."""
+
+
+class DraftText(NamedTuple):
+    """A running text. The last of its tokens has been drawn and not been computed."""
+
+    ring: int
+    tokens: Ints
+    pages: Tensor
+    longest: int
+    """It never has more tokens."""
+
+
+class Drafter(Protocol):
+    """Guesses for running texts."""
+
+    def begin(self, ring: int) -> None:
+        """Another text takes this ring."""
+
+    def guess(self, texts: Sequence[DraftText], counts: Sequence[int]) -> list[list[int]]:
+        """For each text at most so many tokens that may follow it."""
+
+
+class ModelDrafter:
+    """The model's own draft."""
+
+    def __init__(self, draft: Draft) -> None:
+        self._draft = draft
+
+    def begin(self, ring: int) -> None:
+        """`Model.resume` has told the draft."""
+
+    def guess(self, texts: Sequence[DraftText], counts: Sequence[int]) -> list[list[int]]:
+        spans = [Span(text.tokens[-1:], len(text.tokens) - 1, text.pages, text.ring) for text in texts]
+        guesses: list[list[int]] = self._draft.propose(spans, max(counts)).tolist()
+        return [own[:count] for own, count in zip(guesses, counts, strict=True)]
+
+
+class NgramDrafter:
+    """The last tokens of a text, looked up in the text itself: what followed them may follow again."""
+
+    def __init__(self) -> None:
+        self._indexes: dict[int, PairIndex] = {}
+
+    def begin(self, ring: int) -> None:
+        self._indexes.pop(ring, None)
+
+    def guess(self, texts: Sequence[DraftText], counts: Sequence[int]) -> list[list[int]]:
+        guesses = []
+        for text, count in zip(texts, counts, strict=True):
+            index = self._indexes.get(text.ring)
+            if index is None:
+                index = self._indexes[text.ring] = PairIndex(text.longest)
+            index.add(text.tokens)
+            guesses.append(continued(text.tokens, index.find(text.tokens), count))
+        return guesses
+
+
+def continued(tokens: Ints, start: int | None, count: int) -> list[int]:
+    """`count` tokens from `start` on. A text that repeats itself goes on repeating."""
+    if start is None:
+        return []
+    found: list[int] = tokens[start : start + count].tolist()
+    while len(found) < count:
+        found += found[: count - len(found)]
+    return found
+
+
+class PairIndex:
+    """Where pairs of tokens stood in a text. It grows with the text, and is never searched from end to end.
+
+    heads     hash of a pair  ──► the last position where a pair of this hash ends, but for the text's end
+    before    that position   ──► the one before it with the same hash ──► … ──► -1
+    """
+
+    def __init__(self, longest: int) -> None:
+        self._bits = max(8, (2 * longest).bit_length())
+        self._heads = np.full(1 << self._bits, -1, np.int32)
+        self._before = np.full(longest + 1, -1, np.int32)
+        self._known = 1
+        """Pairs that end before this position are known."""
+
+    def _hash(self, first: Ints, second: Ints) -> Ints:
+        mixed: Ints = (first * 0x9E3779B1 + second * 0x85EBCA77) & 0xFFFFFFFF
+        return mixed >> (32 - self._bits) if self._bits < 32 else mixed
+
+    def add(self, tokens: Ints) -> None:
+        """All pairs but the last: that one is looked up."""
+        start, end = self._known, len(tokens) - 1
+        if end <= start:
+            return
+        positions = np.arange(start, end)
+        hashes = self._hash(tokens[start - 1 : end - 1], tokens[start:end])
+        if end - start <= AT_ONCE:
+            for position, at in zip(positions.tolist(), hashes.tolist(), strict=True):
+                self._before[position] = self._heads[at]
+                self._heads[at] = position
+        else:
+            order = np.argsort(hashes, kind="stable")
+            ranked, where = hashes[order], positions[order]
+            first = np.r_[True, ranked[1:] != ranked[:-1]]
+            self._before[where] = np.where(first, self._heads[ranked], np.r_[-1, where[:-1]])
+            last = np.r_[ranked[1:] != ranked[:-1], True]
+            self._heads[ranked[last]] = where[last]
+        self._known = end
+
+    def find(self, tokens: Ints) -> int | None:
+        """Where the text goes on after the longest match of its last tokens; None: there is no match."""
+        count = len(tokens)
+        if count <= MATCH_LEAST:
+            return None
+        newest: list[int] = tokens[-MATCH_MOST:].tolist()
+        at = int(self._heads[int(self._hash(tokens[-2:-1], tokens[-1:])[0])])
+        best, start = MATCH_LEAST - 1, None
+        for _ in range(LOOKED_AT):
+            if at < 0:
+                break
+            seen: list[int] = tokens[max(0, at + 1 - MATCH_MOST) : at + 1].tolist()
+            same = 0
+            while same < min(len(seen), len(newest)) and seen[-1 - same] == newest[-1 - same]:
+                same += 1
+            if same > best:
+                best, start = same, at + 1
+                if same == MATCH_MOST:
+                    break
+            at = int(self._before[at])
+        return start
+
+
+def make_drafter(kind: str, model: Model) -> Drafter | None:
+    """`auto`: the model's own draft if it has one, else n-grams."""
+    if kind == "off":
+        return None
+    if kind == "ngram" or (kind == "auto" and model.draft is None):
+        return NgramDrafter()
+    if model.draft is None:
+        raise ConfigError("speculate", kind, "needs a model with a draft, and a cache that has room for it")
+    return ModelDrafter(model.draft)

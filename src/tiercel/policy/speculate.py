@@ -1,0 +1,237 @@
+"""How many guesses a text gets in a step: as many as make tokens come faster, down to none.
+
+    a step        seconds it takes with so many rows, measured: without guesses, and with guesses
+    a guess       how likely it is accepted, measured: for its text, with what is known of all texts before
+
+A guess is added if tokens per second rise with it. Where no guess is worth it one is still tried now and
+then, so rarely that trying costs less than `TRIED_SHARE` of the time: texts and loads change.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+LEVELS_MOST = 8
+"""No text gets more guesses in one step."""
+
+TRIED_SHARE = 0.01
+"""Of all time: what trying may cost."""
+
+TRIED_FIRST = 8
+"""So many tries at the start are free: there is nothing to decide by."""
+
+PLAIN_EVERY = 256
+"""Where texts get guesses, every so many steps have none: what such a step takes must be known."""
+
+FORGET_TEXT, FORGET_ALL = 0.9, 0.998
+"""What a try counts after the next one: a text's own last ten count, and the last 500 of all."""
+
+FIRST = 0.6
+"""How often a guess is right, before anything is known: high, so that it is found out."""
+
+PRIOR_TRIES = 2.0
+"""What is known of all texts counts as so many tries of a text."""
+
+SLOW, OUTLIER = 0.2, 4.0
+"""The share of a new measurement; one that is so many times the known one counts as that."""
+
+ROW_SHARE = 0.3
+"""Of the time of a step: what twice the rows cost more, before it is measured."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """How often something came true lately."""
+
+    tries: float = 0.0
+    hits: float = 0.0
+
+    def add(self, hit: bool | float, forget: float) -> None:
+        self.tries = self.tries * forget + 1.0
+        self.hits = self.hits * forget + hit
+
+    def rate(self, prior: float, weight: float) -> float:
+        return (self.hits + prior * weight) / (self.tries + weight)
+
+
+class SecondsTable:
+    """Seconds by a count, as measured lately; between two counts and beyond them along a line."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+        self._counts: list[int] = []
+
+    def observe(self, count: int, seconds: float) -> None:
+        known = self._seconds.get(count)
+        if known is None:
+            insort(self._counts, count)
+            self._seconds[count] = seconds
+        else:
+            self._seconds[count] = known + SLOW * (min(seconds, OUTLIER * known) - known)
+
+    def at(self, count: float) -> float | None:
+        counts = self._counts
+        if not counts:
+            return None
+        right = bisect_left(counts, count)
+        if right < len(counts) and counts[right] == count:
+            return self._seconds[counts[right]]
+        if len(counts) == 1:
+            only = counts[0]
+            return self._seconds[only] * max(0.0, 1.0 + ROW_SHARE * (count - only) / max(only, 1))
+        right = min(max(right, 1), len(counts) - 1)
+        low, high = counts[right - 1], counts[right]
+        slope = (self._seconds[high] - self._seconds[low]) / (high - low)
+        if not low <= count <= high:
+            slope = max(slope, 0.0)
+        nearest = low if count < high else high
+        return max(0.0, self._seconds[nearest] + slope * (count - nearest))
+
+
+@dataclass
+class GuessRecord:
+    """What came of the guesses of one text."""
+
+    levels: list[Tally] = field(default_factory=lambda: [Tally() for _ in range(LEVELS_MOST)])
+    """Whether the first, second, … guess was accepted, where all before it were."""
+    made: Tally = field(default_factory=Tally)
+    """How many of the guesses that were asked for there were."""
+    steps_without: int = 0
+    """Steps since it had a guess."""
+    steps: int = 0
+    """With guesses."""
+    tokens: int = 0
+    """That these steps drew."""
+
+    @property
+    def accept_length(self) -> float | None:
+        """Tokens per step; None: it had no guesses."""
+        return self.tokens / self.steps if self.steps else None
+
+
+class Speculation:
+    """Chooses for all texts of a step, and learns from what came of it. It takes no time itself."""
+
+    def __init__(self) -> None:
+        self._all = GuessRecord()
+        self._plain, self._guessing, self._draft = SecondsTable(), SecondsTable(), SecondsTable()
+        self._total_s = self._tried_s = 0.0
+        self._tries = self._since_plain = 0
+        self._guessed = False
+        """Whether the last step had guesses."""
+
+    def accepted(self, record: GuessRecord, *, asked: int, made: int, accepted: int) -> None:
+        """Of the guesses of a text. One that was asked for and not made counts as refused."""
+        record.steps += 1
+        record.tokens += accepted + 1
+        record.steps_without = 0
+        for level in range(min(asked, accepted + 1)):
+            for own, forget in ((record, FORGET_TEXT), (self._all, FORGET_ALL)):
+                own.levels[level].add(level < accepted, forget)
+        record.made.add(made / asked, FORGET_TEXT)
+        self._all.made.add(made / asked, FORGET_ALL)
+
+    def stepped(
+        self, *, rows: int, seconds: float, texts: int = 0, asked: int = 0, draft_s: float = 0.0
+    ) -> None:
+        """How long a step took that computed so many rows. `texts` had guesses, `asked` at most each, which
+        took `draft_s` to make."""
+        self._total_s += seconds
+        after_guesses, self._guessed = self._guessed, asked > 0
+        if not asked:
+            if not after_guesses:  # a device that had to wait for the step before had nothing queued
+                self._plain.observe(rows, seconds)
+                self._since_plain = 0
+            return
+        self._since_plain += 1
+        self._guessing.observe(rows, max(seconds - draft_s, 0.0))
+        self._draft.observe(texts, draft_s / asked)
+
+    def choose(self, records: Sequence[GuessRecord], most: Sequence[int], others: int = 0) -> list[int]:
+        """How many guesses each text gets, at most so many. `others`: rows of the step besides one for each
+        text; they count as tokens, too."""
+        chosen, rows = [0] * len(records), len(records) + others
+        plain_s = self._plain.at(rows)
+        if plain_s is None or self._since_plain >= PLAIN_EVERY:
+            return chosen  # a step without guesses tells what it takes
+        if plain_s > 0.0:
+            chosen = self._fastest(records, most, rows, plain_s)
+        for record, count in zip(records, chosen, strict=True):
+            record.steps_without += not count
+        return self._with_trial(records, most, chosen, rows, plain_s)
+
+    def _fastest(
+        self, records: Sequence[GuessRecord], most: Sequence[int], rows: int, plain_s: float
+    ) -> list[int]:
+        """Level by level: the first guess of so many texts, the second one of so many of these, …"""
+        chosen = best = [0] * len(records)
+        best_rate, tokens, draft_s, more = rows / plain_s, float(rows), 0.0, 0.0
+        likely, prior = dict.fromkeys(range(len(records)), 1.0), FIRST
+        for level in range(max(most, default=0)):
+            prior = self._all.levels[level].rate(prior, PRIOR_TRIES)  # not known: as on the level before
+            rates = ((p, i, records[i].levels[level]) for i, p in likely.items() if most[i] > level)
+            gains = sorted(((p * own.rate(prior, PRIOR_TRIES), i) for p, i, own in rates), reverse=True)
+            if not gains:
+                break
+            found = self._best_count(records, gains, rows, (tokens, draft_s, more))
+            rate, count, tokens, draft_s, more = found
+            likely = {i: gain for gain, i in gains[:count]}
+            chosen = chosen.copy()
+            for i in likely:
+                chosen[i] = level + 1
+            if rate > best_rate:
+                best_rate, best = rate, chosen
+        return best
+
+    def _best_count(
+        self,
+        records: Sequence[GuessRecord],
+        gains: Sequence[tuple[float, int]],
+        rows: int,
+        so_far: tuple[float, float, float],
+    ) -> tuple[float, int, float, float, float]:
+        """How many of the texts whose next guess is the likeliest get it: (tokens per second, texts, and what
+        the step comes to: tokens, seconds of guessing, rows more)."""
+        (tokens, draft_s, more), made = so_far, self._all.made.rate(1.0, 1.0)
+        found: tuple[float, int, float, float, float] | None = None
+        for i, (gain, text) in enumerate(gains, 1):
+            tokens += gain
+            more += records[text].made.rate(made, PRIOR_TRIES)
+            if i & (i - 1) and i != len(gains):
+                continue  # 1, 2, 4, … texts, or all
+            drafts = draft_s + (self._draft.at(i) or 0.0)
+            seconds = self._guess_s(rows + more) + drafts
+            rate = tokens / seconds if seconds > 0 else 0.0
+            if found is None or rate > found[0]:
+                found = rate, i, tokens, drafts, more
+        assert found is not None
+        return found
+
+    def _guess_s(self, rows: float) -> float:
+        seconds = self._guessing.at(rows)
+        return (self._plain.at(rows) or 0.0) if seconds is None else seconds
+
+    def _with_trial(
+        self,
+        records: Sequence[GuessRecord],
+        most: Sequence[int],
+        chosen: list[int],
+        rows: int,
+        plain_s: float,
+    ) -> list[int]:
+        """One guess for the text that had none for the longest time, if all tries together cost little."""
+        left_out = [i for i, count in enumerate(chosen) if not count and most[i]]
+        if not left_out:
+            return chosen
+        costs_s = max(self._guess_s(rows + 1) + (self._draft.at(1) or 0.0) - plain_s, 0.0)
+        paid = self._tried_s + costs_s <= TRIED_SHARE * self._total_s
+        if self._tries >= TRIED_FIRST and not paid:
+            return chosen
+        self._tries += 1
+        self._tried_s += costs_s
+        first = max(left_out, key=lambda i: records[i].steps_without)
+        chosen = chosen.copy()
+        chosen[first] = 1
+        return chosen

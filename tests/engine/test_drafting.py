@@ -1,0 +1,95 @@
+"""Goal: the last tokens of a text are found where they stood before, whatever the text and however it grew.
+Method: the index against a search from end to end, on texts of few words, token by token and all at once."""
+
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.drive import make_engine
+from tiercel.engine.drafting import (
+    LOOKED_AT,
+    MATCH_LEAST,
+    MATCH_MOST,
+    DraftText,
+    ModelDrafter,
+    NgramDrafter,
+    PairIndex,
+    make_drafter,
+)
+from tiercel.errors import ConfigError
+
+
+def searched(tokens):
+    """The longest match of the last tokens, the latest of equals; of the last places where two stood."""
+    pairs = [at for at in range(len(tokens) - 2, 0, -1) if tokens[at - 1 : at + 1] == tokens[-2:]]
+    best, start = MATCH_LEAST - 1, None
+    for at in pairs[:LOOKED_AT]:
+        same = 0
+        while same < min(MATCH_MOST, at + 1) and tokens[at - same] == tokens[-1 - same]:
+            same += 1
+        if same > best:
+            best, start = same, at + 1
+    return start
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_index_finds_what_a_search_finds(seed):
+    random = Random(seed)
+    words = random.choice([3, 8, 30])
+    text = [random.randrange(words) for _ in range(400)]
+    index, end = PairIndex(400), 0
+    while end < 400:
+        end = min(400, end + random.choice([1, 1, 1, 5, 60]))
+        own = np.array(text[:end])
+        index.add(own)
+        found, expected = index.find(own), searched(text[:end])
+        assert (found is None) == (expected is None)
+        if found is not None:  # pairs of other tokens may share a hash, and are looked at in vain
+            assert text[found - 2 : found] == text[end - 2 : end]
+            if words < 30:
+                assert found == expected
+
+
+def text_of(tokens, ring=0):
+    return DraftText(ring, np.array(tokens), torch.empty(0, dtype=torch.int64), 100)
+
+
+def test_what_followed_before_is_guessed():
+    drafter = NgramDrafter()
+    story = [5, 6, 7, 8, 9, 1, 5, 6]
+    assert drafter.guess([text_of(story)], [3]) == [[7, 8, 9]]
+    assert drafter.guess([text_of([*story, 7])], [2]) == [[8, 9]]
+    assert drafter.guess([text_of([*story, 7, 1])], [2]) == [[]]
+
+
+def test_a_text_that_repeats_itself_goes_on_so():
+    assert NgramDrafter().guess([text_of([1, 2, 3, 1, 2, 3, 1, 2])], [4]) == [[3, 1, 2, 3]]
+
+
+def test_the_longer_match_wins():
+    tokens = [9, 1, 2, 3, 50, 8, 2, 3, 60, 9, 1, 2, 3]
+    assert NgramDrafter().guess([text_of(tokens)], [1]) == [[50]]
+
+
+def test_another_text_in_the_ring_knows_nothing_of_the_first():
+    drafter = NgramDrafter()
+    assert drafter.guess([text_of([1, 2, 3, 4, 1, 2])], [1]) == [[3]]
+    drafter.begin(0)
+    assert drafter.guess([text_of([1, 2])], [4]) == [[]]
+    assert drafter.guess([text_of([7, 1, 2, 8, 1, 2])], [1]) == [[8]]
+
+
+@pytest.mark.parametrize("tokens", [[1], [1, 1], [1, 2, 3]])
+def test_a_short_text_has_nothing_to_look_up(tokens):
+    assert NgramDrafter().guess([text_of(tokens)], [4]) == [[]]
+
+
+def test_who_guesses_goes_by_the_model():
+    plain, drafted = (make_engine(speculate=kind).runner.model for kind in ("ngram", "mtp"))
+    assert make_drafter("off", drafted) is None
+    assert isinstance(make_drafter("auto", plain), NgramDrafter)
+    assert isinstance(make_drafter("auto", drafted), ModelDrafter)
+    with pytest.raises(ConfigError, match="speculate = 'mtp': needs a model with a draft"):
+        make_drafter("mtp", plain)
