@@ -8,7 +8,7 @@ with a guess only where it draws the same token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from tiercel.errors import ConfigError
 from tiercel.models.base import Draft, Model, Span
 
 Ints = NDArray[np.int64]
+Number = TypeVar("Number", int, Ints)
 
 MATCH_LEAST, MATCH_MOST = 2, 4
 """Tokens that must be equal before a continuation is guessed, and so many that no longer match is sought.
@@ -109,22 +110,23 @@ class PairIndex:
         self._known = 1
         """Pairs that end before this position are known."""
 
-    def _hash(self, first: Ints, second: Ints) -> Ints:
-        mixed: Ints = (first * 0x9E3779B1 + second * 0x85EBCA77) & 0xFFFFFFFF
-        return mixed >> (32 - self._bits) if self._bits < 32 else mixed
+    def _hash(self, first: Number, second: Number) -> Number:
+        return ((first * 0x9E3779B1 + second * 0x85EBCA77) & 0xFFFFFFFF) >> max(32 - self._bits, 0)
 
     def add(self, tokens: Ints) -> None:
         """All pairs but the last: that one is looked up."""
         start, end = self._known, len(tokens) - 1
         if end <= start:
             return
-        positions = np.arange(start, end)
-        hashes = self._hash(tokens[start - 1 : end - 1], tokens[start:end])
         if end - start <= AT_ONCE:
-            for position, at in zip(positions.tolist(), hashes.tolist(), strict=True):
+            new: list[int] = tokens[start - 1 : end].tolist()
+            for i, position in enumerate(range(start, end)):
+                at = self._hash(new[i], new[i + 1])
                 self._before[position] = self._heads[at]
                 self._heads[at] = position
         else:
+            positions = np.arange(start, end)
+            hashes = self._hash(tokens[start - 1 : end - 1], tokens[start:end])
             order = np.argsort(hashes, kind="stable")
             ranked, where = hashes[order], positions[order]
             first = np.r_[True, ranked[1:] != ranked[:-1]]
@@ -139,7 +141,7 @@ class PairIndex:
         if count <= MATCH_LEAST:
             return None
         newest: list[int] = tokens[-MATCH_MOST:].tolist()
-        at = int(self._heads[int(self._hash(tokens[-2:-1], tokens[-1:])[0])])
+        at = int(self._heads[self._hash(newest[-2], newest[-1])])
         best, start = MATCH_LEAST - 1, None
         for _ in range(LOOKED_AT):
             if at < 0:
