@@ -46,7 +46,7 @@ def words(count: int, seed: int) -> tuple[int, ...]:
 
 def make_engine(device_mib: int = 256, host_mib: int = 0, **cache: Any) -> Engine:
     settings = CacheConfig(device_pages=1, host_bytes=host_mib * MIB, **cache)
-    return open_engine(Build(device_bytes=device_mib * MIB), EngineConfig(settings))[0]
+    return open_engine(Build(device_bytes=device_mib * MIB), EngineConfig(settings, speculate="off"))[0]
 
 
 def first_token_ms(engine: Engine, prompt: tuple[int, ...]) -> tuple[float, int, int]:

@@ -109,7 +109,7 @@ class OneModel:
         kind = self.device.type
         self.step_tokens = STEP_TOKENS[kind]
         build = Build(model=name, device=device, format=FORMATS[kind], device_bytes=device_bytes)
-        config = EngineConfig(running_max=RUNNING, step_tokens=self.step_tokens)
+        config = EngineConfig(running_max=RUNNING, step_tokens=self.step_tokens, speculate="off")
         self._first = open_engine(build, config)[0]
         assert isinstance(self._first.runner, LocalRunner)
         self.model: Any = self._first.runner.model

@@ -137,24 +137,24 @@ def test_who_guesses_is_chosen_and_told(tmp_path):
     assert told.value == "ngram, up to 4 tokens" and "has no draft that is read here" in told.why
     assert engine.config.speculate == "ngram" and engine.runner.model.draft is None
     assert speculation_of(plain, "off")[1].value == "off"
-    with pytest.raises(ConfigError, match="speculate = 'mtp': the checkpoint has no draft"):
+    with pytest.raises(ConfigError, match="speculate = 'mtp': the model has no mtp draft"):
         speculation_of(plain, "mtp")
-    with pytest.raises(ConfigError, match="speculate = 'mtp': the checkpoint has no draft"):
+    with pytest.raises(ConfigError, match="speculate = 'mtp': the model has no mtp draft"):
         speculation_of(make_folder(tmp_path / "other", DRAFTS["DSpark"]()), "mtp")
-    with pytest.raises(ConfigError, match="speculate = 'eager': must be one of auto, mtp, ngram, off"):
+    with pytest.raises(ConfigError, match="speculate = 'eager': must be one of auto, mtp, eagle, ngram, off"):
         speculation_of(plain, "eager")
 
 
 def test_a_draft_that_costs_much_is_used_only_if_it_is_asked_for():
     engine, told = speculation_of("tiny-v4")
-    assert told.value.startswith("ngram") and "would add 10% to every step" in told.why
+    assert told.value.startswith("ngram") and "mtp would add 10%" in told.why
     assert all(not stream.name.startswith("draft_") for stream in engine.cache.spec.streams)
-    engine, told = speculation_of("tiny-v4", "mtp")
-    assert told.value == "mtp, up to 4 tokens" and engine.runner.model.draft is not None
-    [answer], [truth] = (
-        run(each, make_ask("a", words(200), 24)) for each in (engine, speculation_of("tiny-v4", "off")[0])
-    )
-    assert answer.tokens == truth.tokens
+    [truth] = run(speculation_of("tiny-v4", "off")[0], make_ask("a", words(200), 24))
+    for draft in ("mtp", "eagle"):
+        engine, told = speculation_of("tiny-v4", draft)
+        assert told.value == f"{draft}, up to 4 tokens" and engine.runner.model.draft is not None
+        [answer] = run(engine, make_ask("a", words(200), 24))
+        assert answer.tokens == truth.tokens, draft
 
 
 def test_a_folder_in_the_form_that_deepseek_publishes_is_served(tmp_path):

@@ -74,9 +74,11 @@ class Graphs:
         restore: Callable[[Tensor], None],
         table: Tensor,
         page_tokens: int,
+        rows_most: int,
     ) -> None:
-        """Takes seconds. `restore` reads three numbers: place of a tail, its boundary, a ring."""
-        self._sections, self._table = sections, table
+        """Takes seconds. `restore` reads three numbers: place of a tail, its boundary, a ring. Calls with more
+        than `rows_most` rows of logits are not recorded."""
+        self._sections, self._table, self._rows_most = sections, table, rows_most
         self._most = table.shape[1] * page_tokens
         self._memory = torch.cuda.graph_pool_handle(), torch.cuda.Stream(table.device)
         began = perf_counter()
@@ -96,7 +98,7 @@ class Graphs:
             longest.append(longest[-1] * LONGEST_STEP)
         for tokens in reversed(TOKENS):
             for most in reversed(longest):
-                size = Size(tokens, min(tokens, len(self._table)), tokens, min(most, self._most))
+                size = Size(tokens, min(tokens, self._rows_most), tokens, min(most, self._most))
                 made.append((size, self._record(size, warm=most == longest[-1])))
         return made[::-1]
 

@@ -99,7 +99,9 @@ class DeepseekV4:
         self._tables.make_room(-(-longest // spec.page_tokens))
         for rotary in self._rotaries:
             rotary.table(self._tables.table.shape[1] * spec.page_tokens)
-        self._graphs = Graphs(self._sections(spec), self._restore, self._tables.table, spec.page_tokens)
+        table, rings = self._tables.table, self._setup.rings
+        rows = rings * 2 if self._setup.guesses_max else rings  # one guess for each text, or more for some
+        self._graphs = Graphs(self._sections(spec), self._restore, table, spec.page_tokens, rows)
 
     def _sections(self, spec: CacheSpec) -> list[Section]:
         """The layers in groups, as they are loaded. The first section begins, the last one answers."""
