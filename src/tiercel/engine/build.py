@@ -118,12 +118,14 @@ def _speculation(
     if asked in DRAFTS and (why or asked not in drafts):
         raise ConfigError("speculate", asked, why or f"the model has no {asked} draft that is read here")
     chosen = asked
+    if asked == "auto" and kernels.NAME == "cuda":
+        why = "a device waits where there are guesses; --speculate ngram turns it on"
+        return replace(config, speculate="off"), Choice("speculation", "off", why)
     if asked == "auto":
-        chosen, dear = "ngram", {name: each.share for name, each in drafts.items()}
-        if not why:
-            chosen = next((name for name in DRAFTS if dear.get(name, 1.0) <= DRAFT_SHARE_MOST), "ngram")
-            told = (f"{name} would add {share:.0%}" for name, share in dear.items())
-            why = f"{', '.join(told)} to every step" if drafts else "the model has no draft that is read here"
+        dear = {name: each.share for name, each in drafts.items()}
+        chosen = next((name for name in DRAFTS if dear.get(name, 1.0) <= DRAFT_SHARE_MOST), "ngram")
+        told = (f"{name} would add {share:.0%}" for name, share in dear.items())
+        why = f"{', '.join(told)} to every step" if drafts else "the model has no draft that is read here"
     config = replace(config, speculate=chosen)
     if chosen == "off":
         return config, Choice("speculation", "off", "--speculate auto turns it on")

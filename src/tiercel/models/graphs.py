@@ -76,8 +76,8 @@ class Graphs:
         page_tokens: int,
         rows_most: int,
     ) -> None:
-        """Takes seconds. `restore` reads three numbers: place of a tail, its boundary, a ring. A call with more
-        than `rows_most` rows of logits has no recording."""
+        """Takes seconds. `restore` reads three numbers: place of a tail, its boundary, a ring. There is no
+        recording for more than `rows_most` rows of logits."""
         self._sections, self._table, self._rows_most = sections, table, rows_most
         self._most = table.shape[1] * page_tokens
         self._memory = torch.cuda.graph_pool_handle(), torch.cuda.Stream(table.device)

@@ -10,8 +10,10 @@ then, so rarely that trying costs less than `TRIED_SHARE` of the time: texts and
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median_low
 
 LEVELS_MOST = 8
 """No text gets more guesses in one step."""
@@ -22,8 +24,9 @@ TRIED_SHARE = 0.01
 TRIED_FIRST = 8
 """So many tries at the start are free: there is nothing to decide by."""
 
-PLAIN_EVERY = 256
-"""Where texts get guesses, every so many steps have none: what such a step takes must be known."""
+PLAIN_EVERY, PLAIN_RUN = 256, 6
+"""Where texts get guesses, after so many steps some have none, one after the other: what these take must be
+known. The first two do not count: a device is one step ahead only where steps have no guesses."""
 
 FORGET_TEXT, FORGET_ALL = 0.9, 0.998
 """What a try counts after the next one: a text's own last ten count, and the last 500 of all."""
@@ -34,8 +37,8 @@ FIRST = 0.6
 PRIOR_TRIES = 2.0
 """What is known of all texts counts as so many tries of a text."""
 
-SLOW, OUTLIER = 0.2, 4.0
-"""The share of a new measurement; one that is so many times the known one counts as that."""
+MEASURED = 5
+"""The median of the last measurements counts: a slow step is an accident."""
 
 ROW_SHARE = 0.3
 """Of the time of a step: what twice the rows cost more, before it is measured."""
@@ -60,16 +63,16 @@ class SecondsTable:
     """Seconds by a count, as measured lately; between two counts and beyond them along a line."""
 
     def __init__(self) -> None:
+        self._measured: dict[int, deque[float]] = {}
         self._seconds: dict[int, float] = {}
         self._counts: list[int] = []
 
     def observe(self, count: int, seconds: float) -> None:
-        known = self._seconds.get(count)
-        if known is None:
+        if count not in self._measured:
             insort(self._counts, count)
-            self._seconds[count] = seconds
-        else:
-            self._seconds[count] = known + SLOW * (min(seconds, OUTLIER * known) - known)
+            self._measured[count] = deque(maxlen=MEASURED)
+        self._measured[count].append(seconds)
+        self._seconds[count] = median_low(self._measured[count])
 
     def at(self, count: float) -> float | None:
         counts = self._counts
@@ -118,9 +121,7 @@ class Speculation:
         self._all = GuessRecord()
         self._plain, self._guessing, self._draft = SecondsTable(), SecondsTable(), SecondsTable()
         self._total_s = self._tried_s = 0.0
-        self._tries = self._since_plain = 0
-        self._guessed = False
-        """Whether the last step had guesses."""
+        self._tries, self._since_plain, self._plain_run = 0, PLAIN_EVERY, 0
 
     def accepted(self, record: GuessRecord, *, asked: int, made: int, accepted: int) -> None:
         """Of the guesses of a text. One that was asked for and not made counts as refused."""
@@ -139,12 +140,14 @@ class Speculation:
         """How long a step took that computed so many rows. `texts` had guesses, `asked` at most each, which
         took `draft_s` to make."""
         self._total_s += seconds
-        after_guesses, self._guessed = self._guessed, asked > 0
         if not asked:
-            if not after_guesses:  # a device that had to wait for the step before had nothing queued
+            self._plain_run += 1
+            if self._plain_run > 2:
                 self._plain.observe(rows, seconds)
+            if self._plain_run >= PLAIN_RUN:
                 self._since_plain = 0
             return
+        self._plain_run = 0
         self._since_plain += 1
         self._guessing.observe(rows, max(seconds - draft_s, 0.0))
         self._draft.observe(texts, draft_s / asked)
@@ -155,7 +158,7 @@ class Speculation:
         chosen, rows = [0] * len(records), len(records) + others
         plain_s = self._plain.at(rows)
         if plain_s is None or self._since_plain >= PLAIN_EVERY:
-            return chosen  # a step without guesses tells what it takes
+            return chosen  # steps without guesses tell what they take
         if plain_s > 0.0:
             chosen = self._fastest(records, most, rows, plain_s)
         for record, count in zip(records, chosen, strict=True):
