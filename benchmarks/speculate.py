@@ -1,6 +1,10 @@
-"""How many tokens a step of the target makes with guesses: `python -m benchmarks.speculate [--json]`.
+"""What guesses bring: `python -m benchmarks.speculate [--json] [--only accept,speed,tiers] [--device cuda]`.
 
-The embedded model with each of its drafts, CPU, no engine. A text is continued greedily, token by token; at
+    accept_length     tokens per step of the target, by draft, kind of text and number of guesses
+    speedup           tokens per second of engines with guesses over those without, by batch
+    accept_after      accept length after a resume from a tier, over the same text computed
+
+Accept lengths: the embedded model, CPU, no engine. A text is continued greedily, token by token; at
 every token the draft guesses the next four. A guess counts while it and all before it are what the model
 says. So one run has the accept lengths for 1, 2, 3 and 4 guesses: tokens per step of the target, its own
 token included.
@@ -29,6 +33,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from benchmarks.machine import describe
+from benchmarks.speculate_engine import accept_after, speedups
 from tiercel.engine.drafting import DraftText, make_drafter
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.models.base import Span
@@ -160,11 +165,24 @@ def _steps(right: Sequence[int], length: int) -> int:
     return steps
 
 
-def measure(drafts: Sequence[str] = DRAFTS, head: Path | None = None) -> dict[str, Any]:
+def measure(
+    drafts: Sequence[str] = DRAFTS,
+    head: Path | None = None,
+    only: str = "accept,speed,tiers",
+    device: str = "cpu",
+) -> dict[str, Any]:
     figures: dict[str, Any] = {}
-    for name in drafts:
+    for name in drafts if "accept" in only else ():
         drafting = Drafting(name, head=head)
         figures |= {f"accept_length.{name}.{kind}": accept_length(drafting, kind) for kind in KINDS}
+    folder = folder_of(EMBEDDED)
+    prompts = {kind: prompts_of(kind, folder)[0] for kind in KINDS}
+    if "speed" in only:
+        vocabulary = V4Config.from_hf(Checkpoint(folder).config).vocab_size
+        figures |= speedups(prompts, vocabulary, device, ("auto", *drafts))
+    for name in drafts if "tiers" in only else ():
+        if name != "ngram":
+            figures |= accept_after([*prompts["code"], *prompts["text"]], name, device)
     return {**figures, "machine": describe()}
 
 
@@ -173,8 +191,10 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--drafts", default=",".join(DRAFTS))
     parser.add_argument("--head", type=Path, help="the file of an EAGLE head, if not the model's own")
+    parser.add_argument("--only", default="accept,speed,tiers")
+    parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
-    figures = measure(options.drafts.split(","), options.head)
+    figures = measure(options.drafts.split(","), options.head, options.only, options.device)
     if options.json:
         print(json.dumps(figures, indent=2))
         return

@@ -1,0 +1,141 @@
+"""Speculation in whole engines, for `benchmarks.speculate`: tokens per second over those without guesses, and
+accept lengths of texts whose beginning comes from a tier."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from random import Random
+
+from benchmarks.gpu_engines import RunningEngine
+from tiercel.config import CacheConfig
+from tiercel.engine.ask import Ask, Sampling
+from tiercel.engine.build import open_engine
+from tiercel.engine.config import Build, EngineConfig
+from tiercel.models.base import Draft
+from tiercel.policy.speculate import GuessRecord
+
+Prompts = Sequence[list[int]]
+
+MIB, PAGE = 2**20, 128
+NEW = {1: 192, 16: 96, 64: 64}
+"""Tokens of each answer, by batch."""
+ROUNDS = 3
+FIRST = 8
+"""Tokens after a resume that count: a draft that lost its part of the cache recovers soon."""
+
+
+class Always:
+    """A policy: every text gets so many guesses in every step."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def accepted(self, record: GuessRecord, *, asked: int, made: int, accepted: int) -> None:
+        """It learns nothing."""
+
+    def stepped(
+        self, *, rows: int, seconds: float, texts: int = 0, asked: int = 0, draft_s: float = 0.0
+    ) -> None:
+        """It learns nothing."""
+
+    def choose(self, records: Sequence[GuessRecord], most: Sequence[int], others: int = 0) -> list[int]:  # noqa: ARG002
+        return [min(self._count, each) for each in most]
+
+
+def make_engine(speculate: str, device: str, *, host_mib: int = 0, store: str | None = None) -> RunningEngine:
+    build = Build(device=device, device_bytes=128 * MIB, store=store)
+    config = EngineConfig(CacheConfig(host_bytes=host_mib * MIB), running_max=64, speculate=speculate)
+    return RunningEngine(open_engine(build, config)[0])
+
+
+def tokens_s(running: RunningEngine, prompts: Prompts, batch: int, *, sampled: bool = False) -> float:
+    """Of so many texts at once, from the moment all have a token until the first of them has all."""
+    running.end_all()
+    running.empty_device_and_host()
+    names = set[str]()
+    for i in range(batch):
+        sampling = Sampling(NEW[batch], temperature=1.0 if sampled else 0.0, seed=i, ignore_eos=True)
+        names.add(str(i))
+        running.engine.add(Ask(str(i), tuple(prompts[i % len(prompts)]), sampling))
+    while names:
+        names.difference_update(delta.request_id for delta in running.step() if delta.tokens)
+    start, drawn, ended = time.perf_counter(), 0, False
+    while not ended:
+        deltas = running.step()
+        drawn += sum(len(delta.tokens) for delta in deltas)
+        ended = any(delta.finish for delta in deltas)
+    return drawn / (time.perf_counter() - start)
+
+
+def speedups(
+    prompts: dict[str, Prompts], vocabulary: int, device: str, kinds: Sequence[str]
+) -> dict[str, float]:
+    """Over the same without guesses, alternately; medians of `ROUNDS`. `random`: sampled behind noise."""
+    noise = Random(0)
+    prompts = {**prompts, "random": [[noise.randrange(vocabulary) for _ in range(256)] for _ in range(64)]}
+    plain, found = make_engine("off", device), dict[str, float]()
+    for kind in kinds:
+        guessing = make_engine(kind, device)
+        for text, own in prompts.items():
+            for batch in NEW:
+                rates = []
+                for _ in range(ROUNDS):
+                    both = [
+                        tokens_s(each, own, batch, sampled=text == "random") for each in (guessing, plain)
+                    ]
+                    rates.append(both[0] / both[1])
+                found[f"speedup.{kind}.{text}.batch{batch}"] = statistics.median(rates)
+        guessing.close()
+    plain.close()
+    return found
+
+
+def accept_after(prompts: Prompts, kind: str, device: str) -> dict[str, float]:
+    """Accept lengths over the first tokens after a resume from each tier, over those of the same texts
+    computed; and from the host without what the draft keeps in tails. A text is two pages and two tokens."""
+    prompts = [prompt[: 2 * PAGE + 2] for prompt in prompts]
+    with tempfile.TemporaryDirectory() as folder:
+        store = f"file://{folder}/store?size=1GiB"
+        lengths = dict[str, float]()
+        running = make_engine(kind, device, host_mib=256, store=store)
+        lengths["computed"] = _first(running, prompts)
+        lengths["device"] = _first(running, prompts)
+        running.empty_device()
+        lengths["host"] = _first(running, prompts)
+        running.empty_device()
+        draft = running.engine.runner.model.draft  # type: ignore[attr-defined]
+        lengths["without_draft_restore"] = _without_restore(draft, running, prompts)
+        running.rest()
+        running.close()
+        again = make_engine(kind, device, host_mib=256, store=store)
+        lengths["store"] = _first(again, prompts)
+        again.close()
+    cold = lengths.pop("computed")
+    ratios = {f"accept_after.{kind}.{source}": length / cold for source, length in lengths.items()}
+    ratios[f"accept_without_draft_restore.{kind}"] = ratios.pop(f"accept_after.{kind}.without_draft_restore")
+    return ratios
+
+
+def _without_restore(draft: Draft, running: RunningEngine, prompts: Prompts) -> float:
+    draft.restore = lambda *_: None  # type: ignore[method-assign]
+    try:
+        return _first(running, prompts)
+    finally:
+        del draft.restore
+
+
+def _first(running: RunningEngine, prompts: Prompts) -> float:
+    """Tokens per step of the first tokens of each text."""
+    guessing = running.engine.scheduler.guessing
+    guessing.policy = Always(2)
+    guessing.first_steps.clear()
+    guessing.first_tokens.clear()
+    for prompt in prompts:  # one after the other: every step has room for guesses
+        running.add(prompt, FIRST + 4)
+        while running.engine.tasks:
+            running.step()
+    running.rest()
+    return sum(guessing.first_tokens.values()) / sum(guessing.first_steps.values())
