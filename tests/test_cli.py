@@ -100,3 +100,8 @@ def test_a_server_sends_small_answers_at_once():
         assert listener.proto == socket.IPPROTO_TCP
         with socket.create_connection(listener.getsockname(), timeout=5):
             pass  # nobody is refused once it is bound
+
+
+def test_a_model_may_be_named_by_an_option_too(tmp_path: Path) -> None:
+    done = run("serve", "--model", tmp_path / "nobody")
+    assert done.returncode == 2 and "nobody" in done.stderr

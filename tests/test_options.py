@@ -126,10 +126,3 @@ def test_verify_offers_only_what_has_an_effect_there():
     offered = set(signature(verify).parameters)
     assert offered.isdisjoint({"store", "fetch", "fetch_deadline_s", "force_miss", "overlap", "waiting_max"})
     assert {"running_max", "replay", "evict", "host_memory"} <= offered
-
-
-def test_a_model_may_be_named_by_an_option_too(tmp_path):
-    app = typer.Typer()
-    app.command()(serve)
-    told = CliRunner().invoke(app, ["--model", str(tmp_path / "nobody")])
-    assert told.exit_code and "nobody" in str(told.exception)
