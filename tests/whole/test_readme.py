@@ -66,7 +66,7 @@ def test_what_is_made_can_be_made(command):
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
     """The folder of README's server with a store, which was started, asked and stopped."""
-    (serve,) = [line for line in COMMANDS if "tiercel serve" in line]
+    (serve,) = [line for line in COMMANDS if "tiercel serve" in line and "--store" in line]
     folder = tmp_path_factory.mktemp("store") / "tiercel"
     options = shlex.split(serve.replace("/var/cache/tiercel", str(folder)).replace("200GiB", "1GiB"))
     assert options[:2] == [".venv/bin/tiercel", "serve"]
@@ -80,6 +80,12 @@ def test_a_server_starts_with_a_store_and_the_store_can_be_looked_into(store):
     before, verbs, url = re.fullmatch(r"(.*) (\S+\|\S+) (URL)", line).groups()
     for verb in verbs.split("|"):
         run(f"{before.replace('.venv/bin/tiercel', TIERCEL)} {verb} file://{store}", shell=True)
+
+
+def test_a_server_that_guesses_starts():
+    (serve,) = [line for line in COMMANDS if "tiercel serve" in line and "--speculate" in line]
+    with running("--device-memory", "24MiB", *shlex.split(serve)[2:]) as server:
+        assert httpx.get(f"{server.url}/get_server_info").raise_for_status()
 
 
 @pytest.mark.parametrize("command", [line for line in COMMANDS if "conformance" in line or " spec " in line])
