@@ -9,13 +9,14 @@ import time
 from collections.abc import Sequence
 from random import Random
 
+from tests.engine.drive import Always
+
 from benchmarks.gpu_engines import RunningEngine
 from tiercel.config import CacheConfig
 from tiercel.engine.ask import Ask, Sampling
 from tiercel.engine.build import open_engine
 from tiercel.engine.config import Build, EngineConfig
 from tiercel.models.base import Draft
-from tiercel.policy.speculate import GuessRecord
 
 Prompts = Sequence[list[int]]
 
@@ -25,24 +26,6 @@ NEW = {1: 192, 16: 96, 64: 64}
 ROUNDS = 3
 FIRST = 8
 """Tokens after a resume that count: a draft that lost its part of the cache recovers soon."""
-
-
-class Always:
-    """A policy: every text gets so many guesses in every step."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def accepted(self, record: GuessRecord, *, asked: int, made: int, accepted: int) -> None:
-        """It learns nothing."""
-
-    def stepped(
-        self, *, rows: int, seconds: float, texts: int = 0, asked: int = 0, draft_s: float = 0.0
-    ) -> None:
-        """It learns nothing."""
-
-    def choose(self, records: Sequence[GuessRecord], most: Sequence[int], others: int = 0) -> list[int]:  # noqa: ARG002
-        return [min(self._count, each) for each in most]
 
 
 def make_engine(speculate: str, device: str, *, host_mib: int = 0, store: str | None = None) -> RunningEngine:

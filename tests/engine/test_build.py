@@ -145,6 +145,14 @@ def test_who_guesses_is_chosen_and_told(tmp_path):
         speculation_of(plain, "eager")
 
 
+def test_a_damaged_head_that_nobody_asks_for_is_not_looked_at(tmp_path):
+    folder = make_folder(tmp_path / "plain")
+    (folder / "eagle.safetensors").write_bytes(b"nothing")
+    assert speculation_of(folder, "ngram")[1].value.startswith("ngram")
+    with pytest.raises(WeightsError, match="eagle.safetensors"):
+        speculation_of(folder, "eagle")
+
+
 def test_a_draft_that_costs_much_is_used_only_if_it_is_asked_for():
     engine, told = speculation_of("tiny-v4")
     assert told.value.startswith("ngram") and "mtp would add 10%" in told.why

@@ -89,7 +89,8 @@ def test_a_short_text_has_nothing_to_look_up(tokens):
 def test_who_guesses_goes_by_the_model():
     plain, drafted = (make_engine(speculate=kind).runner.model for kind in ("ngram", "mtp"))
     assert make_drafter("off", drafted) is None
-    assert isinstance(make_drafter("auto", plain), NgramDrafter)
-    assert isinstance(make_drafter("auto", drafted), ModelDrafter)
+    assert make_drafter("auto", drafted) is None, "it is decided where a model is opened"
+    assert isinstance(make_drafter("ngram", plain), NgramDrafter)
+    assert isinstance(make_drafter("mtp", drafted), ModelDrafter)
     with pytest.raises(ConfigError, match="speculate = 'mtp': needs a model with a draft"):
         make_drafter("mtp", plain)

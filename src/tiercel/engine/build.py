@@ -34,6 +34,12 @@ from tiercel.text.text import Text
 CPU_BYTES = 256 * 2**20
 CUDA_STEP_TOKENS = 8192
 
+GUESSERS = {
+    "mtp": "the model's MTP layers guess",
+    "eagle": "the model's EAGLE head guesses",
+    "ngram": "the text so far guesses",
+    "off": "--speculate ngram turns it on",
+}
 DRAFT_SHARE_MOST = 0.02
 """A draft follows every step, so that its entries are there when it is asked. One that costs more is used
 only if it is asked for: where nothing can be guessed, speculation costs no more than this."""
@@ -61,10 +67,8 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
         raise ConfigError("exact", build.exact, why)
     build, config = _with_defaults(build, config, family)
     assert build.page_tokens and build.format
-    drafts = family.drafts(checkpoint, own)
-    config, speculation = _speculation(config, drafts, kernels)
+    config, draft, speculation = _speculation(config, family, checkpoint, own, kernels)
     spec = family.declare(checkpoint.config, build.page_tokens, build.format)
-    draft = drafts.get(config.speculate)
     if draft is not None:
         spec = spec.with_draft(draft.declare(build.page_tokens, build.format))
     if build.device_bytes is not None:
@@ -109,30 +113,28 @@ def _with_defaults(build: Build, config: EngineConfig, family: Family) -> tuple[
 
 
 def _speculation(
-    config: EngineConfig, drafts: Mapping[str, DraftOffer], kernels: Kernels
-) -> tuple[EngineConfig, Choice]:
-    """Who guesses: what was asked for, or else the best that costs little where nothing can be guessed."""
-    asked, why = config.speculate, ""
-    if kernels.NAME == "cuda":
-        why = "the cuda kernels do not compute drafts"
-    if asked in DRAFTS and (why or asked not in drafts):
-        raise ConfigError("speculate", asked, why or f"the model has no {asked} draft that is read here")
-    chosen = asked
-    if asked == "auto" and kernels.NAME == "cuda":
-        why = "a device waits where there are guesses; --speculate ngram turns it on"
-        return replace(config, speculate="off"), Choice("speculation", "off", why)
-    if asked == "auto":
-        dear = {name: each.share for name, each in drafts.items()}
-        chosen = next((name for name in DRAFTS if dear.get(name, 1.0) <= DRAFT_SHARE_MOST), "ngram")
-        told = (f"{name} would add {share:.0%}" for name, share in dear.items())
-        why = f"{', '.join(told)} to every step" if drafts else "the model has no draft that is read here"
-    config = replace(config, speculate=chosen)
-    if chosen == "off":
-        return config, Choice("speculation", "off", "--speculate auto turns it on")
-    who = {"mtp": "the model's MTP layers guess", "eagle": "the model's EAGLE head guesses"}
-    told_why = who.get(chosen, "the text so far guesses")
-    told_why += f"; {why}" if asked == "auto" and chosen == "ngram" and why else ""
-    return config, Choice("speculation", f"{chosen}, up to {config.guesses_max} tokens", told_why)
+    config: EngineConfig, family: Family, checkpoint: Checkpoint, own: Dimensions, kernels: Kernels
+) -> tuple[EngineConfig, DraftOffer | None, Choice]:
+    """Who guesses: what was asked for, or else the best that costs little where nothing can be guessed. The
+    files of a draft are looked at only if it may be used."""
+    asked, cuda = config.speculate, kernels.NAME == "cuda"
+    if asked in DRAFTS and cuda:
+        raise ConfigError("speculate", asked, "the cuda kernels do not compute drafts")
+    drafts = {} if cuda or asked not in ("auto", *DRAFTS) else family.drafts(checkpoint, own)
+    if asked in DRAFTS and asked not in drafts:
+        raise ConfigError("speculate", asked, f"the model has no {asked} draft that is read here")
+    chosen, more = asked, ""
+    if asked == "auto" and cuda:
+        chosen, more = "off", "; a device waits where there are guesses"
+    elif asked == "auto":
+        cheap = [name for name, each in drafts.items() if each.share <= DRAFT_SHARE_MOST]
+        chosen = [*cheap, "ngram"][0]
+        dear = ", ".join(f"{name} would add {each.share:.0%}" for name, each in drafts.items())
+        if not cheap:
+            more = f"; {dear} to every step" if drafts else "; the model has no draft that is read here"
+    value = chosen if chosen == "off" else f"{chosen}, up to {config.draft_tokens_max} tokens"
+    choice = Choice("speculation", value, GUESSERS[chosen] + more)
+    return replace(config, speculate=chosen), drafts.get(chosen), choice
 
 
 def _device_bytes(device: str, spec: CacheSpec, config: EngineConfig) -> int:

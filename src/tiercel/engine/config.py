@@ -92,8 +92,8 @@ class EngineConfig:
 
     @property
     def guesses_max(self) -> int:
-        """0: there are none."""
-        return 0 if self.speculate == "off" else self.draft_tokens_max
+        """0: there are none. `auto` is decided where a model is opened; without that nobody guesses."""
+        return 0 if self.speculate in ("off", "auto") else self.draft_tokens_max
 
     def __post_init__(self) -> None:
         check_settings(self)

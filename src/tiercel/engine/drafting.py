@@ -159,10 +159,10 @@ class PairIndex:
 
 
 def make_drafter(kind: str, model: Model) -> Drafter | None:
-    """`auto`: the model's own draft if it has one, else n-grams."""
-    if kind == "off":
+    """Who guesses, by a name of `--speculate`. `auto` has been decided before, or nobody guesses."""
+    if kind in ("off", "auto"):
         return None
-    if kind == "ngram" or (kind == "auto" and model.draft is None):
+    if kind == "ngram":
         return NgramDrafter()
     if model.draft is None:
         raise ConfigError("speculate", kind, "needs a model with a draft, and a cache that has room for it")

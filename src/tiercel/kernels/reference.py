@@ -1,6 +1,6 @@
 """The kernels of the models in plain torch, on any device: they define what each kernel computes.
 
-`native.py` has the same functions in C for the CPU; Triton will have them for CUDA. A model runs on any set.
+`native.py` has the same functions in C for the CPU, `cuda/` in Triton. A model runs on any set.
 """
 
 from __future__ import annotations
