@@ -126,6 +126,8 @@ def test_seconds_lie_on_lines_between_what_was_measured():
         table.observe(2, 2.0)
     table.observe(2, 1000.0)
     assert table.at(2) == 2.0, "one slow step is an accident"
+    table.observe(3, 1000.0)
+    assert table.at(3) == 3.0, "three do not take longer than four"
 
 
 def test_what_came_true_lately_counts_more():

@@ -3,7 +3,8 @@
     a step        seconds it takes with so many rows, measured: without guesses, and with guesses
     a guess       how likely it is accepted, measured: for its text, with what is known of all texts before
 
-A guess is added if tokens per second rise with it. Where no guess is worth it one is still tried now and
+A guess is added if tokens per second rise with it; there are none if all of them together bring less than
+`WORTH`, which is what can not be measured. Where no guess is worth it one is still tried now and
 then, so rarely that trying costs less than `TRIED_SHARE` of the time: texts and loads change.
 """
 
@@ -13,10 +14,14 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 from statistics import median_low
 
 LEVELS_MOST = 8
 """No text gets more guesses in one step."""
+
+WORTH = 1.02
+"""Tokens per second over those without guesses. Steps of one kind differ by more than this."""
 
 TRIED_SHARE = 0.01
 """Of all time: what trying may cost."""
@@ -60,10 +65,12 @@ class Tally:
 
 
 class SecondsTable:
-    """Seconds by a count, as measured lately; between two counts and beyond them along a line."""
+    """Seconds by a count, as measured lately; between two counts and beyond them along a line. A count takes
+    no longer than a larger one: if it was measured so, an accident was measured."""
 
     def __init__(self) -> None:
         self._measured: dict[int, deque[float]] = {}
+        self._medians: dict[int, float] = {}
         self._seconds: dict[int, float] = {}
         self._counts: list[int] = []
 
@@ -72,7 +79,15 @@ class SecondsTable:
             insort(self._counts, count)
             self._measured[count] = deque(maxlen=MEASURED)
         self._measured[count].append(seconds)
-        self._seconds[count] = median_low(self._measured[count])
+        self._medians[count] = median_low(self._measured[count])
+        least = inf
+        for each in reversed(self._counts):
+            self._seconds[each] = least = min(least, self._medians[each])
+
+    def above(self, count: int) -> float:
+        """What the next larger count that was measured takes: this one takes no longer."""
+        right = bisect_left(self._counts, count)
+        return self._seconds[self._counts[right]] if right < len(self._counts) else inf
 
     def at(self, count: float) -> float | None:
         counts = self._counts
@@ -87,8 +102,6 @@ class SecondsTable:
         right = min(max(right, 1), len(counts) - 1)
         low, high = counts[right - 1], counts[right]
         slope = (self._seconds[high] - self._seconds[low]) / (high - low)
-        if not low <= count <= high:
-            slope = max(slope, 0.0)
         nearest = low if count < high else high
         return max(0.0, self._seconds[nearest] + slope * (count - nearest))
 
@@ -159,6 +172,7 @@ class Speculation:
         plain_s = self._plain.at(rows)
         if plain_s is None or self._since_plain >= PLAIN_EVERY:
             return chosen  # steps without guesses tell what they take
+        plain_s = min(plain_s, self._guessing.above(rows))  # the machine may have become faster meanwhile
         if plain_s > 0.0:
             chosen = self._fastest(records, most, rows, plain_s)
         for record, count in zip(records, chosen, strict=True):
@@ -170,7 +184,7 @@ class Speculation:
     ) -> list[int]:
         """Level by level: the first guess of so many texts, the second one of so many of these, …"""
         chosen = best = [0] * len(records)
-        best_rate, tokens, draft_s, more = rows / plain_s, float(rows), 0.0, 0.0
+        best_rate, tokens, draft_s, more = WORTH * rows / plain_s, float(rows), 0.0, 0.0
         likely, prior = dict.fromkeys(range(len(records)), 1.0), FIRST
         for level in range(max(most, default=0)):
             prior = self._all.levels[level].rate(prior, PRIOR_TRIES)  # not known: as on the level before
