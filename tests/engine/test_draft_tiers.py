@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.engine.drive import PAGE, TEXT, Always, make_ask, settle, tokens_of
-from tests.servers import redis_server
+from tests.servers import mooncake_holder, mooncake_master, redis_server
 from tiercel.config import CacheConfig
 from tiercel.engine.build import open_engine
 from tiercel.engine.config import Build, EngineConfig
@@ -159,13 +159,16 @@ def file_url(folder):
     return f"file://{folder}/store?size=64MiB"
 
 
-@pytest.fixture(params=["file", "redis"])
+@pytest.fixture(params=["file", "redis", "mooncake"])
 def url(request, tmp_path):
     if request.param == "file":
         yield file_url(tmp_path)
-        return
-    with redis_server(unix=True) as server:
-        yield server.url
+    elif request.param == "redis":
+        with redis_server(unix=True) as server:
+            yield server.url
+    else:
+        with mooncake_master() as master, mooncake_holder(master, 64 * MIB):
+            yield master.url
 
 
 @pytest.mark.parametrize("source", ["device", "host"])

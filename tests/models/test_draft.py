@@ -2,6 +2,8 @@
 of one sequence, written straight from the formulas; then the same text in pieces, resumed from a tail, after
 guesses that were refused, with one MTP layer and with two."""
 
+from random import Random
+
 import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
@@ -206,6 +208,57 @@ def test_refused_guesses_leave_no_trace(case, at):
             assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("modules, seed", [(1, 3), (1, 4), (2, 3)])
+def test_whenever_texts_are_guessed_the_bits_are_the_same(case, modules, seed):
+    """Two texts: pieces of any length, some with wrong tokens at the end, also over a page's end; a guess now and then, for one of the
+    texts or both, so that one or many tokens have made no entries yet."""
+    reference, weights, tokens, _ = case
+    weights = weights | shaken(weights)
+    truth, texts = [], [tokens, tokens.flip(0)]
+    for text in texts:
+        own = Drafted(reference, weights, modules)
+        own.run(text, [100])
+        truth.append({})
+        for at in range(100, 200):
+            truth[-1][at] = own.propose(text, at, 3)
+            own.run(text, [at + 1], start=at)
+    drafted, random = Drafted(reference, weights, modules), Random(seed)
+    places, at = torch.tensor([[4, 2], [7, 5]]), [0, 0]
+    for i in (0, 1):
+        drafted.model.forward([Span(texts[i][:100], 0, places[i], i)])
+        at[i] = 100
+    while max(at) < 190:
+        guessed = random.choice([[], [], [0], [1], [0, 1]])
+        if guessed:
+            drafted.logits = []
+            spans = [Span(texts[i][at[i] : at[i] + 1], at[i], places[i], i) for i in guessed]
+            guesses = drafted.model.draft.propose(spans, 3)
+            for row, i in enumerate(guessed):
+                expected, logits = truth[i][at[i]]
+                assert guesses[row].tolist() == expected
+                assert all(torch.equal(a[row], b) for a, b in zip(drafted.logits, logits, strict=True))
+        spans = []
+        for i in random.choice([[0], [1], [0, 1]]):
+            right, wrong = random.choice([1, 1, 1, 2, 5, 12]), random.choice([0, 0, 1, 4])
+            if at[i] in range(PAGE - 5, PAGE):
+                right = 1
+            own = texts[i][at[i] : at[i] + right + wrong].clone()
+            own[right:] = (own[right:] + 7) % 256
+            tails = {PAGE: i} if at[i] < PAGE <= at[i] + len(own) else {}
+            spans.append(Span(own, at[i], places[i], i, tails))
+            at[i] = min(at[i] + right, 199)
+        drafted.model.forward(spans)
+
+
+def shaken(weights):
+    """Parameters of a second MTP layer."""
+    random, made = torch.Generator().manual_seed(11), {}
+    for name in [name for name in weights if name.startswith("mtp.0.")]:
+        noise = torch.randn(weights[name].shape, generator=random)
+        made[name.replace("mtp.0.", "mtp.1.")] = weights[name] + 0.1 * noise
+    return made
+
+
 def test_a_second_guess_goes_beside_the_drafts_own_streams(case):
     """As if the text had gone so: the draft's entries of guesses are seen, and then written again."""
     reference, weights, tokens, _ = case
@@ -228,10 +281,7 @@ def x_after(x):
 @pytest.mark.parametrize("at", [1, 2, 200, 256])
 def test_with_two_mtp_layers_the_second_guesses_the_second_token(case, at):
     reference, weights, tokens, _ = case
-    random = torch.Generator().manual_seed(11)
-    for name in [name for name in weights if name.startswith("mtp.0.")]:
-        shaken = weights[name] + 0.1 * torch.randn(weights[name].shape, generator=random)
-        weights = weights | {name.replace("mtp.0.", "mtp.1."): shaken}
+    weights = weights | shaken(weights)
     drafted = Drafted(reference, weights, modules=2)
     cuts = [1, at] if at > 1 else [1]
     drafted.run(tokens, cuts, tails={128: 1, 256: 3})

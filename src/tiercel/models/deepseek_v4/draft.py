@@ -34,98 +34,56 @@ from tiercel.models.deepseek_v4.layer import Layer, site_of
 from tiercel.models.deepseek_v4.rows import Setup
 from tiercel.models.deepseek_v4.weights import DRAFT, parameters
 from tiercel.models.rotary import Rotary
+from tiercel.spec.cache_spec import CacheSpec
 
 NO_PAGES = torch.empty(0, dtype=torch.int64)
 """A draft's window lies in rings alone."""
 
 
+MERGED_MOST = 8
+"""So many tokens of a text that have made no entries yet go through a layer with the one that is guessed
+after. More of them make entries only, which is less to compute."""
+
+
 class Call:
-    """The spans of one call: where the streams before each token are, and which streams rings remember."""
+    """The spans of one call, and where their streams are."""
 
-    def __init__(self, spans: Sequence[Span], ring_rows: int) -> None:
-        lengths = np.array([len(span.tokens) for span in spans])
-        starts, rings = np.array([span.start for span in spans]), np.array([span.ring for span in spans])
-        first = lengths.cumsum() - lengths
+    def __init__(self, spans: Sequence[Span]) -> None:
         self.spans = spans
-        self.positions: Ints = np.arange(lengths.sum()) + (starts - first).repeat(lengths)
-        self.first, self.before = map(torch.from_numpy, (first, rings * ring_rows + (starts - 1) % ring_rows))
-        kept = (self.positions >= (starts + lengths - ring_rows).repeat(lengths)).nonzero()[0]
-        rows = rings.repeat(lengths)[kept] * ring_rows + self.positions[kept] % ring_rows
-        self.kept, self.rows = torch.from_numpy(kept), torch.from_numpy(rows)
-        tails = zip(spans, first.tolist(), strict=True)
-        self.tails = [
-            (at + b - span.start - 1, place) for span, at in tails for b, place in span.tails.items()
-        ]
+        self.lengths = np.array([len(span.tokens) for span in spans])
+        self.starts = np.array([span.start for span in spans])
+        self.rings = np.array([span.ring for span in spans])
+        self.ends, self.first = self.starts + self.lengths, self.lengths.cumsum() - self.lengths
+
+    def kept(self, ring_rows: int) -> tuple[Tensor, Tensor]:
+        """(flat tokens, ring rows): what rings remember of this call."""
+        positions = np.arange(self.lengths.sum()) + (self.starts - self.first).repeat(self.lengths)
+        kept = (positions >= (self.ends - ring_rows).repeat(self.lengths)).nonzero()[0]
+        rows = self.rings.repeat(self.lengths)[kept] * ring_rows + positions[kept] % ring_rows
+        return torch.from_numpy(kept), torch.from_numpy(rows)
+
+    def tails(self) -> list[tuple[int, int]]:
         """(flat token before the boundary, place)"""
+        each = zip(self.spans, self.first.tolist(), strict=True)
+        return [(at + b - span.start - 1, place) for span, at in each for b, place in span.tails.items()]
 
 
-class Module:
-    """One MTP layer, and the streams beside which its next entries are made."""
+class MtpLayer:
+    """One MTP layer: its parameters, and what they compute of each token."""
 
     def __init__(self, setup: Setup, number: int, weights: Weights, rotary: Rotary) -> None:
-        self._config, self._k, self._rings, self.number = setup.config, setup.kernels, setup.rings, number
+        self._config, self._k, self.number = setup.config, setup.kernels, number
         c, k = setup.config, setup.kernels
-        w = part_of(weights, f"mtp.{number}.")
+        w = part_of(weights, f"{DRAFT}{number}.")
         self._norms = [w["enorm.weight"], w["hnorm.weight"]]
         self._projections = [k.pack(w[f"{name}.weight"]) for name in ("e_proj", "h_proj")]
         self._head = site_of(c, k, part_of(w, "hc_head.hc_"), w["norm.weight"])
         self._embedding, self._rotary = weights["model.embed_tokens.weight"], rotary
         self.layer = Layer(setup, c.layers + number, w, rotary)
-        self._tails = setup.rows("draft_hidden", c.layers + number)
-        self._kept = rows_before(c.window) + setup.guesses_max
-        spec = setup.memory.spec
-        self._in_tail = spec.stream("draft_window").entries_per_row(spec.page_tokens)
         self.ring_rows = setup.guesses_max + 1
-        shape = setup.rings * self.ring_rows, c.hc_mult, c.hidden_size
-        self.last = torch.zeros(shape, device=setup.memory.device)
-        """The streams beside the last tokens of each text, in rows by position as in `Rings`: one more than
-        there may be guesses, since any of them may be the last that is accepted."""
 
-    def follow(self, call: Call, x: Tensor, tokens: Tensor, *, read: bool) -> Tensor | None:
-        """Make the entries of a call's tokens beside the streams x of the tokens before them. Answers this
-        module's streams beside these tokens, if they are read."""
-        before = torch.cat([x[:1], x[:-1]])
-        before[call.first] = self.last[call.before]
-        self.last[call.rows] = x[call.kept]
-        for token, place in call.tails:
-            self._tails.write_row(place, self._tails.codec.encode(x[token].flatten()[None]))
-        spans, chosen, lag = list[Span](), np.zeros(len(call.positions), np.bool_), self.number + 1
-        for span, first in zip(call.spans, call.first.tolist(), strict=True):
-            start = span.start - lag
-            drop = max(0, -start)  # the first tokens of a text have no streams before them
-            tails = {boundary - lag: place for boundary, place in span.tails.items()}
-            if not read:
-                drop = max(drop, self._needed(start + len(span.tokens), tails) - start)
-            if drop < len(span.tokens):
-                spans.append(Span(span.tokens[drop:], start + drop, NO_PAGES, span.ring, tails))
-                chosen[first + drop : first + len(span.tokens)] = True
-        if not spans:
-            return x if read else None
-        there = torch.from_numpy(chosen)
-        if not read:
-            self._store(spans, before[there], tokens[there])
-            return None
-        streams = torch.zeros_like(x)
-        streams[there] = self.run(spans, before[there], tokens[there])
-        return streams
-
-    def _needed(self, end: int, tails: Iterable[int]) -> int:
-        """The first entry that the ring keeps of a span with this end, or that a tail has."""
-        return min([end - self._kept, *(boundary - self._in_tail for boundary in tails)])
-
-    def run(self, spans: Sequence[Span], x: Tensor, tokens: Tensor) -> Tensor:
-        """The streams of tokens beside the streams of the tokens before them."""
-        batch = Batch(spans, self._rings, x.device)
-        return self.layer(self._input(x, tokens), tokens, self._turn(batch), batch)
-
-    def _store(self, spans: Sequence[Span], x: Tensor, tokens: Tensor) -> None:
-        batch = Batch(spans, self._rings, x.device)
-        self.layer.store(self._input(x, tokens), self._turn(batch), batch)
-
-    def _turn(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        return self._rotary.at(batch.positions, batch.longest)
-
-    def _input(self, x: Tensor, tokens: Tensor) -> Tensor:
+    def enter(self, x: Tensor, tokens: Tensor) -> Tensor:
+        """What the layer reads: tokens beside the streams x of the tokens before them."""
         eps, k = self._config.rms_norm_eps, self._k
         embedded = k.norm(self._embedding[tokens], self._norms[0], eps)
         x = k.linear(k.norm(x.flatten(0, 1), self._norms[1], eps), self._projections[1])
@@ -135,32 +93,191 @@ class Module:
     def logits(self, x: Tensor, lm_head: Matrix) -> Tensor:
         return self._k.linear(self._k.hyper_head(x, self._head), lm_head, wide=True)
 
+
+class Module(MtpLayer):
+    """An MTP layer on a CPU, and what its next entries are made of: for the last tokens of each text the
+    token and the target's streams, in rings, by position as in `Rings`.
+
+    Nobody reads the entries of the last module until it guesses or a tail is written: until then its tokens
+    make none. A token that waits costs a row in a ring, and where many wait they make their entries together.
+    """
+
+    def __init__(self, setup: Setup, number: int, weights: Weights, rotary: Rotary) -> None:
+        super().__init__(setup, number, weights, rotary)
+        c, spec = setup.config, setup.memory.spec
+        self._rings, self._lag = setup.rings, number + 1
+        self._tails = setup.rows("draft_hidden", c.layers + number)
+        self._back = rows_before(c.window)
+        """So many tokens before the next one have entries that are read."""
+        self._in_tail = spec.stream("draft_window").entries_per_row(spec.page_tokens)
+        self.ring_rows = self._back + setup.guesses_max + 1
+        rows, device = setup.rings * self.ring_rows, setup.memory.device
+        self._streams = torch.zeros(rows, c.hc_mult, c.hidden_size, device=device)
+        self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._made = np.zeros(setup.rings, np.int64)
+        """By ring: tokens before this position have made their entries, as far as these are still read."""
+
+    def keep(self, call: Call, x: Tensor, tokens: Tensor) -> None:
+        """Remember the streams x of a call's tokens, in rings and tails. Entries are made when they are read."""
+        self._made[call.rings] = np.minimum(self._made[call.rings], call.starts)
+        if any(span.tails for span in call.spans):
+            self._write_tails(call, x, tokens)
+        self._remember(call, x, tokens)
+
+    def _remember(self, call: Call, x: Tensor, tokens: Tensor) -> None:
+        kept, rows = call.kept(self.ring_rows)
+        self._streams[rows], self._tokens[rows] = x[kept], tokens[kept]
+
+    def _write_tails(self, call: Call, x: Tensor, tokens: Tensor) -> None:
+        """Make the entries that the tails of a call hold, and write them."""
+        self._write_hidden(call, x)
+        chosen = np.array([bool(span.tails) for span in call.spans])
+        self.catch_up(call.rings[chosen], call.starts[chosen])
+        spans, there = list[Span](), list[Tensor]()
+        before = self._before(call, x)
+        for span, first in zip(call.spans, call.first.tolist(), strict=True):
+            if not span.tails:
+                continue
+            end = max(span.tails)
+            start = max(self._lag, min(span.tails) - self._in_tail, span.start)
+            if start < end:
+                tails = {boundary - self._lag: place for boundary, place in span.tails.items()}
+                own = span.tokens[start - span.start : end - span.start]
+                spans.append(Span(own, start - self._lag, NO_PAGES, span.ring, tails))
+                there.append(torch.arange(first + start - span.start, first + end - span.start))
+            self._made[span.ring] = end
+        if spans:
+            rows = torch.cat(there)
+            self._store(spans, before[rows], tokens[rows])
+
+    def follow(self, call: Call, x: Tensor, tokens: Tensor) -> Tensor:
+        """Make the entries of a call's tokens beside the streams x of the tokens before them. Answers this
+        module's streams beside these tokens: the next module reads them."""
+        before, streams = self._before(call, x), torch.zeros_like(x)
+        spans, chosen = list[Span](), np.zeros(len(x), np.bool_)
+        for span, first in zip(call.spans, call.first.tolist(), strict=True):
+            drop = max(0, self._lag - span.start)  # the first tokens of a text have no streams before them
+            tails = {boundary - self._lag: place for boundary, place in span.tails.items()}
+            if drop < len(span.tokens):
+                spans.append(
+                    Span(span.tokens[drop:], span.start - self._lag + drop, NO_PAGES, span.ring, tails)
+                )
+                chosen[first + drop : first + len(span.tokens)] = True
+        if spans:
+            there = torch.from_numpy(chosen)
+            streams[there] = self.run(spans, before[there], tokens[there])
+        self._write_hidden(call, x)
+        self._remember(call, x, tokens)
+        self._made[call.rings] = call.ends
+        return streams
+
+    def _write_hidden(self, call: Call, x: Tensor) -> None:
+        for token, place in call.tails():
+            self._tails.write_row(place, self._tails.codec.encode(x[token].flatten()[None]))
+
+    def _before(self, call: Call, x: Tensor) -> Tensor:
+        """The streams of the token before each token of a call."""
+        before = torch.cat([x[:1], x[:-1]])
+        rows = call.rings * self.ring_rows + (call.starts - 1) % self.ring_rows
+        before[torch.from_numpy(call.first)] = self._streams[torch.from_numpy(rows)]
+        return before
+
+    def _waiting(self, rings: Ints, ends: Ints) -> Ints:
+        """The first token of each text that has to make its entry: none before it is read behind `ends`."""
+        return np.maximum(np.minimum(self._made[rings], ends), np.maximum(ends - self._back, 0))
+
+    def catch_up(self, rings: Ints, ends: Ints) -> None:
+        """The tokens before `ends` make their entries, as far as these are read."""
+        firsts = np.maximum(self._waiting(rings, ends), self._lag)
+        chosen = firsts < ends
+        if chosen.any():
+            self._store(*self._ring_spans(rings[chosen], firsts[chosen], ends[chosen]))
+        self._made[rings] = ends
+
+    def go_on(self, rings: Ints, ends: Ints, x: Tensor, tokens: Tensor) -> Tensor:
+        """The streams of `tokens` [texts, n], which stand from position `ends` on, beside those of the tokens
+        before them: the first's are in the ring, the others' are x [texts, n - 1, …]. Tokens that wait go
+        along. The first tokens of a text have no streams: they are zeros."""
+        texts, count = tokens.shape
+        positions = ends[:, None] + np.arange(count)
+        rows = torch.from_numpy(rings[:, None] * self.ring_rows + positions % self.ring_rows)
+        self._tokens[rows] = tokens
+        if count > 1:
+            self._streams[rows[:, :-1]] = x
+        firsts = self._waiting(rings, ends)
+        if (ends - firsts).max() > MERGED_MOST:
+            self.catch_up(rings, ends)
+            firsts = ends
+        self._made[rings] = ends
+        firsts, upto = np.maximum(firsts, self._lag), ends + count
+        there = firsts < upto
+        streams = self._streams.new_zeros(texts, count, *self._streams.shape[1:])
+        if not there.any():
+            return streams
+        made = self.run(*self._ring_spans(rings[there], firsts[there], upto[there]))
+        behind = (upto - firsts)[there].cumsum()
+        if (upto - firsts >= count).all():
+            return made[torch.from_numpy(behind[:, None] - count + np.arange(count))]
+        lengths = np.minimum(upto - firsts, count)
+        for i, end in zip(there.nonzero()[0].tolist(), behind.tolist(), strict=True):
+            streams[i, count - lengths[i] :] = made[end - lengths[i] : end]
+        return streams
+
+    def _ring_spans(self, rings: Ints, firsts: Ints, ends: Ints) -> tuple[list[Span], Tensor, Tensor]:
+        """Tokens firsts … ends - 1 of texts, out of the rings: spans, streams before them, tokens."""
+        lengths = ends - firsts
+        positions = np.arange(lengths.sum()) + (firsts - lengths.cumsum() + lengths).repeat(lengths)
+        of_ring = rings.repeat(lengths) * self.ring_rows
+        tokens = self._tokens[torch.from_numpy(of_ring + positions % self.ring_rows)]
+        streams = self._streams[torch.from_numpy(of_ring + (positions - 1) % self.ring_rows)]
+        each = zip(tokens.split(lengths.tolist()), firsts.tolist(), rings.tolist(), strict=True)
+        spans = [Span(own, first - self._lag, NO_PAGES, ring) for own, first, ring in each]
+        return spans, streams, tokens
+
+    def run(self, spans: Sequence[Span], x: Tensor, tokens: Tensor) -> Tensor:
+        """The streams of tokens beside the streams of the tokens before them."""
+        batch = Batch(spans, self._rings, x.device)
+        return self.layer(self.enter(x, tokens), tokens, self._turn(batch), batch)
+
+    def _store(self, spans: Sequence[Span], x: Tensor, tokens: Tensor) -> None:
+        batch = Batch(spans, self._rings, x.device)
+        self.layer.store(self.enter(x, tokens), self._turn(batch), batch)
+
+    def _turn(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        return self._rotary.at(batch.positions, batch.longest)
+
     def restore(self, ring: int, place: int, boundary: int) -> None:
-        self.layer.attention.restore(ring, place, boundary - 1 - self.number)
+        self.layer.attention.restore(ring, place, boundary - self._lag)
         row = ring * self.ring_rows + (boundary - 1) % self.ring_rows
-        self.last[row] = self._tails.codec.decode(self._tails.read_row(place)).view_as(self.last[row])
+        self._streams[row] = self._tails.codec.decode(self._tails.read_row(place)).view_as(self._streams[row])
+        self._made[ring] = boundary
+
+
+def modules_of(spec: CacheSpec) -> int:
+    """How many MTP layers a declaration has."""
+    for stream in spec.streams:
+        if stream.name == "draft_hidden":
+            return len(stream.layers)
+    why = "has no stream `hidden`, without which a draft can not go on: deepseek_v4_mtp(hidden=True)"
+    raise SpecError("draft", spec.model, why)
 
 
 class MtpDraft:
-    """All MTP layers of a checkpoint. `weights` are all of the model's: embedding and head are shared."""
+    """All MTP layers of a checkpoint, on a CPU; `cuda_draft.py` has the same for CUDA. `weights` are all of the
+    model's: embedding and head are shared."""
 
     def __init__(self, setup: Setup, weights: Weights, lm_head: Matrix) -> None:
         c, memory = setup.config, setup.memory
-        hidden = [stream for stream in memory.spec.streams if stream.name == "draft_hidden"]
-        if not hidden:
-            why = "has no stream `hidden`, without which a draft can not go on: deepseek_v4_mtp(hidden=True)"
-            raise SpecError("draft", memory.spec.model, why)
         rotary = Rotary(c.rope_main, c.rope_dim, memory.device)
-        self.modules = [Module(setup, i, weights, rotary) for i in range(len(hidden[0].layers))]
-        self._lm_head = lm_head
+        self.modules = [Module(setup, i, weights, rotary) for i in range(modules_of(memory.spec))]
+        self._lm_head, self._guesses_max = lm_head, setup.guesses_max
 
     def follow(self, spans: Sequence[Span], x: Tensor, tokens: Tensor) -> None:
-        """Make the entries of the streams x [tokens, n, d] that the target computed."""
-        call, last = Call(spans, self.modules[0].ring_rows), self.modules[-1]
-        streams: Tensor | None = x
-        for module in self.modules:
-            assert streams is not None
-            streams = module.follow(call, streams, tokens, read=module is not last)
+        """The target computed the streams x [tokens, n, d]."""
+        call = Call(spans)
+        for module in self.modules[:-1]:
+            x = module.follow(call, x, tokens)
+        self.modules[-1].keep(call, x, tokens)
 
     @torch.inference_mode()
     def propose(self, spans: Sequence[Span], count: int) -> Tensor:
@@ -169,42 +286,27 @@ class MtpDraft:
 
         The entries of guesses lie in spare rows of the rings. `follow` writes these positions again.
         """
-        modules, last = self.modules, self.modules[-1]
-        assert count < modules[0].ring_rows, "a ring has a spare row for each guess"
-        texts, ring_rows = len(spans), last.ring_rows
-        start = np.array([span.start for span in spans])
+        assert count <= self._guesses_max, "a ring has a spare row for each guess"
+        starts = np.array([span.start for span in spans])
         rings = np.array([span.ring for span in spans])
-        row = torch.from_numpy(rings * ring_rows + (start - 1) % ring_rows)
         tokens = torch.from_numpy(np.array([int(span.tokens[0]) for span in spans]))[:, None]
-        x = last.last[:0]
+        x = newest = torch.empty(len(spans), 0)
         for j in range(count):
-            if j < len(modules):  # all tokens since the last call, beside the streams of the module before
-                module = modules[j]
-                x = torch.cat([module.last[row][:, None], x.view(texts, j, *x.shape[1:])], 1).flatten(0, 1)
-                x = self._run(module, rings, start - 1 - j, x, tokens)
+            module = self.modules[min(j, len(self.modules) - 1)]
+            if j < len(self.modules):
+                x = module.go_on(rings, starts, x, tokens)
             else:
-                x = x.view(texts, -1, *x.shape[1:])[:, -1]
-                x = self._run(last, rings, start + j - len(modules), x, tokens[:, -1:])
-                module = last
-            newest = x.view(texts, -1, *x.shape[1:])[:, -1]
+                x = self._chain(module, rings, starts + j, newest, tokens[:, -1])
+            newest = x[:, -1].contiguous()
             best = greedy(module.logits(newest, self._lm_head)).clamp(min=0)
             tokens = torch.cat([tokens, best[:, None]], 1)
         return tokens[:, 1:]
 
-    def _run(self, module: Module, rings: Ints, start: Ints, x: Tensor, tokens: Tensor) -> Tensor:
-        """One span of each text, from position `start` on. Entries before the text are left out."""
-        count = tokens.shape[1]
-        numbers = tokens.numpy()
-        spans = [
-            Span(own[max(0, -at) :], max(0, at), NO_PAGES, ring)
-            for own, at, ring in zip(numbers, start.tolist(), rings.tolist(), strict=True)
-        ]
-        if start.min() >= 0:
-            return module.run(spans, x, tokens.flatten())
-        there = torch.from_numpy((start[:, None] + np.arange(count) >= 0).ravel())
-        streams = torch.zeros_like(x)
-        streams[there] = module.run(spans, x[there], tokens.flatten()[there])
-        return streams
+    def _chain(self, module: Module, rings: Ints, positions: Ints, x: Tensor, tokens: Tensor) -> Tensor:
+        """The last module goes on from its own streams. One token of each text, which is behind its second."""
+        starts, numbers = (positions - module.number - 1).tolist(), tokens.numpy()
+        spans = [Span(numbers[i : i + 1], starts[i], NO_PAGES, ring) for i, ring in enumerate(rings.tolist())]
+        return module.run(spans, x, tokens)[:, None]
 
     @torch.inference_mode()
     def restore(self, ring: int, place: int, boundary: int) -> None:
