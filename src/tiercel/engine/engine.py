@@ -70,7 +70,7 @@ class Engine:
         """Queue an ask. Raises `AskError` or `QueueFull`, and then nothing has happened."""
         self.check(ask)
         sampling = ask.sampling
-        stream = TextStream(self.text, sampling.stop, sampling.keep_stop)
+        stream = TextStream(self.text, sampling.stop, sampling.keep_stop, sampling.skip_special_tokens)
         self.scheduler.add(
             ask, stream, sampling.stop_tokens | (frozenset() if sampling.ignore_eos else self.text.eos)
         )
