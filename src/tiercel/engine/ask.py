@@ -70,6 +70,8 @@ class Ask:
     priority: int = 0
     prompt_logprobs_from: int | None = None
     """Logprobs of the prompt's tokens from this position on. Pages behind it are computed, not reused."""
+    prefiller: Prefiller | None = None
+    """Who computes the prompt, if a router has said so. The engine does not use it yet."""
 
 
 class TokenOut(NamedTuple):
@@ -138,6 +140,8 @@ class QueueStats:
     waiting: int
     loading: int
     running: int
+    tokens: int
+    """Of all of them: prompts, and answers so far."""
 
 
 @dataclass(frozen=True)

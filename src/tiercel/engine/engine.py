@@ -96,7 +96,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         own = self.scheduler
-        queue = QueueStats(len(own.waiting), len(own.loading), len(own.running))
+        tokens = sum(len(task.tokens) for task in self.tasks.values())
+        queue = QueueStats(len(own.waiting), len(own.loading), len(own.running), tokens)
         lengths = own.guessing.accept_length()
         return EngineStats(
             **vars(self.cache.stats()), queue=queue, engine=dict(self.counters), accept_length=lengths
