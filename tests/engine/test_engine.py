@@ -203,6 +203,31 @@ def test_a_stop_token_and_the_end_of_text_end_an_answer():
     assert tokens_of(ended) == [2] and ended.text == ""
 
 
+@LOOPS
+def test_no_end_is_drawn_before_so_many_tokens(overlap):
+    engine = make_engine()
+    ends = {"ignore_eos": False, "logit_bias": {2: 100.0, 7: 50.0}, "stop_tokens": frozenset({7})}
+    at_once, later = run(
+        engine,
+        make_ask("a", words(9), 30, **ends),
+        make_ask("b", words(9), 30, min_tokens=5, **ends),
+        overlap=overlap,
+    )
+    assert tokens_of(at_once) == [2]
+    assert len(later.tokens) == 6
+    assert tokens_of(later)[-1] == 2 and not {2, 7} & set(tokens_of(later)[:-1])
+
+
+def test_special_tokens_are_shown_if_they_are_not_skipped():
+    engine = make_engine()
+    asks = [
+        make_ask(str(skip), words(9), 3, logit_bias={2: 100.0}, skip_special_tokens=skip)
+        for skip in (True, False)
+    ]
+    skipped, shown = run(engine, *asks)
+    assert (skipped.text, shown.text) == ("", "<|end|>" * 3)
+
+
 def test_without_a_seed_requests_differ():
     asks = [make_ask(name, words(30), 20, temperature=1.0) for name in "ab"]
     first, second = run(make_engine(), *asks)

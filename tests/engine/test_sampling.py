@@ -90,6 +90,7 @@ def odds_of_twin(
         {"logit_bias": {0: 100, 7: -100.0}},
         {"logprobs": 20, "max_tokens": 0},
         {"stop": ("a",), "stop_tokens": frozenset({7})},
+        {"min_tokens": 5, "max_tokens": 5},
     ],
 )
 def test_what_can_be_sampled_is_let_pass(asked: dict[str, Any]) -> None:
@@ -108,6 +109,7 @@ def test_what_can_be_sampled_is_let_pass(asked: dict[str, Any]) -> None:
         ("min_p", 1.1),
         *[("top_k", bad) for bad in (-1, 1.0, True, None)],
         *[("max_tokens", bad) for bad in (-1, 0.5, False, None)],
+        *[("min_tokens", bad) for bad in (-1, 0.5, True, None, 129)],
         *[
             (name, bad)
             for name in ("presence_penalty", "frequency_penalty")
@@ -390,3 +392,30 @@ def test_the_logits_are_not_changed() -> None:
     ):
         Sampler(sampling, (1, 2), 20).draw(row)
     assert torch.equal(row, before)
+
+
+# Not before so many tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 1e30])
+def test_a_token_that_ends_an_answer_is_not_drawn_too_early(temperature: float) -> None:
+    rows = [make_row(9, 1, 8, 0)] * 6
+    sampling = Sampling(temperature=temperature, min_tokens=4, stop_tokens=frozenset({0, 2}))
+    early = {token for seed in range(50) for token in tokens_drawn(replace(sampling, seed=seed), rows)[:4]}
+    assert early == ({1} if temperature == 0 else {1, 3})
+    late = {token for seed in range(50) for token in tokens_drawn(replace(sampling, seed=seed), rows)[4:]}
+    assert 0 in late
+
+
+def test_after_a_preemption_the_tokens_are_still_counted() -> None:
+    row = make_row(9, 1, 8, 0)
+    sampling = Sampling(temperature=0, min_tokens=2, stop_tokens=frozenset({0}))
+    assert [Sampler(sampling, (), 4, [2] * drawn).draw(row).token for drawn in range(4)] == [2, 2, 0, 0]
+
+
+def test_logprobs_are_those_of_the_model_while_an_end_is_not_drawn() -> None:
+    row = make_row(9, 1, 8, 0)
+    plain, later = Sampling(temperature=0, logprobs=2), Sampling(temperature=0, logprobs=2, min_tokens=1)
+    drawn = Sampler(replace(later, stop_tokens=frozenset({0})), (), 4).draw(row)
+    assert drawn.token == 2
+    assert drawn.top == Sampler(plain, (), 4).draw(row).top

@@ -2,7 +2,9 @@
 
 `SGLANG_…`, `VLLM_…`: every field of the request types at its default, as JSON (SGLang: `GenerateReqInput`,
 `SamplingParams`, `ChatCompletionRequest`, `CompletionRequest` of October 2026; vLLM: `ChatCompletionRequest`,
-`CompletionRequest` of the same time). Fields a client must fill in are left out. `CLIENTS`: whole bodies.
+`CompletionRequest` of the same time). Fields a client must fill in are left out. `ROUTER_…`: what SGLang's
+router adds of its own. `CLIENTS`: whole bodies. `PD`: bodies of the router with `--pd-disaggregation`; it
+sends the same one to both servers. `ROUTER_CALLS`: its other calls of a server.
 """
 
 from typing import Any
@@ -272,54 +274,120 @@ VLLM_CHAT = _VLLM | {
     "top_logprobs": 0,
 }
 
+ROUTER_OPENAI = {"sampling_seed": None}
+ROUTER_COMPLETION = SGLANG_COMPLETION | ROUTER_OPENAI | {"routing_id": None}
+ROUTER_CHAT = SGLANG_CHAT | ROUTER_OPENAI
+
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 USER = {"role": "user", "content": "Hello"}
 
-CLIENTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "sglang-router 0.3.2, generate": (
+_ROUTED_GENERATE = {
+    "model": None,
+    "sampling_params": {"temperature": 0.0, "max_new_tokens": 4},
+    "return_text_in_logprobs": False,
+    "stream": False,
+    "log_metrics": True,
+    "return_hidden_states": False,
+    "background": False,
+    "no_logs": False,
+    "return_bytes": False,
+    "return_entropy": False,
+}
+_ROUTED_CHAT = {
+    "messages": [USER],
+    "model": "scripted",
+    "logprobs": False,
+    "max_completion_tokens": 4,  # the client had sent max_tokens
+    "stream": False,
+    "temperature": 0.0,
+    "no_stop_trim": False,
+    "ignore_eos": False,
+    "continue_final_message": False,
+    "skip_special_tokens": True,
+    "separate_reasoning": True,
+    "stream_reasoning": True,
+    "return_hidden_states": False,
+}
+_ROUTED_COMPLETION = {
+    "model": "scripted",
+    "max_tokens": 4,
+    "temperature": 0.0,
+    "stream": False,
+    "echo": False,
+    "no_stop_trim": False,
+    "ignore_eos": False,
+    "skip_special_tokens": True,
+    "return_hidden_states": False,
+}
+
+
+def _bootstrap(*rooms: int) -> dict[str, Any]:
+    """Lists where the router sees several prompts, or several answers of a chat."""
+    if len(rooms) == 1:
+        return {"bootstrap_host": "127.0.0.1", "bootstrap_port": 9001, "bootstrap_room": rooms[0]}
+    return {
+        "bootstrap_host": ["127.0.0.1"] * len(rooms),
+        "bootstrap_port": [9001] * len(rooms),
+        "bootstrap_room": list(rooms),
+    }
+
+
+PD: dict[str, tuple[str, dict[str, Any]]] = {
+    "generate": (GENERATE, _ROUTED_GENERATE | {"text": "Hello"} | _bootstrap(1704100025462917972)),
+    "generate of two prompts": (
         GENERATE,
-        {
-            "text": "Hello",
-            "model": None,
-            "sampling_params": {"max_new_tokens": 4},
-            "return_text_in_logprobs": False,
-            "stream": False,
-            "log_metrics": True,
-            "return_hidden_states": False,
-            "background": False,
-            "no_logs": False,
-            "return_bytes": False,
-            "return_entropy": False,
-        },
+        _ROUTED_GENERATE
+        | {"text": None, "input_ids": [[5, 6, 7], [8, 9]]}
+        | _bootstrap(4389742920043250862, 359660706250878416),
     ),
-    "sglang-router 0.3.2, chat": (
-        CHAT,
-        {
-            "messages": [USER],
-            "model": "scripted",
-            "logprobs": False,
-            "stream": False,
-            "no_stop_trim": False,
-            "ignore_eos": False,
-            "continue_final_message": False,
-            "skip_special_tokens": True,
-            "separate_reasoning": True,
-            "stream_reasoning": True,
-            "return_hidden_states": False,
-        },
-    ),
-    "sglang-router 0.3.2, completions": (
+    "completions": (COMPLETIONS, _ROUTED_COMPLETION | {"prompt": "Hello"} | _bootstrap(7892200510166103080)),
+    "completions of two prompts": (
         COMPLETIONS,
-        {
-            "model": "scripted",
-            "prompt": "Hello",
-            "stream": False,
-            "echo": False,
-            "no_stop_trim": False,
-            "ignore_eos": False,
-            "skip_special_tokens": True,
-            "return_hidden_states": False,
+        _ROUTED_COMPLETION
+        | {"prompt": ["Hello", "one"]}
+        | _bootstrap(7687644325089985043, 1317362188177457028),
+    ),
+    "chat": (CHAT, _ROUTED_CHAT | _bootstrap(5393051053036372050)),
+    "chat with n": (CHAT, _ROUTED_CHAT | {"n": 2} | _bootstrap(5748768613603497380, 3187376665267788999)),
+}
+
+ROUTER_CALLS = (
+    ("GET", "/health"),
+    ("GET", "/server_info"),
+    ("GET", "/model_info"),
+    ("GET", "/get_model_info"),
+    ("GET", "/get_load"),
+    ("GET", "/metrics"),
+    ("POST", "/flush_cache"),
+)
+"""`/health` at the start and every minute, both infos at the start; the others when it is asked for them.
+
+Its `--mini-lb` also asks for `/health_generate` and `/get_server_info`, newer ones for
+`/v1/loads?include=core`. None of them sends HEAD.
+"""
+
+CLIENTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sglang-router 0.3.2, generate": (GENERATE, _ROUTED_GENERATE | {"text": "Hello"}),
+    "sglang-router 0.3.2, generate with logprobs, streamed": (
+        GENERATE,
+        _ROUTED_GENERATE
+        | {
+            "text": "Hello",
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "top_logprobs_num": 2,
+            "stream": True,
         },
+    ),
+    "sglang-router 0.3.2, chat": (CHAT, _ROUTED_CHAT),
+    "sglang-router 0.3.2, chat with n": (
+        CHAT,
+        _ROUTED_CHAT | {"n": 2, "logprobs": True, "top_logprobs": 1, "stop": ["x"]},
+    ),
+    "sglang-router 0.3.2, completions": (COMPLETIONS, _ROUTED_COMPLETION | {"prompt": "Hello"}),
+    "sglang-router 0.3.2, completions of two prompts": (
+        COMPLETIONS,
+        _ROUTED_COMPLETION | {"prompt": ["Hello", "one"], "logprobs": 1, "echo": True, "stop": "x", "n": 1},
     ),
     "guidellm 0.8.1, chat": (
         CHAT,

@@ -79,6 +79,8 @@ class ScriptedText:
         *,
         tools: Any = (),
         kwargs: Any = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tokens_max: int | None = None,
     ) -> ScriptedPrompt:
         self.threads.add(threading.current_thread())
@@ -91,7 +93,11 @@ class ScriptedText:
             parts = [content] if isinstance(content, str) else [part["text"] for part in content]
             tokens += self.encode(f"{message['role']}:{''.join(parts)}\n")
             ends.append(len(tokens))
-        return ScriptedPrompt(tuple(tokens + self.encode("assistant:")), tuple(ends))
+        if continue_final_message:
+            del tokens[-1], ends[-1]
+        elif add_generation_prompt:
+            tokens += self.encode("assistant:")
+        return ScriptedPrompt(tuple(tokens), tuple(ends))
 
 
 STORE = StoreStats(
@@ -287,7 +293,7 @@ class ScriptedService:
             pools={"device pages": PoolStats(capacity=8, free=3)},
             store=self.store,
             counters={"pages_saved": 4},
-            queue=QueueStats(waiting=2, loading=0, running=len(self.asks)),
+            queue=QueueStats(waiting=2, loading=0, running=len(self.asks), tokens=40),
             engine={"tokens_drawn": 6, "guessing_steps": 2, "guessing_tokens": 5},
             accept_length={"device": 2.5, "computed": 1.75},
         )

@@ -312,3 +312,20 @@ def test_fields_that_would_change_the_answer_are_refused_by_name(unsupported):
     assert response.status_code == 400
     assert response.json()["error"]["param"] == next(iter(unsupported))
     assert response.json()["error"]["code"] == "unsupported_parameter"
+
+
+@pytest.mark.parametrize(
+    ("asked", "prompt"),
+    [
+        ({}, "user:Hello\nassistant:So\nassistant:"),
+        ({"add_generation_prompt": False}, "user:Hello\nassistant:So\n"),
+        ({"continue_final_message": True}, "user:Hello\nassistant:So"),
+        ({"continue_final_message": True, "add_generation_prompt": False}, "user:Hello\nassistant:So"),
+    ],
+    ids=str,
+)
+def test_an_answer_may_go_on_from_the_last_message(asked, prompt):
+    service = ScriptedService()
+    messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "So"}]
+    assert post("/v1/chat/completions", service, messages=messages, **asked).status_code == 200
+    assert service.text.decode(service.ask.prompt) == prompt

@@ -43,6 +43,8 @@ DEFAULTS = {
     "SGLang, chat": (CHAT, recorded.SGLANG_CHAT),
     "SGLang, completions": (COMPLETIONS, recorded.SGLANG_COMPLETION),
     "SGLang, generate": (GENERATE, recorded.SGLANG_GENERATE),
+    "SGLang's router, chat": (CHAT, recorded.ROUTER_CHAT),
+    "SGLang's router, completions": (COMPLETIONS, recorded.ROUTER_COMPLETION),
     "vLLM, chat": (CHAT, recorded.VLLM_CHAT),
     "vLLM, completions": (COMPLETIONS, recorded.VLLM_COMPLETION),
 }
@@ -99,6 +101,17 @@ def test_clients_are_answered(name):
         response = talk("POST", path, json=body)
     assert response.status_code == 200, response.text
     assert "x-ignored-fields" not in response.headers
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        *recorded.ROUTER_CALLS,
+        *(("GET", path) for path in ("/health_generate", "/get_server_info", "/v1/loads")),
+    ],
+)
+def test_routers_other_calls_are_answered(method, path):
+    assert call(method, path).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -267,6 +280,14 @@ def test_stop_tokens_and_kept_stop_strings_reach_the_engine(field):
     post(CHAT, service, stop_token_ids=[7], **{field: True}, **GOOD[CHAT])
     assert service.ask.sampling.stop_tokens == {7}
     assert service.ask.sampling.keep_stop is True
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_what_has_an_engines_name_reaches_the_engine(path):
+    service = ScriptedService()
+    post(path, service, min_tokens=2, skip_special_tokens=False, sampling_seed=5, **GOOD[path])
+    sampling = service.ask.sampling
+    assert (sampling.min_tokens, sampling.skip_special_tokens, sampling.seed) == (2, False, 5)
 
 
 @pytest.mark.parametrize("field", ["rid", "request_id"])

@@ -43,6 +43,7 @@ def test_every_wish_reaches_the_engine():
         service,
         sampling_params={
             "max_new_tokens": 7,
+            "min_new_tokens": 2,
             "temperature": 3,
             "top_p": 0.9,
             "top_k": -1,
@@ -56,12 +57,14 @@ def test_every_wish_reaches_the_engine():
             "stop_token_ids": [7],
             "ignore_eos": True,
             "no_stop_trim": True,
+            "skip_special_tokens": False,
         },
         cache_salt="tenant",
         priority=-1,
     )
     assert service.ask.sampling == Sampling(
         max_tokens=7,
+        min_tokens=2,
         temperature=3.0,
         top_p=0.9,
         top_k=0,
@@ -75,6 +78,7 @@ def test_every_wish_reaches_the_engine():
         stop_tokens=frozenset({7}),
         ignore_eos=True,
         keep_stop=True,
+        skip_special_tokens=False,
     )
     assert service.ask.namespace == ("tenant",)
     assert service.ask.priority == -1
@@ -271,7 +275,7 @@ def test_what_test_and_benchmark_clients_send_besides_is_taken(harmless):
         ({"sampling_params": {"stop": ["x"] * 17}}, "sampling_params.stop"),
         ({"sampling_params": {"regex": "a*"}}, "sampling_params.regex"),
         ({"sampling_params": [{"ebnf": "x"}]}, "sampling_params[0].ebnf"),
-        ({"sampling_params": {"skip_special_tokens": False}}, "sampling_params.skip_special_tokens"),
+        ({"sampling_params": {"min_new_tokens": 129}}, "sampling_params.min_new_tokens"),
         ({"logprob_start_len": 3, "return_logprob": True}, "logprob_start_len"),
         ({"lora_path": "x"}, "lora_path"),
         ({"rid": "a b"}, "rid"),

@@ -16,6 +16,8 @@ BEYOND_A_SCHEMA = (
     "conflicting_values",
     "invalid_store",
     "not_a_token",
+    "not_an_address",
+    "no_such_peer",
     "no_tools",
 )
 """Why a request may be refused that is right field by field."""

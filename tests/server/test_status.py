@@ -6,7 +6,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.scripted import REUSE, STORE, ScriptedService, call, talking
-from tiercel.errors import EngineError
+from tiercel.engine.ask import Finish
+from tiercel.errors import EngineError, QueueFull
 from tiercel.server.metrics import StatsCollector
 
 
@@ -86,6 +87,50 @@ def test_requests_are_counted_by_call_and_status_and_the_first_token_is_timed():
     assert samples["tiercel_http_requests_open[]"] == 1
 
 
+def test_a_metric_without_a_value_is_left_out():
+    """SGLang's router adds metrics of servers up, and can not where one has labels and another has none."""
+    families = list(text_string_to_metric_families(call("GET", "/metrics").text))
+    assert families and all(family.samples for family in families)
+
+
+def test_a_server_is_well_if_its_model_computes_a_token():
+    service = ScriptedService()
+    assert call("GET", "/health_generate", service).json() == {"status": "ok"}
+    assert service.ask.sampling.max_tokens == 1
+    busy = ScriptedService(asks=[service.ask], hold_after=0)  # another request would wait for ever
+    assert call("GET", "/health_generate", busy).json() == {"status": "ok"}
+    assert len(busy.asks) == 1
+
+
+@pytest.mark.parametrize(
+    ("how", "status"),
+    [
+        ({"ready": False}, 503),
+        ({"end": Finish.ERROR}, 500),
+        ({"fail_first": QueueFull(waiting=3, waiting_max=3)}, 429),
+    ],
+)
+def test_a_server_that_computes_no_token_is_not_well(how, status):
+    assert call("GET", "/health_generate", ScriptedService(**how)).status_code == status
+
+
+def test_routers_are_told_the_load_in_requests_and_tokens():
+    with talking(ScriptedService()) as talk:
+        for _ in range(3):
+            talk("POST", "/generate", json={"text": "x"})
+        (load,) = talk("GET", "/get_load").json()
+        assert load == {
+            "dp_rank": 0,
+            "num_reqs": 5,
+            "num_running_reqs": 3,
+            "num_waiting_reqs": 2,
+            "num_tokens": 40,
+            "num_total_tokens": 40,
+        }
+        total = {"total_running_reqs": 3, "total_waiting_reqs": 2, "total_tokens": 40}
+        assert talk("GET", "/v1/loads?include=core").json() == {"loads": [load], "aggregate": total}
+
+
 @pytest.mark.parametrize("path", ["/get_server_info", "/server_info"])
 def test_server_info_has_what_clients_of_sglang_look_for(path):
     info = call("GET", path).json()
@@ -109,7 +154,7 @@ def test_model_info_and_the_nested_numbers():
         "pools": {"device pages": {"capacity": 8, "free": 3}},
         "store": {"attached": False},
         "counters": {"pages_saved": 4},
-        "queue": {"waiting": 2, "loading": 0, "running": 0},
+        "queue": {"waiting": 2, "loading": 0, "running": 0, "tokens": 40},
         "engine": {"tokens_drawn": 6, "guessing_steps": 2, "guessing_tokens": 5},
         "accept_length": {"device": 2.5, "computed": 1.75},
         "exact": True,

@@ -162,6 +162,37 @@ def test_without_a_generation_prompt_the_last_message_ends_the_prompt() -> None:
     assert prompt.turn_ends[-1] == len(prompt.tokens)
 
 
+@pytest.mark.parametrize("said", ["Yes, ", "<|end|> Yes", "Yes <|e", "\n"])
+def test_a_last_message_that_is_left_open_is_gone_on_with(said: str) -> None:
+    prompt = TEXT.chat([user("Hi"), assistant(said)], continue_final_message=True)
+    open_end = TEXT.chat([user("Hi")]).tokens
+    assert prompt.tokens[: len(open_end)] == open_end
+    assert "".join(map(TEXT.piece, prompt.tokens[len(open_end) :])) == said
+    assert END not in prompt.tokens
+    assert ends_as_text(prompt) == ["<|bos|><|user|>Hi"]
+
+
+def test_a_template_that_trims_does_not_trim_a_message_that_is_left_open(tmp_path: Path) -> None:
+    text = Text(make_folder(tmp_path / "model", TURNS))
+    prompt = text.chat([user("Hi"), assistant("So, ")], continue_final_message=True)
+    assert "".join(map(text.piece, prompt.tokens)) == "<|user|>\nHi<|end|>\n<|assistant|>\nSo, "
+
+
+@pytest.mark.parametrize(
+    "last",
+    [user("Hi"), assistant(""), assistant(None), assistant("x", tool_calls=[{"function": {"name": "f"}}])],
+)
+def test_only_an_assistants_words_can_be_left_open(last: dict[str, Any]) -> None:
+    with pytest.raises(AskError, match="continue_final_message"):
+        TEXT.chat([user("Hi"), last], continue_final_message=True)
+
+
+def test_a_template_that_leaves_the_last_message_out_can_not_leave_it_open(tmp_path: Path) -> None:
+    text = Text(make_folder(tmp_path / "model", "<|user|>{{ messages[0].content }}"))
+    with pytest.raises(AskError, match="the last message is not in the text"):
+        text.chat([user("Hi"), assistant("So")], continue_final_message=True)
+
+
 @settings(deadline=None)
 @given(st.lists(st.text(), min_size=1, max_size=4))
 def test_what_is_said_is_read_as_plain_tokenisation_would(said: list[str]) -> None:
@@ -599,6 +630,12 @@ def test_a_stop_string_over_several_tokens_ends_the_text_before_it_or_after_it()
 def test_special_tokens_show_nothing_and_part_nothing() -> None:
     first, *rest = TEXT.encode("漢 stop")
     assert streamed([first, END, *rest], ("stop",)) == ("漢 ", "stop")
+
+
+def test_special_tokens_are_shown_if_they_are_not_skipped() -> None:
+    tokens = [*TEXT.encode("One"), END, *TEXT.encode("two")]
+    stream = TextStream(TEXT, skip_special_tokens=False)
+    assert "".join(stream.push(token).text for token in tokens) == "One<|end|>two"
 
 
 def test_added_tokens_of_any_characters_are_streamed_as_they_are_decoded(tmp_path: Path) -> None:

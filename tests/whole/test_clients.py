@@ -3,9 +3,11 @@ server (tests/install-clients.sh installs them); what SGLang's own benchmarks se
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,7 +17,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.server.recorded import CHAT, COMPLETIONS, GENERATE
+from tests.server.scripted import ScriptedService, served
 from tests.whole.process import running
+from tiercel.server.options import ServerOptions
 
 HOME = Path(sys.prefix) / "clients"
 TEXT = "Record: access window. " * 12
@@ -48,55 +52,102 @@ def free_ports(count: int) -> list[str]:
 
 
 @contextmanager
-def router_of(url: str):
-    """SGLang's router before one server; its address."""
+def router_of(*options: str, servers: int):
+    """SGLang's router before so many servers; its address."""
     port, metrics_port = free_ports(2)
     command = [HOME / "bin/python", "-m", "sglang_router.launch_router", "--host", "127.0.0.1"]
-    command += ["--port", port, "--prometheus-port", metrics_port, "--worker-urls", url]
-    process = subprocess.Popen(
+    command += ["--port", port, "--prometheus-port", metrics_port, *options]
+    url, told = f"http://127.0.0.1:{port}", ""
+    with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
+    ) as process:
+        try:
+            # It registers each server as a workflow of several steps, of which this is the last line.
+            while "Workflow completed" not in told or httpx.get(f"{url}/workers").json()["total"] < servers:
+                line = process.stdout.readline()
+                assert line, f"the router ended: {told}"
+                told += line
+            threading.Thread(target=process.stdout.read).start()  # it would wait if nobody read
+            yield url
+        finally:
+            process.terminate()
+
+
+CALLS = {
+    GENERATE: {"text": TEXT, "sampling_params": {"max_new_tokens": 8, "temperature": 0}},
+    COMPLETIONS: {"model": "tiny-v4", "prompt": TEXT, "max_tokens": 8, "temperature": 0},
+    CHAT: {"model": "tiny-v4", "messages": MESSAGES, "max_tokens": 8, "temperature": 0},
+}
+
+
+def text_of(path: str, answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    assert "x-ignored-fields" not in answer.headers
+    if answer.headers["content-type"].startswith("text/event-stream"):
+        *events, done = _events(answer)
+        assert done == "[DONE]"
+    else:
+        events = [answer.json()]
+    if path == GENERATE:
+        return events[-1]["text"]  # every event holds all text so far
+    choices = [event["choices"][0] for event in events]
+    if path == COMPLETIONS:
+        return "".join(choice["text"] for choice in choices)
+    return "".join((choice.get("message") or choice["delta"]).get("content", "") for choice in choices)
+
+
+def answered(url: str, path: str) -> float:
+    """How many such calls a server has answered."""
+    page = httpx.get(f"{url}/metrics").text
+    return sum(
+        float(count) for count in re.findall(rf'requests_total{{call="{path}",status="200"}} (\S+)', page)
     )
-    told = ""
-    try:
-        # It registers a worker as a workflow of several steps, of which this is the last line.
-        while "Workflow completed" not in told:
-            line = process.stdout.readline()
-            assert line, f"the router ended: {told}"
-            told += line
-        assert "Failed to load tokenizer" not in told
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.communicate(timeout=60)
 
 
 @installed
 def test_through_sglangs_router_answers_are_the_same(server):
-    calls = {
-        GENERATE: {"text": TEXT, "sampling_params": {"max_new_tokens": 8, "temperature": 0}},
-        COMPLETIONS: {"model": "tiny-v4", "prompt": TEXT, "max_tokens": 8, "temperature": 0},
-        CHAT: {"model": "tiny-v4", "messages": MESSAGES, "max_tokens": 8, "temperature": 0},
-    }
-
-    def text_of(url: str, path: str) -> str:
-        answer = httpx.post(url + path, json=calls[path], timeout=120)
-        assert answer.status_code == 200, answer.text
-        assert "x-ignored-fields" not in answer.headers
-        body = answer.json()
-        if path == GENERATE:
-            return body["text"]
-        choice = body["choices"][0]
-        return choice["text"] if path == COMPLETIONS else choice["message"]["content"]
-
-    with router_of(server.url) as url:
-        for path in calls:
-            assert text_of(url, path) == text_of(server.url, path) != ""
+    with (
+        running("--device-memory", "24MiB", "--host-memory", "128MiB") as other,
+        router_of("--worker-urls", server.url, other.url, "--policy", "round_robin", servers=2) as url,
+    ):
+        for path, body in CALLS.items():
+            direct = text_of(path, httpx.post(server.url + path, json=body, timeout=120))
+            before = [answered(each, path) for each in (server.url, other.url)]
+            for stream in (False, True):
+                for _ in range(2):  # one for each server
+                    answer = httpx.post(url + path, json=body | {"stream": stream}, timeout=120)
+                    assert text_of(path, answer) == direct != ""
+            after = [answered(each, path) for each in (server.url, other.url)]
+            assert after == [count + 2 for count in before]
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-            stream = client.chat.completions.create(**calls[CHAT], stream=True)
-            streamed = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
-        assert streamed == text_of(server.url, CHAT)
+            chunks = client.chat.completions.create(**CALLS[CHAT], stream=True)
+            assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == direct
         assert httpx.get(f"{url}/get_model_info").json() == httpx.get(f"{server.url}/get_model_info").json()
-        assert httpx.post(f"{url}/flush_cache").json()["status"] == "success"
+        assert [each["load"] for each in httpx.get(f"{url}/get_loads").json()["workers"]] == [0, 0]
+        assert httpx.get(f"{url}/engine_metrics").text.count("tiercel_queue_tokens{worker_addr=") == 2
+        flushed = httpx.post(f"{url}/flush_cache").json()
+        assert (flushed["status"], flushed["workers_flushed"]) == ("success", 2)
+
+
+@installed
+@pytest.mark.parametrize("port", ["9001", "none"])
+def test_sglangs_router_names_the_server_that_computes_a_prompt(port):
+    """In its PD mode both servers get the same request, and the client the answer of the second."""
+    own = ServerOptions(loopback=True, strict=True, pages_address="127.0.0.1:9001")
+    other = ServerOptions(loopback=True, strict=True, prefillers=("127.0.0.1:9001",))
+    prefill, decode = ScriptedService(script=("Hello",)), ScriptedService()
+    with served(prefill, own) as first, served(decode, other) as second:
+        pair = ("--pd-disaggregation", "--prefill", first, port, "--decode", second, "--disable-retries")
+        with router_of(*pair, servers=2) as url:
+            for path, body in CALLS.items():
+                for stream in (False, True):
+                    body |= {"stream": stream} | ({} if path == GENERATE else {"model": "scripted"})
+                    assert text_of(path, httpx.post(url + path, json=body, timeout=60)) == "Hello world!"
+    assert len(prefill.asks) == len(decode.asks) == 6
+    named = [ask.prefiller for ask in decode.asks]
+    assert named == [ask.prefiller for ask in prefill.asks]
+    assert {(each.host, each.port) for each in named} == {("127.0.0.1", 9001)}
+    assert len({each.room for each in named}) == 6
 
 
 @installed

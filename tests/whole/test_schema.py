@@ -19,7 +19,7 @@ def server():
         yield own
 
 
-CALLS = 19
+CALLS = 22
 """What is served; a new call must be added here, so that none is forgotten by a change of the schema."""
 
 
@@ -49,4 +49,4 @@ def test_afterwards_it_is_well_and_holds_nothing(server):
     httpx.post(f"{server.url}/flush_cache?timeout=60", timeout=90).raise_for_status()
     stats = httpx.get(f"{server.url}/v1/cache/stats").json()
     assert all(pool["free"] == pool["capacity"] for pool in stats["pools"].values())
-    assert stats["queue"] == {"waiting": 0, "loading": 0, "running": 0}
+    assert not any(stats["queue"].values()), stats["queue"]

@@ -205,7 +205,7 @@ def test_64_clients_with_aborts_leave_nothing_behind_and_change_no_answer(server
         client.post("/flush_cache?timeout=30").raise_for_status()
         stats = client.get("/v1/cache/stats").json()
     assert all(pool["free"] == pool["capacity"] for pool in stats["pools"].values()), stats["pools"]
-    assert stats["queue"] == {"waiting": 0, "loading": 0, "running": 0}
+    assert not any(stats["queue"].values()), stats["queue"]
 
 
 # Ends

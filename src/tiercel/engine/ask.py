@@ -21,6 +21,8 @@ class Sampling:
     """How tokens are drawn, and when to stop. Checked where it is made: `engine.sampling.check`."""
 
     max_tokens: int = 128
+    min_tokens: int = 0
+    """Before so many tokens no token that ends the answer is drawn. A stop string may end it sooner."""
     temperature: float = 1.0
     """0 takes the best token."""
     top_p: float = 1.0
@@ -38,8 +40,21 @@ class Sampling:
     ignore_eos: bool = False
     keep_stop: bool = False
     """Whether the text that stopped it is part of the answer."""
+    skip_special_tokens: bool = True
+    """Whether special tokens have no text. A token that ends the answer never has."""
     logprobs: int | None = None
     """None: no logprobs. n: the logprob of each drawn token, and of the n best tokens."""
+
+
+@dataclass(frozen=True)
+class Prefiller:
+    """The server that computes a prompt for another one, as a router names it. Both servers are told: for
+    the first it is its own address."""
+
+    host: str
+    port: int
+    room: str
+    """The router's name of the prompt."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +70,8 @@ class Ask:
     priority: int = 0
     prompt_logprobs_from: int | None = None
     """Logprobs of the prompt's tokens from this position on. Pages behind it are computed, not reused."""
+    prefiller: Prefiller | None = None
+    """Who computes the prompt, if a router has said so. The engine does not use it yet."""
 
 
 class TokenOut(NamedTuple):
@@ -123,6 +140,8 @@ class QueueStats:
     waiting: int
     loading: int
     running: int
+    tokens: int
+    """Of all of them: prompts, and answers so far."""
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class Engine:
         """Queue an ask. Raises `AskError` or `QueueFull`, and then nothing has happened."""
         self.check(ask)
         sampling = ask.sampling
-        stream = TextStream(self.text, sampling.stop, sampling.keep_stop)
+        stream = TextStream(self.text, sampling.stop, sampling.keep_stop, sampling.skip_special_tokens)
         self.scheduler.add(
             ask, stream, sampling.stop_tokens | (frozenset() if sampling.ignore_eos else self.text.eos)
         )
@@ -96,7 +96,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         own = self.scheduler
-        queue = QueueStats(len(own.waiting), len(own.loading), len(own.running))
+        tokens = sum(len(task.tokens) for task in self.tasks.values())
+        queue = QueueStats(len(own.waiting), len(own.loading), len(own.running), tokens)
         lengths = own.guessing.accept_length()
         return EngineStats(
             **vars(self.cache.stats()), queue=queue, engine=dict(self.counters), accept_length=lengths

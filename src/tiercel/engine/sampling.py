@@ -1,7 +1,7 @@
 """From a row of logits to a token: one `Sampler` per request, on the CPU.
 
-    logits ─ penalties ─ bias ─┬─ temperature 0 ─────────────────────────── the best token
-                               └─ ÷ temperature ─ top_k ─ top_p ─ min_p ─── one draw
+    logits ─ penalties ─ bias ─ min_tokens ─┬─ temperature 0 ─────────────────────────── the best token
+                                            └─ ÷ temperature ─ top_k ─ top_p ─ min_p ─── one draw
 
 What is drawn depends on the row, the request's own tokens, its seed and the index of the token in its
 output; on nothing that shares the batch. So a request that was preempted goes on as if it had not been.
@@ -55,6 +55,7 @@ class Allowed:
 
 RANGES: Mapping[str, Allowed] = {
     "max_tokens": Allowed(0, FINITE, whole=True),
+    "min_tokens": Allowed(0, FINITE, whole=True),
     "temperature": Allowed(0, FINITE),
     "top_p": Allowed(0, 1, above=True),
     "top_k": Allowed(0, FINITE, whole=True),
@@ -74,6 +75,8 @@ def check(sampling: Sampling, vocab_size: int) -> None:
         value = getattr(sampling, name)
         if value is not None or name not in ("seed", "logprobs"):
             _within(name, value, allowed)
+    if sampling.min_tokens > sampling.max_tokens:
+        raise AskError("min_tokens", sampling.min_tokens, f"is more than max_tokens, {sampling.max_tokens}")
     tokens = Allowed(0, vocab_size - 1, whole=True)
     for token, bias in sampling.logit_bias.items():
         _within("logit_bias", token, tokens)
@@ -118,7 +121,8 @@ class Sampler:
         self._counts: Counter[int] = Counter()
         self._biased = np.fromiter(sampling.logit_bias.keys(), np.int64)
         self._bias = np.fromiter(sampling.logit_bias.values(), np.float32)
-        self.raw = self._seen is None and self._less is None and not len(self._biased)
+        self._ends = np.fromiter(sampling.stop_tokens if sampling.min_tokens else (), np.int64)
+        self.raw = self._seen is None and self._less is None and not len(self._biased) and not len(self._ends)
         """Tokens are drawn from the logits as they are: whoever has drawn one with `how` need not call
         `draw`."""
         self.queued = self.raw and sampling.logprobs is None
@@ -152,7 +156,7 @@ class Sampler:
         return out
 
     def _adjusted(self, raw: Row) -> Row:
-        """Penalties and bias: the same array if there are none."""
+        """Penalties, bias and `min_tokens`: the same array if there are none."""
         if self.raw:
             return raw
         row = raw.copy()
@@ -165,6 +169,8 @@ class Sampler:
         if self._less is not None:
             row -= self._less
         row[self._biased] += self._bias
+        if self._index < self.sampling.min_tokens:
+            row[self._ends] = -np.inf
         return row
 
     def _remember(self, token: int) -> None:

@@ -69,8 +69,8 @@ class Task:
         self.ends = ends
         """Tokens that end the answer."""
         seed = secrets.randbits(63) if ask.sampling.seed is None else ask.sampling.seed
-        self.sampling = replace(ask.sampling, seed=seed)
-        """With a seed: after a preemption the same tokens are drawn."""
+        self.sampling = replace(ask.sampling, seed=seed, stop_tokens=ends)
+        """With a seed: after a preemption the same tokens are drawn. `stop_tokens` are all that end it."""
         self.stage = Stage.WAITING
         self.seat: Seat | None = None
         self.tokens = list(ask.prompt)

@@ -16,7 +16,7 @@ from tiercel.engine.ask import Ask, Sampling
 from tiercel.engine.sampling import check as check_sampling
 from tiercel.errors import InputError
 from tiercel.server.body import SamplingFields
-from tiercel.server.errors import ApiError, refusal
+from tiercel.server.errors import ApiError, conflict, refusal
 from tiercel.server.options import ServerOptions
 from tiercel.server.reply import AskGroup, Front
 from tiercel.text.text import Text
@@ -128,6 +128,10 @@ def _bias(fields: SamplingFields, field: str, vocab_size: int) -> dict[int, floa
 
 
 def _check(service: EngineService, ask: Ask, spelling: Mapping[str, str]) -> None:
+    if ask.sampling.min_tokens > ask.sampling.max_tokens:
+        least, most = (spelling.get(name, name) for name in ("min_tokens", "max_tokens"))
+        why = f"is more than {most}, which is {ask.sampling.max_tokens}"
+        raise conflict(least, ask.sampling.min_tokens, why)
     try:
         check_sampling(ask.sampling, service.text.vocab_size)
     except InputError as error:
@@ -144,7 +148,8 @@ def _check(service: EngineService, ask: Ask, spelling: Mapping[str, str]) -> Non
 
 
 def _siblings(ask: Ask, n: int, n_max: int, field: str) -> tuple[Ask, ...]:
-    """The same ask n times, with other ids and seeds. Only the first asks for the prompt's logprobs."""
+    """The same ask n times, with other ids and seeds. Only the first asks for the prompt's logprobs, and for
+    the prompt from elsewhere: the others find it in the cache."""
     if n > n_max:
         raise refusal(field, n, f"must be at most {n_max}")
     others = (
@@ -153,6 +158,7 @@ def _siblings(ask: Ask, n: int, n_max: int, field: str) -> tuple[Ask, ...]:
             request_id=f"{ask.request_id}.n{index}",
             sampling=replace(ask.sampling, seed=_derived(ask.sampling.seed, index)),
             prompt_logprobs_from=None,
+            prefiller=None,
         )
         for index in range(1, n)
     )

@@ -106,7 +106,7 @@ TokenLists = Annotated[list[Tokens], Field(min_length=1, fail_fast=True), limit(
 StopText = Annotated[str, Field(min_length=1), limit(maxLength="stop_chars")]
 Stop = StopText | Annotated[list[StopText], limit(maxItems="stop")]
 
-MaxTokens = Annotated[int, Field(ge=0), limit(maximum="context_tokens")]
+TokenCount = Annotated[int, Field(ge=0), limit(maximum="context_tokens")]
 Count = Annotated[int, Field(ge=1), limit(maximum="n")]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Priority = Annotated[
@@ -137,6 +137,7 @@ class SamplingFields(Body):
     stop_token_ids: list[TokenId] | None = None
     no_stop_trim: bool | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None

@@ -4,6 +4,11 @@ One table for each object of a request. A line has the values that change nothin
 These values and null are accepted; any other value is refused, and the error names the field (`body.Body`).
 `any`: every value is accepted, because the field is a hint, a label, or for another call. Supported fields
 are fields of the request's class.
+
+Known is every field of OpenAI's client 2.54, of SGLang's `GenerateReqInput`, `SamplingParams`,
+`ChatCompletionRequest` and `CompletionRequest` (main of October 2026), of the same types in sglang-router
+0.3.2, and of vLLM's `ChatCompletionRequest` and `CompletionRequest` (main of October 2026). The tests have
+them with their defaults: `tests/server/recorded.py`.
 """
 
 from __future__ import annotations
@@ -26,9 +31,9 @@ def _table(text: str) -> Known:
 # Shared by SGLang's three calls; mostly sent by routers and benchmarks.
 _SGLANG = _table("""
     any        custom_labels routed_experts_start_len session_id
-    []         bootstrap_host bootstrap_port bootstrap_room custom_logit_processor disagg_prefill_dp_rank
+    []         custom_logit_processor
     [""]       extra_key lora_path
-    [0]        data_parallel_rank routed_dp_rank
+    [0]        data_parallel_rank disagg_prefill_dp_rank routed_dp_rank
     [false]    return_hidden_states return_prompt_token_ids return_routed_experts
     [{}]       images_config session_params
 """)
@@ -36,17 +41,15 @@ _SGLANG = _table("""
 # Shared by OpenAI's two calls, with SGLang's and vLLM's additions; the last four lines are older vLLM's.
 _OPENAI = _SGLANG | _table("""
     any        return_mm_kwargs return_token_offsets routed_experts_prompt_start stream_interval user
-    any        spaces_between_special_tokens truncation_side
+    any        routing_id spaces_between_special_tokens truncation_side
     []         logprob_token_ids ngram_corpus_id repetition_detection truncate_prompt_tokens
     [""]       ebnf json_schema regex
     ["",[]]    stop_regex
     [-1]       thinking_token_budget
-    [0]        min_tokens
     [1]        length_penalty
     [false]    return_token_ids return_tokens_as_token_ids use_beam_search watermarking
-    [true]     skip_special_tokens
     [[]]       allowed_token_ids bad_words
-    [{}]       custom_params ec_transfer_params kv_transfer_params mm_processor_kwargs structured_outputs
+    [{}]       custom_params ec_transfer_params mm_processor_kwargs structured_outputs
     [{}]       vllm_xargs
     [{"type":"text"}]    response_format
     any        guided_decoding_backend guided_whitespace_pattern
@@ -60,9 +63,8 @@ CHAT = _OPENAI | _table("""
     any        safety_identifier service_tier store stream_reasoning
     []         audio chat_template input_ids max_dynamic_patch min_dynamic_patch moderation task
     []         web_search_options
-    [false]    add_special_tokens continue_final_message echo return_meta_info return_prompt_text
+    [false]    add_special_tokens echo return_meta_info return_prompt_text
     [false]    use_audio_in_video
-    [true]     add_generation_prompt
     [[]]       documents functions
     [{}]       media_io_kwargs reasoning
     [["text"]]         modalities
@@ -71,6 +73,13 @@ CHAT = _OPENAI | _table("""
 """)
 
 COMPLETION: Known = _OPENAI | {"suffix": [""], "add_special_tokens": [True], "prompt_embeds": [[]]}
+
+# What vLLM's connectors tell each other, besides where a prompt is computed.
+KV_TRANSFER_PARAMS = _table("""
+    any        aborted_request dcp_size pp_size remote_block_ids remote_blocks_expiry_time remote_dp_rank
+    any        remote_dp_size remote_engine_id remote_handshake_port remote_notify_port remote_num_tokens
+    any        remote_tp_size tp_size transfer_mode
+""")
 
 STREAM_OPTIONS: Known = {"include_obfuscation": ANY}
 
@@ -108,8 +117,6 @@ SAMPLING_PARAMS = _table("""
     any        spaces_between_special_tokens stream_interval
     [""]       ebnf json_schema regex structural_tag
     ["",[]]    stop_regex
-    [0]        min_new_tokens
     [1]        beam_width
-    [true]     skip_special_tokens
     [{}]       custom_params
 """)

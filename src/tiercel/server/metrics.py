@@ -120,11 +120,19 @@ def _name(words: tuple[str, ...]) -> str:
     return re.sub(r"_s$", "_seconds", joined)
 
 
+class FilledRegistry(CollectorRegistry):
+    """Leaves out metrics without a value. SGLang's router adds pages of several servers up, and gives up if
+    one of them has labels where another has none."""
+
+    def collect(self) -> Iterator[Metric]:
+        return (metric for metric in super().collect() if metric.samples)
+
+
 class Metrics:
     """One server's metrics. It has its own registry: two servers in one process do not mix."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+        self.registry = FilledRegistry()
         self._stats = StatsCollector()
         self.registry.register(self._stats)
         self._requests = Counter(

@@ -7,24 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tiercel.engine.ask import Answer, Ask, Delta, Sampling, TokenOut
+from tiercel.engine.ask import Answer, Ask, Delta, Prefiller, Sampling, TokenOut
 from tiercel.server import asks, keys, known, schema
 from tiercel.server.body import (
-    Body,
-    MaxTokens,
     Priority,
     RequestId,
     Salt,
     SamplingFields,
     Seed,
     Texts,
+    TokenCount,
     TokenLists,
     Tokens,
     TopLogprobs,
@@ -34,6 +33,7 @@ from tiercel.server.body import (
 from tiercel.server.border import Visit, visit_of
 from tiercel.server.errors import conflict
 from tiercel.server.openai_replies import cached_by_tier, finite
+from tiercel.server.prefiller import BootstrapFields, by_bootstrap, each
 from tiercel.server.protocol import CachedByTier
 from tiercel.server.reply import AskGroup, Front, finish_reason, respond, to_json
 from tiercel.server.schema import gives
@@ -53,6 +53,7 @@ Triple = tuple[float | None, int, str | None]
 
 SPELLING = {name: f"sampling_params.{name}" for name in SamplingFields.model_fields} | {
     "max_tokens": "sampling_params.max_new_tokens",
+    "min_tokens": "sampling_params.min_new_tokens",
     "seed": "sampling_params.sampling_seed",
     "stop_tokens": "sampling_params.stop_token_ids",
     "logprobs": "top_logprobs_num",
@@ -64,14 +65,15 @@ SPELLING = {name: f"sampling_params.{name}" for name in SamplingFields.model_fie
 class SamplingParams(SamplingFields):
     known = known.SAMPLING_PARAMS
 
-    max_new_tokens: MaxTokens | None = None
+    max_new_tokens: TokenCount | None = None
+    min_new_tokens: TokenCount | None = None
     sampling_seed: Seed | None = None
 
 
 StartLen = Annotated[int, Field(ge=-1), limit(maximum="context_tokens")]
 
 
-class GenerateRequest(Body):
+class GenerateRequest(BootstrapFields):
     known = known.GENERATE
 
     # Either `text` or `input_ids`.
@@ -131,8 +133,6 @@ class Generated(BaseModel):
 
 # --- from request to answer ---
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True)
 class Item:
@@ -145,6 +145,7 @@ class Item:
     top: int
     salt: str
     request_id: str
+    prefiller: Prefiller | None
 
 
 @dataclass
@@ -318,15 +319,16 @@ class Native:
             raise conflict("text", body.text, "either text or input_ids must be given, not both")
         prompts = asks.given_prompts(name, given, self.front.options)
         count = len(prompts)
-        salts = _each("cache_salt", body.cache_salt, "", count)
+        salts = each("cache_salt", body.cache_salt, "", count)
         every = zip(
             prompts,
-            _each("sampling_params", body.sampling_params, SamplingParams(), count),
-            _each("return_logprob", body.return_logprob, False, count),
-            _each("logprob_start_len", body.logprob_start_len, -1, count),
-            _each("top_logprobs_num", body.top_logprobs_num, 0, count),
+            each("sampling_params", body.sampling_params, SamplingParams(), count),
+            each("return_logprob", body.return_logprob, False, count),
+            each("logprob_start_len", body.logprob_start_len, -1, count),
+            each("top_logprobs_num", body.top_logprobs_num, 0, count),
             salts,
             _ids(body.rid, salts, visit),
+            by_bootstrap(body, count, self.front.options),
             strict=True,
         )
         return [Item(*each) for each in every]
@@ -340,12 +342,14 @@ class Native:
             prompt=prompt,
             sampling=Sampling(
                 max_tokens=min(MAX_NEW_TOKENS, room) if asked is None else asked,
+                min_tokens=item.params.min_new_tokens or 0,
                 seed=item.params.sampling_seed,
                 logprobs=item.top if item.logprob else None,
             ),
             namespace=asks.namespace_of(item.salt),
             priority=asks.priority_of(body.priority, self.front.options),
             prompt_logprobs_from=self._start(item, len(prompt)),
+            prefiller=item.prefiller,
         )
         return asks.group_of(self.front, ask, item.params, SPELLING)
 
@@ -353,17 +357,6 @@ class Native:
         if item.logprob and item.start > tokens:
             raise conflict("logprob_start_len", item.start, f"is after the prompt, which has {tokens} tokens")
         return item.start if item.logprob and 0 <= item.start < tokens else None
-
-
-def _each(field: str, value: T | list[T] | None, default: T, count: int) -> list[T]:
-    """One value for each prompt."""
-    if value is None:
-        return [default] * count
-    if not isinstance(value, list):
-        return [value] * count
-    if len(value) != count:
-        raise conflict(field, value, f"has {len(value)} values for {count} prompts")
-    return value
 
 
 def _ids(rid: str | list[str] | None, salts: Sequence[str], visit: Visit) -> list[str]:
@@ -380,7 +373,7 @@ def _ids(rid: str | list[str] | None, salts: Sequence[str], visit: Visit) -> lis
         if not visit.name(rid, members):
             raise conflict("rid", rid, "is in use")
         return members(visit.request_id)
-    names = _each("rid", rid, "", len(salts))
+    names = each("rid", rid, "", len(salts))
     own_ids = own(names)
     for index, own_id in enumerate(own_ids):
         if not visit.claim([own_id]):

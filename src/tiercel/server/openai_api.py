@@ -10,8 +10,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from tiercel.engine.ask import Ask, Sampling
-from tiercel.server import asks, keys, schema
+from tiercel.engine.ask import Ask, Prefiller, Sampling
+from tiercel.errors import AskError
+from tiercel.server import asks, keys, prefiller, schema
 from tiercel.server.border import visit_of
 from tiercel.server.errors import ApiError, conflict
 from tiercel.server.openai_replies import ChatReply, CompletionReply
@@ -26,6 +27,7 @@ from tiercel.server.protocol import (
 )
 from tiercel.server.reply import AskGroup, Front, respond
 from tiercel.server.schema import gives
+from tiercel.text.text import Prompt
 
 COMPLETION_TOKENS = 16
 """OpenAI's default for completions. A chat may fill the context."""
@@ -53,10 +55,7 @@ class OpenAI:
         if tools and not text.calls:
             why = "the tool call format of this model is not supported"
             raise ApiError(400, f"tools: {why}", param="tools", code="no_tools")
-        messages = [message.as_dict() for message in body.messages]
-        most, kwargs = self.service.context_tokens, body.template_kwargs
-        render = partial(text.chat, messages, tools=tools, kwargs=kwargs, tokens_max=most)
-        prompt = await self.front.off_loop(render)
+        prompt = await self._rendered(body, tools)
         room = asks.room(self.service, prompt.tokens, "messages")
         asked, spelling = body.max_tokens, CHAT_SPELLING
         if body.max_completion_tokens is not None:
@@ -74,10 +73,32 @@ class OpenAI:
                 logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             ),
             prompt_logprobs_from=None if body.prompt_logprobs is None else 0,
+            prefiller=self._prefillers(body, min(body.n or 1, self.front.options.n_max), own_id)[0],
         )
         thinks = prompt.thinks and body.separate_reasoning is not False
-        reply = ChatReply(visit_of(request).request_id, text, body, thinks, bool(tools))
+        reply = ChatReply(
+            visit_of(request).request_id, text, body, thinks, bool(tools), handover=_handover(body, group)
+        )
         return await respond(self.front, request, [group], reply, stream=bool(body.stream))
+
+    async def _rendered(self, body: ChatRequest, tools: list[dict[str, Any]]) -> Prompt:
+        if body.continue_final_message and body.add_generation_prompt:
+            raise conflict("continue_final_message", True, "not together with add_generation_prompt")
+        render = partial(
+            self.service.text.chat,
+            [message.as_dict() for message in body.messages],
+            tools=tools,
+            kwargs=body.template_kwargs,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final_message=bool(body.continue_final_message),
+            tokens_max=self.service.context_tokens,
+        )
+        try:
+            return await self.front.off_loop(render)
+        except AskError as error:
+            if error.field == "continue_final_message":  # the messages do not fit it
+                raise conflict(error.field, error.value, error.why) from error
+            raise
 
     async def completions(self, request: Request) -> Response:
         """Continue one text or several. With `stream`, as server-sent events."""
@@ -85,18 +106,26 @@ class OpenAI:
         if body.best_of is not None and body.best_of != (body.n or 1):
             raise conflict("best_of", body.best_of, f"must be equal to n, which is {body.n or 1}")
         prompts = asks.given_prompts("prompt", body.prompt, self.front.options)
+        prefillers = self._prefillers(body, len(prompts), own_id)
         text = self.service.text
 
         def made() -> tuple[list[AskGroup], list[str]]:
             ids = [asks.member_id(own_id, index) for index in range(len(prompts))]
-            groups = [self._completion(*each, body) for each in zip(ids, prompts, strict=True)]
+            groups = [self._completion(*each, body) for each in zip(ids, prompts, prefillers, strict=True)]
             return groups, [given.written(text) if body.echo else "" for given in prompts]
 
         groups, echoes = await self.front.off_loop(made)
-        reply = CompletionReply(visit_of(request).request_id, text, body, echoes)
+        handover = _handover(body, groups[0])
+        reply = CompletionReply(visit_of(request).request_id, text, body, echoes, handover=handover)
         return await respond(self.front, request, groups, reply, stream=bool(body.stream))
 
-    def _completion(self, request_id: str, given: asks.GivenPrompt, body: CompletionRequest) -> AskGroup:
+    def _completion(
+        self,
+        request_id: str,
+        given: asks.GivenPrompt,
+        prefiller: Prefiller | None,
+        body: CompletionRequest,
+    ) -> AskGroup:
         tokens = given.tokens(self.service)
         room = asks.room(self.service, tokens, given.field)
         max_tokens = min(COMPLETION_TOKENS, room) if body.max_tokens is None else body.max_tokens
@@ -108,6 +137,7 @@ class OpenAI:
             prompt=tokens,
             sampling=self._sampling(body, max_tokens=max_tokens, logprobs=body.logprobs),
             prompt_logprobs_from=0 if about_prompt else None,
+            prefiller=prefiller,
         )
 
     async def models(self) -> Response:
@@ -152,16 +182,28 @@ class OpenAI:
         counts = [count for count in (logprobs, body.prompt_logprobs) if count is not None]
         return Sampling(
             max_tokens=max_tokens,
-            seed=body.seed,
+            min_tokens=body.min_tokens or 0,
+            seed=body.sampling_seed if body.seed is None else body.seed,
             keep_stop=bool(body.include_stop_str_in_output),
             logprobs=max(counts, default=None),
         )
+
+    def _prefillers(self, body: OpenAIRequest, count: int, own_id: str) -> list[Prefiller | None]:
+        """For each of `count` prompts."""
+        options = self.front.options
+        by_transfer = prefiller.by_transfer(body.kv_transfer_params, asks.public_id(own_id), options)
+        return [by_transfer or each for each in prefiller.by_bootstrap(body, count, options)]
 
     def _group(self, body: OpenAIRequest, spelling: dict[str, str], **fields: Any) -> AskGroup:
         namespace = asks.namespace_of(body.cache_salt)
         priority = asks.priority_of(body.priority, self.front.options)
         ask = Ask(namespace=namespace, priority=priority, **fields)
         return asks.group_of(self.front, ask, body, spelling)
+
+
+def _handover(body: OpenAIRequest, group: AskGroup) -> Prefiller | None:
+    asked = body.kv_transfer_params
+    return group[0].prefiller if asked is not None and asked.do_remote_decode else None
 
 
 def router(front: Front) -> APIRouter:

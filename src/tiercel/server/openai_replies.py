@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, ClassVar
 
-from tiercel.engine.ask import Answer, Delta, TokenOut, Usage
+from tiercel.engine.ask import Answer, Delta, Prefiller, TokenOut, Usage
+from tiercel.server.prefiller import transfer_params
 from tiercel.server.protocol import ChatRequest, CompletionRequest, OpenAIRequest
 from tiercel.server.reply import finish_reason, to_json
 from tiercel.text.answer import AnswerReader, CallPart, Said
@@ -48,6 +49,8 @@ class OpenAIReply:
     request_id: str
     text: Text
     body: OpenAIRequest
+    handover: Prefiller | None = field(default=None, kw_only=True)
+    """Told to a router that asked for the prompt to be computed for another server."""
     created: int = field(default_factory=lambda: int(time.time()), kw_only=True)
 
     @property
@@ -83,6 +86,9 @@ class OpenAIReply:
             return {}
         return {"sglext": {"cached_tokens_details": cached_by_tier(answers[0].usage)}}
 
+    def _handover(self) -> Fields:
+        return {} if self.handover is None else {"kv_transfer_params": transfer_params(self.handover)}
+
     def _prompt(self, tokens: Sequence[TokenOut]) -> Fields:
         top = self.body.prompt_logprobs
         return {} if top is None else {"prompt_logprobs": _prompt_logprobs(self.text, tokens, top)}
@@ -108,6 +114,7 @@ class ChatReply(OpenAIReply):
             usage=usage_of(answers, self.n),
             **self._prompt(answers[0].prompt) if answers[0].prompt else {},
             **self._sglext(answers),
+            **self._handover(),
         )
 
     def piece(self, index: int, answer: Answer, delta: Delta) -> Iterator[str]:
@@ -184,7 +191,8 @@ class CompletionReply(OpenAIReply):
             self._choice(index, answer, answer.text, answer.prompt, answer.tokens)
             for index, answer in enumerate(answers)
         ]
-        return self._written(self.event, choices, usage=usage_of(answers, self.n), **self._sglext(answers))
+        more = self._sglext(answers) | self._handover()
+        return self._written(self.event, choices, usage=usage_of(answers, self.n), **more)
 
     def piece(self, index: int, answer: Answer, delta: Delta) -> Iterator[str]:
         told = self.body.logprobs is not None and delta.tokens

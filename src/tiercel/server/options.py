@@ -9,6 +9,14 @@ from tiercel.errors import ConfigError
 from tiercel.storage.open import check_allow
 
 
+def split_address(address: str) -> tuple[str, int]:
+    """`host:port`, `[::1]:port`. Raises ValueError."""
+    host, _, port = address.rpartition(":")
+    if not host.strip("[]") or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError("must be host:port")
+    return host.strip("[]"), int(port)
+
+
 @dataclass(frozen=True)
 class ServerOptions:
     """The operator's choices. Settings with a help text are options of `tiercel serve`."""
@@ -47,6 +55,10 @@ class ServerOptions:
     """Whether only this machine can connect. False is the safe default."""
     model_path: str | None = None
     """The model's folder, for clients that load the tokenizer. None: only the name is known."""
+    prefillers: tuple[str, ...] = ()
+    """Servers, as host:port, that a request may name as the one that computes its prompt. Empty: none."""
+    pages_address: str | None = None
+    """Where this server shares its pages: host:port. None: it does not."""
     body_bytes_max: int = setting(8 << 20, least=1)
     """8 MiB: a million tokens as numbers. A longer body is refused while it is read."""
     n_max: int = setting(16, least=1)
@@ -73,3 +85,11 @@ class ServerOptions:
                 raise ConfigError(name, "…", "must not be empty or begin or end with a blank")
         for url in self.store_allow:
             check_allow(url)
+        for name, address in (
+            *(("prefillers", each) for each in self.prefillers),
+            *([("pages_address", self.pages_address)] if self.pages_address is not None else []),
+        ):
+            try:
+                split_address(address)
+            except ValueError as error:
+                raise ConfigError(name, address, str(error)) from error

@@ -21,19 +21,20 @@ from tiercel.server.body import (
     UNSUPPORTED,
     Body,
     Count,
-    MaxTokens,
     Priority,
     RequestId,
     Salt,
     SamplingFields,
     Seed,
     Texts,
+    TokenCount,
     TokenLists,
     Tokens,
     TopLogprobs,
     Written,
     limit,
 )
+from tiercel.server.prefiller import BootstrapFields, KvTransferParams
 
 # --- requests ---
 
@@ -45,11 +46,12 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
-class OpenAIRequest(SamplingFields):
+class OpenAIRequest(SamplingFields, BootstrapFields):
     """The fields that chat and completions share."""
 
     model: Annotated[str, limit(enum="models")] | None = None
-    max_tokens: MaxTokens | None = None
+    max_tokens: TokenCount | None = None
+    min_tokens: TokenCount | None = None
     include_stop_str_in_output: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -57,6 +59,9 @@ class OpenAIRequest(SamplingFields):
     seed: Seed | None = None
 
     # Not OpenAI's: named as in vLLM and SGLang.
+    sampling_seed: Seed | None = None
+    """The name of `seed` in SGLang's router."""
+    kv_transfer_params: KvTransferParams | None = None
     cache_salt: Salt | None = None
     priority: Priority | None = None
     prompt_logprobs: TopLogprobs | None = None
@@ -202,7 +207,7 @@ class ChatRequest(OpenAIRequest):
     )
 
     messages: Annotated[list[AnyMessage], Field(min_length=1)]
-    max_completion_tokens: MaxTokens | None = None
+    max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
 
@@ -214,6 +219,8 @@ class ChatRequest(OpenAIRequest):
     include_reasoning: bool | None = None
     thinking: Thinking | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     @property
     def callable_tools(self) -> list[dict[str, Any]]:
@@ -329,6 +336,7 @@ class ChatResponse(BaseModel):
     usage: UsageOut
     prompt_logprobs: PromptLogprobs | None = None
     sglext: SglExt | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class CompletionLogprobs(BaseModel):
@@ -356,6 +364,7 @@ class CompletionResponse(BaseModel):
     choices: list[CompletionChoice]
     usage: UsageOut | None = None
     sglext: SglExt | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class ModelCard(BaseModel):

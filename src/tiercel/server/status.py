@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import aclosing
 from dataclasses import asdict
 from importlib.metadata import version
 from typing import Annotated, Any, Literal
+from uuid import uuid4
 
 from fastapi import APIRouter, Query
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -12,13 +14,13 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from tiercel.engine.ask import EngineStats
+from tiercel.engine.ask import Answer, Ask, EngineStats, Sampling
 from tiercel.server import keys
 from tiercel.server.asks import own_id
 from tiercel.server.body import SALT_CHARS_MAX
 from tiercel.server.border import visit_of
 from tiercel.server.errors import ApiError
-from tiercel.server.reply import Front
+from tiercel.server.reply import Front, answer_deltas
 from tiercel.server.schema import gives
 from tiercel.server.store import store_json
 
@@ -53,6 +55,28 @@ class ServerInfo(BaseModel):
     """One per SGLang worker. SGLang's benchmark looks here for `avg_spec_accept_length`: tokens per step with
     guesses."""
     stats: dict[str, Any]
+
+
+class Load(BaseModel):
+    """In SGLang's form: of `/get_load`, and of `/v1/loads`. There is one rank."""
+
+    dp_rank: int
+    num_reqs: int
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_tokens: int
+    num_total_tokens: int
+
+
+class LoadSum(BaseModel):
+    total_running_reqs: int
+    total_waiting_reqs: int
+    total_tokens: int
+
+
+class Loads(BaseModel):
+    loads: list[Load]
+    aggregate: LoadSum
 
 
 class ReusedTokens(BaseModel):
@@ -100,6 +124,42 @@ class Status:
         """The model is loaded and requests are served."""
         self.front.check_ready()
         return Health(status="ok")
+
+    async def health_generate(self, request: Request) -> Health:
+        """The model computes tokens."""
+        self.front.check_ready()
+        # Statistics come between two steps: if requests are running, steps are being computed.
+        if not (await self.service.stats()).queue.running:
+            ask = Ask(f"health/{uuid4().hex}", (0,), Sampling(max_tokens=1, temperature=0))
+            deltas = answer_deltas(self.service, [[ask]], [Answer()], visit_of(request))
+            async with aclosing(deltas):
+                async for _ in deltas:
+                    pass
+        return Health(status="ok")
+
+    async def get_load(self) -> list[Load]:
+        """Requests and their tokens, for routers."""
+        queue = (await self.service.stats()).queue
+        running = queue.loading + queue.running
+        load = Load(
+            dp_rank=0,
+            num_reqs=running + queue.waiting,
+            num_running_reqs=running,
+            num_waiting_reqs=queue.waiting,
+            num_tokens=queue.tokens,
+            num_total_tokens=queue.tokens,
+        )
+        return [load]
+
+    async def loads(self) -> Loads:
+        """The same, as newer routers ask for it."""
+        (load,) = await self.get_load()
+        total = LoadSum(
+            total_running_reqs=load.num_running_reqs,
+            total_waiting_reqs=load.num_waiting_reqs,
+            total_tokens=load.num_total_tokens,
+        )
+        return Loads(loads=[load], aggregate=total)
 
     async def metrics(self) -> Response:
         """Metrics for Prometheus."""
@@ -195,6 +255,9 @@ def router(front: Front) -> APIRouter:
         users.add_api_route(path, status.server_info, responses=gives(ServerInfo, 401))
     for path in ("/get_model_info", "/model_info"):
         users.add_api_route(path, status.model_info, responses=gives(ModelInfo, 401))
+    users.add_api_route("/health_generate", status.health_generate, responses=gives(Health, 401, 429, 503))
+    users.add_api_route("/get_load", status.get_load, responses=gives(list[Load], 401))
+    users.add_api_route("/v1/loads", status.loads, responses=gives(Loads, 401))
     users.add_api_route("/v1/cache/stats", status.stats, responses=gives(dict[str, Any], 401))
     users.add_api_route(
         "/v1/cache/explain/{request_id}", status.explain, responses=gives(ExplanationOut, 401, 404)

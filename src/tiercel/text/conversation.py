@@ -116,6 +116,17 @@ class Marks:
             shaped["tool_calls"] = self.said([_call(field, call) for call in message["tool_calls"]])
         return shaped | {"role": role, "content": content}
 
+    def left_open(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The message with an end mark behind its content, for `opened`."""
+        return message | {"content": message["content"] + self._end}
+
+    def opened(self, rendered: str) -> str:
+        """The text up to the end of the content of the message that is `left_open`."""
+        before, mark, _ = rendered.rpartition(self._end)
+        if not mark:
+            raise ValueError("the content of the last message is not in the text")
+        return before
+
     def removed(self, rendered: str) -> str:
         return rendered.replace(self._cut, "").replace(self._end, "")
 

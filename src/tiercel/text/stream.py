@@ -22,8 +22,15 @@ class TextStream:
     first wins, then the longest: the result does not depend on how the text was split into tokens.
     """
 
-    def __init__(self, text: Text, stop: tuple[str, ...] = (), keep_stop: bool = False) -> None:
+    def __init__(
+        self,
+        text: Text,
+        stop: tuple[str, ...] = (),
+        keep_stop: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> None:
         self._text = text
+        self._hidden = text.hidden if skip_special_tokens else frozenset()
         self._stops = [StopString(each) for each in stop]
         self._keep_stop = keep_stop
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -36,8 +43,7 @@ class TextStream:
 
     def decode(self, token: int) -> str:
         """What a token adds to the text. Stop strings are not looked for."""
-        text = self._text
-        return "" if token in text.hidden else self._utf8.decode(text.piece_bytes(token))
+        return "" if token in self._hidden else self._utf8.decode(self._text.piece_bytes(token))
 
     def finish(self) -> str:
         """The text that was held back."""

@@ -128,9 +128,12 @@ class Text:
         tools: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tokens_max: int | None = None,
     ) -> Prompt:
         """The conversation in the model's format. No text of a message or tool becomes a control token.
+
+        `continue_final_message`: the last message is the beginning of the answer, and is left open.
 
         Raises `LengthError` as `encode` does. A message ends where the rendering of the messages up to it
         ends, if the whole rendering begins with that.
@@ -139,9 +142,15 @@ class Text:
         shaped = [marks.message(f"messages[{index}]", message) for index, message in enumerate(messages)]
         if not shaped:
             raise AskError("messages", [], "there must be one")
+        if continue_final_message:
+            if shaped[-1]["role"] != "assistant" or not shaped[-1]["content"] or shaped[-1].get("tool_calls"):
+                why = "needs a last message of the assistant, with content and without tool calls"
+                raise AskError("continue_final_message", True, why)
+            shaped[-1], add_generation_prompt = marks.left_open(shaped[-1]), False
         talk = Conversation(shaped, marks.said(list(tools)), marks.said(kwargs or {}), add_generation_prompt)
         try:
             rendered = self._format.render(talk)
+            rendered = marks.opened(rendered) if continue_final_message else rendered
         except AskError:
             raise
         except TEMPLATE_FAILS as error:
