@@ -210,8 +210,8 @@ def test_refused_guesses_leave_no_trace(case, at):
 
 @pytest.mark.parametrize("modules, seed", [(1, 3), (1, 4), (2, 3)])
 def test_whenever_texts_are_guessed_the_bits_are_the_same(case, modules, seed):
-    """Two texts: pieces of any length, some with wrong tokens at the end, also over a page's end; a guess now and then, for one of the
-    texts or both, so that one or many tokens have made no entries yet."""
+    """Two texts: pieces of any length, some with wrong tokens at the end, also over a page's end; a guess now
+    and then, for one of the texts or both, so that one or many tokens have made no entries yet."""
     reference, weights, tokens, _ = case
     weights = weights | shaken(weights)
     truth, texts = [], [tokens, tokens.flip(0)]

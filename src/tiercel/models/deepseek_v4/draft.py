@@ -18,7 +18,7 @@ somebody reads its streams.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import prod
 
 import numpy as np
@@ -118,7 +118,8 @@ class Module(MtpLayer):
         """By ring: tokens before this position have made their entries, as far as these are still read."""
 
     def keep(self, call: Call, x: Tensor, tokens: Tensor) -> None:
-        """Remember the streams x of a call's tokens, in rings and tails. Entries are made when they are read."""
+        """Remember the streams x of a call's tokens, in rings and tails. Entries are made when they are
+        read."""
         self._made[call.rings] = np.minimum(self._made[call.rings], call.starts)
         if any(span.tails for span in call.spans):
             self._write_tails(call, x, tokens)
@@ -263,8 +264,8 @@ def modules_of(spec: CacheSpec) -> int:
 
 
 class MtpDraft:
-    """All MTP layers of a checkpoint, on a CPU; `cuda_draft.py` has the same for CUDA. `weights` are all of the
-    model's: embedding and head are shared."""
+    """All MTP layers of a checkpoint, on a CPU; `cuda_draft.py` has the same for CUDA. `weights` are all of
+    the model's: embedding and head are shared."""
 
     def __init__(self, setup: Setup, weights: Weights, lm_head: Matrix) -> None:
         c, memory = setup.config, setup.memory
@@ -303,7 +304,7 @@ class MtpDraft:
         return tokens[:, 1:]
 
     def _chain(self, module: Module, rings: Ints, positions: Ints, x: Tensor, tokens: Tensor) -> Tensor:
-        """The last module goes on from its own streams. One token of each text, which is behind its second."""
+        """The last module goes on from its own streams, one token of each text."""
         starts, numbers = (positions - module.number - 1).tolist(), tokens.numpy()
         spans = [Span(numbers[i : i + 1], starts[i], NO_PAGES, ring) for i, ring in enumerate(rings.tolist())]
         return module.run(spans, x, tokens)[:, None]
