@@ -34,6 +34,7 @@ from tiercel.models.deepseek_v4.layer import Layer, site_of
 from tiercel.models.deepseek_v4.rows import Setup
 from tiercel.models.deepseek_v4.weights import DRAFT, parameters
 from tiercel.models.rotary import Rotary
+from tiercel.spec.cache_spec import CacheSpec
 
 NO_PAGES = torch.empty(0, dtype=torch.int64)
 """A draft's window lies in rings alone."""
@@ -59,23 +60,42 @@ class Call:
         """(flat token before the boundary, place)"""
 
 
-class Module:
-    """One MTP layer, and the streams beside which its next entries are made."""
+class MtpLayer:
+    """One MTP layer: its parameters, and what they compute of each token."""
 
     def __init__(self, setup: Setup, number: int, weights: Weights, rotary: Rotary) -> None:
-        self._config, self._k, self._rings, self.number = setup.config, setup.kernels, setup.rings, number
+        self._config, self._k, self.number = setup.config, setup.kernels, number
         c, k = setup.config, setup.kernels
-        w = part_of(weights, f"mtp.{number}.")
+        w = part_of(weights, f"{DRAFT}{number}.")
         self._norms = [w["enorm.weight"], w["hnorm.weight"]]
         self._projections = [k.pack(w[f"{name}.weight"]) for name in ("e_proj", "h_proj")]
         self._head = site_of(c, k, part_of(w, "hc_head.hc_"), w["norm.weight"])
         self._embedding, self._rotary = weights["model.embed_tokens.weight"], rotary
         self.layer = Layer(setup, c.layers + number, w, rotary)
+        self.ring_rows = setup.guesses_max + 1
+
+    def enter(self, x: Tensor, tokens: Tensor) -> Tensor:
+        """What the layer reads: tokens beside the streams x of the tokens before them."""
+        eps, k = self._config.rms_norm_eps, self._k
+        embedded = k.norm(self._embedding[tokens], self._norms[0], eps)
+        x = k.linear(k.norm(x.flatten(0, 1), self._norms[1], eps), self._projections[1])
+        streams: Tensor = x.unflatten(0, (len(tokens), -1))
+        return streams + k.linear(embedded, self._projections[0])[:, None, :]
+
+    def logits(self, x: Tensor, lm_head: Matrix) -> Tensor:
+        return self._k.linear(self._k.hyper_head(x, self._head), lm_head, wide=True)
+
+
+class Module(MtpLayer):
+    """An MTP layer on a CPU, and the streams beside which its next entries are made."""
+
+    def __init__(self, setup: Setup, number: int, weights: Weights, rotary: Rotary) -> None:
+        super().__init__(setup, number, weights, rotary)
+        c, spec = setup.config, setup.memory.spec
+        self._rings = setup.rings
         self._tails = setup.rows("draft_hidden", c.layers + number)
         self._kept = rows_before(c.window) + setup.guesses_max
-        spec = setup.memory.spec
         self._in_tail = spec.stream("draft_window").entries_per_row(spec.page_tokens)
-        self.ring_rows = setup.guesses_max + 1
         shape = setup.rings * self.ring_rows, c.hc_mult, c.hidden_size
         self.last = torch.zeros(shape, device=setup.memory.device)
         """The streams beside the last tokens of each text, in rows by position as in `Rings`: one more than
@@ -116,24 +136,14 @@ class Module:
     def run(self, spans: Sequence[Span], x: Tensor, tokens: Tensor) -> Tensor:
         """The streams of tokens beside the streams of the tokens before them."""
         batch = Batch(spans, self._rings, x.device)
-        return self.layer(self._input(x, tokens), tokens, self._turn(batch), batch)
+        return self.layer(self.enter(x, tokens), tokens, self._turn(batch), batch)
 
     def _store(self, spans: Sequence[Span], x: Tensor, tokens: Tensor) -> None:
         batch = Batch(spans, self._rings, x.device)
-        self.layer.store(self._input(x, tokens), self._turn(batch), batch)
+        self.layer.store(self.enter(x, tokens), self._turn(batch), batch)
 
     def _turn(self, batch: Batch) -> tuple[Tensor, Tensor]:
         return self._rotary.at(batch.positions, batch.longest)
-
-    def _input(self, x: Tensor, tokens: Tensor) -> Tensor:
-        eps, k = self._config.rms_norm_eps, self._k
-        embedded = k.norm(self._embedding[tokens], self._norms[0], eps)
-        x = k.linear(k.norm(x.flatten(0, 1), self._norms[1], eps), self._projections[1])
-        streams: Tensor = x.unflatten(0, (len(tokens), -1))
-        return streams + k.linear(embedded, self._projections[0])[:, None, :]
-
-    def logits(self, x: Tensor, lm_head: Matrix) -> Tensor:
-        return self._k.linear(self._k.hyper_head(x, self._head), lm_head, wide=True)
 
     def restore(self, ring: int, place: int, boundary: int) -> None:
         self.layer.attention.restore(ring, place, boundary - 1 - self.number)
@@ -141,17 +151,23 @@ class Module:
         self.last[row] = self._tails.codec.decode(self._tails.read_row(place)).view_as(self.last[row])
 
 
+def modules_of(spec: CacheSpec) -> int:
+    """How many MTP layers a declaration has."""
+    for stream in spec.streams:
+        if stream.name == "draft_hidden":
+            return len(stream.layers)
+    why = "has no stream `hidden`, without which a draft can not go on: deepseek_v4_mtp(hidden=True)"
+    raise SpecError("draft", spec.model, why)
+
+
 class MtpDraft:
-    """All MTP layers of a checkpoint. `weights` are all of the model's: embedding and head are shared."""
+    """All MTP layers of a checkpoint, on a CPU; `cuda_draft.py` has the same for CUDA. `weights` are all of
+    the model's: embedding and head are shared."""
 
     def __init__(self, setup: Setup, weights: Weights, lm_head: Matrix) -> None:
         c, memory = setup.config, setup.memory
-        hidden = [stream for stream in memory.spec.streams if stream.name == "draft_hidden"]
-        if not hidden:
-            why = "has no stream `hidden`, without which a draft can not go on: deepseek_v4_mtp(hidden=True)"
-            raise SpecError("draft", memory.spec.model, why)
         rotary = Rotary(c.rope_main, c.rope_dim, memory.device)
-        self.modules = [Module(setup, i, weights, rotary) for i in range(len(hidden[0].layers))]
+        self.modules = [Module(setup, i, weights, rotary) for i in range(modules_of(memory.spec))]
         self._lm_head = lm_head
 
     def follow(self, spans: Sequence[Span], x: Tensor, tokens: Tensor) -> None:
