@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.engine.drive import FOLDER, logprobs_of, make_ask, run, settle, tokens_of, words
+from tests.kernels.devices import every_device
 from tests.models.folders import make_config, write_folder
 from tests.models.test_weights import (
     DRAFTS,
@@ -20,9 +21,12 @@ from tests.models.test_weights import (
     quantized,
 )
 from tiercel.config import CacheConfig
-from tiercel.engine.build import _places, check_memory, open_engine
+from tiercel.engine.build import _places, _speculation, check_memory, open_engine
 from tiercel.engine.config import Build, EngineConfig
 from tiercel.errors import ConfigError, WeightsError
+from tiercel.kernels.choice import make_kernels
+from tiercel.models.checkpoint import Checkpoint
+from tiercel.models.families import family_of, folder_of
 from tiercel.spec.attention import mha
 
 MIB = 1024**2
@@ -143,6 +147,31 @@ def test_who_guesses_is_chosen_and_told(tmp_path):
         speculation_of(make_folder(tmp_path / "other", DRAFTS["DSpark"]()), "mtp")
     with pytest.raises(ConfigError, match="speculate = 'eager': must be one of auto, mtp, eagle, ngram, off"):
         speculation_of(plain, "eager")
+
+
+@every_device
+def test_on_cuda_a_draft_that_costs_little_guesses_and_nobody_else_unless_asked_for(device):
+    """V4-Flash's dimensions; the embedded model, which has an EAGLE head, too."""
+    kernels = make_kernels("cuda", device)
+    told = {}
+    for model, asked in (
+        ("v4-flash-8e", "auto"),
+        ("tiny-v4", "auto"),
+        ("tiny-v4", "mtp"),
+        ("tiny-v4", "ngram"),
+    ):
+        checkpoint = Checkpoint(folder_of(model))
+        family = family_of(checkpoint.config)
+        config = EngineConfig(speculate=asked)
+        found = _speculation(config, family, checkpoint, family.read(checkpoint.config), kernels)
+        told[model, asked] = found[0].speculate, found[1] is not None, found[2].why
+    assert told["v4-flash-8e", "auto"][:2] == told["tiny-v4", "mtp"][:2] == ("mtp", True)
+    assert told["tiny-v4", "ngram"][:2] == ("ngram", False)
+    assert told["tiny-v4", "auto"][:2] == ("off", False) and "mtp would add 10%" in told["tiny-v4", "auto"][2]
+    with pytest.raises(
+        ConfigError, match="speculate = 'eagle': the cuda kernels do not compute an EAGLE head"
+    ):
+        speculation_of("tiny-v4", "eagle", kernels="cuda", device=device)
 
 
 def test_a_damaged_head_that_nobody_asks_for_is_not_looked_at(tmp_path):

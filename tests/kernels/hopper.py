@@ -69,9 +69,9 @@ def call_all() -> None:
     linear(torch.empty(8, 96), weight(40, 96, dtype=torch.float32))
     for tokens in (1, 1024):
         matrices = weight(9, 4096, 4096, dtype=FP8), weight(9, 4096, 2048, dtype=FP8)
-        chosen, weights = route(torch.empty(tokens, 8), None, torch.empty(8), 6, 1.5)
+        chosen, weights = route(torch.empty(tokens, 8), None, torch.empty(8), 6, 1.5, ints(tokens))
         experts(torch.empty(tokens, 4096, dtype=BF16), chosen, weights, matrices, 10.0)
-    route(torch.empty(8, 256), torch.empty(8, 6, dtype=torch.int64), None, 6, 1.5)
+    route(torch.empty(8, 256), torch.empty(8, 6, dtype=torch.int64), None, 6, 1.5, ints(8))
     logits = torch.empty(8, 129280)
     sample(logits, torch.empty(8, 6, dtype=torch.float64), greedy(logits))
     call_on_entries()
@@ -113,6 +113,14 @@ def call_rows(tokens: int) -> None:
     rings.keep(*recent, flat, ints(tokens), 127)
     rings.write_tails(recent, encoded(2, 128), ints(2, 5), 127)
     rings.restore(recent[0], encoded(2, 128), ints(2, 3), 127)
+    kept, new = torch.empty(4 * 5, 4 * 4096), torch.empty(tokens, 4 * 4096, dtype=BF16)
+    hidden = Entries(
+        torch.empty(2, 4 * 4 * 4096, dtype=torch.uint8), 1, (4 * 4 * 4096,), "fp32", 4 * 4096, 64
+    )
+    rings.row_before(kept, new, flat, 5)
+    rings.keep(kept, new, flat, ints(tokens), 5)
+    rings.write_tails((new, new), hidden, ints(2, 5), 5)
+    rings.restore(kept, hidden, ints(2, 3), 5)
 
 
 def report(kernel) -> dict:

@@ -75,6 +75,19 @@ def test_a_token_does_not_depend_on_its_company(device, dtype, stored):
 
 
 @every_device
+@pytest.mark.parametrize("given", [False, True])
+def test_padding_asks_no_expert(device, given):
+    logits, bias = rand(5, 9, device=device), rand(9, device=device)
+    position = torch.tensor([4, -1, 0, -1, 7], dtype=torch.int32, device=device)
+    table = torch.arange(15, device=device).view(5, 3) % 9 if given else None
+    expected, its_weights = route(logits, None if table is None else table.clone(), bias, 3, 1.5)
+    chosen, weights = route(logits, table, bias, 3, 1.5, position)
+    real = position >= 0
+    assert torch.equal(chosen[real], expected[real]) and torch.equal(weights[real], its_weights[real])
+    assert (chosen[~real] == -1).all() and (weights[~real] == 0).all()
+
+
+@every_device
 def test_a_choice_that_is_none_adds_nothing(device):
     x, chosen, weights, matrices, plain = make((20, 5, 2, 70, 40), device, FP32, FP32)
     chosen[3, 1], chosen[7], weights[7] = -1, -1, float("nan")

@@ -8,7 +8,7 @@ import torch
 
 from tests.kernels.devices import every_device
 from tiercel.kernels.cuda import rings
-from tiercel.kernels.cuda.rings import keep, restore, write_tails
+from tiercel.kernels.cuda.rings import keep, restore, row_before, write_tails
 from tiercel.kernels.entries import Entries, Flat
 
 FORGOTTEN = 2**31 - 1
@@ -184,3 +184,39 @@ def test_no_tails_are_no_work(device):
     write_tails((kept, new), tails, moves_of(SPANS, device)[:0], ring_rows)
     restore(kept, tails, moves_of(SPANS, device)[:0], ring_rows)
     assert torch.equal(memory_of(kept), before[0]) and torch.equal(memory_of(tails), before[1])
+
+
+@every_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_streams_lie_in_rings_and_tails_as_fp32(device, dtype):
+    """A row for each token; a tail has the last one before its boundary, which is new."""
+    ring_rows, numbers = 3, 20
+    (flat, end), firsts = flat_of(SPANS, device), firsts_of(SPANS)
+    random = torch.Generator().manual_seed(0)
+    kept = torch.randn(RINGS * ring_rows, numbers, generator=random).to(dtype).float().to(device)
+    new = torch.randn(len(end), numbers, generator=random).to(device, dtype)
+    tails = encoded(PLACES, (4 * numbers,), device, seed=3)._replace(encoding="fp32")
+    before, expected = row_before(kept, new, flat, ring_rows), torch.zeros(len(end), numbers, device=device)
+    after, snapshots = kept.clone(), memory_of(tails).clone()
+    for first, span in zip(firsts, SPANS, strict=True):
+        for p in range(max(span.start, 0), span.end):
+            row = first + p - span.start
+            if p > 0:
+                old = kept[span.ring * ring_rows + (p - 1) % ring_rows]
+                expected[row] = old if p == span.start else new[row - 1].float()
+            if span.remembered and p >= span.end - ring_rows:
+                after[span.ring * ring_rows + p % ring_rows] = new[row].float()
+    assert before.dtype == dtype and torch.equal(before.float(), expected)
+    keep(kept, new, flat, end, ring_rows)
+    assert torch.equal(kept, after)
+    write_tails((new, new), tails, moves_of(SPANS, device), ring_rows)
+    done = memory_of(tails).clone()
+    memory_of(tails).copy_(snapshots)
+    for place, boundary, i in MOVES:
+        if place >= 0:
+            row = new[firsts[i] + boundary - 1 - SPANS[i].start].float()
+            tails.rows[place, : 4 * numbers] = row.view(torch.uint8)
+    assert torch.equal(done, memory_of(tails)) and not torch.equal(done, snapshots)
+    restore(kept, tails, torch.tensor([[2, 48, 3]], dtype=torch.int32, device=device), ring_rows)
+    own = kept[3 * ring_rows + 47 % ring_rows]
+    assert torch.equal(own.view(torch.uint8), tails.rows[2, : 4 * numbers])

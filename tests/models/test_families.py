@@ -49,7 +49,9 @@ def test_the_model_for_measurements_has_the_cache_of_v4_flash_and_weights_from_a
     assert Text(text_folder_of("v4-flash-8e")).decode([129_000]) == "", "most of its tokens have no text"
     small = V4Config.from_hf(make_config())
     first, again, other = (random_weights(small, seed) for seed in (0, 0, 1))
-    assert all(torch.equal(first[name], again[name]) for name in first)
+    drafted = random_weights(small, 0, draft=True)
+    assert all(torch.equal(first[name], each[name]) for each in (again, drafted) for name in first)
+    assert {name.partition(".")[0] for name in drafted.keys() - first.keys()} == {"mtp"}
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
 
 

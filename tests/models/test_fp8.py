@@ -62,7 +62,7 @@ def make_folder(path: Path, config: dict[str, Any] = ROUND, names: Any = NAMES, 
 
 
 def make_tensors(config: dict[str, Any] = ROUND, names: Any = NAMES) -> Tensors:
-    weights = random_weights(V4Config.from_hf(config), 5)
+    weights = random_weights(V4Config.from_hf(config), 5, draft=True)
     return quantize(in_original_form(weights), names)[0]
 
 

@@ -10,7 +10,7 @@ from inspect import getsource
 
 import pytest
 
-from tests.engine.drive import make_ask, run, tokens_of, words
+from tests.engine.drive import Always, make_ask, run, tokens_of, words
 from tests.kernels.devices import on_gpu
 from tiercel.engine.ask import Answer
 from tiercel.engine.build import open_engine
@@ -59,6 +59,28 @@ def test_no_tier_changes_a_bit_in_the_numbers_of_a_gpu(device: str) -> None:
     report = verify(replace(BUILD, device=device), config)
     assert report.holds(kl=0.0, dlogprob=0.0), report
     assert report.recall["cold"] and report.recall["cold"] > 0.9, report
+
+
+@pytest.mark.parametrize("device", [on_gpu])
+def test_guesses_of_the_mtp_layer_change_no_bit_of_an_answer(device: str) -> None:
+    """Code, which is mostly guessed right, and noise; asked twice, the second time from the device tier."""
+    found = []
+    for speculate in ("off", "mtp"):
+        config = EngineConfig(speculate=speculate)
+        engine, _ = open_engine(replace(BUILD, device=device), config)
+        code = engine.text.encode(getsource(argparse))
+        texts = [(code[300 * i :] if i % 4 else words(900, i))[: 100 + 37 * i] for i in range(16)]
+        asks = [make_ask(str(i), text, 40, logprobs=0 if i % 5 else None) for i, text in enumerate(texts)]
+        if speculate == "mtp":
+            engine.scheduler.guessing.policy = Always(3)
+        for _ in range(2):
+            answers = [run(engine, asks[0])[0], *run(engine, *asks[1:], overlap="queued")]
+            found.append([everything_of(each) for each in answers])
+        accepted = engine.stats().accept_length_mean
+        assert engine.cache.counters["tokens_device"] > 1000
+        engine.cache.close()
+    assert found[0] == found[1] == found[2] == found[3]
+    assert accepted > 1.5, accepted
 
 
 LENGTHS = {

@@ -118,17 +118,19 @@ def _speculation(
     """Who guesses: what was asked for, or else the best that costs little where nothing can be guessed. The
     files of a draft are looked at only if it may be used."""
     asked, cuda = config.speculate, kernels.NAME == "cuda"
-    if asked in DRAFTS and cuda:
-        raise ConfigError("speculate", asked, "the cuda kernels do not compute drafts")
-    drafts = {} if cuda or asked not in ("auto", *DRAFTS) else family.drafts(checkpoint, own)
+    if asked == "eagle" and cuda:
+        raise ConfigError(
+            "speculate", asked, "the cuda kernels do not compute an EAGLE head, but mtp and ngram"
+        )
+    drafts = family.drafts(checkpoint, own) if asked in ("auto", *DRAFTS) else {}
+    if cuda:
+        drafts.pop("eagle", None)
     if asked in DRAFTS and asked not in drafts:
         raise ConfigError("speculate", asked, f"the model has no {asked} draft that is read here")
     chosen, more = asked, ""
-    if asked == "auto" and cuda:
-        chosen, more = "off", "; a device waits where there are guesses"
-    elif asked == "auto":
+    if asked == "auto":
         cheap = [name for name, each in drafts.items() if each.share <= DRAFT_SHARE_MOST]
-        chosen = [*cheap, "ngram"][0]
+        chosen = [*cheap, "off" if cuda else "ngram"][0]
         dear = ", ".join(f"{name} would add {each.share:.0%}" for name, each in drafts.items())
         if not cheap:
             more = f"; {dear} to every step" if drafts else "; the model has no draft that is read here"

@@ -51,18 +51,19 @@ class Span:
 class Draft(Protocol):
     """Guesses what a model will draw. Its entries lie in the pages, tails and rings of the model."""
 
-    def follow(self, spans: Sequence[Span], x: Tensor, tokens: Tensor) -> None:
+    def follow(self, call: Any, x: Tensor, tokens: Tensor, /) -> None:
         """Called in every forward of the target: make the draft's entries.
 
-        x [tokens, …]: what the target has computed for each token, before it is turned into logits.
+        `call`: its spans, or a `FlatBatch` where kernels find rows by themselves. x [tokens, …]: what the
+        target has computed for each token, before it is turned into logits.
         """
 
     def propose(self, spans: Sequence[Span], count: int) -> Tensor:
         """[spans, count] int64: the best guesses after each span. A span has one token: the one that was
         drawn last, which the target has not computed. Nothing of a guess is remembered."""
 
-    def restore(self, ring: int, place: int, boundary: int) -> None:
-        """A text goes on in this ring from the tail at this place."""
+    def restore(self, *tail: Any) -> None:
+        """A text goes on from a tail: (ring, place, boundary), or `CudaMtpDraft.restore`."""
 
 
 class Model(Protocol):

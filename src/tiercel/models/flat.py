@@ -7,6 +7,7 @@ forward was recorded for: padding has position -1, and no kernel reads or writes
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -110,6 +111,15 @@ class FlatBatch:
         self.rings = ring
         self.flat = Flat(self.positions, start, first, ring, table)
         self.longest = size.longest
+
+    def behind(self, lag: int) -> FlatBatch:
+        """The same tokens, each `lag` positions earlier. What would stand before its text is padding."""
+        other = copy(self)
+        other.positions, other.end = (self.positions - lag).clamp(min=-1), self.end - lag
+        other.flat = self.flat._replace(position=other.positions, start=self.flat.start - lag)
+        other.tails = self.tails.clone()
+        other.tails[:, 1::2] -= lag  # boundary and start
+        return other
 
 
 def send(numbers: npt.NDArray[Any], device: torch.device) -> Tensor:

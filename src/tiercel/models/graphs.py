@@ -80,13 +80,14 @@ class Graphs:
         recording for more than `rows_most` rows of logits."""
         self._sections, self._table, self._rows_most = sections, table, rows_most
         self._most = table.shape[1] * page_tokens
-        self._memory = torch.cuda.graph_pool_handle(), torch.cuda.Stream(table.device)
+        self.memory = torch.cuda.graph_pool_handle(), torch.cuda.Stream(table.device)
+        """The pool and the stream of all recordings of the model."""
         began = perf_counter()
         self._recordings = self._record_all()
         """The smallest first."""
         tail = torch.tensor([-1, 0, 0], dtype=torch.int32, device=table.device)
         restore(tail)
-        self._restore = Recording(tail, [lambda _: restore(tail)], *self._memory)
+        self._restore = Recording(tail, [lambda _: restore(tail)], *self.memory)
         torch.cuda.synchronize(table.device)
         log.info("%d forwards recorded in %.1f s", len(self._recordings), perf_counter() - began)
 
@@ -111,7 +112,7 @@ class Graphs:
         for call in calls if warm else ():
             state = call(state)
         del state
-        return Recording(numbers, calls, *self._memory)
+        return Recording(numbers, calls, *self.memory)
 
     def run(self, numbers: Numbers, before: BeforeLayer) -> Any:
         """What the last section answers for the padded call; None: no recording is large enough. It is

@@ -47,13 +47,19 @@ CHOICES_AT_ONCE = 2048
 ADD_TILE = 1024
 
 
-def route(
-    logits: Tensor, chosen: Tensor | None, bias: Tensor | None, k: int, factor: float
+def route(  # noqa: PLR0913
+    logits: Tensor,
+    chosen: Tensor | None,
+    bias: Tensor | None,
+    k: int,
+    factor: float,
+    position: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(experts [tokens, k], weights fp32): the given `chosen` experts, or the k best by score + bias.
 
     The best are in order: the higher score first, of equals the lower number. A given expert -1 is none, and
-    its weight is 0. Where scores are NaN, the choice is any k experts and the weights are NaN.
+    its weight is 0. Where scores are NaN, the choice is any k experts and the weights are NaN. A token whose
+    position is below 0 is padding: its experts are none, also in the tensor of given ones.
     """
     (tokens, experts), best = logits.shape, chosen is None
     assert logits.stride(1) == 1 and k <= experts
@@ -64,7 +70,7 @@ def route(
     weights = torch.empty(tokens, k, dtype=torch.float32, device=logits.device)
     if tokens:
         _route[(tokens,)](
-            logits, logits.stride(0), bias if best else None, chosen, weights, factor,
+            logits, logits.stride(0), bias if best else None, chosen, weights, factor, position,
             EXPERTS=experts, K=k, WIDTH=triton.next_power_of_2(experts), K_WIDTH=triton.next_power_of_2(k),
             num_warps=1,
         )  # fmt: skip
@@ -150,7 +156,7 @@ def _softplus(x):
 
 @triton.jit
 def _route(  # noqa: PLR0913
-    logits, step, bias, chosen, weights, factor,
+    logits, step, bias, chosen, weights, factor, position,
     EXPERTS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, K_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One token. With a bias the experts are chosen here."""
@@ -169,9 +175,12 @@ def _route(  # noqa: PLR0913
             best = tl.min(tl.where(key == tl.max(key, 0), number, WIDTH), 0)
             picked = tl.where(place == i, best, picked)
             key = tl.where(number == best, float("-inf"), key)
-        tl.store(chosen + token * K + place, picked, mask=place < K)
     else:
         picked = tl.load(chosen + token * K + place, mask=place < K, other=-1).to(tl.int32)
+    if position is not None:
+        picked = tl.where(tl.load(position + token) < 0, -1, picked)
+    if (bias is not None) | (position is not None):
+        tl.store(chosen + token * K + place, picked, mask=place < K)
     logit = tl.load(logits + picked, mask=picked >= 0, other=0.0).to(tl.float32)
     score = tl.where(picked >= 0, tl.sqrt_rn(_softplus(logit)), 0.0)
     weight = tl.div_rn(score, tl.sum(score, 0) + 1e-20) * factor

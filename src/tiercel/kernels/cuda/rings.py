@@ -4,9 +4,10 @@
     keep           new rows of a call                  → rings
     write_tails    rings and new rows, at a boundary   → rows of tails
     restore        rows of tails                       → rings
+    row_before     new rows of a call, and rings       → for each token the row of the token before it
 
-Rows are copied as the bytes they are. Position p of a text lies in row ring · ring_rows + p % ring_rows, and
-a tail holds the positions before its boundary, the newest last.
+Rows are copied as the bytes they are; streams of bf16 are fp32 in rings and tails. Position p of a text lies
+in row ring · ring_rows + p % ring_rows, and a tail holds the positions before its boundary, the newest last.
 """
 
 from __future__ import annotations
@@ -21,10 +22,14 @@ from torch import Tensor
 from tiercel.kernels.entries import Entries, Flat
 
 Rows = Entries | Tensor
-"""Encoded rows, one entry each; or a compressor's fp32 rows [rows, 2 · channels], kv and then gate."""
+"""Encoded rows, one entry each; or fp32 rows: a compressor's [rows, 2 · channels], kv and then gate, or a
+model's streams. New streams may be bf16."""
 
-WARPS = 1
-"""A window row is 584 bytes: 5 words for each thread of one warp, and many rows are copied at once."""
+WORDS_OF_WARP = 2048
+"""Words of a row for each warp: 64 for a thread. A window row is 584 bytes: one warp, and many rows are
+copied at once. The streams of V4-Flash are 16,384 words: 8 warps."""
+
+BEFORE_TILE = 2048
 
 TAILS_AT_ONCE = 8
 """A recorded call has room for one tail of each token, and mostly has none: few programs look for them."""
@@ -33,7 +38,8 @@ TAILS_AT_ONCE = 8
 @triton.jit
 def _copy(source, target, WORDS: tl.constexpr, WIDE: tl.constexpr):
     word = tl.arange(0, WIDE)
-    tl.store(target + word, tl.load(source + word, mask=word < WORDS), mask=word < WORDS)
+    value = tl.load(source + word, mask=word < WORDS)
+    tl.store(target + word, value.to(target.dtype.element_ty), mask=word < WORDS)
 
 
 @triton.jit(do_not_specialize_on_alignment=["position", "ring", "end"])
@@ -64,15 +70,15 @@ def keep(kept: Rows, new: Rows, flat: Flat, end: Tensor, ring_rows: int) -> None
     end int32 [tokens]: the position after the token's span. A ring does not remember a span whose end is
     given as 2^31 - 1.
     """
-    target, source = _words(kept), _words(new)
-    words = source.shape[1]
+    source = _words(new)
+    target, words = _as_numbers(_words(kept), source), source.shape[1]
     assert target.shape[1] == words, "rows of one kind"
     if not len(flat.position):
         return
     _keep[(len(flat.position),)](
         target, source, flat.position, flat.ring, end,
         RING_ROWS=ring_rows, KEPT_STRIDE=target.stride(0), NEW_STRIDE=source.stride(0),
-        WORDS=words, WIDE=triton.next_power_of_2(words), num_warps=WARPS,
+        WORDS=words, WIDE=triton.next_power_of_2(words), num_warps=_warps(words),
     )  # fmt: skip
 
 
@@ -129,7 +135,8 @@ def write_tails(recent: tuple[Rows, Rows], tails: Entries, moves: Tensor, ring_r
 
     moves int32 [tails, 5]: place of the tail (-1: padding, behind the last tail), boundary, ring, start of
     the span, flat number of the span's first token. Of a compressor's rows a tail has the first channels
-    only: later entries use no others. Positions before the text leave their bytes as they are.
+    only: later entries use no others. Positions before the text leave their bytes as they are. Of streams a
+    tail has the last position only, which is always new: the rings of bf16 streams, fp32, are not given.
     """
     _move(recent[0], recent[1], tails, moves, ring_rows, tails.per_row)
 
@@ -144,7 +151,7 @@ def restore(kept: Rows, tails: Entries, moves: Tensor, ring_rows: int) -> None:
 
 def _move(kept: Rows, new: Rows | None, tails: Entries, moves: Tensor, ring_rows: int, count: int) -> None:
     old, fresh = _words(kept), _words(kept if new is None else new)
-    snapshots, pieces = _words(tails), _pieces(kept, tails)
+    snapshots, pieces = _as_numbers(_words(tails), fresh), _pieces(kept, tails)
     if not len(moves):
         return
     _snapshot[(min(len(moves), TAILS_AT_ONCE), count)](
@@ -153,8 +160,46 @@ def _move(kept: Rows, new: Rows | None, tails: Entries, moves: Tensor, ring_rows
         PER_ROW=tails.per_row, KEPT_STRIDE=old.stride(0), NEW_STRIDE=fresh.stride(0),
         TAIL_STRIDE=snapshots.stride(0), PIECES=len(pieces.words), ROW_AT=pieces.row_at,
         TAIL_AT=pieces.tail_at, TAIL_STEP=pieces.tail_step, WORDS=pieces.words,
-        WIDE=tuple(map(triton.next_power_of_2, pieces.words)), num_warps=WARPS,
+        WIDE=tuple(map(triton.next_power_of_2, pieces.words)), num_warps=_warps(max(pieces.words)),
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize_on_alignment=["position", "first", "ring"])
+def _row_before(  # noqa: PLR0913
+    new,
+    kept,
+    out,
+    position,
+    first,
+    ring,
+    RING_ROWS: tl.constexpr,
+    NUMBERS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """A part of the row of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    number = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    at = tl.load(position + token)
+    there, begins = (number < NUMBERS) & (at > 0), tl.load(first + token) == token
+    row = tl.load(ring + token).to(tl.int64) * RING_ROWS + (at - 1) % RING_ROWS
+    old = tl.load(kept + row * NUMBERS + number, mask=there & begins, other=0.0)
+    value = tl.load(new + (token - 1) * NUMBERS + number, mask=there & (begins == 0), other=0.0)
+    value = tl.where(begins, old, value.to(tl.float32))
+    tl.store(out + token * NUMBERS + number, value.to(out.dtype.element_ty), mask=number < NUMBERS)
+
+
+def row_before(kept: Tensor, new: Tensor, flat: Flat, ring_rows: int) -> Tensor:
+    """For each token the row of the token before it: of this call, or for a span's first token from the ring.
+    Zeros for the first token of a text, and for padding. kept: fp32 [rings · ring_rows, n]; new [tokens, n].
+    """
+    (tokens, numbers), out = new.shape, torch.empty_like(new)
+    assert kept.is_contiguous() and new.is_contiguous() and kept.shape[1] == numbers
+    if tokens:
+        _row_before[tokens, triton.cdiv(numbers, BEFORE_TILE)](
+            new, kept, out, flat.position, flat.first, flat.ring,
+            RING_ROWS=ring_rows, NUMBERS=numbers, TILE=BEFORE_TILE,
+        )  # fmt: skip
+    return out
 
 
 class _Pieces(NamedTuple):
@@ -178,9 +223,18 @@ def _pieces(rows: Rows, tails: Entries) -> _Pieces:
 
 
 def _words(rows: Rows) -> Tensor:
-    """Rows of 4-byte words, without a copy."""
+    """Rows of 4-byte words, without a copy; streams of bf16 as they are."""
     if isinstance(rows, Tensor):
-        assert rows.dtype == torch.float32 and rows.stride(1) == 1
-        return rows.view(torch.int32)
+        assert rows.dtype in (torch.float32, torch.bfloat16) and rows.stride(1) == 1
+        return rows if rows.dtype == torch.bfloat16 else rows.view(torch.int32)
     assert not any(size % 4 for size in rows.sizes), "words of 4 bytes"
     return rows.rows[:, : rows.per_row * sum(rows.sizes)].view(torch.int32)
+
+
+def _as_numbers(words: Tensor, source: Tensor) -> Tensor:
+    """Where numbers are converted and not bytes copied, words are fp32."""
+    return words.view(torch.float32) if source.dtype == torch.bfloat16 else words
+
+
+def _warps(words: int) -> int:
+    return min(max(int(triton.next_power_of_2(words)) // WORDS_OF_WARP, 1), 8)

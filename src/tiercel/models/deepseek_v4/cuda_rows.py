@@ -73,13 +73,14 @@ class CudaRows:
 
     def __init__(self, setup: Setup, layer: int, weights: Weights, rotary: Rotary) -> None:
         self._config = c = setup.config
-        self._tails = entries_of(setup, "window", layer)
+        draft = layer >= c.layers
+        self._tails = entries_of(setup, "draft_window" if draft else "window", layer)
         self._spare = setup.guesses_max
         self._ring_rows = rows_before(c.window) + self._spare
         self._kept = self._rows(setup.rings * self._ring_rows, setup.memory.device, zeros=True)
         self._compressors = [
             CudaCompressor(setup, layer, stream, part_of(weights, prefix), rotary)
-            for stream, prefix in compressors_of(c.ratios[layer]).items()
+            for stream, prefix in compressors_of(0 if draft else c.ratios[layer]).items()
         ]
         self._norm, self._sinks, self._scale = weights["kv_norm.weight"], weights["sinks"], c.head_dim**-0.5
 
@@ -107,8 +108,7 @@ class CudaRows:
     ) -> Tensor:
         """Write what the tokens of this call add, and attend to what each of them sees."""
         c, flat = self._config, batch.flat
-        new = self._rows(len(kv), kv.device)
-        store_window(kv, turn, c.rms_norm_eps, self._norm, new)
+        new = self._encode(kv, turn)
         for compressor, own_rows in zip(self._compressors, rows, strict=True):
             compressor.extend(batch, own_rows)
         chosen, entries, ratio = None, None, 1
@@ -117,10 +117,32 @@ class CudaRows:
         if index is not None:
             keys, most = self._compressors[1].pages, batch.longest // ratio
             chosen = best_rows(index.q, index.weights, keys, ratio, flat, c.index_topk, most)
-        both = self._kept, new
         out = attention(
-            q, both, c.window, entries, chosen, ratio, flat, self._sinks, self._scale, self._spare
+            q,
+            (self._kept, new),
+            c.window,
+            entries,
+            chosen,
+            ratio,
+            flat,
+            self._sinks,
+            self._scale,
+            self._spare,
         )
-        write_tails(both, self._tails, batch.tails, self._ring_rows)
-        keep(*both, flat, batch.end, self._ring_rows)
+        self._remember(batch, new)
         return out
+
+    def store(self, batch: FlatBatch, kv: Tensor, turn: CosSin) -> None:
+        """Write the window entries that `attend` would, of a layer without compressors."""
+        assert not self._compressors
+        self._remember(batch, self._encode(kv, turn))
+
+    def _encode(self, kv: Tensor, turn: CosSin) -> Entries:
+        new = self._rows(len(kv), kv.device)
+        store_window(kv, turn, self._config.rms_norm_eps, self._norm, new)
+        return new
+
+    def _remember(self, batch: FlatBatch, new: Entries) -> None:
+        both = self._kept, new
+        write_tails(both, self._tails, batch.tails, self._ring_rows)
+        keep(*both, batch.flat, batch.end, self._ring_rows)

@@ -80,7 +80,6 @@ class MtpLayer:
         self._head = site_of(c, k, part_of(w, "hc_head.hc_"), w["norm.weight"])
         self._embedding, self._rotary = weights["model.embed_tokens.weight"], rotary
         self.layer = Layer(setup, c.layers + number, w, rotary)
-        self.ring_rows = setup.guesses_max + 1
 
     def enter(self, x: Tensor, tokens: Tensor) -> Tensor:
         """What the layer reads: tokens beside the streams x of the tokens before them."""

@@ -8,7 +8,7 @@ heavy (ratio 128)  and all compressed entries
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -17,9 +17,22 @@ from tiercel.kernels.choice import Kernels
 from tiercel.kernels.reference import CosSin, Site
 from tiercel.models.base import Weights, part_of
 from tiercel.models.deepseek_v4.config import SPARSE_RATIO, V4Config
-from tiercel.models.deepseek_v4.matrices import DOWN, GATE_UP, INPUT, OUT, OUT_LOW, QUERIES, joined
+from tiercel.models.deepseek_v4.matrices import (
+    DOWN,
+    GATE_UP,
+    INPUT,
+    KEYS_VALUES,
+    OUT,
+    OUT_LOW,
+    QUERIES,
+    joined,
+)
 from tiercel.models.deepseek_v4.rows import Index, LayerRows, Setup, compressors_of
+from tiercel.models.flat import FlatBatch
 from tiercel.models.rotary import Rotary
+
+if TYPE_CHECKING:
+    from tiercel.kernels.cuda.kernels import CudaKernels
 
 
 class Rows(Protocol):
@@ -38,6 +51,8 @@ class Rows(Protocol):
         index: Index | None,
     ) -> Tensor: ...
 
+    def store(self, batch: Any, kv: Tensor, turn: CosSin) -> None: ...
+
 
 AnyBatch = Any
 """`Batch`, or `FlatBatch` where the rows are `CudaRows`."""
@@ -51,7 +66,7 @@ class Attention:
         self._rows = _make_rows(setup, layer, weights, rotary)
         self.restore = self._rows.restore
         draft = layer >= self._config.layers
-        self._kv = self._k.pack(weights["kv_proj.weight"]) if draft else None
+        self._kv = self._k.pack(*joined(weights, KEYS_VALUES)) if draft else None
         """By itself: `store` needs nothing else."""
         self._take_weights(weights, 0 if draft else self._config.ratios[layer])
 
@@ -87,7 +102,7 @@ class Attention:
 
     def store(self, h: Tensor, turn: CosSin, batch: AnyBatch) -> None:
         """Write the entries that a call writes, of a draft's layer, and answer nothing."""
-        assert self._kv is not None and isinstance(self._rows, LayerRows)
+        assert self._kv is not None, "the layer is a draft's"
         self._rows.store(batch, self._k.linear(h, self._kv, wide=True), turn)
 
 
@@ -122,11 +137,15 @@ class Experts:
         gate_up, down = joined(weights, GATE_UP), joined(weights, DOWN)  # the shared expert is the last
         self._matrices = kernels.pack_all(*gate_up), kernels.pack_all(*down)
 
-    def __call__(self, x: Tensor, tokens: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, tokens: Tensor, batch: AnyBatch = None) -> Tensor:
         c, k = self._config, self._k
         chosen = None if self._by_token is None else self._by_token[tokens]
         logits = k.linear(x, self._gate, wide=True)
-        chosen, weights = k.route(logits, chosen, self._bias, c.experts_per_token, c.routed_scaling_factor)
+        asked = logits, chosen, self._bias, c.experts_per_token, c.routed_scaling_factor
+        if isinstance(batch, FlatBatch):  # it may be padded, and padding asks no expert
+            chosen, weights = cast("CudaKernels", k).route(*asked, batch.positions)
+        else:
+            chosen, weights = k.route(*asked)
         return k.experts(x, chosen, weights, self._matrices, c.swiglu_limit)
 
 
@@ -145,7 +164,7 @@ class Layer:
         seen, place, mix = self._k.hyper_read(x, self._sites[0])
         x = self._k.hyper_write(x, self.attention(seen, turn, batch), place, mix)
         seen, place, mix = self._k.hyper_read(x, self._sites[1])
-        return self._k.hyper_write(x, self.experts(seen, tokens), place, mix)
+        return self._k.hyper_write(x, self.experts(seen, tokens, batch), place, mix)
 
     def store(self, x: Tensor, turn: CosSin, batch: AnyBatch) -> None:
         """Write the entries of a draft's layer: they need its input only."""

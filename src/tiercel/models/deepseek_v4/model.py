@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from tiercel.errors import ConfigError
 from tiercel.kernels.choice import Kernels, make_kernels
 from tiercel.kernels.draw import Draw
-from tiercel.kernels.reference import CosSin
+from tiercel.kernels.reference import CosSin, Matrix
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.models.base import DRAWN_LAST, BeforeLayer, Draft, Span, Weights, at_once, part_of
 from tiercel.models.batch import Batch
@@ -31,6 +31,9 @@ from tiercel.models.graphs import Graphs, Section
 from tiercel.models.rotary import Rotary
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.deepseek_v4 import deepseek_v4, deepseek_v4_eagle, deepseek_v4_mtp
+
+if TYPE_CHECKING:
+    from tiercel.models.deepseek_v4.cuda_draft import CudaMtpDraft
 
 
 class Hidden(NamedTuple):
@@ -76,12 +79,7 @@ class DeepseekV4:
             Layer(setup, i, part_of(weights, f"model.layers.{i}."), self._rotaries[ratio > 0])
             for i, ratio in enumerate(config.ratios)
         ]
-        drafted = {stream.name for stream in memory.spec.streams if stream.name.startswith("draft_")}
-        if drafted and k.NAME == "cuda":
-            raise ConfigError("kernels", k.NAME, "do not compute drafts")
-        self.draft: Draft | None = None
-        if drafted:
-            self.draft = (Eagle if ENTRIES in drafted else MtpDraft)(setup, weights, self._lm_head)
+        self.draft = _make_draft(setup, weights, self._lm_head, self._rotaries[0])
         """There when the cache declaration has the draft's streams; then it follows every call."""
         self._tables: PageTables | None = None
         self._graphs: Graphs | None = None
@@ -97,21 +95,24 @@ class DeepseekV4:
             return
         spec = self._setup.memory.spec
         self._tables.make_room(-(-longest // spec.page_tokens))
-        for rotary in self._rotaries:
-            rotary.table(self._tables.table.shape[1] * spec.page_tokens)
-        table, rings = self._tables.table, self._setup.rings
-        rows = rings * 2 if self._setup.guesses_max else rings  # one guess for each text, or more for some
+        table, rings, guesses_max = self._tables.table, self._setup.rings, self._setup.guesses_max
+        for rotary in self._rotaries:  # guesses may stand behind the end of the longest text
+            rotary.table(table.shape[1] * spec.page_tokens + guesses_max)
+        rows = rings * 2 if guesses_max else rings  # one guess for each text, or more for some
         self._graphs = Graphs(self._sections(spec), self._restore, table, spec.page_tokens, rows)
+        if self.draft is not None:
+            cast("CudaMtpDraft", self.draft).record(self._graphs.memory)
 
     def _sections(self, spec: CacheSpec) -> list[Section]:
-        """The layers in groups, as they are loaded. The first section begins, the last one answers."""
+        """The layers in groups, as they are loaded. The first section begins, the last one answers. (What a
+        draft reads is in tails, which come with the first layers.)"""
         groups, count = spec.layer_groups(), len(self.layers)
 
         def run(layers: range, batch: FlatBatch, state: Hidden | None) -> Hidden | Recorded:
             state = self._compute(layers, batch, state or self._begin(batch))
             return self._answer(batch, state) if layers[-1] == count - 1 else state
 
-        firsts = [0, *(group[0] for group in groups[1:])]
+        firsts = [0, *(group[0] for group in groups[1:] if group[0] < count)]
         ranges = [range(*each) for each in zip(firsts, [*firsts[1:], count], strict=True)]
         return [Section(layers[-1], partial(run, layers)) for layers in ranges]
 
@@ -135,9 +136,10 @@ class DeepseekV4:
             return self._recorded.logits
         on_device = send(numbers.padded(numbers.size), self._embedding.device)
         flat = FlatBatch(on_device, numbers.size, self._tables.table)
-        return self._logits(
-            self._compute(range(len(self.layers)), flat, self._begin(flat), before).x, flat.rows
-        )
+        state = self._compute(range(len(self.layers)), flat, self._begin(flat), before)
+        if self.draft is not None:
+            self.draft.follow(flat, state.x, state.tokens)
+        return self._logits(state.x, flat.rows)
 
     def _begin(self, batch: Batch | FlatBatch) -> Hidden:
         drawn = self.last[batch.rings].clamp(min=0)
@@ -159,6 +161,8 @@ class DeepseekV4:
         return self.kernels.linear(x, self._lm_head, wide=True)
 
     def _answer(self, batch: FlatBatch, state: Hidden) -> Recorded:
+        if self.draft is not None:
+            self.draft.follow(batch, state.x, state.tokens)
         logits = self._logits(state.x, batch.rows)
         best = self.kernels.greedy(logits)
         self.last[batch.row_rings] = best
@@ -199,6 +203,22 @@ class DeepseekV4:
     def _restore(self, tail: Tensor) -> None:
         for layer in self.layers:
             layer.attention.restore(tail.view(1, -1))
+        if self.draft is not None:
+            self.draft.restore(tail.view(1, -1))
+
+
+def _make_draft(setup: Setup, weights: Weights, lm_head: Matrix, rotary: Rotary) -> Draft | None:
+    """The draft whose streams the cache declaration has."""
+    drafted = {stream.name for stream in setup.memory.spec.streams if stream.name.startswith("draft_")}
+    if not drafted:
+        return None
+    if setup.kernels.NAME != "cuda":
+        return (Eagle if ENTRIES in drafted else MtpDraft)(setup, weights, lm_head)
+    if ENTRIES in drafted:
+        raise ConfigError("kernels", "cuda", "do not compute an EAGLE head")
+    from tiercel.models.deepseek_v4.cuda_draft import CudaMtpDraft  # here: Triton takes a second to import
+
+    return CudaMtpDraft(setup, weights, lm_head, rotary)
 
 
 def drafts_of(checkpoint: Checkpoint, config: V4Config) -> dict[str, DraftOffer]:

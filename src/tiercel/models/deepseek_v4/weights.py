@@ -231,7 +231,10 @@ def draft_names(checkpoint: Checkpoint) -> list[str]:
 
 
 def has_mtp(checkpoint: Checkpoint, config: V4Config) -> bool:
-    """Whether a checkpoint has all MTP layers that its config tells of, and no other draft."""
+    """Whether a checkpoint has all MTP layers that its config tells of, and no other draft. Random weights
+    have what the config tells of."""
+    if checkpoint.random_seed is not None:
+        return config.mtp_layers > 0
     if not draft_names(checkpoint):
         return False
     try:
@@ -349,7 +352,7 @@ def load_weights(  # noqa: PLR0913
     stay fp8, where that is exact. `check` is given the bytes that all this takes, before a byte is read.
     """
     if checkpoint.random_seed is not None:
-        return random_weights(config, checkpoint.random_seed, device, matrices, check)
+        return random_weights(config, checkpoint.random_seed, device, matrices, check, draft=draft)
     wanted, readings = plan_weights(checkpoint, config, draft=draft)
     groups = make_groups(wanted, readings, matrices, config, fp8=fp8)
     check(_bytes_of(groups))
@@ -406,10 +409,13 @@ def random_weights(
     device: str = "cpu",
     matrices: torch.dtype = torch.float32,
     check: BytesCheck = lambda _: None,
+    *,
+    draft: bool = False,
 ) -> dict[str, Tensor]:
-    """Weights from a seed, made on the device, without a draft. Values keep the size of what passes them."""
+    """Weights from a seed, made on the device. Values keep the size of what passes them. A draft's come last:
+    those of the model are the same with it."""
     chance = torch.Generator(device).manual_seed(seed)
-    wanted = parameters(config, draft=False)
+    wanted = parameters(config, draft=draft)
     groups = make_groups(wanted, (), matrices, config, fp8=False)
     check(_bytes_of(groups))
     weights = {name: made for group, _ in groups for name, made in group.allocate(device).items()}
