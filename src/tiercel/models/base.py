@@ -59,7 +59,8 @@ class Draft(Protocol):
 
     def propose(self, spans: Sequence[Span], count: int) -> Tensor:
         """[spans, count] int64: the best guesses after each span. A span has one token: the one that was
-        drawn last, which the target has not computed. Nothing of a guess is remembered."""
+        drawn last, which the target has not computed. The pages of a span reach so far that each of its
+        guesses but the last has an entry. Nothing of a guess is remembered."""
 
     def restore(self, ring: int, place: int, boundary: int) -> None:
         """A text goes on in this ring from the tail at this place."""
