@@ -104,7 +104,7 @@ def test_a_draft_writes_only_to_the_pages_that_a_text_has():
     """The second text's only page is full, and it is asked for together with one that gets more guesses."""
     config = EngineConfig(CacheConfig(), speculate="eagle", running_max=2)
     engine, _ = open_engine(Build(device_bytes=16 * 2**20), config)
-    memory, drafter = engine.cache.device, engine.runner._drafter
+    memory, drafter = engine.cache.device, engine.runner._drafter  # type: ignore[attr-defined]
     texts = [
         DraftText(0, np.arange(40), torch.tensor([3, 1]), 200),
         DraftText(1, np.arange(PAGE), torch.tensor([2]), 200),

@@ -1,13 +1,15 @@
 """Who guesses what a text will go on with, before the model has computed it.
 
 `NgramDrafter` looks the last tokens up in the text so far: it needs no model and no memory of the cache.
-`ModelDrafter` asks the model's own draft. A guess changes no answer: the model draws as always, and goes on
-with a guess only where it draws the same token.
+`ModelDrafter` asks the model's draft: layers or a head of its own, or a small model of another folder. A
+guess changes no answer: the model draws as always, and goes on with a guess only where it draws the same
+token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -15,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tiercel.errors import ConfigError
-from tiercel.models.base import Draft, Model, Span
+from tiercel.models.base import NO_GUESS, Draft, Model, Span
 
 Ints = NDArray[np.int64]
 Number = TypeVar("Number", int, Ints)
@@ -72,7 +74,7 @@ class ModelDrafter:
         for reach, texts_there in reaches.items():
             made = self._draft.propose([spans[i] for i in texts_there], reach).tolist()
             for i, own in zip(texts_there, made, strict=True):
-                guesses[i] = own[: counts[i]]
+                guesses[i] = list(takewhile(lambda token: token != NO_GUESS, own[: counts[i]]))
         return guesses
 
 
