@@ -77,7 +77,7 @@ class Drafting:
         self._pages = torch.arange(texts * pages).view(texts, pages)
         memory = DeviceMemory(spec, pages=texts * pages, tails=1)
         self._model = DeepseekV4(config, weights, memory, texts, guesses_max=GUESSES)
-        drafter = make_drafter(draft, self._model)
+        drafter = make_drafter(draft, self._model, PAGE)
         assert drafter is not None
         self._drafter, self.folder, self.texts = drafter, folder, texts
 

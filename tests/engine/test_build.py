@@ -120,9 +120,9 @@ def test_what_does_not_fit_is_told_with_all_that_takes_memory():
 
 def test_a_draft_nobody_asks_for_is_named_once_and_not_read(tmp_path):
     engine, choices = open_on(make_folder(tmp_path, DRAFTS["DSpark"]()))
-    [told] = [each for each in choices if each.what == "draft"]
+    [told] = [each for each in choices if each.what == "own draft"]
     assert told.value == "not used" and "5 tensors are not read, model.mtp." in told.why
-    assert not any(each.what == "draft" for each in open_on(make_folder(tmp_path / "none"))[1])
+    assert not any(each.what == "own draft" for each in open_on(make_folder(tmp_path / "none"))[1])
     assert tokens_of(run(engine, make_ask("a", words(20)))[0])
 
 
@@ -145,7 +145,9 @@ def test_who_guesses_is_chosen_and_told(tmp_path):
         speculation_of(plain, "mtp")
     with pytest.raises(ConfigError, match="speculate = 'mtp': the model has no mtp draft"):
         speculation_of(make_folder(tmp_path / "other", DRAFTS["DSpark"]()), "mtp")
-    with pytest.raises(ConfigError, match="speculate = 'eager': must be one of auto, mtp, eagle, ngram, off"):
+    with pytest.raises(
+        ConfigError, match="speculate = 'eager': must be one of auto, mtp, eagle, draft, ngram, off"
+    ):
         speculation_of(plain, "eager")
 
 

@@ -1,15 +1,16 @@
 """Goal: a draft's bytes come back with their prefix, from every tier, and their loss is seen. Method: the
-embedded model with each of its drafts, on code. Guesses and the logits they were chosen by are compared, bit
-by bit, with those of the same text computed from its first token. Prompts end two tokens behind a page, so
-hardly anything of the draft is computed again before it guesses."""
+embedded model with each of its drafts, and as its own draft model, on code. Guesses and the logits they were
+chosen by are compared, bit by bit, with those of the same text computed from its first token. Prompts end two
+tokens behind a page, so hardly anything of the draft is computed again before it guesses."""
 
 import argparse
 import inspect
 import itertools
 import json
 from collections.abc import Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +26,8 @@ from tiercel.engine.guessing import FIRST_TOKENS
 from tiercel.engine.loop import plain_steps
 from tiercel.engine.offline import answer_all
 from tiercel.models.deepseek_v4.eagle import Eagle
+from tiercel.models.draft_model import DraftModel, WithDraft
+from tiercel.models.families import EMBEDDED
 from tiercel.policy.resume import Why
 from tiercel.storage.record import MAGIC, Flaw, Kind, parse
 
@@ -68,6 +71,8 @@ class Ear:
         drafter.guess = heard
         if isinstance(draft, Eagle):
             self._hear(draft, "guess", lambda told: told[1])
+        elif isinstance(draft, DraftModel):
+            self._hear(draft.model, "forward", lambda told: told)
         else:
             for module in draft.modules:
                 self._hear(module, "logits", lambda told: told)
@@ -75,8 +80,8 @@ class Ear:
     def _hear(self, owner, name, logits_of):
         answer = getattr(owner, name)
 
-        def heard(*asked):
-            told = answer(*asked)
+        def heard(*asked, **options):
+            told = answer(*asked, **options)
             self._logits.append(logits_of(told).numpy().tobytes())
             return told
 
@@ -84,13 +89,14 @@ class Ear:
 
 
 @contextmanager
-def opened(draft, *, device_bytes=16 * MIB, store=None, **cache):
+def opened(draft, *, device_bytes=16 * MIB, store=None, **settings):
     """An engine that always asks its draft for guesses."""
-    settings = {"host_bytes": 64 * MIB, "fetch": "wait"} | cache
+    settings = {"host_bytes": 64 * MIB, "fetch": "wait"} | settings
     config = EngineConfig(
         cache=CacheConfig(**settings), speculate=draft, running_max=1, draft_tokens_max=GUESSES
     )
-    engine, _ = open_engine(Build(device_bytes=device_bytes, store=store), config)
+    folder = EMBEDDED if draft == "draft" else None
+    engine, _ = open_engine(Build(device_bytes=device_bytes, store=store, draft=folder), config)
     engine.cache.compute.observe = lambda *_: None  # what is stored is read, however fast this machine is
     engine.scheduler.guessing.policy = Always(GUESSES)
     with closing(engine.cache):
@@ -103,6 +109,8 @@ class Guesser:
     def __init__(self, engine):
         self.engine, self._numbers = engine, itertools.count()
         self.ear = Ear(engine) if engine.runner._drafter is not None else None
+        # as its own draft the model takes twice as long, and every guess is right
+        self._prompts = PROMPTS[:3] if isinstance(engine.runner.model, WithDraft) else PROMPTS
 
     def begin(self, prompt, source, count=ANSWER):
         """How a text goes on whose beginning comes from `source`."""
@@ -122,7 +130,7 @@ class Guesser:
         return Begun(tokens, self.ear.guesses if self.ear is not None else {})
 
     def begin_all(self, source):
-        return [self.begin(prompt, source) for prompt in PROMPTS]
+        return [self.begin(prompt, source) for prompt in self._prompts]
 
     @property
     def accept_length(self):
@@ -146,24 +154,44 @@ class Truth:
         return opened(self.draft, **small, **options)
 
 
-@pytest.fixture(scope="module", params=["mtp", "eagle"])
-def truth(request):
-    with opened(request.param, force_miss=True) as engine:
-        cold = Guesser(engine)
-        begun = cold.begin_all("computed")
-        assert all(len(each.guesses) > 1 for each in begun)
-        yield Truth(request.param, cold, begun, cold.accept_length["computed"])
+@pytest.fixture(scope="module")
+def truths():
+    """What each draft does, computed when it is first asked for."""
+    with ExitStack() as stack:
+
+        @cache
+        def truth_of(draft):
+            cold = Guesser(stack.enter_context(opened(draft, force_miss=True)))
+            begun = cold.begin_all("computed")
+            assert all(len(each.guesses) > 1 for each in begun)
+            return Truth(draft, cold, begun, cold.accept_length["computed"])
+
+        yield truth_of
+
+
+@pytest.fixture(params=["mtp", "eagle", "draft"])
+def truth(request, truths):
+    return truths(request.param)
 
 
 def file_url(folder):
     return f"file://{folder}/store?size=64MiB"
 
 
-@pytest.fixture(params=["file", "redis", "mooncake"])
-def url(request, tmp_path):
-    if request.param == "file":
+OWN = pytest.mark.parametrize("truth", ["mtp", "eagle"], indirect=True)
+
+
+def cases(names, *ways):
+    """The model's own drafts each way, a draft model, which takes longer, the last way."""
+    each = [*itertools.product(["mtp", "eagle"], ways), ("draft", ways[-1])]
+    return pytest.mark.parametrize(names, each, indirect=["truth"])
+
+
+@pytest.fixture
+def url(kind, tmp_path):
+    if kind == "file":
         yield file_url(tmp_path)
-    elif request.param == "redis":
+    elif kind == "redis":
         with redis_server(unix=True) as server:
             yield server.url
     else:
@@ -171,7 +199,7 @@ def url(request, tmp_path):
             yield master.url
 
 
-@pytest.mark.parametrize("source", ["device", "host"])
+@cases("truth, source", "device", "host")
 def test_a_draft_guesses_the_same_after_a_resume(truth, source):
     with truth.opened(source) as engine:
         warm = Guesser(engine)
@@ -180,6 +208,7 @@ def test_a_draft_guesses_the_same_after_a_resume(truth, source):
         assert warm.accept_length == dict.fromkeys(("computed", source), truth.accept_length)
 
 
+@OWN
 def test_a_draft_guesses_at_once_where_only_the_last_token_of_a_prompt_is_computed(truth):
     """Nothing was drawn yet: the first guesses follow the prompt, right behind the end of a page. Those that
     a cold text gets, too, are the same."""
@@ -195,7 +224,8 @@ def test_a_draft_guesses_at_once_where_only_the_last_token_of_a_prompt_is_comput
                 assert begun.guesses[length] == cold.guesses[length], length
 
 
-def test_a_draft_guesses_the_same_after_a_restart_from_the_store(truth, url):
+@cases("truth, kind", "redis", "mooncake", "file")
+def test_a_draft_guesses_the_same_after_a_restart_from_the_store(truth, kind, url):
     with opened(truth.draft, store=url) as engine:
         Guesser(engine).begin_all("computed")
     with opened(truth.draft, store=url) as engine:
@@ -204,7 +234,7 @@ def test_a_draft_guesses_the_same_after_a_restart_from_the_store(truth, url):
         assert again.accept_length == {"store": truth.accept_length}
 
 
-@pytest.mark.parametrize("source", ["device", "host"])
+@cases("truth, source", "device", "host")
 def test_a_draft_guesses_the_same_after_a_preemption(truth, source):
     """A text is preempted right behind the end of a page that it has decoded. An urgent text takes its place,
     and on a small device its pages, too."""
@@ -230,7 +260,7 @@ def test_a_draft_guesses_the_same_after_a_preemption(truth, source):
         assert warm.accept_length[source] == cold.accept_length["computed"]
 
 
-@pytest.mark.parametrize("source", ["device", "store"])
+@cases("truth, source", "device", "store")
 def test_a_draft_that_lost_its_bytes_guesses_worse_and_the_statistics_show_it(truth, source, tmp_path):
     """The control: the target is restored, the draft is not. Its rings keep what the text before left there,
     and its entries in pages are zeros. Answers are the same."""
@@ -273,8 +303,9 @@ def damage_draft(folder, kind, page_key):
     return damaged
 
 
+@OWN
 def test_a_record_whose_draft_part_is_damaged_is_not_used_at_all(truth, tmp_path):
-    """It is computed and stored again. Only an EAGLE head has bytes in pages."""
+    """It is computed and stored again. MTP layers have no bytes in pages."""
     prompt, expected = PROMPTS[0], truth.begun[0]
     for kind in [Kind.TAIL] if truth.draft == "mtp" else [Kind.PAGE, Kind.TAIL]:
         folder = tmp_path / kind.name

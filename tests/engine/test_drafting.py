@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine.drive import make_engine
+from tests.engine.drive import PAGE, make_engine
+from tiercel.config import CacheConfig
+from tiercel.engine.build import open_engine
+from tiercel.engine.config import Build, EngineConfig
 from tiercel.engine.drafting import (
     LOOKED_AT,
     MATCH_LEAST,
@@ -19,6 +22,7 @@ from tiercel.engine.drafting import (
     make_drafter,
 )
 from tiercel.errors import ConfigError
+from tiercel.spec.stream import Prefix
 
 
 def searched(tokens):
@@ -88,9 +92,31 @@ def test_a_short_text_has_nothing_to_look_up(tokens):
 
 def test_who_guesses_goes_by_the_model():
     plain, drafted = (make_engine(speculate=kind).runner.model for kind in ("ngram", "mtp"))
-    assert make_drafter("off", drafted) is None
-    assert make_drafter("auto", drafted) is None, "it is decided where a model is opened"
-    assert isinstance(make_drafter("ngram", plain), NgramDrafter)
-    assert isinstance(make_drafter("mtp", drafted), ModelDrafter)
+    assert make_drafter("off", drafted, PAGE) is None
+    assert make_drafter("auto", drafted, PAGE) is None, "it is decided where a model is opened"
+    assert isinstance(make_drafter("ngram", plain, PAGE), NgramDrafter)
+    assert isinstance(make_drafter("mtp", drafted, PAGE), ModelDrafter)
     with pytest.raises(ConfigError, match="speculate = 'mtp': needs a model with a draft"):
-        make_drafter("mtp", plain)
+        make_drafter("mtp", plain, PAGE)
+
+
+def test_a_draft_writes_only_to_the_pages_that_a_text_has():
+    """The second text's only page is full, and it is asked for together with one that gets more guesses."""
+    config = EngineConfig(CacheConfig(), speculate="eagle", running_max=2)
+    engine, _ = open_engine(Build(device_bytes=16 * 2**20), config)
+    memory, drafter = engine.cache.device, engine.runner._drafter  # type: ignore[attr-defined]
+    texts = [
+        DraftText(0, np.arange(40), torch.tensor([3, 1]), 200),
+        DraftText(1, np.arange(PAGE), torch.tensor([2]), 200),
+    ]
+    memory.flat_pages.fill_(1)
+    together = drafter.guess(texts, [4, 1])
+    assert [len(own) for own in together] == [4, 1]
+    written = {
+        place
+        for stream in memory.spec.streams
+        if isinstance(stream.keep, Prefix)
+        for layer in stream.layers
+        for place in (memory.view(stream.name, layer) != 1).any(1).nonzero().flatten().tolist()
+    }
+    assert written == {2, 3}

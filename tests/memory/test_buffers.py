@@ -7,7 +7,7 @@ from tests.memory.specs import SPECS, V4
 from tiercel.errors import BudgetError, ConfigError
 from tiercel.memory.buffers import BorrowedMemory, DeviceMemory, HostMemory
 from tiercel.memory.layout import LAYOUTS
-from tiercel.spec import CacheSpec, Part, State, Stream
+from tiercel.spec import CacheSpec, Part, State, Stream, mha
 from tiercel.types import PLACE_BITS, TAG_SHIFT, HostPageId
 
 
@@ -32,6 +32,18 @@ def test_a_device_view_is_not_a_copy() -> None:
     assert view.shape == (3, V4.row_bytes(V4.stream("c4")))
     view[1] = 9
     assert int(device.flat_pages.sum()) == 9 * view.shape[1]
+
+
+def test_target_and_draft_see_their_parts_of_one_memory_under_their_own_names() -> None:
+    target = mha("target", V4.page_tokens, 3, kv_heads=2, head_dim=4)
+    both = DeviceMemory(target.with_draft(V4), pages=3, tails=2)
+    for own, prefix, first in ((target, "", 0), (V4, "draft_", 3)):
+        part = both.part(own, prefix)
+        assert part.spec is own
+        assert set(part.rows) == {(stream.name, layer) for stream in own.streams for layer in stream.layers}
+        for name, layer in part.rows:
+            here, whole = part.view(name, layer), both.view(prefix + name, first + layer)
+            assert (here.data_ptr(), here.shape) == (whole.data_ptr(), whole.shape)
 
 
 def test_no_tails_are_no_bytes() -> None:

@@ -7,16 +7,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from tiercel.cache import TieredCache
 from tiercel.config import CacheConfig
-from tiercel.engine.config import DRAFTS, Build, EngineConfig
+from tiercel.engine.config import DRAFT_MODEL, DRAFTS, Build, EngineConfig
 from tiercel.engine.engine import Engine
 from tiercel.engine.scheduler import STEP_TOKENS
 from tiercel.errors import ConfigError
 from tiercel.kernels.choice import Kernels, check_device, digest_of, kernels_digest, make_kernels
-from tiercel.models.base import Dimensions
+from tiercel.models.base import BytesCheck, Dimensions
 from tiercel.models.checkpoint import Checkpoint
+from tiercel.models.draft_model import DraftFolder, DraftModel, WithDraft
 from tiercel.models.families import (
     EMBEDDED,
     DraftOffer,
@@ -26,7 +28,7 @@ from tiercel.models.families import (
     sources_of,
     text_folder_of,
 )
-from tiercel.spec.cache_spec import CacheSpec
+from tiercel.spec.cache_spec import DRAFT, CacheSpec
 from tiercel.spec.identity import BITS, Identity
 from tiercel.storage.open import hide, open_store
 from tiercel.text.text import Text
@@ -56,8 +58,7 @@ class Choice:
 
 def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice]]:
     """The engine, and what was chosen for it. All input is checked first; an error names what is wrong."""
-    folder = folder_of(build.model)
-    checkpoint = Checkpoint(folder)
+    checkpoint = Checkpoint(folder_of(build.model))
     family = family_of(checkpoint.config)
     own = family.read(checkpoint.config)
     check_device(build.device)
@@ -67,20 +68,28 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
         raise ConfigError("exact", build.exact, why)
     build, config = _with_defaults(build, config, family)
     assert build.page_tokens and build.format
-    config, draft, speculation = _speculation(config, family, checkpoint, own, kernels)
-    spec = family.declare(checkpoint.config, build.page_tokens, build.format)
-    if draft is not None:
-        spec = spec.with_draft(draft.declare(build.page_tokens, build.format))
+    folder = None if build.draft is None else DraftFolder(build.draft)
+    if folder is None:
+        config, offer, speculation = _speculation(config, family, checkpoint, own, kernels)
+    else:
+        (config, speculation), offer = _draft_speculation(config, folder, kernels), None
+    spec = target_spec = family.declare(checkpoint.config, build.page_tokens, build.format)
+    if (draft := offer or folder) is not None:
+        draft_spec = draft.declare(build.page_tokens, build.format)
+        spec = spec.with_draft(draft_spec)
     if build.device_bytes is not None:
         _places(build.device_bytes, spec, config)  # what is too little is told before weights are read
     text = Text(text_folder_of(build.model))
-    check, fp8 = partial(_check_memory, build), kernels.NAME == "cuda"
-    in_checkpoint = draft is not None and draft.load is None
+    check, fp8 = _memory_check(build), kernels.NAME == "cuda"
+    if folder is not None:
+        _check_tokens(text, folder)
+        draft_weights, check = load_draft(folder, build.device, kernels, check)
+    in_checkpoint = offer is not None and offer.load is None
     weights = family.load(
         checkpoint, own, build.device, kernels.dtype, draft=in_checkpoint, fp8=fp8, check=check
     )
-    if draft is not None and draft.load is not None:
-        weights |= draft.load(build.device, kernels.dtype)
+    if offer is not None and offer.load is not None:
+        weights |= offer.load(build.device, kernels.dtype)
     longest = config.context_tokens or checkpoint.config.get("max_position_embeddings")
     config = replace(config, context_tokens=longest)
     device_bytes = build.device_bytes or _device_bytes(build.device, spec, config)
@@ -91,7 +100,14 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
     cache = TieredCache(spec, settings, identity=identity, device=build.device)
     if build.store is not None:
         _attach(cache, build.store)
-    model = family.build(own, weights, cache.device, config.running_max, kernels, config.guesses_max)
+    how, memory = (config.running_max, kernels, config.guesses_max), cache.device
+    if folder is None:
+        model = family.build(own, weights, memory, *how)
+    else:
+        target = family.build(own, weights, memory.part(target_spec), *how)
+        guesser = folder.build(draft_weights, memory.part(draft_spec, DRAFT), *how)
+        draft_model = DraftModel(guesser, target.vocab_size, folder.longest)
+        model = WithDraft(target, draft_model, spec.layers[-1])
     engine = Engine(model, cache, text, config)
     model.warm_up(engine.context_tokens)
     choices = _choices(build, config, engine, kernels.NAME, exact=kernels.EXACT)
@@ -118,13 +134,14 @@ def _speculation(
     """Who guesses: what was asked for, or else the best that costs little where nothing can be guessed. The
     files of a draft are looked at only if it may be used."""
     asked, cuda = config.speculate, kernels.NAME == "cuda"
+    if asked == DRAFT_MODEL:
+        raise ConfigError("speculate", asked, "needs a model that guesses: --draft FOLDER")
     if asked == "eagle" and cuda:
-        raise ConfigError(
-            "speculate", asked, "the cuda kernels do not compute an EAGLE head, but mtp and ngram"
-        )
-    drafts = family.drafts(checkpoint, own) if asked in ("auto", *DRAFTS) else {}
-    if cuda:
-        drafts.pop("eagle", None)
+        why = "the cuda kernels do not compute an EAGLE head, but mtp and ngram"
+        raise ConfigError("speculate", asked, why)
+    offered = ("mtp",) if cuda else DRAFTS
+    wanted = offered if asked == "auto" else {asked} & set(offered)
+    drafts = family.drafts(checkpoint, own, wanted)
     if asked in DRAFTS and asked not in drafts:
         raise ConfigError("speculate", asked, f"the model has no {asked} draft that is read here")
     chosen, more = asked, ""
@@ -134,9 +151,48 @@ def _speculation(
         dear = ", ".join(f"{name} would add {each.share:.0%}" for name, each in drafts.items())
         if not cheap:
             more = f"; {dear} to every step" if drafts else "; the model has no draft that is read here"
-    value = chosen if chosen == "off" else f"{chosen}, up to {config.draft_tokens_max} tokens"
-    choice = Choice("speculation", value, GUESSERS[chosen] + more)
+    choice = _speculation_choice(chosen, config, GUESSERS[chosen] + more)
     return replace(config, speculate=chosen), drafts.get(chosen), choice
+
+
+def _draft_speculation(
+    config: EngineConfig, folder: DraftFolder, kernels: Kernels
+) -> tuple[EngineConfig, Choice]:
+    """The model of a folder guesses."""
+    if config.speculate not in ("auto", DRAFT_MODEL):
+        why = f"excludes --speculate {config.speculate}: one of them says who guesses"
+        raise ConfigError("draft", folder.name, why)
+    if kernels.NAME == "cuda":
+        raise ConfigError("draft", folder.name, "the cuda kernels do not compute drafts")
+    upto = f"; it was made for texts of {folder.longest:,} tokens" if folder.longest is not None else ""
+    choice = _speculation_choice(DRAFT_MODEL, config, f"the model {folder.name} guesses{upto}")
+    return replace(config, speculate=DRAFT_MODEL), choice
+
+
+def _speculation_choice(chosen: str, config: EngineConfig, why: str) -> Choice:
+    value = chosen if chosen == "off" else f"{chosen}, up to {config.draft_tokens_max} tokens"
+    return Choice("speculation", value, why)
+
+
+def _check_tokens(text: Text, folder: DraftFolder) -> None:
+    """A guess is a token, so both models must mean the same by it."""
+    if (difference := text.difference(text_folder_of(folder.name))) is not None:
+        raise ConfigError("draft", folder.name, f"has another tokenizer: {difference}")
+
+
+def load_draft(
+    folder: DraftFolder, device: str, kernels: Kernels, check: BytesCheck
+) -> tuple[dict[str, Tensor], BytesCheck]:
+    """The draft's weights, and the check for those of the model, which counts both."""
+    size = 0
+
+    def check_draft(parts: Mapping[str, int]) -> None:
+        nonlocal size
+        size = sum(parts.values())
+        check({"draft": size})
+
+    weights = folder.load(device, kernels, check_draft)
+    return weights, lambda parts: check({**parts, "draft": size})
 
 
 def _device_bytes(device: str, spec: CacheSpec, config: EngineConfig) -> int:
@@ -148,11 +204,13 @@ def _device_bytes(device: str, spec: CacheSpec, config: EngineConfig) -> int:
     return min(half, config.running_max * (pages * spec.host_page_bytes + tails * spec.tail_bytes))
 
 
-def _check_memory(build: Build, weights: Mapping[str, int]) -> None:
-    """On a CPU it is not checked: its memory is lent to others and comes back."""
-    if torch.device(build.device).type == "cuda":
-        bytes_free, _ = torch.cuda.mem_get_info(build.device)
-        check_memory(build.model, weights, cache_bytes=build.device_bytes or 0, bytes_free=bytes_free)
+def _memory_check(build: Build) -> BytesCheck:
+    """Whether weights fit into what the device has free now. On a CPU it is not checked: its memory is lent
+    to others and comes back."""
+    if torch.device(build.device).type != "cuda":
+        return lambda _: None
+    bytes_free, _ = torch.cuda.mem_get_info(build.device)
+    return partial(check_memory, build.model, cache_bytes=build.device_bytes or 0, bytes_free=bytes_free)
 
 
 def check_memory(model: str, weights: Mapping[str, int], *, cache_bytes: int, bytes_free: int) -> None:
@@ -219,7 +277,7 @@ def _store_choice(build: Build, cache: CacheConfig) -> Choice:
 
 def _unread_choice(names: list[str]) -> list[Choice]:
     example = f"{len(names):,} tensors are not read, {names[0]} among them" if names else ""
-    return [Choice("draft", "not used", example)] if names else []
+    return [Choice("own draft", "not used", example)] if names else []
 
 
 def _end_choice(text: Text, vocab_size: int) -> list[Choice]:

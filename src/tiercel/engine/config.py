@@ -16,7 +16,9 @@ HOST_MEMORY = "1GiB"
 
 DRAFTS = ("mtp", "eagle")
 """Of a model, by name."""
-SPECULATE = ("auto", *DRAFTS, "ngram", "off")
+DRAFT_MODEL = "draft"
+"""The model of `Build.draft`."""
+SPECULATE = ("auto", *DRAFTS, DRAFT_MODEL, "ngram", "off")
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Build:
     """Refuse to start on kernels whose bits depend on the batch. False: the start table names them."""
     store: str | None = setting(None, "The third tier: file:///path?size=200GiB, redis://…, mooncake://…")
     """URL of a store (`storage.open`); None: there is no third tier."""
+    draft: str | None = setting(None, "A small model that guesses: a folder, with the same tokenizer.")
+    """A folder of any family, or the name of a model. Its entries are part of every page and tail."""
     share: str = setting(BITS, "Whose stored pages are used: equal bits, or equal numbers.", one_of=SHARES)
     """With whom stored pages are shared. `bits`: those who compute the same bits; so a hit changes nothing.
     `numbers`: also other kernels of the same arithmetic, as in a mixed fleet; last bits may differ."""
@@ -84,8 +88,8 @@ class EngineConfig:
 
     speculate: str = setting("auto", "Who guesses the next tokens.", one_of=SPECULATE)
     """Guesses that are right save steps, and change no answer. How many are made is decided by measurement,
-    down to none. auto: a draft of the model, if it costs little to follow the text, else `ngram`; on CUDA,
-    where a step with guesses can not be queued ahead, else off."""
+    down to none. auto: the model of `Build.draft`; without one a draft of the model, if it costs little to
+    follow the text, else `ngram`; on CUDA, where a step with guesses can not be queued ahead, else off."""
 
     draft_tokens_max: int = setting(4, "Guesses of one text in one step, at most.", least=1, most=LEVELS_MOST)
     """Of a longer chain the last guesses are hardly ever right. Each takes a row in every ring."""

@@ -1,13 +1,15 @@
 """Who guesses what a text will go on with, before the model has computed it.
 
 `NgramDrafter` looks the last tokens up in the text so far: it needs no model and no memory of the cache.
-`ModelDrafter` asks the model's own draft. A guess changes no answer: the model draws as always, and goes on
-with a guess only where it draws the same token.
+`ModelDrafter` asks the model's draft: layers or a head of its own, or a small model of another folder. A
+guess changes no answer: the model draws as always, and goes on with a guess only where it draws the same
+token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -15,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tiercel.errors import ConfigError
-from tiercel.models.base import Draft, Model, Span
+from tiercel.models.base import NO_GUESS, Draft, Model, Span
 
 Ints = NDArray[np.int64]
 Number = TypeVar("Number", int, Ints)
@@ -52,18 +54,28 @@ class Drafter(Protocol):
 
 
 class ModelDrafter:
-    """The model's own draft."""
+    """The model's draft."""
 
-    def __init__(self, draft: Draft) -> None:
-        self._draft = draft
+    def __init__(self, draft: Draft, page_tokens: int) -> None:
+        self._draft, self._page_tokens = draft, page_tokens
 
     def begin(self, ring: int) -> None:
         """`Model.resume` has told the draft."""
 
     def guess(self, texts: Sequence[DraftText], counts: Sequence[int]) -> list[list[int]]:
+        """Texts are asked for together, for the most guesses of any. Where a text's pages end before, it is
+        asked for as many as they have room for: a draft may write entries of guesses to the pages."""
+        most, reaches = max(counts), dict[int, list[int]]()
         spans = [Span(text.tokens[-1:], len(text.tokens) - 1, text.pages, text.ring) for text in texts]
-        guesses: list[list[int]] = self._draft.propose(spans, max(counts)).tolist()
-        return [own[:count] for own, count in zip(guesses, counts, strict=True)]
+        for i, span in enumerate(spans):
+            reach = len(span.pages) * self._page_tokens - span.start
+            reaches.setdefault(min(most, reach), []).append(i)
+        guesses: list[list[int]] = [[]] * len(spans)
+        for reach, texts_there in reaches.items():
+            made = self._draft.propose([spans[i] for i in texts_there], reach).tolist()
+            for i, own in zip(texts_there, made, strict=True):
+                guesses[i] = list(takewhile(lambda token: token != NO_GUESS, own[: counts[i]]))
+        return guesses
 
 
 class NgramDrafter:
@@ -158,7 +170,7 @@ class PairIndex:
         return start
 
 
-def make_drafter(kind: str, model: Model) -> Drafter | None:
+def make_drafter(kind: str, model: Model, page_tokens: int) -> Drafter | None:
     """Who guesses, by a name of `--speculate`. `auto` has been decided before, or nobody guesses."""
     if kind in ("off", "auto"):
         return None
@@ -166,4 +178,4 @@ def make_drafter(kind: str, model: Model) -> Drafter | None:
         return NgramDrafter()
     if model.draft is None:
         raise ConfigError("speculate", kind, "needs a model with a draft, and a cache that has room for it")
-    return ModelDrafter(model.draft)
+    return ModelDrafter(model.draft, page_tokens)

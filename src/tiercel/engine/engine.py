@@ -42,7 +42,7 @@ class Engine:
         self.scheduler = Scheduler(cache, config, clock)
         controller = cache.flights.controller
         ready = controller.ready if controller else None
-        drafter = make_drafter(config.speculate, model)
+        drafter = make_drafter(config.speculate, model, cache.spec.page_tokens)
         self.runner: Runner = LocalRunner(model, ready, drafter)
         if isinstance(model, QueueModel) and model.last.is_cuda:
             self.runner = QueueRunner(model, ready, drafter)

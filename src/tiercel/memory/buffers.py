@@ -14,6 +14,7 @@ All hold bytes only. Which place is whose is decided elsewhere.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -71,6 +72,19 @@ class DeviceMemory(Memory):
         self.rows = {}
         self.flat_pages = self._allocate(spec.page_streams, pages)
         self.flat_tails = self._allocate(spec.tail_streams, tails)
+
+    def part(self, spec: CacheSpec, prefix: str = "") -> DeviceMemory:
+        """The same memory for who knows a part of its streams, under the names and layers of `spec`.
+
+        `prefix`: their names here begin with it. (`CacheSpec.with_draft` gives a draft's streams one.)
+        """
+        own = copy(self)
+        own.spec, own.rows = spec, {}
+        for stream in spec.streams:
+            here = self.spec.stream(prefix + stream.name)
+            for layer, layer_here in zip(stream.layers, here.layers, strict=True):
+                own.rows[stream.name, layer] = self.rows[here.name, layer_here]
+        return own
 
     def _allocate(self, streams: Sequence[Stream], places: int) -> Tensor:
         name = "layer_first" if self.device.type == "cpu" else "page_first_direct"

@@ -17,6 +17,8 @@ from tiercel.spec.hf_fields import flag, number, whole
 DRAWN_LAST = -1
 """In the place of a token: the one that was drawn last in the span's ring, in `QueueModel.last`."""
 
+NO_GUESS = -1
+"""In the place of a guess: there is none, nor behind it."""
 
 BeforeLayer = Callable[[int], object]
 """Called before a layer is computed or queued: the layer's rows in the pages may still be on their way."""
@@ -60,7 +62,8 @@ class Draft(Protocol):
 
     def propose(self, spans: Sequence[Span], count: int) -> Tensor:
         """[spans, count] int64: the best guesses after each span. A span has one token: the one that was
-        drawn last, which the target has not computed. Nothing of a guess is remembered."""
+        drawn last, which the target has not computed. The pages of a span reach so far that each of its
+        guesses but the last has an entry. `NO_GUESS`: a text gets fewer. Nothing of a guess is remembered."""
 
     def restore(self, *tail: Any) -> None:
         """A text goes on from a tail: (ring, place, boundary), or `CudaMtpDraft.restore`."""

@@ -5,7 +5,7 @@ A family's package is imported when a model of it is opened.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -94,8 +94,8 @@ class Family:
     """How entries are kept on a GPU, unless something else is asked for."""
     kernels: tuple[str, ...] = ("native", "reference")
     """The kernel sets that the model can run on, best first."""
-    drafts: Callable[[Checkpoint, Any], dict[str, DraftOffer]] = lambda _checkpoint, _dimensions: {}
-    """The drafts that a checkpoint has, whole, by their names in `--speculate`; the best first."""
+    drafts: Callable[[Checkpoint, Any, Collection[str]], dict[str, DraftOffer]] = lambda *_: {}
+    """Of the drafts of these names in `--speculate` those that a checkpoint has, whole; the best first."""
     draft_names: Callable[[Checkpoint], list[str]] = lambda _: []
     """The tensors of a draft, of whatever kind."""
 

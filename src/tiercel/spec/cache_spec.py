@@ -23,6 +23,9 @@ FIRST_SHARES = 0.08, 0.2
 computes the layers of a group, the next groups arrive: a small first group is there early. Each group costs a
 load of 512 pages 0.3 ms of CPU."""
 
+DRAFT = "draft_"
+"""The names of a draft's streams begin with it."""
+
 FORM_BYTES = 16
 FORMAT_VERSION = 3
 """Part of the form: raise it when the meaning of stored bytes changes."""
@@ -176,7 +179,7 @@ class CacheSpec:
             raise SpecError("draft.page_tokens", draft.page_tokens, f"the target has {self.page_tokens}")
         base = self.layers[-1] + 1
         drafted = tuple(
-            replace(s, name=f"draft_{s.name}", layers=tuple(base + layer for layer in s.layers))
+            replace(s, name=DRAFT + s.name, layers=tuple(base + layer for layer in s.layers))
             for s in draft.streams
         )
         return replace(self, model=f"{self.model}+{draft.model}", streams=self.streams + drafted)

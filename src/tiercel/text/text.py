@@ -121,6 +121,18 @@ class Text:
             piece = self._pieces[token] = self._decoder.of(self._tokenizer.id_to_token(token) or "")
         return piece
 
+    def difference(self, folder: Path) -> str | None:
+        """A token that is another one for the tokenizer of this folder; None: both have the same tokens."""
+        other = _read_tokenizer(folder / "tokenizer.json")
+        own, others = (
+            {token: piece for piece, token in each.get_vocab(with_added_tokens=True).items()}
+            for each in (self._tokenizer, other)
+        )
+        for token in sorted(own.keys() | others.keys()):
+            if own.get(token) != others.get(token):
+                return f"token {token} is {own.get(token)!r} for the model, and {others.get(token)!r} there"
+        return None
+
     def chat(
         self,
         messages: Sequence[Message],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -221,12 +221,12 @@ def _make_draft(setup: Setup, weights: Weights, lm_head: Matrix, rotary: Rotary)
     return CudaMtpDraft(setup, weights, lm_head, rotary)
 
 
-def drafts_of(checkpoint: Checkpoint, config: V4Config) -> dict[str, DraftOffer]:
+def drafts_of(checkpoint: Checkpoint, config: V4Config, names: Collection[str]) -> dict[str, DraftOffer]:
     """MTP layers in the checkpoint, and an EAGLE head in a file beside it."""
     found, (target, mtp) = dict[str, DraftOffer](), products_to_follow(config)
-    if has_mtp(checkpoint, config):
+    if "mtp" in names and has_mtp(checkpoint, config):
         found["mtp"] = DraftOffer(partial(deepseek_v4_mtp, checkpoint.config, hidden=True), mtp / target)
-    if (file := checkpoint.folder / FILE).exists():
+    if "eagle" in names and (file := checkpoint.folder / FILE).exists():
         head = HeadFile(file, config)
 
         def declare(page_tokens: int, format: str) -> CacheSpec:
