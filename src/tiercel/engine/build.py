@@ -42,9 +42,9 @@ GUESSERS = {
     "ngram": "the text so far guesses",
     "off": "--speculate ngram turns it on",
 }
-DRAFT_SHARE_MOST = 0.02
-"""A draft follows every step, so that its entries are there when it is asked. One that costs more is used
-only if it is asked for: where nothing can be guessed, speculation costs no more than this."""
+GUESS_SHARE_MOST = 0.1
+"""Of what a token takes: what a guess of the model's own draft may take, unless that draft is asked for.
+Above it a guess is worth less than one that the text so far makes for nothing."""
 
 
 @dataclass(frozen=True)
@@ -146,11 +146,11 @@ def _speculation(
         raise ConfigError("speculate", asked, f"the model has no {asked} draft that is read here")
     chosen, more = asked, ""
     if asked == "auto":
-        cheap = [name for name, each in drafts.items() if each.share <= DRAFT_SHARE_MOST]
+        cheap = [name for name, each in drafts.items() if each.share <= GUESS_SHARE_MOST]
         chosen = [*cheap, "off" if cuda else "ngram"][0]
-        dear = ", ".join(f"{name} would add {each.share:.0%}" for name, each in drafts.items())
+        dear = ", ".join(f"{each.share:.0%} of a token with {name}" for name, each in drafts.items())
         if not cheap:
-            more = f"; {dear} to every step" if drafts else "; the model has no draft that is read here"
+            more = f"; a guess takes {dear}" if drafts else "; the model has no draft that is read here"
     choice = _speculation_choice(chosen, config, GUESSERS[chosen] + more)
     return replace(config, speculate=chosen), drafts.get(chosen), choice
 

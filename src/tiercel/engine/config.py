@@ -88,8 +88,8 @@ class EngineConfig:
 
     speculate: str = setting("auto", "Who guesses the next tokens.", one_of=SPECULATE)
     """Guesses that are right save steps, and change no answer. How many are made is decided by measurement,
-    down to none. auto: the model of `Build.draft`; without one a draft of the model, if it costs little to
-    follow the text, else `ngram`; on CUDA, where a step with guesses can not be queued ahead, else off."""
+    down to none. auto: the model of `Build.draft`; without one a draft of the model, if its guesses cost
+    little, else `ngram`; on CUDA, where a step with guesses can not be queued ahead, else off."""
 
     draft_tokens_max: int = setting(4, "Guesses of one text in one step, at most.", least=1, most=LEVELS_MOST)
     """Of a longer chain the last guesses are hardly ever right. Each takes a row in every ring."""

@@ -74,7 +74,7 @@ class DraftOffer(NamedTuple):
     declare: Callable[[int, str], CacheSpec]
     """(page tokens, format of entries) → what the draft caches."""
     share: float
-    """What the draft adds to every step, also to one without guesses, as a share of the step."""
+    """What one guess takes to compute, as a share of what a token of the target takes."""
     load: Callable[[str, torch.dtype], dict[str, Tensor]] | None = None
     """(device, type of matrices) → the draft's parameters. None: they are loaded with the model's."""
 

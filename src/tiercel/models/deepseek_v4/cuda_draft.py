@@ -1,8 +1,9 @@
 """The MTP draft on CUDA. It does what `draft.py` does on a CPU, which says what is kept where.
 
-Every token makes its entry at once. Nothing waits for the device, and every shape follows from the shape of a call: `follow` is part of a recorded
-forward, and `propose` is recorded itself, one graph for each guess. `follow` takes the forward's own batch,
-each token `lag` positions earlier: the first tokens of a text, which have no entries, are padding.
+Every token makes its entry at once. Nothing waits for the device, and every shape follows from the shape of a
+call: `follow` is part of a recorded forward, and `propose` is recorded itself, one graph for each guess.
+`follow` takes the forward's own batch, each token `lag` positions earlier: the first tokens of a text, which
+have no entries, are padding.
 """
 
 from __future__ import annotations

@@ -314,21 +314,15 @@ class MtpDraft:
             module.restore(ring, place, boundary)
 
 
-READ_TO_FOLLOW = ("h_proj.weight", "e_proj.weight", "self_attn.kv_proj.weight", "attn_hc.fn")
-"""The matrices that the last module's entries need."""
-
-
-def products_to_follow(config: V4Config) -> tuple[int, int]:
-    """(of the target, of its MTP layers) for each token, whether or not guesses are made."""
-    target, draft = config.vocab_size * config.hidden_size, 0
+def products_of(config: V4Config) -> tuple[int, int]:
+    """Products of a token that the target computes, and of a guess of its MTP layer."""
+    target = guess = config.vocab_size * config.hidden_size
     for name, each in parameters(config).items():
         products = prod(each.shape) * (len(each.shape) > 1 and not each.integer)
         if "mlp.experts." in name:
             products = products * config.experts_per_token // config.experts
         if name.startswith("model.layers."):
             target += products
-        elif name.startswith(DRAFT):
-            last = name.startswith(f"{DRAFT}{config.mtp_layers - 1}.")
-            if not last or name.endswith(READ_TO_FOLLOW):
-                draft += products * (config.hc_mult if name.endswith("h_proj.weight") else 1)
-    return target, draft
+        elif name.startswith(f"{DRAFT}0."):
+            guess += products * (config.hc_mult if name.endswith("h_proj.weight") else 1)
+    return target, guess

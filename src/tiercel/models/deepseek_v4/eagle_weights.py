@@ -65,10 +65,9 @@ class HeadFile:
         return stored.shape[0] if stored is not None and stored.shape else 0
 
     @property
-    def products_to_follow(self) -> int:
-        """For each token, whether or not guesses are made."""
-        names = ("streams_proj", "fc", "self_attn.k_proj", "self_attn.v_proj")
-        return sum(prod(self._stored[f"{name}.weight"].shape) for name in names)
+    def products(self) -> int:
+        """Of a guess, without `lm_head`."""
+        return sum(prod(each.shape) for each in self._stored.values() if len(each.shape) > 1)
 
     def digest(self) -> str:
         """A name for the weights, for `spec.deepseek_v4_eagle`."""

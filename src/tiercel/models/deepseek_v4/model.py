@@ -19,7 +19,7 @@ from tiercel.models.base import DRAWN_LAST, BeforeLayer, Draft, Span, Weights, a
 from tiercel.models.batch import Batch
 from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.deepseek_v4.config import V4Config
-from tiercel.models.deepseek_v4.draft import MtpDraft, products_to_follow
+from tiercel.models.deepseek_v4.draft import MtpDraft, products_of
 from tiercel.models.deepseek_v4.eagle import ENTRIES, Eagle
 from tiercel.models.deepseek_v4.eagle_weights import FILE, HeadFile
 from tiercel.models.deepseek_v4.layer import Layer, site_of
@@ -223,7 +223,7 @@ def _make_draft(setup: Setup, weights: Weights, lm_head: Matrix, rotary: Rotary)
 
 def drafts_of(checkpoint: Checkpoint, config: V4Config, names: Collection[str]) -> dict[str, DraftOffer]:
     """MTP layers in the checkpoint, and an EAGLE head in a file beside it."""
-    found, (target, mtp) = dict[str, DraftOffer](), products_to_follow(config)
+    found, (target, mtp) = dict[str, DraftOffer](), products_of(config)
     if "mtp" in names and has_mtp(checkpoint, config):
         found["mtp"] = DraftOffer(partial(deepseek_v4_mtp, checkpoint.config, hidden=True), mtp / target)
     if "eagle" in names and (file := checkpoint.folder / FILE).exists():
@@ -232,7 +232,8 @@ def drafts_of(checkpoint: Checkpoint, config: V4Config, names: Collection[str]) 
         def declare(page_tokens: int, format: str) -> CacheSpec:
             return deepseek_v4_eagle(checkpoint.config, head.heads, page_tokens, format, head.digest())
 
-        found["eagle"] = DraftOffer(declare, head.products_to_follow / target, head.load)
+        products = head.products + config.vocab_size * config.hidden_size
+        found["eagle"] = DraftOffer(declare, products / target, head.load)
     return found
 
 
