@@ -11,6 +11,9 @@ from tiercel.engine.task import Seat
 from tiercel.policy.resume import Reuse
 from tiercel.policy.speculate import LEVELS_MOST, GuessRecord, Speculation
 
+REST = 8
+"""Where no text got a guess, nobody is asked for so many steps: to ask takes time, too."""
+
 FIRST_TOKENS = 8
 """Accept lengths by tier are those of so many tokens after a text began: a draft that lost its part of the
 cache is wrong there, and then recovers."""
@@ -58,6 +61,12 @@ class Guessing:
         self._counters, self._clock = counters, clock
         self._last_s: float | None = None
         """When the last step ended, if the next one followed at once."""
+        self._resting = 0
+
+    def awake(self) -> bool:
+        """Whether texts may get guesses in the next step."""
+        self._resting -= self._resting > 0
+        return self.most > 0 and not self._resting
 
     def choose(self, seats: Sequence[Seat], room: Sequence[int], tokens: int, others: int) -> list[int]:
         """How many guesses each text gets: at most so many as there is `room` for, `tokens` altogether."""
@@ -65,6 +74,8 @@ class Guessing:
             return [0] * len(seats)
         records = [seat.task.guesses for seat in seats]
         chosen = self.policy.choose(records, [min(self.most, each) for each in room], others)
+        if not any(chosen) and any(room):
+            self._resting = REST + 1
         for i, count in enumerate(chosen):
             chosen[i] = min(count, tokens)
             tokens -= chosen[i]

@@ -13,7 +13,7 @@ queued       run 1     ╎ run 2     ╎ run 3              a device goes on fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from functools import partial
 
@@ -21,7 +21,7 @@ from tiercel.engine.ask import Delta
 from tiercel.engine.engine import Engine
 from tiercel.engine.runner import QueueRunner
 from tiercel.engine.scheduler import Scheduler
-from tiercel.engine.step import Drawn, Step
+from tiercel.engine.step import Drawn, Step, StepPart
 from tiercel.engine.task import Outcome
 
 WAIT_S = 0.001
@@ -82,14 +82,16 @@ def queued_steps(engine: Engine, start: Callable[[Step], Callable[[], Drawn]]) -
                 outcomes = _advance(scheduler, step, result)
                 step = scheduler.seal(scheduler.plan())
                 result = start(step)
-            elif (ahead := scheduler.plan()) and not scheduler.stalled:
+            elif (ahead := scheduler.plan()) and not scheduler.stalled and not _guesses(ahead):
                 following = scheduler.seal(ahead)
                 following_result = start(following)
                 outcomes = _advance(scheduler, step, result)
                 step, result = following, following_result
-            else:  # it needs what this step gives back
+            else:  # it needs what this step gives back, or its tokens
                 outcomes = _advance(scheduler, step, result)
-                step = scheduler.replan(scheduler.seal(ahead))
+                step = scheduler.seal(ahead)
+                if scheduler.stalled or not step.parts:
+                    step = scheduler.replan(step)
                 result = start(step)
             deltas = engine.emit(outcomes)
             if not step.parts and not deltas:
@@ -98,6 +100,10 @@ def queued_steps(engine: Engine, start: Callable[[Step], Callable[[], Drawn]]) -
     except GeneratorExit:
         _advance(scheduler, step, result)  # nobody asks for more, and a step is under way
         raise
+
+
+def _guesses(parts: Sequence[StepPart]) -> bool:
+    return any(part.guesses for part in parts)
 
 
 def _advance(scheduler: Scheduler, step: Step, run: Callable[[], Drawn]) -> list[Outcome]:

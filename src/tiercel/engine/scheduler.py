@@ -225,7 +225,7 @@ class Scheduler(Tasks):
                 parts.append(StepPart(seat.ring, seat.planned, end, count == missing, task.score_from))
                 seat.planned = end
                 step_tokens -= count
-        if self.guessing.most and answers:
+        if answers and (self.guessing.awake() or self.unsure):
             parts[:answers] = self._with_guesses(parts[:answers], step_tokens - answers, sum(shares))
         return parts
 

@@ -162,7 +162,7 @@ class Speculation:
             return
         self._plain_run = 0
         self._since_plain += 1
-        self._guessing.observe(rows, max(seconds - draft_s, 0.0))
+        self._guessing.observe(rows, seconds - draft_s)
         self._draft.observe(texts, draft_s / asked)
 
     def choose(self, records: Sequence[GuessRecord], most: Sequence[int], others: int = 0) -> list[int]:
