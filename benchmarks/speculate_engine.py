@@ -23,7 +23,9 @@ Prompts = Sequence[list[int]]
 MIB, PAGE = 2**20, 128
 NEW = {1: 192, 16: 96, 64: 64}
 """Tokens of each answer, by batch."""
-ROUNDS, TURN = 5, 8
+ROUNDS = 5
+TURNS = {"cpu": 8, "cuda": 32}
+"""Steps. A device computes one step of an engine whose turn is over while the other one begins."""
 FIRST = 8
 """Tokens after a resume that count: a draft that lost its part of the cache recovers soon."""
 
@@ -59,13 +61,15 @@ class Answering:
         self.seconds += time.perf_counter() - start
 
 
-def speedup(pair: Sequence[RunningEngine], prompts: Prompts, batch: int, *, sampled: bool) -> float:
+def speedup(
+    pair: Sequence[RunningEngine], prompts: Prompts, batch: int, *, sampled: bool, turn: int = TURNS["cpu"]
+) -> float:
     """Tokens per second of the first engine over the second's. They run in turns of a few steps: other work
     on the machine slows both."""
     both = [Answering(each, prompts, batch, sampled=sampled) for each in pair]
     while not any(each.ended for each in both):
         for each in both:
-            each.go_on(TURN)
+            each.go_on(turn)
     first, second = (each.tokens / each.seconds for each in both)
     return first / second
 
@@ -82,8 +86,8 @@ def speedups(
         guessing = make_engine(kind, device)
         for text, own in prompts.items():
             for batch in NEW:
-                sampled, rounds = text == "random", range(ROUNDS + 1)
-                rates = [speedup((guessing, plain), own, batch, sampled=sampled) for _ in rounds]
+                how = {"sampled": text == "random", "turn": TURNS[device]}
+                rates = [speedup((guessing, plain), own, batch, **how) for _ in range(ROUNDS + 1)]
                 found[f"speedup.{kind}.{text}.batch{batch}"] = statistics.median(rates[1:])
         guessing.close()
     plain.close()
@@ -98,22 +102,20 @@ def accept_after(prompts: Prompts, kind: str, device: str) -> dict[str, float]:
         store = f"file://{folder}/store?size=1GiB"
         lengths = dict[str, float]()
         running = make_engine(kind, device, host_mib=256, store=store)
-        lengths["computed"] = _first(running, prompts)
-        lengths["device"] = _first(running, prompts)
+        cold = _first(running, prompts)
+        lengths["accept_after.{}.device"] = _first(running, prompts)
         running.empty_device()
-        lengths["host"] = _first(running, prompts)
-        running.empty_device()
-        draft = running.engine.runner.model.draft  # type: ignore[attr-defined]
-        lengths["without_draft_restore"] = _without_restore(draft, running, prompts)
+        lengths["accept_after.{}.host"] = _first(running, prompts)
+        if device == "cpu":  # elsewhere restoring is recorded
+            running.empty_device()
+            draft = running.engine.runner.model.draft  # type: ignore[attr-defined]
+            lengths["accept_without_draft_restore.{}"] = _without_restore(draft, running, prompts)
         running.rest()
         running.close()
         again = make_engine(kind, device, host_mib=256, store=store)
-        lengths["store"] = _first(again, prompts)
+        lengths["accept_after.{}.store"] = _first(again, prompts)
         again.close()
-    cold = lengths.pop("computed")
-    ratios = {f"accept_after.{kind}.{source}": length / cold for source, length in lengths.items()}
-    ratios[f"accept_without_draft_restore.{kind}"] = ratios.pop(f"accept_after.{kind}.without_draft_restore")
-    return ratios
+    return {name.format(kind): length / cold for name, length in lengths.items()}
 
 
 def _without_restore(draft: Draft, running: RunningEngine, prompts: Prompts) -> float:

@@ -122,6 +122,12 @@ class _Work(NamedTuple):
             for position, row in enumerate(self.draws(i, end), self.parts[i].end)
         ]
 
+    @property
+    def queued(self) -> bool:
+        """Tokens are drawn from the logits, and nothing else is done with them: they need not come here."""
+        each = ((self.parts[i], self.rings[i]) for i in self.asked)
+        return all(ring.sampler.queued and part.score_from is None for part, ring in each)
+
     def chosen(self, logits: Tensor, rows: list[int]) -> Tensor:
         """Some of the rows; often all."""
         return logits if len(rows) == len(self.rows) else logits[rows]
@@ -231,7 +237,8 @@ class LocalRunner:
     def _draw(self, work: _Work, logits: Tensor, drawn: Drawn, known: Mapping[int, int]) -> None:
         """`known`: tokens that were drawn already, by row of logits; -1: the best is no number. What can not
         be drawn or scored is the error of its own text."""
-        logits = logits.cpu()  # all rows in one copy
+        if not work.queued:
+            logits = logits.cpu()  # all rows in one copy
         for i, end in work.ends().items():
             part, ring, guesses = work.parts[i], work.rings[i], work.guesses.get(i, ())
             outs: list[TokenOut] = []
@@ -247,7 +254,7 @@ class LocalRunner:
                     elif ring.sampler.plain:  # most of the time
                         out = TokenOut(token)
                     else:
-                        out = ring.sampler.take(token, logits[row].numpy())
+                        out = ring.sampler.take(token, None if work.queued else logits[row].numpy())
                     outs.append(out)
                     ring.append(out.token)
                     if out.token != guess:
@@ -286,12 +293,10 @@ class QueueRunner(LocalRunner):
             logits = self._forward(step, work)
         except Exception as error:  # noqa: BLE001 - it is told with the result
             return partial(_raise, error)
-        parts, rings, results = work.parts, work.rings, work.drawn.results
-        drawing = work.drawing()
+        rings, results, drawing = work.rings, work.drawn.results, work.drawing()
         tokens = self._queue_draws(work, drawing, logits)
         stopped = clock.mark()
-        queued = all(rings[i].sampler.queued and parts[i].score_from is None for i in work.asked)
-        if any(work.guesses.values()) or not queued:
+        if any(work.guesses.values()) or not work.queued:
             self._before()  # its tokens come first
             drawn = work.drawn._replace(seconds=clock.stop(stopped))
             each = zip(drawing, tokens.tolist(), strict=True)

@@ -149,9 +149,10 @@ class Sampler:
         own = self.sampling
         return Draw(self._sharpness, own.top_k, own.top_p, own.min_p, uniform(self.seed, index))
 
-    def take(self, token: int, raw: Row) -> TokenOut:
-        """A token was drawn from this row."""
-        out = TokenOut(token) if (top := self.sampling.logprobs) is None else _scored(raw, token, top)
+    def take(self, token: int, raw: Row | None) -> TokenOut:
+        """A token was drawn from this row, which may be missing where no logprobs are wanted."""
+        top = self.sampling.logprobs
+        out = TokenOut(token) if top is None or raw is None else _scored(raw, token, top)
         self._remember(token)
         return out
 

@@ -29,9 +29,13 @@ TRIED_SHARE = 0.01
 TRIED_FIRST = 8
 """So many tries at the start are free: there is nothing to decide by."""
 
-PLAIN_EVERY, PLAIN_RUN = 256, 6
+PLAIN_FIRST, PLAIN_EVERY, PLAIN_RUN = 16, 256, 6
 """Where texts get guesses, after so many steps some have none, one after the other: what these take must be
-known. The first two do not count: a device is one step ahead only where steps have no guesses."""
+known. At first sooner, then ever later: the first steps of a process are slow."""
+
+UNSETTLED = 2
+"""So many steps behind one with guesses do not count as steps without: a device is one step ahead only where
+steps have no guesses. Where a guess was tried, they are part of what trying costs."""
 
 FORGET_TEXT, FORGET_ALL = 0.9, 0.998
 """What a try counts after the next one: a text's own last ten count, and the last 500 of all."""
@@ -134,7 +138,10 @@ class Speculation:
         self._all = GuessRecord()
         self._plain, self._guessing, self._draft = SecondsTable(), SecondsTable(), SecondsTable()
         self._total_s = self._tried_s = 0.0
-        self._tries, self._since_plain, self._plain_run = 0, PLAIN_EVERY, 0
+        self._tries = 0
+        self._trial_s: float | None = None
+        """While a guess is tried, and until steps are as before: what they took before."""
+        self._since_plain, self._plain_after, self._plain_run = 0, 0, 0
 
     def accepted(self, record: GuessRecord, *, asked: int, made: int, accepted: int) -> None:
         """Of the guesses of a text. One that was asked for and not made counts as refused."""
@@ -153,28 +160,34 @@ class Speculation:
         """How long a step took that computed so many rows. `texts` had guesses, `asked` at most each, which
         took `draft_s` to make."""
         self._total_s += seconds
-        if not asked:
-            self._plain_run += 1
-            if self._plain_run > 2:
-                self._plain.observe(rows, seconds)
-            if self._plain_run >= PLAIN_RUN:
-                self._since_plain = 0
+        if self._trial_s is not None:
+            self._tried_s += max(seconds - self._trial_s, 0.0)
+        if asked:
+            self._plain_run = 0
+            self._since_plain += 1
+            self._guessing.observe(rows, seconds - draft_s)
+            self._draft.observe(texts, draft_s / asked)
             return
-        self._plain_run = 0
-        self._since_plain += 1
-        self._guessing.observe(rows, seconds - draft_s)
-        self._draft.observe(texts, draft_s / asked)
+        self._plain_run += 1
+        if self._plain_run > UNSETTLED:
+            self._plain.observe(rows, seconds)
+            self._trial_s = None
+        if self._plain_run >= PLAIN_RUN and self._since_plain >= self._plain_after:
+            self._since_plain = 0
+            self._plain_after = min(max(2 * self._plain_after, PLAIN_FIRST), PLAIN_EVERY)
 
     def choose(self, records: Sequence[GuessRecord], most: Sequence[int], others: int = 0) -> list[int]:
         """How many guesses each text gets, at most so many. `others`: rows of the step besides one for each
         text; they count as tokens, too."""
         chosen, rows = [0] * len(records), len(records) + others
         plain_s = self._plain.at(rows)
-        if plain_s is None or self._since_plain >= PLAIN_EVERY:
+        if plain_s is None or self._since_plain >= self._plain_after:
             return chosen  # steps without guesses tell what they take
         plain_s = min(plain_s, self._guessing.above(rows))  # the machine may have become faster meanwhile
         if plain_s > 0.0:
             chosen = self._fastest(records, most, rows, plain_s)
+            if any(chosen):
+                self._trial_s = None
         for record, count in zip(records, chosen, strict=True):
             record.steps_without += not count
         return self._with_trial(records, most, chosen, rows, plain_s)
@@ -244,10 +257,13 @@ class Speculation:
             return chosen
         costs_s = max(self._guess_s(rows + 1) + (self._draft.at(1) or 0.0) - plain_s, 0.0)
         paid = self._tried_s + costs_s <= TRIED_SHARE * self._total_s
-        if self._tries >= TRIED_FIRST and not paid:
+        if self._tries >= TRIED_FIRST and (self._trial_s is not None or not paid):
             return chosen
         self._tries += 1
-        self._tried_s += costs_s
+        if any(chosen):
+            self._tried_s += costs_s
+        else:
+            self._trial_s = plain_s
         first = max(left_out, key=lambda i: records[i].steps_without)
         chosen = chosen.copy()
         chosen[first] = 1
