@@ -23,7 +23,7 @@ LEVELS_MOST = 8
 WORTH = 1.02
 """Tokens per second over those without guesses. Steps of one kind differ by more than this."""
 
-TRIED_SHARE = 0.01
+TRIED_SHARE = 0.005
 """Of all time: what trying may cost."""
 
 TRIED_FIRST = 8
