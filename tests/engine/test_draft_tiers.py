@@ -17,6 +17,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.engine.drive import PAGE, TEXT, Always, make_ask, settle, tokens_of
+from tests.peers.inline import offered
 from tests.servers import redis_server
 from tiercel.config import CacheConfig
 from tiercel.engine.build import open_engine
@@ -199,6 +200,15 @@ def test_a_draft_guesses_the_same_after_a_restart_from_the_store(truth, url):
         again = Guesser(engine)
         assert again.begin_all("store") == truth.begun
         assert again.accept_length == {"store": truth.accept_length}
+
+
+def test_a_draft_guesses_the_same_from_another_servers_pages(truth):
+    with opened(truth.draft) as first:
+        Guesser(first).begin_all("computed")
+        with offered(first.cache) as url, opened(truth.draft, store=url) as second:
+            pulled = Guesser(second)
+            assert pulled.begin_all("store") == truth.begun
+            assert pulled.accept_length == {"store": truth.accept_length}
 
 
 @pytest.mark.parametrize("source", ["device", "host"])

@@ -1,0 +1,140 @@
+"""Mooncake's Transfer Engine as a transport: one-sided reads from memory that the peer has registered.
+
+Mooncake is configured by environment variables (`storage.mooncake.set_environment`): connections are kept,
+and the two time-outs that end a transfer are ours. It has no keys: whoever reaches its port can read and
+write the memory that is registered. So a server offers it only where it was asked to, for a network of its own.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any
+
+from tiercel.errors import StoreError
+from tiercel.storage.mooncake import address_of, set_environment
+from tiercel.storage.peer.link import Link
+from tiercel.storage.peer.transport import Transport, Wanted
+from tiercel.storage.peer.wire import End, Message, pack_bytes
+
+STAGING_BYTES = 8 << 20
+
+
+class MooncakeTransport(Transport):
+    """Reads of one process. Its memory is registered, too; what is not goes through staging memory."""
+
+    places = True
+
+    def __init__(self, host: str, protocol: str, device: str, timeout_s: float) -> None:
+        self._engine = open_engine(host, protocol, device, timeout_s)
+        self._registered: list[range] = []
+        self._lock = Lock()
+        self._idle: list[memoryview] = []
+
+    def register(self, memory: memoryview) -> None:
+        start = address_of(memory)
+        if self._engine.register_memory(start, len(memory)):
+            raise StoreError(f"mooncake: {len(memory):,} B of memory can not be registered")
+        self._registered.append(range(start, start + len(memory)))
+
+    def read(self, link: Link, offer: Any, lease: int, wanted: Sequence[Wanted]) -> End:
+        session, base = str(offer["session"]), int(offer["base"])
+        with self._laid([part for each in wanted for part in each.parts]) as (targets, copies):
+            sources = [(base + offset, size) for each in wanted for offset, size in each.entry.pieces]
+            ours, theirs, sizes = crossed(targets, sources)
+            code = self._engine.batch_transfer_sync_read(session, ours, theirs, sizes) if sizes else 0
+            if code:
+                raise StoreError(f"mooncake: a read of {sum(sizes):,} B from {session} answered {code}")
+            for part, staged in copies:
+                part[:] = staged
+        link.send(Message.DONE, pack_bytes(lease))
+        kind, body = link.receive()
+        if kind is not Message.END:
+            raise StoreError(f"it answered the end of a read with {kind.name}")
+        return End.parse(body)
+
+    @contextmanager
+    def _laid(
+        self, parts: Sequence[memoryview]
+    ) -> Iterator[tuple[list[tuple[int, int]], list[tuple[memoryview, memoryview]]]]:
+        """(address, bytes) of memory for all parts in a row, and what is to be copied from it afterwards:
+        parts in memory that is not registered are read into staging memory."""
+        outside = sum(len(part) for part in parts if not self._is_registered(part))
+        area = self._take(outside) if outside else None
+        targets, copies, at = list[tuple[int, int]](), list[tuple[memoryview, memoryview]](), 0
+        for part in parts:
+            if not len(part):
+                continue
+            if area is not None and not self._is_registered(part):
+                copies.append((part, area[at : at + len(part)]))
+                at += len(part)
+                targets.append((address_of(copies[-1][1]), len(part)))
+            else:
+                targets.append((address_of(part), len(part)))
+        yield targets, copies
+        if area is not None:  # after a failure it is not lent again: a late write would change what is read
+            with self._lock:
+                self._idle.append(area)
+
+    def _is_registered(self, part: memoryview) -> bool:
+        if not self._registered or not len(part):
+            return not len(part)
+        start = address_of(part)
+        return any(start in memory and start + len(part) <= memory.stop for memory in self._registered)
+
+    def _take(self, size: int) -> memoryview:
+        with self._lock:
+            fitting = [area for area in self._idle if len(area) >= size]
+            if fitting:
+                self._idle.remove(fitting[0])
+                return fitting[0]
+        area = memoryview(mmap.mmap(-1, max(size, STAGING_BYTES)))
+        if self._engine.register_memory(address_of(area), len(area)):
+            raise StoreError(f"mooncake: {len(area):,} B of memory can not be registered")
+        return area
+
+    def close(self) -> None:
+        for memory in self._registered:
+            self._engine.unregister_memory(memory.start)
+        self._registered = []
+        for area in self._idle:
+            self._engine.unregister_memory(address_of(area))
+
+
+def open_engine(host: str, protocol: str, device: str, timeout_s: float) -> Any:
+    """Mooncake's Transfer Engine under this name of the machine."""
+    set_environment(host, timeout_s)
+    from mooncake.engine import TransferEngine  # type: ignore[import-untyped]
+
+    engine = TransferEngine()
+    code = engine.initialize(host, "P2PHANDSHAKE", protocol, device)
+    if code:
+        raise StoreError(f"mooncake: no transfer engine for host {host}: code {code}")
+    return engine
+
+
+def crossed(
+    targets: Sequence[tuple[int, int]], sources: Sequence[tuple[int, int]]
+) -> tuple[list[int], list[int], list[int]]:
+    """The fewest reads that bring the sources, one after the other, into the targets, one after the other:
+    where to, where from, how many bytes. What touches on both sides is one read."""
+    if sum(size for _, size in targets) != sum(size for _, size in sources):
+        raise StoreError("it describes places of another length than its records have")
+    ours, theirs, sizes = list[int](), list[int](), list[int]()
+    left, number, skip = list(targets), 0, 0
+    for begin, size in sources:
+        while size:
+            target, room = left[number][0] + skip, left[number][1] - skip
+            take = min(size, room)
+            if sizes and ours[-1] + sizes[-1] == target and theirs[-1] + sizes[-1] == begin:
+                sizes[-1] += take
+            else:
+                ours.append(target)
+                theirs.append(begin)
+                sizes.append(take)
+            begin, size, skip = begin + take, size - take, skip + take
+            if skip == left[number][1]:
+                number, skip = number + 1, 0
+    return ours, theirs, sizes
