@@ -8,9 +8,10 @@ from tiercel.spec.identity import Identity
 from tiercel.storage.base import Get
 from tiercel.storage.record import ALIGN_LEAST, Kind, RecordKey
 from tiercel.tree.keys import KeyChain
+from tiercel.types import PageKey
 
 
-def page_keys(spec: str = SPEC) -> list[bytes]:
+def page_keys(spec: str = SPEC) -> list[PageKey]:
     own = SPECS[spec]
     chain = KeyChain(Identity(own.model).digest, (), own.page_tokens)
     chain.extend(TEXT)

@@ -23,6 +23,7 @@ from tiercel.storage.memory import MemoryStore
 from tiercel.storage.peer import PeerStore
 from tiercel.storage.record import Kind
 from tiercel.storage.several import SeveralStores
+from tiercel.tree.node import Tail
 
 PAGE = 128
 EIGHT = TEXT[: 8 * PAGE + 1]
@@ -66,7 +67,7 @@ class Puller:
         for item in (*found.far, *found.tails):
             tail = item not in found.far
             form = self.cache.store.mover.forms[tail]
-            page = item.page if tail else item
+            page = item.page if isinstance(item, Tail) else item
             wanted = payload_of(form.key(page.key), form.payload_bytes)
             assert b"".join(self.cache.host.views(item.host, form.payload_bytes)) == wanted
         self.cache.withdraw(chain)

@@ -239,7 +239,7 @@ class PeerStore(Store):
     # Connections
 
     def _call(self, do: Callable[[_Peer], T]) -> T:
-        """On a connection that nobody uses. An old one may have broken since its last use: then on another."""
+        """On a connection that nobody uses. If an old one has broken since its last use, on another."""
         while True:
             self._check_open()
             with self._lock:
