@@ -2,15 +2,17 @@
 
     python -m benchmarks.peers [--json]
 
-The other server is a process of its own on this machine, with pages of DeepSeek V4 Flash in its host memory. As
-in the mover, a few threads take batches of about 8 MiB, and what they read lands in host pages. Beside it, in
-the same rounds: all these bytes as one piece, in one call, on one connection; nothing is asked, held or verified.
+The other server is a process of its own on this machine, with pages of DeepSeek V4 Flash in its host memory.
+As in the mover, a few threads take batches of about 8 MiB, and what they read lands in host pages. Beside it,
+in the same rounds: all these bytes as one piece, in one call, on one connection; nothing is asked, held or
+verified.
 
     read_share.{tcp,mooncake}      pages without verifying them, of one large read
     verified_share.{…}             with every byte verified, as a cache does it
     asked_us                       one question for a hundred keys, of an engine that sleeps
 
-A machine is never quiet, so the measurements are interleaved in rounds, and figures are medians.
+A machine is never quiet, so the measurements are interleaved in rounds. A share is the median over the rounds
+of what was measured in one round; rates are medians.
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-
-from benchmarks.machine import describe
 from tests.peers.inline import Inline
 from tests.transfer.borrowed import make_borrowed
+
+from benchmarks.machine import describe
 from tiercel.cache import HostCache
 from tiercel.config import CacheConfig
 from tiercel.memory.buffers import HostMemory
@@ -51,7 +53,7 @@ MIB = 1024**2
 SPEC = load("deepseek-v4-flash")
 BATCH_BYTES = 8 * MIB
 THREADS = 4
-ROUNDS = 7
+ROUNDS = 11
 TRANSPORTS = ("tcp", "mooncake")
 
 
@@ -170,11 +172,16 @@ def _measure(told: dict[str, Any], layout: str, rounds: int) -> dict[str, Any]:
         taken["asked"].append(seconds(lambda: stores["tcp"].contains(asked)))
     for store in stores.values():
         store.close()
+
+    def share(how: str, name: str) -> float:
+        pairs = zip(taken[f"whole.{name}"], taken[f"{how}.{name}"], strict=True)
+        return round(statistics.median(whole / pages for whole, pages in pairs), 3)
+
     median = {name: statistics.median(values) for name, values in taken.items()}
     rates = {f"{name}_mb_s": round(size / spent_s / 1e6) for name, spent_s in median.items() if "." in name}
     return {
-        "read_share": {n: round(median[f"whole.{n}"] / median[f"pages.{n}"], 3) for n in TRANSPORTS},
-        "verified_share": {n: round(median[f"whole.{n}"] / median[f"verified.{n}"], 3) for n in TRANSPORTS},
+        "read_share": {name: share("pages", name) for name in TRANSPORTS},
+        "verified_share": {name: share("verified", name) for name in TRANSPORTS},
         "asked_us": round(median["asked"] * 1e6),
         **rates,
     }

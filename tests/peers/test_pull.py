@@ -23,7 +23,7 @@ from tiercel.storage.memory import MemoryStore
 from tiercel.storage.peer import PeerStore
 from tiercel.storage.record import Kind
 from tiercel.storage.several import SeveralStores
-from tiercel.tree.node import Tail
+from tiercel.tree.node import Item, Tail
 
 PAGE = 128
 EIGHT = TEXT[: 8 * PAGE + 1]
@@ -64,11 +64,11 @@ class Puller:
             self.cache.step()
             self.cache.wait(0.01)
         self.cache.check()
-        for item in (*found.far, *found.tails):
-            tail = item not in found.far
-            form = self.cache.store.mover.forms[tail]
-            page = item.page if isinstance(item, Tail) else item
-            wanted = payload_of(form.key(page.key), form.payload_bytes)
+        items: list[Item] = [*found.far, *found.tails]
+        for item in items:
+            form = self.cache.store.mover.forms[isinstance(item, Tail)]
+            key = item.page.key if isinstance(item, Tail) else item.key
+            wanted = payload_of(form.key(key), form.payload_bytes)
             assert b"".join(self.cache.host.views(item.host, form.payload_bytes)) == wanted
         self.cache.withdraw(chain)
         return found

@@ -1,4 +1,4 @@
-"""Goal: what is being computed is pulled page by page, and a reader learns at once what does not come. Method:
+"""Goal: what is being computed is pulled page by page; a reader learns at once what does not come. Method:
 engines behind their threads, and a real server that prefills a long prompt."""
 
 import asyncio
@@ -166,7 +166,7 @@ def test_a_server_that_ends_ends_the_watch():
 
 
 def test_a_long_prompt_is_pulled_while_a_real_server_prefills_it():
-    """With the pages that arrived meanwhile a second engine would have nothing to compute but the last one."""
+    """Most of it has arrived before the answer ends."""
     prompt = words(6 * PAGE + 60, seed=8)
     options = ("--device-memory", "24MiB", "--host-memory", "64MiB", "--share-pages", "127.0.0.1:0")
     config = EngineConfig(cache=CacheConfig(host_bytes=1 << 24))

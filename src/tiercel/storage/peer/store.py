@@ -19,6 +19,7 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from threading import Lock
 from typing import Any, NamedTuple, TypeVar
 
@@ -97,13 +98,13 @@ class PeerStore(Store):
     # The contract of a store
 
     def contains(self, keys: Sequence[RecordKey]) -> list[bool]:
-        found = [Readiness.ABSENT] * len(keys)
-        for first in range(0, len(keys), KEYS_MOST):
-            some = keys[first : first + KEYS_MOST]
-            for entry in self._call(lambda peer, some=some: self._find(peer, Find(some))).entries:  # type: ignore[misc]
-                found[first + entry.number] = entry.readiness
         self._check_open()
-        return [each is Readiness.HERE for each in found]
+        here = [False] * len(keys)
+        for first in range(0, len(keys), KEYS_MOST):
+            question = Find(keys[first : first + KEYS_MOST])
+            for entry in self._call(partial(self._find, question)).entries:
+                here[first + entry.number] = entry.readiness is Readiness.HERE
+        return here
 
     def kept(self, keys: Sequence[RecordKey]) -> list[bool]:
         return [False] * len(keys)
@@ -112,8 +113,7 @@ class PeerStore(Store):
         self._check_open()
         answers: list[bool] = []
         for first in range(0, len(wanted), KEYS_MOST):
-            some = wanted[first : first + KEYS_MOST]
-            answers += self._call(lambda peer, some=some: self._get(peer, some))  # type: ignore[misc]
+            answers += self._call(partial(self._get, wanted[first : first + KEYS_MOST]))
         return answers
 
     def put(self, values: Sequence[Put]) -> list[bool]:
@@ -200,10 +200,10 @@ class PeerStore(Store):
 
     # One question
 
-    def _get(self, peer: _Peer, wanted: Sequence[Get]) -> list[bool]:
+    def _get(self, wanted: Sequence[Get], peer: _Peer) -> list[bool]:
         link, transport = peer.link, self._transport_to(peer)
         keys = [each.key for each in wanted]
-        found = self._find(peer, Find(keys, self._hold_s, places=transport.places, align=self.align))
+        found = self._find(Find(keys, self._hold_s, places=transport.places, align=self.align), peer)
         reads, answers = list[Wanted](), [False] * len(wanted)
         for entry in found.entries:
             each = wanted[entry.number]
@@ -222,7 +222,7 @@ class PeerStore(Store):
             self._counters["bytes_read"] += size
         return answers
 
-    def _find(self, peer: _Peer, question: Find) -> Found:
+    def _find(self, question: Find, peer: _Peer) -> Found:
         ours = [number for number, key in enumerate(question.keys) if key[1:17] == peer.welcome.form]
         if not ours:
             self._tell_form(question.keys)
