@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from tiercel.memory.buffers import HostMemory
 from tiercel.memory.layout import Range
 from tiercel.spec.cache_spec import CacheSpec
-from tiercel.storage.record import ALIGN_LEAST, Form, RecordKey, checksum, page_key_of
+from tiercel.storage.record import ALIGN_LEAST, RecordKey, checksum, page_key_of
 from tiercel.transfer.mover import forms_of
 from tiercel.tree.node import Item, Tail
 from tiercel.types import HostPageId
@@ -30,7 +29,9 @@ class Records:
     """For any thread that has a lease on what it asks for."""
 
     def __init__(self, host: HostMemory, spec: CacheSpec) -> None:
-        self._host, self._forms = host, forms_of(spec, ALIGN_LEAST)
+        self._host, self._spec = host, spec
+        self._forms = {ALIGN_LEAST: forms_of(spec, ALIGN_LEAST)}
+        """By the alignment that readers ask for."""
         self._checksums: OrderedDict[HostPageId, bytes] = OrderedDict()
         """By the first host page of the record: an id is never used again for other bytes."""
         self._lock = threading.Lock()
@@ -39,7 +40,9 @@ class Records:
         self, key: RecordKey, item: Item, places: tuple[HostPageId, ...], *, align: int, pieces: bool
     ) -> Described:
         """`pieces`: tell where its bytes are, too."""
-        form = replace(self._form(item), align=align)
+        if align not in self._forms:
+            self._forms[align] = forms_of(self._spec, align)
+        form = self._forms[align][isinstance(item, Tail)]
         ranges = self._host.ranges(places, form.payload_bytes) if pieces else ()
         return Described(
             form.payload_bytes, form.header_of(page_key_of(key), self._sum(item, places)), ranges
@@ -47,10 +50,7 @@ class Records:
 
     def views(self, item: Item, places: tuple[HostPageId, ...]) -> list[memoryview]:
         """Its bytes in the order of the record."""
-        return self._host.views(places, self._form(item).payload_bytes)
-
-    def _form(self, item: Item) -> Form:
-        return self._forms[isinstance(item, Tail)]
+        return self._host.views(places, self._forms[ALIGN_LEAST][isinstance(item, Tail)].payload_bytes)
 
     def _sum(self, item: Item, places: tuple[HostPageId, ...]) -> bytes:
         with self._lock:

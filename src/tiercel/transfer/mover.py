@@ -256,7 +256,8 @@ class StoreMover:
         with self._landed:
             self.flaws[name] += 1
         if self.flaws[name] == 1:
-            log.error("the store answered %s with %s; such records are not used", key.hex(), flaw.value)
+            then = "removed" if self.writes else "not used"
+            log.error("the store answered %s with %s; such records are %s", key.hex(), flaw.value, then)
 
     def _write(self, operation: Operation) -> list[Presence]:
         """Write the records that are not there yet."""

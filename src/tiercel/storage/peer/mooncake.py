@@ -11,7 +11,9 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from threading import BoundedSemaphore, Lock
+from dataclasses import dataclass, field
+from operator import attrgetter
+from threading import Event, Lock
 from typing import Any
 
 from tiercel.errors import StoreError
@@ -21,9 +23,6 @@ from tiercel.storage.peer.transport import Transport, Wanted
 from tiercel.storage.peer.wire import End, Message, pack_bytes
 
 STAGING_BYTES = 8 << 20
-READS_MOST = {"tcp": 1}
-"""Reads at a time. Loopback TCP, 2 × Neoverse-N1, 2026-11, reads of 8 MiB: one at a time 506 MB/s, two 376,
-four 265; one read of 128 MB 538."""
 
 
 class MooncakeTransport(Transport):
@@ -35,8 +34,7 @@ class MooncakeTransport(Transport):
         self._engine = open_engine(host, protocol, device, timeout_s)
         self._registered: list[range] = []
         self._lock = Lock()
-        self._turns = BoundedSemaphore(READS_MOST.get(protocol, 4))
-        self._timeout_s = timeout_s
+        self._calls = _Calls(self._engine)
         self._idle: list[memoryview] = []
 
     def register(self, memory: memoryview) -> None:
@@ -51,7 +49,7 @@ class MooncakeTransport(Transport):
             sources = [(base + offset, size) for each in wanted for offset, size in each.entry.pieces]
             ours, theirs, sizes = crossed(targets, sources)
             if sizes:
-                self._transfer(session, ours, theirs, sizes)
+                self._calls.read(_Read(session, ours, theirs, sizes))
             for part, staged in copies:
                 part[:] = staged
         link.send(Message.DONE, pack_bytes(lease))
@@ -59,16 +57,6 @@ class MooncakeTransport(Transport):
         if kind is not Message.END:
             raise StoreError(f"it answered the end of a read with {kind.name}")
         return End.parse(body)
-
-    def _transfer(self, session: str, ours: list[int], theirs: list[int], sizes: list[int]) -> None:
-        if not self._turns.acquire(timeout=self._timeout_s):
-            raise StoreError("mooncake: the reads before this one take too long")
-        try:
-            code = self._engine.batch_transfer_sync_read(session, ours, theirs, sizes)
-        finally:
-            self._turns.release()
-        if code:
-            raise StoreError(f"mooncake: a read of {sum(sizes):,} B from {session} answered {code}")
 
     @contextmanager
     def _laid(
@@ -116,6 +104,65 @@ class MooncakeTransport(Transport):
         self._registered = []
         for area in self._idle:
             self._engine.unregister_memory(address_of(area))
+
+
+@dataclass(eq=False)
+class _Read:
+    """Pieces to read from one peer. When `woken`, it has ended (`code`), or makes the next call."""
+
+    session: str
+    ours: list[int]
+    theirs: list[int]
+    sizes: list[int]
+    code: int | None = None
+    woken: Event = field(default_factory=Event)
+
+
+class _Calls:
+    """One call of the engine at a time. What is asked for meanwhile goes with the next.
+
+    Loopback TCP, 2 × Neoverse-N1, 2026-11, 128 MB as reads of 8 MiB: all in one call 1739 MB/s, one call each
+    1379, four calls at a time 1004.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._lock = Lock()
+        self._waiting: list[_Read] = []
+        self._busy = False
+
+    def read(self, own: _Read) -> None:
+        with self._lock:
+            self._waiting.append(own)
+            leads, self._busy = not self._busy, True
+        if not leads:
+            own.woken.wait()  # the engine's time-outs end the call before it
+        if own.code is None:
+            self._call(own.session)
+        if own.code:
+            size = sum(own.sizes)
+            raise StoreError(f"mooncake: a read of {size:,} B from {own.session} answered {own.code}")
+
+    def _call(self, session: str) -> None:
+        """Read all that waits for this peer; then it is the turn of another thread."""
+        with self._lock:
+            together = [each for each in self._waiting if each.session == session]
+            self._waiting = [each for each in self._waiting if each.session != session]
+        pieces = [
+            [piece for each in together for piece in which(each)]
+            for which in (attrgetter("ours"), attrgetter("theirs"), attrgetter("sizes"))
+        ]
+        code = -1
+        try:
+            code = self._engine.batch_transfer_sync_read(session, *pieces)
+        finally:
+            with self._lock:
+                for each in together:
+                    each.code = code
+                    each.woken.set()
+                self._busy = bool(self._waiting)
+                for each in self._waiting[:1]:
+                    each.woken.set()
 
 
 def open_engine(host: str, protocol: str, device: str, timeout_s: float) -> Any:
