@@ -61,6 +61,8 @@ def test_every_setting_is_an_option_that_reaches_its_field(kind, field):
         given, wanted = [option], True
     elif isinstance(field.default, tuple):
         given, wanted = [option, "memory:", option, "file:///x"], ("memory:", "file:///x")
+    elif field.name == "share_pages":
+        given, wanted = [option, "localhost:7"], "localhost:7"
     elif isinstance(field.default, float):
         given, wanted = [option, "7.5"], 7.5
     elif isinstance(field.default, int) or "least" in field.metadata or field.name == "page_tokens":
@@ -92,6 +94,9 @@ def test_a_command_may_leave_settings_out_and_have_defaults_of_its_own():
         (EngineConfig, {"running_max": 0}),
         (EngineConfig, {"context_tokens": 0}),
         (Build, {"share": "everything"}),
+        (Build, {"share_pages": "9000"}),
+        (Build, {"share_pages": "0.0.0.0:9000"}),
+        (Build, {"share_key": " "}),
         (ServerOptions, {"port": 65536}),
         (ServerOptions, {"connections_max": 0}),
         (ServerOptions, {"shutdown_s": 0.5}),

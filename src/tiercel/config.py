@@ -7,6 +7,7 @@ the first copy.
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -40,6 +41,22 @@ def parse_bytes(text: str | int, field: str = "bytes") -> int:
     if not found or found[2] not in _UNITS:
         raise ConfigError(field, text, "is not a size such as 40GiB, 512MiB or 4096")
     return int(float(found[1]) * _UNITS[found[2]])
+
+
+def parse_address(field: str, text: str) -> tuple[str, int]:
+    """`host:port` → both. An IPv6 address has brackets."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(field, text, "write the address as host:port")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or a name can be reached from this machine only."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def load_class(name: str, base: type) -> Any:

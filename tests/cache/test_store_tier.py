@@ -350,7 +350,7 @@ def test_a_copy_that_is_being_written_stays_on_the_host_until_it_is():
     driver.compute(request, TEXT)
     driver.cache.finish(request)
     Driver.settle(driver)
-    storing = [page for page in driver.cache.tree.index.values() if page.storing]
+    storing = [page for page in driver.cache.tree.index.values() if page.readers]
     assert storing
     driver.cache.tree.flush()
     driver.cache.places.settle()
@@ -471,7 +471,7 @@ def test_what_was_being_written_when_a_store_was_left_goes_to_the_next():
     driver.compute(request, TEXT)
     driver.cache.finish(request)
     Driver.settle(driver)
-    assert any(page.storing for page in driver.cache.tree.index.values())
+    assert any(page.readers for page in driver.cache.tree.index.values())
     driver.cache.detach()
     other = MemoryStore()
     driver.cache.attach(other)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.engine.drive import PAGE, TEXT, Always, make_ask, settle, tokens_of
+from tests.peers.inline import offered
 from tests.servers import mooncake_holder, mooncake_master, redis_server
 from tiercel.config import CacheConfig
 from tiercel.engine.build import open_engine
@@ -232,6 +233,16 @@ def test_a_draft_guesses_the_same_after_a_restart_from_the_store(truth, kind, ur
         again = Guesser(engine)
         assert again.begin_all("store") == truth.begun
         assert again.accept_length == {"store": truth.accept_length}
+
+
+@OWN
+def test_a_draft_guesses_the_same_from_another_servers_pages(truth):
+    with opened(truth.draft) as first:
+        Guesser(first).begin_all("computed")
+        with offered(first.cache) as url, opened(truth.draft, store=url) as second:
+            pulled = Guesser(second)
+            assert pulled.begin_all("store") == truth.begun
+            assert pulled.accept_length == {"store": truth.accept_length}
 
 
 @cases("truth, source", "device", "host")

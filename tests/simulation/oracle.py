@@ -166,12 +166,12 @@ class Oracle:
                 page.on_host
                 and page.device is None
                 and not page.lock
-                and not page.storing
+                and not page.readers
                 and id(page) not in carrying
                 and not busy_tail
             ):
                 line.append(page)
-            if tail is not None and tail.on_host and tail.device is None and not (busy_tail or tail.storing):
+            if tail is not None and tail.on_host and tail.device is None and not (busy_tail or tail.readers):
                 line.append(tail)
         assert item in line, "I3: this may not leave the host"
         assert self.rank(item) == min(map(self.rank, line)), "somebody colder was passed over on the host"

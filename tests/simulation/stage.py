@@ -16,14 +16,16 @@ from tests.simulation.bytes import POISON, Bytes, HostRows
 from tests.simulation.copies import FaultyCopier, HeldCopies
 from tests.simulation.stores import FAULTS, LIES, FalseStore
 from tiercel.cache import Transfer
+from tiercel.cache.leases import Lease
 from tiercel.errors import TransferError
 from tiercel.policy.evict import EvictPolicy, Used
 from tiercel.spec import CacheSpec
+from tiercel.storage.record import Kind, RecordKey, record_key
 from tiercel.transfer.controller import LocalController
 from tiercel.transfer.mover import Workers
 from tiercel.transfer.plan import Direction
 from tiercel.tree.keys import KeyChain
-from tiercel.tree.node import Page
+from tiercel.tree.node import Item, Page
 
 
 class Indifferent(EvictPolicy):
@@ -68,6 +70,8 @@ class Stage:
         self.host = HostRows(self.cache.host)
         self.writing: list[Transfer] = []
         """Whose host pages somebody has yet to write."""
+        self.leases: list[tuple[Lease, list[Any]]] = []
+        """What peers read, and the bytes that they must find there."""
         self.seen: Counter[str] = Counter()
         self.cache.watch(self._observe)
         self.log: list[str] = []
@@ -96,6 +100,31 @@ class Stage:
                     self.host.write(row, hosts, bytes(len(data)) if failed else bytes(data), tail=tail)
         self.cache.landed(transfer, TransferError("the simulation's peer") if failed else None)
 
+    def _lease(self, random: Random) -> None:
+        """A peer takes a lease on some of what the host has; or one of them ends."""
+        if self.leases and random.random() < 0.4:
+            lease, _ = self.leases.pop(random.randrange(len(self.leases)))
+            self.cache.leases.end(lease)
+            return
+        here = [item for item in self.cache.tree.items() if item.on_host]
+        items = random.sample(here, min(len(here), random.randint(1, 4)))
+        if items:
+            lease = self.cache.leases.take([self._record_key(item) for item in items])
+            assert list(lease.items) == items
+            self.leases.append((lease, self._leased(lease)))
+            self.seen["leases"] = self.seen.get("leases", 0) + 1
+
+    def _record_key(self, item: Item) -> RecordKey:
+        page = item if isinstance(item, Page) else item.page
+        return record_key(Kind.PAGE if page is item else Kind.TAIL, self.spec.form, page.key)
+
+    def _leased(self, lease: Lease) -> list[Any]:
+        sizes = [
+            self.spec.page_bytes if isinstance(item, Page) else self.spec.tail_bytes for item in lease.items
+        ]
+        pairs = zip(lease.places, sizes, strict=True)
+        return [b"".join(self.cache.host.views(places, size)) for places, size in pairs]
+
     def copier_writes(self, transfer: Transfer, row: tuple[str, int]) -> bool:
         """Whether a copy brings this row of a transfer."""
         return False
@@ -115,6 +144,8 @@ class Stage:
             self.copier.copies_until_fault = None
         while self.writing:
             self._do_landed(Random(0))
+        while self.leases:
+            self.cache.leases.end(self.leases.pop()[0])
 
     def _poison_what_is_freed(self) -> None:
         def release_host(ids, real=self.cache.host_pages.release):
@@ -144,7 +175,12 @@ class Stage:
         (name,) = random.choices(names, weights)
         self.log.append(f"{number}: {name}")
         getattr(self, f"_do_{name}")(random)
+        beside = Random(f"lease {number}")  # what peers do changes nothing of what is chosen otherwise
+        if beside.random() < 0.05:
+            self._lease(beside)
         self.check()
+        for lease, before in self.leases:
+            assert self._leased(lease) == before, "I3: somebody wrote where a peer reads"
 
     def run(self, numbers: Iterable[int]) -> None:
         for number in numbers:

@@ -34,7 +34,7 @@ real_insert, real_load_start, real_save_start = (
     PrefixTree.save_start,
 )
 real_seeded, real_take_host, real_touch = keys._seeded, Places.take_host, PrefixTree.touch
-real_evict, real_store_start = PrefixTree._evict, PrefixTree.store_start
+real_evict = PrefixTree._evict
 real_load_done, real_sharing_end = PrefixTree.load_done, Sharing.end
 real_load, real_transfer_end, real_landed = HostCache.load, HostCache._end, HostTier.landed
 real_arrive_start, real_column = PrefixTree.arrive_start, Memory.column
@@ -139,9 +139,9 @@ def only_the_payload_is_verified(self, header, page_key, payload):
 
 
 def a_copy_may_leave_while_the_store_reads_it(self, item):
-    real_store_start(self, item)
-    item.storing = False
-    self._offer(item)
+    if item.host is not None and item.load is None:
+        self.actions.host.extend(item.host)
+        item.host = None
 
 
 def places_come_back_before_their_read_ended(self, tree, why=None):
@@ -158,7 +158,7 @@ def what_is_missing_counts_as_read(self, operation):
 MUTANTS = {
     nothing_read_is_verified: (Form, "flaw"),
     only_the_payload_is_verified: (Form, "flaw"),
-    a_copy_may_leave_while_the_store_reads_it: (PrefixTree, "store_start"),
+    a_copy_may_leave_while_the_store_reads_it: (PrefixTree, "_give_host"),
     places_come_back_before_their_read_ended: (Fetch, "end"),
     locked_pages_are_evicted: (books, "may_leave_device"),
     parents_are_evicted: (books, "may_leave_device"),

@@ -68,7 +68,7 @@ def test_the_simulation_reaches_what_it_is_meant_to_test():
         "tokens_store", "pages_written", "tails_written", "bytes_read", "flaws", "failures", "timeouts",
         "fetches_late", "fetches_not_worth", "writes_refused", "writes_passed",
         "requests_finished", "requests_aborted", "requests_preempted", "observer_errors", "tails_skipped",
-        "landings",
+        "landings", "leases",
     ):  # fmt: skip
         assert seen.get(name, 0) >= 20, f"{name} hardly ever happens"
 
@@ -86,5 +86,6 @@ def test_the_foreign_engine_reaches_what_it_is_meant_to_test():
     for name in (
         "loads", "tails_loaded", "stale", "held_reads", "landings", "pages_loaded", "pages_saved",
         "tails_saved", "loads_failed", "saves_failed", "tokens_store", "pages_written", "bytes_read", "flaws",
+        "leases",
     ):  # fmt: skip
         assert seen[name] >= 10, f"{name} hardly ever happens"

@@ -291,8 +291,8 @@ def test_what_the_user_set_stays_and_the_rest_is_set():
     code = """
 import os
 os.environ["MC_TCP_STATUS_TIMEOUT_SEC"] = "17"
-from tiercel.storage.mooncake import _set_environment
-_set_environment("10.0.0.1", 2.5)
+from tiercel.storage.mooncake import set_environment
+set_environment("10.0.0.1", 2.5)
 names = ("TCP_STATUS_TIMEOUT_SEC", "TCP_PROGRESS_TIMEOUT_SEC", "RPC_TIMEOUT_MS", "TCP_BIND_ADDRESS")
 print(*(os.environ[f"MC_{name}"] for name in names))
 """

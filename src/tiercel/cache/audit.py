@@ -112,8 +112,12 @@ def _host_owners(cache: HostTier[Any]) -> Iterator[int]:
     for move in {id(move.item): move for move in (*cache.flights.moves(), *landing)}.values():
         if move.item.gone:
             yield from move.host
+    read = {*cache.leases.items(), *(item for store in cache._stores() for item in store.writes.items())}
+    for item in read:
+        if item.gone and item.load is None:  # what a load reads too is counted there
+            yield from item.host or ()
     for store in cache._stores():
-        yield from store.host_places()
+        yield from store.fetches.host_places()
 
 
 def check_device(cache: TieredCache) -> None:

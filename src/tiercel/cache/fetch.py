@@ -60,6 +60,8 @@ class Fetch:
     """When the request is expected to want to begin."""
     moved_s: float
     """Time of the last progress."""
+    stored: bool = True
+    """Whether what it brings is in a store of ours, and need not be written there again."""
     turn_s: float | None = None
     """When the request could have begun without the fetch."""
     stage: FetchStage = FetchStage.ASKING
@@ -122,12 +124,12 @@ class Fetch:
         if piece.tail:
             page = tree.index.get(piece.key)
             if page is not None:
-                tree.insert_fetched_tail(page, piece.host)
+                tree.insert_fetched_tail(page, piece.host, stored=self.stored)
             return page is not None
         parent = tree.index.get(self.chain.keys[self.depth - 1]) if self.depth else tree.root
         if parent is not None:
             tokens = self.chain.texts[self.depth] if self.chain.texts else b""
-            tree.insert_fetched(parent, [(piece.key, piece.host, tokens)])
+            tree.insert_fetched(parent, [(piece.key, piece.host, tokens)], stored=self.stored)
             self.depth += 1
         return parent is not None
 
@@ -209,7 +211,7 @@ class Fetches:
         if fetch is not None:
             return fetch
         now, match = self.clock(), self.tree.match(chain.keys, limit)
-        fetch = self.of[chain] = Fetch(chain, limit, replay, match, now + wait_s, moved_s=now)
+        fetch = self.of[chain] = Fetch(chain, limit, replay, match, now + wait_s, now, self.mover.writes)
         if match.boundary >= limit:
             self._over(fetch, None)
         elif not self.breaker.allows(now):
@@ -366,7 +368,9 @@ class Fetches:
         pairs = zip(read.pieces, read.answers, strict=True)
         size = sum(self._bytes_of(piece) for piece, answer in pairs if answer is Presence.HERE)
         started_s = read.began_s if read.started_s is None else read.started_s
-        self.costs.read.observe(size, max(0.0, read.ended_s - max(started_s, self._read_ended_s)))
+        spent_s = max(0.0, read.ended_s - max(started_s, self._read_ended_s))
+        in_vain = not self.mover.writes and Presence.DAMAGED in read.answers  # nobody repairs it
+        self.costs.read.observe(1 if in_vain else size, spent_s)
         self._read_ended_s = max(self._read_ended_s, read.ended_s)
         self.counters["bytes_read"] += size
         if fetch.stage is FetchStage.OVER:

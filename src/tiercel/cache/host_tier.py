@@ -21,6 +21,7 @@ from typing import Generic, TypeVar
 
 from tiercel.cache import audit
 from tiercel.cache.flights import Flight, Flights
+from tiercel.cache.leases import Leases
 from tiercel.cache.places import Places
 from tiercel.cache.request import Found, Transfer, Wait, WaitFor, find, find_nothing, pages_useful
 from tiercel.cache.store_tier import StoreTier
@@ -42,7 +43,7 @@ from tiercel.tree.check import readable, show
 from tiercel.tree.keys import KeyChain, Tokens
 from tiercel.tree.node import Cleared, Event, Item, Move
 from tiercel.tree.prefix_tree import PrefixTree
-from tiercel.types import Namespace
+from tiercel.types import Namespace, PageKey
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +98,8 @@ class HostTier(ABC, Generic[AnyEnd]):
         queue_saves = partial(self.flights.queue, Direction.SAVE)
         self.places = Places(self.tree, spec, counts, pool_order or range, queue_saves)
         self.host_pages = self.places.host
+        self.leases = Leases(self.tree, spec, self.places, self._computes)
+        """Host copies that other servers read."""
         self.compute = Rate()
         """Prompt tokens computed per second: what a fetch is compared with."""
         self.store: StoreTier | None = None
@@ -109,6 +112,10 @@ class HostTier(ABC, Generic[AnyEnd]):
     def _device_places(self) -> tuple[int, int]:
         """Places for pages and for tails in a device pool of the cache's own."""
         return 0, 0
+
+    def _computes(self, key: PageKey, tail: bool) -> bool:  # noqa: ARG002
+        """Whether a running request is going to share this page, or the tail at its end."""
+        return False
 
     # Finding
 

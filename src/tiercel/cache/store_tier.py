@@ -28,7 +28,7 @@ from tiercel.threads import start
 from tiercel.transfer.mover import Operation, Presence, RecordPlace, StoreMover, Work
 from tiercel.tree.node import Cleared, Event, Item, Tail
 from tiercel.tree.prefix_tree import PrefixTree
-from tiercel.types import HostPageId, PageKey, Tier
+from tiercel.types import PageKey, Tier
 
 log = logging.getLogger(__name__)
 
@@ -66,11 +66,14 @@ class Writes:
     epoch: int = 0
     """Counts how often the store was emptied or left: a write that began before proves nothing."""
     _under_way: dict[Operation, tuple[int, list[tuple[Item, int]]]] = field(default_factory=dict)
+    _writing: set[Item] = field(default_factory=set)
 
     def offer(self, items: Iterable[Item]) -> None:
-        """The host has a copy of these: write them to the store too."""
+        """The host has a copy of these: write them to the store too, unless it can only be read."""
+        if not self.mover.writes:
+            return
         for item in items:
-            if item.stored or item.storing:
+            if item.stored or item in self._writing:
                 continue
             if len(self.backlog) >= BACKLOG_MOST:
                 self.counters["writes_dropped"] += 1
@@ -98,8 +101,9 @@ class Writes:
             item, tries = self.backlog.popleft()
             if item.gone or not item.on_host:
                 self.counters["writes_passed"] += 1
-            elif not (item.stored or item.storing):
-                self.tree.store_start(item)
+            elif not (item.stored or item in self._writing):
+                self.tree.read_start(item)
+                self._writing.add(item)
                 batch.append((item, tries))
                 size += self._bytes_of(item)
         return batch
@@ -110,7 +114,10 @@ class Writes:
         for (item, tries), answer in zip(batch, write.answers, strict=True):
             here = answer is Presence.HERE and write.error is None
             known = here and epoch == self.epoch and not left
-            self.tree.store_done(item, known)
+            self._writing.discard(item)
+            self.tree.read_done(item)
+            if known and not item.gone:
+                self.tree.mark_stored(item)
             if left:
                 continue
             if here and not known:
@@ -132,12 +139,9 @@ class Writes:
     def bytes_waiting(self) -> int:
         return sum(self._bytes_of(item) for item, _ in self.backlog)
 
-    def host_places(self) -> Iterator[HostPageId]:
-        """Of what has left the tree while it is written. (A load that reads it too is counted there.)"""
-        for _, batch in self._under_way.values():
-            for item, _ in batch:
-                if item.gone and item.load is None:
-                    yield from item.host or ()
+    def items(self) -> Iterator[Item]:
+        """What is being written."""
+        return iter(self._writing)
 
 
 def _piece(item: Item) -> RecordPlace:
@@ -224,6 +228,8 @@ class StoreTier:
                         self._damaged(piece)
             case Work.PROBE if operation.read_s is not None:
                 self.fetches.costs.read.observe(self.spec.page_bytes, operation.read_s)
+            case Work.PROBE if not self.mover.writes:
+                self.fetches.costs.read.forget()  # the next fetch measures it
             case Work.CLEAR if operation.error is None:
                 self._unmark()
                 self.mover.submit(Work.STATS)
@@ -282,11 +288,6 @@ class StoreTier:
         return self._closed.done()
 
     # Looking
-
-    def host_places(self) -> Iterator[HostPageId]:
-        """Host pages that belong to reads and writes, not to the tree."""
-        yield from self.fetches.host_places()
-        yield from self.writes.host_places()
 
     def stats(self) -> StoreStats:
         now = self.clock()

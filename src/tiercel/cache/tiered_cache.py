@@ -68,6 +68,13 @@ class Sharing:
             if self._computing.get(key) is request:
                 del self._computing[key]
 
+    def computes(self, key: PageKey, tail: bool) -> bool:
+        """Whether a request is going to share this page, or the tail at its end."""
+        request = self._computing.get(key)
+        if request is None or not tail:
+            return request is not None
+        return request.chain.keys.index(key) + 1 in request.tail_boundaries
+
     def pages_to_come(self, keys: Sequence[PageKey], found: Found, priority: int) -> int:
         """How many pages later a request could begin if it waited; 0: there is nothing to wait for.
 
@@ -123,6 +130,9 @@ class TieredCache(HostTier[Loaded]):
 
     def _device_places(self) -> tuple[int, int]:
         return self.config.device_pages, self.config.device_tails
+
+    def _computes(self, key: PageKey, tail: bool) -> bool:
+        return self.sharing.computes(key, tail)
 
     # A request's life
 

@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.table import Table
 
 from tiercel.cli import options as o
-from tiercel.config import CacheConfig
+from tiercel.config import CacheConfig, is_loopback
 from tiercel.engine.config import HOST_MEMORY, Build, EngineConfig
 from tiercel.errors import ConfigError
 from tiercel.models.families import FOLDERS, folder_of
 from tiercel.server.options import ServerOptions
-from tiercel.storage.open import why_not
+from tiercel.storage.open import shown, why_not
 
 if TYPE_CHECKING:
     from tiercel.engine.build import Choice
@@ -36,7 +36,7 @@ def serve(model: o.Model = o.MODEL, named: o.NamedModel = None, settings: Any = 
     """Serve a model: OpenAI's API and SGLang's, on a tiered cache."""
     from tiercel.engine.build import open_engine
     from tiercel.engine.service import EngineService
-    from tiercel.server.keys import is_loopback
+    from tiercel.peers.offering import open_listener, where
 
     model = named or model
     build = o.made(Build, settings, model=model)
@@ -49,13 +49,17 @@ def serve(model: o.Model = o.MODEL, named: o.NamedModel = None, settings: Any = 
         options = replace(options, store_allow=(*options.store_allow, build.store))
     logging.basicConfig(format="%(message)s")
     logging.getLogger("tiercel").setLevel(logging.INFO)
+    listener = open_listener(build.share_pages) if build.share_pages is not None else None
     engine, choices = open_engine(build, config)
     with ExitStack() as ending:
         publisher = _publisher(engine, options, ending)
         show(choices)
         name = [*options.model_names, model if model in FOLDERS else folder.name][0]
-        service = EngineService(engine, name, build.store, publisher)
+        service = EngineService(engine, name, ", ".join(map(shown, build.sources)), publisher)
         ending.callback(service.close, 0.0)  # `_listen` has waited for running answers
+        if listener is not None:
+            service.offer_pages(listener, key=build.share_key or "", mooncake=build.share_mooncake)
+            typer.echo(f"offering host pages at {where(listener)}", err=True)
         _listen(service, options)
 
 

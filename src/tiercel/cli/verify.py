@@ -12,7 +12,18 @@ from tiercel.cli import options as o
 from tiercel.config import CacheConfig
 from tiercel.engine.config import Build, EngineConfig
 
-WITHOUT = ("store", "fetch", "fetch_deadline_s", "force_miss", "overlap", "waiting_max")
+WITHOUT = (
+    "store",
+    "peer",
+    "share_pages",
+    "share_key",
+    "share_mooncake",
+    "fetch",
+    "fetch_deadline_s",
+    "force_miss",
+    "overlap",
+    "waiting_max",
+)
 """Settings that the runs choose themselves, or that change nothing here."""
 
 

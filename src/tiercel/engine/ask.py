@@ -154,6 +154,8 @@ class EngineStats(CacheStats):
     """Tokens per step with guesses over the first tokens after texts began, by the slowest tier that their
     beginnings came from: device, host, store, or computed."""
     events: EventStats | None = None
+    shared: Mapping[str, int] | None = None
+    """What was offered to other servers, if it is: readers, leases, bytes sent."""
 
     @property
     def accept_length_mean(self) -> float | None:

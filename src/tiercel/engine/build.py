@@ -30,7 +30,7 @@ from tiercel.models.families import (
 )
 from tiercel.spec.cache_spec import DRAFT, CacheSpec
 from tiercel.spec.identity import BITS, Identity
-from tiercel.storage.open import hide, open_store
+from tiercel.storage.open import check_peers, hide, open_stores, shown
 from tiercel.text.text import Text
 
 CPU_BYTES = 256 * 2**20
@@ -77,6 +77,7 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
     if (draft := offer or folder) is not None:
         draft_spec = draft.declare(build.page_tokens, build.format)
         spec = spec.with_draft(draft_spec)
+    check_peers(build.peer)
     if build.device_bytes is not None:
         _places(build.device_bytes, spec, config)  # what is too little is told before weights are read
     text = Text(text_folder_of(build.model))
@@ -98,8 +99,8 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
     settings = replace(config.cache, device_pages=pages, device_tails=tails)
     identity = _identity(build, checkpoint, own, kernels)
     cache = TieredCache(spec, settings, identity=identity, device=build.device)
-    if build.store is not None:
-        _attach(cache, build.store)
+    if build.sources:
+        _attach(cache, build)
     how, memory = (config.running_max, kernels, config.guesses_max), cache.device
     if folder is None:
         model = family.build(own, weights, memory, *how)
@@ -239,10 +240,13 @@ def _identity(build: Build, checkpoint: Checkpoint, own: Dimensions, kernels: Ke
     )
 
 
-def _attach(cache: TieredCache, url: str) -> None:
+def _attach(cache: TieredCache, build: Build) -> None:
+    url = build.sources[0]
     if cache.host is None:
         raise ConfigError("store", hide(url, url), "needs a host tier to read into: give it host memory")
-    cache.attach(open_store(url))
+    store = open_stores(build.store, build.peer, key=build.share_key or "")
+    assert store is not None
+    cache.attach(store)
 
 
 def _places(device_bytes: int, spec: CacheSpec, config: EngineConfig) -> tuple[int, int]:
@@ -269,10 +273,10 @@ def _share_choice(share: str) -> Choice:
 
 
 def _store_choice(build: Build, cache: CacheConfig) -> Choice:
-    if build.store is None:
-        return Choice("store tier", "off", "--store URL turns it on")
+    if not build.sources:
+        return Choice("store tier", "off", "--store URL or --peer URL turns it on")
     late = f", {cache.fetch_deadline_s} s per 1,024 tokens" if cache.fetch == "deadline" else ""
-    return Choice("store tier", hide(build.store, build.store), f"fetch {cache.fetch}{late}")
+    return Choice("store tier", ", ".join(map(shown, build.sources)), f"fetch {cache.fetch}{late}")
 
 
 def _unread_choice(names: list[str]) -> list[Choice]:

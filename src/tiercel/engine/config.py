@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tiercel.config import CacheConfig, check_settings, setting
+from tiercel.config import CacheConfig, check_settings, is_loopback, parse_address, setting
 from tiercel.errors import ConfigError
 from tiercel.models.families import EMBEDDED
 from tiercel.policy.speculate import LEVELS_MOST
@@ -50,12 +50,35 @@ class Build:
     """URL of a store (`storage.open`); None: there is no third tier."""
     draft: str | None = setting(None, "A small model that guesses: a folder, with the same tokenizer.")
     """A folder of any family, or the name of a model. Its entries are part of every page and tail."""
+    peer: tuple[str, ...] = setting(
+        (), "Another server whose host pages are read: peer://host:port. Repeatable."
+    )
+    """Peers are asked in this order, and before the store. They need not be there yet."""
+    share_pages: str | None = setting(None, "Offer host pages to other servers on this address: host:port")
+    share_key: str | None = setting(None, "The key that servers show each other.", envvar="TIERCEL_SHARE_KEY")
+    """Without it pages are offered on a loopback address only."""
+    share_mooncake: str | None = setting(
+        None, "Offer host pages through Mooncake too: tcp, or rdma and its devices as rdma:mlx5_0"
+    )
+    """None: only through our own sockets. Mooncake has no keys: for a network without strangers."""
     share: str = setting(BITS, "Whose stored pages are used: equal bits, or equal numbers.", one_of=SHARES)
     """With whom stored pages are shared. `bits`: those who compute the same bits; so a hit changes nothing.
     `numbers`: also other kernels of the same arithmetic, as in a mixed fleet; last bits may differ."""
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """URLs of all that pages are fetched from, in the order in which they are asked."""
+        return (*self.peer, *([self.store] if self.store is not None else []))
+
     def __post_init__(self) -> None:
         check_settings(self)
+        if self.share_key is not None and (not self.share_key or self.share_key != self.share_key.strip()):
+            raise ConfigError("share_key", "…", "must not be empty or begin or end with a blank")
+        if self.share_pages is not None:
+            host, _ = parse_address("share_pages", self.share_pages)
+            if not (self.share_key or is_loopback(host)):
+                why = "other machines can reach it, and there is no key: give one (--share-key)"
+                raise ConfigError("share_pages", self.share_pages, why)
         if self.exact and self.share != BITS:
             raise ConfigError(
                 "share", self.share, "is not exact: pages of other kernels have other last bits"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -23,6 +24,7 @@ from tiercel.engine.engine import Engine
 from tiercel.engine.loop import steps_of
 from tiercel.errors import EngineError, StoreError
 from tiercel.events import EventPublisher
+from tiercel.peers.offering import Offering
 from tiercel.storage.open import hide, open_store
 from tiercel.text.text import Text
 from tiercel.threads import start
@@ -59,6 +61,7 @@ class EngineService:
         self._closing = self._ending = self._stopped = False
         self.failure: EngineError | None = None
         """Why nothing is served any more."""
+        self._offering: Offering | None = None
         self._answers: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Delta]]] = {}
         self._thread = threading.Thread(target=self._run, name="tiercel-engine", daemon=True)
         self._thread.start()
@@ -120,7 +123,8 @@ class EngineService:
 
     async def stats(self) -> EngineStats:
         stats = await asyncio.wrap_future(self._ask(self._engine.stats))
-        return replace(stats, events=self._events.stats() if self._events else None)
+        shared = self._offering.stats() if self._offering else None
+        return replace(stats, events=self._events.stats() if self._events else None, shared=shared)
 
     # The store
 
@@ -160,11 +164,17 @@ class EngineService:
         if clear.error is not None:
             raise clear.error
 
+    def offer_pages(self, listener: socket.socket, *, key: str = "", mooncake: str | None = None) -> None:
+        """Other servers may read our host pages from now on. Called once at most; `close` ends it."""
+        self._offering = Offering(self._engine.cache, self._ask, listener, key=key, mooncake=mooncake)
+
     # Ending
 
     def close(self, timeout_s: float = 10.0) -> bool:
         """Wait up to `timeout_s` for running answers, then abort them. True: all had finished."""
         self._closing = True
+        if self._offering is not None:
+            self._offering.close()
         with self._wake:
             self._wake.wait_for(lambda: self.failure or not self._engine.tasks, timeout_s)
             finished = not self._engine.tasks
@@ -246,6 +256,8 @@ class EngineService:
         while self._inbox:
             self._inbox.popleft()()
         deltas = next(steps)
+        if self._offering is not None and self._offering.desk.watched:
+            self._offering.desk.step()
         if deltas:
             self._tell(deltas)
             with self._wake:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tiercel.errors import ConfigError
 from tiercel.memory.host import HostMap
-from tiercel.memory.layout import Piece, Pieces, RowName, make_layout, pour_tails
+from tiercel.memory.layout import Piece, Pieces, Range, RowName, joined, make_layout, pour_tails
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.stream import Part, Prefix, State, Stream
 from tiercel.types import HostPageId, place
@@ -163,16 +163,21 @@ class HostMemory(Memory):
 
     def views(self, page_ids: Iterable[HostPageId], size: int) -> list[memoryview]:
         """The first `size` bytes of these host pages, in the order of their record, without a copy: one view
-        for each page that the layout keeps together, else one for each row."""
-        views, memory = [], self._map.view
+        for bytes that lie together: a page, a row, or several that touch."""
+        memory = self._map.view
+        return [memory[offset : offset + length] for offset, length in self.ranges(page_ids, size)]
+
+    def ranges(self, page_ids: Iterable[HostPageId], size: int) -> tuple[Range, ...]:
+        """Where these bytes are in `mapped`."""
+        ranges = []
         for page_id in page_ids:
             for offset, length in self.layout.place_ranges(place(page_id)):
-                views.append(memory[offset : offset + min(length, size)])
-                size -= len(views[-1])
+                ranges.append(Range(offset, min(length, size)))
+                size -= ranges[-1].bytes
                 if not size:
-                    return views
+                    return joined(ranges)
         assert not size, f"{size} bytes more than these host pages have"
-        return views
+        return joined(ranges)
 
     def close(self) -> None:
         """Give the memory back. May be called again. Nothing may be copying."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 from tiercel.errors import ConfigError
@@ -87,7 +88,11 @@ class Layout(ABC):
     def place_ranges(self, place: int) -> tuple[Range, ...]:
         """All bytes of one place in record order; ranges that touch are joined."""
         assert 0 <= place < self.places, f"place {place} of {self.places}"
-        return joined(piece.at(place) for piece in self.cut(0, self.place_bytes))
+        return joined(piece.at(place) for piece in self._whole)
+
+    @cached_property
+    def _whole(self) -> tuple[Piece, ...]:
+        return self.cut(0, self.place_bytes)
 
 
 def joined(ranges: Iterable[Range]) -> tuple[Range, ...]:

@@ -37,6 +37,10 @@ class Rate:
             self._amount = fades * self._amount + amount
             self._seconds = fades * self._seconds + seconds
 
+    def forget(self) -> None:
+        """As if nothing had been observed."""
+        self._amount = self._seconds = 0.0
+
     @property
     def per_s(self) -> float | None:
         """None: nothing was observed yet."""

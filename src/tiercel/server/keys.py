@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
@@ -22,6 +21,7 @@ from fastapi.params import Depends as Dependency
 from fastapi.security import HTTPBearer
 from starlette.requests import Request
 
+from tiercel.config import is_loopback
 from tiercel.server.border import visit_of
 from tiercel.server.errors import ApiError
 from tiercel.server.options import ServerOptions
@@ -47,14 +47,6 @@ class BearerKey(HTTPBearer):
             message = f"the {self.scheme_name} is missing or wrong"
             raise ApiError(401, message, param="authorization", code="invalid_api_key", headers=headers)
         visit_of(request).owner = hashlib.blake2b(given, digest_size=8).hexdigest()
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address or a name can be reached from this machine only."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 async def _refuse() -> None:

@@ -72,6 +72,7 @@ FAMILIES: Mapping[str, MetricFamily] = {
     "store.flaws": MetricFamily("Records that were not what was asked for.", ("flaw",), True),
     "store.counters": MetricFamily("Counted by the store tier.", grows=True, name="store"),
     "store.store": MetricFamily("The store's own statistics.", name="store_own"),
+    "shared": MetricFamily("Host pages offered to other servers.", name="shared"),
     "events": MetricFamily("KV events: batches published, dropped, failed.", grows=True),
 }
 

@@ -17,6 +17,9 @@ A store guarantees
 - Any number of threads may call at the same time. A call that waits does not hold the GIL.
 - `close` may be called twice. After it, every other call raises `StoreError`.
 
+A store that can not be written to (`writes` is False) answers a `put` with False and raises StoreError for
+`delete` and `clear`. What it answers is never repaired; the time that it took counts against the store.
+
 A caller must
 - leave its buffers unchanged until the call returns. The store does not use them after that.
 - expect calls to block (on a disk, on a network): worker threads call a store, request threads do not.
@@ -30,7 +33,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from tiercel.errors import StoreError
 from tiercel.storage.record import ALIGN_LEAST, Flaw, RecordKey, View, flaw_of
@@ -81,12 +84,20 @@ class Checked(NamedTuple):
 class Store(ABC):
     """Values by key, outside the process. The docstring of this module is the contract."""
 
-    align: ClassVar[int] = ALIGN_LEAST
+    align: int = ALIGN_LEAST
     """The payload of a record begins at a multiple of this."""
+
+    writes: bool = True
+    """False: the store can only be read."""
 
     @abstractmethod
     def contains(self, keys: Sequence[RecordKey]) -> list[bool]:
         """Which of the keys are there."""
+
+    def kept(self, keys: Sequence[RecordKey]) -> list[bool]:
+        """Which of the keys are there because `put` wrote them. A store that reads from more places than it
+        writes to overrides this."""
+        return self.contains(keys)
 
     @abstractmethod
     def get(self, wanted: Sequence[Get]) -> list[bool]:

@@ -99,7 +99,7 @@ class MooncakeStore(Store):
         self._timeout_s = timeout_s
         self._piece_least = _PIECE_LEAST.get(protocol, 0)
         own_host = host or _address_towards(master, timeout_s)
-        _set_environment(own_host, timeout_s)
+        set_environment(own_host, timeout_s)
         from mooncake import store  # type: ignore[import-untyped]
 
         self._how = store.ReplicateConfig()
@@ -114,7 +114,7 @@ class MooncakeStore(Store):
 
     def register(self, memory: memoryview) -> None:
         with self._asking() as client:
-            start = _address(memory)
+            start = address_of(memory)
             _check("register", [client.register_buffer(start, len(memory))])
             self._registered.append(range(start, start + len(memory)))
 
@@ -226,7 +226,7 @@ class MooncakeStore(Store):
         """The address of a part that is sent or received in place. None: it goes through staging."""
         if not self._registered or len(part) < max(1, self._piece_least):
             return None
-        address = _address(part)
+        address = address_of(part)
         inside = any(address in memory and address + len(part) <= memory.stop for memory in self._registered)
         return address if inside else None
 
@@ -261,7 +261,7 @@ class _Staging:
                 area = self._idle.pop()
         if area is None:
             view = memoryview(mmap.mmap(-1, max(size, _TRIP_BYTES)))
-            area = view, _address(view)
+            area = view, address_of(view)
             _check("register", [self._client.register_buffer(area[1], len(view))])
         try:
             yield area
@@ -300,7 +300,7 @@ class _Gate:
                 self._turn.notify_all()
 
 
-def _set_environment(host: str, timeout_s: float) -> None:
+def set_environment(host: str, timeout_s: float) -> None:
     """Mooncake is configured by environment variables. It reads some when it is imported and some when a
     client starts, so the first store of a process decides. Variables that are already set stay."""
     seconds, milliseconds = str(math.ceil(timeout_s)), str(math.ceil(timeout_s * 1000))
@@ -333,7 +333,7 @@ def _address_towards(master: str, timeout_s: float) -> str:
         raise StoreError(f"mooncake: no master at {master}: {error}") from error
 
 
-def _address(view: View) -> int:
+def address_of(view: View) -> int:
     return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
 
 

@@ -4,6 +4,7 @@
     redis://user:password@host:6379/0?timeout_s=2      valkey:// and rediss:// (TLS) too
     redis+unix:///run/redis.sock?db=0
     mooncake://master:50051?local_segment=4GiB&replicas=2
+    peer://host:9000?transport=tcp                     the host pages of another server; can only be read
     memory:?size=1GiB
     package.module:Class?option=value                  a class of your own
 
@@ -18,11 +19,13 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, get_type_hints
-from urllib.parse import SplitResult, parse_qs, parse_qsl, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qs, parse_qsl, quote, unquote, urlsplit
 
 from tiercel.config import load_class, parse_bytes
 from tiercel.errors import ConfigError
 from tiercel.storage.base import Store
+from tiercel.storage.peer import PeerStore
+from tiercel.storage.several import SeveralStores
 
 
 def open_store(url: str, *, read_only: bool = False) -> Store:
@@ -41,6 +44,29 @@ def open_store(url: str, *, read_only: bool = False) -> Store:
         raise ConfigError("store", hide(url, url), f"{error.field}: {error.why}") from error
     except ValueError as error:
         raise ConfigError("store", hide(url, url), str(error)) from error
+
+
+def open_stores(url: str | None, peers: Sequence[str], *, key: str = "") -> Store | None:
+    """A store and peers as one store; None: there is neither. `key`: for peers whose URL has none."""
+    opened = [opened for peer in peers if isinstance(opened := open_store(_with_key(peer, key)), PeerStore)]
+    store = open_store(url) if url is not None else None
+    if store is None and len(opened) == 1:
+        return opened[0]
+    return SeveralStores(opened, store) if opened else store
+
+
+def check_peers(urls: Sequence[str]) -> None:
+    """Raises ConfigError if one of them is not the URL of a peer."""
+    for url in urls:
+        if not re.fullmatch(r"peer://([\w.-]+|\[[\da-fA-F:.]+\]):\d+/?(\?.*)?", url):
+            raise ConfigError("peer", shown(url), "write it as peer://host:port")
+
+
+def _with_key(peer: str, key: str) -> str:
+    place, _, query = peer.partition("?")
+    if not key or "key" in parse_qs(query):
+        return peer
+    return f"{place}?{query}{'&' if query else ''}key={quote(key, safe='')}"
 
 
 def _open_known(scheme: _Scheme, place: str, options: dict[str, str], read_only: bool) -> Store:
@@ -145,20 +171,21 @@ _SCHEMES = {
     "valkey": _Scheme(_REDIS, _redis_host, _PIP_REDIS),
     "redis+unix": _Scheme(_REDIS, _redis_socket, _PIP_REDIS),
     "mooncake": _Scheme("tiercel.storage.mooncake:MooncakeStore", _host_and_port, _PIP_MOONCAKE),
+    "peer": _Scheme("tiercel.storage.peer:PeerStore", _host_and_port),
     "memory": _Scheme("tiercel.storage.memory:MemoryStore"),
 }
 
 # Which stores may be attached over HTTP: only those that `--store-allow` named when the server was started.
 #
 #    file:///var/cache       that folder and every folder in it; links are resolved before the comparison
-#    redis://host            that host, any port; redis://host:6380: that port. Also valkey, rediss, mooncake
+#    redis://host            that host, any port; redis://host:6380: that port. Or valkey, mooncake, peer
 #    redis+unix:///run       that socket, or every socket in that folder
 #    memory:                 memory of the server process
 #
 # A class of your own (`module:Class`) is never allowed, neither as a store nor as an eviction policy: to
 # import it is to run its code.
 
-_PORTS = {"redis": 6379, "rediss": 6379, "valkey": 6379, "mooncake": None}
+_PORTS = {"redis": 6379, "rediss": 6379, "valkey": 6379, "mooncake": None, "peer": None}
 """Schemes of stores on a network, with their default ports."""
 _PATHS = ("file", "redis+unix")
 
@@ -217,6 +244,11 @@ def _holds(allowed: tuple[str, str, int | None], asked: tuple[str, str, int | No
         return os.path.commonpath([where, asked_where]) == where
     asked_port = _PORTS.get(scheme) if asked_port is None else asked_port
     return where == asked_where and port in (None, asked_port)
+
+
+def shown(url: str) -> str:
+    """A URL without its passwords."""
+    return hide(url, url)
 
 
 HIDDEN = "***"  # replaces a password

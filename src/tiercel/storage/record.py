@@ -118,8 +118,12 @@ class Form:
 
     def header(self, page_key: bytes, payload: Iterable[View]) -> bytes:
         """The header of a record with this payload. Its parts together have `payload_bytes`."""
+        return self.header_of(page_key, checksum(payload))
+
+    def header_of(self, page_key: bytes, checksum: bytes) -> bytes:
+        """The same, for a payload whose checksum is known."""
         sizes = (self.header_bytes, self.payload_bytes)
-        return pack(Header(self.kind, *sizes, self.digest, page_key, checksum(payload), self.table))
+        return pack(Header(self.kind, *sizes, self.digest, page_key, checksum, self.table))
 
     def flaw(self, header: View, page_key: bytes, payload: Sequence[View]) -> Flaw | None:
         """What is wrong with a record that was read for `page_key`. None: every byte is right."""

@@ -121,11 +121,9 @@ class StoreMover:
         self._host = host
         self._clock = clock
         self._landed = landed
-        self.forms = {
-            False: _form(Kind.PAGE, spec, spec.page_streams, store.align),
-            True: _form(Kind.TAIL, spec, spec.tail_streams, store.align),
-        }
+        self.forms = forms_of(spec, store.align)
         store.register(host.mapped)
+        self.writes = store.writes
         self._workers = workers or Workers.threads()
         self._ended: deque[Operation] = deque()
         self.under_way: set[Operation] = set()
@@ -211,12 +209,15 @@ class StoreMover:
             self._landed.notify_all()
 
     def _ask(self, operation: Operation) -> list[Presence]:
-        listed = self._listed([self.key(piece) for piece in operation.pieces])
+        keys = [self.key(piece) for piece in operation.pieces]
+        listed = self._without_damaged(keys, self._store.contains(keys))
         return [Presence.HERE if each else Presence.MISSING for each in listed]
 
-    def _listed(self, keys: Sequence[RecordKey]) -> list[bool]:
-        there = zip(keys, self._store.contains(keys), strict=True)
-        return [here and key not in self._not_removed for key, here in there]
+    def _kept(self, keys: Sequence[RecordKey]) -> list[bool]:
+        return self._without_damaged(keys, self._store.kept(keys))
+
+    def _without_damaged(self, keys: Sequence[RecordKey], there: Sequence[bool]) -> list[bool]:
+        return [here and key not in self._not_removed for key, here in zip(keys, there, strict=True)]
 
     def _read(self, operation: Operation) -> list[Presence]:
         wanted = []
@@ -225,7 +226,7 @@ class StoreMover:
             wanted.append(Get(self.key(piece), [header, *self._views(piece)]))
         there = self._store.get(wanted)
         missed = [each.key for each, here in zip(wanted, there, strict=True) if not here]
-        listed = dict(zip(missed, self._listed(missed), strict=True)) if missed else {}
+        listed = dict(zip(missed, self._kept(missed), strict=True)) if missed else {}
         answers, damaged = [], []
         for piece, (key, (header, *payload)), here in zip(operation.pieces, wanted, there, strict=True):
             flaw = Flaw.UNREADABLE if listed.get(key) else None
@@ -239,9 +240,10 @@ class StoreMover:
         return answers
 
     def _remove(self, damaged: Sequence[RecordKey]) -> None:
-        """If the store can not remove them (it is full, or open for reading only), the read does not fail."""
+        """If the store can not remove them (it is full, or open for reading only), the read does not fail. A
+        store that can not be written to is not asked: what it answers may be right the next time."""
         try:
-            if damaged:
+            if damaged and self.writes:
                 self._store.delete(damaged)
         except Exception as error:  # noqa: BLE001 - whatever a store raises
             if not self._not_removed:
@@ -254,13 +256,14 @@ class StoreMover:
         with self._landed:
             self.flaws[name] += 1
         if self.flaws[name] == 1:
-            log.error("the store answered %s with %s; such records are removed", key.hex(), flaw.value)
+            then = "removed" if self.writes else "not used"
+            log.error("the store answered %s with %s; such records are %s", key.hex(), flaw.value, then)
 
     def _write(self, operation: Operation) -> list[Presence]:
         """Write the records that are not there yet."""
         keys = [self.key(piece) for piece in operation.pieces]
         values = []
-        for piece, key, here in zip(operation.pieces, keys, self._listed(keys), strict=True):
+        for piece, key, here in zip(operation.pieces, keys, self._kept(keys), strict=True):
             if not here:
                 payload = self._views(piece)
                 values.append(Put(key, [self.forms[piece.tail].header(piece.key, payload), *payload]))
@@ -280,6 +283,8 @@ class StoreMover:
         return []
 
     def _probe(self, operation: Operation) -> list[Presence]:
+        if not self.writes:
+            return []  # only a fetch can tell how fast it is
         form, key = self.forms[False], PageKey(os.urandom(32))
         name, payload = form.key(key), bytearray(form.payload_bytes)
         try:
@@ -302,6 +307,14 @@ class StoreMover:
         Work.CLEAR: _clear,
         Work.STATS: _stats,
         Work.PROBE: _probe,
+    }
+
+
+def forms_of(spec: CacheSpec, align: int) -> dict[bool, Form]:
+    """Of pages (False) and of tails (True)."""
+    return {
+        False: _form(Kind.PAGE, spec, spec.page_streams, align),
+        True: _form(Kind.TAIL, spec, spec.tail_streams, align),
     }
 
 

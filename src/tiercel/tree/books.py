@@ -101,7 +101,7 @@ class Books:
             self._give_host(item)
             return
         if ok:
-            if not item.storing:
+            if not item.readers:
                 self.doubles.add(item)
             self._tell(True, Tier.DEVICE, item)
         else:
@@ -147,21 +147,22 @@ class Books:
                 return
         self._offer(item)
 
-    def store_start(self, item: Item) -> None:
-        """The host copy is being written to the store, and stays until that has ended."""
-        assert item.on_host and not item.storing and not item.gone, "I2: the store is given a readable copy"
-        item.storing = True
+    def read_start(self, item: Item) -> None:
+        """Somebody reads the host copy, a store or a peer: it stays until all of them have ended."""
+        assert item.on_host and not item.gone, "I2: stores and peers are given a readable copy"
+        item.readers += 1
         self.doubles.discard(item)
 
-    def store_done(self, item: Item, ok: bool) -> None:
-        item.storing = False
+    def read_done(self, item: Item) -> None:
+        assert item.readers > 0, "I3: more reads ended than began"
+        item.readers -= 1
+        if item.readers:
+            return
         if item.gone:
             self._give_host(item)
             return
         if item.on_device:
             self.doubles.add(item)
-        if ok:
-            self.mark_stored(item)
         self._offer(item)
 
     def mark_stored(self, item: Item, stored: bool = True) -> None:
@@ -257,8 +258,8 @@ class Books:
         self.host.offer(tail.page)
 
     def _give_host(self, item: Item) -> None:
-        """The host places, unless a load or a write to the store still reads them: then when that ended."""
-        if item.host is not None and item.load is None and not item.storing:
+        """The host places, unless a load, a store or a peer still reads them: then when that ended."""
+        if item.host is not None and item.load is None and not item.readers:
             self.actions.host.extend(item.host)
             item.host = None
 

@@ -29,7 +29,7 @@ def check(tree: PrefixTree) -> None:
         assert page.children == children[page] and page.children_device == children_device[page]
     for item in tree.items():
         _check_item(tree, item)
-    doubles = {item for item in tree.items() if item.on_device and item.on_host and not item.storing}
+    doubles = {item for item in tree.items() if item.on_device and item.on_host and not item.readers}
     assert doubles == set(tree.doubles), "a double is what both tiers can read, no more and no less"
     tree.doubles.check()
     for kind in (Page, Tail):
@@ -48,7 +48,7 @@ def _check_item(tree: PrefixTree, item: Item) -> None:
     assert item.load is None or item.device is not None
     assert item.save is None or item.host is not None
     assert item.load is None or item.on_host, "I2: a load reads a readable copy"
-    assert not item.storing or item.on_host, "I2: the store is given a readable copy"
+    assert not item.readers or item.on_host, "I2: stores and peers are given a readable copy"
     for line in (tree.device[type(item)], tree.host):
         assert item in line or not line.ready(item), f"may leave a tier, but is no candidate: {_row(item)}"
 

@@ -44,8 +44,8 @@ class Cached:
     children: int = field(default=0, init=False)
     children_device: int = field(default=0, init=False)
     """Children that the device holds. A tail has none."""
-    storing: bool = field(default=False, init=False)
-    """The host copy is being written to the store, and stays until that has ended."""
+    readers: int = field(default=0, init=False)
+    """Writes to the store and leases of peers that read the host copy: it stays until they have ended."""
     stored: bool = field(default=False, init=False)
     """The store has had it. Whether the store still has it is not known: the store is not ours alone."""
     gone: bool = field(default=False, init=False)
@@ -114,7 +114,7 @@ def may_leave_device(item: Item) -> bool:
 
 def may_leave_host(item: Item) -> bool:
     """Only what the host alone holds, and of pages only leaves without a tail in use."""
-    if item.device is not None or item.children or item.storing or not (item.on_host and idle(item)):
+    if item.device is not None or item.children or item.readers or not (item.on_host and idle(item)):
         return False
     return isinstance(item, Tail) or item.tail is None or idle(item.tail)
 

@@ -160,14 +160,15 @@ class PrefixTree(Books):
         self.arrive_start(tail, host)
         return tail
 
-    def insert_fetched(self, parent: Page, fetched: Sequence[Brought]) -> None:
-        """Pages that the store has brought to the host, after `parent`, which is in the tree."""
+    def insert_fetched(self, parent: Page, fetched: Sequence[Brought], *, stored: bool = True) -> None:
+        """Pages that the store has brought to the host, after `parent`, which is in the tree. `stored`: the
+        store is ours, and keeps them."""
         for page, (_, host, _) in zip(self._grow(parent, fetched, fetched=True), fetched, strict=True):
-            self._fetched(page, host)
+            self._fetched(page, host, stored)
 
-    def insert_fetched_tail(self, page: Page, host: tuple[HostPageId, ...]) -> None:
+    def insert_fetched_tail(self, page: Page, host: tuple[HostPageId, ...], *, stored: bool = True) -> None:
         """The same for a tail."""
-        self._fetched(self._grow_tail(page), host)
+        self._fetched(self._grow_tail(page), host, stored)
 
     def _grow(self, parent: Page, brought: Sequence[Brought], *, fetched: bool = False) -> list[Page]:
         """Nodes for pages that come to the host. New ones follow `parent`, or one another."""
@@ -194,9 +195,10 @@ class PrefixTree(Books):
             page.tail = Tail(None, self._clock, page.priority, page)
         return page.tail
 
-    def _fetched(self, item: Item, host: tuple[HostPageId, ...]) -> None:
+    def _fetched(self, item: Item, host: tuple[HostPageId, ...], stored: bool) -> None:
         """A host copy that is readable at once; where there is one already, the new one is given back."""
-        self.mark_stored(item)
+        if stored:
+            self.mark_stored(item)
         if item.host is not None:
             self.actions.host.extend(host)
             return
@@ -207,7 +209,7 @@ class PrefixTree(Books):
         """Something that was only on the host gets fresh bytes on the device, without a copy."""
         item.device = device
         self._tell(True, Tier.DEVICE, item)
-        if item.on_host and not item.storing:
+        if item.on_host and not item.readers:
             self.doubles.add(item)
 
     # Evicting: only leaves leave, and nothing that is locked or on its way

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 from tiercel.errors import ConfigError, StoreError
@@ -46,7 +46,7 @@ class FileStore(Store):
     """Records in files. One process writes to a folder. Others may open it to read: they see what was there
     when they opened it."""
 
-    align: ClassVar[int] = ALIGN
+    align: int = ALIGN
 
     def __init__(
         self,

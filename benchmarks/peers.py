@@ -1,0 +1,211 @@
+"""How fast pages come from another server's host memory, beside one large read with the same transport.
+
+    python -m benchmarks.peers [--json]
+
+The other server is a process of its own on this machine, with pages of DeepSeek V4 Flash in its host memory.
+As in the mover, a few threads take batches of about 8 MiB, and what they read lands in host pages. Beside it,
+in the same rounds: all these bytes as one piece, in one call, on one connection; nothing is asked, held or
+verified.
+
+    read_share.{tcp,mooncake}      pages without verifying them, of one large read
+    verified_share.{…}             with every byte verified, as a cache does it
+    asked_us                       one question for a hundred keys, of an engine that sleeps
+
+A machine is never quiet, so the measurements are interleaved in rounds. A share is the median over the rounds
+of what was measured in one round; rates are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from tests.peers.inline import Inline
+from tests.transfer.borrowed import make_borrowed
+
+from benchmarks.machine import describe
+from tiercel.cache import HostCache
+from tiercel.config import CacheConfig
+from tiercel.memory.buffers import HostMemory
+from tiercel.peers.offering import Offering, open_listener, where
+from tiercel.spec.presets import load
+from tiercel.storage.base import Get
+from tiercel.storage.mooncake import address_of
+from tiercel.storage.peer import PeerStore
+from tiercel.storage.peer.link import Link
+from tiercel.storage.peer.mooncake import MooncakeTransport
+from tiercel.storage.record import ALIGN_LEAST
+from tiercel.transfer.mover import forms_of
+from tiercel.types import HostPageId
+
+MIB = 1024**2
+SPEC = load("deepseek-v4-flash")
+BATCH_BYTES = 8 * MIB
+THREADS = 4
+ROUNDS = 11
+TRANSPORTS = ("tcp", "mooncake")
+
+
+# The other server
+
+
+def offer(pages: int, layout: str) -> None:
+    """Until its parent closes its input."""
+    config = CacheConfig(host_bytes=pages * SPEC.host_page_bytes, layout=layout)
+    cache = HostCache(SPEC, config, make_borrowed(SPEC.stage(2, 3), 1, 1))
+    assert cache.host is not None
+    cache.host.flat.random_(0, 256)
+    chain = cache.chain(range(pages * SPEC.page_tokens))
+    cache.landed(cache.land(chain, 0, pages))
+    offering = Offering(cache, Inline(), open_listener("127.0.0.1:0"), mooncake="tcp")
+    whole = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=_send_all, args=(whole, cache.host.mapped), daemon=True).start()
+    told = offering._offer.transports["mooncake"]
+    keys = [key.hex() for key in chain.keys]
+    _tell(peer=where(offering._listener), whole=where(whole), keys=keys, mooncake=told)
+    sys.stdin.read()
+
+
+def _send_all(listener: socket.socket, memory: memoryview) -> None:
+    """Whoever connects gets all the memory, once for each byte that it sends."""
+    while True:
+        connection, _ = listener.accept()
+        with connection:
+            link = Link(connection)
+            while connection.recv(1):
+                link.within(60)
+                link.send_all([memory])
+
+
+def _tell(**what: Any) -> None:
+    print(json.dumps(what), flush=True)
+
+
+# This one
+
+
+class Pages:
+    """Host pages to read into, and the records that go there."""
+
+    def __init__(self, keys: list[bytes], layout: str) -> None:
+        self.host = HostMemory(SPEC, layout, len(keys) * SPEC.host_page_bytes)
+        self.form = forms_of(SPEC, ALIGN_LEAST)[False]
+        self._keys = keys
+        each = BATCH_BYTES // self.form.payload_bytes
+        self.batches = [range(at, min(at + each, len(keys))) for at in range(0, len(keys), each)]
+
+    def read(self, store: PeerStore, *, verify: bool) -> None:
+        def one(batch: range) -> None:
+            gets = []
+            for number in batch:
+                header = memoryview(bytearray(self.form.header_bytes))
+                views = self.host.views([HostPageId(number)], self.form.payload_bytes)
+                gets.append(Get(self.form.key(self._keys[number]), [header, *views]))
+            assert all(store.get(gets))
+            for number, get in zip(batch, gets, strict=True) if verify else ():
+                flaw = self.form.flaw(get.parts[0], self._keys[number], get.parts[1:])
+                assert flaw is None, flaw
+
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(one, self.batches))
+
+
+def seconds(do: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    do()
+    return time.perf_counter() - began
+
+
+def measure(pages: int, layout: str, rounds: int) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.peers", "--offer", str(pages), "--layout", layout]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdin is not None and other.stdout is not None
+        try:
+            return _measure(json.loads(other.stdout.readline()), layout, rounds)
+        finally:
+            other.stdin.close()
+
+
+def _measure(told: dict[str, Any], layout: str, rounds: int) -> dict[str, Any]:
+    keys = [bytes.fromhex(key) for key in told["keys"]]
+    own, size, taken = Pages(keys, layout), len(keys) * SPEC.page_bytes, defaultdict(list)
+    stores = {name: PeerStore(told["peer"], transport=name, timeout_s=30) for name in TRANSPORTS}
+    for store in stores.values():
+        store.register(own.host.mapped)
+    host, _, port = told["whole"].rpartition(":")
+    connection = socket.create_connection((host, int(port)))
+    link, engine = Link(connection), MooncakeTransport("127.0.0.1", "tcp", "", 30.0)
+    engine.register(own.host.mapped)
+    theirs, memory = told["mooncake"], own.host.mapped[:size]
+
+    def whole_tcp() -> None:
+        link.within(60)
+        connection.sendall(b"?")
+        link.receive_into([own.host.mapped])
+
+    def whole_mooncake() -> None:
+        reads = [address_of(memory)], [theirs["base"]], [size]
+        assert engine._engine.batch_transfer_sync_read(theirs["session"], *reads) == 0
+
+    wholes = {"tcp": whole_tcp, "mooncake": whole_mooncake}
+    asked = [own.form.key(key) for key in keys[:50]] + [own.form.key(os.urandom(32)) for _ in range(50)]
+    for number in range(rounds + 1):
+        for name, store in stores.items():
+            figures = {
+                f"whole.{name}": seconds(wholes[name]),
+                f"pages.{name}": seconds(lambda store=store: own.read(store, verify=False)),
+                f"verified.{name}": seconds(lambda store=store: own.read(store, verify=True)),
+            }
+            for figure, spent_s in figures.items() if number else ():  # the first round touches and connects
+                taken[figure].append(spent_s)
+        taken["asked"].append(seconds(lambda: stores["tcp"].contains(asked)))
+    for store in stores.values():
+        store.close()
+
+    def share(how: str, name: str) -> float:
+        pairs = zip(taken[f"whole.{name}"], taken[f"{how}.{name}"], strict=True)
+        return round(statistics.median(whole / pages for whole, pages in pairs), 3)
+
+    median = {name: statistics.median(values) for name, values in taken.items()}
+    rates = {f"{name}_mb_s": round(size / spent_s / 1e6) for name, spent_s in median.items() if "." in name}
+    return {
+        "read_share": {name: share("pages", name) for name in TRANSPORTS},
+        "verified_share": {name: share("verified", name) for name in TRANSPORTS},
+        "asked_us": round(median["asked"] * 1e6),
+        **rates,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--offer", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--layout", default="page_first_direct")
+    parser.add_argument("--pages", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    if options.offer:
+        offer(options.offer, options.layout)
+        return
+    figures = {"machine": describe(), "page_bytes": SPEC.page_bytes, "layout": options.layout}
+    figures |= measure(options.pages, options.layout, options.rounds)
+    if options.json:
+        print(json.dumps(figures))
+        return
+    for name, value in figures.items():
+        print(f"{name:24} {value}")
+
+
+if __name__ == "__main__":
+    main()

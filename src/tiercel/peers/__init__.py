@@ -1,0 +1,1 @@
+"""Other servers: what this one offers them. (What they offer is a store, `storage.peer`.)"""

@@ -1,0 +1,108 @@
+"""What readers ask of a cache, answered by the thread that drives the cache.
+
+find     now: which records are on the host; what is there may be held
+watch    until all is decided: each `step` of the cache may have brought some, or ended the request that
+         computed them
+
+    COMING ── saved to the host ──► HERE
+       │
+       └── its request ended, no room on the host ──► ABSENT        also when the reader waits no longer
+    ABSENT ── a request begins to compute it ──► COMING             not decided before the wait is over
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from tiercel.cache.host_tier import HostTier
+from tiercel.cache.leases import Lease
+from tiercel.storage.peer.wire import Readiness
+from tiercel.storage.record import RecordKey
+
+
+class Finding(NamedTuple):
+    """Decided now: keys by their numbers in the question. The lease holds those that are HERE, in order."""
+
+    states: dict[int, Readiness]
+    lease: Lease | None
+
+    @property
+    def here(self) -> list[int]:
+        return [number for number, state in self.states.items() if state is Readiness.HERE]
+
+
+@dataclass(eq=False)
+class Watch:
+    """A question that waits. The desk appends to `news` and then wakes whoever waits for `wake`."""
+
+    keys: Sequence[RecordKey]
+    hold: bool
+    undecided: dict[int, bool] = field(default_factory=dict)
+    """Number of each key, and whether it was seen COMING."""
+    news: deque[Finding] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self.undecided = dict.fromkeys(range(len(self.keys)), False)
+        self.wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def close(self) -> None:
+        os.close(self.wake)
+
+
+class Desk:
+    """The thread that drives the cache calls every method."""
+
+    def __init__(self, cache: HostTier[Any]) -> None:
+        self._leases = cache.leases
+        self._watches: dict[Watch, None] = {}
+
+    @property
+    def watched(self) -> bool:
+        """Whether `step` has anything to do."""
+        return bool(self._watches)
+
+    def find(self, keys: Sequence[RecordKey], *, hold: bool) -> Finding:
+        return self._finding(keys, {number: self._leases.look(key) for number, key in enumerate(keys)}, hold)
+
+    def watch(self, watch: Watch) -> None:
+        self._watches[watch] = None
+        self._look(watch)
+
+    def step(self) -> None:
+        """The cache has made a step: tell those who wait what is decided now."""
+        for watch in self._watches:
+            self._look(watch)
+
+    def unwatch(self, watch: Watch) -> Finding:
+        """The reader waits no longer. What is there now is told; all else is ABSENT for it."""
+        self._watches.pop(watch, None)
+        self._look(watch)
+        states = dict.fromkeys(watch.undecided, Readiness.ABSENT)
+        watch.undecided = {}
+        return Finding(states, None)
+
+    def end(self, lease: Lease) -> None:
+        self._leases.end(lease)
+
+    def _look(self, watch: Watch) -> None:
+        decided: dict[int, Readiness] = {}
+        for number, seen in watch.undecided.items():
+            state = self._leases.look(watch.keys[number])
+            if state is Readiness.HERE or (seen and state is Readiness.ABSENT):
+                decided[number] = state
+            elif state is Readiness.COMING:
+                watch.undecided[number] = True
+        if decided:
+            for number in decided:
+                del watch.undecided[number]
+            watch.news.append(self._finding(watch.keys, decided, watch.hold))
+            os.eventfd_write(watch.wake, 1)
+
+    def _finding(self, keys: Sequence[RecordKey], states: dict[int, Readiness], hold: bool) -> Finding:
+        found = Finding(states, None)
+        held = [keys[number] for number in found.here] if hold else []
+        return found._replace(lease=self._leases.take(held)) if held else found

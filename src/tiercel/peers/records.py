@@ -1,0 +1,65 @@
+"""Pages and tails in host memory as records: their headers, their bytes, where these lie."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tiercel.memory.buffers import HostMemory
+from tiercel.memory.layout import Range
+from tiercel.spec.cache_spec import CacheSpec
+from tiercel.storage.record import ALIGN_LEAST, RecordKey, checksum, page_key_of
+from tiercel.transfer.mover import forms_of
+from tiercel.tree.node import Item, Tail
+from tiercel.types import HostPageId
+
+CHECKSUMS_MOST = 1 << 16
+"""Checksums that are remembered: to make one is to read the whole page."""
+
+
+class Described(NamedTuple):
+    payload_bytes: int
+    header: bytes
+    pieces: Sequence[Range]
+
+
+class Records:
+    """For any thread that has a lease on what it asks for."""
+
+    def __init__(self, host: HostMemory, spec: CacheSpec) -> None:
+        self._host, self._spec = host, spec
+        self._forms = {ALIGN_LEAST: forms_of(spec, ALIGN_LEAST)}
+        """By the alignment that readers ask for."""
+        self._checksums: OrderedDict[HostPageId, bytes] = OrderedDict()
+        """By the first host page of the record: an id is never used again for other bytes."""
+        self._lock = threading.Lock()
+
+    def describe(
+        self, key: RecordKey, item: Item, places: tuple[HostPageId, ...], *, align: int, pieces: bool
+    ) -> Described:
+        """`pieces`: tell where its bytes are, too."""
+        if align not in self._forms:
+            self._forms[align] = forms_of(self._spec, align)
+        form = self._forms[align][isinstance(item, Tail)]
+        ranges = self._host.ranges(places, form.payload_bytes) if pieces else ()
+        return Described(
+            form.payload_bytes, form.header_of(page_key_of(key), self._sum(item, places)), ranges
+        )
+
+    def views(self, item: Item, places: tuple[HostPageId, ...]) -> list[memoryview]:
+        """Its bytes in the order of the record."""
+        return self._host.views(places, self._forms[ALIGN_LEAST][isinstance(item, Tail)].payload_bytes)
+
+    def _sum(self, item: Item, places: tuple[HostPageId, ...]) -> bytes:
+        with self._lock:
+            known = self._checksums.get(places[0])
+        if known is not None:
+            return known
+        made = checksum(self.views(item, places))
+        with self._lock:
+            self._checksums[places[0]] = made
+            if len(self._checksums) > CHECKSUMS_MOST:
+                self._checksums.popitem(last=False)
+        return made
