@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 
 from tests.server.recorded import CHAT, COMPLETIONS, GENERATE
 from tests.server.scripted import ScriptedService, served
+from tests.servers import free_port
 from tests.whole.process import running
 from tiercel.server.options import ServerOptions
 
@@ -72,6 +73,8 @@ def router_of(*options: str, servers: int):
         finally:
             process.terminate()
 
+
+LONG = " ".join(f"The number {i} comes before the number {i + 1}." for i in range(60))
 
 CALLS = {
     GENERATE: {"text": TEXT, "sampling_params": {"max_new_tokens": 8, "temperature": 0}},
@@ -130,7 +133,39 @@ def test_through_sglangs_router_answers_are_the_same(server):
 
 
 @installed
-@pytest.mark.parametrize("port", ["9001", "none"])
+def test_through_sglangs_router_one_server_computes_prompts_for_two_others(server):
+    """In its PD mode. Prompts are longer than a page: their pages come from the first server."""
+    port = free_port()
+    memory = ("--device-memory", "24MiB", "--host-memory", "64MiB", "--share-key", "a key for tests")
+    read = (*memory, "--role", "decode", "--peer", f"peer://127.0.0.1:{port}")
+    messages = [{"role": "user", "content": LONG}]
+    calls = {path: dict(body) for path, body in CALLS.items()}
+    calls[GENERATE]["text"] = calls[COMPLETIONS]["prompt"] = LONG
+    calls[CHAT]["messages"] = messages
+    with (
+        running(*memory, "--role", "prefill", "--share-pages", f"127.0.0.1:{port}") as first,
+        running(*read) as second,
+        running(*read) as third,
+        router_of(
+            *("--pd-disaggregation", "--prefill", first.url, str(port), "--decode", second.url),
+            *("--decode", third.url, "--decode-policy", "round_robin"),
+            servers=3,
+        ) as url,
+    ):
+        for path, body in calls.items():
+            direct = text_of(path, httpx.post(server.url + path, json=body, timeout=120))
+            for stream in (False, True):
+                for _ in range(2):
+                    answer = httpx.post(url + path, json=body | {"stream": stream}, timeout=120)
+                    assert text_of(path, answer) == direct != ""
+        for each in (second, third):
+            stats = httpx.get(f"{each.url}/v1/cache/stats", timeout=30).json()
+            assert stats["engine"]["prompts_elsewhere"] == 6
+            assert stats["counters"]["tokens_store"] > 0
+
+
+@installed
+@pytest.mark.parametrize("port", ["none"])
 def test_sglangs_router_names_the_server_that_computes_a_prompt(port):
     """In its PD mode both servers get the same request, and the client the answer of the second."""
     own = ServerOptions(loopback=True, strict=True, pages_address="127.0.0.1:9001")

@@ -62,9 +62,9 @@ class Fetch:
     """Time of the last progress."""
     stored: bool = True
     """Whether what it brings is in a store of ours, and need not be written there again."""
+    stage: FetchStage = FetchStage.ASKING
     turn_s: float | None = None
     """When the request could have begun without the fetch."""
-    stage: FetchStage = FetchStage.ASKING
     why: Why | None = None
     """Why it brought less than the text has."""
     pages_stored: int = 0
@@ -225,6 +225,31 @@ class Fetches:
             self.counters["fetches"] += 1
         return fetch
 
+    def pull(self, chain: KeyChain, upto: int, *, tail: bool) -> None:
+        """Read what is missing of a text's first `upto` pages, and of the tail behind them: a peer has just
+        said that they are there. Whether that is worth it is not asked: the peer computes the rest meanwhile.
+        `pulled` tells when it is over."""
+        self.forget(chain)
+        now, match = self.clock(), self.tree.match(chain.keys, upto)
+        fetch = Fetch(chain, upto, False, match, now, now, self.mover.writes, FetchStage.PLANNING)
+        self.of[chain], fetch.planned, fetch.pages_stored = fetch, True, upto - match.found
+        tails = (upto,) if tail and self._lacks_tail(chain.keys[upto - 1]) else ()
+        missing = chain.keys[match.found : upto]
+        size = len(missing) * self.spec.page_bytes + len(tails) * self.spec.tail_bytes
+        if not size or not self.breaker.allows(now):
+            self._over(fetch, None)
+        elif any(key in each.coming for key in missing for each in self.of.values()):
+            self._over(fetch, None)  # another fetch brings it
+        elif size > self._bytes_most - sum(each.bytes_held for each in self.of.values()):
+            self._over(fetch, Why.STORE_NO_ROOM)
+        else:
+            wanted = Wanted(upto, tails, len(missing) * self.spec.page_tokens)
+            self._start(fetch, fetch.held(self.tree, match), wanted)
+
+    def pulled(self, chain: KeyChain) -> bool:
+        fetch = self.of.get(chain)
+        return fetch is None or fetch.stage is FetchStage.OVER
+
     def _lacks_tail(self, key: PageKey) -> bool:
         page = self.tree.index.get(key)
         return self.spec.pages_per_window > 0 and (page is None or page.tail is None)
@@ -294,7 +319,6 @@ class Fetches:
         if any(key in each.coming for key in following for each in self.of.values()):
             return  # another fetch brings it: then this one is planned again
         held = fetch.held(tree, match)
-        fetch.depth = held.found
         room = self._bytes_most - sum(each.bytes_held for each in self.of.values())
         costs = self.costs if fetch.replay else replace(self.costs, replay_tokens=None)
         now = self.clock()
@@ -308,6 +332,11 @@ class Fetches:
             self.counters["fetches_not_worth"] += wanted is Refusal.SLOW
             self._over(fetch, _WHY[wanted])
             return
+        self._start(fetch, held, wanted)
+
+    def _start(self, fetch: Fetch, held: Held, wanted: Wanted) -> None:
+        """Read what is wanted, if there are host places for it."""
+        tree, fetch.depth = self.tree, held.found
         anchor = tree.index[fetch.chain.keys[held.found - 1]] if held.found else tree.root
         tree.lock(anchor)  # its places must not be taken for its own children
         pieces = self._with_places(list(fetch.pieces(held, wanted)))
@@ -315,7 +344,7 @@ class Fetches:
         if pieces is None:
             self._over(fetch, Why.STORE_NO_ROOM)
             return
-        fetch.stage, fetch.moved_s, fetch.spared_tokens = FetchStage.READING, now, wanted.spared
+        fetch.stage, fetch.moved_s, fetch.spared_tokens = FetchStage.READING, self.clock(), wanted.spared
         self._read(fetch, pieces)
 
     def _with_places(self, pieces: list[RecordPlace]) -> list[RecordPlace] | None:

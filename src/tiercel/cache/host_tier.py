@@ -159,6 +159,16 @@ class HostTier(ABC, Generic[AnyEnd]):
             useful = pages_useful(chain, self.spec, reuse_most)
             self.store.fetches.want(chain, useful, replay=replay, wait_s=wait_s)
 
+    def pull(self, chain: KeyChain, upto: int, *, tail: bool) -> None:
+        """Have the first `upto` pages of a text read to the host, and the tail behind them: a peer says that
+        it has them. Required: no request of this chain waits."""
+        if self.store is not None:
+            self.store.fetches.pull(chain, upto, tail=tail)
+
+    def pulled(self, chain: KeyChain) -> bool:
+        """Whether `pull` is over: what came is on the host."""
+        return self.store is None or self.store.fetches.pulled(chain)
+
     def withdraw(self, chain: KeyChain) -> None:
         """A text that was looked for or announced is not needed any more."""
         if self.store is not None:

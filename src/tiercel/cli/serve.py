@@ -19,7 +19,7 @@ from tiercel.config import CacheConfig, is_loopback
 from tiercel.engine.config import HOST_MEMORY, Build, EngineConfig
 from tiercel.errors import ConfigError
 from tiercel.models.families import FOLDERS, folder_of
-from tiercel.server.options import ServerOptions
+from tiercel.server.options import ServerOptions, split_address
 from tiercel.storage.open import shown, why_not
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def serve(model: o.Model = o.MODEL, named: o.NamedModel = None, settings: Any = 
     from tiercel.engine.build import open_engine
     from tiercel.engine.service import EngineService
     from tiercel.peers.offering import open_listener, where
+    from tiercel.storage.open import open_peers
 
     model = named or model
     build = o.made(Build, settings, model=model)
@@ -47,6 +48,9 @@ def serve(model: o.Model = o.MODEL, named: o.NamedModel = None, settings: Any = 
     # The store of the command line may be attached again, unless it is a class.
     if build.store is not None and not why_not(build.store, [build.store]):
         options = replace(options, store_allow=(*options.store_allow, build.store))
+    peers = open_peers(build.peer, key=build.share_key or "")
+    named_peers = tuple(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in peers)
+    options = replace(options, prefillers=named_peers, pages_address=build.share_pages)
     logging.basicConfig(format="%(message)s")
     logging.getLogger("tiercel").setLevel(logging.INFO)
     listener = open_listener(build.share_pages) if build.share_pages is not None else None
@@ -58,8 +62,11 @@ def serve(model: o.Model = o.MODEL, named: o.NamedModel = None, settings: Any = 
         service = EngineService(engine, name, ", ".join(map(shown, build.sources)), publisher)
         ending.callback(service.close, 0.0)  # `_listen` has waited for running answers
         if listener is not None:
-            service.offer_pages(listener, key=build.share_key or "", mooncake=build.share_mooncake)
+            at = split_address(build.share_pages) if build.share_pages is not None else None
+            service.offer_pages(listener, at=at, key=build.share_key or "", mooncake=build.share_mooncake)
             typer.echo(f"offering host pages at {where(listener)}", err=True)
+        if peers:
+            service.pull_prompts(peers, build.prefill_wait_s)
         _listen(service, options)
 
 

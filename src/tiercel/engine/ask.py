@@ -6,7 +6,7 @@ Ask ──► engine ──► Delta, Delta, …, the last one with `finish` ─
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -46,6 +46,11 @@ class Sampling:
     """None: no logprobs. n: the logprob of each drawn token, and of the n best tokens."""
 
 
+def first_token(sampling: Sampling) -> Sampling:
+    """For a prompt that another server goes on from: one token, whatever it is."""
+    return replace(sampling, max_tokens=1, min_tokens=0, stop=())
+
+
 @dataclass(frozen=True)
 class Prefiller:
     """The server that computes a prompt for another one, as a router names it. Both servers are told: for
@@ -71,7 +76,7 @@ class Ask:
     prompt_logprobs_from: int | None = None
     """Logprobs of the prompt's tokens from this position on. Pages behind it are computed, not reused."""
     prefiller: Prefiller | None = None
-    """Who computes the prompt, if a router has said so. The engine does not use it yet."""
+    """Who computes the prompt, if a router has said so. `EngineService` uses it, the engine does not."""
 
 
 class TokenOut(NamedTuple):

@@ -18,6 +18,7 @@ DRAFTS = ("mtp", "eagle")
 """Of a model, by name."""
 DRAFT_MODEL = "draft"
 """The model of `Build.draft`."""
+ROLES = ("both", "prefill", "decode")
 SPECULATE = ("auto", *DRAFTS, DRAFT_MODEL, "ngram", "off")
 
 
@@ -57,6 +58,11 @@ class Build:
     share_pages: str | None = setting(None, "Offer host pages to other servers on this address: host:port")
     share_key: str | None = setting(None, "The key that servers show each other.", envvar="TIERCEL_SHARE_KEY")
     """Without it pages are offered on a loopback address only."""
+    role: str = setting("both", "Whether prompts are computed for others, or by others.", one_of=ROLES)
+    """`prefill`: it computes prompts that other servers go on from, and must share its pages. `decode`:
+    requests name the peer that computes their prompts, and it must have one. `both`: as a request says."""
+    prefill_wait_s: float = setting(10.0, "Seconds that a peer may bring no page of a prompt.", seconds=True)
+    """Then the rest of the prompt is computed here."""
     share_mooncake: str | None = setting(
         None, "Offer host pages through Mooncake too: tcp, or rdma and its devices as rdma:mlx5_0"
     )
@@ -79,6 +85,10 @@ class Build:
             if not (self.share_key or is_loopback(host)):
                 why = "other machines can reach it, and there is no key: give one (--share-key)"
                 raise ConfigError("share_pages", self.share_pages, why)
+        if self.role == "prefill" and self.share_pages is None:
+            raise ConfigError("role", self.role, "others read the pages: give an address (--share-pages)")
+        if self.role == "decode" and not self.peer:
+            raise ConfigError("role", self.role, "somebody computes the prompts: name a server (--peer)")
         if self.exact and self.share != BITS:
             raise ConfigError(
                 "share", self.share, "is not exact: pages of other kernels have other last bits"

@@ -14,18 +14,20 @@ import logging
 import socket
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
 
-from tiercel.engine.ask import Ask, Delta, EngineStats, Explanation, Finish, Usage
+from tiercel.engine.ask import Ask, Delta, EngineStats, Explanation, Finish, Usage, first_token
 from tiercel.engine.engine import Engine
 from tiercel.engine.loop import steps_of
-from tiercel.errors import EngineError, StoreError
+from tiercel.engine.pulling import Address, Pulls
+from tiercel.errors import EngineError, QueueFull, StoreError
 from tiercel.events import EventPublisher
 from tiercel.peers.offering import Offering
 from tiercel.storage.open import hide, open_store
+from tiercel.storage.peer import PeerStore
 from tiercel.text.text import Text
 from tiercel.threads import start
 from tiercel.transfer.mover import StoreMover
@@ -62,6 +64,10 @@ class EngineService:
         self.failure: EngineError | None = None
         """Why nothing is served any more."""
         self._offering: Offering | None = None
+        self._shared_at: Address | None = None
+        self._pulls: Pulls | None = None
+        self._peers: tuple[PeerStore, ...] = ()
+        self._pulling: set[threading.Event] = set()
         self._answers: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Delta]]] = {}
         self._thread = threading.Thread(target=self._run, name="tiercel-engine", daemon=True)
         self._thread.start()
@@ -87,6 +93,11 @@ class EngineService:
         if self._ending:
             yield Delta(ask.request_id, Usage(len(ask.prompt)), finish=Finish.ABORT)
             return
+        for_others = self._for_others(ask)
+        if for_others:
+            ask = replace(ask, sampling=first_token(ask.sampling))
+        elif ask.prefiller is not None and self._pulls is not None:
+            await self._pull(ask, self._pulls)
         queue: asyncio.Queue[Delta] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -96,7 +107,14 @@ class EngineService:
 
         adding, ended = self._ask(add), False
         try:
-            await asyncio.wrap_future(adding)
+            try:
+                await asyncio.wrap_future(adding)
+            except QueueFull:
+                if not for_others:
+                    raise
+                # routers make the client fail with an error of this server; the other one computes instead
+                yield Delta(ask.request_id, Usage(len(ask.prompt)), finish=Finish.LENGTH)
+                return
             while not ended:
                 delta = await queue.get()
                 ended = delta.finish is not None
@@ -106,6 +124,23 @@ class EngineService:
                 self._ask(lambda: self._engine.abort(ask.request_id))
                 while (await queue.get()).finish is None:
                     pass
+
+    def _for_others(self, ask: Ask) -> bool:
+        """Whether another server goes on from the prompt: then routers tell this one its own address."""
+        named = ask.prefiller
+        return named is not None and (named.host, named.port) == self._shared_at
+
+    async def _pull(self, ask: Ask, pulls: Pulls) -> None:
+        """Wait for the pages of a prompt that a peer computes."""
+        self._engine.check(ask)
+        left = threading.Event()
+        self._pulling.add(left)
+        try:
+            pages = await asyncio.wrap_future(start(lambda: pulls.pull(ask, left), "tiercel-pull"))
+        finally:
+            left.set()
+            self._pulling.discard(left)
+        self._ask(lambda: self._engine.counters.update(prompts_elsewhere=1, pages_elsewhere=pages))
 
     async def flush(self, timeout_s: float) -> int:
         """Empty the cache; wait up to `timeout_s` for pages in use. Returns how many pages stayed."""
@@ -164,9 +199,23 @@ class EngineService:
         if clear.error is not None:
             raise clear.error
 
-    def offer_pages(self, listener: socket.socket, *, key: str = "", mooncake: str | None = None) -> None:
-        """Other servers may read our host pages from now on. Called once at most; `close` ends it."""
+    def offer_pages(
+        self,
+        listener: socket.socket,
+        *,
+        at: Address | None = None,
+        key: str = "",
+        mooncake: str | None = None,
+    ) -> None:
+        """Other servers may read our host pages from now on. Called once at most; `close` ends it. `at`: how
+        requests name this server, if it computes prompts for others."""
+        self._shared_at = at
         self._offering = Offering(self._engine.cache, self._ask, listener, key=key, mooncake=mooncake)
+
+    def pull_prompts(self, peers: Mapping[Address, PeerStore], patience_s: float) -> None:
+        """Requests may name these peers as those that compute their prompts. `close` closes them."""
+        self._peers = tuple(peers.values())
+        self._pulls = Pulls(self._engine.cache, self._ask, peers, patience_s)
 
     # Ending
 
@@ -175,6 +224,8 @@ class EngineService:
         self._closing = True
         if self._offering is not None:
             self._offering.close()
+        for left in list(self._pulling):
+            left.set()
         with self._wake:
             self._wake.wait_for(lambda: self.failure or not self._engine.tasks, timeout_s)
             finished = not self._engine.tasks
@@ -182,6 +233,8 @@ class EngineService:
             self.abort_all()
         self._ask(self._stop)
         self._thread.join()
+        for peer in self._peers:
+            peer.close()
         try:
             self._engine.cache.close()
         except Exception:

@@ -148,8 +148,7 @@ def _check(service: EngineService, ask: Ask, spelling: Mapping[str, str]) -> Non
 
 
 def _siblings(ask: Ask, n: int, n_max: int, field: str) -> tuple[Ask, ...]:
-    """The same ask n times, with other ids and seeds. Only the first asks for the prompt's logprobs, and for
-    the prompt from elsewhere: the others find it in the cache."""
+    """The same ask n times, with other ids and seeds. Only the first asks for the prompt's logprobs."""
     if n > n_max:
         raise refusal(field, n, f"must be at most {n_max}")
     others = (
@@ -158,7 +157,6 @@ def _siblings(ask: Ask, n: int, n_max: int, field: str) -> tuple[Ask, ...]:
             request_id=f"{ask.request_id}.n{index}",
             sampling=replace(ask.sampling, seed=_derived(ask.sampling.seed, index)),
             prompt_logprobs_from=None,
-            prefiller=None,
         )
         for index in range(1, n)
     )

@@ -33,7 +33,7 @@ from tiercel.server.body import (
 from tiercel.server.border import Visit, visit_of
 from tiercel.server.errors import conflict
 from tiercel.server.openai_replies import cached_by_tier, finite
-from tiercel.server.prefiller import BootstrapFields, by_bootstrap, each
+from tiercel.server.prefiller import BootstrapFields, by_bootstrap, each, is_elsewhere
 from tiercel.server.protocol import CachedByTier
 from tiercel.server.reply import AskGroup, Front, finish_reason, respond, to_json
 from tiercel.server.schema import gives
@@ -348,12 +348,15 @@ class Native:
             ),
             namespace=asks.namespace_of(item.salt),
             priority=asks.priority_of(body.priority, self.front.options),
-            prompt_logprobs_from=self._start(item, len(prompt)),
+            prompt_logprobs_from=self._start(item, len(prompt), merged=not body.stream),
             prefiller=item.prefiller,
         )
         return asks.group_of(self.front, ask, item.params, SPELLING)
 
-    def _start(self, item: Item, tokens: int) -> int | None:
+    def _start(self, item: Item, tokens: int, *, merged: bool) -> int | None:
+        """`merged`: if another server computes the prompt, the router puts that one's logprobs before ours."""
+        if merged and is_elsewhere(item.prefiller, self.front.options):
+            return None
         if item.logprob and item.start > tokens:
             raise conflict("logprob_start_len", item.start, f"is after the prompt, which has {tokens} tokens")
         return item.start if item.logprob and 0 <= item.start < tokens else None

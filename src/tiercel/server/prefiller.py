@@ -97,6 +97,12 @@ def by_transfer(params: KvTransferParams | None, request_id: str, options: Serve
     return Prefiller(*address, params.transfer_id or params.remote_request_id or request_id)
 
 
+def is_elsewhere(prefiller: Prefiller | None, options: ServerOptions) -> bool:
+    """Whether another server computes the prompt."""
+    own = None if options.pages_address is None else split_address(options.pages_address)
+    return prefiller is not None and (prefiller.host, prefiller.port) != own
+
+
 def transfer_params(prefiller: Prefiller) -> dict[str, Any]:
     """For the answer of the server that has computed the prompt: vLLM's proxies put it into the request for
     the other one. Pages are found by their keys, so there are no ids of blocks."""

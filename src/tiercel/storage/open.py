@@ -55,6 +55,18 @@ def open_stores(url: str | None, peers: Sequence[str], *, key: str = "") -> Stor
     return SeveralStores(opened, store) if opened else store
 
 
+def open_peers(urls: Sequence[str], *, key: str = "") -> dict[tuple[str, int], PeerStore]:
+    """Peers by host and port. They need not be there yet."""
+    check_peers(urls)
+    found = dict[tuple[str, int], PeerStore]()
+    for url in urls:
+        place = urlsplit(url)
+        peer = open_store(_with_key(url, key))
+        assert isinstance(peer, PeerStore) and place.hostname is not None and place.port is not None
+        found[place.hostname, place.port] = peer
+    return found
+
+
 def check_peers(urls: Sequence[str]) -> None:
     """Raises ConfigError if one of them is not the URL of a peer."""
     for url in urls:
