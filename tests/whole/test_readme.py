@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.servers import free_port
 from tests.whole.process import running
 
 ROOT = Path(__file__).parents[2]
@@ -88,6 +89,18 @@ def test_a_server_that_guesses_starts():
         assert httpx.get(f"{server.url}/get_server_info").raise_for_status()
 
 
+def test_two_servers_one_of_which_reads_the_pages_of_the_other():
+    pairs = [line for line in COMMANDS if "--share-pages" in line or "--peer" in line]
+    assert len(pairs) == 4
+    for lines in (pairs[:2], pairs[2:]):
+        port = str(free_port())
+        first, second = (shlex.split(re.sub(r"--port \d+", "", line).replace("9001", port)) for line in lines)
+        memory = ("--device-memory", "24MiB", "--host-memory", "64MiB")
+        with running(*memory, *first[2:]) as offering, running(*memory, *second[2:]) as reading:
+            for server in (offering, reading):
+                assert httpx.get(f"{server.url}/get_server_info").raise_for_status()
+
+
 @pytest.mark.parametrize("command", [line for line in COMMANDS if "conformance" in line or " spec " in line])
 def test_other_commands_run(command):
     command = command.replace("my_package.my_module:MyStore", "tiercel.storage.memory:MemoryStore")
@@ -95,7 +108,8 @@ def test_other_commands_run(command):
 
 
 def test_no_command_is_forgotten():
-    """`tiercel verify` takes minutes; `tests/engine/test_exact.py` runs what it runs."""
+    """`tiercel verify` takes minutes; `tests/engine/test_exact.py` runs what it runs. `test_clients.py`
+    starts the router."""
     run_above = ("make ", "tiercel serve", " store stat|", "conformance", " spec ")
     others = [line for line in COMMANDS if not any(word in line for word in run_above)]
-    assert others == [".venv/bin/tiercel verify"]
+    assert [line for line in others if "sglang_router" not in line] == [".venv/bin/tiercel verify"]

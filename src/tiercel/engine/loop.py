@@ -14,7 +14,7 @@ queued       run 1     ╎ run 2     ╎ run 3              a device goes on fro
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from functools import partial
 
 from tiercel.engine.ask import Delta
@@ -28,13 +28,19 @@ WAIT_S = 0.001
 """While nothing can be computed and a transfer is under way: so long it is waited for at a time."""
 
 
-def steps_of(engine: Engine, executor: Executor) -> Iterator[list[Delta]]:
+Meanwhile = Callable[[Future[Drawn]], None]
+"""Called while a step is computed elsewhere and the next one is planned: there is time for other things."""
+
+
+def steps_of(
+    engine: Engine, executor: Executor, meanwhile: Meanwhile = lambda _: None
+) -> Iterator[list[Delta]]:
     """The loop for an engine: the one that keeps its device busy, or plain if that was asked for."""
     if not engine.config.overlap:
         return plain_steps(engine)
     if isinstance(engine.runner, QueueRunner):
         return queued_steps(engine, engine.runner.start)
-    return overlapped_steps(engine, executor)
+    return overlapped_steps(engine, executor, meanwhile)
 
 
 def plain_steps(engine: Engine) -> Iterator[list[Delta]]:
@@ -47,7 +53,9 @@ def plain_steps(engine: Engine) -> Iterator[list[Delta]]:
         yield engine.emit(_advance(scheduler, step, partial(runner.run, step)))
 
 
-def overlapped_steps(engine: Engine, executor: Executor) -> Iterator[list[Delta]]:
+def overlapped_steps(
+    engine: Engine, executor: Executor, meanwhile: Meanwhile = lambda _: None
+) -> Iterator[list[Delta]]:
     """The next step is decided, and the last one's tokens become text, while the model computes."""
     scheduler, runner = engine.scheduler, engine.runner
     step, outcomes = scheduler.seal(scheduler.plan()), list[Outcome]()
@@ -55,6 +63,7 @@ def overlapped_steps(engine: Engine, executor: Executor) -> Iterator[list[Delta]
         computing = executor.submit(runner.run, step)
         deltas = engine.emit(outcomes)
         ahead = scheduler.plan()
+        meanwhile(computing)
         outcomes = _advance(scheduler, step, computing.result)
         step = scheduler.seal(ahead)
         if scheduler.stalled or not step.parts:  # it takes what this step gave back

@@ -59,7 +59,7 @@ class Scheduler(Tasks):
         """What to compute next. A step under way counts as done, and its tasks keep what they hold."""
         busy = {seat.task for seats in self._sealed for seat in seats if seat.task.seat is seat}
         self.stalled = False
-        self._step_cache()
+        self.collect()
         self._abort_marked(busy)
         self._admit(busy)
         parts = self._choose(busy)
@@ -177,7 +177,7 @@ class Scheduler(Tasks):
     def _settle_early(self, step: Step) -> None:
         """The step has computed with what its loads brought: they have ended."""
         if step.loads:
-            self._step_cache()
+            self.collect()
 
     def failed(self, step: Step, error: Exception) -> list[Outcome]:
         """A step could not be run: its texts end, the others go on."""

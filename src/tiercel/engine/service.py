@@ -23,6 +23,7 @@ from tiercel.engine.ask import Ask, Delta, EngineStats, Explanation, Finish, Usa
 from tiercel.engine.engine import Engine
 from tiercel.engine.loop import steps_of
 from tiercel.engine.pulling import Address, Pulls
+from tiercel.engine.step import Drawn
 from tiercel.errors import EngineError, QueueFull, StoreError
 from tiercel.events import EventPublisher
 from tiercel.peers.offering import Offering
@@ -35,6 +36,9 @@ from tiercel.transfer.mover import StoreMover
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+WATCHED_S = 0.02
+"""While other servers watch: so often it is looked what was saved."""
 
 PENDING_S = 0.5
 """The wait between two steps when the only work left is to retry a store."""
@@ -282,7 +286,7 @@ class EngineService:
     def _run(self) -> None:
         try:
             with ThreadPoolExecutor(1, "tiercel-forward") as executor:
-                steps = steps_of(self._engine, executor)
+                steps = steps_of(self._engine, executor, self._meanwhile)
                 while not self._stopped or self._engine.tasks:
                     self._wait_for_work()
                     self._step(steps)
@@ -315,6 +319,24 @@ class EngineService:
             self._tell(deltas)
             with self._wake:
                 self._wake.notify_all()
+
+    def _meanwhile(self, computing: Future[Drawn]) -> None:
+        """A step is computed elsewhere. Other servers that read our pages do not wait for it, and hear of
+        what is saved: a step of a prompt takes long."""
+        if self._offering is None or not self._offering.desk.watched:
+            return
+        computing.add_done_callback(lambda _: self._notify())
+        while not computing.done():
+            with self._wake:
+                self._wake.wait_for(lambda: self._inbox or computing.done(), WATCHED_S)
+            while self._inbox:
+                self._inbox.popleft()()
+            self._engine.scheduler.collect()
+            self._offering.desk.step()
+
+    def _notify(self) -> None:
+        with self._wake:
+            self._wake.notify_all()
 
     def _wait_for_work(self) -> None:
         engine = self._engine

@@ -97,7 +97,8 @@ class Tasks:
 
     # Letting in
 
-    def _step_cache(self) -> None:
+    def collect(self) -> None:
+        """What copies have brought. May be called at any moment."""
         for loaded in self.cache.step():
             self._arrived(loaded)
 

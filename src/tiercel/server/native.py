@@ -354,7 +354,7 @@ class Native:
         return asks.group_of(self.front, ask, item.params, SPELLING)
 
     def _start(self, item: Item, tokens: int, *, merged: bool) -> int | None:
-        """`merged`: if another server computes the prompt, the router puts that one's logprobs before ours."""
+        """`merged`: where another server computes the prompt, the router puts its logprobs before ours."""
         if merged and is_elsewhere(item.prefiller, self.front.options):
             return None
         if item.logprob and item.start > tokens:
