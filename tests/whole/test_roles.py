@@ -50,7 +50,8 @@ class Pair:
     def __init__(self, *reading):
         self.port = free_port()
         self._offer = (*MEMORY, *KEY, "--role", "prefill", "--share-pages", f"127.0.0.1:{self.port}")
-        self.prefill = Server(*self._offer, "--layout", "layer_first", "--step-tokens", "256")
+        self._offer += ("--layout", "layer_first", "--step-tokens", "256", "--evict", "lfu")
+        self.prefill = Server(*self._offer, "--share-mooncake", "tcp")
         peer = f"peer://127.0.0.1:{self.port}?timeout_s=1"
         self.decode = Server(
             *MEMORY, *KEY, "--role", "decode", "--peer", peer, "--prefill-wait-s", str(WAIT_S), *reading
@@ -107,6 +108,19 @@ def test_answers_are_those_of_one_server(pair, alone, length):
     assert len(said(prefill)) == 1, "the other server goes on"
     assert said(decode) == said(asked(alone, tokens))
     assert decode["cached_tokens_details"]["storage"] == (length - 1) // PAGE * PAGE
+
+
+def test_answers_are_those_of_one_server_over_mooncake(pair, alone):
+    peer = f"peer://127.0.0.1:{pair.port}?transport=mooncake"
+    with running(*MEMORY, *KEY, "--role", "decode", "--peer", peer) as decode:
+        for length in (600, 1500):
+            tokens = words(length, length + 1)
+            asking = threading.Thread(target=asked, args=(pair.prefill, tokens), kwargs=pair.room())
+            asking.start()
+            answer = asked(decode, tokens, **pair.room())
+            asking.join()
+            assert said(answer) == said(asked(alone, tokens))
+            assert answer["cached_tokens_details"]["storage"] == (length - 1) // PAGE * PAGE
 
 
 def test_only_what_is_missing_travels(pair, alone):
