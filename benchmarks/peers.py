@@ -156,7 +156,7 @@ def _measure(told: dict[str, Any], layout: str, rounds: int) -> dict[str, Any]:
 
     def whole_mooncake() -> None:
         reads = [address_of(memory)], [theirs["base"]], [size]
-        assert engine._engine.batch_transfer_sync_read(theirs["session"], *reads) == 0
+        assert engine._engine._engine.batch_transfer_sync_read(theirs["session"], *reads) == 0
 
     wholes = {"tcp": whole_tcp, "mooncake": whole_mooncake}
     asked = [own.form.key(key) for key in keys[:50]] + [own.form.key(os.urandom(32)) for _ in range(50)]
