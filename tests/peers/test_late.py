@@ -1,5 +1,5 @@
-"""Goal: memory that was given up is never written again. Method: transfers that fail while some of their bytes
-are still on the way, and a transport whose bytes come long after everybody stopped waiting."""
+"""Goal: memory that was given up is never written again. Method: transfers that fail while some of their
+bytes are still on the way, and a transport whose bytes come long after everybody stopped waiting."""
 
 import mmap
 import threading

@@ -118,7 +118,7 @@ class Offering:
 
 
 def _start_mooncake(host: HostMemory, listener: socket.socket, how: str) -> tuple[Withdraw, dict[str, Any]]:
-    """Registers our host memory at Mooncake's engine. How to end that, and what readers must know to read it."""
+    """Registers our host memory with Mooncake. Returns how to end that, and what readers must know."""
     from tiercel.storage.peer.mooncake import engine_of  # its library is large
 
     protocol, _, devices = how.partition(":")

@@ -5,11 +5,11 @@ and the two time-outs that end a transfer are ours. It has no keys: whoever reac
 write the memory that is registered. So a server offers it only where it was asked to, for a network without
 strangers.
 
-A read that failed must not write later: its memory has another owner by then. Mooncake's own call for a batch
-returns as soon as one piece has failed or 30 s are over, and the other pieces go on writing (64 MiB were seen
-to arrive after the call had failed). So every piece is a batch of its own, and a read returns, or raises, when
-each of them has ended: Mooncake ends a piece that makes no progress. A peer that sends on and on, slowly, keeps
-the thread of its read and the memory, and nobody else.
+A read that failed must not write later: its memory has another owner by then. Mooncake's own call for a
+batch returns as soon as one piece has failed, or after 30 s, and the other pieces go on writing (that was
+seen). So every piece is a batch of its own, and a read returns, or raises, when each of them has ended.
+Mooncake ends a piece that makes no progress. A peer that sends on and on, slowly, keeps the thread of its
+read and the memory; nobody else waits for it.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class MooncakeTransport(Transport):
 
 
 class MooncakeEngine:
-    """Mooncake's Transfer Engine under one name of this machine: for all that is read and offered. It is never
-    closed: that takes a second in which no thread of the interpreter runs."""
+    """Mooncake's Transfer Engine under one name of this machine, for all that is read and offered. It is
+    never closed: that takes a second in which no thread of the interpreter runs."""
 
     def __init__(self, host: str, protocol: str, device: str, timeout_s: float) -> None:
         set_environment(host, timeout_s)
