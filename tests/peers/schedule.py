@@ -34,6 +34,7 @@ from tiercel.storage.peer.wire import HEAD, Message, parse_bytes
 TEXTS = [words(3 * PAGE + 20, seed=31), words(5 * PAGE + 1, seed=32)]
 PHASES = ("greeting", "question", "answer", "payload", "done")
 FAULTS = ("kill", "restart", "stop", "cut", "stall", "flip", "no room", "evicted")
+RESTARTED = ("kill", "restart", "evicted")
 TRANSPORTS = ("tcp", "mooncake")
 STOPPED_S = 3.0
 """Longer than a reader waits."""
@@ -83,14 +84,24 @@ class Pair:
         """Raises if anything is not as it must be."""
         plan = Plan.of(seed)
         engine = self.engines[plan.transport]
+        until(lambda: self._happens(engine, plan), f"it happens: {plan}")
+
+    def _happens(self, engine: Engine, plan: Plan) -> bool:
+        """Whether the transfer came by the byte where the fault waits: reads share their connections as it
+        comes, so some do not."""
         self._forget(engine)
+        restarts = self._restarts(engine)
         with self._faulty(engine, plan):
             self._ask(engine, plan.text)
         settle(engine)
+        happened = plan.fault == "no room" or self._proxy.hurts > 0
         if not self._forks.alive:
             self._forks.start()
         until(lambda: self._again(engine, plan.text), f"the peer is used again after {plan}")
         until(lambda: self._forks.ask("check") == {"leases": 0}, f"no lease is left after {plan}")
+        if happened and plan.fault in RESTARTED:
+            assert self._restarts(engine) > restarts, "another start is noticed"
+        return happened
 
     @contextmanager
     def _faulty(self, engine: Engine, plan: Plan) -> Iterator[None]:
@@ -121,7 +132,6 @@ class Pair:
         began_s = time.monotonic()
         yield
         proxy.heal()
-        assert held is not None or proxy.hurts, f"it has happened: {plan}"
         if goes_on.is_set():
             time.sleep(max(0.0, began_s + self._stopped_s - time.monotonic()))
             forks.signal(signal.SIGCONT)
@@ -129,6 +139,10 @@ class Pair:
             engine.cache.landed(held)
         if plan.fault == "evicted":
             forks.restart()  # with all its pages
+
+    def _restarts(self, engine: Engine) -> int:
+        """How often this engine has met a server that was another one than before."""
+        return int(engine.cache.store.mover._store.stats().get("restarts", 0))
 
     def _again(self, engine: Engine, text: int) -> bool:
         self._forget(engine)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.peers.schedule import FAULTS, PHASES, Plan, pair
 
-SEEDS = range(24)
+SEEDS = range(20)
 
 
 @pytest.fixture(scope="module")
