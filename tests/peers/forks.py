@@ -96,9 +96,12 @@ class Forks:
         assert self.popen.stdout is not None
         return json.loads(self.popen.stdout.readline())
 
-    def ask(self, what: str) -> Any:
+    def tell(self, what: str) -> None:
         assert self.popen.stdin is not None
         print(what, file=self.popen.stdin, flush=True)  # noqa: T201
+
+    def ask(self, what: str) -> Any:
+        self.tell(what)
         return self.told()
 
     def wait(self) -> None:

@@ -203,7 +203,7 @@ def bytes_of_one_read(proxy):
 @pytest.mark.parametrize("how", ["cut", "stall"])
 def test_a_connection_that_ends_or_stalls_at_any_byte_is_an_error_and_the_next_call_works(proxy, how):
     size = bytes_of_one_read(proxy)
-    places = range(0, size, size // (12 if how == "cut" else 6))
+    places = range(0, size, size // (12 if how == "cut" else 4))
     for at in (*places, size - 1):
         proxy.hurt(how, at)
         with reading(proxy.address, timeout_s=0.3) as store:
@@ -216,7 +216,7 @@ def test_a_connection_that_ends_or_stalls_at_any_byte_is_an_error_and_the_next_c
 def test_a_byte_that_was_flipped_is_never_believed(proxy):
     """Wherever it is: an error, a miss, or a record whose flaw is found."""
     size, found = bytes_of_one_read(proxy), set()
-    for at in range(0, size, size // 60):
+    for at in range(0, size, size // 40):
         proxy.hurt("flip", at)
         gets = [record.get() for record in TEN]
         with reading(proxy.address, timeout_s=0.1) as store:

@@ -7,11 +7,12 @@ from contextlib import closing
 
 import pytest
 
-from tests.peers.offering import TEXT, offering
+from tests.peers.offering import TEXT, Offered
 from tests.peers.test_pull import EIGHT, PAGE, Puller
 from tests.wait import until
 from tiercel.cache import Wait
 from tiercel.errors import StoreError
+from tiercel.peers.offering import where
 from tiercel.storage.peer import PeerStore
 from tiercel.storage.peer.mooncake import MooncakeEngine, MooncakeTransport
 from tiercel.storage.peer.transport import TcpTransport, Wanted
@@ -57,8 +58,9 @@ class Late(TcpTransport):
 
 
 def test_host_pages_stay_reserved_as_long_as_bytes_may_come():
-    with offering({}) as [peer]:
-        store, late = PeerStore(peer.address, timeout_s=5.0), Late()
+    peer = Offered()
+    with closing(peer.offering):
+        store, late = PeerStore(where(peer.offering._listener), timeout_s=5.0), Late()
         store._transport = late
         puller = Puller(store, host_pages=32, store_timeout_s=0.2)
         with closing(puller.cache):
@@ -89,4 +91,5 @@ def test_host_pages_stay_reserved_as_long_as_bytes_may_come():
             puller.cache.flush()
             assert puller.cache.host_pages.free == puller.cache.host_pages.capacity
             until(lambda: puller.pull().pages, "the peer is used again", timeout_s=10)
-        assert peer.ask("check") == {"leases": 0}
+        peer.ask(peer.cache.check).result()
+        until(lambda: peer.ask(lambda: not len(peer.cache.leases)).result(), "no lease is left")

@@ -1,5 +1,5 @@
-"""Two machines, as far as the network goes: two network namespaces, and a link between them that is cut in the
-middle of a transfer. No rights are needed where users may have namespaces.
+"""Two machines, as far as the network goes: two network namespaces, and a link between them that is cut in
+the middle of a transfer. No rights are needed where users may have namespaces.
 
 unshare --map-root-user --net python -m tests.peers.two_hosts
 """
@@ -65,12 +65,13 @@ def cut_after(size: int) -> threading.Thread:
 
 
 def main() -> None:
-    cold = make_engine(cache={"force_miss": True})
-    [truth] = run(cold, make_ask("cold", TEXT))
     with closing(Forks(*IN_ANOTHER, texts=[TEXT], address=ADDRESS, mooncake="tcp")) as forks:
         assert forks.told() == "apart"
         join(forks.popen.pid)
-        assert forks.ask("go") == "ready"
+        forks.tell("go")
+        cold = make_engine(cache={"force_miss": True})
+        [truth] = run(cold, make_ask("cold", TEXT))
+        forks.wait()
         forks.start()
         for transport in ("tcp", "mooncake"):
             engine = pulling(f"peer://{ADDRESS}?timeout_s=1&hold_s=3&transport={transport}")
