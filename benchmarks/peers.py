@@ -11,6 +11,14 @@ verified.
     verified_share.{…}             with every byte verified, as a cache does it
     asked_us                       one question for a hundred keys, of an engine that sleeps
 
+Then servers with the embedded model: one has computed a prompt of 4096 tokens, and it is answered with one
+token, in milliseconds, by
+
+    ttft_ms.colocated              the same server
+    ttft_ms.pulled                 another one, with the pages of the first (also over mooncake)
+    ttft_ms.through_store          another one, from a redis store that the first has written them to
+    ttft_ms.recompute_on_decode    another one that has neither
+
 A machine is never quiet, so the measurements are interleaved in rounds. A share is the median over the rounds
 of what was measured in one round; rates are medians.
 """
@@ -29,10 +37,16 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
+from tests.engine.drive import words
 from tests.peers.inline import Inline
+from tests.servers import redis_server
 from tests.transfer.borrowed import make_borrowed
+from tests.whole.process import running
+from tests.whole.test_store import generate, wait_until_written
 
 from benchmarks.machine import describe
 from tiercel.cache import HostCache
@@ -156,7 +170,7 @@ def _measure(told: dict[str, Any], layout: str, rounds: int) -> dict[str, Any]:
 
     def whole_mooncake() -> None:
         reads = [address_of(memory)], [theirs["base"]], [size]
-        assert engine._engine.batch_transfer_sync_read(theirs["session"], *reads) == 0
+        assert engine._engine._engine.batch_transfer_sync_read(theirs["session"], *reads) == 0
 
     wholes = {"tcp": whole_tcp, "mooncake": whole_mooncake}
     asked = [own.form.key(key) for key in keys[:50]] + [own.form.key(os.urandom(32)) for _ in range(50)]
@@ -187,6 +201,40 @@ def _measure(told: dict[str, Any], layout: str, rounds: int) -> dict[str, Any]:
     }
 
 
+# Servers
+
+
+MEMORY = ("--device-memory", "24MiB", "--host-memory", "128MiB")
+PROMPT_TOKENS = 4096
+
+
+def measure_first_tokens(rounds: int) -> dict[str, float]:
+    """Milliseconds until the first token of a prompt that the first server has computed."""
+    taken = defaultdict(list)
+    with ExitStack() as stack:
+        redis = stack.enter_context(redis_server()).url
+        share = ("--share-pages", "127.0.0.1:0", "--share-mooncake", "tcp")
+        first = stack.enter_context(running(*MEMORY, *share, "--store", redis))
+        peer = "peer://" + first.told.partition("offering host pages at ")[2].split()[0]
+        wait = (*MEMORY, "--fetch", "wait")
+        servers = {
+            "colocated": first,
+            "pulled": stack.enter_context(running(*wait, "--peer", peer)),
+            "pulled_mooncake": stack.enter_context(running(*wait, "--peer", f"{peer}?transport=mooncake")),
+            "through_store": stack.enter_context(running(*wait, "--store", redis)),
+            "recompute_on_decode": stack.enter_context(running(*MEMORY)),
+        }
+        for number in range(rounds + 1):
+            prompt = words(PROMPT_TOKENS, seed=1000 + number)
+            generate(first, prompt, 1)
+            wait_until_written(first)
+            for name, server in servers.items():
+                spent_s = seconds(partial(generate, server, prompt, 1))
+                if number:  # the first round connects and measures
+                    taken[name].append(spent_s * 1000)
+    return {name: round(statistics.median(values), 1) for name, values in taken.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--offer", type=int, help=argparse.SUPPRESS)
@@ -200,6 +248,7 @@ def main() -> None:
         return
     figures = {"machine": describe(), "page_bytes": SPEC.page_bytes, "layout": options.layout}
     figures |= measure(options.pages, options.layout, options.rounds)
+    figures["ttft_ms"] = measure_first_tokens(options.rounds)
     if options.json:
         print(json.dumps(figures))
         return

@@ -116,7 +116,7 @@ def test_a_sleeping_engine_wakes_for_a_reader_and_a_busy_one_answers_between_its
         second.cache.flush()
 
         async def beside():
-            ask, heard = make_ask("long", words(2 * PAGE, seed=9), 200), 0
+            ask, heard = make_ask("long", words(2 * PAGE, seed=9), 20), 0
             async for delta in service.submit(ask):
                 heard += len(delta.tokens)
                 if 0 < heard < 9:

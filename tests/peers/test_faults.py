@@ -10,10 +10,9 @@ from contextlib import closing, contextmanager, suppress
 
 import pytest
 
-from tests.peers.offering import Process, offering
+from tests.peers.offering import offering
 from tests.peers.proxy import Proxy
 from tests.peers.readers import Record, pages, read
-from tests.servers import free_port
 from tests.wait import until
 from tiercel.errors import StoreError
 from tiercel.storage.peer import PeerStore, wire
@@ -204,7 +203,7 @@ def bytes_of_one_read(proxy):
 @pytest.mark.parametrize("how", ["cut", "stall"])
 def test_a_connection_that_ends_or_stalls_at_any_byte_is_an_error_and_the_next_call_works(proxy, how):
     size = bytes_of_one_read(proxy)
-    places = range(0, size, size // (12 if how == "cut" else 6))
+    places = range(0, size, size // (12 if how == "cut" else 4))
     for at in (*places, size - 1):
         proxy.hurt(how, at)
         with reading(proxy.address, timeout_s=0.3) as store:
@@ -217,10 +216,10 @@ def test_a_connection_that_ends_or_stalls_at_any_byte_is_an_error_and_the_next_c
 def test_a_byte_that_was_flipped_is_never_believed(proxy):
     """Wherever it is: an error, a miss, or a record whose flaw is found."""
     size, found = bytes_of_one_read(proxy), set()
-    for at in range(0, size, size // 60):
+    for at in range(0, size, size // 40):
         proxy.hurt("flip", at)
         gets = [record.get() for record in TEN]
-        with reading(proxy.address, timeout_s=0.3) as store:
+        with reading(proxy.address, timeout_s=0.1) as store:
             try:
                 answers = store.get(gets)
             except StoreError:
@@ -262,40 +261,6 @@ def test_a_peer_that_is_stopped_is_given_up_and_works_again_when_it_goes_on(peer
         finally:
             os.kill(peer.process.popen.pid, signal.SIGCONT)
         assert read(store, TEN) == HERE
-
-
-def test_a_peer_killed_while_it_is_read_from_is_an_error_and_its_successor_is_another():
-    port = free_port()
-    options = {"address": f"127.0.0.1:{port}"}
-    first = Process(options)
-    proxy = Proxy(first.offers[0].address)
-    with closing(proxy), reading(proxy.address, timeout_s=20) as store:
-        size = bytes_of_one_read(proxy)
-        proxy.hurt("stall", size // 2)
-        errors = []
-
-        def get():
-            try:
-                store.get([record.get() for record in TEN])
-            except StoreError as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=get)
-        thread.start()
-        assert proxy.stalled.wait(20)
-        first.kill()
-        proxy.cut_all()
-        thread.join(10)
-        assert not thread.is_alive() and len(errors) == 1
-        with pytest.raises(StoreError):
-            store.contains([TEN[0].key])
-        boot = store.stats()["boot"]
-        second = Process(options)
-        proxy.heal()
-        assert read(store, TEN) == HERE
-        assert store.stats()["boot"] != boot and store.stats()["restarts"] == 1
-        assert second.offers[0].ask("check") == {"leases": 0}
-        second.kill()
 
 
 # Peers that lie
@@ -380,7 +345,7 @@ LIES = {
 def test_a_peer_that_answers_nonsense_is_an_error_in_time(lie):
     with (
         closing(Liar(lie)) as liar,
-        reading(liar.address, timeout_s=0.3) as store,
+        reading(liar.address, timeout_s=0.1) as store,
         pytest.raises(StoreError),
     ):
         store.get([TEN[0].get()])

@@ -244,18 +244,3 @@ def test_a_peer_that_stops_while_it_is_read_leaves_no_place_behind(peer):
             os.kill(peer.process.popen.pid, signal.SIGCONT)
         proxy.heal()
         assert until(lambda: puller.pull().pages == 8, "the peer is used again", timeout_s=20)
-
-
-def test_a_peer_that_dies_while_it_is_read_leaves_no_place_behind():
-    with offering({}) as [peer]:
-        proxy = Proxy(peer.address)
-        with closing(proxy), pulling(proxy.address, peer={"timeout_s": 5.0}) as puller:
-            proxy.hurt("stall", 9000)
-            chain = puller.cache.chain(EIGHT)
-            while not proxy.stalled.is_set():
-                assert isinstance(puller.cache.find(chain), Wait)
-                puller.cache.step()
-                puller.cache.wait(0.01)
-            peer.process.kill()
-            proxy.cut_all()
-            assert puller.pull().pages < 8

@@ -10,6 +10,7 @@ from tests.servers import free_port
 from tests.wait import until
 from tests.whole.process import Server, running
 from tests.whole.test_store import MEMORY, generate
+from tiercel.threads import start
 
 KEY = ("--share-key", "a key for tests")
 PROMPT = [(i * i * 31 + i * 17) % 3800 + 200 for i in range(700)]
@@ -38,10 +39,11 @@ def test_a_server_answers_from_the_pages_of_another_that_is_killed_and_comes_bac
     address = f"127.0.0.1:{free_port()}"
     offer = (*MEMORY, *KEY, "--layout", "layer_first", "--share-pages", address, "--share-mooncake", "tcp")
     read = ("--fetch", "wait", "--peer", f"peer://{address}?transport=mooncake&timeout_s=2")
-    first = Server(*offer)
-    said, _ = generate(first, PROMPT)
-    wait_until_saved(first)
+    starting = start(lambda: Server(*offer), "first")
     with running(*MEMORY, *KEY, *read) as second:
+        first = starting.result()
+        said, _ = generate(first, PROMPT)
+        wait_until_saved(first)
         assert re.search(rf"peer://{address}", second.told)
         assert generate(second, PROMPT) == (said, FULL), "every logprob, bit for bit"
         for size in (1, 128, 129, 400):

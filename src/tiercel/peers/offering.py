@@ -11,7 +11,9 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from tiercel.cache.host_tier import HostTier
@@ -29,6 +31,7 @@ READERS_MOST = 256
 """Connections. A server that reads has a few."""
 MOONCAKE_S = 5.0
 """The time-outs of our side, which sends when it is asked to."""
+Withdraw = Callable[[], None]
 PAUSE_S = 0.1
 """When the process has no files left: others may be closed meanwhile."""
 
@@ -50,8 +53,9 @@ class Offering:
             raise ConfigError("share_pages", None, "there are none: the host tier is off (--host-memory)")
         self.desk = Desk(cache)
         transports: dict[str, Any] = {"tcp": {}}
+        self._withdraw: Withdraw | None = None
         if mooncake is not None:
-            self._engine, transports["mooncake"] = _start_mooncake(cache.host, listener, mooncake)
+            self._withdraw, transports["mooncake"] = _start_mooncake(cache.host, listener, mooncake)
         records = Records(cache.host, cache.spec)
         self._offer = Offer(self.desk, ask, records, cache.spec.form, key, transports)
         self._listener = listener
@@ -77,6 +81,8 @@ class Offering:
             reader.link.close()
         for thread in readers.values():
             thread.join()
+        if self._withdraw is not None:
+            self._withdraw()
 
     def _accept(self) -> None:
         while not self._pause.is_set():
@@ -111,19 +117,21 @@ class Offering:
                 self._readers.pop(reader, None)
 
 
-def _start_mooncake(host: HostMemory, listener: socket.socket, how: str) -> tuple[Any, dict[str, Any]]:
-    """Mooncake's engine with our host memory registered, and what readers must know to read it."""
-    from tiercel.storage.mooncake import address_of
-    from tiercel.storage.peer.mooncake import open_engine  # its library is large
+def _start_mooncake(host: HostMemory, listener: socket.socket, how: str) -> tuple[Withdraw, dict[str, Any]]:
+    """Registers our host memory with Mooncake. Returns how to end that, and what readers must know."""
+    from tiercel.storage.peer.mooncake import engine_of  # its library is large
 
     protocol, _, devices = how.partition(":")
-    name, base = str(listener.getsockname()[0]), address_of(host.mapped)
+    name = str(listener.getsockname()[0])
     if name in ("0.0.0.0", "::"):
         raise ConfigError("share_pages", name, "with Mooncake it must be an address that readers can use")
-    engine = open_engine(name, protocol, devices, MOONCAKE_S)
-    if engine.register_memory(base, len(host.mapped)):
-        raise ConfigError("share_mooncake", how, "host memory can not be registered")
-    return engine, {"session": f"{name}:{engine.get_rpc_port()}", "base": base}
+    engine = engine_of(name, protocol, devices, MOONCAKE_S)
+    try:
+        memory = engine.register(host.mapped)
+    except StoreError as error:
+        raise ConfigError("share_mooncake", how, str(error)) from error
+    told = {"session": f"{name}:{engine.port}", "base": memory.start}
+    return partial(engine.unregister, memory), told
 
 
 def where(listener: socket.socket) -> str:

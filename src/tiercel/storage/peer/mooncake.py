@@ -4,16 +4,22 @@ Mooncake is configured by environment variables (`storage.mooncake.set_environme
 and the two time-outs that end a transfer are ours. It has no keys: whoever reaches its port can read and
 write the memory that is registered. So a server offers it only where it was asked to, for a network without
 strangers.
+
+A read that failed must not write later: its memory has another owner by then. Mooncake's own call for a
+batch returns as soon as one piece has failed, or after 30 s, and the other pieces go on writing (that was
+seen). So every piece is a batch of its own, and a read returns, or raises, when each of them has ended.
+Mooncake ends a piece that makes no progress. A peer that sends on and on, slowly, keeps the thread of its
+read and the memory; nobody else waits for it.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from operator import attrgetter
-from threading import Event, Lock
+from threading import Lock
+from time import sleep
 from typing import Any
 
 from tiercel.errors import StoreError
@@ -23,33 +29,32 @@ from tiercel.storage.peer.transport import Transport, Wanted
 from tiercel.storage.peer.wire import End, Message, pack_bytes
 
 STAGING_BYTES = 8 << 20
+POLL_S = 0.0002
+_NO_BATCH = (0, 2**64 - 1)
+"""Answers of the engine that could not begin a read."""
+_ENDED_WELL = 1
+_ENDED = (_ENDED_WELL, -1)
+"""States of a read that does nothing more. In every other it may still write."""
 
 
 class MooncakeTransport(Transport):
-    """Reads of one process. Its memory is registered, too; what is not goes through staging memory."""
+    """Reads of one store. Its memory is registered, too; what is not goes through staging memory."""
 
     places = True
 
     def __init__(self, host: str, protocol: str, device: str, timeout_s: float) -> None:
-        self._engine = open_engine(host, protocol, device, timeout_s)
+        self._engine = engine_of(host, protocol, device, timeout_s)
         self._registered: list[range] = []
-        self._lock = Lock()
-        self._calls = _Calls(self._engine)
-        self._idle: list[memoryview] = []
 
     def register(self, memory: memoryview) -> None:
-        start = address_of(memory)
-        if self._engine.register_memory(start, len(memory)):
-            raise StoreError(f"mooncake: {len(memory):,} B of memory can not be registered")
-        self._registered.append(range(start, start + len(memory)))
+        self._registered.append(self._engine.register(memory))
 
     def read(self, link: Link, offer: Any, lease: int, wanted: Sequence[Wanted]) -> End:
         session, base = str(offer["session"]), int(offer["base"])
         with self._laid([part for each in wanted for part in each.parts]) as (targets, copies):
             sources = [(base + offset, size) for each in wanted for offset, size in each.entry.pieces]
             ours, theirs, sizes = crossed(targets, sources)
-            if sizes:
-                self._calls.read(_Read(session, ours, theirs, sizes))
+            self._engine.pull(session, zip(ours, theirs, sizes, strict=True))
             for part, staged in copies:
                 part[:] = staged
         link.send(Message.DONE, pack_bytes(lease))
@@ -65,7 +70,7 @@ class MooncakeTransport(Transport):
         """(address, bytes) of memory for all parts in a row, and what is to be copied from it afterwards:
         parts in memory that is not registered are read into staging memory."""
         outside = sum(len(part) for part in parts if not self._is_registered(part))
-        area = self._take(outside) if outside else None
+        area = self._engine.take(outside) if outside else None
         targets, copies, at = list[tuple[int, int]](), list[tuple[memoryview, memoryview]](), 0
         for part in parts:
             if not len(part):
@@ -76,10 +81,11 @@ class MooncakeTransport(Transport):
                 targets.append((address_of(copies[-1][1]), len(part)))
             else:
                 targets.append((address_of(part), len(part)))
-        yield targets, copies
-        if area is not None:  # after a failure it is not lent again: a late write would change what is read
-            with self._lock:
-                self._idle.append(area)
+        try:
+            yield targets, copies
+        finally:
+            if area is not None:
+                self._engine.give_back(area)
 
     def _is_registered(self, part: memoryview) -> bool:
         if not self._registered or not len(part):
@@ -87,94 +93,95 @@ class MooncakeTransport(Transport):
         start = address_of(part)
         return any(start in memory and start + len(part) <= memory.stop for memory in self._registered)
 
-    def _take(self, size: int) -> memoryview:
-        with self._lock:
-            fitting = [area for area in self._idle if len(area) >= size]
-            if fitting:
-                self._idle.remove(fitting[0])
-                return fitting[0]
-        area = memoryview(mmap.mmap(-1, max(size, STAGING_BYTES)))
-        if self._engine.register_memory(address_of(area), len(area)):
-            raise StoreError(f"mooncake: {len(area):,} B of memory can not be registered")
-        return area
-
     def close(self) -> None:
         for memory in self._registered:
-            self._engine.unregister_memory(memory.start)
+            self._engine.unregister(memory)
         self._registered = []
-        for area in self._idle:
-            self._engine.unregister_memory(address_of(area))
 
 
-@dataclass(eq=False)
-class _Read:
-    """Pieces to read from one peer. When `woken`, it has ended (`code`), or makes the next call."""
+class MooncakeEngine:
+    """Mooncake's Transfer Engine under one name of this machine, for all that is read and offered. It is
+    never closed: that takes a second in which no thread of the interpreter runs."""
 
-    session: str
-    ours: list[int]
-    theirs: list[int]
-    sizes: list[int]
-    code: int | None = None
-    woken: Event = field(default_factory=Event)
+    def __init__(self, host: str, protocol: str, device: str, timeout_s: float) -> None:
+        set_environment(host, timeout_s)
+        from mooncake.engine import TransferEngine  # type: ignore[import-untyped]
 
-
-class _Calls:
-    """One call of the engine at a time. What is asked for meanwhile goes with the next.
-
-    Loopback TCP, 2 × Neoverse-N1, 2026-11, 128 MB as reads of 8 MiB: all in one call 1739 MB/s, one call each
-    1379, four calls at a time 1004.
-    """
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
+        self._engine = TransferEngine()
+        code = self._engine.initialize(host, "P2PHANDSHAKE", protocol, device)
+        if code:
+            raise StoreError(f"mooncake: no transfer engine for host {host}: code {code}")
         self._lock = Lock()
-        self._waiting: list[_Read] = []
-        self._busy = False
+        self._users: Counter[range] = Counter()
+        self._idle: list[memoryview] = []
 
-    def read(self, own: _Read) -> None:
+    @property
+    def port(self) -> int:
+        """Where others find it."""
+        return int(self._engine.get_rpc_port())
+
+    def register(self, memory: memoryview) -> range:
+        """Its addresses. Others may have registered the same memory."""
+        start = address_of(memory)
+        own = range(start, start + len(memory))
         with self._lock:
-            self._waiting.append(own)
-            leads, self._busy = not self._busy, True
-        if not leads:
-            own.woken.wait()  # the engine's time-outs end the call before it
-        if own.code is None:
-            self._call(own.session)
-        if own.code:
-            size = sum(own.sizes)
-            raise StoreError(f"mooncake: a read of {size:,} B from {own.session} answered {own.code}")
+            if not self._users[own] and self._engine.register_memory(start, len(memory)):
+                raise StoreError(f"mooncake: {len(memory):,} B of memory can not be registered")
+            self._users[own] += 1
+        return own
 
-    def _call(self, session: str) -> None:
-        """Read all that waits for this peer; then it is the turn of another thread."""
+    def unregister(self, memory: range) -> None:
         with self._lock:
-            together = [each for each in self._waiting if each.session == session]
-            self._waiting = [each for each in self._waiting if each.session != session]
-        pieces = [
-            [piece for each in together for piece in which(each)]
-            for which in (attrgetter("ours"), attrgetter("theirs"), attrgetter("sizes"))
-        ]
-        code = -1
-        try:
-            code = self._engine.batch_transfer_sync_read(session, *pieces)
-        finally:
-            with self._lock:
-                for each in together:
-                    each.code = code
-                    each.woken.set()
-                self._busy = bool(self._waiting)
-                for each in self._waiting[:1]:
-                    each.woken.set()
+            self._users[memory] -= 1
+            if not self._users[memory]:
+                self._engine.unregister_memory(memory.start)
+
+    def pull(self, session: str, pieces: Iterable[tuple[int, int, int]]) -> None:
+        """Reads every piece. When this returns or raises, all that were begun have ended."""
+        begun, failed = deque[int](), False
+        for ours, theirs, size in pieces:
+            batch = self._engine.batch_transfer_async_read(session, [ours], [theirs], [size])
+            if batch in _NO_BATCH:
+                failed = True
+                break
+            begun.append(batch)
+        while begun:
+            state = self._engine.transfer_check_status(begun[0])
+            if state in _ENDED:
+                failed |= state != _ENDED_WELL
+                begun.popleft()
+            else:
+                sleep(POLL_S)
+        if failed:
+            raise StoreError(f"mooncake: a read from {session} failed")
+
+    def take(self, size: int) -> memoryview:
+        """Staging memory, until it is given back."""
+        with self._lock:
+            for area in self._idle:
+                if len(area) >= size:
+                    self._idle.remove(area)
+                    return area
+        area = memoryview(mmap.mmap(-1, max(size, STAGING_BYTES)))
+        self.register(area)
+        return area
+
+    def give_back(self, area: memoryview) -> None:
+        with self._lock:
+            self._idle.append(area)
 
 
-def open_engine(host: str, protocol: str, device: str, timeout_s: float) -> Any:
-    """Mooncake's Transfer Engine under this name of the machine."""
-    set_environment(host, timeout_s)
-    from mooncake.engine import TransferEngine  # type: ignore[import-untyped]
+_engines: dict[tuple[str, str, str], MooncakeEngine] = {}
+_engines_lock = Lock()
 
-    engine = TransferEngine()
-    code = engine.initialize(host, "P2PHANDSHAKE", protocol, device)
-    if code:
-        raise StoreError(f"mooncake: no transfer engine for host {host}: code {code}")
-    return engine
+
+def engine_of(host: str, protocol: str, device: str, timeout_s: float) -> MooncakeEngine:
+    """The one of this process. The first who asks decides about its time-outs."""
+    with _engines_lock:
+        name = host, protocol, device
+        if name not in _engines:
+            _engines[name] = MooncakeEngine(*name, timeout_s)
+        return _engines[name]
 
 
 def crossed(
