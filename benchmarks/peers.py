@@ -14,10 +14,12 @@ verified.
 Then servers with the embedded model: one has computed a prompt of 4096 tokens, and it is answered with one
 token, in milliseconds, by
 
-    ttft_ms.colocated              the same server
-    ttft_ms.pulled                 another one, with the pages of the first (also over mooncake)
-    ttft_ms.through_store          another one, from a redis store that the first has written them to
-    ttft_ms.recompute_on_decode    another one that has neither
+    resumed_ms.colocated              the same server
+    resumed_ms.pulled                 another one, with the pages of the first (also over mooncake)
+    resumed_ms.through_store          another one, from a redis store that the first has written them to
+    resumed_ms.recompute_on_decode    another one that has neither
+
+And `benchmarks.peers_roles`: a prefill server and a decode server.
 
 A machine is never quiet, so the measurements are interleaved in rounds. A share is the median over the rounds
 of what was measured in one round; rates are medians.
@@ -48,6 +50,7 @@ from tests.transfer.borrowed import make_borrowed
 from tests.whole.process import running
 from tests.whole.test_store import generate, wait_until_written
 
+from benchmarks import peers_roles
 from benchmarks.machine import describe
 from tiercel.cache import HostCache
 from tiercel.config import CacheConfig
@@ -248,7 +251,8 @@ def main() -> None:
         return
     figures = {"machine": describe(), "page_bytes": SPEC.page_bytes, "layout": options.layout}
     figures |= measure(options.pages, options.layout, options.rounds)
-    figures["ttft_ms"] = measure_first_tokens(options.rounds)
+    figures["resumed_ms"] = measure_first_tokens(options.rounds)
+    figures |= peers_roles.measure()
     if options.json:
         print(json.dumps(figures))
         return

@@ -8,7 +8,6 @@ decode_itl_p99_ratio    inter-token p99 of running answers while prompts arrive:
 
 from __future__ import annotations
 
-import json
 import statistics
 import threading
 import time
@@ -160,7 +159,3 @@ def measure(rounds: int = ROUNDS) -> dict[str, float]:
     }
     figures = {"overlap": overlap, "decode_itl_p99_ratio": beside / itself, "decode_itl_p99_ms": beside}
     return ttft | ratios | figures
-
-
-if __name__ == "__main__":
-    print(json.dumps(measure(), indent=2))
