@@ -5,12 +5,14 @@
 #   libibverbs1    Mooncake's client and master are linked with it, also where there is no RDMA;
 #   libcurl4       and with these, which most machines have
 #   libnuma1
+#   iproute2       two servers in two networks, between which the link is cut
 set -euo pipefail
 
 PATH="$PATH:/usr/sbin:/sbin" # ldconfig, for those who are not root
 
 missing=()
 command -v redis-server > /dev/null || missing+=(redis-server)
+command -v ip > /dev/null && command -v tc > /dev/null || missing+=(iproute2)
 libraries=$(ldconfig -p)
 [[ $libraries == *libibverbs.so.1* ]] || missing+=(libibverbs1)
 [[ $libraries == *libcurl.so.4* ]] || missing+=(libcurl4)

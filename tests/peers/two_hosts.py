@@ -6,6 +6,7 @@ unshare --map-root-user --net python -m tests.peers.two_hosts
 
 from __future__ import annotations
 
+import os
 import subprocess
 import threading
 from contextlib import closing
@@ -25,7 +26,8 @@ SLOW = ("tbf", "rate", "8mbit", "burst", "32kb", "latency", "100ms")
 
 
 def do(*command: str) -> None:
-    subprocess.run(command, check=True)
+    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # where `ip` and `tc` are
+    subprocess.run(command, check=True, env=os.environ | {"PATH": path})
 
 
 def link(state: str) -> None:
