@@ -4,6 +4,7 @@ Method: real server processes, asked as routers ask them; answers and logprobs a
 import signal
 import threading
 import time
+from contextlib import suppress
 
 import httpx
 import pytest
@@ -202,13 +203,25 @@ def test_a_server_that_is_lost_while_it_computes_costs_no_answer(pair, alone, ho
     until(works, "the peer is used again", timeout_s=60)
 
 
-def test_a_client_that_leaves_ends_the_wait(pair):
-    body = {"input_ids": words(400, 50), "stream": True} | pair.room()
+def test_a_client_that_leaves_ends_the_request_on_both_servers(pair):
+    """The prompt takes seconds. The server that computes it learns within a second that nobody waits."""
+    tokens = words(60 * PAGE, 50)
+    before = stats_of(pair.prefill)["engine"].get("finished_abort", 0)
+
+    def compute():
+        with suppress(httpx.HTTPStatusError):
+            asked(pair.prefill, tokens, **pair.room())
+
+    computing = threading.Thread(target=compute)
+    computing.start()
+    body = {"input_ids": tokens, "stream": True} | pair.room()
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{pair.decode.url}/generate", json=body, timeout=0.5)
+        httpx.post(f"{pair.decode.url}/generate", json=body, timeout=0.7)
+    computing.join()
+    assert stats_of(pair.prefill)["engine"]["finished_abort"] == before + 1
     until(lambda: stats_of(pair.decode)["queue"]["waiting"] == 0, "nothing waits")
-    forget(pair.decode)
-    forget(pair.prefill)
+    for server in (pair.decode, pair.prefill):
+        forget(server)
 
 
 def test_logprobs_of_a_prompt_come_from_the_server_that_computes_it(pair, alone):

@@ -32,6 +32,7 @@ from tiercel.storage.peer import PeerStore
 from tiercel.text.text import Text
 from tiercel.threads import start
 from tiercel.transfer.mover import StoreMover
+from tiercel.types import PageKey
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +71,8 @@ class EngineService:
         self._offering: Offering | None = None
         self._shared_at: Address | None = None
         self._pulls: Pulls | None = None
+        self._prefilling: set[str] = set()
+        """Requests whose prompts are computed for other servers."""
         self._peers: tuple[PeerStore, ...] = ()
         self._pulling: set[threading.Event] = set()
         self._answers: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Delta]]] = {}
@@ -108,6 +111,8 @@ class EngineService:
         def add() -> None:
             self._engine.add(ask)
             self._answers[ask.request_id] = loop, queue
+            if for_others:
+                self._prefilling.add(ask.request_id)
 
         adding, ended = self._ask(add), False
         try:
@@ -133,6 +138,13 @@ class EngineService:
         """Whether another server goes on from the prompt: then routers tell this one its own address."""
         named = ask.prefiller
         return named is not None and (named.host, named.port) == self._shared_at
+
+    def _abandon(self, pages: set[PageKey]) -> None:
+        """The server that waited for these pages is gone: their prompts are not computed to the end."""
+        for name in list(self._prefilling):
+            task = self._engine.tasks.get(name)
+            if task is not None and not pages.isdisjoint(task.name_pages().keys):
+                self._engine.abort(name)
 
     async def _pull(self, ask: Ask, pulls: Pulls) -> None:
         """Wait for the pages of a prompt that a peer computes."""
@@ -215,6 +227,7 @@ class EngineService:
         requests name this server, if it computes prompts for others."""
         self._shared_at = at
         self._offering = Offering(self._engine.cache, self._ask, listener, key=key, mooncake=mooncake)
+        self._offering.desk.abandoned = self._abandon
 
     def pull_prompts(self, peers: Mapping[Address, PeerStore], patience_s: float) -> None:
         """Requests may name these peers as those that compute their prompts. `close` closes them."""
@@ -353,6 +366,7 @@ class EngineService:
                 continue
             if delta.finish is not None:
                 del self._answers[delta.request_id]
+                self._prefilling.discard(delta.request_id)
             by_loop.setdefault(found[0], []).append((found[1], delta))
         for loop, answers in by_loop.items():
             try:

@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tiercel.cache.host_tier import HostTier
 from tiercel.cache.leases import Lease
 from tiercel.storage.peer.wire import Readiness
-from tiercel.storage.record import RecordKey
+from tiercel.storage.record import RecordKey, page_key_of
+from tiercel.types import PageKey
 
 
 class Finding(NamedTuple):
@@ -59,6 +60,8 @@ class Desk:
     def __init__(self, cache: HostTier[Any]) -> None:
         self._leases = cache.leases
         self._watches: dict[Watch, None] = {}
+        self.abandoned: Callable[[set[PageKey]], None] = lambda _: None
+        """Told of pages that a reader waited for, which is gone, and that nobody else waits for."""
 
     @property
     def watched(self) -> bool:
@@ -84,6 +87,15 @@ class Desk:
         states = dict.fromkeys(watch.undecided, Readiness.ABSENT)
         watch.undecided = {}
         return Finding(states, None)
+
+    def leave(self, watch: Watch) -> None:
+        """The reader is gone."""
+        self._watches.pop(watch, None)
+        others = {each.keys[number] for each in self._watches for number in each.undecided}
+        waited = {watch.keys[number] for number in watch.undecided} - others
+        watch.undecided = {}
+        if waited:
+            self.abandoned({PageKey(page_key_of(key)) for key in waited})
 
     def end(self, lease: Lease) -> None:
         self._leases.end(lease)

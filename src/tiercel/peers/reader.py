@@ -161,7 +161,7 @@ class Reader:
             self._tell(question, rest, hold_s, last=True)
         finally:
             if not left:
-                self._offer.asked(lambda: desk.unwatch(watch))
+                self._offer.asked(lambda: desk.leave(watch))
             for finding in watch.news:  # that could not be told: `close` ends its lease
                 self._hold(finding, hold_s)
             watch.close()
