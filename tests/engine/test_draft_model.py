@@ -102,13 +102,14 @@ def test_the_guesses_of_a_model_for_itself_are_all_right(truth, overlap):
 
 
 class Seldom(Always):
-    """Guesses in every fourth step. Steps between are queued before the token they begin with is known."""
+    """Guesses every second time it is asked, which is seldom (`guessing.REST`). Steps between are queued
+    before the token they begin with is known."""
 
     steps = 0
 
     def choose(self, records, most, others=0):
         self.steps += 1
-        return super().choose(records, most if self.steps % 4 == 0 else [0] * len(most), others)
+        return super().choose(records, most if self.steps % 2 == 0 else [0] * len(most), others)
 
 
 def test_a_draft_follows_tokens_that_nobody_has_read_yet(truth):

@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 from contextlib import closing, contextmanager, suppress
+from pathlib import Path
 
 import pytest
 
@@ -248,11 +249,21 @@ def test_an_idle_connection_that_broke_is_opened_again_without_an_error(proxy):
 # Processes that stop
 
 
+def stop(pid):
+    """The signal is sent at once, and each thread stops a moment later."""
+    os.kill(pid, signal.SIGSTOP)
+    threads = Path(f"/proc/{pid}/task")
+    until(
+        lambda: all(" T " in (each / "stat").read_text() for each in threads.iterdir()),
+        "every thread has stopped",
+    )
+
+
 @pytest.mark.parametrize("transport", ["tcp", "mooncake"])
 def test_a_peer_that_is_stopped_is_given_up_and_works_again_when_it_goes_on(peer, transport):
     with reading(peer.address, timeout_s=0.5, transport=transport) as store:
         assert read(store, TEN) == HERE
-        os.kill(peer.process.popen.pid, signal.SIGSTOP)
+        stop(peer.process.popen.pid)
         try:
             with pytest.raises(StoreError):
                 store.contains([TEN[0].key])

@@ -5,13 +5,15 @@ import re
 import shlex
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.servers import free_port
-from tests.whole.process import running
+from tests.whole.process import Server, running
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -92,13 +94,15 @@ def test_a_server_that_guesses_starts():
 def test_two_servers_one_of_which_reads_the_pages_of_the_other():
     pairs = [line for line in COMMANDS if "--share-pages" in line or "--peer" in line]
     assert len(pairs) == 4
-    for lines in (pairs[:2], pairs[2:]):
-        port = str(free_port())
-        first, second = (shlex.split(re.sub(r"--port \d+", "", line).replace("9001", port)) for line in lines)
+    ports = (str(free_port()), str(free_port()))
+    lines = [re.sub(r"--port \d+", "", line).replace("9001", ports[i // 2]) for i, line in enumerate(pairs)]
+    with ExitStack() as running_all, ThreadPoolExecutor() as starters:
         memory = ("--device-memory", "24MiB", "--host-memory", "64MiB")
-        with running(*memory, *first[2:]) as offering, running(*memory, *second[2:]) as reading:
-            for server in (offering, reading):
-                assert httpx.get(f"{server.url}/get_server_info").raise_for_status()
+        starting = [starters.submit(Server, *memory, *shlex.split(line)[2:]) for line in lines]
+        for each in starting:
+            running_all.callback(each.result().stop)
+        for each in starting:
+            assert httpx.get(f"{each.result().url}/get_server_info").raise_for_status()
 
 
 @pytest.mark.parametrize("command", [line for line in COMMANDS if "conformance" in line or " spec " in line])

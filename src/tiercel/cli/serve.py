@@ -50,10 +50,13 @@ def serve(model: o.Model = o.MODEL, named: o.NamedModel = None, settings: Any = 
         options = replace(options, store_allow=(*options.store_allow, build.store))
     peers = open_peers(build.peer, key=build.share_key or "")
     named_peers = tuple(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in peers)
-    options = replace(options, prefillers=named_peers, pages_address=build.share_pages)
+    options = replace(options, prefillers=named_peers)
     logging.basicConfig(format="%(message)s")
     logging.getLogger("tiercel").setLevel(logging.INFO)
     listener = open_listener(build.share_pages) if build.share_pages is not None else None
+    if listener is not None and build.share_pages is not None:
+        host, port = build.share_pages.rpartition(":")[0], listener.getsockname()[1]
+        options = replace(options, pages_address=f"{host}:{port}")  # the host as requests will spell it
     engine, choices = open_engine(build, config)
     with ExitStack() as ending:
         publisher = _publisher(engine, options, ending)
@@ -62,7 +65,7 @@ def serve(model: o.Model = o.MODEL, named: o.NamedModel = None, settings: Any = 
         service = EngineService(engine, name, ", ".join(map(shown, build.sources)), publisher)
         ending.callback(service.close, 0.0)  # `_listen` has waited for running answers
         if listener is not None:
-            at = split_address(build.share_pages) if build.share_pages is not None else None
+            at = split_address(options.pages_address) if options.pages_address is not None else None
             service.offer_pages(listener, at=at, key=build.share_key or "", mooncake=build.share_mooncake)
             typer.echo(f"offering host pages at {where(listener)}", err=True)
         if peers:

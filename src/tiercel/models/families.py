@@ -38,6 +38,7 @@ measurements, and answers nothing of sense."""
 
 SHARED_SOURCES = (
     "models/batch.py",
+    "models/draft_model.py",
     "models/flat.py",
     "models/graphs.py",
     "models/entries.py",

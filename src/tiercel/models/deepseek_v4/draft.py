@@ -133,7 +133,7 @@ class Module(MtpLayer):
         self._write_hidden(call, x)
         chosen = np.array([bool(span.tails) for span in call.spans])
         self.catch_up(call.rings[chosen], call.starts[chosen])
-        spans, there = list[Span](), list[Tensor]()
+        spans, there = list[Span](), list[Ints]()
         before = self._before(call, x)
         for span, first in zip(call.spans, call.first.tolist(), strict=True):
             if not span.tails:
@@ -144,10 +144,10 @@ class Module(MtpLayer):
                 tails = {boundary - self._lag: place for boundary, place in span.tails.items()}
                 own = span.tokens[start - span.start : end - span.start]
                 spans.append(Span(own, start - self._lag, NO_PAGES, span.ring, tails))
-                there.append(torch.arange(first + start - span.start, first + end - span.start))
+                there.append(np.arange(first + start - span.start, first + end - span.start))
             self._made[span.ring] = end
         if spans:
-            rows = torch.cat(there)
+            rows = torch.from_numpy(np.concatenate(there))
             self._store(spans, before[rows], tokens[rows])
 
     def follow(self, call: Call, x: Tensor, tokens: Tensor) -> Tensor:
@@ -290,7 +290,7 @@ class MtpDraft:
         starts = np.array([span.start for span in spans])
         rings = np.array([span.ring for span in spans])
         tokens = torch.from_numpy(np.array([int(span.tokens[0]) for span in spans]))[:, None]
-        x = newest = torch.empty(len(spans), 0)
+        x = newest = torch.empty(len(spans), 0, device=tokens.device)
         for j in range(count):
             module = self.modules[min(j, len(self.modules) - 1)]
             if j < len(self.modules):
