@@ -45,10 +45,11 @@ def parse_bytes(text: str | int, field: str = "bytes") -> int:
 
 def parse_address(field: str, text: str) -> tuple[str, int]:
     """`host:port` → both. An IPv6 address has brackets."""
-    host, _, port = text.rpartition(":")
+    written, _, port = text.rpartition(":")
+    host = written.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(field, text, "write the address as host:port")
-    return host.removeprefix("[").removesuffix("]"), int(port)
+    return host, int(port)
 
 
 def is_loopback(host: str) -> bool:

@@ -2,11 +2,13 @@
 embedded model; asks that are cancelled in every phase, names used twice, and the end."""
 
 import asyncio
+import socket
+from dataclasses import replace
 
 import pytest
 
 from tests.engine.drive import PAGE, make_ask, make_engine, words
-from tiercel.engine.ask import Finish
+from tiercel.engine.ask import Finish, Prefiller
 from tiercel.engine.service import EngineService
 from tiercel.errors import AskError, QueueFull
 
@@ -134,3 +136,20 @@ def test_the_end_aborts_what_does_not_finish_in_time(engine):
     assert asyncio.run(talk()) == (False, Finish.ABORT)
     assert not service.ready
     assert not engine.tasks and len(engine.scheduler.free_rings) == engine.config.running_max
+
+
+def test_a_prompt_for_another_server_is_not_refused_where_the_queue_is_full(engine):
+    """Its answer is empty, and the other server computes: a router would make an error the client's."""
+    own, there = ("127.0.0.1", 9001), socket.create_server(("127.0.0.1", 0))
+    named = Prefiller(*own, "room")
+
+    async def talk(service):
+        service.offer_pages(there, at=own)
+        asks = [replace(make_ask(str(i), words(2 * PAGE, i), 9), prefiller=named) for i in range(40)]
+        return await asyncio.gather(*(listen(service, ask) for ask in asks))
+
+    drawn = []
+    for deltas in serve(engine, talk):
+        assert deltas[-1].finish is Finish.LENGTH
+        drawn.append(sum(len(delta.tokens) for delta in deltas))
+    assert set(drawn) == {0, 1}, "one token at most, whatever was asked for"

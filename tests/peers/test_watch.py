@@ -146,11 +146,11 @@ def test_a_reader_that_leaves_ends_its_watch_and_its_leases():
 
 
 def test_a_lease_of_a_watch_ends_by_its_time():
-    with serving() as (service, url), reading(url) as store:
+    with serving() as (service, url), reading(url, hold_s=0.2) as store:
         asked(service, make_ask("a", TEXT[: 3 * PAGE]))
         saved(service)
         keys = keys_of(records_of(service._engine.cache, TEXT))
-        watch = store.watch(keys, 60, hold_s=0.2)
+        watch = store.watch(keys, 60)
         assert next(watch).here
         until(lambda: service._offering.stats().get("leases_timed_out"), "the lease has ended", timeout_s=5)
         watch.close()

@@ -15,11 +15,11 @@ from rich.console import Console
 from rich.table import Table
 
 from tiercel.cli import options as o
-from tiercel.config import CacheConfig, is_loopback
+from tiercel.config import CacheConfig, is_loopback, parse_address
 from tiercel.engine.config import HOST_MEMORY, Build, EngineConfig
 from tiercel.errors import ConfigError
 from tiercel.models.families import FOLDERS, folder_of
-from tiercel.server.options import ServerOptions, split_address
+from tiercel.server.options import ServerOptions
 from tiercel.storage.open import shown, why_not
 
 if TYPE_CHECKING:
@@ -49,8 +49,7 @@ def serve(model: o.Model = o.MODEL, named: o.NamedModel = None, settings: Any = 
     if build.store is not None and not why_not(build.store, [build.store]):
         options = replace(options, store_allow=(*options.store_allow, build.store))
     peers = open_peers(build.peer, key=build.share_key or "")
-    named_peers = tuple(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in peers)
-    options = replace(options, prefillers=named_peers)
+    options = replace(options, prefillers=tuple(peer.address for peer in peers.values()))
     logging.basicConfig(format="%(message)s")
     logging.getLogger("tiercel").setLevel(logging.INFO)
     listener = open_listener(build.share_pages) if build.share_pages is not None else None
@@ -65,7 +64,7 @@ def serve(model: o.Model = o.MODEL, named: o.NamedModel = None, settings: Any = 
         service = EngineService(engine, name, ", ".join(map(shown, build.sources)), publisher)
         ending.callback(service.close, 0.0)  # `_listen` has waited for running answers
         if listener is not None:
-            at = split_address(options.pages_address) if options.pages_address is not None else None
+            at = parse_address("share_pages", options.pages_address or "")
             service.offer_pages(listener, at=at, key=build.share_key or "", mooncake=build.share_mooncake)
             typer.echo(f"offering host pages at {where(listener)}", err=True)
         if peers:

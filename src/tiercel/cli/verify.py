@@ -18,6 +18,8 @@ WITHOUT = (
     "share_pages",
     "share_key",
     "share_mooncake",
+    "role",
+    "prefill_wait_s",
     "fetch",
     "fetch_deadline_s",
     "force_miss",

@@ -97,14 +97,14 @@ class EngineService:
         Closing or cancelling the generator ends the request at any moment. After that all memory is given
         back and the id is free. Required of the caller: an id that is not in use.
         """
-        if self._ending:
-            yield Delta(ask.request_id, Usage(len(ask.prompt)), finish=Finish.ABORT)
-            return
         for_others = self._for_others(ask)
         if for_others:
             ask = replace(ask, sampling=first_token(ask.sampling))
-        elif ask.prefiller is not None and self._pulls is not None:
+        elif ask.prefiller is not None and self._pulls is not None and not self._ending:
             await self._pull(ask, self._pulls)
+        if self._ending:
+            yield Delta(ask.request_id, Usage(len(ask.prompt)), finish=Finish.ABORT)
+            return
         queue: asyncio.Queue[Delta] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -241,12 +241,10 @@ class EngineService:
         self._closing = True
         if self._offering is not None:
             self._offering.close()
-        for left in list(self._pulling):
-            left.set()
         with self._wake:
             self._wake.wait_for(lambda: self.failure or not self._engine.tasks, timeout_s)
             finished = not self._engine.tasks
-        if not finished:
+        if not finished or self._pulling:
             self.abort_all()
         self._ask(self._stop)
         self._thread.join()
@@ -263,6 +261,8 @@ class EngineService:
     def abort_all(self) -> None:
         """End every answer, and begin none any more."""
         self._closing = self._ending = True
+        for left in list(self._pulling):
+            left.set()
         self._ask(self._abort_all)
 
     def _abort_all(self) -> None:

@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tiercel.config import check_settings, setting
+from tiercel.config import check_settings, parse_address, setting
 from tiercel.errors import ConfigError
 from tiercel.storage.open import check_allow
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """`host:port`, `[::1]:port`. Raises ValueError."""
-    host, _, port = address.rpartition(":")
-    if not host.strip("[]") or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ValueError("must be host:port")
-    return host.strip("[]"), int(port)
 
 
 @dataclass(frozen=True)
@@ -89,7 +81,4 @@ class ServerOptions:
             *(("prefillers", each) for each in self.prefillers),
             *([("pages_address", self.pages_address)] if self.pages_address is not None else []),
         ):
-            try:
-                split_address(address)
-            except ValueError as error:
-                raise ConfigError(name, address, str(error)) from error
+            parse_address(name, address)

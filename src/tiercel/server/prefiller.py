@@ -14,11 +14,13 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
+from tiercel.config import parse_address
 from tiercel.engine.ask import Prefiller
+from tiercel.errors import ConfigError
 from tiercel.server import known
 from tiercel.server.body import Body
 from tiercel.server.errors import ApiError, conflict, refusal
-from tiercel.server.options import ServerOptions, split_address
+from tiercel.server.options import ServerOptions
 
 T = TypeVar("T")
 
@@ -83,13 +85,15 @@ def by_transfer(params: KvTransferParams | None, request_id: str, options: Serve
             raise _refused(
                 "kv_transfer_params.do_remote_decode", True, "this server does not share its pages"
             )
-        return Prefiller(*split_address(options.pages_address), params.transfer_id or request_id)
+        return Prefiller(
+            *parse_address("pages_address", options.pages_address), params.transfer_id or request_id
+        )
     field, host, port = "kv_transfer_params.remote_host", params.remote_host, params.remote_port
     if params.remote_bootstrap_addr is not None:
         field, written = "kv_transfer_params.remote_bootstrap_addr", params.remote_bootstrap_addr
         try:
-            host, port = split_address(written.removeprefix("http://"))
-        except ValueError:
+            host, port = parse_address(field, written.removeprefix("http://"))
+        except ConfigError:
             raise refusal(field, written, "must be http://host:port", "not_an_address") from None
     if host is None:
         raise conflict(field, None, "is needed with do_remote_prefill")
@@ -99,7 +103,7 @@ def by_transfer(params: KvTransferParams | None, request_id: str, options: Serve
 
 def is_elsewhere(prefiller: Prefiller | None, options: ServerOptions) -> bool:
     """Whether another server computes the prompt."""
-    own = None if options.pages_address is None else split_address(options.pages_address)
+    own = None if options.pages_address is None else parse_address("pages_address", options.pages_address)
     return prefiller is not None and (prefiller.host, prefiller.port) != own
 
 
@@ -132,7 +136,7 @@ def _allowed(field: str, host: str, port: int | None, options: ServerOptions) ->
     """The address, if this server was started with it. Names are compared, not looked up: a request makes
     this server connect to nobody else."""
     own = () if options.pages_address is None else (options.pages_address,)
-    addresses = [split_address(each) for each in (*options.prefillers, *own)]
+    addresses = [parse_address("prefillers", each) for each in (*options.prefillers, *own)]
     if not addresses:
         raise _refused(field, host, "this server was started without peers")
     fitting = [one for one in addresses if one[0] == host.strip("[]") and port in (None, one[1])]

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, get_type_hints
 from urllib.parse import SplitResult, parse_qs, parse_qsl, quote, unquote, urlsplit
 
-from tiercel.config import load_class, parse_bytes
+from tiercel.config import load_class, parse_address, parse_bytes
 from tiercel.errors import ConfigError
 from tiercel.storage.base import Store
 from tiercel.storage.peer import PeerStore
@@ -60,10 +60,9 @@ def open_peers(urls: Sequence[str], *, key: str = "") -> dict[tuple[str, int], P
     check_peers(urls)
     found = dict[tuple[str, int], PeerStore]()
     for url in urls:
-        place = urlsplit(url)
         peer = open_store(_with_key(url, key))
-        assert isinstance(peer, PeerStore) and place.hostname is not None and place.port is not None
-        found[place.hostname, place.port] = peer
+        assert isinstance(peer, PeerStore)
+        found[parse_address("peer", peer.address)] = peer
     return found
 
 

@@ -158,9 +158,7 @@ class PeerStore(Store):
 
     # What is being computed
 
-    def watch(
-        self, keys: Sequence[RecordKey], wait_s: float, *, hold_s: float | None = None
-    ) -> Iterator[News]:
+    def watch(self, keys: Sequence[RecordKey], wait_s: float) -> Iterator[News]:
         """Tells which of these records are on the peer's host as they come there, until all are decided or
         `wait_s` are over: a record does not come if the request that computed it has ended without it.
 
@@ -174,7 +172,7 @@ class PeerStore(Store):
             self._drop(peer)
             peer = None
         peer = peer or self._connect()
-        question = Find(keys, self._hold_s if hold_s is None else hold_s, wait_s)
+        question = Find(keys, self._hold_s, wait_s)
         leases, last = 0, False
         try:
             peer.link.within(self._timeout_s)
