@@ -1,8 +1,10 @@
 """How fast pages come from another server's host memory, beside one large read with the same transport.
 
     python -m benchmarks.peers [--json]
+    unshare --map-root-user --net python -m benchmarks.peers --two-networks [--json]
 
-The other server is a process of its own on this machine, with pages of DeepSeek V4 Flash in its host memory.
+The other server is a process of its own on this machine, with pages of DeepSeek V4 Flash in its host memory;
+with `--two-networks` in a network namespace of its own, behind a link, and only this part is measured.
 As in the mover, a few threads take batches of about 8 MiB, and what they read lands in host pages. Beside it,
 in the same rounds: all these bytes as one piece, in one call, on one connection; nothing is asked, held or
 verified.
@@ -45,6 +47,7 @@ from typing import Any
 
 from tests.engine.drive import words
 from tests.peers.inline import Inline
+from tests.peers.two_hosts import IN_ANOTHER, OURS, THEIRS, join
 from tests.servers import redis_server
 from tests.transfer.borrowed import make_borrowed
 from tests.whole.process import running
@@ -77,7 +80,7 @@ TRANSPORTS = ("tcp", "mooncake")
 # The other server
 
 
-def offer(pages: int, layout: str) -> None:
+def offer(pages: int, layout: str, host: str) -> None:
     """Until its parent closes its input."""
     config = CacheConfig(host_bytes=pages * SPEC.host_page_bytes, layout=layout)
     cache = HostCache(SPEC, config, make_borrowed(SPEC.stage(2, 3), 1, 1))
@@ -85,8 +88,8 @@ def offer(pages: int, layout: str) -> None:
     cache.host.flat.random_(0, 256)
     chain = cache.chain(range(pages * SPEC.page_tokens))
     cache.landed(cache.land(chain, 0, pages))
-    offering = Offering(cache, Inline(), open_listener("127.0.0.1:0"), mooncake="tcp")
-    whole = socket.create_server(("127.0.0.1", 0))
+    offering = Offering(cache, Inline(), open_listener(f"{host}:0"), mooncake="tcp")
+    whole = socket.create_server((host, 0))
     threading.Thread(target=_send_all, args=(whole, cache.host.mapped), daemon=True).start()
     told = offering._offer.transports["mooncake"]
     keys = [key.hex() for key in chain.keys]
@@ -144,17 +147,26 @@ def seconds(do: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def measure(pages: int, layout: str, rounds: int) -> dict[str, Any]:
+def measure(pages: int, layout: str, rounds: int, two_networks: bool) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.peers", "--offer", str(pages), "--layout", layout]
+    ours = theirs = "127.0.0.1"
+    if two_networks:
+        ours, theirs = OURS, THEIRS
+        command = [*IN_ANOTHER, *command]
+    command += ["--host", theirs]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdin is not None and other.stdout is not None
         try:
-            return _measure(json.loads(other.stdout.readline()), layout, rounds)
+            if two_networks:
+                other.stdout.readline()
+                join(other.pid)
+                print("go", file=other.stdin, flush=True)
+            return _measure(json.loads(other.stdout.readline()), ours, layout, rounds)
         finally:
             other.stdin.close()
 
 
-def _measure(told: dict[str, Any], layout: str, rounds: int) -> dict[str, Any]:
+def _measure(told: dict[str, Any], ours: str, layout: str, rounds: int) -> dict[str, Any]:
     keys = [bytes.fromhex(key) for key in told["keys"]]
     own, size, taken = Pages(keys, layout), len(keys) * SPEC.page_bytes, defaultdict(list)
     stores = {name: PeerStore(told["peer"], transport=name, timeout_s=30) for name in TRANSPORTS}
@@ -162,7 +174,7 @@ def _measure(told: dict[str, Any], layout: str, rounds: int) -> dict[str, Any]:
         store.register(own.host.mapped)
     host, _, port = told["whole"].rpartition(":")
     connection = socket.create_connection((host, int(port)))
-    link, engine = Link(connection), MooncakeTransport("127.0.0.1", "tcp", "", 30.0)
+    link, engine = Link(connection), MooncakeTransport(ours, "tcp", "", 30.0)
     engine.register(own.host.mapped)
     theirs, memory = told["mooncake"], own.host.mapped[:size]
 
@@ -241,18 +253,21 @@ def measure_first_tokens(rounds: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--offer", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--host", default="127.0.0.1", help=argparse.SUPPRESS)
+    parser.add_argument("--two-networks", action="store_true")
     parser.add_argument("--layout", default="page_first_direct")
     parser.add_argument("--pages", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if options.offer:
-        offer(options.offer, options.layout)
+        offer(options.offer, options.layout, options.host)
         return
     figures = {"machine": describe(), "page_bytes": SPEC.page_bytes, "layout": options.layout}
-    figures |= measure(options.pages, options.layout, options.rounds)
-    figures["resumed_ms"] = measure_first_tokens(options.rounds)
-    figures |= peers_roles.measure()
+    figures |= measure(options.pages, options.layout, options.rounds, options.two_networks)
+    if not options.two_networks:
+        figures["resumed_ms"] = measure_first_tokens(options.rounds)
+        figures |= peers_roles.measure()
     if options.json:
         print(json.dumps(figures))
         return

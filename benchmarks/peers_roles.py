@@ -1,6 +1,7 @@
 """A prefill server and a decode server beside one server, for `benchmarks.peers`: real processes, HTTP.
 
 ttft                    seconds to the first token of a 4 K prompt, each server idle
+ttft_loaded             the same while the server that computes prompts has another one of 1 K at any time
 overlap                 share of the transfer that is hidden behind the prefill
 decode_itl_p99_ratio    inter-token p99 of running answers while prompts arrive: with a prefill peer, over one
                         server that computes them itself
@@ -11,6 +12,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from random import Random
@@ -22,7 +24,7 @@ from tests.whole.process import Server
 
 PROMPT, PAGE, ROUNDS = 4096, 128, 5
 MEMORY = ("--device-memory", "128MiB", "--host-memory", "512MiB")
-ANSWERS, ARRIVALS = 4, 6
+ANSWERS, ARRIVALS, LOAD = 4, 6, 1024
 
 
 def words(seed: int, count: int) -> list[int]:
@@ -98,6 +100,25 @@ def stored_s(prefill: Server, decode: Server, tokens: list[int]) -> float:
     return time.perf_counter() - began
 
 
+@contextmanager
+def loaded(server: Server, seeds: Seeds) -> Iterator[None]:
+    """The server computes other prompts meanwhile, one after the other."""
+    ended = threading.Event()
+
+    def ask() -> None:
+        while not ended.is_set():
+            first_token_s(server, seeds.prompt(LOAD))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    time.sleep(0.2)
+    try:
+        yield
+    finally:
+        ended.set()
+        asking.join()
+
+
 def p99_ms(server: Server, seeds: Seeds, arrive: Callable[[list[int]], object]) -> float:
     """Gaps between tokens of running answers, while prompts arrive one after the other."""
     gaps, ended = list[float](), threading.Event()
@@ -140,22 +161,29 @@ def measure(rounds: int = ROUNDS) -> dict[str, float]:
         redis = stack.enter_context(redis_server(unix=True)).url
         writing = stack.enter_context(served("--store", redis))
         reading = stack.enter_context(served("--store", redis, "--fetch", "wait"))
-        found: dict[str, list[float]] = {name: [] for name in ("colocated", "pulled", "through_store")}
+        ways: dict[str, tuple[Server, Callable[[], float]]] = {
+            "colocated": (alone, lambda: first_token_s(alone, seeds.prompt())),
+            "pulled": (prefill, lambda: both(prefill, decode, seeds.prompt(), room)),
+            "through_store": (writing, lambda: stored_s(writing, reading, seeds.prompt())),
+            "recompute_on_decode": (prefill, lambda: first_token_s(decode, seeds.prompt())),
+        }
+        found: dict[str, list[float]] = defaultdict(list)
         for number in range(rounds + 1):
-            each = {
-                "colocated": first_token_s(alone, seeds.prompt()),
-                "pulled": both(prefill, decode, seeds.prompt(), room),
-                "through_store": stored_s(writing, reading, seeds.prompt()),
-            }
-            for name, seconds in each.items() if number else ():
-                found[name].append(seconds)
-        ttft = {f"ttft.{name}": statistics.median(seconds) for name, seconds in found.items()}
+            for name, (server, ask) in ways.items():
+                idle_s = ask()
+                with loaded(server, seeds):
+                    loaded_s = ask()
+                if number:
+                    found[f"ttft.{name}"].append(idle_s)
+                    found[f"ttft_loaded.{name}"].append(loaded_s)
+        ttft = {name: statistics.median(seconds) for name, seconds in found.items()}
         overlap = statistics.median(overlap_of(prefill, decode, seeds, room) for _ in range(rounds))
         beside = p99_ms(decode, seeds, lambda tokens: both(prefill, decode, tokens, room))
         itself = p99_ms(alone, seeds, lambda tokens: first_token_s(alone, tokens))
     ratios = {
-        "pulled_over_colocated": ttft["ttft.pulled"] / ttft["ttft.colocated"],
-        "pulled_over_store": ttft["ttft.pulled"] / ttft["ttft.through_store"],
+        f"{how}.pulled_over_{other}": ttft[f"{how}.pulled"] / ttft[f"{how}.{other}"]
+        for how in ("ttft", "ttft_loaded")
+        for other in ("colocated", "through_store")
     }
     figures = {"overlap": overlap, "decode_itl_p99_ratio": beside / itself, "decode_itl_p99_ms": beside}
     return ttft | ratios | figures

@@ -50,7 +50,6 @@ def join(pid: int) -> None:
     do(*there, "ip", "link", "set", "lo", "up")
     do(*there, "ip", "addr", "add", f"{THEIRS}/24", "dev", "theirs")
     do(*there, "ip", "link", "set", "theirs", "up")
-    do(*there, "tc", "qdisc", "add", "dev", "theirs", "root", *SLOW)
 
 
 def cut_after(size: int) -> threading.Thread:
@@ -70,6 +69,19 @@ def main() -> None:
     with closing(Forks(*IN_ANOTHER, texts=[TEXT], address=ADDRESS, mooncake="tcp")) as forks:
         assert forks.told() == "apart"
         join(forks.popen.pid)
+        do(
+            "nsenter",
+            "--target",
+            str(forks.popen.pid),
+            "--net",
+            "tc",
+            "qdisc",
+            "add",
+            "dev",
+            "theirs",
+            "root",
+            *SLOW,
+        )
         forks.tell("go")
         cold = make_engine(cache={"force_miss": True})
         [truth] = run(cold, make_ask("cold", TEXT))
