@@ -135,12 +135,12 @@ def test_the_model_is_the_one_of_the_plain_kernels(
 def test_refused_guesses_leave_no_trace(device: str) -> None:
     """Tokens one by one over the end of a page, with and without wrong tokens behind them: the same logits,
     and the same bytes in the page and the tail."""
-    (text,), pages = texts(24, 14), torch.tensor([4, 9])
+    (text,), pages = texts(24, 10), torch.tensor([4, 9])
     (plain, its_memory), (guessing, memory) = make("cuda", device), make("cuda", device, guesses_max=3)
     for model in (plain, guessing):
-        model.forward([Span(text[:6], 120, pages, 1)])
-    for i in range(6, 11):
-        at, tails = 120 + i, {128: 5}
+        model.forward([Span(text[:3], 123, pages, 1)])
+    for i in range(3, 7):
+        at, tails = 123 + i, {128: 5}
         own = {b: place for b, place in tails.items() if at < b <= at + 1}
         expected = plain.forward([Span(text[i : i + 1], at, pages, 1, own)])
         tokens = torch.cat([text[i : i + 1], (text[i + 1 : i + 4] + 5) % 24])
@@ -158,10 +158,10 @@ def spans_of(tokens: Sequence[Tensor], pages: Sequence[Tensor]) -> list[tuple[li
     """Calls of a few tokens: two texts begin, one writes a tail, both go on with what was drawn for them, and
     a third one begins beside them."""
     drawn = torch.tensor([DRAWN_LAST])
-    first = Span(tokens[0][:9], 120, pages[0], 2, {128: 5})
+    first = Span(tokens[0][:4], 125, pages[0], 2, {128: 5})
     return [
-        ([first, Span(tokens[1][:5], 0, pages[1], 0)], None),
-        ([Span(drawn, 129, pages[0], 2), Span(drawn, 5, pages[1], 0)], None),
+        ([first, Span(tokens[1][:2], 0, pages[1], 0)], None),
+        ([Span(drawn, 129, pages[0], 2), Span(drawn, 2, pages[1], 0)], None),
         ([Span(tokens[1][:3], 0, pages[2], 1), Span(drawn, 130, pages[0], 2)], [1, 2, 3]),
     ]
 
@@ -170,7 +170,7 @@ def spans_of(tokens: Sequence[Tensor], pages: Sequence[Tensor]) -> list[tuple[li
 def test_padding_changes_nothing(device: str) -> None:
     """The sections of a recorded forward on padded numbers, against a plain forward: logits, what is drawn,
     and every byte of pages, tails and rings."""
-    tokens, pages = texts(24, 9, 5), (torch.tensor([4, 9]), torch.tensor([7]), torch.tensor([1]))
+    tokens, pages = texts(24, 4, 3), (torch.tensor([4, 9]), torch.tensor([7]), torch.tensor([1]))
     (plain, its_memory), (padded, memory) = make("cuda", device), make("cuda", device)
     for spans, rows in spans_of(tokens, pages):
         logits = plain.forward(spans, rows)
@@ -178,7 +178,7 @@ def test_padding_changes_nothing(device: str) -> None:
         numbers = numbers_of(spans, rows, 3)
         assert padded._tables is not None
         padded._tables.send(spans)
-        size = Size(18, 5, 4, 1024)
+        size = Size(8, 5, 4, 1024)
         batch = FlatBatch(send(numbers.padded(size), memory.device), size, padded._tables.table)
         answer: Any = None
         with torch.inference_mode():
@@ -205,7 +205,7 @@ def test_a_recorded_forward_is_the_forward(
     seen = []
     for model, memory in both:
         waited: list[int] = []
-        found = [model.forward([Span(tokens[0][:120], 0, pages[0], 2)], None, waited.append).clone()]
+        found = [model.forward([Span(tokens[0][:125], 0, pages[0], 2)], None, waited.append).clone()]
         for spans, rows in spans_of(tokens, pages):
             logits = model.forward(spans, rows, waited.append)
             found.append(logits.clone())

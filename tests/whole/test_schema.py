@@ -33,7 +33,7 @@ def test_every_call_of_a_real_server_does_what_the_schema_says(server, mode):
     for operation in operations:
 
         @given(case=operation.as_strategy(generation_mode=mode))
-        @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
         def ask(case):
             response = case.call(timeout=120)
             refused = response.status_code == 400 and response.json()["error"]["code"] in BEYOND_A_SCHEMA
