@@ -84,9 +84,9 @@ def main() -> None:
         [truth] = run(cold, make_ask("cold", TEXT))
         forks.wait()
         forks.start()
+        drips(forks, truth, run(cold, make_ask("other", OTHER))[0])
         for transport in ("tcp", "mooncake"):
             is_cut(forks, truth, transport)
-        drips(forks, truth, run(cold, make_ask("other", OTHER))[0])
 
 
 def is_cut(forks: Forks, truth: Answer, transport: str) -> None:
@@ -106,13 +106,15 @@ def is_cut(forks: Forks, truth: Answer, transport: str) -> None:
 
 
 def drips(forks: Forks, truth: Answer, other: Answer) -> None:
-    """A peer that sends on and on, slowly, over Mooncake: its request computes, other requests and other peers
-    go on, and its host pages are nobody else's until the last byte has come."""
+    """A peer sends on and on, slowly, over Mooncake: its request computes, other requests and other peers go
+    on, and the host pages of its reads are nobody else's until the last byte has come."""
     with serving() as (service, url):
         asked(service, make_ask("other", OTHER))
         saved(service)
-        slow = f"peer://{ADDRESS}?timeout_s=1&transport=mooncake"
-        engine = make_engine(host_pages=200, cache={"fetch": "wait", "store_timeout_s": 0.5})
+        # Mooncake has one time-out for all stores of a process: it is in the environment.
+        os.environ["MC_TCP_PROGRESS_TIMEOUT_SEC"] = "4"
+        slow = f"peer://{ADDRESS}?timeout_s=0.5&transport=mooncake"
+        engine = make_engine(host_pages=200, cache={"fetch": "wait", "store_timeout_s": 1.0})
         engine.cache.compute.observe = lambda *_: None  # what can be pulled is
         engine.cache.attach(open_stores(None, [slow, url]))
         limit(forks.popen.pid, "512kbit")
