@@ -19,7 +19,7 @@ HOST = "127.0.0.1"
 
 class Roles:
     def __init__(
-        self, first: Engine, second: Engine, transport: str = "tcp", *, patience_s: float = 30
+        self, first: Engine, second: Engine, transport: str = "tcp", *, patience_s: float = 600
     ) -> None:
         """`second` has no store of its own."""
         listener = open_listener(f"{HOST}:0")
@@ -33,13 +33,17 @@ class Roles:
 
     def ask(self, ask: Ask) -> Answer:
         """What the second engine answers. A router asks both at the same time."""
-        named = replace(ask, prefiller=Prefiller(HOST, self._port, ask.request_id))
+        named = self.named(ask)
 
         async def both() -> Answer:
             _, answer = await asyncio.gather(answered(self.prefill, named), answered(self.decode, named))
             return answer
 
         return asyncio.run(both())
+
+    def named(self, ask: Ask) -> Ask:
+        """As a router writes it."""
+        return replace(ask, prefiller=Prefiller(HOST, self._port, ask.request_id))
 
     def settle(self) -> None:
         """Nothing is on its way, and the books of both engines are right."""

@@ -1,28 +1,81 @@
-"""`make soak`: fresh seeds of faults between an engine and its peers, so many of them."""
+"""`make soak`: what takes too long for `make test`, between engines and their peers.
+
+faults     fresh seeds of faults
+stopped    a server is stopped for 40 s, in each phase of a transfer, and goes on
+lengths    prompts of every length from 1 to 600, computed by one engine and answered by another
+"""
 
 from __future__ import annotations
 
 import argparse
 import logging
 import time
+from contextlib import closing
 
-from tests.peers.schedule import Plan, pair
+from tests.engine.drive import PAGE, make_ask, make_engine, run, words
+from tests.peers.roles import roles
+from tests.peers.schedule import PHASES, TRANSPORTS, Plan, pair
+from tests.peers.test_engines import same
+
+WHAT = ("faults", "stopped", "lengths")
+STOPPED_S = 40.0
+LONGEST = 600
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trials", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=time.time_ns() % 2**40)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", nargs="?", choices=WHAT, help="all, unless one is named")
+    parser.add_argument("--trials", type=int, default=200, help="of faults")
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 2**40, help="of the first fault")
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
+    if options.what in (None, "faults"):
+        faults(range(options.seed, options.seed + options.trials))
+    if options.what in (None, "stopped"):
+        stopped()
+    if options.what in (None, "lengths"):
+        for transport in TRANSPORTS:
+            lengths(transport)
+
+
+def faults(seeds: range) -> None:
     with pair() as both:
-        for seed in range(options.seed, options.seed + options.trials):
+        for seed in seeds:
             try:
-                both.trial(seed)
+                both.trial(Plan.of(seed))
             except BaseException:
-                print(f"--seed {seed} --trials 1: {Plan.of(seed)}", flush=True)  # noqa: T201
+                tell(f"faults --seed {seed} --trials 1: {Plan.of(seed)}")
                 raise
-    print(f"{options.trials} faults, and every answer was right", flush=True)  # noqa: T201
+    tell(f"{len(seeds)} faults, and every answer was right")
+
+
+def stopped() -> None:
+    with pair(STOPPED_S) as both:
+        for transport in TRANSPORTS:
+            for phase in PHASES:
+                plan = Plan("stop", phase, 0.5, True, 1, transport)
+                tell(f"stopped for {STOPPED_S:.0f} s: {plan}")
+                both.trial(plan)
+    tell("every answer was right")
+
+
+def lengths(transport: str) -> None:
+    first, second = make_engine(host_pages=200), make_engine(host_pages=200)
+    cold = make_engine(cache={"force_miss": True})
+    with closing(cold.cache), roles(first, second, transport) as both:
+        for length in range(1, LONGEST + 1):
+            ask = make_ask(f"{length} tokens", words(length, seed=length), 4)
+            answer, [truth] = both.ask(ask), run(cold, ask)
+            assert same(answer, truth), f"{ask.request_id} over {transport}: another answer"
+            pages = answer.usage.store_tokens / PAGE
+            assert pages == (length - 1) // PAGE, f"{ask.request_id} over {transport}: {pages} pages came"
+    tell(f"prompts of 1 to {LONGEST} tokens over {transport}: every page came, and every answer was right")
+
+
+def tell(what: str) -> None:
+    print(what, flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -161,7 +161,7 @@ class GivesUp:
 
 
 def test_late_bytes_of_a_call_that_was_given_up_reach_nobodys_memory(store, monkeypatch):
-    """`python -m tests.peers.soak --slow` has a real holder that sends too slowly: that takes two minutes."""
+    """`tests/storage/slow_holder.py` has a real holder that sends too slowly. That takes two minutes."""
     sample, memory = Sample(1, 2 << 20), memoryview(bytearray(5 << 20))
     keep(store, [sample])
     store.register(memory)
