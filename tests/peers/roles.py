@@ -50,6 +50,14 @@ class Roles:
         for service in (self.decode, self.prefill):
             settle(service)
 
+    def forget(self) -> None:
+        """Nothing is cached, and every host page is free."""
+        self.settle()
+        for service in (self.decode, self.prefill):
+            assert asyncio.run(service.flush(30)) == 0
+            pool = service._engine.cache.host_pages
+            assert pool.free == pool.capacity
+
     def close(self) -> None:
         self.decode.close()
         self.prefill.close()

@@ -10,16 +10,18 @@ from __future__ import annotations
 import argparse
 import logging
 import time
-from contextlib import closing
+from contextlib import ExitStack
 
 from tests.engine.drive import PAGE, make_ask, make_engine, run, words
 from tests.peers.roles import roles
 from tests.peers.schedule import PHASES, TRANSPORTS, Plan, pair
 from tests.peers.test_engines import same
+from tiercel.engine.engine import Engine
 
 WHAT = ("faults", "stopped", "lengths")
 STOPPED_S = 40.0
 LONGEST = 600
+HOST_PAGES = 40
 
 
 def main() -> None:
@@ -36,8 +38,7 @@ def main() -> None:
     if options.what in (None, "stopped"):
         stopped()
     if options.what in (None, "lengths"):
-        for transport in TRANSPORTS:
-            lengths(transport)
+        lengths()
 
 
 def faults(seeds: range) -> None:
@@ -61,17 +62,27 @@ def stopped() -> None:
     tell("every answer was right")
 
 
-def lengths(transport: str) -> None:
-    first, second = make_engine(host_pages=200), make_engine(host_pages=200)
-    cold = make_engine(cache={"force_miss": True})
-    with closing(cold.cache), roles(first, second, transport) as both:
+def lengths() -> None:
+    """Each with nothing cached on either side. Answers are those of one engine alone."""
+    text, alone = words(LONGEST), make_engine()
+    with ExitStack() as stack:
+        pairs = {name: stack.enter_context(roles(*two_engines(), name)) for name in TRANSPORTS}
         for length in range(1, LONGEST + 1):
-            ask = make_ask(f"{length} tokens", words(length, seed=length), 4)
-            answer, [truth] = both.ask(ask), run(cold, ask)
-            assert same(answer, truth), f"{ask.request_id} over {transport}: another answer"
-            pages = answer.usage.store_tokens / PAGE
-            assert pages == (length - 1) // PAGE, f"{ask.request_id} over {transport}: {pages} pages came"
-    tell(f"prompts of 1 to {LONGEST} tokens over {transport}: every page came, and every answer was right")
+            ask = make_ask(f"{length} tokens", text[:length], 2)
+            [truth] = run(alone, ask)
+            for name, both in pairs.items():
+                answer = both.ask(ask)
+                assert same(answer, truth), f"{ask.request_id} over {name}: another answer"
+                pages = answer.usage.store_tokens / PAGE
+                assert pages == (length - 1) // PAGE, f"{ask.request_id} over {name}: {pages} pages came"
+                both.forget()
+            if length % 100 == 0:
+                tell(f"prompts of 1 to {length} tokens: every page came, and every answer was right")
+    alone.cache.close()
+
+
+def two_engines() -> tuple[Engine, Engine]:
+    return make_engine(host_pages=HOST_PAGES), make_engine(host_pages=HOST_PAGES)
 
 
 def tell(what: str) -> None:

@@ -1,6 +1,6 @@
 """Goal: a request whose prompt another server computes is answered, whatever that server has room for, does
-or says; each learns when the other gives up. Method: two engines, each behind its own thread, on real sockets;
-a server that lies. Nobody loses patience here: who is not told waits until the test fails."""
+or says; each learns when the other gives up. Method: two engines, each behind its thread, on real sockets; a
+server that lies. Nobody loses patience here: who is not told waits until the test fails."""
 
 import asyncio
 from contextlib import closing, contextmanager
@@ -44,21 +44,34 @@ def test_a_full_host_pool_costs_no_answer(truth, side):
     with full(first if side == "prefill" else second) as make_room, roles(first, second) as both:
         answer = both.ask(make_ask("full", TEXT))
         assert same(answer, truth) and answer.usage.store_tokens == 0
-        for service in (both.prefill, both.decode):
-            settle(service)
+        both.settle()
         getattr(both, side)._ask(make_room).result(30)
-        for service in (both.prefill, both.decode):
-            assert asyncio.run(service.flush(30)) == 0
+        both.forget()
         answer = both.ask(make_ask("room", TEXT))
         assert same(answer, truth) and answer.usage.store_tokens == 5 * PAGE
 
 
+@pytest.mark.parametrize("save", ["through", "back"])
+def test_a_prompt_for_another_server_displaces_older_texts_from_the_host(save):
+    """Whatever would be saved otherwise, and whether the device has it already. The host has room for few."""
+    cold = make_engine(cache={"force_miss": True})
+    first, second = make_engine(host_pages=16, cache={"save": save}), make_engine(host_pages=HOST_PAGES)
+    with roles(first, second) as both:
+        for number in range(4):
+            ask = make_ask(str(number), words(2 * PAGE + 1, seed=number), 2)
+            if number % 2:
+                asyncio.run(answered(both.prefill, ask))
+            answer = both.ask(ask)
+            assert same(answer, run(cold, ask)[0]) and answer.usage.store_tokens == 2 * PAGE
+            both.settle()
+
+
 def test_a_prompt_that_is_aborted_where_it_is_computed_goes_on_where_it_is_answered():
-    long = words(20 * PAGE, seed=4)
-    [truth] = run(make_engine(cache={"force_miss": True}), make_ask("truth", long))
+    long = words(12 * PAGE, seed=4)
+    [truth] = run(make_engine(cache={"force_miss": True}), make_ask("truth", long, 2))
     first, second = make_engine(host_pages=200, step_tokens=PAGE), make_engine(host_pages=200)
     with roles(first, second) as both:
-        named = both.named(make_ask("aborted", long))
+        named = both.named(make_ask("aborted", long, 2))
 
         async def abort():
             computing = asyncio.ensure_future(answered(both.prefill, named))
@@ -69,14 +82,14 @@ def test_a_prompt_that_is_aborted_where_it_is_computed_goes_on_where_it_is_answe
             return await waiting
 
         answer = asyncio.run(abort())
-        assert same(answer, truth) and 0 < answer.usage.store_tokens < 19 * PAGE
+        assert same(answer, truth) and 0 < answer.usage.store_tokens < 11 * PAGE
 
 
 def test_a_prompt_is_not_computed_to_its_end_for_a_request_that_was_aborted():
     long = words(30 * PAGE, seed=5)
     first, second = make_engine(host_pages=200, step_tokens=PAGE), make_engine(host_pages=200)
     with roles(first, second) as both:
-        named = both.named(make_ask("aborted", long))
+        named = both.named(make_ask("aborted", long, 2))
 
         async def abort():
             computing = asyncio.ensure_future(answered(both.prefill, named))
