@@ -363,6 +363,16 @@ def test_a_peer_that_answers_nonsense_is_an_error_in_time(lie):
         store.get([TEN[0].get()])
 
 
+@pytest.mark.parametrize("lie", list(LIES.values())[:8], ids=list(LIES)[:8])
+def test_a_peer_that_tells_nonsense_while_it_is_watched_is_an_error_in_time(lie):
+    with (
+        closing(Liar(lie)) as liar,
+        reading(liar.address, timeout_s=0.1) as store,
+        pytest.raises(StoreError),
+    ):
+        list(store.watch([TEN[0].key], 60))
+
+
 def test_a_peer_that_has_a_record_of_another_length_has_none():
     answer = then(
         found(entry(0, payload_bytes=SIZE + 64)),

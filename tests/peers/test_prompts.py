@@ -82,7 +82,7 @@ def test_a_prompt_that_is_aborted_where_it_is_computed_goes_on_where_it_is_answe
             return await waiting
 
         answer = asyncio.run(abort())
-        assert same(answer, truth) and 0 < answer.usage.store_tokens < 11 * PAGE
+        assert same(answer, truth) and answer.usage.store_tokens < 11 * PAGE
 
 
 def test_a_prompt_is_not_computed_to_its_end_for_a_request_that_was_aborted():
