@@ -19,6 +19,7 @@ import pytest
 
 from tests.engine.drive import PAGE, TEXT, Always, make_ask, settle, tokens_of
 from tests.peers.inline import offered
+from tests.peers.roles import roles
 from tests.servers import mooncake_holder, mooncake_master, redis_server
 from tiercel.config import CacheConfig
 from tiercel.engine.build import open_engine
@@ -243,6 +244,18 @@ def test_a_draft_guesses_the_same_from_another_servers_pages(truth):
             pulled = Guesser(second)
             assert pulled.begin_all("store") == truth.begun
             assert pulled.accept_length == {"store": truth.accept_length}
+
+
+@OWN
+def test_a_draft_guesses_the_same_where_another_server_computed_the_prompt(truth):
+    with opened(truth.draft) as first, opened(truth.draft) as second, roles(first, second) as pair:
+        pulled = Guesser(second)
+        for number, (prompt, expected) in enumerate(zip(PROMPTS, truth.begun, strict=True)):
+            pulled.ear.guesses = {}
+            answer = pair.ask(make_ask(str(number), prompt, ANSWER))
+            assert answer.usage.store_tokens == REUSED
+            assert pulled.heard(tokens_of(answer)) == expected
+        assert pulled.accept_length == {"store": truth.accept_length}
 
 
 @cases("truth, source", "device", "host")

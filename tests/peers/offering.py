@@ -51,7 +51,6 @@ class Offered:
         address: str = "127.0.0.1:0",
         key: str = "",
         mooncake: str | None = None,
-        spoil: bool = False,
     ) -> None:
         self.spec = SPECS[spec]
         config = CacheConfig(host_bytes=host_pages * self.spec.host_page_bytes, layout=layout)
@@ -60,7 +59,6 @@ class Offered:
         self.cache = HostCache(self.spec, config, memory, pool_order=order)
         self.forms = forms_of(self.spec, ALIGN_LEAST)
         self.chain = self.cache.chain(TEXT)
-        self._spoil = spoil
         self._inbox: deque[Any] = deque()
         self._wake = threading.Condition()
         self.land(pages, tails)
@@ -102,8 +100,6 @@ class Offered:
             page = move.item.page if tail else move.item
             form = self.forms[tail]
             data = payload_of(form.key(page.key), form.payload_bytes)
-            if self._spoil:
-                data = data[:-1] + bytes([data[-1] ^ 1])
             at = 0
             for view in self.cache.host.views(move.host, form.payload_bytes):
                 view[:] = data[at : at + len(view)]

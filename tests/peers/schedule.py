@@ -80,9 +80,8 @@ class Pair:
             assert set(phases[-1]) == set(PHASES), "one connection has all phases"
         return phases
 
-    def trial(self, seed: int) -> None:
+    def trial(self, plan: Plan) -> None:
         """Raises if anything is not as it must be."""
-        plan = Plan.of(seed)
         engine = self.engines[plan.transport]
         until(lambda: self._happens(engine, plan), f"it happens: {plan}")
 

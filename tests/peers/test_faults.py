@@ -280,7 +280,8 @@ def test_a_peer_that_is_stopped_is_given_up_and_works_again_when_it_goes_on(peer
 class Liar:
     """Greets as a server does; then `answer` says what it sends."""
 
-    def __init__(self, answer):
+    def __init__(self, answer, form=TEN[0].form.digest):
+        self._form = form
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._answer = answer
@@ -301,7 +302,7 @@ class Liar:
             link.send(Message.HELLO, hello.pack())
             nonce = link.receive()[1][:32]
             own = wire.proof("", b"server", hello, nonce)
-            link.send(Message.WELCOME, wire.Welcome(own, TEN[0].form.digest, {"tcp": {}}).pack())
+            link.send(Message.WELCOME, wire.Welcome(own, self._form, {"tcp": {}}).pack())
             while True:
                 self._answer(link, *link.receive())
         except (LinkLost, AttributeError):
@@ -360,6 +361,16 @@ def test_a_peer_that_answers_nonsense_is_an_error_in_time(lie):
         pytest.raises(StoreError),
     ):
         store.get([TEN[0].get()])
+
+
+@pytest.mark.parametrize("lie", list(LIES.values())[:8], ids=list(LIES)[:8])
+def test_a_peer_that_tells_nonsense_while_it_is_watched_is_an_error_in_time(lie):
+    with (
+        closing(Liar(lie)) as liar,
+        reading(liar.address, timeout_s=0.1) as store,
+        pytest.raises(StoreError),
+    ):
+        list(store.watch([TEN[0].key], 60))
 
 
 def test_a_peer_that_has_a_record_of_another_length_has_none():

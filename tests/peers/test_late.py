@@ -8,6 +8,7 @@ from contextlib import closing
 import pytest
 
 from tests.peers.offering import TEXT, Offered
+from tests.peers.readers import pages, read
 from tests.peers.test_pull import EIGHT, PAGE, Puller
 from tests.wait import until
 from tiercel.cache import Wait
@@ -17,6 +18,7 @@ from tiercel.storage.peer import PeerStore
 from tiercel.storage.peer.mooncake import MooncakeEngine, MooncakeTransport
 from tiercel.storage.peer.transport import TcpTransport, Wanted
 from tiercel.storage.peer.wire import Entry, Readiness
+from tiercel.threads import start
 
 LARGE = 32 << 20
 SMALL = 4096
@@ -55,6 +57,29 @@ class Late(TcpTransport):
         self.began.set()
         assert self.arrive.wait(60)
         return super().read(*what)
+
+
+def test_a_peer_whose_read_takes_too_long_is_asked_nothing_until_the_read_has_ended():
+    peer, [record] = Offered(), pages(1)
+    with closing(peer.offering), closing(PeerStore(where(peer.offering._listener), timeout_s=0.2)) as store:
+        store._transport = late = Late()
+        reading = start(lambda: store.get([record.get()]), "read")
+        assert late.began.wait(60)
+
+        def refuses():
+            try:
+                return store.contains([record.key]) == []
+            except StoreError as error:
+                return "sends too slowly" in str(error)
+
+        until(refuses, "its time is over")
+        with pytest.raises(StoreError, match="sends too slowly"):
+            store.get([record.get()])
+        with pytest.raises(StoreError, match="sends too slowly"):
+            next(store.watch([record.key], 1))
+        late.arrive.set()
+        assert isinstance(reading.exception(60), StoreError)
+        assert read(store, [record]) == [True]
 
 
 def test_host_pages_stay_reserved_as_long_as_bytes_may_come():

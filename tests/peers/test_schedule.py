@@ -19,7 +19,7 @@ def both():
 
 @pytest.mark.parametrize("seed", SEEDS, ids=lambda seed: "{0.fault} in {0.phase}".format(Plan.of(seed)))
 def test_a_fault_costs_no_answer_and_no_place(both, seed):
-    both.trial(seed)
+    both.trial(Plan.of(seed))
 
 
 def test_these_seeds_have_every_fault_and_every_phase():

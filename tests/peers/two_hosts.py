@@ -1,5 +1,5 @@
 """Two machines, as far as the network goes: two network namespaces, and a link between them that is cut in
-the middle of a transfer. No rights are needed where users may have namespaces.
+the middle of a transfer, or becomes very slow. No rights are needed where users may have namespaces.
 
 unshare --map-root-user --net python -m tests.peers.two_hosts
 """
@@ -12,17 +12,20 @@ import threading
 from contextlib import closing
 from pathlib import Path
 
-from tests.engine.drive import make_ask, make_engine, run, settle
+from tests.engine.drive import PAGE, make_ask, make_engine, run, settle, words
 from tests.peers.forks import Forks
 from tests.peers.schedule import TEXTS, ended_once
-from tests.peers.test_engines import pulling, same
+from tests.peers.test_engines import asked, pulling, same, saved, serving
 from tests.wait import until
+from tiercel.engine.ask import Answer
+from tiercel.engine.engine import Engine
+from tiercel.storage.open import open_stores
 
 OURS, THEIRS = "10.77.0.1", "10.77.0.2"
 ADDRESS = f"{THEIRS}:9001"
 IN_ANOTHER = ("unshare", "--net", "sh", "-c", 'echo "\\"apart\\""; read go; exec "$@"', "sh")
 TEXT = TEXTS[1]
-SLOW = ("tbf", "rate", "8mbit", "burst", "32kb", "latency", "100ms")
+OTHER = words(3 * PAGE + 2, seed=33)
 
 
 def do(*command: str) -> None:
@@ -52,6 +55,12 @@ def join(pid: int) -> None:
     do(*there, "ip", "link", "set", "theirs", "up")
 
 
+def limit(pid: int, rate: str) -> None:
+    """What the process sends on the link."""
+    shaped = ("dev", "theirs", "root", "tbf", "rate", rate, "burst", "32kb", "latency", "100ms")
+    do("nsenter", "--target", str(pid), "--net", "tc", "qdisc", "replace", *shaped)
+
+
 def cut_after(size: int) -> threading.Thread:
     """Cuts the link when so many bytes have arrived on it."""
     since = bytes_received()
@@ -69,44 +78,78 @@ def main() -> None:
     with closing(Forks(*IN_ANOTHER, texts=[TEXT], address=ADDRESS, mooncake="tcp")) as forks:
         assert forks.told() == "apart"
         join(forks.popen.pid)
-        do(
-            "nsenter",
-            "--target",
-            str(forks.popen.pid),
-            "--net",
-            "tc",
-            "qdisc",
-            "add",
-            "dev",
-            "theirs",
-            "root",
-            *SLOW,
-        )
+        limit(forks.popen.pid, "8mbit")
         forks.tell("go")
         cold = make_engine(cache={"force_miss": True})
         [truth] = run(cold, make_ask("cold", TEXT))
         forks.wait()
         forks.start()
+        drips(forks, truth, run(cold, make_ask("other", OTHER))[0])
         for transport in ("tcp", "mooncake"):
-            engine = pulling(f"peer://{ADDRESS}?timeout_s=1&hold_s=3&transport={transport}")
-            pages = (len(TEXT) - 1) // engine.cache.spec.page_tokens
-            cutting = cut_after(pages * engine.cache.spec.page_bytes // 2)
-            answer = ended_once(engine, make_ask("while the link is cut", TEXT))
-            cutting.join()
-            assert same(answer, truth) and answer.usage.store_tokens == 0
-            settle(engine)
-            link("up")
+            is_cut(forks, truth, transport)
 
-            def pulls(engine=engine, pages=pages) -> bool:
-                engine.cache.flush()
-                again = ended_once(engine, make_ask("again", TEXT))
-                assert same(again, truth)
-                return again.usage.store_tokens == pages * engine.cache.spec.page_tokens
 
-            until(pulls, "the peer is used again", timeout_s=60)
-            settle(engine)
-            until(lambda: forks.ask("check") == {"leases": 0}, "no lease is left")
-            engine.cache.close()
+def is_cut(forks: Forks, truth: Answer, transport: str) -> None:
+    """The link, in the middle of a transfer."""
+    engine = pulling(f"peer://{ADDRESS}?timeout_s=1&hold_s=3&transport={transport}")
+    pages = (len(TEXT) - 1) // PAGE
+    cutting = cut_after(pages * engine.cache.spec.page_bytes // 2)
+    answer = ended_once(engine, make_ask("while the link is cut", TEXT))
+    cutting.join()
+    assert same(answer, truth) and answer.usage.store_tokens == 0
+    settle(engine)
+    link("up")
+    until(lambda: pulls(engine, TEXT, truth), "the peer is used again", timeout_s=60)
+    settle(engine)
+    until(lambda: forks.ask("check") == {"leases": 0}, "no lease is left")
+    engine.cache.close()
+
+
+def drips(forks: Forks, truth: Answer, other: Answer) -> None:
+    """A peer sends on and on, slowly, over Mooncake: its request computes, other requests and other peers go
+    on, and the host pages of its reads are nobody else's until the last byte has come."""
+    with serving() as (service, url):
+        asked(service, make_ask("other", OTHER))
+        saved(service)
+        # Mooncake has one time-out for all stores of a process: it is in the environment.
+        os.environ["MC_TCP_PROGRESS_TIMEOUT_SEC"] = "4"
+        slow = f"peer://{ADDRESS}?timeout_s=0.5&transport=mooncake"
+        engine = make_engine(host_pages=200, cache={"fetch": "wait", "store_timeout_s": 1.0})
+        engine.cache.compute.observe = lambda *_: None  # what can be pulled is
+        engine.cache.attach(open_stores(None, [slow, url]))
+        limit(forks.popen.pid, "512kbit")
+        cache, mover = engine.cache, engine.cache.store.mover
+        answer = ended_once(engine, make_ask("while the peer drips", TEXT))
+        assert same(answer, truth) and answer.usage.store_tokens == 0
+        dripping = set(mover.under_way)
+        held = {page for read in dripping for piece in read.pieces for page in piece.host}
+        assert held and all(read.late for read in dripping)
+        cache.check()
+        assert pulls(engine, OTHER, other), "from another peer"
+        cache.flush()
+        assert cache.host_pages.free == cache.host_pages.capacity - len(held)
+        assert mover.under_way == dripping, "its bytes still come"
+        limit(forks.popen.pid, "8mbit")
+
+        def has_ended() -> bool:
+            cache.step()
+            return not mover.under_way
+
+        until(has_ended, "the last byte has come")
+        cache.check()
+        assert cache.host_pages.free == cache.host_pages.capacity
+        until(lambda: pulls(engine, TEXT, truth), "the peer is used again")
+        settle(engine)
+        cache.close()
+    until(lambda: forks.ask("check") == {"leases": 0}, "no lease is left")
+
+
+def pulls(engine: Engine, text: list[int], truth: Answer) -> bool:
+    """Whether all pages of a text come from a peer. The answer is right in any case."""
+    engine.cache.flush()
+    answer = ended_once(engine, make_ask("again", text))
+    assert same(answer, truth)
+    return answer.usage.store_tokens == (len(text) - 1) // PAGE * PAGE
 
 
 if __name__ == "__main__":

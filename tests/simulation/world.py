@@ -145,6 +145,7 @@ class World(Stage):
             "turn_ends": [random.randint(0, len(tokens)) for _ in range(random.randint(0, 2))],
             "load": random.random() < 0.9,
             "replay": random.random() < 0.2,
+            "for_others": len(tokens) % 4 == 0,
         }
         self.actors.append(Actor(tokens, namespace, self.cache.chain(tokens, namespace), options))
 

@@ -479,6 +479,23 @@ def test_what_is_being_loaded_can_not_leave_either_tier():
     assert tree.evict(9) == 0 and not tree.tree.evict_host(colder_than=99)
 
 
+def test_for_what_others_read_on_the_host_the_oldest_copies_leave_and_the_latest_stays():
+    """First what only the host has, the coldest first; then copies of what the device has, too."""
+    tree = make_tree(host_pages=9)
+    for text in "abcd":
+        tree.add(text)
+    tree.evict(2)
+    for text in "cd":
+        tree.tree.save_start(tree.page(text), tree.take_host(1))
+    tree.finish_saves()
+    left = []
+    while tree.tree.evict_host_oldest():
+        left.append("".join(tree.on("host", *"abcd")))
+        check(tree.tree)
+    assert left == ["bcd", "cd", "d", ""]
+    assert tree.on("device", *"abcd") == ["c", "d"]
+
+
 # Flushing and looking
 
 

@@ -26,9 +26,10 @@ HOME = Path(sys.prefix) / "clients"
 TEXT = "Record: access window. " * 12
 MESSAGES = [{"role": "user", "content": TEXT}]
 
-installed = pytest.mark.skipif(
-    not (HOME / "installed").exists(), reason="tests/install-clients.sh did not install the clients"
-)
+
+@pytest.fixture(scope="module")
+def installed():
+    assert (HOME / "installed").exists(), "the clients are not installed: run tests/install-clients.sh"
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +108,7 @@ def answered(url: str, path: str) -> float:
     )
 
 
-@installed
+@pytest.mark.usefixtures("installed")
 def test_through_sglangs_router_answers_are_the_same(server):
     with (
         running("--device-memory", "24MiB", "--host-memory", "128MiB") as other,
@@ -132,7 +133,7 @@ def test_through_sglangs_router_answers_are_the_same(server):
         assert (flushed["status"], flushed["workers_flushed"]) == ("success", 2)
 
 
-@installed
+@pytest.mark.usefixtures("installed")
 def test_through_sglangs_router_one_server_computes_prompts_for_two_others(server):
     """In its PD mode. Prompts are longer than a page: their pages come from the first server."""
     port = free_port()
@@ -164,7 +165,7 @@ def test_through_sglangs_router_one_server_computes_prompts_for_two_others(serve
             assert stats["counters"]["tokens_store"] > 0
 
 
-@installed
+@pytest.mark.usefixtures("installed")
 def test_sglangs_router_names_the_server_that_computes_a_prompt():
     """In its PD mode both servers get the same request, and the client the answer of the second. Here the
     router was told no port."""
@@ -185,7 +186,7 @@ def test_sglangs_router_names_the_server_that_computes_a_prompt():
     assert len({each.room for each in named}) == 6
 
 
-@installed
+@pytest.mark.usefixtures("installed")
 def test_guidellm_measures_a_server(server, tmp_path):
     report = tmp_path / "report.json"
     tokenizer = httpx.get(f"{server.url}/model_info").json()["tokenizer_path"]
@@ -224,7 +225,7 @@ print(second.usage.prompt_tokens_details.cached_tokens)
 """
 
 
-@installed
+@pytest.mark.usefixtures("installed")
 def test_litellm_sends_its_answer_back_with_all_its_nulls(server):
     command = [HOME / "bin/python", "-c", LITELLM, f"{server.url}/v1", TEXT * 2]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment())

@@ -9,16 +9,16 @@ from contextlib import suppress
 import httpx
 import pytest
 
+from tests.engine.drive import DRAFTED
 from tests.servers import free_port
 from tests.wait import until
 from tests.whole.process import Server, running
 from tests.whole.test_peers import KEY, forget, stats_of
-from tiercel.models.checkpoint import Checkpoint
-from tiercel.models.families import EMBEDDED, family_of, folder_of
 
 MEMORY = ("--device-memory", "48MiB", "--host-memory", "128MiB")
 PAGE = 128
 WAIT_S = 2
+DRAFT = ("--speculate", "mtp")
 
 
 def words(count, seed=0):
@@ -40,22 +40,27 @@ def said(meta):
     return meta["output_token_logprobs"]
 
 
-def spec_of_the_model():
-    checkpoint = Checkpoint(folder_of(EMBEDDED))
-    return family_of(checkpoint.config).declare(checkpoint.config, PAGE, "fp32")
-
-
 class Pair:
-    """A server that computes prompts, and one that goes on from them."""
+    """A server that computes prompts, and one that goes on from them. Both have a draft, whose bytes travel
+    too; answers are those of a server without one."""
 
     def __init__(self, *reading):
         self.port = free_port()
         self._offer = (*MEMORY, *KEY, "--role", "prefill", "--share-pages", f"127.0.0.1:{self.port}")
-        self._offer += ("--layout", "layer_first", "--step-tokens", "256", "--evict", "lfu")
+        self._offer += (*DRAFT, "--layout", "layer_first", "--step-tokens", "256", "--evict", "lfu")
         self.prefill = Server(*self._offer, "--share-mooncake", "tcp")
         peer = f"peer://127.0.0.1:{self.port}?timeout_s=1"
         self.decode = Server(
-            *MEMORY, *KEY, "--role", "decode", "--peer", peer, "--prefill-wait-s", str(WAIT_S), *reading
+            *MEMORY,
+            *KEY,
+            *DRAFT,
+            "--role",
+            "decode",
+            "--peer",
+            peer,
+            "--prefill-wait-s",
+            str(WAIT_S),
+            *reading,
         )
 
     def room(self, number=1):
@@ -97,7 +102,7 @@ def pair():
 
 @pytest.fixture(scope="module")
 def alone():
-    with running(*MEMORY) as server:
+    with running(*MEMORY, "--speculate", "off") as server:
         yield server
 
 
@@ -113,7 +118,7 @@ def test_answers_are_those_of_one_server(pair, alone, length):
 
 def test_answers_are_those_of_one_server_over_mooncake(pair, alone):
     peer = f"peer://127.0.0.1:{pair.port}?transport=mooncake"
-    with running(*MEMORY, *KEY, "--role", "decode", "--peer", peer) as decode:
+    with running(*MEMORY, *KEY, *DRAFT, "--role", "decode", "--peer", peer) as decode:
         for length in (600, 1500):
             tokens = words(length, length + 1)
             asking = threading.Thread(target=asked, args=(pair.prefill, tokens), kwargs=pair.room())
@@ -133,9 +138,8 @@ def test_only_what_is_missing_travels(pair, alone):
         _, decode = pair.ask(tokens[:length])
         moved.append(stats_of(pair.decode)["store"]["read_bytes"] - before)
     assert said(decode) == said(asked(alone, tokens))
-    spec = spec_of_the_model()
-    assert first == [3 * spec.page_bytes + spec.tail_bytes]
-    assert then == [2 * spec.page_bytes + spec.tail_bytes]
+    assert first == [3 * DRAFTED.page_bytes + DRAFTED.tail_bytes]
+    assert then == [2 * DRAFTED.page_bytes + DRAFTED.tail_bytes]
 
 
 def test_tenants_get_their_own_pages(pair, alone):

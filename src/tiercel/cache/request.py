@@ -70,6 +70,8 @@ class Request:
     """Tails to continue from, the last first: read them before the first `commit`."""
     tail_boundaries: frozenset[int]
     """Boundaries of the prompt that get a tail, in pages."""
+    for_others: bool = False
+    """Other servers read its prompt on the host."""
     state: RequestState = RequestState.RUNNING
     tails: dict[int, DeviceTailId] = field(default_factory=dict)
     """Places for tails not shared yet, by boundary in pages."""

@@ -136,7 +136,7 @@ class TieredCache(HostTier[Loaded]):
 
     # A request's life
 
-    def begin(
+    def begin(  # noqa: PLR0913 - what is asked of a prompt
         self,
         chain: KeyChain,
         *,
@@ -146,12 +146,14 @@ class TieredCache(HostTier[Loaded]):
         replay: bool = False,
         reuse_most: int | None = None,
         room_for: int = 0,
+        for_others: bool = False,
     ) -> Request | Wait:
         """Reuse what the tiers hold of a prompt.
 
         `turn_ends` are token positions after which this text may be continued differently: message ends and
         break points. `load`, `replay` and `reuse_most` are those of `find`.
         `room_for`: device pages for so many tokens are reserved at once: `extend` up to there never waits.
+        `for_others`: other servers will read the prompt's pages and tails on the host.
         """
         pages_needed = -(-max(chain.tokens, room_for) // self.spec.page_tokens)
         too_large = pages_needed - self.pages.capacity
@@ -181,7 +183,7 @@ class TieredCache(HostTier[Loaded]):
             self._start_loads(found.far, places[: len(found.far)])
             self._start_loads(tails_far, room.ids(self.tails))
             room.keep()
-        return self._start(found, held, places[len(found.far) :], priority, turn_ends)
+        return self._start(found, held, places[len(found.far) :], priority, turn_ends, for_others)
 
     def load_under_way(self, request: Request) -> int | None:
         """Send what is queued. The number of the load that a request waits for, if the device can wait for it
@@ -294,6 +296,7 @@ class TieredCache(HostTier[Loaded]):
         own: Sequence[DevicePageId],
         priority: int,
         turn_ends: Iterable[int],
+        for_others: bool,
     ) -> Request:
         """Everything is locked and reserved: nothing can fail from here on."""
         chain, page, tree, page_tokens = found.chain, found.page, self.tree, self.spec.page_tokens
@@ -308,11 +311,15 @@ class TieredCache(HostTier[Loaded]):
             table=[*(tree.index[key].device for key in chain.keys[: page.depth]), *own],
             resume_tails=found.tails,
             tail_boundaries=self._tails_of_prompt(found, turn_ends),
+            for_others=for_others,
         )
         if any(item.load is not None for item in found.items):
             request.state = RequestState.LOADING
             self.flights.queue(Direction.LOAD, (), request)
-        if page is not tree.root and self._save.early_hits == 1:
+        if for_others:
+            path = [tree.index[key] for key in chain.keys[: page.depth]]
+            self._save_early([*path, *found.tails], by_force=True)
+        elif page is not tree.root and self._save.early_hits == 1:
             self._save_early([*tree.unsaved(page), *found.tails])
         self.requests.add(request)
         if not self.config.force_miss:
@@ -351,15 +358,17 @@ class TieredCache(HostTier[Loaded]):
 
     # What is shared, saved and given back
 
-    def _save_early(self, items: Iterable[Item]) -> None:
-        """Copies into host memory that is free, or holds what device and store have (`policy.save`)."""
+    def _save_early(self, items: Iterable[Item], *, by_force: bool = False) -> None:
+        """Copies into host memory that is free, or holds what device and store have; by force, also into
+        memory that holds what is older (`policy.save`)."""
         if self.host is None:
             return
+        make_room = self.tree.evict_host_oldest if by_force else self.tree.evict_spare
         for item in items:
             if item.host is None and item.load is None:
                 count = 1 if isinstance(item, Page) else self.spec.host_pages_per_tail
                 while (host := self.places.take_host(count)) is None:
-                    if not self.tree.evict_spare():
+                    if not make_room():
                         return
                 self.tree.save_start(item, host)
 
@@ -381,8 +390,8 @@ class TieredCache(HostTier[Loaded]):
         self.tree.lock(shared[-1])
         self.tree.unlock(request.page)
         request.held[0] = shared[-1]
-        if self._save.early_hits == 0:
-            self._save_early(shared)
+        if self._save.early_hits == 0 or request.for_others:
+            self._save_early(shared, by_force=request.for_others)
 
     def _share_tails(self, request: Request, *, everything: bool) -> None:
         """Wanted tails are shared; of the others only the latest are kept, privately, until the text ends."""
@@ -397,8 +406,9 @@ class TieredCache(HostTier[Loaded]):
                 self.tails.release([request.tails.pop(boundary)])
         if shared:
             self.tree.cap_tails(shared[-1].page)
-            if self._save.early_hits == 0:
-                self._save_early(tail for tail in shared if not tail.gone)
+            if self._save.early_hits == 0 or request.for_others:
+                early = (tail for tail in shared if not tail.gone)
+                self._save_early(early, by_force=request.for_others)
 
     def _end(self, request: Request) -> None:
         assert request.state is not RequestState.ENDED, "I3: a request ends once"

@@ -77,6 +77,8 @@ class Ask:
     """Logprobs of the prompt's tokens from this position on. Pages behind it are computed, not reused."""
     prefiller: Prefiller | None = None
     """Who computes the prompt, if a router has said so. `EngineService` uses it, the engine does not."""
+    for_others: bool = False
+    """Another server goes on from the prompt: its pages are brought to the host at once."""
 
 
 class TokenOut(NamedTuple):

@@ -99,7 +99,7 @@ class EngineService:
         """
         for_others = self._for_others(ask)
         if for_others:
-            ask = replace(ask, sampling=first_token(ask.sampling))
+            ask = replace(ask, sampling=first_token(ask.sampling), for_others=True)
         elif ask.prefiller is not None and self._pulls is not None and not self._ending:
             await self._pull(ask, self._pulls)
         if self._ending:

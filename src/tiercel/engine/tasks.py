@@ -192,6 +192,7 @@ class Tasks:
             replay=self.config.replay,
             reuse_most=task.score_from,
             room_for=self._page_end(len(task.tokens)),
+            for_others=task.ask.for_others,
         )
         if isinstance(request, Wait):
             return request

@@ -7,6 +7,8 @@
 
 An early copy takes free host memory only, or the memory of something that device and store hold too. If the
 host is full, the copy is made at eviction: a second copy must not displace the only copy of something else.
+A prompt that is computed for another server is copied at once, whatever the policy, and displaces what is
+older: the other server reads it on the host.
 """
 
 from __future__ import annotations

@@ -8,10 +8,15 @@
     get: where is it? ───────────────────────────────────────────────────▶  place, length, lease
          parts ◀───────────────────────────────── segment
 
-Parts in registered memory are sent and received in place. Other parts, and small ones, are copied through
-registered staging memory, next to each other: over TCP each piece costs about 100 µs whatever its size.
+Parts in registered memory are sent from where they are. Other parts, and small ones, are copied through
+registered staging memory, next to each other: over TCP each piece costs about 100 µs whatever its size. All
+that is read comes through staging memory: see the first point below.
 
 How Mooncake 0.3.13 behaves (all of it was observed):
+- A call returns when every piece of every record has ended, also if one has failed: a piece without progress
+  ends by our time-outs. But after 60 s the call returns in any case, and **a holder that still sends, slowly,
+  goes on writing into the memory of the call**. So that memory is never the caller's, and staging memory of a
+  call that took so long is not used again.
 - The master knows where every record is. Without a master a call of the client takes 4 s, so the store asks
   for its health first and fails at once; an absent master is noticed within a second. When it is back, calls
   work again within a second, but **a master that was restarted has forgotten every record**.
@@ -35,6 +40,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from enum import IntEnum
 from threading import Condition
+from time import monotonic
 from typing import Any, NamedTuple, TypeVar
 from urllib.request import ProxyHandler, build_opener
 
@@ -52,6 +58,12 @@ _PIECE_LEAST = {"tcp": 512 << 10}
 against one: 618 / 715 MB/s at 256 KiB, 1356 / 1249 at 1 MiB; 60 pieces of 4 KiB against one: 74 / 708. Other
 protocols gather pieces themselves (not measured): 0."""
 
+_GIVES_UP_S = 50.0
+"""Less than the 60 s after which Mooncake no longer waits. A call that takes longer may not have ended."""
+_GIVEN_UP_MOST = 64
+"""Areas of staging memory that such calls may keep."""
+
+_Area = tuple[memoryview, int]
 _Value = TypeVar("_Value", Get, Put)
 
 
@@ -128,7 +140,7 @@ class MooncakeStore(Store):
         filled: list[bool] = []
         for some in _trips(wanted):
             names = [_name(each.key) for each in some]
-            with self._asking() as client, self._laid(some) as laid:
+            with self._asking() as client, self._laid(some, in_place=False) as laid:
                 addresses, sizes = [each.addresses for each in laid], [each.sizes for each in laid]
                 codes = client.batch_get_into_multi_buffers(names, addresses, sizes)
                 hits = [_is_hit(client, each, code) for each, code in zip(some, codes, strict=True)]
@@ -142,7 +154,7 @@ class MooncakeStore(Store):
         kept: list[bool] = []
         for some in _trips(values):
             names = [_name(each.key) for each in some]
-            with self._asking() as client, self._laid(some) as laid:
+            with self._asking() as client, self._laid(some, in_place=True) as laid:
                 for each in laid:
                     for part, staged in each.copies:
                         staged[:] = part
@@ -206,9 +218,11 @@ class MooncakeStore(Store):
             yield self._client
 
     @contextmanager
-    def _laid(self, values: Sequence[_Value]) -> Iterator[list[_Laid]]:
-        """Each value as pieces in registered memory: in place, or in staging memory."""
-        places = [[(part, self._in_place(part)) for part in value.parts] for value in values]
+    def _laid(self, values: Sequence[_Value], *, in_place: bool) -> Iterator[list[_Laid]]:
+        """Each value as pieces in registered memory: in place where that may be, or in staging memory."""
+        places = [
+            [(part, self._in_place(part) if in_place else None) for part in value.parts] for value in values
+        ]
         staged = sum(len(part) for parts in places for part, address in parts if address is None)
         with self._staging.lend(staged) as (view, start):
             laid, at = [], 0
@@ -223,7 +237,7 @@ class MooncakeStore(Store):
             yield laid
 
     def _in_place(self, part: View) -> int | None:
-        """The address of a part that is sent or received in place. None: it goes through staging."""
+        """The address of a part that is sent from where it is. None: it goes through staging."""
         if not self._registered or len(part) < max(1, self._piece_least):
             return None
         address = address_of(part)
@@ -246,30 +260,42 @@ class _Laid(NamedTuple):
             self.sizes.append(size)
 
 
+_given_up: list[_Area] = []
+"""Areas that Mooncake may still write to, of all stores of this process. They stay mapped."""
+
+
 class _Staging:
     """Registered memory of the store. Each area, a view and its address, is lent to one call at a time."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
-        self._idle: list[tuple[memoryview, int]] = []
+        self._idle: list[_Area] = []
+        self._given_up = 0
 
     @contextmanager
-    def lend(self, size: int) -> Iterator[tuple[memoryview, int]]:
-        area = None
-        if size <= _TRIP_BYTES:
-            with suppress(IndexError):
-                area = self._idle.pop()
-        if area is None:
-            view = memoryview(mmap.mmap(-1, max(size, _TRIP_BYTES)))
-            area = view, address_of(view)
-            _check("register", [self._client.register_buffer(area[1], len(view))])
+    def lend(self, size: int) -> Iterator[_Area]:
+        area, began_s = self._take(size), monotonic()
         try:
             yield area
         finally:
-            if size > _TRIP_BYTES:
+            if monotonic() - began_s > _GIVES_UP_S:
+                self._given_up += 1
+                _given_up.append(area)
+            elif size > _TRIP_BYTES:
                 self._client.unregister_buffer(area[1])
             else:
                 self._idle.append(area)
+
+    def _take(self, size: int) -> _Area:
+        if self._given_up >= _GIVEN_UP_MOST:
+            raise StoreError("mooncake: too many calls did not end in time. Attach the store again")
+        if size <= _TRIP_BYTES:
+            with suppress(IndexError):
+                return self._idle.pop()
+        view = memoryview(mmap.mmap(-1, max(size, _TRIP_BYTES)))
+        area = view, address_of(view)
+        _check("register", [self._client.register_buffer(area[1], len(view))])
+        return area
 
     def close(self) -> None:
         while self._idle:

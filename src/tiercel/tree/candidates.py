@@ -122,6 +122,12 @@ class Doubles:
     def pop(self) -> Item | None:
         return self.pop_stored() or (self._others.popitem()[0] if self._others else None)
 
+    def pop_oldest(self) -> Item | None:
+        oldest = next(iter(self), None)
+        if oldest is not None:
+            self.discard(oldest)
+        return oldest
+
     def pop_stored(self) -> Item | None:
         return self._stored.popitem()[0] if self._stored else None
 

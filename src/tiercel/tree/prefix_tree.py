@@ -272,6 +272,16 @@ class PrefixTree(Books):
             self._leave_host(spare)
         return spare is not None
 
+    def evict_host_oldest(self) -> bool:
+        """Take one thing off the host: the coldest that only the host has, or else the oldest double. So what
+        was saved last, for somebody who will read it on the host, stays."""
+        if (coldest := self.host.coldest()) is not None:
+            self._drop(coldest)
+            return True
+        if (double := self.doubles.pop_oldest()) is not None:
+            self._leave_host(double)
+        return double is not None
+
     def cap_tails(self, page: Page) -> None:
         """At most so many tails from the root to `page`; the coldest go, but none a resume there reads."""
         tails: list[Tail] = []

@@ -8,8 +8,9 @@ strangers.
 A read that failed must not write later: its memory has another owner by then. Mooncake's own call for a
 batch returns as soon as one piece has failed, or after 30 s, and the other pieces go on writing (that was
 seen). So every piece is a batch of its own, and a read returns, or raises, when each of them has ended.
-Mooncake ends a piece that makes no progress. A peer that sends on and on, slowly, keeps the thread of its
-read and the memory; nobody else waits for it.
+Mooncake ends a piece that makes too little progress: less than 64 KiB in `timeout_s`. A peer that sends on
+and on, slowly, keeps the thread of its read and the memory until the read ends; nobody else waits for it, and
+nothing more is asked of that peer (`PeerStore`).
 """
 
 from __future__ import annotations

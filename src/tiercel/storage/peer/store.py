@@ -8,7 +8,8 @@ The peer need not be there when the store is opened, and may come, go and come b
 when they are needed, and a connection that broke since its last use is opened again once. A peer that does
 not answer, or sends too slowly, is given up after `timeout_s`: a `StoreError`, and the next call tries again.
 
-What is read is not trusted: its reader verifies every record. The worst a peer can do is be slow.
+What is read is not trusted: its reader verifies every record. The worst a peer can do is be slow. A read of
+Mooncake can not be ended from here: while one takes longer than its time, the peer is asked nothing more.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from threading import Lock
+from time import monotonic
 from typing import Any, NamedTuple, TypeVar
 
 from tiercel.errors import ConfigError, StoreError
@@ -91,6 +94,8 @@ class PeerStore(Store):
         self._memory: list[memoryview] = []
         self._idle: list[_Peer] = []
         self._open: set[_Peer] = set()
+        self._reads_due_s: list[float] = []
+        """When each read that is under way should have ended."""
         self._boot = b""
         self._counters: Counter[str] = Counter()
         self._closed = False
@@ -166,6 +171,7 @@ class PeerStore(Store):
         caller can `get` it in the body of its loop. To leave the loop ends the watch on both sides. Raises
         StoreError if the peer is lost; what was told before has been right.
         """
+        self._check_reads()
         with self._lock:
             peer = self._idle.pop() if self._idle else None
         if peer is not None and not peer.works():
@@ -211,8 +217,10 @@ class PeerStore(Store):
         if not found.lease:
             return [False] * len(wanted)
         size = sum(each.entry.payload_bytes for each in reads)
-        link.within(self._timeout_s + size / LEAST_BYTES_S)
-        end = transport.read(link, peer.offer(self._name), found.lease, reads)
+        time_s = self._timeout_s + size / LEAST_BYTES_S
+        link.within(time_s)
+        with self._due(monotonic() + time_s):
+            end = transport.read(link, peer.offer(self._name), found.lease, reads)
         if end.lease != found.lease or not end.held:
             raise StoreError("the peer no longer holds what was read: it took too long")
         with self._lock:
@@ -240,6 +248,7 @@ class PeerStore(Store):
         """On a connection that nobody uses. If an old one has broken since its last use, on another."""
         while True:
             self._check_open()
+            self._check_reads()
             with self._lock:
                 peer = self._idle.pop() if self._idle else None
             used = peer is not None
@@ -306,6 +315,23 @@ class PeerStore(Store):
         with self._lock:
             self._open.discard(peer)
         peer.link.close()
+
+    @contextmanager
+    def _due(self, due_s: float) -> Iterator[None]:
+        with self._lock:
+            self._reads_due_s.append(due_s)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._reads_due_s.remove(due_s)
+
+    def _check_reads(self) -> None:
+        """Raises StoreError while a read takes too long: the next one would keep a thread and memory, too."""
+        with self._lock:
+            late = any(due_s < monotonic() for due_s in self._reads_due_s)
+        if late:
+            raise StoreError(f"peer {self.address} sends too slowly: a read of it has not ended yet")
 
     def _check_open(self) -> None:
         if self._closed:
