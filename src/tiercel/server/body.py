@@ -187,7 +187,11 @@ def parse(raw: bytes, model: type[Checked], ignored: set[str] | None) -> Checked
     try:
         return model.model_validate(data, context=ignored)
     except ValidationError:
-        data = _whole(data)
+        return checked(_whole(data), model, ignored)
+
+
+def checked(data: Any, model: type[Checked], ignored: set[str] | None = None) -> Checked:
+    """Data that is no longer JSON, validated as `parse` does."""
     try:
         return model.model_validate(data, context=ignored)
     except ValidationError as error:

@@ -35,7 +35,7 @@ from tiercel.server.errors import conflict
 from tiercel.server.openai_replies import cached_by_tier, finite
 from tiercel.server.prefiller import BootstrapFields, by_bootstrap, each, is_elsewhere
 from tiercel.server.protocol import CachedByTier
-from tiercel.server.reply import AskGroup, Front, finish_reason, respond, to_json
+from tiercel.server.reply import AskGroup, DataEvents, Front, finish_reason, respond, to_json
 from tiercel.server.schema import gives
 from tiercel.text.text import Text
 
@@ -149,7 +149,7 @@ class Item:
 
 
 @dataclass
-class NativeReply:
+class NativeReply(DataEvents):
     """Formats answers as SGLang does: complete, or as events that grow."""
 
     text: Text | None

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from tiercel.engine.ask import Answer, Delta, Prefiller, TokenOut, Usage
 from tiercel.server.prefiller import transfer_params
 from tiercel.server.protocol import ChatRequest, CompletionRequest, OpenAIRequest
-from tiercel.server.reply import finish_reason, to_json
+from tiercel.server.reply import DataEvents, finish_reason, to_json
 from tiercel.text.answer import AnswerReader, CallPart, Said
 from tiercel.text.text import Text
 
@@ -40,7 +40,7 @@ def cached_by_tier(usage: Usage) -> Fields:
 
 
 @dataclass
-class OpenAIReply:
+class OpenAIReply(DataEvents):
     """What chat and completions share. There are n answers for each prompt, in the order of the prompts."""
 
     event: ClassVar[str]

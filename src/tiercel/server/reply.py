@@ -78,6 +78,13 @@ class Front:
         path = () if self.options.model_path is None else (self.options.model_path,)
         return tuple(dict.fromkeys((*self.names, *path, DEFAULT_MODEL)))
 
+    def check_model(self, name: str | None) -> None:
+        """A client that names no model means the one that is served."""
+        if name is not None and name not in self.names_accepted:
+            listed = ", ".join(map(repr, self.names))
+            message = f"model {name[:100]!r} is not served here; the served model has the names {listed}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
     async def off_loop(self, work: Callable[..., T], *given: Any) -> T:
         """Runs work in a thread, so that templates and tokenizing do not block the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self.aside, work, *given)
@@ -114,6 +121,39 @@ class Reply(Protocol):
         """The last events of a stream."""
         ...
 
+    def framed(self, event: str) -> str:
+        """An event as it is sent."""
+        ...
+
+    def failed(self, error: ApiError) -> str:
+        """The last event of a stream that an error ends."""
+        ...
+
+    ended: str
+    """What is sent after the last event of a stream that no error ended."""
+
+
+class DataEvents:
+    """Streams of OpenAI's older calls and of SGLang: events without a name, then [DONE]."""
+
+    ended = "data: [DONE]\n\n"
+
+    def framed(self, event: str) -> str:
+        return f"data: {event}\n\n"
+
+    def failed(self, error: ApiError) -> str:
+        return json.dumps(error.body())
+
+
+class NamedEvents:
+    """Streams of newer calls: every event is named by its field `type`, and the last one tells the end."""
+
+    ended = ""
+
+    def framed(self, event: str) -> str:
+        name = event.removeprefix('{"type":"').partition('"')[0]
+        return f"event: {name}\ndata: {event}\n\n"
+
 
 def to_json(value: object) -> str:
     return pydantic_core.to_json(value).decode()  # several times as fast as `json.dumps`
@@ -140,7 +180,7 @@ async def respond(
     coming = answer_deltas(front.service, groups, answers, visit_of(request))
     if stream:
         pieces = _pieces(front, coming, answers, reply)
-        return EventStream(await while_present(request, _next(pieces)), pieces)
+        return EventStream(await while_present(request, _next(pieces)), pieces, reply)
     await while_present(request, _gather(coming))
     logged = any(ask.sampling.logprobs is not None for ask in every)
     text = await front.off_loop(reply.whole, answers) if logged else reply.whole(answers)
@@ -280,16 +320,16 @@ async def _gone(request: Request) -> None:
 
 
 class EventStream(StreamingResponse):
-    """Sends the JSON of a generator as server-sent events, `data: {…}`, at the end `data: [DONE]`.
+    """Sends the JSON of a generator as server-sent events, framed by the reply.
 
-    An error after the first event becomes the last event, without [DONE]. The generator is always closed: a
-    client may leave at any time.
+    An error after the first event becomes the last event. The generator is always closed: a client may leave
+    at any time.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, head: str, rest: AsyncGenerator[str, None]) -> None:
-        self._events = _events(head, rest)
+    def __init__(self, head: str, rest: AsyncGenerator[str, None], reply: Reply) -> None:
+        self._events = _events(head, rest, reply)
         self._rest = rest
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(self._events, headers=headers)
@@ -302,12 +342,12 @@ class EventStream(StreamingResponse):
             await self._rest.aclose()
 
 
-async def _events(head: str, rest: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-    yield f"data: {head}\n\n"
+async def _events(head: str, rest: AsyncGenerator[str, None], reply: Reply) -> AsyncGenerator[str, None]:
+    yield reply.framed(head)
     try:
         async for piece in rest:
-            yield f"data: {piece}\n\n"
+            yield reply.framed(piece)
     except Exception as error:  # noqa: BLE001 (the status code is sent already)
-        yield f"data: {json.dumps(translate(error).body())}\n\n"
+        yield reply.framed(reply.failed(translate(error)))
     else:
-        yield "data: [DONE]\n\n"
+        yield reply.ended
