@@ -122,7 +122,7 @@ class Border:
                 if isinstance(error, asyncio.CancelledError):
                     return  # shutdown, after `shutdown_s`: uvicorn closes the connection
                 raise
-            await translate(error).response()(scope, receive, send_named)
+            await translate(error).response(scope["path"])(scope, receive, send_named)
         finally:
             self.ids_live -= visit.claimed
             # The path of the route, not of the request: metrics need few names.

@@ -31,21 +31,24 @@ PROXY_HEADERS = ("forwarded", "via", "x-forwarded-for")
 
 
 class BearerKey(HTTPBearer):
-    """`Authorization: Bearer KEY`, compared with every key in constant time."""
+    """`Authorization: Bearer KEY`, or Anthropic's `x-api-key: KEY`, compared with every key in constant time."""
 
     def __init__(self, keys: Sequence[str], *, scheme_name: str) -> None:
         super().__init__(scheme_name=scheme_name, auto_error=False)
         self.keys = [key.encode() for key in keys]
 
     async def __call__(self, request: Request) -> None:  # type: ignore[override]
-        scheme, _, text = request.headers.get("authorization", "").partition(" ")
+        headers = request.headers
+        scheme, _, text = headers.get("authorization", "").partition(" ")
+        if not text and "x-api-key" in headers:
+            scheme, text = "bearer", headers["x-api-key"]
         # Headers are decoded as Latin-1: this restores the bytes that were sent.
         given = text.strip().encode("latin-1")
         known = [hmac.compare_digest(given, key) for key in self.keys]
         if scheme.lower() != "bearer" or not any(known):
-            headers = {"www-authenticate": "Bearer"}
             message = f"the {self.scheme_name} is missing or wrong"
-            raise ApiError(401, message, param="authorization", code="invalid_api_key", headers=headers)
+            wanted = {"www-authenticate": "Bearer"}
+            raise ApiError(401, message, param="authorization", code="invalid_api_key", headers=wanted)
         visit_of(request).owner = hashlib.blake2b(given, digest_size=8).hexdigest()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,7 @@ from tiercel.server.protocol import (
     ModelList,
     OpenAIRequest,
 )
-from tiercel.server.reply import AskGroup, Front, respond
+from tiercel.server.reply import AskGroup, Front, Reply, respond
 from tiercel.server.schema import gives
 from tiercel.text.text import Prompt
 
@@ -48,7 +49,7 @@ class OpenAI:
         """Continue a conversation. With `stream`, as server-sent events."""
         return await self.converse(request, await self.front.read(request, ChatRequest), ChatReply)
 
-    async def converse(self, request: Request, body: ChatRequest, reply_of: type[ChatReply]) -> Response:
+    async def converse(self, request: Request, body: ChatRequest, reply_of: Callable[..., Reply]) -> Response:
         """A chat, whatever call it came from; the reply is that call's."""
         own_id = self._named(request, body)
         if body.top_logprobs and not body.logprobs:
