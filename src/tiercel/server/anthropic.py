@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from tiercel.errors import InputError
-from tiercel.server import asks, keys, known, schema
+from tiercel.server import keys, known, schema
 from tiercel.server.anthropic_replies import AnthropicErrorBody, MessageOut, MessageReply
 from tiercel.server.body import Body, Stop, TokenCount
 from tiercel.server.border import visit_of
@@ -297,7 +297,6 @@ class Anthropic:
         translated = body.translated()
         try:
             prompt = await self.chats.rendered(translated.chat)
-            asks.room(self.front.service, prompt.tokens, "messages")
         except (ApiError, InputError) as error:
             raise translated.told(error) from error
         return JSONResponse({"input_tokens": len(prompt.tokens)})

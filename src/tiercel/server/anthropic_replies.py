@@ -54,7 +54,7 @@ class MessageOut(BaseModel):
     role: Literal["assistant"]
     model: str
     content: list[dict[str, Any]]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "pause_turn"]
     stop_sequence: str | None
     usage: MessageUsage
 
@@ -78,7 +78,12 @@ class MessageReply(NamedEvents, ChatReply):
         ]
         return to_json(self._message(content, answer.usage) | self._stop(answer))
 
-    def piece(self, index: int, answer: Answer, delta: Delta) -> Iterator[str]:
+    def piece(
+        self,
+        index: int,  # noqa: ARG002 (of the contract)
+        answer: Answer,
+        delta: Delta,
+    ) -> Iterator[str]:
         if 0 not in self._readers:
             yield _event("message_start", message=self._message([], answer.usage))
             yield _event("ping")
@@ -128,9 +133,13 @@ class MessageReply(NamedEvents, ChatReply):
         """Why the answer ended, and the stop sequence that ended it."""
         if isinstance(answer.stopped_by, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": answer.stopped_by}
-        if finish_reason(answer) == "length":
-            return {"stop_reason": "max_tokens", "stop_sequence": None}
-        reason = "tool_use" if self._readers[0].called else "end_turn"
+        match finish_reason(answer):
+            case "length":
+                reason = "max_tokens"
+            case "abort":
+                reason = "pause_turn"  # of Anthropic's reasons the one that lets the client go on from here
+            case _:
+                reason = "tool_use" if self._readers[0].called else "end_turn"
         return {"stop_reason": reason, "stop_sequence": None}
 
 

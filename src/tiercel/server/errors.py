@@ -80,7 +80,7 @@ class ApiError(TiercelError):
         kind = KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self, path: str) -> Response:
+    def response(self, path: str = "") -> Response:
         """`path`: of the call, which decides about the shape."""
         body = anthropic_body(self) if path.startswith(MESSAGES_PATH) else self.body()
         # ASCII escapes: a message may quote bytes that are not UTF-8.

@@ -97,7 +97,7 @@ TEXT_PART: Known = {"annotations": [[]]}
 
 CACHE_CONTROL: Known = {"ttl": ANY, "scope": ANY}
 
-# `/v1/responses`. `max_tool_calls` and most of `include` are about tools of OpenAI's own, which do not exist here.
+# `/v1/responses`. `max_tool_calls` is about tools of OpenAI's own, which do not exist here.
 RESPONSES = _table("""
     any        access_programs image max_tool_calls prompt_cache_key prompt_cache_options
     any        prompt_cache_retention safety_identifier service_tier user
@@ -128,6 +128,11 @@ FUNCTION_TOOL: Known = {
 TEXT_FIELDS: Known = {"verbosity": ["medium"]}
 
 REASONING: Known = {"context": ANY, "mode": ["standard"]}
+
+# `/tokenize`, as vLLM has it for chats; `/abort_request`.
+TOKENIZE: Known = {"chat_template": [], "mm_processor_kwargs": [{}], "media_io_kwargs": [{}]}
+
+ABORT: Known = {"abort_message": ANY, "finished_reason": ANY, "http_worker_ipc": [], "prefix": [False]}
 
 # `/v1/messages`. `context_management` at the value of a client that keeps everything.
 MESSAGES = _table("""

@@ -103,9 +103,10 @@ class GenerateRequest(BootstrapFields):
 
 
 class FinishReason(BaseModel):
-    type: Literal["stop", "length"]
+    type: Literal["stop", "length", "abort"]
     matched: str | int | None = None
     length: int | None = None
+    message: str | None = None
 
 
 class MetaInfo(BaseModel):
@@ -205,6 +206,8 @@ def _finish(answer: Answer) -> dict[str, Any] | None:
             return {"type": "length", "length": answer.usage.completion_tokens}
         case "stop":
             return {"type": "stop", "matched": answer.stopped_by}
+        case "abort":
+            return {"type": "abort", "message": "Aborted"}
     return None
 
 

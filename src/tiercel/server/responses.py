@@ -246,40 +246,49 @@ def _messages(body: ResponsesRequest) -> Messages:
     if isinstance(body.input, str):
         messages.add("input", role="user", content=body.input)
         return messages
-    # Thoughts, words and calls of one answer are items, but one message of a chat.
     answer: Fields | None = None
     for index, item in enumerate(body.input):
         origin = f"input[{index}]"
         match item:
-            case InputMessage(role="assistant"):
-                if answer is None or answer["content"] or "tool_calls" in answer:
-                    answer = messages.assistant(origin)
-                answer["content"] = _content(item.content)
-                continue
-            case CallItem():
-                answer = answer or messages.assistant(origin)
-                function = {"name": item.name, "arguments": item.arguments}
-                call = {"id": item.call_id, "type": "function", "function": function}
-                answer.setdefault("tool_calls", []).append(call)
-                continue
-            case ReasoningItem():
-                if answer is None or answer["content"] or "tool_calls" in answer:
-                    answer = messages.assistant(origin)
-                thoughts = [answer.get("reasoning_content", ""), item.thoughts]
-                answer["reasoning_content"] = "\n\n".join(filter(None, thoughts))
-                continue
             case ItemReference():
                 _check_reference(f"{origin}.id", item)
                 continue
             case CallOutputItem():
                 content = _content(item.output)
                 messages.add(origin, role="tool", tool_call_id=item.call_id, content=content)
-            case InputMessage():
+                answer = None
+            case InputMessage(role="user" | "system" | "developer"):
                 messages.add(origin, role=item.role, content=_content(item.content))
-        answer = None
+                answer = None
+            case _:
+                answer = _answer(messages, answer, origin, item)
     if not messages.all:
         raise refusal("input", len(body.input), "has no message")
     return messages
+
+
+def _answer(
+    messages: Messages,
+    answer: Fields | None,
+    origin: str,
+    item: InputMessage | CallItem | ReasoningItem,
+) -> Fields:
+    """Thoughts, words and calls of one answer are several items, but one message of a chat: `answer`, which
+    is begun anew where the item can not belong to it."""
+    closed = answer is None or answer["content"] or "tool_calls" in answer
+    if answer is None or (closed and not isinstance(item, CallItem)):
+        answer = messages.assistant(origin)
+    match item:
+        case InputMessage():
+            answer["content"] = _content(item.content)
+        case CallItem():
+            function = {"name": item.name, "arguments": item.arguments}
+            call = {"id": item.call_id, "type": "function", "function": function}
+            answer.setdefault("tool_calls", []).append(call)
+        case ReasoningItem():
+            thoughts = [answer.get("reasoning_content", ""), item.thoughts]
+            answer["reasoning_content"] = "\n\n".join(filter(None, thoughts))
+    return answer
 
 
 def _content(given: Content) -> str | list[Fields]:

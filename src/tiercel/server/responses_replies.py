@@ -96,7 +96,12 @@ class ResponsesReply(NamedEvents, ChatReply):
             self._split(answer.tokens)
         return to_json(self._ended(answer))
 
-    def piece(self, index: int, answer: Answer, delta: Delta) -> Iterator[str]:
+    def piece(
+        self,
+        index: int,  # noqa: ARG002 (of the contract)
+        answer: Answer,
+        delta: Delta,
+    ) -> Iterator[str]:
         if 0 not in self._readers:
             for kind in ("response.created", "response.in_progress"):
                 yield self._event(kind, response=self._response("in_progress", []))
@@ -223,11 +228,12 @@ class ResponsesReply(NamedEvents, ChatReply):
     def _ended(self, answer: Answer) -> Fields:
         """The response, when its answer has ended."""
         blocks, usage = self._blocks.all, answer.usage
-        cut = finish_reason(answer) == "length"
+        whys = {"length": "max_output_tokens", "abort": "aborted"}
+        cut = whys.get(finish_reason(answer) or "")
         response = self._response(
             "incomplete" if cut else "completed", [self._item(block) for block in blocks]
         )
-        response["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
+        response["incomplete_details"] = {"reason": cut} if cut else None
         kept = kept_tokens(usage, self.page_tokens)
         thoughts = thought_tokens(self.text, answer.tokens, blocks)
         response["usage"] = {
