@@ -520,3 +520,18 @@ CLIENTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+
+# Every field of `MessageCreateParams`, its beta twin, and `MessageCountTokensParams` of `anthropic` 2.8.0.
+_ANTHROPIC = (
+    "betas cache_control messages model output_config speed system thinking tool_choice tools user_profile_id "
+    "workspace_id context_management mcp_servers output_format"
+).split()
+ANTHROPIC_MESSAGES = (
+    "compaction container diagnostics fallback_credit_token fallbacks inference_geo max_tokens metadata "
+    "service_tier stop_sequences stream temperature thread top_k top_p"
+).split() + _ANTHROPIC
+ANTHROPIC_COUNT = _ANTHROPIC
+ANTHROPIC_TOOL = (
+    "type name description input_schema cache_control strict allowed_callers defer_loading "
+    "eager_input_streaming input_examples"
+).split()

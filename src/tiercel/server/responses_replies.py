@@ -168,6 +168,7 @@ class ResponsesReply(NamedEvents, ChatReply):
             Kind.THOUGHTS: "reasoning_summary_text" if self.summarised else "reasoning_text",
             Kind.CALL: "function_call_arguments",
         }[block.kind]
+        more: Fields = {}
         inside = at if block.kind is Kind.CALL else at | {number: 0}
         match step.what:
             case "begun":
@@ -176,7 +177,8 @@ class ResponsesReply(NamedEvents, ChatReply):
                 if block.kind is not Kind.CALL:
                     yield self._event(f"response.{name}_part.added", **inside, part=part)
             case "grown":
-                more = {"logprobs": self._new_logprobs(block)} if block.kind is Kind.TEXT else {}
+                if block.kind is Kind.TEXT:
+                    more["logprobs"] = self._new_logprobs(block)
                 yield self._event(f"response.{told}.delta", **inside, delta=step.part, **more)
             case "ended":
                 if block.kind is Kind.CALL:
