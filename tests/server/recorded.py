@@ -521,17 +521,17 @@ CLIENTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-# Every field of `MessageCreateParams`, its beta twin, and `MessageCountTokensParams` of `anthropic` 2.8.0.
-_ANTHROPIC = (
-    "betas cache_control messages model output_config speed system thinking tool_choice tools user_profile_id "
-    "workspace_id context_management mcp_servers output_format"
-).split()
-ANTHROPIC_MESSAGES = (
-    "compaction container diagnostics fallback_credit_token fallbacks inference_geo max_tokens metadata "
-    "service_tier stop_sequences stream temperature thread top_k top_p"
-).split() + _ANTHROPIC
-ANTHROPIC_COUNT = _ANTHROPIC
-ANTHROPIC_TOOL = (
-    "type name description input_schema cache_control strict allowed_callers defer_loading "
-    "eager_input_streaming input_examples"
-).split()
+# Every field of `MessageCountTokensParams`, `MessageCreateParams`, their beta twins, and `ToolParam` of
+# `anthropic` 2.8.0, and those for sampling of earlier versions.
+ANTHROPIC_COUNT = """
+    betas cache_control context_management mcp_servers messages model output_config output_format speed system
+    thinking tool_choice tools user_profile_id workspace_id
+"""
+ANTHROPIC_MESSAGES = f"""{ANTHROPIC_COUNT}
+    compaction container diagnostics fallback_credit_token fallbacks inference_geo max_tokens metadata
+    service_tier stop_sequences stream temperature thread top_k top_p
+"""
+ANTHROPIC_TOOL = """
+    allowed_callers cache_control defer_loading description eager_input_streaming input_examples input_schema
+    name strict type
+"""

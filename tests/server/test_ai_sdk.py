@@ -1,5 +1,5 @@
-"""Goal: Vercel's AI SDK works unmodified. Method: its requests were recorded (tests/ai_sdk) and are sent again;
-where there is node, the SDK itself talks to a server, and sends what was recorded."""
+"""Goal: Vercel's AI SDK works unmodified. Method: its requests were recorded (tests/ai_sdk) and are sent
+again; where there is node, the SDK itself talks to a server, and sends what was recorded."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Goal: Anthropic's `/v1/messages`. Method: a script that answers as a model does; what is asked is read from the
-prompt, what is answered by the official `anthropic` client, in its own environment."""
+"""Goal: Anthropic's `/v1/messages`. Method: a script that answers as a model does; what is asked is read from
+the prompt, what is answered by the official `anthropic` client, in its own environment."""
 
 from __future__ import annotations
 
@@ -316,7 +316,7 @@ try:
 except anthropic.BadRequestError as error:
     refused = error.body["error"]["param"]
 try:
-    anthropic.Anthropic(base_url=url, api_key="wrong", max_retries=0).messages.create(messages=messages, **ask)
+    client.with_options(api_key="wrong").messages.create(messages=messages, **ask)
 except anthropic.AuthenticationError as error:
     kept_out = error.type
 print(json.dumps({

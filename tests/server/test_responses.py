@@ -1,5 +1,5 @@
-"""Goal: OpenAI's `/v1/responses`. Method: a script that answers as a model does; what is asked is read from the
-prompt, what is answered by the official `openai` client."""
+"""Goal: OpenAI's `/v1/responses`. Method: a script that answers as a model does; what is asked is read from
+the prompt, what is answered by the official `openai` client."""
 
 from __future__ import annotations
 

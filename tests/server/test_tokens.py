@@ -1,4 +1,5 @@
-"""Goal: `/tokenize` and `/detokenize` as vLLM's and SGLang's clients know them. Method: a model's own tokenizer."""
+"""Goal: `/tokenize` and `/detokenize` as vLLM's and SGLang's clients know them. Method: a model's own
+tokenizer."""
 
 from typing import Any
 

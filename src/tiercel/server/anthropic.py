@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from tiercel.errors import InputError
 from tiercel.server import keys, known, schema
 from tiercel.server.anthropic_replies import AnthropicErrorBody, MessageOut, MessageReply
-from tiercel.server.body import Body, Stop, TokenCount
+from tiercel.server.body import Body, Stop, TokenCount, limit
 from tiercel.server.border import visit_of
 from tiercel.server.errors import MESSAGES_PATH, ApiError
 from tiercel.server.openai_api import OpenAI
@@ -137,11 +137,13 @@ class OutputConfig(Body):
     format: OutputFormat | None = None
 
 
-class CountRequest(PassedOn):
+class CountRequest(Body):
     """What a prompt follows from."""
 
     known = known.MESSAGES
 
+    model: Annotated[str, limit(enum="models")] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     messages: Annotated[list[InMessage], Field(min_length=1)]
     system: str | list[TextBlock] | None = None
     tools: list[AnthropicTool] | None = None
@@ -154,7 +156,10 @@ class CountRequest(PassedOn):
     def translated(self) -> Translated:
         choice, thinking = self.tool_choice, self.thinking
         messages = _messages(self)
-        fields: Fields = self.passed_on() | {"continue_final_message": _is_begun(messages)}
+        fields: Fields = {
+            "chat_template_kwargs": self.chat_template_kwargs,
+            "continue_final_message": _is_begun(messages),
+        }
         if self.tools:
             fields["tools"] = [{"type": "function", "function": _function(tool)} for tool in self.tools]
         if choice:
@@ -173,13 +178,14 @@ class CountRequest(PassedOn):
         return Translated(fields, messages, NAMES)
 
 
-class MessagesRequest(CountRequest):
+class MessagesRequest(PassedOn, CountRequest):
     max_tokens: TokenCount
     stop_sequences: Stop | None = None
 
     def translated(self) -> Translated:
         translated = super().translated()
-        translated.fields.update(max_tokens=self.max_tokens, stop=self.stop_sequences)
+        own = {"max_tokens": self.max_tokens, "stop": self.stop_sequences}
+        translated.fields.update(self.passed_on() | own)
         return translated
 
 
@@ -201,8 +207,8 @@ def _messages(body: CountRequest) -> Messages:
         messages.add("system", role="system", content=_content(body.system))
     for index, message in enumerate(body.messages):
         origin, content = f"messages[{index}]", message.content
-        if isinstance(content, str):
-            messages.add(origin, role=message.role, content=content)
+        if isinstance(content, str) or not content:
+            messages.add(origin, role=message.role, content=content or "")
         elif message.role == "assistant":
             _add_assistant(messages, origin, content)
         else:

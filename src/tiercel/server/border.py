@@ -113,7 +113,6 @@ class Border:
         wanted = Headers(scope=scope).get("x-request-id", "")
         visit.request_id = wanted if re.fullmatch(ID_PATTERN, wanted) else _new_id()
 
-
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 visit.status = message["status"]

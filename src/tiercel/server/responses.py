@@ -18,7 +18,7 @@ from starlette.responses import Response
 from tiercel.errors import InputError
 from tiercel.server import keys, known, schema
 from tiercel.server.body import Body, Stop, TokenCount, TopLogprobs
-from tiercel.server.errors import ApiError, refusal
+from tiercel.server.errors import ApiError, conflict, refusal
 from tiercel.server.openai_api import OpenAI
 from tiercel.server.protocol import Effort
 from tiercel.server.reply import Front
@@ -116,7 +116,8 @@ class ReasoningItem(Body):
 
 class ItemReference(Body):
     type: Literal["item_reference"]
-    id: str
+    id: Annotated[str, Field(json_schema_extra={"pattern": "^rs_"})]
+    """Of thoughts, which a conversation can go on without: nothing is kept here."""
 
 
 def _kind(item: Any) -> str:
@@ -263,7 +264,7 @@ def _messages(body: ResponsesRequest) -> Messages:
             case _:
                 answer = _answer(messages, answer, origin, item)
     if not messages.all:
-        raise refusal("input", len(body.input), "has no message")
+        raise conflict("input", len(body.input), "has no message")
     return messages
 
 
@@ -304,7 +305,6 @@ def _content(given: Content) -> str | list[Fields]:
 
 
 def _check_reference(field: str, item: ItemReference) -> None:
-    """Only thoughts may be referred to: a conversation goes on without them."""
     if not item.id.startswith("rs_"):
         why = "no item is kept here; send the item itself (the AI SDK does so with `store: false`)"
         raise refusal(field, item.id, why, code="unsupported_parameter")

@@ -109,11 +109,14 @@ class Tokens:
     async def _chat(self, body: TokenizeRequest) -> list[int]:
         if body.add_special_tokens:
             raise conflict("add_special_tokens", True, "a chat template writes its special tokens itself")
-        names = {"messages", "tools", "add_generation_prompt", "continue_final_message"}
-        fields = body.model_dump(include=names | {"chat_template_kwargs"}, exclude_unset=True)
-        chat = checked(fields, ChatRequest)
-        if chat.continue_final_message and chat.add_generation_prompt is None:
-            chat.add_generation_prompt = False
+        shared = (
+            "messages",
+            "tools",
+            "add_generation_prompt",
+            "continue_final_message",
+            "chat_template_kwargs",
+        )
+        chat = checked({name: getattr(body, name) for name in shared}, ChatRequest)
         return list((await self.chats.rendered(chat)).tokens)
 
     async def detokenize(self, request: Request) -> Response:
