@@ -92,10 +92,12 @@ def test_fields_reach_the_engine_by_their_chat_names() -> None:
         "stop": "x",
         "cache_salt": "a",
     }
+    body |= {"stop_token_ids": [7], "min_tokens": 1, "seed": 5}
     response = ask(service, **body, store=True, metadata={"a": "b"})
     sampling = service.ask.sampling
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (2, 0.5, 0.5, 3)
     assert (sampling.stop, service.ask.namespace) == (("x",), ("a",))
+    assert (sampling.stop_tokens, sampling.min_tokens, sampling.seed) == ({7}, 1, 5)
     answer = response.json()
     assert (answer["metadata"], answer["store"], answer["status"]) == ({"a": "b"}, False, "incomplete")
     assert answer["incomplete_details"] == {"reason": "max_output_tokens"}

@@ -1,5 +1,6 @@
-"""Goal: clients of the field work unmodified. Method: SGLang's router, guidellm, litellm and the official clients talk to a real
-server (tests/install-clients.sh installs them); what SGLang's own benchmarks send is replayed."""
+"""Goal: clients of the field work unmodified. Method: SGLang's router, guidellm, litellm and the official
+clients talk to a real server (tests/install-clients.sh installs them); what SGLang's own benchmarks send is
+replayed."""
 
 import json
 import os
@@ -237,12 +238,12 @@ import sys, anthropic, openai
 ours = openai.OpenAI(base_url=sys.argv[1] + "/v1", api_key="none", max_retries=0)
 theirs = anthropic.Anthropic(base_url=sys.argv[1], api_key="none", max_retries=0)
 ask = dict(model="tiny-v4", input=sys.argv[2], max_output_tokens=8, temperature=0)
-with ours.responses.stream(**ask) as stream:
-    words = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
-    first = stream.get_final_response()
-assert words == first.output_text
+events = list(ours.responses.create(**ask, stream=True))
+words = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+assert events[-1].response.output_text == words
 assert ours.responses.create(**ask).usage.input_tokens_details.cached_tokens >= 128
-messages = [{"role": "user", "content": [{"type": "text", "text": sys.argv[2], "cache_control": {"type": "ephemeral"}}]}]
+text = {"type": "text", "text": sys.argv[2], "cache_control": {"type": "ephemeral"}}
+messages = [{"role": "user", "content": [text]}]
 ask = dict(model="tiny-v4", messages=messages, max_tokens=8, extra_body={"temperature": 0})
 with theirs.messages.stream(**ask) as stream:
     said, usage = "".join(stream.text_stream), stream.get_final_message().usage
