@@ -520,3 +520,18 @@ CLIENTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+
+# Every field of `MessageCountTokensParams`, `MessageCreateParams`, their beta twins, and `ToolParam` of
+# `anthropic` 2.8.0, and those for sampling of earlier versions.
+ANTHROPIC_COUNT = """
+    betas cache_control context_management mcp_servers messages model output_config output_format speed system
+    thinking tool_choice tools user_profile_id workspace_id
+"""
+ANTHROPIC_MESSAGES = f"""{ANTHROPIC_COUNT}
+    compaction container diagnostics fallback_credit_token fallbacks inference_geo max_tokens metadata
+    service_tier stop_sequences stream temperature thread top_k top_p
+"""
+ANTHROPIC_TOOL = """
+    allowed_callers cache_control defer_loading description eager_input_streaming input_examples input_schema
+    name strict type
+"""

@@ -46,7 +46,14 @@ class ScriptedText:
     vocab_size = EOS + 1
     calls = True
 
-    def encode(self, text: str, *, field: str = "text", tokens_max: int | None = None) -> list[int]:
+    def encode(
+        self,
+        text: str,
+        *,
+        field: str = "text",
+        tokens_max: int | None = None,
+        add_special_tokens: bool = True,
+    ) -> list[int]:
         if tokens_max is not None:
             self.threads.add(threading.current_thread())
         if tokens_max is not None and len(text.encode()) > TOKEN_BYTES_MOST * tokens_max:
@@ -62,7 +69,7 @@ class ScriptedText:
                 text = text[1:]
         return tokens
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return b"".join(self.piece_bytes(token) for token in ids).decode(errors="replace")
 
     def piece(self, token: int) -> str:

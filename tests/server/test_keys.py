@@ -9,6 +9,12 @@ from tiercel.server.options import ServerOptions
 USERS = [
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
+    ("POST", "/v1/responses"),
+    ("POST", "/v1/messages"),
+    ("POST", "/v1/messages/count_tokens"),
+    ("POST", "/tokenize"),
+    ("POST", "/v1/detokenize"),
+    ("POST", "/abort_request"),
     ("POST", "/generate"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/scripted"),
@@ -27,6 +33,7 @@ WRONG = [
     {"authorization": "Basic secret"},
     {"authorization": "secret"},
     {"authorization": b"Bearer \xff"},
+    {"x-api-key": "wrong"},
 ]
 
 

@@ -2,10 +2,11 @@
 
 from dataclasses import asdict
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.server.scripted import REUSE, STORE, ScriptedService, call, talking
+from tests.server.scripted import REUSE, STORE, ScriptedService, call, served, talking
 from tiercel.engine.ask import Finish
 from tiercel.errors import EngineError, QueueFull
 from tiercel.server.metrics import StatsCollector
@@ -205,3 +206,20 @@ def test_a_flush_with_a_wrong_timeout_flushes_nothing(timeout):
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "timeout"
     assert service.events == []
+
+
+@pytest.mark.parametrize(
+    "path", ["/health", "/ready", "/v1/models", "/metrics", "/get_load", "/health_generate"]
+)
+def test_a_head_is_a_get_without_its_body(path):
+    head, get = call("HEAD", path), call("GET", path)
+    assert (head.status_code, head.content) == (get.status_code, b"") == (200, b"")
+    assert head.headers["content-type"] == get.headers["content-type"]
+
+
+def test_a_head_over_the_network_keeps_the_connection():
+    with served(ScriptedService()) as url, httpx.Client(base_url=url) as client:
+        assert client.head("/health").status_code == 200
+        assert client.head("/nowhere").status_code == 404
+        assert client.head("/generate").status_code == 405
+        assert client.get("/health").json() == {"status": "ok"}

@@ -1,5 +1,6 @@
-"""Goal: clients of the field work unmodified. Method: SGLang's router, guidellm and litellm talk to a real
-server (tests/install-clients.sh installs them); what SGLang's own benchmarks send is replayed."""
+"""Goal: clients of the field work unmodified. Method: SGLang's router, guidellm, litellm and the official
+clients talk to a real server (tests/install-clients.sh installs them); what SGLang's own benchmarks send is
+replayed."""
 
 import json
 import os
@@ -231,6 +232,37 @@ def test_litellm_sends_its_answer_back_with_all_its_nulls(server):
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment())
     assert ran.returncode == 0, ran.stderr
     assert int(ran.stdout) >= 128
+
+
+OFFICIAL = """
+import sys, anthropic, openai
+ours = openai.OpenAI(base_url=sys.argv[1] + "/v1", api_key="none", max_retries=0)
+theirs = anthropic.Anthropic(base_url=sys.argv[1], api_key="none", max_retries=0)
+ask = dict(model="tiny-v4", input=sys.argv[2], max_output_tokens=8, temperature=0)
+events = list(ours.responses.create(**ask, stream=True))
+words = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+assert events[-1].response.output_text == words
+assert ours.responses.create(**ask).usage.input_tokens_details.cached_tokens >= 128
+text = {"type": "text", "text": sys.argv[2], "cache_control": {"type": "ephemeral"}}
+messages = [{"role": "user", "content": [text]}]
+ask = dict(model="tiny-v4", messages=messages, max_tokens=8, extra_body={"temperature": 0})
+with theirs.messages.stream(**ask) as stream:
+    said, usage = "".join(stream.text_stream), stream.get_final_message().usage
+count = theirs.messages.count_tokens(model="tiny-v4", messages=messages).input_tokens
+assert usage.input_tokens + usage.cache_read_input_tokens + usage.cache_creation_input_tokens == count
+print(said == words, usage.cache_read_input_tokens)
+"""
+
+
+@installed
+def test_the_clients_of_openai_and_anthropic_find_the_same_prompt_in_the_cache(server):
+    """Two calls, one conversation: what the first has computed, the second reads."""
+    command = [HOME / "bin/python", "-c", OFFICIAL, server.url, LONG]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment())
+    assert ran.returncode == 0, ran.stderr
+    same, cached = ran.stdout.split()
+    assert same == "True"
+    assert int(cached) >= 128
 
 
 def test_a_client_finds_the_tokenizer_where_the_server_says(server):

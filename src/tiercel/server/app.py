@@ -8,14 +8,29 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from tiercel.server import errors, native, openai_api, schema, status, store
+from tiercel.server import (
+    aborts,
+    anthropic,
+    errors,
+    native,
+    openai_api,
+    responses,
+    schema,
+    status,
+    store,
+    tokens,
+)
+from tiercel.server.aborts import AbortRequest
+from tiercel.server.anthropic import CountRequest, MessagesRequest
 from tiercel.server.border import Border
 from tiercel.server.metrics import Metrics
 from tiercel.server.native import GenerateRequest
 from tiercel.server.options import ServerOptions
 from tiercel.server.protocol import ChatRequest, CompletionRequest
 from tiercel.server.reply import Front
+from tiercel.server.responses import ResponsesRequest
 from tiercel.server.store import AttachRequest
+from tiercel.server.tokens import DetokenizeRequest, TokenizeRequest
 
 if TYPE_CHECKING:
     from tiercel.engine.service import EngineService
@@ -31,10 +46,12 @@ def create_app(service: EngineService, options: ServerOptions) -> FastAPI:
     )
     metrics = Metrics()
     front = Front(service, options, metrics)
-    for room in (openai_api, native, status, store):
+    for room in (openai_api, responses, anthropic, native, tokens, aborts, status, store):
         app.include_router(room.router(front))
     app.add_middleware(Border, metrics=metrics)
     errors.install(app)
     models: list[type[BaseModel]] = [ChatRequest, CompletionRequest, GenerateRequest, AttachRequest]
+    models += [ResponsesRequest, MessagesRequest, CountRequest]
+    models += [TokenizeRequest, DetokenizeRequest, AbortRequest]
     schema.install(app, models, schema.limits_of(front))
     return app

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from typing import Annotated, Any, ClassVar, TypeVar, cast
 
 from pydantic import (
@@ -54,11 +55,12 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _only_served(cls, data: Any, info: ValidationInfo) -> Any:
-        if not isinstance(data, dict) or data.keys() <= cls.model_fields.keys():
+        names = _names(cls)
+        if not isinstance(data, dict) or data.keys() <= names:
             return data
         served = {}
         for name, value in data.items():
-            if name in cls.model_fields:
+            if name in names:
                 served[name] = value
             elif name in cls.known:
                 cls._check_known(name, value)
@@ -89,6 +91,12 @@ class Body(BaseModel):
         own["properties"] = known | own.get("properties", {})
         own["x-limit"] = {"additionalProperties": "unknown_fields"}
         return schema
+
+
+@cache
+def _names(model: type[BaseModel]) -> frozenset[str]:
+    """The names of a model's fields in JSON."""
+    return frozenset(field.alias or name for name, field in model.model_fields.items())
 
 
 def limit(**keywords: str) -> FieldInfo:
@@ -187,7 +195,11 @@ def parse(raw: bytes, model: type[Checked], ignored: set[str] | None) -> Checked
     try:
         return model.model_validate(data, context=ignored)
     except ValidationError:
-        data = _whole(data)
+        return checked(_whole(data), model, ignored)
+
+
+def checked(data: Any, model: type[Checked], ignored: set[str] | None = None) -> Checked:
+    """Data that is no longer JSON, validated as `parse` does."""
     try:
         return model.model_validate(data, context=ignored)
     except ValidationError as error:

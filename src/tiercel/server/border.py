@@ -4,6 +4,8 @@
        ▲                                     │
        └── x-request-id, count, 500 ◄────────┘
 
+A HEAD is answered as a GET, without the body: load balancers probe with it.
+
 It is plain ASGI, because it must see the end of a streamed answer.
 """
 
@@ -36,8 +38,8 @@ _KEY = "tiercel.visit"
 class Visit:
     """One request and its answer, from the first byte to the last."""
 
-    ids_live: set[str]
-    """The engine's ids of all open visits: one set that all visits share."""
+    live: dict[str, Visit]
+    """All open visits by the engine's ids of their requests: one dictionary that all visits share."""
     request_id: str = ""
     owner: str = ""
     """A digest of the API key that was given. Empty: no key is needed."""
@@ -47,12 +49,14 @@ class Visit:
     ignored: Sequence[str] = ()
     """Unknown fields of the request."""
     claimed: set[str] = field(default_factory=set)
+    abort: Callable[[str], None] | None = None
+    """Ends answers early, by the engine's id of their request; None: no answer is being computed."""
 
     def claim(self, ids: Sequence[str]) -> bool:
         """Reserves ids until the end of the visit. False: another visit has one of them."""
-        if not self.ids_live.isdisjoint(ids):
+        if not self.live.keys().isdisjoint(ids):
             return False
-        self.ids_live.update(ids)
+        self.live.update(dict.fromkeys(ids, self))
         self.claimed.update(ids)
         return True
 
@@ -94,15 +98,18 @@ class Border:
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self.app = app
         self.metrics = metrics
-        self.ids_live: set[str] = set()
+        self.live: dict[str, Visit] = {}
         self._warned: set[str] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        head = scope["method"] == "HEAD"
+        if head:
+            scope = {**scope, "method": "GET"}
         self.metrics.began()
-        visit = scope[_KEY] = Visit(self.ids_live)
+        visit = scope[_KEY] = Visit(self.live)
         wanted = Headers(scope=scope).get("x-request-id", "")
         visit.request_id = wanted if re.fullmatch(ID_PATTERN, wanted) else _new_id()
 
@@ -113,6 +120,8 @@ class Border:
                 headers["x-request-id"] = visit.request_id
                 if visit.ignored:
                     headers["x-ignored-fields"] = self._warn(visit.ignored)
+            elif head and message["type"] == "http.response.body":
+                message["body"] = b""
             await send(message)
 
         try:
@@ -122,9 +131,10 @@ class Border:
                 if isinstance(error, asyncio.CancelledError):
                     return  # shutdown, after `shutdown_s`: uvicorn closes the connection
                 raise
-            await translate(error).response()(scope, receive, send_named)
+            await translate(error).response(scope["path"])(scope, receive, send_named)
         finally:
-            self.ids_live -= visit.claimed
+            for claimed in visit.claimed:
+                del self.live[claimed]
             # The path of the route, not of the request: metrics need few names.
             call = getattr(scope.get("route"), "path", "other")
             self.metrics.ended(call, visit.status or 499, visit.age_s, visit.first_token_s)

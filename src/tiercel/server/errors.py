@@ -1,6 +1,7 @@
-"""Error answers: one shape, OpenAI's, for every call.
+"""Error answers: one shape, OpenAI's, for every call but Anthropic's.
 
 {"error": {"message": …, "type": …, "param": the field, "code": for programs}}
+{"type": "error", "error": {"type": …, "message": …, "param": …, "code": …}}      /v1/messages
 
 InputError          400   names the field and what is wrong with it
 LengthError         400   a text is too long
@@ -37,6 +38,10 @@ SHOWN_CHARS = 200
 
 
 KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+ANTHROPIC_KINDS = KINDS | {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
+
+MESSAGES_PATH = "/v1/messages"
+"""Anthropic's calls: their errors have Anthropic's shape."""
 
 
 class ErrorDetail(BaseModel):
@@ -75,9 +80,18 @@ class ApiError(TiercelError):
         kind = KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
+    def response(self, path: str = "") -> Response:
+        """`path`: of the call, which decides about the shape."""
+        body = anthropic_body(self) if path.startswith(MESSAGES_PATH) else self.body()
         # ASCII escapes: a message may quote bytes that are not UTF-8.
-        return Response(json.dumps(self.body()), self.status, self.headers, "application/json")
+        return Response(json.dumps(body), self.status, self.headers, "application/json")
+
+
+def anthropic_body(error: ApiError) -> dict[str, Any]:
+    """An error in Anthropic's shape."""
+    kind = ANTHROPIC_KINDS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    told = {"type": kind, "message": error.message, "param": error.param, "code": error.code}
+    return {"type": "error", "error": told}
 
 
 class ClientGone(TiercelError):
@@ -129,10 +143,10 @@ def translate(error: Exception | asyncio.CancelledError) -> ApiError:
     return ApiError(500, "internal error; see the server's log", code="internal_error")
 
 
-async def _answer(_request: Request, error: Exception) -> Response:
+async def _answer(request: Request, error: Exception) -> Response:
     if isinstance(error, ClientGone):
         return Response(status_code=499)
-    return translate(error).response()
+    return translate(error).response(request.url.path)
 
 
 def install(app: FastAPI) -> None:

@@ -31,25 +31,29 @@ PROXY_HEADERS = ("forwarded", "via", "x-forwarded-for")
 
 
 class BearerKey(HTTPBearer):
-    """`Authorization: Bearer KEY`, compared with every key in constant time."""
+    """`Authorization: Bearer KEY`, or Anthropic's `x-api-key: KEY`, compared with every key in constant
+    time."""
 
     def __init__(self, keys: Sequence[str], *, scheme_name: str) -> None:
         super().__init__(scheme_name=scheme_name, auto_error=False)
         self.keys = [key.encode() for key in keys]
 
     async def __call__(self, request: Request) -> None:  # type: ignore[override]
-        scheme, _, text = request.headers.get("authorization", "").partition(" ")
+        headers = request.headers
+        scheme, _, text = headers.get("authorization", "").partition(" ")
+        if not text and "x-api-key" in headers:
+            scheme, text = "bearer", headers["x-api-key"]
         # Headers are decoded as Latin-1: this restores the bytes that were sent.
         given = text.strip().encode("latin-1")
         known = [hmac.compare_digest(given, key) for key in self.keys]
         if scheme.lower() != "bearer" or not any(known):
-            headers = {"www-authenticate": "Bearer"}
             message = f"the {self.scheme_name} is missing or wrong"
-            raise ApiError(401, message, param="authorization", code="invalid_api_key", headers=headers)
+            wanted = {"www-authenticate": "Bearer"}
+            raise ApiError(401, message, param="authorization", code="invalid_api_key", headers=wanted)
         visit_of(request).owner = hashlib.blake2b(given, digest_size=8).hexdigest()
 
 
-async def _refuse() -> None:
+async def _refuse(_request: Request) -> None:
     message = "this server has no key, and other machines can reach it; start it with --admin-key"
     raise ApiError(403, message, param="authorization", code="admin_key_not_configured")
 
@@ -84,6 +88,20 @@ def _host_of(url: str) -> str:
 def user(options: ServerOptions) -> list[Dependency]:
     """For calls that want an answer."""
     return [Depends(BearerKey(options.api_key, scheme_name="API key"))] if options.api_key else []
+
+
+def user_or_admin(options: ServerOptions) -> list[Dependency]:
+    """For calls that users make about their own requests, and the operator about all of them."""
+    if not (options.api_key and options.admin_key):
+        return user(options)
+    return [Depends(BearerKey((*options.api_key, options.admin_key), scheme_name="API key"))]
+
+
+async def check_admin(request: Request, options: ServerOptions) -> None:
+    """For a call that is an admin call only with some of its fields."""
+    for each in admin(options):
+        assert each.dependency is not None
+        await each.dependency(request)
 
 
 def admin(options: ServerOptions) -> list[Dependency]:

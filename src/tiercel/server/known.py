@@ -95,7 +95,68 @@ ASSISTANT_MESSAGE: Known = _MESSAGE | {"tool_call_id": []}
 
 TEXT_PART: Known = {"annotations": [[]]}
 
-CACHE_CONTROL: Known = {"ttl": ANY}
+CACHE_CONTROL: Known = {"ttl": ANY, "scope": ANY}
+
+# `/v1/responses`. `max_tool_calls` is about tools of OpenAI's own, which do not exist here.
+RESPONSES = _table("""
+    any        access_programs image max_tool_calls prompt_cache_key prompt_cache_options
+    any        prompt_cache_retention safety_identifier service_tier user
+    []         conversation moderation previous_response_id prompt
+    [false]    background
+    [[]]       context_management
+    ["disabled"]    truncation
+""")
+
+# Of an item that comes back: its id and state, which are not needed.
+ITEM_LABELS = _table("any id phase status")
+
+CALL_ITEM: Known = ITEM_LABELS | {"caller": ANY, "namespace": [""], "async": [False]}
+
+CALL_OUTPUT_ITEM: Known = ITEM_LABELS | {"caller": ANY, "name": ANY, "namespace": ANY}
+
+INPUT_PART: Known = {"annotations": ANY, "logprobs": ANY}
+
+BREAK_POINT: Known = {"ttl": ANY}
+
+FUNCTION_TOOL: Known = {
+    "allowed_callers": [["direct"]],
+    "defer_loading": [False],
+    "output_schema": ANY,
+    "async": [False],
+}
+
+TEXT_FIELDS: Known = {"verbosity": ["medium"]}
+
+REASONING: Known = {"context": ANY, "mode": ["standard"]}
+
+# `/tokenize`, as vLLM has it for chats; `/abort_request`.
+TOKENIZE: Known = {"chat_template": [], "mm_processor_kwargs": [{}], "media_io_kwargs": [{}]}
+
+ABORT: Known = {"abort_message": ANY, "finished_reason": ANY, "http_worker_ipc": [], "prefix": [False]}
+
+# `/v1/messages`. `context_management` at the value of a client that keeps everything.
+MESSAGES = _table("""
+    any        betas diagnostics fallback_credit_token inference_geo metadata service_tier speed
+    any        user_profile_id workspace_id
+    []         compaction container output_format thread
+    [[]]       fallbacks mcp_servers
+    [{},{"edits":[]},{"edits":[{"type":"clear_thinking_20251015","keep":"all"}]}]    context_management
+""")
+
+TEXT_BLOCK: Known = {"citations": ANY}
+
+TOOL_USE: Known = {"caller": ANY, "toolset_name": []}
+
+TOOL_RESULT: Known = {"is_error": ANY, "toolset_name": []}
+
+THINKING: Known = {"budget_tokens": ANY}
+
+ANTHROPIC_TOOL: Known = {
+    "allowed_callers": [["direct"]],
+    "defer_loading": [False],
+    "eager_input_streaming": ANY,
+    "input_examples": ANY,
+}
 
 # `return_cached_tokens_details`: they are always in meta_info.
 GENERATE = _SGLANG | _table("""

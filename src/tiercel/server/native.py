@@ -35,7 +35,7 @@ from tiercel.server.errors import conflict
 from tiercel.server.openai_replies import cached_by_tier, finite
 from tiercel.server.prefiller import BootstrapFields, by_bootstrap, each, is_elsewhere
 from tiercel.server.protocol import CachedByTier
-from tiercel.server.reply import AskGroup, Front, finish_reason, respond, to_json
+from tiercel.server.reply import AskGroup, DataEvents, Front, finish_reason, respond, to_json
 from tiercel.server.schema import gives
 from tiercel.text.text import Text
 
@@ -103,9 +103,10 @@ class GenerateRequest(BootstrapFields):
 
 
 class FinishReason(BaseModel):
-    type: Literal["stop", "length"]
+    type: Literal["stop", "length", "abort"]
     matched: str | int | None = None
     length: int | None = None
+    message: str | None = None
 
 
 class MetaInfo(BaseModel):
@@ -149,7 +150,7 @@ class Item:
 
 
 @dataclass
-class NativeReply:
+class NativeReply(DataEvents):
     """Formats answers as SGLang does: complete, or as events that grow."""
 
     text: Text | None
@@ -205,6 +206,8 @@ def _finish(answer: Answer) -> dict[str, Any] | None:
             return {"type": "length", "length": answer.usage.completion_tokens}
         case "stop":
             return {"type": "stop", "matched": answer.stopped_by}
+        case "abort":
+            return {"type": "abort", "message": "Aborted"}
     return None
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -25,14 +26,12 @@ from tiercel.server.protocol import (
     ModelList,
     OpenAIRequest,
 )
-from tiercel.server.reply import AskGroup, Front, respond
+from tiercel.server.reply import AskGroup, Front, Reply, respond
 from tiercel.server.schema import gives
 from tiercel.text.text import Prompt
 
 COMPLETION_TOKENS = 16
 """OpenAI's default for completions. A chat may fill the context."""
-
-Asked = TypeVar("Asked", bound=OpenAIRequest)
 
 SPELLING = {"stop_tokens": "stop_token_ids"}
 CHAT_SPELLING = SPELLING | {"logprobs": "top_logprobs"}
@@ -48,14 +47,18 @@ class OpenAI:
 
     async def chat(self, request: Request) -> Response:
         """Continue a conversation. With `stream`, as server-sent events."""
-        body, own_id = await self._read(request, ChatRequest)
+        return await self.converse(request, await self.front.read(request, ChatRequest), ChatReply)
+
+    async def converse(self, request: Request, body: ChatRequest, reply_of: Callable[..., Reply]) -> Response:
+        """A chat, whatever call it came from; the reply is that call's."""
+        own_id = self._named(request, body)
         if body.top_logprobs and not body.logprobs:
             raise conflict("top_logprobs", body.top_logprobs, "needs logprobs to be true")
         text, tools = self.service.text, body.callable_tools
         if tools and not text.calls:
             why = "the tool call format of this model is not supported"
             raise ApiError(400, f"tools: {why}", param="tools", code="no_tools")
-        prompt = await self._rendered(body, tools)
+        prompt = await self.rendered(body)
         room = asks.room(self.service, prompt.tokens, "messages")
         asked, spelling = body.max_tokens, CHAT_SPELLING
         if body.max_completion_tokens is not None:
@@ -76,18 +79,19 @@ class OpenAI:
             prefiller=self._prefillers(body, min(body.n or 1, self.front.options.n_max), own_id)[0],
         )
         thinks = prompt.thinks and body.separate_reasoning is not False
-        reply = ChatReply(
+        reply = reply_of(
             visit_of(request).request_id, text, body, thinks, bool(tools), handover=_handover(body, group)
         )
         return await respond(self.front, request, [group], reply, stream=bool(body.stream))
 
-    async def _rendered(self, body: ChatRequest, tools: list[dict[str, Any]]) -> Prompt:
+    async def rendered(self, body: ChatRequest) -> Prompt:
+        """The conversation as the model reads it."""
         if body.continue_final_message and body.add_generation_prompt:
             raise conflict("continue_final_message", True, "not together with add_generation_prompt")
         render = partial(
             self.service.text.chat,
             [message.as_dict() for message in body.messages],
-            tools=tools,
+            tools=body.callable_tools,
             kwargs=body.template_kwargs,
             add_generation_prompt=body.add_generation_prompt is not False,
             continue_final_message=bool(body.continue_final_message),
@@ -102,7 +106,8 @@ class OpenAI:
 
     async def completions(self, request: Request) -> Response:
         """Continue one text or several. With `stream`, as server-sent events."""
-        body, own_id = await self._read(request, CompletionRequest)
+        body = await self.front.read(request, CompletionRequest)
+        own_id = self._named(request, body)
         if body.best_of is not None and body.best_of != (body.n or 1):
             raise conflict("best_of", body.best_of, f"must be equal to n, which is {body.n or 1}")
         prompts = asks.given_prompts("prompt", body.prompt, self.front.options)
@@ -146,26 +151,20 @@ class OpenAI:
 
     async def model(self, model: str) -> Response:
         """The served model, by one of its names."""
-        self._check_model(model)
+        self.front.check_model(model)
         return JSONResponse(self._card(model))
 
-    async def _read(self, request: Request, model: type[Asked]) -> tuple[Asked, str]:
-        """The body, and the engine's id of the request, which is in use until the answer is sent."""
-        body = await self.front.read(request, model)
+    def _named(self, request: Request, body: OpenAIRequest) -> str:
+        """The engine's id of the request, which is in use until the answer is sent. The model's name is
+        checked, and set if the client gave none."""
         if body.model is None:
             body.model = self.service.model_name
-        self._check_model(body.model)
+        self.front.check_model(body.model)
         wanted, visit = body.rid or body.request_id, visit_of(request)
         own = partial(asks.own_id, owner=visit.owner, cache_salt=body.cache_salt)
         if not visit.name(wanted, lambda name: [own(name)]):
             raise conflict("rid" if body.rid else "request_id", wanted, "is in use")
-        return body, own(visit.request_id)
-
-    def _check_model(self, name: str) -> None:
-        if name not in self.front.names_accepted:
-            listed = ", ".join(map(repr, self.front.names))
-            message = f"model {name[:100]!r} is not served here; the served model has the names {listed}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+        return own(visit.request_id)
 
     def _card(self, name: str) -> dict[str, Any]:
         return {

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from tiercel.engine.ask import Answer, Delta, Prefiller, TokenOut, Usage
 from tiercel.server.prefiller import transfer_params
 from tiercel.server.protocol import ChatRequest, CompletionRequest, OpenAIRequest
-from tiercel.server.reply import finish_reason, to_json
+from tiercel.server.reply import DataEvents, finish_reason, to_json
 from tiercel.text.answer import AnswerReader, CallPart, Said
 from tiercel.text.text import Text
 
@@ -40,7 +40,7 @@ def cached_by_tier(usage: Usage) -> Fields:
 
 
 @dataclass
-class OpenAIReply:
+class OpenAIReply(DataEvents):
     """What chat and completions share. There are n answers for each prompt, in the order of the prompts."""
 
     event: ClassVar[str]
@@ -164,7 +164,7 @@ class ChatReply(OpenAIReply):
         return "tool_calls" if reason == "stop" and self._readers[index].called else reason
 
     def _logprobs(self, tokens: Sequence[TokenOut]) -> Fields | None:
-        return _chat_logprobs(self.text, tokens, self.body.top_logprobs or 0) if self.body.logprobs else None
+        return chat_logprobs(self.text, tokens, self.body.top_logprobs or 0) if self.body.logprobs else None
 
 
 def _call(part: CallPart) -> Fields:
@@ -225,7 +225,7 @@ def finite(logprob: float | None) -> float | None:
     return None if logprob is None else max(logprob, LEAST)
 
 
-def _chat_logprobs(text: Text, tokens: Iterable[TokenOut], top: int) -> Fields:
+def chat_logprobs(text: Text, tokens: Iterable[TokenOut], top: int) -> Fields:
     content = [
         _named(text, out.token, out.logprob)
         | {"top_logprobs": [_named(text, *each) for each in out.top[:top]]}

@@ -25,7 +25,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from tiercel.engine.ask import Answer, Ask, Delta, Finish, TokenOut
+from tiercel.engine.ask import Answer, Ask, Delta, Finish, TokenOut, Usage
 from tiercel.server.body import read_body
 from tiercel.server.border import Visit, visit_of
 from tiercel.server.errors import ApiError, ClientGone, translate
@@ -78,6 +78,13 @@ class Front:
         path = () if self.options.model_path is None else (self.options.model_path,)
         return tuple(dict.fromkeys((*self.names, *path, DEFAULT_MODEL)))
 
+    def check_model(self, name: str | None) -> None:
+        """A client that names no model means the one that is served."""
+        if name is not None and name not in self.names_accepted:
+            listed = ", ".join(map(repr, self.names))
+            message = f"model {name[:100]!r} is not served here; the served model has the names {listed}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
     async def off_loop(self, work: Callable[..., T], *given: Any) -> T:
         """Runs work in a thread, so that templates and tokenizing do not block the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self.aside, work, *given)
@@ -114,18 +121,65 @@ class Reply(Protocol):
         """The last events of a stream."""
         ...
 
+    def framed(self, event: str) -> str:
+        """An event as it is sent."""
+        ...
+
+    def failed(self, error: ApiError) -> str:
+        """The last event of a stream that an error ends."""
+        ...
+
+    ended: str
+    """What is sent after the last event of a stream that no error ended."""
+
+
+class DataEvents:
+    """Streams of OpenAI's older calls and of SGLang: events without a name, then [DONE]."""
+
+    ended = "data: [DONE]\n\n"
+
+    def framed(self, event: str) -> str:
+        return f"data: {event}\n\n"
+
+    def failed(self, error: ApiError) -> str:
+        return json.dumps(error.body())
+
+
+class NamedEvents:
+    """Streams of newer calls: every event is named by its field `type`, and the last one tells the end."""
+
+    ended = ""
+
+    def framed(self, event: str) -> str:
+        name = event.removeprefix('{"type":"').partition('"')[0]
+        return f"event: {name}\ndata: {event}\n\n"
+
 
 def to_json(value: object) -> str:
     return pydantic_core.to_json(value).decode()  # several times as fast as `json.dumps`
 
 
-def finish_reason(answer: Answer) -> Literal["stop", "length"] | None:
-    """Why an answer ended. `answer_deltas` raises every other ending as an error."""
+@dataclass(frozen=True)
+class Abort:
+    """A client's wish to end an answer early, by the engine's id of its request."""
+
+    request_id: str
+
+    def concerns(self, ask: Ask) -> bool:
+        """Ids of several prompts, or of several answers, are derived from the request's."""
+        return ask.request_id == self.request_id or ask.request_id.startswith(f"{self.request_id}.")
+
+
+def finish_reason(answer: Answer) -> Literal["stop", "length", "abort"] | None:
+    """Why an answer ended: `abort` if a client wanted it. `answer_deltas` raises every other ending as an
+    error."""
     match answer.finish:
         case Finish.STOP:
             return "stop"
         case Finish.LENGTH:
             return "length"
+        case Finish.ABORT:
+            return "abort"
     assert answer.finish is None
     return None
 
@@ -140,7 +194,7 @@ async def respond(
     coming = answer_deltas(front.service, groups, answers, visit_of(request))
     if stream:
         pieces = _pieces(front, coming, answers, reply)
-        return EventStream(await while_present(request, _next(pieces)), pieces)
+        return EventStream(await while_present(request, _next(pieces)), pieces, reply)
     await while_present(request, _gather(coming))
     logged = any(ask.sampling.logprobs is not None for ask in every)
     text = await front.off_loop(reply.whole, answers) if logged else reply.whole(answers)
@@ -157,22 +211,38 @@ async def answer_deltas(
     """All Deltas of all asks, in the order of their arrival, added to `answers`. Closing the generator ends
     every ask."""
     running = _Running(service)
-    open_asks = 0
+    every = [ask for group in groups for ask in group]
+    open_asks = set(range(len(every)))
+    first = 0
     for group in groups:
-        running.start(open_asks, group[0], group[1:])
-        open_asks += len(group)
+        running.start(first, group[0], group[1:])
+        first += len(group)
+    visit.abort = lambda request_id: running.queue.put_nowait(Abort(request_id))
     try:
         while open_asks:
             match await running.queue.get():
-                case (index, delta):
+                case Abort() as abort:
+                    for index in [index for index in open_asks if abort.concerns(every[index])]:
+                        open_asks.discard(index)
+                        running.cancel(index)
+                        usage = (
+                            answers[index].usage if answers[index].tokens else Usage(len(every[index].prompt))
+                        )
+                        delta = Delta(every[index].request_id, usage, finish=Finish.ABORT)
+                        answers[index].add(delta)
+                        yield index, delta
+                case (index, _) if index not in open_asks:
+                    pass  # it came after the abort
+                case (index, None):
+                    open_asks.discard(index)
+                case (index, Delta() as delta):
                     visit.token_seen()
                     answers[index].add(delta)
                     yield index, delta
-                case None:
-                    open_asks -= 1
-                case error:
+                case Exception() as error:
                     raise error
     finally:
+        visit.abort = None
         # When a client is gone Starlette cancels again at every await. `close` must run once, to its end.
         with CancelScope(shield=True):
             await running.close()
@@ -187,7 +257,7 @@ class _Running:
 
     def __init__(self, service: EngineService) -> None:
         self.service = service
-        self.queue: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue()
+        self.queue: asyncio.Queue[tuple[int, Delta | None] | Exception | Abort] = asyncio.Queue()
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self.ending: set[int] = set()
 
@@ -196,6 +266,11 @@ class _Running:
     ) -> None:
         """Starts an ask. Its first Delta starts the `others`, which get the prompt's logprobs from it."""
         self.tasks[index] = asyncio.create_task(self._follow(index, ask, others, prompt))
+
+    def cancel(self, index: int) -> None:
+        """Ends an ask, if it was started. `close` waits for it."""
+        if index in self.tasks and index not in self.ending:
+            self.tasks[index].cancel()
 
     async def close(self) -> None:
         """Ends the asks that still run, and waits until they have given back all memory."""
@@ -207,7 +282,7 @@ class _Running:
     async def _follow(
         self, index: int, ask: Ask, others: Sequence[Ask], prompt: tuple[TokenOut, ...]
     ) -> None:
-        """Queues every Delta of an ask; then None, or the error that ended the ask."""
+        """Queues every Delta of an ask; then None instead of one, or the error that ended the ask."""
         began = False
         try:
             async with aclosing(self.service.submit(ask)) as deltas:
@@ -226,7 +301,7 @@ class _Running:
                         break
                 else:
                     raise AssertionError(f"the answer to {ask.request_id} has no end")
-            self.queue.put_nowait(None)
+            self.queue.put_nowait((index, None))
         except Exception as error:  # noqa: BLE001 (`answer_deltas` raises it)
             self.queue.put_nowait(error)
 
@@ -280,16 +355,16 @@ async def _gone(request: Request) -> None:
 
 
 class EventStream(StreamingResponse):
-    """Sends the JSON of a generator as server-sent events, `data: {…}`, at the end `data: [DONE]`.
+    """Sends the JSON of a generator as server-sent events, framed by the reply.
 
-    An error after the first event becomes the last event, without [DONE]. The generator is always closed: a
-    client may leave at any time.
+    An error after the first event becomes the last event. The generator is always closed: a client may leave
+    at any time.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, head: str, rest: AsyncGenerator[str, None]) -> None:
-        self._events = _events(head, rest)
+    def __init__(self, head: str, rest: AsyncGenerator[str, None], reply: Reply) -> None:
+        self._events = _events(head, rest, reply)
         self._rest = rest
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(self._events, headers=headers)
@@ -302,12 +377,12 @@ class EventStream(StreamingResponse):
             await self._rest.aclose()
 
 
-async def _events(head: str, rest: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-    yield f"data: {head}\n\n"
+async def _events(head: str, rest: AsyncGenerator[str, None], reply: Reply) -> AsyncGenerator[str, None]:
+    yield reply.framed(head)
     try:
         async for piece in rest:
-            yield f"data: {piece}\n\n"
+            yield reply.framed(piece)
     except Exception as error:  # noqa: BLE001 (the status code is sent already)
-        yield f"data: {json.dumps(translate(error).body())}\n\n"
+        yield reply.framed(reply.failed(translate(error)))
     else:
-        yield "data: [DONE]\n\n"
+        yield reply.ended

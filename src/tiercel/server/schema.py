@@ -29,7 +29,9 @@ def body(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
 
-def gives(model: Any, *problems: int, media_type: str | None = None) -> Responses:
+def gives(
+    model: Any, *problems: int, media_type: str | None = None, error: type[BaseModel] = ErrorBody
+) -> Responses:
     """For a route's `responses`: the model, perhaps another media type, and the error codes."""
     answer: dict[str, Any] = {"description": "The answer"}
     if model is not None:
@@ -38,7 +40,7 @@ def gives(model: Any, *problems: int, media_type: str | None = None) -> Response
         answer["content"] = {media_type: {}}
     responses: Responses = {200: answer}
     for status in (*problems, 500):
-        responses[status] = {"model": ErrorBody, "description": HTTPStatus(status).phrase}
+        responses[status] = {"model": error, "description": HTTPStatus(status).phrase}
     return responses
 
 

@@ -94,18 +94,27 @@ class Text:
         self.eos = frozenset(token for token in ends if token is not None)
         self._pieces: dict[int, bytes] = {}
 
-    def encode(self, text: str, *, field: str = "text", tokens_max: int | None = None) -> list[int]:
+    def encode(
+        self,
+        text: str,
+        *,
+        field: str = "text",
+        tokens_max: int | None = None,
+        add_special_tokens: bool = True,
+    ) -> list[int]:
         """A whole text as tokens, after the bos token if there is one. It may hold control tokens.
+        `add_special_tokens` False: nothing is added to the text.
 
         Raises `LengthError`, without encoding, if its length alone gives more than `tokens_max` tokens.
         """
         self._check_length(text, field, tokens_max)
-        tokens = self._encode(text, field=field, whole=True).ids
-        return tokens if tokens[:1] == self._lead else self._lead + tokens
+        tokens = self._encode(text, field=field, whole=add_special_tokens).ids
+        return self._lead + tokens if add_special_tokens and tokens[:1] != self._lead else tokens
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """A whole text without special tokens. Bytes that are not UTF-8 become U+FFFD."""
-        names = [self._tokenizer.id_to_token(token) for token in tokens if token not in self.hidden]
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """A whole text. Bytes that are not UTF-8 become U+FFFD."""
+        hidden = self.hidden if skip_special_tokens else ()
+        names = [self._tokenizer.id_to_token(token) for token in tokens if token not in hidden]
         shown = [name for name in names if name is not None]
         first = b"".join(map(self._decoder.of_first, shown[:1]))
         rest = b"".join(map(self._decoder.of, shown[1:]))

@@ -1,0 +1,387 @@
+"""OpenAI's `/v1/responses`: its requests as types, and their translation into a chat.
+
+Nothing is kept: `store` is accepted, and a request that refers to an earlier response is refused.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from pydantic import BaseModel, Discriminator, Field, Tag
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tiercel.errors import InputError
+from tiercel.server import keys, known, schema
+from tiercel.server.body import Body, Stop, TokenCount, TopLogprobs
+from tiercel.server.errors import ApiError, conflict, refusal
+from tiercel.server.openai_api import OpenAI
+from tiercel.server.protocol import Effort
+from tiercel.server.reply import Front
+from tiercel.server.responses_replies import ResponseOut, ResponsesReply
+from tiercel.server.schema import gives
+from tiercel.server.translate import Fields, Messages, PassedOn, ToolName, Translated, one_of
+
+LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
+
+NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+
+# --- the request ---
+
+
+ITEMS = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
+
+
+class BreakPoint(Body):
+    """Marks a point after which texts may differ."""
+
+    known = known.BREAK_POINT
+
+    mode: Literal["explicit"]
+
+
+class Part(Body):
+    """A text. (Images, files and refusals are refused.)"""
+
+    known = known.INPUT_PART
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    prompt_cache_breakpoint: BreakPoint | None = None
+
+
+Content = str | list[Part]
+
+
+class InputMessage(Body):
+    known = known.ITEM_LABELS
+
+    type: Annotated[Literal["message"] | None, one_of(ITEMS)] = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+
+
+class CallItem(Body):
+    """A call that the model made."""
+
+    known = known.CALL_ITEM
+
+    type: Literal["function_call"]
+    call_id: str
+    name: Annotated[str, Field(min_length=1)]
+    arguments: str
+
+
+class CallOutputItem(Body):
+    """What came of a call."""
+
+    known = known.CALL_OUTPUT_ITEM
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Content
+
+
+class Thought(Body):
+    type: Literal["summary_text", "reasoning_text"]
+    text: str
+
+
+class ReasoningItem(Body):
+    """Thoughts, as an answer had them."""
+
+    known = known.ITEM_LABELS
+
+    type: Literal["reasoning"]
+    summary: list[Thought] | None = None
+    content: list[Thought] | None = None
+    encrypted_content: str | None = None
+
+    @property
+    def thoughts(self) -> str:
+        written = self.content or self.summary
+        if written or not self.encrypted_content:
+            return "\n\n".join(each.text for each in written or ())
+        return decoded(self.encrypted_content)
+
+
+class ItemReference(Body):
+    type: Literal["item_reference"]
+    id: Annotated[str, Field(json_schema_extra={"pattern": "^rs_"})]
+    """Of thoughts, which a conversation can go on without: nothing is kept here."""
+
+
+def _kind(item: Any) -> str:
+    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    return kind if isinstance(kind, str) and kind in ITEMS else "message"
+
+
+Item = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CallOutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[ItemReference, Tag("item_reference")],
+    Discriminator(_kind),
+]
+
+
+class FunctionTool(Body):
+    known = known.FUNCTION_TOOL
+
+    type: Literal["function"]
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    name: str
+
+
+class Format(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class TextFields(Body):
+    known = known.TEXT_FIELDS
+
+    format: Format | None = None
+
+
+Summary = Literal["auto", "concise", "detailed"]
+
+
+class Reasoning(Body):
+    known = known.REASONING
+
+    effort: Effort | None = None
+    summary: Summary | None = None
+    generate_summary: Summary | None = None
+    """The older name of `summary`."""
+
+
+class ResponsesStreamOptions(Body):
+    known = known.STREAM_OPTIONS
+
+
+class ResponsesRequest(PassedOn):
+    known = known.RESPONSES
+
+    input: Annotated[str, Field(min_length=1)] | Annotated[list[Item], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: TokenCount | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextFields | None = None
+    reasoning: Reasoning | None = None
+    include: list[str] | None = None
+    top_logprobs: TopLogprobs | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    stream_options: ResponsesStreamOptions | None = None
+    stop: Stop | None = None
+    """Not OpenAI's: named as in vLLM and SGLang."""
+
+    @property
+    def summarised(self) -> bool:
+        """Whether thoughts are told as a summary: clients that ask for one look for them there."""
+        return bool(self.reasoning and (self.reasoning.summary or self.reasoning.generate_summary))
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether thoughts are also told as `encrypted_content`, which clients send back as it is."""
+        return ENCRYPTED in (self.include or ())
+
+    def translated(self) -> Translated:
+        messages = _messages(self)
+        logged = LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+        fields: Fields = self.passed_on() | {
+            "max_completion_tokens": self.max_output_tokens,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning_effort": self.reasoning.effort if self.reasoning else None,
+            "stop": self.stop,
+            "logprobs": logged,
+            "top_logprobs": self.top_logprobs if logged else None,
+        }
+        if self.tools:
+            fields["tools"] = [
+                {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_unset=True)}
+                for tool in self.tools
+            ]
+        if isinstance(self.tool_choice, NamedTool):
+            fields["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
+        else:
+            fields["tool_choice"] = self.tool_choice
+        if self.text and self.text.format:
+            fields["response_format"] = _response_format(self.text.format)
+        return Translated(fields, messages, NAMES)
+
+
+def _response_format(asked: Format) -> Fields:
+    given = asked.model_dump(exclude_none=True, by_alias=True)
+    kind = given.pop("type")
+    return {"type": kind, "json_schema": given} if kind == "json_schema" else {"type": kind}
+
+
+def _messages(body: ResponsesRequest) -> Messages:
+    messages = Messages()
+    if body.instructions:
+        messages.add("instructions", role="system", content=body.instructions)
+    if isinstance(body.input, str):
+        messages.add("input", role="user", content=body.input)
+        return messages
+    answer: Fields | None = None
+    for index, item in enumerate(body.input):
+        origin = f"input[{index}]"
+        match item:
+            case ItemReference():
+                _check_reference(f"{origin}.id", item)
+                continue
+            case CallOutputItem():
+                content = _content(item.output)
+                messages.add(origin, role="tool", tool_call_id=item.call_id, content=content)
+                answer = None
+            case InputMessage(role="user" | "system" | "developer"):
+                messages.add(origin, role=item.role, content=_content(item.content))
+                answer = None
+            case _:
+                answer = _answer(messages, answer, origin, item)
+    if not messages.all:
+        raise conflict("input", len(body.input), "has no message")
+    return messages
+
+
+def _answer(
+    messages: Messages,
+    answer: Fields | None,
+    origin: str,
+    item: InputMessage | CallItem | ReasoningItem,
+) -> Fields:
+    """Thoughts, words and calls of one answer are several items, but one message of a chat: `answer`, which
+    is begun anew where the item can not belong to it."""
+    closed = answer is None or answer["content"] or "tool_calls" in answer
+    if answer is None or (closed and not isinstance(item, CallItem)):
+        answer = messages.assistant(origin)
+    match item:
+        case InputMessage():
+            answer["content"] = _content(item.content)
+        case CallItem():
+            function = {"name": item.name, "arguments": item.arguments}
+            call = {"id": item.call_id, "type": "function", "function": function}
+            answer.setdefault("tool_calls", []).append(call)
+        case ReasoningItem():
+            thoughts = [answer.get("reasoning_content", ""), item.thoughts]
+            answer["reasoning_content"] = "\n\n".join(filter(None, thoughts))
+    return answer
+
+
+def _content(given: Content) -> str | list[Fields]:
+    if isinstance(given, str):
+        return given
+    if not any(part.prompt_cache_breakpoint for part in given) and len(given) < 2:
+        return "".join(part.text for part in given)
+    return [
+        {"type": "text", "text": part.text}
+        | ({"cache_control": {"type": "ephemeral"}} if part.prompt_cache_breakpoint else {})
+        for part in given
+    ]
+
+
+def _check_reference(field: str, item: ItemReference) -> None:
+    if not item.id.startswith("rs_"):
+        why = "no item is kept here; send the item itself (the AI SDK does so with `store: false`)"
+        raise refusal(field, item.id, why, code="unsupported_parameter")
+
+
+def encoded(thoughts: str) -> str:
+    return base64.b64encode(thoughts.encode()).decode()
+
+
+def decoded(content: str) -> str:
+    """Thoughts of this server; those of another one can not be read and are left out."""
+    try:
+        return base64.b64decode(content, validate=True).decode()
+    except ValueError:
+        return ""
+
+
+# --- the call ---
+
+
+class Responses:
+    """The call of one server."""
+
+    def __init__(self, front: Front) -> None:
+        self.front = front
+        self.chats = OpenAI(front)
+
+    async def create(self, request: Request) -> Response:
+        """Answer a text or a conversation. With `stream`, as server-sent events. Nothing is kept."""
+        body = await self.front.read(request, ResponsesRequest)
+        translated = body.translated()
+        reply = partial(
+            ResponsesReply,
+            echoed=_echoed(body),
+            page_tokens=self.front.service.page_tokens,
+            summarised=body.summarised,
+            encoded=encoded if body.encrypted else None,
+        )
+        try:
+            return await self.chats.converse(request, translated.chat, reply)
+        except (ApiError, InputError) as error:
+            raise translated.told(error) from error
+
+
+def _echoed(body: ResponsesRequest) -> Fields:
+    """The fields of a response that repeat the request."""
+
+    def given(value: BaseModel | Sequence[BaseModel] | None) -> Any:
+        if isinstance(value, BaseModel):
+            return value.model_dump(exclude_none=True, by_alias=True)
+        return [given(each) for each in value or ()]
+
+    reasoning = {"effort": None, "summary": None} | (given(body.reasoning) if body.reasoning else {})
+    text = given(body.text) if body.text and body.text.format else {"format": {"type": "text"}}
+    choice = given(body.tool_choice) if isinstance(body.tool_choice, NamedTool) else body.tool_choice
+    return {
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "reasoning": reasoning,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "text": text,
+        "tool_choice": choice or "auto",
+        "tools": [{"parameters": None, "strict": None} | given(tool) for tool in body.tools or ()],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+    }
+
+
+def router(front: Front) -> APIRouter:
+    routes = APIRouter(prefix="/v1", tags=["OpenAI"], dependencies=keys.user(front.options))
+    routes.add_api_route(
+        "/responses",
+        Responses(front).create,
+        methods=["POST"],
+        responses=gives(ResponseOut, 400, 401, 404, 413, 429, 503, media_type="text/event-stream"),
+        openapi_extra=schema.body(ResponsesRequest),
+    )
+    return routes

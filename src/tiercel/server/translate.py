@@ -1,0 +1,131 @@
+"""From other calls to a chat: `responses` and `anthropic` translate their requests into a `ChatRequest`.
+
+An error of the chat names fields of the chat; `Translated.told` gives it the names of the client's call.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from tiercel.errors import InputError
+from tiercel.server.body import (
+    UNSUPPORTED,
+    Bias,
+    Body,
+    Penalty,
+    Priority,
+    Repetition,
+    RequestId,
+    Salt,
+    Seed,
+    Share,
+    TokenCount,
+    TokenId,
+    TopK,
+    TopP,
+    checked,
+    limit,
+)
+from tiercel.server.errors import ApiError, translate
+from tiercel.server.protocol import ChatRequest
+
+Fields = dict[str, Any]
+
+ToolName = Annotated[str, Field(pattern=r'^[^"<>\s]{1,128}$')]
+
+
+def one_of(names: Sequence[str]) -> BeforeValidator:
+    """For the field `type` of the object that stands for every unknown type."""
+
+    def check(kind: Any) -> Any:
+        if kind is not None and kind not in names:
+            only = {"only": ", ".join(names), "field": "type"}
+            raise PydanticCustomError(UNSUPPORTED, "this server supports only {only}", only)
+        return kind
+
+    return BeforeValidator(check)
+
+
+class PassedOn(Body):
+    """Fields that a chat has too, under the same name: standard ones, and those of vLLM and SGLang."""
+
+    model: Annotated[str, limit(enum="models")] | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: Share | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Repetition | None = None
+    logit_bias: Bias | None = None
+    seed: Seed | None = None
+    min_tokens: TokenCount | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    cache_salt: Salt | None = None
+    priority: Priority | None = None
+    rid: RequestId | None = None
+    request_id: RequestId | None = None
+
+    def passed_on(self) -> Fields:
+        given = ((name, getattr(self, name)) for name in PassedOn.model_fields)
+        return {name: value for name, value in given if value is not None}
+
+
+@dataclass
+class Messages:
+    """Messages of a chat as they are collected, with the place in the client's call that each came from."""
+
+    all: list[Fields] = field(default_factory=list)
+    origins: list[str] = field(default_factory=list)
+
+    def add(self, origin: str, **message: Any) -> Fields:
+        self.all.append(message)
+        self.origins.append(origin)
+        return message
+
+    def assistant(self, origin: str) -> Fields:
+        """A new message of the assistant. Its fields are filled in by the caller."""
+        return self.add(origin, role="assistant", content=None)
+
+
+@dataclass(frozen=True)
+class Translated:
+    """A request as a chat."""
+
+    fields: Fields
+    messages: Messages
+    names: Mapping[str, str]
+    """Fields of a chat that have another name in the client's call."""
+
+    @property
+    def chat(self) -> ChatRequest:
+        try:
+            return checked(self.fields | {"messages": self.messages.all}, ChatRequest)
+        except ApiError as error:
+            raise self.told(error) from error
+
+    def told(self, error: ApiError | InputError) -> ApiError:
+        """The error with the names of the client's call."""
+        api = translate(error)
+        if api.param is None:
+            return api
+        name = self._named(api.param)
+        prefixed = api.message.startswith(api.param)
+        message = name + api.message.removeprefix(api.param) if prefixed else api.message
+        return ApiError(api.status, message, param=name, code=api.code, headers=api.headers)
+
+    def _named(self, param: str) -> str:
+        if found := re.match(r"messages\[(\d+)\]", param):
+            return self.messages.origins[int(found[1])] + param[found.end() :]
+        first = re.split(r"[.\[]", param)[0]
+        return self.names.get(first, first) + param.removeprefix(first)
