@@ -1,0 +1,92 @@
+// The list of calls: openapi.json as a page.
+
+const main = document.getElementById("calls");
+
+function make(tag, className, ...children) {
+  const node = document.createElement(tag);
+  if (className) node.className = className;
+  node.append(...children);
+  return node;
+}
+
+let schemas = {};
+const named = (schema) => schema?.$ref?.split("/").pop();
+const resolved = (schema) => (named(schema) ? schemas[named(schema)] : (schema ?? {}));
+
+// A type in a few words: "integer", "array of string", "ChatMessage or null".
+function kind(schema) {
+  if (!schema) return "";
+  if (named(schema)) return named(schema);
+  const any = schema.anyOf ?? schema.oneOf;
+  if (any) return [...new Set(any.map(kind))].join(" or ");
+  if (schema.enum) return schema.enum.map((value) => JSON.stringify(value)).join(" or ");
+  if ("const" in schema) return JSON.stringify(schema.const);
+  if (schema.type === "array") return `array of ${kind(schema.items) || "anything"}`;
+  return schema.type ?? "anything";
+}
+
+function limits(schema) {
+  const words = { minimum: "least", maximum: "most", maxLength: "most characters", maxItems: "most items", default: "default" };
+  return Object.entries(words)
+    .filter(([name]) => schema[name] !== undefined && schema[name] !== null)
+    .map(([name, word]) => `${word} ${JSON.stringify(schema[name])}`)
+    .join(", ");
+}
+
+function table(rows) {
+  const head = make("tr", "", ...["Name", "Type", "About"].map((text) => make("th", "", text)));
+  return make("table", "", make("thead", "", head), make("tbody", "", ...rows));
+}
+
+function field(name, schema, required) {
+  const about = [required ? "needed" : "", limits(schema), schema.description ?? ""].filter(Boolean).join("; ");
+  return make("tr", "", make("td", "", make("code", "", name)), make("td", "", kind(schema)), make("td", "", about));
+}
+
+function fields(schema) {
+  const { properties = {}, required = [] } = resolved(schema);
+  return table(Object.entries(properties).map(([name, each]) => field(name, each, required.includes(name))));
+}
+
+function example(method, path, operation) {
+  const lines = [`curl ${location.origin}${path}`];
+  if (method !== "get") lines.push(`-X ${method.toUpperCase()}`);
+  if (operation.security) lines.push('-H "authorization: Bearer $KEY"');
+  if (operation.requestBody) lines.push('-H "content-type: application/json"', "-d '{…}'");
+  return make("pre", "", lines.join(" \\\n  "));
+}
+
+function call(path, method, operation) {
+  const inside = make("div", "", make("p", "quiet", operation.description ?? ""), example(method, path, operation));
+  if (operation.parameters?.length) {
+    const rows = operation.parameters.map((each) => field(each.name, { ...each.schema, description: each.description }, each.required));
+    inside.append(make("h3", "", "Parameters"), table(rows));
+  }
+  const body = operation.requestBody?.content["application/json"]?.schema;
+  if (body) inside.append(make("h3", "", `Body: ${kind(body)}`), fields(body));
+  const answer = operation.responses["200"]?.content?.["application/json"]?.schema;
+  if (answer && resolved(answer).properties) inside.append(make("h3", "", `Answer: ${kind(answer)}`), fields(answer));
+  inside.append(make("h3", "", "Status"), make("p", "quiet",
+    Object.entries(operation.responses).map(([status, each]) => `${status} ${each.description}`).join(" · ")));
+  const title = make("summary", "", make("span", "method", method.toUpperCase()), make("code", "", path),
+    make("span", "quiet", operation.description?.split(". ")[0] ?? ""));
+  return make("details", "card call", title, inside);
+}
+
+async function run() {
+  const response = await fetch("openapi.json");
+  if (!response.ok) throw new Error(`the server answered ${response.status}`);
+  const schema = await response.json();
+  schemas = schema.components.schemas;
+  document.getElementById("version").textContent = `${schema.info.title} ${schema.info.version}`;
+  const groups = new Map();
+  for (const [path, operations] of Object.entries(schema.paths)) {
+    for (const [method, operation] of Object.entries(operations)) {
+      const tag = operation.tags?.[0] ?? "other";
+      groups.set(tag, [...(groups.get(tag) ?? []), call(path, method, operation)]);
+    }
+  }
+  for (const [tag, calls] of groups) main.append(make("h2", "group", tag), ...calls);
+}
+
+run().catch((error) => main.append(make("p", "card", `The list of calls can not be shown: ${error.message}`)));
