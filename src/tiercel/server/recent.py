@@ -1,7 +1,7 @@
 """What the last minutes brought, for the page: tokens and times to first token by source, the last requests.
 
-A request's source is the slowest tier that its prompt came from, or `computed`. The memory is bounded: so many
-intervals, so many times in each, so many requests.
+A request's source is the slowest tier that its prompt came from, or `computed`. The memory is bounded: there
+is a limit for intervals, for times in each of them, and for requests.
 """
 
 from __future__ import annotations

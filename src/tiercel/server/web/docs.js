@@ -13,25 +13,25 @@ let schemas = {};
 const named = (schema) => schema?.$ref?.split("/").pop();
 const resolved = (schema) => (named(schema) ? schemas[named(schema)] : (schema ?? {}));
 
-// A type in a few words: "integer", "array of string", "ChatMessage or null".
+// A type in a few words: "integer from 0 to 20", "array of Message", "true or string".
 function kind(schema) {
   if (!schema) return "";
   if (named(schema)) return named(schema);
   const any = schema.anyOf ?? schema.oneOf;
-  if (any) return [...new Set(any.map(kind))].join(" or ");
+  if (any) return [...new Set(any.filter((each) => each.type !== "null").map(kind))].join(" or ");
   if (schema.enum) return schema.enum.map((value) => JSON.stringify(value)).join(" or ");
   if ("const" in schema) return JSON.stringify(schema.const);
   if (schema.type === "array") return `array of ${kind(schema.items) || "anything"}`;
-  return schema.type ?? "anything";
+  return [schema.type ?? "anything", ...limits(schema)].join(" ");
 }
 
 function limits(schema) {
-  const words = { minimum: "least", maximum: "most", maxLength: "most characters", maxItems: "most items", default: "default" };
-  return Object.entries(words)
-    .filter(([name]) => schema[name] !== undefined && schema[name] !== null)
-    .map(([name, word]) => `${word} ${JSON.stringify(schema[name])}`)
-    .join(", ");
+  const words = { minimum: "from", exclusiveMinimum: "above", maximum: "to", exclusiveMaximum: "below" };
+  return Object.entries(words).filter(([name]) => name in schema).map(([name, word]) => `${word} ${schema[name]}`);
 }
+
+// Fields of other servers that change nothing here: any value, or only these values.
+const unused = (schema) => Object.keys(schema).every((name) => name === "enum");
 
 function table(rows) {
   const head = make("tr", "", ...["Name", "Type", "About"].map((text) => make("th", "", text)));
@@ -39,13 +39,18 @@ function table(rows) {
 }
 
 function field(name, schema, required) {
-  const about = [required ? "needed" : "", limits(schema), schema.description ?? ""].filter(Boolean).join("; ");
-  return make("tr", "", make("td", "", make("code", "", name)), make("td", "", kind(schema)), make("td", "", about));
+  const start = schema.default ?? null;
+  const about = [required ? "needed" : "", start === null ? "" : `default ${JSON.stringify(start)}`, schema.description];
+  return make("tr", "", make("td", "", make("code", "", name)), make("td", "", kind(schema)), make("td", "", about.filter(Boolean).join("; ")));
 }
 
 function fields(schema) {
   const { properties = {}, required = [] } = resolved(schema);
-  return table(Object.entries(properties).map(([name, each]) => field(name, each, required.includes(name))));
+  const rows = Object.entries(properties);
+  const known = rows.filter(([, each]) => unused(each)).map(([name]) => name);
+  const used = rows.filter(([, each]) => !unused(each)).sort(([a], [b]) => required.includes(b) - required.includes(a));
+  return make("div", "", table(used.map(([name, each]) => field(name, each, required.includes(name)))),
+    make("p", "quiet", known.length ? `Known from other servers, accepted where they change nothing: ${known.join(", ")}` : ""));
 }
 
 function example(method, path, operation) {

@@ -266,51 +266,51 @@ function drawStore(stats) {
 
 // Charts: x is time, the newest interval is on the right
 
-const WIDTH = 560;
 const HEIGHT = 150;
-const LEFT = 44;
+const LEFT = 54;
+const TOP = 8;
 const BOTTOM = 20;
+const TALL = HEIGHT - BOTTOM - TOP;
 
 const intervals = () => Object.entries(state.recent.intervals).map(([at, each]) => [Number(at), each]);
 
 function drawCharts() {
   const { interval_s: step, intervals: count } = state.server;
   const newest = Math.floor((Date.now() - skewMs) / 1000 / step) * step;
-  const wide = (WIDTH - LEFT) / count;
-  const x = (at) => WIDTH - wide * ((newest - at) / step + 1);
-  const here = intervals().filter(([at]) => x(at) >= LEFT - 1);
-  drawShares(here, x, wide);
-  drawFirst(here, x, wide);
+  const width = $("share-chart").clientWidth || 560; // both charts are equally wide
+  const wide = (width - LEFT) / count;
+  const x = (at) => width - wide * ((newest - at) / step + 1);
+  const here = intervals().filter(([at]) => x(at) >= LEFT - 1).sort(([a], [b]) => a - b);
+  drawShares(here, x, wide, width);
+  drawFirst(here, x, wide, width);
 }
 
-function frame(svg, lines) {
-  svg.setAttribute("viewBox", `0 0 ${WIDTH} ${HEIGHT}`);
+function frame(svg, width, lines) {
+  svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
   const { interval_s: step, intervals: count } = state.server;
   const minutes = (step * count) / 60;
   const times = [...Array(minutes + 1).keys()].map((minute) => {
-    const at = LEFT + ((WIDTH - LEFT) * minute) / minutes;
+    const at = LEFT + ((width - LEFT) * minute) / minutes;
     const anchor = minute === minutes ? "end" : minute ? "middle" : "start";
     return make("svg:text", { x: at, y: HEIGHT - 4, "text-anchor": anchor }, minute === minutes ? "now" : `−${minutes - minute} min`);
   });
   svg.replaceChildren(
     ...lines.map(([y, text]) => make("svg:g", {},
-      make("svg:line", { x1: LEFT, x2: WIDTH, y1: y, y2: y }),
+      make("svg:line", { x1: LEFT, x2: width, y1: y, y2: y }),
       make("svg:text", { x: LEFT - 6, y: y + 4, "text-anchor": "end" }, text))),
     ...times);
 }
 
-function drawShares(here, x, wide) {
-  const top = 8;
-  const high = HEIGHT - BOTTOM - top;
+function drawShares(here, x, wide, width) {
   const svg = $("share-chart");
-  frame(svg, [0, 0.5, 1].map((share) => [top + high * (1 - share), `${100 * share} %`]));
+  frame(svg, width, [0, 0.5, 1].map((share) => [TOP + TALL * (1 - share), `${100 * share} %`]));
   const total = Object.fromEntries(SOURCES.map((source) => [source, 0]));
   for (const [at, { tokens }] of here) {
-    let y = top + high;
+    let y = TOP + TALL;
     const all = sum(tokens);
     for (const source of SOURCES) {
       total[source] += tokens[source];
-      const tall = all ? (high * tokens[source]) / all : 0;
+      const tall = all ? (TALL * tokens[source]) / all : 0;
       y -= tall;
       if (tall) svg.append(make("svg:rect", { className: source, x: x(at) + 1, y, width: wide - 2, height: tall },
         make("svg:title", {}, `${short(tokens[source])} of ${short(all)} tokens: ${source}`)));
@@ -324,19 +324,17 @@ function drawShares(here, x, wide) {
   svg.setAttribute("aria-label", $("share-note").textContent);
 }
 
-function drawFirst(here, x, wide) {
-  const top = 8;
-  const high = HEIGHT - BOTTOM - top;
+function drawFirst(here, x, wide, width) {
   const svg = $("first-chart");
   const times = here.flatMap(([, each]) => Object.values(each.first_token_s));
   const low = Math.floor(Math.log10(Math.min(0.01, ...times)));
   const most = Math.max(low + 2, Math.ceil(Math.log10(Math.max(1, ...times))));
-  const y = (time) => top + high * (1 - (Math.log10(time) - low) / (most - low));
+  const y = (time) => TOP + TALL * (1 - (Math.log10(time) - low) / (most - low));
   const marks = [...Array(most - low + 1).keys()].map((power) => 10 ** (low + power));
-  frame(svg, marks.map((time) => [y(time), time < 1 ? `${Math.round(time * 1e4) / 10} ms` : `${time} s`]));
+  frame(svg, width, marks.map((time) => [y(time), time < 1 ? `${Math.round(time * 1e4) / 10} ms` : `${time} s`]));
   const last = [];
   for (const source of SOURCES) {
-    const points = here.filter(([, each]) => source in each.first_token_s).sort(([a], [b]) => a - b);
+    const points = here.filter(([, each]) => source in each.first_token_s);
     if (!points.length) continue;
     const dots = points.map(([at, each]) => [x(at) + wide / 2, y(each.first_token_s[source]), each.first_token_s[source]]);
     svg.append(make("svg:polyline", { className: source, points: dots.map(([a, b]) => `${a},${b}`).join(" ") }));
@@ -441,8 +439,7 @@ async function say(text) {
   $("send").disabled = true;
   $("stop").hidden = false;
   try {
-    await stream(conversation, answer, asking.signal);
-    conversation.push({ role: "assistant", content: answer.textContent });
+    conversation.push({ role: "assistant", content: await stream(conversation, answer, asking.signal) });
   } catch (error) {
     conversation.pop();
     if (error instanceof NeedsKey) return askUserKey(text, answer, error.message);
@@ -477,6 +474,7 @@ function askUserKey(text, answer, why) {
 async function stream(conversation, answer, signal) {
   const started = performance.now();
   let first = null;
+  let text = "";
   const response = await fetch("v1/chat/completions", {
     method: "POST",
     signal,
@@ -498,10 +496,13 @@ async function stream(conversation, answer, signal) {
     if (event.error) throw new Error(event.error.message);
     first ??= performance.now();
     const delta = event.choices[0]?.delta ?? {};
-    answer.append(delta.reasoning_content ?? "", delta.content ?? "");
+    text += delta.content ?? "";
+    const more = (delta.reasoning_content ?? "") + (delta.content ?? "");
+    answer.append(answer.textContent ? more : more.trimStart());
     if (event.usage) show(source(event, (first - started) / 1000));
     $("turns").scrollTop = $("turns").scrollHeight;
   }
+  return text;
 }
 
 // Under an answer: where the tokens of its prompt came from, and on a click why not more.
@@ -518,9 +519,12 @@ function source({ id, usage, sglext }, firstSeconds) {
   details.addEventListener("toggle", async () => {
     const response = await fetch(`v1/cache/explain/${id}`, { headers: bearer(keys.user) });
     why.textContent = `${capital(response.ok ? (await response.json()).summary : await problem(response))}.`;
+    why.scrollIntoView({ block: "nearest" });
   }, { once: true });
   return details;
 }
 
-setInterval(() => state.recent && drawCharts(), 5000); // time passes, also when nothing changes
+const redraw = () => state.recent && drawCharts();
+setInterval(redraw, 5000); // time passes, also when nothing changes
+addEventListener("resize", redraw);
 run();
