@@ -40,17 +40,22 @@ function table(rows) {
 
 function field(name, schema, required) {
   const start = schema.default ?? null;
-  const about = [required ? "needed" : "", start === null ? "" : `default ${JSON.stringify(start)}`, schema.description];
-  return make("tr", "", make("td", "", make("code", "", name)), make("td", "", kind(schema)), make("td", "", about.filter(Boolean).join("; ")));
+  const given = start === null ? "" : `default ${JSON.stringify(start)}`;
+  const about = [required ? "needed" : "", given, schema.description].filter(Boolean).join("; ");
+  const cells = [make("code", "", name), kind(schema), about];
+  return make("tr", "", ...cells.map((each) => make("td", "", each)));
 }
 
 function fields(schema) {
   const { properties = {}, required = [] } = resolved(schema);
   const rows = Object.entries(properties);
   const known = rows.filter(([, each]) => unused(each)).map(([name]) => name);
-  const used = rows.filter(([, each]) => !unused(each)).sort(([a], [b]) => required.includes(b) - required.includes(a));
+  const used = rows.filter(([, each]) => !unused(each));
+  used.sort(([a], [b]) => required.includes(b) - required.includes(a));
+  const about = "Known from other servers, accepted where they change nothing";
+  const others = known.length ? `${about}: ${known.join(", ")}` : "";
   return make("div", "", table(used.map(([name, each]) => field(name, each, required.includes(name)))),
-    make("p", "quiet", known.length ? `Known from other servers, accepted where they change nothing: ${known.join(", ")}` : ""));
+    make("p", "quiet", others));
 }
 
 function example(method, path, operation) {
@@ -64,7 +69,8 @@ function example(method, path, operation) {
 function call(path, method, operation) {
   const inside = make("div", "", make("p", "quiet", operation.description ?? ""), example(method, path, operation));
   if (operation.parameters?.length) {
-    const rows = operation.parameters.map((each) => field(each.name, { ...each.schema, description: each.description }, each.required));
+    const rows = operation.parameters.map(({ name, schema, description, required }) =>
+      field(name, { ...schema, description }, required));
     inside.append(make("h3", "", "Parameters"), table(rows));
   }
   const body = operation.requestBody?.content["application/json"]?.schema;

@@ -99,7 +99,10 @@ async function follow() {
   const response = await fetch("feed", { headers: bearer(keys.admin), cache: "no-store" });
   if (!response.ok) {
     const why = await problem(response);
-    if (response.status === 401) $("ask-key-why").textContent = keys.admin ? `${capital(why)}.` : "";
+    if (response.status === 401) {
+      $("key-name").textContent = capital(why.match(/the (.+) is missing/)?.[1] ?? "key");
+      $("ask-key-why").textContent = keys.admin ? `${capital(why)}.` : "";
+    }
     tell("off", response.status === 401 ? "a key is needed" : why);
     return { 401: "key", 403: "refused" }[response.status] ?? "gone";
   }
@@ -163,7 +166,8 @@ function drawSaved({ hit_tokens: hits, counters, compute_tokens_s: rate, queue }
   $("saved-share").textContent = percent(sum(hits), asked);
   $("saved-time").textContent = rate ? seconds(saved / rate) : "–";
   $("estimate").textContent = rate
-    ? `Estimate: ${short(saved)} tokens ÷ ${short(rate)} tokens/s, the speed at which this server computed prompts a moment ago.`
+    ? `Estimate: ${short(saved)} tokens ÷ ${short(rate)} tokens/s, ` +
+      "the speed at which this server computed prompts a moment ago."
     : "No time is estimated yet: no prompt was computed since the start.";
   metric($("running"), "tiercel_queue_running", queue.running, short(queue.running));
   metric($("waiting"), "tiercel_queue_waiting", queue.waiting, `${short(queue.waiting)} wait`);
@@ -177,7 +181,8 @@ function card(tier, names) {
   root.replaceChildren(
     make("h2", {}, capital(tier), make("small", { "data-part": "note" })),
     make("p", { className: "amount" }, make("b", { "data-part": "used" }), " ", make("span", { "data-part": "of" })),
-    make("div", { className: "bar", role: "img", "data-part": "bar" }, ...names.map((name) => make("i", { "data-stream": name }))),
+    make("div", { className: "bar", role: "img", "data-part": "bar" },
+      ...names.map((name) => make("i", { "data-stream": name }))),
     make("dl", { "data-part": "list" }),
   );
   return root;
@@ -206,7 +211,10 @@ function drawMemory(tier, stats) {
   part(root, "used").dataset.value = used;
   const of = part(root, "of");
   if (!capacity) of.textContent = "turned off";
-  else metric(of, `tiercel_capacity_bytes{tier="${tier}"}`, capacity, `of ${bytes(capacity)} · ${percent(used, capacity)}`);
+  else {
+    const text = `of ${bytes(capacity)} · ${percent(used, capacity)}`;
+    metric(of, `tiercel_capacity_bytes{tier="${tier}"}`, capacity, text);
+  }
   part(root, "bar").setAttribute("aria-label", `${percent(used, capacity)} full`);
   for (const piece of part(root, "bar").children) {
     const share = capacity ? streams[piece.dataset.stream] / capacity : 0;
@@ -221,7 +229,8 @@ function drawMemory(tier, stats) {
     head.parentNode.className = "head";
     metric(head, `tiercel_cached_items{tier="${tier}",what="${kind}"}`, items[kind], short(items[kind]));
     for (const name of of_kind) {
-      metric(row(list, name), `tiercel_cached_bytes{tier="${tier}",stream="${name}"}`, streams[name], bytes(streams[name]));
+      const full = `tiercel_cached_bytes{tier="${tier}",stream="${name}"}`;
+      metric(row(list, name), full, streams[name], bytes(streams[name]));
     }
   }
   const [word, direction] = tier === "device" ? ["Loaded from the host", "loaded"] : ["Saved from the device", "saved"];
@@ -243,7 +252,7 @@ function drawStore(stats) {
   part(root, "note").textContent = store.attached ? "outlives the server" : "";
   if (!store.attached) {
     part(root, "used").textContent = "none";
-    part(root, "of").textContent = "start with --store, or attach one";
+    part(root, "of").textContent = "add one with --store";
     list.replaceChildren();
     return hits(list, "store", stats);
   }
@@ -257,10 +266,14 @@ function drawStore(stats) {
   condition.textContent = STORE_WORDS[store.state] ?? store.state;
   condition.className = store.state;
   row(list, "Where", "url").textContent = state.server.store_url;
-  if (store.records !== undefined) metric(row(list, "Pages and tails", "records"), "tiercel_store_records", store.records, short(store.records));
-  metric(row(list, "Written", "written"), "tiercel_store_saved_bytes_total", store.saved_bytes, bytes(store.saved_bytes));
-  metric(row(list, "Read", "read"), "tiercel_store_read_bytes_total", store.read_bytes, bytes(store.read_bytes));
-  metric(row(list, "Waiting to be written", "queued"), "tiercel_store_queued_bytes", store.queued_bytes, bytes(store.queued_bytes));
+  if (store.records !== undefined) {
+    metric(row(list, "Pages and tails"), "tiercel_store_records", store.records, short(store.records));
+  }
+  for (const [words, field, name] of [
+    ["Written", "saved_bytes", "saved_bytes_total"],
+    ["Read", "read_bytes", "read_bytes_total"],
+    ["Waiting to be written", "queued_bytes", "queued_bytes"],
+  ]) metric(row(list, words), `tiercel_store_${name}`, store[field], bytes(store[field]));
   hits(list, "store", stats);
 }
 
@@ -291,8 +304,9 @@ function frame(svg, width, lines) {
   const minutes = (step * count) / 60;
   const times = [...Array(minutes + 1).keys()].map((minute) => {
     const at = LEFT + ((width - LEFT) * minute) / minutes;
-    const anchor = minute === minutes ? "end" : minute ? "middle" : "start";
-    return make("svg:text", { x: at, y: HEIGHT - 4, "text-anchor": anchor }, minute === minutes ? "now" : `−${minutes - minute} min`);
+    const anchor = minute === minutes ? "end" : "middle";
+    const text = minute === minutes ? "now" : `−${minutes - minute} min`;
+    return make("svg:text", { x: at, y: HEIGHT - 4, "text-anchor": anchor }, text);
   });
   svg.replaceChildren(
     ...lines.map(([y, text]) => make("svg:g", {},
@@ -336,10 +350,11 @@ function drawFirst(here, x, wide, width) {
   for (const source of SOURCES) {
     const points = here.filter(([, each]) => source in each.first_token_s);
     if (!points.length) continue;
-    const dots = points.map(([at, each]) => [x(at) + wide / 2, y(each.first_token_s[source]), each.first_token_s[source]]);
+    const dots = points.map(([at, { first_token_s: times }]) => [x(at) + wide / 2, y(times[source]), times[source]]);
     svg.append(make("svg:polyline", { className: source, points: dots.map(([a, b]) => `${a},${b}`).join(" ") }));
     for (const [cx, cy, time] of dots) {
-      svg.append(make("svg:circle", { className: source, cx, cy, r: 3.5 }, make("svg:title", {}, `${source}: ${seconds(time)}`)));
+      const title = make("svg:title", {}, `${source}: ${seconds(time)}`);
+      svg.append(make("svg:circle", { className: source, cx, cy, r: 3.5 }, title));
     }
     last.push(`${source} ${seconds(dots.at(-1)[2])}`);
   }
@@ -369,7 +384,8 @@ function drawRequests() {
   const newest = Number(list.firstChild?.dataset.number ?? 0);
   const fresh = Object.keys(known).map(Number).filter((number) => number > newest).sort((a, b) => a - b);
   for (const number of fresh) list.prepend(request(number, known[number]));
-  $("requests-note").hidden = !list.firstChild;
+  const empty = !list.firstChild;
+  $("requests-note").textContent = empty ? "No request yet." : "Select a request to see why it did not reuse more.";
 }
 
 function request(number, told) {
@@ -511,9 +527,10 @@ function source({ id, usage, sglext }, firstSeconds) {
   const tokens = { device, host, store: storage, computed: usage.prompt_tokens - device - host - storage };
   const words = SOURCES.filter((name) => tokens[name])
     .map((name) => make("span", { className: `word ${name}` }, `${short(tokens[name])} ${name}`));
+  const took = make("span", { className: "quiet" }, `first token after ${seconds(firstSeconds)}`);
   const why = make("p", { className: "quiet" }, "…");
   const details = make("details", { className: "source" },
-    make("summary", {}, bar(tokens), make("span", { className: "words" }, ...words, make("span", { className: "quiet" }, `first token after ${seconds(firstSeconds)}`))),
+    make("summary", {}, bar(tokens), make("span", { className: "words" }, ...words, took)),
     why);
   for (const name of SOURCES) details.dataset[name] = tokens[name];
   details.addEventListener("toggle", async () => {
