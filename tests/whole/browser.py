@@ -124,16 +124,15 @@ class Browser:
     def click(self, selector):
         self.run(f"document.querySelector({json.dumps(selector)}).click()")
 
-    def picture(self, path, *, width, height=None, dark=False):
-        """The page as a PNG; without a height all of it."""
+    def picture(self, path, scrolled_to, *, width, height, dark=False):
+        """What a window of this size shows, as a PNG."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         mobile = width < 600
-        size = {"width": width, "deviceScaleFactor": 1, "mobile": mobile}
-        self.call("Emulation.setDeviceMetricsOverride", height=height or 900, **size)
-        if height is None:
-            tall = self.run("document.documentElement.scrollHeight")
-            self.call("Emulation.setDeviceMetricsOverride", height=tall, **size)
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": mobile}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
+        self.run(f"scrollTo(0, {scrolled_to})")
+        self.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
         shot = self.call("Page.captureScreenshot", format="png")
         path.write_bytes(base64.b64decode(shot["data"]))
 

@@ -460,7 +460,8 @@ async function say(text) {
     conversation.pop();
     if (error instanceof NeedsKey) return askUserKey(text, answer, error.message);
     answer.className = "answer failed";
-    answer.textContent += error.name === "AbortError" ? " (stopped)" : `The request failed: ${error.message}`;
+    const why = error.name === "AbortError" ? "(stopped)" : `The request failed: ${error.message}`;
+    answer.textContent = `${answer.textContent} ${why}`.trim();
   } finally {
     asking = null;
     $("send").disabled = false;
@@ -536,7 +537,8 @@ function source({ id, usage, sglext }, firstSeconds) {
   details.addEventListener("toggle", async () => {
     const response = await fetch(`v1/cache/explain/${id}`, { headers: bearer(keys.user) });
     why.textContent = `${capital(response.ok ? (await response.json()).summary : await problem(response))}.`;
-    why.scrollIntoView({ block: "nearest" });
+    const hidden = details.getBoundingClientRect().bottom - $("turns").getBoundingClientRect().bottom;
+    if (hidden > 0) $("turns").scrollTop += hidden;
   }, { once: true });
   return details;
 }
