@@ -124,14 +124,14 @@ class Browser:
     def click(self, selector):
         self.run(f"document.querySelector({json.dumps(selector)}).click()")
 
-    def picture(self, path, scrolled_to, *, width, height, dark=False):
-        """What a window of this size shows, as a PNG."""
+    def picture(self, path, before, *, width, height, dark=False):
+        """What a window of this size shows, as a PNG, after the script `before`."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         mobile = width < 600
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": mobile}
         self.call("Emulation.setDeviceMetricsOverride", **size)
-        self.run(f"scrollTo(0, {scrolled_to})")
+        self.run(before)
         self.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
         shot = self.call("Page.captureScreenshot", format="png")
         path.write_bytes(base64.b64decode(shot["data"]))

@@ -18,6 +18,7 @@ from tests.whole.browser import browsing
 from tests.whole.process import running
 from tiercel.server.options import ServerOptions
 
+PICTURES = bool(os.environ.get("TIERCEL_PICTURES"))
 DOCS = Path(__file__).parents[2] / "docs" / "figures"
 TURNS = "document.querySelectorAll('.source')"
 LAST = f"[...{TURNS}].at(-1)"
@@ -91,7 +92,8 @@ def check_silence(browser):
 def test_a_conversation_is_held_pushed_out_and_restored_and_the_page_shows_it(tmp_path):
     """One story, because the server and the browser take seconds to start."""
     memory = ("--device-memory", "2MiB", "--host-memory", "24MiB")  # others push a conversation out
-    with running(*memory, "--store", f"file://{tmp_path}/store?size=64MiB") as server, browsing() as browser:
+    store = Path("/tmp/store") if PICTURES else tmp_path / "store"  # the pictures show where it is
+    with running(*memory, "--store", f"file://{store}?size=64MiB") as server, browsing() as browser:
         browser.open(f"{server.url}/")
         browser.until("document.querySelector('#state').textContent === 'live'")
         converse(browser, server)
@@ -155,16 +157,17 @@ def check_stop(browser):
 
 
 def take_pictures(browser, server, folder):
-    if os.environ.get("TIERCEL_PICTURES"):
+    if PICTURES:
         folder = DOCS
         fill(server)
         browser.until("document.querySelectorAll('#requests details').length >= 50")
-    for name, to, size in (
-        ("page-light.png", 0, {"width": 1180, "height": 860}),
-        ("page-dark.png", 1e6, {"width": 1180, "height": 860, "dark": True}),
-        ("page-phone.png", 0, {"width": 390, "height": 844}),
+    end = "scrollTo(0, 1e6); document.querySelector('#turns').scrollTop = 1e6"
+    for name, scroll, size in (
+        ("page-light.png", "scrollTo(0, 0)", {"width": 1180, "height": 860}),
+        ("page-dark.png", end, {"width": 1180, "height": 860, "dark": True}),
+        ("page-phone.png", "scrollTo(0, 0)", {"width": 390, "height": 844}),
     ):
-        browser.picture(folder / name, to, **size)
+        browser.picture(folder / name, scroll, **size)
         assert (folder / name).stat().st_size < 150_000
         assert browser.run("document.documentElement.scrollWidth <= innerWidth"), "nothing is cut off"
 
