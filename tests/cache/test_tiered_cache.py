@@ -580,6 +580,11 @@ def test_statistics_count_true_bytes_per_tier_and_stream():
         assert stats.cached_bytes["host"][stream.name] == things * V4.bytes_of(stream)
         assert stats.moved_bytes["saved"][stream.name] == things * V4.bytes_of(stream)
     assert stats.pools["device pages"] == PoolStats(capacity=8, free=4)
+    assert stats.cached_items["host"] == {"pages": 4, "tails": tails}
+    assert stats.tail_streams == [stream.name for stream in V4.tail_streams]
+    tail_places = stats.pools["device tails"].capacity
+    assert stats.capacity_bytes["device"] == 8 * V4.page_bytes + tail_places * V4.tail_bytes
+    assert stats.capacity_bytes["host"] == stats.pools["host pages"].capacity * V4.host_page_bytes
     assert stats.counters["tokens_asked"] == 18
 
 

@@ -148,6 +148,10 @@ def test_model_info_and_the_nested_numbers():
     assert call("GET", "/v1/cache/stats").json() == {
         "identity": {"weights": "w", "share": "bits"},
         "cached_bytes": {"device": {"kv": 100, "index": 7}, "host": {"kv": 300}},
+        "cached_items": {"device": {"pages": 2, "tails": 1}, "host": {"pages": 3, "tails": 0}},
+        "capacity_bytes": {"device": 1000, "host": 2000},
+        "tail_streams": ["index"],
+        "compute_tokens_s": 50.0,
         "moved_bytes": {"loaded": {"kv": 5}},
         "moved_s": {"loaded": {"pages": 0.5}},
         "hit_tokens": {"device": 10, "host": 20, "store": 30},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -52,12 +52,20 @@ class CacheStats:
     identity: Mapping[str, str]
     cached_bytes: Mapping[str, Mapping[str, int]]
     """By tier and stream."""
+    cached_items: Mapping[str, Mapping[str, int]]
+    """By tier: pages and tails."""
+    capacity_bytes: Mapping[str, int]
+    """By tier: what its pools hold when they are full."""
+    tail_streams: Sequence[str]
+    """The streams of tails; all others are streams of pages."""
     moved_bytes: Mapping[str, Mapping[str, int]]
     """By `loaded` and `saved`, and by stream."""
     moved_s: Mapping[str, Mapping[str, float]]
     """Time spent copying, by `loaded` and `saved`, and by pages and tails."""
     hit_tokens: Mapping[str, int]
     pools: Mapping[str, PoolStats]
+    compute_tokens_s: float | None
+    """Recent speed of computing prompts; None: nothing was computed yet."""
     copier: str
     """Who copies between device and host; empty without a host tier."""
     store: StoreStats | None
@@ -68,19 +76,30 @@ def stats(cache: HostTier[Any]) -> CacheStats:
     counters, controller = cache.counters, cache.flights.controller
     device, host = cache.tree.on_device, cache.tree.on_host
     seconds = controller.seconds if controller else {}
-    pools = cache.places.pages, cache.places.tails, cache.places.host
+    pages, tails, host_pages = pools = cache.places.pages, cache.places.tails, cache.places.host
+    device_spec = cache.device_spec
     return CacheStats(
         identity={**asdict(cache.identity), "share": cache.identity.share},
         cached_bytes={
-            "device": _bytes_by_stream(cache.device_spec, device[Page], device[Tail]),
+            "device": _bytes_by_stream(device_spec, device[Page], device[Tail]),
             "host": _bytes_by_stream(cache.spec, host[Page], host[Tail]),
         },
+        cached_items={
+            "device": {"pages": device[Page], "tails": device[Tail]},
+            "host": {"pages": host[Page], "tails": host[Tail]},
+        },
+        capacity_bytes={
+            "device": pages.capacity * device_spec.page_bytes + tails.capacity * device_spec.tail_bytes,
+            "host": host_pages.capacity * cache.spec.host_page_bytes,
+        },
+        tail_streams=[stream.name for stream in cache.spec.tail_streams],
         moved_bytes={
-            word: _bytes_by_stream(cache.device_spec, counters[f"pages_{word}"], counters[f"tails_{word}"])
+            word: _bytes_by_stream(device_spec, counters[f"pages_{word}"], counters[f"tails_{word}"])
             for word in WORDS.values()
         },
         moved_s={WORDS[direction]: dict(spent) for direction, spent in seconds.items()},
         hit_tokens={tier: counters[f"tokens_{tier}"] for tier in ("device", "host", "store")},
+        compute_tokens_s=cache.compute.per_s,
         copier=controller.how if controller else "",
         pools={pool.name: PoolStats(pool.capacity, pool.free) for pool in pools},
         store=cache.store.stats() if cache.store else None,

@@ -185,6 +185,7 @@ class HostTier(ABC, Generic[AnyEnd]):
         self.counters["tokens_device"] += reuse.device_tokens
         self.counters["tokens_host"] += reuse.host_tokens
         self.counters["tokens_store"] += reuse.store_tokens
+        self.counters["tokens_replayed"] += reuse.replay_tokens
         for far in found.far:
             far.fetched = False
         return reuse

@@ -117,4 +117,5 @@ def _listen(service: EngineService, options: ServerOptions) -> None:
     listener = _bind(options.host, options.port)
     address = f"http://{options.host}:{listener.getsockname()[1]}"
     typer.echo(f"listening on {address} (API at {address}/v1, calls at {address}/docs)", err=True)
+    typer.echo(f"the cache at work: open {address}/ in a browser", err=True)
     server.run(sockets=[listener])

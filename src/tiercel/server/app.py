@@ -12,8 +12,10 @@ from tiercel.server import (
     aborts,
     anthropic,
     errors,
+    feed,
     native,
     openai_api,
+    page,
     responses,
     schema,
     status,
@@ -27,6 +29,7 @@ from tiercel.server.metrics import Metrics
 from tiercel.server.native import GenerateRequest
 from tiercel.server.options import ServerOptions
 from tiercel.server.protocol import ChatRequest, CompletionRequest
+from tiercel.server.recent import Recent
 from tiercel.server.reply import Front
 from tiercel.server.responses import ResponsesRequest
 from tiercel.server.store import AttachRequest
@@ -43,12 +46,18 @@ def create_app(service: EngineService, options: ServerOptions) -> FastAPI:
         summary="A language model on a tiered KV cache: OpenAI's calls and SGLang's.",
         version=version("tiercel"),
         redirect_slashes=False,
+        docs_url=None,  # FastAPI's pages load scripts from elsewhere; `page` has an own one
+        redoc_url=None,
     )
     metrics = Metrics()
     front = Front(service, options, metrics)
     for room in (openai_api, responses, anthropic, native, tokens, aborts, status, store):
         app.include_router(room.router(front))
-    app.add_middleware(Border, metrics=metrics)
+    recent = Recent(service.explain)
+    app.state.feed = feed.Feed(front, recent)
+    app.include_router(feed.router(app.state.feed))
+    app.include_router(page.router())
+    app.add_middleware(Border, metrics=metrics, ended=recent.add)
     errors.install(app)
     models: list[type[BaseModel]] = [ChatRequest, CompletionRequest, GenerateRequest, AttachRequest]
     models += [ResponsesRequest, MessagesRequest, CountRequest]

@@ -22,6 +22,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tiercel.engine.ask import Answer
 from tiercel.server.errors import log, translate
 from tiercel.server.metrics import Metrics
 
@@ -46,6 +47,8 @@ class Visit:
     started_s: float = field(default_factory=time.perf_counter)
     first_token_s: float | None = None
     status: int | None = None
+    answers: Sequence[Answer] = ()
+    """Of a call that asks for answers: what has come so far."""
     ignored: Sequence[str] = ()
     """Unknown fields of the request."""
     claimed: set[str] = field(default_factory=set)
@@ -95,9 +98,11 @@ def visit_of(request: Request) -> Visit:
 class Border:
     """The outermost layer of the application."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, ended: Callable[[Visit, str], None]) -> None:
+        """`ended` is told of every visit that asked for answers, with the call's name."""
         self.app = app
         self.metrics = metrics
+        self.ended = ended
         self.live: dict[str, Visit] = {}
         self._warned: set[str] = set()
 
@@ -138,6 +143,8 @@ class Border:
             # The path of the route, not of the request: metrics need few names.
             call = getattr(scope.get("route"), "path", "other")
             self.metrics.ended(call, visit.status or 499, visit.age_s, visit.first_token_s)
+            if visit.answers:
+                self.ended(visit, call)
 
     def _warn(self, ignored: Sequence[str]) -> str:
         """Logs each name once; returns all for a header. Names come from clients: short, ASCII, few."""

@@ -181,8 +181,9 @@ class Server(uvicorn.Server):
     def __init__(self, service: EngineService, options: ServerOptions, **more: Any) -> None:
         options = _with_files(options)
         connection = partial(Connection, options=options, ended=EndedCount())
+        app = create_app(service, options)
         config = uvicorn.Config(
-            create_app(service, options),
+            app,
             http=connection,  # type: ignore[arg-type]
             log_level="warning",
             access_log=False,
@@ -194,10 +195,12 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self._service = service
+        self._feed = app.state.feed
         self._shutdown_s = options.shutdown_s
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Lets answers finish for `shutdown_s`, then has the service abort them; closes all connections."""
+        self._feed.close()
         ending = asyncio.get_running_loop().call_later(self._shutdown_s, self._service.abort_all)
         await super().shutdown(sockets)
         ending.cancel()

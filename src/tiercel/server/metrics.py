@@ -42,6 +42,11 @@ class MetricFamily:
 
 FAMILIES: Mapping[str, MetricFamily] = {
     "cached_bytes": MetricFamily("Bytes cached, by tier and stream.", ("tier", "stream")),
+    "cached_items": MetricFamily("Pages and tails cached, by tier.", ("tier", "what")),
+    "capacity_bytes": MetricFamily("Bytes that a tier holds when it is full.", ("tier",)),
+    "compute_tokens_s": MetricFamily(
+        "Recent speed of computing prompt tokens.", name="compute_tokens_per_second"
+    ),
     "moved_bytes": MetricFamily(
         "Bytes moved between tiers, by direction and stream.", ("direction", "stream"), True
     ),

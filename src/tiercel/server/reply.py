@@ -190,8 +190,9 @@ async def respond(
     """Submits the asks and sends the answers in the form of `reply`. An error before the first token sets the
     status code."""
     every = [ask for group in groups for ask in group]
-    answers = [Answer() for _ in every]
-    coming = answer_deltas(front.service, groups, answers, visit_of(request))
+    visit = visit_of(request)
+    visit.answers = answers = [Answer() for _ in every]
+    coming = answer_deltas(front.service, groups, answers, visit)
     if stream:
         pieces = _pieces(front, coming, answers, reply)
         return EventStream(await while_present(request, _next(pieces)), pieces, reply)

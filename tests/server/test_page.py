@@ -1,0 +1,189 @@
+"""Goal: the page gets what /metrics has, only what changed, only with a key. Method: listen to the feed."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from tests.server.scripted import LOOPBACK, REUSE, STORE, ScriptedService, call, client_of, served, talking
+from tiercel.engine.ask import Answer, Explanation, Usage
+from tiercel.errors import EngineError
+from tiercel.server import feed, recent
+from tiercel.server.app import create_app
+from tiercel.server.border import Visit
+from tiercel.server.options import ServerOptions
+from tiercel.server.page import FILES
+
+
+def patched(state, change):
+    """RFC 7396, as the page does it."""
+    for name, value in change.items():
+        if value is None:
+            state.pop(name, None)
+        elif isinstance(value, dict):
+            state[name] = patched(dict(state.get(name) or {}), value)
+        else:
+            state[name] = value
+    return state
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_every_file_is_served_under_a_strict_policy(path):
+    answer = call("GET", path)
+    assert answer.status_code == 200
+    policy = answer.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; ") and "unsafe" not in policy
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert "://" not in answer.text.replace("http://www.w3.org/2000/svg", ""), "nothing from another host"
+    assert call("HEAD", path).status_code == 200
+
+
+def test_pages_need_no_key_because_they_hold_no_secret_and_the_feed_needs_it():
+    options = ServerOptions(api_key=("user",), admin_key="admin")
+    with talking(ScriptedService(), options) as talk:
+        for path in FILES:
+            assert talk("GET", path).status_code == 200
+        for key in ("", "user"):
+            refused = talk("GET", "/feed", headers={"authorization": f"Bearer {key}"})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert call("GET", "/feed", options=ServerOptions()).status_code == 403  # no key, and others can connect
+    assert call("GET", "/feed", headers={"origin": "http://evil.example"}).status_code == 403
+    assert call("GET", "/feed", headers={"host": "evil.example"}).status_code == 403
+
+
+def test_redoc_is_gone():
+    assert call("GET", "/redoc").status_code == 404
+
+
+def test_a_merge_patch_makes_the_new_state_of_the_old():
+    before = {"a": 1, "b": {"c": 2, "d": {"e": 3}}, "f": [1], "g": {"h": 1}}
+    after = {"a": 1, "b": {"c": 4, "d": {"e": 3}}, "f": [1, 2], "i": {}}
+    patch = feed.changes(before, after)
+    assert patch == {"b": {"c": 4}, "f": [1, 2], "g": None, "i": {}}
+    assert patched(before, patch) == after
+    assert feed.changes(after, after) == {}
+
+
+def test_the_first_event_is_everything_and_the_next_only_what_changed():
+    service = ScriptedService(store=STORE)
+    with served(service) as url:
+        state = {}
+        with httpx.stream("GET", f"{url}/feed", timeout=10) as answer:
+            lines = (line[6:] for line in answer.iter_lines() if line.startswith("data: "))
+            first = json.loads(next(lines))
+            patched(state, first)
+            assert httpx.get(f"{url}/v1/cache/stats").json()["hit_tokens"] == state["stats"]["hit_tokens"]
+            assert state["server"]["model"] == "scripted" and first["now_s"] > 0
+            assert state["recent"] == {"intervals": {}, "requests": {}}
+            name = httpx.post(f"{url}/generate", json={"text": "x"}).headers["x-request-id"]
+            second = json.loads(next(lines))
+        assert second.keys() == {"stats", "recent"}
+        assert second["stats"] == {"queue": {"running": 1}}
+        (told,) = second["recent"]["requests"].values()
+        assert (told["id"], told["call"], told["status"]) == (name, "/generate", 200)
+        assert told["why"] == str(REUSE)
+        assert told["tokens"] == {"device": 0, "host": 0, "store": 0, "computed": 1}
+
+
+def test_the_statistics_of_the_feed_are_those_of_the_metrics_page():
+    service = ScriptedService(store=STORE)
+
+    async def both():
+        app = create_app(service, LOOPBACK)
+        stats = (await app.state.feed.state())["stats"]
+        async with client_of(service) as client:
+            return stats, (await client.get("/v1/cache/stats")).json()
+
+    stats, told = asyncio.run(both())
+    assert json.loads(json.dumps(stats)) == told
+
+
+def test_a_server_that_shuts_down_does_not_wait_for_listeners():
+    with served(ScriptedService(), shutdown_s=30) as url:
+        # `served` ends the server while this feed is open, and fails if that takes 10 seconds
+        client = httpx.Client()
+        answer = client.send(client.build_request("GET", f"{url}/feed"), stream=True)
+        assert next(answer.iter_lines()).startswith("data: ")
+    answer.close()
+    client.close()
+
+
+def test_a_feed_ends_when_the_engine_has_failed_and_a_new_one_is_refused():
+    class Failing(ScriptedService):
+        async def stats(self):
+            if self.failure:
+                raise self.failure
+            return await super().stats()
+
+    service = Failing()
+
+    async def listen():
+        app = create_app(service, LOOPBACK)
+        app.state.feed._made_s = float("-inf")
+        coming = app.state.feed.events()
+        assert (await anext(coming)).startswith("data: ")
+        service.failure = EngineError("the engine failed")
+        return [event async for event in coming]
+
+    assert asyncio.run(listen()) == []
+    refused = call("GET", "/feed", service)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_failed")
+
+
+def visit(usage, first_token_s=0.5, request_id="a"):
+    made = Visit(set(), request_id, status=200, first_token_s=first_token_s)
+    made.answers = [Answer(request_id, usage)]
+    return made
+
+
+class Clock:
+    now_s = 1000.0
+
+    def __call__(self):
+        return self.now_s
+
+
+def test_a_request_counts_for_the_slowest_tier_that_its_prompt_came_from():
+    seen = recent.Recent(lambda name: Explanation(REUSE, "bits"), Clock())
+    seen.add(visit(Usage(100, 4), 1.0), "/generate")
+    seen.add(visit(Usage(100, 4, device_tokens=60), 0.1), "/generate")
+    seen.add(visit(Usage(100, 4, device_tokens=60), 0.3), "/generate")
+    seen.add(visit(Usage(100, 4, device_tokens=60, host_tokens=10), 0.4), "/generate")
+    seen.add(visit(Usage(100, 4, host_tokens=10, store_tokens=20), 0.5), "/generate")
+    (interval,) = seen.json()["intervals"].values()
+    assert interval["tokens"] == {"device": 180, "host": 20, "store": 20, "computed": 280}
+    assert interval["first_token_s"] == {"computed": 1.0, "device": 0.2, "host": 0.4, "store": 0.5}
+
+
+def test_what_is_older_than_the_window_is_forgotten_and_its_memory_is_bounded():
+    clock = Clock()
+    seen = recent.Recent(lambda name: Explanation(REUSE, "bits"), clock)
+    for number in range(3000):
+        clock.now_s += 1
+        seen.add(visit(Usage(1), request_id=str(number)), "/generate")
+    told = seen.json()
+    assert len(told["intervals"]) == recent.INTERVALS
+    assert [each["id"] for each in told["requests"].values()] == list(map(str, range(2950, 3000)))
+    clock.now_s += recent.INTERVAL_S * recent.INTERVALS
+    assert seen.json()["intervals"] == {}
+
+
+def test_a_request_that_never_began_has_no_tokens_and_says_so():
+    seen = recent.Recent(lambda name: None, Clock())
+    seen.add(visit(Usage(0), None, ""), "/generate")
+    (told,) = seen.json()["requests"].values()
+    assert told["why"] == "the request ended before it was let in" and told["first_token_s"] is None
+    assert seen.json()["intervals"]["1000"]["first_token_s"] == {}
+
+
+def test_probes_are_no_requests_of_the_page():
+    async def probe():
+        app = create_app(ScriptedService(), LOOPBACK)
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            for path, count in (("/health_generate", 0), ("/generate", 1)):
+                await client.request("POST" if count else "GET", path, json={"text": "x"} if count else None)
+                assert len(app.state.feed.recent.json()["requests"]) == count, path
+
+    asyncio.run(probe())
