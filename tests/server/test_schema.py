@@ -40,7 +40,7 @@ def is_excused(response) -> bool:
 
 
 @SCHEMA.exclude(path_regex=TRANSLATED).parametrize()
-@settings(max_examples=30, **always)
+@settings(max_examples=15, **always)
 def test_every_call_does_what_the_schema_says(case):
     response = case.call()
     checks = [positive_data_acceptance] if is_excused(response) else []
