@@ -26,6 +26,7 @@ from tiercel.errors import AskError, LengthError, WeightsError
 from tiercel.text.answer import DSML, END_THINK, THINK
 from tiercel.text.conversation import ChatFormat, Conversation, Guard, Marks, Message
 from tiercel.text.deepseek_v4 import read_deepseek_v4
+from tiercel.text.grammar import Grammars
 from tiercel.text.pieces import Pieces, bytes_per_token_most
 from tiercel.text.template import TEMPLATE_FAILS, read_template
 
@@ -80,6 +81,8 @@ class Text:
             if each.special or each.content.startswith(CONTROL_LOOKS) or each.content in self._format.control
         )
         self.vocab_size: int = self._tokenizer.get_vocab_size()
+        self.token_ids: int = max(vocabulary.values(), default=-1) + 1
+        """More than `vocab_size` where ids are left out."""
         bos, eos = (self._tokenizer.token_to_id(names.get(name, "")) for name in ("bos_token", "eos_token"))
         self._lead = [bos] if config.get("add_bos_token") is True and bos is not None else []
         ends = [eos]
@@ -92,7 +95,16 @@ class Text:
                 )
             ends += given
         self.eos = frozenset(token for token in ends if token is not None)
+        self.control = self.eos | {
+            token
+            for token, each in added.items()
+            if (each.special or each.content.startswith(CONTROL_LOOKS)) and each.content not in SHOWN
+        }
+        """Tokens that are never part of the text of an answer with a grammar."""
+        self.think_end: int | None = self._tokenizer.token_to_id(END_THINK)
+        """The token between thoughts and words; None: it is not one token."""
         self._pieces: dict[int, bytes] = {}
+        self.grammars = Grammars(self)
 
     def encode(self, text: str, *, field: str = "text", tokens_max: int | None = None) -> list[int]:
         """A whole text as tokens, after the bos token if there is one. It may hold control tokens.
@@ -102,6 +114,10 @@ class Text:
         self._check_length(text, field, tokens_max)
         tokens = self._encode(text, field=field, whole=True).ids
         return tokens if tokens[:1] == self._lead else self._lead + tokens
+
+    def tokens_within(self, text: str) -> list[int]:
+        """The tokens of a piece of text inside another one."""
+        return self._encode(text, field="text").ids
 
     def decode(self, tokens: Sequence[int]) -> str:
         """A whole text without special tokens. Bytes that are not UTF-8 become U+FFFD."""
