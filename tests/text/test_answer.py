@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiercel.text.answer import AnswerReader
+from tiercel.text.answer import AnswerReader, CallFormat
 from tiercel.text.conversation import Conversation
 from tiercel.text.deepseek_v4 import EOS, RELEASE, DeepSeekV4Format
 
@@ -28,7 +28,7 @@ BROKEN = '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n'
 
 
 def read(
-    *pieces: str, thinks: bool = False, calls: bool = True
+    *pieces: str, thinks: bool = False, calls: CallFormat | None = CallFormat.DSML
 ) -> tuple[str, str, list[tuple[str, str]], bool]:
     """Thoughts, words, calls, and whether it is a call."""
     reader = AnswerReader(thinks=thinks, calls=calls)
@@ -54,7 +54,7 @@ def pieces_of(text: str, cuts: list[int]) -> list[str]:
 
 
 def test_an_answer_without_thoughts_and_tools_is_words() -> None:
-    assert read("a </think> <｜DSML｜tool_calls>", calls=False) == (
+    assert read("a </think> <｜DSML｜tool_calls>", calls=None) == (
         "",
         "a </think> <｜DSML｜tool_calls>",
         [],
@@ -70,7 +70,7 @@ def test_thoughts_words_and_calls_are_told_apart_however_they_come(cuts: list[in
 
 
 def test_every_character_is_said_as_soon_as_it_can_be_no_tag() -> None:
-    reader = AnswerReader(thinks=True, calls=True)
+    reader = AnswerReader(thinks=True, calls=CallFormat.DSML)
     said = [reader.push(char) for char in "a</b</think>c\n\n<｜D"]
     assert [each.reasoning for each in said][:5] == ["a", "", "", "</b", ""]
     assert "".join(each.content for each in said) == "c"
@@ -78,7 +78,7 @@ def test_every_character_is_said_as_soon_as_it_can_be_no_tag() -> None:
 
 
 def test_a_string_is_streamed_and_other_json_is_not() -> None:
-    reader = AnswerReader(thinks=False, calls=True)
+    reader = AnswerReader(thinks=False, calls=CallFormat.DSML)
     reader.push(BROKEN + '<｜DSML｜parameter name="s" string="true">')
     assert reader.push('a "').calls[0].arguments == 'a \\"'
     assert reader.push("<").calls == ()

@@ -67,16 +67,15 @@ class Grammar:
     once."""
 
 
-def json_schema(schema: Mapping[str, Any] | bool, *, lenient: bool = False) -> str:
+def json_schema(schema: Mapping[str, Any], *, lenient: bool = False) -> str:
     """JSON that a schema allows. `lenient`: keywords that can not be enforced are ignored, not refused."""
-    if isinstance(schema, bool):
-        schema = {} if schema else {"enum": []}
-    return _written({**schema, "x-guidance": {**JSON_OPTIONS, "lenient": lenient}})
+    return f"start: {json_rule(schema, lenient=lenient)}"
 
 
-def _written(schema: Mapping[str, Any]) -> str:
+def json_rule(schema: Mapping[str, Any], *, lenient: bool = False) -> str:
+    """The same as a part of a rule."""
     try:
-        return f"start: %json {json.dumps(schema)}"
+        return f"%json {json.dumps({**schema, 'x-guidance': {**JSON_OPTIONS, 'lenient': lenient}})}"
     except RecursionError as error:
         raise GrammarError("it is nested too deeply") from error
 

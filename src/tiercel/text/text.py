@@ -23,7 +23,7 @@ from typing import Any
 from tokenizers import Encoding, Tokenizer
 
 from tiercel.errors import AskError, LengthError, WeightsError
-from tiercel.text.answer import DSML, END_THINK, THINK
+from tiercel.text.answer import CALL, DSML, END_CALL, END_THINK, THINK
 from tiercel.text.conversation import ChatFormat, Conversation, Guard, Marks, Message
 from tiercel.text.deepseek_v4 import read_deepseek_v4
 from tiercel.text.grammar import Grammars
@@ -33,7 +33,7 @@ from tiercel.text.template import TEMPLATE_FAILS, read_template
 CONTROL_LOOKS = ("<|", "<｜", "｜")
 """Added tokens that begin like this are control tokens, even if not special: DeepSeek's `<｜User｜>` is not.
 `<think>` and the like are text: templates look for them in assistant messages."""
-SHOWN = (THINK, END_THINK, DSML)
+SHOWN = (THINK, END_THINK, DSML, CALL, END_CALL)
 """Tokens that are shown in an answer, even if the tokenizer calls them special."""
 ENDS_SOUGHT = 128
 """A message's end is found by rendering the messages up to it. Only this many ends are sought, the newest:
@@ -69,7 +69,7 @@ class Text:
         found = read_template(folder, config, names) or read_deepseek_v4(folder, own, vocabulary)
         self._format = found or ChatFormat()
         self.calls = self._format.calls
-        """Whether tool calls in answers can be parsed."""
+        """How the model writes tool calls; None: that is not known, and calls can not be parsed."""
         added = self._tokenizer.get_added_tokens_decoder()
         self.hidden = frozenset(
             token for token, each in added.items() if each.special and each.content not in SHOWN
