@@ -172,3 +172,22 @@ def test_what_was_written_is_read(
     reasoning, content, found, called = read(*pieces_of(answer, cuts), thinks=True)
     assert (reasoning, content, called) == (thought, words, True)
     assert [(name, json.loads(arguments)) for name, arguments in found] == calls
+
+
+JSON_CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "<tool_call>"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (JSON_CALL, "", 1),
+        (f"So.\n{JSON_CALL}\n{JSON_CALL} Bye", "So. Bye", 2),
+        ("<tool_call>x</tool_call> a", "<tool_call>x</tool_call> a", 0),
+        (JSON_CALL[:30], JSON_CALL[:30], 0),
+    ],
+)
+def test_calls_as_json_are_read_when_they_are_complete(size: int, text: str, content: str, calls: int) -> None:
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    found = read(*pieces, calls=CallFormat.JSON)
+    assert found == ("", content, [("f", '{"a": "<tool_call>"}')] * calls, calls > 0)
