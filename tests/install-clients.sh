@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The clients of the field that the tests start, in an environment of their own: .venv/clients, 600 MB. It sees our
+# The clients of the field that the tests start, in an environment of their own: .venv/clients, 650 MB. It sees our
 # packages too (torch, transformers), so that nothing large is installed twice. Does nothing where it is up to
 # date. Where they can not be installed, their tests are skipped.
 set -euo pipefail

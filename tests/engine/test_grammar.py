@@ -1,5 +1,5 @@
 """Goal: an answer follows its grammar, and nothing else about it changes. Method: random bounded schemas on
-the embedded model; the same answers in every loop, with and without guesses, cached, preempted, in company."""
+the embedded model; the same answers in every loop, with and without guesses, cached, preempted, alone."""
 
 import json
 import random
@@ -9,9 +9,18 @@ import jsonschema_rs
 import numpy as np
 import pytest
 
-from tests.engine.drive import LOOPS, TEXT, OracleDrafter, guess_with, make_ask, make_engine, run, settle
+from tests.engine.drive import (
+    LOOPS,
+    TEXT,
+    OracleDrafter,
+    guess_with,
+    make_ask,
+    make_engine,
+    run,
+    settle,
+    words,
+)
 from tests.engine.drive import tokens_of as tokens
-from tests.engine.drive import words
 from tiercel.engine.ask import Finish
 from tiercel.engine.sampling import Sampler
 from tiercel.errors import AskError, GrammarError
@@ -132,7 +141,9 @@ def test_loops_logprobs_guesses_and_company_change_nothing(plain, overlap, logpr
 def test_guesses_that_are_often_wrong_change_nothing(plain, overlap):
     """Wrong guesses end the row before: masks of the rows behind them are not used."""
     texts = [words(20 + i, i) + each for i, each in enumerate(plain)]
-    engine = guess_with(make_engine(guesses=4, speculate="ngram"), OracleDrafter(texts, 0.7, random.Random(1)))
+    engine = guess_with(
+        make_engine(guesses=4, speculate="ngram"), OracleDrafter(texts, 0.7, random.Random(1))
+    )
     assert [tokens(each) for each in run(engine, *asks(), overlap=overlap)] == plain
     counters = engine.counters
     assert 0 < counters["guesses_accepted"] <= counters["guesses"]
@@ -198,7 +209,7 @@ def test_the_end_is_drawn_when_nothing_else_is_left_whatever_else_was_asked_for(
 
 
 def test_penalties_and_bias_do_not_lift_a_mask():
-    bias = {token: 100.0 for token in TEXT.tokens_within("never again")}
+    bias = dict.fromkeys(TEXT.tokens_within("never again"), 100.0)
     ask = make_ask(
         "a", words(20), 30, grammar=Grammar(regex("[0-9]{5}")), logit_bias=bias, repetition_penalty=1.5
     )

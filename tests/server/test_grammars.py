@@ -31,7 +31,9 @@ DSML_CALL = (
     '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n'
     "</｜DSML｜invoke>\n</｜DSML｜tool_calls>"
 )
-CLOCK_CALL = '\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="clock">\n\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>'
+CLOCK_CALL = (
+    '\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="clock">\n\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>'
+)
 STRICT = {"type": "function", "function": {"name": "weather", "parameters": CITY_AND_DAYS, "strict": True}}
 
 
@@ -167,7 +169,9 @@ def test_a_named_call_is_a_call_of_that_function(text: Text) -> None:
 
 
 def test_one_call_is_forced_if_only_one_is_wanted(text: Text) -> None:
-    twice = CLOCK_CALL.replace("\n</｜DSML｜tool", '\n<｜DSML｜invoke name="clock">\n\n</｜DSML｜invoke>\n</｜DSML｜tool')
+    twice = CLOCK_CALL.replace(
+        "\n</｜DSML｜tool", '\n<｜DSML｜invoke name="clock">\n\n</｜DSML｜invoke>\n</｜DSML｜tool'
+    )
     assert matches(asked(text, tool_choice="required"), twice)
     assert not matches(asked(text, tool_choice="required", parallel_tool_calls=False), twice)
 

@@ -187,7 +187,9 @@ JSON_CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "<tool_call>"}}\n</to
         (JSON_CALL[:30], JSON_CALL[:30], 0),
     ],
 )
-def test_calls_as_json_are_read_when_they_are_complete(size: int, text: str, content: str, calls: int) -> None:
+def test_calls_as_json_are_read_when_they_are_complete(
+    size: int, text: str, content: str, calls: int
+) -> None:
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
     found = read(*pieces, calls=CallFormat.JSON)
     assert found == ("", content, [("f", '{"a": "<tool_call>"}')] * calls, calls > 0)

@@ -53,7 +53,7 @@ def masked(logits: Tensor, masks: Tensor) -> Tensor:
 
 
 def mask_row(row: Row, mask: Mask) -> Row:
-    allowed = np.unpackbits(mask.view(np.uint8), count=len(row), bitorder="little")
+    allowed = np.unpackbits(mask.view(np.uint8), count=len(row), bitorder="little").view(np.bool_)
     return np.where(allowed, row, np.float32(-np.inf))
 
 

@@ -12,12 +12,13 @@ was preempted goes on as before.
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -39,6 +40,12 @@ PROPERTIES_MOST = 500
 """Of one object: 500 take 0.1 s to compile, twice as many four times as long."""
 COMPILED_MOST = 64
 """Grammars that are kept compiled. One takes about a millisecond to compile."""
+FORCED_MOST = 4096
+"""Texts that grammars left no choice about, whose tokens are remembered: names in objects come again and
+again."""
+CORES_LEAST = 8
+"""Masks are computed by several threads where there are so many cores. With two busy ones it takes 4 ms to
+wake a thread, and 1 ms to compute 16 masks in this one."""
 LIMITS: Mapping[str, Any] = {
     "initial_lexer_fuel": 300_000,
     "step_lexer_fuel": 50_000,
@@ -194,11 +201,11 @@ class _Tokens:
         self.special_token_ids = sorted(text.control)
         self.eos_token_id = min(text.eos, default=0)
         self.bos_token_id = None
-        self._text = text
+        self._tokens_within = lru_cache(FORCED_MOST)(text.tokens_within)
 
     def __call__(self, text: str) -> list[int]:
-        """Used for text that a grammar leaves no choice about: the model sees the tokens it was trained on."""
-        return self._text.tokens_within(text)
+        """For text that a grammar leaves no choice about: the model sees the tokens it was trained on."""
+        return self._tokens_within(text)
 
 
 class Matcher:
@@ -286,9 +293,13 @@ def fill_masks(masks: Masks, asked: Sequence[Asked]) -> None:
     while ahead:
         begun = [each.matcher for each in ahead if each.matcher.begun]
         found = np.empty((len(begun), begun[0].words if begun else 0), np.int32)
-        if begun:
+        if len(begun) > 1 and (os.cpu_count() or 1) >= CORES_LEAST:
             inner = [(matcher._inner, i) for i, matcher in enumerate(begun)]
             _executor().unsafe_compute_mask_ptr(inner, found.ctypes.data, found.strides[0], len(begun))
+        else:
+            for i, matcher in enumerate(begun):
+                at = found.ctypes.data + i * found.strides[0]
+                matcher._inner.unsafe_compute_mask_ptr(at, found.strides[0])
         of_begun = iter(found)
         following = []
         for matcher, row, guesses in ahead:
