@@ -174,6 +174,7 @@ def test_one_call_is_forced_if_only_one_is_wanted(text: Text) -> None:
     )
     assert matches(asked(text, tool_choice="required"), twice)
     assert not matches(asked(text, tool_choice="required", parallel_tool_calls=False), twice)
+    assert not matches(asked(text, tool_choice={"type": "function", "function": {"name": "clock"}}), twice)
 
 
 def test_a_strict_function_is_called_as_its_schema_says_or_not_at_all(text: Text) -> None:

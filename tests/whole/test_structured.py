@@ -32,8 +32,10 @@ def server(tmp_path_factory):
 
 
 CLIENTS = '''
+import sys
 from typing import Literal
 import instructor, openai
+from instructor.core.exceptions import IncompleteOutputException, InstructorRetryException
 from langchain_core.messages import ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
@@ -74,14 +76,15 @@ print("LangChain")
 own = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
 for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON, instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS_STRICT):
     client = instructor.from_openai(own, mode=mode)
-    if mode is instructor.Mode.JSON:  # it asks for any object, and tries again where that is not a city
+    if mode is instructor.Mode.JSON:  # it asks for any object, which need not be a city, nor end in time
         try:
             client.chat.completions.create(
                 model="tiny-v4", messages=[{"role": "user", "content": "Which city?"}],
                 response_model=City, max_tokens=60, temperature=0, max_retries=0,
             )
-        except instructor.core.exceptions.InstructorRetryException as error:
-            assert "BadRequest" not in str(error), error
+        except (IncompleteOutputException, InstructorRetryException) as error:
+            said = error.last_completion.choices[0]
+            assert said.message.content.startswith("{") and said.finish_reason in ("stop", "length"), said
         continue
     city = client.chat.completions.create(
         model="tiny-v4", messages=[{"role": "user", "content": "Which city?"}],
@@ -117,7 +120,9 @@ def test_openais_client_parses_objects_and_calls(server):
             stream.until_done()
             assert stream.get_final_completion().choices[0].message.parsed == whole.choices[0].message.parsed
         tool = openai.pydantic_function_tool(City, name="visit")
-        called = client.chat.completions.parse(**asked, tools=[tool], tool_choice="required")
+        called = client.chat.completions.parse(
+            **asked, tools=[tool], tool_choice="required", parallel_tool_calls=False
+        )
         assert called.choices[0].finish_reason == "tool_calls"
         for call in called.choices[0].message.tool_calls:
             assert isinstance(call.function.parsed_arguments, City)

@@ -207,7 +207,8 @@ def _call_grammar(given: Given | None, tools: ChatTools, text: Text) -> Given | 
     form = text.calls
     assert form is not None, "tools were refused where there is no format for calls"
     if choice not in (None, "auto"):
-        return Given("tools", functions, partial(forced_calls, form, several=tools.several))
+        several = tools.several and not isinstance(choice, NamedChoice)
+        return Given("tools", functions, partial(forced_calls, form, several=several))
     if given is not None:
         _checked(given, text)
         if given.make is not _json:
