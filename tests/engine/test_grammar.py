@@ -225,19 +225,27 @@ def test_logprobs_are_those_of_all_tokens():
     assert held.tokens[0].logprob < free.logprob
 
 
+def allowed(matcher):
+    masks = np.full((1, 128), -1, np.int32)
+    fill_masks(masks, [Asked(matcher, 0)])
+    bits = np.unpackbits(masks.view(np.uint8)[0], bitorder="little")
+    return set(np.flatnonzero(bits).tolist())
+
+
 def test_a_token_of_the_user_that_stops_is_allowed_where_the_grammar_is_complete():
     stop = TEXT.tokens_within("!")[0]
     matcher = TEXT.grammars.matcher(Grammar(regex("[0-9]{1,2}")), TEXT.eos | {stop})
-
-    def allowed():
-        masks = np.full((1, 128), -1, np.int32)
-        fill_masks(masks, [Asked(matcher, 0)])
-        bits = np.unpackbits(masks.view(np.uint8)[0], bitorder="little")
-        return set(np.flatnonzero(bits).tolist())
-
-    assert not allowed() & {stop, *TEXT.eos}
+    assert not allowed(matcher) & {stop, *TEXT.eos}
     matcher.take(TEXT.tokens_within("5")[0])
-    assert allowed() >= {stop, *TEXT.eos}
+    assert allowed(matcher) >= {stop, *TEXT.eos}
+
+
+def test_in_thoughts_everything_is_allowed_but_the_end_of_the_answer():
+    matcher = TEXT.grammars.matcher(Grammar(choice(["yes"]), after=99), TEXT.eos)
+    assert allowed(matcher) == set(range(4096)) - TEXT.eos
+    assert matcher.valid([5, 99, *TEXT.tokens_within("no")]) == 2
+    matcher.take(99)
+    assert len(allowed(matcher)) < 4
 
 
 def test_an_object_with_very_many_properties_is_refused():

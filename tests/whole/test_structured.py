@@ -1,5 +1,5 @@
-"""Goal: clients that ask for tools and objects work unmodified. Method: LangChain, instructor and OpenAI's client
-against a real server; the embedded model, with a template that writes calls as Qwen3 does."""
+"""Goal: clients that ask for tools and objects work unmodified. Method: LangChain, instructor and OpenAI's
+client against a real server; the embedded model, with a template that writes calls as Qwen3 does."""
 
 import subprocess
 from pathlib import Path
@@ -54,7 +54,8 @@ def weather(city: Literal["Paris", "Rome"], days: Literal[1, 2, 3]) -> str:
     return f"{city}: sun, {days} days"
 
 url = sys.argv[1]
-model = ChatOpenAI(model="tiny-v4", base_url=url, api_key="none", temperature=0, max_tokens=200, max_retries=0)
+how = dict(temperature=0, max_tokens=200, max_retries=0)
+model = ChatOpenAI(model="tiny-v4", base_url=url, api_key="none", **how)
 asked = [("user", "Which city?")]
 for method in ("json_schema", "function_calling"):
     city = model.with_structured_output(City, method=method).invoke(asked)
@@ -74,9 +75,10 @@ assert again.usage_metadata["output_tokens"] > 0
 print("LangChain")
 
 own = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
-for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON, instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS_STRICT):
+Mode = instructor.Mode
+for mode in (Mode.TOOLS, Mode.JSON, Mode.JSON_SCHEMA, Mode.TOOLS_STRICT):
     client = instructor.from_openai(own, mode=mode)
-    if mode is instructor.Mode.JSON:  # it asks for any object, which need not be a city, nor end in time
+    if mode is Mode.JSON:  # it asks for any object, which need not be a city, nor end in time
         try:
             client.chat.completions.create(
                 model="tiny-v4", messages=[{"role": "user", "content": "Which city?"}],
@@ -126,5 +128,3 @@ def test_openais_client_parses_objects_and_calls(server):
         assert called.choices[0].finish_reason == "tool_calls"
         for call in called.choices[0].message.tool_calls:
             assert isinstance(call.function.parsed_arguments, City)
-
-
