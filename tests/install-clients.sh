@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The clients of the field that the tests start, in an environment of their own: .venv/clients, 600 MB. It sees our
+# The clients of the field that the tests start, in an environment of their own: .venv/clients, 650 MB. It sees our
 # packages too (torch, transformers), so that nothing large is installed twice. Does nothing where it is up to
 # date. Without them the tests in tests/whole/test_clients.py fail. Where there is npm, the AI SDK is installed too.
 set -euo pipefail

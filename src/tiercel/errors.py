@@ -11,6 +11,7 @@
     ├── BudgetError           host memory that is not there; carries both numbers
     ├── WeightsError          a model's files: broken, or of another model; names file and tensors
     ├── LogitsError           a model's answer that names no token
+    ├── GrammarError          a grammar that can not be used, or an answer that can not follow it any further
     ├── TransferError         a copy that failed; its plan fails, nothing else
     └── StoreError            an operation of a store that failed; the store goes on
 
@@ -91,6 +92,10 @@ class WeightsError(TiercelError):
 
 class LogitsError(TiercelError):
     """A model computed something from which no token can be drawn. One request fails, nothing else."""
+
+
+class GrammarError(TiercelError):
+    """A grammar can not be compiled, or became too complex while an answer followed it."""
 
 
 class TransferError(TiercelError):

@@ -88,7 +88,7 @@ LOOPS = pytest.mark.parametrize("overlap", [False, True, "queued"], ids=["plain"
 def steps_of(engine, overlap, executor):
     """Queued steps are carried out at once here, as everything on a CPU: the order is that of a device."""
     if overlap == "queued":
-        engine.runner = QueueRunner(engine.runner.model, None, engine.runner._drafter)
+        engine.runner = QueueRunner(engine.runner.model, None, engine.runner._drafter, TEXT.grammars)
         return queued_steps(engine, engine.runner.start)
     return overlapped_steps(engine, executor) if overlap else plain_steps(engine)
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.kernels.devices import every_device, rand
 from tiercel.kernels import draw as plain
-from tiercel.kernels.cuda.draw import greedy, sample
+from tiercel.kernels.cuda.draw import greedy, masked, sample
 from tiercel.kernels.draw import Draw
 
 
@@ -90,3 +90,19 @@ def test_a_token_that_can_not_be_is_never_drawn(device: str) -> None:
     logits[:, [17, 400]] = 0.0
     ends = [0.0, 0.4999, 0.5, 1 - 2.0**-53]
     assert drawn(logits, [Draw(1.0, uniform=number) for number in ends]) == [17, 17, 400, 400]
+
+
+@every_device
+def test_a_mask_leaves_the_tokens_of_its_bits(device: str) -> None:
+    for vocab in (5, 64, 4100):
+        logits = logits_of(3, vocab, device)
+        logits[2, 3] = float("nan")
+        words = -(-vocab // 32)
+        masks = torch.randint(-(2**31), 2**31, (3, words), generator=torch.Generator().manual_seed(vocab))
+        masks[0], masks[2, 0] = -1, 1
+        masks = masks.to(torch.int32).to(device)
+        found = masked(logits, masks)
+        assert torch.equal(found, plain.masked(logits, masks)), vocab
+        assert torch.equal(found[0], logits[0])
+        assert found[2, :5].isfinite().tolist() == [True, False, False, False, False]
+        assert drawn(found, [Draw(1.0, 4, 0.9, uniform=0.99)] * 3)[2] != 3

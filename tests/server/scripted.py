@@ -20,6 +20,8 @@ from tiercel.policy.resume import Reuse, Why
 from tiercel.server.app import create_app
 from tiercel.server.listen import Server
 from tiercel.server.options import ServerOptions
+from tiercel.text.answer import CallFormat
+from tiercel.text.grammar import Grammars
 
 WORDS = ("Hello", " world", "!", " and", " again", "one", " two", " three")
 TOKEN_BYTES_MOST = max(map(len, WORDS))
@@ -39,12 +41,16 @@ class ScriptedPrompt:
 
 class ScriptedText:
     def __init__(self) -> None:
+        self.grammars = Grammars(self)
         self.threads: set[threading.Thread] = set()
         """That encoded a prompt."""
 
     eos = frozenset({EOS})
     vocab_size = EOS + 1
-    calls = True
+    token_ids = vocab_size
+    control = eos
+    calls = CallFormat.DSML
+    think_end = None
 
     def encode(
         self,
@@ -68,6 +74,9 @@ class ScriptedText:
                 tokens += text[0].encode()
                 text = text[1:]
         return tokens
+
+    def tokens_within(self, text: str) -> list[int]:
+        return self.encode(text)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return b"".join(self.piece_bytes(token) for token in ids).decode(errors="replace")

@@ -297,9 +297,6 @@ def test_fields_that_change_nothing_are_taken(harmless):
 @pytest.mark.parametrize(
     "unsupported",
     [
-        {"tool_choice": "required"},
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
-        {"response_format": {"type": "json_object"}},
         {"audio": {"voice": "alloy", "format": "mp3"}},
         {"modalities": ["text", "audio"]},
         {"functions": [{"name": "f"}]},

@@ -16,6 +16,7 @@ SCHEMA = schemathesis.openapi.from_asgi(
 BEYOND_A_SCHEMA = (
     "context_length_exceeded",
     "conflicting_values",
+    "invalid_grammar",
     "invalid_store",
     "not_a_token",
     "not_an_address",

@@ -133,7 +133,9 @@ def test_a_conversation_with_calls_thoughts_and_results_is_read(text: Text) -> N
     ("body", "param"),
     [
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "some"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "function": {"description": "x"}}]}, "tools[0].function.name"),
         ({"tools": [{"type": "function", "function": {"name": 'a"b'}}]}, "tools[0].function.name"),

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiercel.text.answer import AnswerReader
+from tiercel.text.answer import AnswerReader, CallFormat
 from tiercel.text.conversation import Conversation
 from tiercel.text.deepseek_v4 import EOS, RELEASE, DeepSeekV4Format
 
@@ -28,7 +28,7 @@ BROKEN = '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n'
 
 
 def read(
-    *pieces: str, thinks: bool = False, calls: bool = True
+    *pieces: str, thinks: bool = False, calls: CallFormat | None = CallFormat.DSML
 ) -> tuple[str, str, list[tuple[str, str]], bool]:
     """Thoughts, words, calls, and whether it is a call."""
     reader = AnswerReader(thinks=thinks, calls=calls)
@@ -54,7 +54,7 @@ def pieces_of(text: str, cuts: list[int]) -> list[str]:
 
 
 def test_an_answer_without_thoughts_and_tools_is_words() -> None:
-    assert read("a </think> <｜DSML｜tool_calls>", calls=False) == (
+    assert read("a </think> <｜DSML｜tool_calls>", calls=None) == (
         "",
         "a </think> <｜DSML｜tool_calls>",
         [],
@@ -70,7 +70,7 @@ def test_thoughts_words_and_calls_are_told_apart_however_they_come(cuts: list[in
 
 
 def test_every_character_is_said_as_soon_as_it_can_be_no_tag() -> None:
-    reader = AnswerReader(thinks=True, calls=True)
+    reader = AnswerReader(thinks=True, calls=CallFormat.DSML)
     said = [reader.push(char) for char in "a</b</think>c\n\n<｜D"]
     assert [each.reasoning for each in said][:5] == ["a", "", "", "</b", ""]
     assert "".join(each.content for each in said) == "c"
@@ -78,7 +78,7 @@ def test_every_character_is_said_as_soon_as_it_can_be_no_tag() -> None:
 
 
 def test_a_string_is_streamed_and_other_json_is_not() -> None:
-    reader = AnswerReader(thinks=False, calls=True)
+    reader = AnswerReader(thinks=False, calls=CallFormat.DSML)
     reader.push(BROKEN + '<｜DSML｜parameter name="s" string="true">')
     assert reader.push('a "').calls[0].arguments == 'a \\"'
     assert reader.push("<").calls == ()
@@ -172,3 +172,24 @@ def test_what_was_written_is_read(
     reasoning, content, found, called = read(*pieces_of(answer, cuts), thinks=True)
     assert (reasoning, content, called) == (thought, words, True)
     assert [(name, json.loads(arguments)) for name, arguments in found] == calls
+
+
+JSON_CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "<tool_call>"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (JSON_CALL, "", 1),
+        (f"So.\n{JSON_CALL}\n{JSON_CALL} Bye", "So. Bye", 2),
+        ("<tool_call>x</tool_call> a", "<tool_call>x</tool_call> a", 0),
+        (JSON_CALL[:30], JSON_CALL[:30], 0),
+    ],
+)
+def test_calls_as_json_are_read_when_they_are_complete(
+    size: int, text: str, content: str, calls: int
+) -> None:
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    found = read(*pieces, calls=CallFormat.JSON)
+    assert found == ("", content, [("f", '{"a": "<tool_call>"}')] * calls, calls > 0)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from tiercel.cache.audit import CacheStats
 from tiercel.events import EventStats
 from tiercel.policy.resume import Reuse
+from tiercel.text.grammar import Grammar
 from tiercel.types import Namespace
 
 
@@ -44,11 +45,14 @@ class Sampling:
     """Whether special tokens have no text. A token that ends the answer never has."""
     logprobs: int | None = None
     """None: no logprobs. n: the logprob of each drawn token, and of the n best tokens."""
+    grammar: Grammar | None = None
+    """Only tokens that it allows are drawn, and the answer ends where it is complete, whatever `ignore_eos`
+    and `min_tokens` say. Logprobs are those of all tokens."""
 
 
 def first_token(sampling: Sampling) -> Sampling:
     """For a prompt that another server goes on from: one token, whatever it is."""
-    return replace(sampling, max_tokens=1, min_tokens=0, stop=())
+    return replace(sampling, max_tokens=1, min_tokens=0, stop=(), grammar=None)
 
 
 @dataclass(frozen=True)

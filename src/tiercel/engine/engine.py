@@ -20,7 +20,7 @@ from tiercel.engine.sampling import check
 from tiercel.engine.scheduler import Scheduler
 from tiercel.engine.step import Runner
 from tiercel.engine.task import Outcome
-from tiercel.errors import AskError
+from tiercel.errors import AskError, GrammarError
 from tiercel.models.base import Model, QueueModel
 from tiercel.text.stream import TextStream
 from tiercel.text.text import Text
@@ -43,9 +43,9 @@ class Engine:
         controller = cache.flights.controller
         ready = controller.ready if controller else None
         drafter = make_drafter(config.speculate, model, cache.spec.page_tokens)
-        self.runner: Runner = LocalRunner(model, ready, drafter)
+        self.runner: Runner = LocalRunner(model, ready, drafter, text.grammars)
         if isinstance(model, QueueModel) and model.last.is_cuda:
-            self.runner = QueueRunner(model, ready, drafter)
+            self.runner = QueueRunner(model, ready, drafter, text.grammars)
         self.cache, self.text, self.config = cache, text, config
         self.vocab_size = model.vocab_size
         self.page_tokens, self.context_tokens = cache.spec.page_tokens, self.scheduler.context_tokens
@@ -54,6 +54,11 @@ class Engine:
     def check(self, ask: Ask) -> None:
         """Whether an ask can ever be served. What is wrong is named."""
         check(ask.sampling, self.vocab_size)
+        if ask.sampling.grammar is not None:
+            try:
+                self.text.grammars.check(ask.sampling.grammar)
+            except GrammarError as error:
+                raise AskError("grammar", ask.sampling.grammar.source, str(error)) from error
         if not ask.prompt:
             raise AskError("prompt", ask.prompt, "has no tokens")
         worst = max(ask.prompt), min(ask.prompt)
@@ -71,9 +76,8 @@ class Engine:
         self.check(ask)
         sampling = ask.sampling
         stream = TextStream(self.text, sampling.stop, sampling.keep_stop, sampling.skip_special_tokens)
-        self.scheduler.add(
-            ask, stream, sampling.stop_tokens | (frozenset() if sampling.ignore_eos else self.text.eos)
-        )
+        endless = sampling.ignore_eos and sampling.grammar is None
+        self.scheduler.add(ask, stream, sampling.stop_tokens | (frozenset() if endless else self.text.eos))
 
     def abort(self, request_id: str) -> None:
         """End a request, at any moment. It is not known any more: nothing happens."""

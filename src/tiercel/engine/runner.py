@@ -8,6 +8,9 @@ there, and the next step reads them there, before they are known here.
 
 A row is drawn as if there were no guesses, so they change no answer. What was computed for the others is
 overwritten: everything lies by position.
+
+Masks of grammars depend on tokens that a forward has been given. So a device computes the forward while the
+masks of its rows are made here.
 """
 
 from __future__ import annotations
@@ -25,13 +28,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tiercel.engine.ask import TokenOut
+from tiercel.engine.ask import Sampling, TokenOut
 from tiercel.engine.drafting import Drafter, DraftText
 from tiercel.engine.sampling import Sampler, token_logprobs
 from tiercel.engine.step import Begin, Drawn, PageTable, Step, StepPart
-from tiercel.errors import LogitsError
-from tiercel.kernels.draw import Draw, greedy
+from tiercel.errors import LogitsError, TiercelError
+from tiercel.kernels.draw import Draw, Mask, greedy
 from tiercel.models.base import DRAWN_LAST, BeforeLayer, Model, QueueModel, Span, at_once
+from tiercel.text.grammar import Asked, Grammars, Masks, Matcher, fill_masks
 from tiercel.transfer.controller import Ready
 
 log = logging.getLogger(__name__)
@@ -75,6 +79,11 @@ class _Ring:
 
     def draft_text(self, part: StepPart) -> DraftText:
         return DraftText(part.ring, self.tokens[: part.end], self.pages, self.longest)
+
+    def allowed(self, guesses: list[int]) -> list[int]:
+        """The guesses up to the first one that the text's grammar forbids."""
+        matcher = self.sampler.matcher
+        return guesses if matcher is None else guesses[: matcher.valid(guesses)]
 
     def append(self, token: int) -> None:
         self.tokens[self.count] = token
@@ -122,6 +131,19 @@ class _Work(NamedTuple):
             for position, row in enumerate(self.draws(i, end), self.parts[i].end)
         ]
 
+    def masks(self, drawing: Sequence[tuple[int, int, int]], vocab_size: int) -> Masks | None:
+        """For each row that is drawn from: which tokens may be drawn. None: all, in all rows."""
+        asked: list[Asked] = []
+        for place, (i, _, position) in enumerate(drawing):
+            matcher = self.rings[i].sampler.matcher
+            if matcher is not None and position == self.parts[i].end:  # the first row of the part
+                asked.append(Asked(matcher, place, self.guesses.get(i, ())))
+        if not asked:
+            return None
+        masks = np.full((len(drawing), -(-vocab_size // 32)), -1, np.int32)
+        fill_masks(masks, asked)
+        return masks
+
     @property
     def queued(self) -> bool:
         """Tokens are drawn from the logits, and nothing else is done with them: they need not come here."""
@@ -137,11 +159,16 @@ class LocalRunner:
     """A model, and the rings of its running texts."""
 
     def __init__(
-        self, model: Model, ready: Callable[[int], Ready] | None = None, drafter: Drafter | None = None
+        self,
+        model: Model,
+        ready: Callable[[int], Ready] | None = None,
+        drafter: Drafter | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
-        """`ready` tells when the layers of a load may be read, by the load's number."""
+        """`ready` tells when the layers of a load may be read, by the load's number. `grammars`: of the
+        model's tokenizer, where answers may have grammars."""
         self.model = model
-        self._ready, self._drafter = ready, drafter
+        self._ready, self._drafter, self._grammars = ready, drafter, grammars
         self._rings: dict[int, _Ring] = {}
 
     def run(self, step: Step) -> Drawn:
@@ -151,9 +178,11 @@ class LocalRunner:
         began_s = perf_counter()
         logits = self._forward(step, work)
         drawn = work.drawn._replace(seconds=perf_counter() - began_s)
-        plain = [row for i, row, _ in work.drawing() if work.rings[i].sampler.plain]
+        drawing = work.drawing()
+        plain = [row for i, row, _ in drawing if work.rings[i].sampler.plain]
         best = greedy(work.chosen(logits, plain)).tolist() if plain else []
-        self._draw(work, logits, drawn, dict(zip(plain, best, strict=True)))
+        masks = work.masks(drawing, self.model.vocab_size)
+        self._draw(work, logits, drawn, dict(zip(plain, best, strict=True)), _by_row(drawing, masks))
         return drawn
 
     def _take(self, step: Step) -> _Work:
@@ -195,6 +224,7 @@ class LocalRunner:
             made = self._drafter.guess(
                 [rings[i].draft_text(parts[i]) for i in wanted], [parts[i].guesses for i in wanted]
             )
+            made = [rings[i].allowed(own) for i, own in zip(wanted, made, strict=True)]
         except Exception:
             log.exception("nothing could be guessed: the step is computed without guesses")
             return {}
@@ -228,13 +258,28 @@ class LocalRunner:
             self._drafter.begin(begin.ring)
         prompt, output = begin.tokens[: begin.prompt_tokens], begin.tokens[begin.prompt_tokens :]
         try:
-            ring.sampler = Sampler(begin.sampling, prompt, self.model.vocab_size, output)
+            ring.sampler = Sampler(
+                begin.sampling, prompt, self.model.vocab_size, output, self._matcher(begin.sampling)
+            )
             self.model.resume(begin.ring, begin.tails)
         except Exception as error:  # noqa: BLE001 - whatever a model raises: this text ends
             log.exception("a text could not be resumed")
             ring.error = error
 
-    def _draw(self, work: _Work, logits: Tensor, drawn: Drawn, known: Mapping[int, int]) -> None:
+    def _matcher(self, sampling: Sampling) -> Matcher | None:
+        if sampling.grammar is None:
+            return None
+        assert self._grammars is not None, "the engine has checked the grammar with them"
+        return self._grammars.matcher(sampling.grammar, sampling.stop_tokens)
+
+    def _draw(
+        self,
+        work: _Work,
+        logits: Tensor,
+        drawn: Drawn,
+        known: Mapping[int, int],
+        masks: Mapping[int, Mask],
+    ) -> None:
         """`known`: tokens that were drawn already, by row of logits; -1: the best is no number. What can not
         be drawn or scored is the error of its own text."""
         if not work.queued:
@@ -250,7 +295,7 @@ class LocalRunner:
                 for row, guess in zip(work.draws(i, end), (*guesses, None), strict=True):
                     token = known.get(row, -1)
                     if token < 0:
-                        out = ring.sampler.draw(logits[row])
+                        out = ring.sampler.draw(logits[row], masks.get(row))
                     elif ring.sampler.plain:  # most of the time
                         out = TokenOut(token)
                     else:
@@ -272,9 +317,13 @@ class QueueRunner(LocalRunner):
     model: QueueModel
 
     def __init__(
-        self, model: QueueModel, ready: Callable[[int], Ready] | None = None, drafter: Drafter | None = None
+        self,
+        model: QueueModel,
+        ready: Callable[[int], Ready] | None = None,
+        drafter: Drafter | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
-        super().__init__(model, ready, drafter)
+        super().__init__(model, ready, drafter, grammars)
         self._before: Callable[[], object] = lambda: None
         """Takes the tokens of the last step that was queued."""
 
@@ -294,14 +343,17 @@ class QueueRunner(LocalRunner):
         except Exception as error:  # noqa: BLE001 - it is told with the result
             return partial(_raise, error)
         rings, results, drawing = work.rings, work.drawn.results, work.drawing()
-        tokens = self._queue_draws(work, drawing, logits)
+        if any(rings[i].sampler.matcher for i, _, _ in drawing):
+            self._before()  # their grammars go on from its tokens
+        masks = work.masks(drawing, self.model.vocab_size)
+        tokens = self._queue_draws(work, drawing, logits, masks)
         stopped = clock.mark()
         if any(work.guesses.values()) or not work.queued:
             self._before()  # its tokens come first
             drawn = work.drawn._replace(seconds=clock.stop(stopped))
             each = zip(drawing, tokens.tolist(), strict=True)
             known = {row: token for (i, row, _), token in each if rings[i].sampler.raw}
-            self._draw(work, logits, drawn, known)
+            self._draw(work, logits, drawn, known, _by_row(drawing, masks))
             return lambda: drawn
         for i, _, position in drawing:
             rings[i].expect(position)
@@ -310,25 +362,32 @@ class QueueRunner(LocalRunner):
         def result() -> Drawn:
             seconds = clock.stop(stopped)
             for (i, _, _), token in zip(drawing, tokens.tolist(), strict=True):
-                if token < 0:
-                    error = LogitsError("the best of the logits is no number")
-                    results[i] = rings[i].error = error
+                ring = rings[i]
+                try:
+                    if token < 0:
+                        raise LogitsError("the best of the logits is no number")
+                    if ring.sampler.matcher is not None:
+                        ring.sampler.matcher.take(token)
+                except TiercelError as error:
+                    results[i] = ring.error = error
                     continue
-                rings[i].append(token)
+                ring.append(token)
                 results[i] = (TokenOut(token),)
             return work.drawn._replace(seconds=seconds)
 
         self._before = result
         return result
 
-    def _queue_draws(self, work: _Work, drawing: Sequence[tuple[int, int, int]], logits: Tensor) -> Tensor:
+    def _queue_draws(
+        self, work: _Work, drawing: Sequence[tuple[int, int, int]], logits: Tensor, masks: Masks | None
+    ) -> Tensor:
         """Draw a token from each of these rows, for the next step on the device; on its way to the host."""
         draws: list[Draw] | None = None
         if not all(work.rings[i].sampler.greedy for i, _, _ in drawing):
             each = ((work.rings[i], position) for i, _, position in drawing)
             draws = [ring.sampler.how(position - ring.prompt_tokens) for ring, position in each]
         logits = work.chosen(logits, [row for _, row, _ in drawing])
-        drawn = self.model.draw(logits, [work.parts[i].ring for i, _, _ in drawing], draws)
+        drawn = self.model.draw(logits, [work.parts[i].ring for i, _, _ in drawing], draws, masks)
         host = torch.empty(len(drawing), dtype=torch.int64, pin_memory=drawn.is_cuda)
         return host.copy_(drawn, non_blocking=True)
 
@@ -353,6 +412,11 @@ class _Clock:
             return float(mark - self._start)
         mark.synchronize()
         return float(self._start.elapsed_time(mark)) / 1e3
+
+
+def _by_row(drawing: Sequence[tuple[int, int, int]], masks: Masks | None) -> dict[int, Mask]:
+    """Masks by row of logits."""
+    return {} if masks is None else {row: mask for (_, row, _), mask in zip(drawing, masks, strict=True)}
 
 
 def _raise(error: Exception) -> Drawn:

@@ -1,7 +1,7 @@
 """From a row of logits to a token: one `Sampler` per request, on the CPU.
 
-    logits ─ penalties ─ bias ─ min_tokens ─┬─ temperature 0 ─────────────────────────── the best token
-                                            └─ ÷ temperature ─ top_k ─ top_p ─ min_p ─── one draw
+    logits ─ penalties ─ bias ─ grammar ─ min_tokens ─┬─ temperature 0 ────────────────────── the best token
+                                                      └─ ÷ temperature ─ top_k ─ top_p ─ min_p ─── one draw
 
 What is drawn depends on the row, the request's own tokens, its seed and the index of the token in its
 output; on nothing that shares the batch. So a request that was preempted goes on as if it had not been.
@@ -23,7 +23,8 @@ from torch import Tensor
 
 from tiercel.engine.ask import Sampling, TokenOut
 from tiercel.errors import AskError, LogitsError
-from tiercel.kernels.draw import Draw, Row, largest, sample_row, weights_of
+from tiercel.kernels.draw import Draw, Mask, Row, largest, mask_row, sample_row, weights_of
+from tiercel.text.grammar import Matcher
 
 TEMPERATURE_LEAST, TEMPERATURE_MOST = 1e-6, 1e30
 """A temperature below the first counts as 0, as in SGLang. At the second all fp32 logits become equal."""
@@ -105,9 +106,15 @@ class Sampler:
     """
 
     def __init__(
-        self, sampling: Sampling, prompt: Sequence[int], vocab_size: int, output: Sequence[int] = ()
+        self,
+        sampling: Sampling,
+        prompt: Sequence[int],
+        vocab_size: int,
+        output: Sequence[int] = (),
+        matcher: Matcher | None = None,
     ) -> None:
-        self.sampling, self.vocab_size = sampling, vocab_size
+        """`matcher`: of the sampling's grammar, for a new answer."""
+        self.sampling, self.vocab_size, self.matcher = sampling, vocab_size, matcher
         self.seed = sampling.seed or 0
         self.greedy = sampling.temperature < TEMPERATURE_LEAST
         self._sharpness = 1.0 / min(max(sampling.temperature, TEMPERATURE_LEAST), TEMPERATURE_MOST)
@@ -123,19 +130,20 @@ class Sampler:
         self._bias = np.fromiter(sampling.logit_bias.values(), np.float32)
         self._ends = np.fromiter(sampling.stop_tokens if sampling.min_tokens else (), np.int64)
         self.raw = self._seen is None and self._less is None and not len(self._biased) and not len(self._ends)
-        """Tokens are drawn from the logits as they are: whoever has drawn one with `how` need not call
-        `draw`."""
+        """Tokens are drawn from the logits as they are, or as a mask leaves them: whoever has drawn one with
+        `how` need not call `draw`."""
         self.queued = self.raw and sampling.logprobs is None
         """Nothing else is done with the logits: they need not come to the host."""
-        self.plain = self.queued and self.greedy
+        self.plain = self.queued and self.greedy and matcher is None
         for token in output:
             self._remember(token)
 
-    def draw(self, logits: Tensor) -> TokenOut:
-        """The next token. `logits` is this request's row, fp32; it is not changed."""
+    def draw(self, logits: Tensor, mask: Mask | None = None) -> TokenOut:
+        """The next token. `logits` is this request's row, fp32; it is not changed. `mask`: what the grammar
+        allows."""
         assert logits.shape == (self.vocab_size,) and logits.dtype == torch.float32
         raw: Row = logits.detach().cpu().numpy()
-        row = self._adjusted(raw)
+        row = self._adjusted(raw, mask)
         best = int(row.argmax())  # the lowest id of the best: numpy promises the first
         if not math.isfinite(row[best]):  # argmax finds any nan and +inf there is
             raise LogitsError(f"the best of {self.vocab_size} logits is {row[best]}, token {best}")
@@ -156,10 +164,10 @@ class Sampler:
         self._remember(token)
         return out
 
-    def _adjusted(self, raw: Row) -> Row:
-        """Penalties, bias and `min_tokens`: the same array if there are none."""
+    def _adjusted(self, raw: Row, mask: Mask | None) -> Row:
+        """Penalties, bias, grammar and `min_tokens`: the same array if there are none."""
         if self.raw:
-            return raw
+            return raw if mask is None else mask_row(raw, mask)
         row = raw.copy()
         if self._seen is not None:
             seen = np.flatnonzero(self._seen)
@@ -170,12 +178,19 @@ class Sampler:
         if self._less is not None:
             row -= self._less
         row[self._biased] += self._bias
+        if mask is not None:
+            row = mask_row(row, mask)
         if self._index < self.sampling.min_tokens:
+            ends = row[self._ends]
             row[self._ends] = -np.inf
+            if mask is not None and row.max() == -np.inf:  # the grammar leaves nothing but the end
+                row[self._ends] = ends
         return row
 
     def _remember(self, token: int) -> None:
         self._index += 1
+        if self.matcher is not None:
+            self.matcher.take(token)
         if self._seen is not None:
             self._seen[token] = True
         if self._less is not None:

@@ -18,6 +18,8 @@ from torch import Tensor
 
 Row = NDArray[np.float32]
 Ids = NDArray[np.int64]
+Mask = NDArray[np.int32]
+"""Bit t % 32 of word t // 32 tells whether token t may be drawn."""
 
 NUCLEUS_FLOORS = (2.0**-6, 2.0**-12, 0.0)
 """Weights relative to the best. `top_p` sorts only what is above the first floor that leaves enough."""
@@ -42,6 +44,17 @@ def greedy(logits: Tensor) -> Tensor:
     best = rows.argmax(1)
     sound = np.isfinite(rows[np.arange(len(rows)), best])
     return torch.from_numpy(np.where(sound, best, -1)).to(logits.device)
+
+
+def masked(logits: Tensor, masks: Tensor) -> Tensor:
+    """The rows with -inf for every token that may not be drawn. `masks` int32 [rows, words]."""
+    rows = zip(logits.cpu().numpy(), masks.cpu().numpy(), strict=True)
+    return torch.from_numpy(np.stack([mask_row(row, mask) for row, mask in rows])).to(logits.device)
+
+
+def mask_row(row: Row, mask: Mask) -> Row:
+    allowed = np.unpackbits(mask.view(np.uint8), count=len(row), bitorder="little").view(np.bool_)
+    return np.where(allowed, row, np.float32(-np.inf))
 
 
 def sample(logits: Tensor, draws: Tensor, best: Tensor) -> Tensor:

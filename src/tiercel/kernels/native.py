@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tiercel.kernels.draw import greedy as greedy
+from tiercel.kernels.draw import masked as masked
 from tiercel.kernels.draw import sample as sample
 from tiercel.kernels.reference import CosSin, Recent, Site
 

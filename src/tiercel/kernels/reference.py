@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from tiercel.kernels.draw import greedy as greedy
+from tiercel.kernels.draw import masked as masked
 from tiercel.kernels.draw import sample as sample
 
 NAME = "reference"

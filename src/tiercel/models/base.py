@@ -102,10 +102,17 @@ class QueueModel(Model, Protocol):
     last: Tensor
     """[rings or more] int64 on the device: the token that was drawn last in each ring; -1: there was none."""
 
-    def draw(self, logits: Tensor, rings: Sequence[int], draws: Sequence[Draw] | None) -> Tensor:
+    def draw(
+        self,
+        logits: Tensor,
+        rings: Sequence[int],
+        draws: Sequence[Draw] | None,
+        masks: NDArray[np.int32] | None = None,
+    ) -> Tensor:
         """Draw a token from each row of the last call's logits: it is `last` of the row's ring now.
 
-        None: the best tokens. Answers [rows] on the device; -1: the best is no number.
+        `draws` None: the best tokens. `masks`: which tokens may be drawn (`kernels.draw.masked`); None: all.
+        Answers [rows] on the device; -1: the best is no number.
         """
 
 

@@ -38,24 +38,20 @@ _SGLANG = _table("""
     [{}]       images_config session_params
 """)
 
-# Shared by OpenAI's two calls, with SGLang's and vLLM's additions; the last four lines are older vLLM's.
+# Shared by OpenAI's two calls, with SGLang's and vLLM's additions; the last two lines are older vLLM's.
 _OPENAI = _SGLANG | _table("""
     any        return_mm_kwargs return_token_offsets routed_experts_prompt_start stream_interval user
     any        routing_id spaces_between_special_tokens truncation_side
     []         logprob_token_ids ngram_corpus_id repetition_detection truncate_prompt_tokens
-    [""]       ebnf json_schema regex
     ["",[]]    stop_regex
     [-1]       thinking_token_budget
     [1]        length_penalty
     [false]    return_token_ids return_tokens_as_token_ids use_beam_search watermarking
     [[]]       allowed_token_ids bad_words
-    [{}]       custom_params ec_transfer_params mm_processor_kwargs structured_outputs
+    [{}]       custom_params ec_transfer_params mm_processor_kwargs
     [{}]       vllm_xargs
-    [{"type":"text"}]    response_format
     any        guided_decoding_backend guided_whitespace_pattern
-    [""]       guided_grammar guided_regex
-    ["",{}]    guided_json
-    [[]]       guided_choice logits_processors
+    [[]]       logits_processors
 """)
 
 CHAT = _OPENAI | _table("""
@@ -176,7 +172,7 @@ GENERATE = _SGLANG | _table("""
 
 SAMPLING_PARAMS = _table("""
     any        spaces_between_special_tokens stream_interval
-    [""]       ebnf json_schema regex structural_tag
+    [""]       structural_tag
     ["",[]]    stop_regex
     [1]        beam_width
     [{}]       custom_params

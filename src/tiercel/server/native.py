@@ -32,6 +32,7 @@ from tiercel.server.body import (
 )
 from tiercel.server.border import Visit, visit_of
 from tiercel.server.errors import conflict
+from tiercel.server.grammars import NamedGrammars, text_grammar
 from tiercel.server.openai_replies import cached_by_tier, finite
 from tiercel.server.prefiller import BootstrapFields, by_bootstrap, each, is_elsewhere
 from tiercel.server.protocol import CachedByTier
@@ -62,7 +63,7 @@ SPELLING = {name: f"sampling_params.{name}" for name in SamplingFields.model_fie
 # --- the request ---
 
 
-class SamplingParams(SamplingFields):
+class SamplingParams(SamplingFields, NamedGrammars):
     known = known.SAMPLING_PARAMS
 
     max_new_tokens: TokenCount | None = None
@@ -348,6 +349,7 @@ class Native:
                 min_tokens=item.params.min_new_tokens or 0,
                 seed=item.params.sampling_seed,
                 logprobs=item.top if item.logprob else None,
+                grammar=text_grammar(item.params, self.service.text, "sampling_params."),
             ),
             namespace=asks.namespace_of(item.salt),
             priority=asks.priority_of(body.priority, self.front.options),

@@ -16,6 +16,7 @@ from tiercel.errors import AskError
 from tiercel.server import asks, keys, prefiller, schema
 from tiercel.server.border import visit_of
 from tiercel.server.errors import ApiError, conflict
+from tiercel.server.grammars import chat_grammar, text_grammar
 from tiercel.server.openai_replies import ChatReply, CompletionReply
 from tiercel.server.protocol import (
     ChatRequest,
@@ -28,6 +29,7 @@ from tiercel.server.protocol import (
 )
 from tiercel.server.reply import AskGroup, Front, Reply, respond
 from tiercel.server.schema import gives
+from tiercel.text.grammar import Grammar
 from tiercel.text.text import Prompt
 
 COMPLETION_TOKENS = 16
@@ -59,6 +61,9 @@ class OpenAI:
             why = "the tool call format of this model is not supported"
             raise ApiError(400, f"tools: {why}", param="tools", code="no_tools")
         prompt = await self.rendered(body)
+        grammar = await self.front.off_loop(
+            partial(chat_grammar, body, body.chat_tools, text, thinks=prompt.thinks)
+        )
         room = asks.room(self.service, prompt.tokens, "messages")
         asked, spelling = body.max_tokens, CHAT_SPELLING
         if body.max_completion_tokens is not None:
@@ -74,13 +79,19 @@ class OpenAI:
                 body,
                 max_tokens=room if asked is None else asked,
                 logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+                grammar=grammar,
             ),
             prompt_logprobs_from=None if body.prompt_logprobs is None else 0,
             prefiller=self._prefillers(body, min(body.n or 1, self.front.options.n_max), own_id)[0],
         )
         thinks = prompt.thinks and body.separate_reasoning is not False
         reply = reply_of(
-            visit_of(request).request_id, text, body, thinks, bool(tools), handover=_handover(body, group)
+            visit_of(request).request_id,
+            text,
+            body,
+            thinks,
+            text.calls if tools else None,
+            handover=_handover(body, group),
         )
         return await respond(self.front, request, [group], reply, stream=bool(body.stream))
 
@@ -116,7 +127,9 @@ class OpenAI:
 
         def made() -> tuple[list[AskGroup], list[str]]:
             ids = [asks.member_id(own_id, index) for index in range(len(prompts))]
-            groups = [self._completion(*each, body) for each in zip(ids, prompts, prefillers, strict=True)]
+            grammar = text_grammar(body, text)
+            every = zip(ids, prompts, prefillers, strict=True)
+            groups = [self._completion(*each, body, grammar) for each in every]
             return groups, [given.written(text) if body.echo else "" for given in prompts]
 
         groups, echoes = await self.front.off_loop(made)
@@ -130,6 +143,7 @@ class OpenAI:
         given: asks.GivenPrompt,
         prefiller: Prefiller | None,
         body: CompletionRequest,
+        grammar: Grammar | None,
     ) -> AskGroup:
         tokens = given.tokens(self.service)
         room = asks.room(self.service, tokens, given.field)
@@ -140,7 +154,7 @@ class OpenAI:
             SPELLING,
             request_id=request_id,
             prompt=tokens,
-            sampling=self._sampling(body, max_tokens=max_tokens, logprobs=body.logprobs),
+            sampling=self._sampling(body, max_tokens=max_tokens, logprobs=body.logprobs, grammar=grammar),
             prompt_logprobs_from=0 if about_prompt else None,
             prefiller=prefiller,
         )
@@ -177,7 +191,9 @@ class OpenAI:
             "max_model_len": self.service.context_tokens,
         }
 
-    def _sampling(self, body: OpenAIRequest, *, max_tokens: int, logprobs: int | None) -> Sampling:
+    def _sampling(
+        self, body: OpenAIRequest, *, max_tokens: int, logprobs: int | None, grammar: Grammar | None
+    ) -> Sampling:
         counts = [count for count in (logprobs, body.prompt_logprobs) if count is not None]
         return Sampling(
             max_tokens=max_tokens,
@@ -185,6 +201,7 @@ class OpenAI:
             seed=body.sampling_seed if body.seed is None else body.seed,
             keep_stop=bool(body.include_stop_str_in_output),
             logprobs=max(counts, default=None),
+            grammar=grammar,
         )
 
     def _prefillers(self, body: OpenAIRequest, count: int, own_id: str) -> list[Prefiller | None]:

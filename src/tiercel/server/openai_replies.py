@@ -13,7 +13,7 @@ from tiercel.engine.ask import Answer, Delta, Prefiller, TokenOut, Usage
 from tiercel.server.prefiller import transfer_params
 from tiercel.server.protocol import ChatRequest, CompletionRequest, OpenAIRequest
 from tiercel.server.reply import DataEvents, finish_reason, to_json
-from tiercel.text.answer import AnswerReader, CallPart, Said
+from tiercel.text.answer import AnswerReader, CallFormat, CallPart, Said
 from tiercel.text.text import Text
 
 Fields = dict[str, Any]
@@ -103,8 +103,8 @@ class ChatReply(OpenAIReply):
     body: ChatRequest
     thinks: bool = False
     """Whether answers begin with thoughts."""
-    calls: bool = False
-    """Whether answers may call tools."""
+    calls: CallFormat | None = None
+    """How answers call tools, if they may."""
     _readers: dict[int, AnswerReader] = field(default_factory=dict)
 
     def whole(self, answers: Sequence[Answer]) -> str:

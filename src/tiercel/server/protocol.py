@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -14,11 +13,9 @@ from pydantic import (
     ValidatorFunctionWrapHandler,
     WrapValidator,
 )
-from pydantic_core import PydanticCustomError
 
 from tiercel.server import known
 from tiercel.server.body import (
-    UNSUPPORTED,
     Body,
     Count,
     Priority,
@@ -34,6 +31,7 @@ from tiercel.server.body import (
     Written,
     limit,
 )
+from tiercel.server.grammars import ChatTools, GrammarFields, ToolChoice
 from tiercel.server.prefiller import BootstrapFields, KvTransferParams
 
 # --- requests ---
@@ -46,7 +44,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
-class OpenAIRequest(SamplingFields, BootstrapFields):
+class OpenAIRequest(SamplingFields, BootstrapFields, GrammarFields):
     """The fields that chat and completions share."""
 
     model: Annotated[str, limit(enum="models")] | None = None
@@ -163,7 +161,7 @@ def _as_given(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
 
 
 class Function(Body):
-    """A function that the model may call. `strict` is not enforced."""
+    """A function that the model may call. `strict`: its arguments always follow `parameters`."""
 
     name: Annotated[str, Field(pattern=r'^[^"<>\s]{1,128}$')]
     description: str | None = None
@@ -175,13 +173,6 @@ class Tool(Body):
     type: Literal["function"]
     function: Annotated[Function, WrapValidator(_as_given)]
     """The dictionary as it was sent: the model reads its fields in this order."""
-
-
-def _free(choice: Any) -> Any:
-    if choice not in (None, "none", "auto"):
-        why = 'a call can not be forced: only "none" and "auto" are supported'
-        raise PydanticCustomError(UNSUPPORTED, why, {"field": "tool_choice"})
-    return choice
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max", "ultra"]
@@ -212,7 +203,7 @@ class ChatRequest(OpenAIRequest):
     top_logprobs: TopLogprobs | None = None
 
     tools: list[Tool] | None = None
-    tool_choice: Annotated[Literal["none", "auto"] | None, BeforeValidator(_free)] = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
     separate_reasoning: bool | None = None
@@ -228,6 +219,11 @@ class ChatRequest(OpenAIRequest):
         if self.tool_choice == "none":
             return []
         return [{"type": tool.type, "function": cast(Any, tool.function)} for tool in self.tools or ()]
+
+    @property
+    def chat_tools(self) -> ChatTools:
+        functions = [tool["function"] for tool in self.callable_tools]
+        return ChatTools(functions, self.tool_choice, several=self.parallel_tool_calls is not False)
 
     @property
     def template_kwargs(self) -> dict[str, Any]:

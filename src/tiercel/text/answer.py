@@ -10,6 +10,11 @@
     </｜DSML｜tool_calls>
 
 A string parameter is written as it is, any other as JSON. One JSON object may stand instead of parameters.
+Qwen, Hermes and others write calls as JSON objects:
+
+    <tool_call>
+    {"name": "weather", "arguments": {"city": "Paris", "days": 3}}
+    </tool_call>
 """
 
 from __future__ import annotations
@@ -17,15 +22,25 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Generator
-from typing import NamedTuple
+from enum import Enum
+from typing import Any, NamedTuple
 
 THINK, END_THINK = "<think>", "</think>"
 DSML = "｜DSML｜"
-CALLS, END_INVOKE, END_VALUE = f"<{DSML}tool_calls>", f"</{DSML}invoke>", f"</{DSML}parameter>"
+CALLS, END_CALLS = f"<{DSML}tool_calls>", f"</{DSML}tool_calls>"
+END_INVOKE, END_VALUE = f"</{DSML}invoke>", f"</{DSML}parameter>"
+CALL, END_CALL = "<tool_call>", "</tool_call>"
 TAG = re.compile(
     rf'\s*<(?P<end>/?){DSML}(?P<kind>\w+)(\s+name="(?P<name>[^"]*)")?(\s+string="(?P<string>true|false)")?\s*>'
 )
 TAG_CHARS_MOST = 1000
+
+
+class CallFormat(Enum):
+    """How a model writes tool calls."""
+
+    DSML = "DeepSeek's tags"
+    JSON = "JSON in <tool_call>"
 
 
 class CallPart(NamedTuple):
@@ -52,14 +67,18 @@ class AnswerReader:
     take half a call for a whole one.
     """
 
-    def __init__(self, *, thinks: bool, calls: bool) -> None:
+    def __init__(self, *, thinks: bool, calls: CallFormat | None) -> None:
+        """`calls`: how calls are written, if there may be any."""
         self._held = self._tagged = ""
         self._final = False
         self._reasoning = self._content = ""
         self._calls: dict[int, CallPart] = {}
         self._call = -1
         self._inside = False
-        self._parser = self._answer(thinks, calls)
+        as_json = calls is CallFormat.JSON
+        self._opening = (f"\n{CALL}", CALL) if as_json else (f"\n\n{CALLS}", CALLS)
+        self._read_calls = self._json_call if as_json else self._tool_calls
+        self._parser = self._answer(thinks, bool(calls))
 
     @property
     def called(self) -> bool:
@@ -87,16 +106,30 @@ class AnswerReader:
             if thinks:
                 yield
         while calls:
-            before, found = self._until((f"\n\n{CALLS}", CALLS), self._final)
+            before, found = self._until(self._opening, self._final)
             self._content += before
             if found:
-                calls = yield from self._tool_calls()
+                calls = yield from self._read_calls()
             else:
                 yield
         while True:
             self._content += self._held
             self._held = ""
             yield
+
+    def _json_call(self) -> Generator[None, None, bool]:
+        """A call is told when it is complete."""
+        while END_CALL not in self._held and not self._final:
+            yield
+        written, found = self._until((END_CALL,), final=True)
+        match _parsed(written) if found else None:
+            case {"name": str(name), "arguments": dict(arguments)}:
+                self._call += 1
+                told = json.dumps(arguments, ensure_ascii=False)
+                self._calls[self._call] = CallPart(self._call, name, told)
+                return True
+        self._content += CALL + written + (END_CALL if found else "")
+        return False
 
     def _tool_calls(self) -> Generator[None, None, bool]:
         while True:
@@ -195,11 +228,17 @@ class AnswerReader:
 
 
 def _is_json(value: str) -> bool:
+    return _parsed(value) is not NO_JSON
+
+
+NO_JSON = object()
+
+
+def _parsed(value: str) -> Any:
     try:
-        json.loads(value, parse_constant=_no_number)
+        return json.loads(value, parse_constant=_no_number)
     except (ValueError, RecursionError):
-        return False
-    return True
+        return NO_JSON
 
 
 def _no_number(name: str) -> None:

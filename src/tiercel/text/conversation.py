@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from tiercel.errors import AskError
+from tiercel.text.answer import CallFormat
 
 Message = Mapping[str, Any]
 
@@ -52,8 +53,8 @@ class ChatFormat:
 
     control: tuple[str, ...] = ()
     """Control tokens, besides those of `text.CONTROL_LOOKS`."""
-    calls = False
-    """Whether tool calls in answers can be parsed."""
+    calls: CallFormat | None = None
+    """How the model writes tool calls, if that is known."""
     between = ""
     """The text between two parts of a message."""
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tiercel.errors import AskError
-from tiercel.text.answer import CALLS, DSML, END_THINK, END_VALUE, THINK
+from tiercel.text.answer import CALLS, DSML, END_THINK, END_VALUE, THINK, CallFormat
 from tiercel.text.conversation import ChatFormat, Conversation, Message
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
@@ -103,7 +103,7 @@ class DeepSeekV4Format(ChatFormat):
     """Renders conversations. `efforts`: the instruction to the model for each effort."""
 
     control = (THINK, END_THINK, DSML)
-    calls = True
+    calls = CallFormat.DSML
     between = "\n\n"
 
     def __init__(self, efforts: Mapping[str, str]) -> None:

@@ -15,7 +15,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tiercel.errors import AskError, WeightsError
-from tiercel.text.answer import DSML
+from tiercel.text.answer import CALL, DSML, CallFormat
 from tiercel.text.conversation import ChatFormat, Conversation
 
 TEMPLATE_FAILS = (
@@ -45,7 +45,7 @@ class JinjaFormat(ChatFormat):
         environment = BoundedEnvironment()
         self._templates = {name: environment.from_string(source) for name, source in templates.items()}
         self._names = names
-        self.calls = any(DSML in source and "tool_calls" in source for source in templates.values())
+        self.calls = next(filter(None, map(_call_format, templates.values())), None)
 
     def render(self, talk: Conversation) -> str:
         if taken := [name for name in RESERVED if name in talk.kwargs]:
@@ -69,6 +69,13 @@ class JinjaFormat(ChatFormat):
             if chars > CHARS_MOST:
                 raise TemplateError(f"it writes more than {CHARS_MOST:,} characters")
         return "".join(written)
+
+
+def _call_format(source: str) -> CallFormat | None:
+    if DSML in source and "tool_calls" in source:
+        return CallFormat.DSML
+    # Some templates have XML in this tag: `<function=name>`.
+    return CallFormat.JSON if CALL in source and "<function=" not in source else None
 
 
 def read_template(folder: Path, config: Mapping[str, Any], names: Mapping[str, str]) -> JinjaFormat | None:

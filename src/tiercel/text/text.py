@@ -23,16 +23,17 @@ from typing import Any
 from tokenizers import Encoding, Tokenizer
 
 from tiercel.errors import AskError, LengthError, WeightsError
-from tiercel.text.answer import DSML, END_THINK, THINK
+from tiercel.text.answer import CALL, DSML, END_CALL, END_THINK, THINK
 from tiercel.text.conversation import ChatFormat, Conversation, Guard, Marks, Message
 from tiercel.text.deepseek_v4 import read_deepseek_v4
+from tiercel.text.grammar import Grammars
 from tiercel.text.pieces import Pieces, bytes_per_token_most
 from tiercel.text.template import TEMPLATE_FAILS, read_template
 
 CONTROL_LOOKS = ("<|", "<｜", "｜")
 """Added tokens that begin like this are control tokens, even if not special: DeepSeek's `<｜User｜>` is not.
 `<think>` and the like are text: templates look for them in assistant messages."""
-SHOWN = (THINK, END_THINK, DSML)
+SHOWN = (THINK, END_THINK, DSML, CALL, END_CALL)
 """Tokens that are shown in an answer, even if the tokenizer calls them special."""
 ENDS_SOUGHT = 128
 """A message's end is found by rendering the messages up to it. Only this many ends are sought, the newest:
@@ -68,7 +69,7 @@ class Text:
         found = read_template(folder, config, names) or read_deepseek_v4(folder, own, vocabulary)
         self._format = found or ChatFormat()
         self.calls = self._format.calls
-        """Whether tool calls in answers can be parsed."""
+        """How the model writes tool calls; None: that is not known, and calls can not be parsed."""
         added = self._tokenizer.get_added_tokens_decoder()
         self.hidden = frozenset(
             token for token, each in added.items() if each.special and each.content not in SHOWN
@@ -80,6 +81,8 @@ class Text:
             if each.special or each.content.startswith(CONTROL_LOOKS) or each.content in self._format.control
         )
         self.vocab_size: int = self._tokenizer.get_vocab_size()
+        self.token_ids: int = max(vocabulary.values(), default=-1) + 1
+        """More than `vocab_size` where ids are left out."""
         bos, eos = (self._tokenizer.token_to_id(names.get(name, "")) for name in ("bos_token", "eos_token"))
         self._lead = [bos] if config.get("add_bos_token") is True and bos is not None else []
         ends = [eos]
@@ -92,7 +95,16 @@ class Text:
                 )
             ends += given
         self.eos = frozenset(token for token in ends if token is not None)
+        self.control = self.eos | {
+            token
+            for token, each in added.items()
+            if (each.special or each.content.startswith(CONTROL_LOOKS)) and each.content not in SHOWN
+        }
+        """Tokens that are never part of the text of an answer with a grammar."""
+        self.think_end: int | None = self._tokenizer.token_to_id(END_THINK)
+        """The token between thoughts and words; None: it is not one token."""
         self._pieces: dict[int, bytes] = {}
+        self.grammars = Grammars(self)
 
     def encode(
         self,
@@ -110,6 +122,10 @@ class Text:
         self._check_length(text, field, tokens_max)
         tokens = self._encode(text, field=field, whole=add_special_tokens).ids
         return self._lead + tokens if add_special_tokens and tokens[:1] != self._lead else tokens
+
+    def tokens_within(self, text: str) -> list[int]:
+        """The tokens of a piece of text inside another one."""
+        return self._encode(text, field="text").ids
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """A whole text. Bytes that are not UTF-8 become U+FFFD."""

@@ -60,6 +60,29 @@ def _best(values, numbers, tokens, parts, WIDTH: tl.constexpr):
     tl.store(tokens + row, tl.where(tl.abs(best) < float("inf"), token, -1).to(tl.int64))
 
 
+def masked(logits: Tensor, masks: Tensor) -> Tensor:
+    """The rows with -inf for every token that may not be drawn. `masks` int32 [rows, words]: bit t % 32 of
+    word t // 32 tells whether token t may be."""
+    rows, vocab = logits.shape
+    assert logits.stride(1) == 1 and masks.stride(1) == 1 and 32 * masks.shape[1] >= vocab
+    found = torch.empty(rows, vocab, dtype=torch.float32, device=logits.device)
+    if rows:
+        parts = triton.cdiv(vocab, PART)
+        _mask[rows, parts](logits, logits.stride(0), masks, masks.stride(0), found, vocab, WIDTH=PART)
+    return found
+
+
+@triton.jit
+def _mask(logits, step, masks, masks_step, found, vocab, WIDTH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    number = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = number < vocab
+    value = tl.load(logits + row * step + number, mask=inside, other=0.0)
+    word = tl.load(masks + row * masks_step + number // 32, mask=inside, other=0)
+    allowed = ((word >> (number % 32)) & 1) == 1
+    tl.store(found + row * vocab + number, tl.where(allowed, value, float("-inf")), mask=inside)
+
+
 def sample(logits: Tensor, draws: Tensor, best: Tensor) -> Tensor:
     """int64 [rows]: a token of each row. `draws` fp64 [rows, 5 or more] has the fields of `Draw`; `best` is
     what `greedy` found, and -1 stays -1."""

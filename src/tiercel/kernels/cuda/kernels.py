@@ -28,6 +28,7 @@ class CudaKernels:
     hyper_read = staticmethod(hyper.hyper_read)
     hyper_write = staticmethod(hyper.hyper_write)
     hyper_head = staticmethod(hyper.hyper_head)
+    masked = staticmethod(draw.masked)
     greedy = staticmethod(draw.greedy)
     sample = staticmethod(draw.sample)
     route = staticmethod(experts.route)

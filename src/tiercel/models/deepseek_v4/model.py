@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -168,8 +169,17 @@ class DeepseekV4:
         self.last[batch.row_rings] = best
         return Recorded(logits, best)
 
-    def draw(self, logits: Tensor, rings: Sequence[int], draws: Sequence[Draw] | None) -> Tensor:
-        """A token of each row, now also `last` of the row's ring. A recorded forward has drawn the best."""
+    def draw(
+        self,
+        logits: Tensor,
+        rings: Sequence[int],
+        draws: Sequence[Draw] | None,
+        masks: npt.NDArray[np.int32] | None = None,
+    ) -> Tensor:
+        """A token of each row, now also `last` of the row's ring. A recorded forward has drawn the best of
+        all tokens."""
+        if masks is not None:
+            logits = self.kernels.masked(logits, send(masks, logits.device))
         if self._recorded is not None and logits is self._recorded.logits:
             tokens = self._recorded.best
             if draws is None:

@@ -1,0 +1,317 @@
+"""Grammars of answers: JSON schemas, regular expressions and context-free grammars as masks of tokens.
+
+    Grammar ── compiled once (`Grammars`) ──► Matcher, one for each answer
+    token drawn ──► Matcher.take            the answer so far
+    Matchers    ──► fill_masks              one bit for each token that may come next
+
+llguidance does the work. A special token is no text: no grammar allows it, except the tokens that end the
+answer, where the grammar is complete. A matcher is a function of the tokens it has taken, so an answer that
+was preempted goes on as before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiercel.errors import GrammarError
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+
+    from tiercel.text.text import Text
+
+Masks = NDArray[np.int32]
+"""[rows, words]: bit t % 32 of word t // 32 tells whether token t may come next."""
+
+SOURCE_BYTES_MOST = 128 << 10
+"""OpenAI allows 120,000 characters of names and values in a schema."""
+PROPERTIES_MOST = 500
+"""Of one object: 500 take 0.1 s to compile, twice as many four times as long."""
+COMPILED_MOST = 64
+"""Grammars that are kept compiled. One takes about a millisecond to compile."""
+FORCED_MOST = 4096
+"""Texts that grammars left no choice about, whose tokens are remembered: names in objects come again and
+again."""
+CORES_LEAST = 8
+"""Masks are computed by several threads where there are so many cores. With two busy ones it takes 4 ms to
+wake a thread, and 1 ms to compute 16 masks in this one."""
+LIMITS: Mapping[str, Any] = {
+    "initial_lexer_fuel": 300_000,
+    "step_lexer_fuel": 50_000,
+    "max_lexer_states": 50_000,
+    "max_items_in_row": 20_000,
+    "verbose_errors": False,
+}
+"""So the worst mask of an absurd regular expression takes 0.4 s, after which its answer ends with an error;
+with the library's own limits it takes 2 s. Neoverse N1, llguidance 1.9.1, 2026-11-16."""
+
+QUOTED = re.compile(r"\s*(\d+ \||\^+$)")
+AT_SCHEMA = "at 1(8): failed to compile JSON schema: "
+REASON_CHARS_MOST = 300
+
+JSON_OPTIONS = {"whitespace_pattern": r"\x20|\x0D?\x0A[\x20\x09]{0,40}"}
+"""Between the parts of JSON: a space, or a new line and its indentation. Without a bound a weak model may
+write nothing else."""
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What an answer has to look like: a plain value, made by the functions below."""
+
+    source: str
+    """In the language of llguidance."""
+    after: int | None = None
+    """The answer is free up to this token: the end of the model's thoughts. None: the grammar begins at
+    once."""
+
+
+def json_schema(schema: Mapping[str, Any], *, lenient: bool = False) -> str:
+    """JSON that a schema allows. `lenient`: keywords that can not be enforced are ignored, not refused."""
+    return f"start: {json_rule(schema, lenient=lenient)}"
+
+
+def json_rule(schema: Mapping[str, Any], *, lenient: bool = False) -> str:
+    """The same as a part of a rule."""
+    try:
+        _check_size(schema)
+        return f"%json {json.dumps({**schema, 'x-guidance': {**JSON_OPTIONS, 'lenient': lenient}})}"
+    except RecursionError as error:
+        raise GrammarError("it is nested too deeply") from error
+
+
+def _check_size(schema: Any) -> None:
+    for name, each in schema.items() if isinstance(schema, Mapping) else enumerate(schema):
+        if name == "properties" and isinstance(each, Mapping) and len(each) > PROPERTIES_MOST:
+            raise GrammarError(f"an object has {len(each):,} properties, {PROPERTIES_MOST} are allowed")
+        if isinstance(each, Mapping | list):
+            _check_size(each)
+
+
+def regex(pattern: str) -> str:
+    """A text that matches a regular expression from its beginning to its end."""
+    from llguidance import LLMatcher
+
+    return LLMatcher.grammar_from_regex(pattern)
+
+
+def choice(texts: Sequence[str]) -> str:
+    """One of these texts."""
+    return f"start: {' | '.join(map(json.dumps, texts))}"
+
+
+def ebnf(rules: str) -> str:
+    """A context-free grammar: GBNF, as SGLang's `ebnf`, or Lark."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return any_to_lark(rules)
+    except Exception as error:  # the library raises plain Exception
+        raise GrammarError(str(error)) from error
+
+
+class Grammars:
+    """The compiled grammars of one tokenizer. Threads may share it."""
+
+    def __init__(self, text: Text) -> None:
+        self._text = text
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        """It takes half a second for a vocabulary of 129,280, once."""
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        tokens = _Tokens(self._text)
+        return LLTokenizer(TokenizerWrapper(tokens), eos_token=sorted(self._text.eos) or None)
+
+    @cached_property
+    def _limits(self) -> LLParserLimits:
+        from llguidance import LLParserLimits
+
+        return LLParserLimits(**LIMITS)
+
+    def check(self, grammar: Grammar) -> None:
+        """Raises `GrammarError` if the grammar can not be used. The compiled grammar is kept."""
+        self._find(grammar.source)
+
+    def matcher(self, grammar: Grammar, ends: frozenset[int]) -> Matcher:
+        """For a new answer. `ends`: the tokens that end it."""
+        inner = self._find(grammar.source).deep_copy()
+        words = (self._tokenizer.vocab_size + 31) // 32
+        return Matcher(inner, grammar.after, ends, ends - self._text.eos, words)
+
+    def _find(self, source: str) -> LLMatcher:
+        with self._lock:
+            found = self._compiled.get(source)
+            if found is not None:
+                self._compiled.move_to_end(source)
+                return found
+            tokenizer, limits = self._tokenizer, self._limits
+        found = _compile(source, tokenizer, limits)
+        with self._lock:
+            self._compiled[source] = found
+            if len(self._compiled) > COMPILED_MOST:
+                self._compiled.popitem(last=False)
+        return found
+
+
+def _compile(source: str, tokenizer: LLTokenizer, limits: LLParserLimits) -> LLMatcher:
+    from llguidance import LLMatcher
+
+    if len(source) > SOURCE_BYTES_MOST:
+        raise GrammarError(f"it is longer than {SOURCE_BYTES_MOST:,} B")
+    compiled = LLMatcher(tokenizer, source, log_level=0, limits=limits)
+    if not compiled.is_error():
+        first = compiled.deep_copy()
+        allowed = any(first.compute_bitmask())
+        if not allowed and not first.is_error():
+            raise GrammarError("no text matches it")
+        compiled = first if first.is_error() else compiled
+    if compiled.is_error():
+        raise GrammarError(_reason(compiled))
+    return compiled
+
+
+def _reason(matcher: LLMatcher) -> str:
+    """The library's own words, without places in a source that the client has not written."""
+    told = matcher.get_error().removesuffix("<non-verbose/>").strip()
+    if told.startswith("NoExtension"):
+        return "no text matches it"
+    lines = [line for line in told.splitlines() if not QUOTED.match(line)]
+    return " ".join(" ".join(lines).split()).removeprefix(AT_SCHEMA)[:REASON_CHARS_MOST]
+
+
+class _Tokens:
+    """A vocabulary as llguidance takes it."""
+
+    def __init__(self, text: Text) -> None:
+        self.tokens = [text.piece_bytes(token) for token in range(text.token_ids)]
+        self.special_token_ids = sorted(text.control)
+        self.eos_token_id = min(text.eos, default=0)
+        self.bos_token_id = None
+        self._tokens_within = lru_cache(FORCED_MOST)(text.tokens_within)
+
+    def __call__(self, text: str) -> list[int]:
+        """For text that a grammar leaves no choice about: the model sees the tokens it was trained on."""
+        return self._tokens_within(text)
+
+
+class Matcher:
+    """One answer and its grammar."""
+
+    def __init__(
+        self, inner: LLMatcher, after: int | None, ends: frozenset[int], more_ends: frozenset[int], words: int
+    ) -> None:
+        """`more_ends`: those ends that llguidance does not know. `words`: of a mask of llguidance."""
+        self._inner, self._after, self.words = inner, after, words
+        self._ends, self._more_ends = ends, more_ends
+        self._ended = False
+
+    def copy(self) -> Matcher:
+        copy = Matcher(self._inner.deep_copy(), self._after, self._ends, self._more_ends, self.words)
+        copy._ended = self._ended
+        return copy
+
+    @property
+    def begun(self) -> bool:
+        """Whether the grammar decides about the next token."""
+        return self._after is None and not self._ended
+
+    def take(self, token: int) -> None:
+        """The answer goes on with a token. Raises `GrammarError` if that is not possible."""
+        if self._ended:
+            return
+        if self._after is not None:
+            self._after = None if token == self._after else self._after
+        elif token in self._ends:
+            self._ended = True
+        elif not self._inner.consume_token(token):
+            raise GrammarError(f"the answer can not follow its grammar: {_reason(self._inner)}")
+
+    def valid(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens may come next, one after the other."""
+        free = 0
+        if self._after is not None:
+            while free < len(tokens) and tokens[free] not in self._ends:
+                free += 1
+                if tokens[free - 1] == self._after:
+                    break
+            else:
+                return free
+        if self._ended:
+            return 0
+        count = free + self._inner.validate_tokens(list(tokens[free:]))
+        if count < len(tokens) and tokens[count] in self._ends:  # not counted where nothing else is possible
+            ahead = self._inner.deep_copy()
+            count += ahead.consume_tokens(list(tokens[free:count])) and ahead.is_accepting()
+        return count
+
+    def _write(self, mask: NDArray[np.int32], found: NDArray[np.int32]) -> None:
+        """`found`: what llguidance allows, where the grammar has begun."""
+        if not self.begun or self._inner.is_error():  # `take` tells the error
+            mask[:] = -1
+            if self._after is not None:  # thoughts end before the answer does
+                for token in self._ends:
+                    mask[token // 32] &= ~BITS[token % 32]
+            return
+        common = min(len(mask), len(found))
+        mask[:common] = found[:common]
+        mask[common:] = 0
+        if self._more_ends and self._inner.is_accepting():
+            for token in self._more_ends:
+                mask[token // 32] |= BITS[token % 32]
+
+
+BITS = (np.uint32(1) << np.arange(32, dtype=np.uint32)).view(np.int32)
+
+
+class Asked(NamedTuple):
+    """Masks that are wanted: of the next token, and of the token after each guess."""
+
+    matcher: Matcher
+    row: int
+    """Of the first mask. The others follow it."""
+    guesses: Sequence[int] = ()
+    """Tokens that are `valid`."""
+
+
+def fill_masks(masks: Masks, asked: Sequence[Asked]) -> None:
+    """Write the masks that are asked for, those of different answers at the same time. No matcher changes."""
+    ahead = [each._replace(matcher=each.matcher.copy()) if each.guesses else each for each in asked]
+    while ahead:
+        begun = [each.matcher for each in ahead if each.matcher.begun]
+        found = np.empty((len(begun), begun[0].words if begun else 0), np.int32)
+        if len(begun) > 1 and (os.cpu_count() or 1) >= CORES_LEAST:
+            inner = [(matcher._inner, i) for i, matcher in enumerate(begun)]
+            _executor().unsafe_compute_mask_ptr(inner, found.ctypes.data, found.strides[0], len(begun))
+        else:
+            for i, matcher in enumerate(begun):
+                at = found.ctypes.data + i * found.strides[0]
+                matcher._inner.unsafe_compute_mask_ptr(at, found.strides[0])
+        of_begun = iter(found)
+        following = []
+        for matcher, row, guesses in ahead:
+            matcher._write(masks[row], next(of_begun) if matcher.begun else masks[row])
+            if guesses:
+                matcher.take(guesses[0])
+                following.append(Asked(matcher, row + 1, guesses[1:]))
+        ahead = following
+
+
+@cache
+def _executor() -> LLExecutor:
+    from llguidance import LLExecutor
+
+    return LLExecutor()
