@@ -163,7 +163,7 @@ def _as_given(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
 class Function(Body):
     """A function that the model may call. `strict`: its arguments always follow `parameters`."""
 
-    name: Annotated[str, Field(pattern=r'^[^"<>\s]{1,128}$')]
+    name: Annotated[str, Field(pattern=r'^[^"<>\x00-\x20]{1,128}$')]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
