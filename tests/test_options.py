@@ -124,7 +124,7 @@ def test_an_option_may_come_from_the_environment(monkeypatch):
 
 def test_every_option_of_serve_is_a_setting_and_every_setting_is_one():
     named = {each.metadata.get("option", each.name) for kind in KINDS for each in settings_of(kind)}
-    assert set(signature(serve).parameters) == {"model", "named"} | named
+    assert set(signature(serve).parameters) == {"model", "named", "config"} | named
 
 
 def test_verify_offers_only_what_has_an_effect_there():

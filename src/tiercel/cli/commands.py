@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import version
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -20,8 +22,18 @@ for command in (serve, chat, verify, spec):
 app.add_typer(store, name="store")
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"tiercel {version('tiercel')}")
+        raise typer.Exit
+
+
 @app.callback()
-def tiercel() -> None:
+def tiercel(
+    _: Annotated[
+        bool, typer.Option("--version", help="Say the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
     """A tiered KV cache for hybrid-attention language models, and the server built on it."""
     sys.path.append(str(Path.cwd()))  # a store or policy of your own (`module:Class`) may lie here
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tiercel.cli import options as o
+from tiercel.cli.config_file import ConfigFile
 from tiercel.config import CacheConfig, is_loopback, parse_address
 from tiercel.engine.config import HOST_MEMORY, Build, EngineConfig
 from tiercel.errors import ConfigError
@@ -32,7 +33,12 @@ WIDTH = 120
 
 
 @o.with_settings(ServerOptions, Build, EngineConfig, CacheConfig, host_memory=HOST_MEMORY)
-def serve(model: o.Model = o.MODEL, named: o.NamedModel = None, settings: Any = None) -> None:
+def serve(
+    model: o.Model = o.MODEL,
+    named: o.NamedModel = None,
+    config: ConfigFile = None,  # noqa: ARG001 (it has set the defaults of the others)
+    settings: Any = None,
+) -> None:
     """Serve a model: OpenAI's API and SGLang's, on a tiered cache."""
     from tiercel.engine.build import open_engine
     from tiercel.engine.service import EngineService
@@ -41,7 +47,7 @@ def serve(model: o.Model = o.MODEL, named: o.NamedModel = None, settings: Any = 
 
     model = named or model
     build = o.made(Build, settings, model=model)
-    config = o.made(EngineConfig, settings, cache=o.made(CacheConfig, settings))
+    engine_config = o.made(EngineConfig, settings, cache=o.made(CacheConfig, settings))
     folder = folder_of(model).absolute()
     loopback = is_loopback(settings["host"])
     options = o.made(ServerOptions, settings, loopback=loopback, model_path=str(folder))
@@ -56,7 +62,7 @@ def serve(model: o.Model = o.MODEL, named: o.NamedModel = None, settings: Any = 
     if listener is not None and build.share_pages is not None:
         host, port = build.share_pages.rpartition(":")[0], listener.getsockname()[1]
         options = replace(options, pages_address=f"{host}:{port}")  # the host as requests will spell it
-    engine, choices = open_engine(build, config)
+    engine, choices = open_engine(build, engine_config)
     with ExitStack() as ending:
         publisher = _publisher(engine, options, ending)
         show(choices)

@@ -21,12 +21,10 @@ class ServerOptions:
     """See `storage.open`. Empty: the server opens a store's files and connections with its own rights."""
     kv_events: str | None = setting(None, "Publish cache events for routers: tcp://*:5557")
     kv_events_replay: str | None = setting(None, "Address where routers get missed events: tcp://*:5558")
-    api_key: tuple[str, ...] = setting(
-        (), "A key that clients must send. Repeatable.", envvar="TIERCEL_API_KEY"
-    )
+    api_key: tuple[str, ...] = setting((), "A key that clients must send. Repeatable.", secret=True)
     """Clients must send one of these keys. Empty: no key is needed."""
     admin_key: str | None = setting(
-        None, "The key for admin calls. Without it, --api-key opens them.", envvar="TIERCEL_ADMIN_KEY"
+        None, "The key for admin calls. Without it, --api-key opens them.", secret=True
     )
     """Without any key, see `keys`."""
     model_names: tuple[str, ...] = setting(
