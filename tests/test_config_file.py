@@ -1,5 +1,5 @@
-"""Goal: one file says what the options say, and never what was not meant. Method: a command with the options of
-`tiercel serve`, called with files, variables and options."""
+"""Goal: one file says what the options say, and never what was not meant. Method: a command with the options
+of `tiercel serve`, called with files, variables and options."""
 
 from pathlib import Path
 
