@@ -372,6 +372,7 @@ class TieredCache(HostTier[Loaded]):
             request.table[first:pages],
             request.priority,
             texts[first:pages] if texts else (),
+            request.chain.owner,
         )
         if not shared:
             return
@@ -411,3 +412,4 @@ class TieredCache(HostTier[Loaded]):
         request.held, request.table, request.tails = [], [], {}
         request.resume_tails = ()
         self.places.settle()
+        self._trim()

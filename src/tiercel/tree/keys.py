@@ -33,9 +33,17 @@ class KeyChain:
     """The keys of one text, extended as it grows. Tokens that do not fill a page yet wait in the chain."""
 
     def __init__(
-        self, identity: bytes, namespace: Namespace, page_tokens: int, *, keep_tokens: bool = False
+        self,
+        identity: bytes,
+        namespace: Namespace,
+        page_tokens: int,
+        *,
+        keep_tokens: bool = False,
+        owner: str = "",
     ) -> None:
         self.page_tokens = page_tokens
+        self.owner = owner
+        """Whose pages they will be (`tree.owners`); no part of the keys. Empty: nobody's."""
         self.keys: list[PageKey] = []
         self.texts: list[bytes] | None = [] if keep_tokens else None
         """The tokens of each page, for those who are to be told of them."""
