@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from tiercel.cli.chat import chat
+from tiercel.cli.key import key
 from tiercel.cli.serve import serve
 from tiercel.cli.spec import spec
 from tiercel.cli.store import app as store
@@ -17,7 +18,7 @@ from tiercel.cli.verify import verify
 from tiercel.errors import TiercelError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
-for command in (serve, chat, verify, spec):
+for command in (serve, chat, verify, spec, key):
     app.command()(command)
 app.add_typer(store, name="store")
 
