@@ -19,7 +19,7 @@ OWN_NAME = "config"
 
 
 def read_config(path: Path, options: Mapping[str, bool]) -> dict[str, Any]:
-    """The values of a file by the names of options, with underscores. `options`: whether each may be repeated.
+    """The values of a file by the names of options, with underscores. `options`: may each be repeated?
 
     Required of the caller: it checks the values, as it checks those of the command line.
     """

@@ -75,7 +75,7 @@ def _name(each: Field[Any]) -> str:
 
 
 def env_name(option: str) -> str:
-    """The variable of the environment that gives an option its value. A list has blanks between its values."""
+    """The variable of the environment that gives an option its value. A list has blanks between values."""
     return f"TIERCEL_{option.upper()}"
 
 
