@@ -59,8 +59,12 @@ def test_every_setting_is_an_option_that_reaches_its_field(kind, field):
         given, wanted = ["--plain" if field.name == "overlap" else f"--no-{option[2:]}"], False
     elif field.default is False:
         given, wanted = [option], True
+    elif field.name == "cors_origin":
+        given, wanted = [option, "https://a", option, "*"], ("https://a", "*")
     elif isinstance(field.default, tuple):
         given, wanted = [option, "memory:", option, "file:///x"], ("memory:", "file:///x")
+    elif field.name in ("tls_cert", "tls_key"):  # each needs the other
+        given, wanted = ["--tls-cert", "file", "--tls-key", "file"], "file"
     elif field.name == "share_pages":
         given, wanted = [option, "localhost:7"], "localhost:7"
     elif isinstance(field.default, float):
@@ -102,6 +106,11 @@ def test_a_command_may_leave_settings_out_and_have_defaults_of_its_own():
         (ServerOptions, {"shutdown_s": 0.5}),
         (ServerOptions, {"api_key": "secret"}),
         (ServerOptions, {"store_allow": ("file:relative",)}),
+        (ServerOptions, {"tls_cert": "alone.pem"}),
+        (ServerOptions, {"tls_key": "alone.pem"}),
+        (ServerOptions, {"cors_origin": ("app.example",)}),
+        (ServerOptions, {"log_format": "xml"}),
+        (ServerOptions, {"log_level": "loud"}),
     ],
 )
 def test_a_value_that_breaks_a_rule_is_named(kind, wrong):
@@ -124,7 +133,7 @@ def test_an_option_may_come_from_the_environment(monkeypatch):
 
 def test_every_option_of_serve_is_a_setting_and_every_setting_is_one():
     named = {each.metadata.get("option", each.name) for kind in KINDS for each in settings_of(kind)}
-    assert set(signature(serve).parameters) == {"model", "named"} | named
+    assert set(signature(serve).parameters) == {"model", "named", "config"} | named
 
 
 def test_verify_offers_only_what_has_an_effect_there():

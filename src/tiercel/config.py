@@ -88,8 +88,9 @@ def setting(default: Any, help: str = "", **rules: Any) -> Any:
     """A field with rules. If it has a `help`, it is an option of the command line: its name, or `option`.
 
     Rules: `one_of` these names; a whole number of at `least` so much, at `most` so much; `seconds`; `memory`:
-    bytes that may be written as 40GiB; `flag`: the form of an option that is on or off; `envvar`: a variable
-    that may give its value. A tuple of strings is an option that can be repeated.
+    bytes that may be written as 40GiB; `flag`: the form of an option that is on or off; `secret`: its help
+    names the variable of the environment, because a command line can be read by others. A tuple of strings is
+    an option that can be repeated.
     """
     return field(default=default, metadata=rules | ({"help": help} if help else {}))
 

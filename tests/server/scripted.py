@@ -6,7 +6,7 @@ one per Delta. Cached: a prompt that was asked before in the same namespace, all
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +15,7 @@ import httpx
 
 from tiercel.cache.audit import PoolStats, StoreStats
 from tiercel.engine.ask import Ask, Delta, EngineStats, Explanation, Finish, QueueStats, TokenOut, Usage
+from tiercel.engine.times import RequestTimes
 from tiercel.errors import ConfigError, EngineError, InputError, LengthError, StoreError
 from tiercel.policy.resume import Reuse, Why
 from tiercel.server.app import create_app
@@ -296,7 +297,11 @@ class ScriptedService:
 
     def explain(self, request_id: str) -> Explanation | None:
         known = {ask.request_id for ask in self.asks}
-        return Explanation(REUSE, "bits", 1.5) if request_id in known else None
+        times = RequestTimes(1.0, None, 1.5, 1.75, 1.75, 2.75)
+        return Explanation(REUSE, "bits", 1.5, times) if request_id in known else None
+
+    def limit_tenants(self, bytes_most: Mapping[str, int | None]) -> None:
+        self.events.append(f"limit {dict(bytes_most)}")
 
     async def stats(self) -> EngineStats:
         return ScriptedStats(

@@ -217,7 +217,7 @@ def test_the_store_has_numbers_for_prometheus():
             "read_bytes": 20,
             "read_bytes_s": 2.5,
             "compute_tokens_s": None,
-            "flaws": {"CHECKSUM": 2, "FOREIGN": 1},
+            "flaws": {"checksum": 2, "foreign": 1},
             "counters": {"failures": 4, "read_s": 0.5},
             "records": 5,
             "bytes": None,
@@ -237,8 +237,12 @@ def test_the_store_has_numbers_for_prometheus():
         "tiercel_store_saved_bytes_total[]": 10,
         "tiercel_store_read_bytes_total[]": 20,
         "tiercel_store_read_bytes_per_second[]": 2.5,
-        "tiercel_store_flaws_total[('flaw', 'CHECKSUM')]": 2,
-        "tiercel_store_flaws_total[('flaw', 'FOREIGN')]": 1,
+        "tiercel_store_flaws_total[('flaw', 'checksum')]": 2,
+        "tiercel_store_flaws_total[('flaw', 'foreign')]": 1,
+        **{
+            f"tiercel_store_flaws_total[('flaw', '{flaw}')]": 0
+            for flaw in ("version", "header", "form", "key", "unreadable")
+        },
         "tiercel_store_failures_total[]": 4,
         "tiercel_store_read_seconds_total[]": 0.5,
         "tiercel_store_records[]": 5,

@@ -98,6 +98,7 @@ class ForeignWorld(Stage):
         self.cache = self._make_cache(random)
         self.bytes = Bytes(self.spec, self.memory)
         self.set_up(random)
+        self.limit_owners(setup)
         shuffled = [random.sample(range(count), count) for count in (pages, tails)]
         self.devices = {tail: Device(shuffled[tail], {}, set()) for tail in (False, True)}
         self.tasks: list[Task] = []
@@ -150,7 +151,7 @@ class ForeignWorld(Stage):
         tokens = tokens + [random.randint(0, 3) for _ in range(random.randint(1, 12))]
         tokens = tokens[: PAGES_MAX * self.spec.page_tokens + 1]
         self.texts.append((tokens, namespace))
-        task = Task(tokens, namespace, self.cache.chain(tokens, namespace))
+        task = Task(tokens, namespace, self.chain_of(tokens, namespace))
         for pages, key in enumerate(task.chain.keys, 1):
             assert self.bytes.texts.setdefault(key, task.text(pages)) == task.text(pages), "I8"
         self.tasks.append(task)

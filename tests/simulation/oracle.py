@@ -38,16 +38,16 @@ class WatchedTree(PrefixTree):
         super().touch(page, tails, priority)
         self.oracle.use_path(page, self._clock, priority, hit=True)
 
-    def _grow(self, parent, brought, *, fetched=False):
+    def _grow(self, parent, brought, *, fetched=False, owner=""):
         before = len(self.index)
-        grown = super()._grow(parent, brought, fetched=fetched)
+        grown = super()._grow(parent, brought, fetched=fetched, owner=owner)
         if grown:  # a new page has priority 0, one that was there keeps its own
             priority = 0 if len(self.index) > before else Use.priority
             self.oracle.use_path(grown[-1], self._clock, priority, hit=False)
         return grown
 
-    def insert(self, parent, keys, ids, priority=0, tokens=()):
-        pages = super().insert(parent, keys, ids, priority, tokens)
+    def insert(self, parent, keys, ids, priority=0, tokens=(), owner=""):
+        pages = super().insert(parent, keys, ids, priority, tokens, owner)
         if pages:
             self.oracle.use_path(pages[-1], self._clock, priority, hit=False)
         return pages
@@ -55,6 +55,15 @@ class WatchedTree(PrefixTree):
     def _evict(self, item, host_pages, take_host):
         self.oracle.check_victim(item)
         return super()._evict(item, host_pages, take_host)
+
+    def _forget(self, item):
+        self.oracle.check_owned_victim(item)
+        super()._forget(item)
+
+    def _trim(self, owner):
+        gone = super()._trim(owner)
+        assert not owner.over or not self.oracle.may_go(owner), "an owner keeps more than it may"
+        return gone
 
     def load_done(self, move, ok):
         super().load_done(move, ok)
@@ -175,6 +184,26 @@ class Oracle:
                 line.append(tail)
         assert item in line, "I3: this may not leave the host"
         assert self.rank(item) == min(map(self.rank, line)), "somebody colder was passed over on the host"
+
+    def may_go(self, owner: object) -> list[Item]:
+        """What an owner has that nobody uses, reads or moves, and that nothing hangs on."""
+        pages = [page for page in self.tree.index.values() if page.owner is owner]
+        carrying = {id(page.parent) for page in pages}
+
+        def free(item: Item) -> bool:
+            return not (item.lock or item.readers or item.load is not None or item.save is not None)
+
+        line: list[Item] = [page.tail for page in pages if page.tail is not None and free(page.tail)]
+        for page in pages:
+            if free(page) and id(page) not in carrying and (page.tail is None or free(page.tail)):
+                line.append(page)
+        return line
+
+    def check_owned_victim(self, item: Item) -> None:
+        """Whoever goes for its owner's limit is the coldest of that owner, and in nobody's way."""
+        line = self.may_go(item.owner)
+        assert item in line, "I3: this may not go"
+        assert self.rank(item) == min(map(self.rank, line)), "somebody colder of the same owner stays"
 
     # After every step
 

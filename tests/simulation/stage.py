@@ -76,6 +76,22 @@ class Stage:
         self.cache.watch(self._observe)
         self.log: list[str] = []
 
+    def limit_owners(self, setup: int) -> None:
+        """Some caches limit what one owner may keep, to nothing, a little or much of the device."""
+        random = Random(f"limits of {setup}")
+        if random.random() < 0.5:
+            most = random.choice([0, 2, 5, 20]) * self.spec.host_page_bytes
+            self.cache.limit("a", most)
+
+    def check_limits(self) -> None:
+        """After a step an owner has no more than it may, unless what it has is in use."""
+        for owner in self.cache.tree.owners.over():
+            assert not self.cache.tree.oracle.may_go(owner), "an owner keeps more than it may"
+
+    def chain_of(self, tokens: list[int], namespace: tuple[str, ...]) -> KeyChain:
+        """The first word of a namespace is its owner."""
+        return self.cache.chain(tokens, namespace, namespace[0] if namespace else "")
+
     def _land(self, chain: KeyChain, random: Random) -> Transfer:
         """A peer is going to write host pages; `bytes.texts` knows the text of every key."""
         pages = random.randint(0, len(chain.keys))

@@ -25,6 +25,7 @@ from tiercel.transfer import copier, extents
 from tiercel.transfer.extents import shared_rows as real_shared_rows
 from tiercel.transfer.mover import Presence, StoreMover, Work
 from tiercel.tree.candidates import Candidates
+from tiercel.tree.owners import Owner
 from tiercel.tree.prefix_tree import PrefixTree
 from tiercel.types import Tier
 
@@ -38,6 +39,7 @@ real_evict = PrefixTree._evict
 real_load_done, real_sharing_end = PrefixTree.load_done, Sharing.end
 real_load, real_transfer_end, real_landed = HostCache.load, HostCache._end, HostTier.landed
 real_arrive_start, real_column = PrefixTree.arrive_start, Memory.column
+real_trim_owner = PrefixTree._trim
 real_end, real_read = Fetch.end, StoreMover._read
 
 
@@ -49,11 +51,20 @@ def parents_are_evicted(page):
     return page.device is not None and page.lock == 0 and page.load is None
 
 
-def a_duplicate_leaks(self, parent, page_keys, ids, priority=0, tokens=()):
+def a_duplicate_leaks(self, parent, page_keys, ids, priority=0, tokens=(), owner=""):
     given = len(self.actions.pages)
-    pages = real_insert(self, parent, page_keys, ids, priority, tokens)
+    pages = real_insert(self, parent, page_keys, ids, priority, tokens, owner)
     del self.actions.pages[given:]
     return pages
+
+
+def an_owner_is_not_told_of_what_leaves(self, tier, kind, items):
+    if items > 0:
+        self.bytes[tier] += items * self._item_bytes[tier, kind]
+
+
+def an_owner_keeps_what_it_may_not(self):
+    return sum(real_trim_owner(self, owner) for owner in self.owners.over()[1:]) > 0
 
 
 def a_load_is_readable_at_once(self, item, device, batch):
@@ -175,6 +186,8 @@ MUTANTS = {
     a_tail_that_is_gone_keeps_its_place: (PrefixTree, "load_done"),
     who_leaves_keeps_others_waiting: (Sharing, "end"),
     host_pages_are_taken_twice: (Places, "take_host"),
+    an_owner_is_not_told_of_what_leaves: (Owner, "count"),
+    an_owner_keeps_what_it_may_not: (PrefixTree, "trim"),
 }
 
 

@@ -55,6 +55,7 @@ class World(Stage):
         self.cache = self._make_cache(random)
         self.bytes = self.make_bytes()
         self.set_up(random)
+        self.limit_owners(setup)
         self.tokens_max = min(TOKENS_MAX, self.cache.pages.capacity * self.spec.page_tokens)
         self.actors: list[Actor] = []
         self.texts: list[tuple[list[int], tuple[str, ...]]] = [([], ())]
@@ -147,7 +148,7 @@ class World(Stage):
             "replay": random.random() < 0.2,
             "for_others": len(tokens) % 4 == 0,
         }
-        self.actors.append(Actor(tokens, namespace, self.cache.chain(tokens, namespace), options))
+        self.actors.append(Actor(tokens, namespace, self.chain_of(tokens, namespace), options))
 
     def _do_begin(self, random: Random) -> None:
         waiting = [actor for actor in self.actors if actor.request is None]
@@ -296,7 +297,9 @@ class World(Stage):
 
     def _do_step(self, random: Random) -> None:
         self._pass_time(random)
-        for loaded in self.cache.step():
+        ended = self.cache.step()
+        self.check_limits()
+        for loaded in ended:
             (actor,) = [a for a in self.actors if a.request is loaded.request]
             if loaded.error is not None:
                 assert loaded.request.state is RequestState.ENDED

@@ -20,7 +20,7 @@ def keys_of(tokens, namespace=(), page_tokens=4, identity=IDENTITY):
 
 
 def test_the_key_is_what_the_documentation_says():
-    parts = (b"tiercel key 2", IDENTITY, b"\4\0\0\0", b"tenant")
+    parts = (b"tiercel key 2 of 1", IDENTITY, b"\4\0\0\0", b"tenant")
     seed = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
     tokens = np.arange(8, dtype="<u4").tobytes()
     assert keys_of(range(8), ("tenant",)) == [
@@ -49,6 +49,15 @@ def test_equal_keys_mean_equal_prefixes(one, two):
 @pytest.mark.parametrize("other", [("ab", "c"), ("abc",), ("a", "bc", ""), ("a", "bC"), ()])
 def test_namespaces_never_share_a_key(other):
     assert not set(keys_of(range(8), ("a", "bc"))) & set(keys_of(range(8), other))
+
+
+def test_a_word_of_a_namespace_is_never_taken_for_tokens():
+    """A salt is a client's own text: it could be the bytes of a page of tokens."""
+    word = "a\0\0\0b\0\0\0c\0\0\0"
+    as_tokens = [len(word), *np.frombuffer(word.encode(), "<u4").tolist()]
+    for before in ((), ("tenant",)):
+        pages = keys_of(range(8), (*before, word))
+        assert not set(pages) & set(keys_of([*as_tokens, *range(8)], before))
 
 
 def test_two_models_never_share_a_key():

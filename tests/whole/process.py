@@ -12,7 +12,7 @@ class Server:
         command = [sys.executable, "-m", "tiercel.cli", "serve", "--port", "0", *options]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.told = ""
-        while (found := re.search(r"listening on (http://\S+)", self.told)) is None:
+        while (found := re.search(r"listening on (https?://\S+)", self.told)) is None:
             line = self.process.stderr.readline()
             assert line, f"the server ended: {self.told}"
             self.told += line

@@ -9,6 +9,7 @@ import openai
 import pytest
 
 import tiercel.models
+from tests.terminal import Terminal
 from tests.text.test_deepseek_v4 import CLOCK, WEATHER
 from tests.whole.process import running
 from tiercel.text.text import Text
@@ -42,12 +43,14 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def client(folder):
-    options = ("--device-memory", "24MiB", "--host-memory", "64MiB")
-    with (
-        running(str(folder), *options) as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as own,
-    ):
+def server(folder):
+    with running(str(folder), "--device-memory", "24MiB", "--host-memory", "64MiB") as own:
+        yield own
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as own:
         yield own
 
 
@@ -87,3 +90,16 @@ def test_thoughts_and_tools_go_through_a_real_engine(client, folder, stream):
         assert choice.message.content == ""
     assert usage.prompt_tokens == len(Text(folder).chat(CHAT, tools=tools).tokens)
     assert thought and finish == "length"
+
+
+def test_a_conversation_in_a_terminal_is_explained_and_saved(server, tmp_path):
+    words = ["chat", "--url", server.url, "--max-tokens", "4", "--system", CHAT[0]["content"]]
+    with Terminal(*words, home=tmp_path) as terminal:
+        terminal.type("Which?", "tokens cached")
+        terminal.type("And now?", "tokens cached")
+        assert "decode" in terminal.type("/explain", " ms")
+        terminal.type(f"/save {tmp_path}/said.json", "5 messages are in")
+        terminal.press(b"/exit\r")
+    said = json.loads((tmp_path / "said.json").read_text())["messages"]
+    assert [message["role"] for message in said] == ["system", *["user", "assistant"] * 2]
+    assert said[3]["content"] == "And now?"

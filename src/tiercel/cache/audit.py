@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tiercel.pages.pool import PagePool
@@ -11,6 +11,8 @@ from tiercel.spec.cache_spec import CacheSpec
 from tiercel.transfer.plan import Direction
 from tiercel.tree import check as tree_check
 from tiercel.tree.node import Page, Tail
+from tiercel.tree.owners import ItemBytes, Owner
+from tiercel.types import Tier
 
 if TYPE_CHECKING:
     from tiercel.cache.host_tier import HostTier
@@ -70,6 +72,8 @@ class CacheStats:
     """Who copies between device and host; empty without a host tier."""
     store: StoreStats | None
     counters: Mapping[str, int]
+    owners: Mapping[str, Mapping[str, int]] = field(default_factory=dict, kw_only=True)
+    """Bytes on device and host of each owner (`tree.owners`), and its limit, if it has one."""
 
 
 def stats(cache: HostTier[Any]) -> CacheStats:
@@ -104,7 +108,22 @@ def stats(cache: HostTier[Any]) -> CacheStats:
         pools={pool.name: PoolStats(pool.capacity, pool.free) for pool in pools},
         store=cache.store.stats() if cache.store else None,
         counters=dict(counters),
+        owners={name: _owned(owner) for name, owner in cache.tree.owners.all.items()},
     )
+
+
+def _owned(owner: Owner) -> dict[str, int]:
+    held = {f"{tier.value}_bytes": count for tier, count in owner.bytes.items()}
+    return held if owner.bytes_most is None else held | {"bytes_most": owner.bytes_most}
+
+
+def item_bytes(device: CacheSpec, host: CacheSpec) -> ItemBytes:
+    """Bytes of a page and of a tail on the device and on the host."""
+    return {
+        (tier, kind): sum(_bytes_by_stream(spec, *counts).values())
+        for tier, spec in ((Tier.DEVICE, device), (Tier.HOST, host))
+        for kind, counts in ((Page, (1, 0)), (Tail, (0, 1)))
+    }
 
 
 def _bytes_by_stream(spec: CacheSpec, pages: int, tails: int) -> dict[str, int]:

@@ -129,7 +129,8 @@ class Fetch:
         parent = tree.index.get(self.chain.keys[self.depth - 1]) if self.depth else tree.root
         if parent is not None:
             tokens = self.chain.texts[self.depth] if self.chain.texts else b""
-            tree.insert_fetched(parent, [(piece.key, piece.host, tokens)], stored=self.stored)
+            brought = [(piece.key, piece.host, tokens)]
+            tree.insert_fetched(parent, brought, stored=self.stored, owner=self.chain.owner)
             self.depth += 1
         return parent is not None
 

@@ -53,6 +53,14 @@ Order = Callable[[int], Sequence[int]]
 """The order in which a pool of so many places first gives them out."""
 Observer = Callable[[Sequence[Event | Cleared]], None]
 
+COUNTED = (
+    *("requests", "requests_finished", "requests_preempted", "requests_aborted", "requests_failed"),
+    *("tokens_asked", "tokens_device", "tokens_host", "tokens_store", "tails_skipped", "observer_errors"),
+    *("loads", "loads_failed", "pages_loaded", "tails_loaded"),
+    *("saves", "saves_failed", "pages_saved", "tails_saved"),
+)
+"""What a cache counts: all of it is there from the start."""
+
 AnyEnd = TypeVar("AnyEnd")
 
 
@@ -86,13 +94,14 @@ class HostTier(ABC, Generic[AnyEnd]):
             save=self._save,
             pages_per_window=spec.pages_per_window,
             tails_per_path=config.tails_per_path,
+            item_bytes=audit.item_bytes(self.device_spec, spec),
         )
         self.host = _host_memory(spec, config, device) if config.host_bytes else None
         controller = device if isinstance(device, Controller) else None
         if self.host and isinstance(device, Memory):
             controller = make_controller(config.copier, device, self.host, executors)
         self._landed = controller.landed if controller else Condition()
-        self.counters: Counter[str] = Counter()
+        self.counters: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
         self.flights = Flights(controller, self.counters, spec, config.save_step_bytes)
         counts = (*self._device_places(), self.host.pages if self.host else 0)
         queue_saves = partial(self.flights.queue, Direction.SAVE)
@@ -119,10 +128,11 @@ class HostTier(ABC, Generic[AnyEnd]):
 
     # Finding
 
-    def chain(self, tokens: Tokens = (), namespace: Namespace = ()) -> KeyChain:
-        """The keys of a text: made once, kept while the request waits, extended as the text grows."""
-        keep = self._observer is not None
-        chain = KeyChain(self.identity.digest, namespace, self.spec.page_tokens, keep_tokens=keep)
+    def chain(self, tokens: Tokens = (), namespace: Namespace = (), owner: str = "") -> KeyChain:
+        """The keys of a text: made once, kept while the request waits, extended as the text grows. `owner`:
+        whose pages they will be. Required: owners share no namespace."""
+        keep, page_tokens = self._observer is not None, self.spec.page_tokens
+        chain = KeyChain(self.identity.digest, namespace, page_tokens, keep_tokens=keep, owner=owner)
         chain.extend(tokens)
         return chain
 
@@ -234,7 +244,7 @@ class HostTier(ABC, Generic[AnyEnd]):
                 if host is None:
                     break
                 brought.append((keys[n], host, texts[n]))
-        pages = tree.insert_arriving(anchor, brought)
+        pages = tree.insert_arriving(anchor, brought, owner=chain.owner)
         transfer.moves += [
             Move(page, places[page.depth - 1 - first], host)
             for page, (_, host, _) in zip(pages, brought, strict=True)
@@ -265,6 +275,7 @@ class HostTier(ABC, Generic[AnyEnd]):
             self._publish(flight)
         if self._stores():
             self._step_stores()
+        self._trim()
         self.places.make_room_ahead()
         self.flights.send()
         if self.tree.events:
@@ -300,6 +311,16 @@ class HostTier(ABC, Generic[AnyEnd]):
         stay = self.tree.flush()
         self.places.settle()
         return stay
+
+    def limit(self, owner: str, bytes_most: int | None) -> None:
+        """An owner may cache so many bytes on device and host together; None: there is no limit. Above it,
+        its own coldest pages and tails leave, as soon as they are not in use."""
+        self.tree.limit(owner, bytes_most)
+        self._trim()
+
+    def _trim(self) -> None:
+        if self.tree.owners.all and self.tree.trim():
+            self.places.settle()
 
     def watch(self, observer: Observer | None) -> None:
         """Tell `observer` what each tier can read: at the next `step` everything, then each step's changes.

@@ -40,6 +40,12 @@ NUMBERS_OLD_S = 1.0
 WRITE_BYTES = 8 * 1024**2
 """A write of a few MiB is as fast as the disk (docs/log.md)."""
 
+COUNTED = (
+    *("writes_dropped", "writes_passed", "writes_lost", "writes_refused", "pages_written", "tails_written"),
+    *("bytes_written", "bytes_read", "timeouts", "failures", "fetches", "fetches_late", "fetches_not_worth"),
+)
+"""What the store tier counts: all of it is there from the start."""
+
 BACKLOG_MOST = 1 << 16
 TRIES_MOST = 5
 
@@ -169,7 +175,7 @@ class StoreTier:
     def __post_init__(self) -> None:
         parts = self.mover, self.tree, self.spec
         self.breaker = Breaker()
-        self.counters: Counter[str] = Counter()
+        self.counters: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
         self.fetches = Fetches(
             *parts, self.config, self.places, self.compute, self.clock, self.breaker, self.counters
         )

@@ -381,6 +381,7 @@ class TieredCache(HostTier[Loaded]):
             request.table[first:pages],
             request.priority,
             texts[first:pages] if texts else (),
+            request.chain.owner,
         )
         if not shared:
             return
@@ -421,3 +422,4 @@ class TieredCache(HostTier[Loaded]):
         request.held, request.table, request.tails = [], [], {}
         request.resume_tails = ()
         self.places.settle()
+        self._trim()

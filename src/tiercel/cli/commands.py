@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import version
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from tiercel.cli.chat import chat
+from tiercel.cli.key import key
 from tiercel.cli.serve import serve
 from tiercel.cli.spec import spec
 from tiercel.cli.store import app as store
@@ -15,13 +18,23 @@ from tiercel.cli.verify import verify
 from tiercel.errors import TiercelError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
-for command in (serve, chat, verify, spec):
+for command in (serve, chat, verify, spec, key):
     app.command()(command)
 app.add_typer(store, name="store")
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"tiercel {version('tiercel')}")
+        raise typer.Exit
+
+
 @app.callback()
-def tiercel() -> None:
+def tiercel(
+    _: Annotated[
+        bool, typer.Option("--version", help="Say the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
     """A tiered KV cache for hybrid-attention language models, and the server built on it."""
     sys.path.append(str(Path.cwd()))  # a store or policy of your own (`module:Class`) may lie here
 

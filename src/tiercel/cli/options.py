@@ -74,6 +74,11 @@ def _name(each: Field[Any]) -> str:
     return str(each.metadata.get("option", each.name))
 
 
+def env_name(option: str) -> str:
+    """The variable of the environment that gives an option its value. A list has blanks between values."""
+    return f"TIERCEL_{option.upper()}"
+
+
 def _option(kind: type, each: Field[Any], defaults: dict[str, str]) -> Parameter:
     name, rules = _name(each), each.metadata
     default: Any = each.default
@@ -88,5 +93,7 @@ def _option(kind: type, each: Field[Any], defaults: dict[str, str]) -> Parameter
         kept_as, default = list[str] | None, None
     told = f" {', '.join(rules['one_of'])}." if "one_of" in rules else ""
     flag = [rules["flag"]] if "flag" in rules else []
-    option = typer.Option(*flag, help=rules["help"] + told, envvar=rules.get("envvar"))
+    option = typer.Option(
+        *flag, help=rules["help"] + told, envvar=env_name(name), show_envvar="secret" in rules
+    )
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kept_as, option])

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -15,11 +16,14 @@ from rich.console import Console
 from rich.table import Table
 
 from tiercel.cli import options as o
+from tiercel.cli.config_file import ConfigFile
 from tiercel.config import CacheConfig, is_loopback, parse_address
 from tiercel.engine.config import HOST_MEMORY, Build, EngineConfig
 from tiercel.errors import ConfigError
 from tiercel.models.families import FOLDERS, folder_of
+from tiercel.server.logs import start_logging
 from tiercel.server.options import ServerOptions
+from tiercel.server.tenants import Tenants
 from tiercel.storage.open import shown, why_not
 
 if TYPE_CHECKING:
@@ -27,21 +31,31 @@ if TYPE_CHECKING:
     from tiercel.engine.engine import Engine
     from tiercel.engine.service import EngineService
     from tiercel.events import EventPublisher
+    from tiercel.server.traces import Traces
+
+log = logging.getLogger("tiercel.server")
 
 WIDTH = 120
 
 
 @o.with_settings(ServerOptions, Build, EngineConfig, CacheConfig, host_memory=HOST_MEMORY)
-def serve(model: o.Model = o.MODEL, named: o.NamedModel = None, settings: Any = None) -> None:
+def serve(
+    model: o.Model = o.MODEL,
+    named: o.NamedModel = None,
+    config: ConfigFile = None,  # noqa: ARG001 (it has set the defaults of the others)
+    settings: Any = None,
+) -> None:
     """Serve a model: OpenAI's API and SGLang's, on a tiered cache."""
     from tiercel.engine.build import open_engine
     from tiercel.engine.service import EngineService
     from tiercel.peers.offering import open_listener, where
+    from tiercel.server.listen import check_certificate
+    from tiercel.server.traces import open_traces
     from tiercel.storage.open import open_peers
 
     model = named or model
     build = o.made(Build, settings, model=model)
-    config = o.made(EngineConfig, settings, cache=o.made(CacheConfig, settings))
+    engine_config = o.made(EngineConfig, settings, cache=o.made(CacheConfig, settings))
     folder = folder_of(model).absolute()
     loopback = is_loopback(settings["host"])
     options = o.made(ServerOptions, settings, loopback=loopback, model_path=str(folder))
@@ -50,26 +64,34 @@ def serve(model: o.Model = o.MODEL, named: o.NamedModel = None, settings: Any = 
         options = replace(options, store_allow=(*options.store_allow, build.store))
     peers = open_peers(build.peer, key=build.share_key or "")
     options = replace(options, prefillers=tuple(peer.address for peer in peers.values()))
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("tiercel").setLevel(logging.INFO)
+    if options.keys_file is not None:
+        options = replace(options, tenants=Tenants(Path(options.keys_file)))
+    check_certificate(options)
+    log_writer = start_logging(options.log_format, options.log_level)
     listener = open_listener(build.share_pages) if build.share_pages is not None else None
     if listener is not None and build.share_pages is not None:
         host, port = build.share_pages.rpartition(":")[0], listener.getsockname()[1]
         options = replace(options, pages_address=f"{host}:{port}")  # the host as requests will spell it
-    engine, choices = open_engine(build, config)
+    engine, choices = open_engine(build, engine_config)
     with ExitStack() as ending:
+        ending.callback(log_writer.close)
         publisher = _publisher(engine, options, ending)
-        show(choices)
+        show(choices, options)
         name = [*options.model_names, model if model in FOLDERS else folder.name][0]
         service = EngineService(engine, name, ", ".join(map(shown, build.sources)), publisher)
         ending.callback(service.close, 0.0)  # `_listen` has waited for running answers
         if listener is not None:
             at = parse_address("share_pages", options.pages_address or "")
             service.offer_pages(listener, at=at, key=build.share_key or "", mooncake=build.share_mooncake)
-            typer.echo(f"offering host pages at {where(listener)}", err=True)
+            say(f"offering host pages at {where(listener)}", options)
         if peers:
             service.pull_prompts(peers, build.prefill_wait_s)
-        _listen(service, options)
+        if options.tenants is not None:
+            service.limit_tenants(options.tenants.cache_limits)
+        traces = open_traces(service)
+        if traces is not None:
+            ending.callback(traces.close)
+        _listen(service, options, traces)
 
 
 def _publisher(engine: Engine, options: ServerOptions, ending: ExitStack) -> EventPublisher | None:
@@ -85,7 +107,19 @@ def _publisher(engine: Engine, options: ServerOptions, ending: ExitStack) -> Eve
     return publisher
 
 
-def show(choices: Sequence[Choice]) -> None:
+def say(text: str, options: ServerOptions) -> None:
+    """To people as it is; to programs that read the log as a line of it."""
+    if options.log_format == "json":
+        log.info("%s", text)
+    else:
+        typer.echo(text, err=True)
+
+
+def show(choices: Sequence[Choice], options: ServerOptions) -> None:
+    """Every choice that was made, with its reason."""
+    if options.log_format == "json":
+        log.info("starting", extra={"fields": {choice.what: choice.value for choice in choices}})
+        return
     console = Console(stderr=True)
     table = Table(title="tiercel serve", show_header=False)
     for choice in choices:
@@ -107,15 +141,16 @@ def _bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _listen(service: EngineService, options: ServerOptions) -> None:
+def _listen(service: EngineService, options: ServerOptions, traces: Traces | None) -> None:
     from tiercel.server.listen import Server
 
-    server = Server(service, options)
+    server = Server(service, options, traces)
     # uvicorn stops on a signal and then raises it again; it must not kill the process before the cleanup.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     listener = _bind(options.host, options.port)
-    address = f"http://{options.host}:{listener.getsockname()[1]}"
-    typer.echo(f"listening on {address} (API at {address}/v1, calls at {address}/docs)", err=True)
-    typer.echo(f"the cache at work: open {address}/ in a browser", err=True)
+    scheme = "http" if options.tls_cert is None else "https"
+    address = f"{scheme}://{options.host}:{listener.getsockname()[1]}"
+    say(f"listening on {address} (API at {address}/v1, calls at {address}/docs)", options)
+    say(f"the cache at work: open {address}/ in a browser", options)
     server.run(sockets=[listener])

@@ -11,6 +11,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from tiercel.cache.audit import CacheStats
+from tiercel.engine.times import HistogramStats, RequestTimes
 from tiercel.events import EventStats
 from tiercel.policy.resume import Reuse
 from tiercel.text.grammar import Grammar
@@ -76,6 +77,9 @@ class Ask:
     turn_ends: tuple[int, ...] = ()
     """Positions after which the text may go on differently: message ends and named break points."""
     namespace: Namespace = ()
+    tenant: str = ""
+    """Whose pages they are: their bytes are counted, and may be limited. Empty: nobody's. Required: asks of
+    different tenants have different namespaces."""
     priority: int = 0
     prompt_logprobs_from: int | None = None
     """Logprobs of the prompt's tokens from this position on. Pages behind it are computed, not reused."""
@@ -142,6 +146,7 @@ class Explanation:
     share: str
     accept_length: float | None = None
     """Tokens per step of the steps that had guesses for it; None: there were none."""
+    times: RequestTimes | None = None
 
 
 @dataclass(frozen=True)
@@ -164,6 +169,8 @@ class EngineStats(CacheStats):
     accept_length: Mapping[str, float] = field(default_factory=dict)
     """Tokens per step with guesses over the first tokens after texts began, by the slowest tier that their
     beginnings came from: device, host, store, or computed."""
+    times: Mapping[str, HistogramStats | Mapping[str, HistogramStats]] = field(default_factory=dict)
+    """Seconds of requests: in the queue, to the first token by source, from token to token."""
     events: EventStats | None = None
     shared: Mapping[str, int] | None = None
     """What was offered to other servers, if it is: readers, leases, bytes sent."""

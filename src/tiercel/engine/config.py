@@ -47,7 +47,9 @@ class Build:
     """auto: fp32 on a CPU, bf16 on CUDA. Sums are fp32 everywhere."""
     exact: bool = setting(False, "Refuse to start if bits depend on the batch.", flag="--exact")
     """Refuse to start on kernels whose bits depend on the batch. False: the start table names them."""
-    store: str | None = setting(None, "The third tier: file:///path?size=200GiB, redis://…, mooncake://…")
+    store: str | None = setting(
+        None, "The third tier: file:///path?size=200GiB, redis://…, mooncake://…", secret=True
+    )
     """URL of a store (`storage.open`); None: there is no third tier."""
     draft: str | None = setting(None, "A small model that guesses: a folder, with the same tokenizer.")
     """A folder of any family, or the name of a model. Its entries are part of every page and tail."""
@@ -56,7 +58,7 @@ class Build:
     )
     """Peers are asked in this order, and before the store. They need not be there yet."""
     share_pages: str | None = setting(None, "Offer host pages to other servers on this address: host:port")
-    share_key: str | None = setting(None, "The key that servers show each other.", envvar="TIERCEL_SHARE_KEY")
+    share_key: str | None = setting(None, "The key that servers show each other.", secret=True)
     """Without it pages are offered on a loopback address only."""
     role: str = setting("both", "Whether prompts are computed for others, or by others.", one_of=ROLES)
     """`prefill`: it computes prompts that other servers go on from, and must share its pages. `decode`:

@@ -96,7 +96,7 @@ class Engine:
         known = self.scheduler.explained.get(request_id)
         if known is None:
             return None
-        return Explanation(known.reuse, self.cache.identity.share, known.guesses.accept_length)
+        return Explanation(known.reuse, self.cache.identity.share, known.guesses.accept_length, known.times)
 
     def stats(self) -> EngineStats:
         own = self.scheduler
@@ -104,7 +104,11 @@ class Engine:
         queue = QueueStats(len(own.waiting), len(own.loading), len(own.running), tokens)
         lengths = own.guessing.accept_length()
         return EngineStats(
-            **vars(self.cache.stats()), queue=queue, engine=dict(self.counters), accept_length=lengths
+            **vars(self.cache.stats()),
+            queue=queue,
+            engine=dict(self.counters),
+            accept_length=lengths,
+            times=own.times.stats(),
         )
 
     def emit(self, outcomes: Sequence[Outcome]) -> list[Delta]:
@@ -120,7 +124,7 @@ class Engine:
                     delta = _joined(deltas.pop(), delta)
                 deltas.append(delta)
             except Exception as error:  # noqa: BLE001 - whatever is wrong with one text is its own
-                log.error("%s can not be told", task.ask.request_id, exc_info=error)
+                log.error("an answer can not be told", exc_info=error, extra=task.named)
                 task.untold = True
                 self.abort(task.ask.request_id)  # at the next plan: a step may be computing it
                 deltas.append(Delta(task.ask.request_id, task.usage, finish=Finish.ERROR, error=str(error)))

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 from tiercel.engine.step import Drawn, Step, StepPart
 from tiercel.engine.task import Seat
+from tiercel.engine.times import RequestTimes
 from tiercel.policy.resume import Reuse
 from tiercel.policy.speculate import LEVELS_MOST, GuessRecord, Speculation
 
@@ -36,6 +37,7 @@ class Explained(NamedTuple):
 
     reuse: Reuse
     guesses: GuessRecord
+    times: RequestTimes
 
 
 def source_of(reuse: Reuse) -> str:

@@ -55,7 +55,7 @@ class Pulls:
         `left`: the asker has gone. Answers how many pages the peer had."""
         assert ask.prefiller is not None
         peer = self._peers[ask.prefiller.host, ask.prefiller.port]
-        chain: KeyChain = self._ask(lambda: self._cache.chain(ask.prompt, ask.namespace)).result()
+        chain: KeyChain = self._ask(lambda: self._cache.chain(ask.prompt, ask.namespace, ask.tenant)).result()
         last = pages_useful(chain, self._cache.spec, ask.prompt_logprobs_from)
         if not last:
             return 0

@@ -20,7 +20,7 @@ from time import monotonic
 from tiercel.cache import TieredCache
 from tiercel.engine.ask import TokenOut
 from tiercel.engine.config import EngineConfig
-from tiercel.engine.guessing import Guessing
+from tiercel.engine.guessing import Guessing, source_of
 from tiercel.engine.step import Drawn, PageTable, Step, StepPart, share
 from tiercel.engine.task import Outcome, Seat, Stage, Task
 from tiercel.engine.tasks import Tasks
@@ -120,6 +120,7 @@ class Scheduler(Tasks):
         """
         self._settle_early(step)
         outcomes, tokens, computed = list[Outcome](), 0, 0
+        now, gaps = self._clock(), dict[tuple[float, int], int]()
         seats = self._sealed.popleft() if step.parts else []
         for part, outs, seat in zip(step.parts, drawn.results, seats, strict=True):
             task = seat.task
@@ -135,9 +136,18 @@ class Scheduler(Tasks):
                 seat.planned += len(outs) - 1
                 seat.guesses = 0
             came = self._go_on(task, seat, part.end, outs or ())
+            if came:
+                if task.drew_s is None:
+                    task.times.first_s = now
+                    self.times.first_token[source_of(seat.request.reuse)].add(now - task.times.added_s)
+                else:
+                    gap = task.drew_s, len(came)
+                    gaps[gap] = gaps.get(gap, 0) + 1
+                task.drew_s = now
             computed += seat.computed - part.start
             tokens += len(came)
             outcomes += came
+        self.times.drawn(now, gaps)
         if step.parts:
             if computed > PROMPT_TOKENS * len(step.parts):
                 self.cache.compute.observe(computed, drawn.seconds)

@@ -168,6 +168,16 @@ class EngineService:
                 return stayed
             await asyncio.sleep(0.01)
 
+    def limit_tenants(self, bytes_most: Mapping[str, int | None]) -> None:
+        """How much each tenant may cache; None: there is no limit. Others that had one have none any more."""
+
+        def limit() -> None:
+            cache = self._engine.cache
+            for name in cache.tree.owners.all.keys() | bytes_most.keys():
+                cache.limit(name, bytes_most.get(name))
+
+        self._ask(limit)
+
     def explain(self, request_id: str) -> Explanation | None:
         """What a request reused. None: the request is not known, or forgotten."""
         return self._engine.explain(request_id)
@@ -311,7 +321,8 @@ class EngineService:
     def _fail(self, error: Exception) -> None:
         """The engine's state may be wrong, and wrong bytes must not be served: every open answer ends with an
         error, and every later call is refused at once."""
-        log.critical("the engine failed and serves no more", exc_info=error)
+        open_ids = ", ".join(self._answers) or "no request"
+        log.critical("the engine failed and serves no more; this ends %s", open_ids, exc_info=error)
         with self._wake:
             self.failure = EngineError("the engine failed and serves no more; the log says why")
             self._wake.notify_all()

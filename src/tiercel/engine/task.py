@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from tiercel.cache import Request
 from tiercel.engine.ask import Ask, Finish, TokenOut, Usage
+from tiercel.engine.times import RequestTimes
 from tiercel.policy.speculate import GuessRecord
 from tiercel.text.stream import TextStream
 from tiercel.tree.keys import KeyChain
@@ -59,9 +60,18 @@ class Task:
     """The text so far, how it is to end, and what it holds of the cache."""
 
     def __init__(
-        self, ask: Ask, order: tuple[float, int], chain: KeyChain, stream: TextStream, ends: frozenset[int]
+        self,
+        ask: Ask,
+        order: tuple[float, int],
+        chain: KeyChain,
+        stream: TextStream,
+        ends: frozenset[int],
+        added_s: float = 0.0,
     ) -> None:
         self.ask = ask
+        self.times = RequestTimes(added_s)
+        self.drew_s: float | None = None
+        """When it last drew a token."""
         self.order = order
         """Tasks are served in this order: (arrival minus `PRIORITY_S` per level, number of the ask)."""
         self.chain = chain
@@ -97,6 +107,11 @@ class Task:
     @property
     def usage(self) -> Usage:
         return Usage(self.prompt_tokens, self.drawn, *self.reused)
+
+    @property
+    def named(self) -> dict[str, str]:
+        """For the log: whose line it is."""
+        return {"request_id": self.ask.request_id, "tenant": self.ask.tenant}
 
     def name_pages(self) -> KeyChain:
         """The keys of the text so far. Tokens are added when a page may be full: one by one would be slow."""

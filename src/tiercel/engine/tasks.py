@@ -17,6 +17,7 @@ from tiercel.engine.config import EngineConfig
 from tiercel.engine.guessing import Explained
 from tiercel.engine.step import Begin, PageTable
 from tiercel.engine.task import PRIORITY_S, Outcome, Seat, Stage, Task
+from tiercel.engine.times import EngineTimes
 from tiercel.errors import QueueFull
 from tiercel.text.stream import TextStream
 from tiercel.types import place
@@ -30,6 +31,14 @@ EXPLAINED_MOST = 4096
 
 LET_OTHERS_BY = WaitFor.STORE, WaitFor.COMPUTING
 """A task that waits for these holds no pages, so tasks behind it may begin."""
+
+
+COUNTED = (
+    *("asks", "steps", "steps_failed", "tokens_drawn", "tokens_computed", "preemptions", "loads_failed"),
+    *("begun_early", "guesses", "guesses_accepted", "guessing_steps", "guessing_tokens"),
+    *("prompts_elsewhere", "pages_elsewhere", *(f"finished_{finish.value}" for finish in Finish)),
+)
+"""What the engine counts: all of it is there from the start, so that a rate over time has a first value."""
 
 
 class Tasks:
@@ -49,7 +58,8 @@ class Tasks:
         """Running tasks whose loads have not ended: the device waits for them, layer by layer."""
         self.running: list[Task] = []
         self.tasks: dict[str, Task] = {}
-        self.counters: Counter[str] = Counter()
+        self.counters: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
+        self.times = EngineTimes()
         self.explained: OrderedDict[str, Explained] = OrderedDict()
         """What the last `EXPLAINED_MOST` requests reused."""
         self.stalled = False
@@ -70,8 +80,10 @@ class Tasks:
         """Queue an ask that can be served. `ends`: tokens that end its answer."""
         if len(self.waiting) >= self.config.waiting_max:
             raise QueueFull(waiting=len(self.waiting), waiting_max=self.config.waiting_max)
-        order = self._clock() - PRIORITY_S * ask.priority, self._number
-        task = Task(ask, order, self.cache.chain(ask.prompt, ask.namespace), stream, ends)
+        now = self._clock()
+        order = now - PRIORITY_S * ask.priority, self._number
+        chain = self.cache.chain(ask.prompt, ask.namespace, ask.tenant)
+        task = Task(ask, order, chain, stream, ends, now)
         self._number += 1
         self.tasks[ask.request_id] = task
         insort(self.waiting, task, key=lambda each: each.order)
@@ -109,9 +121,9 @@ class Tasks:
             return
         if loaded.error is None:
             if not early:
-                self._resume(task)
+                self._loaded(task)
             return
-        log.warning("a load failed, %s computes instead: %s", task.ask.request_id, loaded.error)
+        log.warning("a load failed, the tokens are computed instead: %s", loaded.error, extra=task.named)
         self.counters["loads_failed"] += 1
         task.load = False
         if early:
@@ -131,7 +143,7 @@ class Tasks:
             if number not in self._loads:
                 self._loads.append(number)
             self.counters["begun_early"] += 1
-            self._resume(task)
+            self._loaded(task)
         return bool(loads)
 
     def _abort_marked(self, busy: set[Task]) -> None:
@@ -184,6 +196,7 @@ class Tasks:
 
     def _begin(self, task: Task, instead_of: Task | None = None) -> Wait | None:
         """`instead_of`: a running task that gives its ring up, where there is no other."""
+        times, now = task.times, self._clock()
         request = self.cache.begin(
             task.name_pages(),
             priority=task.ask.priority,
@@ -195,6 +208,8 @@ class Tasks:
             for_others=task.ask.for_others,
         )
         if isinstance(request, Wait):
+            if request.what is WaitFor.STORE and times.store_s is None:
+                times.store_s = now
             return request
         if instead_of is not None:
             self._preempt(instead_of)
@@ -207,7 +222,11 @@ class Tasks:
         task.scores.clear()
         if not task.drawn:
             reuse = request.reuse
-            self.explained[task.ask.request_id] = Explained(reuse, task.guesses)
+            if times.begun_s is None:
+                self.times.queue.add(now - times.added_s)
+            times.matched_s, times.begun_s = now, self._clock()
+            times.running_s = times.begun_s
+            self.explained[task.ask.request_id] = Explained(reuse, task.guesses, times)
             task.reused = reuse.device_tokens, reuse.host_tokens, reuse.store_tokens
             if len(self.explained) > EXPLAINED_MOST:
                 self.explained.popitem(last=False)
@@ -217,6 +236,12 @@ class Tasks:
             task.stage = Stage.LOADING
             self.loading[id(request)] = task
         return None
+
+    def _loaded(self, task: Task) -> None:
+        """Its load has ended, or the device waits for it."""
+        if not task.drawn:
+            task.times.running_s = self._clock()
+        self._resume(task)
 
     def _resume(self, task: Task) -> None:
         """All that the task reuses is on the device: it runs from now on."""
@@ -254,7 +279,7 @@ class Tasks:
 
     def _fail(self, task: Task, error: Exception) -> None:
         """End one task with an error. It is in no step under way."""
-        log.error("%s ends with an error", task.ask.request_id, exc_info=error)
+        log.error("a request ends with an error", exc_info=error, extra=task.named)
         self._end(task, Finish.ERROR)
         self._ended.append(Outcome(task, finish=Finish.ERROR, error=str(error)))
 
@@ -272,6 +297,7 @@ class Tasks:
             (self.cache.finish if whole else self.cache.abort)(seat.request)
         self._leave_seat(task)
         task.stage = Stage.ENDED
+        task.times.ended_s = self._clock()
         del self.tasks[task.ask.request_id]
         self.counters[f"finished_{finish.value}"] += 1
 

@@ -6,7 +6,9 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
+from starlette.middleware.cors import CORSMiddleware
 
 from tiercel.server import (
     aborts,
@@ -34,12 +36,13 @@ from tiercel.server.reply import Front
 from tiercel.server.responses import ResponsesRequest
 from tiercel.server.store import AttachRequest
 from tiercel.server.tokens import DetokenizeRequest, TokenizeRequest
+from tiercel.server.traces import Traces
 
 if TYPE_CHECKING:
     from tiercel.engine.service import EngineService
 
 
-def create_app(service: EngineService, options: ServerOptions) -> FastAPI:
+def create_app(service: EngineService, options: ServerOptions, traces: Traces | None = None) -> FastAPI:
     """A new application. Two in one process share nothing. The caller starts and stops the service."""
     app = FastAPI(
         title="tiercel",
@@ -57,10 +60,32 @@ def create_app(service: EngineService, options: ServerOptions) -> FastAPI:
     app.state.feed = feed.Feed(front, recent)
     app.include_router(feed.router(app.state.feed))
     app.include_router(page.router())
-    app.add_middleware(Border, metrics=metrics, ended=recent.add)
+    _expect_calls(app, metrics, options)
+    app.add_middleware(
+        Border, metrics=metrics, ended=recent.add, access_log=options.access_log, traces=traces
+    )
+    if options.cors_origin:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=options.cors_origin,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "x-ignored-fields", "retry-after"],
+        )
     errors.install(app)
     models: list[type[BaseModel]] = [ChatRequest, CompletionRequest, GenerateRequest, AttachRequest]
     models += [ResponsesRequest, MessagesRequest, CountRequest]
     models += [TokenizeRequest, DetokenizeRequest, AbortRequest]
     schema.install(app, models, schema.limits_of(front))
     return app
+
+
+def _expect_calls(app: FastAPI, metrics: Metrics, options: ServerOptions) -> None:
+    routes = [route for route in app.routes if isinstance(route, APIRoute)]
+    answers = [route.path for route in routes if "POST" in (route.methods or ()) and not _draws_nothing(route)]
+    names = options.tenants.by_name if options.tenants else ()
+    metrics.expect([route.path for route in routes], answers=answers, tenants=names)
+
+
+def _draws_nothing(route: APIRoute) -> bool:
+    return bool({"status", "store", "tokens"} & {*route.tags})

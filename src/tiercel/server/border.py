@@ -2,7 +2,7 @@
 
     Border ── id, clock ────► routes ──► handlers
        ▲                                     │
-       └── x-request-id, count, 500 ◄────────┘
+       └── x-request-id, count, 500, access log, trace ◄─┘
 
 A HEAD is answered as a GET, without the body: load balancers probe with it.
 
@@ -12,19 +12,27 @@ It is plain ASGI, because it must see the end of a streamed answer.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+from urllib.parse import quote
 from uuid import uuid4
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tiercel.engine.ask import Answer
+from tiercel.engine.ask import Answer, Ask, Usage
 from tiercel.server.errors import log, translate
+from tiercel.server.logs import CURRENT
 from tiercel.server.metrics import Metrics
+from tiercel.server.tenants import OverLimit, Tenant
+
+if TYPE_CHECKING:
+    from tiercel.server.traces import Traces
 
 ID_PATTERN = r"^[A-Za-z0-9_-]{1,128}$"
 """Ids that a client may choose. Only ids that the server derives have a dot, so the two never clash."""
@@ -32,7 +40,12 @@ ID_PATTERN = r"^[A-Za-z0-9_-]{1,128}$"
 NAME_CHARS, NAMES_TOLD, NAMES_LOGGED = 64, 32, 256
 """Limits for unknown fields: characters of a name, names in a header, names in the log."""
 
+PATH_CHARS = 200
+"""Of a path in the log."""
+
 _KEY = "tiercel.visit"
+
+access = logging.getLogger("tiercel.access")
 
 
 @dataclass(eq=False)
@@ -54,6 +67,32 @@ class Visit:
     claimed: set[str] = field(default_factory=set)
     abort: Callable[[str], None] | None = None
     """Ends answers early, by the engine's id of their request; None: no answer is being computed."""
+    tenant: Tenant | None = None
+    """Whose API key it was, if keys come from a file."""
+    admitted: bool = False
+    """The tenant's limits let it in."""
+    asks: Sequence[Ask] = ()
+    usage: Usage = Usage(0)
+    """Tokens of all its answers."""
+
+    def begin(self) -> OverLimit | None:
+        """A call for an answer begins, unless a limit of its tenant is reached."""
+        over = None if self.tenant is None else self.tenant.begin()
+        self.admitted = over is None
+        return over
+
+    def end(self) -> None:
+        for claimed in self.claimed:
+            del self.live[claimed]
+        if self.tenant is not None and self.admitted:
+            self.tenant.end(self.usage.prompt_tokens + self.usage.completion_tokens)
+
+    def bind(self, ask: Ask) -> Ask:
+        """An ask as the engine gets it: a tenant's pages are in its own namespace, whatever the call says."""
+        if self.tenant is None:
+            return ask
+        name = self.tenant.name
+        return replace(ask, namespace=("tenant", name, *ask.namespace), tenant=name)
 
     def claim(self, ids: Sequence[str]) -> bool:
         """Reserves ids until the end of the visit. False: another visit has one of them."""
@@ -85,6 +124,46 @@ class Visit:
         return time.perf_counter() - self.started_s
 
 
+@dataclass(frozen=True)
+class VisitNames(Mapping[str, str]):
+    """Request id and tenant of a visit for the log: they become known while the request is read."""
+
+    visit: Visit
+
+    def __getitem__(self, name: str) -> str:
+        tenant = self.visit.tenant
+        return {"request_id": self.visit.request_id, "tenant": tenant.name if tenant else ""}[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("request_id", "tenant"))
+
+    def __len__(self) -> int:
+        return 2
+
+
+PROBES = ("/health", "/ready", "/metrics")
+"""Somebody calls these all the time: their lines are for the level debug, unless they fail."""
+
+
+def log_access(scope: Scope, visit: Visit) -> None:
+    """One line for a request: what it was, how it ended, and its tokens. No query: it may have secrets."""
+    used, status = visit.usage, visit.status or 499
+    path = quote(scope["path"][:PATH_CHARS])
+    fields = {
+        "method": scope["method"],
+        "path": path,
+        "status": status,
+        "ms": round(1e3 * visit.age_s, 1),
+        "tokens_in": used.prompt_tokens,
+        "tokens_cached": used.cached_tokens,
+        "tokens_out": used.completion_tokens,
+    }
+    tokens = f", {used.prompt_tokens} tokens in, {used.cached_tokens} cached, {used.completion_tokens} out"
+    message = f"{scope['method']} {path} {status}, {fields['ms']} ms{tokens if visit.asks else ''}"
+    level = logging.DEBUG if path in PROBES and status == 200 else logging.INFO
+    access.log(level, "%s", message, extra={"fields": fields})
+
+
 def _new_id() -> str:
     return f"req-{uuid4().hex}"
 
@@ -98,11 +177,19 @@ def visit_of(request: Request) -> Visit:
 class Border:
     """The outermost layer of the application."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, ended: Callable[[Visit, str], None]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        ended: Callable[[Visit, str], None],
+        access_log: bool = False,
+        traces: Traces | None = None,
+    ) -> None:
         """`ended` is told of every visit that asked for answers, with the call's name."""
         self.app = app
         self.metrics = metrics
         self.ended = ended
+        self.access_log, self.traces = access_log, traces
         self.live: dict[str, Visit] = {}
         self._warned: set[str] = set()
 
@@ -117,6 +204,7 @@ class Border:
         visit = scope[_KEY] = Visit(self.live)
         wanted = Headers(scope=scope).get("x-request-id", "")
         visit.request_id = wanted if re.fullmatch(ID_PATTERN, wanted) else _new_id()
+        CURRENT.set(VisitNames(visit))
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -138,13 +226,21 @@ class Border:
                 raise
             await translate(error).response(scope["path"])(scope, receive, send_named)
         finally:
-            for claimed in visit.claimed:
-                del self.live[claimed]
-            # The path of the route, not of the request: metrics need few names.
-            call = getattr(scope.get("route"), "path", "other")
-            self.metrics.ended(call, visit.status or 499, visit.age_s, visit.first_token_s)
-            if visit.answers:
-                self.ended(visit, call)
+            self._ended(scope, visit)
+
+    def _ended(self, scope: Scope, visit: Visit) -> None:
+        visit.end()
+        # The path of the route, not of the request: metrics need few names.
+        call = getattr(scope.get("route"), "path", "other")
+        self.metrics.ended(call, visit.status or 499, visit.age_s, visit.first_token_s)
+        if visit.answers:
+            self.ended(visit, call)
+        if visit.tenant is not None and visit.asks:
+            self.metrics.used(visit.tenant.name, visit.usage)
+        if self.access_log:
+            log_access(scope, visit)
+        if self.traces is not None:
+            self.traces.ended(scope, visit, call)
 
     def _warn(self, ignored: Sequence[str]) -> str:
         """Logs each name once; returns all for a header. Names come from clients: short, ASCII, few."""

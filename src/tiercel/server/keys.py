@@ -1,6 +1,7 @@
 """Who may call: API keys for users, one admin key for the operator.
 
     --admin-key given                       admin calls need the admin key
+    --keys-file given                       admin calls are refused: they are not for tenants
     only --api-key given                    admin calls need an API key, as all calls do
     no key, only this machine can connect   admin calls need a Host of this machine, and no proxy
     no key, others can connect              admin calls are refused
@@ -25,6 +26,7 @@ from tiercel.config import is_loopback
 from tiercel.server.border import visit_of
 from tiercel.server.errors import ApiError
 from tiercel.server.options import ServerOptions
+from tiercel.server.tenants import Tenants
 
 PROXY_HEADERS = ("forwarded", "via", "x-forwarded-for")
 """A request with one of these comes from a proxy, so its sender may be on any machine."""
@@ -34,8 +36,9 @@ class BearerKey(HTTPBearer):
     """`Authorization: Bearer KEY`, or Anthropic's `x-api-key: KEY`, compared with every key in constant
     time."""
 
-    def __init__(self, keys: Sequence[str], *, scheme_name: str) -> None:
+    def __init__(self, keys: Sequence[str], *, scheme_name: str, tenants: Tenants | None = None) -> None:
         super().__init__(scheme_name=scheme_name, auto_error=False)
+        self.tenants = tenants
         self.keys = [key.encode() for key in keys]
 
     async def __call__(self, request: Request) -> None:  # type: ignore[override]
@@ -46,15 +49,24 @@ class BearerKey(HTTPBearer):
         # Headers are decoded as Latin-1: this restores the bytes that were sent.
         given = text.strip().encode("latin-1")
         known = [hmac.compare_digest(given, key) for key in self.keys]
-        if scheme.lower() != "bearer" or not any(known):
+        tenant = self.tenants.find(given) if self.tenants is not None else None
+        if scheme.lower() != "bearer" or not (tenant or any(known)):
+            headers = {"www-authenticate": "Bearer"}
             message = f"the {self.scheme_name} is missing or wrong"
-            wanted = {"www-authenticate": "Bearer"}
-            raise ApiError(401, message, param="authorization", code="invalid_api_key", headers=wanted)
-        visit_of(request).owner = hashlib.blake2b(given, digest_size=8).hexdigest()
+            raise ApiError(401, message, param="authorization", code="invalid_api_key", headers=headers)
+        visit = visit_of(request)
+        visit.tenant = tenant
+        owner = given if tenant is None else f"tenant {tenant.name}".encode()
+        visit.owner = hashlib.blake2b(owner, digest_size=8).hexdigest()
 
 
 async def _refuse(_request: Request) -> None:
     message = "this server has no key, and other machines can reach it; start it with --admin-key"
+    raise ApiError(403, message, param="authorization", code="admin_key_not_configured")
+
+
+async def _refuse_tenants() -> None:
+    message = "tenants may not act on the server itself; start it with --admin-key"
     raise ApiError(403, message, param="authorization", code="admin_key_not_configured")
 
 
@@ -87,14 +99,17 @@ def _host_of(url: str) -> str:
 
 def user(options: ServerOptions) -> list[Dependency]:
     """For calls that want an answer."""
-    return [Depends(BearerKey(options.api_key, scheme_name="API key"))] if options.api_key else []
+    if not (options.api_key or options.tenants):
+        return []
+    return [Depends(BearerKey(options.api_key, scheme_name="API key", tenants=options.tenants))]
 
 
 def user_or_admin(options: ServerOptions) -> list[Dependency]:
     """For calls that users make about their own requests, and the operator about all of them."""
-    if not (options.api_key and options.admin_key):
+    if not (options.admin_key and (options.api_key or options.tenants)):
         return user(options)
-    return [Depends(BearerKey((*options.api_key, options.admin_key), scheme_name="API key"))]
+    either = (*options.api_key, options.admin_key)
+    return [Depends(BearerKey(either, scheme_name="API key", tenants=options.tenants))]
 
 
 async def check_admin(request: Request, options: ServerOptions) -> None:
@@ -109,6 +124,8 @@ def admin(options: ServerOptions) -> list[Dependency]:
     own = Depends(_own_origin)
     if options.admin_key:
         return [own, Depends(BearerKey([options.admin_key], scheme_name="admin key"))]
+    if options.tenants:
+        return [own, Depends(_refuse_tenants)]
     if options.api_key:
         return [own, *user(options)]
     return [own, Depends(_this_machine if options.loopback else _refuse)]

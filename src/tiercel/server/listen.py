@@ -14,7 +14,10 @@ import asyncio
 import json
 import logging
 import resource
+import signal
 import socket
+import ssl
+import threading
 from collections import Counter
 from dataclasses import replace
 from enum import Enum
@@ -25,9 +28,11 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
+from tiercel.errors import ConfigError
 from tiercel.server.app import create_app
 from tiercel.server.errors import ApiError
 from tiercel.server.options import ServerOptions
+from tiercel.server.traces import Traces
 
 if TYPE_CHECKING:
     from tiercel.engine.service import EngineService
@@ -113,6 +118,13 @@ class Connection(H11Protocol):
         if self._write_timer is not None:
             self._write_timer.cancel()
 
+    def shutdown(self) -> None:
+        """The server ends. A client of an idle TLS connection may not say goodbye for a long time."""
+        idle = self._phase is Phase.IDLE
+        super().shutdown()
+        if idle and self.transport.get_extra_info("ssl_object") is not None:
+            self.transport.abort()
+
     # Time-outs
 
     def _follow(self) -> None:
@@ -178,10 +190,12 @@ class Connection(H11Protocol):
 class Server(uvicorn.Server):
     """Serves until it is told to stop. The caller closes the service."""
 
-    def __init__(self, service: EngineService, options: ServerOptions, **more: Any) -> None:
+    def __init__(
+        self, service: EngineService, options: ServerOptions, traces: Traces | None = None, **more: Any
+    ) -> None:
         options = _with_files(options)
         connection = partial(Connection, options=options, ended=EndedCount())
-        app = create_app(service, options)
+        app = create_app(service, options, traces)
         config = uvicorn.Config(
             app,
             http=connection,  # type: ignore[arg-type]
@@ -191,12 +205,33 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=options.shutdown_s + FAREWELL_S,  # type: ignore[arg-type]
             host=options.host,
             port=options.port,
-            **more,
+            ssl_certfile=options.tls_cert,
+            ssl_keyfile=options.tls_key,
+            **{"log_config": None} | more,
         )
         super().__init__(config)
+        self._options = options
         self._service = service
         self._feed = app.state.feed
         self._shutdown_s = options.shutdown_s
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if threading.current_thread() is threading.main_thread():  # signals are for the main thread only
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.read_again)
+
+    def read_again(self) -> None:
+        """Read the files of keys and certificates again. New connections get the new certificate; what can
+        not be used is logged, and stays as it was."""
+        tenants, tls = self._options.tenants, self.config.ssl
+        if tenants is not None and tenants.read_again():
+            self._service.limit_tenants(tenants.cache_limits)
+        if tls is not None and self._options.tls_cert is not None:
+            try:
+                check_certificate(self._options)
+                tls.load_cert_chain(self._options.tls_cert, self._options.tls_key)
+            except ConfigError as error:
+                log.error("the certificate stays as it was: %s", error)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Lets answers finish for `shutdown_s`, then has the service abort them; closes all connections."""
@@ -204,6 +239,16 @@ class Server(uvicorn.Server):
         ending = asyncio.get_running_loop().call_later(self._shutdown_s, self._service.abort_all)
         await super().shutdown(sockets)
         ending.cancel()
+
+
+def check_certificate(options: ServerOptions) -> None:
+    """Raises `ConfigError` if the files of the certificate can not be used."""
+    if options.tls_cert is not None:
+        try:
+            ssl.create_default_context().load_cert_chain(options.tls_cert, options.tls_key)
+        except OSError as error:
+            why = f"can not be used with {options.tls_key}: {error}"
+            raise ConfigError("tls_cert", options.tls_cert, why) from error
 
 
 def _with_files(options: ServerOptions) -> ServerOptions:

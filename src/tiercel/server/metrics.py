@@ -12,18 +12,27 @@ table, are joined to the metric's name. Values that are not numbers are left out
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate, chain
+from math import inf
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from tiercel.engine.ask import Usage
+from tiercel.storage.record import Flaw
 
 PREFIX = "tiercel"
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 """Histogram buckets: from a cached answer of the embedded model to a long answer in a full queue."""
+
+
+TENANT_TOKENS = ("prompt", "cached", "completion")
+TENANT_LIMITS = ("requests-in-flight", "requests-per-minute", "tokens-per-minute")
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,8 @@ class MetricFamily:
     """For a value that is one of these words: written as 1 for this word and 0 for the others."""
     name: str | None = None
     """None: the key in the table, with underscores."""
+    words: tuple[str, ...] = ()
+    """Labels that are there from the start, as 0."""
 
 
 FAMILIES: Mapping[str, MetricFamily] = {
@@ -74,15 +85,49 @@ FAMILIES: Mapping[str, MetricFamily] = {
     "store.compute_tokens_s": MetricFamily(
         "Recent speed of computing prompt tokens.", name="store_compute_tokens_per_second"
     ),
-    "store.flaws": MetricFamily("Records that were not what was asked for.", ("flaw",), True),
+    "store.flaws": MetricFamily(
+        "Records that were not what was asked for.",
+        ("flaw",),
+        True,
+        words=tuple(flaw.name.lower() for flaw in Flaw),
+    ),
     "store.counters": MetricFamily("Counted by the store tier.", grows=True, name="store"),
     "store.store": MetricFamily("The store's own statistics.", name="store_own"),
     "shared": MetricFamily("Host pages offered to other servers.", name="shared"),
+    "owners": MetricFamily(
+        "Bytes of a tenant on device and host, and how many it may have.", ("tenant",), name="tenant"
+    ),
     "events": MetricFamily("KV events: batches published, dropped, failed.", grows=True),
 }
 
 
 UNKNOWN = MetricFamily("As the engine says.")
+
+TIMES = {
+    "queue_s": ("queue_time", "From a request's arrival at the engine to its beginning.", ()),
+    "first_token_s": (
+        "first_token_by_source",
+        "From a request's arrival at the engine to its first token, by the slowest tier it reused.",
+        ("source",),
+    ),
+    "inter_token_s": ("inter_token", "From token to token of an answer, as the engine draws them.", ()),
+}
+"""Histograms of the engine: their names, what they are, their labels."""
+
+
+def histograms(times: Mapping[str, Any]) -> Iterator[HistogramMetricFamily]:
+    """The engine's histograms (`engine.times`)."""
+    for key, (name, about, labels) in TIMES.items():
+        if key in times:
+            family = HistogramMetricFamily(f"{PREFIX}_{name}_seconds", about, labels=labels)
+            for label, each in times[key].items() if labels else [("", times[key])]:
+                counts = accumulate(each["counts"])
+                buckets = [
+                    ("+Inf" if bound == inf else str(float(bound)), count)
+                    for bound, count in zip((*each["bounds"], inf), counts, strict=True)
+                ]
+                family.add_metric([label] if labels else [], buckets, each["sum"])
+            yield family
 
 
 class StatsCollector(Collector):
@@ -93,14 +138,15 @@ class StatsCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         metrics: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
-        for path, value in _leaves(self.stats, ()):
+        yield from histograms(self.stats.get("times", {}))
+        for path, value in chain(_zeros(self.stats), _leaves(self.stats, ())):
             depth = 2 if ".".join(path[:2]) in FAMILIES else 1
             family = FAMILIES.get(".".join(path[:depth]), UNKNOWN)
             count = len(family.labels)
             labels, words = path[depth : depth + count], path[depth + count :]
             stem = "_".join(path[:depth]) if family.name is None else family.name
             name = _name((stem, *words))
-            if not isinstance(value, int | float) and not family.states:
+            if path[0] == "times" or (not isinstance(value, int | float) and not family.states):
                 continue
             if name not in metrics:
                 make = CounterMetricFamily if family.grows else GaugeMetricFamily
@@ -110,6 +156,16 @@ class StatsCollector(Collector):
             if not family.states:
                 metrics[name].add_metric(labels, float(value))
         yield from metrics.values()
+
+
+def _zeros(stats: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Labels that no value has yet."""
+    for key, family in FAMILIES.items():
+        if family.words:
+            first, second = key.split(".")
+            found = stats.get(first, {}).get(second)
+            if found is not None:
+                yield from (((first, second, word), 0) for word in family.words if word not in found)
 
 
 def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -152,9 +208,52 @@ class Metrics:
             "From the first byte of a request to the first token of its answer.",
         )
         self._open = Gauge(f"{PREFIX}_http_requests_open", "Requests now open.", registry=self.registry)
+        self._tenant_tokens = Counter(
+            f"{PREFIX}_tenant_tokens",
+            "Tokens of a tenant's requests: prompt, of these cached, and completion.",
+            ("tenant", "tokens"),
+            registry=self.registry,
+        )
+        self._tenant_refused = Counter(
+            f"{PREFIX}_tenant_refused",
+            "Requests that a limit of their tenant refused.",
+            ("tenant", "limit"),
+            registry=self.registry,
+        )
+        self._tenant_requests = Counter(
+            f"{PREFIX}_tenant_requests",
+            "Requests of a tenant that the engine was asked.",
+            ("tenant",),
+            registry=self.registry,
+        )
 
     def _histogram(self, name: str, about: str) -> Histogram:
         return Histogram(f"{PREFIX}_{name}", about, ("call",), buckets=SECONDS, registry=self.registry)
+
+    def expect(self, calls: Iterable[str], *, answers: Iterable[str], tenants: Iterable[str] = ()) -> None:
+        """These labels are there from the start, so that a rate has a first value. `answers`: calls that
+        give tokens."""
+        for call in calls:
+            self._requests.labels(call, "200")
+            self._seconds.labels(call)
+        for call in answers:
+            self._first_token.labels(call)
+        for tenant in tenants:
+            self._tenant_requests.labels(tenant)
+            for what in TENANT_TOKENS:
+                self._tenant_tokens.labels(tenant, what)
+            for limit in TENANT_LIMITS:
+                self._tenant_refused.labels(tenant, limit)
+
+    def used(self, tenant: str, usage: Usage) -> None:
+        """A call of a tenant has ended."""
+        self._tenant_requests.labels(tenant).inc()
+        counts = usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
+        for what, count in zip(TENANT_TOKENS, counts, strict=True):
+            self._tenant_tokens.labels(tenant, what).inc(count)
+
+    def refused(self, tenant: str, limit: str) -> None:
+        self._tenant_refused.labels(tenant, limit).inc()
 
     def began(self) -> None:
         self._open.inc()

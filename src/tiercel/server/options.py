@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from tiercel.config import check_settings, parse_address, setting
 from tiercel.errors import ConfigError
+from tiercel.server.logs import FORMATS, LEVELS
+from tiercel.server.tenants import Tenants
 from tiercel.storage.open import check_allow
 
 
@@ -21,14 +24,26 @@ class ServerOptions:
     """See `storage.open`. Empty: the server opens a store's files and connections with its own rights."""
     kv_events: str | None = setting(None, "Publish cache events for routers: tcp://*:5557")
     kv_events_replay: str | None = setting(None, "Address where routers get missed events: tcp://*:5558")
-    api_key: tuple[str, ...] = setting(
-        (), "A key that clients must send. Repeatable.", envvar="TIERCEL_API_KEY"
-    )
+    api_key: tuple[str, ...] = setting((), "A key that clients must send. Repeatable.", secret=True)
     """Clients must send one of these keys. Empty: no key is needed."""
     admin_key: str | None = setting(
-        None, "The key for admin calls. Without it, --api-key opens them.", envvar="TIERCEL_ADMIN_KEY"
+        None, "The key for admin calls. Without it, --api-key opens them.", secret=True
     )
     """Without any key, see `keys`."""
+    keys_file: str | None = setting(
+        None, "A TOML file of tenants: their keys and limits. SIGHUP reads it again."
+    )
+    """See `tenants`. Keys of --api-key belong to no tenant and have no limits."""
+    cors_origin: tuple[str, ...] = setting(
+        (), "A web page's origin that may call from a browser: https://app.example, or *. Repeatable."
+    )
+    """Empty: browsers let pages of other origins read nothing. Admin calls stay closed for them."""
+    tls_cert: str | None = setting(None, "A PEM file with the certificate chain: serve HTTPS.")
+    tls_key: str | None = setting(None, "A PEM file with the certificate's private key.")
+    """SIGHUP reads both files again."""
+    log_format: str = setting("text", "How the log is written.", one_of=FORMATS)
+    log_level: str = setting("info", "Which lines are logged, from this level on.", one_of=LEVELS)
+    access_log: bool = setting(True, "Log a line for every request.")
     model_names: tuple[str, ...] = setting(
         (), "A name of the model for clients. Repeatable.", option="served_model_name"
     )
@@ -47,6 +62,8 @@ class ServerOptions:
     """Whether only this machine can connect. False is the safe default."""
     model_path: str | None = None
     """The model's folder, for clients that load the tokenizer. None: only the name is known."""
+    tenants: Tenants | None = None
+    """Of `keys_file`."""
     prefillers: tuple[str, ...] = ()
     """Servers, as host:port, that a request may name as the one that computes its prompt. Empty: none."""
     pages_address: str | None = None
@@ -75,6 +92,12 @@ class ServerOptions:
         for name, keys in (("api_key", self.api_key), ("admin_key", (self.admin_key,))):
             if any(key is not None and (not key or key != key.strip()) for key in keys):
                 raise ConfigError(name, "…", "must not be empty or begin or end with a blank")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            name = "tls_cert" if self.tls_key is None else "tls_key"
+            raise ConfigError(name, getattr(self, name), "tls_cert and tls_key need each other")
+        for origin in self.cors_origin:
+            if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
+                raise ConfigError("cors_origin", origin, "is not an origin: https://app.example, or *")
         for url in self.store_allow:
             check_allow(url)
         for name, address in (

@@ -100,8 +100,15 @@ class Front:
             raise ApiError(503, "the server is starting or shutting down", code="not_ready", headers=headers)
 
     async def read(self, request: Request, model: type[Asked]) -> Asked:
-        """The body of a call for an answer."""
+        """The body of a call for an answer. A tenant above its limits gets none: its body is not read."""
         self.check_ready()
+        visit = visit_of(request)
+        if (over := visit.begin()) is not None and visit.tenant is not None:
+            self.metrics.refused(visit.tenant.name, over.limit)
+            headers = {"retry-after": str(over.retry_s)}
+            raise ApiError(
+                429, f"{visit.tenant.name}: {over}", code=over.limit.replace("-", "_"), headers=headers
+            )
         return await read_body(request, model, self.options.body_bytes_max, strict=self.options.strict)
 
 
@@ -212,7 +219,8 @@ async def answer_deltas(
     """All Deltas of all asks, in the order of their arrival, added to `answers`. Closing the generator ends
     every ask."""
     running = _Running(service)
-    every = [ask for group in groups for ask in group]
+    groups = [[visit.bind(ask) for ask in group] for group in groups]
+    visit.asks = every = [ask for group in groups for ask in group]
     open_asks = set(range(len(every)))
     first = 0
     for group in groups:
@@ -244,9 +252,21 @@ async def answer_deltas(
                     raise error
     finally:
         visit.abort = None
+        visit.usage = _usage(groups, answers)
         # When a client is gone Starlette cancels again at every await. `close` must run once, to its end.
         with CancelScope(shield=True):
             await running.close()
+
+
+def _usage(groups: Sequence[AskGroup], answers: Sequence[Answer]) -> Usage:
+    """Tokens of a call: a prompt that is asked n times is counted once, every answer is."""
+    firsts, index = [], 0
+    for group in groups:
+        firsts.append(answers[index].usage)
+        index += len(group)
+    drawn = sum(answer.usage.completion_tokens for answer in answers)
+    prompts, _, device, host, store = (sum(numbers) for numbers in zip(*firsts, strict=True))
+    return Usage(prompts, drawn, device, host, store)
 
 
 class _Running:

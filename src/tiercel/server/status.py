@@ -23,6 +23,7 @@ from tiercel.server.errors import ApiError
 from tiercel.server.reply import Front, answer_deltas
 from tiercel.server.schema import gives
 from tiercel.server.store import store_json
+from tiercel.server.tenants import Tenant
 
 FLUSH_TIMEOUT_MAX_S = 600
 
@@ -98,12 +99,16 @@ class ExplanationOut(BaseModel):
     share: str
     accept_length: float | None
     """Tokens per step, of the steps that had guesses for the request."""
+    stages_ms: dict[str, float]
+    """Milliseconds of the stages that have ended: queue, fetch, match, load, prefill, decode."""
 
 
-def stats_json(stats: EngineStats) -> dict[str, Any]:
+def stats_json(stats: EngineStats, tenant: Tenant | None = None) -> dict[str, Any]:
     """The statistics as JSON. Without a store `store` has only `attached`; without KV events there is no
-    `events`."""
+    `events`. A tenant is told of no other tenant."""
     told = asdict(stats) | {"store": store_json(stats.store)}
+    if tenant is not None:
+        told["owners"] = {name: held for name, held in told["owners"].items() if name == tenant.name}
     return {name: value for name, value in told.items() if value is not None}
 
 
@@ -166,7 +171,7 @@ class Status:
         page = self.front.metrics.page(stats_json(await self.service.stats()))
         return Response(page, media_type=CONTENT_TYPE_LATEST)
 
-    async def server_info(self) -> ServerInfo:
+    async def server_info(self, request: Request) -> ServerInfo:
         """The served model and the engine's statistics."""
         stats = await self.service.stats()
         mean = stats.accept_length_mean
@@ -179,7 +184,7 @@ class Status:
             page_size=self.service.page_tokens,
             disable_radix_cache=False,
             internal_states=[{} if mean is None else {"avg_spec_accept_length": mean}],
-            stats=stats_json(stats),
+            stats=stats_json(stats, visit_of(request).tenant),
         )
 
     async def model_info(self) -> ModelInfo:
@@ -192,9 +197,9 @@ class Status:
             vocab_size=self.service.text.vocab_size,
         )
 
-    async def stats(self) -> dict[str, Any]:
+    async def stats(self, request: Request) -> dict[str, Any]:
         """The engine's statistics."""
-        return stats_json(await self.service.stats())
+        return stats_json(await self.service.stats(), visit_of(request).tenant)
 
     async def explain(
         self,
@@ -221,6 +226,10 @@ class Status:
             summary=str(reuse),
             share=explanation.share,
             accept_length=explanation.accept_length,
+            stages_ms={
+                name: round(1e3 * (end - start), 3)
+                for name, start, end in (explanation.times.stages() if explanation.times else ())
+            },
         )
 
     async def flush_cache(

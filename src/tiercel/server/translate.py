@@ -37,7 +37,7 @@ from tiercel.server.protocol import ChatRequest
 
 Fields = dict[str, Any]
 
-ToolName = Annotated[str, Field(pattern=r'^[^"<>\s]{1,128}$')]
+ToolName = Annotated[str, Field(pattern=r'^[^"<>\x00-\x20]{1,128}$')]
 
 
 def one_of(names: Sequence[str]) -> BeforeValidator:

@@ -33,6 +33,7 @@ from tiercel.tree.node import (
     may_leave_host,
     parent_of,
 )
+from tiercel.tree.owners import ItemBytes, Owners
 from tiercel.types import HostPageId, PageKey, Tier
 
 
@@ -43,7 +44,13 @@ class Books:
     """
 
     def __init__(
-        self, *, evict: EvictPolicy, save: SavePolicy, pages_per_window: int = 0, tails_per_path: int = 64
+        self,
+        *,
+        evict: EvictPolicy,
+        save: SavePolicy,
+        pages_per_window: int = 0,
+        tails_per_path: int = 64,
+        item_bytes: ItemBytes | None = None,
     ) -> None:
         self.root = Page(None, 0, 0, PageKey(b""), None, 0)
         self.index: dict[PageKey, Page] = {}
@@ -52,6 +59,7 @@ class Books:
         self.doubles = Doubles()
         self.device = {kind: Candidates(evict, may_leave_device) for kind in (Page, Tail)}
         self.host = Candidates(evict, may_leave_host)
+        self.owners = Owners(evict, item_bytes)
         self.pages_per_window = pages_per_window
         self.leaving: dict[type[Item], int] = {Page: 0, Tail: 0}
         """Device places that come free when the saves under way end."""
@@ -190,6 +198,13 @@ class Books:
         self.host.offer(item)
         if isinstance(item, Tail):
             self.host.offer(item.page)
+        self._offer_to_owner(item)
+
+    def _offer_to_owner(self, item: Item) -> None:
+        if item.owner is not None:
+            item.owner.offer(item)
+            if isinstance(item, Tail):
+                item.owner.offer(item.page)
 
     def _leave_device(self, item: Item) -> None:
         """Off the device. The place is given back, unless a save still reads it: then by `save_done`."""
@@ -243,6 +258,7 @@ class Books:
         parent.children -= 1
         if parent.host is not None:
             self.host.offer(parent)
+        self._offer_to_owner(parent)
 
     def _remove_tail(self, tail: Tail) -> None:
         """Places that a transfer still uses are given back when it ends."""
@@ -256,6 +272,7 @@ class Books:
         tail.gone = True
         tail.page.tail = None
         self.host.offer(tail.page)
+        self._offer_to_owner(tail.page)
 
     def _give_host(self, item: Item) -> None:
         """The host places, unless a load, a store or a peer still reads them: then when that ended."""
@@ -270,5 +287,7 @@ class Books:
         if tier is not Tier.STORE:
             counts = self.on_device if tier is Tier.DEVICE else self.on_host
             counts[type(item)] += 1 if stored else -1
+            if item.owner is not None:
+                item.owner.count(tier, type(item), 1 if stored else -1)
         if self.events is not None:
             self.events.append(event(stored, tier, item))

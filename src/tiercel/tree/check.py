@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tiercel.tree.node import Cleared, Event, Item, Page, Tail, event
+from tiercel.tree.node import Cleared, Event, Item, Page, Tail, event, parent_of
+from tiercel.tree.owners import Owner, may_go
 from tiercel.tree.prefix_tree import PrefixTree
 from tiercel.types import Tier
 
@@ -37,9 +38,28 @@ def check(tree: PrefixTree) -> None:
         items = [item for item in tree.items() if isinstance(item, kind)]
         held = sum(item.on_device for item in items), sum(item.on_host for item in items)
         assert counted == held, "what is counted is what can be read"
-    for line in (*tree.device.values(), tree.host):
+    _check_owners(tree)
+    owned = [owner.line for owner in tree.owners.all.values()]
+    for line in (*tree.device.values(), tree.host, *owned):
         for item in line:
             assert not (item.gone and line.ready(item)), f"I3: gone, but may be evicted: {_row(item)}"
+
+
+def _check_owners(tree: PrefixTree) -> None:
+    """Bytes by owner counted again; nothing that may go is left out of a line."""
+    counted = {id(owner): dict.fromkeys(owner.bytes, 0) for owner in tree.owners.all.values()}
+    for item in tree.items():
+        page = item.page if isinstance(item, Tail) else item
+        owner, above = item.owner, parent_of(page)
+        assert above is tree.root or above.owner is page.owner, "a text has one owner"
+        if not isinstance(owner, Owner):
+            continue
+        for tier, readable in ((Tier.DEVICE, item.on_device), (Tier.HOST, item.on_host)):
+            counted[id(owner)][tier] += readable * tree.owners.bytes_of(tier, item)
+        left_out = owner.bytes_most is not None and may_go(item) and item not in owner.line
+        assert not left_out, f"may go, but is not in its owner's line: {_row(item)}"
+    for name, owner in tree.owners.all.items():
+        assert counted[id(owner)] == owner.bytes, f"bytes of {name!r}"
 
 
 def _check_item(tree: PrefixTree, item: Item) -> None:

@@ -33,9 +33,17 @@ class KeyChain:
     """The keys of one text, extended as it grows. Tokens that do not fill a page yet wait in the chain."""
 
     def __init__(
-        self, identity: bytes, namespace: Namespace, page_tokens: int, *, keep_tokens: bool = False
+        self,
+        identity: bytes,
+        namespace: Namespace,
+        page_tokens: int,
+        *,
+        keep_tokens: bool = False,
+        owner: str = "",
     ) -> None:
         self.page_tokens = page_tokens
+        self.owner = owner
+        """Whose pages they will be (`tree.owners`); no part of the keys. Empty: nobody's."""
         self.keys: list[PageKey] = []
         self.texts: list[bytes] | None = [] if keep_tokens else None
         """The tokens of each page, for those who are to be told of them."""
@@ -81,6 +89,8 @@ def _token_bytes(tokens: Tokens) -> bytes:
 @lru_cache(maxsize=1024)
 def _seeded(identity: bytes, page_tokens: int, namespace: Namespace) -> hashlib._Hash:
     """A hash to copy from: most texts of a server share a few namespaces. Every part carries its length, so
-    that no two namespaces run together."""
-    parts = [_VERSION, identity, page_tokens.to_bytes(4, "little"), *(word.encode() for word in namespace)]
+    that no two namespaces run together; the number of words is told before them, so that no word is taken for
+    tokens. (Without a namespace it is not told: such keys are as they were before.)"""
+    version = _VERSION + b" of %d" % len(namespace) if namespace else _VERSION
+    parts = [version, identity, page_tokens.to_bytes(4, "little"), *(word.encode() for word in namespace)]
     return hashlib.sha256(b"".join(len(part).to_bytes(4, "little") + part for part in parts))

@@ -22,7 +22,7 @@ A page with `device` set has a parent with `device` set: what the device holds o
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from tiercel.types import DevicePageId, DeviceTailId, HostPageId, PageKey, Tier
 
@@ -61,6 +61,14 @@ class Cached:
         return self.host is not None and self.save is None
 
 
+class ItemOwner(Protocol):
+    """Whoever is told of the bytes of pages and tails (`tree.owners`)."""
+
+    def count(self, tier: Tier, kind: type[Item], items: int) -> None: ...
+
+    def offer(self, item: Item) -> None: ...
+
+
 @dataclass(eq=False, repr=False, slots=True)
 class Page(Cached):
     """A page in the tree. Locking it protects its whole path: only leaves are ever evicted."""
@@ -75,6 +83,8 @@ class Page(Cached):
     """Its tokens, if somebody wants to be told of them."""
     fetched: bool = field(default=False, init=False)
     """The store brought it, and no request has used it since."""
+    owner: ItemOwner | None = field(default=None, init=False)
+    """Whose page it is; None: nobody's."""
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -82,6 +92,10 @@ class Tail(Cached):
     """What is needed besides the pages to continue after `page`."""
 
     page: Page
+
+    @property
+    def owner(self) -> ItemOwner | None:
+        return self.page.owner
 
 
 Item = Page | Tail

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 from tiercel.policy.evict import Rank
 from tiercel.tree.books import Books
-from tiercel.tree.node import Item, Page, Tail, idle, inherit, parent_of
+from tiercel.tree.node import Item, ItemOwner, Page, Tail, idle, inherit, parent_of
+from tiercel.tree.owners import Owner
 from tiercel.types import DevicePageId, DeviceTailId, HostPageId, PageKey, Tier
 
 Brought = tuple[PageKey, tuple[HostPageId, ...], bytes]
@@ -91,6 +92,7 @@ class PrefixTree(Books):
         ids: Sequence[DevicePageId],
         priority: int = 0,
         tokens: Sequence[bytes] = (),
+        owner: str = "",
     ) -> list[Page]:
         """Add full pages after `parent`, which is readable on the device (or the root). Answers the pages
         that are in the tree now.
@@ -101,6 +103,7 @@ class PrefixTree(Books):
         assert parent is self.root or parent.on_device
         self._clock += 1
         clock, index, new = self._clock, self.index, 0
+        owned = self._owner_after(parent, owner)
         pages: list[Page] = []
         for key, device in zip(keys, ids, strict=True):
             page = index.get(key)
@@ -108,6 +111,7 @@ class PrefixTree(Books):
                 page = index[key] = Page(device, clock, priority, key, parent, parent.depth + 1)
                 parent.children += 1
                 parent.children_device += 1
+                page.owner = owned
                 if self.events is None:  # `_tell` for every new page would cost a tenth
                     new += 1
                 else:
@@ -127,9 +131,16 @@ class PrefixTree(Books):
             pages.append(page)
             parent = page
         self.on_device[Page] += new
+        if owned is not None:
+            owned.count(Tier.DEVICE, Page, new)
         if pages:
             self.device[Page].offer(parent)
+            self._offer_to_owner(parent)
         return pages
+
+    def _owner_after(self, parent: Page, name: str) -> ItemOwner | None:
+        """Whose a page after `parent` is: the first page of a text has the owner of this name."""
+        return parent.owner if parent is not self.root or not name else self.owners.named(name)
 
     def insert_tail(self, page: Page, device: DeviceTailId, priority: int = 0) -> Tail:
         """Hang a tail on a page; where one is readable or arriving already, the new copy is given back."""
@@ -145,11 +156,12 @@ class PrefixTree(Books):
         tail.used = self._clock
         tail.priority = max(tail.priority, priority)
         self.device[Tail].offer(tail)
+        self._offer_to_owner(tail)
         return tail
 
-    def insert_arriving(self, parent: Page, brought: Sequence[Brought]) -> list[Page]:
+    def insert_arriving(self, parent: Page, brought: Sequence[Brought], *, owner: str = "") -> list[Page]:
         """Pages that somebody brings to the host (until `arrive_done`), which has no copy of them yet."""
-        pages = self._grow(parent, brought)
+        pages = self._grow(parent, brought, owner=owner)
         for page, (_, host, _) in zip(pages, brought, strict=True):
             self.arrive_start(page, host)
         return pages
@@ -160,17 +172,22 @@ class PrefixTree(Books):
         self.arrive_start(tail, host)
         return tail
 
-    def insert_fetched(self, parent: Page, fetched: Sequence[Brought], *, stored: bool = True) -> None:
+    def insert_fetched(
+        self, parent: Page, fetched: Sequence[Brought], *, stored: bool = True, owner: str = ""
+    ) -> None:
         """Pages that the store has brought to the host, after `parent`, which is in the tree. `stored`: the
         store is ours, and keeps them."""
-        for page, (_, host, _) in zip(self._grow(parent, fetched, fetched=True), fetched, strict=True):
+        pages = self._grow(parent, fetched, fetched=True, owner=owner)
+        for page, (_, host, _) in zip(pages, fetched, strict=True):
             self._fetched(page, host, stored)
 
     def insert_fetched_tail(self, page: Page, host: tuple[HostPageId, ...], *, stored: bool = True) -> None:
         """The same for a tail."""
         self._fetched(self._grow_tail(page), host, stored)
 
-    def _grow(self, parent: Page, brought: Sequence[Brought], *, fetched: bool = False) -> list[Page]:
+    def _grow(
+        self, parent: Page, brought: Sequence[Brought], *, fetched: bool = False, owner: str = ""
+    ) -> list[Page]:
         """Nodes for pages that come to the host. New ones follow `parent`, or one another."""
         self._clock += 1
         pages = []
@@ -179,6 +196,7 @@ class PrefixTree(Books):
             if page is None:
                 page = self.index[key] = Page(None, self._clock, 0, key, parent, parent.depth + 1)
                 page.tokens, page.fetched = tokens, fetched
+                page.owner = self._owner_after(parent, owner)
                 parent.children += 1
             page.used = self._clock
             parent = page if page.depth > parent.depth else parent
@@ -296,6 +314,30 @@ class PrefixTree(Books):
             for tail in sorted(older, key=self._rank)[:excess]:
                 self._remove_tail(tail)
 
+    def limit(self, owner: str, bytes_most: int | None) -> None:
+        """From now on an owner may cache so many bytes in both tiers together; None: there is no limit."""
+        limited = self.owners.named(owner)
+        limited.bytes_most = bytes_most
+        for item in self.items():
+            if item.owner is limited:
+                limited.offer(item)
+
+    def trim(self) -> bool:
+        """What is coldest of owners above their limits is forgotten, as far as it may go; answers whether
+        anything was."""
+        return sum(self._trim(owner) for owner in self.owners.over()) > 0
+
+    def _trim(self, owner: Owner) -> bool:
+        gone = False
+        while owner.over and (item := owner.line.pop()) is not None:
+            self._forget(item)
+            gone = True
+        return gone
+
+    def _forget(self, item: Item) -> None:
+        """Its owner has too much, and this is the coldest."""
+        self._drop(item)
+
     def flush(self) -> int:
         """Forget everything that no request holds and no transfer moves; answers how many pages stay."""
         for page in reversed(list(self.index.values())):
@@ -304,7 +346,7 @@ class PrefixTree(Books):
                 self._remove_tail(tail)
             if page.children == 0 and page.tail is None and idle(page):
                 self._remove(page)
-        for line in (*self.device.values(), self.host):
+        for line in (*self.device.values(), self.host, *(owner.line for owner in self.owners.all.values())):
             line.sweep()
         return len(self.index)
 

@@ -1,0 +1,72 @@
+"""Whose pages and tails they are: bytes by owner, counted as they change, and limits of them.
+
+An owner is a tenant of a server. All that it caches is in namespaces of its own, so a page has one owner, the
+same as the page before it. Bytes are counted in each tier where something can be read.
+
+An owner above its limit loses what is coldest of its own, from both tiers at once, until it is below. What a
+request holds or a copy moves stays until that has ended; so does what leads to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tiercel.policy.evict import EvictPolicy
+from tiercel.tree.candidates import Candidates
+from tiercel.tree.node import Item, Page, Tail, idle
+from tiercel.types import Tier
+
+ItemBytes = Mapping[tuple[Tier, type[Item]], int]
+"""Bytes of a page and of a tail in each tier."""
+
+
+def may_go(item: Item) -> bool:
+    """Whether an item may leave all tiers now."""
+    if item.gone or not idle(item) or item.readers:
+        return False
+    if isinstance(item, Tail):
+        return True
+    return item.children == 0 and (item.tail is None or (idle(item.tail) and not item.tail.readers))
+
+
+class Owner:
+    """One owner. Without a limit nobody keeps a line of what may go."""
+
+    def __init__(self, evict: EvictPolicy, item_bytes: ItemBytes) -> None:
+        self.bytes = {Tier.DEVICE: 0, Tier.HOST: 0}
+        self.bytes_most: int | None = None
+        self.line = Candidates(evict, may_go)
+        self._item_bytes = item_bytes
+
+    @property
+    def over(self) -> bool:
+        return self.bytes_most is not None and sum(self.bytes.values()) > self.bytes_most
+
+    def count(self, tier: Tier, kind: type[Item], items: int) -> None:
+        self.bytes[tier] += items * self._item_bytes[tier, kind]
+
+    def offer(self, item: Item) -> None:
+        """To be called whenever an item of this owner may have become free to go."""
+        if self.bytes_most is not None:
+            self.line.offer(item)
+
+
+class Owners:
+    """All owners by name. The tree tells it of every change."""
+
+    def __init__(self, evict: EvictPolicy, item_bytes: ItemBytes | None = None) -> None:
+        self._evict = evict
+        self._item_bytes = item_bytes or {(tier, kind): 1 for tier in Tier for kind in (Page, Tail)}
+        self.all: dict[str, Owner] = {}
+
+    def named(self, name: str) -> Owner:
+        if name not in self.all:
+            self.all[name] = Owner(self._evict, self._item_bytes)
+        return self.all[name]
+
+    def bytes_of(self, tier: Tier, item: Item) -> int:
+        return self._item_bytes[tier, type(item)]
+
+    def over(self) -> list[Owner]:
+        """Those above their limits."""
+        return [owner for owner in self.all.values() if owner.over]

@@ -1,0 +1,48 @@
+"""A command in a real terminal, with somebody who types."""
+
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+
+WAIT_S = 30
+
+
+class Terminal:
+    def __init__(self, *words, home):
+        self._ours, theirs = pty.openpty()
+        environment = {**os.environ, "XDG_STATE_HOME": str(home), "TERM": "xterm", "COLUMNS": "200"}
+        # The terminal controls the command: Ctrl-C is a signal.
+        command = ["setsid", "--ctty", sys.executable, "-m", "tiercel.cli", *words]
+        self.process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+        os.close(theirs)
+
+    def __enter__(self):
+        self.read("> ")
+        return self
+
+    def __exit__(self, error, *_):
+        try:
+            self.code = None if error else self.process.wait(WAIT_S)
+        finally:
+            self.process.kill()
+            self.process.wait()
+            os.close(self._ours)
+
+    def type(self, line, answer=""):
+        """Type a line, and wait for an answer and the next prompt. Returns what was shown."""
+        self.press(line.encode() + b"\r")
+        return self.read(answer) + self.read("> ")
+
+    def press(self, keys):
+        os.write(self._ours, keys)
+
+    def read(self, until):
+        shown, deadline_s = "", time.monotonic() + WAIT_S
+        while until not in shown:
+            ready, _, _ = select.select([self._ours], [], [], max(0, deadline_s - time.monotonic()))
+            assert ready, f"waited for {until!r}, and it showed {shown!r}"
+            shown += os.read(self._ours, 1).decode(errors="replace")
+        return shown
