@@ -51,9 +51,9 @@ class BearerKey(HTTPBearer):
         known = [hmac.compare_digest(given, key) for key in self.keys]
         tenant = self.tenants.find(given) if self.tenants is not None else None
         if scheme.lower() != "bearer" or not (tenant or any(known)):
-            headers = {"www-authenticate": "Bearer"}
+            wanted = {"www-authenticate": "Bearer"}
             message = f"the {self.scheme_name} is missing or wrong"
-            raise ApiError(401, message, param="authorization", code="invalid_api_key", headers=headers)
+            raise ApiError(401, message, param="authorization", code="invalid_api_key", headers=wanted)
         visit = visit_of(request)
         visit.tenant = tenant
         owner = given if tenant is None else f"tenant {tenant.name}".encode()
