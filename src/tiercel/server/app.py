@@ -82,7 +82,9 @@ def create_app(service: EngineService, options: ServerOptions, traces: Traces | 
 
 def _expect_calls(app: FastAPI, metrics: Metrics, options: ServerOptions) -> None:
     routes = [route for route in app.routes if isinstance(route, APIRoute)]
-    answers = [route.path for route in routes if "POST" in (route.methods or ()) and not _draws_nothing(route)]
+    answers = [
+        route.path for route in routes if "POST" in (route.methods or ()) and not _draws_nothing(route)
+    ]
     names = options.tenants.by_name if options.tenants else ()
     metrics.expect([route.path for route in routes], answers=answers, tenants=names)
 
