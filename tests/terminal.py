@@ -14,8 +14,9 @@ class Terminal:
     def __init__(self, *words, home):
         self._ours, theirs = pty.openpty()
         environment = {**os.environ, "XDG_STATE_HOME": str(home), "TERM": "xterm", "COLUMNS": "200"}
-        # The terminal controls the command: Ctrl-C is a signal.
-        command = ["setsid", "--ctty", sys.executable, "-m", "tiercel.cli", *words]
+        # The terminal controls the command: Ctrl-C is a signal, also where the tests themselves ignore it.
+        controlled = ["env", "--default-signal=INT", "setsid", "--ctty"]
+        command = [*controlled, sys.executable, "-m", "tiercel.cli", *words]
         self.process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
         os.close(theirs)
 

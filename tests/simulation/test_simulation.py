@@ -18,7 +18,7 @@ from tests.simulation.world import World
 
 STEPS = 1000
 SEEDS_PER_TEST = 10
-COUNTED, FOREIGN_COUNTED = 7, 6
+COUNTED, FOREIGN_COUNTED = 10, 6
 """The first blocks of seeds are run by the tests that count what happens."""
 
 

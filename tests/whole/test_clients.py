@@ -254,7 +254,7 @@ print(said == words, usage.cache_read_input_tokens)
 """
 
 
-@installed
+@pytest.mark.usefixtures("installed")
 def test_the_clients_of_openai_and_anthropic_find_the_same_prompt_in_the_cache(server):
     """Two calls, one conversation: what the first has computed, the second reads."""
     command = [HOME / "bin/python", "-c", OFFICIAL, server.url, LONG]

@@ -10,7 +10,7 @@ import pydantic
 import pytest
 
 from tests.whole.process import running
-from tests.whole.test_clients import HOME, environment, installed
+from tests.whole.test_clients import HOME, environment, installed  # noqa: F401 - a fixture
 from tiercel.models.families import EMBEDDED, folder_of
 
 TEMPLATE = """\
@@ -97,7 +97,7 @@ print("instructor")
 '''
 
 
-@installed
+@pytest.mark.usefixtures("installed")
 def test_langchain_and_instructor_get_tools_and_objects(server):
     command = [HOME / "bin/python", "-c", CLIENTS, f"{server.url}/v1"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment())

@@ -77,9 +77,6 @@ class Ask:
     turn_ends: tuple[int, ...] = ()
     """Positions after which the text may go on differently: message ends and named break points."""
     namespace: Namespace = ()
-    tenant: str = ""
-    """Whose pages they are: their bytes are counted, and may be limited. Empty: nobody's. Required: asks of
-    different tenants have different namespaces."""
     priority: int = 0
     prompt_logprobs_from: int | None = None
     """Logprobs of the prompt's tokens from this position on. Pages behind it are computed, not reused."""
@@ -87,6 +84,9 @@ class Ask:
     """Who computes the prompt, if a router has said so. `EngineService` uses it, the engine does not."""
     for_others: bool = False
     """Another server goes on from the prompt: its pages are brought to the host at once."""
+    tenant: str = ""
+    """Whose pages they are: their bytes are counted, and may be limited. Empty: nobody's. Required: asks of
+    different tenants have different namespaces."""
 
 
 class TokenOut(NamedTuple):

@@ -114,7 +114,7 @@ class AnthropicTool(Body):
 
 class ToolChoice(Body):
     type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None
+    name: ToolName | None = None
     disable_parallel_tool_use: bool | None = None
 
 

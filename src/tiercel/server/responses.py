@@ -147,7 +147,7 @@ class FunctionTool(Body):
 
 class NamedTool(Body):
     type: Literal["function"]
-    name: str
+    name: ToolName
 
 
 class Format(Body):
