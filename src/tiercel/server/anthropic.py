@@ -20,7 +20,7 @@ from tiercel.server import keys, known, schema
 from tiercel.server.anthropic_replies import AnthropicErrorBody, MessageOut, MessageReply
 from tiercel.server.body import Body, Stop, TokenCount, limit
 from tiercel.server.border import visit_of
-from tiercel.server.errors import MESSAGES_PATH, ApiError
+from tiercel.server.errors import MESSAGES_PATH, ApiError, conflict
 from tiercel.server.openai_api import OpenAI
 from tiercel.server.protocol import CacheControl
 from tiercel.server.reply import Front
@@ -163,7 +163,9 @@ class CountRequest(Body):
         if self.tools:
             fields["tools"] = [{"type": "function", "function": _function(tool)} for tool in self.tools]
         if choice:
-            named = {"type": "function", "function": {"name": choice.name or ""}}
+            if choice.type == "tool" and choice.name is None:
+                raise conflict("tool_choice.name", None, 'is missing: the type is "tool"')
+            named = {"type": "function", "function": {"name": choice.name}}
             every = {"auto": "auto", "none": "none", "any": "required", "tool": named}
             fields["tool_choice"] = every[choice.type]
             fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
