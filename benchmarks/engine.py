@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import re
 import statistics
 import subprocess
@@ -23,7 +22,7 @@ from typing import Any
 import httpx
 import torch
 
-from benchmarks.machine import describe
+from benchmarks.machine import describe, tell
 from tiercel.config import CacheConfig
 from tiercel.engine.ask import Ask, Sampling, TokenOut
 from tiercel.engine.build import open_engine
@@ -211,11 +210,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     figures = measure()
-    if options.json:
-        print(json.dumps(figures, indent=2))
-        return
-    for name, figure in figures.items():
-        print(f"{name:28} {figure:.3f}" if isinstance(figure, float) else f"{name:28} {figure}")
+    tell(figures, as_json=options.json)
 
 
 if __name__ == "__main__":

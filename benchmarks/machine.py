@@ -1,10 +1,13 @@
-"""What a figure was measured on."""
+"""What a figure was measured on, and how figures are told."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -18,3 +21,11 @@ def describe() -> str:
         f"commit {commit}, {platform.machine()}, {os.cpu_count()} cores, "
         f"Python {platform.python_version()}, torch {torch.__version__}"
     )
+
+
+def tell(figures: Mapping[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(figures, indent=2))
+        return
+    for name, figure in figures.items():
+        print(f"{name:36} {figure:.3f}" if isinstance(figure, float) else f"{name:36} {figure}")

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu_engines import RunningEngine
-from benchmarks.machine import describe
+from benchmarks.machine import describe, tell
 from tiercel.config import CacheConfig
 from tiercel.engine.ask import Ask, Sampling
 from tiercel.engine.build import open_engine
@@ -188,11 +188,7 @@ def main() -> None:
     parser.add_argument("--model", default=EMBEDDED)
     options = parser.parse_args()
     figures = measure(options.model, options.device)
-    if options.json:
-        print(json.dumps(figures, indent=2))
-        return
-    for name, figure in figures.items():
-        print(f"{name:36} {figure:.3f}" if isinstance(figure, float) else f"{name:36} {figure}")
+    tell(figures, as_json=options.json)
 
 
 if __name__ == "__main__":

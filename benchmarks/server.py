@@ -31,7 +31,7 @@ from typing import Any
 import httpx
 
 from benchmarks.engine import MIB, words
-from benchmarks.machine import describe
+from benchmarks.machine import describe, tell
 from tiercel.config import CacheConfig
 from tiercel.engine.ask import Ask, Sampling
 from tiercel.engine.build import open_engine
@@ -263,11 +263,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one round, to try it")
     options = parser.parse_args()
     figures = measure(1, 2.0, CLIENTS) if options.quick else measure(ROUNDS, FEED_S)
-    if options.json:
-        print(json.dumps(figures, indent=2))
-        return
-    for name, figure in figures.items():
-        print(f"{name:28} {figure:.3f}" if isinstance(figure, float) else f"{name:28} {figure}")
+    tell(figures, as_json=options.json)
 
 
 if __name__ == "__main__":

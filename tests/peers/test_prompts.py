@@ -66,6 +66,14 @@ def test_a_prompt_for_another_server_displaces_older_texts_from_the_host(save):
             both.settle()
 
 
+async def while_it_travels(both, ask):
+    """The tasks of both servers, when the first pages have come to the second."""
+    tasks = [asyncio.ensure_future(answered(server, ask)) for server in (both.prefill, both.decode)]
+    while not both.decode._engine.cache.store.counters["bytes_read"]:
+        await asyncio.sleep(0.001)
+    return tasks
+
+
 def test_a_prompt_that_is_aborted_where_it_is_computed_goes_on_where_it_is_answered():
     long = words(12 * PAGE, seed=4)
     [truth] = run(make_engine(cache={"force_miss": True}), make_ask("truth", long, 2))
@@ -74,10 +82,7 @@ def test_a_prompt_that_is_aborted_where_it_is_computed_goes_on_where_it_is_answe
         named = both.named(make_ask("aborted", long, 2))
 
         async def abort():
-            computing = asyncio.ensure_future(answered(both.prefill, named))
-            waiting = asyncio.ensure_future(answered(both.decode, named))
-            while not second.cache.store.counters["bytes_read"]:
-                await asyncio.sleep(0.001)
+            computing, waiting = await while_it_travels(both, named)
             computing.cancel()
             return await waiting
 
@@ -92,10 +97,7 @@ def test_a_prompt_is_not_computed_to_its_end_for_a_request_that_was_aborted():
         named = both.named(make_ask("aborted", long, 2))
 
         async def abort():
-            computing = asyncio.ensure_future(answered(both.prefill, named))
-            waiting = asyncio.ensure_future(answered(both.decode, named))
-            while not second.cache.store.counters["bytes_read"]:
-                await asyncio.sleep(0.001)
+            computing, waiting = await while_it_travels(both, named)
             waiting.cancel()
             return await computing
 

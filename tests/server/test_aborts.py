@@ -9,6 +9,7 @@ import pytest
 
 from tests.server.scripted import LOOPBACK, ScriptedService, call, client_of
 from tiercel.server.options import ServerOptions
+from tiercel.server.tenants import Tenants, digest_of
 
 CALLS = {
     "/generate": {"text": "x"},
@@ -45,6 +46,24 @@ def end_of(path: str, answer: dict) -> tuple:
         case "/v1/responses":
             return answer["output"][0]["content"][0]["text"], answer["incomplete_details"]["reason"]
     return answer["content"][0]["text"], answer["stop_reason"]
+
+
+def test_a_tenant_that_may_begin_no_more_ends_what_it_has(tmp_path):
+    file = tmp_path / "keys.toml"
+    file.write_text(f'[a]\nsha256 = ["{digest_of(b"a")}"]\nrequests-in-flight = 1\n')
+    options, body = ServerOptions(tenants=Tenants(file)), {"text": "x", "rid": "r-1"}
+
+    async def talk():
+        request = "/generate", {"json": body, "headers": bearer("a")}
+        async with waiting(ScriptedService(hold_after=1), request, options=options) as (client, (task,)):
+            client.headers = bearer("a")
+            refused = await client.post("/generate", json={"text": "y"})
+            counted = await client.post("/tokenize", json={"prompt": "Hello"})
+            ended = await client.post("/abort_request", json={"rid": "r-1"})
+            answer = await asyncio.wait_for(task, 20)
+            return [each.status_code for each in (refused, counted, ended, answer)]
+
+    assert asyncio.run(talk()) == [429, 200, 200, 200]
 
 
 @pytest.mark.parametrize("path", CALLS)

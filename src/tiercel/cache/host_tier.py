@@ -55,7 +55,8 @@ Observer = Callable[[Sequence[Event | Cleared]], None]
 
 COUNTED = (
     *("requests", "requests_finished", "requests_preempted", "requests_aborted", "requests_failed"),
-    *("tokens_asked", "tokens_device", "tokens_host", "tokens_store", "tails_skipped", "observer_errors"),
+    *("tokens_asked", "tokens_device", "tokens_host", "tokens_store", "tokens_replayed"),
+    *("tails_skipped", "observer_errors"),
     *("loads", "loads_failed", "pages_loaded", "tails_loaded"),
     *("saves", "saves_failed", "pages_saved", "tails_saved"),
 )

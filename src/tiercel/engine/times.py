@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 SOURCES = ("device", "host", "store", "computed")
-"""The slowest tier that the beginning of a text came from."""
+"""The slowest tier that the beginning of a text came from; from the fastest to the slowest."""
 
 QUEUE_BOUNDS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 """Up to the time-outs of patient clients."""

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import BaseModel, Discriminator, Field, Tag
+from pydantic import BaseModel, Field, Tag
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -25,7 +25,7 @@ from tiercel.server.openai_api import OpenAI
 from tiercel.server.protocol import CacheControl
 from tiercel.server.reply import Front
 from tiercel.server.schema import gives
-from tiercel.server.translate import Fields, Messages, PassedOn, ToolName, Translated, one_of
+from tiercel.server.translate import Fields, Messages, PassedOn, ToolName, Translated, by_type, one_of
 
 NAMES = {
     "stop": "stop_sequences",
@@ -79,18 +79,13 @@ class ToolResult(Body):
     cache_control: CacheControl | None = None
 
 
-def _kind(block: Any) -> str:
-    kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
-    return kind if isinstance(kind, str) and kind in BLOCKS else "text"
-
-
 AnyBlock = Annotated[
     Annotated[TextBlock, Tag("text")]
     | Annotated[ThinkingBlock, Tag("thinking")]
     | Annotated[RedactedThinking, Tag("redacted_thinking")]
     | Annotated[ToolUse, Tag("tool_use")]
     | Annotated[ToolResult, Tag("tool_result")],
-    Discriminator(_kind),
+    by_type(BLOCKS),
 ]
 
 
@@ -288,7 +283,7 @@ class Anthropic:
 
     async def create(self, request: Request) -> Response:
         """Continue a conversation. With `stream`, as server-sent events."""
-        body = await self.front.read(request, MessagesRequest)
+        body = await self.front.read_ask(request, MessagesRequest)
         translated = body.translated()
         reply = partial(MessageReply, page_tokens=self.front.service.page_tokens)
         try:

@@ -137,16 +137,12 @@ Bias = Annotated[
 ]
 
 
-class SamplingFields(Body):
-    """How tokens are drawn and when to stop: fields with one name in every call."""
+class DrawingFields(Body):
+    """How tokens are drawn, with one name in every call."""
 
-    n: Count | None = None
-    stop: Stop | None = None
     stop_token_ids: list[TokenId] | None = None
-    no_stop_trim: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None
     min_p: Share | None = None
@@ -154,6 +150,15 @@ class SamplingFields(Body):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Repetition | None = None
     logit_bias: Bias | None = None
+
+
+class SamplingFields(DrawingFields):
+    """The same, and when to stop: for calls that say it as OpenAI's and SGLang's do."""
+
+    n: Count | None = None
+    stop: Stop | None = None
+    no_stop_trim: bool | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
 
 
 async def read_body(

@@ -304,7 +304,7 @@ class Native:
 
     async def generate(self, request: Request) -> Response:
         """Continue one text or several. With `stream`, as server-sent events."""
-        body = await self.front.read(request, GenerateRequest)
+        body = await self.front.read_ask(request, GenerateRequest)
         items = self._items(body, visit_of(request))
         groups = await self.front.off_loop(lambda: [self._group(item, body) for item in items])
         of_answers = [item for item, group in zip(items, groups, strict=True) for _ in group]

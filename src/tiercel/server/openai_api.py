@@ -49,7 +49,7 @@ class OpenAI:
 
     async def chat(self, request: Request) -> Response:
         """Continue a conversation. With `stream`, as server-sent events."""
-        return await self.converse(request, await self.front.read(request, ChatRequest), ChatReply)
+        return await self.converse(request, await self.front.read_ask(request, ChatRequest), ChatReply)
 
     async def converse(self, request: Request, body: ChatRequest, reply_of: Callable[..., Reply]) -> Response:
         """A chat, whatever call it came from; the reply is that call's."""
@@ -117,7 +117,7 @@ class OpenAI:
 
     async def completions(self, request: Request) -> Response:
         """Continue one text or several. With `stream`, as server-sent events."""
-        body = await self.front.read(request, CompletionRequest)
+        body = await self.front.read_ask(request, CompletionRequest)
         own_id = self._named(request, body)
         if body.best_of is not None and body.best_of != (body.n or 1):
             raise conflict("best_of", body.best_of, f"must be equal to n, which is {body.n or 1}")

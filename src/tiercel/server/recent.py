@@ -14,10 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tiercel.engine.ask import Answer, Explanation
+from tiercel.engine.times import SOURCES
 from tiercel.server.border import Visit
-
-SOURCES = ("device", "host", "store", "computed")
-"""From the fastest to the slowest."""
 
 INTERVAL_S = 10
 INTERVALS = 30

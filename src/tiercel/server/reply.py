@@ -100,8 +100,12 @@ class Front:
             raise ApiError(503, "the server is starting or shutting down", code="not_ready", headers=headers)
 
     async def read(self, request: Request, model: type[Asked]) -> Asked:
-        """The body of a call for an answer. A tenant above its limits gets none: its body is not read."""
+        """The body of a call."""
         self.check_ready()
+        return await read_body(request, model, self.options.body_bytes_max, strict=self.options.strict)
+
+    async def read_ask(self, request: Request, model: type[Asked]) -> Asked:
+        """The body of a call for an answer. A tenant above its limits gets none: its body is not read."""
         visit = visit_of(request)
         if (over := visit.begin()) is not None and visit.tenant is not None:
             self.metrics.refused(visit.tenant.name, over.limit)
@@ -109,7 +113,7 @@ class Front:
             raise ApiError(
                 429, f"{visit.tenant.name}: {over}", code=over.limit.replace("-", "_"), headers=headers
             )
-        return await read_body(request, model, self.options.body_bytes_max, strict=self.options.strict)
+        return await self.read(request, model)
 
 
 class Reply(Protocol):

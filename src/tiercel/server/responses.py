@@ -11,7 +11,7 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import BaseModel, Discriminator, Field, Tag
+from pydantic import BaseModel, Field, Tag
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -24,7 +24,7 @@ from tiercel.server.protocol import Effort
 from tiercel.server.reply import Front
 from tiercel.server.responses_replies import ResponseOut, ResponsesReply
 from tiercel.server.schema import gives
-from tiercel.server.translate import Fields, Messages, PassedOn, ToolName, Translated, one_of
+from tiercel.server.translate import Fields, Messages, PassedOn, ToolName, Translated, by_type, one_of
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 
@@ -120,18 +120,13 @@ class ItemReference(Body):
     """Of thoughts, which a conversation can go on without: nothing is kept here."""
 
 
-def _kind(item: Any) -> str:
-    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
-    return kind if isinstance(kind, str) and kind in ITEMS else "message"
-
-
 Item = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[CallItem, Tag("function_call")]
     | Annotated[CallOutputItem, Tag("function_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")]
     | Annotated[ItemReference, Tag("item_reference")],
-    Discriminator(_kind),
+    by_type(ITEMS),
 ]
 
 
@@ -334,7 +329,7 @@ class Responses:
 
     async def create(self, request: Request) -> Response:
         """Answer a text or a conversation. With `stream`, as server-sent events. Nothing is kept."""
-        body = await self.front.read(request, ResponsesRequest)
+        body = await self.front.read_ask(request, ResponsesRequest)
         translated = body.translated()
         reply = partial(
             ResponsesReply,

@@ -10,25 +10,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Discriminator, Field
 from pydantic_core import PydanticCustomError
 
 from tiercel.errors import InputError
 from tiercel.server.body import (
     UNSUPPORTED,
-    Bias,
-    Body,
-    Penalty,
+    DrawingFields,
     Priority,
-    Repetition,
     RequestId,
     Salt,
     Seed,
-    Share,
     TokenCount,
-    TokenId,
-    TopK,
-    TopP,
     checked,
     limit,
 )
@@ -52,24 +45,24 @@ def one_of(names: Sequence[str]) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-class PassedOn(Body):
+def by_type(names: Sequence[str]) -> Discriminator:
+    """Objects are told apart by their field `type`; the first name stands for every other type."""
+
+    def kind(given: Any) -> str:
+        found = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+        return str(found) if found in names else names[0]
+
+    return Discriminator(kind)
+
+
+class PassedOn(DrawingFields):
     """Fields that a chat has too, under the same name: standard ones, and those of vLLM and SGLang."""
 
     model: Annotated[str, limit(enum="models")] | None = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: TopP | None = None
-    top_k: TopK | None = None
-    min_p: Share | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Repetition | None = None
-    logit_bias: Bias | None = None
     seed: Seed | None = None
     min_tokens: TokenCount | None = None
-    stop_token_ids: list[TokenId] | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     cache_salt: Salt | None = None
     priority: Priority | None = None
