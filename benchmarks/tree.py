@@ -30,7 +30,7 @@ from tiercel.policy.evict import make_evict_policy
 from tiercel.policy.save import make_save_policy
 from tiercel.spec.attention import mha
 from tiercel.tree.keys import KeyChain
-from tiercel.tree.node import Actions, Page
+from tiercel.tree.node import Actions, Item, Page, Tail
 from tiercel.tree.prefix_tree import PrefixTree
 from tiercel.types import DevicePageId, DeviceTailId, PageKey
 
@@ -40,9 +40,9 @@ PROMPT_PAGES = 512
 ROUNDS = 5
 
 
-def make_tree(pages_per_window: int = 0) -> PrefixTree:
+def make_tree(pages_per_window: int = 0, evict: str = "value") -> PrefixTree:
     return PrefixTree(
-        evict=make_evict_policy("lru"), save=make_save_policy("through"), pages_per_window=pages_per_window
+        evict=make_evict_policy(evict), save=make_save_policy("through"), pages_per_window=pages_per_window
     )
 
 
@@ -150,6 +150,23 @@ def evict_us() -> float:
     return median(lambda: timed(once, calls=calls))
 
 
+def evict_with_tails_us(kind: type[Item], evict: str) -> float:
+    """One page, or one tail, at a time from 195 texts of 512 pages with a tail every 16 pages."""
+    tree, calls, ids = make_tree(1, evict), 1000, count(1 << 56)
+    for text in range(TREE_PAGES // PROMPT_PAGES):
+        page = tree.root
+        for key in random_keys(text):
+            page = tree.insert(page, [key], [DevicePageId(next(ids))])[0]
+            if page.depth % 16 == 0:
+                tree.insert_tail(page, DeviceTailId(next(ids)))
+
+    def once() -> None:
+        for _ in range(calls):
+            tree.evict(kind, 1)
+
+    return median(lambda: timed(once, calls=calls))
+
+
 def idle_step_us() -> float:
     spec = mha("benchmark", 16, layers=2, kv_heads=1, head_dim=16)
     cache = TieredCache(spec, CacheConfig(device_pages=64, host_bytes=64 * spec.page_bytes))
@@ -196,6 +213,11 @@ def measure(page_sizes: list[int]) -> dict[str, Any]:
         "match_us_no_tail_found": match_us(tail_every=10**9),
         "insert_us_per_page": insert_us(),
         "evict_us": evict_us(),
+        **{
+            f"evict_{kind.__name__.lower()}_with_tails_us_{evict}": evict_with_tails_us(kind, evict)
+            for kind in (Page, Tail)
+            for evict in ("lru", "value")
+        },
         "idle_step_us": idle_step_us(),
         "python_bytes_per_page": python_bytes_per_page(),
         "machine": describe(),

@@ -19,7 +19,7 @@ from tiercel.errors import ConfigError
 LAYOUTS = ("layer_first", "page_first_direct")
 COPIERS = ("auto", "direct", "kernel", "reference")
 SAVE_POLICIES = ("through", "selective", "back")
-EVICT_POLICIES = ("lru", "lfu", "slru", "priority")
+EVICT_POLICIES = ("value", "lru", "lfu", "slru", "priority")
 FETCH_POLICIES = ("best_effort", "wait", "deadline")
 OWN_CLASS = "module:Class"
 """Stands for a class of the user's own, by its name."""
@@ -138,7 +138,10 @@ class CacheConfig:
     """`reference` is slow; the others are compared with it."""
     save: str = setting("through", "When a page is copied to the host.", one_of=SAVE_POLICIES)
     """`through`: an eviction from the device needs no copy."""
-    evict: str = setting("lru", "Which page is evicted first.", one_of=(*EVICT_POLICIES, OWN_CLASS))
+    evict: str = setting(
+        "value", "What is evicted first from a full tier.", one_of=(*EVICT_POLICIES, OWN_CLASS)
+    )
+    """`value`: what saves the least computing for its bytes."""
     tail_every_pages: int = setting(16, "A tail at least every so many pages of a prompt.", least=1)
     """DeepSeek V4 Flash: a tail each 4 K tokens, 23 % more bytes."""
     tails_per_path: int = setting(64, "Tails between the root and a page, at most.", least=1)

@@ -8,8 +8,10 @@ who must be evicted.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import log2
 
 from tiercel.policy.evict import Rank
+from tiercel.policy.worth import HIT, HITS_MOST
 from tiercel.tree.node import Event, Item, Page, Tail
 from tiercel.tree.prefix_tree import Match, PrefixTree
 from tiercel.types import PageKey, Tier
@@ -123,6 +125,55 @@ class Oracle:
         """Of a page by the oracle's own books; a tail inherits nothing, so its own books will do."""
         return self.tree._rank(self.uses[item.key] if isinstance(item, Page) else item)
 
+    def worth(self, item: Item, carrying: set[int], *, filed: bool) -> float:
+        """What an item is worth, its weight taken from the bucket it waits in (`filed`), or computed from
+        the texts, as the tree must do before the item leaves. `carrying`: the pages that others follow."""
+        tree, tail = self.tree, item.tail if isinstance(item, Page) else item
+        if tail is None and id(item) not in carrying:
+            return 0.0
+        use, chance = tail or self.uses[item.key], tail.chance if tail else tree.worth.chances.end
+        if filed:
+            lines = (tree.device[type(item)], tree.host, getattr(item.owner, "line", None))
+            weight = max(line._bucket_of[item].weight for line in lines if line and item in line._bucket_of)
+        else:
+            exact = self._weight_of_tail(tail) if tail else 1.0 + HIT * min(use.hits, HITS_MOST)
+            weight = 2.0 ** (round(2 * log2(exact)) / 2)
+        return chance.factor * weight / (tree._clock - use.used + 1)
+
+    def _weight_of_tail(self, tail: Tail) -> float:
+        path = [tail.page]
+        while path[0].parent is not self.tree.root:
+            path.insert(0, path[0].parent)
+        texts = dict.fromkeys(path, 0)
+        for page in self.tree.index.values():
+            if page.parent in texts:
+                texts[page.parent] += 1
+        ends = [
+            n
+            for n, page in enumerate(path, 1)
+            if page.tail and n <= len(path) - max(self.tree.pages_per_window, 1)
+        ]
+        first = max([0, *ends, len(path) - self.tree.worth.far])
+        freed = self.tree.worth.tail_pages
+        if not texts[tail.page]:
+            freed += 1
+            for page in path[first:-1][::-1]:
+                if texts[page] > 1:
+                    break
+                freed += 1
+        return (1.0 + HIT * min(tail.hits, HITS_MOST)) * (len(path) - first) / freed
+
+    def check_coldest(self, item: Item, line: list[Item]) -> None:
+        """Of all that may leave, this is the right one."""
+        if self.tree.worth is None:
+            assert self.rank(item) == min(map(self.rank, line)), "somebody colder was passed over"
+            return
+        carrying = {id(page.parent) for page in self.tree.index.values()}
+        own = self.worth(item, carrying, filed=False)
+        for other in line:
+            least = own if other is item else self.worth(other, carrying, filed=True)
+            assert own <= 1.000001 * least, "what is worth less was passed over"
+
     # Decisions
 
     def check_match(self, keys: list[PageKey], match: Match, device_only: bool) -> None:
@@ -162,7 +213,7 @@ class Oracle:
                 if p.device is not None and p.load is None and p.lock == 0 and id(p) not in carrying
             ]
         assert item in line, "I3: this may not leave the device"
-        assert self.rank(item) == min(map(self.rank, line)), "somebody colder was passed over"
+        self.check_coldest(item, line)
 
     def check_host_victim(self, item: Item) -> None:
         pages = list(self.tree.index.values())
@@ -183,7 +234,7 @@ class Oracle:
             if tail is not None and tail.on_host and tail.device is None and not (busy_tail or tail.readers):
                 line.append(tail)
         assert item in line, "I3: this may not leave the host"
-        assert self.rank(item) == min(map(self.rank, line)), "somebody colder was passed over on the host"
+        self.check_coldest(item, line)
 
     def may_go(self, owner: object) -> list[Item]:
         """What an owner has that nobody uses, reads or moves, and that nothing hangs on."""
@@ -203,7 +254,7 @@ class Oracle:
         """Whoever goes for its owner's limit is the coldest of that owner, and in nobody's way."""
         line = self.may_go(item.owner)
         assert item in line, "I3: this may not go"
-        assert self.rank(item) == min(map(self.rank, line)), "somebody colder of the same owner stays"
+        self.check_coldest(item, line)
 
     # After every step
 

@@ -24,6 +24,7 @@ from tiercel.storage.record import Flaw, Form, checksum, parse
 from tiercel.transfer import copier, extents
 from tiercel.transfer.extents import shared_rows as real_shared_rows
 from tiercel.transfer.mover import Presence, StoreMover, Work
+from tiercel.tree import valued
 from tiercel.tree.candidates import Candidates
 from tiercel.tree.owners import Owner
 from tiercel.tree.prefix_tree import PrefixTree
@@ -166,7 +167,22 @@ def what_is_missing_counts_as_read(self, operation):
     return [Presence.HERE for _ in real_read(self, operation)]
 
 
+def what_no_tail_reaches_waits_for_its_turn(item):
+    return False
+
+
+def all_tails_save_the_same(self, page):
+    return 1
+
+
+def what_is_worth_most_goes_first(self):
+    return next(iter(self._bucket_of), None) or next(iter(self._useless), None)
+
+
 MUTANTS = {
+    what_no_tail_reaches_waits_for_its_turn: (valued, "unreachable"),
+    all_tails_save_the_same: (valued.Worth, "_saved"),
+    what_is_worth_most_goes_first: (valued.Valued, "coldest"),
     nothing_read_is_verified: (Form, "flaw"),
     only_the_payload_is_verified: (Form, "flaw"),
     a_copy_may_leave_while_the_store_reads_it: (PrefixTree, "_give_host"),

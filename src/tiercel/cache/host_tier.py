@@ -96,6 +96,7 @@ class HostTier(ABC, Generic[AnyEnd]):
             pages_per_window=spec.pages_per_window,
             tails_per_path=config.tails_per_path,
             item_bytes=audit.item_bytes(self.device_spec, spec),
+            replay_pages=None if spec.replay_tokens is None else spec.replay_tokens // spec.page_tokens + 1,
         )
         self.host = _host_memory(spec, config, device) if config.host_bytes else None
         controller = device if isinstance(device, Controller) else None

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tiercel.errors import TransferError
+from tiercel.policy.placement import Boundary
 from tiercel.policy.resume import Reuse, Why, choose_resume
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.tree.keys import KeyChain
@@ -68,8 +69,8 @@ class Request:
     """Device pages of the text, shared ones first; behind `committed` they are this request's own."""
     resume_tails: tuple[Tail, ...]
     """Tails to continue from, the last first: read them before the first `commit`."""
-    tail_boundaries: frozenset[int]
-    """Boundaries of the prompt that get a tail, in pages."""
+    tail_boundaries: dict[int, Boundary]
+    """Boundaries of the prompt that get a tail, in pages, and why."""
     for_others: bool = False
     """Other servers read its prompt on the host."""
     state: RequestState = RequestState.RUNNING

@@ -34,7 +34,7 @@ from tiercel.errors import ConfigError
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.pages.pool import Reservation
 from tiercel.policy.fetch import window
-from tiercel.policy.placement import tail_boundaries
+from tiercel.policy.placement import Boundary, tail_boundaries
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.identity import Identity
 from tiercel.transfer.plan import Direction
@@ -330,13 +330,13 @@ class TieredCache(HostTier[Loaded]):
 
     # Which tails are kept
 
-    def _tails_of_prompt(self, found: Found, turn_ends: Iterable[int]) -> frozenset[int]:
+    def _tails_of_prompt(self, found: Found, turn_ends: Iterable[int]) -> dict[int, Boundary]:
         """Where the prompt gets tails. None at the resumed boundary: a replay computes too little for one.
 
         One is before the last token: there the same prompt, asked again, is resumed.
         """
         if not self.spec.tail_streams:
-            return frozenset()
+            return {}
         return tail_boundaries(
             resumed_pages=found.page.depth,
             total_pages=found.chain.tokens // self.spec.page_tokens,
@@ -401,8 +401,9 @@ class TieredCache(HostTier[Loaded]):
         shared: list[Tail] = []
         for boundary in ready:
             if everything or boundary in request.tail_boundaries:
-                page = self.tree.index[request.chain.keys[boundary - 1]]
-                shared.append(self.tree.insert_tail(page, request.tails.pop(boundary), request.priority))
+                page, place = self.tree.index[request.chain.keys[boundary - 1]], request.tails.pop(boundary)
+                why = request.tail_boundaries.get(boundary, Boundary.ANSWER)
+                shared.append(self.tree.insert_tail(page, place, request.priority, why))
             elif boundary <= ready[-1] - self.spec.pages_per_window:
                 self.tails.release([request.tails.pop(boundary)])
         if shared:

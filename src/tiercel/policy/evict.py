@@ -1,7 +1,8 @@
 """What is evicted first from a full tier.
 
-A policy turns the use of a page or tail into a rank; the lowest rank is evicted first. Two rules make this
-cheap:
+The default is `Value`: what saves least is evicted first (`policy.worth`, `tree.valued`). The other policies
+look at the use alone: they turn the use of a page or tail into a rank, and the lowest rank is evicted first.
+Two rules make this cheap:
 
 - **A use never lowers a rank.** So an old heap entry is only ever too low, and is corrected at the top: one
   heap entry per page or tail, and no scan of the leaves.
@@ -45,6 +46,11 @@ class Lru(EvictPolicy):
         return use.used
 
 
+class Value(Lru):
+    """What is worth least first (`policy.worth`). In a tree without tails, least recently used first: there
+    every page saves one page."""
+
+
 class Lfu(EvictPolicy):
     """Least often found first, then least recently used."""
 
@@ -66,7 +72,13 @@ class ByPriority(EvictPolicy):
         return (use.priority, use.used)
 
 
-_POLICIES: dict[str, type[EvictPolicy]] = {"lru": Lru, "lfu": Lfu, "slru": Slru, "priority": ByPriority}
+_POLICIES: dict[str, type[EvictPolicy]] = {
+    "value": Value,
+    "lru": Lru,
+    "lfu": Lfu,
+    "slru": Slru,
+    "priority": ByPriority,
+}
 assert tuple(_POLICIES) == EVICT_POLICIES
 
 

@@ -12,12 +12,13 @@ engine's memory, a peer). It is readable when all of it is there, and not before
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
-from tiercel.policy.evict import EvictPolicy
+from tiercel.policy.evict import EvictPolicy, Value
 from tiercel.policy.save import SavePolicy
-from tiercel.tree.candidates import Candidates, Doubles
+from tiercel.tree.candidates import Doubles
 from tiercel.tree.node import (
     FOREIGN,
     Actions,
@@ -33,7 +34,8 @@ from tiercel.tree.node import (
     may_leave_host,
     parent_of,
 )
-from tiercel.tree.owners import ItemBytes, Owners
+from tiercel.tree.owners import ItemBytes, Owners, tail_in_pages
+from tiercel.tree.valued import Worth, line
 from tiercel.types import HostPageId, PageKey, Tier
 
 
@@ -51,22 +53,29 @@ class Books:
         pages_per_window: int = 0,
         tails_per_path: int = 64,
         item_bytes: ItemBytes | None = None,
+        replay_pages: int | None = None,
     ) -> None:
         self.root = Page(None, 0, 0, PageKey(b""), None, 0)
         self.index: dict[PageKey, Page] = {}
         self.actions = Actions()
         self.events: list[Event | Cleared] | None = None
         self.doubles = Doubles()
-        self.device = {kind: Candidates(evict, may_leave_device) for kind in (Page, Tail)}
-        self.host = Candidates(evict, may_leave_host)
-        self.owners = Owners(evict, item_bytes)
+        self.worth: Worth | None = None
+        """What items are worth; None: the policy looks at their use alone."""
+        if isinstance(evict, Value) and pages_per_window:
+            tail_pages = tail_in_pages(item_bytes or {})
+            self.worth = Worth(pages_per_window, tail_pages, replay_pages, lambda: self._clock)
+        make_line = partial(line, evict, self.worth)
+        self.device = {kind: make_line(may_leave_device) for kind in (Page, Tail)}
+        self.host = make_line(may_leave_host)
+        self.owners = Owners(make_line, item_bytes)
         self.pages_per_window = pages_per_window
         self.leaving: dict[type[Item], int] = {Page: 0, Tail: 0}
         """Device places that come free when the saves under way end."""
         self.on_device: dict[type[Item], int] = {Page: 0, Tail: 0}
         self.on_host: dict[type[Item], int] = {Page: 0, Tail: 0}
         """What each tier can read, counted as it changes: nobody walks the tree to tell."""
-        self._rank = evict.rank
+        self._rank: Callable[[Any], Any] = self.worth or evict.rank
         self._save = save
         self._tails_per_path = tails_per_path * max(1, pages_per_window)
         self._clock = 0
@@ -206,6 +215,11 @@ class Books:
             if isinstance(item, Tail):
                 item.owner.offer(item.page)
 
+    def _followed(self, page: Page) -> None:
+        """More or fewer pages follow this one."""
+        if self.worth is not None and page.tail is not None and self.worth.followed(page.tail):
+            self._offer(page.tail)
+
     def _leave_device(self, item: Item) -> None:
         """Off the device. The place is given back, unless a save still reads it: then by `save_done`."""
         if item.save == item.device:
@@ -247,15 +261,17 @@ class Books:
         if page.tail is not None:
             self._remove_tail(page.tail)
         parent = parent_of(page)
+        page.gone = True
+        del self.index[page.key]
+        parent.children -= 1
+        self._followed(parent)
         if page.device is not None:
             self._leave_device(page)
         else:
             inherit(parent, page)
+            self.device[Page].offer(parent)
         if page.host is not None:
             self._leave_host(page)
-        page.gone = True
-        del self.index[page.key]
-        parent.children -= 1
         if parent.host is not None:
             self.host.offer(parent)
         self._offer_to_owner(parent)
@@ -270,9 +286,10 @@ class Books:
         else:
             self._tell(False, Tier.HOST, tail)
         tail.gone = True
+        if self.worth is not None:
+            self.worth.left(tail)
         tail.page.tail = None
-        self.host.offer(tail.page)
-        self._offer_to_owner(tail.page)
+        self._offer(tail.page)
 
     def _give_host(self, item: Item) -> None:
         """The host places, unless a load, a store or a peer still reads them: then when that ended."""

@@ -24,6 +24,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from tiercel.policy.placement import Boundary
+from tiercel.policy.worth import Chance
 from tiercel.types import DevicePageId, DeviceTailId, HostPageId, PageKey, Tier
 
 FOREIGN = -1
@@ -92,6 +94,10 @@ class Tail(Cached):
     """What is needed besides the pages to continue after `page`."""
 
     page: Page
+    boundary: Boundary
+    chance: Chance | None = field(default=None, init=False)
+    """Its class, if its worth is asked for (`policy.worth`), and since when it has this class."""
+    since: int = field(default=0, init=False)
 
     @property
     def owner(self) -> ItemOwner | None:

@@ -9,15 +9,24 @@ request holds or a copy moves stays until that has ended; so does what leads to 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from tiercel.policy.evict import EvictPolicy
-from tiercel.tree.candidates import Candidates
 from tiercel.tree.node import Item, Page, Tail, idle
+from tiercel.tree.valued import Line
 from tiercel.types import Tier
 
 ItemBytes = Mapping[tuple[Tier, type[Item]], int]
 """Bytes of a page and of a tail in each tier."""
+
+MakeLine = Callable[[Callable[[Any], bool]], Line]
+"""The items for which something holds, in the order of the tree's policy."""
+
+
+def tail_in_pages(item_bytes: ItemBytes) -> float:
+    """How many pages on the host take as many bytes as a tail."""
+    page_bytes = item_bytes.get((Tier.HOST, Page), 1) or 1  # a stage of a model may keep tails only
+    return item_bytes.get((Tier.HOST, Tail), 1) / page_bytes
 
 
 def may_go(item: Item) -> bool:
@@ -32,10 +41,10 @@ def may_go(item: Item) -> bool:
 class Owner:
     """One owner. Without a limit nobody keeps a line of what may go."""
 
-    def __init__(self, evict: EvictPolicy, item_bytes: ItemBytes) -> None:
+    def __init__(self, line: Line, item_bytes: ItemBytes) -> None:
         self.bytes = {Tier.DEVICE: 0, Tier.HOST: 0}
         self.bytes_most: int | None = None
-        self.line = Candidates(evict, may_go)
+        self.line = line
         self._item_bytes = item_bytes
 
     @property
@@ -54,14 +63,14 @@ class Owner:
 class Owners:
     """All owners by name. The tree tells it of every change."""
 
-    def __init__(self, evict: EvictPolicy, item_bytes: ItemBytes | None = None) -> None:
-        self._evict = evict
+    def __init__(self, make_line: MakeLine, item_bytes: ItemBytes | None = None) -> None:
+        self._make_line = make_line
         self._item_bytes = item_bytes or {(tier, kind): 1 for tier in Tier for kind in (Page, Tail)}
         self.all: dict[str, Owner] = {}
 
     def named(self, name: str) -> Owner:
         if name not in self.all:
-            self.all[name] = Owner(self._evict, self._item_bytes)
+            self.all[name] = Owner(self._make_line(may_go), self._item_bytes)
         return self.all[name]
 
     def bytes_of(self, tier: Tier, item: Item) -> int:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from tiercel.policy.evict import Rank
+from tiercel.policy.placement import Boundary
 from tiercel.tree.books import Books
 from tiercel.tree.node import Item, ItemOwner, Page, Tail, idle, inherit, parent_of
 from tiercel.tree.owners import Owner
@@ -77,6 +78,9 @@ class PrefixTree(Books):
     def touch(self, page: Page, tails: Sequence[Tail], priority: int) -> None:
         """A request found this prefix. Its other pages inherit the use when this one goes."""
         self._clock += 1
+        if self.worth is not None:
+            for tail in tails:
+                self.worth.used(tail, hit=True)
         for item in (page, *tails):
             item.used = self._clock
             item.hits += 1
@@ -104,6 +108,7 @@ class PrefixTree(Books):
         self._clock += 1
         clock, index, new = self._clock, self.index, 0
         owned = self._owner_after(parent, owner)
+        first = parent
         pages: list[Page] = []
         for key, device in zip(keys, ids, strict=True):
             page = index.get(key)
@@ -134,6 +139,7 @@ class PrefixTree(Books):
         if owned is not None:
             owned.count(Tier.DEVICE, Page, new)
         if pages:
+            self._followed(first)
             self.device[Page].offer(parent)
             self._offer_to_owner(parent)
         return pages
@@ -142,17 +148,21 @@ class PrefixTree(Books):
         """Whose a page after `parent` is: the first page of a text has the owner of this name."""
         return parent.owner if parent is not self.root or not name else self.owners.named(name)
 
-    def insert_tail(self, page: Page, device: DeviceTailId, priority: int = 0) -> Tail:
+    def insert_tail(
+        self, page: Page, device: DeviceTailId, priority: int = 0, boundary: Boundary = Boundary.TURN
+    ) -> Tail:
         """Hang a tail on a page; where one is readable or arriving already, the new copy is given back."""
         self._clock += 1
         tail = page.tail
         if tail is None:
-            tail = page.tail = Tail(device, self._clock, priority, page)
+            tail = self._hang(Tail(device, self._clock, priority, page, boundary))
             self._tell(True, Tier.DEVICE, tail)
         elif tail.device is None:
             self._adopt(tail, device)
         else:
             self.actions.tails.append(device)
+        if self.worth is not None:
+            self.worth.used(tail, hit=False)
         tail.used = self._clock
         tail.priority = max(tail.priority, priority)
         self.device[Tail].offer(tail)
@@ -198,6 +208,7 @@ class PrefixTree(Books):
                 page.tokens, page.fetched = tokens, fetched
                 page.owner = self._owner_after(parent, owner)
                 parent.children += 1
+                self._followed(parent)
             page.used = self._clock
             parent = page if page.depth > parent.depth else parent
             pages.append(page)
@@ -209,9 +220,13 @@ class PrefixTree(Books):
 
     def _grow_tail(self, page: Page) -> Tail:
         self._clock += 1
-        if page.tail is None:
-            page.tail = Tail(None, self._clock, page.priority, page)
-        return page.tail
+        return page.tail or self._hang(Tail(None, self._clock, page.priority, page, Boundary.FETCHED))
+
+    def _hang(self, tail: Tail) -> Tail:
+        tail.page.tail = tail
+        if self.worth is not None:
+            self.worth.placed(tail)
+        return tail
 
     def _fetched(self, item: Item, host: tuple[HostPageId, ...], stored: bool) -> None:
         """A host copy that is readable at once; where there is one already, the new one is given back."""
