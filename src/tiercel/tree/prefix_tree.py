@@ -294,7 +294,7 @@ class PrefixTree(Books):
             self._leave_host(double)
             return True
         coldest = self.host.coldest()
-        if coldest is None or (colder_than is not None and self._rank(coldest) > colder_than):  # type: ignore[operator]
+        if coldest is None or (colder_than is not None and self._rank(coldest) > colder_than):
             return False
         self._drop(coldest)
         return True
