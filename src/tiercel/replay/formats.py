@@ -2,8 +2,12 @@
 
     Mooncake       JSON lines: `timestamp` (ms), `input_length`, `output_length`, `hash_ids`
     agents         one JSON object: `block_size`, `requests` with `t` (s), `in`, `out`, `hash_ids`; nested
+    tiercel        JSON lines that `tiercel serve --trace` wrote (`replay.record`)
+    token ids      JSON lines: `prompt_token_ids` or `input_ids`, `output_len` or `output_ids`, `timestamp`
 
-What a file can not tell is an error that names the file, the line, and what is missing.
+Results of SGLang's `bench_serving` and of `vllm bench serve` hold lengths and times, but not which prompts
+begin alike: they are refused. What a file can not tell is an error that names the file, the line, and what is
+missing.
 """
 
 from __future__ import annotations
@@ -15,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from tiercel.errors import TraceError
-from tiercel.replay.trace import Text, Trace, make_trace
+from tiercel.replay.record import VERSION
+from tiercel.replay.trace import Recorded, Text, Trace, make_trace
 
 MOONCAKE_TOKENS = 512
 """Of one block of Mooncake's traces."""
@@ -145,10 +150,76 @@ def _agent_requests(
             yield Text(number_of(file, line, request, "t"), scope, ids, block_tokens, tokens, out)
 
 
+def _own(file: Path, lines: Lines) -> Iterator[Text]:
+    """Each start of the server begins a run with names of its own."""
+    head: Mapping[str, Any] = {}
+    began_s: float | None = None
+    run, page_tokens, later_s = 0, 0, 0.0
+    for line, row in lines:
+        if "tiercel_trace" in row:
+            head, run = row, run + 1
+            if head["tiercel_trace"] != VERSION:
+                raise TraceError(file, f"is of version {head['tiercel_trace']!r}, not {VERSION}", line)
+            page_tokens = count_of(file, line, head, "page_tokens", least=1)
+            at_s = number_of(file, line, head, "began_s")
+            began_s = at_s if began_s is None else began_s
+            later_s = max(0.0, at_s - began_s)
+            continue
+        pages = row.get("pages")
+        if not isinstance(pages, list) or not all(isinstance(each, str) for each in pages):
+            raise TraceError(file, "pages must be a list of names", line)
+        ends = row.get("turn_ends", [])
+        if not isinstance(ends, list) or not all(isinstance(each, int) for each in ends):
+            raise TraceError(file, "turn_ends must be a list of whole numbers", line)
+        reused = [count_of(file, line, row, name) for name in ("device", "host", "store")]
+        times = (row.get("prefill_s"), row.get("decode_s"))
+        priority = row.get("priority", 0)
+        if not isinstance(priority, int):
+            raise TraceError(file, f"priority = {priority!r}: must be a whole number", line)
+        yield Text(
+            number_of(file, line, row, "time_s") + later_s,
+            (str(file), run),
+            pages,
+            page_tokens,
+            count_of(file, line, row, "prompt_tokens", least=1),
+            count_of(file, line, row, "output_tokens"),
+            True,
+            tuple(end * page_tokens for end in ends),
+            priority,
+            Recorded(*reused, *(each if isinstance(each, float) else None for each in times)),
+        )
+
+
+def _token_ids(file: Path, lines: Lines) -> Iterator[Text]:
+    """A block is one token: so a page is named by its tokens."""
+    for number, (line, row) in enumerate(lines):
+        prompt = row.get("prompt_token_ids", row.get("input_ids"))
+        answer = row.get("output_ids", [])
+        if not (isinstance(prompt, list) and prompt and isinstance(answer, list)):
+            raise TraceError(file, "token ids must be lists of whole numbers, the prompt's not empty", line)
+        if not all(isinstance(each, int) for each in (*prompt, *answer)):
+            raise TraceError(file, "token ids must be whole numbers", line)
+        out = len(answer) if "output_ids" in row else count_of(file, line, row, "output_len")
+        at_s = number_of(file, line, row, "timestamp") if "timestamp" in row else float(number)
+        yield Text(at_s, "tokens", [*prompt, *answer], 1, len(prompt), out, "output_ids" in row)
+
+
+def _benchmark(file: Path, lines: Lines) -> Iterator[Text]:  # noqa: ARG001 - it is refused whatever it holds
+    why = (
+        "is a benchmark's result: it has lengths and times, but no token ids of the prompts, nor their hashes"
+    )
+    raise TraceError(file, f"{why}, so nobody can tell which prompts begin alike", 1)
+
+
 Reader = Callable[[Path, Lines], Iterator[Text]]
 
 _FORMATS: Sequence[tuple[frozenset[str], Reader]] = (
     (frozenset({"hash_ids", "input_length"}), _mooncake),
     (frozenset({"block_size", "requests"}), _agents),
+    (frozenset({"tiercel_trace"}), _own),
+    (frozenset({"prompt_token_ids"}), _token_ids),
+    (frozenset({"input_ids"}), _token_ids),
+    (frozenset({"input_lens"}), _benchmark),
+    (frozenset({"request_throughput"}), _benchmark),
 )
 """By the fields of a file's first object."""

@@ -26,6 +26,7 @@ from tiercel.engine.config import EngineConfig, places_of
 from tiercel.engine.scheduler import PROMPT_TOKENS, STEP_TOKENS, Scheduler
 from tiercel.engine.step import share
 from tiercel.engine.task import Seat, Stage, Task
+from tiercel.errors import ConfigError
 from tiercel.policy.resume import Reuse
 from tiercel.replay.null import Clock, NamedText, NullCache
 from tiercel.replay.report import Report, Times
@@ -62,6 +63,28 @@ class Rates:
     """Between host and device, each direction."""
     store_read_bytes_s: float = 3e9
     store_write_bytes_s: float = 3e9
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not 0 < value < 1e18:
+                raise ConfigError(name, value, "must be more than 0")
+
+    def measured(self, trace: Trace) -> Rates:
+        """With the rates of the server that wrote the trace, as far as its lines tell them."""
+        rows = [(each, each.recorded) for each in trace.requests if each.recorded is not None]
+        computed = [
+            (each.prompt_tokens - said.device_tokens - said.host_tokens - said.store_tokens, said.prefill_s)
+            for each, said in rows
+            if said.prefill_s
+        ]
+        drawn = [(each.output_tokens - 1, said.decode_s) for each, said in rows if said.decode_s]
+        tokens, seconds = sum(each for each, _ in computed), sum(each for _, each in computed)
+        more, more_s = sum(max(0, each) for each, _ in drawn), sum(each for _, each in drawn)
+        return replace(
+            self,
+            prefill_tokens_s=tokens / seconds if tokens and seconds else self.prefill_tokens_s,
+            token_s=more_s / more if more and more_s else self.token_s,
+        )
 
 
 class Replayer(Scheduler):
@@ -293,54 +316,74 @@ class Replayer(Scheduler):
         self.clock.now_s = max(self.clock.now_s, min(next_s))
 
 
-def replay(  # noqa: PLR0913 - what is replayed, on what
+@dataclass(frozen=True)
+class Serving:
+    """How requests are served, besides the sizes of the tiers."""
+
+    rates: Rates = Rates()
+    batch: int = 64
+    """Requests that run at the same time."""
+    one_at_a_time: bool = False
+    """Each request begins when all before it have ended and every copy has landed, whatever the times of the
+    trace are: so hit ratios do not depend on rates."""
+    step_tokens: int = 8192
+    cache: CacheConfig = CacheConfig()
+    """All settings of the cache besides sizes and policy."""
+
+
+def replay(
     trace: Trace,
     spec: CacheSpec,
     sizes: Sizes,
     *,
     policy: str = "lru",
-    rates: Rates | None = None,
-    batch: int = 64,
-    one_at_a_time: bool = False,
-    cache: CacheConfig | None = None,
+    serving: Serving = Serving(),  # noqa: B008 - a frozen value
     told: Callable[[int], None] = lambda _: None,
 ) -> Report:
-    """Serve a trace with tiers of these sizes.
+    """Serve a trace with tiers of these sizes. `policy`: what is evicted first. `told`: as in `Replayer.run`.
 
-    `policy`: what is evicted first; `cache`: all other settings of the cache; `batch`: requests that run at
-    the same time. `one_at_a_time`: each request begins when all before it have ended and every copy has
-    landed, whatever the times of the trace are; so hit ratios do not depend on rates.
+    Device memory is split into places for pages and for tails as the engine splits it.
     """
-    assert trace.page_tokens == spec.page_tokens, "the trace was read for pages of another size"
-    rates = rates or Rates()
-    pages, tails = places_of(sizes.device_bytes, spec, batch)
+    pages, tails = places_of(sizes.device_bytes, spec, serving.batch)
     config = replace(
-        cache or CacheConfig(),
+        serving.cache,
         device_pages=pages,
         device_tails=tails,
         host_bytes=sizes.host_bytes,
         evict=policy,
     )
-    clock, store = Clock(), NullStore(sizes.store_bytes)
+    return replay_places(trace, spec, replace(serving, cache=config), sizes.store_bytes, told=told)
+
+
+def replay_places(
+    trace: Trace,
+    spec: CacheSpec,
+    serving: Serving,
+    store_bytes: int = 0,
+    *,
+    told: Callable[[int], None] = lambda _: None,
+) -> Report:
+    """The same with the places on the device, the host memory and the policy that `serving.cache` names."""
+    assert trace.page_tokens == spec.page_tokens, "the trace was read for pages of another size"
+    config, rates, clock, store = serving.cache, serving.rates, Clock(), NullStore(store_bytes)
     null = NullCache(spec, config, clock, rates.link_bytes_s)
-    if sizes.store_bytes:
+    if store_bytes and config.host_bytes:
         read_s, write_s = rates.store_read_bytes_s, rates.store_write_bytes_s
         mover = ClockMover(store, spec, clock, read_bytes_s=read_s, write_bytes_s=write_s)
         null.attach_mover(mover, clock)
-    engine = EngineConfig(config, running_max=batch, step_tokens=8192)
-    replayer = Replayer(null, engine, rates, trace, one_at_a_time=one_at_a_time)
+    elif store_bytes:
+        raise ConfigError("store_memory", store_bytes, "a store needs host memory to read into")
+    engine = EngineConfig(config, running_max=serving.batch, step_tokens=serving.step_tokens)
+    replayer = Replayer(null, engine, rates, trace, one_at_a_time=serving.one_at_a_time)
     began_s = perf_counter()
     replayer.run(told)
-    counters = null.counters
-    sizes_of = (spec.page_bytes, spec.tail_bytes)
-    loaded, saved = (
-        sum(
-            counters[f"{kind}_{word}"] * size for kind, size in zip(("pages", "tails"), sizes_of, strict=True)
-        )
+    counted = null.counters
+    moved = {
+        word: counted[f"pages_{word}"] * spec.page_bytes + counted[f"tails_{word}"] * spec.tail_bytes
         for word in ("loaded", "saved")
-    )
+    }
     return Report(
-        policy=policy,
+        policy=config.evict,
         requests=len(trace) - replayer.refused,
         refused=replayer.refused,
         tokens_asked=replayer.asked,
@@ -348,8 +391,8 @@ def replay(  # noqa: PLR0913 - what is replayed, on what
         replayed_tokens=replayer.replayed,
         new_tokens=replayer.new,
         lost_tokens=dict(replayer.lost.most_common()),
-        loaded_bytes=loaded,
-        saved_bytes=saved,
+        loaded_bytes=moved["loaded"],
+        saved_bytes=moved["saved"],
         store_written_bytes=store.bytes_written,
         store_read_bytes=store.bytes_read,
         store_used_bytes=store.bytes_of_use,
@@ -357,5 +400,5 @@ def replay(  # noqa: PLR0913 - what is replayed, on what
         first_token=Times.of(replayer.first_token_s),
         simulated_s=clock.now_s,
         wall_s=perf_counter() - began_s,
-        counters=dict(counters),
+        counters=dict(counted),
     )
