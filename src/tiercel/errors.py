@@ -10,6 +10,7 @@
     ├── EngineError           the engine has failed and serves no more, until it is started again
     ├── BudgetError           host memory that is not there; carries both numbers
     ├── WeightsError          a model's files: broken, or of another model; names file and tensors
+    ├── TraceError            a recorded trace that can not be replayed; names file and line
     ├── LogitsError           a model's answer that names no token
     ├── GrammarError          a grammar that can not be used, or an answer that can not follow it any further
     ├── TransferError         a copy that failed; its plan fails, nothing else
@@ -88,6 +89,14 @@ class WeightsError(TiercelError):
     def __init__(self, file: object, why: str, tensors: Sequence[str] = ()) -> None:
         super().__init__(f"{file}: {why}")
         self.file, self.why, self.tensors = str(file), why, tuple(tensors)
+
+
+class TraceError(TiercelError):
+    """A trace can not be read, or lacks what a replay needs. Names the file and the line, if there is one."""
+
+    def __init__(self, file: object, why: str, line: int | None = None) -> None:
+        super().__init__(f"{file}: {why}" if line is None else f"{file}, line {line}: {why}")
+        self.file, self.why, self.line = str(file), why, line
 
 
 class LogitsError(TiercelError):

@@ -21,8 +21,8 @@ from tests.models.test_weights import (
     quantized,
 )
 from tiercel.config import CacheConfig
-from tiercel.engine.build import _places, _speculation, check_memory, open_engine
-from tiercel.engine.config import Build, EngineConfig
+from tiercel.engine.build import _speculation, check_memory, open_engine
+from tiercel.engine.config import Build, EngineConfig, places_of
 from tiercel.errors import ConfigError, WeightsError
 from tiercel.kernels.choice import make_kernels
 from tiercel.models.checkpoint import Checkpoint
@@ -89,9 +89,9 @@ def test_a_text_goes_on_from_what_is_cached_as_if_nothing_were(tmp_path, shape):
 
 def test_a_model_without_tails_gets_pages_only():
     spec = mha("gqa", 16, layers=2, kv_heads=2, head_dim=8)
-    assert _places(10 * spec.page_bytes, spec, EngineConfig()) == (10, 0)
+    assert places_of(10 * spec.page_bytes, spec, 64) == (10, 0)
     with pytest.raises(ConfigError, match="device_bytes"):
-        _places(spec.page_bytes, spec, EngineConfig())
+        places_of(spec.page_bytes, spec, 64)
 
 
 # What a device has room for

@@ -11,7 +11,7 @@ of bytes for each step: a device that copies at full rate computes more slowly.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -110,15 +110,29 @@ class Flights:
                 request.load = ticket.number
 
     def _take(self, direction: Direction) -> Flight:
-        """What was queued first, saves up to the budget. What was queued together stays together."""
-        taken, queue, size = Flight(direction), self._queued[direction], 0
-        while queue and (direction is Direction.LOAD or size < self._save_step_bytes):
+        """What was queued first, saves up to the budget. What somebody waits for stays together."""
+        taken, queue, room = Flight(direction), self._queued[direction], self._save_step_bytes
+        while queue and (direction is Direction.LOAD or room > 0):
             flight = queue.popleft()
-            taken.moves += flight.moves
+            moves = flight.moves
+            if direction is Direction.SAVE:
+                count = self._fitting(moves, room) if not flight.waiting else len(moves)
+                room -= sum(self._sizes[type(move.item)] for move in moves[:count])
+                if count < len(moves):
+                    queue.appendleft(Flight(direction, moves[count:]))
+                    moves = moves[:count]
+            taken.moves += moves
             taken.waiting += flight.waiting
-            size += sum(self._sizes[type(move.item)] for move in flight.moves)
         assert taken.moves or not taken.waiting, "who waits for nothing would wait for ever"
         return taken
+
+    def _fitting(self, moves: Sequence[Move], room: int) -> int:
+        """How many of the first moves are sent now: the last of them may go beyond the room."""
+        for count, move in enumerate(moves):
+            if room <= 0:
+                return count
+            room -= self._sizes[type(move.item)]
+        return len(moves)
 
     def moves(self) -> Iterator[Move]:
         """Everything queued or sent."""

@@ -98,10 +98,10 @@ class HostTier(ABC, Generic[AnyEnd]):
             item_bytes=audit.item_bytes(self.device_spec, spec),
             replay_pages=None if spec.replay_tokens is None else spec.replay_tokens // spec.page_tokens + 1,
         )
-        self.host = _host_memory(spec, config, device) if config.host_bytes else None
+        self.host = self._host_memory(device) if config.host_bytes else None
         controller = device if isinstance(device, Controller) else None
         if self.host and isinstance(device, Memory):
-            controller = make_controller(config.copier, device, self.host, executors)
+            controller = self._controller(device, self.host, executors)
         self._landed = controller.landed if controller else Condition()
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
         self.flights = Flights(controller, self.counters, spec, config.save_step_bytes)
@@ -123,6 +123,29 @@ class HostTier(ABC, Generic[AnyEnd]):
     def _device_places(self) -> tuple[int, int]:
         """Places for pages and for tails in a device pool of the cache's own."""
         return 0, 0
+
+    def _host_memory(self, device: Memory | Controller) -> HostMemory:
+        """Made where the cache has a host tier. (A replay has one without bytes.)"""
+        spec, config = self.spec, self.config
+        cuda = device.device if isinstance(device, Memory) and device.device.type == "cuda" else None
+        host = HostMemory(
+            spec,
+            config.layout,
+            config.host_bytes,
+            huge_pages=config.huge_pages,
+            pin=cuda is not None,
+            node=None if cuda is None else node_of(pci_address(cuda)),
+            shared=config.host_shared,
+        )
+        if host.pages < spec.host_pages_per_tail:
+            host.close()
+            why = f"a tail takes {spec.host_pages_per_tail} host pages of {spec.host_page_bytes:,} B"
+            raise ConfigError("host_bytes", config.host_bytes, why)
+        return host
+
+    def _controller(self, device: Memory, host: HostMemory, executors: Executors | None) -> Controller:
+        """Who copies between device and host."""
+        return make_controller(self.config.copier, device, host, executors)
 
     def _computes(self, key: PageKey, tail: bool) -> bool:  # noqa: ARG002
         """Whether a running request is going to share this page, or the tail at its end."""
@@ -417,21 +440,3 @@ class HostTier(ABC, Generic[AnyEnd]):
 
     def show(self) -> str:
         return show(self.tree)
-
-
-def _host_memory(spec: CacheSpec, config: CacheConfig, device: Memory | Controller) -> HostMemory:
-    cuda = device.device if isinstance(device, Memory) and device.device.type == "cuda" else None
-    host = HostMemory(
-        spec,
-        config.layout,
-        config.host_bytes,
-        huge_pages=config.huge_pages,
-        pin=cuda is not None,
-        node=None if cuda is None else node_of(pci_address(cuda)),
-        shared=config.host_shared,
-    )
-    if host.pages < spec.host_pages_per_tail:
-        host.close()
-        why = f"a tail takes {spec.host_pages_per_tail} host pages of {spec.host_page_bytes:,} B"
-        raise ConfigError("host_bytes", config.host_bytes, why)
-    return host

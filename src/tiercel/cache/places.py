@@ -38,14 +38,11 @@ class Places:
 
     def take_host(self, count: int) -> tuple[HostPageId, ...] | None:
         """Host pages that are free."""
-        self.settle()
-        room = reserve((self.host, count))
-        if isinstance(room, Short):
-            return None
-        with room:
-            ids = tuple(room.ids(self.host))
-            room.keep()
-        return ids
+        given = self._tree.actions.host
+        if given and self.host.free < count:  # only these: a settle for each page that is evicted would cost
+            self._tree.actions.host = []
+            self.host.release(given)
+        return tuple(self.host.take(count)) if self.host.free >= count else None
 
     def take_host_by_force(self, count: int) -> tuple[HostPageId, ...] | None:
         """Host pages; the coldest pages and tails leave the host for them if none are free."""
@@ -95,5 +92,6 @@ class Places:
             self.pages.release(actions.pages)
             self.tails.release(actions.tails)
             self.host.release(actions.host)
-            assert all(map(self.owns, actions.saves)), "I3: a save of a place that was given back"
-            self._queue_saves(actions.saves)
+            if actions.saves:
+                assert all(map(self.owns, actions.saves)), "I3: a save of a place that was given back"
+                self._queue_saves(actions.saves)

@@ -11,6 +11,8 @@ import typer
 
 from tiercel.cli.chat import chat
 from tiercel.cli.key import key
+from tiercel.cli.plan import plan
+from tiercel.cli.replay import replay
 from tiercel.cli.serve import serve
 from tiercel.cli.spec import spec
 from tiercel.cli.store import app as store
@@ -18,7 +20,7 @@ from tiercel.cli.verify import verify
 from tiercel.errors import TiercelError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
-for command in (serve, chat, verify, spec, key):
+for command in (serve, chat, verify, spec, key, replay, plan):
     app.command()(command)
 app.add_typer(store, name="store")
 

@@ -49,6 +49,7 @@ def serve(
     from tiercel.engine.build import open_engine
     from tiercel.engine.service import EngineService
     from tiercel.peers.offering import open_listener, where
+    from tiercel.replay.record import Recorder
     from tiercel.server.listen import check_certificate
     from tiercel.server.traces import open_traces
     from tiercel.storage.open import open_peers
@@ -79,6 +80,10 @@ def serve(
         show(choices, options)
         name = [*options.model_names, model if model in FOLDERS else folder.name][0]
         service = EngineService(engine, name, ", ".join(map(shown, build.sources)), publisher)
+        if options.trace is not None:
+            recorder = Recorder(options.trace, model=name, page_tokens=engine.page_tokens)
+            ending.callback(recorder.close)
+            engine.scheduler.finished = recorder.ended
         ending.callback(service.close, 0.0)  # `_listen` has waited for running answers
         if listener is not None:
             at = parse_address("share_pages", options.pages_address or "")

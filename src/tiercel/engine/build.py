@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tiercel.cache import TieredCache
 from tiercel.config import CacheConfig
-from tiercel.engine.config import DRAFT_MODEL, DRAFTS, Build, EngineConfig
+from tiercel.engine.config import DRAFT_MODEL, DRAFTS, Build, EngineConfig, places_of
 from tiercel.engine.engine import Engine
 from tiercel.engine.scheduler import STEP_TOKENS
 from tiercel.errors import ConfigError
@@ -79,7 +79,7 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
         spec = spec.with_draft(draft_spec)
     check_peers(build.peer)
     if build.device_bytes is not None:
-        _places(build.device_bytes, spec, config)  # what is too little is told before weights are read
+        places_of(build.device_bytes, spec, config.running_max)  # too little is told before weights are read
     text = Text(text_folder_of(build.model))
     check, fp8 = _memory_check(build), kernels.NAME == "cuda"
     if folder is not None:
@@ -95,7 +95,7 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
     config = replace(config, context_tokens=longest)
     device_bytes = build.device_bytes or _device_bytes(build.device, spec, config)
     build = replace(build, device_bytes=device_bytes)
-    pages, tails = _places(device_bytes, spec, config)
+    pages, tails = places_of(device_bytes, spec, config.running_max)
     settings = replace(config.cache, device_pages=pages, device_tails=tails)
     identity = _identity(build, checkpoint, own, kernels)
     cache = TieredCache(spec, settings, identity=identity, device=build.device)
@@ -247,21 +247,6 @@ def _attach(cache: TieredCache, build: Build) -> None:
     store = open_stores(build.store, build.peer, key=build.share_key or "")
     assert store is not None
     cache.attach(store)
-
-
-def _places(device_bytes: int, spec: CacheSpec, config: EngineConfig) -> tuple[int, int]:
-    """Tails get a third of the device's bytes, and never fewer places than running requests write to.
-
-    A page without bytes, of a model that has windows only, counts as if it had those of a tail.
-    """
-    least, tails = 2 * spec.pages_per_window, 0
-    if spec.tail_streams:
-        tails = max(least, min(device_bytes // 3 // spec.tail_bytes, 4 * config.running_max))
-    pages = (device_bytes - tails * spec.tail_bytes) // spec.host_page_bytes
-    if pages < 2:
-        need = 2 * spec.host_page_bytes + least * spec.tail_bytes
-        raise ConfigError("device_bytes", device_bytes, f"two pages and their tails take {need:,} B")
-    return pages, tails
 
 
 def _share_choice(share: str) -> Choice:

@@ -8,6 +8,7 @@ from tiercel.config import CacheConfig, check_settings, is_loopback, parse_addre
 from tiercel.errors import ConfigError
 from tiercel.models.families import EMBEDDED
 from tiercel.policy.speculate import LEVELS_MOST
+from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.identity import BITS, SHARES
 
 HOST_MEMORY = "1GiB"
@@ -136,3 +137,20 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+
+
+def places_of(device_bytes: int, spec: CacheSpec, running_max: int) -> tuple[int, int]:
+    """Places for pages and for tails in so much device memory.
+
+    Tails get a third of the device's bytes, and never fewer places than running requests write to.
+
+    A page without bytes, of a model that has windows only, counts as if it had those of a tail.
+    """
+    least, tails = 2 * spec.pages_per_window, 0
+    if spec.tail_streams:
+        tails = max(least, min(device_bytes // 3 // spec.tail_bytes, 4 * running_max))
+    pages = (device_bytes - tails * spec.tail_bytes) // spec.host_page_bytes
+    if pages < 2:
+        need = 2 * spec.host_page_bytes + least * spec.tail_bytes
+        raise ConfigError("device_bytes", device_bytes, f"two pages and their tails take {need:,} B")
+    return pages, tails

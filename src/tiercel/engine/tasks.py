@@ -71,6 +71,8 @@ class Tasks:
         self._clock = clock
         self._number = self._plans = self._passed = 0
         self._aborted: list[Task] = []
+        self.finished: Callable[[Task], None] = lambda _: None
+        """Told of each task that ended with its whole answer. It must not raise."""
         self._ended: list[Outcome] = []
         """Ended outside a step's own tokens: aborted, or failed."""
 
@@ -300,6 +302,8 @@ class Tasks:
         task.times.ended_s = self._clock()
         del self.tasks[task.ask.request_id]
         self.counters[f"finished_{finish.value}"] += 1
+        if finish in (Finish.STOP, Finish.LENGTH):
+            self.finished(task)
 
     def _leave_seat(self, task: Task) -> None:
         if task.seat is not None:

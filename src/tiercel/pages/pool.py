@@ -65,6 +65,8 @@ class PagePool(Generic[Id]):
 
     def release(self, ids: Sequence[Id]) -> None:
         """Give places back. Every id is owned now and named once."""
+        if not ids:
+            return
         once = set(ids)
         owned = len(once) == len(ids) and once <= self._owned
         assert owned, f"I3: {self.name} does not own each of {[hex(i) for i in ids]} once"

@@ -44,6 +44,8 @@ class ServerOptions:
     log_format: str = setting("text", "How the log is written.", one_of=FORMATS)
     log_level: str = setting("info", "Which lines are logged, from this level on.", one_of=LEVELS)
     access_log: bool = setting(True, "Log a line for every request.")
+    trace: str | None = setting(None, "Append each request, without its text, to this file: see replay.")
+    """For `tiercel replay` and `tiercel plan` (`replay.record`)."""
     model_names: tuple[str, ...] = setting(
         (), "A name of the model for clients. Repeatable.", option="served_model_name"
     )

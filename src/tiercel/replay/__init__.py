@@ -1,0 +1,1 @@
+"""Recorded traffic on the shipping cache, without a model and without bytes."""

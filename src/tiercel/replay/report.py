@@ -1,0 +1,98 @@
+"""What a replay came to: hits by tier, what was lost and why, bytes moved, times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Times:
+    """Of requests, in simulated seconds."""
+
+    mean_s: float
+    p50_s: float
+    p90_s: float
+    p99_s: float
+
+    @staticmethod
+    def of(seconds: Sequence[float]) -> Times:
+        ordered = sorted(seconds) or [0.0]
+        mean = sum(ordered) / len(ordered)
+        at = (ordered[min(len(ordered) - 1, len(ordered) * part // 100)] for part in (50, 90, 99))
+        return Times(mean, *at)
+
+
+@dataclass(frozen=True)
+class Report:
+    """The prompts' tokens are either reused (`hit_tokens`), or lost, or new, or the rest behind the last full
+    page, which no cache can keep."""
+
+    policy: str
+    requests: int
+    refused: int
+    """Longer than what fits on the device."""
+    tokens_asked: int
+    """Of all prompts."""
+    hit_tokens: Mapping[str, int]
+    """By tier: device, host, store."""
+    replayed_tokens: int
+    """How many of the reused tokens were computed again because there was no tail after them."""
+    new_tokens: int
+    """In pages that no request had before: a cache without an end would miss them too."""
+    lost_tokens: Mapping[str, int]
+    """In pages that an earlier request had, by the reason why they were not reused."""
+    loaded_bytes: int
+    """From host to device."""
+    saved_bytes: int
+    """From device to host."""
+    store_written_bytes: int
+    store_read_bytes: int
+    store_used_bytes: int
+    """Of the bytes that were written, those that were read at least once."""
+    preemptions: int
+    first_token: Times
+    """From a request's arrival to its first token."""
+    simulated_s: float
+    """How long the traffic took."""
+    wall_s: float
+    """How long the replay took."""
+    counters: Mapping[str, int] = field(default_factory=dict)
+    """Those of the cache."""
+
+    @property
+    def hits(self) -> int:
+        return sum(self.hit_tokens.values())
+
+    @property
+    def hit_ratio(self) -> float:
+        """Reused tokens over tokens asked."""
+        return self.hits / self.tokens_asked if self.tokens_asked else 0.0
+
+    @property
+    def hit_ratio_most(self) -> float:
+        """What a cache without an end would have reached."""
+        most = self.hits + sum(self.lost_tokens.values())
+        return most / self.tokens_asked if self.tokens_asked else 0.0
+
+    @property
+    def computed_tokens(self) -> int:
+        """Of prompts."""
+        return self.tokens_asked - self.hits + self.replayed_tokens
+
+    @property
+    def requests_s(self) -> float:
+        return self.requests / self.wall_s if self.wall_s else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        ratios = {tier: tokens / max(1, self.tokens_asked) for tier, tokens in self.hit_tokens.items()}
+        own = asdict(self)
+        return own | {
+            "hit_ratio": self.hit_ratio,
+            "hit_ratio_by_tier": ratios,
+            "hit_ratio_most": self.hit_ratio_most,
+            "computed_tokens": self.computed_tokens,
+            "requests_s": self.requests_s,
+        }
