@@ -1,0 +1,78 @@
+"""Which share of prompt tokens each eviction policy saves: `python -m benchmarks.policy [--json] TRACES…`.
+
+A trace is a file, or a folder whose files are replayed together. Every policy is replayed with the shipping
+code (`tiercel.replay`), half of the bytes on each tier, DeepSeek V4 Flash, one request at a time. `shipping`
+is what the default settings do; `new` is the policy `value`. A token that is computed again by an exact
+replay counts as not saved. The bounds (`benchmarks.policy_models`) have one tier of the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+
+from benchmarks import policy_models
+from benchmarks.machine import describe, tell
+from tiercel.config import CacheConfig
+from tiercel.replay.formats import read_trace
+from tiercel.replay.run import Serving, Sizes, replay
+from tiercel.replay.trace import Trace
+from tiercel.spec.presets import load
+
+GIGABYTES = (4, 16, 64, 256)
+POLICIES = {"shipping": CacheConfig().evict, "lru": "lru", "slru": "slru", "lfu": "lfu", "new": "value"}
+BOUNDS = ("oracle", "no_tails", "belady")
+SPEC = load("deepseek-v4-flash")
+
+Job = tuple[Path, int, str]
+
+
+@lru_cache
+def trace_at(path: Path) -> Trace:
+    files = sorted(each for each in path.iterdir() if each.is_file()) if path.is_dir() else [path]
+    return read_trace(files, SPEC.page_tokens)
+
+
+def hit_ratio(job: Job) -> float:
+    path, gigabytes, name = job
+    trace, size = trace_at(path), gigabytes * 10**9
+    capacity, tail_pages = size // SPEC.host_page_bytes, SPEC.host_pages_per_tail
+    if name == "belady":
+        return policy_models.belady(trace, capacity)
+    if name in BOUNDS:
+        needed = policy_models.resumed_at(trace) if name == "oracle" else None
+        return policy_models.lru(trace, capacity, tail_pages, needed)
+    sizes = Sizes(size // 2, size - size // 2)
+    report = replay(trace, SPEC, sizes, policy=POLICIES[name], serving=Serving(one_at_a_time=True))
+    return (sum(report.hit_tokens.values()) - report.replayed_tokens) / report.tokens_asked
+
+
+def measure(paths: list[Path], gigabytes: list[int], processes: int) -> Iterator[tuple[str, float]]:
+    names = [name for name in (*POLICIES, *BOUNDS) if name != "shipping"]
+    jobs = [(path, size, name) for path in paths for size in gigabytes for name in names]
+    with ProcessPoolExecutor(processes) as pool:
+        for (path, size, name), ratio in zip(jobs, pool.map(hit_ratio, jobs), strict=True):
+            for told, policy in POLICIES.items():
+                if policy == POLICIES.get(name):
+                    yield f"hit.{path.stem}.{size}.{told}", ratio
+            if name in BOUNDS:
+                yield f"hit.{path.stem}.{size}.{name}", ratio
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("traces", nargs="+", type=Path)
+    parser.add_argument("--gigabytes", type=int, nargs="+", default=list(GIGABYTES))
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    figures = dict(measure(options.traces, options.gigabytes, options.processes))
+    tell({"machine": describe(), **figures}, as_json=options.json)
+
+
+if __name__ == "__main__":
+    main()
