@@ -18,10 +18,12 @@ BEYOND_A_SCHEMA = (
     "conflicting_values",
     "invalid_grammar",
     "invalid_store",
+    "item_not_found",
     "not_a_token",
     "not_an_address",
     "no_such_peer",
     "no_tools",
+    "previous_response_not_found",
 )
 """Why a request may be refused that is right field by field."""
 
@@ -32,7 +34,7 @@ always = {"deadline": None, "derandomize": True, "suppress_health_check": list(H
 
 
 def is_excused(response) -> bool:
-    if response.status_code != 400:
+    if response.status_code not in (400, 404):
         return False
     return response.json()["error"]["code"] in BEYOND_A_SCHEMA
 
