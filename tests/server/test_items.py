@@ -31,13 +31,13 @@ def turn(*said: str, before: str | None = None, size: int = 0) -> Turn:
 
 
 def test_what_was_not_used_for_longest_is_forgotten_first() -> None:
-    items = Items(3 * turn("1").bytes)
+    items = Items(3 * turn("1").size)
     for name in "123":
         items.add(ANN, f"r{name}", turn(name))
     assert items.item(ANN, "1") == b"1"
     items.add(ANN, "r4", turn("4"))
     assert [items.item(ANN, name) is not None for name in "1234"] == [True, False, True, True]
-    assert items.bytes == items.bytes_max
+    assert items.bytes_used == items.bytes_max
     assert items.turns(ANN, "r2") is None and items.turns(ANN, "r1") is not None
 
 
@@ -48,7 +48,7 @@ def test_who_has_most_makes_room_for_others() -> None:
         items.add(ANN, f"r{number}", turn(f"ann's {number}"))
     assert items.item(BOB, "bob's") is not None
     assert items.item(ANN, "ann's 49") is not None and items.item(ANN, "ann's 0") is None
-    assert items.bytes <= items.bytes_max
+    assert items.bytes_used <= items.bytes_max
 
 
 def test_a_turn_that_is_too_long_is_not_kept_and_leaves_all_others() -> None:
@@ -76,7 +76,7 @@ def test_a_turn_that_continues_itself_is_no_conversation() -> None:
     items.add(ANN, "r1", turn("3", before="r2"))
     assert items.turns(ANN, "r2") is None
     assert items.item(ANN, "1") is None and items.item(ANN, "3") == b"3"
-    assert items.bytes == turn("1").bytes * 2
+    assert items.bytes_used == turn("1").size * 2
 
 
 # Conversations with a server

@@ -44,7 +44,8 @@ class Turn:
     """Items by id, in their order."""
 
     @property
-    def bytes(self) -> int:
+    def size(self) -> int:
+        """In bytes."""
         return TURN_BYTES + len(self.asked) + sum(map(len, self.said.values()))
 
 
@@ -60,7 +61,7 @@ class Items:
         self._lock = threading.Lock()
 
     @property
-    def bytes(self) -> int:
+    def bytes_used(self) -> int:
         return self._bytes.total()
 
     def add(self, whose: Whose, response_id: str, turn: Turn) -> None:
@@ -68,12 +69,12 @@ class Items:
         name, owner = (whose, response_id), whose.owner
         with self._lock:
             self._remove(name)
-            if turn.bytes > self.bytes_max:
+            if turn.size > self.bytes_max:
                 return
             self._turns.setdefault(owner, OrderedDict())[name] = turn
             self._homes.update({(whose, item_id): name for item_id in turn.said})
-            self._bytes[owner] += turn.bytes
-            while self.bytes > self.bytes_max:
+            self._bytes[owner] += turn.size
+            while self.bytes_used > self.bytes_max:
                 ((most, _),) = self._bytes.most_common(1)
                 self._remove(next(iter(self._turns[most])))
 
@@ -99,7 +100,7 @@ class Items:
         return list(found.values())[::-1]
 
     def _used(self, name: Name) -> Turn | None:
-        turns = self._turns.get(name[0].owner, OrderedDict())
+        turns = self._turns.get(name[0].owner, OrderedDict[Name, Turn]())
         turn = turns.get(name)
         if turn is not None:
             turns.move_to_end(name)
@@ -107,11 +108,11 @@ class Items:
 
     def _remove(self, name: Name) -> None:
         whose, _ = name
-        turn = self._turns.get(whose.owner, {}).pop(name, None)
+        turn = self._turns.get(whose.owner, OrderedDict[Name, Turn]()).pop(name, None)
         if turn is None:
             return
         for item_id in turn.said:
             del self._homes[whose, item_id]
-        self._bytes[whose.owner] -= turn.bytes
+        self._bytes[whose.owner] -= turn.size
         if not self._turns[whose.owner]:
             del self._turns[whose.owner], self._bytes[whose.owner]

@@ -275,7 +275,7 @@ class Earlier:
             )
             raise ApiError(400, message, param=param, code="previous_response_not_found")
         for turn in turns:
-            self._take(turn.bytes)
+            self._take(turn.size)
             for item in SEVERAL_ITEMS.validate_json(turn.asked):
                 yield self._resolved(item)
             for said in turn.said.values():
