@@ -1,26 +1,28 @@
-// What users of the AI SDK do, in one process: node talk.mjs URL. It prints a JSON list: for each task what came of
-// it, and the bodies of the requests that the SDK sent.
+// What users of the AI SDK do, in one process: node talk.mjs URL MODEL [TASK …]. It prints a JSON list: for each task
+// what came of it, and the bodies of the requests that the SDK sent.
 import { createOpenAI } from "@ai-sdk/openai";
-import { generateObject, generateText, stepCountIs, streamText, tool } from "ai";
+import { generateObject, generateText, Output, stepCountIs, streamText, tool } from "ai";
 import { z } from "zod";
 
+const [url, modelName, ...wanted] = process.argv.slice(process.argv.findIndex((each) => each.startsWith("http")));
 globalThis.AI_SDK_LOG_WARNINGS = false;
 const sent = [];
 const openai = createOpenAI({
-  baseURL: process.argv.at(-1),
+  baseURL: url,
   apiKey: "none",
   fetch: (url, options) => {
     sent.push({ path: new URL(url).pathname, body: JSON.parse(options.body) });
     return fetch(url, options);
   },
 });
-const model = openai("scripted");
+const model = openai(modelName);
 const weather = tool({
   description: "The weather of a city",
   inputSchema: z.object({ city: z.string(), days: z.number() }),
   execute: async ({ city }) => ({ city, sky: "clear" }),
 });
 const clock = tool({ description: "The time", inputSchema: z.object({}), execute: async () => "noon" });
+const city = z.object({ name: z.string().max(8), days: z.int().min(1).max(9), sky: z.enum(["clear", "grey"]) });
 const thoughts = { openai: { store: false, forceReasoning: true, reasoningSummary: "auto" } };
 
 const tasks = {
@@ -58,16 +60,32 @@ const tasks = {
     await stream.consumeStream();
     return { text: await stream.text, steps: await stream.steps, finishReason: await stream.finishReason };
   },
-  generateObject: () =>
-    generateObject({ model, schema: z.object({ city: z.string(), days: z.number() }), prompt: "Weather?", maxRetries: 0 }),
+  conversation: async () => {
+    const messages = [];
+    const turns = [];
+    for (const content of ["Hello?", "Weather?", "Thanks"]) {
+      messages.push({ role: "user", content });
+      const tools = { weather, clock };
+      const answer = await generateText({ model, messages, tools, stopWhen: stepCountIs(2), maxRetries: 0 });
+      messages.push(...answer.response.messages);
+      turns.push(answer);
+    }
+    return { text: turns.map(({ text }) => text).join(" | "), steps: turns.flatMap(({ steps }) => steps) };
+  },
+  generateObject: () => generateObject({ model, schema: city, prompt: "Which city?", temperature: 0, maxRetries: 0 }),
+  outputObject: async () => {
+    const output = Output.object({ schema: city });
+    const answer = await generateText({ model, output, prompt: "Which city?", temperature: 0, maxRetries: 0 });
+    return { object: answer.output };
+  },
 };
 
 const told = [];
-for (const [name, task] of Object.entries(tasks)) {
+for (const name of wanted.length ? wanted : Object.keys(tasks)) {
   sent.length = 0;
   let outcome;
   try {
-    const { text, reasoningText, steps, usage, finishReason, pieces, object } = await task();
+    const { text, reasoningText, steps, usage, finishReason, pieces, object } = await tasks[name]();
     const calls = steps?.flatMap((step) => step.toolCalls.map(({ toolName, input }) => ({ toolName, input })));
     outcome = { text, reasoningText, calls, usage, finishReason, pieces, object };
   } catch (error) {

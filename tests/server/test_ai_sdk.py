@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from tests.server.scripted import ScriptedService, call, served
+from tests.server.scripted import ScriptedService, call, served, talking
 from tests.server.test_tools import ARGUMENTS, CALL, THOUGHT
 from tests.text.test_deepseek_v4 import v4_folder
+from tiercel.engine.ask import Ask
 from tiercel.server.options import ServerOptions
 from tiercel.server.responses import ResponsesRequest
 from tiercel.text.text import Text
@@ -27,14 +28,19 @@ TASKS = {each["task"]: each["requests"] for each in RECORDED}
 STRICT = ServerOptions(loopback=True, strict=True)
 
 
+def said_to(text: Text, ask: Ask) -> str:
+    return b"".join(map(text.piece_bytes, ask.prompt)).decode()
+
+
 class Assistant(ScriptedService):
     """Calls two tools where there are some, and answers in words where it was told what came of it."""
 
     async def submit(self, ask):
-        told = b"".join(map(self.text.piece_bytes, ask.prompt)).decode()
-        if "<tool_result>" in told.rpartition("<｜User｜>")[2]:
+        told = said_to(self.text, ask)
+        last = told.rpartition("<｜User｜>")[2]
+        if "<tool_result>" in last:
             self.script = ("Done", ".", "</think>", "Warm", ".")
-        elif "weather" in told:
+        elif "weather" in told and "Weather?" in last:
             self.script = (*THOUGHT, "Let me", " see.", *CALL)
         else:
             self.script = (*THOUGHT, "Hello", " world")
@@ -52,7 +58,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
     [
         (task, index)
         for task, bodies in TASKS.items()
-        if task != "generateObject"
+        if task not in ("conversation", "generateObject", "outputObject")
         for index in range(len(bodies))
     ],
 )
@@ -60,30 +66,72 @@ def test_what_it_sends_is_answered(text: Text, task: str, index: int) -> None:
     service = Assistant(text=text)
     response = call("POST", "/v1/responses", service, STRICT, json=TASKS[task][index])
     assert response.status_code == 200, response.text
-    told = b"".join(map(text.piece_bytes, service.ask.prompt)).decode()
+    told = said_to(text, service.ask)
     assert "Weather?" in told
     assert ("<tool_result>noon</tool_result>" in told) is (index == 1)
 
 
-def test_an_object_is_asked_for_by_its_schema() -> None:
-    (body,) = TASKS["generateObject"]
+LAST_TURN = (
+    "Hello?<｜Assistant｜><think>I ask.</think>Hello world<｜end▁of▁sentence｜><｜User｜>Weather?"
+    "<｜Assistant｜><think>I ask.</think>Let me see.\n\n<｜DSML｜tool_calls>"
+)
+"""How the prompt of the conversation's last turn begins."""
+
+
+def test_its_conversation_refers_to_earlier_answers_by_the_ids_of_their_items(text: Text) -> None:
+    """The answers of this server have ids of their own: references are changed to these, in their order."""
+    service = Assistant(text=text)
+    items: list[str] = []
+    ids: dict[str, str] = {}
+    with talking(service, STRICT) as talk:
+        for body in TASKS["conversation"]:
+            for item in body["input"]:
+                if item.get("type") == "item_reference":
+                    recorded = item["id"]
+                    if recorded not in ids:
+                        ids[recorded] = items.pop(0)
+                        assert recorded[:3] == ids[recorded][:3]
+            named = json.dumps(body)
+            for recorded, own in ids.items():
+                named = named.replace(recorded, own)
+            response = talk("POST", "/v1/responses", json=json.loads(named))
+            assert response.status_code == 200, response.text
+            items += [item["id"] for item in response.json()["output"] if item["type"] != "function_call"]
+    assert len(ids) == 6
+    told = said_to(text, service.asks[-1])
+    assert told.partition("<｜User｜>")[2].startswith(LAST_TURN)
+    assert told.endswith("</think>Warm.<｜end▁of▁sentence｜><｜User｜>Thanks<｜Assistant｜><think>")
+
+
+@pytest.mark.parametrize("task", ["generateObject", "outputObject"])
+def test_an_object_is_asked_for_by_its_schema(task: str) -> None:
+    (body,) = TASKS[task]
     (asked,) = (ResponsesRequest.model_validate(body).translated().fields["response_format"],)
     assert asked["type"] == "json_schema"
     assert asked["json_schema"] | {"schema": 0} == {"name": "response", "strict": True, "schema": 0}
-    assert asked["json_schema"]["schema"]["required"] == ["city", "days"]
+    assert asked["json_schema"]["schema"]["required"] == ["name", "days", "sky"]
 
 
-@pytest.mark.skipif(
+needs_sdk = pytest.mark.skipif(
     not (HOME / "installed").exists() or shutil.which("node") is None,
     reason="tests/install-clients.sh did not install the AI SDK",
 )
-def test_the_sdk_itself_understands_the_answers(text: Text) -> None:
+
+
+def talked(url: str, model: str, *tasks: str) -> dict[str, Any]:
+    """What came of each task, and what the SDK sent."""
     script = (TESTS / "talk.mjs").read_text()
-    with served(Assistant(text=text), STRICT) as url:
-        command = ["node", "--input-type=module", "--eval", script, "--", f"{url}/v1"]
-        ran = subprocess.run(command, cwd=HOME, capture_output=True, text=True, timeout=120, check=False)
+    command = ["node", "--input-type=module", "--eval", script, "--", f"{url}/v1", model, *tasks]
+    ran = subprocess.run(command, cwd=HOME, capture_output=True, text=True, timeout=120, check=False)
     assert ran.returncode == 0, ran.stderr
-    tasks = {task["name"]: task for task in json.loads(ran.stdout)}
+    return {task["name"]: task for task in json.loads(ran.stdout)}
+
+
+@needs_sdk
+def test_the_sdk_itself_understands_the_answers(text: Text) -> None:
+    service = Assistant(text=text)
+    with served(service, STRICT) as url:
+        tasks = talked(url, "scripted")
     outcomes = {name: task["outcome"] for name, task in tasks.items()}
     calls = [{"toolName": "weather", "input": ARGUMENTS}, {"toolName": "clock", "input": {}}]
 
@@ -94,6 +142,10 @@ def test_the_sdk_itself_understands_the_answers(text: Text) -> None:
     for name in ("tools", "streamTools"):
         assert outcomes[name]["calls"] == calls
         assert (outcomes[name]["text"], outcomes[name]["finishReason"]) == ("Warm.", "stop")
+    assert outcomes["conversation"]["text"] == "Hello world | Warm. | Hello world"
+    assert outcomes["conversation"]["calls"] == calls
+    (thanked,) = [told for ask in service.asks if "Thanks" in (told := said_to(text, ask))]
+    assert thanked.partition("<｜User｜>")[2].startswith(LAST_TURN)
 
     sent = [
         {"task": name, "requests": [each["body"] for each in task["sent"]]} for name, task in tasks.items()

@@ -12,6 +12,7 @@ import pytest
 from tests.server.scripted import ScriptedService, post
 from tests.text.test_deepseek_v4 import CLOCK, v4_folder
 from tiercel.text.answer import CallFormat
+from tiercel.text.calls import CALLS_MOST
 from tiercel.text.text import Text
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
@@ -177,6 +178,14 @@ def test_one_call_is_forced_if_only_one_is_wanted(text: Text) -> None:
     assert not matches(asked(text, tool_choice={"type": "function", "function": {"name": "clock"}}), twice)
 
 
+def test_forced_calls_are_limited(text: Text) -> None:
+    """A model that repeats its call for ever ends too."""
+    one = '<｜DSML｜invoke name="clock">\n\n</｜DSML｜invoke>\n'
+    service = asked(text, tool_choice="required")
+    assert matches(service, CLOCK_CALL.replace(one, one * CALLS_MOST))
+    assert not matches(service, CLOCK_CALL.replace(one, one * (CALLS_MOST + 1)))
+
+
 def test_a_strict_function_is_called_as_its_schema_says_or_not_at_all(text: Text) -> None:
     service = asked(text, tools=[STRICT, CLOCK])
     assert matches(service, "It rains.")
@@ -226,7 +235,11 @@ def test_calls_are_json_where_the_template_writes_them_so(tmp_path: Path) -> Non
     assert text.calls is CallFormat.JSON
     service = asked(text, tool_choice="required")
     assert matches(service, JSON_CALL)
-    assert matches(service, f"{JSON_CALL}\n{JSON_CALL}")
+    assert matches(service, "\n".join([JSON_CALL] * CALLS_MOST))
+    assert not matches(service, "\n".join([JSON_CALL] * (CALLS_MOST + 1)))
+    assert not matches(
+        asked(text, tool_choice="required", parallel_tool_calls=False), f"{JSON_CALL}\n{JSON_CALL}"
+    )
     assert not matches(service, JSON_CALL.replace("3", '"three"'))
     assert matches(asked(text, tools=[STRICT]), f"Let me see.\n{JSON_CALL}")
     service = ScriptedService(script=("Let me see.", *JSON_CALL), text=text)

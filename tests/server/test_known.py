@@ -200,7 +200,7 @@ def test_routers_other_calls_are_answered(method, path):
         (CHAT, ChatRequest, 20),
         (COMPLETIONS, CompletionRequest, 20),
         (GENERATE, GenerateRequest, 20),
-        (RESPONSES, ResponsesRequest, 6),
+        (RESPONSES, ResponsesRequest, 5),
         (MESSAGES, MessagesRequest, 6),
         (TOKENIZE, TokenizeRequest, 2),
     ],

@@ -173,6 +173,7 @@ def test_choices_and_formats_are_those_of_a_chat(given: dict[str, Any], chats: d
             "messages[0].content[0].type",
         ),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
+        ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"container": "c"}, "container"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
         ({"max_tokens": None}, "max_tokens"),

@@ -4,6 +4,7 @@ and calls with keys."""
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.scripted import ScriptedService, talking
 from tests.server.test_status import samples_of
@@ -130,7 +131,8 @@ def test_every_ask_of_a_tenant_is_in_its_namespace_whatever_its_salt(made):
 
 def test_a_request_over_a_limit_is_a_429_that_names_it_and_the_engine_is_not_asked(made):
     service = ScriptedService()
-    options = ServerOptions(tenants=made(table("a", "requests-per-minute = 1"), table("b")))
+    tenants = made(table("a", "requests-per-minute = 1"), table("b"))
+    options = ServerOptions(tenants=tenants, api_key=("own",))
     with talking(service, options) as talk:
         assert talk("POST", "/generate", json={"text": "x"}, headers=headers("a")).status_code == 200
         refused = talk("POST", "/generate", content=b"{", headers=headers("a"))
@@ -139,11 +141,28 @@ def test_a_request_over_a_limit_is_a_429_that_names_it_and_the_engine_is_not_ask
         assert "requests-per-minute = 1" in refused.json()["error"]["message"]
         assert talk("GET", "/v1/models", headers=headers("a")).status_code == 200
         assert talk("POST", "/generate", json={"text": "x"}, headers=headers("b")).status_code == 200
-        samples = samples_of(talk("GET", "/metrics").text)
+        samples = samples_of(talk("GET", "/metrics", headers=headers("own")).text)
     assert len(service.asks) == 2
     refusals = "tiercel_tenant_refused_total[('limit', 'requests-per-minute'), ('tenant', '%s')]"
     assert (samples[refusals % "a"], samples[refusals % "b"]) == (1, 0)
     assert samples["tiercel_tenant_tokens_total[('tenant', 'b'), ('tokens', 'completion')]"] == 3
+
+
+def test_metrics_name_only_the_tenants_that_a_key_may_see(made):
+    options = ServerOptions(tenants=made(table("a"), table("b")), api_key=("own",), admin_key="admin")
+    with talking(ScriptedService(), options) as talk:
+        pages = {
+            key: talk("GET", "/metrics", headers=headers(key)) for key in ("own", "admin", "a", "b", "c")
+        }
+        pages[""] = talk("GET", "/metrics")
+    assert pages.pop("c").status_code == 401
+    named = {}
+    for key, page in pages.items():
+        assert samples_of(page.text)["tiercel_pages_saved_total[]"] == 4
+        families = text_string_to_metric_families(page.text)
+        labels = [sample.labels for family in families for sample in family.samples]
+        named[key] = {each["tenant"] for each in labels if "tenant" in each}
+    assert named == {"own": {"a", "b"}, "admin": {"a", "b"}, "a": {"a"}, "b": {"b"}, "": set()}
 
 
 def test_what_a_request_took_is_given_back_however_it_ends(made):

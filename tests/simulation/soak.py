@@ -6,11 +6,13 @@ import logging
 import sys
 import time
 
-from tests.simulation.run import run
+from tests.simulation.foreign import ForeignWorld
+from tests.simulation.run import Kind, run
 from tests.simulation.schedule import ScheduleWorld
 from tests.simulation.world import World
 
 STEPS = 2000
+WORLDS: tuple[Kind, ...] = (World, ScheduleWorld, ForeignWorld)
 
 
 def main() -> None:
@@ -18,7 +20,7 @@ def main() -> None:
     seed = int(sys.argv[1]) if len(sys.argv) > 1 else time.time_ns() % 2**40
     start, count = time.monotonic(), 0
     while True:
-        run(seed, STEPS, ScheduleWorld if count % 2 else World)
+        run(seed, STEPS, WORLDS[count % len(WORLDS)])
         seed, count = seed + 1, count + 1
         if count % 20 == 0:
             rate = count * STEPS / (time.monotonic() - start)

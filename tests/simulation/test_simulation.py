@@ -1,6 +1,6 @@
 """Goal: no sequence of requests, evictions, faults and full pools breaks an invariant or serves a wrong byte.
 
-Method: `world` runs whole caches from seeds, 400,000 steps here and as many as you like with `make soak`.
+Method: `world` runs whole caches from seeds, 200,000 steps here and as many as you like with `make soak`.
 Hypothesis searches runs of its own and shrinks what it finds.
 """
 
@@ -19,7 +19,7 @@ from tests.simulation.world import World
 STEPS = 1000
 SEEDS_PER_TEST = 10
 COUNTED, FOREIGN_COUNTED = 10, 6
-"""The first blocks of seeds are run by the tests that count what happens."""
+"""Blocks of seeds that the tests run which count what happens: the first ones; all of the foreign engine."""
 
 
 @pytest.fixture(autouse=True)
@@ -30,16 +30,10 @@ def quiet():
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.parametrize("block", range(COUNTED, 40))
+@pytest.mark.parametrize("block", range(COUNTED, 20))
 def test_every_seed_holds(block):
     for seed in range(block * SEEDS_PER_TEST, (block + 1) * SEEDS_PER_TEST):
         run(seed, STEPS)
-
-
-@pytest.mark.parametrize("block", range(FOREIGN_COUNTED, 10))
-def test_every_seed_holds_for_an_engine_with_memory_of_its_own(block):
-    for seed in range(block * SEEDS_PER_TEST, (block + 1) * SEEDS_PER_TEST):
-        run(seed, STEPS, ForeignWorld)
 
 
 @settings(max_examples=150, deadline=None)

@@ -42,7 +42,7 @@ class Operated:
         config.write_text(
             f'device-memory = "24MiB"\nhost_memory = "64MiB"\nkeys-file = "{self.keys}"\n'
             f'log-format = "json"\ntls-cert = "{cert}"\ntls-key = "{key}"\ncors-origin = ["{ORIGIN}"]\n'
-            'speculate = "off"\n'
+            'speculate = "off"\napi-key = ["key-of-no-tenant"]\n'
         )
         self.server = Server("--config", str(config))
         trust = ssl.create_default_context(cafile=str(cert))
@@ -54,7 +54,7 @@ class Operated:
         return self.client.post("/v1/completions", json=body | more, headers=headers)
 
     def samples(self):
-        page = self.client.get("/metrics").text
+        page = self.client.get("/metrics", headers={"authorization": "Bearer key-of-no-tenant"}).text
         families = list(text_string_to_metric_families(page))
         assert all(family.samples for family in families)
         return {

@@ -11,7 +11,7 @@ from hypothesis.errors import Unsatisfiable
 from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
-from tests.server.test_schema import TRANSLATED, always, is_excused
+from tests.server.test_schema import EXAMPLES, TRANSLATED, always, is_excused
 from tests.whole.process import running
 
 
@@ -35,7 +35,7 @@ def test_every_call_of_a_real_server_does_what_the_schema_says(server, mode):
     for operation in operations:
 
         @given(case=operation.as_strategy(generation_mode=mode))
-        @settings(max_examples=1 if re.match(TRANSLATED, operation.path) else 4, **always)
+        @settings(max_examples=1 if re.match(TRANSLATED, operation.path) else EXAMPLES // 4, **always)
         def ask(case):
             response = case.call(timeout=120)
             checks = [positive_data_acceptance] if is_excused(response) else []

@@ -1,5 +1,5 @@
-"""Goal: clients that ask for tools and objects work unmodified. Method: LangChain, instructor and OpenAI's
-client against a real server; the embedded model, with a template that writes calls as Qwen3 does."""
+"""Goal: clients that ask for tools and objects work unmodified. Method: LangChain, instructor, the AI SDK and
+OpenAI's client against a real server; the embedded model, with a template that writes calls as Qwen3 does."""
 
 import subprocess
 from pathlib import Path
@@ -9,6 +9,7 @@ import openai
 import pydantic
 import pytest
 
+from tests.server.test_ai_sdk import needs_sdk, talked
 from tests.whole.process import running
 from tests.whole.test_clients import HOME, environment, installed  # noqa: F401 - a fixture
 from tiercel.models.families import EMBEDDED, folder_of
@@ -103,6 +104,13 @@ def test_langchain_and_instructor_get_tools_and_objects(server):
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment())
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split() == ["LangChain", "instructor"]
+
+
+@needs_sdk
+def test_the_ai_sdk_gets_objects(server):
+    for task in talked(server.url, "tiny-v4", "generateObject", "outputObject").values():
+        city = task["outcome"]["object"]
+        assert len(city["name"]) <= 8 and 1 <= city["days"] <= 9 and city["sky"] in ("clear", "grey")
 
 
 class City(pydantic.BaseModel):

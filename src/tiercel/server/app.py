@@ -26,6 +26,7 @@ from tiercel.server import (
 )
 from tiercel.server.aborts import AbortRequest
 from tiercel.server.anthropic import CountRequest, MessagesRequest
+from tiercel.server.anthropic_replies import AnthropicErrorBody
 from tiercel.server.border import Border
 from tiercel.server.metrics import Metrics
 from tiercel.server.native import GenerateRequest
@@ -75,7 +76,7 @@ def create_app(service: EngineService, options: ServerOptions, traces: Traces | 
     errors.install(app)
     models: list[type[BaseModel]] = [ChatRequest, CompletionRequest, GenerateRequest, AttachRequest]
     models += [ResponsesRequest, MessagesRequest, CountRequest]
-    models += [TokenizeRequest, DetokenizeRequest, AbortRequest]
+    models += [TokenizeRequest, DetokenizeRequest, AbortRequest, errors.ErrorBody, AnthropicErrorBody]
     schema.install(app, models, schema.limits_of(front))
     return app
 

@@ -112,9 +112,23 @@ def user_or_admin(options: ServerOptions) -> list[Dependency]:
     return [Depends(BearerKey(either, scheme_name="API key", tenants=options.tenants))]
 
 
+def optional(options: ServerOptions) -> list[Dependency]:
+    """For a call that needs no key and tells more with one. A wrong key is refused."""
+
+    async def check(request: Request) -> None:
+        if {"authorization", "x-api-key"} & {*request.headers}:
+            await _check(request, user_or_admin(options))
+
+    return [Depends(check)]
+
+
 async def check_admin(request: Request, options: ServerOptions) -> None:
     """For a call that is an admin call only with some of its fields."""
-    for each in admin(options):
+    await _check(request, admin(options))
+
+
+async def _check(request: Request, dependencies: Sequence[Dependency]) -> None:
+    for each in dependencies:
         assert each.dependency is not None
         await each.dependency(request)
 

@@ -97,7 +97,7 @@ CACHE_CONTROL: Known = {"ttl": ANY, "scope": ANY}
 RESPONSES = _table("""
     any        access_programs image max_tool_calls prompt_cache_key prompt_cache_options
     any        prompt_cache_retention safety_identifier service_tier user
-    []         conversation moderation previous_response_id prompt
+    []         conversation moderation prompt
     [false]    background
     [[]]       context_management
     ["disabled"]    truncation

@@ -12,7 +12,7 @@ table, are joined to the metric's name. Values that are not numbers are left out
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from math import inf
@@ -182,19 +182,29 @@ def _name(words: tuple[str, ...]) -> str:
     return re.sub(r"_s$", "_seconds", joined)
 
 
-class FilledRegistry(CollectorRegistry):
-    """Leaves out metrics without a value. SGLang's router adds pages of several servers up, and gives up if
-    one of them has labels where another has none."""
+class ShownRegistry(CollectorRegistry):
+    """Leaves out tenants that the reader may not see, and metrics without a value: SGLang's router adds pages
+    of several servers up, and gives up if one of them has labels where another has none."""
+
+    shown: Callable[[str], bool]
+    """Whether the reader may see a tenant, by its name."""
 
     def collect(self) -> Iterator[Metric]:
-        return (metric for metric in super().collect() if metric.samples)
+        for metric in super().collect():
+            metric.samples = [
+                each
+                for each in metric.samples
+                if "tenant" not in each.labels or self.shown(each.labels["tenant"])
+            ]
+            if metric.samples:
+                yield metric
 
 
 class Metrics:
     """One server's metrics. It has its own registry: two servers in one process do not mix."""
 
     def __init__(self) -> None:
-        self.registry = FilledRegistry()
+        self.registry = ShownRegistry()
         self._stats = StatsCollector()
         self.registry.register(self._stats)
         self._requests = Counter(
@@ -265,7 +275,7 @@ class Metrics:
         if first_token_s is not None:
             self._first_token.labels(call).observe(first_token_s)
 
-    def page(self, stats: Mapping[str, Any]) -> bytes:
-        """The page that Prometheus reads, with the engine's current statistics."""
-        self._stats.stats = stats
+    def page(self, stats: Mapping[str, Any], *, shown: Callable[[str], bool]) -> bytes:
+        """The page that Prometheus reads, with the engine's current statistics. `shown`: which tenants."""
+        self._stats.stats, self.registry.shown = stats, shown
         return generate_latest(self.registry)

@@ -54,6 +54,14 @@ class ServerOptions:
     """False: they are ignored, as other servers do; the log and a header name them."""
     priority_max: int = setting(0, "Requests may set a priority from -N to N; 0: they may not.", least=0)
     """0: if every client may set a priority, every client does."""
+    items_bytes_max: int = setting(
+        64 << 20,
+        "Memory for answers of /v1/responses, for later requests that refer to them; 0 keeps none.",
+        least=0,
+        memory=True,
+        option="responses_memory",
+    )
+    """64 MiB: some ten thousand answers. See `items`."""
     connections_max: int = setting(
         1000, "Open connections; beyond that the one idle for longest is closed.", least=1
     )

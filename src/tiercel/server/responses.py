@@ -1,24 +1,27 @@
 """OpenAI's `/v1/responses`: its requests as types, and their translation into a chat.
 
-Nothing is kept: `store` is accepted, and a request that refers to an earlier response is refused.
+A request may refer to earlier answers: to an item (`item_reference`), or to a whole conversation
+(`previous_response_id`). `items` remembers them for a while, unless the request says `store: false`.
 """
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import BaseModel, Field, Tag
+from pydantic import BaseModel, Field, Tag, TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from tiercel.errors import InputError
 from tiercel.server import keys, known, schema
 from tiercel.server.body import Body, Stop, TokenCount, TopLogprobs
-from tiercel.server.errors import ApiError, conflict, refusal
+from tiercel.server.border import visit_of
+from tiercel.server.errors import ApiError, shown
+from tiercel.server.items import Items, Turn, Whose
 from tiercel.server.openai_api import OpenAI
 from tiercel.server.protocol import Effort
 from tiercel.server.reply import Front
@@ -115,11 +118,13 @@ class ReasoningItem(Body):
 
 
 class ItemReference(Body):
+    """An item of an earlier answer."""
+
     type: Literal["item_reference"]
-    id: Annotated[str, Field(json_schema_extra={"pattern": "^rs_"})]
-    """Of thoughts, which a conversation can go on without: nothing is kept here."""
+    id: str
 
 
+SaidItem = InputMessage | CallItem | CallOutputItem | ReasoningItem
 Item = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[CallItem, Tag("function_call")]
@@ -128,6 +133,7 @@ Item = Annotated[
     | Annotated[ItemReference, Tag("item_reference")],
     by_type(ITEMS),
 ]
+ONE_ITEM, SEVERAL_ITEMS = TypeAdapter[Item](Item), TypeAdapter(list[Item])
 
 
 class FunctionTool(Body):
@@ -190,6 +196,7 @@ class ResponsesRequest(PassedOn):
     top_logprobs: TopLogprobs | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
+    previous_response_id: str | None = None
     stream_options: ResponsesStreamOptions | None = None
     stop: Stop | None = None
     """Not OpenAI's: named as in vLLM and SGLang."""
@@ -204,8 +211,15 @@ class ResponsesRequest(PassedOn):
         """Whether thoughts are also told as `encrypted_content`, which clients send back as it is."""
         return ENCRYPTED in (self.include or ())
 
-    def translated(self) -> Translated:
-        messages = _messages(self)
+    @property
+    def items(self) -> list[Item]:
+        if isinstance(self.input, str):
+            return [InputMessage(role="user", content=self.input)]
+        return self.input
+
+    def translated(self, earlier: Earlier | None = None) -> Translated:
+        """As a chat. `earlier`: what it may refer to."""
+        messages = _messages(self, earlier or Earlier(Items(0), Whose("", ""), 0))
         logged = LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
         fields: Fields = self.passed_on() | {
             "max_completion_tokens": self.max_output_tokens,
@@ -235,20 +249,72 @@ def _response_format(asked: Format) -> Fields:
     return {"type": kind, "json_schema": given} if kind == "json_schema" else {"type": kind}
 
 
-def _messages(body: ResponsesRequest) -> Messages:
+class Earlier:
+    """What one request may refer to. It may name a long item many times: what it gets is limited."""
+
+    def __init__(self, items: Items, whose: Whose, bytes_max: int) -> None:
+        self._items = items
+        self._whose = whose
+        self._bytes_left = self._bytes_max = bytes_max
+
+    def asked_by(self, body: ResponsesRequest) -> Iterator[tuple[str, SaidItem]]:
+        """The conversation, each item with its place in the request."""
+        if body.previous_response_id is not None:
+            origin = "previous_response_id"
+            yield from ((origin, item) for item in self._conversation(body.previous_response_id))
+        one = isinstance(body.input, str)
+        for index, item in enumerate(body.items):
+            yield "input" if one else f"input[{index}]", self._resolved(item)
+
+    def _conversation(self, response_id: str) -> Iterator[SaidItem]:
+        turns = self._items.turns(self._whose, response_id)
+        if turns is None:
+            param, message = (
+                "previous_response_id",
+                f"Previous response with id {shown(response_id)} not found.",
+            )
+            raise ApiError(400, message, param=param, code="previous_response_not_found")
+        for turn in turns:
+            self._take(turn.size)
+            for item in SEVERAL_ITEMS.validate_json(turn.asked):
+                yield self._resolved(item)
+            for said in turn.said.values():
+                yield self._resolved(ONE_ITEM.validate_json(said))
+
+    def _resolved(self, item: Item) -> SaidItem:
+        if not isinstance(item, ItemReference):
+            return item
+        said = self._items.item(self._whose, item.id)
+        if said is None:
+            why = "Items are not persisted when `store` is set to false, and are forgotten after a while."
+            message = f"Item with id {shown(item.id)} not found. {why} Send the item itself."
+            raise ApiError(404, message, param="input", code="item_not_found")
+        self._take(len(said))
+        return self._resolved(ONE_ITEM.validate_json(said))
+
+    def _take(self, count: int) -> None:
+        self._bytes_left -= count
+        if self._bytes_left < 0:
+            message = f"what the request refers to is longer than {self._bytes_max:,} B"
+            raise ApiError(413, message, param="input", code="request_too_large")
+
+
+def turn_of(body: ResponsesRequest, output: Sequence[Fields]) -> Turn:
+    """A request and its answer, to be remembered: without what no conversation needs, such as logprobs."""
+    said = {
+        each["id"]: ONE_ITEM.dump_json(ONE_ITEM.validate_python(each), exclude_none=True) for each in output
+    }
+    asked = SEVERAL_ITEMS.dump_json(body.items, exclude_none=True)
+    return Turn(body.previous_response_id, asked, said)
+
+
+def _messages(body: ResponsesRequest, earlier: Earlier) -> Messages:
     messages = Messages()
     if body.instructions:
         messages.add("instructions", role="system", content=body.instructions)
-    if isinstance(body.input, str):
-        messages.add("input", role="user", content=body.input)
-        return messages
     answer: Fields | None = None
-    for index, item in enumerate(body.input):
-        origin = f"input[{index}]"
+    for origin, item in earlier.asked_by(body):
         match item:
-            case ItemReference():
-                _check_reference(f"{origin}.id", item)
-                continue
             case CallOutputItem():
                 content = _content(item.output)
                 messages.add(origin, role="tool", tool_call_id=item.call_id, content=content)
@@ -258,8 +324,6 @@ def _messages(body: ResponsesRequest) -> Messages:
                 answer = None
             case _:
                 answer = _answer(messages, answer, origin, item)
-    if not messages.all:
-        raise conflict("input", len(body.input), "has no message")
     return messages
 
 
@@ -299,12 +363,6 @@ def _content(given: Content) -> str | list[Fields]:
     ]
 
 
-def _check_reference(field: str, item: ItemReference) -> None:
-    if not item.id.startswith("rs_"):
-        why = "no item is kept here; send the item itself (the AI SDK does so with `store: false`)"
-        raise refusal(field, item.id, why, code="unsupported_parameter")
-
-
 def encoded(thoughts: str) -> str:
     return base64.b64encode(thoughts.encode()).decode()
 
@@ -326,14 +384,23 @@ class Responses:
     def __init__(self, front: Front) -> None:
         self.front = front
         self.chats = OpenAI(front)
+        self.items = Items(front.options.items_bytes_max)
 
     async def create(self, request: Request) -> Response:
-        """Answer a text or a conversation. With `stream`, as server-sent events. Nothing is kept."""
+        """Answer a text or a conversation. With `stream`, as server-sent events."""
         body = await self.front.read_ask(request, ResponsesRequest)
-        translated = body.translated()
+        whose = Whose(visit_of(request).owner, body.cache_salt or "")
+        translated = body.translated(Earlier(self.items, whose, self.front.options.body_bytes_max))
+        kept = body.store is not False and self.items.bytes_max > 0
+
+        def ended(response: Fields) -> None:
+            if kept:
+                self.items.add(whose, response["id"], turn_of(body, response["output"]))
+
         reply = partial(
             ResponsesReply,
-            echoed=_echoed(body),
+            echoed=_echoed(body) | {"store": kept},
+            ended_with=ended,
             page_tokens=self.front.service.page_tokens,
             summarised=body.summarised,
             encoded=encoded if body.encrypted else None,
@@ -360,6 +427,7 @@ def _echoed(body: ResponsesRequest) -> Fields:
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
         "reasoning": reasoning,
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "text": text,

@@ -57,9 +57,9 @@ class ResponseOut(BaseModel):
     instructions: str | None
     metadata: dict[str, str]
     parallel_tool_calls: bool
-    previous_response_id: None
+    previous_response_id: str | None
     reasoning: dict[str, str | None]
-    store: Literal[False]
+    store: bool
     temperature: float
     text: dict[str, Any]
     tool_choice: str | dict[str, str]
@@ -81,6 +81,8 @@ class ResponsesReply(NamedEvents, ChatReply):
     page_tokens: int = field(kw_only=True)
     encoded: Callable[[str], str] | None = field(kw_only=True)
     """Writes thoughts as `encrypted_content`, if the client asked for it."""
+    ended_with: Callable[[Fields], None] = field(kw_only=True)
+    """Is told the response before the client is: the client's next request may refer to it."""
     _blocks: Blocks = field(default_factory=Blocks)
     _tokens: dict[int, list[TokenOut]] = field(default_factory=dict)
     """The tokens of each text, for its logprobs."""
@@ -245,6 +247,7 @@ class ResponsesReply(NamedEvents, ChatReply):
             "output_tokens_details": {"reasoning_tokens": thoughts},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
+        self.ended_with(response)
         return response
 
     def _response(self, status: str, output: list[Fields]) -> Fields:
@@ -258,8 +261,6 @@ class ResponsesReply(NamedEvents, ChatReply):
             "incomplete_details": None,
             "model": self.body.answered_as,
             "output": output,
-            "previous_response_id": None,
-            "store": False,
             "truncation": "disabled",
             "usage": None,
             **self.echoed,

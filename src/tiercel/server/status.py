@@ -166,9 +166,14 @@ class Status:
         )
         return Loads(loads=[load], aggregate=total)
 
-    async def metrics(self) -> Response:
-        """Metrics for Prometheus."""
-        page = self.front.metrics.page(stats_json(await self.service.stats()))
+    async def metrics(self, request: Request) -> Response:
+        """Metrics for Prometheus. Those of a tenant are only for itself and for keys that belong to none."""
+        visit = visit_of(request)
+        tenant = visit.tenant.name if visit.tenant else None
+        page = self.front.metrics.page(
+            stats_json(await self.service.stats()),
+            shown=lambda name: bool(visit.owner) and tenant in (None, name),
+        )
         return Response(page, media_type=CONTENT_TYPE_LATEST)
 
     async def server_info(self, request: Request) -> ServerInfo:
@@ -249,7 +254,11 @@ def router(front: Front) -> APIRouter:
     routes.add_api_route("/health", status.health, responses=gives(Health, 503))
     routes.add_api_route("/ready", status.ready, responses=gives(Health, 503))
     routes.add_api_route(
-        "/metrics", status.metrics, response_class=Response, responses=gives(None, media_type="text/plain")
+        "/metrics",
+        status.metrics,
+        dependencies=keys.optional(front.options),
+        response_class=Response,
+        responses=gives(None, 401, media_type="text/plain"),
     )
     routes.add_api_route(
         "/flush_cache",

@@ -27,6 +27,9 @@ PLAIN = {"type", "description", "title", "default", "examples"}
 WRITTEN_OUT = {"type", "properties", "required", "additionalProperties", "description", "title"}
 """Keywords of parameters that DeepSeek's format writes one by one. Other parameters are one JSON object."""
 SHARED = {"$defs", "definitions"}
+CALLS_MOST = 32
+"""Calls of a forced answer. Nothing else can end it but the model's wish, and some models repeat a call until
+no token is left. OpenAI names no limit; agents that call for more than a few results at once are rare."""
 STRING, NO_STRING = '"true">', '"false">'
 LINE, BREAK = "\n", "\n\n"
 WORDS = r"WORDS: /(.|\n)*/"
@@ -36,9 +39,11 @@ SPACE = r"SPACE: /\s*/"
 def forced_calls(form: CallFormat, functions: Sequence[Function], *, several: bool) -> str:
     """Calls of these functions and nothing else: exactly one, unless there may be `several`."""
     if form is CallFormat.DSML:
-        start = f"{_text(BREAK + CALLS + LINE)} call{'+' if several else ''} {_text(END_CALLS)}"
+        calls = f"call{{1,{CALLS_MOST}}}" if several else "call"
+        start = f"{_text(BREAK + CALLS + LINE)} {calls} {_text(END_CALLS)}"
     else:
-        start = _text(CALL) + " call" + (f" ({_text(LINE + CALL)} call)*" if several else "")
+        more = f" ({_text(LINE + CALL)} call){{0,{CALLS_MOST - 1}}}" if several else ""
+        start = f"{_text(CALL)} call{more}"
     return "\n".join([f"start: {start}", *_rules(form, functions)])
 
 
