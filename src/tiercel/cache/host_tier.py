@@ -216,6 +216,8 @@ class HostTier(ABC, Generic[AnyEnd]):
             reuse = self.store.fetches.begun(found.chain, reuse)
         if found.page is not self.tree.root:
             self.tree.touch(found.page, found.tails, priority)
+        if self.store is not None:  # a tail that was not worth a write may be worth it now
+            self.store.writes.offer(tail for tail in found.tails if tail.on_host)
         self.counters["tokens_asked"] += reuse.prompt_tokens
         self.counters["tokens_device"] += reuse.device_tokens
         self.counters["tokens_host"] += reuse.host_tokens

@@ -105,7 +105,7 @@ class Writes:
         size = 0
         while self.backlog and size < min(WRITE_BYTES, self.bytes_most):
             item, tries = self.backlog.popleft()
-            if item.gone or not item.on_host:
+            if item.gone or not item.on_host or not self.tree.worth_keeping(item):
                 self.counters["writes_passed"] += 1
             elif not (item.stored or item in self._writing):
                 self.tree.read_start(item)

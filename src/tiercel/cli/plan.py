@@ -64,7 +64,7 @@ def plan(  # noqa: PLR0913
     if any(stores) and not all(hosts):
         raise ConfigError("--store-memory", stores, "a store needs host memory to read into")
     sizes = [TierSizes(device, host, store) for store in dict.fromkeys(stores) for host in hosts]
-    policies = list(dict.fromkeys(policy or ["lru"]))
+    policies = list(dict.fromkeys(policy or [CacheConfig().evict]))
     with r.bar("replays", len(sizes) * len(policies)) as told:
         points = p.plan(trace, spec, sizes, policies, serving, processes=processes, told=told)
     if plot is not None:

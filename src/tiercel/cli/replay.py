@@ -52,7 +52,7 @@ def replay(  # noqa: PLR0913
     device_memory: Device = "20GiB",
     host_memory: Annotated[str, typer.Option(help="0 turns the host tier off.")] = "200GiB",
     store_memory: Annotated[str, typer.Option(help="0: there is no store.")] = "0",
-    policy: Annotated[str, typer.Option(help="What is evicted first.")] = "lru",
+    policy: Annotated[str, typer.Option(help="What is evicted first.")] = CacheConfig().evict,
     batch: Batch = 64,
     one_at_a_time: OneAtATime = False,
     prefill_rate: Rate = None,
@@ -65,7 +65,7 @@ def replay(  # noqa: PLR0913
     plot: Plot = None,
     settings: Any = None,
 ) -> None:
-    """What recorded traffic would find in tiers of these sizes: hits, losses, bytes, times. No model is run."""
+    """What recorded traffic would find in tiers of these sizes: hits, losses, bytes, times, without a model."""
     from tiercel.replay.plot import check_plot, plot_replay
     from tiercel.replay.run import Sizes
     from tiercel.replay.run import replay as run

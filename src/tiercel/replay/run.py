@@ -39,6 +39,8 @@ from tiercel.types import PageKey
 POLL_S = 0.005
 """A request that waits for the store is looked at so often, besides whenever the store answers."""
 
+DEFAULT_POLICY = CacheConfig().evict
+
 NOBODY: set[Task] = set()
 """No task is in a step while decisions are made: a replay decides between steps."""
 
@@ -336,7 +338,7 @@ def replay(
     spec: CacheSpec,
     sizes: Sizes,
     *,
-    policy: str = "lru",
+    policy: str = DEFAULT_POLICY,
     serving: Serving = Serving(),  # noqa: B008 - a frozen value
     told: Callable[[int], None] = lambda _: None,
 ) -> Report:

@@ -59,10 +59,12 @@ class Worth:
         self._window = pages_per_window
 
     def __call__(self, item: Item) -> float:
-        if unreachable(item):
-            return 0.0
+        return 0.0 if unreachable(item) else self.young(item) / (self.now() - self.weigh(item).used + 1)
+
+    def young(self, item: Item) -> float:
+        """What the item is worth when it has just been used."""
         found = self.weigh(item)
-        return found.chance.factor * found.weight / (self.now() - found.used + 1)
+        return found.chance.factor * found.weight
 
     def weigh(self, item: Item) -> Weight:
         """A page with a tail is worth what its tail is worth; any other page makes some tail reachable."""
