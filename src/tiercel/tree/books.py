@@ -39,9 +39,9 @@ from tiercel.tree.valued import Worth, line
 from tiercel.types import HostPageId, PageKey, Tier
 
 STORE_LEAST = 0.01
-"""What a tail must be worth to be written to a store. When it is new, a tail at the end of a text is worth 0.2
-to 0.9. So only tails are left out that are learned to be found almost never: 5 to 10 % of the bytes. (With 0.1
-it is 18 %, and 1 % of hits is lost where the store has room for all: docs/log.md.)"""
+"""What a tail must be worth to be written to a store. A new tail at the end of a text is worth 0.2 to 0.9. So
+only tails are left out that were learned to be found almost never: 5 to 10 % of the bytes. (With 0.1 it is
+18 %, and 1 % of hits is lost where the store has room for everything: docs/log.md.)"""
 
 
 class Books:
