@@ -65,7 +65,7 @@ def replay(  # noqa: PLR0913
     plot: Plot = None,
     settings: Any = None,
 ) -> None:
-    """What recorded traffic would find in tiers of these sizes: hits, losses, bytes, times, without a model."""
+    """What recorded traffic finds in tiers of these sizes: hits, losses, bytes, times. No model is run."""
     from tiercel.replay.plot import check_plot, plot_replay
     from tiercel.replay.run import Sizes
     from tiercel.replay.run import replay as run

@@ -72,7 +72,7 @@ def _lines(file: Path, content: str) -> list[tuple[int, Mapping[str, Any]]]:
         rows = [(n, row) for n, row in enumerate(content.splitlines(), 1) if row.strip()]
     else:
         return [(1, whole)]
-    lines = []
+    lines: list[tuple[int, Mapping[str, Any]]] = []
     for number, row in rows:
         try:
             value = json.loads(row)

@@ -41,6 +41,9 @@ POLL_S = 0.005
 
 DEFAULT_POLICY = CacheConfig().evict
 
+STEPS_FIRST = 3
+"""A copy that is queued after a step is sent before the next one, and taken in before the one after that."""
+
 NOBODY: set[Task] = set()
 """No task is in a step while decisions are made: a replay decides between steps."""
 
@@ -106,13 +109,16 @@ class Replayer(Scheduler):
         self._arrived_s: dict[Task, float] = {}
         """Of tasks that have not drawn a token yet."""
         self._seen: set[PageKey] = set()
+        """Pages of prompts that have begun, and of answers that have ended."""
         self._steps = 0
         self._prompts: dict[Task, Seat] = {}
         self._answers: dict[Task, tuple[int, int]] = {}
         """Who draws, since which step, and the step that it is looked at again."""
         self._due: list[tuple[int, int, Task]] = []
         self._stalled: list[Task] = []
-        """Answers that wait for room."""
+        """Answers whose next token needs room."""
+        self.ended_s = 0.0
+        """When the last answer ended."""
 
     def run(self, told: Callable[[int], None] = lambda _: None) -> None:
         """Until every request has ended. `told` is called with how many have, now and then."""
@@ -122,10 +128,7 @@ class Replayer(Scheduler):
             self.collect()
             self._admit(NOBODY)
             self._changes.clear()
-            stalled, self._stalled = self._stalled, []
-            for task in stalled:
-                if task.stage is Stage.RUNNING:
-                    self._draw_on(task)
+            self._make_room()
             if self._prompts or self._answers:
                 self._take_steps()
             elif self.tasks:
@@ -134,6 +137,8 @@ class Replayer(Scheduler):
                 told(now_ended - ended)
                 ended = now_ended
         told(self.counters["finished_length"] - ended)
+        self.ended_s = self.clock.now_s
+        self._let_land()
 
     # Requests come in
 
@@ -187,9 +192,8 @@ class Replayer(Scheduler):
         """What a request found when it first began, and what it could have found."""
         text = cast(NamedText, task.ask.prompt)
         useful = (task.prompt_tokens - 1) // self.page_tokens
-        known = bisect_left(text.keys, True, key=lambda key: key not in self._seen)
-        self._seen.update(text.keys[known:])
-        known = min(known, useful)
+        known = bisect_left(text.keys, True, 0, useful, key=lambda key: key not in self._seen)
+        self._seen.update(text.keys[known : task.prompt_tokens // self.page_tokens])
         self.asked += task.prompt_tokens
         self.new += (useful - known) * self.page_tokens
         self.replayed += reuse.replay_tokens
@@ -198,6 +202,13 @@ class Replayer(Scheduler):
         self.hits["store"] += reuse.store_tokens
         if (lost := known * self.page_tokens - reuse.tokens) > 0:
             self.lost[reuse.why.value] += lost
+
+    def _end(self, task: Task, finish: Finish) -> None:
+        keys = cast(NamedText, task.ask.prompt).keys
+        self._seen.update(
+            keys[task.prompt_tokens // self.page_tokens : (task.longest - 1) // self.page_tokens]
+        )
+        super()._end(task, finish)
 
     # Steps
 
@@ -220,7 +231,7 @@ class Replayer(Scheduler):
             if computed > PROMPT_TOKENS * len(prompts):
                 self.cache.compute.observe(computed, seconds)
         else:
-            count = self._steps_together()
+            count = self._take_first(self._steps_together())
             seconds *= count
         self.clock.now_s += seconds
         self._steps += count
@@ -228,6 +239,21 @@ class Replayer(Scheduler):
             if tokens:
                 self._prompt_computed(task, tokens)
         self._look_at_answers()
+
+    def _take_first(self, count: int) -> int:
+        """The first of steps that are taken together: each takes in what has landed, as the scheduler does
+        before every step. After a few of them nothing changes any more. Returns how many are left."""
+        first = 0
+        while count > 1 and first < STEPS_FIRST:
+            self.clock.now_s += self.rates.token_s
+            self._steps += 1
+            first, count = first + 1, count - 1
+            self.collect()
+            if self._prompts or self.waiting or self.loading:
+                return 0
+            if not self.cache.flights.busy:
+                break
+        return count
 
     def _steps_together(self) -> int:
         """How many steps draw answers only, before one of them matters."""
@@ -273,8 +299,7 @@ class Replayer(Scheduler):
                 due.append(entry[2])
                 self._settle(entry[2])
         for task in due:
-            if task.stage is Stage.RUNNING:  # it may have been preempted for one before it
-                self._draw_on(task)
+            self._draw_on(task)
 
     def _settle(self, task: Task) -> None:
         """Count what an answer has drawn since it was last looked at."""
@@ -285,18 +310,30 @@ class Replayer(Scheduler):
         self._advance(task, task.seat, drawn)
 
     def _draw_on(self, task: Task) -> None:
-        """A text draws on until its page is full or it ends, or it ends now."""
+        """A text draws on until its page is full or it ends; or it ends now, or needs room first."""
         seat = task.seat
         assert seat is not None
         if len(task.tokens) >= task.longest:
             self._end(task, Finish.LENGTH)
-        elif seat.planned < seat.request.extended_tokens or self._room_for(task, seat, NOBODY):
+        elif seat.planned < seat.request.extended_tokens:
             page_end = (seat.computed // self.page_tokens + 1) * self.page_tokens
             upto = self._steps + min(page_end, task.longest - 1) - seat.computed
             self._answers[task] = self._steps, upto
             heappush(self._due, (upto, task.order[1], task))
-        elif task.stage is Stage.RUNNING:
+        else:
             self._stalled.append(task)
+
+    def _make_room(self) -> None:
+        """As the scheduler does it: after what has landed was taken in, the first in order first."""
+        stalled, self._stalled = sorted(self._stalled, key=lambda task: task.order), []
+        for task in stalled:
+            seat = task.seat
+            if task.stage is not Stage.RUNNING or seat is None:
+                continue  # it was preempted for one before it
+            if self._room_for(task, seat, NOBODY):
+                self._draw_on(task)
+            elif task.stage is Stage.RUNNING:
+                self._stalled.append(task)
 
     def _preempt(self, task: Task) -> None:
         if task in self._answers:
@@ -400,7 +437,7 @@ def replay_places(
         store_used_bytes=store.bytes_of_use,
         preemptions=replayer.counters["preemptions"],
         first_token=Times.of(replayer.first_token_s),
-        simulated_s=clock.now_s,
+        simulated_s=replayer.ended_s,
         wall_s=perf_counter() - began_s,
         counters=dict(counted),
     )

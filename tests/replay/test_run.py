@@ -1,0 +1,174 @@
+"""Goal: a replay counts what the shipping scheduler and cache do with real memory. Method: the same requests
+on both; a scheduler that is driven token by token, on a cache with bytes."""
+
+from concurrent.futures import Executor, Future
+
+import pytest
+
+from tests.replay.traffic import conversations, trace_of
+from tests.simulation.specs import SPECS
+from tiercel.cache import TieredCache
+from tiercel.config import CacheConfig
+from tiercel.engine.ask import Ask, Sampling, TokenOut
+from tiercel.engine.config import EngineConfig
+from tiercel.engine.scheduler import Scheduler
+from tiercel.engine.step import Drawn
+from tiercel.errors import ConfigError
+from tiercel.policy.resume import Why
+from tiercel.replay.run import Rates, Serving, Sizes, replay, replay_places
+from tiercel.spec import load
+from tiercel.transfer.plan import Direction
+
+FAST = Rates(prefill_tokens_s=1e6, token_s=1e-3, link_bytes_s=1e15)
+
+
+class AtOnce(Executor):
+    """Does what it is given before it returns."""
+
+    def submit(self, fn, /, *args, **kwargs):
+        future = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
+def served(asked, spec, config, *, batch=8, step_tokens=16):
+    """The same requests, one at a time, on a cache with bytes; answers how many tokens each tier gave."""
+    cache = TieredCache(spec, config, executors=dict.fromkeys(Direction, AtOnce()))
+    scheduler = Scheduler(cache, EngineConfig(config, running_max=batch, step_tokens=step_tokens))
+    reused = []
+    for number, (prompt, answer) in enumerate(asked):
+        while cache.busy:
+            cache.step()
+        scheduler.add(Ask(str(number), tuple(prompt), Sampling(len(answer), seed=0)), None, frozenset())
+        drawn = iter(answer)
+        while scheduler.tasks:
+            step = scheduler.seal(scheduler.plan())
+            results = [(TokenOut(next(drawn)),) if part.draws else None for part in step.parts]
+            scheduler.advance(step, Drawn(results, {}, 0.001))
+        reused.append(scheduler.explained[str(number)].reuse)
+    while cache.busy:
+        cache.step()
+    cache.check()
+    counted = {name: cache.counters[name] for name in MOVED}
+    cache.close()
+    tiers = {
+        tier: sum(getattr(each, f"{tier}_tokens") for each in reused) for tier in ("device", "host", "store")
+    }
+    return tiers, sum(each.replay_tokens for each in reused), counted
+
+
+MOVED = ("pages_saved", "tails_saved", "pages_loaded", "tails_loaded", "tails_skipped", "requests_finished")
+
+
+@pytest.mark.parametrize("policy", ["lru", "slru"])
+@pytest.mark.parametrize("name", ["full attention", "short window", "long window", "compressed"])
+def test_a_replay_counts_what_the_cache_does_with_bytes(tmp_path, name, policy):
+    spec, hits = SPECS[name], 0
+    for seed in range(6):
+        asked = conversations(seed, 60)
+        config = CacheConfig(
+            device_pages=24,
+            device_tails=8 * max(1, spec.pages_per_window) if spec.tail_streams else 0,
+            host_bytes=(30 if seed % 2 else 200) * spec.host_page_bytes,
+            evict=policy,
+        )
+        serving = Serving(FAST, batch=8, one_at_a_time=True, step_tokens=16, cache=config)
+        report = replay_places(trace_of(tmp_path, asked, spec.page_tokens), spec, serving)
+        tiers, replayed, counted = served(asked, spec, config)
+        assert report.hit_tokens == tiers and report.replayed_tokens == replayed, seed
+        assert {name: report.counters[name] for name in MOVED} == counted, seed
+        hits += tiers["host"]
+    assert hits, "no request found anything on the host: the test shows nothing"
+
+
+def test_every_token_of_a_prompt_is_reused_lost_new_or_behind_the_last_page(tmp_path):
+    spec = SPECS["compressed"]
+    asked = conversations(1, 80)
+    trace = trace_of(tmp_path, asked, spec.page_tokens)
+    config = CacheConfig(device_pages=24, device_tails=8 * spec.pages_per_window)
+    report = replay_places(trace, spec, Serving(FAST, cache=config, one_at_a_time=True))
+    useful = sum((len(prompt) - 1) // spec.page_tokens * spec.page_tokens for prompt, _ in asked)
+    assert report.tokens_asked == sum(len(prompt) for prompt, _ in asked)
+    assert report.hits + sum(report.lost_tokens.values()) + report.new_tokens == useful
+    assert report.lost_tokens and report.requests == 80
+
+
+FLASH = load("deepseek-v4-flash")
+GB = 10**9
+
+
+def long_conversations(tmp_path, requests=60, **options):
+    asked = conversations(5, requests, shared=700, turn=900, most=20_000, recent=40)
+    return trace_of(tmp_path, asked, 256, **options)
+
+
+def test_the_same_input_gives_the_same_report_with_every_tier_and_overlapping_requests(tmp_path):
+    trace = long_conversations(tmp_path, 100, every_s=0.3)
+    reports = [
+        replay(trace, FLASH, Sizes(GB // 10, GB // 30, GB), serving=Serving(batch=8)).as_dict()
+        for _ in range(2)
+    ]
+    for report in reports:
+        del report["wall_s"], report["requests_s"]
+    assert reports[0] == reports[1]
+    assert all(reports[0]["hit_tokens"].values()), "each tier was used"
+    assert 0 < reports[0]["store_used_bytes"] <= reports[0]["store_written_bytes"]
+
+
+def test_memory_without_bytes_may_be_larger_than_the_machine(tmp_path):
+    report = replay(long_conversations(tmp_path), FLASH, Sizes(2 * GB, 200 * GB, 2000 * GB))
+    assert report.hits and set(report.lost_tokens) == {Why.NO_TAIL.value}, "no page has left"
+
+
+def test_a_slower_machine_answers_later_and_finds_as_much_one_at_a_time(tmp_path):
+    trace, sizes = long_conversations(tmp_path), Sizes(GB // 8, GB // 16)
+    slow, fast = (
+        replay(trace, FLASH, sizes, serving=Serving(Rates(prefill_tokens_s=rate), one_at_a_time=True))
+        for rate in (1_000.0, 100_000.0)
+    )
+    assert slow.hit_tokens == fast.hit_tokens and slow.first_token.p50_s > fast.first_token.p50_s
+
+
+def test_requests_that_come_faster_than_they_are_computed_wait_and_share_what_is_computed(tmp_path):
+    prompt = list(range(5, 2005))
+    trace = trace_of(tmp_path, [(prompt, [1, 2]), (prompt, [3, 4])], 256, every_s=0.001)
+    report = replay(trace, FLASH, Sizes(GB), serving=Serving(Rates(prefill_tokens_s=10_000)))
+    assert report.hits == 1792, "the second waits for the pages that the first computes"
+    assert 0.2 < report.first_token.p99_s < 0.3
+
+
+def test_where_the_device_is_short_requests_give_way_and_all_of_them_end(tmp_path):
+    asked = [([number] * 1000, [7] * 1500) for number in range(2, 8)]
+    trace = trace_of(tmp_path, asked, 256, every_s=0.0)
+    config = CacheConfig(device_pages=18, device_tails=8, host_bytes=GB)
+    report = replay_places(trace, FLASH, Serving(cache=config, batch=6))
+    assert report.preemptions > 0 and report.counters["requests_finished"] == 6
+
+
+def test_a_text_that_does_not_fit_on_the_device_is_counted_as_refused(tmp_path):
+    asked = [([1] * 300, [2]), ([1] * 9000, [2])]
+    config = CacheConfig(device_pages=8, device_tails=4)
+    report = replay_places(trace_of(tmp_path, asked, 256), FLASH, Serving(cache=config))
+    assert (report.requests, report.refused) == (1, 1)
+
+
+def test_rates_and_sizes_that_can_not_be_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="token_s"):
+        Rates(token_s=0)
+    with pytest.raises(ConfigError, match="store_memory"):
+        replay(long_conversations(tmp_path, 2), FLASH, Sizes(GB, 0, GB))
+    with pytest.raises(ConfigError, match="host_bytes"):
+        replay(long_conversations(tmp_path, 2), FLASH, Sizes(GB, 100))
+
+
+def test_rates_are_those_that_the_trace_tells():
+    from tiercel.replay.trace import Recorded, Trace, TraceRequest
+
+    said = TraceRequest(0.0, [], 300, 11, recorded=Recorded(100, 0, 0, prefill_s=0.1, decode_s=0.5))
+    rates = Rates().measured(Trace([said], 256))
+    assert (rates.prefill_tokens_s, rates.token_s) == pytest.approx((2000.0, 0.05))
+    assert Rates().measured(Trace([replace_recorded(said)], 256)) == Rates()
+
+
+def replace_recorded(request):
+    return request._replace(recorded=None)
