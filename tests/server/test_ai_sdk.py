@@ -30,7 +30,7 @@ STRICT = ServerOptions(loopback=True, strict=True)
 class Assistant(ScriptedService):
     """Calls two tools where there are some, and answers in words where it was told what came of it."""
 
-    async def submit(self, ask):
+    async def submit(self, ask, put):
         told = b"".join(map(self.text.piece_bytes, ask.prompt)).decode()
         if "<tool_result>" in told.rpartition("<｜User｜>")[2]:
             self.script = ("Done", ".", "</think>", "Warm", ".")
@@ -38,8 +38,7 @@ class Assistant(ScriptedService):
             self.script = (*THOUGHT, "Let me", " see.", *CALL)
         else:
             self.script = (*THOUGHT, "Hello", " world")
-        async for delta in super().submit(ask):
-            yield delta
+        await super().submit(ask, put)
 
 
 @pytest.fixture(scope="module")

@@ -128,7 +128,6 @@ def test_who_reads_nothing_is_let_go_and_its_answer_ended():
     head = HEAD.replace(b"/generate", b"/v1/completions").replace(b"13", str(len(raw)).encode())
     with served(service, SHORT) as url, connected(url) as client:
         client.sendall(head + raw)
-        assert service.holding.wait(20)
         assert service.closed.wait(20)
 
 
