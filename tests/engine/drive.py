@@ -1,5 +1,6 @@
 """Engines on the embedded model, and asks for them."""
 
+import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -140,3 +141,17 @@ def guess_with(engine, drafter, guesses=4):
     engine.runner._drafter = drafter
     engine.scheduler.guessing.policy = Always(guesses)
     return engine
+
+
+async def deltas_of(service, ask):
+    """The Deltas of an answer. Closing the generator ends the ask."""
+    queue = asyncio.Queue()
+    answering = asyncio.create_task(service.submit(ask, queue.put_nowait))
+    answering.add_done_callback(lambda _: queue.put_nowait(None))
+    try:
+        while (delta := await queue.get()) is not None:
+            yield delta
+        await answering
+    finally:
+        answering.cancel()
+        await asyncio.gather(answering, return_exceptions=True)

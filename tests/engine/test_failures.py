@@ -10,6 +10,7 @@ import pytest
 from tests.engine.drive import (
     LOOPS,
     PAGE,
+    deltas_of,
     make_ask,
     make_engine,
     run,
@@ -119,7 +120,7 @@ def test_a_failure_nobody_can_place_ends_every_answer_and_refuses_the_next_at_on
     service = EngineService(engine, "tiny-v4")
 
     async def listen(name):
-        return [delta async for delta in service.submit(make_ask(name, words(20), 5000))]
+        return [delta async for delta in deltas_of(service, make_ask(name, words(20), 5000))]
 
     async def talk():
         answers = [asyncio.create_task(listen(name)) for name in ("a", "b")]

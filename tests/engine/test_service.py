@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.engine.drive import PAGE, make_ask, make_engine, words
+from tests.engine.drive import PAGE, deltas_of, make_ask, make_engine, words
 from tiercel.engine.ask import Finish, Prefiller
 from tiercel.engine.service import EngineService
 from tiercel.errors import AskError, QueueFull
@@ -29,7 +29,7 @@ def serve(engine, talk):
 
 
 async def listen(service, ask):
-    return [delta async for delta in service.submit(ask)]
+    return [delta async for delta in deltas_of(service, ask)]
 
 
 def test_many_answers_come_at_once(engine):
@@ -60,7 +60,7 @@ def test_who_leaves_before_he_is_let_in_takes_nobody_along(engine):
 
 def test_who_leaves_in_the_middle_is_aborted(engine):
     async def talk(service):
-        answer = service.submit(make_ask("a", words(20), 5000))
+        answer = deltas_of(service, make_ask("a", words(20), 5000))
         await anext(answer)
         await answer.aclose()
         while (await service.stats()).queue.running:
@@ -72,7 +72,7 @@ def test_who_leaves_in_the_middle_is_aborted(engine):
 
 def test_a_name_used_twice_is_refused_and_the_first_goes_on(engine):
     async def talk(service):
-        first = service.submit(make_ask("a", words(20), 20))
+        first = deltas_of(service, make_ask("a", words(20), 20))
         await anext(first)
         with pytest.raises(AskError, match="in use"):
             await listen(service, make_ask("a", words(20), 20))
@@ -83,11 +83,11 @@ def test_a_name_used_twice_is_refused_and_the_first_goes_on(engine):
 
 def test_a_name_is_free_again_as_soon_as_its_answer_is_closed(engine):
     async def talk(service):
-        answer = service.submit(make_ask("a", words(20), 5000))
+        answer = deltas_of(service, make_ask("a", words(20), 5000))
         await anext(answer)
         for _ in range(10):
             await answer.aclose()
-            answer = service.submit(make_ask("a", words(20), 5000))
+            answer = deltas_of(service, make_ask("a", words(20), 5000))
             await anext(answer)
         leaving = asyncio.create_task(listen(service, make_ask("b", words(3 * PAGE), 30)))
         for turns in range(5):
@@ -128,7 +128,7 @@ def test_the_end_aborts_what_does_not_finish_in_time(engine):
     service = EngineService(engine, "tiny-v4")
 
     async def talk():
-        answer = service.submit(make_ask("a", words(20), 5000))
+        answer = deltas_of(service, make_ask("a", words(20), 5000))
         await anext(answer)
         finished = await asyncio.to_thread(service.close, 0.05)
         return finished, [delta async for delta in answer][-1].finish

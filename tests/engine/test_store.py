@@ -15,6 +15,7 @@ from tests.engine.drive import (
     FOLDER,
     LOOPS,
     PAGE,
+    deltas_of,
     logprobs_of,
     make_ask,
     make_engine,
@@ -276,7 +277,7 @@ def test_a_store_that_hangs_makes_no_answer_wrong_and_none_wait_for_ever(cold, p
 
 async def ask(service, name, prompt, count=4):
     usage, tokens = None, []
-    async for delta in service.submit(make_ask(name, prompt, count)):
+    async for delta in deltas_of(service, make_ask(name, prompt, count)):
         usage = delta.usage
         tokens += [out.token for out in delta.tokens]
     return tokens, usage

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from tests.engine.drive import deltas_of
 from tests.wait import until
 from tiercel.engine.ask import Answer, Ask, Prefiller
 from tiercel.engine.engine import Engine
@@ -73,7 +74,7 @@ def settle(service: EngineService) -> None:
 
 async def answered(service: EngineService, ask: Ask) -> Answer:
     answer = Answer()
-    async for delta in service.submit(ask):
+    async for delta in deltas_of(service, ask):
         answer.add(delta)
     return answer
 

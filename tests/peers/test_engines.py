@@ -6,7 +6,17 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.engine.drive import PAGE, logprobs_of, make_ask, make_engine, run, settle, tokens_of, words
+from tests.engine.drive import (
+    PAGE,
+    deltas_of,
+    logprobs_of,
+    make_ask,
+    make_engine,
+    run,
+    settle,
+    tokens_of,
+    words,
+)
 from tests.wait import until
 from tiercel.config import LAYOUTS
 from tiercel.engine.ask import Answer
@@ -46,7 +56,7 @@ def pulling(url, **options):
 def asked(service, *asks):
     async def one(ask):
         answer = Answer()
-        async for delta in service.submit(ask):
+        async for delta in deltas_of(service, ask):
             answer.add(delta)
         return answer
 
@@ -117,7 +127,7 @@ def test_a_sleeping_engine_wakes_for_a_reader_and_a_busy_one_answers_between_its
 
         async def beside():
             ask, heard = make_ask("long", words(2 * PAGE, seed=9), 20), 0
-            async for delta in service.submit(ask):
+            async for delta in deltas_of(service, ask):
                 heard += len(delta.tokens)
                 if 0 < heard < 9:
                     [answer] = await asyncio.to_thread(run, second, make_ask(f"c{heard}", text))

@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager
 import httpx
 import pytest
 
-from tests.engine.drive import PAGE, make_ask, words
+from tests.engine.drive import PAGE, deltas_of, make_ask, words
 from tests.peers.test_engines import asked, saved, serving
 from tests.wait import until
 from tests.whole.process import running
@@ -107,7 +107,7 @@ def test_the_end_of_the_request_that_computed_them_is_told():
         keys = keys_of(records_of(service._engine.cache, text))
 
         async def abort_after(heard):
-            async for _ in service.submit(make_ask("a", text)):
+            async for _ in deltas_of(service, make_ask("a", text)):
                 pass
 
         news, computing, loop = [], None, asyncio.new_event_loop()

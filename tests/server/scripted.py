@@ -6,7 +6,7 @@ one per Delta. Cached: a prompt that was asked before in the same namespace, all
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -181,7 +181,7 @@ class ScriptedService:
         (only,) = self.asks
         return only
 
-    async def submit(self, ask: Ask) -> AsyncIterator[Delta]:
+    async def submit(self, ask: Ask, put: Callable[[Delta], None]) -> None:
         self.asks.append(ask)
         self.events.append(f"begin {ask.request_id}")
         try:
@@ -189,7 +189,8 @@ class ScriptedService:
                 raise self.fail_first
             async for delta in self._answer(ask):
                 self.events.append(f"delta {ask.request_id}")
-                yield delta
+                put(delta)
+                await asyncio.sleep(0)  # the steps of an engine do not come at once
         finally:
             for _ in range(GOODBYE):
                 await asyncio.sleep(0)

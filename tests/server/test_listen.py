@@ -128,7 +128,6 @@ def test_who_reads_nothing_is_let_go_and_its_answer_ended():
     head = HEAD.replace(b"/generate", b"/v1/completions").replace(b"13", str(len(raw)).encode())
     with served(service, SHORT) as url, connected(url) as client:
         client.sendall(head + raw)
-        assert service.holding.wait(20)
         assert service.closed.wait(20)
 
 
@@ -172,6 +171,48 @@ def test_many_ended_connections_are_one_line_of_log(caplog):
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 1 and lines[0].startswith("connections ended: 1 was idle longest"), lines
     assert not any(record.exc_info for record in caplog.records)
+
+
+# Requests of other kinds
+
+
+@pytest.mark.parametrize(
+    ("sent", "error"),
+    [
+        (b"hello\r\n\r\n", (400, "invalid_http")),
+        (HEAD.replace(b"13", b"x"), (400, "invalid_http")),
+        (b"CONNECT other:80 HTTP/1.1\r\nhost: other\r\n\r\n", (400, "no_proxy")),
+        (HEAD[:-2] + b"x-long: " + b"x" * 100_000, (431, "headers_too_large")),
+    ],
+    ids=["not HTTP", "a length that is no number", "a proxy", "headers without an end"],
+)
+def test_what_can_not_be_read_is_refused(sent, error):
+    service = ScriptedService()
+    with served(service) as url, connected(url) as client:
+        client.sendall(sent)
+        assert error_of(to_end(client)) == error
+    assert service.asks == []
+
+
+def test_a_client_that_would_rather_speak_http_2_is_answered_with_http_1():
+    """Java's own client asks so, in a request that has a body."""
+    asking = HEAD[:-2] + b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AA\r\n\r\n"
+    service = ScriptedService()
+    with served(service, SHORT) as url, connected(url) as client:
+        client.sendall(asking + BODY[:5])
+        client.sendall(BODY[5:] + asking + BODY)
+        said = to_end(client)
+    assert said.count(b"HTTP/1.1 200 ") == said.count(b"Hello world!") == len(service.asks) == 2
+
+
+def test_who_sends_the_next_request_early_and_leaves_ends_the_first():
+    service = ScriptedService(hold_after=1)
+    with served(service) as url:
+        with connected(url) as client:
+            client.sendall(2 * (HEAD + BODY))
+            assert service.holding.wait(10)
+        assert service.closed.wait(10)
+    assert len(service.asks) == 1
 
 
 # The end

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import socket
@@ -153,6 +154,8 @@ def _listen(service: EngineService, options: ServerOptions, traces: Traces | Non
     # uvicorn stops on a signal and then raises it again; it must not kill the process before the cleanup.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
+    gc.collect()
+    gc.freeze()  # what was loaded stays: the collector need not look at it again and again
     listener = _bind(options.host, options.port)
     scheme = "http" if options.tls_cert is None else "https"
     address = f"{scheme}://{options.host}:{listener.getsockname()[1]}"

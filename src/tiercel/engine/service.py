@@ -2,7 +2,7 @@
 
     event loop                     engine's thread
     submit ──── inbox ──────────►  add, abort, flush …      between two steps
-    queues ◄─── one call a step ── deltas
+    put    ◄─── one call a step ── deltas
 
 The engine is driven by its own thread only; everything else asks it through the inbox.
 """
@@ -14,9 +14,9 @@ import logging
 import socket
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from tiercel.engine.ask import Ask, Delta, EngineStats, Explanation, Finish, Usage, first_token
@@ -75,7 +75,7 @@ class EngineService:
         """Requests whose prompts are computed for other servers."""
         self._peers: tuple[PeerStore, ...] = ()
         self._pulling: set[threading.Event] = set()
-        self._answers: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Delta]]] = {}
+        self._answers: dict[str, _Listener] = {}
         self._thread = threading.Thread(target=self._run, name="tiercel-engine", daemon=True)
         self._thread.start()
 
@@ -89,13 +89,14 @@ class EngineService:
 
     # Asking
 
-    async def submit(self, ask: Ask) -> AsyncGenerator[Delta, None]:
-        """The answer as it arrives.
+    async def submit(self, ask: Ask, put: Callable[[Delta], None]) -> None:
+        """Gives the answer to `put` as it arrives, in this event loop; returns after the last Delta.
 
         Guaranteed: `AskError` or `QueueFull` is raised before the first Delta or never; only the last Delta
-        has `finish`; a prompt's logprobs come with the first Delta; the engine never waits for a slow reader.
-        Closing or cancelling the generator ends the request at any moment. After that all memory is given
-        back and the id is free. Required of the caller: an id that is not in use.
+        has `finish`; a prompt's logprobs come with the first Delta. Cancelling it ends the request at any
+        moment, and `put` is called no more. After that all memory is given back and the id is free. Required
+        of the caller: an id that is not in use; a `put` that raises nothing and takes little time, because
+        all answers of a step are told one after the other.
         """
         for_others = self._for_others(ask)
         if for_others:
@@ -103,36 +104,30 @@ class EngineService:
         elif ask.prefiller is not None and self._pulls is not None and not self._ending:
             await self._pull(ask, self._pulls)
         if self._ending:
-            yield Delta(ask.request_id, Usage(len(ask.prompt)), finish=Finish.ABORT)
+            put(Delta(ask.request_id, Usage(len(ask.prompt)), finish=Finish.ABORT))
             return
-        queue: asyncio.Queue[Delta] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
+        listener = _Listener(asyncio.get_running_loop(), put)
 
         def add() -> None:
             self._engine.add(ask)
-            self._answers[ask.request_id] = loop, queue
+            self._answers[ask.request_id] = listener
             if for_others:
                 self._prefilling.add(ask.request_id)
 
-        adding, ended = self._ask(add), False
+        adding = self._ask(add)
         try:
-            try:
-                await asyncio.wrap_future(adding)
-            except QueueFull:
-                if not for_others:
-                    raise
-                # routers make the client fail with an error of this server; the other one computes instead
-                yield Delta(ask.request_id, Usage(len(ask.prompt)), finish=Finish.LENGTH)
-                return
-            while not ended:
-                delta = await queue.get()
-                ended = delta.finish is not None
-                yield delta
+            await asyncio.wrap_future(adding)
+            await listener.ended.wait()
+        except QueueFull:
+            if not for_others:
+                raise
+            # routers make the client fail with an error of this server; the other one computes instead
+            put(Delta(ask.request_id, Usage(len(ask.prompt)), finish=Finish.LENGTH))
         finally:
-            if not (ended or adding.cancel() or adding.exception()):
+            if not (listener.ended.is_set() or adding.cancel() or adding.exception()):
+                listener.put = lambda _: None
                 self._ask(lambda: self._engine.abort(ask.request_id))
-                while (await queue.get()).finish is None:
-                    pass
+                await listener.ended.wait()
 
     def _for_others(self, ask: Ask) -> bool:
         """Whether another server goes on from the prompt: then routers tell this one its own address."""
@@ -370,7 +365,7 @@ class EngineService:
 
     def _tell(self, deltas: list[Delta]) -> None:
         """One call into each event loop for all its answers of a step."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue[Delta], Delta]]] = {}
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Listener, Delta]]] = {}
         for delta in deltas:
             found = self._answers.get(delta.request_id)
             if found is None:
@@ -378,7 +373,7 @@ class EngineService:
             if delta.finish is not None:
                 del self._answers[delta.request_id]
                 self._prefilling.discard(delta.request_id)
-            by_loop.setdefault(found[0], []).append((found[1], delta))
+            by_loop.setdefault(found.loop, []).append((found, delta))
         for loop, answers in by_loop.items():
             try:
                 loop.call_soon_threadsafe(_put, answers)
@@ -397,6 +392,17 @@ async def _until(there: Callable[[], bool], timeout_s: float) -> bool:
     return there()
 
 
-def _put(answers: list[tuple[asyncio.Queue[Delta], Delta]]) -> None:
-    for queue, delta in answers:
-        queue.put_nowait(delta)
+@dataclass
+class _Listener:
+    """Who waits for an answer, in which event loop."""
+
+    loop: asyncio.AbstractEventLoop
+    put: Callable[[Delta], None]
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+def _put(answers: list[tuple[_Listener, Delta]]) -> None:
+    for listener, delta in answers:
+        listener.put(delta)
+        if delta.finish is not None:
+            listener.ended.set()

@@ -18,15 +18,15 @@ import signal
 import socket
 import ssl
 import threading
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import replace
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import h11
+import httptools
 import uvicorn
-from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from tiercel.errors import ConfigError
 from tiercel.server.app import create_app
@@ -45,6 +45,9 @@ LOG_EVERY_S = 60.0
 
 FILES_BESIDE = 256
 """Open files besides connections: weights, stores, libraries."""
+
+HEAD_BYTES_MAX = 64 << 10
+"""Of a request's line and headers: the parser has no limit of its own."""
 
 FAREWELL_S = 5.0
 """For sending the rest of the answers after they were aborted."""
@@ -75,13 +78,18 @@ class EndedCount:
             self._counts.clear()
 
 
-class Connection(H11Protocol):
+class Connection(HttpToolsProtocol):
     """One HTTP/1.1 connection with time-outs."""
 
     def __init__(self, *given: Any, options: ServerOptions, ended: EndedCount, **named: Any) -> None:
         super().__init__(*given, **named)
         self._options = options
         self._ended = ended
+        self._cycles: deque[RequestResponseCycle] = deque()
+        """Requests without a whole answer, the oldest first: a client may send the next one early."""
+        self._coming: Phase | None = None
+        """Which part of a request is still to come."""
+        self._head_bytes = 0
         self._phase = Phase.IDLE
         self._since_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -96,10 +104,53 @@ class Connection(H11Protocol):
             self._make_room()
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._head_bytes += len(data)  # until something is complete
+        rest = data
+        try:
+            while rest:
+                rest = self._parse(rest)
+        except httptools.HttpParserError:
+            self._end(400, "sent something that is not HTTP", "invalid_http")
+        if self._coming is Phase.HEADERS and self._head_bytes > HEAD_BYTES_MAX:
+            self._end(431, f"sent more than {HEAD_BYTES_MAX:,} bytes of headers", "headers_too_large")
         self._follow()
 
+    def _parse(self, data: bytes) -> bytes:
+        """Parses what was received. Returns what is to be parsed next: where a request asks for another
+        protocol, such as HTTP/2, the parser stops after its headers, and is given them again without that."""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+            if method == b"CONNECT":
+                self._end(400, "is not for other hosts", "no_proxy")
+                return b""
+            head = [method + b" " + self.url + b" HTTP/" + version]
+            head += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+            self.parser = httptools.HttpRequestParser(self)
+            return b"\r\n".join([*head, b"", data[upgrade.args[0] :]])
+        return b""
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._coming = Phase.HEADERS
+
+    def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
+        super().on_headers_complete()
+        self._cycles.append(self.cycle)
+        self._coming, self._head_bytes = Phase.BODY, 0
+
+    def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
+        super().on_message_complete()
+        self._coming, self._head_bytes = None, 0
+
     def on_response_complete(self) -> None:
+        self._cycles.popleft()
         super().on_response_complete()
         self._follow()
 
@@ -107,6 +158,7 @@ class Connection(H11Protocol):
         for timer in (self._timer, self._write_timer):
             if timer is not None:
                 timer.cancel()
+        self._disconnect()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -141,12 +193,11 @@ class Connection(H11Protocol):
             self._timer = self.loop.call_later(limit_s, self._end, 408, why, "request_timeout")
 
     def _phase_now(self) -> Phase:
-        if self.conn.their_state is h11.SEND_BODY:
-            return Phase.BODY
-        if self.cycle is not None and not self.cycle.response_complete:
-            return Phase.ANSWER
-        begun = self.cycle is None or self.conn.trailing_data[0]
-        return Phase.HEADERS if begun else Phase.IDLE
+        if self._cycles:
+            return Phase.BODY if self._cycles[0].more_body else Phase.ANSWER
+        if self._coming is not None:
+            return self._coming
+        return Phase.HEADERS if self.cycle is None else Phase.IDLE
 
     def _make_room(self) -> None:
         """Closes the connection that has waited longest for its client; if none waits, this one."""
@@ -172,19 +223,22 @@ class Connection(H11Protocol):
 
     def _end(self, status: int, why: str, code: str) -> None:
         """Closes the connection. If a request has no answer yet, the answer says why."""
+        if self.transport.is_closing():
+            return
         self._ended.add(why, self.loop.time())
-        asked = self.cycle is not None or self.conn.trailing_data[0] or status == 503
-        if asked and self._phase is not Phase.IDLE and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+        asked = self._cycles or self._coming is Phase.HEADERS or status == 503
+        if asked and not (self._cycles and self._cycles[0].response_started):
             body = json.dumps(ApiError(status, f"this connection {why}", code=code).body()).encode()
-            headers = {"content-type": "application/json", "connection": "close"}
-            headers["content-length"] = str(len(body))
-            head = h11.Response(status_code=status, headers=[*headers.items()], reason=STATUS_PHRASES[status])
-            for event in (head, h11.Data(data=body), h11.EndOfMessage()):
-                self.transport.write(self.conn.send(event) or b"")
-        if self.cycle is not None:
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
+            head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+            self.transport.write(STATUS_LINE[status] + head % len(body) + body)
+        self._disconnect()
         self.transport.close()
+
+    def _disconnect(self) -> None:
+        """Tells every open request that its client is gone. (uvicorn tells the last one only.)"""
+        for cycle in self._cycles:
+            cycle.disconnected = True
+            cycle.message_event.set()
 
 
 class Server(uvicorn.Server):
@@ -199,6 +253,7 @@ class Server(uvicorn.Server):
         config = uvicorn.Config(
             app,
             http=connection,  # type: ignore[arg-type]
+            ws="none",
             log_level="warning",
             access_log=False,
             timeout_keep_alive=options.idle_s,  # type: ignore[arg-type]

@@ -52,6 +52,7 @@ class OpenAIReply(DataEvents):
     handover: Prefiller | None = field(default=None, kw_only=True)
     """Told to a router that asked for the prompt to be computed for another server."""
     created: int = field(default_factory=lambda: int(time.time()), kw_only=True)
+    _heads: dict[str, str] = field(default_factory=dict, kw_only=True)
 
     @property
     def n(self) -> int:
@@ -65,9 +66,16 @@ class OpenAIReply(DataEvents):
             yield self._written(self.event, [], **more)
 
     def _written(self, kind: str, choices: list[Fields], **more: Any) -> str:
+        head = self._heads.get(kind) or self._head(kind)
+        end = f",{to_json(more)[1:]}" if more else "}"
+        return f'{head},"choices":{to_json(choices)}{end}'
+
+    def _head(self, kind: str) -> str:
+        """The beginning of an event. It is the same for all of a stream."""
         model, created = self.body.answered_as, self.created
-        head = {"id": self.request_id, "object": kind, "created": created, "model": model}
-        return to_json({**head, "choices": choices, **more})
+        fields = {"id": self.request_id, "object": kind, "created": created, "model": model}
+        self._heads[kind] = to_json(fields)[:-1]
+        return self._heads[kind]
 
     @property
     def _tells_usage(self) -> bool:

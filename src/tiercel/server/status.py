@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import aclosing
 from dataclasses import asdict
 from importlib.metadata import version
 from typing import Annotated, Any, Literal
@@ -16,11 +15,12 @@ from starlette.responses import PlainTextResponse, Response
 
 from tiercel.engine.ask import Answer, Ask, EngineStats, Sampling
 from tiercel.server import keys
+from tiercel.server.answering import Answering
 from tiercel.server.asks import own_id
 from tiercel.server.body import SALT_CHARS_MAX
 from tiercel.server.border import visit_of
 from tiercel.server.errors import ApiError
-from tiercel.server.reply import Front, answer_deltas
+from tiercel.server.reply import Front
 from tiercel.server.schema import gives
 from tiercel.server.store import store_json
 from tiercel.server.tenants import Tenant
@@ -136,10 +136,11 @@ class Status:
         # Statistics come between two steps: if requests are running, steps are being computed.
         if not (await self.service.stats()).queue.running:
             ask = Ask(f"health/{uuid4().hex}", (0,), Sampling(max_tokens=1, temperature=0))
-            deltas = answer_deltas(self.service, [[ask]], [Answer()], visit_of(request))
-            async with aclosing(deltas):
-                async for _ in deltas:
-                    pass
+            asked = Answering(self.service, [[ask]], [Answer()], visit_of(request))
+            try:
+                await asked.run()
+            finally:
+                await asked.close()
         return Health(status="ok")
 
     async def get_load(self) -> list[Load]:
