@@ -98,6 +98,19 @@ def test_a_tree_without_tails_evicts_least_recently_used_pages():
     assert evicted(tree, "a", "ab", "x", "xy") == ["xy", "x", "ab", "a"]
 
 
+def test_a_tail_that_is_found_almost_never_is_not_written_to_a_store():
+    tree = make_tree()
+    tree.add("abcd")
+    tree.add_tail("ab")
+    tree.add_tail("abcd")
+    passed, end = tree.page("ab").tail, tree.page("abcd").tail
+    assert tree.tree.worth_keeping(passed) and tree.tree.worth_keeping(end)
+    watch(tree.tree.worth.chances, tree.tree.worth.chances.end, 500, 500)
+    watch(tree.tree.worth.chances, passed.chance, 0, 1000)
+    assert not tree.tree.worth_keeping(passed)
+    assert tree.tree.worth_keeping(end) and tree.tree.worth_keeping(passed.page)
+
+
 # Chances
 
 
