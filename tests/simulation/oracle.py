@@ -71,13 +71,13 @@ class WatchedTree(PrefixTree):
         super().load_done(move, ok)
         assert not move.item.gone or move.item.device is None, "I3: what is gone still names its place"
 
-    def evict_host(self, *, colder_than=None):
+    def evict_host(self, *, for_item=None):
         doubles = set(self.doubles)
         coldest = None if doubles else self.host.coldest()
         if coldest is not None:
             self.oracle.check_host_victim(coldest)
         before = set(self.index)
-        done = super().evict_host(colder_than=colder_than)
+        done = super().evict_host(for_item=for_item)
         assert not doubles or (done and set(self.index) == before), (
             "a double goes before the only copy of anything"
         )

@@ -476,7 +476,7 @@ def test_what_is_being_loaded_can_not_leave_either_tier():
     tree.evict(2)
     for n, text in enumerate(("a", "ab"), start=500):
         tree.tree.load_start(tree.page(text), n, batch=1)
-    assert tree.evict(9) == 0 and not tree.tree.evict_host(colder_than=99)
+    assert tree.evict(9) == 0 and not tree.tree.evict_host()
 
 
 def test_for_what_others_read_on_the_host_the_oldest_copies_leave_and_the_latest_stays():

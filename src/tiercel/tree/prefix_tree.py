@@ -18,7 +18,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from tiercel.policy.evict import Rank
 from tiercel.policy.placement import Boundary
 from tiercel.tree.books import Books
 from tiercel.tree.node import Item, ItemOwner, Page, Tail, idle, inherit, parent_of
@@ -281,20 +280,20 @@ class PrefixTree(Books):
 
     def _host_for(self, item: Item, count: int, take_host: TakeHost) -> tuple[HostPageId, ...] | None:
         """Host pages for something about to leave the device. It displaces doubles, and what is colder."""
-        rank = self._rank(item)
         item.lock += 1  # a tail must not displace the page it hangs on
-        while (host := take_host(count)) is None and self.evict_host(colder_than=rank):
+        while (host := take_host(count)) is None and self.evict_host(for_item=item):
             pass
         item.lock -= 1  # not `unlock`: the item has left the candidates and must not be offered again
         return host
 
-    def evict_host(self, *, colder_than: Rank | None = None) -> bool:
-        """Take one thing off the host: the latest double, or else the coldest that only the host has."""
+    def evict_host(self, *, for_item: Item | None = None) -> bool:
+        """Take one thing off the host: the latest double, or else the coldest that only the host has. For
+        another item, only what is not hotter than this item."""
         if (double := self.doubles.pop()) is not None:
             self._leave_host(double)
             return True
         coldest = self.host.coldest()
-        if coldest is None or (colder_than is not None and self._rank(coldest) > colder_than):
+        if coldest is None or (for_item is not None and self._rank(coldest) > self._rank(for_item)):
             return False
         self._drop(coldest)
         return True

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush, heapreplace
 from math import inf, log2
-from typing import Any, NamedTuple
+from typing import Any
 
 from tiercel.policy.evict import EvictPolicy
 from tiercel.policy.worth import Chance, Chances, weight
@@ -35,10 +35,8 @@ STEPS = 2
 """Buckets for each doubling of the weight."""
 
 
-class Weight(NamedTuple):
-    chance: Chance
-    weight: float
-    used: int
+Weight = tuple[Chance, float, int]
+"""Of an item: its chance, its weight, its last use."""
 
 
 class Worth:
@@ -59,25 +57,28 @@ class Worth:
         self._window = pages_per_window
 
     def __call__(self, item: Item) -> float:
-        return 0.0 if unreachable(item) else self.young(item) / (self.now() - self.weigh(item).used + 1)
+        if unreachable(item):
+            return 0.0
+        chance, weight, used = self.weigh(item)
+        return chance.factor * weight / (self.now() - used + 1)
 
     def young(self, item: Item) -> float:
         """What the item is worth when it has just been used."""
-        found = self.weigh(item)
-        return found.chance.factor * found.weight
+        chance, weight, _ = self.weigh(item)
+        return chance.factor * weight
 
     def weigh(self, item: Item) -> Weight:
         """A page with a tail is worth what its tail is worth; any other page makes some tail reachable."""
         if isinstance(item, Page):
             if item.tail is None:
-                return Weight(self.chances.end, weight(hits=item.hits, saved=1, freed=1), item.used)
+                return self.chances.end, weight(hits=item.hits, saved=1, freed=1), item.used
             item = item.tail
         assert item.chance is not None
         page = item.page
         saved, freed = self._saved(page), self.tail_pages
         if page.children == 0:
             freed += _alone(page, saved)
-        return Weight(item.chance, weight(hits=item.hits, saved=saved, freed=freed), item.used)
+        return item.chance, weight(hits=item.hits, saved=saved, freed=freed), item.used
 
     def _saved(self, page: Page) -> int:
         """Pages from the tail before this page to its end. The tails that are read together with the tail on
