@@ -254,7 +254,7 @@ def test_the_simulation_catches(mutant):
     owner, name = MUTANTS[mutant]
     mutant = property(mutant) if isinstance(vars(owner).get(name), property) else mutant
     with patch.object(owner, name, mutant):
-        for seed in range(120):
+        for seed in range(360):
             world = ScheduleWorld(seed)
             try:
                 world.run(numbers_of(seed, 400))
