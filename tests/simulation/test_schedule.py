@@ -19,9 +19,9 @@ from tiercel.engine.scheduler import Scheduler
 from tiercel.engine.step import Begin
 
 STEPS = 1000
-COUNTED = 30
+COUNTED = 40
 """The first seeds are run by the test that counts what happens."""
-SEEDS_PER_TEST = 18
+SEEDS_PER_TEST = 17
 BLOCKS = 8
 
 

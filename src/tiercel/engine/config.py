@@ -142,13 +142,15 @@ class EngineConfig:
 def places_of(device_bytes: int, spec: CacheSpec, running_max: int) -> tuple[int, int]:
     """Places for pages and for tails in so much device memory.
 
-    Tails get a third of the device's bytes, and never fewer places than running requests write to.
+    Tails get a tenth of the device's bytes, and at most the places that running requests write to: each keeps
+    its latest tail while it writes the next. More places would hold tails of other texts, whatever these are
+    worth. The host holds what is worth its bytes, pages and tails in one pool.
 
     A page without bytes, of a model that has windows only, counts as if it had those of a tail.
     """
     least, tails = 2 * spec.pages_per_window, 0
     if spec.tail_streams:
-        tails = max(least, min(device_bytes // 3 // spec.tail_bytes, 4 * running_max))
+        tails = max(least, min(device_bytes // 10 // spec.tail_bytes, least * running_max))
     pages = (device_bytes - tails * spec.tail_bytes) // spec.host_page_bytes
     if pages < 2:
         need = 2 * spec.host_page_bytes + least * spec.tail_bytes

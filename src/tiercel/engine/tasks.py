@@ -219,8 +219,6 @@ class Tasks:
         computed = request.reuse.tokens - request.reuse.replay_tokens
         task.seat = seat = Seat(task, request, self.free_rings.pop(), computed, computed)
         self._in_ring[seat.ring] = seat
-        roomy = self._extend(seat, len(task.tokens))
-        assert roomy, "the pages were reserved by `begin`"
         task.scores.clear()
         if not task.drawn:
             reuse = request.reuse
@@ -256,6 +254,13 @@ class Tasks:
         )
         task.stage = Stage.RUNNING
         insort(self.running, task, key=lambda each: each.order)
+
+    def _go_on_to(self, seat: Seat, end: int) -> None:
+        """A step is going to compute a prompt up to here: places for the tails that it writes. They are not
+        reserved before: a long prompt writes more tails than there are places."""
+        if end > seat.request.extended_tokens:
+            roomy = self._extend(seat, end)
+            assert roomy, "the pages were reserved by `begin`"
 
     def _extend(self, seat: Seat, upto: int) -> bool:
         """Room up to the end of the page that position `upto` lies in."""

@@ -41,9 +41,6 @@ POLL_S = 0.005
 
 DEFAULT_POLICY = CacheConfig().evict
 
-STEPS_FIRST = 3
-"""A copy that is queued after a step is sent before the next one, and taken in before the one after that."""
-
 NOBODY: set[Task] = set()
 """No task is in a step while decisions are made: a replay decides between steps."""
 
@@ -125,10 +122,7 @@ class Replayer(Scheduler):
         ended = 0
         while self._arrivals or self.tasks:
             self._take_arrivals()
-            self.collect()
-            self._admit(NOBODY)
-            self._changes.clear()
-            self._make_room()
+            self._decide()
             if self._prompts or self._answers:
                 self._take_steps()
             elif self.tasks:
@@ -139,6 +133,13 @@ class Replayer(Scheduler):
         told(self.counters["finished_length"] - ended)
         self.ended_s = self.clock.now_s
         self._let_land()
+
+    def _decide(self) -> None:
+        """What the scheduler does before each step."""
+        self.collect()
+        self._admit(NOBODY)
+        self._changes.clear()
+        self._make_room()
 
     # Requests come in
 
@@ -226,6 +227,9 @@ class Replayer(Scheduler):
             missing = [len(task.tokens) - self._prompts[task].computed for task in prompts]
             room = max((self.config.step_tokens or STEP_TOKENS) - len(self._answers), self.page_tokens)
             shares = dict(zip(prompts, share(room, missing, self.page_tokens), strict=True))
+            for task, tokens in shares.items():
+                if tokens:
+                    self._go_on_to(self._prompts[task], self._prompts[task].computed + tokens)
             computed = sum(shares.values())
             seconds += computed / self.rates.prefill_tokens_s
             if computed > PROMPT_TOKENS * len(prompts):
@@ -242,12 +246,11 @@ class Replayer(Scheduler):
 
     def _take_first(self, count: int) -> int:
         """The first of steps that are taken together: each takes in what has landed, as the scheduler does
-        before every step. After a few of them nothing changes any more. Returns how many are left."""
-        first = 0
-        while count > 1 and first < STEPS_FIRST:
+        before every step. When nothing is under way, nothing changes any more. Returns how many are left."""
+        while count > 1:
             self.clock.now_s += self.rates.token_s
             self._steps += 1
-            first, count = first + 1, count - 1
+            count -= 1
             self.collect()
             if self._prompts or self.waiting or self.loading:
                 return 0
@@ -343,9 +346,10 @@ class Replayer(Scheduler):
 
     def _sleep(self) -> None:
         """Nothing can be computed: the next thing that happens is an arrival or the end of a transfer."""
-        self.collect()  # sends what was queued since the last time
-        if self._prompts:
-            return
+        if self.null.next_s() is None:
+            self._decide()  # sends what was queued since the last time
+            if self._prompts or self._answers:
+                return
         next_s = [] if self._one_at_a_time or not self._arrivals else [self._arrivals[0][1].time_s]
         if (landing_s := self.null.next_s()) is not None:
             next_s.append(landing_s)

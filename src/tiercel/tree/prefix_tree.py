@@ -281,7 +281,9 @@ class PrefixTree(Books):
     def _host_for(self, item: Item, count: int, take_host: TakeHost) -> tuple[HostPageId, ...] | None:
         """Host pages for something about to leave the device. It displaces doubles, and what is colder."""
         item.lock += 1  # a tail must not displace the page it hangs on
-        while (host := take_host(count)) is None and self.evict_host(for_item=item):
+        # Pages that follow it on the host are worth nothing without it: then whatever is coldest leaves.
+        rival = None if item.children else item
+        while (host := take_host(count)) is None and self.evict_host(for_item=rival):
             pass
         item.lock -= 1  # not `unlock`: the item has left the candidates and must not be offered again
         return host
