@@ -3,7 +3,8 @@
 A trace is a file, or a folder whose files are replayed together. Every policy is replayed with the shipping
 code (`tiercel.replay`), half of the bytes on each tier, DeepSeek V4 Flash, one request at a time. `shipping`
 is what the default settings do; `new` is the policy `value`. A token that is computed again by an exact
-replay counts as not saved. The bounds (`benchmarks.policy_models`) have one tier of the same bytes.
+replay counts as not saved. The bounds (`benchmarks.policy_models`) have one tier of the same bytes. Requests
+that do not fit on the device are left out for all.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import argparse
 import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
 from benchmarks import policy_models
 from benchmarks.machine import describe, tell
 from tiercel.config import CacheConfig
+from tiercel.engine.config import places_of
 from tiercel.replay.formats import read_trace
 from tiercel.replay.run import Serving, Sizes, replay
 from tiercel.replay.trace import Trace
@@ -37,9 +40,17 @@ def trace_at(path: Path) -> Trace:
     return read_trace(files, SPEC.page_tokens)
 
 
+def fitting(trace: Trace, device_bytes: int) -> Trace:
+    """Without the requests that a replay would refuse."""
+    pages, _ = places_of(device_bytes, SPEC, Serving().batch)
+    room = pages * SPEC.page_tokens
+    return replace(trace, requests=[r for r in trace.requests if r.prompt_tokens + r.output_tokens < room])
+
+
 def hit_ratio(job: Job) -> float:
     path, gigabytes, name = job
-    trace, size = trace_at(path), gigabytes * 10**9
+    size = gigabytes * 10**9
+    trace = fitting(trace_at(path), size // 2)
     capacity, tail_pages = size // SPEC.host_page_bytes, SPEC.host_pages_per_tail
     if name == "belady":
         return policy_models.belady(trace, capacity)
@@ -48,6 +59,7 @@ def hit_ratio(job: Job) -> float:
         return policy_models.lru(trace, capacity, tail_pages, needed)
     sizes = Sizes(size // 2, size - size // 2)
     report = replay(trace, SPEC, sizes, policy=POLICIES[name], serving=Serving(one_at_a_time=True))
+    assert not report.refused, "the bounds count other requests"
     return (sum(report.hit_tokens.values()) - report.replayed_tokens) / report.tokens_asked
 
 

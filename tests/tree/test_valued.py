@@ -90,6 +90,17 @@ def test_what_is_worth_less_than_all_on_the_host_is_not_saved():
     assert tree.on("host", "p", "pq") == ["p", "pq"] and not tree.on("host", "a", "ab")
 
 
+def test_a_page_that_leaves_the_device_keeps_the_pages_after_it_on_the_host():
+    tree = make_tree(host_pages=3)
+    tree.add("abcd")
+    for _ in range(20):
+        tree.add_tail("abcd")  # its end was used lately, its first page was not
+    tree.evict(3)
+    assert tree.on("host", "ab", "abc", "abcd") == ["ab", "abc", "abcd"]
+    tree.evict()
+    assert tree.on("host", "a", "ab", "abc", "abcd") == ["a", "ab", "abc"], "the coldest made room"
+
+
 def test_a_tree_without_tails_evicts_least_recently_used_pages():
     tree = TreeDriver(evict="value")
     tree.add("ab")
