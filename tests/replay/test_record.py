@@ -8,12 +8,12 @@ import pytest
 from tests.engine.drive import SPEC, make_ask, make_engine, run, settle, words
 from tiercel.errors import ConfigError
 from tiercel.replay.formats import read_trace
-from tiercel.replay.record import Recorder
+from tiercel.replay.record import Recorder, open_trace
 from tiercel.replay.run import Serving, replay_places
 
 
 def record(file, engine, prompts):
-    recorder = Recorder(file, model="tiny", page_tokens=engine.page_tokens)
+    recorder = Recorder(open_trace(file), model="tiny", page_tokens=engine.page_tokens)
     engine.scheduler.finished = recorder.ended
     answers = []
     for number, prompt in enumerate(prompts):
@@ -75,12 +75,12 @@ def test_each_start_appends_a_run_that_shares_nothing_with_the_one_before(tmp_pa
 
 def test_a_file_that_can_not_be_written_is_refused_at_the_start(tmp_path):
     with pytest.raises(ConfigError, match="can not be written"):
-        Recorder(tmp_path / "none" / "out.jsonl", model="tiny", page_tokens=128)
+        open_trace(tmp_path / "none" / "out.jsonl")
 
 
 def test_a_trace_that_fails_later_fails_no_request(tmp_path, caplog):
     engine = make_engine()
-    recorder = Recorder(tmp_path / "out.jsonl", model="tiny", page_tokens=engine.page_tokens)
+    recorder = Recorder(open_trace(tmp_path / "out.jsonl"), model="tiny", page_tokens=engine.page_tokens)
     recorder._file.close()
     engine.scheduler.finished = recorder.ended
     assert run(engine, make_ask("a", BASE, 2), make_ask("b", BASE, 2))[1].finish is not None

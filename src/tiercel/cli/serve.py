@@ -50,7 +50,7 @@ def serve(
     from tiercel.engine.build import open_engine
     from tiercel.engine.service import EngineService
     from tiercel.peers.offering import open_listener, where
-    from tiercel.replay.record import Recorder
+    from tiercel.replay.record import Recorder, open_trace
     from tiercel.server.listen import check_certificate
     from tiercel.server.traces import open_traces
     from tiercel.storage.open import open_peers
@@ -69,6 +69,7 @@ def serve(
     if options.keys_file is not None:
         options = replace(options, tenants=Tenants(Path(options.keys_file)))
     check_certificate(options)
+    trace = open_trace(options.trace) if options.trace is not None else None
     log_writer = start_logging(options.log_format, options.log_level)
     listener = open_listener(build.share_pages) if build.share_pages is not None else None
     if listener is not None and build.share_pages is not None:
@@ -81,8 +82,8 @@ def serve(
         show(choices, options)
         name = [*options.model_names, model if model in FOLDERS else folder.name][0]
         service = EngineService(engine, name, ", ".join(map(shown, build.sources)), publisher)
-        if options.trace is not None:
-            recorder = Recorder(options.trace, model=name, page_tokens=engine.page_tokens)
+        if trace is not None:
+            recorder = Recorder(trace, model=name, page_tokens=engine.page_tokens)
             ending.callback(recorder.close)
             engine.scheduler.finished = recorder.ended
         ending.callback(service.close, 0.0)  # `_listen` has waited for running answers

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from tiercel.engine.task import Task
 from tiercel.errors import ConfigError
@@ -30,29 +30,37 @@ NAME_BYTES = 8
 """Of a page's name. Two of a million pages have the same name once in 37 million files."""
 
 
+def open_trace(file: str | Path) -> TextIO:
+    """To append to. A server opens its trace before it reads weights: so a wrong path is told at once."""
+    try:
+        return Path(file).open("a", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError("trace", str(file), f"can not be written: {error}") from error
+
+
 class Recorder:
     """Appends to one file, in a thread of its own. Whatever fails there is logged once, and no request is
     affected."""
 
     def __init__(
         self,
-        file: str | Path,
+        file: TextIO,
         *,
         model: str,
         page_tokens: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock`: the one that requests are timed with."""
+        """`file`: from `open_trace`; `close` closes it. `clock`: the one that requests are timed with."""
+        self._file = file
         self._page_tokens = page_tokens
         self._salt = secrets.token_bytes(32)
         self._began_s = clock()
         self._failed = False
+        head = {"tiercel_trace": VERSION, "model": model, "page_tokens": page_tokens}
         try:
-            self._file = Path(file).open("a", encoding="utf-8")  # noqa: SIM115 - `close` closes it
-            head = {"tiercel_trace": VERSION, "model": model, "page_tokens": page_tokens}
             self._write(head | {"began_s": time.time()})
         except OSError as error:
-            raise ConfigError("trace", str(file), f"can not be written: {error}") from error
+            raise ConfigError("trace", file.name, f"can not be written: {error}") from error
         self._crew = Crew(1, "tiercel-trace")
 
     def ended(self, task: Task) -> None:
