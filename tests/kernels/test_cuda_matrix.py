@@ -106,6 +106,16 @@ def test_a_row_does_not_depend_on_its_company(device, dtype, stored):
 
 
 @every_device
+@pytest.mark.parametrize("rows", [1, SMALL_ROWS + 20])
+def test_no_scale_behind_the_last_one_is_read(device, rows):
+    weights, _ = packed(whole(1, 70, 1100, device=device), FP8)
+    memory = torch.full([64], torch.nan, device=device)
+    scale = memory[: weights.scale.numel()].view_as(weights.scale).copy_(weights.scale)
+    x = whole(rows, 1100, device=device).to(BF16)
+    assert torch.equal(multiply(x, weights._replace(scale=scale)), multiply(x, weights))
+
+
+@every_device
 @pytest.mark.parametrize("small_rows", [0, SMALL_ROWS])
 def test_the_order_of_sums_is_the_one_of_the_picture(device, small_rows, monkeypatch):
     """One product in each 128 of k is not 0, and it is exact: so only its place in the order counts."""

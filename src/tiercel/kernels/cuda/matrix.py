@@ -159,7 +159,9 @@ def weight_tile(rows, scales, k, K: tl.constexpr, K_TILE: tl.constexpr, EVEN: tl
     at = rows[:, None] + column
     weight = tl.load(at) if EVEN else tl.load(at, mask=column < K, other=0.0)
     if scales is not None:
-        weight = weight.to(tl.float32) * tl.load(scales[:, None] + k // SCALE_TILE)
+        # Behind the last column there is no scale, and what lies there may be NaN: 0 times NaN is not 0.
+        of = k // SCALE_TILE if EVEN else tl.minimum(k, K - 1) // SCALE_TILE
+        weight = weight.to(tl.float32) * tl.load(scales[:, None] + of)
     return weight.to(DTYPE)
 
 
