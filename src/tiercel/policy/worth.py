@@ -56,6 +56,8 @@ class Chances:
         self.end, self.fork = Chance(), Chance()
         self.passed = {boundary: Chance(FIRST_CHANCE) for boundary in Boundary}
         self._observed = 0
+        self.computed = 0
+        """How often the chances were computed."""
 
     def of(self, boundary: Boundary, texts: int) -> Chance:
         """For a tail with so many texts after it."""
@@ -71,6 +73,7 @@ class Chances:
             self._refresh()
 
     def _refresh(self) -> None:
+        self.computed += 1
         every = (self.end, self.fork, *self.passed.values())
         if sum(chance.exposure for chance in every) > FORGET_AT:
             for chance in every:

@@ -142,9 +142,10 @@ def unreachable(item: Item) -> bool:
 class Bucket:
     """Items of one chance and about one weight: a heap, the least recently used first."""
 
-    __slots__ = ("chance", "heap", "weight")
+    __slots__ = ("chance", "heap", "key", "weight")
 
     def __init__(self, chance: Chance, level: int) -> None:
+        self.key = chance, level
         self.chance = chance
         self.weight = 2.0 ** (level / STEPS)
         self.heap: list[tuple[int, int, Item]] = []
@@ -159,6 +160,10 @@ class Valued:
         self._useless: dict[Item, None] = {}
         self._buckets: dict[tuple[Chance, int], Bucket] = {}
         self._bucket_of: dict[Item, Bucket] = {}
+        self._first: Bucket | None = None
+        """Where the coldest was when it was last looked for, at this clock, with these chances and last use.
+        A path leaves page by page, and each page goes where the page after it was."""
+        self._first_at = (0, 0, 0)
         self._serial = 0
         self._entries = 0
         self._sweep_at = SWEEP_AT_LEAST
@@ -187,18 +192,24 @@ class Valued:
                 return item
             del self._useless[item]
             self.offer(item)
-        now = self._worth.now() + 1
-        while True:
-            first, least = None, inf
-            for bucket in self._buckets.values():
-                if bucket.heap:
-                    worth = bucket.chance.factor * bucket.weight / (now - bucket.heap[0][0])
-                    if worth < least:
-                        first, least = bucket, worth
-            if first is None:
-                return next(reversed(self._useless), None)
+        while (first := self._coldest_bucket()) is not None:
             if self._is_right(first):
                 return first.heap[0][2]
+        return next(reversed(self._useless), None)
+
+    def _coldest_bucket(self) -> Bucket | None:
+        """The bucket whose first item is worth least."""
+        clock, chances, first = self._worth.now(), self._worth.chances.computed, self._first
+        if first is not None and first.heap and (clock, chances, first.heap[0][0]) <= self._first_at:
+            return first
+        first, least, now = None, inf, clock + 1
+        for bucket in self._buckets.values():
+            worth = bucket.chance.factor * bucket.weight / (now - bucket.heap[0][0])
+            if worth < least:
+                first, least = bucket, worth
+        if first is not None:
+            self._first, self._first_at = first, (clock, chances, first.heap[0][0])
+        return first
 
     def _is_right(self, bucket: Bucket) -> bool:
         """Whether the first entry of a bucket is as it should be. If not, it is corrected."""
@@ -230,20 +241,23 @@ class Valued:
     def _weigh(self, item: Item) -> tuple[Bucket, int]:
         chance, weight, used = self._worth.weigh(item)
         key = chance, round(STEPS * log2(weight))
-        bucket = self._buckets.get(key)
-        if bucket is None:
-            bucket = self._buckets[key] = Bucket(*key)
-        return bucket, used
+        return self._buckets.get(key) or Bucket(*key), used
 
     def _push(self, item: Item, bucket: Bucket, used: int) -> None:
         self._bucket_of[item] = bucket
         self._serial += 1
         self._entries += 1
+        if bucket is not self._first:
+            self._first = None
+        if not bucket.heap:
+            self._buckets[bucket.key] = bucket
         heappush(bucket.heap, (used, self._serial, item))
 
     def _pop(self, bucket: Bucket) -> None:
         self._entries -= 1
         heappop(bucket.heap)
+        if not bucket.heap:
+            del self._buckets[bucket.key]
 
     def sweep(self) -> None:
         """Drop what may not leave now, and entries that were replaced. Done when the entries have doubled: a
@@ -252,6 +266,7 @@ class Valued:
         self._useless.clear()
         self._buckets.clear()
         self._bucket_of.clear()
+        self._first = None
         self._entries = 0
         for item in items:
             if unreachable(item):
