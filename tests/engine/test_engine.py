@@ -351,3 +351,11 @@ def test_a_flush_forgets_everything_that_is_not_in_use():
     settle(engine)
     engine.flush()
     assert all(pool.free == pool.capacity for pool in engine.cache.stats().pools.values()), pools
+
+
+def test_a_long_prompt_takes_places_for_tails_step_by_step():
+    engine = make_engine(tails=6, host_pages=400, cache={"tail_every_pages": 1}, step_tokens=2 * PAGE)
+    run(engine, make_ask("a", words(20 * PAGE), 2))
+    settle(engine)
+    counted = engine.cache.counters
+    assert counted["tails_skipped"] == 0 and counted["tails_saved"] >= 19

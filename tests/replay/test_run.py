@@ -81,16 +81,6 @@ def test_a_replay_counts_what_the_cache_does_with_bytes(tmp_path, name, policy):
     assert hits, "no request found anything on the host: the test shows nothing"
 
 
-def test_a_long_prompt_takes_places_for_tails_step_by_step():
-    spec = SPECS["short window"]
-    config = CacheConfig(
-        device_pages=40, device_tails=6, host_bytes=400 * spec.host_page_bytes, tail_every_pages=1
-    )
-    prompt = range(1, 32 * spec.page_tokens)
-    _, _, counted = served([(prompt, [1, 2])], spec, config, step_tokens=2 * spec.page_tokens)
-    assert counted["tails_skipped"] == 0 and counted["tails_saved"] > 20
-
-
 def test_every_token_of_a_prompt_is_reused_lost_new_or_behind_the_last_page(tmp_path):
     spec = SPECS["compressed"]
     asked = conversations(1, 80)

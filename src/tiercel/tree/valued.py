@@ -161,9 +161,10 @@ class Valued:
         self._buckets: dict[tuple[Chance, int], Bucket] = {}
         self._bucket_of: dict[Item, Bucket] = {}
         self._first: Bucket | None = None
-        """Where the coldest was when it was last looked for, at this clock, with these chances and last use.
-        A path leaves page by page, and each page goes where the page after it was."""
+        """The bucket of the item that was coldest when the buckets were last compared. A path leaves page by
+        page, and a page often enters the bucket that the page after it has left."""
         self._first_at = (0, 0, 0)
+        """When that was: the clock, how often chances were computed; and the last use of that item."""
         self._serial = 0
         self._entries = 0
         self._sweep_at = SWEEP_AT_LEAST
