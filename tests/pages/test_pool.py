@@ -18,7 +18,7 @@ def test_a_place_comes_back_under_another_id():
     pool.release([first])
     (second,) = pool.take(1)
     assert place(first) == place(second) == 0
-    assert first != second and pool.owns(second) and not pool.owns(first)
+    assert first != second and pool.own([second]) and not pool.own([first])
 
 
 def test_places_are_given_out_in_the_order_asked_for():
@@ -57,7 +57,7 @@ def test_misuse_is_an_assertion_and_changes_nothing(misuse):
     with pytest.raises(AssertionError, match="I3"):
         bad()
     if misuse != "twice":
-        assert pool.owns(one) and not pool.owns(stale) and not pool.owns(foreign)
+        assert pool.own([one]) and not pool.own([stale]) and not pool.own([foreign])
         assert len(pool.owned_ids()) == 1 and pool.free == 3
         pool.release([one])
     pool.check()

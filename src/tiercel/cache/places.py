@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from tiercel.cache.request import Wait, WaitFor
 from tiercel.pages.pool import PagePool, Reservation, Short, reserve
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.tree.node import Actions, Move, Page, Tail
-from tiercel.tree.prefix_tree import PrefixTree
+from tiercel.tree.prefix_tree import HostRoom, PrefixTree
 from tiercel.types import DevicePageId, DeviceTailId, HostPageId
 
 
@@ -36,23 +35,28 @@ class Places:
         self._spec = spec
         self._queue_saves = queue_saves
 
-    def take_host(self, count: int) -> tuple[HostPageId, ...] | None:
+    def host_free(self) -> int:
         """Host pages that are free."""
         given = self._tree.actions.host
-        if given and self.host.free < count:  # only these: a settle for each page that is evicted would cost
+        if given:  # only these: a settle for each page that is evicted would cost
             self._tree.actions.host = []
             self.host.release(given)
-        return tuple(self.host.take(count)) if self.host.free >= count else None
+        return self.host.free
+
+    def take_host(self, count: int) -> tuple[HostPageId, ...]:
+        """Some of them."""
+        return tuple(self.host.take(count))
 
     def take_host_by_force(self, count: int) -> tuple[HostPageId, ...] | None:
         """Host pages; the coldest pages and tails leave the host for them if none are free."""
-        while (host := self.take_host(count)) is None and self._tree.evict_host():
-            pass
-        return host
+        while (missing := count - self.host_free()) > 0:
+            if not self._tree.evict_host(missing):
+                return None
+        return self.take_host(count)
 
     def reserve(self, pages: int, tails: int) -> Reservation | Wait:
         """Device places, made free by eviction where they are short."""
-        self._tree.evict(Page, pages - self.pages.free - self.pages_leaving, self._saves_to)
+        self._tree.evict(Page, pages - self.pages.free - self.pages_leaving, self._room)
         self._make_room_for_tails(tails)
         self.settle()
         room = reserve((self.pages, pages), (self.tails, tails))
@@ -67,8 +71,9 @@ class Places:
         return self._tree.leaving[Page]
 
     @property
-    def _saves_to(self) -> Callable[[int], tuple[HostPageId, ...] | None] | None:
-        return self.take_host if self.host.capacity else None
+    def _room(self) -> HostRoom | None:
+        """Where evicted pages are saved."""
+        return self if self.host.capacity else None
 
     def make_room_ahead(self) -> None:
         """No request waits for places for tails, so an eighth is kept free for what one step writes."""
@@ -78,11 +83,14 @@ class Places:
 
     def _make_room_for_tails(self, tails: int) -> None:
         short = min(tails, self.tails.capacity) - self.tails.free - self._tree.leaving[Tail]
-        self._tree.evict(Tail, short, self._saves_to, host_pages=self._spec.host_pages_per_tail)
+        self._tree.evict(Tail, short, self._room, host_pages=self._spec.host_pages_per_tail)
 
-    def owns(self, move: Move) -> bool:
-        device: PagePool[Any] = self.pages if isinstance(move.item, Page) else self.tails
-        return device.owns(move.device) and all(map(self.host.owns, move.host))
+    def own(self, moves: Sequence[Move]) -> bool:
+        """Whether all places of these moves are taken."""
+        pages = [move.device for move in moves if isinstance(move.item, Page)]
+        tails = [move.device for move in moves if isinstance(move.item, Tail)]
+        host = [page for move in moves for page in move.host]
+        return self.pages.own(pages) and self.tails.own(tails) and self.host.own(host)
 
     def settle(self) -> None:
         """Carry out what the tree decided."""
@@ -93,5 +101,5 @@ class Places:
             self.tails.release(actions.tails)
             self.host.release(actions.host)
             if actions.saves:
-                assert all(map(self.owns, actions.saves)), "I3: a save of a place that was given back"
+                assert self.own(actions.saves), "I3: a save of a place that was given back"
                 self._queue_saves(actions.saves)

@@ -286,7 +286,7 @@ class TieredCache(HostTier[Loaded]):
     def _start_loads(self, items: Sequence[Item], places: Sequence[int]) -> None:
         pairs = zip(items, places, strict=True)
         moves = [self.tree.load_start(item, device, self.flights.batch) for item, device in pairs]
-        assert all(map(self.places.owns, moves)), "I3: a load of a place that was given back"
+        assert self.places.own(moves), "I3: a load of a place that was given back"
         self.flights.queue(Direction.LOAD, moves)
 
     def _start(
@@ -367,10 +367,10 @@ class TieredCache(HostTier[Loaded]):
         for item in items:
             if item.host is None and item.load is None:
                 count = 1 if isinstance(item, Page) else self.spec.host_pages_per_tail
-                while (host := self.places.take_host(count)) is None:
+                while self.places.host_free() < count:
                     if not make_room():
                         return
-                self.tree.save_start(item, host)
+                self.tree.save_start(item, self.places.take_host(count))
 
     def _share_pages(self, request: Request, pages: int) -> None:
         first = request.committed

@@ -22,7 +22,7 @@ this package:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
@@ -75,8 +75,9 @@ class PagePool(Generic[Id]):
         following = [(i + GENERATION_ONE) & _LOW_MASK | self._tag for i in reversed(ids)]
         self._free += cast(list[Id], following)
 
-    def owns(self, page_id: Id) -> bool:
-        return page_id in self._owned
+    def own(self, ids: Iterable[int]) -> bool:
+        """Whether each of these places is taken."""
+        return self._owned.issuperset(ids)
 
     def owned_ids(self) -> frozenset[Id]:
         return frozenset(self._owned)
