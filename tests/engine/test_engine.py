@@ -132,6 +132,23 @@ def test_an_urgent_ask_takes_the_room_of_a_running_one_that_is_less_so(overlap, 
     settle(engine)
 
 
+@LOOPS
+def test_who_waits_for_pages_asks_again_only_when_something_has_changed(overlap, monkeypatch):
+    engine, ends = make_engine(pages=4), {}
+    engine.add(make_ask("first", words(2 * PAGE + 9), 60))
+    asked, begin = [], engine.cache.begin
+    monkeypatch.setattr(engine.cache, "begin", lambda *a, **k: asked.append(begin(*a, **k)) or asked[-1])
+    with ThreadPoolExecutor(1) as executor:
+        steps = steps_of(engine, overlap, executor)
+        while not engine.counters["tokens_drawn"]:
+            next(steps)
+        engine.add(make_ask("second", words(2 * PAGE, 2), 2))
+        while len(ends) < 2:
+            ends |= finishes(next(steps))
+    assert engine.counters["steps"] > 60 and len(asked) <= 6
+    settle(engine)
+
+
 def test_equal_prompts_at_the_same_moment_are_computed_once():
     engine, prompt = make_engine(), words(9 * PAGE + 48)
     answers = run(engine, *(make_ask(str(i), prompt, 1) for i in range(8)))

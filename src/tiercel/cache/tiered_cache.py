@@ -185,6 +185,12 @@ class TieredCache(HostTier[Loaded]):
             room.keep()
         return self._start(found, held, places[len(found.far) :], priority, turn_ends, for_others)
 
+    @property
+    def room(self) -> tuple[int, ...]:
+        """Something that is the same as long as nothing was shared and nothing came free: a prompt that found
+        no device pages finds none now."""
+        return *self.tree.changes, self.pages.free, self.places.pages_leaving, self.host_pages.free
+
     def load_under_way(self, request: Request) -> int | None:
         """Send what is queued. The number of the load that a request waits for, if the device can wait for it
         layer by layer (`Controller.ready`): then the request may be computed at once."""

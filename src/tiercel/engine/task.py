@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
-from tiercel.cache import Request
+from tiercel.cache import Request, Wait
 from tiercel.engine.ask import Ask, Finish, TokenOut, Usage
 from tiercel.engine.times import RequestTimes
 from tiercel.policy.speculate import GuessRecord
@@ -96,6 +96,8 @@ class Task:
         """Its text could not be decoded. The client was told so, and gets no further delta."""
         self.passed = False
         """It could not begin because of `LET_OTHERS_BY`: tasks behind it may begin before it."""
+        self.refused: tuple[object, Wait] | None = None
+        """It found no device pages, and what the cache's `room` was then."""
         asked = ask.prompt_logprobs_from
         self.scoring = asked is not None and asked < self.prompt_tokens
         """Whether the prompt's logprobs are asked for and not known yet."""

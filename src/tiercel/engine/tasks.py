@@ -199,6 +199,8 @@ class Tasks:
     def _begin(self, task: Task, instead_of: Task | None = None) -> Wait | None:
         """`instead_of`: a running task that gives its ring up, where there is no other."""
         times, now = task.times, self._clock()
+        if task.refused is not None and task.refused[0] == self.cache.room:
+            return task.refused[1]
         request = self.cache.begin(
             task.name_pages(),
             priority=task.ask.priority,
@@ -212,6 +214,8 @@ class Tasks:
         if isinstance(request, Wait):
             if request.what is WaitFor.STORE and times.store_s is None:
                 times.store_s = now
+            if request.what is WaitFor.DEVICE_PAGES:
+                task.refused = self.cache.room, request
             return request
         if instead_of is not None:
             self._preempt(instead_of)

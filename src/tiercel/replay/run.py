@@ -252,11 +252,17 @@ class Replayer(Scheduler):
             self._steps += 1
             count -= 1
             self.collect()
-            if self._prompts or self.waiting or self.loading:
+            if self._prompts or self.loading or self._stalled or not self._nobody_begins:
                 return 0
             if not self.cache.flights.busy:
                 break
         return count
+
+    @property
+    def _nobody_begins(self) -> bool:
+        """Whether nobody waits, or the first who waits was refused and nothing has changed since."""
+        refused = self.waiting[0].refused if self.waiting else None
+        return not self.waiting or (refused is not None and refused[0] == self.cache.room)
 
     def _steps_together(self) -> int:
         """How many steps draw answers only, before one of them matters."""

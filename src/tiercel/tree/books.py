@@ -86,6 +86,7 @@ class Books:
         self._save = save
         self._tails_per_path = tails_per_path * max(1, pages_per_window)
         self._clock = 0
+        self._offers = 0
         self._saving = 0
 
     def items(self) -> Iterator[Item]:
@@ -94,6 +95,11 @@ class Books:
             yield page
             if page.tail is not None:
                 yield page.tail
+
+    @property
+    def changes(self) -> tuple[int, int]:
+        """How often something was used or came, and how often something may have become free to leave."""
+        return self._clock, self._offers
 
     def lock(self, item: Item) -> None:
         item.lock += 1
@@ -218,6 +224,7 @@ class Books:
 
     def _offer(self, item: Item) -> None:
         """The item may leave a tier now, as far as its caller knows."""
+        self._offers += 1
         self.device[type(item)].offer(item)
         self.host.offer(item)
         if isinstance(item, Tail):

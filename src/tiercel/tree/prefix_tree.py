@@ -27,6 +27,9 @@ from tiercel.types import DevicePageId, DeviceTailId, HostPageId, PageKey, Tier
 Brought = tuple[PageKey, tuple[HostPageId, ...], bytes]
 """A page that comes to the host: its key, its places there, its tokens."""
 
+TOGETHER = 16
+"""At most so many pages leave a full host at once for those that come from the device."""
+
 
 class HostRoom(Protocol):
     """The free host pages, for the tree that decides what is saved into them."""
@@ -282,7 +285,7 @@ class PrefixTree(Books):
         if item.hits < self._save.evict_hits:
             return self._drop(item)
         free = room.host_free()
-        items = self._leaving_with(item, min(most, free) or most)
+        items = self._leaving_with(item, min(most, free or TOGETHER))
         if free < host_pages:
             if not self._displace(item, host_pages, host_pages * len(items), room):
                 if not self._saving:
