@@ -1,7 +1,10 @@
-"""Goal: a replay counts what the shipping scheduler and cache do with real memory. Method: the same requests
-on both; a scheduler that is driven token by token, on a cache with bytes."""
+"""Goal: a replay counts what the shipping scheduler and cache do. Method: the same requests on both. One at a
+time: a scheduler that is driven token by token, on a cache with bytes. Together: the same on a clock, each
+step at the moment when the replay takes it."""
 
+from collections import Counter, deque
 from concurrent.futures import Executor, Future
+from random import Random
 
 import pytest
 
@@ -15,10 +18,14 @@ from tiercel.engine.scheduler import Scheduler
 from tiercel.engine.step import Drawn
 from tiercel.errors import ConfigError
 from tiercel.policy.resume import Why
-from tiercel.replay.run import Rates, Serving, Sizes, replay, replay_places
+from tiercel.replay.null import Clock, NamedText, NullCache
+from tiercel.replay.run import POLL_S, Rates, Serving, Sizes, replay, replay_places
+from tiercel.replay.store import ClockMover, NullStore
 from tiercel.spec import load
 from tiercel.transfer.plan import Direction
 
+FLASH = load("deepseek-v4-flash")
+GB = 10**9
 FAST = Rates(prefill_tokens_s=1e6, token_s=1e-3, link_bytes_s=1e15)
 
 
@@ -37,6 +44,7 @@ def served(asked, spec, config, *, batch=8, step_tokens=16):
     scheduler = Scheduler(cache, EngineConfig(config, running_max=batch, step_tokens=step_tokens))
     reused = []
     for number, (prompt, answer) in enumerate(asked):
+        cache.step()
         while cache.busy:
             cache.step()
         scheduler.add(Ask(str(number), tuple(prompt), Sampling(len(answer), seed=0)), None, frozenset())
@@ -60,7 +68,7 @@ def served(asked, spec, config, *, batch=8, step_tokens=16):
 MOVED = ("pages_saved", "tails_saved", "pages_loaded", "tails_loaded", "tails_skipped", "requests_finished")
 
 
-@pytest.mark.parametrize("policy", ["lru", "slru"])
+@pytest.mark.parametrize("policy", ["lru", "slru", "value"])
 @pytest.mark.parametrize("name", ["full attention", "short window", "long window", "compressed"])
 def test_a_replay_counts_what_the_cache_does_with_bytes(tmp_path, name, policy):
     spec, hits = SPECS[name], 0
@@ -81,6 +89,120 @@ def test_a_replay_counts_what_the_cache_does_with_bytes(tmp_path, name, policy):
     assert hits, "no request found anything on the host: the test shows nothing"
 
 
+class Clocked:
+    """The scheduler, step by step on a clock. Every step plans, computes one token of each answer and what it
+    can of prompts, and takes the time that a replay says it takes."""
+
+    def __init__(self, trace, spec, serving, store_bytes):
+        self.clock, self.rates, self.store_bytes = Clock(), serving.rates, store_bytes
+        self.cache = NullCache(spec, serving.cache, self.clock, self.rates.link_bytes_s)
+        if store_bytes:
+            speed = {
+                "read_bytes_s": self.rates.store_read_bytes_s,
+                "write_bytes_s": self.rates.store_write_bytes_s,
+            }
+            self.cache.attach_mover(ClockMover(NullStore(store_bytes), spec, self.clock, **speed), self.clock)
+        config = EngineConfig(serving.cache, running_max=serving.batch, step_tokens=serving.step_tokens)
+        self.scheduler = Scheduler(self.cache, config, self.clock)
+        self.arrivals = deque(enumerate(trace.requests))
+        self.first_reuse = {}
+
+    def run(self):
+        while self.arrivals or self.scheduler.tasks:
+            self._arrive()
+            step = self._plan()
+            if not step.parts and self.cache.next_s() is None:
+                step = self._plan()
+            if not step.parts:
+                self._sleep()
+            else:
+                self._compute(step)
+        ended_s = self.clock.now_s
+        self.scheduler.collect()
+        self._pass(float("inf"))
+        hits = Counter(device=0, host=0, store=0)
+        for reuse in self.first_reuse.values():
+            hits.update(device=reuse.device_tokens, host=reuse.host_tokens, store=reuse.store_tokens)
+        return dict(hits), self.scheduler.counters["preemptions"], ended_s, self.cache.counters
+
+    def _pass(self, until_s):
+        while (next_s := self.cache.next_s()) is not None and next_s < until_s:
+            self.clock.now_s = max(self.clock.now_s, next_s)
+            self.scheduler.collect()
+
+    def _arrive(self):
+        if not self.scheduler.tasks:
+            self._pass(self.arrivals[0][1].time_s)
+            self.clock.now_s = max(self.clock.now_s, self.arrivals[0][1].time_s)
+        while self.arrivals and self.arrivals[0][1].time_s <= self.clock.now_s:
+            number, each = self.arrivals.popleft()
+            text, sampling = (
+                NamedText(each.prompt_tokens, each.keys),
+                Sampling(max(1, each.output_tokens), seed=0),
+            )
+            self.scheduler.add(Ask(str(number), text, sampling), None, frozenset())
+
+    def _plan(self):
+        step = self.scheduler.seal(self.scheduler.plan())
+        for name, told in self.scheduler.explained.items():
+            self.first_reuse.setdefault(name, told.reuse)
+        return step
+
+    def _sleep(self):
+        next_s = [self.arrivals[0][1].time_s] if self.arrivals else []
+        if (landing_s := self.cache.next_s()) is not None:
+            next_s.append(landing_s)
+        if self.scheduler.waiting and self.store_bytes:
+            next_s.append(self.clock.now_s + POLL_S)
+        self.clock.now_s = max(self.clock.now_s, min(next_s))
+
+    def _compute(self, step):
+        prompts, answers = 0, False
+        for part in step.parts:
+            if part.draws and part.end - part.start == 1:
+                answers = True
+            else:
+                prompts += part.end - part.start
+        seconds = self.rates.token_s * answers + prompts / self.rates.prefill_tokens_s
+        self.clock.now_s += seconds
+        tokens = [(TokenOut(0),) if part.draws else None for part in step.parts]
+        self.scheduler.advance(step, Drawn(tokens, {}, seconds))
+
+
+@pytest.mark.parametrize("store", ["no store", "a fast store", "a slow and small store"])
+@pytest.mark.parametrize("policy", ["lru", "value"])
+@pytest.mark.parametrize("name", ["full attention", "short window", "compressed"])
+def test_a_replay_of_requests_that_overlap_does_what_the_scheduler_does_step_by_step(
+    tmp_path, name, policy, store
+):
+    spec, used = SPECS[name], Counter()
+    page_bytes = spec.host_page_bytes
+    for seed in range(6):
+        random = Random(seed)
+        config = CacheConfig(
+            device_pages=24,
+            device_tails=8 * max(1, spec.pages_per_window) if spec.tail_streams else 0,
+            host_bytes=random.choice([15, 30, 200]) * page_bytes,
+            evict=policy,
+        )
+        link_s = random.choice([1e15, 1e3 * page_bytes])
+        store_s = {"a fast store": 1e6}.get(store, 100) * page_bytes
+        rates = Rates(1e4, 1e-3, link_s, store_read_bytes_s=store_s, store_write_bytes_s=store_s)
+        serving = Serving(rates, batch=8, step_tokens=16, cache=config)
+        # Not a multiple of a step's time: sums of the same times in another order differ in their last bit.
+        every_s = random.choice([0.00213, 0.01017])
+        asked = conversations(seed, 80, recent=30)
+        trace = trace_of(tmp_path, asked, spec.page_tokens, every_s=every_s)
+        store_bytes = {"no store": 0, "a fast store": GB}.get(store, 40 * page_bytes)
+        report = replay_places(trace, spec, serving, store_bytes)
+        hits, preemptions, ended_s, counters = Clocked(trace, spec, serving, store_bytes).run()
+        assert report.hit_tokens == hits and report.preemptions == preemptions, seed
+        assert report.simulated_s == pytest.approx(ended_s), seed
+        assert report.counters == dict(counters), seed
+        used.update(hits, preemptions=preemptions)
+    assert used["host"] and (used["store"] or store != "a fast store"), "the test shows nothing"
+
+
 def test_every_token_of_a_prompt_is_reused_lost_new_or_behind_the_last_page(tmp_path):
     spec = SPECS["compressed"]
     asked = conversations(1, 80)
@@ -91,10 +213,6 @@ def test_every_token_of_a_prompt_is_reused_lost_new_or_behind_the_last_page(tmp_
     assert report.tokens_asked == sum(len(prompt) for prompt, _ in asked)
     assert report.hits + sum(report.lost_tokens.values()) + report.new_tokens == useful
     assert report.lost_tokens and report.requests == 80
-
-
-FLASH = load("deepseek-v4-flash")
-GB = 10**9
 
 
 def long_conversations(tmp_path, requests=60, **options):
@@ -111,7 +229,7 @@ def test_the_same_input_gives_the_same_report_with_every_tier_and_overlapping_re
     for report in reports:
         del report["wall_s"], report["requests_s"]
     assert reports[0] == reports[1]
-    assert all(reports[0]["hit_tokens"].values()), "each tier was used"
+    assert reports[0]["hit_tokens"]["host"] and reports[0]["store_read_bytes"], "each tier was used"
     assert 0 < reports[0]["store_used_bytes"] <= reports[0]["store_written_bytes"]
 
 

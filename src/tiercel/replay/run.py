@@ -111,7 +111,9 @@ class Replayer(Scheduler):
         self._prompts: dict[Task, Seat] = {}
         self._answers: dict[Task, tuple[int, int]] = {}
         """Who draws, since which step, and the step that it is looked at again."""
-        self._due: list[tuple[int, int, Task]] = []
+        self._due: list[tuple[int, tuple[float, int], Task]] = []
+        self._collected = False
+        """What has landed was taken in for the next step already."""
         self._stalled: list[Task] = []
         """Answers whose next token needs room."""
         self.ended_s = 0.0
@@ -136,7 +138,9 @@ class Replayer(Scheduler):
 
     def _decide(self) -> None:
         """What the scheduler does before each step."""
-        self.collect()
+        if not self._collected:
+            self.collect()
+        self._collected = False
         self._admit(NOBODY)
         self._changes.clear()
         self._make_room()
@@ -184,8 +188,9 @@ class Replayer(Scheduler):
         self._arrived_s[self.tasks[ask.request_id]] = time_s
 
     def _begin(self, task: Task, instead_of: Task | None = None) -> Wait | None:
+        first = task.times.begun_s is None
         waits = super()._begin(task, instead_of)
-        if waits is None and not task.drawn and task.seat is not None:
+        if waits is None and first and task.seat is not None:
             self._count(task, task.seat.request.reuse)
         return waits
 
@@ -215,8 +220,7 @@ class Replayer(Scheduler):
 
     def _resume(self, task: Task) -> None:
         super()._resume(task)
-        assert task.seat is not None
-        self._prompts[task] = task.seat
+        self._go_on_with(task)
 
     def _take_steps(self) -> None:
         """One step with prompts, or all steps up to the next that matters."""
@@ -239,10 +243,10 @@ class Replayer(Scheduler):
             seconds *= count
         self.clock.now_s += seconds
         self._steps += count
+        self._look_at_answers()
         for task, tokens in shares.items():
             if tokens:
                 self._prompt_computed(task, tokens)
-        self._look_at_answers()
 
     def _take_first(self, count: int) -> int:
         """The first of steps that are taken together: each takes in what has landed, as the scheduler does
@@ -253,8 +257,9 @@ class Replayer(Scheduler):
             count -= 1
             self.collect()
             if self._prompts or self.loading or self._stalled or not self._nobody_begins:
+                self._collected = True
                 return 0
-            if not self.cache.flights.busy:
+            if not self.cache.busy:
                 break
         return count
 
@@ -278,20 +283,31 @@ class Replayer(Scheduler):
             count = min(count, max(1, ceil((min(next_s) - self.clock.now_s) / self.rates.token_s)))
         return count
 
-    def _is_old(self, due: tuple[int, int, Task]) -> bool:
+    def _is_old(self, due: tuple[int, tuple[float, int], Task]) -> bool:
         return self._answers.get(due[2], (0, -1))[1] != due[0]
 
     def _prompt_computed(self, task: Task, tokens: int) -> None:
         """A step has computed so many tokens of a prompt, or of a text that goes on after a preemption."""
-        seat = self._prompts[task]
+        seat = self._prompts.pop(task)
         self._advance(task, seat, tokens)
-        if seat.computed < len(task.tokens):
-            return
-        del self._prompts[task]
-        task.tokens.append(0)
-        if (arrived_s := self._arrived_s.pop(task, None)) is not None:
+        if seat.computed == len(task.tokens):
+            self._drew(task, 1)
+        self._go_on_with(task)
+
+    def _go_on_with(self, task: Task) -> None:
+        """More of a prompt, or one token more. The scheduler counts the last token of a prompt, if nothing
+        else is missing, as an answer's."""
+        seat = task.seat
+        assert seat is not None
+        if len(task.tokens) - seat.computed > 1:
+            self._prompts[task] = seat
+        else:
+            self._draw_on(task)
+
+    def _drew(self, task: Task, tokens: int) -> None:
+        task.tokens += [0] * tokens
+        if tokens and (arrived_s := self._arrived_s.pop(task, None)) is not None:
             self.first_token_s.append(self.clock.now_s - arrived_s)
-        self._draw_on(task)
 
     def _advance(self, task: Task, seat: Seat, tokens: int) -> None:
         seat.computed += tokens
@@ -301,21 +317,18 @@ class Replayer(Scheduler):
 
     def _look_at_answers(self) -> None:
         """Answers that have filled a page or have ended."""
-        due = []
         while self._due and self._due[0][0] <= self._steps:
             entry = heappop(self._due)
             if not self._is_old(entry):
-                due.append(entry[2])
                 self._settle(entry[2])
-        for task in due:
-            self._draw_on(task)
+                self._draw_on(entry[2])
 
     def _settle(self, task: Task) -> None:
         """Count what an answer has drawn since it was last looked at."""
         since, _ = self._answers.pop(task)
         assert task.seat is not None
         drawn = self._steps - since
-        task.tokens += [0] * drawn
+        self._drew(task, drawn)
         self._advance(task, task.seat, drawn)
 
     def _draw_on(self, task: Task) -> None:
@@ -326,9 +339,9 @@ class Replayer(Scheduler):
             self._end(task, Finish.LENGTH)
         elif seat.planned < seat.request.extended_tokens:
             page_end = (seat.computed // self.page_tokens + 1) * self.page_tokens
-            upto = self._steps + min(page_end, task.longest - 1) - seat.computed
-            self._answers[task] = self._steps, upto
-            heappush(self._due, (upto, task.order[1], task))
+            steps = 1 if task in self._arrived_s else min(page_end, task.longest - 1) - seat.computed
+            self._answers[task] = self._steps, self._steps + steps
+            heappush(self._due, (self._steps + steps, task.order, task))
         else:
             self._stalled.append(task)
 
