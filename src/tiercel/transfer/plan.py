@@ -58,4 +58,9 @@ class Plan:
     def of(direction: Direction, pages: Iterable[Pair] = (), tails: Iterable[Pair] = ()) -> Plan:
         """From pairs: at most one leg of each kind."""
         kinds = (False, tuple(pages)), (True, tuple(tails))
-        return Plan(direction, tuple(Leg(kind, *zip(*pairs, strict=True)) for kind, pairs in kinds if pairs))
+        legs = (
+            Leg(kind, tuple(d for d, _ in pairs), tuple(h for _, h in pairs))
+            for kind, pairs in kinds
+            if pairs
+        )
+        return Plan(direction, tuple(legs))
