@@ -30,7 +30,7 @@ class TreeDriver:
     ) -> None:
         self.tree = PrefixTree(evict=make_evict_policy(evict), save=make_save_policy(save), **options)
         self.ids = count(1)
-        self.host_pages = host_pages
+        self.host_free = host_pages
 
     def add(self, text: str, *, priority: int = 0) -> None:
         """Compute what is missing of a text and insert it, as a request would."""
@@ -58,18 +58,16 @@ class TreeDriver:
         keys = make_keys(text)
         return self.tree.match(keys, len(keys), **options)
 
-    def host_free(self) -> int:
-        self.host_pages += len(self.tree.actions.host)
+    def take_host(self, n: int) -> tuple[HostPageId, ...] | None:
+        self.host_free += len(self.tree.actions.host)
         self.tree.actions.host.clear()
-        return self.host_pages
-
-    def take_host(self, count: int) -> tuple[HostPageId, ...]:
-        assert count <= self.host_free()
-        self.host_pages -= count
-        return tuple(HostPageId(next(self.ids)) for _ in range(count))
+        if n > self.host_free:
+            return None
+        self.host_free -= n
+        return tuple(HostPageId(next(self.ids)) for _ in range(n))
 
     def evict(self, n: int = 1, *, finish_saves: bool = True) -> int:
-        going = self.tree.evict(Page, n, self)
+        going = self.tree.evict(Page, n, self.take_host)
         if finish_saves:
             self.finish_saves()
         return going
@@ -84,7 +82,9 @@ class TreeDriver:
         for end in range(1, len(text) + 1):
             page = self.page(text[:end])
             if page.host is None:
-                self.tree.save_start(page, self.take_host(1))
+                host = self.take_host(1)
+                assert host is not None
+                self.tree.save_start(page, host)
         self.finish_saves()
 
     def on(self, tier: str, *texts: str) -> list[str]:

@@ -8,7 +8,6 @@ who must be evicted.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from math import log2
 
 from tiercel.policy.evict import Rank
@@ -55,19 +54,9 @@ class WatchedTree(PrefixTree):
             self.oracle.use_path(pages[-1], self._clock, priority, hit=False)
         return pages
 
-    def _evict(self, item, most, host_pages, room):
+    def _evict(self, item, host_pages, take_host):
         self.oracle.check_victim(item)
-        return super()._evict(item, most, host_pages, room)
-
-    def _leaving_with(self, item, most):
-        items = super()._leaving_with(item, most)
-        self.oracle.check_next_victims(items)
-        return items
-
-    def _going_with(self, page, most):
-        pages = super()._going_with(page, most)
-        self.oracle.check_next_gone(pages)
-        return pages
+        return super()._evict(item, host_pages, take_host)
 
     def _forget(self, item):
         self.oracle.check_owned_victim(item)
@@ -82,28 +71,26 @@ class WatchedTree(PrefixTree):
         super().load_done(move, ok)
         assert not move.item.gone or move.item.device is None, "I3: what is gone still names its place"
 
-    def evict_host(self, pages=1, *, for_item=None):
+    def evict_host(self, *, for_item=None):
         doubles = set(self.doubles)
         coldest = None if doubles else self.host.coldest()
         if coldest is not None:
             self.oracle.check_host_victim(coldest)
         before = set(self.index)
-        done = super().evict_host(pages, for_item=for_item)
+        done = super().evict_host(for_item=for_item)
         assert not doubles or (done and set(self.index) == before), (
             "a double goes before the only copy of anything"
         )
         return done
 
-    def _tell(self, stored, tier, *items):
-        for item in items:
-            page = item.page if isinstance(item, Tail) else item
-            self.oracle.hear(Event(stored, tier, isinstance(item, Tail), page.key))
-        super()._tell(stored, tier, *items)
+    def _tell(self, stored, tier, item):
+        page = item.page if isinstance(item, Tail) else item
+        self.oracle.hear(Event(stored, tier, isinstance(item, Tail), page.key))
+        super()._tell(stored, tier, item)
 
-    def _remove(self, *pages):
-        super()._remove(*pages)
-        for page in pages:
-            self.oracle.uses.pop(page.key, None)
+    def _remove(self, page):
+        super()._remove(page)
+        self.oracle.uses.pop(page.key, None)
 
 
 class Oracle:
@@ -227,33 +214,6 @@ class Oracle:
             ]
         assert item in line, "I3: this may not leave the device"
         self.check_coldest(item, line)
-
-    def check_next_victims(self, items: list[Item]) -> None:
-        """Pages that leave the device together: each would be the next, because it is alone on its path then,
-        free, and ranks like the first of them."""
-        pages = list(self.tree.index.values())
-        first = items[0]
-        for child, page in pairwise(items):
-            assert page is child.parent and page.device is not None and page.host is None, "I6"
-            assert page.lock == 0 and page.load is None, "I3: this may not leave the device"
-            assert [p for p in pages if p.parent is page and p.device is not None] == [child], "I6"
-            if self.tree.worth is None:
-                assert self.rank(page) == self.rank(first), "somebody colder was passed over"
-            else:
-                assert page.tail is None and self.uses[page.key].used == self.uses[first.key].used
-                hits = [min(self.uses[p.key].hits, HITS_MOST) for p in (page, first)]
-                assert hits[0] == hits[1], "what is worth less was passed over"
-
-    def check_next_gone(self, gone: list[Page]) -> None:
-        """Pages that are forgotten together: the first by somebody's decision, each other because nothing
-        follows it then and nobody uses it; and no tail makes it reachable, or it ranks like the first."""
-        pages, first = list(self.tree.index.values()), gone[0]
-        for child, page in pairwise(gone):
-            assert page is child.parent and page.tail is None and not page.lock and not page.readers, "I3"
-            assert page.load is None and page.save is None, "I3: a copy is under way"
-            assert [p for p in pages if p.parent is page] == [child], "I6"
-            assert (page.device, page.host).count(None) == 1 and (page.host is None) == (first.host is None)
-            assert self.tree.worth is not None or self.rank(page) == self.rank(first)
 
     def check_host_victim(self, item: Item) -> None:
         pages = list(self.tree.index.values())

@@ -111,9 +111,9 @@ def the_hottest_goes_first(self):
     return max(ready, key=lambda entry: entry[:2])[2] if ready else None
 
 
-def a_place_comes_back_before_its_save_ended(self, item, most, host_pages, room):
+def a_place_comes_back_before_its_save_ended(self, item, host_pages, take_host):
     device = item.device
-    going = real_evict(self, item, most, host_pages, room)
+    going = real_evict(self, item, host_pages, take_host)
     if item.save == device:
         self._give_device(item, device)
     return going

@@ -8,7 +8,7 @@ from tiercel.cache.request import Wait, WaitFor
 from tiercel.pages.pool import PagePool, Reservation, Short, reserve
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.tree.node import Actions, Move, Page, Tail
-from tiercel.tree.prefix_tree import HostRoom, PrefixTree
+from tiercel.tree.prefix_tree import PrefixTree
 from tiercel.types import DevicePageId, DeviceTailId, HostPageId
 
 
@@ -35,28 +35,23 @@ class Places:
         self._spec = spec
         self._queue_saves = queue_saves
 
-    def host_free(self) -> int:
+    def take_host(self, count: int) -> tuple[HostPageId, ...] | None:
         """Host pages that are free."""
         given = self._tree.actions.host
-        if given:  # only these: a settle for each page that is evicted would cost
+        if given and self.host.free < count:  # only these: a settle for each page that is evicted would cost
             self._tree.actions.host = []
             self.host.release(given)
-        return self.host.free
-
-    def take_host(self, count: int) -> tuple[HostPageId, ...]:
-        """Some of them."""
-        return tuple(self.host.take(count))
+        return tuple(self.host.take(count)) if self.host.free >= count else None
 
     def take_host_by_force(self, count: int) -> tuple[HostPageId, ...] | None:
         """Host pages; the coldest pages and tails leave the host for them if none are free."""
-        while (missing := count - self.host_free()) > 0:
-            if not self._tree.evict_host(missing):
-                return None
-        return self.take_host(count)
+        while (host := self.take_host(count)) is None and self._tree.evict_host():
+            pass
+        return host
 
     def reserve(self, pages: int, tails: int) -> Reservation | Wait:
         """Device places, made free by eviction where they are short."""
-        self._tree.evict(Page, pages - self.pages.free - self.pages_leaving, self._room)
+        self._tree.evict(Page, pages - self.pages.free - self.pages_leaving, self._saves_to)
         self._make_room_for_tails(tails)
         self.settle()
         room = reserve((self.pages, pages), (self.tails, tails))
@@ -71,9 +66,8 @@ class Places:
         return self._tree.leaving[Page]
 
     @property
-    def _room(self) -> HostRoom | None:
-        """Where evicted pages are saved."""
-        return self if self.host.capacity else None
+    def _saves_to(self) -> Callable[[int], tuple[HostPageId, ...] | None] | None:
+        return self.take_host if self.host.capacity else None
 
     def make_room_ahead(self) -> None:
         """No request waits for places for tails, so an eighth is kept free for what one step writes."""
@@ -83,7 +77,7 @@ class Places:
 
     def _make_room_for_tails(self, tails: int) -> None:
         short = min(tails, self.tails.capacity) - self.tails.free - self._tree.leaving[Tail]
-        self._tree.evict(Tail, short, self._room, host_pages=self._spec.host_pages_per_tail)
+        self._tree.evict(Tail, short, self._saves_to, host_pages=self._spec.host_pages_per_tail)
 
     def own(self, moves: Sequence[Move]) -> bool:
         """Whether all places of these moves are taken."""

@@ -373,10 +373,10 @@ class TieredCache(HostTier[Loaded]):
         for item in items:
             if item.host is None and item.load is None:
                 count = 1 if isinstance(item, Page) else self.spec.host_pages_per_tail
-                while self.places.host_free() < count:
+                while (host := self.places.take_host(count)) is None:
                     if not make_room():
                         return
-                self.tree.save_start(item, self.places.take_host(count))
+                self.tree.save_start(item, host)
 
     def _share_pages(self, request: Request, pages: int) -> None:
         first = request.committed

@@ -29,12 +29,10 @@ from tiercel.tree.node import (
     Page,
     Tail,
     event,
-    idle,
     inherit,
     may_leave_device,
     may_leave_host,
     parent_of,
-    used_alike,
 )
 from tiercel.tree.owners import ItemBytes, Owners, tail_in_pages
 from tiercel.tree.valued import Worth, line
@@ -175,7 +173,7 @@ class Books:
             if item.device is None:
                 self._drop(item)
                 return
-        if item.device is not None or not item.children:
+        if item.device is not None or not item.children:  # others may not leave: that is cheap to see
             self._offer(item)
 
     def read_start(self, item: Item) -> None:
@@ -242,24 +240,20 @@ class Books:
         if self.worth is not None and page.tail is not None and self.worth.followed(page.tail):
             self._offer(page.tail)
 
-    def _leave_device(self, *items: Item) -> None:
-        """Off the device: an item, or pages of one path, the deepest first. Their places are given back,
-        unless a save still reads them: then by `save_done`."""
-        if items[0].load is None:
-            self._tell(False, Tier.DEVICE, *items)
-        for item in items:
-            if item.save == item.device:
-                self.leaving[type(item)] += 1
-            else:
-                self._give_device(item, item.device)
-            item.device = None
-            if item.save is None:
-                self.doubles.discard(item)
-            if isinstance(item, Page):
-                parent = parent_of(item)
-                parent.children_device -= 1
-                inherit(parent, item)
+    def _leave_device(self, item: Item) -> None:
+        """Off the device. The place is given back, unless a save still reads it: then by `save_done`."""
+        if item.save == item.device:
+            self.leaving[type(item)] += 1
+        else:
+            self._give_device(item, item.device)
+        item.device = None
+        self.doubles.discard(item)
+        if item.load is None:
+            self._tell(False, Tier.DEVICE, item)
         if isinstance(item, Page):
+            parent = parent_of(item)
+            parent.children_device -= 1
+            inherit(parent, item)
             self.device[Page].offer(parent)
 
     def _leave_host(self, item: Item) -> None:
@@ -268,13 +262,11 @@ class Books:
             self._tell(False, Tier.HOST, item)
             self._give_host(item)
 
-    def _drop(self, item: Item, most: int = 1) -> int:
-        """Forget an item altogether; with a page, all pages below it, of which the device holds none. Of the
-        pages before it those go with it that would go next, all together at most so many; answers how many
-        went."""
+    def _drop(self, item: Item) -> None:
+        """Forget an item altogether; with a page, all pages below it, of which the device holds none."""
         if isinstance(item, Tail):
             self._remove_tail(item)
-            return 1
+            return
         if item.children:  # rare: a page that could not be saved, with descendants on the host
             below = {item: None}
             for page in self.index.values():  # parents come before their children
@@ -282,48 +274,27 @@ class Books:
                     below[page] = None
             for page in list(below)[:0:-1]:
                 self._remove(page)
-        pages = self._going_with(item, most)
-        self._remove(*pages)
-        return len(pages)
+        self._remove(item)
 
-    def _going_with(self, page: Page, most: int) -> list[Page]:
-        """A page that is forgotten, and those before it in the same tier that are forgotten next because they
-        are as cold. If worth is asked for, these are pages that no tail makes reachable then."""
-        pages = [page]
+    def _remove(self, page: Page) -> None:
+        assert page.lock == 0 and page.children == 0 and page.load is None, "I3: a page in use is not removed"
         if page.tail is not None:
-            return pages
-        last = page
-        while len(pages) < most:
-            parent = parent_of(last)
-            if parent is self.root or parent.children != 1 or parent.tail is not None:
-                break
-            if parent.readers or not idle(parent):
-                break
-            if (parent.device is None, parent.host is None) != (page.device is None, page.host is None):
-                break
-            if self.worth is None and not used_alike(page, last, parent):
-                break
-            pages.append(parent)
-            last = parent
-        return pages
-
-    def _remove(self, *pages: Page) -> None:
-        """Forget pages of one path, the deepest first. Nothing follows the deepest."""
-        for page in pages:
-            assert page.lock == 0 and page.children == 0 and page.load is None, "I3: a page in use stays"
-            if page.tail is not None:
-                self._remove_tail(page.tail)
-            parent = parent_of(page)
-            page.gone = True
-            del self.index[page.key]
-            parent.children -= 1
-            if page.device is None:
-                inherit(parent, page)
-            else:
-                self._leave_device(page)
-            self._leave_host(page)
+            self._remove_tail(page.tail)
+        parent = parent_of(page)
+        page.gone = True
+        del self.index[page.key]
+        parent.children -= 1
         self._followed(parent)
-        self._offer(parent)
+        if page.device is not None:
+            self._leave_device(page)
+        else:
+            inherit(parent, page)
+            self.device[Page].offer(parent)
+        if page.host is not None:
+            self._leave_host(page)
+        if parent.host is not None:
+            self.host.offer(parent)
+        self._offer_to_owner(parent)
 
     def _remove_tail(self, tail: Tail) -> None:
         """Places that a transfer still uses are given back when it ends."""
@@ -349,13 +320,11 @@ class Books:
     def _give_device(self, item: Item, device: Any) -> None:
         (self.actions.pages if isinstance(item, Page) else self.actions.tails).append(device)
 
-    def _tell(self, stored: bool, tier: Tier, *items: Item) -> None:
-        """Of an item, or of pages of one path."""
+    def _tell(self, stored: bool, tier: Tier, item: Item) -> None:
         if tier is not Tier.STORE:
-            kind, owner, change = type(items[0]), items[0].owner, len(items) if stored else -len(items)
             counts = self.on_device if tier is Tier.DEVICE else self.on_host
-            counts[kind] += change
-            if owner is not None:
-                owner.count(tier, kind, change)
+            counts[type(item)] += 1 if stored else -1
+            if item.owner is not None:
+                item.owner.count(tier, type(item), 1 if stored else -1)
         if self.events is not None:
-            self.events.extend(event(stored, tier, item) for item in items)
+            self.events.append(event(stored, tier, item))

@@ -123,13 +123,6 @@ def inherit(parent: Page, page: Page) -> None:
     page.hits_given = page.hits
 
 
-def used_alike(first: Page, page: Page, parent: Page) -> bool:
-    """Whether a parent will have the same use as `first` once it has inherited all of the pages from `first`
-    up to `page`, its child. So every policy that looks at the use gives both the same rank."""
-    hits_alike = parent.hits == page.hits_given
-    return hits_alike and parent.used <= first.used and parent.priority <= first.priority
-
-
 def idle(item: Item) -> bool:
     """Held by no request and moved by no copy between device and host."""
     return item.lock == 0 and item.load is None and item.save is None

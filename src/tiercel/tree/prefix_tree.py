@@ -15,30 +15,20 @@ saves that it wants collect in `actions`, and the cache that drives it (`TieredC
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from tiercel.policy.placement import Boundary
 from tiercel.tree.books import Books
-from tiercel.tree.node import Item, ItemOwner, Page, Tail, idle, inherit, parent_of, used_alike
+from tiercel.tree.node import Item, ItemOwner, Page, Tail, idle, inherit, parent_of
 from tiercel.tree.owners import Owner
 from tiercel.types import DevicePageId, DeviceTailId, HostPageId, PageKey, Tier
 
 Brought = tuple[PageKey, tuple[HostPageId, ...], bytes]
 """A page that comes to the host: its key, its places there, its tokens."""
 
-TOGETHER = 4
-"""At most so many pages leave a full host at once for those that come from the device. (More are no faster.
-With 16, agents at 4 GB find 0.2 % less.)"""
-
-
-class HostRoom(Protocol):
-    """The free host pages, for the tree that decides what is saved into them."""
-
-    def host_free(self) -> int: ...
-
-    def take_host(self, count: int) -> tuple[HostPageId, ...]:
-        """So many of the free pages."""
+TakeHost = Callable[[int], tuple[HostPageId, ...] | None]
+"""So many host pages, or None when there are not so many free."""
 
 
 class Match(NamedTuple):
@@ -257,88 +247,58 @@ class PrefixTree(Books):
     # Evicting: only leaves leave, and nothing that is locked or on its way
 
     def evict(
-        self, kind: type[Item], count: int, room: HostRoom | None = None, *, host_pages: int = 1
+        self, kind: type[Item], count: int, take_host: TakeHost | None = None, *, host_pages: int = 1
     ) -> int:
         """Take up to `count` pages (or tails) off the device, coldest leaves first; answers how many left.
 
-        Each goes to the host: it is there already, or it is saved into `host_pages` pages of `room`.
+        Each goes to the host: it is there already, or it is saved into `host_pages` from `take_host`.
         Otherwise it is gone. `save_done` gives back the places of those that are being saved.
         """
-        left = 0
-        while left < count and (item := self.device[kind].pop()) is not None:
-            gone = self._evict(item, count - left, host_pages, room)
-            if not gone:
-                break
-            left += gone
-        return left
+        for gone in range(count):
+            item = self.device[kind].pop()
+            if item is None or not self._evict(item, host_pages, take_host):
+                return gone
+        return count
 
-    def _evict(self, item: Item, most: int, host_pages: int, room: HostRoom | None) -> int:
-        """Evict an item, and with a page those before it on its path that are as cold: so a long text is not
-        asked about page by page. Answers how many left, at most `most`. 0 when the item has to wait: saves
-        are filling the host, and their end will show who is colder."""
+    def _evict(self, item: Item, host_pages: int, take_host: TakeHost | None) -> bool:
+        """False when it has to wait: saves are filling the host, and their end will show who is colder."""
         assert item.device is not None
-        if item.host is not None:
-            self._leave_device(item)
+        if item.host is None:
+            host = None
+            if take_host is not None and item.hits >= self._save.evict_hits:
+                host = self._host_for(item, host_pages, take_host)
+                if host is None and self._saving:
+                    self._offer(item)
+                    return False
+            if host is None:
+                self._drop(item)
+                return True
+            self.save_start(item, host)
+        self._leave_device(item)
+        if item.save is None:  # otherwise it is offered when the save has ended
             self._offer(item)
-            return 1
-        if room is None:
-            return self._drop(item, most)
-        if item.hits < self._save.evict_hits:
-            return self._drop(item)
-        free = room.host_free()
-        items = self._leaving_with(item, min(most, free or TOGETHER))
-        if free < host_pages:
-            if not self._displace(item, host_pages, host_pages * len(items), room):
-                if not self._saving:
-                    return self._drop(item)
-                self._offer(item)
-                return 0
-            items = [item]  # what has left the host may have made something else the coldest here
-        for each in items:
-            self.save_start(each, room.take_host(host_pages))
-        self._leave_device(*items)
-        return len(items)
+        return True
 
-    def _leaving_with(self, item: Item, most: int) -> list[Item]:
-        """An item that leaves the device, and of pages those before it that are as cold and leave next."""
-        items = [item]
-        if not isinstance(item, Page) or item.tail is not None or not item.children:
-            return items
-        page = item
-        while len(items) < most:
-            parent = parent_of(page)
-            if parent.children_device != 1 or parent.host is not None or parent.tail is not None:
-                break
-            if parent is self.root or parent.lock or parent.load is not None:
-                break
-            if not used_alike(item, page, parent):
-                break
-            items.append(parent)
-            page = parent
-        return items
-
-    def _displace(self, item: Item, least: int, most: int, room: HostRoom) -> bool:
-        """Make `least` host pages free for something about to leave the device, up to `most` where they go
-        together. It displaces doubles, and what is colder. False: there is not so much to displace."""
+    def _host_for(self, item: Item, count: int, take_host: TakeHost) -> tuple[HostPageId, ...] | None:
+        """Host pages for something about to leave the device. It displaces doubles, and what is colder."""
         item.lock += 1  # a tail must not displace the page it hangs on
         # Pages that follow it on the host are worth nothing without it: then whatever is coldest leaves.
         rival = None if item.children else item
-        while (free := room.host_free()) < least and self.evict_host(most - free, for_item=rival):
+        while (host := take_host(count)) is None and self.evict_host(for_item=rival):
             pass
         item.lock -= 1  # not `unlock`: the item has left the candidates and must not be offered again
-        return free >= least
+        return host
 
-    def evict_host(self, pages: int = 1, *, for_item: Item | None = None) -> bool:
+    def evict_host(self, *, for_item: Item | None = None) -> bool:
         """Take one thing off the host: the latest double, or else the coldest that only the host has. For
-        another item, only what is not hotter than this item. With a page go those before it that are as cold,
-        all together at most so many pages."""
+        another item, only what is not hotter than this item."""
         if (double := self.doubles.pop()) is not None:
             self._leave_host(double)
             return True
         coldest = self.host.coldest()
         if coldest is None or (for_item is not None and self._rank(coldest) > self._rank(for_item)):
             return False
-        self._drop(coldest, pages)
+        self._drop(coldest)
         return True
 
     def evict_spare(self) -> bool:
