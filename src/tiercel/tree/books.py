@@ -173,7 +173,7 @@ class Books:
             if item.device is None:
                 self._drop(item)
                 return
-        if item.device is not None or not item.children:  # others may not leave: that is cheap to see
+        if item.device is not None or not item.children:  # a page with others after it stays on the host
             self._offer(item)
 
     def read_start(self, item: Item) -> None:
