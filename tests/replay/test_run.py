@@ -97,11 +97,10 @@ class Clocked:
         self.clock, self.rates, self.store_bytes = Clock(), serving.rates, store_bytes
         self.cache = NullCache(spec, serving.cache, self.clock, self.rates.link_bytes_s)
         if store_bytes:
-            speed = {
-                "read_bytes_s": self.rates.store_read_bytes_s,
-                "write_bytes_s": self.rates.store_write_bytes_s,
-            }
-            self.cache.attach_mover(ClockMover(NullStore(store_bytes), spec, self.clock, **speed), self.clock)
+            read_s, write_s = self.rates.store_read_bytes_s, self.rates.store_write_bytes_s
+            store = NullStore(store_bytes)
+            mover = ClockMover(store, spec, self.clock, read_bytes_s=read_s, write_bytes_s=write_s)
+            self.cache.attach_mover(mover, self.clock)
         config = EngineConfig(serving.cache, running_max=serving.batch, step_tokens=serving.step_tokens)
         self.scheduler = Scheduler(self.cache, config, self.clock)
         self.arrivals = deque(enumerate(trace.requests))
@@ -136,11 +135,9 @@ class Clocked:
             self.clock.now_s = max(self.clock.now_s, self.arrivals[0][1].time_s)
         while self.arrivals and self.arrivals[0][1].time_s <= self.clock.now_s:
             number, each = self.arrivals.popleft()
-            text, sampling = (
-                NamedText(each.prompt_tokens, each.keys),
-                Sampling(max(1, each.output_tokens), seed=0),
-            )
-            self.scheduler.add(Ask(str(number), text, sampling), None, frozenset())
+            sampling = Sampling(max(1, each.output_tokens), seed=0)
+            ask = Ask(str(number), NamedText(each.prompt_tokens, each.keys), sampling)
+            self.scheduler.add(ask, None, frozenset())
 
     def _plan(self):
         step = self.scheduler.seal(self.scheduler.plan())

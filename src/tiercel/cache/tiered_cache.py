@@ -186,9 +186,9 @@ class TieredCache(HostTier[Loaded]):
         return self._start(found, held, places[len(found.far) :], priority, turn_ends, for_others)
 
     @property
-    def room(self) -> tuple[int, ...]:
-        """Something that is the same as long as nothing was shared and nothing came free: a prompt that found
-        no device pages finds none now."""
+    def changes(self) -> tuple[int, ...]:
+        """Numbers that stay as they are while nothing is shared and nothing comes free. A prompt that found
+        no device pages finds none until they change."""
         return *self.tree.changes, self.pages.free, self.places.pages_leaving, self.host_pages.free
 
     def load_under_way(self, request: Request) -> int | None:

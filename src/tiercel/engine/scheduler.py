@@ -232,7 +232,7 @@ class Scheduler(Tasks):
         for (task, seat, missing), count in zip(prompts, shares, strict=True):
             if count and task.stage is running:
                 end = seat.planned + count
-                self._go_on_to(seat, end)
+                self._extend_prompt(seat, end)
                 parts.append(StepPart(seat.ring, seat.planned, end, count == missing, task.score_from))
                 seat.planned = end
                 step_tokens -= count

@@ -97,7 +97,7 @@ class Task:
         self.passed = False
         """It could not begin because of `LET_OTHERS_BY`: tasks behind it may begin before it."""
         self.refused: tuple[object, Wait] | None = None
-        """It found no device pages, and what the cache's `room` was then."""
+        """It found no device pages: the cache's `changes` then, and the answer."""
         asked = ask.prompt_logprobs_from
         self.scoring = asked is not None and asked < self.prompt_tokens
         """Whether the prompt's logprobs are asked for and not known yet."""

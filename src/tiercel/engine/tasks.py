@@ -199,8 +199,8 @@ class Tasks:
     def _begin(self, task: Task, instead_of: Task | None = None) -> Wait | None:
         """`instead_of`: a running task that gives its ring up, where there is no other."""
         times, now = task.times, self._clock()
-        if task.refused is not None and task.refused[0] == self.cache.room:
-            return task.refused[1]
+        if (refusal := self._refusal(task)) is not None:
+            return refusal
         request = self.cache.begin(
             task.name_pages(),
             priority=task.ask.priority,
@@ -215,7 +215,7 @@ class Tasks:
             if request.what is WaitFor.STORE and times.store_s is None:
                 times.store_s = now
             if request.what is WaitFor.DEVICE_PAGES:
-                task.refused = self.cache.room, request
+                task.refused = self.cache.changes, request
             return request
         if instead_of is not None:
             self._preempt(instead_of)
@@ -241,6 +241,12 @@ class Tasks:
             self.loading[id(request)] = task
         return None
 
+    def _refusal(self, task: Task) -> Wait | None:
+        """What a task that found no device pages would be told again, because nothing has changed."""
+        if task.refused is None or task.refused[0] != self.cache.changes:
+            return None
+        return task.refused[1]
+
     def _loaded(self, task: Task) -> None:
         """Its load has ended, or the device waits for it."""
         if not task.drawn:
@@ -259,7 +265,7 @@ class Tasks:
         task.stage = Stage.RUNNING
         insort(self.running, task, key=lambda each: each.order)
 
-    def _go_on_to(self, seat: Seat, end: int) -> None:
+    def _extend_prompt(self, seat: Seat, end: int) -> None:
         """A step is going to compute a prompt up to here: places for the tails that it writes. They are not
         reserved before: a long prompt writes more tails than there are places."""
         if end > seat.request.extended_tokens:

@@ -220,7 +220,7 @@ class Replayer(Scheduler):
 
     def _resume(self, task: Task) -> None:
         super()._resume(task)
-        self._go_on_with(task)
+        self._plan_next(task)
 
     def _take_steps(self) -> None:
         """One step with prompts, or all steps up to the next that matters."""
@@ -233,7 +233,7 @@ class Replayer(Scheduler):
             shares = dict(zip(prompts, share(room, missing, self.page_tokens), strict=True))
             for task, tokens in shares.items():
                 if tokens:
-                    self._go_on_to(self._prompts[task], self._prompts[task].computed + tokens)
+                    self._extend_prompt(self._prompts[task], self._prompts[task].computed + tokens)
             computed = sum(shares.values())
             seconds += computed / self.rates.prefill_tokens_s
             if computed > PROMPT_TOKENS * len(prompts):
@@ -265,9 +265,8 @@ class Replayer(Scheduler):
 
     @property
     def _nobody_begins(self) -> bool:
-        """Whether nobody waits, or the first who waits was refused and nothing has changed since."""
-        refused = self.waiting[0].refused if self.waiting else None
-        return not self.waiting or (refused is not None and refused[0] == self.cache.room)
+        """Whether nobody waits, or the first who waits would be refused again: nobody passes it then."""
+        return not self.waiting or self._refusal(self.waiting[0]) is not None
 
     def _steps_together(self) -> int:
         """How many steps draw answers only, before one of them matters."""
@@ -292,11 +291,11 @@ class Replayer(Scheduler):
         self._advance(task, seat, tokens)
         if seat.computed == len(task.tokens):
             self._drew(task, 1)
-        self._go_on_with(task)
+        self._plan_next(task)
 
-    def _go_on_with(self, task: Task) -> None:
-        """More of a prompt, or one token more. The scheduler counts the last token of a prompt, if nothing
-        else is missing, as an answer's."""
+    def _plan_next(self, task: Task) -> None:
+        """What the next step computes of a text: more of its prompt, or one token more. The scheduler counts
+        the last token of a prompt, if nothing else is missing, as an answer's."""
         seat = task.seat
         assert seat is not None
         if len(task.tokens) - seat.computed > 1:
@@ -305,6 +304,7 @@ class Replayer(Scheduler):
             self._draw_on(task)
 
     def _drew(self, task: Task, tokens: int) -> None:
+        """A text is so many tokens longer. When its first token came is told."""
         task.tokens += [0] * tokens
         if tokens and (arrived_s := self._arrived_s.pop(task, None)) is not None:
             self.first_token_s.append(self.clock.now_s - arrived_s)
@@ -332,7 +332,8 @@ class Replayer(Scheduler):
         self._advance(task, task.seat, drawn)
 
     def _draw_on(self, task: Task) -> None:
-        """A text draws on until its page is full or it ends; or it ends now, or needs room first."""
+        """A text draws on until its page is full or it ends, or until its first token, which is timed; or it
+        ends now, or needs room first."""
         seat = task.seat
         assert seat is not None
         if len(task.tokens) >= task.longest:
