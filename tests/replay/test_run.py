@@ -89,6 +89,18 @@ def test_a_replay_counts_what_the_cache_does_with_bytes(tmp_path, name, policy):
     assert hits, "no request found anything on the host: the test shows nothing"
 
 
+class Doubting(Scheduler):
+    """Asks the cache again where it need not: a refusal must still hold, and asking must change nothing."""
+
+    def _refusal(self, task):
+        refusal = super()._refusal(task)
+        if refusal is not None:
+            task.refused, leaving = None, self.cache.places.pages_leaving
+            assert self._begin(task) is not None and self.cache.places.pages_leaving == leaving
+            task.refused = self.cache.changes, refusal
+        return refusal
+
+
 class Clocked:
     """The scheduler, step by step on a clock. Every step plans, computes one token of each answer and what it
     can of prompts, and takes the time that a replay says it takes."""
@@ -102,7 +114,7 @@ class Clocked:
             mover = ClockMover(store, spec, self.clock, read_bytes_s=read_s, write_bytes_s=write_s)
             self.cache.attach_mover(mover, self.clock)
         config = EngineConfig(serving.cache, running_max=serving.batch, step_tokens=serving.step_tokens)
-        self.scheduler = Scheduler(self.cache, config, self.clock)
+        self.scheduler = Doubting(self.cache, config, self.clock)
         self.arrivals = deque(enumerate(trace.requests))
         self.first_reuse = {}
 
@@ -136,6 +148,8 @@ class Clocked:
         while self.arrivals and self.arrivals[0][1].time_s <= self.clock.now_s:
             number, each = self.arrivals.popleft()
             sampling = Sampling(max(1, each.output_tokens), seed=0)
+            if each.prompt_tokens + sampling.max_tokens > self.scheduler.context_tokens:
+                continue  # the server would refuse it
             ask = Ask(str(number), NamedText(each.prompt_tokens, each.keys), sampling)
             self.scheduler.add(ask, None, frozenset())
 
@@ -180,6 +194,7 @@ def test_a_replay_of_requests_that_overlap_does_what_the_scheduler_does_step_by_
             device_pages=24,
             device_tails=8 * max(1, spec.pages_per_window) if spec.tail_streams else 0,
             host_bytes=random.choice([15, 30, 200]) * page_bytes,
+            save_step_bytes=random.choice([2, 1000]) * page_bytes,
             evict=policy,
         )
         link_s = random.choice([1e15, 1e3 * page_bytes])
@@ -188,7 +203,7 @@ def test_a_replay_of_requests_that_overlap_does_what_the_scheduler_does_step_by_
         serving = Serving(rates, batch=8, step_tokens=16, cache=config)
         # Not a multiple of a step's time: sums of the same times in another order differ in their last bit.
         every_s = random.choice([0.00213, 0.01017])
-        asked = conversations(seed, 80, recent=30)
+        asked = conversations(seed, 80, turn=random.choice([7, 20]), recent=30)
         trace = trace_of(tmp_path, asked, spec.page_tokens, every_s=every_s)
         store_bytes = {"no store": 0, "a fast store": GB}.get(store, 40 * page_bytes)
         report = replay_places(trace, spec, serving, store_bytes)
