@@ -8,6 +8,8 @@ import sys
 import time
 
 WAIT_S = 30
+AGAIN_S = 3
+CONTROL_C = b"\x03"
 
 
 class Terminal:
@@ -40,10 +42,23 @@ class Terminal:
     def press(self, keys):
         os.write(self._ours, keys)
 
+    def interrupt(self):
+        """Press Ctrl-C until there is a new prompt. A line editor looks for signals only while it waits for a
+        key: one that comes just before is seen with the next key."""
+        deadline_s = time.monotonic() + WAIT_S
+        self.press(CONTROL_C)
+        while not self._ready(AGAIN_S):
+            assert time.monotonic() < deadline_s, "Ctrl-C did nothing"
+            self.press(CONTROL_C)
+        self.read("> ")
+
     def read(self, until):
         shown, deadline_s = "", time.monotonic() + WAIT_S
         while until not in shown:
-            ready, _, _ = select.select([self._ours], [], [], max(0, deadline_s - time.monotonic()))
+            ready = self._ready(max(0, deadline_s - time.monotonic()))
             assert ready, f"waited for {until!r}, and it showed {shown!r}"
             shown += os.read(self._ours, 1).decode(errors="replace")
         return shown
+
+    def _ready(self, timeout_s):
+        return bool(select.select([self._ours], [], [], timeout_s)[0])

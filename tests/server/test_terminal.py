@@ -4,9 +4,9 @@ import subprocess
 import sys
 
 from tests.server.scripted import ScriptedService, served
-from tests.terminal import Terminal
+from tests.terminal import CONTROL_C, Terminal
 
-UP, CONTROL_C, CONTROL_D = b"\x1b[A", b"\x03", b"\x04"
+UP, CONTROL_D = b"\x1b[A", b"\x04"
 
 
 def test_lines_are_remembered_and_edited_and_errors_end_nothing(tmp_path):
@@ -20,8 +20,9 @@ def test_lines_are_remembered_and_edited_and_errors_end_nothing(tmp_path):
             assert "/nonsense is not a command" in terminal.type("/nonsense", "not a command")
             terminal.type("/save /nowhere/file", "No such file")
             terminal.type("/help", "/explain")
-            terminal.press(b"half a line" + CONTROL_C)
-            terminal.read("> ")
+            terminal.press(b"half a line")
+            terminal.read("half a line")
+            terminal.interrupt()
             terminal.type("/reset")
             terminal.type("/explain", "nothing was answered")
             terminal.press(CONTROL_D)
