@@ -497,6 +497,8 @@ class ScheduleWorld:
             self._take(outcome)
         if self.steps_taken % 8 == 0:
             self.cache.check()
+            own = self.scheduler
+            assert own._tokens_waiting == sum(len(task.tokens) for task in own.waiting)
 
     def _do_land(self, random: Random) -> None:
         self._land(random.random())

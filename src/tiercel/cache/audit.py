@@ -132,9 +132,11 @@ def _bytes_by_stream(spec: CacheSpec, pages: int, tails: int) -> dict[str, int]:
 
 
 def check(cache: HostTier[Any]) -> None:
-    """Every invariant of the tree and of the host pool."""
+    """Every invariant of the tree, of the host pool and of what is fetched."""
     tree_check.check(cache.tree)
     _check_owners(cache.host_pages, _host_owners(cache))
+    for store in cache._stores():
+        store.fetches.check()
 
 
 def _check_owners(pool: PagePool[Any], owned: Iterable[int]) -> None:

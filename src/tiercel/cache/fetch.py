@@ -70,7 +70,6 @@ class Fetch:
     pages_stored: int = 0
     """Pages in the store that follow the found ones without a gap."""
     tails_stored: frozenset[int] = frozenset()
-    planned: bool = False
     spared_tokens: int = 0
     depth: int = 0
     """Pages of the text that were found, or are published."""
@@ -145,7 +144,7 @@ class Fetch:
                 give_back(tree, read.pieces)
             else:
                 read.cancel()
-        self.reads, self.coming = [], set()
+        self.reads = []
 
 
 def give_back(tree: PrefixTree, pieces: Sequence[RecordPlace]) -> None:
@@ -186,6 +185,13 @@ class Fetches:
     """Something was not fetched because the store is slow: the store should be measured again."""
     _under_way: dict[Operation, Fetch] = field(default_factory=dict)
     """Asks and reads."""
+    _answered: list[Fetch] = field(default_factory=list)
+    """The store has said what it has, since the last plan."""
+    _planning: dict[Fetch, None] = field(default_factory=dict)
+    """Those that were planned, and wait for room or for another fetch."""
+    _coming: Counter[PageKey] = field(default_factory=Counter)
+    """How many fetches bring a page."""
+    _bytes_held: int = 0
     _bytes_sent: int = 0
     _bytes_ended: int = 0
     _read_ended_s: float = 0.0
@@ -233,15 +239,15 @@ class Fetches:
         self.forget(chain)
         now, match = self.clock(), self.tree.match(chain.keys, upto)
         fetch = Fetch(chain, upto, False, match, now, now, self.mover.writes, FetchStage.PLANNING)
-        self.of[chain], fetch.planned, fetch.pages_stored = fetch, True, upto - match.found
+        self.of[chain], fetch.pages_stored = fetch, upto - match.found
         tails = (upto,) if tail and self._lacks_tail(chain.keys[upto - 1]) else ()
         missing = chain.keys[match.found : upto]
         size = len(missing) * self.spec.page_bytes + len(tails) * self.spec.tail_bytes
         if not size or not self.breaker.allows(now):
             self._over(fetch, None)
-        elif any(key in each.coming for key in missing for each in self.of.values()):
+        elif any(key in self._coming for key in missing):
             self._over(fetch, None)  # another fetch brings it
-        elif size > self._bytes_most - sum(each.bytes_held for each in self.of.values()):
+        elif size > self._bytes_most - self._bytes_held:
             self._over(fetch, Why.STORE_NO_ROOM)
         else:
             wanted = Wanted(upto, tails, len(missing) * self.spec.page_tokens)
@@ -293,10 +299,13 @@ class Fetches:
         fetch = self.of.pop(chain, None)
         if fetch is not None:
             self._over(fetch, None)
+            self._bytes_held -= fetch.bytes_held
             self._replan = True  # there may be room for others
 
     def _over(self, fetch: Fetch, why: Why | None) -> None:
         self._replan = self._replan or bool(fetch.coming)
+        self._planning.pop(fetch, None)
+        self._comes_no_more(fetch, list(fetch.coming))
         fetch.end(self.tree, why)
         self.places.settle()
 
@@ -304,23 +313,26 @@ class Fetches:
 
     def plan(self) -> None:
         """Plan the fetches whose answers are new, and all of them when something has changed."""
-        replan, self._replan = self._replan, False
-        for fetch in list(self.of.values()):
-            if fetch.stage is FetchStage.PLANNING and (replan or not fetch.planned):
-                if self.breaker.state is BreakerState.OFF:
-                    self._over(fetch, Why.STORE_OFF)
-                else:
-                    self._plan(fetch)
+        fetches = [*self._planning, *self._answered] if self._replan else self._answered
+        self._replan, self._answered = False, []
+        for fetch in fetches:
+            if fetch.stage is not FetchStage.PLANNING:
+                continue  # nobody waits for it any more
+            if self.breaker.state is BreakerState.OFF:
+                self._over(fetch, Why.STORE_OFF)
+            else:
+                self._planning[fetch] = None
+                self._plan(fetch)
 
     def _plan(self, fetch: Fetch) -> None:
         """Decide what to read, reserve host places for it, and start the reads."""
-        tree, fetch.planned = self.tree, True
+        tree = self.tree
         match = tree.match(fetch.chain.keys, fetch.limit)
         following = fetch.chain.keys[match.found : match.found + 1]
-        if any(key in each.coming for key in following for each in self.of.values()):
+        if any(key in self._coming for key in following):
             return  # another fetch brings it: then this one is planned again
         held = fetch.held(tree, match)
-        room = self._bytes_most - sum(each.bytes_held for each in self.of.values())
+        room = self._bytes_most - self._bytes_held
         costs = self.costs if fetch.replay else replace(self.costs, replay_tokens=None)
         now = self.clock()
         wait_s = max(0.0, fetch.expected_s - now) if fetch.turn_s is None else 0.0
@@ -345,6 +357,7 @@ class Fetches:
         if pieces is None:
             self._over(fetch, Why.STORE_NO_ROOM)
             return
+        self._planning.pop(fetch, None)
         fetch.stage, fetch.moved_s, fetch.spared_tokens = FetchStage.READING, self.clock(), wanted.spared
         self._read(fetch, pieces)
 
@@ -365,7 +378,9 @@ class Fetches:
     def _read(self, fetch: Fetch, pieces: list[RecordPlace]) -> None:
         fetch.reads = [self.mover.submit(Work.READ, batch) for batch in cut(pieces, self._bytes_of)]
         fetch.coming = {piece.key for piece in pieces if not piece.tail}
+        self._coming.update(fetch.coming)
         fetch.bytes_held = sum(read.bytes for read in fetch.reads)
+        self._bytes_held += fetch.bytes_held
         self._bytes_sent += fetch.bytes_held
         fetch.bytes_upto = self._bytes_sent
         self._under_way.update(dict.fromkeys(fetch.reads, fetch))
@@ -391,6 +406,7 @@ class Fetches:
         tails = zip(ask.pieces[pages:], here[pages:], strict=True)
         fetch.tails_stored = frozenset(depth_of[piece.key] for piece, there in tails if there)
         fetch.stage = FetchStage.PLANNING
+        self._answered.append(fetch)
 
     def _read_ended(self, fetch: Fetch, read: Operation) -> None:
         if not read.late:
@@ -406,12 +422,19 @@ class Fetches:
         if fetch.stage is FetchStage.OVER:
             give_back(self.tree, read.pieces)
             return
-        fetch.coming.difference_update(piece.key for piece in read.pieces if not piece.tail)
+        self._comes_no_more(fetch, [piece.key for piece in read.pieces if not piece.tail])
         self._replan = True
         fetch.moved_s = self.clock()
         fetch.landed.add(read)
         if not fetch.publish(self.tree) or not fetch.reads:
             self._over(fetch, None)
+
+    def _comes_no_more(self, fetch: Fetch, keys: Sequence[PageKey]) -> None:
+        fetch.coming.difference_update(keys)
+        self._coming.subtract(keys)
+        for key in keys:
+            if not self._coming[key]:
+                del self._coming[key]
 
     def hangs(self, operation: Operation) -> None:
         """The operation is late: its request stops waiting, and no other request waits behind it."""
@@ -426,3 +449,10 @@ class Fetches:
         for read in (*self._under_way, *waiting):
             for piece in read.pieces:
                 yield from piece.host
+
+    def check(self) -> None:
+        """Raises an AssertionError where what is kept of all fetches is not what they say themselves."""
+        fetches, planning = self.of.values(), {*self._answered, *self._planning}
+        assert self._coming == Counter(key for fetch in fetches for key in fetch.coming), "pages that come"
+        assert self._bytes_held == sum(fetch.bytes_held for fetch in fetches), "bytes held by fetches"
+        assert all(fetch.stage is not FetchStage.PLANNING or fetch in planning for fetch in fetches)

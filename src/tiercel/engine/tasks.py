@@ -9,6 +9,7 @@ import logging
 from bisect import insort
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from itertools import takewhile
 from time import monotonic
 
 from tiercel.cache import Loaded, RequestState, TieredCache, Wait, WaitFor
@@ -53,6 +54,7 @@ class Tasks:
         fits = cache.pages.capacity * self.page_tokens
         self.context_tokens = min(fits, config.context_tokens or fits)
         self.waiting: list[Task] = []
+        self._tokens_waiting = 0
         self.loading: dict[int, Task] = {}
         self.arriving: dict[int, Task] = {}
         """Running tasks whose loads have not ended: the device waits for them, layer by layer."""
@@ -88,7 +90,7 @@ class Tasks:
         task = Task(ask, order, chain, stream, ends, now)
         self._number += 1
         self.tasks[ask.request_id] = task
-        insort(self.waiting, task, key=lambda each: each.order)
+        self._wait(task)
         self.counters["asks"] += 1
         self.cache.prefetch(
             task.chain, replay=self.config.replay, reuse_most=task.score_from, wait_s=self._wait_s(task)
@@ -98,9 +100,21 @@ class Tasks:
         """How long the prompts before it take to compute, as far as known."""
         if self.cache.store is None:
             return 0.0
-        before = (each for each in (*self.running, *self.waiting) if each.order < task.order)
-        tokens = sum(len(each.tokens) - (each.seat.computed if each.seat else 0) for each in before)
+        behind = takewhile(lambda each: each is not task, reversed(self.waiting))  # mostly none
+        tokens = self._tokens_waiting - len(task.tokens) - sum(len(each.tokens) for each in behind)
+        for each in self.running:
+            if each.order < task.order:
+                tokens += len(each.tokens) - (each.seat.computed if each.seat else 0)
         return self.cache.compute.seconds(tokens) or 0.0
+
+    def _wait(self, task: Task) -> None:
+        task.stage = Stage.WAITING
+        insort(self.waiting, task, key=lambda each: each.order)
+        self._tokens_waiting += len(task.tokens)
+
+    def _wait_no_more(self, task: Task) -> None:
+        self.waiting.remove(task)
+        self._tokens_waiting -= len(task.tokens)
 
     def abort(self, request_id: str) -> None:
         """End a request, at any moment. It is not known any more: nothing happens."""
@@ -219,7 +233,7 @@ class Tasks:
             return request
         if instead_of is not None:
             self._preempt(instead_of)
-        self.waiting.remove(task)
+        self._wait_no_more(task)
         computed = request.reuse.tokens - request.reuse.replay_tokens
         task.seat = seat = Seat(task, request, self.free_rings.pop(), computed, computed)
         self._in_ring[seat.ring] = seat
@@ -289,8 +303,7 @@ class Tasks:
 
     def _wait_again(self, task: Task) -> None:
         self._leave_seat(task)
-        task.stage = Stage.WAITING
-        insort(self.waiting, task, key=lambda each: each.order)
+        self._wait(task)
 
     # Ending
 
@@ -303,7 +316,7 @@ class Tasks:
     def _end(self, task: Task, finish: Finish) -> None:
         seat = task.seat
         if task.stage is Stage.WAITING:
-            self.waiting.remove(task)
+            self._wait_no_more(task)
             self.cache.withdraw(task.chain)
         elif task.stage is Stage.RUNNING:
             self.running.remove(task)
