@@ -1,10 +1,10 @@
 """Which share of prompt tokens each eviction policy saves: `python -m benchmarks.policy [--json] TRACES…`.
 
 A trace is a file, or a folder whose files are replayed together. Every policy is replayed with the shipping
-code (`tiercel.replay`), half of the bytes on each tier, DeepSeek V4 Flash, one request at a time. `shipping`
-is what the default settings do; `new` is the policy `value`. A token that is computed again by an exact
-replay counts as not saved. The bounds (`benchmarks.policy_models`) have one tier of the same bytes. Requests
-that do not fit on the device are left out for all.
+code (`tiercel.replay`), half of the bytes on each tier, or all on the device (`--device-only`), DeepSeek V4
+Flash, one request at a time. `shipping` is what the default settings do; `new` is the policy `value`. A token
+that is computed again by an exact replay counts as not saved. The bounds (`benchmarks.policy_models`) have
+one tier of the same bytes. Requests that do not fit on the device are left out for all.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ POLICIES = {"shipping": CacheConfig().evict, "lru": "lru", "slru": "slru", "lfu"
 BOUNDS = ("oracle", "no_tails", "belady")
 SPEC = load("deepseek-v4-flash")
 
-Job = tuple[Path, int, str]
+Job = tuple[Path, int, str, bool]
 
 
 @lru_cache
@@ -42,13 +42,13 @@ def trace_at(path: Path) -> Trace:
 
 def fitting(trace: Trace, device_bytes: int) -> Trace:
     """Without the requests that a replay would refuse."""
-    pages, _ = places_of(device_bytes, SPEC, Serving().batch)
+    pages, _ = places_of(device_bytes, SPEC, Serving().batch, host_bytes=device_bytes)
     room = pages * SPEC.page_tokens
     return replace(trace, requests=[r for r in trace.requests if r.prompt_tokens + r.output_tokens < room])
 
 
 def hit_ratio(job: Job) -> float:
-    path, gigabytes, name = job
+    path, gigabytes, name, device_only = job
     size = gigabytes * 10**9
     trace = fitting(trace_at(path), size // 2)
     capacity, tail_pages = size // SPEC.host_page_bytes, SPEC.host_pages_per_tail
@@ -57,17 +57,19 @@ def hit_ratio(job: Job) -> float:
     if name in BOUNDS:
         needed = policy_models.resumed_at(trace) if name == "oracle" else None
         return policy_models.lru(trace, capacity, tail_pages, needed)
-    sizes = Sizes(size // 2, size - size // 2)
+    sizes = Sizes(size, 0) if device_only else Sizes(size // 2, size - size // 2)
     report = replay(trace, SPEC, sizes, policy=POLICIES[name], serving=Serving(one_at_a_time=True))
     assert not report.refused, "the bounds count other requests"
     return (sum(report.hit_tokens.values()) - report.replayed_tokens) / report.tokens_asked
 
 
-def measure(paths: list[Path], gigabytes: list[int], processes: int) -> Iterator[tuple[str, float]]:
+def measure(
+    paths: list[Path], gigabytes: list[int], processes: int, device_only: bool
+) -> Iterator[tuple[str, float]]:
     names = [name for name in (*POLICIES, *BOUNDS) if name != "shipping"]
-    jobs = [(path, size, name) for path in paths for size in gigabytes for name in names]
+    jobs = [(path, size, name, device_only) for path in paths for size in gigabytes for name in names]
     with ProcessPoolExecutor(processes) as pool:
-        for (path, size, name), ratio in zip(jobs, pool.map(hit_ratio, jobs), strict=True):
+        for (path, size, name, _), ratio in zip(jobs, pool.map(hit_ratio, jobs), strict=True):
             for told, policy in POLICIES.items():
                 if policy == POLICIES.get(name):
                     yield f"hit.{path.stem}.{size}.{told}", ratio
@@ -80,9 +82,10 @@ def main() -> None:
     parser.add_argument("traces", nargs="+", type=Path)
     parser.add_argument("--gigabytes", type=int, nargs="+", default=list(GIGABYTES))
     parser.add_argument("--processes", type=int, default=os.cpu_count())
+    parser.add_argument("--device-only", action="store_true")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    figures = dict(measure(options.traces, options.gigabytes, options.processes))
+    figures = dict(measure(options.traces, options.gigabytes, options.processes, options.device_only))
     tell({"machine": describe(), **figures}, as_json=options.json)
 
 

@@ -28,6 +28,7 @@ from tiercel.kernels.choice import make_kernels
 from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.families import family_of, folder_of
 from tiercel.spec.attention import mha
+from tiercel.spec.presets import load
 
 MIB = 1024**2
 VOCAB = 4096
@@ -89,9 +90,21 @@ def test_a_text_goes_on_from_what_is_cached_as_if_nothing_were(tmp_path, shape):
 
 def test_a_model_without_tails_gets_pages_only():
     spec = mha("gqa", 16, layers=2, kv_heads=2, head_dim=8)
-    assert places_of(10 * spec.page_bytes, spec, 64) == (10, 0)
+    assert places_of(10 * spec.page_bytes, spec, 64, host_bytes=0) == (10, 0)
     with pytest.raises(ConfigError, match="device_bytes"):
-        places_of(spec.page_bytes, spec, 64)
+        places_of(spec.page_bytes, spec, 64, host_bytes=0)
+
+
+def test_the_device_keeps_the_tails_that_the_host_has_no_room_for():
+    spec, device = load("deepseek-v4-flash"), 64 * 10**9
+    tenth = device // 10
+    few, many = 2 * spec.pages_per_window * 64, tenth // spec.tail_bytes
+    assert few < many
+    for host, expected in ((0, many), (tenth - 1, many), (tenth, few), (device, few)):
+        pages, tails = places_of(device, spec, 64, host_bytes=host)
+        assert tails == expected
+        used = pages * spec.host_page_bytes + tails * spec.tail_bytes
+        assert device - spec.host_page_bytes < used <= device
 
 
 # What a device has room for

@@ -72,11 +72,14 @@ class FalseStore(MemoryStore):
         if mood == "deny":
             self.lies += here
             return False
+        others: list[bytes] = []
         if mood == "swap":
             others = [value for value in self._values.values() if len(value) == len(data)]
-            data = bytearray(self.random.choice(others)) if others else data
-        elif mood == "stale" and self.old:
-            data = bytearray(self.random.choice(list(self.old.values()))[: len(data)].ljust(len(data), b"?"))
+        elif mood == "stale":
+            others = [value[: len(data)].ljust(len(data), b"?") for value in self.old.values()]
+        others = [value for value in others if value != data]  # its own value would be no lie
+        if others:
+            data = bytearray(self.random.choice(others))
         elif mood == "cut":
             at = self.random.randrange(len(data))
             data[at:] = bytes(len(data) - at)

@@ -176,7 +176,7 @@ def all_tails_save_the_same(self, page):
 
 
 def what_is_worth_most_goes_first(self):
-    return next(iter(self._bucket_of), None) or next(iter(self._useless), None)
+    return next(iter(self._bucket_of), None)
 
 
 MUTANTS = {

@@ -172,6 +172,8 @@ def test_what_no_tail_reaches_is_always_first(seed):
         else:
             line, pages = tree.tree.device[Page], tree.tree.index.values()
             useless = [page for page in pages if unreachable(page) and line.ready(page)]
-            assert not useless or line.coldest() in useless
+            if useless:
+                assert (first := line.coldest()) in useless
+                assert first.used == min(page.used for page in useless)
             tree.evict()
         check(tree.tree)

@@ -79,7 +79,7 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
         spec = spec.with_draft(draft_spec)
     check_peers(build.peer)
     if build.device_bytes is not None:
-        places_of(build.device_bytes, spec, config.running_max)  # too little is told before weights are read
+        _places(build.device_bytes, spec, config)  # too little is told before weights are read
     text = Text(text_folder_of(build.model))
     check, fp8 = _memory_check(build), kernels.NAME == "cuda"
     if folder is not None:
@@ -95,7 +95,7 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
     config = replace(config, context_tokens=longest)
     device_bytes = build.device_bytes or _device_bytes(build.device, spec, config)
     build = replace(build, device_bytes=device_bytes)
-    pages, tails = places_of(device_bytes, spec, config.running_max)
+    pages, tails = _places(device_bytes, spec, config)
     settings = replace(config.cache, device_pages=pages, device_tails=tails)
     identity = _identity(build, checkpoint, own, kernels)
     cache = TieredCache(spec, settings, identity=identity, device=build.device)
@@ -194,6 +194,10 @@ def load_draft(
 
     weights = folder.load(device, kernels, check_draft)
     return weights, lambda parts: check({**parts, "draft": size})
+
+
+def _places(device_bytes: int, spec: CacheSpec, config: EngineConfig) -> tuple[int, int]:
+    return places_of(device_bytes, spec, config.running_max, host_bytes=config.cache.host_bytes)
 
 
 def _device_bytes(device: str, spec: CacheSpec, config: EngineConfig) -> int:

@@ -139,18 +139,21 @@ class EngineConfig:
         check_settings(self)
 
 
-def places_of(device_bytes: int, spec: CacheSpec, running_max: int) -> tuple[int, int]:
+def places_of(device_bytes: int, spec: CacheSpec, running_max: int, *, host_bytes: int) -> tuple[int, int]:
     """Places for pages and for tails in so much device memory.
 
-    Tails get a tenth of the device's bytes, and at most the places that running requests write to: each keeps
-    its latest tail while it writes the next. More places would hold tails of other texts, whatever these are
-    worth. The host holds what is worth its bytes, pages and tails in one pool.
+    Tails get a tenth of the device's bytes. A host that holds as much needs less: then there are at most the
+    places that running requests write to, because each keeps its latest tail while it writes the next. More
+    places would hold tails of other texts, whatever these are worth. The host holds what is worth its bytes,
+    pages and tails in one pool.
 
     A page without bytes, of a model that has windows only, counts as if it had those of a tail.
     """
     least, tails = 2 * spec.pages_per_window, 0
     if spec.tail_streams:
-        tails = max(least, min(device_bytes // 10 // spec.tail_bytes, least * running_max))
+        tenth = device_bytes // 10
+        most = least * running_max if host_bytes >= tenth else device_bytes
+        tails = max(least, min(tenth // spec.tail_bytes, most))
     pages = (device_bytes - tails * spec.tail_bytes) // spec.host_page_bytes
     if pages < 2:
         need = 2 * spec.host_page_bytes + least * spec.tail_bytes

@@ -407,7 +407,7 @@ def replay(
 
     Device memory is split into places for pages and for tails as the engine splits it.
     """
-    pages, tails = places_of(sizes.device_bytes, spec, serving.batch)
+    pages, tails = places_of(sizes.device_bytes, spec, serving.batch, host_bytes=sizes.host_bytes)
     config = replace(
         serving.cache,
         device_pages=pages,

@@ -12,7 +12,8 @@ least worth of all is at the head of a bucket. There are some tens of buckets.
 The weight of an item may become another one while the item waits, because tails before it come and go. It is
 computed again when the item is offered again, and when it reaches the head of its bucket.
 
-Pages that no tail makes reachable save nothing. They leave before everything else.
+Pages that no tail makes reachable save nothing, unless a text is replayed. They leave before everything else,
+the least recently used first.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ class Valued:
     def __init__(self, worth: Worth, ready: Callable[[Any], bool]) -> None:
         self.ready = ready
         self._worth = worth
-        self._useless: dict[Item, None] = {}
+        self._useless = Bucket(Chance(0.0), 0)
         self._buckets: dict[tuple[Chance, int], Bucket] = {}
         self._bucket_of: dict[Item, Bucket] = {}
         self._first: Bucket | None = None
@@ -173,33 +174,24 @@ class Valued:
         """To be called whenever an item may have become ready, and when its worth has changed."""
         if not self.ready(item):
             return
-        if unreachable(item):
-            self._bucket_of.pop(item, None)
-            self._useless[item] = None
-        else:
-            bucket, used = self._weigh(item)
-            if self._bucket_of.get(item) is bucket:
-                return
-            self._useless.pop(item, None)
-            self._push(item, bucket, used)
-        if self._entries + len(self._useless) > self._sweep_at:
+        bucket, used = self._weigh(item)
+        if self._bucket_of.get(item) is bucket:
+            return
+        self._push(item, bucket, used)
+        if self._entries > self._sweep_at:
             self.sweep()
 
     def coldest(self) -> Item | None:
         """The next to leave; it stays among the candidates. None when nothing may leave."""
-        while self._useless:
-            item = next(reversed(self._useless))  # the last: a path leaves page by page
-            if unreachable(item) and self.ready(item):
-                return item
-            del self._useless[item]
-            self.offer(item)
         while (first := self._coldest_bucket()) is not None:
             if self._is_right(first):
                 return first.heap[0][2]
-        return next(reversed(self._useless), None)
+        return None
 
     def _coldest_bucket(self) -> Bucket | None:
         """The bucket whose first item is worth least."""
+        if self._useless.heap:
+            return self._useless
         clock, chances, first = self._worth.now(), self._worth.chances.computed, self._first
         if first is not None and first.heap and (clock, chances, first.heap[0][0]) <= self._first_at:
             return first
@@ -218,10 +210,9 @@ class Valued:
         if self._bucket_of.get(item) is not bucket:
             self._pop(bucket)
             return False
-        if not self.ready(item) or unreachable(item):
+        if not self.ready(item):
             self._pop(bucket)
             del self._bucket_of[item]
-            self.offer(item)
             return False
         right, now = self._weigh(item)
         if right is not bucket:
@@ -233,13 +224,13 @@ class Valued:
 
     def pop(self) -> Item | None:
         item = self.coldest()
-        if item in self._useless:
-            del self._useless[item]
-        elif item is not None:
+        if item is not None:
             self._pop(self._bucket_of.pop(item))
         return item
 
     def _weigh(self, item: Item) -> tuple[Bucket, int]:
+        if unreachable(item):
+            return self._useless, item.used
         chance, weight, used = self._worth.weigh(item)
         key = chance, round(STEPS * log2(weight))
         return self._buckets.get(key) or Bucket(*key), used
@@ -248,7 +239,7 @@ class Valued:
         self._bucket_of[item] = bucket
         self._serial += 1
         self._entries += 1
-        if bucket is not self._first:
+        if bucket is not self._first and bucket is not self._useless:
             self._first = None
         if not bucket.heap:
             self._buckets[bucket.key] = bucket
@@ -264,24 +255,20 @@ class Valued:
         """Drop what may not leave now, and entries that were replaced. Done when the entries have doubled: a
         constant time for each."""
         items = [item for item in self if self.ready(item)]
-        self._useless.clear()
+        self._useless.heap.clear()
         self._buckets.clear()
         self._bucket_of.clear()
         self._first = None
         self._entries = 0
         for item in items:
-            if unreachable(item):
-                self._useless[item] = None
-            else:
-                self._push(item, *self._weigh(item))
+            self._push(item, *self._weigh(item))
         self._sweep_at = max(SWEEP_AT_LEAST, 2 * len(items))
 
     def __contains__(self, item: object) -> bool:
-        return item in self._bucket_of or item in self._useless
+        return item in self._bucket_of
 
     def __iter__(self) -> Iterator[Item]:
         yield from self._bucket_of
-        yield from self._useless
 
 
 Line = Candidates | Valued
