@@ -186,9 +186,9 @@ class Fetches:
     _under_way: dict[Operation, Fetch] = field(default_factory=dict)
     """Asks and reads."""
     _answered: list[Fetch] = field(default_factory=list)
-    """The store has said what it has, since the last plan."""
+    """Fetches that were not planned yet: the store has just said what it has."""
     _planning: dict[Fetch, None] = field(default_factory=dict)
-    """Those that were planned, and wait for room or for another fetch."""
+    """Fetches that were planned, and wait for room or for another fetch."""
     _coming: Counter[PageKey] = field(default_factory=Counter)
     """How many fetches bring a page."""
     _bytes_held: int = 0

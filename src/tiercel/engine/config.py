@@ -142,10 +142,10 @@ class EngineConfig:
 def places_of(device_bytes: int, spec: CacheSpec, running_max: int, *, host_bytes: int) -> tuple[int, int]:
     """Places for pages and for tails in so much device memory.
 
-    Tails get a tenth of the device's bytes. A host that holds as much needs less: then there are at most the
-    places that running requests write to, because each keeps its latest tail while it writes the next. More
-    places would hold tails of other texts, whatever these are worth. The host holds what is worth its bytes,
-    pages and tails in one pool.
+    Tails get a tenth of the device's bytes. Where the host has room for as much, they get at most the places
+    that running requests write to: each keeps its latest tail while it writes the next. More places would
+    hold tails of other texts, whatever these are worth. The host holds what is worth its bytes, pages and
+    tails in one pool.
 
     A page without bytes, of a model that has windows only, counts as if it had those of a tail.
     """
