@@ -497,8 +497,14 @@ class ScheduleWorld:
             self._take(outcome)
         if self.steps_taken % 8 == 0:
             self.cache.check()
-            own = self.scheduler
-            assert own._tokens_waiting == sum(len(task.tokens) for task in own.waiting)
+            self._check_waiting()
+
+    def _check_waiting(self) -> None:
+        own = self.scheduler
+        for task in own.waiting:
+            before = [each for each in (*own.running, *own.waiting) if each.order < task.order]
+            computed = sum(each.seat.computed for each in before if each.seat)
+            assert own._tokens_before(task) == sum(len(each.tokens) for each in before) - computed
 
     def _do_land(self, random: Random) -> None:
         self._land(random.random())

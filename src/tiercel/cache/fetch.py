@@ -431,8 +431,8 @@ class Fetches:
 
     def _comes_no_more(self, fetch: Fetch, keys: Sequence[PageKey]) -> None:
         fetch.coming.difference_update(keys)
-        self._coming.subtract(keys)
         for key in keys:
+            self._coming[key] -= 1
             if not self._coming[key]:
                 del self._coming[key]
 

@@ -100,12 +100,16 @@ class Tasks:
         """How long the prompts before it take to compute, as far as known."""
         if self.cache.store is None:
             return 0.0
+        return self.cache.compute.seconds(self._tokens_before(task)) or 0.0
+
+    def _tokens_before(self, task: Task) -> int:
+        """Tokens to compute before a waiting task."""
         behind = takewhile(lambda each: each is not task, reversed(self.waiting))  # mostly none
         tokens = self._tokens_waiting - len(task.tokens) - sum(len(each.tokens) for each in behind)
         for each in self.running:
             if each.order < task.order:
                 tokens += len(each.tokens) - (each.seat.computed if each.seat else 0)
-        return self.cache.compute.seconds(tokens) or 0.0
+        return tokens
 
     def _wait(self, task: Task) -> None:
         task.stage = Stage.WAITING

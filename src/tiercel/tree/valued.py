@@ -158,7 +158,7 @@ class Valued:
     def __init__(self, worth: Worth, ready: Callable[[Any], bool]) -> None:
         self.ready = ready
         self._worth = worth
-        self._useless = Bucket(Chance(0.0), 0)
+        self._unreachable = Bucket(Chance(0.0), 0)
         self._buckets: dict[tuple[Chance, int], Bucket] = {}
         self._bucket_of: dict[Item, Bucket] = {}
         self._first: Bucket | None = None
@@ -190,8 +190,8 @@ class Valued:
 
     def _coldest_bucket(self) -> Bucket | None:
         """The bucket whose first item is worth least."""
-        if self._useless.heap:
-            return self._useless
+        if self._unreachable.heap:
+            return self._unreachable
         clock, chances, first = self._worth.now(), self._worth.chances.computed, self._first
         if first is not None and first.heap and (clock, chances, first.heap[0][0]) <= self._first_at:
             return first
@@ -230,7 +230,7 @@ class Valued:
 
     def _weigh(self, item: Item) -> tuple[Bucket, int]:
         if unreachable(item):
-            return self._useless, item.used
+            return self._unreachable, item.used
         chance, weight, used = self._worth.weigh(item)
         key = chance, round(STEPS * log2(weight))
         return self._buckets.get(key) or Bucket(*key), used
@@ -239,7 +239,7 @@ class Valued:
         self._bucket_of[item] = bucket
         self._serial += 1
         self._entries += 1
-        if bucket is not self._first and bucket is not self._useless:
+        if bucket is not self._first and bucket is not self._unreachable:
             self._first = None
         if not bucket.heap:
             self._buckets[bucket.key] = bucket
@@ -255,7 +255,7 @@ class Valued:
         """Drop what may not leave now, and entries that were replaced. Done when the entries have doubled: a
         constant time for each."""
         items = [item for item in self if self.ready(item)]
-        self._useless.heap.clear()
+        self._unreachable.heap.clear()
         self._buckets.clear()
         self._bucket_of.clear()
         self._first = None
