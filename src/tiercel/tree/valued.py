@@ -159,6 +159,7 @@ class Valued:
         self.ready = ready
         self._worth = worth
         self._unreachable = Bucket(Chance(0.0), 0)
+        """Pages that no tail makes reachable."""
         self._buckets: dict[tuple[Chance, int], Bucket] = {}
         self._bucket_of: dict[Item, Bucket] = {}
         self._first: Bucket | None = None
@@ -191,7 +192,7 @@ class Valued:
     def _coldest_bucket(self) -> Bucket | None:
         """The bucket whose first item is worth least."""
         if self._unreachable.heap:
-            return self._unreachable
+            return self._unreachable  # worth nothing: there is nothing to compare
         clock, chances, first = self._worth.now(), self._worth.chances.computed, self._first
         if first is not None and first.heap and (clock, chances, first.heap[0][0]) <= self._first_at:
             return first
@@ -239,7 +240,7 @@ class Valued:
         self._bucket_of[item] = bucket
         self._serial += 1
         self._entries += 1
-        if bucket is not self._first and bucket is not self._unreachable:
+        if bucket is not self._first:
             self._first = None
         if not bucket.heap:
             self._buckets[bucket.key] = bucket
