@@ -4,7 +4,9 @@ a flipped bit or a disk that does not give it back. The rest must be there, also
 
 import errno
 import logging
+import os
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,11 +16,13 @@ from tests.storage.file.make import (
     delete,
     files_of,
     form_of,
+    has_all,
     in_memory,
     keep,
     key_of,
     make_store,
     page_key,
+    put,
     room_of,
     without_queue,
 )
@@ -26,7 +30,7 @@ from tiercel.errors import StoreError
 from tiercel.storage.base import Get
 from tiercel.storage.file import direct
 from tiercel.storage.file.segment import UNREADABLE_MOST, Table, note
-from tiercel.storage.record import Header, Kind, RecordKey, checksum, pack
+from tiercel.storage.record import Header, Kind, RecordKey, checksum, flaw_of, pack
 
 NAMES = [f"{number}:{size}" for number, size in enumerate([100, 9000, 4096, 5000, 12_000, 1, 8192, 300] * 2)]
 GONE = [NAMES[2], NAMES[9]]
@@ -244,6 +248,53 @@ def test_what_else_fails_at_opening_is_told_with_the_name_of_the_file(place, mon
             make_store(place / "killed")
     with make_store(place / "killed") as store:
         assert readable(store) == set(NAMES[:3])
+
+
+def damage(store, name: str, byte: int) -> None:
+    """Flip a bit of a record while the store is open."""
+    segment, row = store._index.find(key_of(name))
+    with segment.path.open("r+b") as file:
+        file.seek(segment.table.offsets[row] + byte)
+        (old,) = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([old ^ 1]))
+        os.fsync(file.fileno())
+
+
+@pytest.mark.parametrize("noticed", [True, False])
+@pytest.mark.parametrize("byte", [0, 40, 5000], ids=["magic", "key", "payload"])
+def test_a_put_of_a_record_that_is_listed_and_damaged_writes_it_anew(place, noticed, byte):
+    with make_store(place / "store") as store:
+        keep(store, "a:9000", "b:9000", "c:9000")
+        damage(store, "b:9000", byte)
+        if noticed:
+            form = form_of("b:9000")
+            read = Get(key_of("b:9000"), [memoryview(bytearray(form.record_bytes))])
+            assert store.get([read]) == [False] or flaw_of(read.parts[0], read.key) is not None
+        assert store.contains([key_of("b:9000")]) == [True]
+        assert put(store, "a:9000", "b:9000", "b:9000", "c:9000") == [True] * 4
+        assert has_all(store, "a:9000", "b:9000", "c:9000") and store.check().bad == []
+        assert store.stats()["records"] == 3
+    with make_store(place / "store") as store:
+        assert has_all(store, "a:9000", "b:9000", "c:9000")
+
+
+def test_a_put_of_a_record_that_is_whole_writes_nothing_and_is_no_use_of_it(place):
+    with closing(make_store(place / "store")) as store:
+        keep(store, "a:9000", "b:9000")
+        (segment,) = store._index.segments.values()
+        end, uses = segment.table.end, bytes(segment.used) + bytes(segment.hits)
+        keep(store, "a:9000", "b:9000")
+        assert segment.table.end == end and bytes(segment.used) + bytes(segment.hits) == uses
+
+
+def test_a_put_of_a_damaged_record_that_finds_no_room_answers_false(place, monkeypatch):
+    with closing(make_store(place / "store")) as store:
+        keep(store, "a:9000", "b:9000")
+        damage(store, "b:9000", 5000)
+        with monkeypatch.context() as context:
+            context.setattr(store._log, "append", lambda records: 0)
+            assert put(store, "a:9000", "b:9000") == [True, False]
 
 
 # What somebody else wrote

@@ -16,7 +16,7 @@ from weakref import WeakSet
 
 from tiercel.errors import ConfigError, StoreError
 from tiercel.policy.evict import make_evict_policy
-from tiercel.storage.base import Checked, Get, Put, Store
+from tiercel.storage.base import Checked, Get, Put, Store, trips
 from tiercel.storage.file import direct
 from tiercel.storage.file.commit import Record
 from tiercel.storage.file.direct import ALIGN, padded
@@ -25,7 +25,7 @@ from tiercel.storage.file.log import READERS, Log
 from tiercel.storage.file.queue import Request
 from tiercel.storage.file.room import Limits, free_for, segment_bytes_for
 from tiercel.storage.file.segment import HEADER_MOST, OtherVersion, Reader, Segment, note, packed_bytes
-from tiercel.storage.record import ALIGN_LEAST, MAGIC, Flaw, Kind, RecordKey, parse
+from tiercel.storage.record import ALIGN_LEAST, MAGIC, Flaw, Kind, RecordKey, flaw_of, parse
 
 STRETCH_BYTES = 2 * 1024**2
 """Neighbouring records are read in one call of up to so many bytes: efficient for the disk, and small enough
@@ -94,18 +94,22 @@ class FileStore(Store):
             return [key in self._index for key in keys]
 
     def get(self, wanted: Sequence[Get]) -> list[bool]:
-        answers = [False] * len(wanted)
         with self._call("reading records"):
-            stretches = self._find(wanted)
-            threads = 1 if self._log.lanes.queued else READERS
-            shares = [stretches[start::threads] for start in range(min(threads, len(stretches)))]
-            try:
-                self._log.readers.each(lambda share: self._read(share, wanted, answers), shares)
-            finally:
-                self._let_go(stretch.segment for stretch in stretches)
+            return self._get(wanted, used=True)
+
+    def _get(self, wanted: Sequence[Get], *, used: bool) -> list[bool]:
+        """`used`: whether this counts as a use of the records."""
+        answers = [False] * len(wanted)
+        stretches = self._find(wanted, used)
+        threads = 1 if self._log.lanes.queued else READERS
+        shares = [stretches[start::threads] for start in range(min(threads, len(stretches)))]
+        try:
+            self._log.readers.each(lambda share: self._read(share, wanted, answers), shares)
+        finally:
+            self._let_go(stretch.segment for stretch in stretches)
         return answers
 
-    def _find(self, wanted: Sequence[Get]) -> list[Stretch]:
+    def _find(self, wanted: Sequence[Get], used: bool) -> list[Stretch]:
         """Where the records are, neighbours in one stretch. Their segments stay open until `_let_go`."""
         found, stretches, end = list[tuple[int, int, int, int]](), list[Stretch](), 0
         last: Stretch | None = None
@@ -118,7 +122,8 @@ class FileStore(Store):
                 segment, row = place
                 size = segment.table.sizes[row]
                 if size == sum(map(len, parts)):
-                    self._index.touch(segment, row)
+                    if used:
+                        self._index.touch(segment, row)
                     found.append((segment.number, segment.table.offsets[row], padded(size), number))
             found.sort()
             for of, offset, room, number in found:
@@ -166,11 +171,13 @@ class FileStore(Store):
     # Writing
 
     def put(self, values: Sequence[Put]) -> list[bool]:
+        """A record that is listed is read. If it is not whole, it is written anew."""
         with self._call("writing records", changes=True):
+            listed = [value for value in values if value.key in self._index]
+            whole = self._whole([value for value in listed if value.key not in self._log.doubtful])
             records: dict[RecordKey, Record] = {}
             for value in values:
-                there = value.key in self._index and value.key not in self._log.doubtful
-                if not there and value.key not in records:
+                if value.key not in whole and value.key not in records:
                     records[value.key] = _record(value)
             most = self._log.limits.segment_bytes - packed_bytes(1)
             fitting = [record for record in records.values() if padded(record.size) <= most]
@@ -178,6 +185,16 @@ class FileStore(Store):
             for record in fitting[:done]:
                 del records[record.key]
             return [value.key not in records for value in values]
+
+    def _whole(self, values: Iterable[Put]) -> set[RecordKey]:
+        """Which of these values the disk holds, every byte right."""
+        whole = set[RecordKey]()
+        for some in trips({value.key: value for value in values}.values(), self._log.lanes.size):
+            wanted = [Get(value.key, [memoryview(bytearray(value.bytes))]) for value in some]
+            for (key, (memory,)), there in zip(wanted, self._get(wanted, used=False), strict=True):
+                if there and flaw_of(memory, key) is None:
+                    whole.add(key)
+        return whole
 
     def delete(self, keys: Sequence[RecordKey]) -> int:
         with self._call("removing records", changes=True):
