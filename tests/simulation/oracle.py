@@ -62,9 +62,11 @@ class WatchedTree(PrefixTree):
         self.oracle.check_owned_victim(item)
         super()._forget(item)
 
-    def _trim(self, owner):
-        gone = super()._trim(owner)
-        assert not owner.over or not self.oracle.may_go(owner), "an owner keeps more than it may"
+    def _trim(self, owner, most):
+        gone = super()._trim(owner, most)
+        assert gone == most or not owner.over or not self.oracle.may_go(owner), (
+            "an owner keeps more than it may"
+        )
         return gone
 
     def load_done(self, move, ok):
@@ -134,7 +136,7 @@ class Oracle:
         use, chance = tail or self.uses[item.key], tail.chance if tail else tree.worth.chances.end
         if filed:
             lines = (tree.device[type(item)], tree.host, getattr(item.owner, "line", None))
-            weight = max(line._bucket_of[item].weight for line in lines if line and item in line._bucket_of)
+            weight = max(line.weight_of(item) for line in lines if line and item in line)
         else:
             exact = self._weight_of_tail(tail) if tail else 1.0 + HIT * min(use.hits, HITS_MOST)
             weight = 2.0 ** (round(2 * log2(exact)) / 2)

@@ -64,8 +64,8 @@ def an_owner_is_not_told_of_what_leaves(self, tier, kind, items):
         self.bytes[tier] += items * self._item_bytes[tier, kind]
 
 
-def an_owner_keeps_what_it_may_not(self):
-    return sum(real_trim_owner(self, owner) for owner in self.owners.over()[1:]) > 0
+def an_owner_keeps_what_it_may_not(self, most):
+    return sum(real_trim_owner(self, owner, most) for owner in self.owners.over()[1:])
 
 
 def a_load_is_readable_at_once(self, item, device, batch):
@@ -176,7 +176,7 @@ def all_tails_save_the_same(self, page):
 
 
 def what_is_worth_most_goes_first(self):
-    return next(iter(self._bucket_of), None)
+    return next(iter(self), None)
 
 
 MUTANTS = {

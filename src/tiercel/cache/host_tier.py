@@ -53,6 +53,9 @@ Order = Callable[[int], Sequence[int]]
 """The order in which a pool of so many places first gives them out."""
 Observer = Callable[[Sequence[Event | Cleared]], None]
 
+TRIM_ITEMS = 64
+"""So many pages and tails of owners above their limits leave in a step: about a millisecond."""
+
 COUNTED = (
     *("requests", "requests_finished", "requests_preempted", "requests_aborted", "requests_failed"),
     *("tokens_asked", "tokens_device", "tokens_host", "tokens_store", "tokens_replayed"),
@@ -116,6 +119,8 @@ class HostTier(ABC, Generic[AnyEnd]):
         self.store: StoreTier | None = None
         self._stores_left: list[StoreTier] = []
         self.landings: set[Transfer] = set()
+        self._trimming = False
+        """More of an owner may have to leave than one step takes."""
         """Host pages that are being filled otherwise than by a save of the tree's own."""
         self._ended: list[AnyEnd] = []
         self._observer: Observer | None = None
@@ -316,7 +321,7 @@ class HostTier(ABC, Generic[AnyEnd]):
 
     def wait(self, timeout_s: float) -> None:
         """Block until a transfer ends, if one is under way."""
-        if self.busy or self.detaching:
+        if not self._trimming and (self.busy or self.detaching):
             with self._landed:
                 self._landed.wait_for(self._has_landed, timeout_s)
 
@@ -330,8 +335,8 @@ class HostTier(ABC, Generic[AnyEnd]):
 
     @property
     def busy(self) -> bool:
-        """Something is on its way, or queued to be sent by the next `step`."""
-        return self.flights.busy or any(store.busy for store in self._stores())
+        """Something is on its way, or is to be done by the next `step`."""
+        return self._trimming or self.flights.busy or any(store.busy for store in self._stores())
 
     def flush(self) -> int:
         """Drop everything that no request holds and no transfer moves. Returns how many pages stay."""
@@ -341,12 +346,14 @@ class HostTier(ABC, Generic[AnyEnd]):
 
     def limit(self, owner: str, bytes_most: int | None) -> None:
         """An owner may cache so many bytes on device and host together; None: there is no limit. Above it,
-        its own coldest pages and tails leave, as soon as they are not in use."""
+        its own coldest pages and tails leave in the next steps, as soon as they are not in use."""
         self.tree.limit(owner, bytes_most)
-        self._trim()
+        self._trimming = True
 
     def _trim(self) -> None:
-        if self.tree.owners.all and self.tree.trim():
+        gone = self.tree.trim(TRIM_ITEMS) if self.tree.owners.all else 0
+        self._trimming = gone == TRIM_ITEMS
+        if gone:
             self.places.settle()
 
     def watch(self, observer: Observer | None) -> None:

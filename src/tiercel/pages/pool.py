@@ -26,6 +26,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
+from tiercel.collector import hidden_list
 from tiercel.types import GENERATION_ONE, PLACE_MASK, TAG_SHIFT
 
 Id = TypeVar("Id", bound=int)
@@ -46,8 +47,12 @@ class PagePool(Generic[Id]):
         self.name = name
         self.capacity = capacity
         self._tag = tag << TAG_SHIFT
-        self._free: list[Id] = [cast(Id, self._tag | place) for place in reversed(places)]
-        self._owned: set[Id] = set()
+        self._free: list[Id] = hidden_list()
+        self._free += [cast(Id, self._tag | place) for place in reversed(places)]
+        self._owned: list[int] = hidden_list()
+        self._owned += [0] * capacity
+        """The id of each place that is taken; 0: it is free. (A set of a million ids is copied now and then,
+        when it is full.)"""
 
     @property
     def free(self) -> int:
@@ -60,33 +65,38 @@ class PagePool(Generic[Id]):
             return []
         taken = self._free[: -count - 1 : -1]
         del self._free[-count:]
-        self._owned.update(taken)
+        owned = self._owned
+        for page_id in taken:
+            owned[page_id & PLACE_MASK] = page_id
         return taken
 
     def release(self, ids: Sequence[Id]) -> None:
         """Give places back. Every id is owned now and named once."""
         if not ids:
             return
-        once = set(ids)
-        owned = len(once) == len(ids) and once <= self._owned
-        assert owned, f"I3: {self.name} does not own each of {[hex(i) for i in ids]} once"
-        self._owned -= once
+        once = len(set(ids)) == len(ids) and self.own(ids)
+        assert once, f"I3: {self.name} does not own each of {[hex(i) for i in ids]} once"
+        owned = self._owned
+        for page_id in ids:
+            owned[page_id & PLACE_MASK] = 0
         # The sum may run over into the tag: the generation wraps inside its own bits.
         following = [(i + GENERATION_ONE) & _LOW_MASK | self._tag for i in reversed(ids)]
         self._free += cast(list[Id], following)
 
     def own(self, ids: Iterable[int]) -> bool:
         """Whether each of these places is taken."""
-        return self._owned.issuperset(ids)
+        owned, capacity = self._owned, self.capacity
+        return all((at := i & PLACE_MASK) < capacity and owned[at] == i for i in ids)
 
     def owned_ids(self) -> frozenset[Id]:
-        return frozenset(self._owned)
+        return frozenset(cast(Id, page_id) for page_id in self._owned if page_id)
 
     def check(self) -> None:
         """I4: free + owned = capacity, and each place is in one of the two."""
-        places = sorted(i & PLACE_MASK for i in (*self._free, *self._owned))
+        owned = self.owned_ids()
+        places = sorted(i & PLACE_MASK for i in (*self._free, *owned))
         assert places == list(range(self.capacity)), f"I4: places of {self.name} are lost or doubled"
-        own = all(i & ~_LOW_MASK == self._tag for i in (*self._free, *self._owned))
+        own = all(i & ~_LOW_MASK == self._tag for i in (*self._free, *owned))
         assert own, f"I7: foreign id in {self.name}"
 
 

@@ -15,10 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from weakref import proxy
 
 from tiercel.policy.evict import EvictPolicy, Value
 from tiercel.policy.save import SavePolicy
 from tiercel.tree.candidates import Doubles
+from tiercel.tree.index import Index
 from tiercel.tree.node import (
     FOREIGN,
     Actions,
@@ -28,6 +30,7 @@ from tiercel.tree.node import (
     Move,
     Page,
     Tail,
+    depth_of,
     event,
     inherit,
     may_leave_device,
@@ -61,7 +64,7 @@ class Books:
         replay_pages: int | None = None,
     ) -> None:
         self.root = Page(None, 0, 0, PageKey(b""), None, 0)
-        self.index: dict[PageKey, Page] = {}
+        self.index = Index()
         self.actions = Actions()
         self.events: list[Event | Cleared] | None = None
         self.doubles = Doubles()
@@ -69,10 +72,11 @@ class Books:
         """What items are worth; None: the policy looks at their use alone."""
         if isinstance(evict, Value) and pages_per_window:
             tail_pages = tail_in_pages(item_bytes or {})
-            self.worth = Worth(pages_per_window, tail_pages, replay_pages, lambda: self._clock)
+            tree = proxy(self)  # pages know their owner, its line and so this: they must not keep the tree
+            self.worth = Worth(pages_per_window, tail_pages, replay_pages, lambda: tree._clock)
         make_line = partial(line, evict, self.worth)
-        self.device = {kind: make_line(may_leave_device) for kind in (Page, Tail)}
-        self.host = make_line(may_leave_host)
+        self.device = {kind: make_line(may_leave_device, "in_device") for kind in (Page, Tail)}
+        self.host = make_line(may_leave_host, "in_host")
         self.owners = Owners(make_line, item_bytes)
         self.pages_per_window = pages_per_window
         self.leaving: dict[type[Item], int] = {Page: 0, Tail: 0}
@@ -89,7 +93,7 @@ class Books:
 
     def items(self) -> Iterator[Item]:
         """Everything cached, parents before their children."""
-        for page in self.index.values():
+        for page in sorted(self.index.values(), key=depth_of):
             yield page
             if page.tail is not None:
                 yield page.tail
@@ -269,7 +273,7 @@ class Books:
             return
         if item.children:  # rare: a page that could not be saved, with descendants on the host
             below = {item: None}
-            for page in self.index.values():  # parents come before their children
+            for page in sorted(self.index.values(), key=depth_of):  # parents come before their children
                 if page.parent in below:
                     below[page] = None
             for page in list(below)[:0:-1]:
@@ -282,7 +286,7 @@ class Books:
             self._remove_tail(page.tail)
         parent = parent_of(page)
         page.gone = True
-        del self.index[page.key]
+        self.index.remove(page)
         parent.children -= 1
         self._followed(parent)
         if page.device is not None:

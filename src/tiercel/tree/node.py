@@ -16,12 +16,16 @@ The number is the batch that a load travels with. The id is the device place tha
 leave the device before the save ends, and may even be back at another place by then. FOREIGN stands for a
 place that is not ours: somebody else fills the host copy.
 
+The garbage collector does not visit pages and tails (`collector`). Those that have left the tree are part of
+no circle: a page that is gone knows no tail.
+
 A page with `device` set has a parent with `device` set: what the device holds of a text is a prefix of it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 from tiercel.policy.placement import Boundary
@@ -51,6 +55,13 @@ class Cached:
     stored: bool = field(default=False, init=False)
     """The store has had it. Whether the store still has it is not known: the store is not ours alone."""
     gone: bool = field(default=False, init=False)
+    in_device: int = field(default=0, init=False)
+    in_host: int = field(default=0, init=False)
+    in_owner: int = field(default=0, init=False)
+    """Its place in the line of what may leave the device, the host, or all tiers for its owner; 0: in none.
+    (In fields, because a table of a million places is copied whenever it is full.)"""
+    double: int = field(default=0, init=False)
+    """Its place among what device and host can both read."""
 
     @property
     def on_device(self) -> bool:
@@ -106,6 +117,10 @@ class Tail(Cached):
 
 Item = Page | Tail
 """Anything the tree caches."""
+
+
+depth_of = attrgetter("depth")
+"""Of a page. In the order of depths, parents come before their children."""
 
 
 def parent_of(page: Page) -> Page:

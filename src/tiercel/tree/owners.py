@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tiercel.tree.candidates import Line
 from tiercel.tree.node import Item, Page, Tail, idle
-from tiercel.tree.valued import Line
 from tiercel.types import Tier
 
 ItemBytes = Mapping[tuple[Tier, type[Item]], int]
 """Bytes of a page and of a tail in each tier."""
 
-MakeLine = Callable[[Callable[[Any], bool]], Line]
+MakeLine = Callable[[Callable[[Any], bool], str], Line]
 """The items for which something holds, in the order of the tree's policy."""
 
 
@@ -39,7 +39,7 @@ def may_go(item: Item) -> bool:
 
 
 class Owner:
-    """One owner. Without a limit nobody keeps a line of what may go."""
+    """One owner. The line of what may go is kept without a limit, too: nobody walks the tree to set one."""
 
     def __init__(self, line: Line, item_bytes: ItemBytes) -> None:
         self.bytes = {Tier.DEVICE: 0, Tier.HOST: 0}
@@ -56,8 +56,7 @@ class Owner:
 
     def offer(self, item: Item) -> None:
         """To be called whenever an item of this owner may have become free to go."""
-        if self.bytes_most is not None:
-            self.line.offer(item)
+        self.line.offer(item)
 
 
 class Owners:
@@ -70,7 +69,7 @@ class Owners:
 
     def named(self, name: str) -> Owner:
         if name not in self.all:
-            self.all[name] = Owner(self._make_line(may_go), self._item_bytes)
+            self.all[name] = Owner(self._make_line(may_go, "in_owner"), self._item_bytes)
         return self.all[name]
 
     def bytes_of(self, tier: Tier, item: Item) -> int:

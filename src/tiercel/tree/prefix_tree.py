@@ -18,9 +18,19 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from tiercel.collector import hide
 from tiercel.policy.placement import Boundary
 from tiercel.tree.books import Books
-from tiercel.tree.node import Item, ItemOwner, Page, Tail, idle, inherit, parent_of
+from tiercel.tree.node import (
+    Item,
+    ItemOwner,
+    Page,
+    Tail,
+    depth_of,
+    idle,
+    inherit,
+    parent_of,
+)
 from tiercel.tree.owners import Owner
 from tiercel.types import DevicePageId, DeviceTailId, HostPageId, PageKey, Tier
 
@@ -55,10 +65,10 @@ class PrefixTree(Books):
 
     def match(self, keys: Sequence[PageKey], limit: int, *, device_only: bool = False) -> Match:
         """What is held of a text, looking at its first `limit` pages. Changes nothing."""
-        index = self.index
+        index, shards = self.index, self.index.shards
         found = min(len(keys), limit)
         if found and keys[found - 1] not in index:
-            found = bisect_left(keys, True, 0, found - 1, key=lambda key: key not in index)
+            found = bisect_left(keys, True, 0, found - 1, key=lambda key: key not in shards[key[0]])
         page = index[keys[found - 1]] if found else self.root
         device = found
         if found and page.device is None:
@@ -106,13 +116,17 @@ class PrefixTree(Books):
         assert parent is self.root or parent.on_device
         self._clock += 1
         clock, index, new = self._clock, self.index, 0
+        shards, rows = index.shards, index.rows
         owned = self._owner_after(parent, owner)
         first = parent
         pages: list[Page] = []
         for key, device in zip(keys, ids, strict=True):
-            page = index.get(key)
+            row = shards[key[0]].get(key)
+            page = None if row is None else rows[row]
             if page is None:
-                page = index[key] = Page(device, clock, priority, key, parent, parent.depth + 1)
+                page = Page(device, clock, priority, key, parent, parent.depth + 1)
+                hide(page)
+                index.add(page)
                 parent.children += 1
                 parent.children_device += 1
                 page.owner = owned
@@ -203,7 +217,9 @@ class PrefixTree(Books):
         for key, _, tokens in brought:
             page = self.index.get(key)
             if page is None:
-                page = self.index[key] = Page(None, self._clock, 0, key, parent, parent.depth + 1)
+                page = Page(None, self._clock, 0, key, parent, parent.depth + 1)
+                hide(page)
+                self.index.add(page)
                 page.tokens, page.fetched = tokens, fetched
                 page.owner = self._owner_after(parent, owner)
                 parent.children += 1
@@ -222,6 +238,7 @@ class PrefixTree(Books):
         return page.tail or self._hang(Tail(None, self._clock, page.priority, page, Boundary.FETCHED))
 
     def _hang(self, tail: Tail) -> Tail:
+        hide(tail)
         tail.page.tail = tail
         if self.worth is not None:
             self.worth.placed(tail)
@@ -333,22 +350,21 @@ class PrefixTree(Books):
 
     def limit(self, owner: str, bytes_most: int | None) -> None:
         """From now on an owner may cache so many bytes in both tiers together; None: there is no limit."""
-        limited = self.owners.named(owner)
-        limited.bytes_most = bytes_most
-        for item in self.items():
-            if item.owner is limited:
-                limited.offer(item)
+        self.owners.named(owner).bytes_most = bytes_most
 
-    def trim(self) -> bool:
-        """What is coldest of owners above their limits is forgotten, as far as it may go; answers whether
-        anything was."""
-        return sum(self._trim(owner) for owner in self.owners.over()) > 0
+    def trim(self, most: int) -> int:
+        """What is coldest of owners above their limits is forgotten, as far as it may go and at most so many
+        items; answers how many were."""
+        gone = 0
+        for owner in self.owners.over():
+            gone += self._trim(owner, most - gone)
+        return gone
 
-    def _trim(self, owner: Owner) -> bool:
-        gone = False
-        while owner.over and (item := owner.line.pop()) is not None:
+    def _trim(self, owner: Owner, most: int) -> int:
+        gone = 0
+        while gone < most and owner.over and (item := owner.line.pop()) is not None:
             self._forget(item)
-            gone = True
+            gone += 1
         return gone
 
     def _forget(self, item: Item) -> None:
@@ -357,7 +373,7 @@ class PrefixTree(Books):
 
     def flush(self) -> int:
         """Forget everything that no request holds and no transfer moves; answers how many pages stay."""
-        for page in reversed(list(self.index.values())):
+        for page in sorted(self.index.values(), key=depth_of, reverse=True):
             tail = page.tail
             if tail is not None and idle(tail):
                 self._remove_tail(tail)

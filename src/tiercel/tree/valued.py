@@ -18,14 +18,13 @@ the least recently used first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from heapq import heappop, heappush, heapreplace
+from collections.abc import Callable, Iterable
 from math import inf, log2
 from typing import Any
 
 from tiercel.policy.evict import EvictPolicy
 from tiercel.policy.worth import Chance, Chances, weight
-from tiercel.tree.candidates import SWEEP_AT_LEAST, Candidates
+from tiercel.tree.candidates import Candidates, Entry, Heap, Line
 from tiercel.tree.node import Item, Page, Tail
 
 FAR = 32
@@ -140,28 +139,31 @@ def unreachable(item: Item) -> bool:
     return isinstance(item, Page) and item.tail is None and item.children == 0
 
 
-class Bucket:
+class Bucket(Heap):
     """Items of one chance and about one weight: a heap, the least recently used first."""
 
-    __slots__ = ("chance", "heap", "key", "weight")
+    __slots__ = ("chance", "number", "weight")
 
-    def __init__(self, chance: Chance, level: int) -> None:
-        self.key = chance, level
+    def __init__(self, number: int, chance: Chance, level: int) -> None:
+        super().__init__()
+        self.number = number
         self.chance = chance
-        self.weight = 2.0 ** (level / STEPS)
-        self.heap: list[tuple[int, int, Item]] = []
+        self.weight: float = 2.0 ** (level / STEPS)
 
 
-class Valued:
-    """Pages and tails for which `ready` holds, in the order of their worth. Used like `Candidates`."""
+class Valued(Line):
+    """Pages and tails for which `ready` holds, in the order of their worth. The place of an item is the
+    number of its bucket."""
 
-    def __init__(self, worth: Worth, ready: Callable[[Any], bool]) -> None:
-        self.ready = ready
+    def __init__(self, worth: Worth, ready: Callable[[Any], bool], place: str) -> None:
+        super().__init__(ready, place)
         self._worth = worth
-        self._unreachable = Bucket(Chance(0.0), 0)
+        self._unreachable = Bucket(1, Chance(0.0), 0)
         """Pages that no tail makes reachable."""
         self._buckets: dict[tuple[Chance, int], Bucket] = {}
-        self._bucket_of: dict[Item, Bucket] = {}
+        """By chance and step of the weight. There are some tens of them, and they stay."""
+        self._filled: dict[int, Bucket] = {}
+        """Those with items, without the one of the unreachable."""
         self._first: Bucket | None = None
         """The bucket of the item that was coldest when the buckets were last compared. A path leaves page by
         page, and a page often enters the bucket that the page after it has left."""
@@ -169,112 +171,120 @@ class Valued:
         """When that was: the clock, how often chances were computed; and the last use of that item."""
         self._serial = 0
         self._entries = 0
-        self._sweep_at = SWEEP_AT_LEAST
 
     def offer(self, item: Item) -> None:
-        """To be called whenever an item may have become ready, and when its worth has changed."""
+        """Also to be called when the worth of an item has changed."""
         if not self.ready(item):
             return
         bucket, used = self._weigh(item)
-        if self._bucket_of.get(item) is bucket:
-            return
-        self._push(item, bucket, used)
-        if self._entries > self._sweep_at:
-            self.sweep()
+        if getattr(item, self._place) != bucket.number:
+            self._push(item, bucket, used)
+            self._sweep_some()
 
     def coldest(self) -> Item | None:
-        """The next to leave; it stays among the candidates. None when nothing may leave."""
         while (first := self._coldest_bucket()) is not None:
             if self._is_right(first):
-                return first.heap[0][2]
+                return first.first()[2]
         return None
 
     def _coldest_bucket(self) -> Bucket | None:
         """The bucket whose first item is worth least."""
-        if self._unreachable.heap:
+        if len(self._unreachable):
             return self._unreachable  # worth nothing: there is nothing to compare
         clock, chances, first = self._worth.now(), self._worth.chances.computed, self._first
-        if first is not None and first.heap and (clock, chances, first.heap[0][0]) <= self._first_at:
+        if first is not None and len(first) and (clock, chances, first.first()[0]) <= self._first_at:
             return first
         first, least, now = None, inf, clock + 1
-        for bucket in self._buckets.values():
-            worth = bucket.chance.factor * bucket.weight / (now - bucket.heap[0][0])
+        for bucket in self._filled.values():
+            used = (bucket.first() if bucket.old else bucket.fresh[0])[0]
+            worth = bucket.chance.factor * bucket.weight / (now - used)
             if worth < least:
                 first, least = bucket, worth
         if first is not None:
-            self._first, self._first_at = first, (clock, chances, first.heap[0][0])
+            self._first, self._first_at = first, (clock, chances, first.first()[0])
         return first
 
     def _is_right(self, bucket: Bucket) -> bool:
         """Whether the first entry of a bucket is as it should be. If not, it is corrected."""
-        used, serial, item = bucket.heap[0]
-        if self._bucket_of.get(item) is not bucket:
+        used, serial, item = bucket.first()
+        if getattr(item, self._place) != bucket.number:
             self._pop(bucket)
             return False
         if not self.ready(item):
             self._pop(bucket)
-            del self._bucket_of[item]
+            setattr(item, self._place, 0)
             return False
         right, now = self._weigh(item)
         if right is not bucket:
             self._pop(bucket)
             self._push(item, right, now)
         elif now != used:
-            heapreplace(bucket.heap, (now, serial, item))
+            bucket.replace((now, serial, item))
         return right is bucket and now == used
 
     def pop(self) -> Item | None:
         item = self.coldest()
         if item is not None:
-            self._pop(self._bucket_of.pop(item))
+            self._pop(self._bucket_of(item))
+            setattr(item, self._place, 0)
         return item
+
+    def weight_of(self, item: Item) -> float:
+        """Of the bucket that an item waits in."""
+        return self._bucket_of(item).weight
+
+    def _bucket_of(self, item: Item) -> Bucket:
+        number = getattr(item, self._place)
+        return self._unreachable if number == self._unreachable.number else self._filled[number]
 
     def _weigh(self, item: Item) -> tuple[Bucket, int]:
         if unreachable(item):
             return self._unreachable, item.used
         chance, weight, used = self._worth.weigh(item)
         key = chance, round(STEPS * log2(weight))
-        return self._buckets.get(key) or Bucket(*key), used
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            bucket = self._buckets[key] = Bucket(len(self._buckets) + 2, *key)
+        return bucket, used
 
     def _push(self, item: Item, bucket: Bucket, used: int) -> None:
-        self._bucket_of[item] = bucket
+        setattr(item, self._place, bucket.number)
         self._serial += 1
         self._entries += 1
         if bucket is not self._first:
             self._first = None
-        if not bucket.heap:
-            self._buckets[bucket.key] = bucket
-        heappush(bucket.heap, (used, self._serial, item))
+        if not len(bucket) and bucket is not self._unreachable:
+            self._filled[bucket.number] = bucket
+        bucket.push((used, self._serial, item))
 
     def _pop(self, bucket: Bucket) -> None:
+        bucket.pop()
+        self._popped(bucket)
+
+    def _popped(self, bucket: Bucket) -> None:
         self._entries -= 1
-        heappop(bucket.heap)
-        if not bucket.heap:
-            del self._buckets[bucket.key]
+        if not len(bucket) and bucket is not self._unreachable:
+            del self._filled[bucket.number]
 
-    def sweep(self) -> None:
-        """Drop what may not leave now, and entries that were replaced. Done when the entries have doubled: a
-        constant time for each."""
-        items = [item for item in self if self.ready(item)]
-        self._unreachable.heap.clear()
-        self._buckets.clear()
-        self._bucket_of.clear()
-        self._first = None
-        self._entries = 0
-        for item in items:
+    def _heaps(self) -> Iterable[Heap]:
+        return self._unreachable, *self._filled.values()
+
+    def _file_again(self, heap: Heap, entry: Entry) -> None:
+        """What waits is weighed again."""
+        assert isinstance(heap, Bucket)
+        self._popped(heap)
+        item = entry[2]
+        if getattr(item, self._place) != heap.number:
+            return
+        if self.ready(item):
             self._push(item, *self._weigh(item))
-        self._sweep_at = max(SWEEP_AT_LEAST, 2 * len(items))
+        else:
+            setattr(item, self._place, 0)
 
-    def __contains__(self, item: object) -> bool:
-        return item in self._bucket_of
-
-    def __iter__(self) -> Iterator[Item]:
-        yield from self._bucket_of
+    def __len__(self) -> int:
+        return self._entries
 
 
-Line = Candidates | Valued
-
-
-def line(evict: EvictPolicy, worth: Worth | None, ready: Callable[[Any], bool]) -> Line:
+def line(evict: EvictPolicy, worth: Worth | None, ready: Callable[[Any], bool], place: str) -> Line:
     """The candidates for which `ready` holds, in the order of a policy."""
-    return Candidates(evict, ready) if worth is None else Valued(worth, ready)
+    return Candidates(evict, ready, place) if worth is None else Valued(worth, ready, place)

@@ -1,0 +1,37 @@
+"""Python's garbage collector, and what it need not look at.
+
+A full collection visits every object that the collector tracks, in whatever thread it starts, and all threads
+wait for it. A cache of a million pages has millions of objects: that took more than a second. So the tree
+hides them. The rest of the process is collected as ever, and no setting of the collector is changed.
+
+Reference counts free what is hidden, as they free everything else. But a circle of hidden objects is never
+found. So who hides an object has to break the circles that it is part of (`tree.index`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from collections.abc import Callable
+from typing import Any
+
+
+def _untrack() -> Callable[[Any], None]:
+    """The function of CPython's C API; it may be called twice for an object. Other Pythons hide nothing."""
+    if platform.python_implementation() != "CPython":
+        return lambda _: None
+    untrack = ctypes.pythonapi.PyObject_GC_UnTrack
+    untrack.argtypes, untrack.restype = (ctypes.py_object,), None
+    return untrack
+
+
+hide = _untrack()
+"""The collector does not visit this object any more. (Not for a dict: it is tracked again when something is
+put into it.)"""
+
+
+def hidden_list() -> list[Any]:
+    """A list that the collector does not visit, whatever is put into it."""
+    made: list[Any] = []
+    hide(made)
+    return made
