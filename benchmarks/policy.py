@@ -60,7 +60,7 @@ def hit_ratio(job: Job) -> float:
     sizes = Sizes(size, 0) if device_only else Sizes(size // 2, size - size // 2)
     report = replay(trace, SPEC, sizes, policy=POLICIES[name], serving=Serving(one_at_a_time=True))
     assert not report.refused, "the bounds count other requests"
-    return (sum(report.hit_tokens.values()) - report.replayed_tokens) / report.tokens_asked
+    return report.hit_ratio
 
 
 def measure(

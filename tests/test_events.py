@@ -3,6 +3,7 @@ payloads decoded as the documented arrays, without the code that wrote them."""
 
 import hashlib
 import re
+import socket
 import struct
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cache.test_tiered_cache import Driver
+from tests.wait import until
 from tiercel import events
 from tiercel.errors import ConfigError
 from tiercel.events import EventPublisher, Ledger
@@ -81,7 +83,7 @@ class Subscriber:
             self.publisher([Cleared(DEVICE)])
             if self.socket.poll(10):
                 break
-        while self.read < self.publisher.batches:
+        while self.read < self.publisher.queued:
             self.batch()
         return self
 
@@ -144,7 +146,7 @@ def kept(publisher, count: int):
 
 def test_a_batch_is_topic_number_and_arrays_as_documented():
     with subscribed(topic="kv@pod@model") as subscriber:
-        before = subscriber.publisher.batches
+        before = subscriber.publisher.queued
         subscriber.publisher([stored("a"), stored("b", "a"), removed("b")])
         topic, number, (seconds, told, rank) = subscriber.batch()
     assert (topic, number, rank) == (b"kv@pod@model", before, 0)
@@ -368,9 +370,9 @@ def test_replaying_the_events_gives_exactly_what_each_tier_holds(subscriber, ste
     content: dict[Tier, set[str]] = {tier: set() for tier in Tier}
     cached: dict[str, set[int]] = {}
     for step in (list(chain.from_iterable(each)) for each in steps):
-        before = publisher.batches
+        before = publisher.queued
         publisher(step)
-        if publisher.batches > before:
+        if publisher.queued > before:
             _, number, (_, told, _) = subscriber.batch()
             assert number == before
             replay(cached, told)
@@ -393,7 +395,7 @@ def test_a_real_cache_is_told_of_page_by_page(subscriber):
     def read() -> None:
         driver.cache.step()
         assert publisher.errors == 0
-        while subscriber.read < publisher.batches:
+        while subscriber.read < publisher.queued:
             told = subscriber.batch()[2][1]
             replay(cached, told)
             for _, hashes, _, tokens, *_ in (each for each in told if each[0] == "BlockStored"):
@@ -506,11 +508,11 @@ def test_the_engine_does_not_wait_for_a_full_queue_and_the_gap_can_be_seen(monke
         for at in range(10):
             publisher([stored(str(at))])
         assert publisher.dropped > 0
-        assert publisher.batches + publisher.dropped == 10
-        through = publisher.batches
+        assert publisher.queued + publisher.dropped == 10
+        through = publisher.queued
         Late.begin.set()
         kept(publisher, through)
-        while publisher.batches == through:  # a queue may look full for a moment longer
+        while publisher.queued == through:  # a queue may look full for a moment longer
             publisher([stored("last")])
         assert kept(publisher, through + 1) == [*range(through), through + publisher.dropped]
         assert publisher.errors == 0
@@ -519,7 +521,7 @@ def test_the_engine_does_not_wait_for_a_full_queue_and_the_gap_can_be_seen(monke
 def test_what_can_not_be_said_is_counted_and_leaves_a_gap(caplog):
     with subscribed() as subscriber:
         publisher = subscriber.publisher
-        before = publisher.batches
+        before = publisher.queued
         publisher([stored("a")._replace(tokens=b"123")])
         publisher([stored("b")])
         assert subscriber.batch()[1] == before + 1
@@ -531,7 +533,7 @@ def test_a_step_that_changes_nothing_is_no_batch():
     with publishing() as publisher:
         publisher([])
         publisher([stored("a", tail=True)])
-        assert publisher.batches == 0
+        assert publisher.queued == 0
 
 
 def test_an_address_that_is_taken_is_a_mistake_of_the_caller_and_nothing_stays_open():
@@ -551,12 +553,95 @@ def test_an_address_that_is_none_is_named(endpoint):
         EventPublisher(endpoint, page_tokens=1)
 
 
-def test_an_address_without_a_wildcard_is_a_collector_to_connect_to():
-    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
-        port = socket.bind_to_random_port("tcp://127.0.0.1")
-        socket.subscribe(b"kv@")
-        with publishing(f"tcp://127.0.0.1:{port}", topic="kv@a@b") as publisher:
-            assert Subscriber(socket, publisher).join().tell(stored("a"))[0][0] == "BlockStored"
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def own_address() -> str:
+    """This machine's address towards others, or loopback if it has none. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return "127.0.0.1"
+        return probe.getsockname()[0]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.2", "lo", "*", "0.0.0.0", "own"])
+def test_an_address_of_this_machine_is_listened_on_and_a_subscriber_gets_the_events(host):
+    port, host = free_port(), own_address() if host == "own" else host
+    with publishing(f"tcp://{host}:{port}") as publisher:
+        assert publisher.endpoint.endswith(f":{port}") and not publisher.connects
+        with zmq.Context() as context, context.socket(zmq.SUB) as subscriber:
+            reachable = host if host[0].isdigit() and host != "0.0.0.0" else "127.0.0.1"
+            subscriber.connect(f"tcp://{reachable}:{port}")
+            subscriber.subscribe(b"")
+            assert Subscriber(subscriber, publisher).join().tell(stored("a"))[0][0] == "BlockStored"
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="needs IPv6")
+@pytest.mark.parametrize("host", ["[::1]", "[::]"])
+def test_addresses_of_ipv6_are_listened_on_too(host):
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        pytest.skip("there is no ::1")
+    with publishing(f"tcp://{host}:*") as publisher:
+        port = publisher.endpoint.rpartition(":")[2]
+        with zmq.Context() as context, context.socket(zmq.SUB) as subscriber:
+            subscriber.setsockopt(zmq.IPV6, 1)
+            subscriber.connect(f"tcp://[::1]:{port}")
+            subscriber.subscribe(b"")
+            assert Subscriber(subscriber, publisher).join().tell(stored("a"))[0][0] == "BlockStored"
+
+
+def test_a_collector_that_listens_is_connected_to_if_that_is_said():
+    with zmq.Context() as context, context.socket(zmq.SUB) as subscriber:
+        port = subscriber.bind_to_random_port("tcp://127.0.0.1")
+        subscriber.subscribe(b"kv@")
+        with publishing(f"connect:tcp://127.0.0.1:{port}", topic="kv@a@b") as publisher:
+            assert publisher.connects and publisher.endpoint == f"tcp://127.0.0.1:{port}"
+            assert Subscriber(subscriber, publisher).join().tell(stored("a"))[0][0] == "BlockStored"
+
+
+@pytest.mark.parametrize("field", ["kv_events", "kv_events_replay"])
+def test_an_address_of_another_machine_is_refused_unless_connecting_is_said(field):
+    """To connect there without a word would send everything to nobody."""
+    there = "tcp://192.0.2.1:5557"
+    with pytest.raises(ConfigError, match=rf"^{field} = '{there}'.* no address of this machine.*connect:"):
+        if field == "kv_events":
+            EventPublisher(there, page_tokens=1)
+        else:
+            EventPublisher(LOCAL, page_tokens=1, replay_endpoint=there)
+    with pytest.raises(ConfigError, match="^kv_events = .*no.such.host"):
+        EventPublisher("tcp://no.such.host.invalid:5557", page_tokens=1)
+
+
+def test_what_nobody_hears_is_not_counted_as_sent():
+    with publishing(replay_endpoint=LOCAL, topic="kv@a") as publisher, zmq.Context() as context:
+        publisher([stored("a")])
+        kept(publisher, 1)
+        assert (publisher.stats().batches, publisher.stats().unheard) == (0, 1)
+        with context.socket(zmq.SUB) as deaf:
+            deaf.connect(publisher.endpoint)
+            deaf.subscribe(b"another topic")
+            until(lambda: publisher.stats().subscribers == 1, "somebody subscribed")
+            publisher([stored("b")])
+            kept(publisher, 2)
+            assert (publisher.stats().batches, publisher.stats().unheard) == (0, 2)
+        until(lambda: publisher.stats().subscribers == 0, "and left")
+        with context.socket(zmq.SUB) as first, context.socket(zmq.SUB) as second:
+            for number, each in enumerate((first, second), 1):
+                each.connect(publisher.endpoint)
+                each.subscribe(b"kv@")
+                until(lambda number=number: publisher.stats().subscribers == number, "one more")
+            publisher([stored("c")])
+            assert first.poll(WAIT_MS) and second.poll(WAIT_MS)
+            assert (publisher.stats().batches, publisher.stats().unheard) == (1, 2)
+        until(lambda: publisher.stats().subscribers == 0, "both left")
 
 
 def test_the_last_batches_leave_before_it_closes_and_what_comes_later_is_dropped():

@@ -1,20 +1,23 @@
 """KV events over ZMQ: they tell routers what is cached here (docs/events.md).
 
     engine's thread                            publisher's thread
-    events ──► Ledger ──► encoded ──► queue ──► PUB ──► every subscriber
+    events ──► Ledger ──► encoded ──► queue ──► XPUB ──► every subscriber
                merged     numbered       └────► kept ◄── ROUTER ◄── subscribers that missed batches
 
-The format is that of vLLM and SGLang, so their routers can read it.
+The format is that of vLLM and SGLang, so their routers can read it. An XPUB socket is a PUB socket that says
+who subscribes.
 """
 
 from __future__ import annotations
 
 import logging
+import socket as sockets
 import struct
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -41,6 +44,11 @@ LINGER_MS = 500
 
 RANK = 0
 """Data-parallel rank. It is always written, because older routers need it."""
+
+CONNECT = "connect:"
+"""Before an endpoint: the other side listens there. Without it the address is one of this machine."""
+
+EVERYWHERE = ("*", "0.0.0.0", "::")  # noqa: S104 (they are recognized here, not listened on)
 
 END = b"\xff" * 8
 """Instead of a number, at the end of a replay."""
@@ -160,15 +168,24 @@ class Ledger:
 
 @dataclass(frozen=True)
 class EventStats:
-    """Batches of a publisher. A dropped batch found the queue full."""
+    """Batches of a publisher, and who is there to read them."""
 
+    subscribers: int
+    """Subscriptions that are open now."""
     batches: int
+    """Sent to at least one subscriber."""
+    unheard: int
+    """Sent when nobody had subscribed. A subscriber that comes later can ask for them (`replay_endpoint`)."""
     dropped: int
+    """They found the queue full, or the publisher closed."""
     errors: int
 
 
 class EventPublisher:
     """Publishes the events of a tree. Only the engine's thread calls it; the call never blocks or raises.
+
+    It listens at `endpoint`, an address of this machine. With `connect:` before it, the other side listens
+    there, and the publisher connects to it.
 
     A batch is `dropped` if the queue is full, and counted in `errors` if it can not be encoded. Its number is
     used up either way, so that a subscriber sees the gap. Events after `close` are dropped.
@@ -195,12 +212,16 @@ class EventPublisher:
         self._number = 0
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=replay_batches if replay_endpoint else 0)
         self._lock = threading.Lock()
-        self.batches = self.dropped = self.errors = 0
+        self.queued = self.sent = self.unheard = self.dropped = self.errors = 0
+        self._subscriptions: Counter[bytes] = Counter()
+        """How many subscribers want the topics that begin so."""
 
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            self._pub = self._socket(zmq.PUB, QUEUE_BATCHES)
-            self.endpoint = _open(self._pub, "kv_events", endpoint, bind=_is_bound(endpoint))
+            self._pub = self._socket(zmq.XPUB, QUEUE_BATCHES)
+            self._pub.setsockopt(zmq.XPUB_VERBOSER, 1)  # every subscription is told, not only the first
+            self.connects = endpoint.startswith(CONNECT)
+            self.endpoint = (_connect if self.connects else _bind)(self._pub, "kv_events", endpoint)
             """The real address: with the port that the system chose, if it chose one."""
             self._replay: zmq.Socket[bytes] | None = None
             self.replay_endpoint: str | None = None
@@ -208,7 +229,7 @@ class EventPublisher:
                 # A ROUTER drops messages if its queue is full. It learns late what the peer has read: up to
                 # half of the queue may be read and still counted. With room for two replays nothing is lost.
                 self._replay = self._socket(zmq.ROUTER, 2 * (replay_batches + 1))
-                self.replay_endpoint = _open(self._replay, "kv_events_replay", replay_endpoint, bind=True)
+                self.replay_endpoint = _bind(self._replay, "kv_events_replay", replay_endpoint)
         except ConfigError:
             self._context.destroy(linger=0)
             raise
@@ -236,7 +257,7 @@ class EventPublisher:
                 number, self._number = self._number, self._number + 1
                 payload = self._encode((time.time(), told, RANK))
                 self._queue.send_multipart((number.to_bytes(8, "big"), payload), self._zmq.NOBLOCK)
-                self.batches += 1
+                self.queued += 1
         except self._zmq.Again:
             self.dropped += 1
         except Exception:  # noqa: BLE001 - an observer does not end what it observes (I13)
@@ -244,7 +265,8 @@ class EventPublisher:
             self._failed()
 
     def stats(self) -> EventStats:
-        return EventStats(self.batches, self.dropped, self.errors)
+        there = self._subscriptions.total()
+        return EventStats(there, self.sent, self.unheard, self.dropped, self.errors)
 
     def close(self) -> None:
         """Sends the last batches, for `LINGER_MS` at most, and closes the sockets."""
@@ -258,13 +280,15 @@ class EventPublisher:
 
     def _run(self) -> None:
         poller = self._zmq.Poller()
-        for socket in (self._outbox, self._replay):
+        for socket in (self._outbox, self._pub, self._replay):
             if socket is not None:
                 poller.register(socket, self._zmq.POLLIN)
         going = True
         while going:
             try:
                 ready = dict(poller.poll())
+                if self._pub in ready:
+                    self._subscribed()
                 if self._replay is not None and self._replay in ready:
                     self._answer(self._replay)
                 if self._outbox in ready:
@@ -278,8 +302,23 @@ class EventPublisher:
         if not payload:
             return False
         self._kept.append((int.from_bytes(number, "big"), payload[0]))
+        self._subscribed()
         self._pub.send_multipart((self._topic, number, payload[0]), self._zmq.NOBLOCK)
+        if any(self._topic.startswith(prefix) for prefix in self._subscriptions):
+            self.sent += 1
+        else:
+            self.unheard += 1
         return True
+
+    def _subscribed(self) -> None:
+        """Takes in who has subscribed, and who has left."""
+        with suppress(self._zmq.Again):
+            while True:
+                message = self._pub.recv(self._zmq.NOBLOCK)
+                if message[:1] not in (b"\x00", b"\x01"):
+                    continue  # whatever a subscriber sends besides
+                self._subscriptions[message[1:]] += 1 if message[0] else -1
+                self._subscriptions = +self._subscriptions
 
     def _answer(self, replay: zmq.Socket[bytes]) -> None:
         """Sends all kept batches from a number on, then the end. A REQ socket's envelope is sent back."""
@@ -301,20 +340,48 @@ class EventPublisher:
             log.exception("KV events: a batch was not sent; later errors are only counted")
 
 
-def _is_bound(endpoint: str) -> bool:
-    """As in vLLM: an address with a wildcard is bound, any other is connected to."""
-    return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
-
-
-def _open(socket: zmq.Socket[bytes], field: str, endpoint: str, *, bind: bool) -> str:
+def _bind(socket: zmq.Socket[bytes], field: str, endpoint: str) -> str:
+    """Listens at an address of this machine; returns the address, with its real port."""
     import zmq
 
-    socket.setsockopt(zmq.IPV6, int("[" in endpoint))
+    bound = endpoint
+    if endpoint.startswith("tcp://"):
+        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        bound = f"tcp://{_address_here(field, endpoint, host)}:{port}"
+    socket.setsockopt(zmq.IPV6, int("[" in bound))
     try:
-        if bind:
-            socket.bind(endpoint)
-        else:
-            socket.connect(endpoint)
+        socket.bind(bound)
     except zmq.ZMQError as error:
         raise ConfigError(field, endpoint, str(error)) from error
     return str(socket.get_string(zmq.LAST_ENDPOINT))
+
+
+def _connect(socket: zmq.Socket[bytes], field: str, endpoint: str) -> str:
+    """Connects to a collector that listens, now or later."""
+    import zmq
+
+    to = endpoint.removeprefix(CONNECT)
+    socket.setsockopt(zmq.IPV6, int("[" in to))
+    try:
+        socket.connect(to)
+    except zmq.ZMQError as error:
+        raise ConfigError(field, endpoint, str(error)) from error
+    return to
+
+
+def _address_here(field: str, endpoint: str, host: str) -> str:
+    """A host as an address of this machine that can be bound. Raises if it is none: to connect instead would
+    send events to nobody, and say nothing."""
+    name = host.strip("[]")
+    if not name or name in EVERYWHERE or name in (each for _, each in sockets.if_nameindex()):
+        return host
+    try:
+        found = sockets.getaddrinfo(name, 0, type=sockets.SOCK_DGRAM, flags=sockets.AI_PASSIVE)
+    except OSError as error:
+        raise ConfigError(field, endpoint, f"{name}: {error.strerror or error}") from error
+    for family, kind, _, _, address in sorted(found, key=lambda each: each[0] == sockets.AF_INET6):
+        with suppress(OSError), sockets.socket(family, kind) as probe:
+            probe.bind(address)  # only addresses of this machine can be bound
+            return f"[{address[0]}]" if family == sockets.AF_INET6 else str(address[0])
+    why = f"{name} is no address of this machine; if a collector listens there, write {CONNECT}{endpoint}"
+    raise ConfigError(field, endpoint, why)

@@ -132,6 +132,24 @@ def test_an_urgent_ask_takes_the_room_of_a_running_one_that_is_less_so(overlap, 
     settle(engine)
 
 
+def test_what_a_request_has_computed_itself_is_not_told_as_cached():
+    """It gives way in the middle of its prompt, and then finds its own pages."""
+    engine = make_engine(running_max=1, step_tokens=PAGE)
+    run(engine, make_ask("before", words(PAGE + 5), 1))
+    engine.add(make_ask("slow", words(4 * PAGE), 2))
+    steps, ends = plain_steps(engine), {}
+    while engine.counters["steps"] < 4:
+        next(steps)
+    engine.add(make_ask("urgent", words(PAGE, 1), 1, priority=1))
+    while len(ends) < 2:
+        ends |= {delta.request_id: delta.usage for delta in next(steps) if delta.finish}
+    assert engine.counters["preemptions"] == 1
+    assert ends["slow"].cached_tokens == PAGE == engine.explain("slow").reuse.cached_tokens
+    stats = engine.stats()
+    assert stats.hit_tokens["device"] == PAGE and stats.counters["tokens_asked"] == 6 * PAGE + 5
+    settle(engine)
+
+
 @LOOPS
 def test_who_waits_for_pages_asks_again_only_when_something_has_changed(overlap, monkeypatch):
     engine, ends = make_engine(pages=4), {}

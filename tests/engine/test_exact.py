@@ -125,7 +125,12 @@ def test_a_text_resumed_by_replay_is_exact(cold):
     turn = [*begin[: 9 * PAGE + 40], *words(20, seed=2)]
     [hit] = run(engine, make_ask("b", turn))
     told = engine.explain("b")
-    assert hit.usage.device_tokens == 9 * PAGE and 0 < told.reuse.replay_tokens < 9 * PAGE
+    replayed = told.reuse.replay_tokens
+    assert 0 < replayed < 9 * PAGE and (hit.usage.device_tokens, hit.usage.replayed_tokens) == (
+        9 * PAGE - replayed,
+        replayed,
+    )
+    assert told.reuse.computed_tokens == len(turn) - 9 * PAGE + replayed
     [truth] = run(cold, make_ask("t", turn))
     assert differences(hit, truth) == [0.0] * 8
     settle(engine)

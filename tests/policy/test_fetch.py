@@ -61,11 +61,21 @@ def test_the_boundary_is_the_longest_at_which_everything_is_somewhere(found, sto
     wanted = choose_fetch(held, make_costs(window=window))
     legal_ones = [b for b in range(boundary + 1, last + 1) if resumable(b, near | more)]
     if not legal_ones:
-        assert wanted is Refusal.NOTHING
+        assert wanted is (Refusal.NO_TAIL if last > found else Refusal.NOTHING)
         return
     assert isinstance(wanted, Wanted) and wanted.upto == max(legal_ones[-1], found)
+    assert wanted.rest is (Refusal.NO_TAIL if wanted.upto < last else None)
     needed = set(range(max(1, legal_ones[-1] - window + 1), legal_ones[-1] + 1)) if window else set()
     assert needed - near <= set(wanted.tails) <= more, "every tail the resume reads, none that is not there"
+
+
+def test_what_is_not_fetched_has_a_reason():
+    held = make_held(tails_stored={2, 4, 6})
+    assert choose_fetch(held, make_costs(window=1)).rest is Refusal.NO_TAIL, "no tail after the sixth page"
+    six = 6 * 1000 + 300
+    assert choose_fetch(held, make_costs(window=1), bytes_most=six - 1).rest is Refusal.NO_ROOM
+    assert choose_fetch(make_held(stored=6, tails_stored={6}), make_costs(window=1)).rest is None
+    assert choose_fetch(make_held(stored=0), make_costs(window=1)) is Refusal.NOTHING
 
 
 def test_a_text_without_tails_needs_none():

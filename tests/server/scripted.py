@@ -166,6 +166,8 @@ class ScriptedService:
     store_fails: StoreError | None = None
     store_tokens: int = 0
     """Of what is cached, so many tokens come from the store."""
+    replayed_tokens: int = 0
+    """Of what is found, so many tokens are computed again."""
     asks: list[Ask] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
     holding: threading.Event = field(default_factory=threading.Event)
@@ -200,12 +202,13 @@ class ScriptedService:
     async def _answer(self, ask: Ask) -> AsyncIterator[Delta]:
         known = (ask.namespace, ask.prompt) in self._seen
         self._seen.add((ask.namespace, ask.prompt))
-        cached = len(ask.prompt) - 1 - self.store_tokens if known else 0
+        cached = len(ask.prompt) - 1 - self.store_tokens - self.replayed_tokens if known else 0
         usage = {
             "prompt_tokens": len(ask.prompt),
             "device_tokens": cached // 2,
             "host_tokens": -(-cached // 2),
             "store_tokens": self.store_tokens if known else 0,
+            "replayed_tokens": self.replayed_tokens if known else 0,
         }
         prompt = self._prompt(ask)
         told = 0
@@ -315,6 +318,8 @@ class ScriptedService:
             moved_bytes={"loaded": {"kv": 5}},
             moved_s={"loaded": {"pages": 0.5}},
             hit_tokens={"device": 10, "host": 20, "store": 30},
+            compute_saved_s=1.5,
+            evicted={"device": {"pages": {"room": 9}}},
             copier="direct",
             pools={"device pages": PoolStats(capacity=8, free=3)},
             store=self.store,

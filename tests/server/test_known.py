@@ -351,7 +351,8 @@ def test_what_was_cached_is_told_by_tier_if_it_is_asked_for(path):
         both = chunks_of(
             talk("POST", path, json=ask | {"stream": True, "stream_options": {"include_usage": True}})
         )
-    assert cold["sglext"] == {"cached_tokens_details": {"device": 0, "host": 0, "storage": 0}}
+    details = {"device": 0, "host": 0, "storage": 0}
+    assert cold["sglext"] == {"cached_tokens_details": details, "replayed_tokens": 0}
     details = warm["sglext"]["cached_tokens_details"]
     assert details["storage"] == 1
     assert sum(details.values()) == warm["usage"]["prompt_tokens_details"]["cached_tokens"] > 0

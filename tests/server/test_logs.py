@@ -66,6 +66,7 @@ def test_a_line_for_programs_has_the_same_as_members(lines):
         "status": 200,
         "tokens_in": 1,
         "tokens_cached": 0,
+        "tokens_replayed": 0,
         "tokens_out": 6,
     }
     assert (second["status"], second["path"]) == (404, "/nothing%0D%0Aelse")

@@ -28,6 +28,7 @@ def test_an_answer_has_text_tokens_and_what_it_cost():
         "completion_tokens": 3,
         "cached_tokens": 1,
         "cached_tokens_details": {"device": 0, "host": 1, "storage": 0},
+        "replayed_tokens": 0,
     }
 
 

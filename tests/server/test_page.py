@@ -83,7 +83,7 @@ def test_the_first_event_is_everything_and_the_next_only_what_changed():
         (told,) = second["recent"]["requests"].values()
         assert (told["id"], told["call"], told["status"]) == (name, "/generate", 200)
         assert told["why"] == str(REUSE)
-        assert told["tokens"] == {"device": 0, "host": 0, "store": 0, "computed": 1}
+        assert told["tokens"] == {"device": 0, "host": 0, "store": 0, "replayed": 0, "computed": 1}
 
 
 def test_the_statistics_of_the_feed_are_those_of_the_metrics_page():
@@ -150,9 +150,10 @@ def test_a_request_counts_for_the_slowest_tier_that_its_prompt_came_from():
     seen.add(visit(Usage(100, 4, device_tokens=60), 0.1), "/generate")
     seen.add(visit(Usage(100, 4, device_tokens=60), 0.3), "/generate")
     seen.add(visit(Usage(100, 4, device_tokens=60, host_tokens=10), 0.4), "/generate")
-    seen.add(visit(Usage(100, 4, host_tokens=10, store_tokens=20), 0.5), "/generate")
+    seen.add(visit(Usage(100, 4, host_tokens=10, store_tokens=20, replayed_tokens=50), 0.5), "/generate")
     (interval,) = seen.json()["intervals"].values()
-    assert interval["tokens"] == {"device": 180, "host": 20, "store": 20, "computed": 280}
+    parts = {"device": 180, "host": 20, "store": 20, "replayed": 50, "computed": 230}
+    assert interval["tokens"] == parts and sum(parts.values()) == 500
     assert interval["first_token_s"] == {"computed": 1.0, "device": 0.2, "host": 0.4, "store": 0.5}
 
 

@@ -57,13 +57,16 @@ def test_numbers_of_the_engine_have_names_and_labels():
     assert samples["tiercel_pages_saved_total[]"] == 4
     assert samples["tiercel_engine_tokens_drawn_total[]"] == 6
     assert samples["tiercel_accept_length[('source', 'computed')]"] == 1.75
-    assert samples["tiercel_exact[]"] == 1
-    assert not any("cpu" in name for name in samples)
+    assert samples["tiercel_evicted_total[('tier', 'device'), ('what', 'pages'), ('why', 'room')]"] == 9
+    assert samples["tiercel_compute_saved_seconds_total[]"] == 1.5
 
 
-def test_what_the_table_does_not_know_is_joined_to_a_name():
-    assert collected({"some": {"new thing": {"wait_s": 1.5, "word": "x", "nothing": None}}}) == {
-        "tiercel_some_new_thing_wait_seconds[]": 1.5
+def test_what_the_table_does_not_know_is_left_out_except_numbers_of_a_store_of_your_own():
+    assert collected({"some": {"new thing": {"wait_s": 1.5}}, "exact": True}) == {}
+    own = {"store": {"store": {"shards": 3, "name": "x", "peers": {"1": {"reads": 2, "boot": "ab"}}}}}
+    assert collected(own) == {
+        "tiercel_store_own_number[('number', 'shards')]": 3,
+        "tiercel_store_peer_reads_total[('peer', '1')]": 2,
     }
 
 
@@ -157,6 +160,8 @@ def test_model_info_and_the_nested_numbers():
         "moved_bytes": {"loaded": {"kv": 5}},
         "moved_s": {"loaded": {"pages": 0.5}},
         "hit_tokens": {"device": 10, "host": 20, "store": 30},
+        "compute_saved_s": 1.5,
+        "evicted": {"device": {"pages": {"room": 9}}},
         "copier": "direct",
         "pools": {"device pages": {"capacity": 8, "free": 3}},
         "store": {"attached": False},
@@ -180,7 +185,7 @@ def test_a_request_can_be_explained_by_its_id_until_it_is_forgotten():
         assert known.json() == {
             "prompt_tokens": 100,
             "reused_tokens": {"device": 16, "host": 8, "store": 4},
-            "computed_tokens": 75,
+            "computed_tokens": 72,
             "replayed_tokens": 3,
             "found_tokens": 32,
             "why_not_more": REUSE.why.value,

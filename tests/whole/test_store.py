@@ -123,8 +123,9 @@ async def keep_asking(client):
 
 def test_routers_hear_of_every_tier(tmp_path):
     port = free_port()
-    options = ("--store", f"file://{tmp_path}/store?size=1GiB", "--kv-events", f"tcp://*:{port}")
+    options = ("--store", f"file://{tmp_path}/store?size=1GiB", "--kv-events", f"tcp://127.0.0.1:{port}")
     with running(*MEMORY, *options) as server, zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        assert re.search(rf"KV events .* bound tcp://127\.0\.0\.1:{port}", server.told), "the start table"
         socket.subscribe(b"")
         socket.connect(f"tcp://127.0.0.1:{port}")
         socket.rcvtimeo = 1000
@@ -144,5 +145,6 @@ def test_routers_hear_of_every_tier(tmp_path):
         assert len(heard["GPU"][0][3]) == 128 * len(heard["GPU"][0][1]), json.dumps(heard)[:1000]
         page = httpx.get(f"{server.url}/metrics", timeout=30).text
         counted = dict(re.findall(r"^tiercel_events_(\w+)_total (\S+)$", page, re.MULTILINE))
-        assert counted.keys() == {"batches", "dropped", "errors"}
+        assert counted.keys() == {"batches", "unheard", "dropped", "errors"}
+        assert re.search(r"^tiercel_events_subscribers 1\.0$", page, re.MULTILINE)
         assert float(counted["batches"]) >= 3 and float(counted["dropped"]) == float(counted["errors"]) == 0

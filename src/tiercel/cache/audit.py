@@ -12,11 +12,19 @@ from tiercel.transfer.plan import Direction
 from tiercel.tree import check as tree_check
 from tiercel.tree.node import Page, Tail
 from tiercel.tree.owners import ItemBytes, Owner
+from tiercel.tree.prefix_tree import PrefixTree
 from tiercel.types import Tier
 
 if TYPE_CHECKING:
     from tiercel.cache.host_tier import HostTier
     from tiercel.cache.tiered_cache import TieredCache
+
+LEAVES = {
+    Tier.DEVICE: ("room", "limit", "path"),
+    Tier.HOST: ("room", "limit", "path"),
+    Tier.STORE: ("room",),
+}
+"""Why something leaves a tier."""
 
 WORDS = {Direction.LOAD: "loaded", Direction.SAVE: "saved"}
 
@@ -65,6 +73,11 @@ class CacheStats:
     moved_s: Mapping[str, Mapping[str, float]]
     """Time spent copying, by `loaded` and `saved`, and by pages and tails."""
     hit_tokens: Mapping[str, int]
+    """Prompt tokens that each tier supplied. Tokens that were computed again are not among them."""
+    compute_saved_s: float
+    """How long computing these tokens would have taken: the sum of what each request saved when it began."""
+    evicted: Mapping[str, Mapping[str, Mapping[str, int]]]
+    """What left a tier: by tier, by pages and tails, and by why (`tree.books`)."""
     pools: Mapping[str, PoolStats]
     compute_tokens_s: float | None
     """Recent speed of computing prompts; None: nothing was computed yet."""
@@ -102,7 +115,9 @@ def stats(cache: HostTier[Any]) -> CacheStats:
             for word in WORDS.values()
         },
         moved_s={WORDS[direction]: dict(spent) for direction, spent in seconds.items()},
-        hit_tokens={tier: counters[f"tokens_{tier}"] for tier in ("device", "host", "store")},
+        hit_tokens={tier.value: counters[f"tokens_{tier.value}"] for tier in Tier},
+        compute_saved_s=cache.compute_saved_s,
+        evicted=_evicted(cache.tree),
         compute_tokens_s=cache.compute.per_s,
         copier=controller.how if controller else "",
         pools={pool.name: PoolStats(pool.capacity, pool.free) for pool in pools},
@@ -110,6 +125,17 @@ def stats(cache: HostTier[Any]) -> CacheStats:
         counters=dict(counters),
         owners={name: _owned(owner) for name, owner in cache.tree.owners.all.items()},
     )
+
+
+def _evicted(tree: PrefixTree) -> dict[str, dict[str, dict[str, int]]]:
+    """All of them are there from the start, as 0."""
+    return {
+        tier.value: {
+            word: {why: tree.evicted[tier, kind, why] for why in whys}
+            for word, kind in (("pages", Page), ("tails", Tail))
+        }
+        for tier, whys in LEAVES.items()
+    }
 
 
 def _owned(owner: Owner) -> dict[str, int]:

@@ -36,7 +36,13 @@ few enough that a read is large."""
 LEARN_S = 0.01
 """Less time than this says nothing about a store."""
 
-_WHY = {Refusal.NOTHING: None, Refusal.SLOW: Why.STORE_SLOW, Refusal.NO_ROOM: Why.STORE_NO_ROOM}
+_WHY = {
+    None: None,
+    Refusal.NOTHING: None,
+    Refusal.NO_TAIL: Why.STORE_NO_TAIL,
+    Refusal.SLOW: Why.STORE_SLOW,
+    Refusal.NO_ROOM: Why.STORE_NO_ROOM,
+}
 
 
 class FetchStage(Enum):
@@ -292,8 +298,10 @@ class Fetches:
         """The request begins. Returns its reuse, with the store's reason why it is not more."""
         fetch = self.of.get(chain)
         self.forget(chain)
-        short = reuse.why in (Why.NOT_CACHED, Why.NO_TAIL)
-        return replace(reuse, why=fetch.why) if short and fetch is not None and fetch.why else reuse
+        if reuse.why not in (Why.NOT_CACHED, Why.NO_TAIL) or fetch is None or fetch.why is None:
+            return reuse
+        held = (fetch.match.found + fetch.pages_stored) * self.spec.page_tokens
+        return replace(reuse, why=fetch.why, found_tokens=max(reuse.found_tokens, held))
 
     def forget(self, chain: KeyChain) -> None:
         fetch = self.of.pop(chain, None)
@@ -345,6 +353,7 @@ class Fetches:
             self.counters["fetches_not_worth"] += wanted is Refusal.SLOW
             self._over(fetch, _WHY[wanted])
             return
+        fetch.why = _WHY[wanted.rest]
         self._start(fetch, held, wanted)
 
     def _start(self, fetch: Fetch, held: Held, wanted: Wanted) -> None:

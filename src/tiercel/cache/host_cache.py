@@ -42,7 +42,7 @@ class HostCache(HostTier[Ended]):
         assert len(items) == len(places) + len(tails), "a place for something that was not found"
         if any(item.gone or not item.on_host for item in found.items):
             return Wait(WaitFor.FOUND_LEFT)
-        self._use(found, priority)
+        self._count(found.chain, self._use(found, priority))
         pairs = zip(items, (*places, *tails), strict=True)
         moves = [Move(item, place, item.host or ()) for item, place in pairs]
         transfer = Transfer(moves, [found.page, *found.tails], hold)

@@ -116,6 +116,10 @@ class HostTier(ABC, Generic[AnyEnd]):
         """Host copies that other servers read."""
         self.compute = Rate()
         """Prompt tokens computed per second: what a fetch is compared with."""
+        self.compute_saved_s = 0.0
+        """How long computing what was reused would have taken, at the speed of that moment."""
+        self._tokens_unpriced = 0
+        """Tokens that were reused before any speed was known."""
         self.store: StoreTier | None = None
         self._stores_left: list[StoreTier] = []
         self.landings: set[Transfer] = set()
@@ -215,7 +219,7 @@ class HostTier(ABC, Generic[AnyEnd]):
             self.store.fetches.forget(chain)
 
     def _use(self, found: Found, priority: int) -> Reuse:
-        """What was found is going to be read: count it, and end its fetch."""
+        """What was found is going to be read: end its fetch."""
         reuse = found.reuse
         if self.store is not None:
             reuse = self.store.fetches.begun(found.chain, reuse)
@@ -223,14 +227,24 @@ class HostTier(ABC, Generic[AnyEnd]):
             self.tree.touch(found.page, found.tails, priority)
         if self.store is not None:  # a tail that was not worth a write may be worth it now
             self.store.writes.offer(tail for tail in found.tails if tail.on_host)
+        for far in found.far:
+            far.fetched = False
+        return reuse
+
+    def _count(self, chain: KeyChain, reuse: Reuse) -> None:
+        """What a text reuses is readable. If it begins again it finds its own work, which is not counted."""
+        if chain.counted:
+            return
+        chain.counted = True
         self.counters["tokens_asked"] += reuse.prompt_tokens
         self.counters["tokens_device"] += reuse.device_tokens
         self.counters["tokens_host"] += reuse.host_tokens
         self.counters["tokens_store"] += reuse.store_tokens
         self.counters["tokens_replayed"] += reuse.replay_tokens
-        for far in found.far:
-            far.fetched = False
-        return reuse
+        self._tokens_unpriced += reuse.cached_tokens
+        if (seconds := self.compute.seconds(self._tokens_unpriced)) is not None:
+            self.compute_saved_s += seconds
+            self._tokens_unpriced = 0
 
     # Host pages that somebody fills
 

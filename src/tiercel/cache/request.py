@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from tiercel.errors import TransferError
 from tiercel.policy.placement import Boundary
-from tiercel.policy.resume import Reuse, Why, choose_resume
+from tiercel.policy.resume import Reuse, Why, choose_resume, tokens_by_tier
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.tree.keys import KeyChain
 from tiercel.tree.node import Item, Move, Page, Tail
@@ -182,9 +182,12 @@ def find(
     if resume.pages < match.found:
         why = Why.NO_TAIL
     elif resume.pages == limit:
-        why = Why.COMPLETE if limit == whole else Why.NOT_WANTED
+        complete = Why.REPLAYED if resume.replay_tokens else Why.COMPLETE
+        why = complete if limit == whole else Why.NOT_WANTED
     else:
         why = Why.NOT_ON_DEVICE if chain.keys[resume.pages] in tree.index else Why.NOT_CACHED
+    fetched, replay_tokens = [page.fetched for page in pages[near:]], resume.replay_tokens
+    supplied = tokens_by_tier(near, fetched, page_tokens=page_tokens, replay_tokens=replay_tokens)
     return Found(
         chain=chain,
         page=pages[-1] if pages else tree.root,
@@ -194,12 +197,10 @@ def find(
         branch=match.branch,
         pages_found=match.found,
         reuse=Reuse(
-            prompt_tokens=chain.tokens,
-            device_tokens=near * page_tokens,
-            host_tokens=sum(not page.fetched for page in pages[near:]) * page_tokens,
-            store_tokens=sum(page.fetched for page in pages[near:]) * page_tokens,
+            chain.tokens,
+            *supplied,
             found_tokens=found_tokens,
-            replay_tokens=resume.replay_tokens,
+            replay_tokens=replay_tokens,
             replay_cost_tokens=cost,
             why=why,
         ),

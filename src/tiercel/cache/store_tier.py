@@ -26,7 +26,7 @@ from tiercel.spec.cache_spec import CacheSpec
 from tiercel.storage.record import Kind, page_key_of
 from tiercel.threads import start
 from tiercel.transfer.mover import Operation, Presence, RecordPlace, StoreMover, Work
-from tiercel.tree.node import Cleared, Event, Item, Tail
+from tiercel.tree.node import Cleared, Event, Item, Page, Tail
 from tiercel.tree.prefix_tree import PrefixTree
 from tiercel.types import PageKey, Tier
 
@@ -36,6 +36,7 @@ PROBE_AGAIN_S = 10.0
 """A store too slow to be worth it is measured again so often."""
 
 NUMBERS_OLD_S = 1.0
+"""While it is written to, or looked at, a store is asked so often how much it holds."""
 
 WRITE_BYTES = 8 * 1024**2
 """A write of a few MiB is as fast as the disk (docs/log.md)."""
@@ -145,6 +146,11 @@ class Writes:
     def bytes_waiting(self) -> int:
         return sum(self._bytes_of(item) for item, _ in self.backlog)
 
+    @property
+    def busy(self) -> bool:
+        """Whether a write is under way."""
+        return bool(self._under_way)
+
     def items(self) -> Iterator[Item]:
         """What is being written."""
         return iter(self._writing)
@@ -183,8 +189,12 @@ class StoreTier:
         bytes_most = min(self.config.store_writing_bytes, host_bytes // 2)
         self.writes = Writes(*parts, self.breaker, self.counters, bytes_most)
         self._probe_s = self._numbers_s = self.clock()
+        self._numbers: Operation | None = None
+        """The store is being asked how much it holds."""
+        self._changed = False
+        """Whether it was written to, or emptied, since it was last asked."""
         self.mover.submit(Work.PROBE)
-        self.mover.submit(Work.STATS)
+        self._ask_numbers(self._numbers_s)
 
     # Going on
 
@@ -204,9 +214,18 @@ class StoreTier:
         if self.fetches.slow and now - self._probe_s > PROBE_AGAIN_S and self.breaker.allows(now):
             self.fetches.slow, self._probe_s = False, now
             self.mover.submit(Work.PROBE)
+        if self._changed and (not self.writes.busy or now - self._numbers_s > NUMBERS_OLD_S):
+            self._ask_numbers(now)
         while self.mover.removed:
             key = self.mover.removed.popleft()
-            self._not_stored(key[0] == Kind.TAIL, PageKey(page_key_of(key)))
+            tail = key[0] == Kind.TAIL
+            self._not_stored(tail, PageKey(page_key_of(key)))
+            self.tree.evicted[Tier.STORE, Tail if tail else Page, "room"] += 1
+
+    def _ask_numbers(self, now: float) -> None:
+        """Ask how much it holds, unless it is being asked, or fails."""
+        if self._numbers is None and self.breaker.state is BreakerState.WORKING:
+            self._numbers, self._numbers_s, self._changed = self.mover.submit(Work.STATS), now, False
 
     def _since(self, operation: Operation) -> float:
         """When a thread began it. As long as none has: when its crew last finished another operation."""
@@ -216,6 +235,8 @@ class StoreTier:
 
     def _ended(self, operation: Operation, now: float) -> None:
         self._ended_s[_crew(operation)] = now
+        self._numbers = None if operation is self._numbers else self._numbers
+        self._changed = self._changed or operation.work in (Work.WRITE, Work.CLEAR)
         if operation.error is not None and not operation.cancelled:
             self.counters["failures"] += 1
             if self.counters["failures"] == 1 or self.breaker.state is not BreakerState.WORKING:
@@ -238,7 +259,6 @@ class StoreTier:
                 self.fetches.costs.read.forget()  # the next fetch measures it
             case Work.CLEAR if operation.error is None:
                 self._unmark()
-                self.mover.submit(Work.STATS)
 
     def _damaged(self, piece: RecordPlace) -> None:
         """The record was removed from the store. If the host has a copy, it is written again."""
@@ -297,9 +317,8 @@ class StoreTier:
 
     def stats(self) -> StoreStats:
         now = self.clock()
-        if now - self._numbers_s > NUMBERS_OLD_S and self.breaker.state is BreakerState.WORKING:
-            self._numbers_s = now
-            self.mover.submit(Work.STATS)
+        if now - self._numbers_s > NUMBERS_OLD_S:  # others may write to it, too
+            self._ask_numbers(now)
         return StoreStats(
             state=self.breaker.state.value,
             saved_bytes=self.counters["bytes_written"],

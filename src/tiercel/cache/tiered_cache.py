@@ -277,7 +277,9 @@ class TieredCache(HostTier[Loaded]):
         for request in landed.waiting:
             if isinstance(request, Request) and request.state is RequestState.LOADING:
                 request.state = RequestState.RUNNING
-                if not ok:
+                if ok:
+                    self._count(request.chain, request.reuse)
+                else:
                     self._end(request)
                     self.counters["requests_failed"] += 1
                 self._ended.append(Loaded(request, landed.error))
@@ -322,6 +324,8 @@ class TieredCache(HostTier[Loaded]):
         if any(item.load is not None for item in found.items):
             request.state = RequestState.LOADING
             self.flights.queue(Direction.LOAD, (), request)
+        else:
+            self._count(chain, request.reuse)
         if for_others:
             path = [tree.index[key] for key in chain.keys[: page.depth]]
             self._save_early([*path, *found.tails], by_force=True)

@@ -162,10 +162,10 @@ def show(report: Report) -> None:
         row(f"reused from {tier}", tokens)
     row("reused", report.hits)
     table.add_section()
+    row("replayed: found, and computed again for want of a tail", report.replayed_tokens)
     for why, tokens in report.lost_tokens.items():
         row(f"lost: {why}", tokens)
     row("new: no request before had them", report.new_tokens)
-    row("computed again for want of a tail", report.replayed_tokens)
     row("all", report.tokens_asked)
     console.print(table)
     gb = {

@@ -6,7 +6,7 @@ import gc
 import logging
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -79,7 +79,7 @@ def serve(
     with ExitStack() as ending:
         ending.callback(log_writer.close)
         publisher = _publisher(engine, options, ending)
-        show(choices, options)
+        show([*choices, *_told(publisher)], options)
         name = [*options.model_names, model if model in FOLDERS else folder.name][0]
         service = EngineService(engine, name, ", ".join(map(shown, build.sources)), publisher)
         if trace is not None:
@@ -112,6 +112,21 @@ def _publisher(engine: Engine, options: ServerOptions, ending: ExitStack) -> Eve
     ending.callback(publisher.close)
     engine.cache.watch(publisher)
     return publisher
+
+
+def _told(publisher: EventPublisher | None) -> Iterator[Choice]:
+    """Where KV events go."""
+    from tiercel.engine.build import Choice
+    from tiercel.events import EVERYWHERE
+
+    if publisher is None:
+        return
+    for what, address in (("KV events", publisher.endpoint), ("their replay", publisher.replay_endpoint)):
+        if address is not None:
+            how = "connects to" if publisher.connects and what == "KV events" else "bound"
+            open_to_all = address.removeprefix("tcp://").rpartition(":")[0].strip("[]") in EVERYWHERE
+            why = "EVERY interface: whoever connects reads token ids, without a key" if open_to_all else ""
+            yield Choice(what, f"{how} {address}", why or "--kv-events")
 
 
 def say(text: str, options: ServerOptions) -> None:

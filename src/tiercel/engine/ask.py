@@ -109,16 +109,19 @@ class Finish(Enum):
 
 
 class Usage(NamedTuple):
-    """Tokens of one request, and how many of them each tier supplied."""
+    """Tokens of one request, and how many of its prompt each tier supplied. The rest was computed."""
 
     prompt_tokens: int
     completion_tokens: int = 0
     device_tokens: int = 0
     host_tokens: int = 0
     store_tokens: int = 0
+    replayed_tokens: int = 0
+    """Of the computed ones: their pages were found, but no tail after them (`policy.resume`)."""
 
     @property
     def cached_tokens(self) -> int:
+        """Tokens of the prompt that were not computed."""
         return self.device_tokens + self.host_tokens + self.store_tokens
 
 

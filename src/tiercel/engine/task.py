@@ -103,8 +103,8 @@ class Task:
         """Whether the prompt's logprobs are asked for and not known yet."""
         self.scores: list[TokenOut] = []
         self.guesses = GuessRecord()
-        self.reused = 0, 0, 0
-        """Tokens that its prompt took from device, host and store, when it first began."""
+        self.reused = 0, 0, 0, 0
+        """Tokens of its prompt that device, host and store supplied, and tokens that were replayed."""
 
     @property
     def usage(self) -> Usage:

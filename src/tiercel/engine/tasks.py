@@ -216,7 +216,7 @@ class Tasks:
 
     def _begin(self, task: Task, instead_of: Task | None = None) -> Wait | None:
         """`instead_of`: a running task that gives its ring up, where there is no other."""
-        times, now = task.times, self._clock()
+        times, now, fresh = task.times, self._clock(), not task.chain.counted
         if (refusal := self._refusal(task)) is not None:
             return refusal
         request = self.cache.begin(
@@ -238,20 +238,21 @@ class Tasks:
         if instead_of is not None:
             self._preempt(instead_of)
         self._wait_no_more(task)
-        computed = request.reuse.tokens - request.reuse.replay_tokens
-        task.seat = seat = Seat(task, request, self.free_rings.pop(), computed, computed)
+        reuse = request.reuse
+        cached = reuse.cached_tokens
+        task.seat = seat = Seat(task, request, self.free_rings.pop(), cached, cached)
         self._in_ring[seat.ring] = seat
         task.scores.clear()
+        if fresh:  # later it finds what it has computed itself
+            self.explained[task.ask.request_id] = Explained(reuse, task.guesses, times)
+            task.reused = reuse.device_tokens, reuse.host_tokens, reuse.store_tokens, reuse.replay_tokens
+            if len(self.explained) > EXPLAINED_MOST:
+                self.explained.popitem(last=False)
         if not task.drawn:
-            reuse = request.reuse
             if times.begun_s is None:
                 self.times.queue.add(now - times.added_s)
             times.matched_s, times.begun_s = now, self._clock()
             times.running_s = times.begun_s
-            self.explained[task.ask.request_id] = Explained(reuse, task.guesses, times)
-            task.reused = reuse.device_tokens, reuse.host_tokens, reuse.store_tokens
-            if len(self.explained) > EXPLAINED_MOST:
-                self.explained.popitem(last=False)
         if request.state is RequestState.RUNNING:
             self._resume(task)
         else:

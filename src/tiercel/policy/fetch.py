@@ -66,6 +66,15 @@ class Held:
     tails_stored: frozenset[int]
 
 
+class Refusal(Enum):
+    """Why nothing is fetched, or not more."""
+
+    NOTHING = "the store has nothing"
+    NO_TAIL = "what the store has can not be resumed from"
+    SLOW = "computing is sooner"
+    NO_ROOM = "there is no host memory for it now"
+
+
 @dataclass(frozen=True)
 class Wanted:
     """What to fetch: pages `found` + 1 … `upto`, and `tails`. It saves computing `spared` tokens."""
@@ -73,14 +82,8 @@ class Wanted:
     upto: int
     tails: tuple[int, ...]
     spared: int
-
-
-class Refusal(Enum):
-    """Why nothing is fetched."""
-
-    NOTHING = "the store has nothing that helps"
-    SLOW = "computing is sooner"
-    NO_ROOM = "there is no host memory for it now"
+    rest: Refusal | None = None
+    """Why not more of what the store has; None: it is all of it."""
 
 
 @dataclass(frozen=True)
@@ -124,21 +127,27 @@ def choose_fetch(
     `bytes_ahead` are queued before this fetch; the request waits `wait_s` in any case; at most `bytes_most`
     fit in host memory.
     """
-    best, best_gain, why = None, 0.0, Refusal.NOTHING
+    best, best_gain, refused = None, 0.0, list[tuple[int, Refusal]]()
     known, last = held.tails | held.tails_stored, held.found + held.stored
     every = range(held.boundary + 1, last + 1)
     boundaries = [each for each in every if known.issuperset(window(each, costs.pages_per_window))]
     for wanted in _candidates(held, costs, boundaries):
         size = costs.bytes_of(held, wanted)
         gain = costs.gain_s(wanted.spared, bytes_ahead + size, wait_s)
-        if gain <= 0:
-            why = Refusal.SLOW if why is Refusal.NOTHING else why
-        elif bytes_most is not None and size > bytes_most:
-            why = Refusal.NO_ROOM
-        elif gain > best_gain:
+        if gain > 0 and bytes_most is not None and size > bytes_most:
+            refused.append((wanted.upto, Refusal.NO_ROOM))
+        elif gain <= best_gain:
+            refused.append((wanted.upto, Refusal.SLOW))
+        else:
+            if best is not None:
+                refused.append((best.upto, Refusal.SLOW))
             best, best_gain = wanted, gain
+    reached = 0 if best is None else best.upto
+    rest = {why for upto, why in refused if upto > reached}
+    why = next((each for each in (Refusal.NO_ROOM, Refusal.SLOW) if each in rest), Refusal.NO_TAIL)
     if best is None:
-        return why
+        return why if held.stored or rest else Refusal.NOTHING
+    best = replace(best, rest=None if reached >= last else why)
     stations = replace(best, tails=_stations(best, boundaries, held, costs.pages_per_window))
     fits = bytes_most is None or costs.bytes_of(held, stations) <= bytes_most
     return stations if fits else best

@@ -37,9 +37,10 @@ def plot_replay(report: Report, file: str) -> None:
     figure = _figure(file, figsize=(8, 2.6))
     axes = figure.subplots()
     lost = sum(report.lost_tokens.values())
-    rest = report.tokens_asked - report.hits - lost - report.new_tokens
+    rest = report.tokens_asked - report.hits - report.replayed_tokens - lost - report.new_tokens
     parts = [(tier, report.hit_tokens[tier]) for tier in TIERS]
-    parts += [("lost", lost), ("new", report.new_tokens), ("behind the last page", rest)]
+    parts += [("replayed", report.replayed_tokens), ("lost", lost)]
+    parts += [("new", report.new_tokens), ("behind the last page", rest)]
     left = 0.0
     for name, tokens in parts:
         share = tokens / max(1, report.tokens_asked)

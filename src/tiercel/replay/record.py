@@ -71,7 +71,7 @@ class Recorder:
             self._fail(error)
 
     def _row(self, task: Task) -> dict[str, Any]:
-        times, (device, host, store) = task.times, task.reused
+        times, (device, host, store, replayed) = task.times, task.reused
         ends = {end // self._page_tokens for end in task.ask.turn_ends}
         row: dict[str, Any] = {
             "time_s": round(max(0.0, times.added_s - self._began_s), 4),
@@ -81,6 +81,7 @@ class Recorder:
             "device": device,
             "host": host,
             "store": store,
+            "replayed": replayed,
             "priority": task.ask.priority,
         }
         if times.first_s is not None and times.running_s is not None and times.ended_s is not None:

@@ -26,8 +26,8 @@ class Times:
 
 @dataclass(frozen=True)
 class Report:
-    """The prompts' tokens are either reused (`hit_tokens`), or lost, or new, or the rest behind the last full
-    page, which no cache can keep."""
+    """The prompts' tokens are either reused (`hit_tokens`), or replayed, or lost, or new, or the rest behind
+    the last full page, which no cache can keep."""
 
     policy: str
     requests: int
@@ -36,9 +36,9 @@ class Report:
     tokens_asked: int
     """Of all prompts."""
     hit_tokens: Mapping[str, int]
-    """By tier: device, host, store."""
+    """By tier: device, host, store. They were not computed."""
     replayed_tokens: int
-    """How many of the reused tokens were computed again because there was no tail after them."""
+    """In pages that were found, but computed again because there was no tail after them."""
     new_tokens: int
     """In pages that no request had before: a cache without an end would miss them too."""
     lost_tokens: Mapping[str, int]
@@ -73,13 +73,13 @@ class Report:
     @property
     def hit_ratio_most(self) -> float:
         """What a cache without an end would have reached."""
-        most = self.hits + sum(self.lost_tokens.values())
+        most = self.hits + self.replayed_tokens + sum(self.lost_tokens.values())
         return most / self.tokens_asked if self.tokens_asked else 0.0
 
     @property
     def computed_tokens(self) -> int:
         """Of prompts."""
-        return self.tokens_asked - self.hits + self.replayed_tokens
+        return self.tokens_asked - self.hits
 
     @property
     def requests_s(self) -> float:

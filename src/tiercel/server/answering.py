@@ -176,5 +176,5 @@ def _usage(groups: Sequence[Sequence[Ask]], answers: Sequence[Answer]) -> Usage:
         firsts.append(answers[index].usage)
         index += len(group)
     drawn = sum(answer.usage.completion_tokens for answer in answers)
-    prompts, _, device, host, store = (sum(numbers) for numbers in zip(*firsts, strict=True))
-    return Usage(prompts, drawn, device, host, store)
+    summed = Usage(*(sum(numbers) for numbers in zip(*firsts, strict=True)))
+    return summed._replace(completion_tokens=drawn)

@@ -107,5 +107,6 @@ def tokens_of(text: Text, tokens: Sequence[TokenOut], written: str) -> int:
 
 
 def kept_tokens(usage: Usage, page_tokens: int) -> int:
-    """How many tokens of the prompt were computed and are cached now: those in whole pages."""
-    return max(usage.prompt_tokens // page_tokens * page_tokens - usage.cached_tokens, 0)
+    """How many tokens of the prompt are new in the cache: those in whole pages that were not found there."""
+    found = usage.cached_tokens + usage.replayed_tokens
+    return max(usage.prompt_tokens // page_tokens * page_tokens - found, 0)

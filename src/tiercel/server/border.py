@@ -156,9 +156,12 @@ def log_access(scope: Scope, visit: Visit) -> None:
         "ms": round(1e3 * visit.age_s, 1),
         "tokens_in": used.prompt_tokens,
         "tokens_cached": used.cached_tokens,
+        "tokens_replayed": used.replayed_tokens,
         "tokens_out": used.completion_tokens,
     }
-    tokens = f", {used.prompt_tokens} tokens in, {used.cached_tokens} cached, {used.completion_tokens} out"
+    replayed = f" {used.replayed_tokens} replayed," if used.replayed_tokens else ""
+    cached = f", {used.prompt_tokens} tokens in, {used.cached_tokens} cached,{replayed}"
+    tokens = f"{cached} {used.completion_tokens} out"
     message = f"{scope['method']} {path} {status}, {fields['ms']} ms{tokens if visit.asks else ''}"
     level = logging.DEBUG if path in PROBES and status == 200 else logging.INFO
     access.log(level, "%s", message, extra={"fields": fields})

@@ -117,6 +117,8 @@ class MetaInfo(BaseModel):
     completion_tokens: int
     cached_tokens: int
     cached_tokens_details: CachedByTier
+    replayed_tokens: int
+    """Not SGLang's: tokens that were found and computed again. They are not among the cached ones."""
     e2e_latency: float
     input_token_logprobs: list[Triple] | None = None
     output_token_logprobs: list[Triple] | None = None
@@ -196,6 +198,7 @@ class NativeReply(DataEvents):
             "completion_tokens": usage.completion_tokens,
             "cached_tokens": usage.cached_tokens,
             "cached_tokens_details": cached_by_tier(usage),
+            "replayed_tokens": usage.replayed_tokens,
             "e2e_latency": self.visit.age_s,
         }
         return to_json(meta)

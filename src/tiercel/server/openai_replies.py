@@ -89,10 +89,12 @@ class OpenAIReply(DataEvents):
         return {"usage": None} if self._tells_usage else {}
 
     def _sglext(self, answers: Sequence[Answer]) -> Fields:
-        """What the first answer reused, by tier, if requested."""
+        """What the first answer reused, by tier, and what it replayed, if requested."""
         if not self.body.return_cached_tokens_details:
             return {}
-        return {"sglext": {"cached_tokens_details": cached_by_tier(answers[0].usage)}}
+        usage = answers[0].usage
+        told = {"cached_tokens_details": cached_by_tier(usage), "replayed_tokens": usage.replayed_tokens}
+        return {"sglext": told}
 
     def _handover(self) -> Fields:
         return {} if self.handover is None else {"kv_transfer_params": transfer_params(self.handover)}

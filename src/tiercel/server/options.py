@@ -22,8 +22,13 @@ class ServerOptions:
         (), "Stores that PUT /v1/cache/store may attach: file:///folder, redis://host. Repeatable."
     )
     """See `storage.open`. Empty: the server opens a store's files and connections with its own rights."""
-    kv_events: str | None = setting(None, "Publish cache events for routers: tcp://*:5557")
-    kv_events_replay: str | None = setting(None, "Address where routers get missed events: tcp://*:5558")
+    kv_events: str | None = setting(
+        None, "Publish cache events for routers at this address of this machine: tcp://127.0.0.1:5557"
+    )
+    """`connect:tcp://host:port`: the other side listens. Events have token ids, and no key protects them."""
+    kv_events_replay: str | None = setting(
+        None, "Address where routers get missed events: tcp://127.0.0.1:5558"
+    )
     api_key: tuple[str, ...] = setting((), "A key that clients must send. Repeatable.", secret=True)
     """Clients must send one of these keys. Empty: no key is needed."""
     admin_key: str | None = setting(

@@ -260,9 +260,10 @@ class CachedByTier(BaseModel):
 
 
 class SglExt(BaseModel):
-    """SGLang's addition to an answer."""
+    """SGLang's addition to an answer, and ours: tokens that were found and computed again."""
 
     cached_tokens_details: CachedByTier
+    replayed_tokens: int
 
 
 class UsageOut(BaseModel):

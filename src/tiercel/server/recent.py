@@ -17,6 +17,9 @@ from tiercel.engine.ask import Answer, Explanation
 from tiercel.engine.times import SOURCES
 from tiercel.server.border import Visit
 
+PARTS = (*SOURCES[:3], "replayed", "computed")
+"""Of a prompt: supplied by a tier; found and computed again; or computed for the first time."""
+
 INTERVAL_S = 10
 INTERVALS = 30
 """Five minutes: long enough to see a change, short enough to see it soon."""
@@ -31,7 +34,7 @@ REQUESTS = 50
 class Interval:
     """Some seconds of requests."""
 
-    tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0))
+    tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
     first_token_s: dict[str, deque[float]] = field(default_factory=dict)
 
     def json(self) -> dict[str, Any]:
@@ -105,11 +108,12 @@ class Recent:
 
 
 def _tokens(answers: Sequence[Answer]) -> dict[str, int]:
-    """Prompt tokens by source, of all answers of a call."""
+    """Prompt tokens by `PARTS`, of all answers of a call."""
     usages = [answer.usage for answer in answers]
     return {
         "device": sum(usage.device_tokens for usage in usages),
         "host": sum(usage.host_tokens for usage in usages),
         "store": sum(usage.store_tokens for usage in usages),
-        "computed": sum(usage.prompt_tokens - usage.cached_tokens for usage in usages),
+        "replayed": sum(usage.replayed_tokens for usage in usages),
+        "computed": sum(each.prompt_tokens - each.cached_tokens - each.replayed_tokens for each in usages),
     }

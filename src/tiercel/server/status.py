@@ -91,9 +91,13 @@ class ExplanationOut(BaseModel):
 
     prompt_tokens: int
     reused_tokens: ReusedTokens
+    """By tier. These tokens were not computed."""
     computed_tokens: int
+    """All others."""
     replayed_tokens: int
+    """Of the computed ones: their pages were found, but no tail after them."""
     found_tokens: int
+    """In pages that any tier has, reused or not."""
     why_not_more: str
     summary: str
     share: str
@@ -225,7 +229,7 @@ class Status:
             reused_tokens=ReusedTokens(
                 device=reuse.device_tokens, host=reuse.host_tokens, store=reuse.store_tokens
             ),
-            computed_tokens=reuse.prompt_tokens - reuse.tokens + reuse.replay_tokens,
+            computed_tokens=reuse.computed_tokens,
             replayed_tokens=reuse.replay_tokens,
             found_tokens=reuse.found_tokens,
             why_not_more=reuse.why.value,

@@ -115,6 +115,7 @@ def _about(scope: Scope, visit: Visit, call: str, model: str) -> dict[str, Any]:
         "gen_ai.usage.output_tokens": used.completion_tokens,
         "tiercel.request_id": visit.request_id,
         "tiercel.tokens.cached": used.cached_tokens,
+        "tiercel.tokens.replayed": used.replayed_tokens,
     }
     return about if visit.tenant is None else about | {"tiercel.tenant": visit.tenant.name}
 
@@ -132,7 +133,8 @@ _STAGES: dict[str, Any] = {
     },
     "prefill": lambda known: {
         "tiercel.tokens.device": known.reuse.device_tokens,
-        "tiercel.tokens.computed": known.reuse.prompt_tokens - known.reuse.tokens + known.reuse.replay_tokens,
+        "tiercel.tokens.replayed": known.reuse.replay_tokens,
+        "tiercel.tokens.computed": known.reuse.computed_tokens,
     },
 }
 """What the span of a stage tells besides its times."""

@@ -111,8 +111,8 @@ class SeveralStores(Store):
 
     def stats(self) -> dict[str, Any]:
         own = self._store.stats() if self._store else {"records": None, "bytes": None}
-        peers = {f"peer_{n}": each.stats() for n, (each, _) in enumerate(self._read, 1)}
-        return {**own, **peers}
+        peers = {str(n): each.stats() for n, (each, _) in enumerate(self._read, 1)}
+        return {**own, "peers": peers}
 
     def register(self, memory: memoryview) -> None:
         for each in self._all():

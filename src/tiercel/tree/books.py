@@ -12,7 +12,9 @@ engine's memory, a peer). It is readable when all of it is there, and not before
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from weakref import proxy
@@ -84,6 +86,10 @@ class Books:
         self.on_device: dict[type[Item], int] = {Page: 0, Tail: 0}
         self.on_host: dict[type[Item], int] = {Page: 0, Tail: 0}
         """What each tier can read, counted as it changes: nobody walks the tree to tell."""
+        self.evicted: Counter[tuple[Tier, type[Item], str]] = Counter()
+        """What left a tier, and why: for `room`, for an owner's `limit`, for other tails of its `path`."""
+        self._why: str | None = "room"
+        """Why something leaves now; None: that is no eviction."""
         self._rank: Callable[[Any], Any] = self.worth or evict.rank
         self._save = save
         self._tails_per_path = tails_per_path * max(1, pages_per_window)
@@ -260,6 +266,15 @@ class Books:
             inherit(parent, item)
             self.device[Page].offer(parent)
 
+    @contextmanager
+    def _leaving(self, why: str | None) -> Iterator[None]:
+        """Whatever leaves inside leaves for this reason."""
+        before, self._why = self._why, why
+        try:
+            yield
+        finally:
+            self._why = before
+
     def _leave_host(self, item: Item) -> None:
         if item.host is not None and item.save is None:
             self.doubles.discard(item)
@@ -330,5 +345,7 @@ class Books:
             counts[type(item)] += 1 if stored else -1
             if item.owner is not None:
                 item.owner.count(tier, type(item), 1 if stored else -1)
+            if not stored and self._why is not None:
+                self.evicted[tier, type(item), self._why] += 1
         if self.events is not None:
             self.events.append(event(stored, tier, item))

@@ -48,6 +48,8 @@ class KeyChain:
         self.texts: list[bytes] | None = [] if keep_tokens else None
         """The tokens of each page, for those who are to be told of them."""
         self.tokens = 0
+        self.counted = False
+        """Whether what was reused of the text is counted: once, however often it begins again."""
         if not (isinstance(namespace, tuple) and all(isinstance(word, str) for word in namespace)):
             raise TokenError("namespace", namespace, "must be a tuple of words")
         self._hash = _seeded(identity, page_tokens, namespace).copy()

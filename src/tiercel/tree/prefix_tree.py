@@ -345,8 +345,9 @@ class PrefixTree(Books):
         excess = len(tails) - self._tails_per_path
         if excess > 0:
             older = [t for t in tails if t.page.depth <= page.depth - self.pages_per_window and idle(t)]
-            for tail in sorted(older, key=self._rank)[:excess]:
-                self._remove_tail(tail)
+            with self._leaving("path"):
+                for tail in sorted(older, key=self._rank)[:excess]:
+                    self._remove_tail(tail)
 
     def limit(self, owner: str, bytes_most: int | None) -> None:
         """From now on an owner may cache so many bytes in both tiers together; None: there is no limit."""
@@ -356,8 +357,9 @@ class PrefixTree(Books):
         """What is coldest of owners above their limits is forgotten, as far as it may go and at most so many
         items; answers how many were."""
         gone = 0
-        for owner in self.owners.over():
-            gone += self._trim(owner, most - gone)
+        with self._leaving("limit"):
+            for owner in self.owners.over():
+                gone += self._trim(owner, most - gone)
         return gone
 
     def _trim(self, owner: Owner, most: int) -> int:
@@ -373,12 +375,13 @@ class PrefixTree(Books):
 
     def flush(self) -> int:
         """Forget everything that no request holds and no transfer moves; answers how many pages stay."""
-        for page in sorted(self.index.values(), key=depth_of, reverse=True):
-            tail = page.tail
-            if tail is not None and idle(tail):
-                self._remove_tail(tail)
-            if page.children == 0 and page.tail is None and idle(page):
-                self._remove(page)
+        with self._leaving(None):
+            for page in sorted(self.index.values(), key=depth_of, reverse=True):
+                tail = page.tail
+                if tail is not None and idle(tail):
+                    self._remove_tail(tail)
+                if page.children == 0 and page.tail is None and idle(page):
+                    self._remove(page)
         for line in (*self.device.values(), self.host, *(owner.line for owner in self.owners.all.values())):
             line.sweep()
         return len(self.index)

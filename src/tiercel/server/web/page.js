@@ -1,6 +1,7 @@
 // The page: reads `feed`, keeps the state, draws it. Plain DOM, no library.
 
 const SOURCES = ["device", "host", "store", "computed"];
+const PARTS = ["device", "host", "store", "replayed", "computed"]; // replayed: found, and computed again
 const SVG = "http://www.w3.org/2000/svg";
 const RETRY_MS = 2000;
 const keys = { admin: "", user: "" };
@@ -158,16 +159,19 @@ function draw() {
   drawRequests();
 }
 
-function drawSaved({ hit_tokens: hits, counters, compute_tokens_s: rate, queue }) {
+function drawSaved({ hit_tokens: hits, counters, compute_saved_s: spared, compute_tokens_s: rate, queue }) {
   const asked = counters.tokens_asked ?? 0;
-  const saved = sum(hits) - (counters.tokens_replayed ?? 0);
+  const saved = sum(hits);
+  const replayed = counters.tokens_replayed ?? 0;
   $("saved-tokens").textContent = short(saved);
   $("saved-tokens").dataset.value = saved;
-  $("saved-share").textContent = percent(sum(hits), asked);
-  $("saved-time").textContent = rate ? seconds(saved / rate) : "–";
+  $("saved-share").textContent = percent(saved, asked);
+  if (rate) metric($("saved-time"), "tiercel_compute_saved_seconds_total", spared, seconds(spared));
+  else $("saved-time").textContent = "–";
+  metric($("replayed"), "tiercel_tokens_replayed_total", replayed, short(replayed));
+  metric($("asked"), "tiercel_tokens_asked_total", asked, short(asked));
   $("estimate").textContent = rate
-    ? `Estimate: ${short(saved)} tokens ÷ ${short(rate)} tokens/s, ` +
-      "the speed at which this server computed prompts a moment ago."
+    ? "The time is an estimate: each request adds the tokens that it reused, divided by the speed at which prompts were computed when it began."
     : "No time is estimated yet: no prompt was computed since the start.";
   metric($("running"), "tiercel_queue_running", queue.running, short(queue.running));
   metric($("waiting"), "tiercel_queue_waiting", queue.waiting, `${short(queue.waiting)} wait`);
@@ -318,11 +322,11 @@ function frame(svg, width, lines) {
 function drawShares(here, x, wide, width) {
   const svg = $("share-chart");
   frame(svg, width, [0, 0.5, 1].map((share) => [TOP + TALL * (1 - share), `${100 * share} %`]));
-  const total = Object.fromEntries(SOURCES.map((source) => [source, 0]));
+  const total = Object.fromEntries(PARTS.map((part) => [part, 0]));
   for (const [at, { tokens }] of here) {
     let y = TOP + TALL;
     const all = sum(tokens);
-    for (const source of SOURCES) {
+    for (const source of PARTS) {
       total[source] += tokens[source];
       const tall = all ? (TALL * tokens[source]) / all : 0;
       y -= tall;
@@ -333,7 +337,7 @@ function drawShares(here, x, wide, width) {
   const all = sum(total);
   $("share-note").textContent = all
     ? `Last ${(state.server.interval_s * state.server.intervals) / 60} minutes: ` +
-      SOURCES.map((source) => `${percent(total[source], all)} ${source}`).join(", ")
+      PARTS.map((source) => `${percent(total[source], all)} ${source}`).join(", ")
     : "No prompt in the last minutes";
   svg.setAttribute("aria-label", $("share-note").textContent);
 }
@@ -366,9 +370,9 @@ function drawFirst(here, x, wide, width) {
 
 function bar(tokens) {
   const all = sum(tokens) || 1;
-  const words = SOURCES.filter((source) => tokens[source]).map((source) => `${short(tokens[source])} ${source}`);
+  const words = PARTS.filter((source) => tokens[source]).map((source) => `${short(tokens[source])} ${source}`);
   const node = make("span", { className: "bar", role: "img", "aria-label": words.join(", "), title: words.join(", ") });
-  for (const source of SOURCES) {
+  for (const source of PARTS) {
     if (!tokens[source]) continue;
     const piece = make("i", { className: source });
     piece.style.width = `${(100 * tokens[source]) / all}%`;
@@ -525,15 +529,17 @@ async function stream(conversation, answer, signal) {
 // Under an answer: where the tokens of its prompt came from, and on a click why not more.
 function source({ id, usage, sglext }, firstSeconds) {
   const { device, host, storage } = sglext.cached_tokens_details;
-  const tokens = { device, host, store: storage, computed: usage.prompt_tokens - device - host - storage };
-  const words = SOURCES.filter((name) => tokens[name])
+  const replayed = sglext.replayed_tokens;
+  const computed = usage.prompt_tokens - device - host - storage - replayed;
+  const tokens = { device, host, store: storage, replayed, computed };
+  const words = PARTS.filter((name) => tokens[name])
     .map((name) => make("span", { className: `word ${name}` }, `${short(tokens[name])} ${name}`));
   const took = make("span", { className: "quiet" }, `first token after ${seconds(firstSeconds)}`);
   const why = make("p", { className: "quiet" }, "…");
   const details = make("details", { className: "source" },
     make("summary", {}, bar(tokens), make("span", { className: "words" }, ...words, took)),
     why);
-  for (const name of SOURCES) details.dataset[name] = tokens[name];
+  for (const name of PARTS) details.dataset[name] = tokens[name];
   details.addEventListener("toggle", async () => {
     const response = await fetch(`v1/cache/explain/${id}`, { headers: bearer(keys.user) });
     why.textContent = `${capital(response.ok ? (await response.json()).summary : await problem(response))}.`;
