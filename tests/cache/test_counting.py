@@ -122,7 +122,7 @@ def test_a_tenant_above_its_limit_loses_pages_for_that_reason():
     driver.cache.finish(request)
     driver.settle()
     driver.cache.limit("a", 0)
-    driver.settle()
+    driver.cache.step()
     assert evicted(driver) == {("device", "pages", "limit"): 4, ("host", "pages", "limit"): 4}
 
 

@@ -123,9 +123,9 @@ class HostTier(ABC, Generic[AnyEnd]):
         self.store: StoreTier | None = None
         self._stores_left: list[StoreTier] = []
         self.landings: set[Transfer] = set()
+        """Host pages that are being filled otherwise than by a save of the tree's own."""
         self._trimming = False
         """More of an owner may have to leave than one step takes."""
-        """Host pages that are being filled otherwise than by a save of the tree's own."""
         self._ended: list[AnyEnd] = []
         self._observer: Observer | None = None
 
