@@ -32,6 +32,9 @@ _VERSION = b"tiercel key 2"
 class KeyChain:
     """The keys of one text, extended as it grows. Tokens that do not fill a page yet wait in the chain."""
 
+    counted = False
+    """Whether what was reused of the text is counted: once, however often it begins again."""
+
     def __init__(
         self,
         identity: bytes,
@@ -48,8 +51,6 @@ class KeyChain:
         self.texts: list[bytes] | None = [] if keep_tokens else None
         """The tokens of each page, for those who are to be told of them."""
         self.tokens = 0
-        self.counted = False
-        """Whether what was reused of the text is counted: once, however often it begins again."""
         if not (isinstance(namespace, tuple) and all(isinstance(word, str) for word in namespace)):
             raise TokenError("namespace", namespace, "must be a tuple of words")
         self._hash = _seeded(identity, page_tokens, namespace).copy()
