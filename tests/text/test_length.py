@@ -124,7 +124,9 @@ def test_a_conversation_that_can_not_fit_is_refused_before_it_is_rendered(monkey
 
 
 def test_what_a_template_may_leave_out_does_not_count_before_it_is_rendered(tmp_path):
-    template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content.split('</think>')[-1] | trim }}{% endfor %}"
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content.split('</think>')[-1] | trim }}{% endfor %}"
+    )
     text = Text(make_folder(tmp_path / "model", template))
     thoughts = {"role": "assistant", "content": "hmm " * 20_000 + "</think>yes"}
     assert len(text.chat([user("a" + " " * 100_000), thoughts], tokens_max=100).tokens) < 20
