@@ -138,7 +138,7 @@ class Tokens:
             return [self.service.text.decode(tokens, skip_special_tokens=skip) for tokens in many]
 
         def told() -> Response:
-            vocab_size = self.service.text.vocab_size
+            vocab_size = self.service.vocab_size
             most = max((max(tokens) for tokens in many if tokens), default=0)
             if most >= vocab_size:
                 why = f"is not a token: the vocabulary has {vocab_size}"

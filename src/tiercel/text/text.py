@@ -241,7 +241,7 @@ class Text:
 
     @cached_property
     def _bytes_per_token_most(self) -> int | None:
-        lengths = [len(self.piece_bytes(token)) for token in range(self.vocab_size)]
+        lengths = [len(self.piece_bytes(token)) for token in range(self.token_ids)]
         return bytes_per_token_most(json.loads(self._tokenizer.to_str()), lengths)
 
     def _encode(self, text: str, *, field: str, whole: bool = False) -> Encoding:
