@@ -90,9 +90,54 @@ def test_what_can_not_be_meant_is_an_error_that_names_it(file, text, says):
         called("--config", file(text))
 
 
-def test_a_value_of_a_wrong_type_is_named_as_on_the_command_line(file):
-    said, _ = called("--config", file('port = "many"'))
-    assert "--port" in said
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('port = "9000"', "port = '9000', but it must be a whole number"),
+        ("port = 1.0", "port = 1.0, but it must be a whole number"),
+        ("port = true", "port = True, but it must be a whole number"),
+        ('strict = "yes"', "strict = 'yes', but it must be true or false"),
+        ("strict = 1", "strict = 1, but it must be true or false"),
+        ('overlap = "plain"', "overlap = 'plain', but it must be true or false"),
+        ('store-timeout-s = "1"', "store-timeout-s = '1', but it must be a number"),
+        ("host = 1", "host = 1, but it must be a text in quotes"),
+        ("api-key = 100", "api-key = 100, but it must be a text in quotes"),
+        ('api-key = ["a", 1]', "api-key = 1, but it must be a text in quotes"),
+        ("host-memory = 1.5", "host-memory = 1.5, but it must be a size"),
+        ("evict = 2026-11-17", "evict = .*, but it must be a text in quotes"),
+    ],
+)
+def test_types_are_those_of_toml(file, text, says):
+    with pytest.raises(ConfigError, match=says):
+        called("--config", file(text))
+
+
+def test_a_whole_number_may_be_a_size_or_seconds(file):
+    _, settings = called("--config", file("host-memory = 4096\nstore-timeout-s = 2"))
+    made = options.made(CacheConfig, settings)
+    assert (made.host_bytes, made.store_timeout_s) == (4096, 2)
+
+
+@pytest.mark.parametrize(
+    ("option", "blank"),
+    [(name, "") for name in ("api_key", "admin_key", "share_key", "keys_file", "config", "port", "strict")]
+    + [(name, "  ") for name in ("api_key", "admin_key", "share_key", "host_memory")],
+)
+def test_an_empty_variable_is_an_error_as_an_empty_key_is(monkeypatch, option, blank):
+    name = options.env_name(option)
+    monkeypatch.setenv(name, blank)
+    with pytest.raises(ConfigError, match=f"^{name} = .*must not be empty"):
+        called()
+
+
+@pytest.mark.parametrize("option", ["api_key", "admin_key", "share_key", "keys_file", "store", "host"])
+def test_an_empty_text_is_an_error_in_a_file_and_on_the_command_line(file, option):
+    dashed = option.replace("_", "-")
+    for given in (("--config", file(f'{dashed} = ""')), (f"--{dashed}", "")):
+        _, settings = called(*given)
+        with pytest.raises(ConfigError, match=f"^{option} = .*must not be empty"):
+            for kind in (ServerOptions, Build):
+                options.made(kind, settings)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):

@@ -108,10 +108,14 @@ def check_settings(settings: Any) -> None:
             raise ConfigError(each.name, value, f"must be at most {rules['most']}")
         if "seconds" in rules and not ((whole or isinstance(value, float)) and 0 < value < 1e6):
             raise ConfigError(each.name, value, "must be seconds, more than none")
+        if isinstance(each.default, bool) and not isinstance(value, bool):
+            raise ConfigError(each.name, value, "must be true or false")
         if isinstance(each.default, tuple) and not isinstance(value, tuple):
             raise ConfigError(
                 each.name, "…", "must be a tuple"
             )  # a string would be one value for each letter
+        if any(isinstance(one, str) and not one for one in (value if isinstance(value, tuple) else [value])):
+            raise ConfigError(each.name, value, "must not be empty")
         names = rules.get("one_of", (value,))
         if value not in names and not (OWN_CLASS in names and ":" in str(value)):
             raise ConfigError(each.name, value, f"must be one of {', '.join(names)}")

@@ -86,7 +86,7 @@ class ScriptedText:
         return self.decode([token])
 
     def piece_bytes(self, token: int) -> bytes:
-        if token == EOS:
+        if token >= EOS:
             return b""
         return bytes([token]) if token < 256 else WORDS[token - 256].encode()
 
@@ -147,6 +147,8 @@ class ScriptedService:
     script: tuple[str, ...] = ("Hello", " world", "!")
     text: Any = field(default_factory=ScriptedText)
     """Or a model's own."""
+    more_tokens: int = 0
+    """That the model draws and its tokenizer does not know."""
     model_name: str = "scripted"
     context_tokens: int = 4096
     page_tokens: int = 128
@@ -177,6 +179,10 @@ class ScriptedService:
     closed: threading.Event = field(default_factory=threading.Event)
     """A request ended, one way or another."""
     _seen: set[Any] = field(default_factory=set)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.text.vocab_size + self.more_tokens
 
     @property
     def ask(self) -> Ask:

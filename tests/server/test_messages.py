@@ -113,7 +113,7 @@ def test_a_mark_on_the_whole_request_a_result_or_a_call_is_its_messages() -> Non
     result = {"type": "tool_result", "tool_use_id": "t", "content": "x"} | MARK
     use = {"type": "tool_use", "id": "t", "name": "weather", "input": {}} | MARK
     messages = [USER, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}, USER]
-    chat = MessagesRequest.model_validate(body_of(messages=messages, **MARK)).translated().chat
+    chat = MessagesRequest.model_validate(body_of(messages=messages, **MARK)).translated().as_chat()
     marked = [bool(message.cache_control) for message in chat.messages]
     assert marked == [False, True, True, True]
 

@@ -107,7 +107,7 @@ def test_break_points_are_where_parts_say() -> None:
         {"type": "input_text", "text": "one", "prompt_cache_breakpoint": {"mode": "explicit", "ttl": "30m"}},
         {"type": "input_text", "text": " two"},
     ]
-    message = ResponsesRequest(input=[{"role": "user", "content": parts}]).translated().chat.messages[0]
+    message = ResponsesRequest(input=[{"role": "user", "content": parts}]).translated().as_chat().messages[0]
     assert message.as_dict()["content"] == [
         {"type": "text", "text": "one", "cache_control": {"type": "ephemeral"}},
         {"type": "text", "text": " two"},

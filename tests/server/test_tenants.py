@@ -86,6 +86,7 @@ def test_a_limit_that_stays_the_same_goes_on_when_the_file_is_read_again(made):
         ("x = 1", "x: is no table"),
         ("[a]", "a: has no key"),
         ('[a]\nsha256 = "secret"', "a: sha256 must be 64"),
+        (f'[a]\nsha256 = "{digest_of(b"")}"', "a: sha256 is that of an empty key"),
         (table("a b"), "a b: a name has"),
         (table("a", "requests-per-hour = 1"), "requests_per_hour is not known"),
         (table("a", "requests-in-flight = 0"), "requests-in-flight = 0 must be"),

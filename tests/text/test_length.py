@@ -104,3 +104,43 @@ def test_what_fits_is_encoded_whatever_its_length():
 def test_a_tokenizer_without_a_bound_encodes_everything(tmp_path):
     folder = make_folder(tmp_path / "model", added=[AddedToken("<mask>", lstrip=True)])
     assert len(Text(folder).encode("a" * 1000, tokens_max=1)) > 1
+
+
+def rendered(text, monkeypatch):
+    """The lengths of all conversations that are rendered from now on."""
+    lengths = []
+    own = text._format.render
+    monkeypatch.setattr(text._format, "render", lambda talk: lengths.append(len(talk.messages)) or own(talk))
+    return lengths
+
+
+def test_a_conversation_that_can_not_fit_is_refused_before_it_is_rendered(monkeypatch):
+    lengths = rendered(TEXT, monkeypatch)
+    parts = [{"type": "text", "text": "The sea is blue. "}] * 20_000
+    for messages in ([user("a")] * 101, [user("The sea is blue. " * 20_000)], [user(parts)]):
+        with pytest.raises(LengthError, match="messages"):
+            TEXT.chat(messages, tokens_max=100)
+    assert lengths == []
+
+
+def test_what_a_template_may_leave_out_does_not_count_before_it_is_rendered(tmp_path):
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content.split('</think>')[-1] | trim }}{% endfor %}"
+    )
+    text = Text(make_folder(tmp_path / "model", template))
+    thoughts = {"role": "assistant", "content": "hmm " * 20_000 + "</think>yes"}
+    assert len(text.chat([user("a" + " " * 100_000), thoughts], tokens_max=100).tokens) < 20
+
+
+def test_of_a_conversation_that_does_not_fit_no_ends_are_sought(monkeypatch):
+    lengths = rendered(TEXT, monkeypatch)
+    prompt = TEXT.chat([user("a b c d")] * 50, tokens_max=100)
+    assert len(prompt.tokens) > 100 and prompt.turn_ends == () and lengths == [50]
+
+
+def test_the_ends_of_a_long_conversation_are_sought_within_a_number_of_messages(monkeypatch):
+    lengths = rendered(TEXT, monkeypatch)
+    monkeypatch.setattr("tiercel.text.text.ENDS_MESSAGES", 250)
+    prompt = TEXT.chat([user("a")] * 100)
+    assert lengths == [100, 100, 99, 51]  # the whole, its newest ends, and what is left is spent
+    assert len(prompt.turn_ends) == 3

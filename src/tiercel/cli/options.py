@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import Field, fields
 from functools import wraps
 from inspect import Parameter, Signature, signature
@@ -11,6 +12,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 
 from tiercel.config import parse_bytes
+from tiercel.errors import ConfigError
 from tiercel.models.families import EMBEDDED
 
 T = TypeVar("T")
@@ -20,6 +22,8 @@ Model = Annotated[
 ]
 MODEL = EMBEDDED
 NamedModel = Annotated[str | None, typer.Option("--model", metavar="MODEL", help="The same as MODEL.")]
+SIZE = "SIZE"
+"""What the help calls a value such as 40GiB or 4096."""
 UNITS = {"GiB": 1024**3, "MiB": 1024**2}
 Command = Callable[..., None]
 
@@ -42,6 +46,7 @@ def with_settings(
 
         @wraps(command)
         def run(**values: Any) -> None:
+            _check_environment(each.annotation for each in (*own, *options))
             settings = {name: values.pop(name) for name in names}
             command(**values, **{taken.name: settings})
 
@@ -74,6 +79,15 @@ def _name(each: Field[Any]) -> str:
     return str(each.metadata.get("option", each.name))
 
 
+def _check_environment(annotations: Iterable[Any]) -> None:
+    """An empty variable would be as none at all: where it should have had a key, the server would be open."""
+    for each in annotations:
+        for about in getattr(each, "__metadata__", ()):
+            name = getattr(about, "envvar", None)
+            if name is not None and not os.environ.get(name, "unset").strip():
+                raise ConfigError(name, os.environ[name], "must not be empty; unset it, or give it a value")
+
+
 def env_name(option: str) -> str:
     """The variable of the environment that gives an option its value. A list has blanks between values."""
     return f"TIERCEL_{option.upper()}"
@@ -94,6 +108,10 @@ def _option(kind: type, each: Field[Any], defaults: dict[str, str]) -> Parameter
     told = f" {', '.join(rules['one_of'])}." if "one_of" in rules else ""
     flag = [rules["flag"]] if "flag" in rules else []
     option = typer.Option(
-        *flag, help=rules["help"] + told, envvar=env_name(name), show_envvar="secret" in rules
+        *flag,
+        help=rules["help"] + told,
+        envvar=env_name(name),
+        show_envvar="secret" in rules,
+        metavar=SIZE if "memory" in rules else None,
     )
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kept_as, option])

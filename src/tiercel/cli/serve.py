@@ -6,6 +6,7 @@ import gc
 import logging
 import signal
 import socket
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("tiercel.server")
 
 WIDTH = 120
+
+SWITCH_S = 0.0005
+"""How long a thread may go on while others wait for Python's interpreter. With Python's own 5 ms the engine
+waits so long several times in each step while a client's large body is read."""
 
 
 @o.with_settings(ServerOptions, Build, EngineConfig, CacheConfig, host_memory=HOST_MEMORY)
@@ -170,6 +175,7 @@ def _listen(service: EngineService, options: ServerOptions, traces: Traces | Non
     # uvicorn stops on a signal and then raises it again; it must not kill the process before the cleanup.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
+    sys.setswitchinterval(SWITCH_S)
     gc.collect()
     gc.freeze()  # what was loaded stays: the collector need not look at it again and again
     listener = _bind(options.host, options.port)

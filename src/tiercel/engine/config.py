@@ -28,7 +28,7 @@ class Build:
     """What to serve, and in which memory. The rest of the cache's settings are in `engine.cache`."""
 
     model: str = EMBEDDED
-    page_tokens: int | None = setting(None, "Tokens of one page.")
+    page_tokens: int | None = setting(None, "Tokens of one page.", least=1)
     """None: 128 for the embedded model, whose texts are short, else 256."""
     format: str | None = setting(None, "How entries are kept: fp32, bf16, fp8.")
     """How entries are kept. None: fp32 on a CPU, where nothing else is faster; else `Family.format`."""

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from tiercel.errors import InputError
 from tiercel.server import keys, known, schema
 from tiercel.server.anthropic_replies import AnthropicErrorBody, MessageOut, MessageReply
-from tiercel.server.body import Body, Stop, TokenCount, limit
+from tiercel.server.body import Body, ListOf, SomeOf, Stop, TokenCount, limit
 from tiercel.server.border import visit_of
 from tiercel.server.errors import MESSAGES_PATH, ApiError, conflict
 from tiercel.server.openai_api import OpenAI
@@ -75,7 +75,7 @@ class ToolResult(Body):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | ListOf[TextBlock] | None = None
     cache_control: CacheControl | None = None
 
 
@@ -91,7 +91,7 @@ AnyBlock = Annotated[
 
 class InMessage(Body):
     role: Literal["user", "assistant", "system"]
-    content: str | list[AnyBlock]
+    content: str | ListOf[AnyBlock]
 
 
 class AnthropicTool(Body):
@@ -139,9 +139,9 @@ class CountRequest(Body):
 
     model: Annotated[str, limit(enum="models")] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    messages: Annotated[list[InMessage], Field(min_length=1)]
-    system: str | list[TextBlock] | None = None
-    tools: list[AnthropicTool] | None = None
+    messages: SomeOf[InMessage]
+    system: str | ListOf[TextBlock] | None = None
+    tools: ListOf[AnthropicTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
@@ -284,10 +284,11 @@ class Anthropic:
     async def create(self, request: Request) -> Response:
         """Continue a conversation. With `stream`, as server-sent events."""
         body = await self.front.read_ask(request, MessagesRequest)
-        translated = body.translated()
+        translated = await self.front.on_body(body.translated)
         reply = partial(MessageReply, page_tokens=self.front.service.page_tokens)
         try:
-            response = await self.chats.converse(request, translated.chat, reply)
+            chat = await self.front.on_body(translated.as_chat)
+            response = await self.chats.converse(request, chat, reply)
         except (ApiError, InputError) as error:
             raise translated.told(error) from error
         response.headers["request-id"] = visit_of(request).request_id
@@ -297,9 +298,9 @@ class Anthropic:
         """How many tokens a conversation has."""
         body = await self.front.read(request, CountRequest)
         self.front.check_model(body.model)
-        translated = body.translated()
+        translated = await self.front.on_body(body.translated)
         try:
-            prompt = await self.chats.rendered(translated.chat)
+            prompt = await self.chats.rendered(await self.front.on_body(translated.as_chat))
         except (ApiError, InputError) as error:
             raise translated.told(error) from error
         return JSONResponse({"input_tokens": len(prompt.tokens)})

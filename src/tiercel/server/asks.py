@@ -77,7 +77,7 @@ def room(service: EngineService, prompt: Sequence[int], field: str) -> int:
     """Checks the prompt, and returns how many tokens the answer may have."""
     if not prompt:
         raise refusal(field, [], "has no tokens")
-    vocab_size = service.text.vocab_size
+    vocab_size = service.vocab_size
     if min(prompt) < 0 or max(prompt) >= vocab_size:
         at = next(i for i, token in enumerate(prompt) if not 0 <= token < vocab_size)
         raise _no_token(f"{field}[{at}]", prompt[at], vocab_size)
@@ -98,7 +98,7 @@ def group_of(front: Front, ask: Ask, fields: SamplingFields, spelling: Mapping[s
         ask.sampling,
         stop=_stop(fields, spelling.get("stop", "stop"), front.options),
         stop_tokens=frozenset(fields.stop_token_ids or ()),
-        logit_bias=_bias(fields, spelling.get("logit_bias", "logit_bias"), front.service.text.vocab_size),
+        logit_bias=_bias(fields, spelling.get("logit_bias", "logit_bias"), front.service.vocab_size),
         keep_stop=bool(fields.no_stop_trim or ask.sampling.keep_stop),
         top_k=max(fields.top_k or 0, 0),
         **{name: value for name, value in given.items() if value is not None},
@@ -133,7 +133,7 @@ def _check(service: EngineService, ask: Ask, spelling: Mapping[str, str]) -> Non
         why = f"is more than {most}, which is {ask.sampling.max_tokens}"
         raise conflict(least, ask.sampling.min_tokens, why)
     try:
-        check_sampling(ask.sampling, service.text.vocab_size)
+        check_sampling(ask.sampling, service.vocab_size)
     except InputError as error:
         name, bracket, index = error.field.partition("[")
         raise refusal(spelling.get(name, name) + bracket + index, error.value, error.why) from error

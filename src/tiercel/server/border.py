@@ -16,6 +16,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -57,6 +58,10 @@ class Visit:
     request_id: str = ""
     owner: str = ""
     """A digest of the API key that was given. Empty: no key is needed."""
+    address: str = ""
+    """Of the client's machine, or of the last proxy."""
+    large: bool = False
+    """Its body is so long that work on it is done beside the event loop, in threads for such requests."""
     started_s: float = field(default_factory=time.perf_counter)
     first_token_s: float | None = None
     status: int | None = None
@@ -115,6 +120,11 @@ class Visit:
             return self.claim(ids_of(self.request_id))
         return False
 
+    @property
+    def payer(self) -> str:
+        """Who takes turns with others where something is short."""
+        return self.owner or self.address
+
     def token_seen(self) -> None:
         if self.first_token_s is None:
             self.first_token_s = self.age_s
@@ -171,6 +181,14 @@ def _new_id() -> str:
     return f"req-{uuid4().hex}"
 
 
+_VISIT: ContextVar[Visit] = ContextVar("visit")
+
+
+def visit_now() -> Visit:
+    """The visit that the running task belongs to."""
+    return _VISIT.get()
+
+
 def visit_of(request: Request) -> Visit:
     visit = request.scope[_KEY]
     assert isinstance(visit, Visit)
@@ -204,9 +222,10 @@ class Border:
         if head:
             scope = {**scope, "method": "GET"}
         self.metrics.began()
-        visit = scope[_KEY] = Visit(self.live)
+        visit = scope[_KEY] = Visit(self.live, address=(scope.get("client") or ("",))[0])
         wanted = Headers(scope=scope).get("x-request-id", "")
         visit.request_id = wanted if re.fullmatch(ID_PATTERN, wanted) else _new_id()
+        _VISIT.set(visit)
         CURRENT.set(VisitNames(visit))
 
         async def send_named(message: Message) -> None:

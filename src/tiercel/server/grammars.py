@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field
 
 from tiercel.errors import GrammarError
-from tiercel.server.body import Body
+from tiercel.server.body import Body, ListOf
 from tiercel.server.errors import ApiError, conflict, refusal
 from tiercel.text import grammar
 from tiercel.text.calls import forced_calls, free_calls, parameters_of
@@ -56,7 +56,7 @@ class GrammarFields(NamedGrammars):
     structured_outputs: dict[str, Any] | None = None
     guided_json: SchemaText | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: ListOf[str] | None = None
     guided_grammar: str | None = None
 
 

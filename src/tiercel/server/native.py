@@ -17,6 +17,7 @@ from starlette.responses import Response
 from tiercel.engine.ask import Answer, Ask, Delta, Prefiller, Sampling, TokenOut
 from tiercel.server import asks, keys, known, schema
 from tiercel.server.body import (
+    EachOf,
     Priority,
     RequestId,
     Salt,
@@ -89,14 +90,14 @@ class GenerateRequest(BootstrapFields):
 
     text: Written | Texts | None = None
     input_ids: Tokens | TokenLists | None = None
-    sampling_params: SamplingParams | list[SamplingParams] | None = None
-    return_logprob: bool | list[bool] | None = None
-    logprob_start_len: StartLen | list[StartLen] | None = None
-    top_logprobs_num: TopLogprobs | list[TopLogprobs] | None = None
+    sampling_params: SamplingParams | EachOf[SamplingParams] | None = None
+    return_logprob: bool | EachOf[bool] | None = None
+    logprob_start_len: StartLen | EachOf[StartLen] | None = None
+    top_logprobs_num: TopLogprobs | EachOf[TopLogprobs] | None = None
     return_text_in_logprobs: bool | None = None
     stream: bool | None = None
-    rid: RequestId | list[RequestId] | None = None
-    cache_salt: Salt | list[Salt] | None = None
+    rid: RequestId | EachOf[RequestId] | None = None
+    cache_salt: Salt | EachOf[Salt] | None = None
     priority: Priority | None = None
 
 

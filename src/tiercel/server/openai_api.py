@@ -99,15 +99,17 @@ class OpenAI:
         """The conversation as the model reads it."""
         if body.continue_final_message and body.add_generation_prompt:
             raise conflict("continue_final_message", True, "not together with add_generation_prompt")
-        render = partial(
-            self.service.text.chat,
-            [message.as_dict() for message in body.messages],
-            tools=body.callable_tools,
-            kwargs=body.template_kwargs,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            continue_final_message=bool(body.continue_final_message),
-            tokens_max=self.service.context_tokens,
-        )
+
+        def render() -> Prompt:
+            return self.service.text.chat(
+                [message.as_dict() for message in body.messages],
+                tools=body.callable_tools,
+                kwargs=body.template_kwargs,
+                add_generation_prompt=body.add_generation_prompt is not False,
+                continue_final_message=bool(body.continue_final_message),
+                tokens_max=self.service.context_tokens,
+            )
+
         try:
             return await self.front.off_loop(render)
         except AskError as error:

@@ -18,7 +18,7 @@ from tiercel.config import parse_address
 from tiercel.engine.ask import Prefiller
 from tiercel.errors import ConfigError
 from tiercel.server import known
-from tiercel.server.body import Body
+from tiercel.server.body import Body, EachOf
 from tiercel.server.errors import ApiError, conflict, refusal
 from tiercel.server.options import ServerOptions
 
@@ -48,9 +48,9 @@ class KvTransferParams(Body):
 class BootstrapFields(Body):
     """SGLang's: one value, or one for each prompt. Its router sends null for a port that it was not told."""
 
-    bootstrap_host: Host | list[Host | None] | None = None
-    bootstrap_port: Port | list[Port | None] | None = None
-    bootstrap_room: Room | list[Room | None] | None = None
+    bootstrap_host: Host | EachOf[Host | None] | None = None
+    bootstrap_port: Port | EachOf[Port | None] | None = None
+    bootstrap_room: Room | EachOf[Room | None] | None = None
 
 
 def by_bootstrap(fields: BootstrapFields, count: int, options: ServerOptions) -> list[Prefiller | None]:

@@ -18,11 +18,13 @@ from tiercel.server import known
 from tiercel.server.body import (
     Body,
     Count,
+    ListOf,
     Priority,
     RequestId,
     Salt,
     SamplingFields,
     Seed,
+    SomeOf,
     Texts,
     TokenCount,
     TokenLists,
@@ -90,7 +92,7 @@ class TextPart(Body):
     cache_control: CacheControl | None = None
 
 
-Content = str | Annotated[list[TextPart], Field(min_length=1)]
+Content = str | SomeOf[TextPart]
 
 
 class FunctionCall(Body):
@@ -132,7 +134,7 @@ class AssistantMessage(Body):
     reasoning_content: str | None = None
     reasoning: str | None = None
     """vLLM's name of `reasoning_content`."""
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: ListOf[ToolCall] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The message for a chat template."""
@@ -197,12 +199,12 @@ class ChatRequest(OpenAIRequest):
         }
     )
 
-    messages: Annotated[list[AnyMessage], Field(min_length=1)]
+    messages: SomeOf[AnyMessage]
     max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
 
-    tools: list[Tool] | None = None
+    tools: ListOf[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None

@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import pydantic_core
@@ -23,8 +22,9 @@ from starlette.types import Receive, Scope, Send
 
 from tiercel.engine.ask import Answer, Ask, Delta, Finish
 from tiercel.server.answering import Answering
-from tiercel.server.body import read_body
-from tiercel.server.border import visit_of
+from tiercel.server.aside import Aside
+from tiercel.server.body import BodyLimits, read_body
+from tiercel.server.border import visit_now, visit_of
 from tiercel.server.errors import ApiError, ClientGone, translate
 from tiercel.server.metrics import Metrics
 from tiercel.server.options import ServerOptions
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
 Asked = TypeVar("Asked", bound=BaseModel)
 T = TypeVar("T")
 AskGroup = Sequence[Ask]
-
-TEXT_THREADS = 4
-"""A long text takes seconds, and a short one should find a free thread. Tokenizing releases the GIL."""
 
 LONG_TOKENS = 256
 """From this many prompt logprobs on, JSON is written off the event loop: it takes about a millisecond."""
@@ -54,9 +51,7 @@ class Front:
     service: EngineService
     options: ServerOptions
     metrics: Metrics
-    aside: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(TEXT_THREADS, "tiercel-text")
-    )
+    aside: Aside = field(default_factory=Aside)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -78,7 +73,17 @@ class Front:
 
     async def off_loop(self, work: Callable[..., T], *given: Any) -> T:
         """Runs work in a thread, so that templates and tokenizing do not block the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self.aside, work, *given)
+        return await self.aside.text(visit_now(), work, *given)
+
+    async def on_body(self, work: Callable[..., T], *given: Any) -> T:
+        """Runs work on the request's body: in a thread if the body is large."""
+        return await self.aside.body(visit_now(), work, *given)
+
+    @property
+    def body_limits(self) -> BodyLimits:
+        """Of token ids: as many as four of the longest prompts have, or the usual number if that is more."""
+        least = BodyLimits(self.options.body_bytes_max)
+        return replace(least, numbers_max=max(least.numbers_max, 4 * self.service.context_tokens))
 
     def check_alive(self) -> None:
         if self.service.failure is not None:
@@ -93,7 +98,7 @@ class Front:
     async def read(self, request: Request, model: type[Asked]) -> Asked:
         """The body of a call."""
         self.check_ready()
-        return await read_body(request, model, self.options.body_bytes_max, strict=self.options.strict)
+        return await read_body(request, model, self.body_limits, self.on_body, strict=self.options.strict)
 
     async def read_ask(self, request: Request, model: type[Asked]) -> Asked:
         """The body of a call for an answer. A tenant above its limits gets none: its body is not read."""

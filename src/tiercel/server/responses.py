@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from tiercel.errors import InputError
 from tiercel.server import keys, known, schema
-from tiercel.server.body import Body, Stop, TokenCount, TopLogprobs
+from tiercel.server.body import Body, ListOf, Metadata, SomeOf, Stop, TokenCount, TopLogprobs
 from tiercel.server.border import visit_of
 from tiercel.server.errors import ApiError, shown
 from tiercel.server.items import Items, Turn, Whose
@@ -62,7 +62,7 @@ class Part(Body):
     prompt_cache_breakpoint: BreakPoint | None = None
 
 
-Content = str | list[Part]
+Content = str | ListOf[Part]
 
 
 class InputMessage(Body):
@@ -105,8 +105,8 @@ class ReasoningItem(Body):
     known = known.ITEM_LABELS
 
     type: Literal["reasoning"]
-    summary: list[Thought] | None = None
-    content: list[Thought] | None = None
+    summary: ListOf[Thought] | None = None
+    content: ListOf[Thought] | None = None
     encrypted_content: str | None = None
 
     @property
@@ -184,17 +184,17 @@ class ResponsesStreamOptions(Body):
 class ResponsesRequest(PassedOn):
     known = known.RESPONSES
 
-    input: Annotated[str, Field(min_length=1)] | Annotated[list[Item], Field(min_length=1)]
+    input: Annotated[str, Field(min_length=1)] | SomeOf[Item]
     instructions: str | None = None
     max_output_tokens: TokenCount | None = None
-    tools: list[FunctionTool] | None = None
+    tools: ListOf[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextFields | None = None
     reasoning: Reasoning | None = None
-    include: list[str] | None = None
+    include: ListOf[str] | None = None
     top_logprobs: TopLogprobs | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     store: bool | None = None
     previous_response_id: str | None = None
     stream_options: ResponsesStreamOptions | None = None
@@ -299,13 +299,17 @@ class Earlier:
             raise ApiError(413, message, param="input", code="request_too_large")
 
 
-def turn_of(body: ResponsesRequest, output: Sequence[Fields]) -> Turn:
+def asked_in(body: ResponsesRequest) -> bytes:
+    """What a request asks, to be remembered."""
+    return SEVERAL_ITEMS.dump_json(body.items, exclude_none=True)
+
+
+def turn_of(before: str | None, asked: bytes, output: Sequence[Fields]) -> Turn:
     """A request and its answer, to be remembered: without what no conversation needs, such as logprobs."""
     said = {
         each["id"]: ONE_ITEM.dump_json(ONE_ITEM.validate_python(each), exclude_none=True) for each in output
     }
-    asked = SEVERAL_ITEMS.dump_json(body.items, exclude_none=True)
-    return Turn(body.previous_response_id, asked, said)
+    return Turn(before, asked, said)
 
 
 def _messages(body: ResponsesRequest, earlier: Earlier) -> Messages:
@@ -390,23 +394,27 @@ class Responses:
         """Answer a text or a conversation. With `stream`, as server-sent events."""
         body = await self.front.read_ask(request, ResponsesRequest)
         whose = Whose(visit_of(request).owner, body.cache_salt or "")
-        translated = body.translated(Earlier(self.items, whose, self.front.options.body_bytes_max))
+        earlier = Earlier(self.items, whose, self.front.options.body_bytes_max)
+        translated = await self.front.on_body(body.translated, earlier)
         kept = body.store is not False and self.items.bytes_max > 0
+        asked = await self.front.on_body(asked_in, body) if kept else b""
 
         def ended(response: Fields) -> None:
             if kept:
-                self.items.add(whose, response["id"], turn_of(body, response["output"]))
+                turn = turn_of(body.previous_response_id, asked, response["output"])
+                self.items.add(whose, response["id"], turn)
 
         reply = partial(
             ResponsesReply,
-            echoed=_echoed(body) | {"store": kept},
+            echoed=await self.front.on_body(_echoed, body) | {"store": kept},
             ended_with=ended,
             page_tokens=self.front.service.page_tokens,
             summarised=body.summarised,
             encoded=encoded if body.encrypted else None,
         )
         try:
-            return await self.chats.converse(request, translated.chat, reply)
+            chat = await self.front.on_body(translated.as_chat)
+            return await self.chats.converse(request, chat, reply)
         except (ApiError, InputError) as error:
             raise translated.told(error) from error
 

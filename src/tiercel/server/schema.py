@@ -59,7 +59,7 @@ def limits_of(front: Front) -> dict[str, Any]:
         "priority_least": -options.priority_max,
         "priority_most": options.priority_max,
         "stop_chars": options.stop_chars_max,
-        "token_id": service.text.vocab_size - 1,
+        "token_id": service.vocab_size - 1,
         "unknown_fields": not options.strict,
     }
 

@@ -204,7 +204,7 @@ class Status:
             tokenizer_path=self.path,
             is_generation=True,
             context_length=self.service.context_tokens,
-            vocab_size=self.service.text.vocab_size,
+            vocab_size=self.service.vocab_size,
         )
 
     async def stats(self, request: Request) -> dict[str, Any]:

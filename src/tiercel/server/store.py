@@ -30,7 +30,7 @@ from starlette.types import Receive, Scope, Send
 from tiercel.cache.audit import StoreStats
 from tiercel.errors import ConfigError, StoreError
 from tiercel.server import keys, schema
-from tiercel.server.body import read_body
+from tiercel.server.body import BodyLimits, read_body
 from tiercel.server.errors import ApiError, refusal, shown
 from tiercel.server.reply import Front
 from tiercel.server.schema import gives
@@ -89,7 +89,7 @@ class StoreCalls:
     async def attach(self, request: Request) -> Response:
         """Use a store from now on. Cached pages are written to it and found again after a restart."""
         self.front.check_ready()
-        url = (await read_body(request, AttachRequest, BODY_BYTES_MAX)).url
+        url = (await read_body(request, AttachRequest, BodyLimits(BODY_BYTES_MAX), self.front.on_body)).url
         if why := why_not(url, self.front.options.store_allow):
             message = f"url = {shown(hide(url, url))}: {hide(why, url)}"
             raise ApiError(403, message, param="url", code="store_not_allowed")

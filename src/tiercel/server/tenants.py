@@ -193,6 +193,8 @@ def _checked(path: Path, name: str, table: Any) -> tuple[Iterable[str], TenantLi
     for digest in digests:
         if not (isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest)):
             raise wrong("sha256 must be 64 small hexadecimal digits, the SHA-256 of a key")
+        if digest == digest_of(b""):
+            raise wrong("sha256 is that of an empty key")
     known = {each.name for each in fields(TenantLimits)}
     if unknown := given.keys() - known:
         names = ", ".join(sorted(each.replace("_", "-") for each in known))

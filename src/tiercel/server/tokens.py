@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tiercel.server import keys, known, schema
-from tiercel.server.body import Body, TokenId, checked, limit
+from tiercel.server.body import Body, ListOf, SomeOf, TokenId, checked, limit
 from tiercel.server.errors import conflict, refusal
 from tiercel.server.openai_api import OpenAI
 from tiercel.server.protocol import AnyMessage, ChatRequest, Tool
@@ -34,9 +34,9 @@ class TokenizeRequest(Body):
     )
 
     model: Annotated[str, limit(enum="models")] | None = None
-    prompt: str | Annotated[list[str], limit(maxItems="batch")] | None = None
-    messages: Annotated[list[AnyMessage], Field(min_length=1)] | None = None
-    tools: list[Tool] | None = None
+    prompt: str | Annotated[list[str], Field(fail_fast=True), limit(maxItems="batch")] | None = None
+    messages: SomeOf[AnyMessage] | None = None
+    tools: ListOf[Tool] | None = None
     add_special_tokens: bool | None = None
     """For a prompt true if it is not given. A chat template writes its special tokens itself."""
     add_generation_prompt: bool | None = None
@@ -91,12 +91,18 @@ class Tokens:
             if len(prompts) > self.front.options.batch_max:
                 raise refusal("prompt", len(prompts), f"{self.front.options.batch_max} prompts are allowed")
             many = await self.front.off_loop(lambda: [self._encoded(each, body) for each in prompts])
-        answer: dict[str, Any] = {"tokens": many, "count": [len(tokens) for tokens in many]}
-        if body.return_token_strs:
-            answer["token_strs"] = [[self.service.text.piece(token) for token in tokens] for tokens in many]
-        if not isinstance(body.prompt, list):
-            answer = {name: each for name, (each,) in answer.items()}
-        return _json(answer | {"max_model_len": self.service.context_tokens})
+
+        def told() -> Response:
+            answer: dict[str, Any] = {"tokens": many, "count": [len(tokens) for tokens in many]}
+            if body.return_token_strs:
+                answer["token_strs"] = [
+                    [self.service.text.piece(token) for token in tokens] for tokens in many
+                ]
+            if not isinstance(body.prompt, list):
+                answer = {name: each for name, (each,) in answer.items()}
+            return _json(answer | {"max_model_len": self.service.context_tokens})
+
+        return await self.front.off_loop(told)
 
     def _encoded(self, prompt: str, body: TokenizeRequest) -> list[int]:
         return self.service.text.encode(
@@ -125,22 +131,22 @@ class Tokens:
         self.front.check_model(body.model)
         single = not body.tokens or isinstance(body.tokens[0], int)
         many: list[Any] = [body.tokens] if single else list(body.tokens)
-        vocab_size = self.service.text.vocab_size
         if len(many) > self.front.options.batch_max:
             raise refusal("tokens", len(many), f"{self.front.options.batch_max} lists are allowed")
-        for token in (token for tokens in many for token in tokens):
-            if token >= vocab_size:
-                why = f"is not a token: the vocabulary has {vocab_size}"
-                raise refusal("tokens", token, why, code="not_a_token")
 
         def decoded(skip: bool) -> list[str]:
             return [self.service.text.decode(tokens, skip_special_tokens=skip) for tokens in many]
 
-        texts = await self.front.off_loop(decoded, body.skip_special_tokens is not False)
-        prompts = await self.front.off_loop(decoded, False)
-        if single:
-            return _json({"text": texts[0], "prompt": prompts[0]})
-        return _json({"text": texts, "prompt": prompts})
+        def told() -> Response:
+            vocab_size = self.service.vocab_size
+            most = max((max(tokens) for tokens in many if tokens), default=0)
+            if most >= vocab_size:
+                why = f"is not a token: the vocabulary has {vocab_size}"
+                raise refusal("tokens", most, why, code="not_a_token")
+            texts, prompts = decoded(body.skip_special_tokens is not False), decoded(False)
+            return _json({"text": texts[0] if single else texts, "prompt": prompts[0] if single else prompts})
+
+        return await self.front.off_loop(told)
 
 
 def _json(answer: dict[str, Any]) -> Response:

@@ -100,8 +100,7 @@ class Translated:
     names: Mapping[str, str]
     """Fields of a chat that have another name in the client's call."""
 
-    @property
-    def chat(self) -> ChatRequest:
+    def as_chat(self) -> ChatRequest:
         try:
             return checked(self.fields | {"messages": self.messages.all}, ChatRequest)
         except ApiError as error:
