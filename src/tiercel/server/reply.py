@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Seque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import pydantic_core
@@ -26,8 +27,10 @@ from tiercel.server.answering import Answering
 from tiercel.server.body import read_body
 from tiercel.server.border import visit_of
 from tiercel.server.errors import ApiError, ClientGone, translate
+from tiercel.server.grammars import Trying
 from tiercel.server.metrics import Metrics
 from tiercel.server.options import ServerOptions
+from tiercel.server.trials import Trials
 
 if TYPE_CHECKING:
     from tiercel.engine.service import EngineService
@@ -57,6 +60,17 @@ class Front:
     aside: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(TEXT_THREADS, "tiercel-text")
     )
+
+    @cached_property
+    def trials(self) -> Trials:
+        return Trials(self.service.text.grammars, self.aside)
+
+    def trying(self, request: Request) -> Trying:
+        """How the grammars of a call are tried. It ends if the client leaves."""
+        owner = visit_of(request).owner
+        return Trying(
+            owner, lambda recipe: while_present(request.receive, self.trials.grammar(recipe, owner))
+        )
 
     @property
     def names(self) -> tuple[str, ...]:
