@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import httpx
@@ -42,6 +43,8 @@ from tiercel.engine.loop import steps_of
 CLIENTS = 64
 PROMPT_TOKENS, ANSWER_TOKENS = 200, 64
 ROUNDS, FEED_S = 7, 10.0
+ENDS_S = 20.0
+"""A server that was told to end has ended after this time."""
 OPTIONS = ("--speculate", "off", "--host-memory", "256MiB", "--device-memory", "256MiB")
 
 
@@ -177,7 +180,7 @@ async def http_round(url: str, pid: int, requests: int, first: int) -> Round:
 
 @contextmanager
 def serving() -> Iterator[tuple[str, int]]:
-    """A server process: its URL and its number."""
+    """A server process: its URL and its number. Its log is read and thrown away."""
     command = [sys.executable, "-m", "tiercel.cli", "serve", "--port", "0", *OPTIONS]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
@@ -187,10 +190,14 @@ def serving() -> Iterator[tuple[str, int]]:
             line = server.stderr.readline()
             assert line, "the server did not start"
             found = re.search(r"listening on (http://\S+)", line)
+        Thread(target=server.stderr.read, daemon=True).start()
         yield found[1], server.pid
     finally:
         server.terminate()
-        server.wait()
+        try:
+            server.wait(ENDS_S)
+        finally:
+            server.kill()
 
 
 def cpu_s(pid: int) -> float:

@@ -24,7 +24,8 @@ from tests.engine.drive import tokens_of as tokens
 from tiercel.engine.ask import Finish
 from tiercel.engine.sampling import Sampler
 from tiercel.errors import AskError, GrammarError
-from tiercel.text.grammar import Asked, Grammar, choice, ebnf, fill_masks, json_schema, regex
+from tiercel.text import grammar
+from tiercel.text.grammar import Asked, Grammar, Grammars, choice, ebnf, fill_masks, json_schema, regex
 
 PERSON = {
     "type": "object",
@@ -268,15 +269,85 @@ def test_what_can_not_be_used_is_refused_with_its_reason(source, why):
         make_engine().check(make_ask("a", words(5), grammar=Grammar(source)))
 
 
-def test_an_expression_that_becomes_too_complex_ends_its_own_answer_only():
+def test_an_expression_that_becomes_too_complex_ends_its_own_answer_only(monkeypatch):
+    monkeypatch.setattr(grammar, "ANSWER_S", 1e9)
     bad = make_ask("bad", words(9), 8, grammar=Grammar(regex("((a{1000}){1000}){1000}")), logprobs=None)
     good = make_ask("good", words(9), 8, grammar=Grammar(choice(["yes"])), logprobs=None)
     for overlap in (False, "queued"):
         engine = make_engine()
         failed, answer = run(engine, bad, good, overlap=overlap)
-        assert failed.finish is Finish.ERROR and "grammar" in failed.error
+        assert failed.finish is Finish.GRAMMAR and "too many expressions" in failed.error
         assert (answer.text, answer.finish) == ("yes", Finish.STOP)
         settle(engine)
+
+
+def test_an_answer_whose_grammar_has_failed_does_not_end_as_if_it_were_complete():
+    matcher = TEXT.grammars.matcher(Grammar(regex("[0-9]{3}")), TEXT.eos)
+    with pytest.raises(GrammarError):
+        matcher.take(TEXT.tokens_within("a")[0])
+    with pytest.raises(GrammarError):
+        matcher.take(min(TEXT.eos))
+
+
+def test_masks_that_take_too_long_end_their_own_answer_and_refuse_its_grammar(monkeypatch):
+    """No mask is fast enough, so the test needs no slow one. An answer without a grammar has no masks."""
+    monkeypatch.setattr(grammar, "ANSWER_S", 0.0)
+    monkeypatch.setattr(grammar, "TOKEN_S", 0.0)
+    for number, overlap in enumerate((False, "queued")):
+        slow = Grammar(choice([f"yes {number}", "no"]), owner=f"me {number}")
+        engine = make_engine()
+        bad = make_ask("bad", words(9), 8, grammar=slow, logprobs=None)
+        failed, answer = run(engine, bad, make_ask("good", words(9), 8, logprobs=None), overlap=overlap)
+        assert failed.finish is Finish.GRAMMAR and "masks take too long" in failed.error
+        assert answer.finish is Finish.LENGTH
+        with pytest.raises(AskError, match="masks take too long"):
+            engine.check(bad)
+        assert TEXT.grammars.pause_s(slow.owner) > 0
+        assert TEXT.grammars.pause_s("you") <= 0
+        settle(engine)
+
+
+def test_a_refusal_ends_and_the_oldest_is_forgotten_first(monkeypatch):
+    monkeypatch.setattr(grammar, "REFUSED_MOST", 2)
+    now = [0.0]
+    grammars = Grammars(TEXT, lambda: now[0])
+    first, second = (Grammar(choice([each]), owner=each) for each in "ab")
+    grammars.matcher(first, TEXT.eos).time.add(1.0)
+    with pytest.raises(GrammarError, match="take too long"):
+        grammars.check(first)
+    grammars.matcher(second, TEXT.eos).time.add(1.0)
+    grammars.check(first)
+    now[0] += grammar.REFUSED_S + 1
+    grammars.check(second)
+
+
+def test_compiled_grammars_are_kept_up_to_a_number_of_bytes():
+    grammars = Grammars(TEXT)
+    first, second, third = (Grammar(choice([each])) for each in "abc")
+    half = grammar.COMPILED_BYTES_MOST // 2
+    used = grammars.check(first, half)
+    grammars.check(second, half)
+    assert grammars.check(first) is used and grammars.keeps(second.source)
+    grammars.check(third, half)
+    assert [grammars.keeps(each.source) for each in (first, second, third)] == [True, False, True]
+
+
+def test_masks_computed_together_are_the_same_and_slow_ones_are_timed_alone_again(monkeypatch):
+    matchers = [TEXT.grammars.matcher(GRAMMAR, TEXT.eos) for _ in range(3)]
+    asked = [Asked(matcher, row) for row, matcher in enumerate(matchers)]
+    alone, together = (np.zeros((3, 128), np.int32) for _ in range(2))
+    fill_masks(alone, asked)
+    monkeypatch.setattr(grammar, "CORES_LEAST", 1)
+    for matcher in matchers:
+        matcher.time.alone = 0
+    monkeypatch.setattr(grammar, "BATCH_S", 1e9)
+    fill_masks(together, asked)
+    assert (alone == together).all() and [each.time.alone for each in matchers] == [0, 0, 0]
+    monkeypatch.setattr(grammar, "BATCH_S", 0.0)
+    fill_masks(together, asked)
+    assert [each.time.alone for each in matchers] == [grammar.ALONE] * 3
+    fill_masks(together, asked)
+    assert (alone == together).all() and [each.time.alone for each in matchers] == [grammar.ALONE - 1] * 3
 
 
 def test_a_sampler_goes_on_after_the_output_it_is_given():

@@ -106,6 +106,8 @@ class Finish(Enum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    GRAMMAR = "grammar"
+    """It can not follow its grammar any further."""
 
 
 class Usage(NamedTuple):

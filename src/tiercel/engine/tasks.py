@@ -19,7 +19,7 @@ from tiercel.engine.guessing import Explained
 from tiercel.engine.step import Begin, PageTable
 from tiercel.engine.task import PRIORITY_S, Outcome, Seat, Stage, Task
 from tiercel.engine.times import EngineTimes
-from tiercel.errors import QueueFull
+from tiercel.errors import GrammarError, QueueFull
 from tiercel.text.stream import TextStream
 from tiercel.types import place
 
@@ -314,9 +314,14 @@ class Tasks:
 
     def _fail(self, task: Task, error: Exception) -> None:
         """End one task with an error. It is in no step under way."""
-        log.error("a request ends with an error", exc_info=error, extra=task.named)
-        self._end(task, Finish.ERROR)
-        self._ended.append(Outcome(task, finish=Finish.ERROR, error=str(error)))
+        finish = Finish.ERROR
+        if isinstance(error, GrammarError):  # of the client
+            finish = Finish.GRAMMAR
+            log.warning("a request ends: %s", error, extra=task.named)
+        else:
+            log.error("a request ends with an error", exc_info=error, extra=task.named)
+        self._end(task, finish)
+        self._ended.append(Outcome(task, finish=finish, error=str(error)))
 
     def _end(self, task: Task, finish: Finish) -> None:
         seat = task.seat

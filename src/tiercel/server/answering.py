@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 FAILED = {
     Finish.ERROR: (500, "the engine failed", "engine_error"),
     Finish.ABORT: (503, "the server ended the request", "aborted"),
+    Finish.GRAMMAR: (400, "the answer can not follow its grammar", "invalid_grammar"),
 }
 """Endings that are errors: status, message, code."""
 

@@ -4,26 +4,24 @@ OpenAI      response_format, tools, tool_choice
 SGLang      json_schema, regex, ebnf
 vLLM        structured_outputs, and its older names guided_json, guided_regex, guided_choice, guided_grammar
 
-One of them may be given. A grammar is compiled here, so that a grammar that can not be used is a 400 which
-names the field.
+One of them may be given. What it asks for becomes a recipe, which is tried before the answer begins: a
+grammar that can not be used is a 400 which names the field.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from tiercel.errors import GrammarError
 from tiercel.server.body import Body, ListOf
 from tiercel.server.errors import ApiError, conflict, refusal
-from tiercel.text import grammar
-from tiercel.text.calls import forced_calls, free_calls, parameters_of
-from tiercel.text.grammar import Grammar
+from tiercel.server.trials import Outcome
+from tiercel.text.calls import parameters_of
+from tiercel.text.grammar import Compiled, Grammar
 from tiercel.text.text import Text
+from tiercel.text.trial import Recipe
 
 NO_THOUGHTS_END = "the end of this model's thoughts is not one token: turn thinking off"
 CODE = "invalid_grammar"
@@ -79,40 +77,32 @@ class Given(NamedTuple):
 
     field: str
     value: Any
-    make: Callable[[Any], str]
+    recipe: Recipe
+    parts: tuple[str, ...] = ()
+    """The fields of the recipe's parts."""
 
 
-def _schema_of(value: SchemaText) -> dict[str, Any]:
-    try:
-        schema = json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError) as error:
-        raise GrammarError(f"it is not JSON: {error}") from error
-    if not isinstance(schema, dict):
-        raise GrammarError("a JSON schema must be an object")
-    return schema
+def _recipe(make: str, *given: Any, **how: Any) -> dict[str, Any]:
+    return {"make": make, "given": given, "how": how}
 
 
-def _json(value: SchemaText) -> str:
-    return grammar.json_schema(_schema_of(value))
-
-
-MAKERS: Mapping[str, Callable[[Any], str]] = {
-    "json_schema": _json,
-    "regex": grammar.regex,
-    "ebnf": grammar.ebnf,
-    "guided_json": _json,
-    "guided_regex": grammar.regex,
-    "guided_choice": grammar.choice,
-    "guided_grammar": grammar.ebnf,
+MAKERS: Mapping[str, str] = {
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "ebnf",
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "ebnf",
 }
-STRUCTURED: Mapping[str, tuple[Callable[[Any], str], type | tuple[type, ...]]] = {
-    "json": (_json, (str, dict)),
-    "regex": (grammar.regex, str),
-    "choice": (grammar.choice, list),
-    "grammar": (grammar.ebnf, str),
-    "json_object": (lambda _: _json(ANY_OBJECT), bool),
+STRUCTURED: Mapping[str, tuple[str, type | tuple[type, ...]]] = {
+    "json": ("json", (str, dict)),
+    "regex": ("regex", str),
+    "choice": ("choice", list),
+    "grammar": ("ebnf", str),
+    "json_object": ("json", bool),
 }
-"""The fields of `structured_outputs`, and their types."""
+"""The fields of `structured_outputs`: their recipes and their types."""
 STRUCTURED_HINTS = {"disable_any_whitespace", "disable_fallback", "whitespace_pattern"}
 """What these ask for changes no valid answer into an invalid one."""
 
@@ -120,7 +110,7 @@ STRUCTURED_HINTS = {"disable_any_whitespace", "disable_fallback", "whitespace_pa
 def _given(body: NamedGrammars) -> Iterator[Given]:
     for name, make in MAKERS.items():
         if value := getattr(body, name, None):
-            yield Given(name, value, make)
+            yield Given(name, value, _recipe(make, value))
     if not isinstance(body, GrammarFields):
         return
     for name, value in (body.structured_outputs or {}).items():
@@ -133,16 +123,16 @@ def _given(body: NamedGrammars) -> Iterator[Given]:
         texts = not isinstance(value, list) or all(isinstance(each, str) for each in value)
         if not isinstance(value, kind) or not texts:
             raise refusal(field, value, "has the wrong type", code=CODE)
-        yield Given(field, value, make)
+        yield Given(field, value, _recipe(make, ANY_OBJECT if value is True else value))
     match body.response_format:
         case ResponseFormat(type="json_object"):
-            yield Given("response_format", ANY_OBJECT, _json)
+            yield Given("response_format", ANY_OBJECT, _recipe("json", ANY_OBJECT))
         case ResponseFormat(type="json_schema", json_schema=named):
             schema = (named or {}).get("schema")
             if not isinstance(schema, dict):
                 why = "must have the field schema, a JSON schema"
                 raise refusal("response_format.json_schema", named, why, code=CODE)
-            yield Given("response_format.json_schema.schema", schema, _json)
+            yield Given("response_format.json_schema.schema", schema, _recipe("json", schema))
 
 
 def _only(body: NamedGrammars) -> Given | None:
@@ -153,19 +143,27 @@ def _only(body: NamedGrammars) -> Given | None:
     return first
 
 
-def text_grammar(body: NamedGrammars, text: Text, prefix: str = "") -> Grammar | None:
+class Trying(NamedTuple):
+    """Who asks, and how a recipe is tried for them."""
+
+    owner: str
+    tried: Callable[[Recipe], Awaitable[tuple[Outcome, Compiled | None]]]
+
+
+async def text_grammar(body: NamedGrammars, trying: Trying, prefix: str = "") -> Grammar | None:
     """For a text that is continued. `prefix`: of the fields' names in an error."""
     given = _only(body)
-    return None if given is None else _checked(given._replace(field=prefix + given.field), text)
+    return None if given is None else await _checked(given._replace(field=prefix + given.field), trying)
 
 
-def _checked(given: Given, text: Text, after: int | None = None) -> Grammar:
-    try:
-        made = Grammar(given.make(given.value), after)
-        text.grammars.check(made)
-    except GrammarError as error:
-        raise refusal(given.field, given.value, str(error), code=CODE) from error
-    return made
+async def _checked(given: Given, trying: Trying, after: int | None = None) -> Grammar:
+    outcome, compiled = await trying.tried(given.recipe)
+    if compiled is None:
+        field, value = given.field, given.value
+        if outcome.part is not None:
+            field, value = given.parts[outcome.part], given.recipe["parts"][outcome.part]["given"][0]
+        raise refusal(field, value, outcome.error, code=CODE)
+    return Grammar(outcome.source, after, trying.owner, compiled)
 
 
 class ChatTools(NamedTuple):
@@ -178,23 +176,19 @@ class ChatTools(NamedTuple):
     """Whether an answer may have several calls."""
 
 
-def chat_grammar(body: GrammarFields, tools: ChatTools, text: Text, *, thinks: bool) -> Grammar | None:
+async def chat_grammar(
+    body: GrammarFields, tools: ChatTools, text: Text, trying: Trying, *, thinks: bool
+) -> Grammar | None:
     """For an answer in a conversation. `thinks`: it begins with thoughts, which are free."""
-    given = _call_grammar(_only(body), tools, text)
+    given = await _call_grammar(_only(body), tools, text, trying)
     if given is None:
         return None
     if thinks and text.think_end is None:
         raise refusal(given.field, given.value, NO_THOUGHTS_END, code=CODE)
-    try:
-        return _checked(given, text, text.think_end if thinks else None)
-    except ApiError:
-        for i, each in enumerate(tools.functions if given.field == "tools" else ()):
-            make = partial(grammar.json_schema, lenient=not each.get("strict"))
-            _checked(Given(f"tools[{i}].function.parameters", parameters_of(each), make), text)
-        raise
+    return await _checked(given, trying, text.think_end if thinks else None)
 
 
-def _call_grammar(given: Given | None, tools: ChatTools, text: Text) -> Given | None:
+async def _call_grammar(given: Given | None, tools: ChatTools, text: Text, trying: Trying) -> Given | None:
     """The grammar of calls, where they are forced or a function is strict; or else what was `given`."""
     functions, choice = tools.functions, tools.choice
     if choice not in (None, "none", "auto"):
@@ -208,13 +202,20 @@ def _call_grammar(given: Given | None, tools: ChatTools, text: Text) -> Given | 
     assert form is not None, "tools were refused where there is no format for calls"
     if choice not in (None, "auto"):
         several = tools.several and not isinstance(choice, NamedChoice)
-        return Given("tools", functions, partial(forced_calls, form, several=several))
+        return _calls(functions, _recipe("forced_calls", form.value, functions, several=several))
     if given is not None:
-        _checked(given, text)
-        if given.make is not _json:
+        await _checked(given, trying)
+        if given.recipe["make"] != "json":
             return given
-        answer = grammar.json_rule(_schema_of(given.value))
-        return Given("tools", functions, partial(free_calls, form, answer=answer))
+        (answer,) = given.recipe["given"]
+        return _calls(functions, _recipe("free_calls", form.value, functions, answer=answer))
     if any(each.get("strict") for each in functions):
-        return Given("tools", functions, partial(free_calls, form))
+        return _calls(functions, _recipe("free_calls", form.value, functions))
     return None
+
+
+def _calls(functions: list[dict[str, Any]], recipe: Recipe) -> Given:
+    """If the whole can not be used, the first function with parameters that can not is named."""
+    parts = [_recipe("json", parameters_of(each), lenient=not each.get("strict")) for each in functions]
+    fields = tuple(f"tools[{i}].function.parameters" for i in range(len(functions)))
+    return Given("tools", functions, {**recipe, "parts": parts}, fields)

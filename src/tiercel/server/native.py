@@ -39,6 +39,7 @@ from tiercel.server.prefiller import BootstrapFields, by_bootstrap, each, is_els
 from tiercel.server.protocol import CachedByTier
 from tiercel.server.reply import AskGroup, DataEvents, Front, finish_reason, respond, to_json
 from tiercel.server.schema import gives
+from tiercel.text.grammar import Grammar
 from tiercel.text.text import Text
 
 MAX_NEW_TOKENS = 128
@@ -310,7 +311,10 @@ class Native:
         """Continue one text or several. With `stream`, as server-sent events."""
         body = await self.front.read_ask(request, GenerateRequest)
         items = self._items(body, visit_of(request))
-        groups = await self.front.off_loop(lambda: [self._group(item, body) for item in items])
+        trying = self.front.trying(request)
+        held = [await text_grammar(item.params, trying, "sampling_params.") for item in items]
+        every = list(zip(items, held, strict=True))
+        groups = await self.front.off_loop(lambda: [self._group(*each, body) for each in every])
         of_answers = [item for item, group in zip(items, groups, strict=True) for _ in group]
         reply = NativeReply(
             text=self.service.text if body.return_text_in_logprobs else None,
@@ -341,7 +345,7 @@ class Native:
         )
         return [Item(*each) for each in every]
 
-    def _group(self, item: Item, body: GenerateRequest) -> AskGroup:
+    def _group(self, item: Item, grammar: Grammar | None, body: GenerateRequest) -> AskGroup:
         prompt = item.given.tokens(self.service)
         room = asks.room(self.service, prompt, item.given.field)
         asked = item.params.max_new_tokens
@@ -353,7 +357,7 @@ class Native:
                 min_tokens=item.params.min_new_tokens or 0,
                 seed=item.params.sampling_seed,
                 logprobs=item.top if item.logprob else None,
-                grammar=text_grammar(item.params, self.service.text, "sampling_params."),
+                grammar=grammar,
             ),
             namespace=asks.namespace_of(item.salt),
             priority=asks.priority_of(body.priority, self.front.options),

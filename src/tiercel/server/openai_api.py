@@ -61,9 +61,8 @@ class OpenAI:
             why = "the tool call format of this model is not supported"
             raise ApiError(400, f"tools: {why}", param="tools", code="no_tools")
         prompt = await self.rendered(body)
-        grammar = await self.front.off_loop(
-            partial(chat_grammar, body, body.chat_tools, text, thinks=prompt.thinks)
-        )
+        trying = self.front.trying(request)
+        grammar = await chat_grammar(body, body.chat_tools, text, trying, thinks=prompt.thinks)
         room = asks.room(self.service, prompt.tokens, "messages")
         asked, spelling = body.max_tokens, CHAT_SPELLING
         if body.max_completion_tokens is not None:
@@ -126,10 +125,10 @@ class OpenAI:
         prompts = asks.given_prompts("prompt", body.prompt, self.front.options)
         prefillers = self._prefillers(body, len(prompts), own_id)
         text = self.service.text
+        grammar = await text_grammar(body, self.front.trying(request))
 
         def made() -> tuple[list[AskGroup], list[str]]:
             ids = [asks.member_id(own_id, index) for index in range(len(prompts))]
-            grammar = text_grammar(body, text)
             every = zip(ids, prompts, prefillers, strict=True)
             groups = [self._completion(*each, body, grammar) for each in every]
             return groups, [given.written(text) if body.echo else "" for given in prompts]

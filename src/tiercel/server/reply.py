@@ -12,6 +12,7 @@ import json
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import pydantic_core
@@ -26,8 +27,10 @@ from tiercel.server.aside import Aside
 from tiercel.server.body import BodyLimits, read_body
 from tiercel.server.border import visit_now, visit_of
 from tiercel.server.errors import ApiError, ClientGone, translate
+from tiercel.server.grammars import Trying
 from tiercel.server.metrics import Metrics
 from tiercel.server.options import ServerOptions
+from tiercel.server.trials import Trials
 
 if TYPE_CHECKING:
     from tiercel.engine.service import EngineService
@@ -52,6 +55,17 @@ class Front:
     options: ServerOptions
     metrics: Metrics
     aside: Aside = field(default_factory=Aside)
+
+    @cached_property
+    def trials(self) -> Trials:
+        return Trials(self.service.text.grammars, self.off_loop)
+
+    def trying(self, request: Request) -> Trying:
+        """How the grammars of a call are tried. It ends if the client leaves."""
+        owner = visit_of(request).payer
+        return Trying(
+            owner, lambda recipe: while_present(request.receive, self.trials.grammar(recipe, owner))
+        )
 
     @property
     def names(self) -> tuple[str, ...]:

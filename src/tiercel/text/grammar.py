@@ -7,6 +7,11 @@
 llguidance does the work. A special token is no text: no grammar allows it, except the tokens that end the
 answer, where the grammar is complete. A matcher is a function of the tokens it has taken, so an answer that
 was preempted goes on as before.
+
+Every answer waits for the masks of every other one, so their time is limited: an answer whose masks take
+more CPU time than `ANSWER_S` and `TOKEN_S` allow ends with an error, and its grammar is refused for a while.
+What compiling takes is not limited here: a server tries a client's grammar in another process first
+(`trial.py`).
 """
 
 from __future__ import annotations
@@ -15,11 +20,13 @@ import json
 import os
 import re
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +36,6 @@ from tiercel.errors import GrammarError
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
-    from tiercel.text.text import Text
-
 Masks = NDArray[np.int32]
 """[rows, words]: bit t % 32 of word t // 32 tells whether token t may come next."""
 
@@ -38,7 +43,7 @@ SOURCE_BYTES_MOST = 128 << 10
 """OpenAI allows 120,000 characters of names and values in a schema."""
 PROPERTIES_MOST = 500
 """Of one object: 500 take 0.1 s to compile, twice as many four times as long."""
-COMPILED_MOST = 64
+COMPILED_MOST, COMPILED_BYTES_MOST = 64, 256 << 20
 """Grammars that are kept compiled. One takes about a millisecond to compile."""
 FORCED_MOST = 4096
 """Texts that grammars left no choice about, whose tokens are remembered: names in objects come again and
@@ -49,12 +54,22 @@ wake a thread, and 1 ms to compute 16 masks in this one."""
 LIMITS: Mapping[str, Any] = {
     "initial_lexer_fuel": 300_000,
     "step_lexer_fuel": 50_000,
-    "max_lexer_states": 50_000,
+    "max_lexer_states": 10_000,
     "max_items_in_row": 20_000,
     "verbose_errors": False,
 }
-"""So the worst mask of an absurd regular expression takes 0.4 s, after which its answer ends with an error;
-with the library's own limits it takes 2 s. Neoverse N1, llguidance 1.9.1, 2026-11-16."""
+"""So one mask of an absurd regular expression takes 20 ms, after which its answer ends with an error. (Its
+first mask may take 0.3 s.) A state takes 1 to 2 kB for each answer. x86-64, llguidance 1.9.1, 2026-11-17."""
+ANSWER_S, TOKEN_S = 0.05, 0.002
+"""CPU time that all masks of one answer may take: so much, and so much more for each of its tokens. With a
+vocabulary of 129,280 a mask of JSON takes 0.05 to 0.2 ms, the slowest of twenty useful grammars 0.7 ms, and
+an ambiguous grammar 900 ms."""
+REFUSED_S, PAUSE_S = 300.0, 10.0
+"""A grammar whose masks took longer is refused for so long; its owner may use no new grammar for so long."""
+REFUSED_MOST = 1024
+ALONE, BATCH_S = 8, 0.01
+"""An answer's first masks are computed alone, so that their time is known; later ones together with others,
+until they take so long together."""
 
 QUOTED = re.compile(r"\s*(\d+ \||\^+$)")
 AT_SCHEMA = "at 1(8): failed to compile JSON schema: "
@@ -74,6 +89,10 @@ class Grammar:
     after: int | None = None
     """The answer is free up to this token: the end of the model's thoughts. None: the grammar begins at
     once."""
+    owner: str = ""
+    """Whose grammar it is, of those that share a server."""
+    compiled: Compiled | None = field(default=None, compare=False, repr=False)
+    """Keeps it compiled as long as something asks for it."""
 
 
 def json_schema(schema: Mapping[str, Any], *, lenient: bool = False) -> str:
@@ -106,8 +125,8 @@ def regex(pattern: str) -> str:
 
 
 def choice(texts: Sequence[str]) -> str:
-    """One of these texts."""
-    return f"start: {' | '.join(map(json.dumps, texts))}"
+    """One of these texts. As one terminal: a mask of 6,000 texts takes 0.2 ms, and 27 ms as a rule."""
+    return f"start: TEXT\nTEXT: {' | '.join(map(json.dumps, texts))}"
 
 
 def ebnf(rules: str) -> str:
@@ -120,21 +139,44 @@ def ebnf(rules: str) -> str:
         raise GrammarError(str(error)) from error
 
 
-class Grammars:
-    """The compiled grammars of one tokenizer. Threads may share it."""
+@dataclass(frozen=True, eq=False)
+class Compiled:
+    """A grammar that can be used."""
 
-    def __init__(self, text: Text) -> None:
-        self._text = text
+    inner: LLMatcher
+    bytes: int
+    """That it takes, as far as that is known."""
+
+
+class Vocabulary(Protocol):
+    """What grammars need of a tokenizer: a part of `Text`."""
+
+    token_ids: int
+    eos: frozenset[int]
+    control: frozenset[int]
+
+    def piece_bytes(self, token: int) -> bytes: ...
+
+    def tokens_within(self, text: str) -> list[int]: ...
+
+
+class Grammars:
+    """The compiled grammars of one tokenizer, and those whose masks took too long. Threads may share it."""
+
+    def __init__(self, text: Vocabulary, clock: Callable[[], float] = time.monotonic) -> None:
+        self.text, self._clock = text, clock
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[str, Compiled] = OrderedDict()
+        self._until_s: OrderedDict[tuple[str, str], float] = OrderedDict()
+        """Until when something is refused: ("source", a grammar's) or ("owner", whose new grammars)."""
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
         """It takes half a second for a vocabulary of 129,280, once."""
         from llguidance import LLTokenizer, TokenizerWrapper
 
-        tokens = _Tokens(self._text)
-        return LLTokenizer(TokenizerWrapper(tokens), eos_token=sorted(self._text.eos) or None)
+        tokens = _Tokens(self.text)
+        return LLTokenizer(TokenizerWrapper(tokens), eos_token=sorted(self.text.eos) or None)
 
     @cached_property
     def _limits(self) -> LLParserLimits:
@@ -142,29 +184,58 @@ class Grammars:
 
         return LLParserLimits(**LIMITS)
 
-    def check(self, grammar: Grammar) -> None:
-        """Raises `GrammarError` if the grammar can not be used. The compiled grammar is kept."""
-        self._find(grammar.source)
+    def check(self, grammar: Grammar, bytes_known: int = 0) -> Compiled:
+        """The compiled grammar, which is kept. Raises `GrammarError` if the grammar can not be used.
+        `bytes_known`: what it takes."""
+        if self._wait_s("source", grammar.source) > 0:
+            raise GrammarError(TOO_SLOW)
+        return grammar.compiled or self._find(grammar.source, bytes_known)
+
+    def keeps(self, source: str) -> bool:
+        """Whether a grammar is compiled now."""
+        with self._lock:
+            return source in self._compiled
 
     def matcher(self, grammar: Grammar, ends: frozenset[int]) -> Matcher:
         """For a new answer. `ends`: the tokens that end it."""
-        inner = self._find(grammar.source).deep_copy()
+        inner = (grammar.compiled or self._find(grammar.source)).inner.deep_copy()
         words = (self._tokenizer.vocab_size + 31) // 32
-        return Matcher(inner, grammar.after, ends, ends - self._text.eos, words)
+        time_left = MaskTime(lambda: self._refuse(grammar))
+        return Matcher(inner, grammar.after, ends, ends - self.text.eos, words, time_left)
 
-    def _find(self, source: str) -> LLMatcher:
+    def pause_s(self, owner: str) -> float:
+        """How long this owner may use no new grammar, because the masks of one took too long."""
+        return self._wait_s("owner", owner)
+
+    def _refuse(self, grammar: Grammar) -> None:
+        now = self._clock()
+        with self._lock:
+            self._until_s["source", grammar.source] = now + REFUSED_S
+            self._until_s["owner", grammar.owner] = now + PAUSE_S
+            while len(self._until_s) > REFUSED_MOST:
+                self._until_s.popitem(last=False)
+
+    def _wait_s(self, kind: str, name: str) -> float:
+        with self._lock:
+            return self._until_s.get((kind, name), 0.0) - self._clock() if self._until_s else 0.0
+
+    def _find(self, source: str, bytes_known: int = 0) -> Compiled:
         with self._lock:
             found = self._compiled.get(source)
             if found is not None:
                 self._compiled.move_to_end(source)
                 return found
             tokenizer, limits = self._tokenizer, self._limits
-        found = _compile(source, tokenizer, limits)
+        found = Compiled(_compile(source, tokenizer, limits), bytes_known)
         with self._lock:
             self._compiled[source] = found
-            if len(self._compiled) > COMPILED_MOST:
+            while len(self._compiled) > COMPILED_MOST or self._bytes > COMPILED_BYTES_MOST:
                 self._compiled.popitem(last=False)
         return found
+
+    @property
+    def _bytes(self) -> int:
+        return sum(each.bytes for each in self._compiled.values())
 
 
 def _compile(source: str, tokenizer: LLTokenizer, limits: LLParserLimits) -> LLMatcher:
@@ -196,7 +267,7 @@ def _reason(matcher: LLMatcher) -> str:
 class _Tokens:
     """A vocabulary as llguidance takes it."""
 
-    def __init__(self, text: Text) -> None:
+    def __init__(self, text: Vocabulary) -> None:
         self.tokens = [text.piece_bytes(token) for token in range(text.token_ids)]
         self.special_token_ids = sorted(text.control)
         self.eos_token_id = min(text.eos, default=0)
@@ -208,19 +279,63 @@ class _Tokens:
         return self._tokens_within(text)
 
 
+TOO_SLOW = "its masks take too long: every other answer waits for them"
+
+
+class MaskTime:
+    """The CPU time that the masks of one answer take, all of it together."""
+
+    def __init__(self, ran_out: Callable[[], None]) -> None:
+        self._left_s, self._ran_out = ANSWER_S, ran_out
+        self.alone = ALONE
+        """So many masks are still to be computed alone."""
+
+    @property
+    def over(self) -> bool:
+        return self._left_s < 0
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """By this thread, within the block."""
+        began_s = time.thread_time()
+        try:
+            yield
+        finally:
+            self.add(time.thread_time() - began_s)
+
+    def add(self, seconds: float) -> None:
+        before, self._left_s = self._left_s, self._left_s - seconds
+        if before >= 0 > self._left_s:
+            self._ran_out()
+
+    def next_token(self) -> None:
+        if not self.over:
+            self._left_s += TOKEN_S
+
+
 class Matcher:
     """One answer and its grammar."""
 
     def __init__(
-        self, inner: LLMatcher, after: int | None, ends: frozenset[int], more_ends: frozenset[int], words: int
+        self,
+        inner: LLMatcher,
+        after: int | None,
+        ends: frozenset[int],
+        more_ends: frozenset[int],
+        words: int,
+        time_left: MaskTime,
     ) -> None:
         """`more_ends`: those ends that llguidance does not know. `words`: of a mask of llguidance."""
         self._inner, self._after, self.words = inner, after, words
         self._ends, self._more_ends = ends, more_ends
         self._ended = False
+        self.time = time_left
 
     def copy(self) -> Matcher:
-        copy = Matcher(self._inner.deep_copy(), self._after, self._ends, self._more_ends, self.words)
+        """For the same answer."""
+        copy = Matcher(
+            self._inner.deep_copy(), self._after, self._ends, self._more_ends, self.words, self.time
+        )
         copy._ended = self._ended
         return copy
 
@@ -235,10 +350,16 @@ class Matcher:
             return
         if self._after is not None:
             self._after = None if token == self._after else self._after
-        elif token in self._ends:
+        elif self.time.over:
+            raise GrammarError(TOO_SLOW)
+        elif token in self._ends and not self._inner.is_error():
             self._ended = True
-        elif not self._inner.consume_token(token):
-            raise GrammarError(f"the answer can not follow its grammar: {_reason(self._inner)}")
+        else:
+            self.time.next_token()
+            with self.time.taken():
+                self._inner.consume_token(token)
+            if self._inner.is_error():
+                raise GrammarError(f"the answer can not follow its grammar: {_reason(self._inner)}")
 
     def valid(self, tokens: Sequence[int]) -> int:
         """How many of these tokens may come next, one after the other."""
@@ -250,9 +371,10 @@ class Matcher:
                     break
             else:
                 return free
-        if self._ended:
+        if self._ended or self.time.over:
             return 0
-        count = free + self._inner.validate_tokens(list(tokens[free:]))
+        with self.time.taken():
+            count = free + self._inner.validate_tokens(list(tokens[free:]))
         if count < len(tokens) and tokens[count] in self._ends:  # not counted where nothing else is possible
             ahead = self._inner.deep_copy()
             count += ahead.consume_tokens(list(tokens[free:count])) and ahead.is_accepting()
@@ -260,7 +382,7 @@ class Matcher:
 
     def _write(self, mask: NDArray[np.int32], found: NDArray[np.int32]) -> None:
         """`found`: what llguidance allows, where the grammar has begun."""
-        if not self.begun or self._inner.is_error():  # `take` tells the error
+        if not self.begun or self.time.over or self._inner.is_error():  # `take` tells the error
             mask[:] = -1
             if self._after is not None:  # thoughts end before the answer does
                 for token in self._ends:
@@ -293,13 +415,7 @@ def fill_masks(masks: Masks, asked: Sequence[Asked]) -> None:
     while ahead:
         begun = [each.matcher for each in ahead if each.matcher.begun]
         found = np.empty((len(begun), begun[0].words if begun else 0), np.int32)
-        if len(begun) > 1 and (os.cpu_count() or 1) >= CORES_LEAST:
-            inner = [(matcher._inner, i) for i, matcher in enumerate(begun)]
-            _executor().unsafe_compute_mask_ptr(inner, found.ctypes.data, found.strides[0], len(begun))
-        else:
-            for i, matcher in enumerate(begun):
-                at = found.ctypes.data + i * found.strides[0]
-                matcher._inner.unsafe_compute_mask_ptr(at, found.strides[0])
+        _compute(begun, found)
         of_begun = iter(found)
         following = []
         for matcher, row, guesses in ahead:
@@ -308,6 +424,25 @@ def fill_masks(masks: Masks, asked: Sequence[Asked]) -> None:
                 matcher.take(guesses[0])
                 following.append(Asked(matcher, row + 1, guesses[1:]))
         ahead = following
+
+
+def _compute(matchers: Sequence[Matcher], found: Masks) -> None:
+    """What llguidance allows next, for each matcher a row. A matcher without time left computes nothing."""
+    several = len(matchers) > 1 and (os.cpu_count() or 1) >= CORES_LEAST
+    together = [each for each in enumerate(matchers) if several and not each[1].time.alone]
+    for i, matcher in enumerate(matchers):
+        if matcher.time.over or (several and not matcher.time.alone):
+            continue
+        with matcher.time.taken():
+            matcher._inner.unsafe_compute_mask_ptr(found.ctypes.data + i * found.strides[0], found.strides[0])
+        matcher.time.alone = max(0, matcher.time.alone - 1)
+    if together:
+        began_s = time.perf_counter()
+        inner = [(matcher._inner, i) for i, matcher in together]
+        _executor().unsafe_compute_mask_ptr(inner, found.ctypes.data, found.strides[0], len(matchers))
+        if time.perf_counter() - began_s > BATCH_S:
+            for _, matcher in together:
+                matcher.time.alone = ALONE
 
 
 @cache
