@@ -1,13 +1,14 @@
 """What one hostile client costs the others: `python -m benchmarks.hostile [--json] [--quick] [--only NAME]`.
 
-For each attack, in turns on one real server: another client alone, and beside the attack.
+For each attack, in turns on one real server: another client alone, and beside the attack. Every attack and
+the other client have API keys of their own.
 
     NAME.health_more_ms     the longest /health beside it, less the longest alone; aim: below 50
     NAME.health_p50_ms      the median beside it
     NAME.token_ratio        median time between two tokens of a stream beside it, over alone; aim: below 2
     NAME.token_max_ms       the longest time between two tokens beside it
     NAME.first_token_ratio  the same for the time to the first token
-    NAME.server_mb          what the server's memory has grown by since it started
+    NAME.server_mb          what the server's memory has grown by
 
 The attacks run in a process of their own, on one core where there are several. Add one to `ATTACKS`: a
 function that gets an `httpx.AsyncClient` with the server's address and makes requests, again and again,
@@ -26,16 +27,13 @@ import string
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
-
-from benchmarks.machine import describe, tell
-from benchmarks.server import serving
 
 TURNS, TURN_S = 3, 4.0
 HEALTH_EVERY_S = 0.02
@@ -84,7 +82,7 @@ GRAMMARS: Mapping[str, dict[str, Any]] = {
 
 def with_grammar(grammar: Mapping[str, Any], at_once: int = 4) -> Attack:
     """Requests with this grammar, made new each time: what is remembered of it does not help."""
-    numbers = itertools.count()
+    numbers = itertools.count(time.time_ns())
 
     async def one(client: httpx.AsyncClient) -> None:
         while True:
@@ -112,7 +110,7 @@ def renewed(grammar: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 async def leave(client: httpx.AsyncClient) -> None:
     """Ask for a slow grammar, and leave at once."""
-    for number in itertools.count():
+    for number in itertools.count(time.time_ns()):
         body = {"prompt": "go", **renewed(GRAMMARS["beginnings"], number)}
         with suppress(httpx.HTTPError):
             await client.post("/v1/completions", json=body, timeout=0.05)
@@ -122,6 +120,11 @@ ATTACKS: dict[str, Attack] = {
     **{name: with_grammar(grammar) for name, grammar in GRAMMARS.items()},
     "leaving": leave,
 }
+
+
+def client_with(key: str, url: str) -> httpx.AsyncClient:
+    headers, limits = {"authorization": f"Bearer {key}"}, httpx.Limits(max_connections=None)
+    return httpx.AsyncClient(base_url=url, timeout=ATTACK_S, headers=headers, limits=limits)
 
 
 # The other client
@@ -164,7 +167,7 @@ async def read_streams(client: httpx.AsyncClient, seen: Seen) -> None:
 async def look(url: str, seconds: float) -> Seen:
     """Be the other client for a while, and at least until each of its calls was answered once."""
     seen = Seen()
-    async with httpx.AsyncClient(base_url=url, timeout=ATTACK_S) as client:
+    async with client_with("other", url) as client:
         tasks = [asyncio.create_task(each(client, seen)) for each in (ask_health, read_streams)]
         until = time.perf_counter() + seconds
         while time.perf_counter() < until or not (seen.health_s and seen.gaps_s):
@@ -183,8 +186,7 @@ async def look(url: str, seconds: float) -> Seen:
 async def attack(name: str, url: str) -> None:
     """In a process of its own."""
     print("begun", flush=True)
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=ATTACK_S, limits=limits) as client:
+    async with client_with(name, url) as client:
         with suppress(TimeoutError):
             async with asyncio.timeout(ATTACK_S):
                 await ATTACKS[name](client)
@@ -208,16 +210,11 @@ def memory_bytes(pid: int) -> int:
     return int(status.partition("VmRSS:")[2].split()[0]) << 10
 
 
-def compared(name: str, turns: int, seconds: float) -> dict[str, float]:
-    """One attack on a fresh server."""
-    alone, attacked = Seen(), Seen()
-    with serving() as (url, pid):
-        asyncio.run(look(url, 1.0))
-        before = memory_bytes(pid)
-        for _ in range(turns):
-            alone.add(asyncio.run(look(url, seconds)))
-            attacked.add(beside(name, url, seconds))
-        grown = memory_bytes(pid) - before
+def compared(name: str, url: str, pid: int, turns: int, seconds: float) -> dict[str, float]:
+    alone, attacked, before = Seen(), Seen(), memory_bytes(pid)
+    for _ in range(turns):
+        alone.add(asyncio.run(look(url, seconds)))
+        attacked.add(beside(name, url, seconds))
     median = statistics.median
     return {
         f"{name}.health_more_ms": 1e3 * (max(attacked.health_s) - max(alone.health_s)),
@@ -225,8 +222,21 @@ def compared(name: str, turns: int, seconds: float) -> dict[str, float]:
         f"{name}.token_ratio": median(attacked.gaps_s) / median(alone.gaps_s),
         f"{name}.token_max_ms": 1e3 * max(attacked.gaps_s),
         f"{name}.first_token_ratio": median(attacked.first_s) / median(alone.first_s),
-        f"{name}.server_mb": grown / 1e6,
+        f"{name}.server_mb": (memory_bytes(pid) - before) / 1e6,
     }
+
+
+def measure(names: Sequence[str], turns: int, seconds: float) -> dict[str, Any]:
+    from benchmarks.machine import describe  # loads torch, which an attack need not wait for
+    from benchmarks.server import serving
+
+    figures: dict[str, Any] = {}
+    keys = [word for key in ("other", *names) for word in ("--api-key", key)]
+    with serving(*keys) as (url, pid):
+        asyncio.run(look(url, 1.0))
+        for name in names:
+            figures |= compared(name, url, pid, turns, seconds)
+    return {**figures, "machine": describe()}
 
 
 def main() -> None:
@@ -240,11 +250,10 @@ def main() -> None:
     if options.attack:
         asyncio.run(attack(options.attack, options.url))
         return
+    from benchmarks.machine import tell
+
     turns, seconds = (1, 1.0) if options.quick else (TURNS, TURN_S)
-    figures: dict[str, Any] = {}
-    for name in options.only or ATTACKS:
-        figures |= compared(name, turns, seconds)
-    tell({**figures, "machine": describe()}, as_json=options.json)
+    tell(measure(options.only or list(ATTACKS), turns, seconds), as_json=options.json)
 
 
 if __name__ == "__main__":

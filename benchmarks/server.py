@@ -179,9 +179,9 @@ async def http_round(url: str, pid: int, requests: int, first: int) -> Round:
 
 
 @contextmanager
-def serving() -> Iterator[tuple[str, int]]:
-    """A server process: its URL and its number. Its log is read and thrown away."""
-    command = [sys.executable, "-m", "tiercel.cli", "serve", "--port", "0", *OPTIONS]
+def serving(*more: str) -> Iterator[tuple[str, int]]:
+    """A server process: its URL and its number. Its log is read and thrown away. `more`: options."""
+    command = [sys.executable, "-m", "tiercel.cli", "serve", "--port", "0", *OPTIONS, *more]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         assert server.stderr is not None
