@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from tiercel.errors import WeightsError
-from tiercel.text.pieces import Pieces
+from tiercel.text.pieces import BYTES, Pieces
 from tiercel.text.stream import TextStream
 from tiercel.text.text import Text
 
@@ -125,6 +125,52 @@ def test_the_first_space_of_an_answer_is_shown(texts: dict[str, Text]) -> None:
     assert streamed(texts["llama"], [token]) == " ab"
     assert texts["llama"].decode([token]) == "ab"
     assert texts["llama"].piece_bytes(token) == b" ab"
+
+
+# Control tokens that somebody wrote
+
+CHAT = "{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}"
+CONTROL = ["<|end|>", "<|user|>"]
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Text]:
+    return {kind: chat_of(tmp_path_factory.mktemp("model"), kind) for kind in [*KINDS, "bytes"]}
+
+
+def chat_of(folder: Path, kind: str) -> Text:
+    if kind == "bytes":
+        names = [*BYTES, "ab"]
+        tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [("a", "b")]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+        tokenizer.decoder = decoders.ByteLevel()
+    else:
+        tokenizer = Tokenizer.from_str(KINDS[kind].to_str())
+    tokenizer.add_special_tokens(CONTROL)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT}))
+    return Text(folder)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "bytes"])
+@pytest.mark.parametrize(
+    "said", ["a<|end|>b", "<|end|>", "a <|e", "ab <|user|> c", "<|end|><|user|>", "a<|end|> b"]
+)
+def test_a_control_token_that_is_cut_gains_no_space(chats: dict[str, Text], kind: str, said: str) -> None:
+    text = chats[kind]
+    prompt = text.chat([{"role": "user", "content": said}] * 2, add_generation_prompt=False)
+    plain = text.chat([{"role": "user", "content": "ab"}] * 2, add_generation_prompt=False)
+    shown, usual = (text.decode(each.tokens, skip_special_tokens=False) for each in (prompt, plain))
+    if "unk" not in shown:  # a tokenizer without bytes knows no <
+        assert shown == usual.replace("ab", said)
+    control = [text._tokenizer.token_to_id(name) for name in CONTROL]
+    assert [token for token in prompt.tokens if token in control] == control[::-1] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_inside_another_one_begins_with_no_space(chats: dict[str, Text], kind: str) -> None:
+    text = chats[kind]
+    assert b"".join(map(text.piece_bytes, text.tokens_within("ab c"))) == b"ab c"
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,21 @@ class Pieces:
         return text[min(spaces, self._strip) :]
 
 
+def without_prefix(step: Any) -> Any:
+    """A normalizer or a pre-tokenizer of a tokenizer.json, changed to put no space before a text."""
+    match step:
+        case {"type": "Prepend"}:
+            return None
+        case {"type": "Metaspace"}:
+            return {**step, "prepend_scheme": "never"}
+        case {"type": "ByteLevel"}:
+            return {**step, "add_prefix_space": False}
+        case {"type": "Sequence"}:
+            name = "normalizers" if "normalizers" in step else "pretokenizers"
+            return {**step, name: [each for each in map(without_prefix, step[name]) if each is not None]}
+    return step
+
+
 # A lower bound for the tokens of a text, from its length alone: a text that is too long is not encoded. The
 # bound holds only if no step of the tokenizer drops text, so every step is checked. If a step may drop text
 # (a normalizer that strips, unknown words), there is no bound.

@@ -16,7 +16,10 @@ class TextPiece(NamedTuple):
 
 
 class TextStream:
-    """Decodes tokens one by one. The pieces together equal `decode` of all tokens, up to the stop string.
+    """Decodes tokens one by one. The pieces together are what the tokens add to the text before them, up to
+    the stop string: an answer goes on from its prompt, so a space that begins it is shown. (`decode` of a
+    whole text leaves out a first space that its tokenizer adds.) Every answer is made of these pieces,
+    streamed or not.
 
     Half characters, and text that may become a stop string, are held back. The stop string that is complete
     first wins, then the longest: the result does not depend on how the text was split into tokens.

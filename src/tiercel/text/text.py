@@ -27,7 +27,7 @@ from tiercel.text.answer import CALL, DSML, END_CALL, END_THINK, THINK
 from tiercel.text.conversation import ChatFormat, Conversation, Guard, Marks, Message
 from tiercel.text.deepseek_v4 import read_deepseek_v4
 from tiercel.text.grammar import Grammars
-from tiercel.text.pieces import Pieces, bytes_per_token_most
+from tiercel.text.pieces import Pieces, bytes_per_token_most, without_prefix
 from tiercel.text.template import TEMPLATE_FAILS, read_template
 
 CONTROL_LOOKS = ("<|", "<｜", "｜")
@@ -77,6 +77,7 @@ class Text:
             token for token, each in added.items() if each.special and each.content not in SHOWN
         )
         """Special tokens: `decode` leaves them out."""
+        self._added = frozenset(added)
         self._guard = Guard(
             each.content
             for each in added.values()
@@ -126,8 +127,8 @@ class Text:
         return self._lead + tokens if add_special_tokens and tokens[:1] != self._lead else tokens
 
     def tokens_within(self, text: str) -> list[int]:
-        """The tokens of a piece of text inside another one."""
-        return self._encode(text, field="text").ids
+        """The tokens of a piece of text inside another one: no space is put before it."""
+        return [token for _, encoding in self._within(text, "text") for token in encoding.ids]
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """A whole text. Bytes that are not UTF-8 become U+FFFD."""
@@ -197,7 +198,9 @@ class Text:
             why = f"the chat template does not take them: {marks.removed(str(error))}"
             raise AskError("messages", [message["role"] for message in shaped], why) from error
         self._check_length(marks.removed(rendered), "messages", tokens_max)
-        segments = [(text, self._encode(text, field="messages")) for text in marks.segments(rendered)]
+        first, *cut = marks.segments(rendered)
+        segments = [(first, self._encode(first, field="messages"))]
+        segments += [within for text in cut for within in self._within(text, "messages")]
         tokens = tuple(token for _, encoding in segments for token in encoding.ids)
         thinks = rendered.rstrip().endswith(THINK)
         if tokens_max is not None and len(tokens) > tokens_max:
@@ -250,6 +253,27 @@ class Text:
         except UnicodeEncodeError as error:
             raise AskError(field, text[error.start], "is half a character") from error
         return self._tokenizer.encode(text, add_special_tokens=whole)
+
+    def _within(self, text: str, field: str) -> list[tuple[str, Encoding]]:
+        """The tokens of a text that goes on from another one, in one or two parts. If the tokenizer puts a
+        space before texts, there is none before this one; but after a control token, as everywhere."""
+        encoding = self._encode(text, field=field)
+        if self._inner is None:
+            return [(text, encoding)]
+        every = zip(encoding.ids, encoding.offsets, strict=True)
+        until = next((start for token, (start, _) in every if token in self._added), len(text))
+        parts = [(text[:until], self._inner), (text[until:], self._tokenizer)]
+        return [(part, by.encode(part, add_special_tokens=False)) for part, by in parts if part]
+
+    @cached_property
+    def _inner(self) -> Tokenizer | None:
+        """The tokenizer for text inside another one; None: it is the same one."""
+        steps = {name: getattr(self._tokenizer, name) for name in ("normalizer", "pre_tokenizer")}
+        own = {name: step and json.loads(step.__getstate__()) for name, step in steps.items()}
+        inner = {name: without_prefix(step) for name, step in own.items()}
+        if inner == own:
+            return None
+        return Tokenizer.from_str(json.dumps(json.loads(self._tokenizer.to_str()) | inner))
 
 
 def _tokens_before(segments: Sequence[tuple[str, Encoding]], positions: Iterable[int]) -> list[int]:
