@@ -181,15 +181,20 @@ def idle_step_us() -> float:
     return figure
 
 
-def python_bytes_per_page() -> float:
-    """Everything the tree and its pool keep for a page: the node, its key, its ids, its share of every
-    table."""
+def python_bytes_per_page(tail_every: int = 0) -> float:
+    """Everything the tree and its pools keep for a page: the node, its key, its ids, its share of every
+    table, and its share of a tail every so many pages."""
     gc.collect()
     tracemalloc.start()
     pool: PagePool[DevicePageId] = PagePool("device pages", TREE_PAGES, tag=1)
-    tree, pages = make_tree(), 0
+    tails: PagePool[DeviceTailId] = PagePool(
+        "device tails", TREE_PAGES // tail_every if tail_every else 0, tag=2
+    )
+    tree, pages = make_tree(1 if tail_every else 0), 0
     for seed in range(TREE_PAGES // PROMPT_PAGES):
-        tree.insert(tree.root, random_keys(seed), pool.take(PROMPT_PAGES))
+        path = tree.insert(tree.root, random_keys(seed), pool.take(PROMPT_PAGES))
+        for page in path[tail_every - 1 :: tail_every] if tail_every else ():
+            tree.insert_tail(page, *tails.take(1))
         pages += PROMPT_PAGES
     size, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -220,6 +225,8 @@ def measure(page_sizes: list[int]) -> dict[str, Any]:
         },
         "idle_step_us": idle_step_us(),
         "python_bytes_per_page": python_bytes_per_page(),
+        "python_bytes_per_page_tail_every_16": python_bytes_per_page(16),
+        "python_bytes_per_page_tail_every_4": python_bytes_per_page(4),
         "machine": describe(),
     }
 

@@ -48,8 +48,8 @@ class WatchedTree(PrefixTree):
             self.oracle.use_path(grown[-1], self._clock, priority, hit=False)
         return grown
 
-    def insert(self, parent, keys, ids, priority=0, tokens=(), owner=""):
-        pages = super().insert(parent, keys, ids, priority, tokens, owner)
+    def insert(self, parent, keys, ids, priority=0, tokens=(), owner="", *, hold=False):
+        pages = super().insert(parent, keys, ids, priority, tokens, owner, hold=hold)
         if pages:
             self.oracle.use_path(pages[-1], self._clock, priority, hit=False)
         return pages

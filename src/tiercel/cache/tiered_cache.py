@@ -392,13 +392,13 @@ class TieredCache(HostTier[Loaded]):
             request.priority,
             texts[first:pages] if texts else (),
             request.chain.owner,
+            hold=True,
         )
         if not shared:
             return
         request.table[first : first + len(shared)] = [page.device for page in shared]
         self.sharing.end(request, first, first + len(shared))
         request.committed += len(shared)
-        self.tree.lock(shared[-1])
         self.tree.unlock(request.page)
         request.held[0] = shared[-1]
         if self._save.early_hits == 0 or request.for_others:

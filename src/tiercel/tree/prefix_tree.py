@@ -106,9 +106,11 @@ class PrefixTree(Books):
         priority: int = 0,
         tokens: Sequence[bytes] = (),
         owner: str = "",
+        *,
+        hold: bool = False,
     ) -> list[Page]:
         """Add full pages after `parent`, which is readable on the device (or the root). Answers the pages
-        that are in the tree now.
+        that are in the tree now. `hold`: the last of them is locked, before it could become a candidate.
 
         A page that is on the device already gives the new copy back; one that was only on the host takes it.
         A page that a load is bringing ends the answer early: the caller keeps its copies and comes again.
@@ -152,6 +154,7 @@ class PrefixTree(Books):
         if owned is not None:
             owned.count(Tier.DEVICE, Page, new)
         if pages:
+            parent.lock += hold
             self._followed(first)
             self.device[Page].offer(parent)
             self._offer_to_owner(parent)
