@@ -420,6 +420,16 @@ def test_a_page_waits_rather_than_being_lost_while_colder_ones_are_still_on_thei
     check(tree.tree)
 
 
+def test_a_page_does_not_wait_for_saves_that_bring_only_what_is_hotter():
+    tree = make_tree(host_pages=1, evict="priority")
+    tree.add("b", priority=1)
+    tree.add("a", priority=5)
+    tree.tree.save_start(tree.page("a"), tree.take_host(1))
+    assert tree.evict(1, finish_saves=False) == 1
+    assert tree.match("b").found == 0 and tree.on("device", "a") == ["a"]
+    check(tree.tree)
+
+
 def test_a_page_displaces_only_what_is_colder():
     tree = make_tree(host_pages=1, evict="priority")
     tree.add("a", priority=5)

@@ -300,6 +300,7 @@ class HostTier(ABC, Generic[AnyEnd]):
         Returns each request or transfer whose copies ended, once."""
         for flight in self.flights.landed():
             self._publish(flight)
+        self.places.forget_promises()
         if self._stores():
             self._step_stores()
         self._trim()

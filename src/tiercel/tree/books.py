@@ -85,7 +85,8 @@ class Books:
         self._tails_per_path = tails_per_path * max(1, pages_per_window)
         self._clock = 0
         self._offers = 0
-        self._saving = 0
+        self._saving: dict[Item, None] = {}
+        """Saves under way, the oldest first."""
 
     def items(self) -> Iterator[Item]:
         """Everything cached, parents before their children."""
@@ -141,12 +142,12 @@ class Books:
         """A save is going to fill `host` from the device copy, whose place it holds until it has ended."""
         assert item.on_device and item.host is None
         item.host, item.save = host, item.device
-        self._saving += 1
+        self._saving[item] = None
         self.actions.saves.append(Move(item, item.device, host))
 
     def save_done(self, move: Move, ok: bool) -> None:
         """The save ended. What was evicted meanwhile gives its place back now, and is lost if it failed."""
-        self._saving -= 1
+        del self._saving[move.item]
         if move.item.device != move.device:
             self._give_device(move.item, move.device)
             self.leaving[type(move.item)] -= 1

@@ -261,13 +261,13 @@ class PrefixTree(Books):
         return count
 
     def _evict(self, item: Item, host_pages: int, take_host: TakeHost | None) -> bool:
-        """False when it has to wait: saves are filling the host, and their end will show who is colder."""
+        """False when it has to wait for saves: when they have ended, something colder leaves the host."""
         assert item.device is not None
         if item.host is None:
             host = None
             if take_host is not None and item.hits >= self._save.evict_hits:
                 host = self._host_for(item, host_pages, take_host)
-                if host is None and self._saving:
+                if host is None and self._waits_for_saves(item):
                     self._offer(item)
                     return False
             if host is None:
@@ -278,6 +278,13 @@ class PrefixTree(Books):
         if item.save is None:  # otherwise it is offered when the save has ended
             self._offer(item)
         return True
+
+    def _waits_for_saves(self, item: Item) -> bool:
+        """Whether a save under way brings something that will leave the host for this item. If pages follow
+        the item there, which are lost with it, this is anything; else something colder. The coldest leave the
+        device first, so a look at the oldest save is enough."""
+        oldest = next(iter(self._saving), None)
+        return oldest is not None and (item.children > 0 or self._rank(oldest) < self._rank(item))
 
     def _host_for(self, item: Item, count: int, take_host: TakeHost) -> tuple[HostPageId, ...] | None:
         """Host pages for something about to leave the device. It displaces doubles, and what is colder."""
