@@ -367,6 +367,28 @@ def test_selective_saves_what_is_used_a_second_time():
     assert on_host(driver) == 4
 
 
+def test_selective_saves_what_leaves_the_device_though_it_was_never_found():
+    driver = make(save="selective")
+    driver.serve(TEXT)
+    driver.push_out()
+    assert driver.serve(TEXT).host_tokens == 16
+
+
+@pytest.mark.parametrize("save", ["through", "selective", "back"])
+def test_nothing_is_copied_for_an_owner_that_may_keep_nothing(save):
+    driver = make(save=save)
+    cache = driver.cache
+    cache.limit("none", 0)
+    for _ in range(2):
+        request = cache.begin(cache.chain(TEXT, ("none",), "none"))
+        driver.compute(request, TEXT, ("none",))
+        other = driver.begin([9] * 16, room_for=16)
+        assert isinstance(other, Wait), "its pages are in use"
+        cache.finish(request)
+        driver.settle()
+    assert cache.counters["pages_saved"] == 0
+
+
 def test_back_saves_what_leaves_the_device():
     driver = make(save="back")
     driver.serve(TEXT)

@@ -92,7 +92,6 @@ class HostTier(ABC, Generic[AnyEnd]):
         self._save = make_save_policy(config.save)
         self.tree = PrefixTree(
             evict=make_evict_policy(config.evict),
-            save=self._save,
             pages_per_window=spec.pages_per_window,
             tails_per_path=config.tails_per_path,
             item_bytes=audit.item_bytes(self.device_spec, spec),

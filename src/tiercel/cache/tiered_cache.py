@@ -372,7 +372,7 @@ class TieredCache(HostTier[Loaded]):
             return
         make_room = self.tree.evict_host_oldest if by_force else self.tree.evict_spare
         for item in items:
-            if item.host is None and item.load is None:
+            if item.host is None and item.load is None and (by_force or self.tree.is_saved(item)):
                 count = 1 if isinstance(item, Page) else self.spec.host_pages_per_tail
                 while (host := self.places.take_host(count)) is None:
                     if not make_room():

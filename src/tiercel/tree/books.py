@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 from tiercel.policy.evict import EvictPolicy, Value
-from tiercel.policy.save import SavePolicy
 from tiercel.tree.candidates import Doubles
 from tiercel.tree.node import (
     FOREIGN,
@@ -54,7 +53,6 @@ class Books:
         self,
         *,
         evict: EvictPolicy,
-        save: SavePolicy,
         pages_per_window: int = 0,
         tails_per_path: int = 64,
         item_bytes: ItemBytes | None = None,
@@ -81,7 +79,6 @@ class Books:
         self.on_host: dict[type[Item], int] = {Page: 0, Tail: 0}
         """What each tier can read, counted as it changes: nobody walks the tree to tell."""
         self._rank: Callable[[Any], Any] = self.worth or evict.rank
-        self._save = save
         self._tails_per_path = tails_per_path * max(1, pages_per_window)
         self._clock = 0
         self._offers = 0
@@ -210,6 +207,10 @@ class Books:
         if self.worth is None or isinstance(item, Page):
             return True
         return self.worth.young(item) >= STORE_LEAST
+
+    def is_saved(self, item: Item) -> bool:
+        """Whether it is copied to the host at all: its owner may be one that keeps nothing."""
+        return item.owner is None or item.owner.keeps
 
     def unsaved(self, page: Page) -> list[Page]:
         """Pages at the end of a path that have no host copy and none on its way, the deepest last."""

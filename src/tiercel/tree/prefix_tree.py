@@ -265,7 +265,7 @@ class PrefixTree(Books):
         assert item.device is not None
         if item.host is None:
             host = None
-            if take_host is not None and item.hits >= self._save.evict_hits:
+            if take_host is not None and self.is_saved(item):
                 host = self._host_for(item, host_pages, take_host)
                 if host is None and self._waits_for_saves(item):
                     self._offer(item)
@@ -325,7 +325,8 @@ class PrefixTree(Books):
         return double is not None
 
     def cap_tails(self, page: Page) -> None:
-        """At most so many tails from the root to `page`; the coldest go, but none a resume there reads."""
+        """At most so many tails from the root to `page`; the coldest go, but none a resume there reads. Tails
+        where texts part are needed by others: where only the use counts, they go last."""
         tails: list[Tail] = []
         here: Page | None = page
         while here is not None:
@@ -335,7 +336,13 @@ class PrefixTree(Books):
         excess = len(tails) - self._tails_per_path
         if excess > 0:
             older = [t for t in tails if t.page.depth <= page.depth - self.pages_per_window and idle(t)]
-            for tail in sorted(older, key=self._rank)[:excess]:
+            forks = set() if self.worth else {t.page.depth for t in tails if t.page.children > 1}
+
+            def order(tail: Tail) -> tuple[bool, Any]:
+                reads = range(tail.page.depth, tail.page.depth + self.pages_per_window)
+                return not forks.isdisjoint(reads), self._rank(tail)
+
+            for tail in sorted(older, key=order)[:excess]:
                 self._remove_tail(tail)
 
     def limit(self, owner: str, bytes_most: int | None) -> None:
