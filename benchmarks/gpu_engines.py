@@ -229,10 +229,10 @@ class RunningEngine:
         self.rest()
         cache = self.cache
         for pages, tails in ((0, cache.tails.capacity), (cache.pages.capacity, 0)):
-            room = cache.places.reserve(pages, tails)
+            room = cache.places.reserve(self, pages, tails)
             while isinstance(room, Wait):
                 self.rest()
-                room = cache.places.reserve(pages, tails)
+                room = cache.places.reserve(self, pages, tails)
             assert isinstance(room, Reservation)
             with room:
                 pass

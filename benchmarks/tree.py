@@ -27,7 +27,6 @@ from tiercel.cache import TieredCache
 from tiercel.config import CacheConfig
 from tiercel.pages.pool import PagePool
 from tiercel.policy.evict import make_evict_policy
-from tiercel.policy.save import make_save_policy
 from tiercel.spec.attention import mha
 from tiercel.tree.keys import KeyChain
 from tiercel.tree.node import Actions, Item, Page, Tail
@@ -41,9 +40,7 @@ ROUNDS = 5
 
 
 def make_tree(pages_per_window: int = 0, evict: str = "value") -> PrefixTree:
-    return PrefixTree(
-        evict=make_evict_policy(evict), save=make_save_policy("through"), pages_per_window=pages_per_window
-    )
+    return PrefixTree(evict=make_evict_policy(evict), pages_per_window=pages_per_window)
 
 
 # The loop

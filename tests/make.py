@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import count
 
 from tiercel.policy.evict import make_evict_policy
-from tiercel.policy.save import make_save_policy
 from tiercel.spec.identity import Identity
 from tiercel.tree.keys import KeyChain
 from tiercel.tree.node import Page
@@ -25,10 +24,8 @@ def make_keys(text: str, namespace: tuple[str, ...] = ()) -> list[PageKey]:
 class TreeDriver:
     """A tree with made-up places: texts are words, a letter is a page."""
 
-    def __init__(
-        self, *, evict: str = "lru", save: str = "back", host_pages: int = 0, **options: int
-    ) -> None:
-        self.tree = PrefixTree(evict=make_evict_policy(evict), save=make_save_policy(save), **options)
+    def __init__(self, *, evict: str = "lru", host_pages: int = 0, **options: int) -> None:
+        self.tree = PrefixTree(evict=make_evict_policy(evict), **options)
         self.ids = count(1)
         self.host_free = host_pages
 

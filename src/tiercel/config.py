@@ -149,7 +149,7 @@ class CacheConfig:
     tail_every_pages: int = setting(16, "A tail at least every so many pages of a prompt.", least=1)
     """DeepSeek V4 Flash: a tail each 4 K tokens, 23 % more bytes."""
     tails_per_path: int = setting(64, "Tails between the root and a page, at most.", least=1)
-    """If there would be more, the coldest is removed."""
+    """If there would be more, the coldest is removed; a tail where texts part goes last."""
     fetch: str = setting(
         "deadline", "How long a request waits for the store.", one_of=(*FETCH_POLICIES, OWN_CLASS)
     )

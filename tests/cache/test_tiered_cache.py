@@ -7,7 +7,6 @@ import time
 
 import pytest
 
-import tiercel.cache.places as places_module
 from tests.simulation.bytes import Bytes, text_of
 from tests.simulation.copies import HeldCopies
 from tests.simulation.specs import SPECS
@@ -15,7 +14,6 @@ from tiercel.cache import Loaded, Request, RequestState, TieredCache, Wait, Wait
 from tiercel.cache.audit import PoolStats
 from tiercel.config import CacheConfig
 from tiercel.errors import BudgetError, ConfigError
-from tiercel.pages.pool import Short, reserve
 from tiercel.policy.resume import Why
 from tiercel.transfer.plan import Direction
 from tiercel.types import Tier
@@ -326,9 +324,10 @@ def test_a_tail_that_is_skipped_is_counted_once_however_often_it_is_tried(monkey
     """There is no room for the tails, and then, for a moment, none for the pages either."""
     driver = make(WINDOW, device_tails=2, tail_every_pages=1)
     request = driver.begin_loaded(TEXT)
-    answers = iter([None, Short("device pages", 1)] * 2)
-    real = reserve
-    monkeypatch.setattr(places_module, "reserve", lambda *needs: next(answers, None) or real(*needs))
+    answers = iter([None, Wait(WaitFor.DEVICE_PAGES, 1)] * 2)
+    places = driver.cache.places
+    real = places.reserve
+    monkeypatch.setattr(places, "reserve", lambda *needs, **how: next(answers, None) or real(*needs, **how))
     for _ in range(2):
         assert driver.cache.extend(request, 18) == Wait(WaitFor.DEVICE_PAGES, 1)
     assert len(driver.cache.extend(request, 18).tails) == 2
@@ -366,6 +365,28 @@ def test_selective_saves_what_is_used_a_second_time():
     assert on_host(driver) == 0
     driver.serve(TEXT)
     assert on_host(driver) == 4
+
+
+def test_selective_saves_what_leaves_the_device_though_it_was_never_found():
+    driver = make(save="selective")
+    driver.serve(TEXT)
+    driver.push_out()
+    assert driver.serve(TEXT).host_tokens == 16
+
+
+@pytest.mark.parametrize("save", ["through", "selective", "back"])
+def test_nothing_is_copied_for_an_owner_that_may_keep_nothing(save):
+    driver = make(save=save)
+    cache = driver.cache
+    cache.limit("none", 0)
+    for _ in range(2):
+        request = cache.begin(cache.chain(TEXT, ("none",), "none"))
+        driver.compute(request, TEXT, ("none",))
+        other = driver.begin([9] * 16, room_for=16)
+        assert isinstance(other, Wait), "its pages are in use"
+        cache.finish(request)
+        driver.settle()
+    assert cache.counters["pages_saved"] == 0
 
 
 def test_back_saves_what_leaves_the_device():
@@ -420,7 +441,7 @@ def test_a_request_that_wants_what_is_leaving_waits_for_it():
     driver = make(held=True, save="back", device_pages=5)
     driver.serve(TEXT)
     request = driver.begin([9] * 18)
-    assert driver.cache.extend(request, 12) == Wait(WaitFor.DEVICE_PAGES, 2)
+    assert driver.cache.extend(request, 12) == Wait(WaitFor.LEAVING, 2)
     assert driver.begin(TEXT) == Wait(WaitFor.ARRIVING)
     assert driver.begin(TEXT[:10]).reuse.device_tokens == 8, "its pages have not left"
     driver.settle()
@@ -540,6 +561,54 @@ def test_a_full_device_makes_a_request_wait_without_a_trace():
     assert driver.cache.stats() == before
     driver.cache.abort(running)
     assert not isinstance(driver.cache.extend(waiting, 9), Wait)
+
+
+def full_device(running, **settings):
+    """Cold pages fill the device, and the host is full of others; so many requests run."""
+    driver = make(held=True, device_pages=12, host_pages=12, evict="lru", save="back", **settings)
+    for n in range(20, 23):
+        driver.serve([n] * 33)
+    assert driver.cache.host_pages.free == 0
+    driver.serve([9] * 45)
+    assert driver.cache.pages.free == 1
+    return driver, [driver.begin([n]) for n in range(running)]
+
+
+def test_a_page_that_is_leaving_is_promised_to_one_request_only():
+    driver, requests = full_device(5)
+    cache = driver.cache
+    assert cache.extend(requests[0], 4) != Wait(WaitFor.LEAVING, 1), "one page was free"
+    for request in requests[1:]:
+        for _ in range(2):  # who asks twice is promised one page, not two
+            assert cache.extend(request, 4) == Wait(WaitFor.LEAVING, 1)
+    assert cache.places.pages_leaving == 4
+    driver.settle()
+    for request in requests[1:]:
+        assert not isinstance(cache.extend(request, 4), Wait)
+    assert cache.pages.free == 0 and cache.places.pages_leaving == 0
+
+
+def test_pages_that_another_request_waits_for_are_taken_only_at_need():
+    driver, (large, small) = full_device(2)
+    cache = driver.cache
+    assert cache.extend(large, 12) == Wait(WaitFor.LEAVING, 2), "it needs three, and one is free"
+    assert cache.extend(small, 4, early=True) == Wait(WaitFor.LEAVING, 3)
+    assert cache.places.pages_leaving == 3, "three and one are needed, and one is free"
+    assert not isinstance(cache.extend(small, 4), Wait), "it can not go on without"
+    assert cache.extend(large, 12) == Wait(WaitFor.LEAVING, 3)
+    driver.settle()
+    assert not isinstance(cache.extend(large, 12), Wait)
+
+
+def test_who_needs_more_than_can_leave_is_promised_nothing():
+    driver, (first, second) = full_device(2)
+    cache = driver.cache
+    cache.extend(first, 9 * 4)
+    driver.settle()
+    assert not isinstance(cache.extend(first, 9 * 4), Wait)
+    assert cache.extend(second, 4 * 4) == Wait(WaitFor.DEVICE_PAGES, 4)
+    assert cache.extend(first, 10 * 4) == Wait(WaitFor.LEAVING, 1), "these three are still to be had"
+    assert cache.places.pages_leaving == 3
 
 
 def test_a_text_larger_than_the_device_is_told_so():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tiercel.config import EVICT_POLICIES
 from tiercel.errors import ConfigError
-from tiercel.policy.evict import EvictPolicy, make_evict_policy
+from tiercel.policy.evict import AGE, EvictPolicy, make_evict_policy
 
 
 def make_use(used=0, hits=0, priority=0):
@@ -30,6 +30,14 @@ def make_use(used=0, hits=0, priority=0):
 def test_the_policy_evicts_the_first_before_the_second(policy, first, second):
     rank = make_evict_policy(policy).rank
     assert rank(first) < rank(second)
+
+
+@pytest.mark.parametrize("policy", ["lfu", "slru"])
+def test_what_was_found_often_long_ago_leaves_before_what_was_found_lately(policy):
+    rank = make_evict_policy(policy).rank
+    once_popular, new = make_use(hits=7), make_use(used=AGE // 2, hits=1)
+    assert rank(once_popular) > rank(new)
+    assert rank(once_popular) < rank(make_use(used=3 * AGE, hits=1))
 
 
 USES = st.integers(0, 9)

@@ -237,7 +237,7 @@ def long_conversations(tmp_path, requests=60, **options):
 def test_the_same_input_gives_the_same_report_with_every_tier_and_overlapping_requests(tmp_path):
     trace = long_conversations(tmp_path, 100, every_s=0.3)
     reports = [
-        replay(trace, FLASH, Sizes(GB // 18, GB // 30, GB), policy="lru", serving=Serving(batch=8)).as_dict()
+        replay(trace, FLASH, Sizes(GB // 20, GB // 30, GB), policy="lru", serving=Serving(batch=8)).as_dict()
         for _ in range(2)
     ]
     for report in reports:

@@ -32,7 +32,7 @@ from tiercel.engine.drafting import DraftText
 from tiercel.engine.loop import overlapped_steps, plain_steps, queued_steps
 from tiercel.engine.runner import LocalRunner
 from tiercel.engine.scheduler import Scheduler
-from tiercel.engine.step import Drawn, Step
+from tiercel.engine.step import Drawn, Step, StepPart
 from tiercel.engine.task import Outcome
 from tiercel.errors import QueueFull
 from tiercel.models.base import BeforeLayer, Span, at_once
@@ -41,6 +41,7 @@ from tiercel.text.stream import TextPiece
 from tiercel.transfer.controller import LocalController
 from tiercel.transfer.mover import Workers
 from tiercel.transfer.plan import Direction
+from tiercel.tree.node import Page
 
 VOCABULARY = 11
 LONGEST = 48
@@ -322,6 +323,27 @@ class Asked:
     aborted: bool = False
 
 
+class WatchedScheduler(Scheduler):
+    """Every running text that can be served advances: each that does not has a page of its own leaving."""
+
+    def plan(self) -> list[StepPart]:
+        parts = super().plan()
+        stand = 0 if self.stalled else self._standing_still({part.ring for part in parts})
+        tree, leaving = self.cache.tree, self.cache.places.pages_leaving
+        if stand > leaving:
+            coldest = tree.device[Page].coldest()
+            waits = coldest is not None and tree._waits_for_saves(coldest)
+            assert waits, f"{stand} texts stand still, and {leaving} pages are leaving"
+        return parts
+
+    def _standing_still(self, planned: set[int]) -> int:
+        """Running texts whose next token is known, and that are in no step."""
+        in_step = {seat for seats in self._sealed for seat in seats}
+        seats = (task.seat for task in self.running if not task.aborted)
+        standing = (seat for seat in seats if seat and seat not in in_step and seat.ring not in planned)
+        return sum(len(seat.task.tokens) - seat.planned == 1 for seat in standing)
+
+
 class ScheduleWorld:
     """What drives a scheduler from numbers. It has what a loop needs of an engine."""
 
@@ -356,7 +378,7 @@ class ScheduleWorld:
             speculate="ngram" if guesses_max else "off",
             draft_tokens_max=max(guesses_max, 1),
         )
-        self.scheduler = Scheduler(self.cache, config, lambda: self.now_s)
+        self.scheduler = WatchedScheduler(self.cache, config, lambda: self.now_s)
         self.scheduler.guessing.policy = RandomPolicy(Random(random.getrandbits(32)))
         drafter = ScriptedDrafter(Random(random.getrandbits(32)))
         self.runner = SlowRunner(self.model, controller.ready if controller else None, drafter)

@@ -14,6 +14,7 @@ import pytest
 from tests.simulation.copies import HeldCopies
 from tests.simulation.run import numbers_of, run
 from tests.simulation.schedule import OrderedCopies, ScheduleWorld
+from tiercel.cache.places import Places
 from tiercel.engine.runner import LocalRunner, _Ring
 from tiercel.engine.scheduler import Scheduler
 from tiercel.engine.step import Begin
@@ -223,7 +224,12 @@ def wrong_guesses_are_kept(self, part, guesses):
     return span
 
 
+def a_page_that_is_leaving_counts_for_everybody(self):
+    return self.pages.free + self.pages_leaving
+
+
 MUTANTS = {
+    a_page_that_is_leaving_counts_for_everybody: (Places, "_pages_to_come"),
     refused_guesses_count_as_computed: (Scheduler, "_go_on"),
     only_one_token_of_a_step_is_taken: (Scheduler, "_go_on"),
     the_plan_stays_where_it_was: (Scheduler, "_moved"),

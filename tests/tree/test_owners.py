@@ -101,3 +101,12 @@ def test_a_limit_can_be_lifted_and_set_again(tree):
     assert not tree.trim()
     tree.tree.limit("one", 20)
     assert tree.trim() and tree.bytes("one") == (20, 0)
+
+
+def test_what_an_owner_that_keeps_nothing_has_on_the_device_leaves_without_a_copy(tree):
+    tree.own("one", "ab")
+    tree.own("two", "x")
+    tree.tree.limit("one", 0)
+    assert tree.evict(3) == 3
+    assert tree.on("host", "ab", "x") == ["x"] and tree.bytes("one") == (0, 0)
+    check(tree.tree)

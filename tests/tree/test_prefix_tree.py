@@ -119,6 +119,23 @@ def test_a_path_keeps_at_most_so_many_tails_and_the_coldest_gives_way():
     check(tree.tree)
 
 
+@pytest.mark.parametrize("evict", ["lru", "lfu", "slru", "priority"])
+@pytest.mark.parametrize("window", [1, 2])
+def test_the_tail_of_a_prompt_that_others_share_gives_way_last(evict, window):
+    tree = make_tree(pages_per_window=window, tails_per_path=2, evict=evict)
+    tree.add("abxy")
+    for end in range(3 - window, 3):
+        tree.add_tail("ab"[:end])
+    tree.add("abcdefgh")
+    for end in range(4, 9):
+        tree.add_tail("abcdefgh"[:end])
+        tree.find("abcdefgh"[:end])
+        tree.tree.cap_tails(tree.page("abcdefgh"[:end]))
+    assert tree.match("abxy").boundary == 2 and tree.match("abcdefgh").boundary == 8
+    assert sum(page.tail is not None for page in tree.tree.index.values()) == 2 * window
+    check(tree.tree)
+
+
 def test_a_locked_tail_does_not_give_way():
     tree = make_tree(pages_per_window=1, tails_per_path=1)
     tree.add("abc")
@@ -343,15 +360,6 @@ def test_without_a_host_a_page_is_gone():
     assert tree.match("ab").found == 1
 
 
-def test_selective_saves_only_what_was_found_again():
-    tree = make_tree(save="selective", host_pages=9)
-    tree.add("ab")
-    tree.add("xy")
-    tree.find("ab")
-    tree.evict(4)
-    assert tree.on("host", "a", "ab", "x", "xy") == ["a", "ab"]
-
-
 def test_a_failed_save_of_a_page_that_left_loses_it_and_what_is_below_it():
     tree = make_tree(host_pages=9)
     tree.add("abcd")
@@ -417,6 +425,16 @@ def test_a_page_waits_rather_than_being_lost_while_colder_ones_are_still_on_thei
     assert tree.on("device", "z") == ["z"]
     tree.finish_saves()
     assert tree.evict(1) == 1 and tree.on("host", "x", "y", "z") == ["y", "z"]
+    check(tree.tree)
+
+
+def test_a_page_does_not_wait_for_saves_that_bring_only_what_is_hotter():
+    tree = make_tree(host_pages=1, evict="priority")
+    tree.add("b", priority=1)
+    tree.add("a", priority=5)
+    tree.tree.save_start(tree.page("a"), tree.take_host(1))
+    assert tree.evict(1, finish_saves=False) == 1
+    assert tree.match("b").found == 0 and tree.on("device", "a") == ["a"]
     check(tree.tree)
 
 

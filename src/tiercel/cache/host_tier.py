@@ -95,7 +95,6 @@ class HostTier(ABC, Generic[AnyEnd]):
         self._save = make_save_policy(config.save)
         self.tree = PrefixTree(
             evict=make_evict_policy(config.evict),
-            save=self._save,
             pages_per_window=spec.pages_per_window,
             tails_per_path=config.tails_per_path,
             item_bytes=audit.item_bytes(self.device_spec, spec),
@@ -319,6 +318,7 @@ class HostTier(ABC, Generic[AnyEnd]):
         Returns each request or transfer whose copies ended, once."""
         for flight in self.flights.landed():
             self._publish(flight)
+        self.places.forget_promises()
         if self._stores():
             self._step_stores()
         self._trim()

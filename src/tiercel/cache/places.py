@@ -34,6 +34,9 @@ class Places:
         self._tree = tree
         self._spec = spec
         self._queue_saves = queue_saves
+        self._promised: dict[object, int] = {}
+        """Device pages that were promised since the last step, by who waits for them."""
+        self._promised_pages = 0
 
     def take_host(self, count: int) -> tuple[HostPageId, ...] | None:
         """Host pages that are free."""
@@ -49,21 +52,42 @@ class Places:
             pass
         return host
 
-    def reserve(self, pages: int, tails: int) -> Reservation | Wait:
-        """Device places, made free by eviction where they are short."""
-        self._tree.evict(Page, pages - self.pages.free - self.pages_leaving, self._saves_to)
+    def reserve(self, asker: object, pages: int, tails: int, *, urgent: bool = False) -> Reservation | Wait:
+        """Device places, made free by eviction where they are short.
+
+        An asker that has to wait is promised its pages until the next step, when it asks again. So a page
+        that is leaving counts for one asker only, and every asker causes the evictions that it needs. Pages
+        that are free and promised to others are taken by an `urgent` asker only. Others are evicted then.
+        """
+        self._promised_pages -= self._promised.pop(asker, 0)
+        self._tree.evict(Page, pages - self._pages_to_come, self._saves_to)
         self._make_room_for_tails(tails)
         self.settle()
+        missing = pages - self.pages.free + (0 if urgent else self._promised_pages)
+        if pages and missing > 0:
+            # If something may still be evicted, it waits for host memory, which saves are filling.
+            if pages > self._pages_to_come and self._tree.device[Page].coldest() is None:
+                return Wait(WaitFor.DEVICE_PAGES, missing)
+            self._promised[asker] = pages
+            self._promised_pages += pages
+            return Wait(WaitFor.LEAVING, missing)
         room = reserve((self.pages, pages), (self.tails, tails))
-        if isinstance(room, Short):
-            pages_short = room.pool == self.pages.name
-            return Wait(WaitFor.DEVICE_PAGES if pages_short else WaitFor.DEVICE_TAILS, room.missing)
-        return room
+        return Wait(WaitFor.DEVICE_TAILS, room.missing) if isinstance(room, Short) else room
 
     @property
     def pages_leaving(self) -> int:
         """Device pages that are free again as soon as their copies have landed."""
         return self._tree.leaving[Page]
+
+    @property
+    def _pages_to_come(self) -> int:
+        """Pages that are free or leaving, less those that were promised."""
+        return self.pages.free + self.pages_leaving - self._promised_pages
+
+    def forget_promises(self) -> None:
+        """Copies may have landed since: who still waits asks again."""
+        self._promised.clear()
+        self._promised_pages = 0
 
     @property
     def _saves_to(self) -> Callable[[int], tuple[HostPageId, ...] | None] | None:

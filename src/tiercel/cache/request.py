@@ -23,6 +23,7 @@ class WaitFor(Enum):
     """What a request lacks. All but the last pass by themselves as requests end and transfers arrive."""
 
     DEVICE_PAGES = "device pages"
+    LEAVING = "device pages that are free as soon as what leaves them has been saved"
     DEVICE_TAILS = "device places for tails"
     ARRIVING = "a transfer that is bringing or taking what it wants to reuse"
     STORE = "what the store is bringing, as long as that is sooner than computing it"

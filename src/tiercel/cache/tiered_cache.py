@@ -172,7 +172,7 @@ class TieredCache(HostTier[Loaded]):
         room: Reservation | Wait | None = None
         try:
             own = max(0, -(-room_for // self.spec.page_tokens) - found.page.depth)
-            room = self.places.reserve(len(found.far) + own, len(tails_far))
+            room = self.places.reserve(chain, len(found.far) + own, len(tails_far))
         finally:
             if not isinstance(room, Reservation):
                 self._unlock(held)
@@ -200,8 +200,9 @@ class TieredCache(HostTier[Loaded]):
         self.flights.send_loads()
         return request.load
 
-    def extend(self, request: Request, upto: int) -> Extended | Wait:
+    def extend(self, request: Request, upto: int, *, early: bool = False) -> Extended | Wait:
         """Room for positions below `upto`: device pages, and places for the tails to keep on the way.
+        `early`: the room is not needed yet, so free pages that others wait for are left to them.
 
         Tails are kept at the request's boundaries, and after the prompt at the latest boundary, since any
         token may end the turn. Tails that find no place are left out and counted, the earliest first; they
@@ -213,11 +214,11 @@ class TieredCache(HostTier[Loaded]):
         if pages + len(request.table) > self.pages.capacity:
             return Wait(WaitFor.LARGER_DEVICE, pages + len(request.table) - self.pages.capacity)
         boundaries = self._tails_to_write(request, upto)
-        skipped, room = 0, self.places.reserve(pages, len(boundaries))
+        skipped, room = 0, self.places.reserve(request, pages, len(boundaries), urgent=not early)
         if isinstance(room, Wait) and room.what is WaitFor.DEVICE_TAILS:
             skipped = len(boundaries) - self.tails.free
             boundaries = boundaries[skipped:]
-            room = self.places.reserve(pages, len(boundaries))
+            room = self.places.reserve(request, pages, len(boundaries), urgent=not early)
         if isinstance(room, Wait):
             return room
         with room:
@@ -375,7 +376,7 @@ class TieredCache(HostTier[Loaded]):
             return
         make_room = self.tree.evict_host_oldest if by_force else self.tree.evict_spare
         for item in items:
-            if item.host is None and item.load is None:
+            if item.host is None and item.load is None and (by_force or self.tree.is_saved(item)):
                 count = 1 if isinstance(item, Page) else self.spec.host_pages_per_tail
                 while (host := self.places.take_host(count)) is None:
                     if not make_room():

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from time import monotonic
 
-from tiercel.cache import TieredCache
+from tiercel.cache import TieredCache, Wait, WaitFor
 from tiercel.engine.ask import TokenOut
 from tiercel.engine.config import EngineConfig
 from tiercel.engine.guessing import Guessing, source_of
@@ -32,6 +32,10 @@ PROMPT_TOKENS = 16
 STEP_TOKENS = 512
 """Of one step, where nothing else is asked for."""
 
+AHEAD_TOKENS = 4
+"""So many tokens before its page is full, a text asks for the next one. What has to leave for it is saved
+meanwhile: that takes two steps."""
+
 
 class Scheduler(Tasks):
     """One thread drives it."""
@@ -41,8 +45,11 @@ class Scheduler(Tasks):
     ) -> None:
         super().__init__(cache, config, clock)
         self.guessing = Guessing(config.guesses_max, self.counters, clock)
+        self._ahead = min(AHEAD_TOKENS, self.page_tokens // 2)
         self._sealed: deque[list[Seat]] = deque()
         """Who computes in each step that was sealed and has not advanced yet, part by part."""
+        self._standing: list[Seat] = []
+        """Texts that the last plan left out: a page was promised to each, and was still leaving."""
 
     @property
     def idle(self) -> bool:
@@ -61,6 +68,7 @@ class Scheduler(Tasks):
         self.stalled = False
         self.collect()
         self._abort_marked(busy)
+        self._serve_standing()
         self._admit(busy)
         parts = self._choose(busy)
         if not parts and not busy and self._resume_early():
@@ -208,7 +216,7 @@ class Scheduler(Tasks):
         """Running answers first, one token each; then prompts, sharing what is left of the step."""
         parts: list[StepPart] = []
         prompts: list[tuple[Task, Seat, int]] = []
-        running = Stage.RUNNING
+        running, ahead = Stage.RUNNING, self._ahead
         for task in self.running.copy():
             seat = task.seat
             if task.stage is not running or task.aborted or seat is None:
@@ -221,7 +229,10 @@ class Scheduler(Tasks):
             missing = known - seat.planned
             if missing > 1:
                 prompts.append((task, seat, missing))
-            elif missing == 1 and (known <= seat.request.extended_tokens or self._room_for(task, seat, busy)):
+            elif missing == 1:
+                room = seat.request.extended_tokens - known
+                if room < ahead and not self._room_for(task, seat, busy):
+                    continue
                 scored = task.score_from if task.scoring else None
                 parts.append(StepPart(seat.ring, seat.planned, known, True, scored))
                 seat.planned = known
@@ -249,7 +260,7 @@ class Scheduler(Tasks):
         for i, (part, seat, count) in enumerate(zip(parts, seats, chosen, strict=True)):
             upto = min(part.end + seat.guesses + count, seat.task.longest)
             if upto > seat.request.extended_tokens:
-                self._add_pages(seat, seat.request.extended_tokens)
+                self._add_pages(seat, seat.request.extended_tokens, early=True)
             parts[i] = part._replace(guesses=count)
         return parts
 
@@ -259,13 +270,19 @@ class Scheduler(Tasks):
         return 0 if end == 1 or seat.task.scoring else max(0, seat.task.longest - 1 - end)
 
     def _room_for(self, task: Task, seat: Seat, busy: set[Task]) -> bool:
-        """Make room for the next position, if need be by preempting the last running task. False: not yet."""
+        """Make room for the next position, if need be by preempting the last running task. False: not yet.
+        Where there is room, ask early for the next page."""
+        extended = seat.request.extended_tokens
+        if seat.planned < extended < task.longest:
+            self._add_pages(seat, extended, early=True)
         while seat.planned >= seat.request.extended_tokens:
-            if self._add_pages(seat, seat.planned):
+            waits = self._add_pages(seat, seat.planned)
+            if waits is None:
                 return True
+            if waits.what is WaitFor.LEAVING:
+                self._standing.append(seat)
+                return False
             last = self.running[-1]
-            if self.cache.places.pages_leaving:
-                return False  # places are on their way
             if last in busy:
                 self.stalled = True
                 return False
@@ -274,13 +291,20 @@ class Scheduler(Tasks):
                 return False
         return True
 
-    def _add_pages(self, seat: Seat, upto: int) -> bool:
+    def _serve_standing(self) -> None:
+        """Pages that were promised to running texts go to them before anybody is let in."""
+        standing, self._standing = self._standing, []
+        for seat in standing:
+            if seat.task.seat is seat and not seat.task.aborted:
+                self._add_pages(seat, seat.planned)
+
+    def _add_pages(self, seat: Seat, upto: int, *, early: bool = False) -> Wait | None:
         table = seat.request.table
         first = len(table)
-        roomy = self._extend(seat, upto)
-        if roomy:
+        waits = self._extend(seat, upto, early=early)
+        if waits is None:
             self._changes.append(PageTable(seat.ring, first, tuple(map(place, table[first:]))))
-        return roomy
+        return waits
 
     def _commit(self, task: Task, seat: Seat) -> None:
         if seat.computed < seat.write_from:

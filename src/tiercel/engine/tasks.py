@@ -199,8 +199,7 @@ class Tasks:
             waits = self._begin(task, last)
             if waits is None or waits.what in LET_OTHERS_BY:
                 return True
-            on_the_way = waits.what is not WaitFor.DEVICE_PAGES or self.cache.places.pages_leaving
-            if on_the_way or (last := self._gives_way(task, busy)) is None:
+            if waits.what is not WaitFor.DEVICE_PAGES or (last := self._gives_way(task, busy)) is None:
                 return False
             self._preempt(last)
 
@@ -288,12 +287,13 @@ class Tasks:
         """A step is going to compute a prompt up to here: places for the tails that it writes. They are not
         reserved before: a long prompt writes more tails than there are places."""
         if end > seat.request.extended_tokens:
-            roomy = self._extend(seat, end)
-            assert roomy, "the pages were reserved by `begin`"
+            waits = self._extend(seat, end)
+            assert waits is None, "the pages were reserved by `begin`"
 
-    def _extend(self, seat: Seat, upto: int) -> bool:
-        """Room up to the end of the page that position `upto` lies in."""
-        return not isinstance(self.cache.extend(seat.request, self._page_end(upto)), Wait)
+    def _extend(self, seat: Seat, upto: int, *, early: bool = False) -> Wait | None:
+        """Room up to the end of the page that position `upto` lies in; or what the task waits for."""
+        extended = self.cache.extend(seat.request, self._page_end(upto), early=early)
+        return extended if isinstance(extended, Wait) else None
 
     def _page_end(self, position: int) -> int:
         return min((position // self.page_tokens + 1) * self.page_tokens, self.context_tokens)

@@ -13,6 +13,7 @@ Two rules make this cheap:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from math import log2
 from typing import Protocol
 
 from tiercel.config import EVICT_POLICIES, make_policy
@@ -51,18 +52,23 @@ class Value(Lru):
     every page saves one page."""
 
 
+AGE = 20_000
+"""Uses of a tree, about so many as a few hundred requests make: after so many, what was found often and is
+not found any more counts for half, or is protected no longer."""
+
+
 class Lfu(EvictPolicy):
-    """Least often found first, then least recently used."""
+    """Least often found first, where hits count for half after every `AGE` uses of others."""
 
     def rank(self, use: Used) -> Rank:
-        return (use.hits, use.used)
+        return use.used + round(AGE * log2(1 + use.hits))
 
 
 class Slru(EvictPolicy):
-    """Two segments: things found at least twice are evicted last. Least recently used first within each."""
+    """Least recently used first. What was found at least twice is protected for `AGE` uses of others."""
 
     def rank(self, use: Used) -> Rank:
-        return (int(use.hits >= 2), use.used)
+        return use.used + AGE * (use.hits >= 2)
 
 
 class ByPriority(EvictPolicy):

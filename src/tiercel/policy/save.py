@@ -1,9 +1,11 @@
 """When a page or tail is copied from the device to the host.
 
-    policy       as soon as                 at eviction, if there is no copy yet
-    through      it is inserted             always
-    selective    it is found a first time   only if it was ever found
-    back         never                      always
+    through      as soon as it is inserted
+    selective    as soon as it is found a first time, at the latest at eviction
+    back         at eviction
+
+What leaves the device without a copy is copied then, whatever the policy: most of what is found on the host
+was found nowhere before.
 
 An early copy takes free host memory only, or the memory of something that device and store hold too. If the
 host is full, the copy is made at eviction: a second copy must not displace the only copy of something else.
@@ -20,16 +22,15 @@ from tiercel.config import SAVE_POLICIES
 
 @dataclass(frozen=True)
 class SavePolicy:
-    """Hits needed for a copy while the device keeps the page (None: never), and for a copy at eviction."""
+    """Hits needed for a copy while the device keeps the page; None: never."""
 
     early_hits: int | None
-    evict_hits: int
 
 
 _POLICIES = {
-    "through": SavePolicy(early_hits=0, evict_hits=0),
-    "selective": SavePolicy(early_hits=1, evict_hits=1),
-    "back": SavePolicy(early_hits=None, evict_hits=0),
+    "through": SavePolicy(early_hits=0),
+    "selective": SavePolicy(early_hits=1),
+    "back": SavePolicy(early_hits=None),
 }
 assert tuple(_POLICIES) == SAVE_POLICIES
 

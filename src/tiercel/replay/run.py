@@ -115,7 +115,7 @@ class Replayer(Scheduler):
         self._collected = False
         """What has landed was taken in for the next step already."""
         self._stalled: list[Task] = []
-        """Answers whose next token needs room."""
+        """Answers that ask for room before the next step."""
         self.ended_s = 0.0
         """When the last answer ended."""
 
@@ -141,6 +141,7 @@ class Replayer(Scheduler):
         if not self._collected:
             self.collect()
         self._collected = False
+        self._serve_standing()
         self._admit(NOBODY)
         self._changes.clear()
         self._make_room()
@@ -332,19 +333,28 @@ class Replayer(Scheduler):
         self._advance(task, task.seat, drawn)
 
     def _draw_on(self, task: Task) -> None:
-        """A text draws on until its page is full or it ends, or until its first token, which is timed; or it
-        ends now, or needs room first."""
+        """A text draws on, or it ends now, or asks for room first."""
         seat = task.seat
         assert seat is not None
         if len(task.tokens) >= task.longest:
             self._end(task, Finish.LENGTH)
-        elif seat.planned < seat.request.extended_tokens:
-            page_end = (seat.computed // self.page_tokens + 1) * self.page_tokens
-            steps = 1 if task in self._arrived_s else min(page_end, task.longest - 1) - seat.computed
-            self._answers[task] = self._steps, self._steps + steps
-            heappush(self._due, (self._steps + steps, task.order, task))
+        elif self._steps_of_room(task, seat) > 0:
+            self._draw(task, seat)
         else:
             self._stalled.append(task)
+
+    def _steps_of_room(self, task: Task, seat: Seat) -> int:
+        """So many steps before a text asks for room, as the scheduler does it: early, if it will need it."""
+        extended = seat.request.extended_tokens
+        return extended - seat.planned - (self._ahead if extended < task.longest else 0)
+
+    def _draw(self, task: Task, seat: Seat) -> None:
+        """Until its page is full, it ends or asks for room; or until its first token, which is timed."""
+        page_end = (seat.computed // self.page_tokens + 1) * self.page_tokens
+        steps = min(page_end, task.longest - 1) - seat.computed
+        steps = 1 if task in self._arrived_s else max(1, min(steps, self._steps_of_room(task, seat)))
+        self._answers[task] = self._steps, self._steps + steps
+        heappush(self._due, (self._steps + steps, task.order, task))
 
     def _make_room(self) -> None:
         """As the scheduler does it: after what has landed was taken in, the first in order first."""
@@ -353,8 +363,8 @@ class Replayer(Scheduler):
             seat = task.seat
             if task.stage is not Stage.RUNNING or seat is None:
                 continue  # it was preempted for one before it
-            if self._room_for(task, seat, NOBODY):
-                self._draw_on(task)
+            if self._steps_of_room(task, seat) > 0 or self._room_for(task, seat, NOBODY):
+                self._draw(task, seat)
             elif task.stage is Stage.RUNNING:
                 self._stalled.append(task)
 

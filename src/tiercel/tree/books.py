@@ -20,7 +20,6 @@ from typing import Any
 from weakref import proxy
 
 from tiercel.policy.evict import EvictPolicy, Value
-from tiercel.policy.save import SavePolicy
 from tiercel.tree.candidates import Doubles
 from tiercel.tree.index import Index
 from tiercel.tree.node import (
@@ -59,7 +58,6 @@ class Books:
         self,
         *,
         evict: EvictPolicy,
-        save: SavePolicy,
         pages_per_window: int = 0,
         tails_per_path: int = 64,
         item_bytes: ItemBytes | None = None,
@@ -91,11 +89,11 @@ class Books:
         self._why: str | None = "room"
         """Why something leaves now; None: that is no eviction."""
         self._rank: Callable[[Any], Any] = self.worth or evict.rank
-        self._save = save
         self._tails_per_path = tails_per_path * max(1, pages_per_window)
         self._clock = 0
         self._offers = 0
-        self._saving = 0
+        self._saving: dict[Item, None] = {}
+        """Saves under way, the oldest first."""
 
     def items(self) -> Iterator[Item]:
         """Everything cached, parents before their children."""
@@ -151,12 +149,12 @@ class Books:
         """A save is going to fill `host` from the device copy, whose place it holds until it has ended."""
         assert item.on_device and item.host is None
         item.host, item.save = host, item.device
-        self._saving += 1
+        self._saving[item] = None
         self.actions.saves.append(Move(item, item.device, host))
 
     def save_done(self, move: Move, ok: bool) -> None:
         """The save ended. What was evicted meanwhile gives its place back now, and is lost if it failed."""
-        self._saving -= 1
+        del self._saving[move.item]
         if move.item.device != move.device:
             self._give_device(move.item, move.device)
             self.leaving[type(move.item)] -= 1
@@ -219,6 +217,10 @@ class Books:
         if self.worth is None or isinstance(item, Page):
             return True
         return self.worth.young(item) >= STORE_LEAST
+
+    def is_saved(self, item: Item) -> bool:
+        """Whether it is copied to the host at all: its owner may be one that keeps nothing."""
+        return item.owner is None or item.owner.keeps
 
     def unsaved(self, page: Page) -> list[Page]:
         """Pages at the end of a path that have no host copy and none on its way, the deepest last."""

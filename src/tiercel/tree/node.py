@@ -77,6 +77,9 @@ class Cached:
 class ItemOwner(Protocol):
     """Whoever is told of the bytes of pages and tails (`tree.owners`)."""
 
+    @property
+    def keeps(self) -> bool: ...
+
     def count(self, tier: Tier, kind: type[Item], items: int) -> None: ...
 
     def offer(self, item: Item) -> None: ...

@@ -51,6 +51,11 @@ class Owner:
     def over(self) -> bool:
         return self.bytes_most is not None and sum(self.bytes.values()) > self.bytes_most
 
+    @property
+    def keeps(self) -> bool:
+        """Whether anything of it stays cached."""
+        return self.bytes_most != 0
+
     def count(self, tier: Tier, kind: type[Item], items: int) -> None:
         self.bytes[tier] += items * self._item_bytes[tier, kind]
 

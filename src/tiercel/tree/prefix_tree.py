@@ -281,13 +281,13 @@ class PrefixTree(Books):
         return count
 
     def _evict(self, item: Item, host_pages: int, take_host: TakeHost | None) -> bool:
-        """False when it has to wait: saves are filling the host, and their end will show who is colder."""
+        """False when it has to wait for saves: when they have ended, something colder leaves the host."""
         assert item.device is not None
         if item.host is None:
             host = None
-            if take_host is not None and item.hits >= self._save.evict_hits:
+            if take_host is not None and self.is_saved(item):
                 host = self._host_for(item, host_pages, take_host)
-                if host is None and self._saving:
+                if host is None and self._waits_for_saves(item):
                     self._offer(item)
                     return False
             if host is None:
@@ -298,6 +298,13 @@ class PrefixTree(Books):
         if item.save is None:  # otherwise it is offered when the save has ended
             self._offer(item)
         return True
+
+    def _waits_for_saves(self, item: Item) -> bool:
+        """Whether a save under way brings something that will leave the host for this item. If pages follow
+        the item there, which are lost with it, this is anything; else something colder. The coldest leave the
+        device first, so a look at the oldest save is enough."""
+        oldest = next(iter(self._saving), None)
+        return oldest is not None and (item.children > 0 or self._rank(oldest) < self._rank(item))
 
     def _host_for(self, item: Item, count: int, take_host: TakeHost) -> tuple[HostPageId, ...] | None:
         """Host pages for something about to leave the device. It displaces doubles, and what is colder."""
@@ -338,7 +345,8 @@ class PrefixTree(Books):
         return double is not None
 
     def cap_tails(self, page: Page) -> None:
-        """At most so many tails from the root to `page`; the coldest go, but none a resume there reads."""
+        """At most so many tails from the root to `page`; the coldest go, but none a resume there reads. Tails
+        where texts part are needed by others: where only the use counts, they go last."""
         tails: list[Tail] = []
         here: Page | None = page
         while here is not None:
@@ -348,8 +356,14 @@ class PrefixTree(Books):
         excess = len(tails) - self._tails_per_path
         if excess > 0:
             older = [t for t in tails if t.page.depth <= page.depth - self.pages_per_window and idle(t)]
+            forks = set() if self.worth else {t.page.depth for t in tails if t.page.children > 1}
+
+            def order(tail: Tail) -> tuple[bool, Any]:
+                reads = range(tail.page.depth, tail.page.depth + self.pages_per_window)
+                return not forks.isdisjoint(reads), self._rank(tail)
+
             with self._leaving("path"):
-                for tail in sorted(older, key=self._rank)[:excess]:
+                for tail in sorted(older, key=order)[:excess]:
                     self._remove_tail(tail)
 
     def limit(self, owner: str, bytes_most: int | None) -> None:
