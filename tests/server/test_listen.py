@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from tests.server.scripted import LOOPBACK, ScriptedService, events_of, served
+from tiercel.server.listen import ACCEPTED_AT_ONCE, Connection
 from tiercel.server.options import ServerOptions
 
 SHORT = replace(LOOPBACK, headers_s=0.2, body_s=0.2, idle_s=0.2, write_s=0.2)
@@ -147,6 +148,42 @@ def test_any_number_of_silent_connections_keeps_nobody_out(sent):
                 continue  # it had to go already
         assert httpx.get(f"{url}/health", timeout=10).status_code == 200
         to_end(clients[0])  # the oldest went first
+
+
+def test_who_was_answered_last_waits_for_the_shortest_time():
+    with served(ScriptedService(), replace(FEW, connections_max=2)) as url, ExitStack() as held:
+        first, second = (held.enter_context(connected(url)) for _ in range(2))
+        for client in (second, first):
+            client.sendall(HEALTH)
+            said = b""
+            while not said.endswith(b'{"status":"ok"}'):
+                said += client.recv(65536)
+        held.enter_context(connected(url))
+        assert to_end(second) == b""  # let go, though it came later
+        first.sendall(HEALTH)
+        assert first.recv(65536).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_crowd_of_connections_is_kept_by_the_system_and_let_in_little_by_little(monkeypatch):
+    """Where the event loop is busy, they are neither lost nor all taken in one turn."""
+    made, turns, busy = [], [], threading.Event()
+    own = Connection.connection_made
+
+    def connection_made(self, transport):
+        if not made:
+            assert busy.wait(10)  # as long as this takes, the event loop does nothing else
+        made.append(len(turns))
+        own(self, transport)
+        self.loop.call_soon(turns.append, None)
+
+    monkeypatch.setattr(Connection, "connection_made", connection_made)
+    with served(ScriptedService()) as url, ExitStack() as held:
+        clients = [held.enter_context(connected(url)) for _ in range(200)]
+        busy.set()
+        clients[-1].sendall(HEALTH)
+        assert clients[-1].recv(65536).startswith(b"HTTP/1.1 200 ")
+    at_once = max(made.count(each) for each in made)
+    assert len(made) == 200 and at_once <= 2 * ACCEPTED_AT_ONCE
 
 
 def test_when_all_are_being_answered_one_more_is_told_so():

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import resource
 import signal
 import socket
@@ -49,6 +50,12 @@ FILES_BESIDE = 256
 HEAD_BYTES_MAX = 64 << 10
 """Of a request's line and headers: the parser has no limit of its own."""
 
+ACCEPTED_AT_ONCE = 16
+"""New connections in one turn of the event loop: a crowd of them is let in between the work of others."""
+
+BACKLOG = 2048
+"""Connections that the system keeps for us until we take them."""
+
 FAREWELL_S = 5.0
 """For sending the rest of the answers after they were aborted."""
 
@@ -81,17 +88,25 @@ class EndedCount:
 class Connection(HttpToolsProtocol):
     """One HTTP/1.1 connection with time-outs."""
 
-    def __init__(self, *given: Any, options: ServerOptions, ended: EndedCount, **named: Any) -> None:
+    def __init__(
+        self,
+        *given: Any,
+        options: ServerOptions,
+        ended: EndedCount,
+        waiting: dict[Connection, None],
+        **named: Any,
+    ) -> None:
+        """`waiting`: all connections that wait for their clients, the one that does for longest first."""
         super().__init__(*given, **named)
         self._options = options
         self._ended = ended
+        self._waiting = waiting
         self._cycles: deque[RequestResponseCycle] = deque()
         """Requests without a whole answer, the oldest first: a client may send the next one early."""
         self._coming: Phase | None = None
         """Which part of a request is still to come."""
         self._head_bytes = 0
         self._phase = Phase.IDLE
-        self._since_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
 
@@ -158,6 +173,7 @@ class Connection(HttpToolsProtocol):
         for timer in (self._timer, self._write_timer):
             if timer is not None:
                 timer.cancel()
+        self._waiting.pop(self, None)
         self._disconnect()
         super().connection_lost(exc)
 
@@ -184,7 +200,10 @@ class Connection(HttpToolsProtocol):
         phase = self._phase_now()
         if phase is self._phase or self.transport.is_closing():
             return
-        self._phase, self._since_s = phase, self.loop.time()
+        self._phase = phase
+        self._waiting.pop(self, None)
+        if phase is not Phase.ANSWER:
+            self._waiting[self] = None
         if self._timer is not None:
             self._timer.cancel()
         limits = {Phase.HEADERS: self._options.headers_s, Phase.BODY: self._options.body_s}
@@ -201,11 +220,9 @@ class Connection(HttpToolsProtocol):
 
     def _make_room(self) -> None:
         """Closes the connection that has waited longest for its client; if none waits, this one."""
-        others = [each for each in self.connections if isinstance(each, Connection) and each is not self]
-        waiting = [each for each in others if each._phase is not Phase.ANSWER]
         most = self._options.connections_max
-        if waiting:
-            oldest = min(waiting, key=lambda each: each._since_s)
+        oldest = next(iter(self._waiting))  # this one waits, too
+        if oldest is not self:
             oldest._end(408, f"was idle longest when more than {most:,} were open", "too_many_connections")
         else:
             self._end(503, f"came when {most:,} were busy", "too_many_connections")
@@ -225,6 +242,7 @@ class Connection(HttpToolsProtocol):
         """Closes the connection. If a request has no answer yet, the answer says why."""
         if self.transport.is_closing():
             return
+        self._waiting.pop(self, None)
         self._ended.add(why, self.loop.time())
         asked = self._cycles or self._coming is Phase.HEADERS or status == 503
         if asked and not (self._cycles and self._cycles[0].response_started):
@@ -248,7 +266,7 @@ class Server(uvicorn.Server):
         self, service: EngineService, options: ServerOptions, traces: Traces | None = None, **more: Any
     ) -> None:
         options = _with_files(options)
-        connection = partial(Connection, options=options, ended=EndedCount())
+        connection = partial(Connection, options=options, ended=EndedCount(), waiting={})
         app = create_app(service, options, traces)
         config = uvicorn.Config(
             app,
@@ -256,6 +274,7 @@ class Server(uvicorn.Server):
             ws="none",
             log_level="warning",
             access_log=False,
+            backlog=ACCEPTED_AT_ONCE,  # asyncio takes as many in one turn
             timeout_keep_alive=options.idle_s,  # type: ignore[arg-type]
             timeout_graceful_shutdown=options.shutdown_s + FAREWELL_S,  # type: ignore[arg-type]
             host=options.host,
@@ -272,6 +291,9 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        for listener in (each for server in self.servers for each in server.sockets):
+            with socket.socket(listener.family, listener.type, fileno=os.dup(listener.fileno())) as same:
+                same.listen(BACKLOG)
         if threading.current_thread() is threading.main_thread():  # signals are for the main thread only
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.read_again)
 
