@@ -326,16 +326,14 @@ class Replayer(Scheduler):
 
     def _settle(self, task: Task) -> None:
         """Count what an answer has drawn since it was last looked at."""
-        since, _ = self._answers.pop(task)
         assert task.seat is not None
-        drawn = self._steps - since
+        drawn = self._steps - self._answers.pop(task)[0]
         self._drew(task, drawn)
         self._advance(task, task.seat, drawn)
 
     def _draw_on(self, task: Task) -> None:
         """A text draws on, or it ends now, or asks for room first."""
-        seat = task.seat
-        assert seat is not None
+        assert (seat := task.seat) is not None
         if len(task.tokens) >= task.longest:
             self._end(task, Finish.LENGTH)
         elif self._steps_of_room(task, seat) > 0:
@@ -345,16 +343,16 @@ class Replayer(Scheduler):
 
     def _steps_of_room(self, task: Task, seat: Seat) -> int:
         """So many steps before a text asks for room, as the scheduler does it: early, if it will need it."""
-        extended = seat.request.extended_tokens
-        return extended - seat.planned - (self._ahead if extended < task.longest else 0)
+        room = seat.request.extended_tokens
+        return room - seat.planned - (self._ahead if room < task.longest else 0)
 
     def _draw(self, task: Task, seat: Seat) -> None:
         """Until its page is full, it ends or asks for room; or until its first token, which is timed."""
-        page_end = (seat.computed // self.page_tokens + 1) * self.page_tokens
-        steps = min(page_end, task.longest - 1) - seat.computed
-        steps = 1 if task in self._arrived_s else max(1, min(steps, self._steps_of_room(task, seat)))
-        self._answers[task] = self._steps, self._steps + steps
-        heappush(self._due, (self._steps + steps, task.order, task))
+        to_page_end = self.page_tokens - seat.computed % self.page_tokens
+        steps = to_page_end, task.longest - 1 - seat.computed, self._steps_of_room(task, seat)
+        count = 1 if task in self._arrived_s else max(1, min(steps))
+        self._answers[task] = self._steps, self._steps + count
+        heappush(self._due, (self._steps + count, task.order, task))
 
     def _make_room(self) -> None:
         """As the scheduler does it: after what has landed was taken in, the first in order first."""
