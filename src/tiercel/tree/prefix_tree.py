@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from tiercel.policy.placement import Boundary
 from tiercel.tree.books import Books
-from tiercel.tree.node import Item, ItemOwner, Page, Tail, idle, inherit, parent_of
+from tiercel.tree.node import Item, ItemOwner, Page, Tail, idle, inherit, may_leave_device, parent_of
 from tiercel.tree.owners import Owner
 from tiercel.types import DevicePageId, DeviceTailId, HostPageId, PageKey, Tier
 
@@ -278,6 +278,18 @@ class PrefixTree(Books):
         if item.save is None:  # otherwise it is offered when the save has ended
             self._offer(item)
         return True
+
+    def leave_device(self, page: Page) -> None:
+        """Take a page, those before it and their tails off the device, the last first: what the host has
+        too, up to the first that is in use or is followed by another text there."""
+        while page is not self.root:
+            for item in (page.tail, page):
+                if item is not None and item.device is not None:
+                    if not (may_leave_device(item) and item.on_host):
+                        return
+                    self._leave_device(item)
+                    self._offer(item)
+            page = parent_of(page)
 
     def _host_for(self, item: Item, count: int, take_host: TakeHost) -> tuple[HostPageId, ...] | None:
         """Host pages for something about to leave the device. It displaces doubles, and what is colder."""
