@@ -24,11 +24,11 @@ serve: .venv/serve
 test: .venv/installed
 	tests/install-servers.sh
 	tests/install-clients.sh
-	$(BIN)/pytest -n auto
+	$(BIN)/pytest -n auto --dist worksteal
 
 # On a machine with a GPU: all tests, and those marked gpu must run.
 test-gpu: .venv/installed
-	TIERCEL_GPU=1 $(BIN)/pytest -n auto
+	TIERCEL_GPU=1 $(BIN)/pytest -n auto --dist worksteal
 
 # On a machine with a GPU and NVIDIA's compute-sanitizer: small calls of every kernel read and write inside
 # tensors, and threads do not race. Without torch's cache each tensor is an allocation: what is beyond is noticed.

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -23,40 +24,59 @@ from tiercel.transfer.cuda import WAYS, CudaController
 from tiercel.transfer.plan import Direction, Plan
 from tiercel.types import HostPageId
 
-PAGES, DEVICE_PAGES, HOST_PAGES = 512, 2000, 1500
 LOAD, SAVE = Direction.LOAD, Direction.SAVE
-MATMUL, MATMULS = 8192, 14
-PIN_BYTES = 8 * 1024**3
-EXIT_BYTES = 32 * 1024**3
+MATMULS = 14
+GIB = 1024**3
 SLEEP_CYCLES = 1_000_000
 """Half a millisecond: the device starts after everything is queued."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured."""
+
+    pages: int = 512
+    device_pages: int = 2000
+    host_pages: int = 1500
+    matmul: int = 8192
+    pin_bytes: int = 8 * GIB
+    exit_bytes: int = 32 * GIB
+    entries: tuple[int, ...] = (2048, 65536)
+    rows: int = 8192
+
+
+QUICK = Sizes(32, 100, 110, 512, GIB // 4, GIB // 4, (64,), 256)
 
 Pairs = list[tuple[int, tuple[HostPageId, ...]]]
 
 
-def measure() -> dict[str, object]:
+def measure(*, quick: bool = False) -> dict[str, object]:
+    sizes = QUICK if quick else Sizes()
     spec = load("deepseek-v4-flash")
-    result: dict[str, object] = {"pin_gb_s": pin_rate(spec)}
+    result: dict[str, object] = {"pin_gb_s": pin_rate(spec, sizes)}
     hosts = {
-        layout: HostMemory(spec, layout, HOST_PAGES * spec.host_page_bytes, pin=True, huge_pages=True)
+        layout: HostMemory(spec, layout, sizes.host_pages * spec.host_page_bytes, pin=True, huge_pages=True)
         for layout in LAYOUTS
     }
     devices: dict[str, Memory] = {
-        "own": DeviceMemory(spec, DEVICE_PAGES, 4, "cuda"),
-        "borrowed": rows_apart(spec),
+        "own": DeviceMemory(spec, sizes.device_pages, 4, "cuda"),
+        "borrowed": rows_apart(spec, sizes),
     }
     chance = random.Random(0)
-    places = chance.sample(range(DEVICE_PAGES), 2 * PAGES)
-    host_places = iter(chance.sample(range(HOST_PAGES), 2 * PAGES + spec.host_pages_per_tail))
+    places = chance.sample(range(sizes.device_pages), 2 * sizes.pages)
+    host_places = iter(chance.sample(range(sizes.host_pages), 2 * sizes.pages + spec.host_pages_per_tail))
 
     def take(count: int) -> tuple[HostPageId, ...]:
         return tuple(map(HostPageId, itertools.islice(host_places, count)))
 
-    pages: Pairs = [(place, take(1)) for place in places[:PAGES]]
-    others: Pairs = [(place, take(1)) for place in places[PAGES:]]
+    pages: Pairs = [(place, take(1)) for place in places[: sizes.pages]]
+    others: Pairs = [(place, take(1)) for place in places[sizes.pages :]]
     tail: Pairs = [(1, take(spec.host_pages_per_tail))]
     host = hosts["page_first_direct"]
-    flat, large = host.flat[: PAGES * spec.page_bytes], torch.ones(PAGES * spec.page_bytes, dtype=torch.uint8)
+    flat, large = (
+        host.flat[: sizes.pages * spec.page_bytes],
+        torch.ones(sizes.pages * spec.page_bytes, dtype=torch.uint8),
+    )
     large = large.cuda()
     link = {
         LOAD: median_ms(lambda: large.copy_(flat, non_blocking=True)),
@@ -78,18 +98,18 @@ def measure() -> dict[str, object]:
     result["worst_pair_share"] = min(shares.values())
     controller = CudaController(devices["own"], host)
     result["both_ways_share"] = both_ways(controller, pages, others, large, flat)
-    result |= restore(controller, Plan.of(LOAD, pages, tail), Plan.of(LOAD, (), tail), link[LOAD] / gb)
-    result |= dict(slowdowns(controller, pages))
-    result |= single_entries(host, large)
-    result["exit_s"] = exit_seconds()
+    result |= restore(controller, Plan.of(LOAD, pages, tail), Plan.of(LOAD, (), tail), link[LOAD] / gb, sizes)
+    result |= dict(slowdowns(controller, pages, sizes))
+    result |= single_entries(host, large, sizes)
+    result["exit_s"] = exit_seconds(sizes)
     for memory in hosts.values():
         memory.close()
     return result
 
 
-def rows_apart(spec: CacheSpec) -> BorrowedMemory:
+def rows_apart(spec: CacheSpec, sizes: Sizes) -> BorrowedMemory:
     """As other engines allocate: a tensor for each layer."""
-    places = {True: DEVICE_PAGES, False: 4}
+    places = {True: sizes.device_pages, False: 4}
     return BorrowedMemory(
         spec,
         {
@@ -102,20 +122,20 @@ def rows_apart(spec: CacheSpec) -> BorrowedMemory:
     )
 
 
-def pin_rate(spec: CacheSpec) -> float:
+def pin_rate(spec: CacheSpec, sizes: Sizes) -> float:
     """Touched, pinned and given back."""
     start = time.perf_counter()
-    host = HostMemory(spec, "page_first_direct", PIN_BYTES, pin=True, huge_pages=True)
+    host = HostMemory(spec, "page_first_direct", sizes.pin_bytes, pin=True, huge_pages=True)
     seconds = time.perf_counter() - start
     host.close()
-    return PIN_BYTES / seconds / 1e9
+    return sizes.pin_bytes / seconds / 1e9
 
 
-def exit_seconds() -> float:
+def exit_seconds(sizes: Sizes) -> float:
     """From SIGTERM to the end of a process that holds pinned memory."""
     code = (
         "import time; from tiercel.memory.host import HostMap\n"
-        f"memory = HostMap({EXIT_BYTES}, huge_pages=True, pin=True)\n"
+        f"memory = HostMap({sizes.exit_bytes}, huge_pages=True, pin=True)\n"
         "print('there', flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
@@ -126,17 +146,19 @@ def exit_seconds() -> float:
         return time.perf_counter() - start
 
 
-def single_entries(host: HostMemory, large: torch.Tensor) -> dict[str, float]:
+def single_entries(host: HostMemory, large: torch.Tensor, sizes: Sizes) -> dict[str, float]:
     """Scattered entries of 576 + 8 bytes from pinned memory into device rows, in one launch."""
-    per_row, sizes = 64, (576, 8)
+    per_row, parts = 64, (576, 8)
     row_bytes = 37_440
-    far = Entries(host.flat[: 8192 * row_bytes].view(-1, row_bytes), per_row, sizes, "fp8_groups", 512, 64)
-    near = far._replace(rows=large[: 8192 * row_bytes].view(-1, row_bytes))
+    far = Entries(
+        host.flat[: sizes.rows * row_bytes].view(-1, row_bytes), per_row, parts, "fp8_groups", 512, 64
+    )
+    near = far._replace(rows=large[: sizes.rows * row_bytes].view(-1, row_bytes))
     found = {}
-    for count in (2048, 65536):
-        numbers = [torch.randperm(8192 * per_row, device="cuda")[:count] for _ in range(2)]
+    for count in sizes.entries:
+        numbers = [torch.randperm(sizes.rows * per_row, device="cuda")[:count] for _ in range(2)]
         ms = median_ms(lambda n=numbers: move_entries(near, n[0], far, n[1]))  # type: ignore[misc]
-        found[f"entries_{count}_gb_s"] = count * sum(sizes) / ms / 1e6
+        found[f"entries_{count}_gb_s"] = count * sum(parts) / ms / 1e6
     return found
 
 
@@ -237,7 +259,9 @@ def both_ways(
     return statistics.median(times[two_large]) / statistics.median(times[ours])
 
 
-def restore(controller: CudaController, whole: Plan, tail: Plan, ms_per_mb: float) -> dict[str, float]:
+def restore(
+    controller: CudaController, whole: Plan, tail: Plan, ms_per_mb: float, sizes: Sizes
+) -> dict[str, float]:
     """A prefix of 128 K tokens and its tail, from the decision to the last fence: in groups of layers, as a
     step that waits for it; and the CPU's time for whole pages."""
     spec = controller.host.spec
@@ -249,7 +273,7 @@ def restore(controller: CudaController, whole: Plan, tail: Plan, ms_per_mb: floa
     total, cpu, first = layers_ms(controller, whole)
     _, whole_cpu, _ = carried_ms(controller, whole, 21)
     tail_total, tail_cpu, tail_device = carried_ms(controller, tail, 41)
-    link_ms = (PAGES * spec.page_bytes + spec.tail_bytes) / 1e6 * ms_per_mb
+    link_ms = (sizes.pages * spec.page_bytes + spec.tail_bytes) / 1e6 * ms_per_mb
     return {
         "launches_per_restore": launches,
         "restore_128k": total / link_ms,
@@ -264,13 +288,15 @@ def restore(controller: CudaController, whole: Plan, tail: Plan, ms_per_mb: floa
     }
 
 
-def slowdowns(controller: CudaController, pages: Pairs) -> Iterator[tuple[str, float]]:
+def slowdowns(controller: CudaController, pages: Pairs, sizes: Sizes) -> Iterator[tuple[str, float]]:
     """A stream of bf16 products beside copies, over the same alone; alternating.
 
     Everything is queued while the stream sleeps, and the copies begin with the first product: the time to
     queue them is not counted here.
     """
-    left, right = (torch.randn(MATMUL, MATMUL, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    left, right = (
+        torch.randn(sizes.matmul, sizes.matmul, device="cuda", dtype=torch.bfloat16) for _ in range(2)
+    )
     budget = CacheConfig(1).save_step_bytes // controller.host.spec.page_bytes
     beside = {
         "step": [Plan.of(SAVE, pages[:budget])],  # a step of about 20 ms, with all saves it may start

@@ -1,4 +1,4 @@
-"""The engine and the server on the embedded model: `python -m benchmarks.engine [--json]`.
+"""The engine and the server on the embedded model: `python -m benchmarks.engine [--json] [--quick]`.
 
     ttft_ms                 a prompt of 4 K tokens until its first token: computed, from the device, the host
     no_hit_throughput       texts that never repeat, with both tiers against none: what the cache costs
@@ -10,19 +10,17 @@ All figures of one run are of the same machine and moment; the ratios are what c
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import re
 import statistics
-import subprocess
-import sys
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import torch
+from tests.whole.process import running
 
-from benchmarks.machine import describe, tell
+from benchmarks.machine import describe, parser_of, tell
 from tiercel.config import CacheConfig
 from tiercel.engine.ask import Ask, Sampling, TokenOut
 from tiercel.engine.build import open_engine
@@ -35,7 +33,20 @@ from tiercel.verify import answer_one
 
 MIB = 1024**2
 
-LONG, ROUNDS = 4096, 9
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured."""
+
+    long: int = 4096
+    rounds: int = 9
+    steps: int = 200
+    running: int = 64
+    seconds: float = 8.0
+    clients: tuple[int, ...] = (1, 8, 64)
+
+
+QUICK = Sizes(long=512, rounds=1, steps=3, running=4, seconds=0.2, clients=(1, 4))
 
 
 def words(count: int, seed: int) -> tuple[int, ...]:
@@ -60,33 +71,32 @@ def rest(engine: Engine) -> None:
         engine.cache.step()
 
 
-def ttft() -> dict[str, float]:
-    """Alternately: cold, again from the device, and once others have taken the device, from the host."""
+def ttft(sizes: Sizes) -> dict[str, float]:
+    """Alternately: cold, again from the device, and once the text has left the device, from the host."""
     engine = make_engine(device_mib=5, host_mib=256)
     times: dict[str, list[float]] = {"recompute": [], "device": [], "host": []}
-    for i in range(ROUNDS):
-        prompt, other = words(LONG, 2 * i), words(LONG, 2 * i + 1)
+    for i in range(sizes.rounds):
+        prompt = words(sizes.long, i)
         took, _, _ = first_token_ms(engine, prompt)
         times["recompute"].append(took)
         rest(engine)
         took, device, host = first_token_ms(engine, prompt)
-        assert (device, host) == (LONG - 128, 0), (device, host)
+        assert (device, host) == (sizes.long - 128, 0), (device, host)
         times["device"].append(took)
-        for seed in range(3):
-            answer_one(engine, words(LONG, 1000 + 3 * i + seed), 1)
-        answer_one(engine, other, 1)
         rest(engine)
+        assert not engine.cache.leave_device(engine.cache.chain(prompt)), "all of it is on the host"
         took, device, host = first_token_ms(engine, prompt)
-        assert (device, host) == (0, LONG - 128), (device, host)
+        assert (device, host) == (0, sizes.long - 128), (device, host)
         times["host"].append(took)
     return {name: statistics.median(each) for name, each in times.items()}
 
 
-def throughput(engine: Engine, seed: int) -> float:
+def throughput(engine: Engine, seed: int, *, quick: bool = False) -> float:
     """Tokens computed per second, eight texts at a time that nobody has seen."""
+    texts, tokens, new = (2, 130, 2) if quick else (8, 600, 24)
     asks = [
-        Ask(str(i), words(600 + 37 * i, seed * 100 + i), Sampling(24, temperature=0, ignore_eos=True))
-        for i in range(8)
+        Ask(str(i), words(tokens + 37 * i, seed * 100 + i), Sampling(new, temperature=0, ignore_eos=True))
+        for i in range(texts)
     ]
     before, start = engine.counters["tokens_computed"], time.perf_counter()
     left = len(asks)
@@ -99,12 +109,15 @@ def throughput(engine: Engine, seed: int) -> float:
     return (engine.counters["tokens_computed"] - before) / (time.perf_counter() - start)
 
 
-def no_hit() -> dict[str, float]:
+def no_hit(sizes: Sizes) -> dict[str, float]:
     """Both tiers, full of other texts, so that everything that comes in pushes something out; and none."""
     tiers, none = make_engine(device_mib=8, host_mib=16), make_engine(device_mib=8, force_miss=True)
+    quick = sizes is QUICK
     for engine in (tiers, none):
-        throughput(engine, 999)
-    pairs = [(throughput(tiers, i), throughput(none, i)) for i in range(ROUNDS)]
+        throughput(engine, 999, quick=quick)
+    pairs = [
+        (throughput(tiers, i, quick=quick), throughput(none, i, quick=quick)) for i in range(sizes.rounds)
+    ]
     return {
         "ratio": statistics.median(a / b for a, b in pairs),
         "tokens_per_s_tiers": statistics.median(a for a, _ in pairs),
@@ -112,7 +125,7 @@ def no_hit() -> dict[str, float]:
     }
 
 
-def scheduler_us(running: int = 64, steps: int = 200) -> dict[str, float]:
+def scheduler_us(steps: int, running: int) -> dict[str, float]:
     """The model answers at once, with the same logits for all."""
     engine = make_engine(device_mib=64)
     scheduler, logits = engine.scheduler, torch.zeros(running, engine.vocab_size)
@@ -132,7 +145,7 @@ def scheduler_us(running: int = 64, steps: int = 200) -> dict[str, float]:
     for _ in range(steps):
         step = timed("plan", lambda: scheduler.seal(scheduler.plan()))
         assert len(step.parts) == running
-        outcomes = timed("advance", scheduler.advance, step, Drawn([TokenOut(0)] * running, {}, 0.0))
+        outcomes = timed("advance", scheduler.advance, step, Drawn([(TokenOut(0),)] * running, {}, 0.0))
         timed("emit", engine.emit, outcomes)
     each = {what: 1e6 * seconds / steps for what, seconds in spent.items()}
     start = time.perf_counter()
@@ -175,24 +188,13 @@ async def one_warm(client: httpx.AsyncClient, prompt: list[int]) -> None:
     (await client.post("/v1/completions", json=body)).raise_for_status()
 
 
-def requests_per_s() -> dict[str, float]:
-    command = [sys.executable, "-m", "tiercel.cli", "serve", "--port", "0"]
-    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    try:
-        assert server.stderr is not None
-        found = None
-        while found is None:
-            line = server.stderr.readline()
-            assert line, "the server did not start"
-            found = re.search(r"listening on (http://\S+)", line)
-        return {str(n): asyncio.run(_clients(found[1], n, 8.0)) for n in (1, 8, 64)}
-    finally:
-        server.terminate()
-        server.wait()
+def requests_per_s(sizes: Sizes) -> dict[str, float]:
+    with running() as server:
+        return {str(n): asyncio.run(_clients(server.url, n, sizes.seconds)) for n in sizes.clients}
 
 
-def measure() -> dict[str, Any]:
-    times, tiers, scheduler = ttft(), no_hit(), scheduler_us()
+def measure(sizes: Sizes) -> dict[str, Any]:
+    times, tiers, scheduler = ttft(sizes), no_hit(sizes), scheduler_us(sizes.steps, sizes.running)
     return {
         "ttft_ms": times,
         "ttft_host_over_device": times["host"] / times["device"],
@@ -200,17 +202,14 @@ def measure() -> dict[str, Any]:
         "no_hit": tiers,
         "scheduler_us_per_step": scheduler["total"],
         "scheduler": scheduler,
-        "requests_per_s": requests_per_s(),
+        "requests_per_s": requests_per_s(sizes),
         "machine": describe(),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    figures = measure()
-    tell(figures, as_json=options.json)
+    options = parser_of(__doc__).parse_args()
+    tell(measure(QUICK if options.quick else Sizes()), as_json=options.json)
 
 
 if __name__ == "__main__":

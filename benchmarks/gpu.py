@@ -29,15 +29,14 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_compare import SOURCES, Limits, plot, table, theirs
-from benchmarks.gpu_engines import QUICK, RUNNING, HostClock, OneModel, RunningEngine, Sizes, Traffic
-from benchmarks.machine import describe
+from benchmarks.gpu_engines import QUICK, QUICK_CPU, HostClock, OneModel, RunningEngine, Sizes, Traffic
+from benchmarks.machine import describe, parser_of
 from tiercel.engine.ask import Usage
 
 PLOT = Path(__file__).parents[1] / "docs" / "figures" / "ttft.svg"
 
 Figures = dict[str, Any]
 
-BATCHES = (1, 16, 64)
 WARM_STEPS = 8
 """The first steps of a batch do not count."""
 
@@ -70,7 +69,7 @@ def warm_up(bench: Bench) -> Figures:
             running.first_token(prompt)
             running.empty_device()
             running.first_token(prompt)
-        for batch in BATCHES:
+        for batch in sizes.batches:
             running.decode(batch, lambda i: model.words(64, seed=100 + i), 8)
             running.end_all()
     return {"warm_up_s": time.perf_counter() - start}
@@ -103,9 +102,11 @@ def decode_tokens_s(bench: Bench) -> Figures:
     what the bandwidth of the device's memory allows. Once more 64 texts, with sampled tokens."""
     model, sizes = bench.model, bench.sizes
     rates, shares = {}, {}
-    longest = 2 * (sizes.decode_steps + RUNNING) + sizes.decode_context // 16  # the first waits for the last
+    longest = (
+        2 * (sizes.decode_steps + WARM_STEPS + sizes.running) + sizes.decode_context // 16
+    )  # the first waits for the last
     with model.engine() as running:
-        for batch, sampled in (*((batch, False) for batch in BATCHES), (RUNNING, True)):
+        for batch, sampled in (*((batch, False) for batch in sizes.batches), (sizes.running, True)):
             running.sampled = sampled
             running.decode(batch, lambda i: model.words(sizes.decode_context, seed=500 + i), longest)
             for _ in range(WARM_STEPS):
@@ -138,7 +139,7 @@ def transformers_ratio(bench: Bench) -> Figures:
         bench.model.name,
         str(bench.model.device),
         prefill=sizes.prefill_beside,
-        batches=BATCHES,
+        batches=sizes.batches,
         context=sizes.their_context,
         steps=sizes.their_steps,
     )
@@ -159,8 +160,8 @@ def step_cpu_us(bench: Bench) -> Figures:
     model, sizes = bench.model, bench.sizes
     with model.engine(overlap=model.device.type == "cuda") as running:
         clock = HostClock(running)
-        tokens = 2 * (sizes.decode_steps + RUNNING) + sizes.step_context
-        running.decode(RUNNING, lambda i: model.words(sizes.step_context, seed=600 + i), tokens)
+        tokens = 2 * (sizes.decode_steps + WARM_STEPS + sizes.running) + sizes.step_context
+        running.decode(sizes.running, lambda i: model.words(sizes.step_context, seed=600 + i), tokens)
         for _ in range(WARM_STEPS):
             running.step()
         clock.waited_s, start = 0.0, time.perf_counter()
@@ -169,8 +170,8 @@ def step_cpu_us(bench: Bench) -> Figures:
         took = time.perf_counter() - start
     each = 1e6 / sizes.decode_steps
     return {
-        "step_cpu_us": {str(RUNNING): each * (took - clock.waited_s)},
-        "step_us": {str(RUNNING): each * took},
+        "step_cpu_us": {str(sizes.running): each * (took - clock.waited_s)},
+        "step_us": {str(sizes.running): each * took},
     }
 
 
@@ -180,7 +181,7 @@ def itl_p99_ratio(bench: Bench) -> Figures:
     other texts: this is what the copies cost. Rounds of both alternate."""
     model, sizes = bench.model, bench.sizes
     steps, rounds = sizes.itl_steps, sizes.itl_rounds
-    tokens = 3 * rounds * (steps + WARM_STEPS) + sizes.decode_context // 8 + RUNNING
+    tokens = 3 * rounds * (steps + WARM_STEPS) + sizes.decode_context // 8 + sizes.running
     own = model.pages_of(sizes.decode_context + sizes.decode_context // 8 + tokens)
     other = 2 * model.pages_of(sizes.itl_prefix)
     pages = sizes.itl_running * own + sizes.itl_others // 2 * other
@@ -329,7 +330,7 @@ def multi_turn(bench: Bench) -> Figures:
     longest = sizes.shared + sizes.turns * (sizes.turn_tokens + sizes.answer)
     tails = longest // model.page_tokens // 16 + 2 * sizes.turns
     pages = sizes.conversations * model.pages_of(longest) // 5
-    kept = max(2 * RUNNING, sizes.conversations * tails // 5)  # no request waits for a place for a tail
+    kept = max(2 * sizes.running, sizes.conversations * tails // 5)  # no request waits for a place for a tail
     host = sizes.conversations * model.host_pages_of(longest, tails)
     runs = {}
     for name, host_pages, turns in (("host", host, sizes.turns), ("without", 0, 2)):
@@ -418,7 +419,9 @@ SECTIONS: dict[str, Callable[[Bench], Figures]] = {
 
 def measure(options: argparse.Namespace) -> Figures:
     """All sections that are asked for. A section that fails is told, and the others go on."""
-    start, sizes = time.perf_counter(), QUICK if options.quick else Sizes()
+    start, sizes = time.perf_counter(), Sizes()
+    if options.quick:
+        sizes = QUICK_CPU if options.device == "cpu" else QUICK
     told = sys.stderr if options.json else sys.stdout
     with tempfile.TemporaryDirectory(prefix="tiercel-gpu-", dir=options.folder) as folder:
         model = OneModel(options.model, options.device, sizes.device_bytes)
@@ -443,11 +446,9 @@ def _device(name: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--json", action="store_true", help="one JSON object; the table goes to stderr")
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="v4-flash-8e")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--quick", action="store_true", help="everything small")
     parser.add_argument(
         "--only", default=",".join(SECTIONS), help="sections in this order, separated by commas"
     )

@@ -43,6 +43,8 @@ class Sizes:
     """How much is measured. The defaults are meant for six to seven minutes on an H200."""
 
     device_bytes: int = 4 * GIB
+    batches: tuple[int, ...] = (1, 16, 64)
+    running: int = RUNNING
     prefill: int = 8192
     prefill_beside: int = 2048
     """Tokens of the prefill that `transformers` does too: it materialises the scores of attention."""
@@ -98,6 +100,35 @@ QUICK = Sizes(
     shared=512,
     turn_tokens=128,
     answer=4,
+)
+
+
+QUICK_CPU = replace(
+    QUICK,
+    device_bytes=GIB // 4,
+    batches=(1, 2),
+    running=2,
+    prefill=256,
+    prefill_beside=16,
+    their_context=8,
+    decode_context=64,
+    decode_steps=4,
+    their_steps=1,
+    itl_running=2,
+    itl_others=3,
+    itl_prefix=256,
+    itl_steps=6,
+    itl_rounds=1,
+    prefixes={"1k": 256, "2k": 384},
+    new_tokens=64,
+    ttft_rounds=1,
+    no_hit_prompt=256,
+    no_hit_prompts=1,
+    no_hit_rounds=1,
+    conversations=5,
+    turns=2,
+    shared=128,
+    answer=2,
 )
 
 
@@ -305,15 +336,17 @@ class HostClock:
 class Traffic:
     """Texts that come from the host and go to it beside an engine's steps, with nothing computed for them.
 
-    Each text begins with a long prefix that the host has: it is loaded. Then as many new tokens count as
-    written, whatever their bytes are: they are saved. The device has no room to keep the prefixes until they
-    come again.
+    Each text begins with a long prefix that only the host has: it is loaded. Then as many new tokens count as
+    written, whatever their bytes are: they are saved. When that is done, the text leaves the device, so that
+    its prefix comes from the host the next time.
     """
 
     def __init__(self, model: OneModel, running: RunningEngine, *, texts: int, tokens: int) -> None:
         self._model, self._cache, self.tokens = model, running.cache, tokens
         self._prefixes = [model.words(tokens, seed=7000 + i) for i in range(texts)]
         self._loading: list[Request] = []
+        self._saving: list[Any] = []
+        """Keys of texts that are still on the device because of their saves."""
         self._begun = self.loaded = 0
         for prefix in self._prefixes:
             request = self._cache.begin(self._cache.chain(prefix))
@@ -332,7 +365,8 @@ class Traffic:
     def step(self) -> None:
         """The next text begins to load, and those that have arrived are saved."""
         self._loading = [each for each in self._loading if not self._saved(each)]
-        if not self._chains:
+        self._saving = [each for each in self._saving if self._cache.leave_device(each)]
+        if not self._chains or self._chains[0].keys[0] in {each.keys[0] for each in self._saving}:
             return
         request = self._cache.begin(self._chains[0])
         if isinstance(request, Wait):
@@ -349,6 +383,7 @@ class Traffic:
         self._chains.clear()
         for request in self._loading:
             if request.state is not RequestState.ENDED:
+                self._saving.append(request.chain)
                 self._cache.abort(request)
         self._loading.clear()
 
@@ -361,4 +396,5 @@ class Traffic:
             return False
         self._cache.commit(request, upto)
         self._cache.finish(request)
+        self._saving.append(request.chain)
         return True

@@ -22,22 +22,30 @@ import asyncio
 import itertools
 import json
 import os
+import re
 import statistics
 import string
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import httpx
 
+from benchmarks.hostile_bodies import ATTACKS as BODY_ATTACKS
+from benchmarks.machine import describe, parser_of, tell
+
 TURNS, TURN_S = 3, 4.0
 HEALTH_EVERY_S = 0.02
 TOKENS = 64
+OPTIONS = ("--speculate", "off", "--host-memory", "256MiB", "--device-memory", "256MiB")
+ENDS_S = 30.0
+"""A server that has not ended after so long is killed."""
 ATTACK_S = 60.0
 """An attack ends after this time at the latest, whatever becomes of the process that started it."""
 Attack = Callable[[httpx.AsyncClient], Awaitable[object]]
@@ -119,7 +127,9 @@ async def leave(client: httpx.AsyncClient) -> None:
 ATTACKS: dict[str, Attack] = {
     **{name: with_grammar(grammar) for name, grammar in GRAMMARS.items()},
     "leaving": leave,
+    **BODY_ATTACKS,
 }
+QUICK = "beginnings", "wrong_messages"
 
 
 def client_with(key: str, url: str) -> httpx.AsyncClient:
@@ -226,10 +236,29 @@ def compared(name: str, url: str, pid: int, turns: int, seconds: float) -> dict[
     }
 
 
-def measure(names: Sequence[str], turns: int, seconds: float) -> dict[str, Any]:
-    from benchmarks.machine import describe  # loads torch, which an attack need not wait for
-    from benchmarks.server import serving
+@contextmanager
+def serving(*more: str) -> Iterator[tuple[str, int]]:
+    """A server process: its URL and its number. Its log is read and thrown away. `more`: options."""
+    command = [sys.executable, "-m", "tiercel.cli", "serve", "--port", "0", *OPTIONS, *more]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert server.stderr is not None
+        found = None
+        while found is None:
+            line = server.stderr.readline()
+            assert line, "the server did not start"
+            found = re.search(r"listening on (http://\S+)", line)
+        Thread(target=server.stderr.read, daemon=True).start()
+        yield found[1], server.pid
+    finally:
+        server.terminate()
+        try:
+            server.wait(ENDS_S)
+        finally:
+            server.kill()
 
+
+def measure(names: Sequence[str], turns: int, seconds: float) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     keys = [word for key in ("other", *names) for word in ("--api-key", key)]
     with serving(*keys) as (url, pid):
@@ -240,9 +269,7 @@ def measure(names: Sequence[str], turns: int, seconds: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--quick", action="store_true", help="one short turn for each attack")
+    parser = parser_of(__doc__)
     parser.add_argument("--only", action="append", choices=ATTACKS, help="this attack; may be repeated")
     parser.add_argument("--attack", choices=ATTACKS, help=argparse.SUPPRESS)
     parser.add_argument("--url", help=argparse.SUPPRESS)
@@ -250,10 +277,9 @@ def main() -> None:
     if options.attack:
         asyncio.run(attack(options.attack, options.url))
         return
-    from benchmarks.machine import tell
-
     turns, seconds = (1, 1.0) if options.quick else (TURNS, TURN_S)
-    tell(measure(options.only or list(ATTACKS), turns, seconds), as_json=options.json)
+    names = options.only or (QUICK if options.quick else list(ATTACKS))
+    tell(measure(names, turns, seconds), as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""What grammars cost: `python -m benchmarks.masks [--json] [--device cuda] [--model v4-flash-8e]`.
+"""What grammars cost: `python -m benchmarks.masks [--json] [--quick] [--device cuda]
+[--model v4-flash-8e]`.
 
     step_ratio.*      time of a decode step of 16 texts with grammars, over the same without
     step_ms           of the texts without grammars
@@ -13,7 +14,6 @@ slows both; the slowest tenth of the steps does not count. `json`: objects with 
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import itertools
 import json
@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu_engines import RunningEngine
-from benchmarks.machine import describe, tell
+from benchmarks.machine import describe, parser_of, tell
 from tiercel.config import CacheConfig
 from tiercel.engine.ask import Ask, Sampling
 from tiercel.engine.build import open_engine
@@ -37,7 +37,7 @@ from tiercel.text.grammar import Asked, Grammar, Grammars, fill_masks, json_sche
 
 BATCH, TURN, NEW, ROUNDS, PROMPT = 16, 4, 120, 3, 64
 VOCABULARY = 129_280
-EOS = VOCABULARY - 1
+"""As many tokens as DeepSeek V4 has."""
 
 
 def endless(**properties: Any) -> Grammar:
@@ -60,17 +60,17 @@ GRAMMARS = {
 
 
 class Vocabulary:
-    """As many tokens as DeepSeek V4 has: bytes, and the words of Python's library and pieces of them."""
+    """So many tokens: bytes, and the words of Python's library and pieces of them."""
 
-    token_ids, eos, control = VOCABULARY, frozenset({EOS}), frozenset({EOS})
-
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
+        self.token_ids, end = size, size - 1
+        self.eos = self.control = frozenset({end})
         ids: dict[bytes, int] = {bytes([byte]): byte for byte in range(256)}
         for piece in self._pieces():
-            if len(ids) == EOS:
+            if len(ids) == end:
                 break
             ids.setdefault(piece.encode(), len(ids))
-        assert len(ids) == EOS, len(ids)
+        assert len(ids) == end, len(ids)
         self._ids, self._tokens = ids, [*ids, b""]
 
     @staticmethod
@@ -92,10 +92,12 @@ class Vocabulary:
         return tokens
 
 
-def masks(vocabulary: Vocabulary) -> dict[str, float]:
+def masks(vocabulary: Vocabulary, answers: int) -> dict[str, float]:
     """llguidance alone. A mask is of any token of a typical answer."""
     grammar = GRAMMARS["json"]
-    answer = [{"name": "Ada Lovelace", "age": 36, "notes": ["the first", "wrote on analytical engines"]}] * 4
+    answer = [
+        {"name": "Ada Lovelace", "age": 36, "notes": ["the first", "wrote on analytical engines"]}
+    ] * answers
     tokens = vocabulary.tokens_within(json.dumps(answer, indent=1)[:-2])
     first = time.perf_counter()
     grammars = Grammars(vocabulary)  # type: ignore[arg-type]
@@ -131,12 +133,12 @@ def masks(vocabulary: Vocabulary) -> dict[str, float]:
 class Answering:
     """Sixteen texts at once, and the milliseconds of each of their steps."""
 
-    def __init__(self, running: RunningEngine, grammar: Grammar | None) -> None:
+    def __init__(self, running: RunningEngine, grammar: Grammar | None, new: int) -> None:
         running.end_all()
         self._running, self.steps_ms, self.ended = running, list[float](), False
         missing = set[str]()
         for i in range(BATCH):
-            sampling = Sampling(NEW, temperature=1.0, seed=i, ignore_eos=True, grammar=grammar)
+            sampling = Sampling(new, temperature=1.0, seed=i, ignore_eos=True, grammar=grammar)
             prompt = tuple((i * 977 + at * 31) % 3000 + 300 for at in range(PROMPT))
             running.engine.add(Ask(f"mask-{i}", prompt, sampling))
             missing.add(f"mask-{i}")
@@ -152,9 +154,9 @@ class Answering:
             self.ended = self.ended or any(delta.finish for delta in deltas)
 
 
-def step_times(pair: Sequence[RunningEngine], grammar: Grammar) -> tuple[float, float]:
+def step_times(pair: Sequence[RunningEngine], grammar: Grammar, new: int) -> tuple[float, float]:
     """Milliseconds of a step with grammars, and of one without."""
-    both = [Answering(pair[0], grammar), Answering(pair[1], None)]
+    both = [Answering(pair[0], grammar, new), Answering(pair[1], None, new)]
     while not any(each.ended for each in both):
         for each in both:
             each.go_on(TURN)
@@ -162,9 +164,9 @@ def step_times(pair: Sequence[RunningEngine], grammar: Grammar) -> tuple[float, 
     return held, free
 
 
-def measure(model: str, device: str) -> dict[str, Any]:
-    vocabulary = Vocabulary()
-    figures: dict[str, Any] = masks(vocabulary)
+def measure(model: str, device: str, *, quick: bool = False) -> dict[str, Any]:
+    vocabulary = Vocabulary(4096 if quick and model == EMBEDDED else VOCABULARY)
+    figures: dict[str, Any] = masks(vocabulary, 1 if quick else 4)
     config = EngineConfig(CacheConfig(), running_max=BATCH, speculate="off")
     pair = [RunningEngine(open_engine(Build(model=model, device=device), config)[0]) for _ in range(2)]
     if model != EMBEDDED:
@@ -173,7 +175,8 @@ def measure(model: str, device: str) -> dict[str, Any]:
             grammars = Grammars(vocabulary)  # type: ignore[arg-type]
             engine.text.grammars = engine.runner._grammars = grammars  # type: ignore[attr-defined]
     for name, grammar in GRAMMARS.items():
-        rounds = [step_times(pair, grammar) for _ in range(ROUNDS + 1)][1:]
+        new = 2 * TURN if quick else NEW
+        rounds = [step_times(pair, grammar, new) for _ in range(1 if quick else ROUNDS + 1)][-ROUNDS:]
         figures[f"step_ratio.{name}"] = statistics.median(held / free for held, free in rounds)
         figures["step_ms"] = statistics.median(free for _, free in rounds)
     for running in pair:
@@ -182,12 +185,11 @@ def measure(model: str, device: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--json", action="store_true")
+    parser = parser_of(__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--model", default=EMBEDDED)
     options = parser.parse_args()
-    figures = measure(options.model, options.device)
+    figures = measure(options.model, options.device, quick=options.quick)
     tell(figures, as_json=options.json)
 
 

@@ -1,5 +1,5 @@
 """Our DeepSeek V4 against `transformers` on the same weights and machine: `python -m benchmarks.model
-[--json]`.
+[--json] [--quick]`.
 
 A random model of the shape of `tiny-v4`, fp32, CPU. Ratios are `transformers`' time over ours, taken
 alternately in one run, so that a busy machine slows both. Peak memory is that of a process of its own for
@@ -8,7 +8,6 @@ each length, less what it needs before.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
 import json
@@ -17,21 +16,36 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
-from benchmarks.machine import describe
+from benchmarks.machine import describe, parser_of
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.models.base import Span
 from tiercel.models.deepseek_v4.config import V4Config
 from tiercel.models.deepseek_v4.model import DeepseekV4
 from tiercel.spec import deepseek_v4
 
-PAGE, CONTEXT, PREFILL, BATCH, ROUNDS = 128, 512, 2048, 16, 5
+PAGE = 128
 LENGTHS = (512, 4096)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured."""
+
+    context: int = 512
+    prefill: int = 2048
+    batch: int = 16
+    rounds: int = 5
+    steps: int = 8
+
+
+QUICK = Sizes(context=16, prefill=48, batch=2, rounds=1, steps=1)
 
 
 def make_theirs() -> DeepseekV4ForCausalLM:
@@ -80,43 +94,44 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def ratio(theirs: Callable[[], object], ours: Callable[[], object]) -> dict[str, float]:
+def ratio(theirs: Callable[[], object], ours: Callable[[], object], rounds: int) -> dict[str, float]:
     """Alternately, so that both meet the same machine."""
     theirs()
     ours()
-    times = [(seconds(theirs), seconds(ours)) for _ in range(ROUNDS)]
+    times = [(seconds(theirs), seconds(ours)) for _ in range(rounds)]
     t, o = statistics.median(a for a, _ in times), statistics.median(b for _, b in times)
     return {"ratio": t / o, "theirs_ms": 1e3 * t, "ours_ms": 1e3 * o}
 
 
 @torch.inference_mode()
-def decode(theirs: DeepseekV4ForCausalLM, batch: int, steps: int = 8) -> dict[str, float]:
-    tokens = torch.randint(0, 4096, (batch, CONTEXT))
+def decode(theirs: DeepseekV4ForCausalLM, batch: int, sizes: Sizes) -> dict[str, float]:
+    tokens = torch.randint(0, 4096, (batch, sizes.context))
     past = theirs(tokens, use_cache=True).past_key_values
-    ours = Ours(theirs, texts=batch, tokens=CONTEXT + 4 * PAGE)
+    ours = Ours(theirs, texts=batch, tokens=sizes.context + 4 * PAGE)
     ours.model.forward([ours.span(i, tokens[i], 0) for i in range(batch)])
-    at, token = CONTEXT, torch.randint(0, 4096, (batch, 1))
+    at, token = sizes.context, torch.randint(0, 4096, (batch, 1))
 
     def their_steps() -> None:
-        for _ in range(steps):
+        for _ in range(sizes.steps):
             theirs(token, past_key_values=past, use_cache=True)
 
     def our_steps() -> None:
         nonlocal at
-        for _ in range(steps):
+        for _ in range(sizes.steps):
             ours.model.forward([ours.span(i, token[i], at) for i in range(batch)])
             at += 1
 
-    return ratio(their_steps, our_steps)
+    return ratio(their_steps, our_steps, sizes.rounds)
 
 
 @torch.inference_mode()
-def prefill(theirs: DeepseekV4ForCausalLM) -> dict[str, float]:
-    tokens = torch.randint(0, 4096, (1, PREFILL))
-    ours = Ours(theirs, texts=1, tokens=PREFILL)
+def prefill(theirs: DeepseekV4ForCausalLM, sizes: Sizes) -> dict[str, float]:
+    tokens = torch.randint(0, 4096, (1, sizes.prefill))
+    ours = Ours(theirs, texts=1, tokens=sizes.prefill)
     return ratio(
         lambda: theirs(tokens, use_cache=True, logits_to_keep=1),
         lambda: ours.model.forward([ours.span(0, tokens[0], 0)]),
+        sizes.rounds,
     )
 
 
@@ -155,15 +170,20 @@ def growth(who: str) -> float:
     return peaks[1] / max(1, peaks[0])
 
 
-def measure() -> dict[str, Any]:
+def measure(sizes: Sizes) -> dict[str, Any]:
+    """A peak is measured in a process of its own, which takes long: in a quick run it is this process."""
     theirs = make_theirs()
-    one, many, long = decode(theirs, 1), decode(theirs, BATCH), prefill(theirs)
+    one, many, long = decode(theirs, 1, sizes), decode(theirs, sizes.batch, sizes), prefill(theirs, sizes)
+    if sizes is QUICK:
+        peaks: dict[str, float] = {"peak_kb": peak_kb(sizes.context, "ours")}
+    else:
+        who = {"": "ours", "_transformers": "theirs"}
+        peaks = {f"memory_growth_512_to_4096{name}": growth(each) for name, each in who.items()}
     return {
         "decode_ratio_b1": one["ratio"],
         "decode_ratio_b16": many["ratio"],
         "prefill_ratio_2k": long["ratio"],
-        "memory_growth_512_to_4096": growth("ours"),
-        "memory_growth_512_to_4096_transformers": growth("theirs"),
+        **peaks,
         "decode_b1": one,
         "decode_b16": many,
         "prefill_2k": long,
@@ -172,14 +192,13 @@ def measure() -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--json", action="store_true")
+    parser = parser_of(__doc__)
     parser.add_argument("--peak", nargs=2, metavar=("TOKENS", "WHO"), help="for this program's own use")
     options = parser.parse_args()
     if options.peak:
         print(peak_kb(int(options.peak[0]), options.peak[1]))
         return
-    figures = measure()
+    figures = measure(QUICK if options.quick else Sizes())
     if options.json:
         print(json.dumps(figures, indent=2))
         return

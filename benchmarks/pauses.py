@@ -12,7 +12,6 @@ the steps, and the memory of a page: what the process has grown by.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
@@ -25,7 +24,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import describe
+from benchmarks.machine import describe, parser_of
 from tiercel.cache.request import Request, RequestState, Wait
 from tiercel.config import CacheConfig
 from tiercel.replay.null import Clock, NamedText, NullCache
@@ -177,10 +176,8 @@ def measure(pages: int, evict: str, kind: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_of(__doc__)
     parser.add_argument("--pages", type=int, default=PAGES)
-    parser.add_argument("--quick", action="store_true", help="few pages: does it run at all")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     pages, run = (QUICK_PAGES, measure) if options.quick else (options.pages, alone)
     scenes = [(evict, kind) for evict in ("value", "lru") for kind in TEXTS]

@@ -1,6 +1,6 @@
 """How fast pages come from another server's host memory, beside one large read with the same transport.
 
-    python -m benchmarks.peers [--json]
+    python -m benchmarks.peers [--json] [--quick]
     unshare --map-root-user --net python -m benchmarks.peers --two-networks [--json]
 
 The other server is a process of its own on this machine, with pages of DeepSeek V4 Flash in its host memory;
@@ -54,7 +54,7 @@ from tests.whole.process import running
 from tests.whole.test_store import generate, wait_until_written
 
 from benchmarks import peers_roles
-from benchmarks.machine import describe
+from benchmarks.machine import describe, parser_of
 from tiercel.cache import HostCache
 from tiercel.config import CacheConfig
 from tiercel.memory.buffers import HostMemory
@@ -201,6 +201,8 @@ def _measure(told: dict[str, Any], ours: str, layout: str, rounds: int) -> dict[
         taken["asked"].append(seconds(lambda: stores["tcp"].contains(asked)))
     for store in stores.values():
         store.close()
+    connection.close()
+    engine.close()
 
     def share(how: str, name: str) -> float:
         pairs = zip(taken[f"whole.{name}"], taken[f"{how}.{name}"], strict=True)
@@ -220,10 +222,11 @@ def _measure(told: dict[str, Any], ours: str, layout: str, rounds: int) -> dict[
 
 
 MEMORY = ("--device-memory", "24MiB", "--host-memory", "128MiB")
-PROMPT_TOKENS = 4096
+PROMPT_TOKENS = {False: 4096, True: 300}
+"""By whether it is quick."""
 
 
-def measure_first_tokens(rounds: int) -> dict[str, float]:
+def measure_first_tokens(rounds: int, prompt_tokens: int) -> dict[str, float]:
     """Milliseconds until the first token of a prompt that the first server has computed."""
     taken = defaultdict(list)
     with ExitStack() as stack:
@@ -240,7 +243,7 @@ def measure_first_tokens(rounds: int) -> dict[str, float]:
             "recompute_on_decode": stack.enter_context(running(*MEMORY)),
         }
         for number in range(rounds + 1):
-            prompt = words(PROMPT_TOKENS, seed=1000 + number)
+            prompt = words(prompt_tokens, seed=1000 + number)
             generate(first, prompt, 1)
             wait_until_written(first)
             for name, server in servers.items():
@@ -251,23 +254,24 @@ def measure_first_tokens(rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--offer", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--host", default="127.0.0.1", help=argparse.SUPPRESS)
     parser.add_argument("--two-networks", action="store_true")
     parser.add_argument("--layout", default="page_first_direct")
-    parser.add_argument("--pages", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--pages", type=int)
+    parser.add_argument("--rounds", type=int)
     options = parser.parse_args()
     if options.offer:
         offer(options.offer, options.layout, options.host)
         return
+    pages, rounds = options.pages or (8 if options.quick else 128), options.rounds
+    rounds = rounds or (1 if options.quick else ROUNDS)
     figures = {"machine": describe(), "page_bytes": SPEC.page_bytes, "layout": options.layout}
-    figures |= measure(options.pages, options.layout, options.rounds, options.two_networks)
+    figures |= measure(pages, options.layout, rounds, options.two_networks)
     if not options.two_networks:
-        figures["resumed_ms"] = measure_first_tokens(options.rounds)
-        figures |= peers_roles.measure()
+        figures["resumed_ms"] = measure_first_tokens(rounds, PROMPT_TOKENS[options.quick])
+        figures |= peers_roles.measure(peers_roles.QUICK if options.quick else peers_roles.Sizes())
     if options.json:
         print(json.dumps(figures))
         return

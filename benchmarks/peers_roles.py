@@ -15,6 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -22,9 +23,23 @@ import httpx
 from tests.servers import free_port, redis_server
 from tests.whole.process import Server
 
-PROMPT, PAGE, ROUNDS = 4096, 128, 5
+PAGE = 128
 MEMORY = ("--device-memory", "128MiB", "--host-memory", "512MiB")
-ANSWERS, ARRIVALS, LOAD = 4, 6, 1024
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured."""
+
+    prompt: int = 4096
+    rounds: int = 5
+    answers: int = 4
+    arrivals: int = 6
+    load: int = 1024
+    settle_s: float = 1.0
+
+
+QUICK = Sizes(400, 1, 1, 1, 64, 0.1)
 
 
 def words(seed: int, count: int) -> list[int]:
@@ -52,13 +67,14 @@ def first_token_s(server: Server, tokens: list[int], **fields: Any) -> float:
 class Seeds:
     """Prompts that nobody has seen."""
 
-    def __init__(self) -> None:
-        self._next = 0
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes, self._next = sizes, 0
 
     def prompt(self, count: int | None = None) -> list[int]:
-        """By default of about `PROMPT` tokens: what is left behind the last whole page differs."""
+        """By default of about 4 K tokens: what is left behind the last whole page differs."""
         self._next += 1
-        return words(self._next, count or PROMPT + Random(self._next).randrange(PAGE) - PAGE // 2)
+        own = self.sizes.prompt + Random(self._next).randrange(PAGE) - PAGE // 2
+        return words(self._next, count or own)
 
 
 def both(prefill: Server, decode: Server, tokens: list[int], room: dict[str, Any]) -> float:
@@ -107,7 +123,7 @@ def loaded(server: Server, seeds: Seeds) -> Iterator[None]:
 
     def ask() -> None:
         while not ended.is_set():
-            first_token_s(server, seeds.prompt(LOAD))
+            first_token_s(server, seeds.prompt(seeds.sizes.load))
 
     asking = threading.Thread(target=ask)
     asking.start()
@@ -138,21 +154,23 @@ def p99_ms(server: Server, seeds: Seeds, arrive: Callable[[list[int]], object]) 
                 if ended.is_set():
                     return
 
-    threads = [threading.Thread(target=answer) for _ in range(ANSWERS)]
+    threads = [threading.Thread(target=answer) for _ in range(seeds.sizes.answers)]
     for thread in threads:
         thread.start()
-    time.sleep(1.0)
+    time.sleep(seeds.sizes.settle_s)
     gaps.clear()
-    for _ in range(ARRIVALS):
+    for _ in range(seeds.sizes.arrivals):
         arrive(seeds.prompt())
+    while len(gaps) < 2:
+        time.sleep(0.01)
     ended.set()
     for thread in threads:
         thread.join()
     return statistics.quantiles(gaps, n=100)[98] * 1e3
 
 
-def measure(rounds: int = ROUNDS) -> dict[str, float]:
-    seeds, port = Seeds(), free_port()
+def measure(sizes: Sizes) -> dict[str, float]:
+    seeds, port, rounds = Seeds(sizes), free_port(), sizes.rounds
     room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": 1}
     with ExitStack() as stack:
         alone = stack.enter_context(served())

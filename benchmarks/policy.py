@@ -1,4 +1,5 @@
-"""Which share of prompt tokens each eviction policy saves: `python -m benchmarks.policy [--json] TRACES…`.
+"""Which share of prompt tokens each eviction policy saves: `python -m benchmarks.policy [--json] TRACES…`,
+or `--quick` without traces.
 
 A trace is a file, or a folder whose files are replayed together. Every policy is replayed with the shipping
 code (`tiercel.replay`), half of the bytes on each tier, or all on the device (`--device-only`), DeepSeek V4
@@ -9,16 +10,19 @@ one tier of the same bytes. Requests that do not fit on the device are left out 
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tests.replay.traffic import conversations, write_tokens
 
 from benchmarks import policy_models
-from benchmarks.machine import describe, tell
+from benchmarks.machine import describe, parser_of, tell
 from tiercel.config import CacheConfig
 from tiercel.engine.config import places_of
 from tiercel.replay.formats import read_trace
@@ -68,8 +72,9 @@ def measure(
 ) -> Iterator[tuple[str, float]]:
     names = [name for name in (*POLICIES, *BOUNDS) if name != "shipping"]
     jobs = [(path, size, name, device_only) for path in paths for size in gigabytes for name in names]
-    with ProcessPoolExecutor(processes) as pool:
-        for (path, size, name, _), ratio in zip(jobs, pool.map(hit_ratio, jobs), strict=True):
+    with ProcessPoolExecutor(processes) if processes > 1 else nullcontext() as pool:
+        ratios = pool.map(hit_ratio, jobs) if pool is not None else map(hit_ratio, jobs)
+        for (path, size, name, _), ratio in zip(jobs, ratios, strict=True):
             for told, policy in POLICIES.items():
                 if policy == POLICIES.get(name):
                     yield f"hit.{path.stem}.{size}.{told}", ratio
@@ -78,14 +83,20 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("traces", nargs="+", type=Path)
+    parser = parser_of(__doc__)
+    parser.add_argument("traces", nargs="*", type=Path)
     parser.add_argument("--gigabytes", type=int, nargs="+", default=list(GIGABYTES))
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--device-only", action="store_true")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    figures = dict(measure(options.traces, options.gigabytes, options.processes, options.device_only))
+    if not (options.traces or options.quick):
+        parser.error("which traces? (--quick has some of its own)")
+    with TemporaryDirectory() as folder:
+        traces, gigabytes, processes = options.traces, options.gigabytes, options.processes
+        if options.quick:
+            asked = conversations(5, 40, shared=700, turn=900, most=20_000)
+            traces, gigabytes, processes = [write_tokens(Path(folder) / "small.jsonl", asked)], [1], 1
+        figures = dict(measure(traces, gigabytes, processes, options.device_only))
     tell({"machine": describe(), **figures}, as_json=options.json)
 
 

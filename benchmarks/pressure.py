@@ -10,12 +10,11 @@ Every page that a text needs has to be evicted, saved and waited for.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Iterator
 from typing import cast
 
-from benchmarks.machine import describe, tell
+from benchmarks.machine import describe, parser_of, tell
 from tiercel.config import CacheConfig
 from tiercel.engine.ask import Ask, Sampling, TokenOut
 from tiercel.engine.config import EngineConfig
@@ -97,12 +96,10 @@ def measure(counts: list[int], policies: list[str], steps: int) -> Iterator[tupl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_of(__doc__)
     parser.add_argument("--running", type=int, nargs="+", default=[64, 256, 512])
     parser.add_argument("--evict", nargs="+", default=["value", "lru"])
     parser.add_argument("--steps", type=int, default=240)
-    parser.add_argument("--quick", action="store_true", help="few texts and few steps, to see that it runs")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if options.quick:
         options.running, options.steps = [16], 40

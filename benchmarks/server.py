@@ -12,27 +12,22 @@ sockets in this process: where there are two cores, they take a part of what the
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
-import re
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import httpx
+from tests.whole.process import running
 
 from benchmarks.engine import MIB, words
-from benchmarks.machine import describe, tell
+from benchmarks.machine import describe, parser_of, tell
 from tiercel.config import CacheConfig
 from tiercel.engine.ask import Ask, Sampling
 from tiercel.engine.build import open_engine
@@ -178,28 +173,6 @@ async def http_round(url: str, pid: int, requests: int, first: int) -> Round:
     return round_
 
 
-@contextmanager
-def serving(*more: str) -> Iterator[tuple[str, int]]:
-    """A server process: its URL and its number. Its log is read and thrown away. `more`: options."""
-    command = [sys.executable, "-m", "tiercel.cli", "serve", "--port", "0", *OPTIONS, *more]
-    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    try:
-        assert server.stderr is not None
-        found = None
-        while found is None:
-            line = server.stderr.readline()
-            assert line, "the server did not start"
-            found = re.search(r"listening on (http://\S+)", line)
-        Thread(target=server.stderr.read, daemon=True).start()
-        yield found[1], server.pid
-    finally:
-        server.terminate()
-        try:
-            server.wait(ENDS_S)
-        finally:
-            server.kill()
-
-
 def cpu_s(pid: int) -> float:
     """CPU seconds that a process has used."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -207,7 +180,7 @@ def cpu_s(pid: int) -> float:
 
 
 async def feed_cost(url: str, pid: int, seconds: float) -> dict[str, float]:
-    """A request every half second, so that numbers change; with a listener and without, taking turns."""
+    """A request every half second or more, so that numbers change; with a listener and without, in turns."""
     used: dict[bool, list[float]] = {True: [], False: []}
     received = 0
     async with httpx.AsyncClient(base_url=url, timeout=60) as client:
@@ -225,7 +198,7 @@ async def feed_cost(url: str, pid: int, seconds: float) -> dict[str, float]:
             while time.perf_counter() - start < seconds:
                 body = {"prompt": prompt_of(turn), "max_tokens": 1, "temperature": 0}
                 (await client.post("/v1/completions", json=body)).raise_for_status()
-                await asyncio.sleep(0.5)
+                await asyncio.sleep(min(0.5, seconds / 4))
             used[listens].append((cpu_s(pid) - begun) / (time.perf_counter() - start))
             if listener is not None:
                 listener.cancel()
@@ -241,7 +214,8 @@ def measure(rounds: int, feed_s: float, requests: int = 2 * CLIENTS) -> dict[str
     settings = CacheConfig(device_pages=1, host_bytes=256 * MIB)
     engine, _ = open_engine(Build(device_bytes=256 * MIB), EngineConfig(settings, speculate="off"))
     pairs: list[tuple[Round, Round]] = []
-    with serving() as (url, pid):
+    with running(*OPTIONS) as server:
+        url, pid = server.url, server.process.pid
         for number in range(rounds + 1):
             first = number * requests
             both = asyncio.run(http_round(url, pid, requests, first)), engine_round(engine, requests, first)
@@ -265,11 +239,8 @@ def measure(rounds: int, feed_s: float, requests: int = 2 * CLIENTS) -> dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--quick", action="store_true", help="one round, to try it")
-    options = parser.parse_args()
-    figures = measure(1, 2.0, CLIENTS) if options.quick else measure(ROUNDS, FEED_S)
+    options = parser_of(__doc__).parse_args()
+    figures = measure(1, 0.2, 8) if options.quick else measure(ROUNDS, FEED_S)
     tell(figures, as_json=options.json)
 
 

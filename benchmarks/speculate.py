@@ -1,4 +1,5 @@
-"""What guesses bring: `python -m benchmarks.speculate [--json] [--only accept,speed,tiers] [--device cuda]`.
+"""What guesses bring: `python -m benchmarks.speculate [--json] [--quick] [--only accept,speed,tiers]
+[--device cuda]`.
 
     accept_length     tokens per step of the target, by draft, kind of text and number of guesses
     speedup           tokens per second of engines with guesses over those without, by batch
@@ -32,8 +33,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from benchmarks.machine import describe
-from benchmarks.speculate_engine import accept_after, speedups
+from benchmarks.machine import describe, parser_of
+from benchmarks.speculate_engine import QUICK, Sizes, accept_after, speedups
 from tiercel.engine.drafting import DraftText, make_drafter
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.models.base import Span
@@ -84,6 +85,8 @@ class Drafting:
     def run(self, prompts: Sequence[list[int]], count: int) -> tuple[Tensor, Tensor]:
         """(what the model says [texts, count + 1], the guesses at each of these tokens [texts, count, 4])"""
         texts = [list(prompt) for prompt in prompts]
+        for ring in range(len(texts)):
+            self._drafter.begin(ring)  # what was said of the text before it does not count
         guesses, said = (
             [],
             [self._step([Span(torch.tensor(t), 0, self._pages[i], i) for i, t in enumerate(texts)])],
@@ -141,10 +144,10 @@ def _exams(folder: Path, texts: int) -> list[list[str]]:
     return exams
 
 
-def accept_length(drafting: Drafting, kind: str) -> list[float]:
+def accept_length(drafting: Drafting, kind: str, most: int = NEW) -> list[float]:
     """Tokens per step of the target with 1, 2, 3, 4 guesses."""
     end = Tokenizer.from_file(str(drafting.folder / "tokenizer.json")).token_to_id(END)
-    tokens, steps, new = [0] * GUESSES, [0] * GUESSES, ANSWER if kind == "recall" else NEW
+    tokens, steps, new = [0] * GUESSES, [0] * GUESSES, ANSWER if kind == "recall" else most
     for prompts in prompts_of(kind, drafting.folder, drafting.texts):
         said, guesses = drafting.run(prompts, new + GUESSES)
         later = said.unfold(1, GUESSES, 1)[:, 1:]  # [texts, tokens, 4]: what the model says after each token
@@ -170,33 +173,36 @@ def measure(
     head: Path | None = None,
     only: str = "accept,speed,tiers",
     device: str = "cpu",
+    sizes: Sizes | None = None,
 ) -> dict[str, Any]:
+    sizes = sizes or Sizes()
+    kinds = ("recall",) if sizes is QUICK else KINDS
     figures: dict[str, Any] = {}
     if device != "cpu":
         drafts = [name for name in drafts if name != "eagle"]  # there are no kernels for it
     for name in drafts if "accept" in only else ():
-        drafting = Drafting(name, head=head)
-        figures |= {f"accept_length.{name}.{kind}": accept_length(drafting, kind) for kind in KINDS}
+        drafting, most = Drafting(name, head=head, texts=sizes.texts), min(NEW, sizes.new[1])
+        figures |= {f"accept_length.{name}.{kind}": accept_length(drafting, kind, most) for kind in kinds}
     folder = folder_of(EMBEDDED)
-    prompts = {kind: prompts_of(kind, folder)[0] for kind in KINDS}
+    prompts = {kind: prompts_of(kind, folder, sizes.texts)[0] for kind in KINDS}
     if "speed" in only:
         vocabulary = V4Config.from_hf(Checkpoint(folder).config).vocab_size
-        figures |= speedups(prompts, vocabulary, device, ("auto", *drafts))
+        figures |= speedups(prompts, vocabulary, device, ("auto", *drafts), sizes)
     for name in drafts if "tiers" in only else ():
         if name != "ngram":
-            figures |= accept_after([*prompts["code"], *prompts["text"]], name, device)
+            figures |= accept_after(prompts["code"] + prompts["text"] * (sizes is not QUICK), name, device)
     return {**figures, "machine": describe()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--json", action="store_true")
+    parser = parser_of(__doc__)
     parser.add_argument("--drafts", default=",".join(DRAFTS))
     parser.add_argument("--head", type=Path, help="the file of an EAGLE head, if not the model's own")
     parser.add_argument("--only", default="accept,speed,tiers")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
-    figures = measure(options.drafts.split(","), options.head, options.only, options.device)
+    sizes = QUICK if options.quick else Sizes()
+    figures = measure(options.drafts.split(","), options.head, options.only, options.device, sizes)
     if options.json:
         print(json.dumps(figures, indent=2))
         return

@@ -6,7 +6,8 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from random import Random
 
 from tests.engine.drive import Always
@@ -21,9 +22,19 @@ from tiercel.models.base import Draft
 Prompts = Sequence[list[int]]
 
 MIB, PAGE = 2**20, 128
-NEW = {1: 192, 16: 96, 64: 64}
-"""Tokens of each answer, by batch."""
-ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured."""
+
+    texts: int = 16
+    new: Mapping[int, int] = field(default_factory=lambda: {1: 192, 16: 96, 64: 64})
+    """Tokens of each answer, by batch."""
+    rounds: int = 5
+
+
+QUICK = Sizes(texts=1, new={1: 12}, rounds=1)
 TURNS = {"cpu": 8, "cuda": 32}
 """Steps. A device computes one step of an engine whose turn is over while the other one begins."""
 FIRST = 8
@@ -40,12 +51,14 @@ class Answering:
     """So many texts at once on an engine: tokens and seconds from the moment all have a token until the
     first of them has all. What earlier rounds left in the cache is used."""
 
-    def __init__(self, running: RunningEngine, prompts: Prompts, batch: int, *, sampled: bool) -> None:
+    def __init__(
+        self, running: RunningEngine, prompts: Prompts, batch: int, new: int, *, sampled: bool
+    ) -> None:
         running.end_all()
         self._running, self.tokens, self.seconds, self.ended = running, 0, 0.0, False
         names = set[str]()
         for i in range(batch):
-            sampling = Sampling(NEW[batch], temperature=1.0 if sampled else 0.0, seed=i, ignore_eos=True)
+            sampling = Sampling(new, temperature=1.0 if sampled else 0.0, seed=i, ignore_eos=True)
             names.add(str(i))
             running.engine.add(Ask(str(i), tuple(prompts[i % len(prompts)]), sampling))
         while names:
@@ -62,11 +75,11 @@ class Answering:
 
 
 def speedup(
-    pair: Sequence[RunningEngine], prompts: Prompts, batch: int, *, sampled: bool, turn: int = TURNS["cpu"]
+    pair: Sequence[RunningEngine], prompts: Prompts, batch: int, new: int, *, sampled: bool, turn: int
 ) -> float:
     """Tokens per second of the first engine over the second's. They run in turns of a few steps: other work
     on the machine slows both."""
-    both = [Answering(each, prompts, batch, sampled=sampled) for each in pair]
+    both = [Answering(each, prompts, batch, new, sampled=sampled) for each in pair]
     while not any(each.ended for each in both):
         for each in both:
             each.go_on(turn)
@@ -75,20 +88,23 @@ def speedup(
 
 
 def speedups(
-    prompts: dict[str, Prompts], vocabulary: int, device: str, kinds: Sequence[str]
+    prompts: dict[str, Prompts], vocabulary: int, device: str, kinds: Sequence[str], sizes: Sizes
 ) -> dict[str, float]:
-    """Over the same without guesses; medians of `ROUNDS`, after one that counts not. `random`: sampled behind
-    noise."""
+    """Over the same without guesses; medians of some rounds, after one that counts not. `random`: sampled
+    behind noise."""
     noise = Random(0)
     prompts = {**prompts, "random": [[noise.randrange(vocabulary) for _ in range(256)] for _ in range(64)]}
     plain, found = make_engine("off", device), dict[str, float]()
     for kind in kinds:
         guessing = make_engine(kind, device)
-        for text, own in prompts.items():
-            for batch in NEW:
+        for text, own in list(prompts.items())[-2 if sizes is QUICK else 0 :]:
+            for batch, new in sizes.new.items():
                 how = {"sampled": text == "random", "turn": TURNS[device]}
-                rates = [speedup((guessing, plain), own, batch, **how) for _ in range(ROUNDS + 1)]
-                found[f"speedup.{kind}.{text}.batch{batch}"] = statistics.median(rates[1:])
+                rates = [
+                    speedup((guessing, plain), own, batch, new, **how)
+                    for _ in range(sizes.rounds + (sizes is not QUICK))
+                ]
+                found[f"speedup.{kind}.{text}.batch{batch}"] = statistics.median(rates[-sizes.rounds :])
         guessing.close()
     plain.close()
     return found

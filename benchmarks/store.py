@@ -1,6 +1,6 @@
 """How fast records go to a store and come back, beside what the disk itself can do.
 
-    python -m benchmarks.store [--json]
+    python -m benchmarks.store [--json] [--quick]
 
 Pages lie in one aligned host buffer. As in the mover, a few threads take batches of about 8 MiB; writing
 includes the header with its checksum, reading includes verifying every byte. Pages are read back in random
@@ -17,7 +17,6 @@ whole tables. Asking and opening read the tables only.
 
 from __future__ import annotations
 
-import argparse
 import json
 import mmap
 import os
@@ -34,7 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import describe
+from benchmarks.machine import describe, parser_of
 from tiercel.storage.base import Get, Put, Store
 from tiercel.storage.file import FileStore
 from tiercel.storage.file.direct import ALIGN
@@ -43,25 +42,37 @@ from tiercel.storage.file.segment import Segment, Table, packed_bytes
 from tiercel.storage.record import Form, Kind, RecordKey, record_key
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
-BYTES = 512 * MIB
-"""Of pages in each measurement; about as much of the disk is used at a time."""
-SIZES = {"64k": 64 * KIB, "256k": 256 * KIB, "1m": MIB}
+PAGE_SIZES = {"64k": 64 * KIB, "256k": 256 * KIB, "1m": MIB}
 BATCH_BYTES = 8 * MIB
 THREADS = 4
-ROUNDS = 5
-RECORDS = 1_000_000
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured."""
+
+    bytes: int = 512 * MIB
+    """Of pages in each measurement; about as much of the disk is used at a time."""
+    others_bytes: int = 96 * MIB
+    rounds: int = 5
+    others_rounds: int = 3
+    records: int = 1_000_000
+
+
+QUICK = Sizes(8 * MIB, 4 * MIB, 1, 1, 5000)
 
 
 @dataclass
 class Figures:
     """Every measurement of every round, by name; told as medians."""
 
+    sizes: Sizes
     taken: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, name: str, value: float) -> None:
         self.taken[name].append(value)
 
-    def rate(self, name: str, work: Callable[[], object], size: int = BYTES) -> None:
+    def rate(self, name: str, work: Callable[[], object], size: int) -> None:
         """GB/s of one piece of work. What was deleted before is not paid for by who comes next."""
         os.sync()
         start = time.perf_counter()
@@ -102,35 +113,38 @@ class Pages:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
-    as_json = parser.parse_args().json
+    options = parser_of(__doc__).parse_args()
     from benchmarks.store_hits import no_hit, ttft
     from benchmarks.store_others import measure_others  # it uses this module
 
     random.seed(0)
-    figures = Figures()
+    figures = Figures(QUICK if options.quick else Sizes())
     with tempfile.TemporaryDirectory(prefix="tiercel-store-") as folder:
-        memory = noise(BYTES)
+        memory = noise(figures.sizes.bytes)
         measure_rounds(Path(folder), memory, figures)
         measure_index(Path(folder), figures)
         measure_others(memory, figures)
         del memory
-        told = to_json(figures) | {"ttft_ms": ttft(Path(folder)), "no_hit": no_hit(Path(folder))}
-    print(json.dumps(told, indent=1) if as_json else to_table(told))
+        hits: dict[str, Any] = {}
+        if not options.quick:  # `benchmarks.store_hits` has a quick form of its own
+            hits = {"ttft_ms": ttft(Path(folder)), "no_hit": no_hit(Path(folder))}
+    told = to_json(figures) | hits
+    print(json.dumps(told, indent=1) if options.json else to_table(figures.sizes, told))
 
 
 # Writing and reading
 
 
 def measure_rounds(folder: Path, memory: memoryview, figures: Figures) -> None:
-    for _ in range(ROUNDS):
-        for name, size in SIZES.items():
+    for _ in range(figures.sizes.rounds):
+        for name, size in PAGE_SIZES.items():
             measure_limit(folder, memory, figures)
             with FileStore(folder / "store", 2 * GIB) as store:
                 measure_store(store, f"file.{name}", Pages.of(memory, size, store.align), figures)
             shutil.rmtree(folder / "store")
-        measure_file_per_page(folder, Pages.of(memory[: BYTES // 2], SIZES["256k"], ALIGN), figures)
+        measure_file_per_page(
+            folder, Pages.of(memory[: len(memory) // 2], PAGE_SIZES["256k"], ALIGN), figures
+        )
 
 
 def measure_store(store: Store, name: str, pages: Pages, figures: Figures) -> None:
@@ -169,11 +183,12 @@ def get(store: Store, pages: Pages, batch: Sequence[int]) -> None:
 
 def measure_limit(folder: Path, memory: memoryview, figures: Figures) -> None:
     """The same bytes through one file, in pieces of several sizes: the best of them is the limit."""
-    for piece, threads in ((64 * MIB, 1), (8 * MIB, 1), (8 * MIB, 2)):
-        starts = range(0, BYTES, piece)
+    size = len(memory)
+    for piece, threads in ((size // 8, 1), (size // 64, 1), (size // 64, 2)):
+        starts = range(0, size, piece)
         limit = "limit" if threads == 1 else "two_at_a_time"
         with new_file(folder / "limit") as file:
-            os.posix_fallocate(file, 0, BYTES)
+            os.posix_fallocate(file, 0, size)
 
             def write(at: int, file: int = file, piece: int = piece) -> None:
                 assert os.pwrite(file, memory[at : at + piece], at) == piece
@@ -185,9 +200,10 @@ def measure_limit(folder: Path, memory: memoryview, figures: Figures) -> None:
                 in_threads(write, starts, threads)  # noqa: B023 - called in this turn of the loop
                 os.fdatasync(file)
 
-            figures.rate(f"{limit}_write_gb_s.{piece // MIB}m", write_all)
-            rate = f"{limit}_read_gb_s.{piece // MIB}m"
-            figures.rate(rate, lambda: in_threads(read, starts, threads))  # noqa: B023
+            told = f"{piece // MIB}m" if piece >= MIB else f"{piece // KIB}k"
+            figures.rate(f"{limit}_write_gb_s.{told}", write_all, size)
+            reads = f"{limit}_read_gb_s.{told}"
+            figures.rate(reads, lambda: in_threads(read, starts, threads), size)  # noqa: B023
 
 
 def measure_file_per_page(folder: Path, pages: Pages, figures: Figures) -> None:
@@ -221,14 +237,15 @@ def measure_file_per_page(folder: Path, pages: Pages, figures: Figures) -> None:
 def measure_index(folder: Path, figures: Figures) -> None:
     """Opening a store of a million records, and asking it for 128 of them at once."""
     page = 256 * KIB + ALIGN
-    size = RECORDS * page * 5 // 4
-    keys = [record_key(Kind.PAGE, bytes(16), random.randbytes(32)) for _ in range(RECORDS)]
+    records = figures.sizes.records
+    size = records * page * 5 // 4
+    keys = [record_key(Kind.PAGE, bytes(16), random.randbytes(32)) for _ in range(records)]
     make_sealed(folder / "million", keys, page, segment_bytes_for(size))
-    for _ in range(ROUNDS):
+    for _ in range(figures.sizes.rounds):
         start = time.perf_counter()
         store = FileStore(folder / "million", size)
         figures.add("open_1m_s", time.perf_counter() - start)
-        assert store.stats()["records"] == RECORDS
+        assert store.stats()["records"] == records
         for _ in range(20):
             some = random.sample(keys, 128)
             start = time.perf_counter()
@@ -301,20 +318,20 @@ def to_json(figures: Figures) -> dict[str, Any]:
     told: dict[str, Any] = {"machine": describe()}
     for what in ("write", "read"):
         limit = figures.best(f"limit_{what}_gb_s")
-        for name in SIZES:
+        for name in PAGE_SIZES:
             told[f"{what}_ratio_{name}"] = figures.median(f"{what}_gb_s.file.{name}") / limit
         per_page = figures.median(f"{what}_gb_s.file_per_page")
         told[f"vs_file_per_page_{what}"] = figures.median(f"{what}_gb_s.file.256k") / per_page
     told |= {name: figures.median(name) for name in figures.taken}
-    for name, size in SIZES.items():
+    for name, size in PAGE_SIZES.items():
         for what in ("write", "read"):
             told[f"{what}_records_s.file.{name}"] = figures.median(f"{what}_gb_s.file.{name}") * 1e9 / size
     return {name: round(value, 3) if isinstance(value, float) else value for name, value in told.items()}
 
 
-def to_table(told: dict[str, Any]) -> str:
-    lines = [f"{told['machine']}\n{BYTES // MIB} MiB in each measurement, medians of {ROUNDS}\n"]
-    flat = told | {f"ttft_ms.{name}": value for name, value in told["ttft_ms"].items()}
+def to_table(sizes: Sizes, told: dict[str, Any]) -> str:
+    lines = [f"{told['machine']}\n{sizes.bytes // MIB} MiB in each measurement, medians of {sizes.rounds}\n"]
+    flat = told | {f"ttft_ms.{name}": value for name, value in told.get("ttft_ms", {}).items()}
     lines += [f"{name:40}{value:12,.2f}" for name, value in flat.items() if isinstance(value, float)]
     return "\n".join(lines)
 

@@ -1,6 +1,6 @@
 """What does a full file store still have when it is asked? Hit rates beside exact LRU and FIFO.
 
-    python -m benchmarks.store_evict
+    python -m benchmarks.store_evict [--json] [--quick]
     python -m benchmarks.store_evict --traces FOLDER   # mooncake_conversation.jsonl, agentic/trace_*.json.gz
 
 Texts are replayed against a real store: what is there of a text from its first page on is read, the rest is
@@ -12,7 +12,6 @@ of a trace, with and without the uses it kept. Nothing here depends on the speed
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import hashlib
 import json
@@ -26,6 +25,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from benchmarks.machine import describe, parser_of
 from tiercel.storage.base import Get, Put
 from tiercel.storage.file import FileStore, direct
 from tiercel.storage.file.direct import ALIGN
@@ -170,24 +170,33 @@ def _requests(requests: list[dict]) -> Iterator[tuple[float, list[int]]]:
         yield from _requests(each.get("requests", []))
 
 
-def measure(trace: Trace, policies: Sequence[str]) -> None:
+Figures = dict[str, dict[str, float]]
+"""By trace and policy: shares of pages that were found, and bytes written."""
+
+
+def measure(trace: Trace, policies: Sequence[str]) -> Figures:
+    figures: Figures = {}
     for name, lru in (("exact LRU", True), ("exact FIFO", False)):
         host = Host(trace.host_pages) if trace.host_pages else None
-        print(f"{trace.name:24} {name:10} {replay(trace.texts, Exact(trace.pages, lru=lru), host):.3f}")
+        figures[name] = {"hits": replay(trace.texts, Exact(trace.pages, lru=lru), host)}
     for policy in policies:
         with tempfile.TemporaryDirectory(dir=_memory()) as folder:
-            direct.calls = calls = Counting()
-            stored = Stored(Path(folder) / "store", trace.pages, policy)
-            host = Host(trace.host_pages) if trace.host_pages else None
-            rate = replay(trace.texts, stored, host)
-            stored.store.close()
-            more = calls.written / max(1, stored.put_bytes)
-            print(f"{trace.name:24} {policy:10} {rate:.3f}  written {more:.2f}", flush=True)
+            before, direct.calls = direct.calls, Counting()
+            calls = direct.calls
+            try:
+                stored = Stored(Path(folder) / "store", trace.pages, policy)
+                host = Host(trace.host_pages) if trace.host_pages else None
+                rate = replay(trace.texts, stored, host)
+                stored.store.close()
+            finally:
+                direct.calls = before
+            figures[policy] = {"hits": rate, "written": calls.written / max(1, stored.put_bytes)}
+    return figures
 
 
-def measure_restart(trace: Trace) -> None:
+def measure_restart(trace: Trace) -> Figures:
     """The next part of a trace (as long as the store has pages) without a restart, and with one."""
-    half = len(trace.texts) // 2
+    half, figures = len(trace.texts) // 2, dict[str, dict[str, float]]()
     after = trace.texts[half : half + trace.pages]
     for name in ("not restarted", "restarted", "uses lost"):
         with tempfile.TemporaryDirectory(dir=_memory()) as folder:
@@ -199,8 +208,9 @@ def measure_restart(trace: Trace) -> None:
                 if name == "uses lost":
                     (path / "uses").unlink(missing_ok=True)
                 stored = Stored(path, trace.pages, "lru")
-            print(f"{trace.name:24} {name:14} {replay(after, stored):.3f}", flush=True)
+            figures[name] = {"hits": replay(after, stored)}
             stored.store.close()
+    return figures
 
 
 def _memory() -> str | None:
@@ -209,24 +219,32 @@ def _memory() -> str | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--traces", type=Path)
     parser.add_argument("--policies", nargs="*", default=["lru", "slru", "lfu"])
     options = parser.parse_args()
-    artificial = [Trace(f"Zipf {e}", zipf(e, 20_000, 60_000), 2048) for e in (0.8, 1.0)]
+    texts, pages = (300, 128) if options.quick else (60_000, 2048)
+    artificial = [
+        Trace(f"Zipf {e}", zipf(e, texts // 3, texts), pages) for e in (0.8, 1.0)[int(options.quick) :]
+    ]
     traces = list(artificial)
     if options.traces:
-        for name, texts, pages in (
+        for name, own, room in (
             ("conversation", conversation(options.traces)[:TEXTS], 8192),
             ("coding agents", sessions(options.traces)[:TEXTS], 4096),
         ):
-            traces += [Trace(name, texts, pages), Trace(f"{name}, host", texts, pages, pages // 4)]
-    for trace in traces:
-        measure(trace, options.policies)
+            traces += [Trace(name, own, room), Trace(f"{name}, host", own, room, room // 4)]
+    figures = {trace.name: measure(trace, options.policies) for trace in traces}
     for trace in artificial:
-        measure_restart(trace)
+        figures[trace.name] |= measure_restart(trace)
+    if options.json:
+        print(json.dumps({"machine": describe(), **figures}, indent=1))
+        return
+    print(describe())
+    for name, rows in figures.items():
+        for what, row in rows.items():
+            written = f"  written {row['written']:.2f}" if "written" in row else ""
+            print(f"{name:24} {what:14} {row['hits']:.3f}{written}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Time to the first token of a prompt whose pages only a store has, beside computing it.
 
+    python -m benchmarks.store_hits [--json] [--quick]
+
     recompute         no store, nothing cached
     store             a file store that has every page
     store_throttled   the same, read at 1 MB/s: computing is sooner
@@ -14,6 +16,7 @@ single events each round and their worst is told as well.
 from __future__ import annotations
 
 import statistics
+import tempfile
 import threading
 import time
 from collections import defaultdict
@@ -22,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine import first_token_ms, make_engine, rest, throughput, words
+from benchmarks.machine import describe, parser_of, tell
 from tiercel.engine.engine import Engine
 from tiercel.storage.base import Get, Store
 from tiercel.storage.file import FileStore
@@ -55,16 +59,16 @@ def attached(folder: Path, store_class: type[Store] = FileStore) -> tuple[Engine
     return engine, store
 
 
-def ttft(folder: Path) -> dict[str, float]:
+def ttft(folder: Path, rounds: int = ROUNDS, tokens: int = PROMPT_TOKENS) -> dict[str, float]:
     """Milliseconds."""
-    prompt, times = words(PROMPT_TOKENS, 1), defaultdict[str, list[float]](list)
+    prompt, times = words(tokens, 1), defaultdict[str, list[float]](list)
     filling, store = attached(folder / "store")
     filling.cache.attach(store)
     first_token_ms(filling, prompt)
     rest(filling)
     filling.cache.close()
     cold = make_engine(force_miss=True)
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         times["recompute"].append(first_token_ms(cold, prompt)[0])
         for name in ("store", "store_throttled", "store_turned_slow", "store_stuck"):
             taken, begins_ms = _one(folder / "store", name, prompt)
@@ -76,14 +80,17 @@ def ttft(folder: Path) -> dict[str, float]:
     return {name: statistics.median(taken) for name, taken in times.items()} | worst
 
 
-def no_hit(folder: Path) -> float:
+def no_hit(folder: Path, rounds: int = ROUNDS) -> float:
     """Tokens/s of texts that never repeat with three tiers, each written to all the time, over none."""
     tiers, store = make_engine(device_mib=8, host_mib=16), FileStore(folder / "full", GIB)
     tiers.cache.attach(store)
     none = make_engine(device_mib=8, force_miss=True)
+    quick = rounds < ROUNDS
     for engine in (tiers, none):
-        throughput(engine, 999)
-    ratios = [throughput(tiers, seed) / throughput(none, seed) for seed in range(ROUNDS)]
+        throughput(engine, 999, quick=quick)
+    ratios = [
+        throughput(tiers, seed, quick=quick) / throughput(none, seed, quick=quick) for seed in range(rounds)
+    ]
     for engine in (tiers, none):
         engine.cache.close()
     return statistics.median(ratios)
@@ -96,7 +103,7 @@ def _one(folder: Path, name: str, prompt: tuple[int, ...]) -> tuple[float, float
     engine, store = attached(folder, Throttled)
     assert isinstance(store, Throttled)
     store.bytes_s = SLOW_BYTES_S if name == "store_throttled" else None
-    first_token_ms(engine, words(1024, 7))
+    first_token_ms(engine, words(len(prompt) // 4, 7))
     rest(engine)
     engine.cache.attach(store)
     rest(engine)
@@ -122,9 +129,14 @@ def _one(folder: Path, name: str, prompt: tuple[int, ...]) -> tuple[float, float
     return taken, begins_ms
 
 
-if __name__ == "__main__":
-    import json
-    import tempfile
-
+def main() -> None:
+    options = parser_of(__doc__).parse_args()
+    rounds, tokens = (1, 512) if options.quick else (ROUNDS, PROMPT_TOKENS)
     with tempfile.TemporaryDirectory(prefix="tiercel-hits-") as temporary:
-        print(json.dumps({"ttft_ms": ttft(Path(temporary)), "no_hit": no_hit(Path(temporary))}, indent=1))
+        folder = Path(temporary)
+        figures = {"ttft_ms": ttft(folder, rounds, tokens), "no_hit": no_hit(folder, rounds)}
+    tell({"machine": describe(), **figures}, as_json=options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -11,16 +11,13 @@ from benchmarks import store as s
 from tiercel.storage.base import Store
 from tiercel.storage.open import open_store
 
-BYTES = 96 * s.MIB
-ROUNDS = 3
-
 
 def measure_others(memory: memoryview, figures: s.Figures) -> None:
-    memory = memory[:BYTES]
+    memory = memory[: figures.sizes.others_bytes]
     with _stores() as urls:
-        for _ in range(ROUNDS):
+        for _ in range(figures.sizes.others_rounds):
             for name, url in urls.items():
-                for size_name, size in s.SIZES.items():
+                for size_name, size in s.PAGE_SIZES.items():
                     with open_store(url) as store:
                         _measure(store, f"{name}.{size_name}", memory, size, figures)
 

@@ -46,6 +46,7 @@ def test_who_copies_on_a_device_is_told_for_every_layout_and_copier() -> None:
     assert {layout: ways["auto"] for layout, ways in copies.items()} == {
         "layer_first": "direct",
         "page_first_direct": "direct",
+        "page_first": "direct",
     }
     assert "on a CPU it must be one of" in copies["layer_first"]["kernel"]
 

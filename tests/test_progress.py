@@ -28,6 +28,17 @@ def test_there_is_a_bar_on_a_terminal_only(stderr, monkeypatch, caplog):
     assert [record.message.startswith("weights: 4.00 GB in ") for record in caplog.records] == [True]
 
 
+def test_what_is_not_bytes_is_counted_by_its_name(monkeypatch, caplog):
+    out = Terminal()
+    monkeypatch.setattr(progress, "PROGRESS_S", 0.0)
+    monkeypatch.setattr("sys.stderr", out)
+    monkeypatch.setenv("TERM", "xterm")
+    with caplog.at_level("INFO", "tiercel"), told("reading", 4000, counted="lines") as done:
+        done(1000)
+        until(lambda: "1000/4000" in out.getvalue(), "the bar")
+    assert caplog.records[0].message.startswith("reading: 4,000 lines in ")
+
+
 def test_there_is_no_bar_for_what_is_short(monkeypatch, caplog):
     out = Terminal()
     monkeypatch.setattr("sys.stderr", out)

@@ -17,6 +17,9 @@ from typing import Any, TypeVar
 from tiercel.errors import ConfigError
 
 LAYOUTS = ("layer_first", "page_first_direct")
+LAYOUT_NAMES = {name: name for name in LAYOUTS} | {"page_first": "page_first_direct"}
+"""The names of layouts in the field. Here a row is never cut, so `page_first` is (page, layer, row) too: the
+same bytes as `page_first_direct`."""
 COPIERS = ("auto", "direct", "kernel", "reference")
 SAVE_POLICIES = ("through", "selective", "back")
 EVICT_POLICIES = ("value", "lru", "lfu", "slru", "priority")
@@ -136,7 +139,11 @@ class CacheConfig:
         memory=True,
         option="host_memory",
     )
-    layout: str = setting("page_first_direct", "Layout of host memory.", one_of=LAYOUTS)
+    layout: str = setting(
+        "page_first_direct",
+        "Layout of host memory; page_first is another name of page_first_direct.",
+        one_of=(*LAYOUT_NAMES,),
+    )
     """The default keeps a page one record, and each layer of it one plain copy."""
     copier: str = setting("auto", "Which code copies between device and host.", one_of=COPIERS)
     """`reference` is slow; the others are compared with it."""

@@ -1,4 +1,4 @@
-"""What may take long at the start: a bar on a terminal meanwhile, and a line in the log at its end."""
+"""What may take long: a bar on a terminal meanwhile, and a line in the log at its end."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ PROGRESS_S = 1.0
 
 
 @contextmanager
-def told(what: str, size: int) -> Iterator[Callable[[int], None]]:
-    """Around something that is done to so many bytes. What is yielded is called with the bytes of each part
-    that is done, from any thread. There is a bar only if stderr is a terminal."""
-    from rich.console import Console  # here: a library should not load it to do nothing with it
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+def told(what: str, size: int, *, counted: str = "") -> Iterator[Callable[[int], None]]:
+    """Around something that is done to so many bytes, or to so many of what is `counted`. What is yielded is
+    called with the size of each part that is done, from any thread. There is a bar only if stderr is a
+    terminal."""
+    from rich import progress as rich  # here: a library should not load it to do nothing with it
+    from rich.console import Console
 
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
-    bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+    sizes = rich.MofNCompleteColumn() if counted else rich.DownloadColumn()
+    columns = rich.TextColumn("{task.description}"), rich.BarColumn(), sizes, rich.TimeRemainingColumn()
+    bar = rich.Progress(
+        *columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+    )
     task = bar.add_task(what, total=size)
     timer, start = Timer(PROGRESS_S, bar.start), perf_counter()
     timer.daemon = True
@@ -34,4 +38,5 @@ def told(what: str, size: int) -> Iterator[Callable[[int], None]]:
         timer.cancel()
         timer.join()
         bar.stop()
-    log.info("%s: %.2f GB in %.1f s", what, size / 1e9, perf_counter() - start)
+    shown = f"{size:,} {counted}" if counted else f"{size / 1e9:.2f} GB"
+    log.info("%s: %s in %.1f s", what, shown, perf_counter() - start)

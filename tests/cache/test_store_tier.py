@@ -11,7 +11,7 @@ from tests.cache.test_tiered_cache import PLAIN, TEXT, V4, WINDOW, Driver
 from tests.simulation.copies import HeldCopies
 from tests.simulation.stores import FalseStore
 from tiercel.cache import Request, Wait, WaitFor
-from tiercel.config import LAYOUTS
+from tiercel.config import LAYOUT_NAMES
 from tiercel.errors import ConfigError, StoreError
 from tiercel.policy.breaker import BreakerState
 from tiercel.policy.fetch import FetchPolicy
@@ -70,7 +70,7 @@ def filled(spec=PLAIN, text=TEXT, store=None, **settings):
     return driver
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUT_NAMES)
 @pytest.mark.parametrize("spec", [PLAIN, WINDOW, V4], ids=lambda spec: spec.model)
 def test_another_cache_on_the_same_store_goes_on_where_the_first_ended(spec, layout):
     first = filled(spec, layout=layout, tail_every_pages=1)

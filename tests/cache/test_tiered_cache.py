@@ -108,6 +108,40 @@ def make(spec=PLAIN, **settings):
     return Driver(spec, **settings)
 
 
+# A text leaves the device by name
+
+
+@pytest.mark.parametrize("spec", [PLAIN, WINDOW, V4], ids=["plain", "window", "compressed"])
+@pytest.mark.parametrize("evict", ["value", "lru"])
+def test_a_text_that_leaves_the_device_by_name_comes_from_the_host(spec, evict):
+    driver, one, other = make(spec, evict=evict), [1] * 4 * spec.page_tokens, [2] * 2 * spec.page_tokens
+    for text in (one, other):
+        driver.serve(text)
+    for _ in range(2):
+        assert driver.cache.leave_device(driver.cache.chain(one)) == 0
+        driver.cache.check()
+        assert driver.begin_loaded([*other, 3]).reuse.device_tokens == len(other), "nobody else leaves"
+        driver.cache.abort(next(iter(driver.cache.requests)))
+        found = driver.serve([*one, 3])
+        assert (found.device_tokens, found.host_tokens) == (0, len(one))
+
+
+def test_what_somebody_uses_or_the_host_lacks_stays_on_the_device():
+    driver = make(held=True)
+    text = [1] * 4 * PLAIN.page_tokens
+    driver.compute(request := driver.begin_loaded(text), text)
+    driver.cache.finish(request)
+    chain = driver.cache.chain(text)
+    assert driver.cache.leave_device(chain) == 4, "the saves have not ended"
+    driver.settle()
+    request = driver.begin_loaded([*text[: 2 * PLAIN.page_tokens], 5])
+    assert driver.cache.leave_device(chain) == 2, "a request holds two of them"
+    driver.cache.finish(request)
+    assert driver.cache.leave_device(chain) == 0
+    assert driver.cache.leave_device(driver.cache.chain([7] * 9)) == 0, "nobody knows it"
+    driver.settle()
+
+
 TEXT = list(range(18))
 """Four full pages of four tokens, and two tokens more."""
 

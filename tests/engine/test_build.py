@@ -257,6 +257,18 @@ def test_a_model_without_an_eos_token_is_told(tmp_path):
     assert (told.value, told.why) == ("none", "only stop strings and max_tokens end one")
 
 
+def test_a_layout_with_two_names_is_told_with_both(tmp_path):
+    folder = make_folder(tmp_path)
+    for name, told in (
+        ("page_first", "page_first (the same bytes as page_first_direct)"),
+        ("layer_first", "layer_first"),
+    ):
+        settings = CacheConfig(host_bytes=2**20, layout=name)
+        choices = open_engine(Build(model=str(folder), device_bytes=2**21), EngineConfig(settings))[1]
+        [value] = [each.value for each in choices if each.what == "host tier"]
+        assert f" B, {told}, " in value
+
+
 def test_an_eos_token_that_everybody_knows_is_not_told(tmp_path):
     assert not any(each.what == "end of an answer" for each in open_on(make_folder(tmp_path))[1])
 

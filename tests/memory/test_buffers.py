@@ -74,7 +74,7 @@ def test_a_budget_above_the_machine_is_refused() -> None:
         HostMemory(V4, "page_first_direct", 1 << 50)
 
 
-@pytest.mark.parametrize("name", ["page_first_direct", "page_first_direct"])
+@pytest.mark.parametrize("name", ["page_first", "page_first_direct"])
 def test_a_page_is_one_record_by_its_id(name: str) -> None:
     with HostMemory(V4, name, 4 * V4.page_bytes) as host:
         (record,) = host.views([make_host_id(2)], V4.page_bytes)

@@ -115,7 +115,7 @@ def test_the_drawing_of_the_layouts() -> None:
 
     assert starts("layer_first", 0) == [0, 40, 80]
     assert starts("layer_first", 1) == [20, 60, 94]
-    assert starts("page_first_direct", 1) == [54, 74, 94]
+    assert starts("page_first_direct", 1) == starts("page_first", 1) == [54, 74, 94]
 
 
 def test_consecutive_layers_of_a_page_lie_together() -> None:

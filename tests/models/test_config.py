@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import nullcontext
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -211,6 +213,56 @@ def test_a_value_inside_a_field_that_can_not_be_used_is_named(changes: dict[str,
     with pytest.raises(SpecError) as caught:
         V4Config.from_hf(make_config(**changes))
     assert caught.value.field == field
+
+
+NESTED = {
+    "main": {"rope_type": "default", "rope_theta": 10000},
+    "compress": {
+        "rope_type": "yarn",
+        "rope_theta": 160000,
+        "factor": 16,
+        "original_max_position_embeddings": 4096,
+    },
+}
+"""As newer versions of `transformers` write it, but for `attention_factor`, which they write too."""
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"attention_factor": None},
+        {"attention_factor": 1.0},
+        {"factor": 1},
+        {"mscale": 1.0},
+        {"mscale": 1.0, "mscale_all_dim": 1.0},
+        {"mscale": 1.0, "mscale_all_dim": 0.5},
+    ],
+    ids=str,
+)
+def test_nested_yarn_is_that_of_transformers_or_refused_by_name(changes: dict[str, Any]) -> None:
+    rope = {**NESTED, "compress": {**NESTED["compress"], **changes}}
+    config = make_config(rope_scaling=None, rope_parameters=rope, max_position_embeddings=65536)
+    theirs, factor = ROPE_INIT_FUNCTIONS["yarn"](DeepseekV4Config(**deepcopy(config)), layer_type="compress")
+    if factor == 1.0:
+        own = V4Config.from_hf(config)
+        torch.testing.assert_close(inverse_frequencies(own.rope_compress, own.rope_dim), theirs)
+        return
+    with pytest.raises(SpecError, match=f"attention_factor = None: means {factor:.3f}"):
+        V4Config.from_hf(config)
+
+
+@pytest.mark.parametrize("kind", ["main", "compress"])
+def test_every_layer_turns_as_many_channels(kind: str) -> None:
+    for share, refused in ((0.125, False), (0.5, True)):
+        yarn = {**NESTED["compress"], "attention_factor": 1.0}
+        rope = {**NESTED, "compress": yarn}
+        rope[kind] = {**rope[kind], "partial_rotary_factor": share}
+        config = make_config(head_dim=32, rope_scaling=None, rope_parameters=rope)
+        with pytest.raises(SpecError) if refused else nullcontext() as caught:
+            assert V4Config.from_hf(config).rope_dim == 4
+        if refused:
+            assert caught.value.field == f"rope_parameters.{kind}.partial_rotary_factor"
 
 
 THETAS = [1e-9, 0.3, 0.999, 1.0001, 1.5, 2.0, 37.0, 1e4, 1.6e5, 1e30]

@@ -138,8 +138,8 @@ def test_refused_guesses_leave_no_trace(device: str) -> None:
     (text,), pages = texts(24, 10), torch.tensor([4, 9])
     (plain, its_memory), (guessing, memory) = make("cuda", device), make("cuda", device, guesses_max=3)
     for model in (plain, guessing):
-        model.forward([Span(text[:3], 123, pages, 1)])
-    for i in range(3, 7):
+        model.forward([Span(text[:4], 123, pages, 1)])
+    for i in (4, 5):
         at, tails = 123 + i, {128: 5}
         own = {b: place for b, place in tails.items() if at < b <= at + 1}
         expected = plain.forward([Span(text[i : i + 1], at, pages, 1, own)])

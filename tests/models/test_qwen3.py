@@ -26,6 +26,7 @@ SHAPES = {
     "a kv head each": {"num_key_value_heads": 6, "head_dim": 8},
     "wide heads": {"num_key_value_heads": 2, "num_attention_heads": 8, "head_dim": 64},
     "YaRN": {"rope_parameters": YARN},
+    "YaRN, its factor of two": {"rope_parameters": {**YARN, "mscale": 2.0, "mscale_all_dim": 0.5}},
     "YaRN, its factor given": {"rope_parameters": {**YARN, "attention_factor": 0.7, "beta_fast": 4}},
 }
 CUTS = {
@@ -206,7 +207,7 @@ def test_every_number_the_model_reads_is_in_the_digest(changes):
         ({"head_dim": 127}, "head_dim"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2}}, "rope_type"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "original_max_position_embeddings"),
-        ({"rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}, "mscale"),
+        ({"rope_scaling": {**YARN, "mscale": "1", "mscale_all_dim": 1.0}}, "mscale"),
         ({"rope_scaling": {**YARN, "truncate": False}}, "truncate"),
         ({"rope_scaling": {**YARN, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_scaling": "yarn"}, "rope_scaling"),

@@ -3,12 +3,15 @@ named. Method: files of a few lines."""
 
 import gzip
 import json
+from contextlib import contextmanager
 
 import pytest
 
 from tests.replay.traffic import conversations, trace_of
 from tiercel.errors import TraceError
+from tiercel.replay import formats, trace
 from tiercel.replay.formats import read_trace
+from tiercel.replay.trace import Text, _with_answers
 from tiercel.tree.keys import KeyChain
 
 
@@ -93,6 +96,58 @@ def test_a_bad_line_is_named(tmp_path, bad, why):
     with pytest.raises(TraceError, match=why) as caught:
         read_trace([file], 256)
     assert caught.value.line == 2 and str(file) in str(caught.value)
+
+
+AGENT = {"t": 0, "in": 64, "out": 1, "hash_ids": [1]}
+OWN = {"time_s": 0, "pages": [], "prompt_tokens": 1, "output_tokens": 1, "device": 0, "host": 0, "store": 0}
+FORMS = {
+    "input_length": lambda most: [GOOD, {**GOOD, "input_length": most}],
+    "output_length": lambda most: [GOOD, {**GOOD, "output_length": most}],
+    "in": lambda most: [{"block_size": 64, "requests": [{**AGENT, "in": most}]}],
+    "out": lambda most: [{"block_size": 64, "requests": [{**AGENT, "out": most}]}],
+    "prompt_tokens": lambda most: [HEAD, {**OWN, "prompt_tokens": most}],
+    "output_tokens": lambda most: [HEAD, {**OWN, "output_tokens": most}],
+    "output_len": lambda most: [{"input_ids": [1], "output_len": most}],
+}
+HEAD = {"tiercel_trace": 1, "page_tokens": 256, "began_s": 0}
+
+
+@pytest.mark.parametrize("field", FORMS)
+def test_a_length_that_no_text_has_is_refused_with_its_line_and_the_limit(tmp_path, field):
+    rows = FORMS[field](10**12)
+    file = write(tmp_path / "m.jsonl", *rows)
+    with pytest.raises(TraceError, match=rf"{field} = 1000000000000: .* at most 16,777,216") as caught:
+        read_trace([file], 256)
+    assert caught.value.line == len(rows) and str(file) in str(caught.value)
+
+
+def test_a_thousand_equal_prompts_are_looked_through_once_not_by_each_of_them():
+    class Counted(list):
+        seen = 0
+
+        def __getitem__(self, at):
+            self.seen += 1
+            return super().__getitem__(at)
+
+    texts = Counted(Text(at, "m", [1, 2], 512, 1024, 1) for at in range(1000))
+    _with_answers(texts)
+    assert texts.seen < 5 * len(texts)
+
+
+def test_what_takes_long_is_told_while_it_is_read(tmp_path, monkeypatch):
+    parts = []
+
+    @contextmanager
+    def told(what, size, *, counted):
+        yield lambda more: parts.append((what, size, counted, more))
+
+    for room in (formats, trace):
+        monkeypatch.setattr(room, "told", told)
+    read_trace([write(tmp_path / "m.jsonl", *[GOOD] * 2500)], 256)
+    assert (
+        parts
+        == [("reading m.jsonl", 2500, "lines", 1000)] * 2 + [("naming pages", 2500, "requests", 1000)] * 2
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from tests.memory.specs import SPECS, V4
 from tests.transfer.borrowed import make_borrowed
 from tests.transfer.rig import DEVICE_PAGES, DEVICE_TAILS, Rig, device_page, device_tail, host_page
 from tiercel.config import COPIERS as CONFIGURED
+from tiercel.config import LAYOUT_NAMES
 from tiercel.errors import ConfigError
-from tiercel.memory.layout import LAYOUTS
 from tiercel.spec import CacheSpec
 from tiercel.transfer.copier import COPIERS, Copier, make_copier
 from tiercel.transfer.cuda import WAYS
@@ -18,7 +18,7 @@ from tiercel.transfer.plan import Direction, Leg, Plan
 
 LOAD, SAVE = Direction.LOAD, Direction.SAVE
 
-every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+every_layout = pytest.mark.parametrize("layout", LAYOUT_NAMES)
 every_copier = pytest.mark.parametrize("copier_name", COPIERS)
 every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 

@@ -12,8 +12,8 @@ import torch
 from tests.memory.specs import FLASH, SPECS
 from tests.transfer.borrowed import make_borrowed
 from tests.transfer.rig import DEVICE_PAGES, DEVICE_TAILS, Rig, device_page, device_tail, host_page
+from tiercel.config import LAYOUT_NAMES
 from tiercel.memory.buffers import BorrowedMemory, DeviceMemory, HostMemory, Memory
-from tiercel.memory.layout import LAYOUTS
 from tiercel.spec import CacheSpec, load, mha, mla
 from tiercel.transfer.controller import Ticket
 from tiercel.transfer.copier import make_copier
@@ -26,7 +26,7 @@ LOAD, SAVE = Direction.LOAD, Direction.SAVE
 SPEC = FLASH.stage(2, 10)
 """Eight layers: pages of 190 KB, enough for two groups of layers that the copy engines move."""
 every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+every_layout = pytest.mark.parametrize("layout", LAYOUT_NAMES)
 every_way = pytest.mark.parametrize("way", WAYS)
 
 

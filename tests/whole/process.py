@@ -1,16 +1,31 @@
-"""A real server in a process of its own, as a user starts it."""
+"""A real server in a process of its own."""
 
+import atexit
+import json
+import os
 import re
+import select
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from threading import Thread
 
 
 class Server:
-    def __init__(self, *options):
-        command = [sys.executable, "-m", "tiercel.cli", "serve", "--port", "0", *options]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    """`as_user`: started by the command. The others are forked from a process that has loaded everything,
+    which saves seconds each."""
+
+    def __init__(self, *options, as_user=False):
+        options = ["--port", "0", *options]
+        if as_user:
+            command = [sys.executable, "-m", "tiercel.cli", "serve", *options]
+            self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        else:
+            self.process = Forked(options)
         self.told = ""
         while (found := re.search(r"listening on (https?://\S+)", self.told)) is None:
             line = self.process.stderr.readline()
@@ -27,11 +42,81 @@ class Server:
 
 
 @contextmanager
-def running(*options):
-    server = Server(*options)
+def running(*options, as_user=False):
+    server = Server(*options, as_user=as_user)
     try:
         yield server
     finally:
         code, rest = server.stop()
         assert code == 0, rest
         assert "Traceback" not in rest, rest
+
+
+class Nursery:
+    """See `tests.whole.nursery`."""
+
+    def __init__(self):
+        self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-m", "tests.whole.nursery", str(theirs.fileno())]
+        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        theirs.close()
+
+    def close(self):
+        self._link.close()
+        self._process.wait()
+
+    def ask(self, what, *files):
+        socket.send_fds(self._link, [json.dumps(what).encode()], files)
+        answer = self._link.recv(2**10)
+        assert answer, "the nursery has ended"
+        return json.loads(answer)
+
+
+@cache
+def nursery():
+    made = Nursery()
+    atexit.register(made.close)
+    return made
+
+
+class Forked:
+    """A server of the nursery, used as a `Popen`."""
+
+    def __init__(self, options):
+        told, writes = os.pipe()
+        where = {"environment": dict(os.environ), "folder": str(Path.cwd())}
+        self.pid = nursery().ask({"start": [str(each) for each in options], **where}, writes)
+        os.close(writes)
+        self.stderr, self.returncode = os.fdopen(told), None
+        self._ends = os.pidfd_open(self.pid)
+
+    def poll(self):
+        if self.returncode is None and select.select([self._ends], [], [], 0)[0]:
+            self.wait()
+        return self.returncode
+
+    def wait(self, timeout=None):
+        if self.returncode is None:
+            if not select.select([self._ends], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(f"server {self.pid}", timeout)
+            os.close(self._ends)
+            self.returncode = nursery().ask({"wait": self.pid})
+        return self.returncode
+
+    def send_signal(self, number):
+        if self.poll() is None:
+            signal.pidfd_send_signal(self._ends, number)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout=None):
+        said = []
+        reading = Thread(target=lambda: said.append(self.stderr.read()), daemon=True)
+        reading.start()
+        reading.join(timeout)
+        if reading.is_alive():
+            raise subprocess.TimeoutExpired(f"server {self.pid}", timeout)
+        self.wait(timeout)
+        self.stderr.close()
+        return None, said[0]

@@ -84,10 +84,10 @@ def test_guesses_of_the_mtp_layer_change_no_bit_of_an_answer(device: str) -> Non
 
 
 LENGTHS = {
-    "cpu": [700, 400, *range(1, 200, 30)],
+    "cpu": [700, 130, 61, 1],
     "cuda": [9000, 5000, 2500, 1300, 700, *range(1, 590, 10)],
 }
-"""Tokens of prompts that are computed together: 9 texts, 64 texts."""
+"""Tokens of prompts that are computed together: 4 texts, 64 texts."""
 
 
 @pytest.mark.parametrize("device", ["cpu", on_gpu])

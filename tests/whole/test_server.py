@@ -23,7 +23,7 @@ CHAT = [
 
 @pytest.fixture(scope="module")
 def server():
-    with running("--device-memory", "24MiB", "--host-memory", "128MiB") as own:
+    with running("--device-memory", "24MiB", "--host-memory", "128MiB", as_user=True) as own:
         yield own
 
 
@@ -301,6 +301,11 @@ for options in json.loads(sys.argv.pop()):
             code = end.code
     print(json.dumps([code, told.getvalue()]))
 """
+
+
+def test_a_server_that_is_told_to_end_as_soon_as_it_listens_ends():
+    with running():
+        pass
 
 
 def test_a_mistake_at_the_start_is_one_line_that_names_it():

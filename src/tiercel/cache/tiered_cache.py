@@ -185,6 +185,15 @@ class TieredCache(HostTier[Loaded]):
             room.keep()
         return self._start(found, held, places[len(found.far) :], priority, turn_ends, for_others)
 
+    def leave_device(self, chain: KeyChain) -> int:
+        """Evict one text from the device, by name: what the host has too and nobody uses. Returns how many of
+        its pages stay on the device, for now: a save may be under way."""
+        match = self.tree.match(chain.keys, len(chain.keys))
+        if match.found:
+            self.tree.leave_device(self.tree.index[chain.keys[match.found - 1]])
+            self.places.settle()
+        return self.tree.match(chain.keys, len(chain.keys)).device
+
     @property
     def changes(self) -> tuple[int, ...]:
         """Numbers that stay as they are while nothing is shared and nothing comes free. A prompt that found

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,6 +12,7 @@ from rich.table import Table
 
 from tiercel.cli import options as o
 from tiercel.config import CacheConfig, parse_bytes
+from tiercel.progress import told
 
 if TYPE_CHECKING:
     from tiercel.replay.report import Report
@@ -79,8 +78,8 @@ def replay(  # noqa: PLR0913
     )
     spec, trace = opened(files, model, page_tokens, format, session_every, requests)
     serving = served(trace, (prefill_rate, token_time, link_rate, store_rate), batch, one_at_a_time, settings)
-    with bar(f"{len(trace):,} requests", len(trace)) as told:
-        report = run(trace, spec, sizes, policy=policy, serving=serving, told=told)
+    with told("replay", len(trace), counted="requests") as done:
+        report = run(trace, spec, sizes, policy=policy, serving=serving, told=done)
     if plot is not None:
         plot_replay(report, plot)
     if as_json:
@@ -132,18 +131,6 @@ def served(
     given = {"prefill_tokens_s": prefill, "token_s": token}
     known = replace(known, **{name: value for name, value in given.items() if value is not None})
     return Serving(known, batch, one_at_a_time, cache=o.made(CacheConfig, settings))
-
-
-@contextmanager
-def bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on a terminal; elsewhere nothing."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task(what, total=total)
-        yield lambda more: progress.advance(task, more)
 
 
 def show(report: Report) -> None:

@@ -172,9 +172,14 @@ def _listen(service: EngineService, options: ServerOptions, traces: Traces | Non
     from tiercel.server.listen import Server
 
     server = Server(service, options, traces)
-    # uvicorn stops on a signal and then raises it again; it must not kill the process before the cleanup.
+
+    def end(*_: object) -> None:
+        server.should_exit = True
+
+    # A signal may come before uvicorn listens for it. And uvicorn stops on a signal and then raises it again:
+    # it must not kill the process before the cleanup.
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
+        signal.signal(number, end)
     sys.setswitchinterval(SWITCH_S)
     gc.collect()
     gc.freeze()  # what was loaded stays: the collector need not look at it again and again

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tiercel.config import COPIERS, LAYOUTS, parse_bytes
+from tiercel.config import COPIERS, LAYOUT_NAMES, parse_bytes
 from tiercel.errors import ConfigError
 from tiercel.spec import CacheSpec, capacity_of, load
 from tiercel.spec.capacity import Figures
@@ -72,7 +72,7 @@ def copies_on(device: str, declared: CacheSpec) -> dict[str, dict[str, str]]:
     near = DeviceMemory(declared, 2, 2 if declared.tail_streams else 0, device)
     least = declared.host_page_bytes * max(2, declared.host_pages_per_tail)
     told: dict[str, dict[str, str]] = {}
-    for layout in LAYOUTS:
+    for layout in LAYOUT_NAMES:
         with HostMemory(declared, layout, least, pin=near.device.type == "cuda") as host:
             for copier in COPIERS:
                 try:

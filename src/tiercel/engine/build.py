@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tiercel.cache import TieredCache
-from tiercel.config import CacheConfig
+from tiercel.config import LAYOUT_NAMES, CacheConfig
 from tiercel.engine.config import DRAFT_MODEL, DRAFTS, Build, EngineConfig, places_of
 from tiercel.engine.engine import Engine
 from tiercel.engine.scheduler import STEP_TOKENS
@@ -295,7 +295,10 @@ def _choices(
     cache: CacheConfig = engine.cache.config
     spec = engine.cache.spec
     controller = engine.cache.flights.controller
-    host = f"{cache.host_bytes:,} B, {cache.layout}, {controller.how}" if controller else "off"
+    layout = LAYOUT_NAMES[cache.layout]
+    if layout != cache.layout:
+        layout = f"{cache.layout} (the same bytes as {layout})"
+    host = f"{cache.host_bytes:,} B, {layout}, {controller.how}" if controller else "off"
     why = {"native": "built at installation", "cuda": "in Triton, for this device"}
     same = "a text's bits do not depend on what else is computed" if exact else "sums depend on the batch"
     device = f"{cache.device_pages} pages of {spec.page_tokens} tokens, {cache.device_tails} tails"

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import ClassVar, NamedTuple
 
+from tiercel.config import LAYOUT_NAMES
 from tiercel.errors import ConfigError
 from tiercel.spec.stream import Stream
 
@@ -143,9 +144,9 @@ LAYOUTS: dict[str, type[Layout]] = {kind.name: kind for kind in (LayerFirst, Pag
 
 
 def make_layout(name: str, streams: Sequence[Stream], page_tokens: int, places: int) -> Layout:
-    if name not in LAYOUTS:
-        raise ConfigError("layout", name, f"must be one of {', '.join(LAYOUTS)}")
-    return LAYOUTS[name](streams, page_tokens, places)
+    if name not in LAYOUT_NAMES:
+        raise ConfigError("layout", name, f"must be one of {', '.join(LAYOUT_NAMES)}")
+    return LAYOUTS[LAYOUT_NAMES[name]](streams, page_tokens, places)
 
 
 def pour_tails(host: Layout, streams: Sequence[Stream], page_tokens: int) -> dict[RowName, Pieces]:

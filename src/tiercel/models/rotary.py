@@ -52,6 +52,18 @@ def read_rope(given: Mapping[str, Any], theta: float) -> Rope:
     )
 
 
+def attention_factor(given: Mapping[str, Any]) -> float:
+    """What YaRN multiplies cos and sin with: as it is told, or else by how far it stretches, as in
+    `transformers`."""
+    if given.get("attention_factor") is not None:
+        return number(given, "attention_factor")
+    stretch = math.log(max(number(given, "factor"), 1.0))
+    if given.get("mscale") and given.get("mscale_all_dim"):
+        over, under = (0.1 * number(given, name) * stretch + 1.0 for name in ("mscale", "mscale_all_dim"))
+        return over / under
+    return 0.1 * stretch + 1.0
+
+
 def inverse_frequencies(rope: Rope, dim: int) -> Tensor:
     """[dim / 2], on the CPU. YaRN mixes the plain and the stretched frequencies by how often they turn in the
     original length."""

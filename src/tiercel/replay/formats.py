@@ -19,11 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from tiercel.errors import TraceError
+from tiercel.progress import told
 from tiercel.replay.record import VERSION
-from tiercel.replay.trace import Recorded, Text, Trace, make_trace
+from tiercel.replay.trace import TOLD_EVERY, Recorded, Text, Trace, make_trace
 
 MOONCAKE_TOKENS = 512
 """Of one block of Mooncake's traces."""
+
+TOKENS_MOST = 2**24
+"""Of one prompt or answer: more than any model reads. Every page of a text gets a name when a trace is read,
+whether the text fits into the tiers or not, so a length that is a mistake is refused here."""
 
 Lines = Iterable[tuple[int, Mapping[str, Any]]]
 
@@ -73,14 +78,17 @@ def _lines(file: Path, content: str) -> list[tuple[int, Mapping[str, Any]]]:
     else:
         return [(1, whole)]
     lines: list[tuple[int, Mapping[str, Any]]] = []
-    for number, row in rows:
-        try:
-            value = json.loads(row)
-        except ValueError as error:
-            raise TraceError(file, f"is not JSON: {error}", number) from error
-        if not isinstance(value, dict):
-            raise TraceError(file, "must be a JSON object", number)
-        lines.append((number, value))
+    with told(f"reading {file.name}", len(rows), counted="lines") as done:
+        for number, row in rows:
+            try:
+                value = json.loads(row)
+            except ValueError as error:
+                raise TraceError(file, f"is not JSON: {error}", number) from error
+            if not isinstance(value, dict):
+                raise TraceError(file, "must be a JSON object", number)
+            lines.append((number, value))
+            if len(lines) % TOLD_EVERY == 0:
+                done(TOLD_EVERY)
     return lines
 
 
@@ -101,6 +109,14 @@ def count_of(file: Path, line: int, row: Mapping[str, Any], name: str, *, least:
     return int(value)
 
 
+def tokens_of(file: Path, line: int, row: Mapping[str, Any], name: str, *, least: int = 0) -> int:
+    """A field that must be a length of a text."""
+    tokens = count_of(file, line, row, name, least=least)
+    if tokens > TOKENS_MOST:
+        raise TraceError(file, f"{name} = {tokens}: a text has at most {TOKENS_MOST:,} tokens", line)
+    return tokens
+
+
 def _ids(file: Path, line: int, row: Mapping[str, Any], tokens: int, block_tokens: int) -> list[int]:
     """`hash_ids`: one for each block of a prompt of so many tokens; a last block that is not full may have
     none."""
@@ -116,14 +132,14 @@ def _ids(file: Path, line: int, row: Mapping[str, Any], tokens: int, block_token
 
 def _mooncake(file: Path, lines: Lines) -> Iterator[Text]:
     for line, row in lines:
-        tokens = count_of(file, line, row, "input_length", least=1)
+        tokens = tokens_of(file, line, row, "input_length", least=1)
         yield Text(
             number_of(file, line, row, "timestamp") / 1000,
             "mooncake",
             _ids(file, line, row, tokens, MOONCAKE_TOKENS),
             MOONCAKE_TOKENS,
             tokens,
-            count_of(file, line, row, "output_length"),
+            tokens_of(file, line, row, "output_length"),
         )
 
 
@@ -144,9 +160,9 @@ def _agent_requests(
         if "requests" in request:
             yield from _agent_requests(file, line, request, block_tokens, scope)
         if "hash_ids" in request:
-            tokens = count_of(file, line, request, "in", least=1)
+            tokens = tokens_of(file, line, request, "in", least=1)
             ids = _ids(file, line, request, tokens, block_tokens)
-            out = count_of(file, line, request, "out")
+            out = tokens_of(file, line, request, "out")
             yield Text(number_of(file, line, request, "t"), scope, ids, block_tokens, tokens, out)
 
 
@@ -181,8 +197,8 @@ def _own(file: Path, lines: Lines) -> Iterator[Text]:
             (str(file), run),
             pages,
             page_tokens,
-            count_of(file, line, row, "prompt_tokens", least=1),
-            count_of(file, line, row, "output_tokens"),
+            tokens_of(file, line, row, "prompt_tokens", least=1),
+            tokens_of(file, line, row, "output_tokens"),
             True,
             tuple(end * page_tokens for end in ends),
             priority,
@@ -199,7 +215,7 @@ def _token_ids(file: Path, lines: Lines) -> Iterator[Text]:
             raise TraceError(file, "token ids must be lists of whole numbers, the prompt's not empty", line)
         if not all(isinstance(each, int) for each in (*prompt, *answer)):
             raise TraceError(file, "token ids must be whole numbers", line)
-        out = len(answer) if "output_ids" in row else count_of(file, line, row, "output_len")
+        out = len(answer) if "output_ids" in row else tokens_of(file, line, row, "output_len")
         at_s = number_of(file, line, row, "timestamp") if "timestamp" in row else float(number)
         yield Text(at_s, "tokens", [*prompt, *answer], 1, len(prompt), out, "output_ids" in row)
 

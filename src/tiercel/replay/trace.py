@@ -14,10 +14,15 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from tiercel.progress import told
 from tiercel.types import PageKey
 
 CONTINUES_TOKENS = 512
 """A shorter prompt may be what many conversations begin with: it does not tell which of them went on."""
+
+
+TOLD_EVERY = 1000
+"""How far reading is, is told after so many lines or requests."""
 
 
 class Recorded(NamedTuple):
@@ -93,19 +98,23 @@ def make_trace(texts: Iterable[Text], page_tokens: int) -> Trace:
     """The requests of all texts, with pages of so many tokens. Answers that have no names get those of the
     request that goes on from them (`_with_answers`)."""
     ordered = sorted(texts, key=lambda text: text.time_s)
-    names = _Names()
-    requests = [
-        TraceRequest(
-            text.time_s,
-            list(_page_keys(text, blocks, page_tokens, names)),
-            text.prompt_tokens,
-            text.output_tokens,
-            text.turn_ends,
-            text.priority,
-            text.recorded,
-        )
-        for text, blocks in zip(ordered, _with_answers(ordered), strict=True)
-    ]
+    names, requests = _Names(), list[TraceRequest]()
+    with told("naming pages", len(ordered), counted="requests") as done:
+        for text, blocks in zip(ordered, _with_answers(ordered), strict=True):
+            keys = list(_page_keys(text, blocks, page_tokens, names))
+            requests.append(
+                TraceRequest(
+                    text.time_s,
+                    keys,
+                    text.prompt_tokens,
+                    text.output_tokens,
+                    text.turn_ends,
+                    text.priority,
+                    text.recorded,
+                )
+            )
+            if len(requests) % TOLD_EVERY == 0:
+                done(TOLD_EVERY)
     return Trace(requests, page_tokens)
 
 
@@ -130,8 +139,9 @@ def _with_answers(texts: Sequence[Text]) -> list[Sequence[Hashable]]:
     """
     following: dict[Hashable, dict[Hashable, int]] = {}
     """By scope: the nearest later text with this block."""
-    later: dict[int, int | None] = {}
-    """For a text, the next one after it that has its last full block."""
+    longer: dict[int, int | None] = {}
+    """For a text, the next one that goes on from it. Who is not longer is passed over once, not by everybody
+    before it."""
     answers: list[Sequence[Hashable]] = [()] * len(texts)
     fresh = 0
     for number in range(len(texts) - 1, -1, -1):
@@ -140,9 +150,10 @@ def _with_answers(texts: Sequence[Text]) -> list[Sequence[Hashable]]:
         blocks: list[Hashable] = list(text.blocks)
         if not text.whole:
             near = following.setdefault(text.scope, {})
-            found = later[number] = near.get(text.blocks[full - 1]) if full else None
+            found = near.get(text.blocks[full - 1]) if full else None
             while found is not None and texts[found].prompt_tokens <= text.prompt_tokens:
-                found = later[found]
+                found = longer[found]
+            longer[number] = found
             if found is not None and full >= max(2, CONTINUES_TOKENS // text.block_tokens):
                 blocks = list(texts[found].blocks)
             near.update(dict.fromkeys(text.blocks, number))

@@ -29,6 +29,7 @@ from tiercel.tree.node import (
     depth_of,
     idle,
     inherit,
+    may_leave_device,
     parent_of,
 )
 from tiercel.tree.owners import Owner
@@ -305,6 +306,18 @@ class PrefixTree(Books):
         device first, so a look at the oldest save is enough."""
         oldest = next(iter(self._saving), None)
         return oldest is not None and (item.children > 0 or self._rank(oldest) < self._rank(item))
+
+    def leave_device(self, page: Page) -> None:
+        """Take a page, those before it and their tails off the device, the last first: what the host has
+        too, up to the first that is in use or is followed by another text there."""
+        while page is not self.root:
+            for item in (page.tail, page):
+                if item is not None and item.device is not None:
+                    if not (may_leave_device(item) and item.on_host):
+                        return
+                    self._leave_device(item)
+                    self._offer(item)
+            page = parent_of(page)
 
     def _host_for(self, item: Item, count: int, take_host: TakeHost) -> tuple[HostPageId, ...] | None:
         """Host pages for something about to leave the device. It displaces doubles, and what is colder."""

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from tiercel.errors import SpecError
 from tiercel.models.base import Dimensions, named
-from tiercel.models.rotary import Rope, read_rope, rope_kind
+from tiercel.models.rotary import Rope, attention_factor, read_rope, rope_kind
 from tiercel.spec.deepseek_v4 import HEAVY, RATES, SPARSE, compress_rates, kinds_of, mtp_layers, rope_dim
 from tiercel.spec.hf_fields import check_only, number, per_layer, whole
 
@@ -158,6 +158,23 @@ def _hash_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:
     return tuple(kind == HASH for kind in kinds)
 
 
+def _check_scale(compress: Mapping[str, Any]) -> None:
+    """Nothing scales cos and sin here. `transformers` does, unless the object says that it is by 1."""
+    if rope_kind(compress) == "yarn" and (factor := attention_factor(compress)) != 1.0:
+        told = compress.get("attention_factor")
+        why = "is not supported" if told else f"means {factor:.3f}, as in `transformers`: not supported"
+        raise SpecError("attention_factor", told, f"{why}; the model has 1.0")
+
+
+def _check_channels(config: Mapping[str, Any], rope: Mapping[str, Any], field: str) -> None:
+    """All layers turn as many channels of a head."""
+    if (share := rope.get("partial_rotary_factor")) is None:
+        return
+    given = number({field: share}, field) * whole(config, "head_dim")
+    if int(given) != (channels := rope_dim(config)):
+        raise SpecError(field, share, f"is not supported: {channels} channels of every head turn")
+
+
 def _ropes(config: Mapping[str, Any]) -> tuple[Rope, Rope]:
     """Of window layers, which are plain in every form, and of layers that compress: YaRN if its numbers are
     given, else plain. `rope_parameters` may have an object for each; a flat object is for the second."""
@@ -171,8 +188,9 @@ def _ropes(config: Mapping[str, Any]) -> tuple[Rope, Rope]:
         raise SpecError("rope_scaling", compress, "must be an object")
     if (kind := rope_kind(main)) != "default":
         raise SpecError("rope_parameters.main.rope_type", kind, "is not supported: window layers are plain")
-    if rope_kind(compress) == "yarn" and (factor := compress.get("attention_factor", 1.0)) != 1.0:
-        raise SpecError("attention_factor", factor, "is not supported: the model has 1.0")
+    _check_scale(compress if nested else {"attention_factor": 1.0, **compress})
+    for name, own in {"main": main, "compress": compress}.items() if nested else ():
+        _check_channels(config, own, f"rope_parameters.{name}.partial_rotary_factor")
     theta = number(main if "rope_theta" in main else config, "rope_theta")
     own = nested and "rope_theta" in compress  # in the flat form it is that of the window layers
     compress_theta = number(compress, "rope_theta") if own else number(config, "compress_rope_theta")

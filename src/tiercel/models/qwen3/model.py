@@ -34,7 +34,7 @@ from tiercel.models.batch import Batch
 from tiercel.models.checkpoint import Checkpoint, check_finite, unfit
 from tiercel.models.families import Family
 from tiercel.models.grouped import Grouping, Layer, Reach, Shape, layer_shapes
-from tiercel.models.rotary import Rope, Rotary, read_rope, rope_kind
+from tiercel.models.rotary import Rope, Rotary, attention_factor, read_rope, rope_kind
 from tiercel.progress import told
 from tiercel.spec.attention import kv_stream
 from tiercel.spec.cache_spec import CacheSpec
@@ -79,8 +79,8 @@ class Qwen3Config(Dimensions):
         if config.get("layer_types") is not None:
             per_layer(config, "layer_types", known=("full_attention",))
         some = "num_attention_heads" if config.get("num_key_value_heads") is None else "num_key_value_heads"
-        rope, attention_factor = _rope(config)
-        own = cls.read(config, kv_heads=whole(config, some), rope=rope, attention_factor=attention_factor)
+        rope, factor = _rope(config)
+        own = cls.read(config, kv_heads=whole(config, some), rope=rope, attention_factor=factor)
         if own.heads % own.kv_heads:
             raise SpecError(some, own.kv_heads, f"must divide num_attention_heads = {own.heads}")
         if own.head_dim % 2:
@@ -96,14 +96,7 @@ def _rope(config: Mapping[str, Any]) -> tuple[Rope, float]:
         raise SpecError("rope_scaling", given, "must be an object")
     check_only(given, ROPE_ONLY)
     rope = read_rope(given, number(given if "rope_theta" in given else config, "rope_theta"))
-    if rope_kind(given) != "yarn":
-        return rope, 1.0
-    for name in ("mscale", "mscale_all_dim"):
-        if given.get(name) is not None:
-            raise SpecError(name, given[name], "is not supported: attention_factor says it")
-    if given.get("attention_factor") is not None:
-        return rope, number(given, "attention_factor")
-    return rope, 0.1 * math.log(max(rope.factor, 1.0)) + 1.0
+    return rope, attention_factor(given) if rope_kind(given) == "yarn" else 1.0
 
 
 def declare(config: Mapping[str, Any], page_tokens: int, format: str) -> CacheSpec:

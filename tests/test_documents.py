@@ -1,0 +1,138 @@
+"""Goal: documents name what is there. Method: what stands between backticks in them, compared with the files,
+the options of the commands and the names of the source."""
+
+import ast
+import re
+from functools import cache
+from itertools import chain
+from pathlib import Path
+
+import click
+import pytest
+import typer.main
+
+from tiercel.cli.commands import app
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "tiercel"
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")),
+    *(path for path in sorted((ROOT / "docs").glob("*.md")) if path.name != "log.md"),
+    *sorted((ROOT / "docs" / "decisions").glob("*.md")),
+]
+"""Not those that tell of the past: the changelog and the log."""
+
+every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+
+OTHERS = {
+    *("openai", "instructor", "bind_tools", "with_structured_output", "generateObject", "Output.object"),
+    *("Mode.TOOLS", "Mode.JSON", "Mode.JSON_SCHEMA", "bench_serving", "bench_multiturn", "xgrammar"),
+    *("sglang.bench_serving", "Qwen3ForCausalLM", "DeepseekV4ForCausalLM", "latest_reminder"),
+    *("encoding/encoding_dsv4.py", "backendConfigs", "EXTERNAL", "Authorization", "Origin"),
+    *("OTEL_TRACES_SAMPLER", "OTEL_EXPORTER_OTLP_HEADERS", "--mini-lb"),
+}
+"""Names of other programs."""
+
+
+OWN_VARIABLES = {"PICTURES"}
+"""Of the tests."""
+
+
+def quoted(document: Path) -> list[str]:
+    """What stands between backticks, outside of blocks of code."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return re.findall(r"`([^`\n]+)`", text)
+
+
+@cache
+def options() -> frozenset[str]:
+    """Of all commands, ours and those of benchmarks, tests and training."""
+
+    def of(command: click.Command):
+        yield from chain.from_iterable((*each.opts, *each.secondary_opts) for each in command.params)
+        for own in getattr(command, "commands", {}).values():
+            yield from of(own)
+
+    files = chain.from_iterable(
+        (ROOT / folder).rglob("*.py") for folder in ("benchmarks", "tests", "training")
+    )
+    told = chain.from_iterable(re.findall(r'"(--[a-z][\w-]*)"', file.read_text()) for file in files)
+    return frozenset(chain(of(typer.main.get_command(app)), told, OTHERS))
+
+
+@cache
+def defined() -> frozenset[str]:
+    """What the source defines: modules, classes, functions, arguments, variables, fields."""
+    found = set[str]()
+    for path in SOURCE.rglob("*.py"):
+        found.update(path.relative_to(SOURCE.parent).with_suffix("").parts)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found.add(node.id if isinstance(node, ast.Name) else node.attr)
+            elif isinstance(node, ast.arg):
+                found.add(node.arg)
+    return frozenset(found)
+
+
+@cache
+def words() -> frozenset[str]:
+    """What the source says in strings, but for docstrings: fields of calls, names of policies, values. And
+    what it uses of others."""
+    found = set[str]()
+    for path in SOURCE.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+                found.update(re.findall(r"\w+", node.value))
+            elif isinstance(node, ast.alias):
+                found.update(node.name.split("."))
+    for path in (SOURCE / "server" / "web").iterdir():
+        found.update(re.findall(r"\w+", path.read_text()))
+    return frozenset(found)
+
+
+def is_there(name: str) -> bool:
+    """A class, or what has a dot before it, is defined. A lone word may be a value, or another's word."""
+    *before, last = name.removesuffix("()").split(".")
+    if last in defined():
+        return all(each in defined() | words() for each in before)
+    return not before and not re.match(r"[A-Z][a-z]", last) and last in words()
+
+
+def is_file(text: str) -> bool:
+    return bool(re.fullmatch(r"[\w.-]+(/[\w.-]+)*", text)) and text.endswith((".py", ".md", ".sh", ".c"))
+
+
+@every_document
+def test_files_that_are_named_are_there(document):
+    for each in quoted(document):
+        if is_file(each) and each not in OTHERS:
+            assert any((place / each).exists() for place in (ROOT, document.parent, SOURCE)), each
+
+
+@every_document
+def test_options_that_are_named_exist(document):
+    for each in quoted(document):
+        for option in re.findall(r"(?<![\w-])--[a-z][\w-]+", each):
+            assert option in options(), option
+        for variable in re.findall(r"^TIERCEL_(\w+)", each):
+            assert "--" + variable.lower().replace("_", "-") in options() or variable in OWN_VARIABLES, each
+
+
+@every_document
+def test_names_that_are_named_exist(document):
+    """`docs/record-format.md` names fields of a format, which the source has by their places only."""
+    if document.name == "record-format.md":
+        return
+    for each in quoted(document):
+        name = re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(\(\))?", each)
+        if name and each not in OTHERS and not each.startswith(("tiercel_", "TIERCEL_")):
+            assert is_there(each) or is_file(each) or is_module(each), each
+
+
+def is_module(name: str) -> bool:
+    """`benchmarks.tree`, or a file as a model's folder has it."""
+    return (ROOT / name.replace(".", "/")).with_suffix(".py").exists() or name.endswith(".safetensors")
