@@ -52,9 +52,9 @@ def parents_are_evicted(page):
     return page.device is not None and page.lock == 0 and page.load is None
 
 
-def a_duplicate_leaks(self, parent, page_keys, ids, priority=0, tokens=(), owner=""):
+def a_duplicate_leaks(self, *inserted, **how):
     given = len(self.actions.pages)
-    pages = real_insert(self, parent, page_keys, ids, priority, tokens, owner)
+    pages = real_insert(self, *inserted, **how)
     del self.actions.pages[given:]
     return pages
 
