@@ -73,7 +73,7 @@ def rest(engine: Engine) -> None:
 
 def ttft(sizes: Sizes) -> dict[str, float]:
     """Alternately: cold, again from the device, and once the text has left the device, from the host."""
-    engine = make_engine(device_mib=5, host_mib=256)
+    engine = make_engine(device_mib=64, host_mib=256)
     times: dict[str, list[float]] = {"recompute": [], "device": [], "host": []}
     for i in range(sizes.rounds):
         prompt = words(sizes.long, i)

@@ -212,7 +212,7 @@ def beside(name: str, url: str, seconds: float) -> Seen:
         return asyncio.run(look(url, seconds))
     finally:
         hostile.kill()
-        hostile.wait()
+        hostile.communicate()
 
 
 def memory_bytes(pid: int) -> int:
@@ -241,14 +241,15 @@ def serving(*more: str) -> Iterator[tuple[str, int]]:
     """A server process: its URL and its number. Its log is read and thrown away. `more`: options."""
     command = [sys.executable, "-m", "tiercel.cli", "serve", "--port", "0", *OPTIONS, *more]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert server.stderr is not None
+    reader = Thread(target=server.stderr.read, daemon=True)
     try:
-        assert server.stderr is not None
         found = None
         while found is None:
             line = server.stderr.readline()
             assert line, "the server did not start"
             found = re.search(r"listening on (http://\S+)", line)
-        Thread(target=server.stderr.read, daemon=True).start()
+        reader.start()
         yield found[1], server.pid
     finally:
         server.terminate()
@@ -256,6 +257,9 @@ def serving(*more: str) -> Iterator[tuple[str, int]]:
             server.wait(ENDS_S)
         finally:
             server.kill()
+            server.wait()
+            reader.join()
+            server.stderr.close()
 
 
 def measure(names: Sequence[str], turns: int, seconds: float) -> dict[str, Any]:

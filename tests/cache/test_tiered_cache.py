@@ -263,11 +263,11 @@ def test_without_its_last_tail_a_text_resumes_from_an_earlier_one():
     tree._drop(last.tail)
     reuse = driver.serve(TEXT)
     assert reuse.tokens == 8 and reuse.found_tokens == 16 and reuse.why is Why.NO_TAIL
-    assert reuse.replay_cost_tokens == WINDOW.replay_tokens == 2
+    assert reuse.replay_cost_tokens == WINDOW.replay_tokens == 3
     assert "16 tokens found" in str(reuse)
 
 
-def test_an_exact_replay_uses_every_page_and_leaves_no_tail_it_did_not_compute_in_full():
+def test_an_exact_replay_uses_every_page_and_leaves_a_tail_where_it_ends():
     driver = make(WINDOW, tail_every_pages=9)
     driver.serve(TEXT)
     tree = driver.cache.tree
@@ -275,12 +275,12 @@ def test_an_exact_replay_uses_every_page_and_leaves_no_tail_it_did_not_compute_i
         if page.tail is not None:
             tree._drop(page.tail)
     request = driver.begin_loaded(TEXT, replay=True)
-    assert request.reuse.tokens == 16 and request.reuse.replay_tokens == 2 and request.resume_tails == ()
+    assert request.reuse.tokens == 16 and request.reuse.replay_tokens == 3 and request.resume_tails == ()
     driver.compute(request, TEXT)
     driver.cache.finish(request)
-    assert boundaries(driver) == []
-    driver.serve([*TEXT, *TEXT[:10]], replay=True)
-    assert boundaries(driver) == [6, 7], "further on everything is computed, and the tails are exact"
+    assert boundaries(driver) == [4]
+    reuse = driver.serve([*TEXT[:16], *[8] * 9], replay=True)
+    assert reuse.tokens == 16 and reuse.replay_tokens == 0
 
 
 def test_no_replay_rebuilds_a_recurrent_state():

@@ -133,6 +133,12 @@ def test_a_text_resumed_by_replay_is_exact(cold):
     assert told.reuse.computed_tokens == len(turn) - 9 * PAGE + replayed
     [truth] = run(cold, make_ask("t", turn))
     assert differences(hit, truth) == [0.0] * 8
+    turn = [*begin[: 9 * PAGE + 40], *words(20, seed=3)]
+    [hit] = run(engine, make_ask("c", turn))
+    told = engine.explain("c")
+    assert told.reuse.tokens == 9 * PAGE and told.reuse.replay_tokens == 0, "the replay has left a tail"
+    [truth] = run(cold, make_ask("u", turn))
+    assert differences(hit, truth) == [0.0] * 8
     settle(engine)
 
 

@@ -50,12 +50,17 @@ def test_nothing_is_made_on_the_default_device(name, format):
         assert torch.equal(run(config, spec, weights), expected)
 
 
-@pytest.mark.parametrize("name", ["cuda:77", "abacus", ""])
+@pytest.mark.parametrize("name", ["cuda:77", "abacus"])
 def test_a_device_that_is_not_there_is_refused_by_name(name):
     with pytest.raises(ConfigError, match=f"device = '{name}': can not be used here"):
         check_device(name)
     with pytest.raises(ConfigError, match="can not be used here"):
         open_engine(Build(device=name), EngineConfig())
+
+
+def test_a_device_without_a_name_is_refused():
+    with pytest.raises(ConfigError, match="device = '': must not be empty"):
+        Build(device="")
 
 
 def test_native_kernels_are_for_the_cpu():

@@ -66,8 +66,8 @@ def test_pro_takes_1_430_208_bytes_per_page() -> None:
 
 
 def test_a_missing_tail_is_replayed_from_all_windows_in_a_row() -> None:
-    assert deepseek_v4(FLASH).replay_tokens == 43 * 127 == 5_461
-    assert deepseek_v4(PRO).replay_tokens == 61 * 127 == 7_747
+    assert deepseek_v4(FLASH).replay_tokens == 43 * 127 + 1 == 5_462
+    assert deepseek_v4(PRO).replay_tokens == 61 * 127 + 1 == 7_748
 
 
 def test_a_page_without_fp8_takes_6_880_bytes_per_token() -> None:
@@ -106,7 +106,7 @@ def test_a_tiny_model_stores_84_bytes_per_entry() -> None:
     spec = deepseek_v4(make_tiny(), page_tokens=128)
     assert spec.stream("window").bytes_per_entry == 84
     assert spec.stream("c4_index").bytes_per_entry == 36
-    assert spec.replay_tokens == 6 * 31
+    assert spec.replay_tokens == 6 * 31 + 1
 
 
 def test_layer_types_say_the_same_as_compress_ratios() -> None:
@@ -163,7 +163,7 @@ def test_the_mtp_draft_is_one_more_window_layer() -> None:
     assert (drafted.streams[-1].name, drafted.streams[-1].layers) == ("draft_window", (43,))
     assert drafted.page_bytes == spec.page_bytes
     assert drafted.tail_bytes == spec.tail_bytes + 74_880
-    assert drafted.replay_tokens == 44 * 127
+    assert drafted.replay_tokens == 44 * 127 + 1
 
 
 def test_the_stage_that_owns_the_last_layers_owns_the_draft() -> None:
@@ -253,5 +253,5 @@ def test_the_format_of_the_draft_is_that_of_its_target() -> None:
 def test_a_draft_that_shall_go_on_exactly_keeps_the_streams_before_a_boundary() -> None:
     config = FLASH | {"hc_mult": 4, "hidden_size": 4096}
     spec = deepseek_v4(config).with_draft(deepseek_v4_mtp(config, hidden=True))
-    assert spec.stream("draft_hidden").layers == (43,) and spec.replay_tokens == 44 * 127
+    assert spec.stream("draft_hidden").layers == (43,) and spec.replay_tokens == 44 * 127 + 1
     assert spec.bytes_of(spec.stream("draft_hidden")) == 4 * 4096 * 4

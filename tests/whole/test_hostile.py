@@ -84,5 +84,5 @@ def test_a_server_ends_while_a_grammar_is_tried():
         assert code == 0 and "Traceback" not in told, told
         until(lambda: not Path(f"/proc/{trial}").exists(), "its trial has ended")
     finally:
-        server.stop(signal.SIGKILL)
+        server.process.kill()
         asked.join()

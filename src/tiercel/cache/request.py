@@ -66,6 +66,8 @@ class Request:
     committed: int
     """Shared pages of the table."""
     extended_tokens: int
+    tails_upto: int
+    """In pages: places for tails up to here were asked for, or there is nothing to write there."""
     table: list[DevicePageId]
     """Device pages of the text, shared ones first; behind `committed` they are this request's own."""
     resume_tails: tuple[Tail, ...]

@@ -215,7 +215,8 @@ class TieredCache(HostTier[Loaded]):
 
         Tails are kept at the request's boundaries, and after the prompt at the latest boundary, since any
         token may end the turn. Tails that find no place are left out and counted, the earliest first; they
-        never make a request wait.
+        never make a request wait. A replay leaves a tail where it ends: whoever replays calls `extend` before
+        the replay's first token is computed.
         """
         assert request.state is not RequestState.ENDED
         page_tokens = self.spec.page_tokens
@@ -237,6 +238,7 @@ class TieredCache(HostTier[Loaded]):
         self.counters["tails_skipped"] += skipped
         request.tails.update(new)
         request.extended_tokens = max(request.extended_tokens, upto)
+        request.tails_upto = max(request.tails_upto, upto // page_tokens)
         return Extended({boundary * page_tokens: tail for boundary, tail in new.items()})
 
     def commit(self, request: Request, upto: int) -> None:
@@ -326,6 +328,7 @@ class TieredCache(HostTier[Loaded]):
             prompt_pages=chain.tokens // page_tokens,
             committed=page.depth,
             extended_tokens=page.depth * page_tokens,
+            tails_upto=self._tails_after(found),
             table=[*(tree.index[key].device for key in chain.keys[: page.depth]), *own],
             resume_tails=found.tails,
             tail_boundaries=self._tails_of_prompt(found, turn_ends),
@@ -351,27 +354,30 @@ class TieredCache(HostTier[Loaded]):
     # Which tails are kept
 
     def _tails_of_prompt(self, found: Found, turn_ends: Iterable[int]) -> dict[int, Boundary]:
-        """Where the prompt gets tails. None at the resumed boundary: a replay computes too little for one.
-
-        One is before the last token: there the same prompt, asked again, is resumed.
-        """
+        """Where the prompt gets tails. One is before the last token: there the same prompt, asked again, is
+        resumed. One is where a replay ends: there the next text that goes on from these pages is resumed."""
         if not self.spec.tail_streams:
             return {}
         return tail_boundaries(
-            resumed_pages=found.page.depth,
+            resumed_pages=self._tails_after(found),
             total_pages=found.chain.tokens // self.spec.page_tokens,
             turn_ends=(*turn_ends, found.chain.tokens - 1),
-            branch_page=found.branch,
+            branch_page=found.page.depth if found.reuse.replay_tokens else found.branch,
             every_pages=self.config.tail_every_pages,
             page_tokens=self.spec.page_tokens,
             pages_per_window=self.spec.pages_per_window,
         )
 
+    def _tails_after(self, found: Found) -> int:
+        """The page after which tails can be written. A replay computes enough for those at its end."""
+        replayed = self.spec.pages_per_window if found.reuse.replay_tokens else 0
+        return max(0, found.page.depth - replayed)
+
     def _tails_to_write(self, request: Request, upto: int) -> list[int]:
-        """Boundaries after what the request has room for, up to token `upto`, whose tails are to be written:
+        """Boundaries that were not asked for yet, up to token `upto`, whose tails are to be written:
         those of the prompt, and after the prompt the latest."""
         page_tokens, window = self.spec.page_tokens, self.spec.pages_per_window
-        first, last = request.extended_tokens // page_tokens, upto // page_tokens
+        first, last = request.tails_upto, upto // page_tokens
         prompt = [b for b in range(first + 1, last + 1) if b in request.tail_boundaries]
         latest = range(max(first, request.prompt_pages, last - window) + 1, last + 1) if window else ()
         return sorted({*prompt, *latest})

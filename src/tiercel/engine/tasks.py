@@ -286,7 +286,7 @@ class Tasks:
     def _extend_prompt(self, seat: Seat, end: int) -> None:
         """A step is going to compute a prompt up to here: places for the tails that it writes. They are not
         reserved before: a long prompt writes more tails than there are places."""
-        if end > seat.request.extended_tokens:
+        if end > seat.request.extended_tokens or end <= seat.write_from:
             waits = self._extend(seat, end)
             assert waits is None, "the pages were reserved by `begin`"
 

@@ -347,10 +347,10 @@ class Replayer(Scheduler):
         return room - seat.planned - (self._ahead if room < task.longest else 0)
 
     def _draw(self, task: Task, seat: Seat) -> None:
-        """Until its page is full, it ends or asks for room; or until its first token, which is timed."""
+        """Until its page is full, it ends or asks for room. Its first token alone: it is timed, and commits."""
         to_page_end = self.page_tokens - seat.computed % self.page_tokens
         steps = to_page_end, task.longest - 1 - seat.computed, self._steps_of_room(task, seat)
-        count = 1 if task in self._arrived_s else max(1, min(steps))
+        count = 1 if task in self._arrived_s or seat.committed < 0 else max(1, min(steps))
         self._answers[task] = self._steps, self._steps + count
         heappush(self._due, (self._steps + count, task.order, task))
 

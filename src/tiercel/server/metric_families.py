@@ -112,6 +112,7 @@ ENGINE = {
     "finished_length": "Answers that ended because they reached their longest length",
     "finished_abort": "Answers that ended because the client left or aborted them",
     "finished_error": "Answers that ended with an error of the engine",
+    "finished_grammar": "Answers that ended because they could not follow their grammar",
 }
 
 STORE_TIER = {

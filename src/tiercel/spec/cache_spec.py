@@ -133,7 +133,8 @@ class CacheSpec:
 
     @cached_property
     def replay_tokens(self) -> int | None:
-        """Tokens to compute again before a boundary so that a text goes on exactly there without a tail.
+        """Tokens to compute again before a boundary so that a text goes on exactly there without a tail, and
+        so that all tails which a resume there reads can be written.
 
         A layer's window rows are exact once those of the layers before it are, so the windows of all layers,
         also of other stages, add up. None when a state depends on the whole prefix.
@@ -143,13 +144,14 @@ class CacheSpec:
         reach = replay = 0
         for layer in self.layers:
             own = [s.keep for s in self.tail_streams if layer in s.layers]
-            windows = [keep.tokens - 1 for keep in own if isinstance(keep, Window)]
+            windows = [keep.tokens for keep in own if isinstance(keep, Window)]
             spans = [keep.span for keep in own if isinstance(keep, State)]
             if None in spans:
                 return None
-            replay = max([replay, *(reach + need for need in windows + [s for s in spans if s])])
-            reach += max(windows, default=0)
-        return replay
+            rows = [min(window, self.page_tokens) for window in windows] + [span for span in spans if span]
+            replay = max([replay, *(reach + each for each in rows)])
+            reach += max(windows, default=1) - 1
+        return replay and replay + max(0, self.pages_per_window - 1) * self.page_tokens
 
     def stage(self, first: int, last: int) -> CacheSpec:
         """The same declaration for layers first … last - 1. Layer ids stay global."""
