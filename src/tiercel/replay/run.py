@@ -347,7 +347,7 @@ class Replayer(Scheduler):
         return room - seat.planned - (self._ahead if room < task.longest else 0)
 
     def _draw(self, task: Task, seat: Seat) -> None:
-        """Until its page is full, it ends or asks for room. Its first token alone: it is timed, and commits."""
+        """Until its page is full, it ends or asks for room. Its first token alone: timed, and committed."""
         to_page_end = self.page_tokens - seat.computed % self.page_tokens
         steps = to_page_end, task.longest - 1 - seat.computed, self._steps_of_room(task, seat)
         count = 1 if task in self._arrived_s or seat.committed < 0 else max(1, min(steps))
