@@ -193,8 +193,12 @@ def test_a_template_that_leaves_the_last_message_out_can_not_leave_it_open(tmp_p
         text.chat([user("Hi"), assistant("So")], continue_final_message=True)
 
 
+PLAIN = st.text().filter(lambda said: "<|" not in said)
+"""Without control tokens. hypothesis tries words that it finds in the source, so these come up, too."""
+
+
 @settings(deadline=None)
-@given(st.lists(st.text(), min_size=1, max_size=4))
+@given(st.lists(PLAIN, min_size=1, max_size=4))
 def test_what_is_said_is_read_as_plain_tokenisation_would(said: list[str]) -> None:
     rendered = "<|bos|>" + "".join(f"<|user|>{each}" for each in said) + "<|assistant|>"
     assert TEXT.chat([user(each) for each in said]).tokens == plain(rendered)
