@@ -9,10 +9,11 @@ import signal
 import socket
 import subprocess
 import sys
+import weakref
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from threading import Thread
+from threading import Lock, Thread
 
 
 class Server:
@@ -60,20 +61,31 @@ class Nursery:
         command = [sys.executable, "-m", "tests.whole.nursery", str(theirs.fileno())]
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         theirs.close()
+        self._turn = Lock()
 
     def close(self):
         self._link.close()
         self._process.wait()
 
     def ask(self, what, *files):
-        socket.send_fds(self._link, [json.dumps(what).encode()], files)
-        answer = self._link.recv(2**10)
+        """From any thread: each gets the answer to its own question."""
+        with self._turn:
+            socket.send_fds(self._link, [json.dumps(what).encode()], files)
+            answer = self._link.recv(2**10)
         assert answer, "the nursery has ended"
         return json.loads(answer)
 
 
-@cache
+ONE_NURSERY = Lock()
+
+
 def nursery():
+    with ONE_NURSERY:  # `cache` alone may make two
+        return _nursery()
+
+
+@cache
+def _nursery():
     made = Nursery()
     atexit.register(made.close)
     return made
@@ -89,23 +101,27 @@ class Forked:
         os.close(writes)
         self.stderr, self.returncode = os.fdopen(told), None
         self._ends = os.pidfd_open(self.pid)
+        weakref.finalize(self, os.close, self._ends)
+        self._turn = Lock()
 
     def poll(self):
-        if self.returncode is None and select.select([self._ends], [], [], 0)[0]:
-            self.wait()
-        return self.returncode
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
 
     def wait(self, timeout=None):
-        if self.returncode is None:
-            if not select.select([self._ends], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired(f"server {self.pid}", timeout)
-            os.close(self._ends)
-            self.returncode = nursery().ask({"wait": self.pid})
+        if not select.select([self._ends], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired(f"server {self.pid}", timeout)
+        with self._turn:
+            if self.returncode is None:
+                self.returncode = nursery().ask({"wait": self.pid})
         return self.returncode
 
     def send_signal(self, number):
-        if self.poll() is None:
-            signal.pidfd_send_signal(self._ends, number)
+        with self._turn:
+            if self.returncode is None:
+                signal.pidfd_send_signal(self._ends, number)
 
     def kill(self):
         self.send_signal(signal.SIGKILL)
