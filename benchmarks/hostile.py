@@ -38,6 +38,7 @@ from typing import Any
 import httpx
 
 from benchmarks.hostile_bodies import ATTACKS as BODY_ATTACKS
+from benchmarks.hostile_connections import ATTACKS as CONNECTION_ATTACKS
 from benchmarks.machine import describe, parser_of, tell
 
 TURNS, TURN_S = 3, 4.0
@@ -128,8 +129,9 @@ ATTACKS: dict[str, Attack] = {
     **{name: with_grammar(grammar) for name, grammar in GRAMMARS.items()},
     "leaving": leave,
     **BODY_ATTACKS,
+    **CONNECTION_ATTACKS,
 }
-QUICK = "beginnings", "wrong_messages"
+QUICK = "beginnings", "wrong_messages", "pipelined"
 
 
 def client_with(key: str, url: str) -> httpx.AsyncClient:

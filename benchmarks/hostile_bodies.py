@@ -1,4 +1,4 @@
-"""Hostile bodies and connections: attacks for `benchmarks.hostile`, and what the tests send in small.
+"""Hostile bodies: attacks for `benchmarks.hostile`, and what the tests send in small.
 
 bodies(200_000)     every body, with lists of so many items: (path, JSON)
 ATTACKS             by name: functions that get a client and go on until they are cancelled
@@ -19,7 +19,6 @@ USER = {"role": "user", "content": "a"}
 
 ITEMS = 200_000
 AT_ONCE = 4
-CONNECTIONS = 1500
 HEADERS = {"content-type": "application/json"}
 Attack = Callable[[httpx.AsyncClient], Awaitable[object]]
 
@@ -81,22 +80,6 @@ def sending(path: str, body: bytes, at_once: int) -> Attack:
     return lambda client: asyncio.gather(*(one(client) for _ in range(at_once)))
 
 
-async def half_sent(client: httpx.AsyncClient) -> None:
-    """Connections with half a body each, and new ones for those that were closed."""
-    head = f"POST {GENERATE} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    start = (head + 'content-length: 100000\r\n\r\n{"text": "').encode() + b"x" * 50_000
-
-    async def one() -> None:
-        while True:
-            with suppress(OSError):
-                reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
-                writer.write(start)
-                await reader.read()
-                writer.close()
-
-    await asyncio.gather(*(one() for _ in range(CONNECTIONS)))
-
-
 def _attacks() -> dict[str, Attack]:
     """A body is made when it is first sent: all of them together are 100 MB."""
 
@@ -106,7 +89,7 @@ def _attacks() -> dict[str, Attack]:
 
         return attack
 
-    return {name: one(name) for name in bodies(1)} | {"half_sent": half_sent}
+    return {name: one(name) for name in bodies(1)}
 
 
 ATTACKS = _attacks()

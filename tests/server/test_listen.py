@@ -13,8 +13,9 @@ import httpx
 import pytest
 
 from tests.server.scripted import LOOPBACK, ScriptedService, events_of, served
-from tiercel.server.listen import ACCEPTED_AT_ONCE, Connection
+from tiercel.server.listen import EARLY_MAX, HEADERS_MAX, READ_BYTES, Connection
 from tiercel.server.options import ServerOptions
+from tiercel.server.pace import LET_IN_AT_ONCE
 
 SHORT = replace(LOOPBACK, headers_s=0.2, body_s=0.2, idle_s=0.2, write_s=0.2)
 HEAD = (
@@ -183,7 +184,7 @@ def test_a_crowd_of_connections_is_kept_by_the_system_and_let_in_little_by_littl
         clients[-1].sendall(HEALTH)
         assert clients[-1].recv(65536).startswith(b"HTTP/1.1 200 ")
     at_once = max(made.count(each) for each in made)
-    assert len(made) == 200 and at_once <= 2 * ACCEPTED_AT_ONCE
+    assert len(made) == 200 and at_once <= 2 * LET_IN_AT_ONCE
 
 
 def test_when_all_are_being_answered_one_more_is_told_so():
@@ -220,8 +221,9 @@ def test_many_ended_connections_are_one_line_of_log(caplog):
         (HEAD.replace(b"13", b"x"), (400, "invalid_http")),
         (b"CONNECT other:80 HTTP/1.1\r\nhost: other\r\n\r\n", (400, "no_proxy")),
         (HEAD[:-2] + b"x-long: " + b"x" * 100_000, (431, "headers_too_large")),
+        (HEAD[:-2] + b"x: y\r\n" * HEADERS_MAX + b"\r\n", (431, "headers_too_large")),
     ],
-    ids=["not HTTP", "a length that is no number", "a proxy", "headers without an end"],
+    ids=["not HTTP", "a length that is no number", "a proxy", "headers without an end", "many headers"],
 )
 def test_what_can_not_be_read_is_refused(sent, error):
     service = ScriptedService()
@@ -240,6 +242,41 @@ def test_a_client_that_would_rather_speak_http_2_is_answered_with_http_1():
         client.sendall(BODY[5:] + asking + BODY)
         said = to_end(client)
     assert said.count(b"HTTP/1.1 200 ") == said.count(b"Hello world!") == len(service.asks) == 2
+
+
+@pytest.mark.parametrize(("sent", "answered"), [(EARLY_MAX, EARLY_MAX), (EARLY_MAX + 1, 0)])
+def test_a_client_may_send_a_few_requests_before_the_first_is_answered(sent, answered):
+    service = ScriptedService()
+    with served(service, SHORT) as url, connected(url) as client:
+        client.sendall(sent * (HEAD + BODY))
+        said = to_end(client)
+    assert said.count(b"HTTP/1.1 200 ") == len(service.asks) == answered
+    if not answered:
+        assert error_of(said) == (400, "too_many_requests")
+
+
+def test_a_thousand_requests_before_the_first_answer_are_not_even_read(monkeypatch):
+    begun = []
+    own = Connection.on_message_begin
+    monkeypatch.setattr(Connection, "on_message_begin", lambda self: (begun.append(1), own(self)))
+    with served(ScriptedService()) as url, connected(url) as client:
+        client.sendall(1000 * HEALTH)
+        to_end(client)
+    assert len(begun) == EARLY_MAX + 1
+
+
+def test_a_body_is_read_in_parts(monkeypatch):
+    """So that other connections have their turn between them."""
+    sizes = []
+    own = Connection.data_received
+    monkeypatch.setattr(
+        Connection, "data_received", lambda self, data: (sizes.append(len(data)), own(self, data))
+    )
+    text = b'{"text": "%s"}' % (b"x " * 500_000)
+    with served(ScriptedService()) as url, connected(url) as client:
+        client.sendall(HEAD.replace(b"13", str(len(text)).encode()) + text)
+        assert client.recv(65536).startswith(b"HTTP/1.1 4")  # longer than the context
+    assert READ_BYTES / 2 < max(sizes) <= READ_BYTES
 
 
 def test_who_sends_the_next_request_early_and_leaves_ends_the_first():

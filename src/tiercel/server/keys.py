@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
 from fastapi import Depends
@@ -26,15 +26,45 @@ from tiercel.config import is_loopback
 from tiercel.server.border import visit_of
 from tiercel.server.errors import ApiError
 from tiercel.server.options import ServerOptions
-from tiercel.server.tenants import Tenants
+from tiercel.server.tenants import Tenant, Tenants, digest_of
 
 PROXY_HEADERS = ("forwarded", "via", "x-forwarded-for")
 """A request with one of these comes from a proxy, so its sender may be on any machine."""
 
 
+def given_key(headers: Mapping[str, str]) -> bytes:
+    """The key of `Authorization: Bearer KEY`, or of Anthropic's `x-api-key: KEY`. Empty: there is none."""
+    scheme, _, text = headers.get("authorization", "").partition(" ")
+    if not text and "x-api-key" in headers:
+        scheme, text = "bearer", headers["x-api-key"]
+    # Headers are decoded as Latin-1: this restores the bytes that were sent.
+    return text.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+
+
+def _name(given: bytes, tenant: Tenant | None) -> str:
+    """A digest: it may be logged."""
+    owner = given if tenant is None else f"tenant {tenant.name}".encode()
+    return hashlib.blake2b(owner, digest_size=8).hexdigest()
+
+
+class Owners:
+    """Whose requests these are, before anything is done with them."""
+
+    def __init__(self, options: ServerOptions) -> None:
+        keys = [*options.api_key, *([options.admin_key] if options.admin_key else ())]
+        self._names = {digest_of(key.encode()): _name(key.encode(), None) for key in keys}
+        self._tenants = options.tenants
+
+    def find(self, headers: Mapping[str, str], address: str) -> str:
+        """The owner of a key that is right, or else the address: wrong keys are not owners of their own."""
+        given = given_key(headers)
+        if given and self._tenants is not None and (tenant := self._tenants.find(given)) is not None:
+            return _name(given, tenant)
+        return self._names.get(digest_of(given), address) if given and self._names else address
+
+
 class BearerKey(HTTPBearer):
-    """`Authorization: Bearer KEY`, or Anthropic's `x-api-key: KEY`, compared with every key in constant
-    time."""
+    """Compares the given key with every key in constant time."""
 
     def __init__(self, keys: Sequence[str], *, scheme_name: str, tenants: Tenants | None = None) -> None:
         super().__init__(scheme_name=scheme_name, auto_error=False)
@@ -42,22 +72,16 @@ class BearerKey(HTTPBearer):
         self.keys = [key.encode() for key in keys]
 
     async def __call__(self, request: Request) -> None:  # type: ignore[override]
-        headers = request.headers
-        scheme, _, text = headers.get("authorization", "").partition(" ")
-        if not text and "x-api-key" in headers:
-            scheme, text = "bearer", headers["x-api-key"]
-        # Headers are decoded as Latin-1: this restores the bytes that were sent.
-        given = text.strip().encode("latin-1")
+        given = given_key(request.headers)
         known = [hmac.compare_digest(given, key) for key in self.keys]
         tenant = self.tenants.find(given) if self.tenants is not None else None
-        if scheme.lower() != "bearer" or not (tenant or any(known)):
+        if not (tenant or any(known)):
             wanted = {"www-authenticate": "Bearer"}
             message = f"the {self.scheme_name} is missing or wrong"
             raise ApiError(401, message, param="authorization", code="invalid_api_key", headers=wanted)
         visit = visit_of(request)
         visit.tenant = tenant
-        owner = given if tenant is None else f"tenant {tenant.name}".encode()
-        visit.owner = hashlib.blake2b(owner, digest_size=8).hexdigest()
+        visit.owner = _name(given, tenant)
 
 
 async def _refuse(_request: Request) -> None:

@@ -19,6 +19,7 @@ import signal
 import socket
 import ssl
 import threading
+import time
 from collections import Counter, deque
 from dataclasses import replace
 from enum import Enum
@@ -27,12 +28,15 @@ from typing import TYPE_CHECKING, Any
 
 import httptools
 import uvicorn
+from starlette.datastructures import Headers
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from tiercel.errors import ConfigError
 from tiercel.server.app import create_app
 from tiercel.server.errors import ApiError
+from tiercel.server.keys import Owners
 from tiercel.server.options import ServerOptions
+from tiercel.server.pace import Door, Pace
 from tiercel.server.traces import Traces
 
 if TYPE_CHECKING:
@@ -41,20 +45,23 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tiercel.server")
 
+READ_BYTES = 32 << 10
+"""At most, of one connection in one turn of the event loop."""
+
+HEADERS_MAX, EARLY_MAX = 128, 8
+"""Headers of a request; requests that a client may send before the first of them is answered."""
+
 LOG_EVERY_S = 60.0
 """One log line counts all connections closed since the line before."""
 
 FILES_BESIDE = 256
 """Open files besides connections: weights, stores, libraries."""
 
+HELD = 2
+"""Connections that may wait at the door, for each that may be open."""
+
 HEAD_BYTES_MAX = 64 << 10
 """Of a request's line and headers: the parser has no limit of its own."""
-
-ACCEPTED_AT_ONCE = 16
-"""New connections in one turn of the event loop: a crowd of them is let in between the work of others."""
-
-BACKLOG = 2048
-"""Connections that the system keeps for us until we take them."""
 
 FAREWELL_S = 5.0
 """For sending the rest of the answers after they were aborted."""
@@ -94,6 +101,8 @@ class Connection(HttpToolsProtocol):
         options: ServerOptions,
         ended: EndedCount,
         waiting: dict[Connection, None],
+        pace: Pace,
+        owners: Owners,
         **named: Any,
     ) -> None:
         """`waiting`: all connections that wait for their clients, the one that does for longest first."""
@@ -101,12 +110,17 @@ class Connection(HttpToolsProtocol):
         self._options = options
         self._ended = ended
         self._waiting = waiting
+        self._pace, self._owners = pace, owners
         self._cycles: deque[RequestResponseCycle] = deque()
         """Requests without a whole answer, the oldest first: a client may send the next one early."""
         self._coming: Phase | None = None
         """Which part of a request is still to come."""
         self._head_bytes = 0
         self._phase = Phase.IDLE
+        self._owner = ""
+        self._refused: tuple[int, str, str] | None = None
+        """Status, reason and code of what ends the connection, if something in what it sent does."""
+        self._pause: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
 
@@ -114,11 +128,26 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.max_size = READ_BYTES  # type: ignore[attr-defined]
+        self._owner = self.client[0] if self.client else ""
         self._follow()
         if len(self.connections) > self._options.connections_max:
             self._make_room()
 
     def data_received(self, data: bytes) -> None:
+        started_s = time.thread_time()
+        self._read(data)
+        if wait_s := self._pace.spend(self._owner, time.thread_time() - started_s):
+            self.transport.pause_reading()
+            if self._pause is None:
+                self._pause = self.loop.call_later(wait_s, self._read_on)
+
+    def _read_on(self) -> None:
+        self._pause = None
+        if not (self.flow.read_paused or self.transport.is_closing()):
+            self.transport.resume_reading()
+
+    def _read(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
         self._head_bytes += len(data)  # until something is complete
         rest = data
@@ -126,7 +155,7 @@ class Connection(HttpToolsProtocol):
             while rest:
                 rest = self._parse(rest)
         except httptools.HttpParserError:
-            self._end(400, "sent something that is not HTTP", "invalid_http")
+            self._end(*(self._refused or (400, "sent something that is not HTTP", "invalid_http")))
         if self._coming is Phase.HEADERS and self._head_bytes > HEAD_BYTES_MAX:
             self._end(431, f"sent more than {HEAD_BYTES_MAX:,} bytes of headers", "headers_too_large")
         self._follow()
@@ -151,12 +180,37 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
         self._coming = Phase.HEADERS
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        if len(self.headers) > HEADERS_MAX:
+            self._refuse(431, f"sent more than {HEADERS_MAX} headers", "headers_too_large")
+
+    def _refuse(self, *why: Any) -> None:
+        """Ends the connection from within the parser, which stops at an exception."""
+        self._refused = why
+        raise ValueError
+
     def on_headers_complete(self) -> None:
+        if len(self._cycles) >= EARLY_MAX:
+            self._refuse(400, f"sent more than {EARLY_MAX} requests without an answer", "too_many_requests")
         if self.parser.should_upgrade():
             return
         super().on_headers_complete()
         self._cycles.append(self.cycle)
         self._coming, self._head_bytes = Phase.BODY, 0
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        address = self.client[0] if self.client else ""
+        owner = self._owner = self._owners.find(Headers(raw=[*cycle.scope["headers"]]), address)
+        start = super()._start_asgi_task
+
+        def begin() -> bool:
+            if cycle.disconnected:
+                return False
+            start(cycle, self._pace.counting(owner, app))
+            return True
+
+        self._pace.begin(owner, begin)
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
@@ -170,7 +224,7 @@ class Connection(HttpToolsProtocol):
         self._follow()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self._timer, self._write_timer):
+        for timer in (self._timer, self._write_timer, self._pause):
             if timer is not None:
                 timer.cancel()
         self._waiting.pop(self, None)
@@ -266,7 +320,8 @@ class Server(uvicorn.Server):
         self, service: EngineService, options: ServerOptions, traces: Traces | None = None, **more: Any
     ) -> None:
         options = _with_files(options)
-        connection = partial(Connection, options=options, ended=EndedCount(), waiting={})
+        shared = {"ended": EndedCount(), "waiting": {}, "pace": Pace(), "owners": Owners(options)}
+        connection = partial(Connection, options=options, **shared)  # type: ignore[arg-type]
         app = create_app(service, options, traces)
         config = uvicorn.Config(
             app,
@@ -274,7 +329,6 @@ class Server(uvicorn.Server):
             ws="none",
             log_level="warning",
             access_log=False,
-            backlog=ACCEPTED_AT_ONCE,  # asyncio takes as many in one turn
             timeout_keep_alive=options.idle_s,  # type: ignore[arg-type]
             timeout_graceful_shutdown=options.shutdown_s + FAREWELL_S,  # type: ignore[arg-type]
             host=options.host,
@@ -291,9 +345,15 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        for listener in (each for server in self.servers for each in server.sockets):
-            with socket.socket(listener.family, listener.type, fileno=os.dup(listener.fileno())) as same:
-                same.listen(BACKLOG)
+        bound = [each for server in self.servers for each in server.sockets]
+        listeners = [socket.socket(fileno=os.dup(each.fileno())) for each in bound]
+        for server in self.servers:
+            server.close()
+        protocol: Any = self.config.http_protocol_class
+        known = {"server_state": self.server_state, "app_state": self.lifespan.state}
+        protocol = partial(protocol, config=self.config, **known)
+        held_max = HELD * self._options.connections_max
+        self.servers = [Door(listeners, protocol, self.config.ssl, held_max)]  # type: ignore[list-item]
         if threading.current_thread() is threading.main_thread():  # signals are for the main thread only
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.read_again)
 
@@ -330,13 +390,13 @@ def check_certificate(options: ServerOptions) -> None:
 
 def _with_files(options: ServerOptions) -> ServerOptions:
     """Raises the limit of open files, or lowers `connections_max`: every connection is an open file."""
-    wanted = options.connections_max + FILES_BESIDE
+    wanted = options.connections_max * (1 + HELD) + FILES_BESIDE
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         if soft < wanted:
-            options = replace(options, connections_max=max(1, soft - FILES_BESIDE))
+            options = replace(options, connections_max=max(1, (soft - FILES_BESIDE) // (1 + HELD)))
             most = options.connections_max
             log.warning("%s connections at most: this process may open %s files", most, soft)
     return options

@@ -29,6 +29,7 @@ from typing import Any
 
 from tiercel.config import check_settings, parse_bytes, setting
 from tiercel.errors import ConfigError
+from tiercel.server.pace import Bucket
 
 log = logging.getLogger("tiercel.server")
 
@@ -61,24 +62,6 @@ class OverLimit:
         return f"the limit {self.limit} = {self.most} is reached; try again in {self.retry_s} s or more"
 
 
-class Bucket:
-    """So many a minute. It may be overdrawn, and is empty until that has come back."""
-
-    def __init__(self, per_minute: int, now_s: float) -> None:
-        self._per_minute = per_minute
-        self._left = float(per_minute)
-        self._at_s = now_s
-
-    def wait_s(self, now_s: float) -> float:
-        """Seconds until one may be taken."""
-        self._left = min(self._per_minute, self._left + (now_s - self._at_s) * self._per_minute / 60)
-        self._at_s = now_s
-        return max(0.0, (1 - self._left) * 60 / self._per_minute)
-
-    def take(self, count: int) -> None:
-        self._left -= count
-
-
 class Tenant:
     """One tenant and what it uses now. One event loop uses it."""
 
@@ -97,7 +80,7 @@ class Tenant:
             if most is None:
                 self._buckets.pop(name, None)
             elif name not in self._buckets or most != getattr(self.limits, name):
-                self._buckets[name] = Bucket(most, self._clock())
+                self._buckets[name] = Bucket(most / 60, most, self._clock())
         self.limits = limits
 
     def begin(self) -> OverLimit | None:

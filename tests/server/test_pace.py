@@ -1,0 +1,269 @@
+"""Goal: one owner's connections and requests leave time for those of the others, and nobody is held up who is
+alone. Method: the parts with a clock of their own, and a real server with real sockets."""
+
+import asyncio
+import selectors
+import socket
+from contextlib import contextmanager
+from dataclasses import replace
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.server.scripted import LOOPBACK, ScriptedService, served
+from tests.wait import until
+from tiercel.server import pace
+from tiercel.server.keys import Owners
+from tiercel.server.options import ServerOptions
+from tiercel.server.pace import Bucket, Door, Pace
+
+
+class Jumping(selectors.DefaultSelector):
+    """Where an event loop would wait, its time jumps."""
+
+    now_s = 0.0
+
+    def select(self, timeout=None):
+        self.now_s += timeout or 0.0
+        return super().select(0)
+
+
+class Clock(asyncio.SelectorEventLoop):
+    def __init__(self):
+        self.selector = Jumping()
+        super().__init__(self.selector)
+
+    def time(self):
+        return self.selector.now_s
+
+
+def run(coroutine):
+    with asyncio.Runner(loop_factory=Clock) as runner:
+        return runner.run(coroutine)
+
+
+@given(st.lists(st.tuples(st.floats(0, 3), st.integers(1, 5)), max_size=30))
+def test_a_bucket_gives_so_many_a_second(steps):
+    bucket, now_s, taken = Bucket(2.0, 4, 0.0), 0.0, 0
+    for pause_s, count in steps:
+        now_s += pause_s
+        if not bucket.wait_s(now_s):
+            bucket.take(count)
+            taken += count
+        assert taken <= 4 + 2 * now_s + 4, "what is overdrawn is less than the largest part"
+        now_s += bucket.wait_s(now_s)
+        assert bucket.wait_s(now_s) < 1e-9
+
+
+async def until_set(event):
+    await event.wait()
+
+
+async def begun(owners, *, beside):
+    """When a request of each owner began. `beside`: who has a request open all the time."""
+    here, loop = Pace(), asyncio.get_running_loop()
+    times = {owner: [] for owner in owners}
+    ends = asyncio.Event()
+
+    open_ones = [asyncio.create_task(here.counting(owner, until_set)(ends)) for owner in beside]
+    await asyncio.sleep(0)
+    for owner in owners:
+        here.begin(owner, lambda owner=owner: times[owner].append(loop.time()) or True)
+    while sum(map(len, times.values())) < len(owners):
+        await asyncio.sleep(0.01)
+    ends.set()
+    await asyncio.gather(*open_ones)
+    return times
+
+
+def test_who_is_alone_is_not_held_up():
+    times = run(begun(["a"] * 1000, beside=["a"]))
+    assert times["a"] == [0.0] * 1000
+
+
+def test_who_begins_many_while_others_are_there_begins_them_in_time():
+    times = run(begun([*["a"] * 1000, "b"], beside=["b"]))
+    at_once, per_s = pace.OWNER_MS_AFTER_A_PAUSE / pace.REQUEST_MS, pace.OWNER_MS_PER_S / pace.REQUEST_MS
+    assert times["b"] == [0.0], "nobody waits for another's"
+    assert sum(each == 0 for each in times["a"]) == pytest.approx(at_once, abs=2)
+    assert times["a"][-1] == pytest.approx((1000 - at_once) / per_s, rel=0.02)
+    assert times["a"] == sorted(times["a"])
+
+
+def test_who_was_alone_owes_nothing_when_another_comes():
+    async def scene():
+        here, loop, times = Pace(), asyncio.get_running_loop(), []
+        for _ in range(1000):
+            here.spend("a", 0.01)
+        ends = asyncio.Event()
+        other = asyncio.create_task(here.counting("b", lambda: until_set(ends))())
+        await asyncio.sleep(0)
+        here.begin("a", lambda: times.append(loop.time()) or True)
+        await asyncio.sleep(10)
+        ends.set()
+        await other
+        return times
+
+    assert run(scene())[0] < 0.1
+
+
+def test_a_request_whose_client_has_left_takes_nobodys_time():
+    async def scene():
+        here, loop, ends = Pace(), asyncio.get_running_loop(), asyncio.Event()
+        other = asyncio.create_task(here.counting("b", lambda: until_set(ends))())
+        await asyncio.sleep(0)
+        here.spend("a", 0.2)
+        times = []
+        for _ in range(1000):
+            here.begin("a", lambda: False)
+        here.begin("a", lambda: times.append(loop.time()) or True)
+        await asyncio.sleep(10)
+        ends.set()
+        await other
+        return times[0]
+
+    assert run(scene()) < 1.0
+
+
+def test_owners_that_were_here_once_are_forgotten(monkeypatch):
+    monkeypatch.setattr(pace, "OWNERS_KEPT", 8)
+
+    async def scene():
+        here = Pace()
+        for number in range(100):
+            here.spend(str(number), 0.1)
+        return len(here._buckets)
+
+    assert run(scene()) <= 8
+
+
+def test_a_wrong_key_is_no_owner_of_its_own():
+    owners = Owners(ServerOptions(api_key=("one", "two"), admin_key="three"))
+    named = {
+        key: owners.find({"authorization": f"Bearer {key}"}, "1.2.3.4") for key in ("one", "two", "three")
+    }
+    assert len({*named.values(), "1.2.3.4"}) == 4
+    assert owners.find({"x-api-key": "one"}, "1.2.3.4") == named["one"]
+    for headers in ({}, {"authorization": "Bearer four"}, {"authorization": "Basic one"}):
+        assert owners.find(headers, "1.2.3.4") == "1.2.3.4"
+
+
+# Connections
+
+
+class Silent(asyncio.Protocol):
+    made: list
+
+    def connection_made(self, transport):
+        self.made.append(transport.get_extra_info("peername")[0])
+
+
+@contextmanager
+def listening():
+    with socket.socket() as listener:
+        listener.bind(("0.0.0.0", 0))
+        listener.listen(pace.BACKLOG)
+        yield listener.dup(), listener.getsockname()[1]
+
+
+async def let_in(addresses, *, held_max, more=()):
+    """In which order clients are let in that have all knocked; `more`: who knocks once the first are in."""
+    made = []
+    protocol = type("Counting", (Silent,), {"made": made})
+    with listening() as (listener, port):
+
+        def knock(address):
+            return socket.create_connection(("127.0.0.1", port), source_address=(address, 0))
+
+        clients = [knock(address) for address in addresses]
+        door = Door([listener], protocol, None, held_max)
+        while len(made) < pace.LET_IN_AFTER_A_PAUSE:
+            await asyncio.sleep(0.001)
+        first = len(made)
+        clients += [knock(address) for address in more]
+        while len(made) < (len(clients) if held_max > len(clients) else first + 2 * len(more)):
+            await asyncio.sleep(0.01)
+        door.close()
+        await door.wait_closed()
+    for client in clients:
+        client.close()
+    return made[first:]
+
+
+def test_at_the_door_addresses_take_turns(monkeypatch):
+    monkeypatch.setattr(pace, "LET_IN_AFTER_A_PAUSE", 8)
+    monkeypatch.setattr(pace, "LET_IN_PER_S", 50.0)
+    later = asyncio.run(let_in(["127.0.0.1"] * 40, held_max=100, more=["127.0.0.2"] * 2))
+    assert later.index("127.0.0.2") <= 4, "it does not wait behind the forty"
+    assert later.count("127.0.0.2") == 2 and len(later) >= 30, "and all come in"
+
+
+def test_if_too_many_wait_at_the_door_the_first_of_the_longest_line_goes(monkeypatch):
+    monkeypatch.setattr(pace, "LET_IN_AFTER_A_PAUSE", 8)
+    monkeypatch.setattr(pace, "LET_IN_PER_S", 50.0)
+    later = asyncio.run(let_in(["127.0.0.1"] * 40, held_max=10, more=["127.0.0.2"] * 2))
+    assert later.count("127.0.0.2") == 2
+
+
+def test_a_door_survives_an_error_and_opens_again(monkeypatch, caplog):
+    monkeypatch.setattr(pace, "RETRY_S", 0.05)
+
+    class Broken:
+        """A listener that has no more files, once."""
+
+        def __init__(self, own):
+            self._own, self.broken = own, True
+
+        def accept(self):
+            if self.broken:
+                self.broken = False
+                raise OSError(24, "Too many open files")
+            return self._own.accept()
+
+        def __getattr__(self, name):
+            return getattr(self._own, name)
+
+    async def scene():
+        made = []
+        with listening() as (listener, port):
+            door = Door([Broken(listener)], type("Counting", (Silent,), {"made": made}), None, 10)
+            client = socket.create_connection(("127.0.0.1", port))
+            while not made:
+                await asyncio.sleep(0.01)
+            client.close()
+            door.close()
+            await door.wait_closed()
+
+    asyncio.run(asyncio.wait_for(scene(), 10))
+    assert [each.getMessage() for each in caplog.records] == [
+        "no connection can be accepted now: [Errno 24] Too many open files"
+    ]
+
+
+def test_a_flood_of_requests_is_answered_later_and_others_are_answered_now():
+    """A key floods; another has a stream open and asks. Both get every answer."""
+    service = ScriptedService(hold_after=1)
+    options = replace(LOOPBACK, api_key=("flood", "other"))
+    requests = b"GET /v1/models HTTP/1.1\r\nhost: a\r\nauthorization: Bearer flood\r\n\r\n"
+    with served(service, options) as url:
+        host, port = url.removeprefix("http://").split(":")
+        headers = {"authorization": "Bearer other"}
+        asking = httpx.Client(base_url=url, headers=headers, timeout=20)
+        with asking, asking.stream("POST", "/generate", json={"text": "x", "stream": True}):
+            clients = [socket.create_connection((host, int(port)), timeout=20) for _ in range(64)]
+            answered = 0
+            for _ in range(4):
+                for client in clients:
+                    client.sendall(requests)
+                assert asking.get("/health").status_code == 200
+                for client in clients:
+                    said = b""
+                    while not said.endswith(b"]}"):
+                        said += client.recv(65536)
+                    answered += said.startswith(b"HTTP/1.1 200 ")
+            assert answered == 4 * len(clients)
+            for client in clients:
+                client.close()
+            until(lambda: service.holding.is_set(), "the stream is still open")
