@@ -38,6 +38,8 @@ def bodies(items: int) -> dict[str, tuple[str, bytes]]:
         "unknown_fields": {"messages": [USER]} | {f"k{i}": 1 for i in range(items)},
         "unknown_fields_below": {"messages": [USER | {f"k{i}": 1 for i in range(items)}]},
         "many_messages": {"messages": [USER] * items},
+        "just_few_enough_messages": {"messages": [USER] * (items // 12)},
+        "large_tool": {"messages": [USER], "tools": [_tool(0, properties=items // 8)]},
         "many_tools": {"messages": [USER], "tools": [_tool(i) for i in range(items // 10)]},
         "long_message": {"messages": [{"role": "user", "content": "The sea. " * 4 * items}]},
     }
@@ -50,6 +52,7 @@ def bodies(items: int) -> dict[str, tuple[str, bytes]]:
         "many_anthropic": (MESSAGES, {"max_tokens": 1, "messages": [USER] * items}),
         "many_params": (GENERATE, {"text": "a", "sampling_params": [{}] * items}),
         "many_ids": (GENERATE, {"input_ids": [123456] * 5 * items}),
+        "just_few_enough_ids": (GENERATE, {"input_ids": [1234] * (items // 2)}),
         "many_texts": (GENERATE, {"text": ["a"] * items}),
         "empty_lists": (GENERATE, {"input_ids": [[]] * 10 * items}),
         "half_numbers": (GENERATE, {"input_ids": [1.0] * 5 * items}),
@@ -67,8 +70,9 @@ def bodies(items: int) -> dict[str, tuple[str, bytes]]:
     }
 
 
-def _tool(number: int) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": f"f{number}", "parameters": {"type": "object"}}}
+def _tool(number: int, properties: int = 0) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(properties)}}
+    return {"type": "function", "function": {"name": f"f{number}", "parameters": parameters}}
 
 
 def sending(path: str, body: bytes, at_once: int) -> Attack:

@@ -4,6 +4,7 @@ alone. Method: the parts with a clock of their own, and a real server with real 
 import asyncio
 import selectors
 import socket
+import time
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 
 from tests.server.scripted import LOOPBACK, ScriptedService, served
 from tests.wait import until
-from tiercel.server import pace
+from tiercel.server import aside, pace
+from tiercel.server.aside import Turns
 from tiercel.server.keys import Owners
 from tiercel.server.options import ServerOptions
 from tiercel.server.pace import Bucket, Door, Pace
@@ -148,6 +150,50 @@ def test_a_wrong_key_is_no_owner_of_its_own():
     assert owners.find({"x-api-key": "one"}, "1.2.3.4") == named["one"]
     for headers in ({}, {"authorization": "Bearer four"}, {"authorization": "Basic one"}):
         assert owners.find(headers, "1.2.3.4") == "1.2.3.4"
+
+
+# Work on large bodies
+
+
+class Strict:
+    """A pace that lets everybody rest for a hundred seconds for each second of work."""
+
+    def __init__(self):
+        self.spent_s = {}
+
+    def spend(self, owner, seconds):
+        self.spent_s[owner] = seconds
+        return 100 * seconds
+
+
+def test_who_has_done_large_work_rests_and_others_do_not_wait_for_it():
+    async def scene():
+        begun, loop, strict = [], asyncio.get_running_loop(), Strict()
+        turns = Turns(1, "test", each=1, pace=strict)
+
+        def work(owner):
+            begun.append((owner, loop.time()))
+            until_s = time.thread_time() + 0.02
+            while time.thread_time() < until_s:
+                pass
+
+        await asyncio.gather(*(turns.run(owner, work, owner) for owner in "aaab"))
+        return begun, strict.spent_s
+
+    begun, spent_s = run(scene())
+    assert 0.02 <= spent_s["a"] < 2 and [owner for owner, _ in begun] == [*"abaa"]
+    first, second, third = (at_s for owner, at_s in begun if owner == "a")
+    assert second - first >= 2 and third - second >= 2, "each rest is a hundred times as long as the work"
+
+
+def test_tokenizing_does_not_count_as_holding_the_interpreter(monkeypatch):
+    strict, at_s = Strict(), iter([1.0, 5.0])
+    monkeypatch.setattr(aside, "tokenizing_s", lambda: next(at_s))
+    with pytest.MonkeyPatch.context() as patch:
+        clock = iter([10.0, 14.5])
+        patch.setattr(time, "thread_time", lambda: next(clock))
+        asyncio.run(Turns(1, "test", each=1, pace=strict).run("a", lambda: None))
+    assert strict.spent_s == {"a": 0.5}
 
 
 # Connections

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer
 import tiercel.models
 from tiercel.errors import AskError, WeightsError
 from tiercel.text.stream import TextStream
-from tiercel.text.text import ENDS_SOUGHT, Prompt, Text
+from tiercel.text.text import ENDS_SOUGHT, Prompt, Text, tokenizing_s
 
 TINY = Path(tiercel.models.__file__).parent / "tiny_v4"
 BOS, END, SYSTEM, USER, ASSISTANT = range(1, 6)
@@ -696,3 +697,9 @@ def test_what_a_loop_tells_about_itself_is_as_it_is_elsewhere(tmp_path):
     text = Text(make_folder(tmp_path / "model", template))
     prompt = text.chat([user("a"), assistant("b"), user("c")])
     assert text.decode(prompt.tokens) == "1/2,2/2."
+
+
+def test_a_tokenizer_tells_its_time():
+    before_s = tokenizing_s()
+    TEXT.encode("The sea. " * 2000)
+    assert 0 < tokenizing_s() - before_s <= time.thread_time()

@@ -39,9 +39,10 @@ log = logging.getLogger("tiercel.server")
 
 WIDTH = 120
 
-SWITCH_S = 0.0005
-"""How long a thread may go on while others wait for Python's interpreter. With Python's own 5 ms the engine
-waits so long several times in each step while a client's large body is read."""
+SWITCH_S = 0.0001
+"""How long a thread may go on while others wait for Python's interpreter. The engine waits as long several
+times in each step while a client's large body is read: tokens beside 16,000 messages took 18 times as long
+with 0.5 ms, 5 times with 0.1 ms, 3.5 times with 0.02 ms. Nothing is lost where no thread waits."""
 
 
 @o.with_settings(ServerOptions, Build, EngineConfig, CacheConfig, host_memory=HOST_MEMORY)

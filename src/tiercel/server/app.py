@@ -27,10 +27,12 @@ from tiercel.server import (
 from tiercel.server.aborts import AbortRequest
 from tiercel.server.anthropic import CountRequest, MessagesRequest
 from tiercel.server.anthropic_replies import AnthropicErrorBody
+from tiercel.server.aside import Aside
 from tiercel.server.border import Border
 from tiercel.server.metrics import Metrics
 from tiercel.server.native import GenerateRequest
 from tiercel.server.options import ServerOptions
+from tiercel.server.pace import Pace
 from tiercel.server.protocol import ChatRequest, CompletionRequest
 from tiercel.server.recent import Recent
 from tiercel.server.reply import Front
@@ -43,8 +45,11 @@ if TYPE_CHECKING:
     from tiercel.engine.service import EngineService
 
 
-def create_app(service: EngineService, options: ServerOptions, traces: Traces | None = None) -> FastAPI:
-    """A new application. Two in one process share nothing. The caller starts and stops the service."""
+def create_app(
+    service: EngineService, options: ServerOptions, traces: Traces | None = None, pace: Pace | None = None
+) -> FastAPI:
+    """A new application. Two in one process share nothing. The caller starts and stops the service. `pace`:
+    of the connections that its requests come from."""
     app = FastAPI(
         title="tiercel",
         summary="A language model on a tiered KV cache: OpenAI's calls and SGLang's.",
@@ -54,7 +59,7 @@ def create_app(service: EngineService, options: ServerOptions, traces: Traces | 
         redoc_url=None,
     )
     metrics = Metrics()
-    front = Front(service, options, metrics)
+    front = Front(service, options, metrics, Aside(pace or Pace()))
     for room in (openai_api, responses, anthropic, native, tokens, aborts, status, store):
         app.include_router(room.router(front))
     recent = Recent(service.explain)

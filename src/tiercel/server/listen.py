@@ -320,9 +320,10 @@ class Server(uvicorn.Server):
         self, service: EngineService, options: ServerOptions, traces: Traces | None = None, **more: Any
     ) -> None:
         options = _with_files(options)
-        shared = {"ended": EndedCount(), "waiting": {}, "pace": Pace(), "owners": Owners(options)}
+        pace = Pace()
+        shared = {"ended": EndedCount(), "waiting": {}, "pace": pace, "owners": Owners(options)}
         connection = partial(Connection, options=options, **shared)  # type: ignore[arg-type]
-        app = create_app(service, options, traces)
+        app = create_app(service, options, traces, pace)
         config = uvicorn.Config(
             app,
             http=connection,  # type: ignore[arg-type]

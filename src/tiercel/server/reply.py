@@ -11,7 +11,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
@@ -54,7 +54,7 @@ class Front:
     service: EngineService
     options: ServerOptions
     metrics: Metrics
-    aside: Aside = field(default_factory=Aside)
+    aside: Aside
 
     @cached_property
     def trials(self) -> Trials:

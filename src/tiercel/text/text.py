@@ -10,6 +10,8 @@ config.json              the model's type: DeepSeek V4 has a chat format instead
 from __future__ import annotations
 
 import json
+import threading
+import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -252,7 +254,7 @@ class Text:
             text.encode()
         except UnicodeEncodeError as error:
             raise AskError(field, text[error.start], "is half a character") from error
-        return self._tokenizer.encode(text, add_special_tokens=whole)
+        return _encode(self._tokenizer, text, whole=whole)
 
     def _within(self, text: str, field: str) -> list[tuple[str, Encoding]]:
         """The tokens of a text that goes on from another one, in one or two parts. If the tokenizer puts a
@@ -263,7 +265,7 @@ class Text:
         every = zip(encoding.ids, encoding.offsets, strict=True)
         until = next((start for token, (start, _) in every if token in self._added), len(text))
         parts = [(text[:until], self._inner), (text[until:], self._tokenizer)]
-        return [(part, by.encode(part, add_special_tokens=False)) for part, by in parts if part]
+        return [(part, _encode(by, part)) for part, by in parts if part]
 
     @cached_property
     def _inner(self) -> Tokenizer | None:
@@ -274,6 +276,22 @@ class Text:
         if inner == own:
             return None
         return Tokenizer.from_str(json.dumps(json.loads(self._tokenizer.to_str()) | inner))
+
+
+_TIMES = threading.local()
+
+
+def tokenizing_s() -> float:
+    """The CPU time that this thread has spent in tokenizers: other threads can use the interpreter then."""
+    return getattr(_TIMES, "tokenizing_s", 0.0)
+
+
+def _encode(tokenizer: Tokenizer, text: str, *, whole: bool = False) -> Encoding:
+    start_s = time.thread_time()
+    try:
+        return tokenizer.encode(text, add_special_tokens=whole)
+    finally:
+        _TIMES.tokenizing_s = tokenizing_s() + time.thread_time() - start_s
 
 
 def _tokens_before(segments: Sequence[tuple[str, Encoding]], positions: Iterable[int]) -> list[int]:
