@@ -52,7 +52,7 @@ def bodies(items: int) -> dict[str, tuple[str, bytes]]:
         "many_anthropic": (MESSAGES, {"max_tokens": 1, "messages": [USER] * items}),
         "many_params": (GENERATE, {"text": "a", "sampling_params": [{}] * items}),
         "many_ids": (GENERATE, {"input_ids": [123456] * 5 * items}),
-        "just_few_enough_ids": (GENERATE, {"input_ids": [1234] * (items // 2)}),
+        "just_few_enough_ids": (GENERATE, {"input_ids": [12] * (items // 2)}),
         "many_texts": (GENERATE, {"text": ["a"] * items}),
         "empty_lists": (GENERATE, {"input_ids": [[]] * 10 * items}),
         "half_numbers": (GENERATE, {"input_ids": [1.0] * 5 * items}),
