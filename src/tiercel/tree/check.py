@@ -84,13 +84,13 @@ def readable(tree: PrefixTree) -> list[Event | Cleared]:
 
 
 def show(tree: PrefixTree) -> str:
-    """One line per page, indented where the text branches:
+    """One line per page, indented where the text branches; what was used first is above:
 
     a1b2c3d4 D H lock=1 used=7 hits=2
     └ tail   D .
     """
     below: dict[Page | None, list[Page]] = {}
-    for page in tree.index.values():
+    for page in sorted(tree.index.values(), key=lambda page: page.used):
         below.setdefault(page.parent, []).append(page)
     lines: list[str] = []
     todo = [(page, 0) for page in reversed(below.get(tree.root, []))]

@@ -2,16 +2,17 @@
 
 A large dict is copied when it is full: 44 ms for 700,000 pages, in which nobody is served. So the keys are in
 256 small dicts, by their first byte (keys are digests, so all of them are about equally long). They hold row
-numbers, not pages: a dict of bytes and numbers is nothing that the garbage collector visits, and the list of
-rows is hidden from it (`collector`).
+numbers, not pages: a dict of bytes and numbers is nothing that the garbage collector visits, and the lists of
+rows are hidden from it (`collector`). One long list would be copied, too, when it is full: 4 ms.
 
-    shards   0a: {0a31…: 2}  0b: {}  0c: {0cf2…: 0, 0c77…: 3}  …
-    rows     page, None, page, page                                 None: free for the next page
+    shards   0a: {0a31…: 2}            0b: {}   0c: {0cf2…: 0, 0c77…: 1}  …
+    rows     0a: [None, None, page]    0b: []   0c: [page, page]          …    None: free for the next page
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, ValuesView
+from itertools import chain
 
 from tiercel.collector import hidden_list
 from tiercel.tree.node import Page
@@ -23,26 +24,30 @@ class Index(Mapping[PageKey, Page]):
 
     def __init__(self) -> None:
         self.shards: list[dict[PageKey, int]] = [{} for _ in range(256)]
-        self.rows: list[Page | None] = hidden_list()
-        """For those who can not afford a call for each page: `rows[shards[key[0]][key]]`."""
-        self._free: list[int] = hidden_list()
+        self.rows: list[list[Page | None]] = [hidden_list() for _ in range(256)]
+        """For those who can not afford a call for each page: `rows[key[0]][shards[key[0]][key]]`."""
+        self._free: list[list[int]] = [hidden_list() for _ in range(256)]
+        self._parts = [*zip(self.shards, self.rows, self._free, strict=True)]
 
     def add(self, page: Page) -> None:
-        if self._free:
-            row = self._free.pop()
-            self.rows[row] = page
+        key = page.key
+        shard, rows, free = self._parts[key[0]]
+        if free:
+            row = free.pop()
+            rows[row] = page
         else:
-            row = len(self.rows)
-            self.rows.append(page)
-        self.shards[page.key[0]][page.key] = row
+            row = len(rows)
+            rows.append(page)
+        shard[key] = row
 
     def remove(self, page: Page) -> None:
-        row = self.shards[page.key[0]].pop(page.key)
-        self.rows[row] = None
-        self._free.append(row)
+        shard, rows, free = self._parts[page.key[0]]
+        row = shard.pop(page.key)
+        rows[row] = None
+        free.append(row)
 
     def __getitem__(self, key: PageKey) -> Page:
-        page = self.rows[self.shards[key[0]][key]]
+        page = self.rows[key[0]][self.shards[key[0]][key]]
         assert page is not None
         return page
 
@@ -50,10 +55,10 @@ class Index(Mapping[PageKey, Page]):
         return isinstance(key, bytes) and key in self.shards[key[0]]
 
     def __len__(self) -> int:
-        return len(self.rows) - len(self._free)
+        return sum(map(len, self.shards))
 
     def __iter__(self) -> Iterator[PageKey]:
-        return (page.key for page in self.rows if page is not None)
+        return chain.from_iterable(self.shards)
 
     def values(self) -> ValuesView[Page]:
         return _Pages(self)
@@ -61,9 +66,8 @@ class Index(Mapping[PageKey, Page]):
     def __del__(self) -> None:
         """The tree is not used any more. A page and its tail know each other, and so do a page and its owner
         (by the owner's line): the collector does not see them, so they are parted here."""
-        for page in self.rows:
-            if page is not None:
-                page.tail = page.owner = None
+        for page in self.values():
+            page.tail = page.owner = None
 
 
 class _Pages(ValuesView[Page]):
@@ -72,4 +76,4 @@ class _Pages(ValuesView[Page]):
     _mapping: Index
 
     def __iter__(self) -> Iterator[Page]:
-        return (page for page in self._mapping.rows if page is not None)
+        return (page for rows in self._mapping.rows for page in rows if page is not None)

@@ -125,7 +125,7 @@ class PrefixTree(Books):
         pages: list[Page] = []
         for key, device in zip(keys, ids, strict=True):
             row = shards[key[0]].get(key)
-            page = None if row is None else rows[row]
+            page = None if row is None else rows[key[0]][row]
             if page is None:
                 page = Page(device, clock, priority, key, parent, parent.depth + 1)
                 hide(page)
