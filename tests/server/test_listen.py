@@ -1,19 +1,22 @@
 """Goal: clients that say nothing, half of something or too slowly are let go, keep nobody out, and every end
 is told. Method: a real server, real sockets, short limits; what is waited for is that it closes a socket."""
 
+import asyncio
 import json
 import logging
 import socket
+import sys
 import threading
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from types import ModuleType
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
 from tests.server.scripted import LOOPBACK, ScriptedService, events_of, served
-from tiercel.server.listen import EARLY_MAX, HEADERS_MAX, READ_BYTES, Connection
+from tiercel.server.listen import EARLY_MAX, HEADERS_MAX, READ_BYTES, Connection, Server
 from tiercel.server.options import ServerOptions
 from tiercel.server.pace import LET_IN_AT_ONCE
 
@@ -287,6 +290,13 @@ def test_who_sends_the_next_request_early_and_leaves_ends_the_first():
             assert service.holding.wait(10)
         assert service.closed.wait(10)
     assert len(service.asks) == 1
+
+
+def test_the_event_loop_is_asyncios_where_another_is_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "uvloop", ModuleType("uvloop"))
+    server = Server(ScriptedService(), LOOPBACK)
+    with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+        assert isinstance(runner.get_loop(), asyncio.SelectorEventLoop)
 
 
 # The end

@@ -328,6 +328,7 @@ class Server(uvicorn.Server):
             app,
             http=connection,  # type: ignore[arg-type]
             ws="none",
+            loop="asyncio",  # also where uvloop is installed, whose connections read more at once
             log_level="warning",
             access_log=False,
             timeout_keep_alive=options.idle_s,  # type: ignore[arg-type]
