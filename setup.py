@@ -1,12 +1,13 @@
 """Builds the native CPU kernels and copies. Without a C compiler the package installs on plain torch."""
 
-import hashlib
 import platform
+import runpy
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
+digest_of = runpy.run_path("src/tiercel/kernels/meaning.py")["digest_of"]
 TUNE = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
 
 
@@ -14,11 +15,11 @@ class BuildNamed(build_ext):
     """Tells the library what it is built from: cached pages are shared among those that agree in this."""
 
     def build_extension(self, extension: Extension) -> None:
-        command = [*self.compiler.compiler_so, *extension.extra_compile_args]
-        whole = hashlib.sha256(repr(command).encode())
-        for source in extension.sources:
-            whole.update(Path(source).read_bytes())
-        extension.define_macros.append(("BUILT_FROM", f'"{whole.hexdigest()}"'))
+        compiling = [*self.compiler.compiler_so, *extension.extra_compile_args, *extension.define_macros]
+        linking = [*self.compiler.linker_so, *extension.extra_link_args]  # -ffast-math counts here, too
+        linking = [each for each in linking if not each.startswith(("-L", "-Wl,"))]  # where libraries are
+        name = digest_of(repr(compiling), repr(linking), files=map(Path, extension.sources))
+        extension.define_macros.append(("BUILT_FROM", f'"{name}"'))
         super().build_extension(extension)
 
 

@@ -1,6 +1,6 @@
 """Goal: pages are found by those who would have computed the same, and by nobody else. Method: the package is
-copied, its source changed by a comment, its kernels built again by `setup.py`; each copy runs in a process of
-its own, on one store of files."""
+copied, its source changed by comments or in what it says, its kernels built again by `setup.py`; each copy
+runs in a process of its own, on one store of files."""
 
 import ctypes
 import os
@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -39,28 +40,40 @@ def store(tmp_path):
     return f"file://{tmp_path}/store?size=64MiB"
 
 
-def copy_of(folder: Path, changed: str | None = None, options: str = "") -> Path:
-    """The package somewhere else, built there unless only Python has changed."""
+def copy_of(folder: Path, *, comments: bool = False, said: Mapping[str, str] | None = None) -> Path:
+    """The package somewhere else: with comments in all that computes, or with more `said` in some files."""
     package = folder / "src" / "tiercel"
     shutil.copytree(ROOT / "src" / "tiercel", package, ignore=shutil.ignore_patterns("__pycache__"))
-    if changed is not None:
-        comment = "\n/* A comment. */\n" if changed.endswith(".c") else "\n# A comment.\n"
-        with (package / changed).open("a") as source:
-            source.write(comment)
-    if changed is None or changed.endswith(".c"):
-        for file in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-            shutil.copy(ROOT / file, folder)
-        for library in (package / "kernels").glob("_native*"):
-            library.unlink()
-        command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
-        subprocess.run(command, cwd=folder, env={**os.environ, "CFLAGS": options}, check=True, timeout=300)
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    for file in [*(package / "models").rglob("*"), *(package / "kernels").rglob("*")] if comments else []:
+        if mark := {".py": "#", ".c": "//"}.get(file.suffix):
+            file.write_text(f"{mark} A comment.\n\n{file.read_text()}\n{mark} Another one.\n")
+    for name, more in (said or {}).items():
+        changed = package / name
+        changed.write_text(f"{changed.read_text()}\n{more}\n")
     return folder / "src"
 
 
-@pytest.fixture(scope="module")
-def same(tmp_path_factory):
-    """The package as it is, built."""
-    return copy_of(tmp_path_factory.mktemp("same"))
+def build(source: Path) -> Path:
+    for library in (source / "tiercel" / "kernels").glob("_native*"):
+        library.unlink()
+    run_setup(source, "--inplace")
+    return source
+
+
+def run_setup(source: Path, *options: str, **environment: str) -> str:
+    command = [sys.executable, "setup.py", "build_ext", "--force", *options]
+    done = subprocess.run(
+        command,
+        cwd=source.parent,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    return done.stdout
 
 
 def reused(source: Path, store: str, kernels: str = "native", share: str = "bits") -> int:
@@ -80,26 +93,41 @@ def built_from(source: Path) -> bytes:
 
 
 @needs_gcc
-def test_kernels_built_elsewhere_share_and_kernels_of_another_source_do_not(tmp_path, same, store):
-    again, other = copy_of(tmp_path / "again"), copy_of(tmp_path / "other", "kernels/native.c")
+def test_kernels_built_elsewhere_share_and_kernels_of_another_source_do_not(tmp_path, store):
+    same, again = build(copy_of(tmp_path / "same")), build(copy_of(tmp_path / "again", comments=True))
+    other = build(copy_of(tmp_path / "other", said={"kernels/native.c": "int more = 1;"}))
     assert built_from(same) == built_from(again) != built_from(other)
     assert reused(same, store) == 0
-    assert reused(other, store) == 0, "one comment in C"
-    assert reused(again, store) == PAGE
+    assert reused(other, store) == 0, "one line of C"
+    assert reused(again, store) == PAGE, "comments in Python and C"
     assert reused(other, store, share="numbers") == 0, "nobody has shared numbers yet"
     assert reused(again, store, share="numbers") == PAGE
     assert reused(other, store, "reference", "numbers") == PAGE, "a mixed fleet"
 
 
-@needs_gcc
-def test_options_of_the_compiler_are_part_of_what_kernels_are(tmp_path, same):
-    assert built_from(copy_of(tmp_path, options="-fno-trapping-math")) != built_from(same)
+def test_options_of_the_build_are_part_of_what_kernels_are(tmp_path):
+    """The compiler does nothing here: the name of the library is among what it is told."""
+    source = copy_of(tmp_path)
+    setup = source.parent / "setup.py"
+
+    def name(**environment: str) -> str:
+        told = run_setup(source, CC="true", **environment)
+        return re.search(r'_native.*?BUILT_FROM=\\?"(\w+)', told, re.DOTALL)[1]
+
+    before = name()
+    names = [before, name(CFLAGS="-fno-trapping-math"), name(LDFLAGS="-ffast-math")]
+    assert name(LDFLAGS="-L/elsewhere") == before
+    text = setup.read_text()
+    setup.write_text(f"# A comment.\n\n{text}")
+    assert name() == before
+    setup.write_text(text.replace("-ffp-contract=off", "-ffp-contract=fast"))
+    assert len({*names, name()}) == 4
 
 
 def test_every_source_that_computes_is_part_of_whose_numbers_they_are(tmp_path, store):
     assert reused(ROOT / "src", store, "reference") == 0
     for changed in ("kernels/reference.py", "models/deepseek_v4/layer.py"):
-        other = copy_of(tmp_path / changed, changed)
+        other = copy_of(tmp_path / changed, said={changed: "MORE = 1"})
         assert reused(other, store, "reference") == 0, changed
-    other = copy_of(tmp_path / "server", "server/app.py")
-    assert reused(other, store, "reference") == PAGE, "who answers does not compute"
+    other = copy_of(tmp_path / "server", comments=True, said={"server/app.py": "MORE = 1"})
+    assert reused(other, store, "reference") == PAGE, "who answers does not compute, and comments say nothing"

@@ -15,7 +15,8 @@ from tiercel.engine.config import DRAFT_MODEL, DRAFTS, Build, EngineConfig, plac
 from tiercel.engine.engine import Engine
 from tiercel.engine.scheduler import STEP_TOKENS
 from tiercel.errors import ConfigError
-from tiercel.kernels.choice import Kernels, check_device, digest_of, kernels_digest, make_kernels
+from tiercel.kernels.choice import Kernels, check_device, kernels_digest, make_kernels
+from tiercel.kernels.meaning import digest_of
 from tiercel.models.base import BytesCheck, Dimensions
 from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.draft_model import DraftFolder, DraftModel, WithDraft

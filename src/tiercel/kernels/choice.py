@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from tiercel.errors import ConfigError
 from tiercel.kernels import native, reference
+from tiercel.kernels.meaning import digest_of
 from tiercel.kernels.reference import CosSin, Matrix, Recent, Site
 
 NAMES = ("auto", "native", "cuda", "reference")
@@ -125,14 +125,6 @@ def check_device(name: str) -> None:
         torch.empty(1, device=name)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ConfigError("device", name, f"can not be used here: {str(error).splitlines()[0]}") from error
-
-
-def digest_of(*words: str, files: Iterable[Path] = ()) -> str:
-    """A digest of the words and of the files' content. The files' paths do not matter."""
-    whole = hashlib.sha256()
-    for part in (*(word.encode() for word in words), *(file.read_bytes() for file in sorted(files))):
-        whole.update(len(part).to_bytes(8, "little") + part)
-    return whole.hexdigest()
 
 
 def kernels_digest(kernels: Kernels, device: str = "cpu") -> str:

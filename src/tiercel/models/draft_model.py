@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from tiercel.errors import ConfigError, SpecError, WeightsError
-from tiercel.kernels.choice import Kernels, digest_of
+from tiercel.kernels.choice import Kernels
 from tiercel.kernels.draw import greedy
+from tiercel.kernels.meaning import digest_of
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.models.base import (
     DRAWN_LAST,

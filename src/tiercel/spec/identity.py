@@ -21,8 +21,8 @@ class Identity:
     weights: str
     """Every bit of the weights."""
     arithmetic: str = ""
-    """What is computed: the configuration as far as the model reads it, the source of the model, and the
-    format of entries, because later layers read the rounded entries."""
+    """What is computed: the configuration as far as the model reads it, what the source of the model says,
+    and the format of entries, because later layers read the rounded entries."""
     kernels: str = ""
     """Which kernels computed it, as far as a last bit may depend on that. Empty: any."""
 
