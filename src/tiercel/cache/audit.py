@@ -163,6 +163,7 @@ def check(cache: HostTier[Any]) -> None:
     _check_owners(cache.host_pages, _host_owners(cache))
     for store in cache._stores():
         store.fetches.check()
+        store.writes.check()
 
 
 def _check_owners(pool: PagePool[Any], owned: Iterable[int]) -> None:

@@ -70,6 +70,8 @@ class Writes:
     bytes_most: int
     backlog: deque[tuple[Item, int]] = field(default_factory=deque)
     """What is to be written, and how often that was tried."""
+    bytes_waiting: int = 0
+    """Of the backlog."""
     epoch: int = 0
     """Counts how often the store was emptied or left: a write that began before proves nothing."""
     _under_way: dict[Operation, tuple[int, list[tuple[Item, int]]]] = field(default_factory=dict)
@@ -85,7 +87,19 @@ class Writes:
             if len(self.backlog) >= BACKLOG_MOST:
                 self.counters["writes_dropped"] += 1
                 continue
-            self.backlog.append((item, 0))
+            self._wait(item, 0)
+
+    def _wait(self, item: Item, tries: int) -> None:
+        self.backlog.append((item, tries))
+        self.bytes_waiting += self._bytes_of(item)
+
+    def forget(self) -> None:
+        """Nothing waits any more."""
+        self.backlog.clear()
+        self.bytes_waiting = 0
+
+    def check(self) -> None:
+        assert self.bytes_waiting == sum(self._bytes_of(item) for item, _ in self.backlog)
 
     def send(self, now_s: float) -> None:
         """Begin as many writes as may be under way at a time."""
@@ -106,6 +120,7 @@ class Writes:
         size = 0
         while self.backlog and size < min(WRITE_BYTES, self.bytes_most):
             item, tries = self.backlog.popleft()
+            self.bytes_waiting -= self._bytes_of(item)
             if item.gone or not item.on_host or not self.tree.worth_keeping(item):
                 self.counters["writes_passed"] += 1
             elif not (item.stored or item in self._writing):
@@ -128,23 +143,19 @@ class Writes:
             if left:
                 continue
             if here and not known:
-                self.backlog.append((item, 0))  # the store was emptied since
+                self._wait(item, 0)  # the store was emptied since
             elif here:
                 self.counters["tails_written" if isinstance(item, Tail) else "pages_written"] += 1
                 self.counters["bytes_written"] += self._bytes_of(item)
             elif write.error is not None and tries < TRIES_MOST:
                 counts = self.breaker.state is BreakerState.WORKING  # if not, it is not this write's fault
-                self.backlog.append((item, tries + counts))
+                self._wait(item, tries + counts)
             else:
                 self.counters["writes_lost" if write.error else "writes_refused"] += 1
         return [item for item, _ in batch if not item.gone] if left else []
 
     def _bytes_of(self, item: Item) -> int:
         return self.spec.tail_bytes if isinstance(item, Tail) else self.spec.page_bytes
-
-    @property
-    def bytes_waiting(self) -> int:
-        return sum(self._bytes_of(item) for item, _ in self.backlog)
 
     @property
     def busy(self) -> bool:
@@ -305,7 +316,7 @@ class StoreTier:
             self.fetches.forget(chain)
         self._unmark()
         self._left = True
-        self.writes.backlog.clear()
+        self.writes.forget()
 
     def close(self) -> bool:
         """After `leave`, when nothing is under way any more. Never blocks; returns whether it is closed."""
