@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tiercel.errors import ConfigError
+from tiercel.errors import ConfigError, SpecError
 from tiercel.memory.host import HostMap
 from tiercel.memory.layout import Piece, Pieces, Range, RowName, joined, make_layout, pour_tails
 from tiercel.spec.cache_spec import CacheSpec
@@ -57,6 +57,13 @@ class Memory:
         assert len(pieces) == 1, f"a row of {stream.name} is {len(pieces)} pieces here"
         return Column(buffer, *pieces[0][1])
 
+    def stream(self, role: str, layer: int) -> Stream:
+        """The stream that has this role in this layer. A `SpecError`: it is the memory of another model."""
+        found = self.spec.find(role, layer)
+        if found is None:
+            raise SpecError("streams", self.spec.model, f"layer {layer} has no stream of the role {role}")
+        return found
+
     def view(self, stream_name: str, layer: int) -> Tensor:
         """[places, row_bytes] of one layer, without a copy."""
         stream = self.spec.stream(stream_name)
@@ -78,15 +85,13 @@ class DeviceMemory(Memory):
         self.flat_pages = self._allocate(spec.page_streams, pages)
         self.flat_tails = self._allocate(spec.tail_streams, tails)
 
-    def part(self, spec: CacheSpec, prefix: str = "") -> DeviceMemory:
-        """The same memory for who knows a part of its streams, under the names and layers of `spec`.
-
-        `prefix`: their names here begin with it. (`CacheSpec.with_draft` gives a draft's streams one.)
-        """
+    def part(self, spec: CacheSpec, *, draft: bool = False) -> DeviceMemory:
+        """The same memory for the target alone, or for its draft alone, under the names and layers of its
+        own `spec`: the one that was given to `CacheSpec.with_draft`."""
         own = copy(self)
         own.spec, own.rows = spec, {}
-        for stream in spec.streams:
-            here = self.spec.stream(prefix + stream.name)
+        streams = (stream for stream in self.spec.streams if stream.draft is draft)
+        for stream, here in zip(spec.streams, streams, strict=True):
             for layer, layer_here in zip(stream.layers, here.layers, strict=True):
                 own.rows[stream.name, layer] = self.rows[here.name, layer_here]
         return own
