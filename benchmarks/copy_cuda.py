@@ -151,7 +151,7 @@ def single_entries(host: HostMemory, large: torch.Tensor, sizes: Sizes) -> dict[
     per_row, parts = 64, (576, 8)
     row_bytes = 37_440
     far = Entries(
-        host.flat[: sizes.rows * row_bytes].view(-1, row_bytes), per_row, parts, "fp8_groups", 512, 64
+        host.flat[: sizes.rows * row_bytes].view(-1, row_bytes), per_row, parts, "fp8_groups", 512, 64, 64
     )
     near = far._replace(rows=large[: sizes.rows * row_bytes].view(-1, row_bytes))
     found = {}

@@ -89,12 +89,6 @@ def test_the_module_is_the_same_command() -> None:
     assert done.stdout == run("spec", "deepseek-v4-flash", "--json").stdout
 
 
-@pytest.mark.parametrize("module", ["tiercel.spec", "tiercel.cli"])
-def test_deciding_what_a_model_stores_does_not_load_torch(module: str) -> None:
-    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 def test_a_server_sends_small_answers_at_once():
     """asyncio turns Nagle's algorithm off only for sockets that are named TCP."""
     with _bind("127.0.0.1", 0) as listener:

@@ -1,8 +1,6 @@
 """Goal: what `TieredCache` promises a caller, one promise per test. Method: a tiny declaration, bytes that
 name their text."""
 
-import subprocess
-import sys
 import time
 
 import pytest
@@ -788,26 +786,3 @@ def test_closing_twice_is_fine():
     driver.serve(TEXT)
     driver.cache.close()
     driver.cache.close()
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        "spec",
-        "policy.evict",
-        "policy.save",
-        "policy.placement",
-        "policy.resume",
-        "pages.pool",
-        "tree.prefix_tree",
-        "tree.check",
-        "tree.keys",
-        "memory.layout",
-        "transfer.plan",
-        "config",
-        "cli",
-    ],
-)
-def test_rooms_that_decide_never_load_torch(module):
-    code = f"import sys, tiercel.{module}; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)

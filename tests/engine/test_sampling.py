@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tiercel.engine.ask import Sampling, TokenOut
-from tiercel.engine.sampling import Sampler, check, token_logprobs, uniform
+from tiercel.engine.ask import Sampling, TokenOut, check_sampling
+from tiercel.engine.sampling import Sampler, token_logprobs, uniform
 from tiercel.errors import AskError, LogitsError
 
 INF, NAN = math.inf, math.nan
@@ -94,7 +94,7 @@ def odds_of_twin(
     ],
 )
 def test_what_can_be_sampled_is_let_pass(asked: dict[str, Any]) -> None:
-    check(Sampling(**asked), vocab_size=8)
+    check_sampling(Sampling(**asked), vocab_size=8)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_what_can_be_sampled_is_let_pass(asked: dict[str, Any]) -> None:
 )
 def test_a_number_that_can_not_be_used_is_named(field: str, value: object) -> None:
     with pytest.raises(AskError) as caught:
-        check(Sampling(**{field: value}), vocab_size=8)  # type: ignore[arg-type]
+        check_sampling(Sampling(**{field: value}), vocab_size=8)  # type: ignore[arg-type]
     assert (caught.value.field, repr(caught.value.value)) == (field, repr(value))
 
 
@@ -142,15 +142,15 @@ def test_a_number_that_can_not_be_used_is_named(field: str, value: object) -> No
 )
 def test_a_token_or_text_that_can_not_be_used_is_named(asked: dict[str, Any], field: str) -> None:
     with pytest.raises(AskError) as caught:
-        check(Sampling(**asked), vocab_size=8)
+        check_sampling(Sampling(**asked), vocab_size=8)
     assert caught.value.field == field
 
 
 def test_a_refusal_says_what_would_do() -> None:
     with pytest.raises(AskError, match=r"^top_p = 0: must be a finite number above 0 and at most 1$"):
-        check(Sampling(top_p=0), vocab_size=8)
+        check_sampling(Sampling(top_p=0), vocab_size=8)
     with pytest.raises(AskError, match=r"^top_k = -2: must be a whole number of at least 0$"):
-        check(Sampling(top_k=-2), vocab_size=8)
+        check_sampling(Sampling(top_k=-2), vocab_size=8)
 
 
 # The best token

@@ -44,7 +44,7 @@ def weight(*shape, dtype):
 
 
 def rows_of(bytes_each: int, per_row: int, sizes: tuple[int, ...], encoding: str, dim: int) -> Entries:
-    return Entries(torch.empty(2, bytes_each, dtype=torch.uint8), per_row, sizes, encoding, dim, 64)
+    return Entries(torch.empty(2, bytes_each, dtype=torch.uint8), per_row, sizes, encoding, dim, 64, 64)
 
 
 def call_on_entries() -> None:
@@ -95,7 +95,7 @@ def ints(*shape: int) -> torch.Tensor:
 
 def encoded(count: int, per_row: int = 1) -> Entries:
     data = torch.empty(count, per_row * 584, dtype=torch.uint8)
-    return Entries(data, per_row, (576, 8), "fp8_groups", 512, 64)
+    return Entries(data, per_row, (576, 8), "fp8_groups", 512, 64, 64)
 
 
 def call_rows(tokens: int) -> None:
@@ -104,7 +104,7 @@ def call_rows(tokens: int) -> None:
     rows.norm_rotate(torch.empty(tokens, 64, 512, dtype=BF16), turn, eps=EPS)
     rows.store_window(torch.empty(tokens, 512), turn, EPS, weight, encoded(tokens))
     flat = Flat(*(ints(tokens) for _ in range(4)), pages=ints(4, 16))
-    keys = Entries(torch.empty(2, 64 * 132, dtype=torch.uint8), 64, (128, 4), "fp8_row", 128, 0)
+    keys = Entries(torch.empty(2, 64 * 132, dtype=torch.uint8), 64, (128, 4), "fp8_row", 128, 0, 0)
     for ratio, channels, pages in ((4, 1024, encoded(2, 64)), (4, 256, keys), (128, 512, encoded(2, 2))):
         recent = torch.empty(4 * 128, 2 * channels), torch.empty(tokens, 2 * channels)
         how = torch.empty(ratio, channels), weight[: pages.dim], EPS, turn, pages, flat
@@ -115,7 +115,7 @@ def call_rows(tokens: int) -> None:
     rings.restore(recent[0], encoded(2, 128), ints(2, 3), 127)
     kept, new = torch.empty(4 * 5, 4 * 4096), torch.empty(tokens, 4 * 4096, dtype=BF16)
     hidden = Entries(
-        torch.empty(2, 4 * 4 * 4096, dtype=torch.uint8), 1, (4 * 4 * 4096,), "fp32", 4 * 4096, 64
+        torch.empty(2, 4 * 4 * 4096, dtype=torch.uint8), 1, (4 * 4 * 4096,), "fp32", 4 * 4096, 0, 0
     )
     rings.row_before(kept, new, flat, 5)
     rings.keep(kept, new, flat, ints(tokens), 5)

@@ -35,6 +35,8 @@ class Shape(NamedTuple):
     per_row: int
     k: int
     length: int
+    group: int = 0
+    """How many channels share a scale; 0: as DeepSeek V4 declares it."""
 
 
 SMALL = Shape(heads=5, dim=64, rope=16, window=21, ratio=4, per_row=6, k=19, length=150)
@@ -70,8 +72,8 @@ def run(shape, spans, kind, encoding, dtype, device, spare=0, **where):
             e = text_of(shape, text)[3][position]
             chosen[i] = torch.where(e < 0, -1, call.numbers(call.ring[i], e.clamp(min=0))).int()
     ring_rows = max(shape.window - 1, 1) + spare
-    recent = call.recent(lambda text: text_of(shape, text)[1], ring_rows, encoding, shape.rope)
-    entries = call.pages(lambda text: text_of(shape, text)[2], encoding, shape.rope)
+    recent = call.recent(lambda text: text_of(shape, text)[1], ring_rows, encoding, shape.rope, shape.group)
+    entries = call.pages(lambda text: text_of(shape, text)[2], encoding, shape.rope, shape.group)
     sinks = draw(shape, 7, 3, shape.heads).to(device)
     out = attention(
         q.to(device, dtype),
@@ -96,7 +98,7 @@ def expected(shape, text, position, kind, encoding, dtype):
     visible = (position + 1) // shape.ratio
     far = {"window": lists[0, :0], "all": torch.arange(visible), "chosen": lists[position]}[kind]
     rows, entries = (
-        as_stored(each, encoding, shape.rope).to(dtype).float() for each in (rows[near], entries)
+        as_stored(each, encoding, shape.rope, shape.group).to(dtype).float() for each in (rows[near], entries)
     )
     numbers = torch.arange(len(near))[None].int()
     return reference.attention(
@@ -151,6 +153,12 @@ def test_heads_may_fill_a_group_or_not(heads, device):
 def test_a_group_may_be_wider_than_a_piece(device):
     """64 channels share an exponent; 16 rope channels leave pieces of 16."""
     check(SMALL._replace(dim=80), MIXED[:3], "all", "fp8_groups", torch.float32, device)
+
+
+@every_device
+def test_a_group_may_be_smaller_than_the_channels_allow(device):
+    """16 channels share an exponent, where 64 could: pieces are no wider than a group."""
+    check(SMALL._replace(dim=128, rope=64, group=16), MIXED[:3], "all", "fp8_groups", torch.float32, device)
 
 
 def same_bits(shape, whole, others, kind, encoding, dtype, device):

@@ -34,7 +34,7 @@ def noise(*shape, device, seed=0):
 
 def encoded(rows, sizes, device, *, per_row=1, seed=0):
     memory = noise(rows, per_row * sum(sizes) + 12, device=device, seed=seed)
-    return Entries(memory[:, 4:-8], per_row, sizes, "fp8_groups", 0, 0)
+    return Entries(memory[:, 4:-8], per_row, sizes, "fp8_groups", 0, 0, 0)
 
 
 def plain(rows, channels, device, seed=0):

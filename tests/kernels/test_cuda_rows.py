@@ -7,10 +7,12 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from tests.kernels import texts
 from tests.kernels.devices import every_device, rand
+from tests.kernels.texts import group_of, sizes_of
 from tiercel.kernels import reference
 from tiercel.kernels.cuda.rows import compress_store, norm, norm_rotate, store_window
-from tiercel.kernels.entries import Entries, Flat, encode_fp8, encode_fp8_index, encode_plain
+from tiercel.kernels.entries import Entries, Flat
 
 TYPES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 every_type = pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -18,36 +20,16 @@ EPS = 1e-6
 UNTOUCHED = 0xA5
 
 
-def group_of(dim, rope):
-    return min(64, (dim - rope) & -(dim - rope))
-
-
-def sizes_of(encoding, dim, rope):
-    words = -(-((dim - rope) // group_of(dim, rope)) // 4)
-    plain = {"fp32": (4 * dim,), "bf16": (2 * dim,), "fp8_row": (dim, 4)}
-    return plain.get(encoding, (dim + rope, 4 * words))
-
-
-def encode(x, encoding, rope):
+def encode(x, encoding, rope, group=0):
     """[n, bytes]: the parts of each entry together."""
-    dim = x.shape[1]
-    match encoding:
-        case "fp32":
-            parts = encode_plain(x, torch.float32)
-        case "bf16":
-            parts = encode_plain(x, torch.bfloat16)
-        case "fp8_row":
-            parts = encode_fp8_index(x)
-        case _:
-            parts = encode_fp8(x, rope, group_of(dim, rope), sizes_of(encoding, dim, rope)[1])
-    return torch.cat(parts, dim=1)
+    return torch.cat(texts.encode(x, encoding, rope, group), dim=1)
 
 
-def make_entries(rows, per_row, encoding, dim, rope, device):
+def make_entries(rows, per_row, encoding, dim, rope, device, group=0):
     """Entries in larger memory, which is returned too."""
-    sizes = sizes_of(encoding, dim, rope)
+    sizes, group = sizes_of(encoding, dim, rope, group), group or group_of(dim, rope)
     memory = torch.full((rows, per_row * sum(sizes) + 28), UNTOUCHED, dtype=torch.uint8, device=device)
-    return Entries(memory[:, 12:-16], per_row, sizes, encoding, dim, rope), memory
+    return Entries(memory[:, 12:-16], per_row, sizes, encoding, dim, rope, group), memory
 
 
 def bytes_of(entries, numbers):
@@ -126,6 +108,16 @@ def test_window_rows_have_the_bytes_of_the_encoding(device, dtype, encoding):
         assert torch.equal(bytes_of(new, range(9)), encode(expected, encoding, 2 * pairs))
         new.rows[:9, : sum(new.sizes)] = UNTOUCHED
         assert (memory == UNTOUCHED).all()
+
+
+@every_device
+@pytest.mark.parametrize("group", [8, 32])
+def test_groups_are_as_large_as_the_entries_say(device, group):
+    kv, turn = rand(3, 128).to(device) * torch.logspace(-5, 3, 128, device=device), turn_of(3, 16, device)
+    new, _ = make_entries(3, 1, "fp8_groups", 128, 32, device, group)
+    store_window(kv, turn, EPS, torch.ones(128, device=device), new)
+    expected = norm_rotate(kv[:, None, :], turn, eps=EPS, weight=torch.ones(128, device=device))[:, 0, :]
+    assert torch.equal(bytes_of(new, range(3)), encode(expected, "fp8_groups", 32, group))
 
 
 @every_device

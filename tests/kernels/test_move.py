@@ -24,7 +24,7 @@ def make(form: str, device: str, pinned: bool = False) -> Entries:
     per_row, sizes, row_bytes = FORMS[form]
     rows = torch.randint(0, 256, (ROWS, row_bytes), dtype=torch.uint8)
     rows = rows.pin_memory() if pinned and device == "cuda" else rows.to(device)
-    return Entries(rows, per_row, sizes, "fp8_groups", sizes[0], 0)
+    return Entries(rows, per_row, sizes, "fp8_groups", sizes[0], 0, 0)
 
 
 @every_device

@@ -26,9 +26,14 @@ def rand(*shape, seed):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def sizes_of(encoding, dim, rope):
+def group_of(dim, rope):
+    """How many channels share a scale, as DeepSeek V4 declares it."""
+    return min(64, (dim - rope) & -(dim - rope))
+
+
+def sizes_of(encoding, dim, rope, group=0):
     nope = dim - rope
-    groups = nope // min(64, nope & -nope)
+    groups = nope // (group or group_of(dim, rope))
     return {
         "fp32": (4 * dim,),
         "bf16": (2 * dim,),
@@ -37,8 +42,8 @@ def sizes_of(encoding, dim, rope):
     }[encoding]
 
 
-def encode(x, encoding, rope):
-    nope = x.shape[1] - rope
+def encode(x, encoding, rope, group=0):
+    dim = x.shape[1]
     match encoding:
         case "fp32":
             return codec.encode_plain(x, torch.float32)
@@ -46,10 +51,10 @@ def encode(x, encoding, rope):
             return codec.encode_plain(x, torch.bfloat16)
         case "fp8_row":
             return codec.encode_fp8_index(x)
-    return codec.encode_fp8(x, rope, min(64, nope & -nope), sizes_of(encoding, x.shape[1], rope)[1])
+    return codec.encode_fp8(x, rope, group or group_of(dim, rope), sizes_of(encoding, dim, rope, group)[1])
 
 
-def decode(parts, encoding, rope):
+def decode(parts, encoding, rope, group=0):
     match encoding:
         case "fp32":
             return codec.decode_plain(parts, torch.float32)
@@ -57,26 +62,28 @@ def decode(parts, encoding, rope):
             return codec.decode_plain(parts, torch.bfloat16)
         case "fp8_row":
             return codec.decode_fp8_index(parts)
-    nope = parts[0].shape[1] - 2 * rope
-    return codec.decode_fp8(parts, rope, min(64, nope & -nope))
+    return codec.decode_fp8(parts, rope, group or group_of(parts[0].shape[1] - rope, rope))
 
 
-def as_stored(x, encoding, rope=0):
+def as_stored(x, encoding, rope=0, group=0):
     """Numbers as they are read back."""
-    return decode(encode(x, encoding, rope), encoding, rope)
+    return decode(encode(x, encoding, rope, group), encoding, rope, group)
 
 
-def store(x, numbers, rows, per_row, encoding, rope=0, device="cpu"):
+def store(x, numbers, rows, per_row, encoding, rope=0, group=0, device="cpu"):
     """Entries of `rows` rows with x at `numbers`, in rows that lie apart in larger memory and begin at
     multiples of 16 bytes."""
-    sizes = sizes_of(encoding, x.shape[1], rope)
+    dim = x.shape[1]
+    sizes = sizes_of(encoding, dim, rope, group)
     width = per_row * sum(sizes)
     memory = torch.full((rows, -(-width // 16) * 16 + 32), 0xFF, dtype=torch.uint8)
     view = memory[:, 16 : 16 + width]
     parts = view.split([per_row * size for size in sizes], 1)
-    for own, size, data in zip(parts, sizes, encode(x, encoding, rope), strict=True):
+    for own, size, data in zip(parts, sizes, encode(x, encoding, rope, group), strict=True):
         own.unflatten(1, (per_row, size))[numbers // per_row, numbers % per_row] = data
-    return Entries(memory.to(device)[:, 16 : 16 + width], per_row, sizes, encoding, x.shape[1], rope)
+    if encoding == "fp8_groups":
+        group = group or group_of(dim, rope)
+    return Entries(memory.to(device)[:, 16 : 16 + width], per_row, sizes, encoding, dim, rope, group)
 
 
 class Call:
@@ -118,7 +125,7 @@ class Call:
         every = enumerate(zip(self.texts, self.positions, strict=True))
         return [(i, text, position) for i, (text, position) in every if text != PADDING]
 
-    def recent(self, rows_of, ring_rows, encoding, rope):
+    def recent(self, rows_of, ring_rows, encoding, rope, group=0):
         """(kept, new): `rows_of(text)` [positions, dim]."""
         dim = rows_of(0).shape[1]
         where, kept = [], []
@@ -130,11 +137,11 @@ class Call:
         new = torch.full((len(self.texts), dim), float("nan"))
         for i, text, position in self.tokens():
             new[i] = rows_of(text)[position]
-        make = {"encoding": encoding, "rope": rope, "device": self.device, "per_row": 1}
+        make = {"encoding": encoding, "rope": rope, "group": group, "device": self.device, "per_row": 1}
         old = store(torch.cat(kept), torch.cat(where), self.rings * ring_rows, **make)
         return old, store(new, torch.arange(len(new)), len(new), **make)
 
-    def pages(self, entries_of, encoding, rope):
+    def pages(self, entries_of, encoding, rope, group=0):
         """`entries_of(text)` [entries, dim]; those that a span does not see yet are not written."""
         where, x = [], []
         for span in self.spans:
@@ -142,6 +149,5 @@ class Call:
                 e = torch.arange(span.end // self.ratio)
                 where.append(self.numbers(span.ring, e))
                 x.append(entries_of(span.text)[e])
-        return store(
-            torch.cat(x), torch.cat(where), self.places, self.per_row, encoding, rope, device=self.device
-        )
+        where, x = torch.cat(where), torch.cat(x)
+        return store(x, where, self.places, self.per_row, encoding, rope, group, device=self.device)

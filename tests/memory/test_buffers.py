@@ -38,7 +38,7 @@ def test_target_and_draft_see_their_parts_of_one_memory_under_their_own_names() 
     target = mha("target", V4.page_tokens, 3, kv_heads=2, head_dim=4)
     both = DeviceMemory(target.with_draft(V4), pages=3, tails=2)
     for own, prefix, first in ((target, "", 0), (V4, "draft_", 3)):
-        part = both.part(own, prefix)
+        part = both.part(own, draft=own is V4)
         assert part.spec is own
         assert set(part.rows) == {(stream.name, layer) for stream in own.streams for layer in stream.layers}
         for name, layer in part.rows:

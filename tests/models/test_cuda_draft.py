@@ -148,7 +148,7 @@ def text_of(length: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 def decoded(memory: DeviceMemory, stream: str, tail: Tensor) -> Tensor:
     """The entries of one row of a tail, as numbers."""
-    own = EntryRows(reference, tail[None], memory.spec.stream(stream), PAGE, CONFIG["qk_rope_head_dim"])
+    own = EntryRows(reference, tail[None], memory.spec.stream(stream), PAGE)
     return own.codec.decode(own.read_row(0))
 
 

@@ -2,6 +2,7 @@
 of one sequence, written straight from the formulas; then the same text in pieces, resumed from a tail, after
 guesses that were refused, with one MTP layer and with two."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -48,10 +49,12 @@ def make_weights(reference):
 class Drafted:
     """A model with its draft. `logits`: those of the draft, one for each guess."""
 
-    def __init__(self, reference, weights, modules=1, guesses_max=4):
+    def __init__(self, reference, weights, modules=1, guesses_max=4, name_of=lambda stream: stream.name):
         config = reference.config.to_dict() | {"num_nextn_predict_layers": modules}
         draft = deepseek_v4_mtp(config, PAGE, "fp32", hidden=True)
-        self.memory = DeviceMemory(deepseek_v4(config, PAGE, "fp32").with_draft(draft), pages=8, tails=4)
+        spec = deepseek_v4(config, PAGE, "fp32").with_draft(draft)
+        spec = replace(spec, streams=tuple(replace(each, name=name_of(each)) for each in spec.streams))
+        self.memory = DeviceMemory(spec, pages=8, tails=4)
         own = our_config(reference)
         self.model = DeepseekV4(own, weights, self.memory, rings=3, guesses_max=guesses_max)
         self.pages = torch.tensor([4, 2, 7])
@@ -303,6 +306,18 @@ def test_with_two_mtp_layers_the_second_guesses_the_second_token(case, at):
         longer = torch.cat([first, second[-1:], second[-1:]])
         _, told = dense_module(config, weights, longer, text[1 : at + 3], 1)
         assert distance(logits[2], told[-1]) < TOLERANCE
+
+
+def test_names_of_streams_are_for_people_alone(case):
+    """The model finds a stream by its role and a layer."""
+    reference, weights, tokens, _ = case
+    plain = Drafted(reference, weights)
+    renamed = Drafted(reference, weights, name_of=lambda stream: stream.name[::-1])
+    for each in (plain, renamed):
+        each.run(tokens, [TOKENS], tails={PAGE: 1})
+    assert torch.equal(plain.memory.flat_pages, renamed.memory.flat_pages)
+    assert torch.equal(plain.memory.flat_tails, renamed.memory.flat_tails)
+    assert plain.propose(tokens, TOKENS - 1, 2)[0] == renamed.propose(tokens, TOKENS - 1, 2)[0]
 
 
 def test_without_its_cache_the_draft_says_something_else(case):

@@ -12,11 +12,11 @@ from tiercel.errors import SpecError
 from tiercel.kernels import reference as k
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.models.base import Span, part_of
-from tiercel.models.deepseek_v4.eagle import ENTRIES, HIDDEN
 from tiercel.models.deepseek_v4.eagle_weights import PREFIX
 from tiercel.models.deepseek_v4.model import DeepseekV4
 from tiercel.spec import Heads, deepseek_v4, deepseek_v4_eagle
 
+ENTRIES, HIDDEN = "draft_kv", "draft_hidden"
 TOKENS, PAGE, GUESSES, TOLERANCE = 300, 128, 4, 1e-4
 PAGES = torch.tensor([4, 2, 7])
 OTHER_PAGES = torch.tensor([1, 6, 5])

@@ -155,6 +155,9 @@ STREAM_CHANGES: dict[str, dict[str, Any]] = {
     "span of a state": {"keep": State(entries=2, span=4)},
     "tokens per entry": {"tokens_per_entry": 4},
     "row alignment": {"row_align": 256},
+    "groups": {"encoding": "fp8_groups", "group": 4},
+    "channels of a group": {"encoding": "fp8_groups", "group": 8},
+    "rope": {"encoding": "fp8_groups", "group": 4, "rope": 2},
 }
 
 
@@ -168,12 +171,40 @@ def test_every_field_changes_the_form() -> None:
     changed["order of streams"] = make_spec(make_stream("b"), make_stream())
     forms = {what: spec.form for what, spec in {"base": base, **changed}.items()}
     assert len(set(forms.values())) == len(forms)
+    assert all(CacheSpec.from_dict(spec.to_dict()) == spec for spec in changed.values())
 
 
 def test_equal_specs_have_one_form_whoever_built_them_and_whatever_they_call_the_model() -> None:
     assert make_spec() is not make_spec()
     assert make_spec().form == make_spec().form == replace(make_spec(), model="another name").form
     assert len(make_spec().form) == 16
+
+
+# Roles
+
+
+def test_a_stream_is_found_by_its_role_and_a_layer_whatever_it_is_called() -> None:
+    near, far = make_stream("a", layers=(0, 2), role="rows"), make_stream("b", layers=(1,), role="rows")
+    spec = make_spec(near, far, make_stream("rows"))
+    assert [spec.find("rows", layer) for layer in range(4)] == [near, far, near, None]
+    assert spec.find("a", 0) is None
+
+
+def test_a_draft_keeps_the_roles_of_its_streams_and_is_marked() -> None:
+    spec = make_spec(make_stream(role="rows")).with_draft(make_spec(make_stream(layers=(0,), role="rows")))
+    found = [spec.find("rows", layer) for layer in (0, 1, 2)]
+    assert [(each.name, each.draft) for each in found if each] == [("kv", False)] * 2 + [("draft_kv", True)]
+
+
+def test_two_streams_of_one_role_in_one_layer_are_refused() -> None:
+    streams = make_stream("a", layers=(0, 1), role="rows"), make_stream("b", layers=(1, 2), role="rows")
+    with pytest.raises(SpecError, match=r"streams = 'b': a layer has two streams of the role rows"):
+        make_spec(*streams)
+
+
+def test_a_role_says_nothing_of_how_bytes_lie() -> None:
+    spec = make_spec(make_stream(role="rows"))
+    assert spec == make_spec() and spec.form == make_spec().form and spec.to_dict() == make_spec().to_dict()
 
 
 # Declarations

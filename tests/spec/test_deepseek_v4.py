@@ -50,6 +50,16 @@ def test_flash_takes_3_649_920_bytes_per_tail() -> None:
     assert spec.pages_per_window == 1
 
 
+@pytest.mark.parametrize(("config", "rope", "group"), [(FLASH, 64, 64), (PRO, 64, 64), (make_tiny(), 16, 16)])
+def test_its_streams_declare_their_rotary_channels_and_how_many_others_share_a_scale(
+    config: dict[str, Any], rope: int, group: int
+) -> None:
+    declared = {s.name: (s.rope, s.group) for s in deepseek_v4(config).streams}
+    groups = dict.fromkeys(("c4", "c128", "window"), (rope, group))
+    assert declared == dict.fromkeys(("c4_index", "c4_state", "c4_index_state"), (0, 0)) | groups
+    assert {(s.rope, s.group) for s in deepseek_v4(config, format="bf16").streams} == {(0, 0)}
+
+
 def test_flash_keeps_a_window_and_the_open_rows_of_the_compressor() -> None:
     spec = deepseek_v4(FLASH)
     assert spec.stream("window").keep == Window(128)

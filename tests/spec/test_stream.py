@@ -31,6 +31,14 @@ def test_a_window_shorter_than_a_page_takes_only_its_own_bytes() -> None:
     assert make_stream(keep=Window(8)).row_bytes(256) == 8 * 16
 
 
+GROUPS = {
+    "encoding": "fp8_groups",
+    "parts": (Part("value", 16), Part("scale", 4)),
+    "rope": 2,
+    "group": 4,
+}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -50,6 +58,14 @@ def test_a_window_shorter_than_a_page_takes_only_its_own_bytes() -> None:
         ({"keep": Window(-128)}, "kv.window = -128"),
         ({"keep": State(entries=0)}, "kv.entries = 0"),
         ({"keep": State(span=-4)}, "kv.span = -4"),
+        ({"rope": 8}, "kv.rope = 8: opaque has no such number"),
+        ({"group": 8}, "kv.group = 8: opaque has no such number"),
+        ({**GROUPS, "group": 0}, "kv.group = 0: must be a positive whole number"),
+        ({**GROUPS, "rope": 8}, "kv.rope = 8: does not leave any of 16 B for others"),
+        ({**GROUPS, "rope": -2}, "kv.rope = -2"),
+        ({**GROUPS, "group": 5}, "kv.group = 5: does not divide 12 channels into at most 4 groups"),
+        ({**GROUPS, "group": 2}, "kv.group = 2: does not divide 12 channels into at most 4 groups"),
+        ({**GROUPS, "parts": (Part("value", 16),)}, "fp8_groups has two parts: values and scales"),
     ],
 )
 def test_a_stream_that_can_not_be_stored_is_refused_by_field_and_value(

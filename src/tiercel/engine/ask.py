@@ -5,6 +5,7 @@ Ask ──► engine ──► Delta, Delta, …, the last one with `finish` ─
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -12,15 +13,18 @@ from typing import NamedTuple
 
 from tiercel.cache.audit import CacheStats
 from tiercel.engine.times import HistogramStats, RequestTimes
+from tiercel.errors import AskError
 from tiercel.events import EventStats
 from tiercel.policy.resume import Reuse
 from tiercel.text.grammar import Grammar
 from tiercel.types import Namespace
 
+FINITE = sys.float_info.max
+
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn, and when to stop. Checked where it is made: `engine.sampling.check`."""
+    """How tokens are drawn, and when to stop. Checked where it is made: `check_sampling`."""
 
     max_tokens: int = 128
     min_tokens: int = 0
@@ -49,6 +53,66 @@ class Sampling:
     grammar: Grammar | None = None
     """Only tokens that it allows are drawn, and the answer ends where it is complete, whatever `ignore_eos`
     and `min_tokens` say. Logprobs are those of all tokens."""
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """The numbers that a field may hold. A bool, nan and inf are refused."""
+
+    low: float
+    high: float
+    whole: bool = False
+    above: bool = False  # `low` itself is left out
+
+    def holds(self, value: object) -> bool:
+        if isinstance(value, bool) or not isinstance(value, int if self.whole else (int, float)):
+            return False
+        return (self.low < value if self.above else self.low <= value) and value <= self.high
+
+    def __str__(self) -> str:
+        border = f"above {self.low:g}" if self.above else f"of at least {self.low:g}"
+        most = "" if self.high == FINITE else f" and at most {self.high:g}"
+        return f"a {'whole' if self.whole else 'finite'} number {border}{most}"
+
+
+RANGES: Mapping[str, Allowed] = {
+    "max_tokens": Allowed(0, FINITE, whole=True),
+    "min_tokens": Allowed(0, FINITE, whole=True),
+    "temperature": Allowed(0, FINITE),
+    "top_p": Allowed(0, 1, above=True),
+    "top_k": Allowed(0, FINITE, whole=True),
+    "min_p": Allowed(0, 1),
+    "seed": Allowed(-(2**63), 2**63 - 1, whole=True),
+    "presence_penalty": Allowed(-2, 2),
+    "frequency_penalty": Allowed(-2, 2),
+    "repetition_penalty": Allowed(0, FINITE, above=True),
+    "logprobs": Allowed(0, 20, whole=True),
+}
+"""As OpenAI and SGLang have them, but for temperatures and repetition penalties above 2."""
+
+
+def check_sampling(sampling: Sampling, vocab_size: int) -> None:
+    """Raises an `AskError` that names the first field with a value that can not be used."""
+    for name, allowed in RANGES.items():
+        value = getattr(sampling, name)
+        if value is not None or name not in ("seed", "logprobs"):
+            _within(name, value, allowed)
+    if sampling.min_tokens > sampling.max_tokens:
+        raise AskError("min_tokens", sampling.min_tokens, f"is more than max_tokens, {sampling.max_tokens}")
+    tokens = Allowed(0, vocab_size - 1, whole=True)
+    for token, bias in sampling.logit_bias.items():
+        _within("logit_bias", token, tokens)
+        _within(f"logit_bias[{token}]", bias, Allowed(-100, 100))
+    for token in sampling.stop_tokens:
+        _within("stop_tokens", token, tokens)
+    for index, stop in enumerate(sampling.stop):
+        if not isinstance(stop, str) or not stop:
+            raise AskError(f"stop[{index}]", stop, "must be a text that is not empty")
+
+
+def _within(name: str, value: object, allowed: Allowed) -> None:
+    if not allowed.holds(value):
+        raise AskError(name, value, f"must be {allowed}")
 
 
 def first_token(sampling: Sampling) -> Sampling:

@@ -29,7 +29,7 @@ from tiercel.models.families import (
     sources_of,
     text_folder_of,
 )
-from tiercel.spec.cache_spec import DRAFT, CacheSpec
+from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.identity import BITS, Identity
 from tiercel.storage.open import check_peers, hide, open_stores, shown
 from tiercel.text.text import Text
@@ -107,7 +107,7 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
         model = family.build(own, weights, memory, *how)
     else:
         target = family.build(own, weights, memory.part(target_spec), *how)
-        guesser = folder.build(draft_weights, memory.part(draft_spec, DRAFT), *how)
+        guesser = folder.build(draft_weights, memory.part(draft_spec, draft=True), *how)
         draft_model = DraftModel(guesser, target.vocab_size, folder.longest)
         model = WithDraft(target, draft_model, spec.layers[-1])
     engine = Engine(model, cache, text, config)

@@ -12,11 +12,18 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 
 from tiercel.cache import TieredCache
-from tiercel.engine.ask import Ask, Delta, EngineStats, Explanation, Finish, QueueStats
+from tiercel.engine.ask import (
+    Ask,
+    Delta,
+    EngineStats,
+    Explanation,
+    Finish,
+    QueueStats,
+    check_sampling,
+)
 from tiercel.engine.config import EngineConfig
 from tiercel.engine.drafting import make_drafter
 from tiercel.engine.runner import LocalRunner, QueueRunner
-from tiercel.engine.sampling import check
 from tiercel.engine.scheduler import Scheduler
 from tiercel.engine.step import Runner
 from tiercel.engine.task import Outcome
@@ -53,7 +60,7 @@ class Engine:
 
     def check(self, ask: Ask) -> None:
         """Whether an ask can ever be served. What is wrong is named."""
-        check(ask.sampling, self.vocab_size)
+        check_sampling(ask.sampling, self.vocab_size)
         if ask.sampling.grammar is not None:
             try:
                 self.text.grammars.check(ask.sampling.grammar)

@@ -28,7 +28,9 @@ class Entries(NamedTuple):
     encoding: str
     dim: int
     rope: int
-    """Of `fp8_groups`: the last channels, which stay bf16."""
+    """In `fp8_groups`, the number of channels at the end that stay bf16. In others 0."""
+    group: int
+    """In `fp8_groups`, the number of other channels that share a scale. In others 0."""
 
 
 def move_entries_plain(to: Entries, to_numbers: Tensor, source: Entries, source_numbers: Tensor) -> None:

@@ -9,23 +9,26 @@ A page or tail has a place in a memory, on the host a tail has several. A row of
 places: one where a row lies together (then all rows of a layer are a column), several where it does not.
 
 All hold bytes only. Which place is whose is decided elsewhere.
+
+A memory loads torch when it is made, not before: rooms that decide import this one for its types.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import Tensor
-
-from tiercel.errors import ConfigError
+from tiercel.errors import ConfigError, SpecError
 from tiercel.memory.host import HostMap
 from tiercel.memory.layout import Piece, Pieces, Range, RowName, joined, make_layout, pour_tails
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.stream import Part, Prefix, State, Stream
 from tiercel.types import HostPageId, place
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 class Column(NamedTuple):
@@ -54,6 +57,13 @@ class Memory:
         assert len(pieces) == 1, f"a row of {stream.name} is {len(pieces)} pieces here"
         return Column(buffer, *pieces[0][1])
 
+    def stream(self, role: str, layer: int) -> Stream:
+        """The stream that has this role in this layer. A `SpecError`: it is the memory of another model."""
+        found = self.spec.find(role, layer)
+        if found is None:
+            raise SpecError("streams", self.spec.model, f"layer {layer} has no stream of the role {role}")
+        return found
+
     def view(self, stream_name: str, layer: int) -> Tensor:
         """[places, row_bytes] of one layer, without a copy."""
         stream = self.spec.stream(stream_name)
@@ -66,6 +76,8 @@ class DeviceMemory(Memory):
     """Pages and tails where attention reads them."""
 
     def __init__(self, spec: CacheSpec, pages: int, tails: int, device: str = "cpu") -> None:
+        import torch
+
         self.spec = spec
         self.device = torch.device(device)
         self.pages, self.tails = pages, tails
@@ -73,20 +85,20 @@ class DeviceMemory(Memory):
         self.flat_pages = self._allocate(spec.page_streams, pages)
         self.flat_tails = self._allocate(spec.tail_streams, tails)
 
-    def part(self, spec: CacheSpec, prefix: str = "") -> DeviceMemory:
-        """The same memory for who knows a part of its streams, under the names and layers of `spec`.
-
-        `prefix`: their names here begin with it. (`CacheSpec.with_draft` gives a draft's streams one.)
-        """
+    def part(self, spec: CacheSpec, *, draft: bool = False) -> DeviceMemory:
+        """The same memory for the target alone, or for its draft alone, under the names and layers of its
+        own `spec`: the one that was given to `CacheSpec.with_draft`."""
         own = copy(self)
         own.spec, own.rows = spec, {}
-        for stream in spec.streams:
-            here = self.spec.stream(prefix + stream.name)
+        streams = (stream for stream in self.spec.streams if stream.draft is draft)
+        for stream, here in zip(spec.streams, streams, strict=True):
             for layer, layer_here in zip(stream.layers, here.layers, strict=True):
                 own.rows[stream.name, layer] = self.rows[here.name, layer_here]
         return own
 
     def _allocate(self, streams: Sequence[Stream], places: int) -> Tensor:
+        import torch
+
         name = "layer_first" if self.device.type == "cpu" else "page_first_direct"
         layout = make_layout(name, streams, self.spec.page_tokens, places)
         flat = torch.zeros(layout.bytes_total, dtype=torch.uint8, device=self.device)
@@ -121,6 +133,8 @@ class BorrowedMemory(Memory):
 
 def _borrow(stream: Stream, layer: int, tensor: Tensor, row_bytes: int) -> tuple[Tensor, Pieces]:
     """The rows of a tensor as bytes of the storage below it."""
+    import torch
+
     size = tensor.element_size()
     if not len(tensor) or tensor[0].numel() * size != row_bytes or not tensor[0].is_contiguous():
         what = f"{tuple(tensor.shape)} {tensor.dtype} with strides {tensor.stride()}"
@@ -131,6 +145,8 @@ def _borrow(stream: Stream, layer: int, tensor: Tensor, row_bytes: int) -> tuple
 
 def pci_address(device: torch.device) -> str:
     """Of a CUDA device, as the system writes it."""
+    import torch
+
     own: Any = torch.cuda.get_device_properties(device)
     return f"{own.pci_domain_id:04x}:{own.pci_bus_id:02x}:{own.pci_device_id:02x}.0"
 
@@ -139,6 +155,8 @@ class HostMemory(Memory):
     """One budget of host pages, shared by pages and tails. The options are those of `HostMap`."""
 
     def __init__(self, spec: CacheSpec, layout_name: str, bytes_budget: int, **options: Any) -> None:
+        import torch
+
         self.spec = spec
         self.device = torch.device("cpu")
         self.pages, self.tails = bytes_budget // spec.host_page_bytes, 0
@@ -181,6 +199,8 @@ class HostMemory(Memory):
 
     def close(self) -> None:
         """Give the memory back. May be called again. Nothing may be copying."""
+        import torch
+
         self.flat, self.rows = torch.empty(0, dtype=torch.uint8), {}
         self._map.close()
 

@@ -46,8 +46,8 @@ def plain_codec(size: int, dtype: torch.dtype = torch.float32) -> Codec:
     return Codec(encode, decode, (size,), plain=dtype == torch.float32)
 
 
-def codec_of(stream: Stream, rope: int) -> Codec:
-    """How the entries of a stream are written. `rope`: channels that stay bf16 where the others are fp8."""
+def codec_of(stream: Stream) -> Codec:
+    """How the entries of a stream are written."""
     sizes = tuple(part.bytes for part in stream.parts)
     match stream.encoding:
         case "fp32":
@@ -57,21 +57,19 @@ def codec_of(stream: Stream, rope: int) -> Codec:
         case "fp8_row":
             return Codec(entries.encode_fp8_index, entries.decode_fp8_index, sizes)
         case "fp8_groups":
-            nope = sizes[0] - 2 * rope
-            encode = partial(entries.encode_fp8, rope=rope, group=min(64, nope & -nope), scale_bytes=sizes[1])
-            return Codec(encode, partial(entries.decode_fp8, rope=rope, group=min(64, nope & -nope)), sizes)
+            encode = partial(entries.encode_fp8, rope=stream.rope, group=stream.group, scale_bytes=sizes[1])
+            decode = partial(entries.decode_fp8, rope=stream.rope, group=stream.group)
+            return Codec(encode, decode, sizes)
     raise SpecError(f"{stream.name}.encoding", stream.encoding, "is not one that a model here writes")
 
 
 class EntryRows:
     """The entries of one layer of one stream, numbered place · entries of a row + number in the row."""
 
-    def __init__(
-        self, kernels: ListKernels, rows: Tensor, stream: Stream, page_tokens: int, rope: int
-    ) -> None:
+    def __init__(self, kernels: ListKernels, rows: Tensor, stream: Stream, page_tokens: int) -> None:
         """Views into device memory [places, row_bytes]."""
         self._k = kernels
-        self.codec = codec = codec_of(stream, rope)
+        self.codec = codec = codec_of(stream)
         self.per_row = stream.entries_per_row(page_tokens)
         if (count := len(rows) * self.per_row) > ENTRIES_MOST:
             why = f"gives {count:,} entries of {stream.name}, {ENTRIES_MOST:,} have numbers"

@@ -27,6 +27,7 @@ from tiercel.memory.buffers import DeviceMemory
 from tiercel.models.base import Weights
 from tiercel.models.batch import Batch
 from tiercel.models.entries import EntryRows
+from tiercel.spec.attention import KEYS_VALUES
 
 Shape = tuple[int, ...]
 
@@ -149,16 +150,14 @@ class Layer:
         kernels: ListKernels,
         weights: Weights,
         memory: DeviceMemory,
-        *,
-        stream: str,
         layer: int,
     ) -> None:
-        """`weights` of this layer; its entries are those of `layer` in this stream."""
+        """`weights` of this layer; `layer` is its id in the memory."""
         g, self._grouping, self._k = grouping, grouping, kernels
         own = {name.removesuffix(".weight"): weight for name, weight in weights.items()}
-        spec, declared = memory.spec, memory.spec.stream(stream)
-        rows, head = memory.view(stream, layer), replace(declared, parts=declared.parts[:1])
-        self.entries = EntryRows(kernels, rows, head, spec.page_tokens * g.kv_heads, g.head_dim)
+        stream = memory.stream(KEYS_VALUES, layer)
+        rows, head = memory.view(stream.name, layer), replace(stream, parts=stream.parts[:1])
+        self.entries = EntryRows(kernels, rows, head, memory.spec.page_tokens * g.kv_heads)
         self._scale = g.head_dim**-0.5 * g.attention_factor**2
         self._sinks = torch.full((g.heads // g.kv_heads,), NO_SINK, device=memory.device)
         self._norms = own["input_layernorm"], own["post_attention_layernorm"]

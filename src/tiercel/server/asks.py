@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from dataclasses import fields as fields_of
 from typing import TYPE_CHECKING, cast
 
-from tiercel.engine.ask import Ask, Sampling
-from tiercel.engine.sampling import check as check_sampling
+from tiercel.engine.ask import Ask, Sampling, check_sampling
 from tiercel.errors import InputError
 from tiercel.server.body import SamplingFields
 from tiercel.server.errors import ApiError, conflict, refusal

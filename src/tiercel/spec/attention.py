@@ -24,6 +24,9 @@ DTYPE_BYTES = {"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4}
 MLA_SCALE_GROUP = 128
 """Latent channels that share one fp32 scale in the fp8 row of DeepSeek V3 and V3.2."""
 
+KEYS_VALUES = "keys and values"
+"""The role of a stream that `kv_stream` declares."""
+
 Layers = int | tuple[int, ...]
 """A number of layers, counted from 0, or the layer ids themselves."""
 
@@ -85,7 +88,7 @@ def eagle(model: str, page_tokens: int, heads: Heads, layers: Layers = 1) -> Cac
     return CacheSpec(model, page_tokens, _kv_streams(_ids(layers), heads))
 
 
-def kv_stream(name: str, layers: tuple[int, ...], kv_heads: int, head_dim: int, dtype: str) -> Stream:
+def kv_stream(layers: tuple[int, ...], kv_heads: int, head_dim: int, dtype: str) -> Stream:
     """Keys and values as attention here reads them: a head's key and value are one row, and its rows of a
     page lie together, a part for each head.
 
@@ -93,7 +96,7 @@ def kv_stream(name: str, layers: tuple[int, ...], kv_heads: int, head_dim: int, 
     """
     head = values(2 * head_dim, dtype)
     others = (replace(head, name=f"{dtype}.{i}") for i in range(1, kv_heads))
-    return Stream(name, layers, (head, *others), encoding=dtype)
+    return Stream("kv", layers, (head, *others), encoding=dtype, role=KEYS_VALUES)
 
 
 def mla(

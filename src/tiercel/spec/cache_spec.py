@@ -24,7 +24,7 @@ computes the layers of a group, the next groups arrive: a small first group is t
 load of 512 pages 0.3 ms of CPU."""
 
 DRAFT = "draft_"
-"""The names of a draft's streams begin with it."""
+"""The names of a draft's streams begin with it, for people: `Stream.draft` tells programs."""
 
 FORM_BYTES = 16
 FORMAT_VERSION = 3
@@ -58,6 +58,8 @@ class CacheSpec:
             if stream.name in names:
                 raise SpecError("streams", stream.name, "two streams have the same name")
             names.add(stream.name)
+            if stream.role and any(self.find(stream.role, layer) is not stream for layer in stream.layers):
+                raise SpecError("streams", stream.name, f"a layer has two streams of the role {stream.role}")
             stream.row_bytes(self.page_tokens)  # refuses entries that do not divide a row
 
     @cached_property
@@ -93,6 +95,11 @@ class CacheSpec:
             if stream.name == name:
                 return stream
         raise KeyError(name)
+
+    def find(self, role: str, layer: int) -> Stream | None:
+        """The stream that has this role in this layer. None: the layer has no such stream."""
+        own = (stream for stream in self.streams if stream.role == role and layer in stream.layers)
+        return next(own, None)
 
     def row_bytes(self, stream: Stream) -> int:
         return stream.row_bytes(self.page_tokens)
@@ -181,7 +188,7 @@ class CacheSpec:
             raise SpecError("draft.page_tokens", draft.page_tokens, f"the target has {self.page_tokens}")
         base = self.layers[-1] + 1
         drafted = tuple(
-            replace(s, name=DRAFT + s.name, layers=tuple(base + layer for layer in s.layers))
+            replace(s, name=DRAFT + s.name, layers=tuple(base + layer for layer in s.layers), draft=True)
             for s in draft.streams
         )
         return replace(self, model=f"{self.model}+{draft.model}", streams=self.streams + drafted)
@@ -220,15 +227,14 @@ def _stream_to_dict(stream: Stream) -> dict[str, Any]:
         "row_align": stream.row_align,
         "encoding": stream.encoding,
     }
-    if stream.weights:
-        data["weights"] = stream.weights
+    data |= {name: value for name in ("rope", "group", "weights") if (value := getattr(stream, name))}
     if stream.encoding == "opaque":
         del data["encoding"]  # the form of an opaque stream has no such key, and must stay as it is
     return data
 
 
 def _stream_from_dict(where: str, data: Mapping[str, Any]) -> Stream:
-    optional = {"keep", "tokens_per_entry", "row_align", "encoding", "weights"}
+    optional = {"keep", "tokens_per_entry", "row_align", "encoding", "rope", "group", "weights"}
     _check_keys(where, data, {"name", "layers", "parts"}, optional=optional)
     _check_list(f"{where}.layers", data["layers"])
     if not isinstance(data["parts"], Mapping):

@@ -24,7 +24,7 @@ from tiercel.errors import SpecError
 from tiercel.spec.attention import Heads, index_parts, kv_stream, values
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.hf_fields import layers_of, per_layer, whole
-from tiercel.spec.stream import PREFIX, Part, State, Stream, Window, check_positive
+from tiercel.spec.stream import PREFIX, Keep, Part, State, Stream, Window, check_positive
 
 SLIDING = "sliding_attention"
 SPARSE = "compressed_sparse_attention"
@@ -32,6 +32,11 @@ HEAVY = "heavily_compressed_attention"
 
 RATES = {SPARSE: 4, HEAVY: 128}
 """Tokens per entry, unless `compress_rates` of a config has other numbers."""
+
+ENTRIES, INDEX, WINDOW, HIDDEN = "entries", "index", "window", "hidden"
+STATE_OF = {ENTRIES: "state", INDEX: "index state"}
+"""Roles of streams. `STATE_OF[role]` is the role of the stream that keeps the rows of the last tokens, which
+the next entry of `role` needs. Heavy layers have no such stream: a boundary leaves no entry open there."""
 
 FORMATS = ("fp8", "bf16", "fp32")
 """fp8 is the byte layout of production kernels; the others keep the model's plain numbers."""
@@ -43,6 +48,14 @@ class _Entry(NamedTuple):
     parts: tuple[Part, ...]
     encoding: str
     row_align: int = 1
+    rope: int = 0
+    group: int = 0
+
+    def stream(
+        self, name: str, layers: tuple[int, ...], keep: Keep, role: str, tokens_per_entry: int = 1
+    ) -> Stream:
+        own = self._asdict()
+        return Stream(name, layers, keep=keep, role=role, tokens_per_entry=tokens_per_entry, **own)
 
 
 def deepseek_v4(
@@ -57,15 +70,18 @@ def deepseek_v4(
             _Entry((values(dim, format),), format) if format != "fp8" else _Entry(index_parts(dim), "fp8_row")
         )
         streams += [
-            _compressed(f"c{rate}", entry, rate, sparse),
-            _compressed(f"c{rate}_index", index, rate, sparse),
+            entry.stream(f"c{rate}", sparse, PREFIX, ENTRIES, rate),
+            index.stream(f"c{rate}_index", sparse, PREFIX, INDEX, rate),
         ]
         # (kv, gate) of the last `rate` tokens, fp32 in every format: the compressor adds in fp32
-        for name, width in {"state": whole(config, "head_dim"), "index_state": dim}.items():
-            keep, parts = State(entries=rate, span=rate), (values(2 * width, "fp32"),)
-            states.append(Stream(f"c{rate}_{name}", sparse, parts, keep, encoding="fp32"))
+        for name, role, width in (
+            (f"c{rate}_state", STATE_OF[ENTRIES], whole(config, "head_dim")),
+            (f"c{rate}_index_state", STATE_OF[INDEX], dim),
+        ):
+            state = _Entry((values(2 * width, "fp32"),), "fp32")
+            states.append(state.stream(name, sparse, State(entries=rate, span=rate), role))
     if heavy := layers_of(kinds, HEAVY):
-        streams.append(_compressed(f"c{rates[HEAVY]}", entry, rates[HEAVY], heavy))
+        streams.append(entry.stream(f"c{rates[HEAVY]}", heavy, PREFIX, ENTRIES, rates[HEAVY]))
     window = _window(config, entry, layers=len(kinds))
     return CacheSpec(model or "deepseek_v4", page_tokens, (*streams, window, *states))
 
@@ -87,8 +103,7 @@ def deepseek_v4_mtp(
     streams = [_window(config, _entry(config, format), layers=layers)]
     if hidden:
         size = whole(config, "hc_mult") * whole(config, "hidden_size")
-        keep, parts = State(entries=1, span=1), (values(size, "fp32"),)
-        streams.append(Stream("hidden", tuple(range(layers)), parts, keep, encoding="fp32"))
+        streams.append(_hidden(size, tuple(range(layers))))
     return CacheSpec("mtp", page_tokens, tuple(streams))
 
 
@@ -104,19 +119,19 @@ def deepseek_v4_eagle(
     if format not in FORMATS:
         raise SpecError("format", format, f"is none of {', '.join(FORMATS)}")
     plain = "bf16" if format == "fp8" else format
-    kv = kv_stream("kv", (0,), heads.kv_heads, heads.head_dim, plain)
-    keep, parts = State(entries=1, span=1), (values(whole(config, "hidden_size"), "fp32"),)
-    hidden = Stream("hidden", (0,), parts, keep, encoding="fp32")
+    kv = kv_stream((0,), heads.kv_heads, heads.head_dim, plain)
+    hidden = _hidden(whole(config, "hidden_size"), (0,))
     return CacheSpec("eagle", page_tokens, tuple(replace(each, weights=weights) for each in (kv, hidden)))
 
 
-def _compressed(name: str, entry: _Entry, rate: int, layers: tuple[int, ...]) -> Stream:
-    return Stream(name, layers, entry.parts, PREFIX, rate, entry.row_align, entry.encoding)
+def _hidden(size: int, layers: tuple[int, ...]) -> Stream:
+    """What a draft's next entry is made from: it is kept for the token before a boundary."""
+    return _Entry((values(size, "fp32"),), "fp32").stream("hidden", layers, State(entries=1, span=1), HIDDEN)
 
 
 def _window(config: Mapping[str, Any], entry: _Entry, *, layers: int) -> Stream:
     keep = Window(whole(config, "sliding_window"))
-    return Stream("window", tuple(range(layers)), entry.parts, keep, 1, entry.row_align, entry.encoding)
+    return entry.stream("window", tuple(range(layers)), keep, WINDOW)
 
 
 def _entry(config: Mapping[str, Any], format: str) -> _Entry:
@@ -128,9 +143,9 @@ def _entry(config: Mapping[str, Any], format: str) -> _Entry:
     if format != "fp8":
         return _Entry((values(head_dim, format),), format)
     nope = head_dim - (rope := rope_dim(config))
-    groups = nope // min(64, nope & -nope)
-    value, scale = Part("value", nope + 2 * rope), Part("scale", -(-groups // 4) * 4)
-    return _Entry((value, scale), "fp8_groups", row_align=value.bytes)
+    group = min(64, nope & -nope)
+    value, scale = Part("value", nope + 2 * rope), Part("scale", -(-(nope // group) // 4) * 4)
+    return _Entry((value, scale), "fp8_groups", value.bytes, rope, group)
 
 
 def rope_dim(config: Mapping[str, Any]) -> int:

@@ -12,13 +12,14 @@ for all entries, and the row is padded to an alignment:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tiercel.errors import SpecError
 
 ENCODINGS = ("opaque", "fp32", "bf16", "fp16", "fp8_groups", "fp8_row")
 """How numbers are written as an entry's bytes. opaque: only the writer knows. fp8_groups: e4m3 with a
-power-of-two scale for each group of channels, rotary channels bf16. fp8_row: e4m3 with one fp32 scale."""
+power-of-two scale for each group of channels, the last channels bf16; `Stream.group` and `Stream.rope` say
+how many. fp8_row: e4m3 with one fp32 scale."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,19 @@ class Stream:
     tokens_per_entry: int = 1
     row_align: int = 1
     encoding: str = "opaque"
+    rope: int = 0
+    """Only `fp8_groups`: the number of channels, at the end of an entry, that are bf16. These channels turn
+    with the position."""
+    group: int = 0
+    """Only `fp8_groups`: the number of other channels that share a scale."""
     weights: str = ""
     """A name for the weights that made this stream, where they are not the model's: those of a draft that has
     a file of its own. Empty: the identity names them. Another head's entries have another form."""
+    role: str = field(default="", compare=False)
+    """What its model keeps in it. The model finds a stream by role and layer (`CacheSpec.find`), not by name.
+    Bytes lie the same whatever the role is, so it is not part of a declaration as JSON."""
+    draft: bool = field(default=False, compare=False)
+    """Whether `CacheSpec.with_draft` added it to a target's streams."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -94,8 +105,27 @@ class Stream:
         if isinstance(self.keep, State):
             sizes["entries"] = self.keep.entries
             sizes["span"] = 1 if self.keep.span is None else self.keep.span
-        for field, size in sizes.items():
-            check_positive(f"{self.name}.{field}", size)
+        for name, size in sizes.items():
+            check_positive(f"{self.name}.{name}", size)
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        """The two parts of `fp8_groups` have room for exactly the declared numbers."""
+        if self.encoding != "fp8_groups":
+            for name in ("rope", "group"):
+                if value := getattr(self, name):
+                    raise SpecError(f"{self.name}.{name}", value, f"{self.encoding} has no such number")
+            return
+        check_positive(f"{self.name}.group", self.group)
+        if len(self.parts) != 2:
+            raise SpecError(f"{self.name}.parts", self.parts, "fp8_groups has two parts: values and scales")
+        values, scales = (part.bytes for part in self.parts)
+        if not isinstance(self.rope, int) or not 0 <= 2 * self.rope < values:
+            raise SpecError(f"{self.name}.rope", self.rope, f"does not leave any of {values} B for others")
+        groups, rest = divmod(values - 2 * self.rope, self.group)
+        if rest or groups > scales:
+            why = f"does not divide {values - 2 * self.rope} channels into at most {scales} groups"
+            raise SpecError(f"{self.name}.group", self.group, why)
 
     @property
     def bytes_per_entry(self) -> int:

@@ -334,10 +334,10 @@ def attention(  # noqa: PLR0913
     (tokens, heads, dim), (kept, new) = q.shape, recent
     far = kept if entries is None else entries
     nope = dim - far.rope if far.encoding == "fp8_groups" else 0
-    group = min(64, nope & -nope) or 1
-    piece = min(PIECE_MOST, (nope | dim) & -(nope | dim))
+    piece = nope | dim | far.group  # its lowest bit is the largest power of two that divides all of them
+    piece = min(PIECE_MOST, piece & -piece)
     assert q.is_contiguous() and (chosen is None or chosen.is_contiguous())
-    assert all(each.encoding == far.encoding and each.sizes == far.sizes for each in recent)
+    assert all(each[2:] == far[2:] for each in recent), "rows and entries are encoded alike"
     assert kept.per_row == new.per_row == 1 and piece >= 16, "products take 16 channels at least"
     unfit = any(at % 16 for each in (kept, new, far) for at in (each.rows.data_ptr(), each.rows.stride(0)))
     assert not unfit, "rows begin at multiples of 16 bytes (with others, Triton 3.6 reads fp8 wrongly)"
@@ -348,7 +348,7 @@ def attention(  # noqa: PLR0913
             q, out, sinks, scale * LOG2_E.value, flat.position, flat.start, flat.first, flat.ring,
             flat.pages, flat.pages.stride(0), kept.rows, new.rows, far.rows,
             flat.position if chosen is None else chosen,
-            HEADS=heads, DIM=dim, NOPE=nope, GROUP=group, WIDTH=NUMBERS[far.encoding], PIECE=piece,
+            HEADS=heads, DIM=dim, NOPE=nope, GROUP=far.group or 1, WIDTH=NUMBERS[far.encoding], PIECE=piece,
             WINDOW=window, SPARE=spare, KEPT_BYTES=kept.rows.stride(0), NEW_BYTES=new.rows.stride(0),
             ROW_BYTES=far.rows.stride(0),
             PER_ROW=0 if entries is None else far.per_row, VALUE=far.sizes[0], SCALE=far.sizes[-1],

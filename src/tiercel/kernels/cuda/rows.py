@@ -114,11 +114,12 @@ def _store_entries(  # noqa: PLR0913
 def encoding_of(entries: Entries) -> dict[str, Any]:
     """The constants of `_store_entries`."""
     rows, sizes, nope = entries.rows, entries.sizes, entries.dim - entries.rope
-    group = min(64, nope & -nope)
     assert rows.dtype == torch.uint8 and rows.stride(1) == 1, rows.dtype
     assert not any(step % 4 for step in (rows.data_ptr(), rows.stride(0), *sizes)), "words of 4 bytes"
     if entries.encoding == "fp8_groups":
-        assert 0 <= sizes[1] - nope // group <= 4, "the scales are padded to whole words"
+        group = entries.group
+        assert group and not group & group - 1, f"a group of {group} channels is no power of two"
+        assert not nope % group and 0 <= sizes[1] - nope // group <= 4, "scales are padded to whole words"
     return {
         "DIM": entries.dim,
         "ENCODING": entries.encoding,
@@ -127,7 +128,7 @@ def encoding_of(entries: Entries) -> dict[str, Any]:
         "VALUE": sizes[0],
         "SCALE": sizes[1] if len(sizes) > 1 else 0,
         "ROPE": entries.rope,
-        "GROUP": group,
+        "GROUP": entries.group,
     }
 
 

@@ -25,6 +25,7 @@ from tiercel.models.deepseek_v4.rows import Setup
 from tiercel.models.flat import FlatBatch, Ints, Size, send
 from tiercel.models.graphs import Recording
 from tiercel.models.rotary import Rotary
+from tiercel.spec.deepseek_v4 import HIDDEN
 
 NOWHERE = -(2**20)
 """The start of no text: its guesses stand before every text, too."""
@@ -45,7 +46,7 @@ class CudaModule(MtpLayer):
     def __init__(self, setup: Setup, number: int, weights: Weights, rotary: Rotary) -> None:
         super().__init__(setup, number, weights, rotary)
         c = setup.config
-        self._tails = entries_of(setup, "draft_hidden", c.layers + number)
+        self._tails = entries_of(setup, HIDDEN, c.layers + number)
         self.ring_rows = setup.guesses_max + 1
         shape = setup.rings * self.ring_rows, c.hc_mult * c.hidden_size
         self._kept = torch.zeros(shape, device=setup.memory.device)

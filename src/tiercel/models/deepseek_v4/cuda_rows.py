@@ -22,32 +22,29 @@ from tiercel.models.batch import rows_before
 from tiercel.models.deepseek_v4.rows import Index, Setup, compressors_of
 from tiercel.models.flat import FlatBatch
 from tiercel.models.rotary import Rotary
+from tiercel.spec.deepseek_v4 import STATE_OF, WINDOW
 
 
-def entries_of(setup: Setup, stream: str, layer: int) -> Entries:
-    """The entries of one layer of one stream, in device memory."""
-    spec, rope = setup.memory.spec, setup.config.rope_dim
-    own = spec.stream(stream)
+def entries_of(setup: Setup, role: str, layer: int) -> Entries:
+    """The entries of one layer in the stream of this role, in device memory."""
+    own = setup.memory.stream(role, layer)
     sizes = tuple(part.bytes for part in own.parts)
-    per_channel = {"fp32": 4, "bf16": 2}
-    dim = sizes[0] // per_channel[own.encoding] if own.encoding in per_channel else sizes[0]
-    if own.encoding == "fp8_groups":
-        dim -= rope  # two bytes each
-    per_row = own.entries_per_row(spec.page_tokens)
-    return Entries(setup.memory.view(stream, layer), per_row, sizes, own.encoding, dim, rope)
+    dim = sizes[0] // {"fp32": 4, "bf16": 2}.get(own.encoding, 1) - own.rope  # rope: two bytes each
+    rows, per_row = setup.memory.view(own.name, layer), own.entries_per_row(setup.memory.spec.page_tokens)
+    return Entries(rows, per_row, sizes, own.encoding, dim, own.rope, own.group)
 
 
 class CudaCompressor:
     """The entries of one stream that a layer compresses into, and the rows of what is still open."""
 
-    def __init__(self, setup: Setup, layer: int, stream: str, weights: Weights, rotary: Rotary) -> None:
+    def __init__(self, setup: Setup, layer: int, role: str, weights: Weights, rotary: Rotary) -> None:
         self._eps, self._rotary = setup.config.rms_norm_eps, rotary
         self._norm, self._bias = weights["kv_norm.weight"], weights["position_bias"]
         self.ratio, channels = self._bias.shape
         self._ring_rows = self.ratio * channels // len(self._norm) + setup.guesses_max
-        self.pages = entries_of(setup, stream, layer)
-        tails = [each.name for each in setup.memory.spec.tail_streams]
-        self._tails = entries_of(setup, f"{stream}_state", layer) if f"{stream}_state" in tails else None
+        self.pages = entries_of(setup, role, layer)
+        keeps = setup.memory.spec.find(STATE_OF[role], layer) is not None
+        self._tails = entries_of(setup, STATE_OF[role], layer) if keeps else None
         shape = setup.rings * self._ring_rows, 2 * channels
         self._kept = torch.zeros(shape, device=setup.memory.device)
 
@@ -74,13 +71,13 @@ class CudaRows:
     def __init__(self, setup: Setup, layer: int, weights: Weights, rotary: Rotary) -> None:
         self._config = c = setup.config
         draft = layer >= c.layers
-        self._tails = entries_of(setup, "draft_window" if draft else "window", layer)
+        self._tails = entries_of(setup, WINDOW, layer)
         self._spare = setup.guesses_max
         self._ring_rows = rows_before(c.window) + self._spare
         self._kept = self._rows(setup.rings * self._ring_rows, setup.memory.device, zeros=True)
         self._compressors = [
-            CudaCompressor(setup, layer, stream, part_of(weights, prefix), rotary)
-            for stream, prefix in compressors_of(0 if draft else c.ratios[layer]).items()
+            CudaCompressor(setup, layer, role, part_of(weights, prefix), rotary)
+            for role, prefix in compressors_of(0 if draft else c.ratios[layer]).items()
         ]
         self._norm, self._sinks, self._scale = weights["kv_norm.weight"], weights["sinks"], c.head_dim**-0.5
 

@@ -35,6 +35,7 @@ from tiercel.models.deepseek_v4.rows import Setup
 from tiercel.models.deepseek_v4.weights import DRAFT, parameters
 from tiercel.models.rotary import Rotary
 from tiercel.spec.cache_spec import CacheSpec
+from tiercel.spec.deepseek_v4 import HIDDEN, WINDOW
 
 NO_PAGES = torch.empty(0, dtype=torch.int64)
 """A draft's window lies in rings alone."""
@@ -103,12 +104,13 @@ class Module(MtpLayer):
 
     def __init__(self, setup: Setup, number: int, weights: Weights, rotary: Rotary) -> None:
         super().__init__(setup, number, weights, rotary)
-        c, spec = setup.config, setup.memory.spec
+        c = setup.config
         self._rings, self._lag = setup.rings, number + 1
-        self._tails = setup.rows("draft_hidden", c.layers + number)
+        self._tails = setup.rows(HIDDEN, c.layers + number)
         self._back = rows_before(c.window)
         """So many tokens before the next one have entries that are read."""
-        self._in_tail = spec.stream("draft_window").entries_per_row(spec.page_tokens)
+        window = setup.memory.stream(WINDOW, c.layers + number)
+        self._in_tail = window.entries_per_row(setup.memory.spec.page_tokens)
         self.ring_rows = self._back + setup.guesses_max + 1
         rows, device = setup.rings * self.ring_rows, setup.memory.device
         self._streams = torch.zeros(rows, c.hc_mult, c.hidden_size, device=device)
@@ -256,7 +258,7 @@ class Module(MtpLayer):
 def modules_of(spec: CacheSpec) -> int:
     """How many MTP layers a declaration has."""
     for stream in spec.streams:
-        if stream.name == "draft_hidden":
+        if stream.draft and stream.role == HIDDEN:
             return len(stream.layers)
     why = "has no stream `hidden`, without which a draft can not go on: deepseek_v4_mtp(hidden=True)"
     raise SpecError("draft", spec.model, why)

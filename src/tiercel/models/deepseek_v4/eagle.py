@@ -31,9 +31,7 @@ from tiercel.models.deepseek_v4.rows import Setup
 from tiercel.models.entries import plain_codec
 from tiercel.models.grouped import Layer, Numbers, Reach
 from tiercel.models.rotary import Rotary
-
-ENTRIES, HIDDEN = "draft_kv", "draft_hidden"
-"""Its streams, as `spec.deepseek_v4_eagle` declares them and `CacheSpec.with_draft` names them."""
+from tiercel.spec.deepseek_v4 import HIDDEN
 
 NO_RINGS = 0
 """Its batches number a call's own rows from 0: attention reads no rows of rings."""
@@ -54,7 +52,7 @@ class Eagle:
         names = ("streams_norm", "enorm", "hnorm", "norm")
         self._streams_norm, self._enorm, self._hnorm, self._norm = (w[f"{name}.weight"] for name in names)
         self._streams_proj, self._fc = k.pack(w["streams_proj.weight"]), k.pack(w["fc.weight"])
-        self._layer = Layer(self._grouping, k, w, memory, stream=ENTRIES, layer=c.layers)
+        self._layer = Layer(self._grouping, k, w, memory, c.layers)
         self._rotary = Rotary(c.rope_main, self._grouping.head_dim, memory.device)
         self._tails = setup.rows(HIDDEN, c.layers)
         # a step with guesses knows only afterwards which of its hidden states was the last accepted one

@@ -21,7 +21,7 @@ from tiercel.models.batch import Batch
 from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.deepseek_v4.config import V4Config
 from tiercel.models.deepseek_v4.draft import MtpDraft, products_of
-from tiercel.models.deepseek_v4.eagle import ENTRIES, Eagle
+from tiercel.models.deepseek_v4.eagle import Eagle
 from tiercel.models.deepseek_v4.eagle_weights import FILE, HeadFile
 from tiercel.models.deepseek_v4.layer import Layer, site_of
 from tiercel.models.deepseek_v4.rows import Setup
@@ -30,6 +30,7 @@ from tiercel.models.families import DraftOffer, Family
 from tiercel.models.flat import FlatBatch, PageTables, numbers_of, send
 from tiercel.models.graphs import Graphs, Section
 from tiercel.models.rotary import Rotary
+from tiercel.spec.attention import KEYS_VALUES
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.deepseek_v4 import deepseek_v4, deepseek_v4_eagle, deepseek_v4_mtp
 
@@ -219,12 +220,12 @@ class DeepseekV4:
 
 def _make_draft(setup: Setup, weights: Weights, lm_head: Matrix, rotary: Rotary) -> Draft | None:
     """The draft whose streams the cache declaration has."""
-    drafted = {stream.name for stream in setup.memory.spec.streams if stream.name.startswith("draft_")}
+    drafted = {stream.role for stream in setup.memory.spec.streams if stream.draft}
     if not drafted:
         return None
     if setup.kernels.NAME != "cuda":
-        return (Eagle if ENTRIES in drafted else MtpDraft)(setup, weights, lm_head)
-    if ENTRIES in drafted:
+        return (Eagle if KEYS_VALUES in drafted else MtpDraft)(setup, weights, lm_head)
+    if KEYS_VALUES in drafted:
         raise ConfigError("kernels", "cuda", "do not compute an EAGLE head")
     from tiercel.models.deepseek_v4.cuda_draft import CudaMtpDraft  # here: Triton takes a second to import
 

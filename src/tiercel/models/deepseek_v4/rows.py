@@ -30,6 +30,7 @@ from tiercel.models.batch import Batch, rows_before
 from tiercel.models.deepseek_v4.config import SPARSE_RATIO, V4Config
 from tiercel.models.entries import Codec, EntryRows, Parts, Rings, plain_codec
 from tiercel.models.rotary import Rotary
+from tiercel.spec.deepseek_v4 import ENTRIES, INDEX, STATE_OF, WINDOW
 
 
 class Setup(NamedTuple):
@@ -47,10 +48,10 @@ class Setup(NamedTuple):
         """`LayerRows` is made for sets that have lists only."""
         return cast("ListKernels", self.kernels)
 
-    def rows(self, stream: str, layer: int) -> EntryRows:
-        spec = self.memory.spec
-        rows = self.memory.view(stream, layer)
-        return EntryRows(self.lists, rows, spec.stream(stream), spec.page_tokens, self.config.rope_dim)
+    def rows(self, role: str, layer: int) -> EntryRows:
+        stream = self.memory.stream(role, layer)
+        rows = self.memory.view(stream.name, layer)
+        return EntryRows(self.lists, rows, stream, self.memory.spec.page_tokens)
 
     def make_rings(self, rows: int, codec: Codec) -> Rings:
         """For so many rows that are needed."""
@@ -65,9 +66,9 @@ class Index(NamedTuple):
 
 
 def compressors_of(ratio: int) -> dict[str, str]:
-    """The streams that a layer of this ratio compresses into, and where their weights are."""
-    found = {f"c{ratio}": "compressor."} if ratio else {}
-    return found | ({f"c{ratio}_index": "compressor.indexer."} if ratio == SPARSE_RATIO else {})
+    """The roles of the streams that a layer of this ratio compresses into, and where their weights are."""
+    found = {ENTRIES: "compressor."} if ratio else {}
+    return found | ({INDEX: "compressor.indexer."} if ratio == SPARSE_RATIO else {})
 
 
 class Compressor:
@@ -77,12 +78,12 @@ class Compressor:
     entry i     first halves  ┴ second halves              ratio 4: width 8, stride 4
     """
 
-    def __init__(self, setup: Setup, layer: int, stream: str, weights: Weights, rotary: Rotary) -> None:
+    def __init__(self, setup: Setup, layer: int, role: str, weights: Weights, rotary: Rotary) -> None:
         self._k, self._eps, self._rotary = setup.lists, setup.config.rms_norm_eps, rotary
         self._norm, self._bias = weights["kv_norm.weight"], weights["position_bias"]
-        self.pages = setup.rows(stream, layer)
-        keeps = any(each.name == f"{stream}_state" for each in setup.memory.spec.tail_streams)
-        self._tails = setup.rows(f"{stream}_state", layer) if keeps else None
+        self.pages = setup.rows(role, layer)
+        keeps = setup.memory.spec.find(STATE_OF[role], layer) is not None
+        self._tails = setup.rows(STATE_OF[role], layer) if keeps else None
         """The rows of entries that a boundary leaves open, if it can leave any."""
         self.ratio, self._channels = self._bias.shape
         self._dim = len(self._norm)
@@ -134,11 +135,11 @@ class LayerRows:
         self._config, self._k = setup.config, setup.lists
         draft = layer >= self._config.layers
         ratio = 0 if draft else self._config.ratios[layer]
-        self._tails = setup.rows("draft_window" if draft else "window", layer)
+        self._tails = setup.rows(WINDOW, layer)
         self._recent = setup.make_rings(rows_before(self._config.window), self._tails.codec)
         self._compressors = [
-            Compressor(setup, layer, stream, part_of(weights, prefix), rotary)
-            for stream, prefix in compressors_of(ratio).items()
+            Compressor(setup, layer, role, part_of(weights, prefix), rotary)
+            for role, prefix in compressors_of(ratio).items()
         ]
         self._in_place = all(each.pages.in_place for each in self._compressors)
         self._norm, self._sinks = weights["kv_norm.weight"], weights["sinks"]

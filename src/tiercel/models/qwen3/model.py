@@ -47,9 +47,6 @@ ROPE_ONLY: Mapping[str, object] = {"truncate": True, "partial_rotary_factor": 1.
 
 FORMATS = ("fp32", "bf16")
 
-STREAM = "kv"
-"""One entry per token, one part per kv head: its key, turned, then its value."""
-
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -103,7 +100,7 @@ def declare(config: Mapping[str, Any], page_tokens: int, format: str) -> CacheSp
     if format not in FORMATS:
         raise SpecError("format", format, f"is none of {', '.join(FORMATS)}, which Qwen3 has")
     own = Qwen3Config.from_hf(config)
-    stream = kv_stream(STREAM, tuple(range(own.layers)), own.kv_heads, own.head_dim, format)
+    stream = kv_stream(tuple(range(own.layers)), own.kv_heads, own.head_dim, format)
     return CacheSpec("qwen3", page_tokens, (stream,))
 
 
@@ -183,14 +180,7 @@ class Qwen3:
         self._norm = weights["model.norm.weight"]
         self._rotary = Rotary(config.rope, config.head_dim, memory.device)
         self.layers = [
-            Layer(
-                config.grouping,
-                k,
-                part_of(weights, f"model.layers.{i}."),
-                memory,
-                stream=STREAM,
-                layer=i,
-            )
+            Layer(config.grouping, k, part_of(weights, f"model.layers.{i}."), memory, i)
             for i in range(config.layers)
         ]
 
