@@ -216,7 +216,7 @@ def listening():
 
 async def let_in(addresses, *, held_max, more=()):
     """In which order clients are let in that have all knocked; `more`: who knocks once the first are in."""
-    made = []
+    made: list[str] = []
     protocol = type("Counting", (Silent,), {"made": made})
     with listening() as (listener, port):
 

@@ -4,8 +4,9 @@
 
 Every connection and every request takes a part of a millisecond of the event loop, whatever becomes of it.
 
-The door lets in 200 connections a second, after a pause 512 at once. Where more come, addresses take turns,
-and the newest of an address goes first: nobody who comes now has to wait behind a crowd that came before.
+The door lets in 200 connections a second, after a pause 512 at once. Where more come, addresses take turns.
+Of one address, its newest and its oldest take turns: most who come now need not wait behind a crowd that came
+before, and nobody waits for ever.
 
 The pace counts the time that requests of each owner take (an API key, a tenant, or else an address). While
 another owner has a request open, an owner gets only a part of the event loop's time: what it sends is read
@@ -84,7 +85,9 @@ class Door:
         self._loop = asyncio.get_running_loop()
         self._bucket = Bucket(LET_IN_PER_S, LET_IN_AFTER_A_PAUSE, self._loop.time())
         self._held: dict[str, deque[socket.socket]] = {}
-        """Who waits at the door, by address. The first address is the next, and has its newest at the end."""
+        """Who waits at the door, by address: the oldest first. The first address is the next."""
+        self._newest = False
+        """Whether the last one was the newest of its address."""
         self._held_count, self._held_max = 0, held_max
         self._timer: asyncio.TimerHandle | None = None
         self._coming: set[asyncio.Task[None]] = set()
@@ -140,7 +143,8 @@ class Door:
             self._bucket.take(1)
             address = next(iter(self._held))
             line = self._held.pop(address)
-            coming = self._loop.create_task(self._connect(line.pop()))
+            self._newest = not self._newest
+            coming = self._loop.create_task(self._connect(line.pop() if self._newest else line.popleft()))
             self._held_count -= 1
             if line:
                 self._held[address] = line  # behind the others
