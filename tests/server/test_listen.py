@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from tests.server.scripted import LOOPBACK, ScriptedService, events_of, served
 from tests.wait import until
@@ -292,6 +293,29 @@ def test_who_sends_the_next_request_early_and_leaves_ends_the_first():
             assert service.holding.wait(10)
         assert service.closed.wait(10)
     assert len(service.asks) == 1
+
+
+def test_what_is_replaced_of_uvicorn_is_there():
+    """Otherwise nobody would call it. Another version of uvicorn may have other methods."""
+    replaced = {
+        *(
+            "connection_made",
+            "connection_lost",
+            "data_received",
+            "pause_writing",
+            "resume_writing",
+            "shutdown",
+        ),
+        *("on_message_begin", "on_header", "on_headers_complete", "on_message_complete"),
+        *("on_response_complete", "_start_asgi_task"),
+    }
+    assert replaced == vars(HttpToolsProtocol).keys() & vars(Connection).keys() - {
+        "__init__",
+        "__module__",
+        "__doc__",
+    }
+    used = {"more_body", "disconnected", "message_event", "response_started", "scope"}
+    assert used <= {*RequestResponseCycle.__init__.__code__.co_names}
 
 
 def test_the_event_loop_is_asyncios_where_another_is_installed(monkeypatch):
