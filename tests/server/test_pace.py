@@ -2,10 +2,11 @@
 alone. Method: the parts with a clock of their own, and a real server with real sockets."""
 
 import asyncio
+import os
 import selectors
 import socket
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import httpx
@@ -211,7 +212,7 @@ def listening():
     with socket.socket() as listener:
         listener.bind(("0.0.0.0", 0))
         listener.listen(pace.BACKLOG)
-        yield listener.dup(), listener.getsockname()[1]
+        yield socket.socket(fileno=os.dup(listener.fileno())), listener.getsockname()[1]  # as the server does
 
 
 async def let_in(addresses, *, held_max, more=()):
@@ -246,11 +247,53 @@ def test_at_the_door_addresses_take_turns(monkeypatch):
     assert later.count("127.0.0.2") == 2 and len(later) >= 30, "and all come in"
 
 
-def test_if_too_many_wait_at_the_door_the_first_of_the_longest_line_goes(monkeypatch):
-    monkeypatch.setattr(pace, "LET_IN_AFTER_A_PAUSE", 8)
-    monkeypatch.setattr(pace, "LET_IN_PER_S", 50.0)
-    later = asyncio.run(let_in(["127.0.0.1"] * 40, held_max=10, more=["127.0.0.2"] * 2))
-    assert later.count("127.0.0.2") == 2
+async def knocked(addresses, *, held_max, let_in):
+    """Of clients that have all knocked before the door opens: who is let in first, and who is sent away."""
+    made: list[int] = []
+
+    class Noted(asyncio.Protocol):
+        def connection_made(self, transport):
+            made.append(transport.get_extra_info("peername")[1])
+
+    with listening() as (listener, port):
+        clients = [
+            socket.create_connection(("127.0.0.1", port), source_address=(address, 0))
+            for address in addresses
+        ]
+        door = Door([listener], Noted, None, held_max)
+        while len(made) < let_in:
+            await asyncio.sleep(0.001)
+        ports = [client.getsockname()[1] for client in clients]
+        away = [i for i, client in enumerate(clients) if is_closed(client)]
+        door.close()
+        await door.wait_closed()
+    for client in clients:
+        client.close()
+    return [ports.index(each) for each in made], away
+
+
+def is_closed(client):
+    client.setblocking(False)
+    try:
+        return client.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
+
+
+def test_of_one_address_the_newest_and_the_oldest_take_turns(monkeypatch):
+    monkeypatch.setattr(pace, "LET_IN_AFTER_A_PAUSE", 6)
+    first, away = asyncio.run(knocked(["127.0.0.1"] * 20, held_max=100, let_in=6))
+    assert first[:6] == [19, 0, 18, 1, 17, 2] and away == []
+
+
+def test_if_too_many_wait_at_the_door_the_oldest_of_the_longest_line_is_sent_away(monkeypatch):
+    monkeypatch.setattr(pace, "LET_IN_AFTER_A_PAUSE", 4)
+    addresses = ["127.0.0.2"] * 2 + ["127.0.0.1"] * 38
+    first, away = asyncio.run(knocked(addresses, held_max=10, let_in=4))
+    assert away == [*range(2, 32)], "none of the shorter line"
+    assert {0, 1} & {*first[:4]}
 
 
 def test_a_door_survives_an_error_and_opens_again(monkeypatch, caplog):
@@ -313,3 +356,67 @@ def test_a_flood_of_requests_is_answered_later_and_others_are_answered_now():
             for client in clients:
                 client.close()
             until(lambda: service.holding.is_set(), "the stream is still open")
+
+
+def asked_with(key, what="GET /v1/models"):
+    return f"{what} HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {key}\r\n\r\n".encode()
+
+
+def test_requests_of_a_connection_begin_at_the_pace_of_their_owner(monkeypatch):
+    monkeypatch.setattr(pace, "REQUEST_MS", 1e6)
+    options = replace(LOOPBACK, api_key=("flood", "other"))
+    with served(ScriptedService(hold_after=1), options) as url:
+        host, port = url.removeprefix("http://").split(":")
+        asking = httpx.Client(base_url=url, headers={"authorization": "Bearer other"}, timeout=20)
+        stream = {"text": "x", "stream": True}
+        with ExitStack() as held:
+            held.enter_context(asking)
+            held.enter_context(asking.stream("POST", "/generate", json=stream))
+            first, second = (held.enter_context(socket.create_connection((host, int(port)))) for _ in "12")
+            first.settimeout(20)
+            first.sendall(asked_with("flood"))
+            assert first.recv(65536).startswith(b"HTTP/1.1 200 ")
+            second.settimeout(0.5)
+            second.sendall(asked_with("flood"))
+            with pytest.raises(TimeoutError):
+                second.recv(1)
+
+
+def test_what_an_owner_sends_is_not_read_while_it_rests(monkeypatch):
+    monkeypatch.setattr(Pace, "spend", lambda *_: 30.0)
+    service = ScriptedService()
+    body = b'{"text": "x"}'
+    head = (
+        b"POST /generate HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: 13\r\n\r\n"
+    )
+    with served(service) as url:
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=0.5) as client:
+            client.sendall(head)
+            assert httpx.get(f"{url}/health", timeout=20).status_code == 200
+            client.sendall(body)
+            with pytest.raises(TimeoutError):
+                client.recv(1)
+    assert service.asks == []
+
+
+def test_small_writes_are_sent_at_once():
+    """An answer of several writes would wait 40 ms for each otherwise."""
+
+    async def scene():
+        found = asyncio.get_running_loop().create_future()
+
+        class Asking(asyncio.Protocol):
+            def connection_made(self, transport):
+                own = transport.get_extra_info("socket")
+                found.set_result(own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+
+        with listening() as (listener, port):
+            door = Door([listener], Asking, None, 10)
+            with socket.create_connection(("127.0.0.1", port)):
+                nodelay = await asyncio.wait_for(found, 10)
+            door.close()
+            await door.wait_closed()
+        return nodelay
+
+    assert asyncio.run(scene()) == 1
