@@ -405,3 +405,4 @@ def served(service: ScriptedService, options: ServerOptions = LOOPBACK, shutdown
         server.should_exit = True
         thread.join(10)
     assert not thread.is_alive()
+    assert not server.server_state.connections, "all are closed"

@@ -6,7 +6,7 @@ import os
 import selectors
 import socket
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 
 import httpx
@@ -200,13 +200,6 @@ def test_tokenizing_does_not_count_as_holding_the_interpreter(monkeypatch):
 # Connections
 
 
-class Silent(asyncio.Protocol):
-    made: list
-
-    def connection_made(self, transport):
-        self.made.append(transport.get_extra_info("peername")[0])
-
-
 @contextmanager
 def listening():
     with socket.socket() as listener:
@@ -215,28 +208,43 @@ def listening():
         yield socket.socket(fileno=os.dup(listener.fileno())), listener.getsockname()[1]  # as the server does
 
 
+@asynccontextmanager
+async def open_door(listener, held_max):
+    """Yields the addresses of those who were let in."""
+    made, transports = [], []
+
+    class Silent(asyncio.Protocol):
+        def connection_made(self, transport):
+            made.append(transport.get_extra_info("peername"))
+            transports.append(transport)
+
+    door = Door([listener], Silent, None, held_max)
+    yield made
+    door.close()
+    await door.wait_closed()
+    for transport in transports:
+        transport.abort()
+    await asyncio.sleep(0)
+
+
 async def let_in(addresses, *, held_max, more=()):
     """In which order clients are let in that have all knocked; `more`: who knocks once the first are in."""
-    made: list[str] = []
-    protocol = type("Counting", (Silent,), {"made": made})
     with listening() as (listener, port):
 
         def knock(address):
             return socket.create_connection(("127.0.0.1", port), source_address=(address, 0))
 
         clients = [knock(address) for address in addresses]
-        door = Door([listener], protocol, None, held_max)
-        while len(made) < pace.LET_IN_AFTER_A_PAUSE:
-            await asyncio.sleep(0.001)
-        first = len(made)
-        clients += [knock(address) for address in more]
-        while len(made) < (len(clients) if held_max > len(clients) else first + 2 * len(more)):
-            await asyncio.sleep(0.01)
-        door.close()
-        await door.wait_closed()
+        async with open_door(listener, held_max) as made:
+            while len(made) < pace.LET_IN_AFTER_A_PAUSE:
+                await asyncio.sleep(0.001)
+            first = len(made)
+            clients += [knock(address) for address in more]
+            while len(made) < (len(clients) if held_max > len(clients) else first + 2 * len(more)):
+                await asyncio.sleep(0.01)
     for client in clients:
         client.close()
-    return made[first:]
+    return [address for address, _ in made[first:]]
 
 
 def test_at_the_door_addresses_take_turns(monkeypatch):
@@ -249,27 +257,19 @@ def test_at_the_door_addresses_take_turns(monkeypatch):
 
 async def knocked(addresses, *, held_max, let_in):
     """Of clients that have all knocked before the door opens: who is let in first, and who is sent away."""
-    made: list[int] = []
-
-    class Noted(asyncio.Protocol):
-        def connection_made(self, transport):
-            made.append(transport.get_extra_info("peername")[1])
-
     with listening() as (listener, port):
         clients = [
             socket.create_connection(("127.0.0.1", port), source_address=(address, 0))
             for address in addresses
         ]
-        door = Door([listener], Noted, None, held_max)
-        while len(made) < let_in:
-            await asyncio.sleep(0.001)
-        ports = [client.getsockname()[1] for client in clients]
-        away = [i for i, client in enumerate(clients) if is_closed(client)]
-        door.close()
-        await door.wait_closed()
+        async with open_door(listener, held_max) as made:
+            while len(made) < let_in:
+                await asyncio.sleep(0.001)
+            ports = [client.getsockname()[1] for client in clients]
+            away = [i for i, client in enumerate(clients) if is_closed(client)]
     for client in clients:
         client.close()
-    return [ports.index(each) for each in made], away
+    return [ports.index(port) for _, port in made], away
 
 
 def is_closed(client):
@@ -315,15 +315,12 @@ def test_a_door_survives_an_error_and_opens_again(monkeypatch, caplog):
             return getattr(self._own, name)
 
     async def scene():
-        made = []
         with listening() as (listener, port):
-            door = Door([Broken(listener)], type("Counting", (Silent,), {"made": made}), None, 10)
-            client = socket.create_connection(("127.0.0.1", port))
-            while not made:
-                await asyncio.sleep(0.01)
-            client.close()
-            door.close()
-            await door.wait_closed()
+            async with open_door(Broken(listener), 10) as made:
+                client = socket.create_connection(("127.0.0.1", port))
+                while not made:
+                    await asyncio.sleep(0.01)
+                client.close()
 
     asyncio.run(asyncio.wait_for(scene(), 10))
     assert [each.getMessage() for each in caplog.records] == [
@@ -365,14 +362,13 @@ def asked_with(key, what="GET /v1/models"):
 def test_requests_of_a_connection_begin_at_the_pace_of_their_owner(monkeypatch):
     monkeypatch.setattr(pace, "REQUEST_MS", 1e6)
     options = replace(LOOPBACK, api_key=("flood", "other"))
-    with served(ScriptedService(hold_after=1), options) as url:
-        host, port = url.removeprefix("http://").split(":")
-        asking = httpx.Client(base_url=url, headers={"authorization": "Bearer other"}, timeout=20)
-        stream = {"text": "x", "stream": True}
-        with ExitStack() as held:
+    with ExitStack() as sockets:
+        with served(ScriptedService(hold_after=1), options) as url, ExitStack() as held:
+            host, port = url.removeprefix("http://").split(":")
+            asking = httpx.Client(base_url=url, headers={"authorization": "Bearer other"}, timeout=20)
             held.enter_context(asking)
-            held.enter_context(asking.stream("POST", "/generate", json=stream))
-            first, second = (held.enter_context(socket.create_connection((host, int(port)))) for _ in "12")
+            held.enter_context(asking.stream("POST", "/generate", json={"text": "x", "stream": True}))
+            first, second = (sockets.enter_context(socket.create_connection((host, int(port)))) for _ in "12")
             first.settimeout(20)
             first.sendall(asked_with("flood"))
             assert first.recv(65536).startswith(b"HTTP/1.1 200 ")
@@ -380,6 +376,8 @@ def test_requests_of_a_connection_begin_at_the_pace_of_their_owner(monkeypatch):
             second.sendall(asked_with("flood"))
             with pytest.raises(TimeoutError):
                 second.recv(1)
+        second.settimeout(20)
+        assert second.recv(65536).startswith(b"HTTP/1.1 503 "), "it had not begun when the server shut down"
 
 
 def test_what_an_owner_sends_is_not_read_while_it_rests(monkeypatch):
@@ -391,12 +389,15 @@ def test_what_an_owner_sends_is_not_read_while_it_rests(monkeypatch):
     )
     with served(service) as url:
         host, port = url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=0.5) as client:
-            client.sendall(head)
-            assert httpx.get(f"{url}/health", timeout=20).status_code == 200
-            client.sendall(body)
-            with pytest.raises(TimeoutError):
-                client.recv(1)
+        client = socket.create_connection((host, int(port)), timeout=0.5)
+        client.sendall(head)
+        assert httpx.get(f"{url}/health", timeout=20).status_code == 200
+        client.sendall(body)
+        with pytest.raises(TimeoutError):
+            client.recv(1)
+    with client:
+        client.settimeout(20)
+        assert client.recv(65536).startswith(b"HTTP/1.1 503 ")
     assert service.asks == []
 
 

@@ -117,7 +117,9 @@ class Connection(HttpToolsProtocol):
         """Which part of a request is still to come."""
         self._head_bytes = 0
         self._phase = Phase.IDLE
-        self._owner = ""
+        self._address = self._owner = ""
+        self._begins = False
+        """Whether a request is whole enough to begin, and its owner's turn has not come."""
         self._refused: tuple[int, str, str] | None = None
         """Status, reason and code of what ends the connection, if something in what it sent does."""
         self._pause: asyncio.TimerHandle | None = None
@@ -129,7 +131,7 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.max_size = READ_BYTES  # type: ignore[attr-defined]
-        self._owner = self.client[0] if self.client else ""
+        self._address = self._owner = self.client[0] if self.client else ""
         self._follow()
         if len(self.connections) > self._options.connections_max:
             self._make_room()
@@ -200,11 +202,12 @@ class Connection(HttpToolsProtocol):
         self._coming, self._head_bytes = Phase.BODY, 0
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        address = self.client[0] if self.client else ""
-        owner = self._owner = self._owners.find(Headers(raw=[*cycle.scope["headers"]]), address)
+        owner = self._owner = self._owners.find(Headers(raw=[*cycle.scope["headers"]]), self._address)
         start = super()._start_asgi_task
+        self._begins = True
 
         def begin() -> bool:
+            self._begins = False
             if cycle.disconnected:
                 return False
             start(cycle, self._pace.counting(owner, app))
@@ -241,8 +244,11 @@ class Connection(HttpToolsProtocol):
             self._write_timer.cancel()
 
     def shutdown(self) -> None:
-        """The server ends. A client of an idle TLS connection may not say goodbye for a long time."""
+        """The server ends. Requests that have not begun are refused. A client of an idle TLS connection may
+        not say goodbye for a long time."""
         idle = self._phase is Phase.IDLE
+        if self._begins or self._phase is Phase.BODY:
+            self._end(503, "had a request that was not begun when the server shut down", "aborted")
         super().shutdown()
         if idle and self.transport.get_extra_info("ssl_object") is not None:
             self.transport.abort()
@@ -378,6 +384,9 @@ class Server(uvicorn.Server):
         ending = asyncio.get_running_loop().call_later(self._shutdown_s, self._service.abort_all)
         await super().shutdown(sockets)
         ending.cancel()
+        for connection in [*self.server_state.connections]:
+            connection.transport.abort()  # type: ignore[union-attr]
+        await asyncio.sleep(0)  # until they are closed
 
 
 def check_certificate(options: ServerOptions) -> None:

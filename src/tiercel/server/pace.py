@@ -90,7 +90,7 @@ class Door:
         """Whether the last one was the newest of its address."""
         self._held_count, self._held_max = 0, held_max
         self._timer: asyncio.TimerHandle | None = None
-        self._coming: set[asyncio.Task[None]] = set()
+        self._coming: dict[asyncio.Task[None], socket.socket] = {}
         for listener in listeners:
             listener.setblocking(False)
             listener.listen(BACKLOG)
@@ -104,10 +104,10 @@ class Door:
         for client in (each for line in self._held.values() for each in line):
             client.close()
         self._held.clear()
-
-    async def wait_closed(self) -> None:
         for task in self._coming:
             task.cancel()
+
+    async def wait_closed(self) -> None:
         await asyncio.gather(*self._coming, return_exceptions=True)
 
     def _open(self, listener: socket.socket) -> None:
@@ -144,14 +144,20 @@ class Door:
             address = next(iter(self._held))
             line = self._held.pop(address)
             self._newest = not self._newest
-            coming = self._loop.create_task(self._connect(line.pop() if self._newest else line.popleft()))
+            client = line.pop() if self._newest else line.popleft()
             self._held_count -= 1
             if line:
                 self._held[address] = line  # behind the others
-            self._coming.add(coming)
-            coming.add_done_callback(self._coming.discard)
+            coming = self._loop.create_task(self._connect(client))
+            self._coming[coming] = client
+            coming.add_done_callback(self._came)
         if self._held:
             self._timer = self._loop.call_later(wait_s, self._let_in)
+
+    def _came(self, coming: asyncio.Task[None]) -> None:
+        client = self._coming.pop(coming)
+        if coming.cancelled():
+            client.close()  # its task may not have begun
 
     async def _connect(self, client: socket.socket) -> None:
         client.setblocking(False)
