@@ -19,6 +19,7 @@ from typing import Any, Self
 import torch
 
 from tiercel.cache import Request, RequestState, TieredCache, Wait
+from tiercel.cache.memories import make_memories
 from tiercel.config import CacheConfig
 from tiercel.engine.ask import Ask, Delta, Sampling, Usage
 from tiercel.engine.build import open_engine
@@ -164,7 +165,8 @@ class OneModel:
             device_tails=min(tails or most_tails, most_tails),
             host_bytes=host_pages * self.spec.host_page_bytes,
         )
-        cache = TieredCache(self.spec, settings, identity=first.cache.identity, device=first.cache.device)
+        memories = make_memories(self.spec, settings, first.cache.device)
+        cache = TieredCache(self.spec, settings, memories, identity=first.cache.identity)
         config = replace(first.config, cache=settings, overlap=overlap)
         running = RunningEngine(Engine(self.model, cache, first.text, config))
         if store is not None:

@@ -25,10 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import describe, parser_of
-from tiercel.cache.request import Request, RequestState, Wait
+from tiercel.cache import Request, RequestState, TieredCache, Wait
 from tiercel.config import CacheConfig
-from tiercel.replay.null import Clock, NamedText, NullCache
+from tiercel.replay.null import Clock, null_cache
 from tiercel.spec.attention import Heads, sliding_window
+from tiercel.tree.keys import KeyChain
 from tiercel.types import PageKey
 
 PAGES = 1_000_000
@@ -44,7 +45,7 @@ LINK_BYTES_S = 1e12
 STEP_S = 0.02
 
 
-def make_cache(pages: int, evict: str) -> NullCache:
+def make_cache(pages: int, evict: str, clock: Clock) -> TieredCache:
     heads = Heads(kv_heads=1, head_dim=16)
     spec = sliding_window(
         "pauses", PAGE_TOKENS, full_layers=(0, 1), window_layers=(2,), window=PAGE_TOKENS, heads=heads
@@ -57,7 +58,7 @@ def make_cache(pages: int, evict: str) -> NullCache:
         evict=evict,
         save_step_bytes=1 << 40,
     )
-    return NullCache(spec, config, Clock(), LINK_BYTES_S)
+    return null_cache(spec, config, clock, LINK_BYTES_S)
 
 
 class Texts:
@@ -69,30 +70,34 @@ class Texts:
         self._earlier: deque[list[PageKey]] = deque(maxlen=100)
         self._made = 0
 
-    def next(self) -> NamedText:
+    def next(self) -> list[PageKey]:
         keys = [PageKey(self._random.randbytes(32)) for _ in range(self._pages)]
         if self._made % 2 and self._earlier:
             keys[: self._shared] = self._random.choice(self._earlier)[: self._shared]
         self._made += 1
         self._earlier.append(keys)
-        return NamedText(self._pages * PAGE_TOKENS + 1, keys)
+        return keys
 
 
 class Engine:
     """One request after the other, `STEP_PAGES` computed pages in each step."""
 
-    def __init__(self, cache: NullCache, texts: Texts) -> None:
-        self.cache = cache
+    def __init__(self, cache: TieredCache, clock: Clock, texts: Texts) -> None:
+        self.cache, self._clock = cache, clock
         self._texts = texts
-        self._chain = cache.chain(texts.next())
+        self._chain = self._next()
         self._request: Request | None = None
 
     def step(self) -> None:
         left = STEP_PAGES
         while left > 0 and (computed := self._compute(left)):
             left -= computed
-        self.cache.clock.now_s += STEP_S
+        self._clock.now_s += STEP_S
         self.cache.step()
+
+    def _next(self) -> KeyChain:
+        keys = self._texts.next()
+        return self.cache.chain((0,) * (len(keys) * PAGE_TOKENS + 1), keys=keys)
 
     def _compute(self, pages: int) -> int:
         """Up to so many pages of one request; 0: it has to wait."""
@@ -100,7 +105,7 @@ class Engine:
             begun = self.cache.begin(self._chain)
             if isinstance(begun, Wait):
                 return 0
-            self._request, self._chain = begun, self.cache.chain(self._texts.next())
+            self._request, self._chain = begun, self._next()
         request, first = self._request, self._request.committed
         upto = min(first + pages, len(request.chain.keys)) * PAGE_TOKENS
         running = request.state is RequestState.RUNNING
@@ -139,8 +144,9 @@ def resident_bytes() -> int:
 def measure(pages: int, evict: str, kind: str) -> dict[str, Any]:
     """Steps until the tree has held so many pages, and a third more have passed through it."""
     before = resident_bytes()
-    cache = make_cache(pages, evict)
-    engine = Engine(cache, Texts(kind))
+    clock = Clock()
+    cache = make_cache(pages, evict, clock)
+    engine = Engine(cache, clock, Texts(kind))
     gc.collect()
     gc.freeze()  # as `tiercel serve` does when everything is loaded
     seen, times, computed, most = Collections(), array("d"), 0, 0

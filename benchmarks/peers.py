@@ -56,6 +56,7 @@ from tests.whole.test_store import generate, wait_until_written
 from benchmarks import peers_roles
 from benchmarks.machine import describe, parser_of
 from tiercel.cache import HostCache
+from tiercel.cache.memories import make_memories
 from tiercel.config import CacheConfig
 from tiercel.memory.buffers import HostMemory
 from tiercel.peers.offering import Offering, open_listener, where
@@ -83,7 +84,8 @@ TRANSPORTS = ("tcp", "mooncake")
 def offer(pages: int, layout: str, host: str) -> None:
     """Until its parent closes its input."""
     config = CacheConfig(host_bytes=pages * SPEC.host_page_bytes, layout=layout)
-    cache = HostCache(SPEC, config, make_borrowed(SPEC.stage(2, 3), 1, 1))
+    memories = make_memories(SPEC, config, make_borrowed(SPEC.stage(2, 3), 1, 1))
+    cache = HostCache(SPEC, config, memories)
     assert cache.host is not None
     cache.host.flat.random_(0, 256)
     chain = cache.chain(range(pages * SPEC.page_tokens))

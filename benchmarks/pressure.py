@@ -20,7 +20,7 @@ from tiercel.engine.ask import Ask, Sampling, TokenOut
 from tiercel.engine.config import EngineConfig
 from tiercel.engine.scheduler import Scheduler
 from tiercel.engine.step import Drawn, Step
-from tiercel.replay.null import Clock, NamedText, NullCache
+from tiercel.replay.null import Clock, null_cache
 from tiercel.spec.presets import load
 from tiercel.text.stream import TextStream
 from tiercel.types import PageKey
@@ -44,7 +44,7 @@ class Pressure:
             host_bytes=cold_pages * SPEC.host_page_bytes,
             evict=evict,
         )
-        self.cache = NullCache(SPEC, config, self.clock, LINK_BYTES_S)
+        self.cache = null_cache(SPEC, config, self.clock, LINK_BYTES_S)
         engine = EngineConfig(config, running_max=running, step_tokens=8192)
         self.scheduler = Scheduler(self.cache, engine, self.clock)
         self.spent = {"plan": list[float](), "advance": list[float]()}
@@ -63,10 +63,10 @@ class Pressure:
     def ask(self, tokens: int, answer: int) -> None:
         name = str(self._asked)
         self._asked += 1
-        keys = (PageKey(f"{name} {i}".encode()) for i in range((tokens + answer) // PAGE_TOKENS + 1))
+        keys = [PageKey(f"{name} {i}".encode()) for i in range((tokens + answer) // PAGE_TOKENS + 1)]
         sampling = Sampling(answer, temperature=0.0, ignore_eos=True, seed=0)
         stream = cast(TextStream, None)  # no text is made of tokens here
-        self.scheduler.add(Ask(name, NamedText(tokens, keys), sampling), stream, frozenset())
+        self.scheduler.add(Ask(name, (0,) * tokens, sampling, keys=keys), stream, frozenset())
 
     def step(self) -> Step:
         scheduler, start = self.scheduler, time.thread_time()

@@ -3,6 +3,7 @@ as others allocate it, bytes that name their text. (`simulation.foreign` runs th
 
 import pickle
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,11 +11,12 @@ from tests.simulation.bytes import Bytes, HostRows, text_of
 from tests.simulation.specs import SPECS
 from tests.transfer.borrowed import make_borrowed
 from tiercel.cache import HostCache, Request, RequestState, TieredCache, Transfer, Wait, WaitFor
+from tiercel.cache.memories import make_memories
 from tiercel.config import CacheConfig
 from tiercel.errors import ConfigError, TransferError
-from tiercel.memory.buffers import HostMemory
+from tiercel.memory.buffers import DeviceMemory, HostMemory
 from tiercel.storage.memory import MemoryStore
-from tiercel.transfer.copier import make_copier
+from tiercel.transfer.controller import make_controller
 from tiercel.transfer.remote import RankWorker, RemoteController
 
 PLAIN, V4 = SPECS["full attention"], SPECS["compressed"]
@@ -30,7 +32,7 @@ class Engine:
         held = spec if only is None else spec.only(only)
         self.memory = make_borrowed(held, 12, 6)
         config = CacheConfig(host_bytes=host_pages * spec.host_page_bytes, **settings)
-        self.cache = HostCache(spec, config, self.memory)
+        self.cache = HostCache(spec, config, make_memories(spec, config, self.memory))
         self.bytes = Bytes(spec, self.memory)
         self.rows = HostRows(self.cache.host)
 
@@ -140,6 +142,38 @@ def test_what_left_between_finding_and_loading_is_to_be_found_again():
     assert engine.cache.find(engine.cache.chain(TEXT)).pages == 0
 
 
+def other_texts(engine):
+    """So much is saved that everything else leaves the host, if it may."""
+    for first in (100, 200):
+        engine.save([4, 5, 6, 7], tokens=range(first, first + 16))
+
+
+def test_what_find_holds_stays_until_it_is_loaded():
+    engine = Engine(PLAIN, host_pages=9)
+    engine.save([0, 1, 2, 3])
+    found = engine.cache.find(engine.cache.chain(TEXT), hold=True)
+    other_texts(engine)
+    assert engine.cache.flush() == 4
+    transfer = engine.cache.load(found, [8, 9, 10, 11])
+    assert engine.settle(transfer) is None
+    engine.check([8, 9, 10, 11])
+    assert engine.cache.flush() == 0, "a load that has ended holds nothing"
+
+
+@pytest.mark.parametrize("end", ["release", "find", "withdraw"])
+def test_what_find_holds_may_leave_when_the_caller_says_so(end):
+    engine = Engine(PLAIN, host_pages=9)
+    engine.save([0, 1, 2, 3])
+    chain = engine.cache.chain(TEXT)
+    found = engine.cache.find(chain, hold=True)
+    other = engine.cache.find(engine.cache.chain(TEXT), hold=True)
+    getattr(engine.cache, end)(found if end == "release" else chain)
+    assert engine.cache.flush() == 4, "it is held for another text"
+    engine.cache.release(other)
+    engine.cache.release(other)
+    assert engine.cache.flush() == 0
+
+
 def test_a_save_that_fails_leaves_nothing_and_is_told():
     engine = Engine()
 
@@ -160,7 +194,7 @@ def test_a_save_that_fails_leaves_nothing_and_is_told():
 
 def test_a_cache_without_host_memory_is_refused():
     with pytest.raises(ConfigError, match="host_bytes"):
-        HostCache(PLAIN, CacheConfig(), make_borrowed(PLAIN, 2, 1))
+        HostCache(PLAIN, CacheConfig(), make_memories(PLAIN, CacheConfig(), make_borrowed(PLAIN, 2, 1)))
 
 
 def test_what_was_saved_is_in_the_store_for_the_next_process():
@@ -284,12 +318,12 @@ def test_ranks_carry_out_what_the_cache_decides():
     stages = V4.stage(0, 1), V4.stage(1, 3)
     config = CacheConfig(host_bytes=40 * V4.host_page_bytes, host_shared=True)
     controller = RemoteController(ranks=2)
-    cache = HostCache(V4, config, controller)
+    cache = HostCache(V4, config, make_memories(V4, config, None, controller=controller))
     ranks, writers = [], []
     for number, stage in enumerate(stages):
         memory = make_borrowed(stage, 12, 6)
         host = HostMemory(V4, config.layout, config.host_bytes, path=cache.host.path)
-        ranks.append(RankWorker(number, make_copier("direct", memory, host)))
+        ranks.append(RankWorker(number, make_controller("direct", memory, host)))
         writers.append(Bytes(V4, memory))
 
     def settle(transfer):
@@ -297,7 +331,9 @@ def test_ranks_carry_out_what_the_cache_decides():
         for ticket in controller.take():
             for rank in ranks:
                 assert cache.step() == []
-                ack = rank.carry(pickle.loads(pickle.dumps(ticket)))
+                rank.start(pickle.loads(pickle.dumps(ticket)))
+                rank.wait(10)
+                (ack,) = rank.acks()
                 controller.acknowledge(pickle.loads(pickle.dumps(ack)))
         (ended,) = cache.step()
         assert isinstance(transfer, Transfer) and ended.transfer is transfer and ended.error is None
@@ -315,3 +351,68 @@ def test_ranks_carry_out_what_the_cache_decides():
         writer.check(0, text_of((), TEXT[:16]), tail=True, who="a rank")
     cache.check()
     cache.close()
+
+
+def test_a_tiered_cache_has_its_device_memory_in_other_processes():
+    """A rank with all the layers. It waits for a load layer by layer, where its controller can."""
+    config = CacheConfig(8, 4, host_bytes=40 * V4.host_page_bytes, host_shared=True)
+    controller = RemoteController(ranks=1, in_order=True)
+    cache = TieredCache(V4, config, make_memories(V4, config, None, controller=controller))
+    memory = DeviceMemory(V4, 8, 4)
+    host = HostMemory(V4, config.layout, config.host_bytes, path=cache.host.path)
+    rank, bytes_ = RankWorker(0, LayerByLayer(make_controller("direct", memory, host))), Bytes(V4, memory)
+
+    def settle():
+        while cache.busy:
+            ended.extend(cache.step())
+            for ticket in controller.take():
+                rank.start(pickle.loads(pickle.dumps(ticket)))
+                if ticket.layered:
+                    rank.ready(ticket.number).wait(0)
+                rank.wait(10)
+                for ack in rank.acks():
+                    controller.acknowledge(pickle.loads(pickle.dumps(ack)))
+
+    ended = []
+    first = cache.begin(cache.chain(TEXT))
+    tails = cache.extend(first, 16).tails
+    for page in range(4):
+        key, text = first.chain.keys[page], text_of((), TEXT[: 4 * (page + 1)])
+        bytes_.write(first.table[page], key, text, tail=False)
+    bytes_.write(tails[16], first.chain.keys[3], text_of((), TEXT[:16]), tail=True)
+    cache.commit(first, 16)
+    cache.finish(first)
+    settle()
+    assert cache.leave_device(cache.chain(TEXT)) == 0
+    for here in range(8):
+        bytes_.poison(here, tail=False)
+        bytes_.poison(here % 4, tail=True)
+    again = cache.begin(cache.chain(TEXT))
+    number = cache.load_under_way(again)
+    assert again.reuse.host_tokens == 16 and number is not None
+    settle()
+    assert [each.request for each in ended] == [again] and again.state is RequestState.RUNNING
+    assert rank._controller.waited == [(number, 0)]
+    for page in range(4):
+        text = text_of((), TEXT[: 4 * (page + 1)])
+        bytes_.check(again.table[page], text, tail=False, who="the rank")
+    bytes_.check(again.resume_tails[0].device, text_of((), TEXT[:16]), tail=True, who="the rank")
+    assert rank.ready(number) is None, "it has ended: there is nothing to wait for"
+    cache.check()
+    cache.close()
+
+
+class LayerByLayer:
+    """A controller of a CPU that counts who waits for layers."""
+
+    in_order = True
+
+    def __init__(self, own):
+        self._own, self.waited = own, []
+
+    def __getattr__(self, name):
+        return getattr(self._own, name)
+
+    def ready(self, number):
+        ticket = next((t for queue in self.tickets.under_way() for t in queue if t.number == number), None)
+        return ticket and SimpleNamespace(wait=lambda layer: self.waited.append((number, layer)))

@@ -2,7 +2,7 @@
 after each step."""
 
 from tiercel.cache import TieredCache
-from tiercel.cache.host_tier import TRIM_ITEMS
+from tiercel.cache.core import TRIM_ITEMS
 from tiercel.cache.request import Request
 from tiercel.config import CacheConfig
 from tiercel.spec.attention import mha

@@ -576,7 +576,7 @@ def test_a_store_is_attached_to_a_living_cache_and_gets_what_the_host_has():
     with pytest.raises(ConfigError, match="attached already"):
         driver.cache.attach(MemoryStore())
     driver.cache.detach()
-    while driver.cache.detaching:
+    while driver.cache.stores.detaching:
         driver.cache.step()
     with pytest.raises(StoreError, match="closed"):
         store.stats()

@@ -10,6 +10,7 @@ from tests.simulation.copies import HeldCopies
 from tests.simulation.specs import SPECS
 from tiercel.cache import Loaded, Request, RequestState, TieredCache, Wait, WaitFor
 from tiercel.cache.audit import PoolStats
+from tiercel.cache.memories import Memories, make_memories
 from tiercel.config import CacheConfig
 from tiercel.errors import BudgetError, ConfigError
 from tiercel.policy.resume import Why
@@ -31,12 +32,9 @@ class Driver:
         settings = {"device_pages": 8, "device_tails": 4 * spec.pages_per_window} | settings
         self.copies = {direction: HeldCopies() for direction in Direction}
         self.spec = spec
-        self.cache = TieredCache(
-            spec,
-            CacheConfig(host_bytes=host_pages * spec.host_page_bytes, **settings),
-            identity=identity,
-            executors=self.copies if held else None,
-        )
+        config = CacheConfig(host_bytes=host_pages * spec.host_page_bytes, **settings)
+        memories = make_memories(spec, config, executors=self.copies if held else None)
+        self.cache = TieredCache(spec, config, memories, identity=identity)
         self.bytes = Bytes(spec, self.cache.device)
 
     def begin(self, tokens, namespace=(), **options):
@@ -175,14 +173,15 @@ def test_a_cache_takes_over_the_device_memory_of_the_one_before_it_and_knows_not
     first.compute(request, range(12))
     first.cache.finish(request)
     first.settle()
-    second = TieredCache(WINDOW, CacheConfig(device_pages=6, device_tails=4), device=first.cache.device)
+    config = CacheConfig(device_pages=6, device_tails=4)
+    second = TieredCache(WINDOW, config, make_memories(WINDOW, config, first.cache.device))
     assert second.device is first.cache.device and second.pages.capacity == 6
     found = second.begin(second.chain(range(12)))
     assert isinstance(found, Request) and found.reuse.tokens == 0
     second.abort(found)
     second.check()
     with pytest.raises(AssertionError, match="places"):
-        TieredCache(WINDOW, CacheConfig(device_pages=9, device_tails=4), device=first.cache.device)
+        TieredCache(WINDOW, CacheConfig(device_pages=9, device_tails=4), Memories(first.cache.device))
 
 
 def test_a_text_seen_before_comes_from_the_device():

@@ -349,7 +349,11 @@ def test_a_store_that_dies_and_comes_back_is_used_again(cold):
         while (await service.stats()).store.state == "working":
             await asyncio.sleep(0.01)
         store.dead = False
-        while (await service.stats()).store.state != "working" or engine.cache.pending or engine.cache.busy:
+        while (
+            (await service.stats()).store.state != "working"
+            or engine.cache.stores.pending
+            or engine.cache.busy
+        ):
             await asyncio.sleep(0.01)
         assert await service.flush(5.0) == 0
         _, usage = await ask(service, "back", texts[0])

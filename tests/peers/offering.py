@@ -22,6 +22,7 @@ from typing import Any
 from tests.memory.specs import SPECS
 from tests.transfer.borrowed import make_borrowed
 from tiercel.cache import HostCache
+from tiercel.cache.memories import make_memories
 from tiercel.config import CacheConfig
 from tiercel.peers.offering import Offering, open_listener
 from tiercel.storage.record import ALIGN_LEAST, Form, Kind, RecordKey
@@ -56,7 +57,7 @@ class Offered:
         config = CacheConfig(host_bytes=host_pages * self.spec.host_page_bytes, layout=layout)
         memory = make_borrowed(self.spec, 2, 2)
         order = None if shuffle is None else lambda n: random.Random(shuffle).sample(range(n), n)
-        self.cache = HostCache(self.spec, config, memory, pool_order=order)
+        self.cache = HostCache(self.spec, config, make_memories(self.spec, config, memory), pool_order=order)
         self.forms = forms_of(self.spec, ALIGN_LEAST)
         self.chain = self.cache.chain(TEXT)
         self._inbox: deque[Any] = deque()

@@ -15,6 +15,7 @@ from tests.peers.readers import Record
 from tests.transfer.borrowed import make_borrowed
 from tests.wait import until
 from tiercel.cache import HostCache, Wait
+from tiercel.cache.memories import make_memories
 from tiercel.cache.store_tier import PROBE_AGAIN_S
 from tiercel.config import LAYOUTS, CacheConfig
 from tiercel.policy.breaker import BreakerState
@@ -53,7 +54,12 @@ class Puller:
         settings = {"fetch": "wait", "store_timeout_s": 5.0} | settings
         config = CacheConfig(host_bytes=host_pages * self.spec.host_page_bytes, layout=layout, **settings)
         order = lambda count: list(range(count))[::-1]  # noqa: E731
-        self.cache = HostCache(self.spec, config, make_borrowed(self.spec, 2, 2), pool_order=order)
+        self.cache = HostCache(
+            self.spec,
+            config,
+            make_memories(self.spec, config, make_borrowed(self.spec, 2, 2)),
+            pool_order=order,
+        )
         self.late_s = 0.0
         self.cache.attach(store, clock=lambda: time.monotonic() + self.late_s)
 

@@ -11,6 +11,7 @@ import pytest
 from tests.replay.traffic import conversations, trace_of
 from tests.simulation.specs import SPECS
 from tiercel.cache import TieredCache
+from tiercel.cache.memories import make_memories
 from tiercel.config import CacheConfig
 from tiercel.engine.ask import Ask, Sampling, TokenOut
 from tiercel.engine.config import EngineConfig
@@ -18,7 +19,7 @@ from tiercel.engine.scheduler import Scheduler
 from tiercel.engine.step import Drawn
 from tiercel.errors import ConfigError
 from tiercel.policy.resume import Why
-from tiercel.replay.null import Clock, NamedText, NullCache
+from tiercel.replay.null import Clock, null_cache
 from tiercel.replay.run import POLL_S, Rates, Serving, Sizes, replay, replay_places
 from tiercel.replay.store import ClockMover, NullStore
 from tiercel.spec import load
@@ -40,7 +41,8 @@ class AtOnce(Executor):
 
 def served(asked, spec, config, *, batch=8, step_tokens=16):
     """The same requests, one at a time, on a cache with bytes; answers how many tokens each tier gave."""
-    cache = TieredCache(spec, config, executors=dict.fromkeys(Direction, AtOnce()))
+    memories = make_memories(spec, config, executors=dict.fromkeys(Direction, AtOnce()))
+    cache = TieredCache(spec, config, memories)
     scheduler = Scheduler(cache, EngineConfig(config, running_max=batch, step_tokens=step_tokens))
     reused = []
     for number, (prompt, answer) in enumerate(asked):
@@ -107,12 +109,12 @@ class Clocked:
 
     def __init__(self, trace, spec, serving, store_bytes):
         self.clock, self.rates, self.store_bytes = Clock(), serving.rates, store_bytes
-        self.cache = NullCache(spec, serving.cache, self.clock, self.rates.link_bytes_s)
+        self.cache = null_cache(spec, serving.cache, self.clock, self.rates.link_bytes_s)
         if store_bytes:
             read_s, write_s = self.rates.store_read_bytes_s, self.rates.store_write_bytes_s
             store = NullStore(store_bytes)
             mover = ClockMover(store, spec, self.clock, read_bytes_s=read_s, write_bytes_s=write_s)
-            self.cache.attach_mover(mover, self.clock)
+            self.cache.stores.attach_mover(mover, self.clock)
         config = EngineConfig(serving.cache, running_max=serving.batch, step_tokens=serving.step_tokens)
         self.scheduler = Doubting(self.cache, config, self.clock)
         self.arrivals = deque(enumerate(trace.requests))
@@ -122,7 +124,7 @@ class Clocked:
         while self.arrivals or self.scheduler.tasks:
             self._arrive()
             step = self._plan()
-            if not step.parts and self.cache.next_s() is None:
+            if not step.parts and self.clock.next_s() is None:
                 step = self._plan()
             if not step.parts:
                 self._sleep()
@@ -137,7 +139,7 @@ class Clocked:
         return dict(hits), self.scheduler.counters["preemptions"], ended_s, self.cache.counters
 
     def _pass(self, until_s):
-        while (next_s := self.cache.next_s()) is not None and next_s < until_s:
+        while (next_s := self.clock.next_s()) is not None and next_s < until_s:
             self.clock.now_s = max(self.clock.now_s, next_s)
             self.scheduler.collect()
 
@@ -150,7 +152,7 @@ class Clocked:
             sampling = Sampling(max(1, each.output_tokens), seed=0)
             if each.prompt_tokens + sampling.max_tokens > self.scheduler.context_tokens:
                 continue  # the server would refuse it
-            ask = Ask(str(number), NamedText(each.prompt_tokens, each.keys), sampling)
+            ask = Ask(str(number), (0,) * each.prompt_tokens, sampling, keys=each.keys)
             self.scheduler.add(ask, None, frozenset())
 
     def _plan(self):
@@ -161,7 +163,7 @@ class Clocked:
 
     def _sleep(self):
         next_s = [self.arrivals[0][1].time_s] if self.arrivals else []
-        if (landing_s := self.cache.next_s()) is not None:
+        if (landing_s := self.clock.next_s()) is not None:
             next_s.append(landing_s)
         if self.scheduler.waiting and self.store_bytes:
             next_s.append(self.clock.now_s + POLL_S)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from random import Random
 from unittest.mock import patch
 
-import tiercel.cache.host_tier as cache_module
+import tiercel.cache.core as cache_module
 from tests.simulation.bytes import Bytes, Text, text_of
 from tests.simulation.copies import HeldCopies
 from tests.simulation.oracle import WatchedTree
@@ -22,6 +22,7 @@ from tests.simulation.specs import SPECS
 from tests.simulation.stage import Indifferent, Stage
 from tests.transfer.borrowed import make_borrowed
 from tiercel.cache import HostCache, Transfer, Wait
+from tiercel.cache.memories import make_memories
 from tiercel.config import EVICT_POLICIES, FETCH_POLICIES, LAYOUTS, CacheConfig
 from tiercel.errors import TransferError
 from tiercel.transfer.plan import Direction
@@ -132,7 +133,8 @@ class ForeignWorld(Stage):
         )
         shuffled = lambda count: random.sample(range(count), count)  # noqa: E731
         with patch.object(cache_module, "PrefixTree", WatchedTree):
-            return HostCache(self.spec, config, self.memory, executors=self.copies, pool_order=shuffled)
+            memories = make_memories(self.spec, config, self.memory, executors=self.copies)
+            return HostCache(self.spec, config, memories, pool_order=shuffled)
 
     def copier_writes(self, transfer: Transfer, row: tuple[str, int]) -> bool:
         return bool(self.saving[transfer]) and row in self.bytes.rows

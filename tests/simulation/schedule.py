@@ -25,6 +25,7 @@ from tests.simulation.copies import FaultyCopier, HeldCopies
 from tests.simulation.specs import SPECS
 from tests.simulation.stores import FAULTS, LIES, FalseStore
 from tiercel.cache import TieredCache
+from tiercel.cache.memories import make_memories
 from tiercel.config import EVICT_POLICIES, FETCH_POLICIES, LAYOUTS, SAVE_POLICIES, CacheConfig
 from tiercel.engine.ask import Ask, Finish, Sampling
 from tiercel.engine.config import EngineConfig
@@ -302,12 +303,14 @@ class Landing:
         self._world, self._number = world, number
 
     def wait(self, layer: int) -> None:
-        held, controller = self._world.copies[Direction.LOAD], self._world.cache.flights.controller
+        held, controller = self._world.copies[Direction.LOAD], self._world.cache.core.controller
         assert controller is not None
-        before = [each.number for each in controller._queues[Direction.LOAD] if each.number <= self._number]
-        while held.held and not controller._ended.keys() >= set(before):
+        before = [
+            each.number for each in controller.tickets._queues[Direction.LOAD] if each.number <= self._number
+        ]
+        while held.held and not controller.tickets._ended.keys() >= set(before):
             held.run(0)
-        done = controller._ended.get(self._number)
+        done = controller.tickets._ended.get(self._number)
         self._world.model.load_failed = self._world.model.load_failed or bool(done and done.error)
 
 
@@ -413,7 +416,8 @@ class ScheduleWorld:
             tails_per_path=random.randint(1, 4),
         )
         shuffled = lambda count: random.sample(range(count), count)  # noqa: E731
-        return TieredCache(spec, config, executors=self.copies, pool_order=shuffled)
+        memories = make_memories(spec, config, executors=self.copies)
+        return TieredCache(spec, config, memories, pool_order=shuffled)
 
     def _poison_what_is_freed(self) -> None:
         for pool, tail in ((self.cache.pages, False), (self.cache.tails, True)):

@@ -215,7 +215,7 @@ class Stage:
         elif what == "detach" and self.cache.store is not None:
             self._keep_counters()
             self.cache.detach()
-        elif what == "attach" and not (self.cache._stores_left or self.tight):
+        elif what == "attach" and not (self.cache.stores.detaching or self.tight):
             self._attach(random)
 
     def _keep_counters(self) -> None:

@@ -15,7 +15,7 @@ from tests.simulation.run import numbers_of
 from tests.simulation.world import World
 from tiercel.cache import HostCache, Transfer
 from tiercel.cache.fetch import Fetch, give_back
-from tiercel.cache.host_tier import HostTier
+from tiercel.cache.landings import Landings
 from tiercel.cache.places import Places
 from tiercel.cache.request import RequestState
 from tiercel.cache.tiered_cache import Sharing
@@ -38,7 +38,7 @@ real_insert, real_load_start, real_save_start = (
 real_seeded, real_take_host, real_touch = keys._seeded, Places.take_host, PrefixTree.touch
 real_evict = PrefixTree._evict
 real_load_done, real_sharing_end = PrefixTree.load_done, Sharing.end
-real_load, real_transfer_end, real_landed = HostCache.load, HostCache._end, HostTier.landed
+real_load, real_transfer_end, real_landed = HostCache.load, HostCache._end, Landings.landed
 real_arrive_start, real_column = PrefixTree.arrive_start, Memory.column
 real_trim_owner = PrefixTree._trim
 real_end, real_read = Fetch.end, StoreMover._read
@@ -229,7 +229,7 @@ def what_lands_is_readable_at_once(self, item, host):
 
 
 def one_writer_is_enough(self, transfer, error=None):
-    if transfer in self.landings:
+    if transfer in self.transfers:
         transfer.writers = 1
         real_landed(self, transfer, error)
 
@@ -247,7 +247,7 @@ FOREIGN_MUTANTS = {
     a_load_holds_nothing: (HostCache, "load"),
     what_is_held_is_let_go_when_it_is_loaded: (HostCache, "_end"),
     what_lands_is_readable_at_once: (PrefixTree, "arrive_start"),
-    one_writer_is_enough: (HostTier, "landed"),
+    one_writer_is_enough: (Landings, "landed"),
     a_save_that_failed_counts: (HostCache, "_end"),
     borrowed_rows_lie_side_by_side: (Memory, "column"),
 }

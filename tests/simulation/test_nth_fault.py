@@ -8,10 +8,11 @@ from unittest.mock import patch
 
 import pytest
 
-import tiercel.cache.host_tier as cache_module
+import tiercel.cache.core as cache_module
 import tiercel.cache.places as places_module
 from tests.simulation.world import Actor, World
 from tiercel.cache import Loaded, RequestState, TieredCache, Wait
+from tiercel.cache.memories import make_memories
 from tiercel.pages.pool import Short
 from tiercel.transfer.plan import Direction
 
@@ -48,7 +49,8 @@ class Scene(World):
             tail_every_pages=2,
         )
         with patch.object(cache_module, "PrefixTree", WatchedTree):
-            return TieredCache(self.spec, config, executors=self.copies)
+            memories = make_memories(self.spec, config, executors=self.copies)
+            return TieredCache(self.spec, config, memories)
 
     def _attach(self, random):
         """The scene has two tiers."""
@@ -161,14 +163,14 @@ def failing_copies(scene, fault):
 
 
 def failing_callbacks(scene, fault):
-    real = scene.cache._observer
+    real = scene.cache.core._observer
 
     def observe(event):
         real(event)
         if fault.due():
             raise RuntimeError("the n-th callback")
 
-    return patch.object(scene.cache, "_observer", observe)
+    return patch.object(scene.cache.core, "_observer", observe)
 
 
 @pytest.fixture(autouse=True)

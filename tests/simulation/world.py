@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from random import Random
 from unittest.mock import patch
 
-import tiercel.cache.host_tier as cache_module
+import tiercel.cache.core as cache_module
 from tests.simulation.bytes import Bytes, Text, text_of
 from tests.simulation.copies import HeldCopies
 from tests.simulation.oracle import WatchedTree
 from tests.simulation.specs import SPECS
 from tests.simulation.stage import Indifferent, Stage
 from tiercel.cache import Extended, Request, RequestState, TieredCache, Wait
+from tiercel.cache.memories import make_memories
 from tiercel.config import EVICT_POLICIES, FETCH_POLICIES, LAYOUTS, SAVE_POLICIES, CacheConfig
 from tiercel.transfer.plan import Direction
 from tiercel.tree.keys import KeyChain
@@ -87,9 +88,8 @@ class World(Stage):
         )
         shuffled = lambda count: random.sample(range(count), count)  # noqa: E731
         with patch.object(cache_module, "PrefixTree", WatchedTree):
-            return TieredCache(
-                self.spec, config, device=self.DEVICE, executors=self.copies, pool_order=shuffled
-            )
+            memories = make_memories(self.spec, config, self.DEVICE, executors=self.copies)
+            return TieredCache(self.spec, config, memories, pool_order=shuffled)
 
     def _poison_what_is_freed(self) -> None:
         for pool, tail in ((self.cache.pages, False), (self.cache.tails, True)):

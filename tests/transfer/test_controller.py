@@ -61,8 +61,8 @@ def test_a_plan_goes_out_and_comes_back_on_the_default_workers(rig: Rig) -> None
     expected = rig.device_after_round_trip()
     controller = make_controller(rig)
     save = controller.submit(rig.save_plan())
-    with controller.landed:
-        assert controller.landed.wait_for(lambda: controller.has_landed, TIMEOUT_S)
+    with controller.tickets.landed:
+        assert controller.tickets.landed.wait_for(lambda: controller.has_landed, TIMEOUT_S)
     load = controller.submit(rig.load_plan())
     done = wait_for_all(controller)
     assert {each.ticket: each.error for each in done} == {save: None, load: None}

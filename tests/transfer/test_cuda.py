@@ -124,7 +124,7 @@ def test_hundreds_of_pages_come_back(name: str, count: int, owner: str, way: str
         pairs = [(device_page(d), (host_page(h),)) for d, h in zip(places, middle, strict=True)]
         ends = [(device_tail(tail_place), tail)] if tails else []
         finish(controller, controller.submit(Plan.of(direction, pairs, ends)))
-        spent = controller.seconds[direction]
+        spent = controller.tickets.seconds[direction]
         assert spent["pages"] > 0 and (spent["tails"] > 0) == bool(tails)
     for stream in spec.streams:
         rows = (there, back) if stream in spec.page_streams else ([1], [0])

@@ -18,8 +18,7 @@ from tests.transfer.borrowed import make_borrowed
 from tests.transfer.rig import DEVICE_PAGES, DEVICE_TAILS, Rig, device_page, host_page
 from tiercel.errors import TransferError
 from tiercel.memory.buffers import HostMemory
-from tiercel.transfer.controller import Ticket
-from tiercel.transfer.copier import make_copier
+from tiercel.transfer.controller import Ticket, make_controller
 from tiercel.transfer.plan import Direction, Plan
 from tiercel.transfer.remote import Ack, RankWorker, RemoteController
 
@@ -28,14 +27,21 @@ STAGES = (V4.stage(0, 2), V4.stage(2, 5))
 LAYOUT = "page_first_direct"
 
 
+def carry(rank: RankWorker, ticket: Ticket) -> Ack:
+    rank.start(ticket)
+    rank.wait(60)
+    (ack,) = rank.acks()
+    return ack
+
+
 def rank_process(number: int, path: str, size: int, tickets: Connection) -> None:
     """A rank's whole life: tickets in, acks out; at the end what its device memory holds."""
     stage = STAGES[number]
     memory = make_borrowed(stage, DEVICE_PAGES, DEVICE_TAILS, seed=number)
     with HostMemory(V4, LAYOUT, size, path=path) as host:
-        rank = RankWorker(number, make_copier("direct", memory, host))
+        rank = RankWorker(number, make_controller("direct", memory, host))
         while (ticket := tickets.recv()) is not None:
-            tickets.send(rank.carry(ticket))
+            tickets.send(carry(rank, ticket))
     views = {(s.name, layer): memory.view(s.name, layer).numpy() for s in stage.streams for layer in s.layers}
     tickets.send(views)
 
@@ -104,7 +110,9 @@ def expected_host(rig: Rig, size: int) -> torch.Tensor:
     with HostMemory(V4, LAYOUT, size) as host:
         for number, stage in enumerate(STAGES):
             memory = make_borrowed(stage, DEVICE_PAGES, DEVICE_TAILS, seed=number)
-            RankWorker(number, make_copier("reference", memory, host)).carry(make_ticket(rig.save_plan()))
+            carry(
+                RankWorker(number, make_controller("reference", memory, host)), make_ticket(rig.save_plan())
+            )
         return host.flat.clone()
 
 
@@ -137,7 +145,7 @@ def test_a_plan_ends_when_every_rank_said_so_and_fails_when_one_did() -> None:
     failed, done = controller.poll()
     assert (failed.ticket, done.ticket) == (first, second) and done.error is None
     assert isinstance(failed.error, TransferError) and "rank 2: OSError('bad memory')" in str(failed.error)
-    assert controller.seconds[SAVE]["pages"] == 0.5, "the slowest of them"
+    assert controller.tickets.seconds[SAVE]["pages"] == 0.5, "the slowest of them"
 
 
 def test_an_ack_that_comes_twice_or_from_nobody_is_a_bug() -> None:
@@ -151,8 +159,8 @@ def test_an_ack_that_comes_twice_or_from_nobody_is_a_bug() -> None:
 
 def test_a_rank_survives_a_copy_that_fails_and_tells_it() -> None:
     rig = Rig(V4, LAYOUT)
-    rank = RankWorker(1, make_copier("direct", rig.device, rig.host))
+    rank = RankWorker(1, make_controller("direct", rig.device, rig.host))
     wrong = make_plan(SAVE, 10_000)
-    ack = rank.carry(make_ticket(wrong))
+    ack = carry(rank, make_ticket(wrong))
     assert (ack.number, ack.rank) == (0, 1) and "AssertionError" in ack.error
-    assert rank.carry(make_ticket(rig.save_plan())).error == ""
+    assert carry(rank, make_ticket(rig.save_plan())).error == ""

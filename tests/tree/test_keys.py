@@ -90,3 +90,50 @@ def test_a_namespace_that_is_not_a_tuple_of_words_is_refused(namespace):
 @pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint16, np.uint32, np.uint64])
 def test_the_type_of_the_token_array_does_not_matter(dtype):
     assert keys_of(np.arange(8, dtype=dtype)) == keys_of(list(range(8)))
+
+
+# More than tokens
+
+
+def test_what_else_a_page_stands_for_is_part_of_its_key_and_of_those_after_it():
+    plain, chain = keys_of(range(16)), KeyChain(IDENTITY, (), 4)
+    chain.extend(range(16), extra={1: b"an image"})
+    same = [here == there for here, there in zip(chain.keys, plain, strict=True)]
+    assert same == [True, False, False, False]
+
+
+@given(st.lists(st.integers(0, 16), max_size=4), st.dictionaries(st.integers(0, 3), st.binary(max_size=40)))
+def test_texts_with_more_than_tokens_may_be_extended_piece_by_piece(cuts, extra):
+    whole, pieces, cuts = KeyChain(IDENTITY, (), 4), KeyChain(IDENTITY, (), 4), sorted(cuts)
+    whole.extend(range(16), extra=extra)
+    pieces.extend((), extra=extra)
+    for start, end in zip([0, *cuts], [*cuts, 16], strict=True):
+        pieces.extend(range(start, end))
+    assert pieces.keys == whole.keys
+    assert (whole.keys == keys_of(range(16))) == (not any(extra.values()))
+
+
+def test_bytes_of_an_image_are_never_taken_for_tokens():
+    image = np.arange(4, 8, dtype="<u4").tobytes()
+    with_image = KeyChain(IDENTITY, (), 4)
+    with_image.extend(range(4), extra={0: image})
+    assert not {*with_image.keys} & {*keys_of(range(8))}
+
+
+def test_a_page_that_has_its_key_stands_for_nothing_more():
+    chain = KeyChain(IDENTITY, (), 4)
+    chain.extend(range(6))
+    with pytest.raises(TokenError, match="page 0 has its key already"):
+        chain.extend([6], extra={0: b"late"})
+    assert chain.tokens == 6, "nothing was appended"
+
+
+def test_pages_may_have_names_of_their_own():
+    names = [bytes([i]) * 32 for i in range(3)]
+    chain = KeyChain.of_keys(names, 4, owner="team")
+    chain.extend(range(7))
+    assert (chain.keys, chain.tokens, chain.owner) == (names[:1], 7, "team")
+    chain.extend([0] * 2)
+    names.append(bytes([9]) * 32)
+    chain.extend([0] * 7)
+    assert chain.keys == names and chain.tokens == 16

@@ -16,8 +16,8 @@ from tiercel.tree.prefix_tree import PrefixTree
 from tiercel.types import Tier
 
 if TYPE_CHECKING:
-    from tiercel.cache.host_tier import HostTier
-    from tiercel.cache.tiered_cache import TieredCache
+    from tiercel.cache.core import Core
+    from tiercel.cache.request import Request
 
 LEAVES = {
     Tier.DEVICE: ("room", "limit", "path"),
@@ -89,10 +89,10 @@ class CacheStats:
     """Bytes on device and host of each owner (`tree.owners`), and its limit, if it has one."""
 
 
-def stats(cache: HostTier[Any]) -> CacheStats:
-    counters, controller = cache.counters, cache.flights.controller
+def stats(cache: Core) -> CacheStats:
+    counters, controller = cache.counters, cache.controller
     device, host = cache.tree.on_device, cache.tree.on_host
-    seconds = controller.seconds if controller else {}
+    seconds = controller.tickets.seconds if controller else {}
     pages, tails, host_pages = pools = cache.places.pages, cache.places.tails, cache.places.host
     device_spec = cache.device_spec
     return CacheStats(
@@ -121,7 +121,7 @@ def stats(cache: HostTier[Any]) -> CacheStats:
         compute_tokens_s=cache.compute.per_s,
         copier=controller.how if controller else "",
         pools={pool.name: PoolStats(pool.capacity, pool.free) for pool in pools},
-        store=cache.store.stats() if cache.store else None,
+        store=cache.stores.attached.stats() if cache.stores.attached else None,
         counters=dict(counters),
         owners={name: _owned(owner) for name, owner in cache.tree.owners.all.items()},
     )
@@ -157,11 +157,11 @@ def _bytes_by_stream(spec: CacheSpec, pages: int, tails: int) -> dict[str, int]:
     return {s.name: count * spec.bytes_of(s) for streams, count in counts for s in streams}
 
 
-def check(cache: HostTier[Any]) -> None:
+def check(cache: Core) -> None:
     """Every invariant of the tree, of the host pool and of what is fetched."""
     tree_check.check(cache.tree)
-    _check_owners(cache.host_pages, _host_owners(cache))
-    for store in cache._stores():
+    _check_owners(cache.places.host, _host_owners(cache))
+    for store in cache.stores.all():
         store.fetches.check()
         store.writes.check()
 
@@ -172,32 +172,32 @@ def _check_owners(pool: PagePool[Any], owned: Iterable[int]) -> None:
     assert sorted(owned) == sorted(pool.owned_ids()), f"I4: owners of {pool.name}"
 
 
-def _host_owners(cache: HostTier[Any]) -> Iterator[int]:
+def _host_owners(cache: Core) -> Iterator[int]:
     for item in cache.tree.items():
         yield from item.host or ()
-    landing = (move for transfer in cache.landings for move in transfer.moves)
+    landing = (move for transfer in cache.landings.transfers for move in transfer.moves)
     for move in {id(move.item): move for move in (*cache.flights.moves(), *landing)}.values():
         if move.item.gone:
             yield from move.host
-    read = {*cache.leases.items(), *(item for store in cache._stores() for item in store.writes.items())}
+    read = {*cache.leases.items(), *(item for store in cache.stores.all() for item in store.writes.items())}
     for item in read:
         if item.gone and item.load is None:  # what a load reads too is counted there
             yield from item.host or ()
-    for store in cache._stores():
+    for store in cache.stores.all():
         yield from store.fetches.host_places()
 
 
-def check_device(cache: TieredCache) -> None:
+def check_device(cache: Core, requests: Iterable[Request]) -> None:
     """The same for the pools of the device."""
     owned: dict[bool, list[int]] = {True: [], False: []}
     for item in cache.tree.items():
         if item.device is not None:
             owned[isinstance(item, Page)].append(item.device)
-    for request in cache.requests:
+    for request in requests:
         owned[True] += request.table[request.committed :]
         owned[False] += request.tails.values()
     for move in cache.flights.moves():
         if move.item.gone or move.item.device != move.device:
             owned[isinstance(move.item, Page)].append(move.device)
-    _check_owners(cache.pages, owned[True])
-    _check_owners(cache.tails, owned[False])
+    _check_owners(cache.places.pages, owned[True])
+    _check_owners(cache.places.tails, owned[False])

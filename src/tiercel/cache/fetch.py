@@ -22,7 +22,7 @@ from tiercel.policy.breaker import Breaker, BreakerState
 from tiercel.policy.fetch import Costs, Fetching, Held, Rate, Refusal, Wanted, choose_fetch, make_fetch_policy
 from tiercel.policy.resume import Reuse, Why
 from tiercel.spec.cache_spec import CacheSpec
-from tiercel.transfer.mover import Operation, Presence, RecordPlace, StoreMover, Work
+from tiercel.transfer.mover import Mover, Operation, Presence, RecordPlace, Work
 from tiercel.tree.keys import KeyChain
 from tiercel.tree.prefix_tree import Match, PrefixTree
 from tiercel.types import HostPageId, PageKey
@@ -177,7 +177,7 @@ def cut(pieces: Sequence[RecordPlace], bytes_of: Callable[[RecordPlace], int]) -
 class Fetches:
     """One fetch for each text that waits to begin."""
 
-    mover: StoreMover
+    mover: Mover
     tree: PrefixTree
     spec: CacheSpec
     config: CacheConfig

@@ -13,17 +13,72 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from tiercel.cache.core import Core, Order
 from tiercel.cache.flights import Flight
-from tiercel.cache.host_tier import HostTier
+from tiercel.cache.memories import Memories
 from tiercel.cache.request import Ended, Found, Transfer, Wait, WaitFor
+from tiercel.cache.store_tier import StoreTier
+from tiercel.config import CacheConfig
 from tiercel.errors import TransferError
+from tiercel.spec.cache_spec import CacheSpec
+from tiercel.spec.identity import Identity
 from tiercel.transfer.plan import Direction
 from tiercel.tree.keys import KeyChain
 from tiercel.tree.node import Item, Move
 
 
-class HostCache(HostTier[Ended]):
-    """Pages and tails on the host. It does not know which of them are on the device as well."""
+class HostCache:
+    """Pages and tails on the host. It does not know which of them are on the device as well. Without an
+    `identity` the model's name identifies the cached numbers."""
+
+    def __init__(
+        self,
+        spec: CacheSpec,
+        config: CacheConfig,
+        memories: Memories,
+        *,
+        identity: Identity | None = None,
+        pool_order: Order | None = None,
+    ) -> None:
+        self.core = core = Core(spec, config, memories, identity=identity, pool_order=pool_order)
+        self.spec, self.config, self.identity, self.host = spec, config, core.identity, core.host
+        self.tree, self.places, self.flights = core.tree, core.places, core.flights
+        self.host_pages, self.counters = core.places.host, core.counters
+        self.compute, self.leases, self.stores = core.compute, core.leases, core.stores
+        self._held: dict[KeyChain, list[Item]] = {}
+        """What `find` holds, by text."""
+        self._ended: list[Ended] = []
+        # What the core and its parts do by themselves has the same name here.
+        self.chain, self.prefetch, self.land = core.chain, core.prefetch, core.landings.land
+        self.attach, self.detach = core.stores.attach, core.stores.detach
+        self.wait, self.flush, self.limit = core.wait, core.flush, core.limit
+        self.watch, self.stats, self.show, self.check = core.watch, core.stats, core.show, core.check
+
+    def find(
+        self,
+        chain: KeyChain,
+        *,
+        replay: bool = False,
+        reuse_most: int | None = None,
+        hold: bool = False,
+    ) -> Found | Wait:
+        """What the host holds of a text, all of it readable now; `replay` and `reuse_most` are those of
+        `Core.find`.
+
+        `hold`: it stays on the host until `load`, until the next `find` or `withdraw` of the same text, or
+        until `release`. Otherwise use the answer before the next call of the cache.
+        """
+        self._unhold(chain)
+        found = self.core.find(chain, replay=replay, reuse_most=reuse_most)
+        if hold and isinstance(found, Found):
+            self._held[chain] = [found.page, *found.tails]
+            self.core.lock(self._held[chain])
+        return found
+
+    def withdraw(self, chain: KeyChain) -> None:
+        """A text that was looked for or announced is not needed any more."""
+        self._unhold(chain)
+        self.core.withdraw(chain)
 
     def load(
         self,
@@ -42,17 +97,21 @@ class HostCache(HostTier[Ended]):
         assert len(items) == len(places) + len(tails), "a place for something that was not found"
         if any(item.gone or not item.on_host for item in found.items):
             return Wait(WaitFor.FOUND_LEFT)
-        self._count(found.chain, self._use(found, priority))
+        self.core.count(found.chain, self.core.use(found, priority))
         pairs = zip(items, (*places, *tails), strict=True)
         moves = [Move(item, place, item.host or ()) for item, place in pairs]
         transfer = Transfer(moves, [found.page, *found.tails], hold)
-        for item in transfer.held:
-            self.tree.lock(item)
+        self.core.lock(transfer.held)
+        self._unhold(found.chain)
         self._queue(Direction.LOAD, transfer)
         return transfer
 
-    def release(self, transfer: Transfer) -> None:
-        """The caller no longer reads what a load holds on the host. Only after the load has ended."""
+    def release(self, what: Found | Transfer) -> None:
+        """The caller no longer needs what `find` holds; or what a load holds, once the load has ended."""
+        if isinstance(what, Found):
+            self._unhold(what.chain)
+            return
+        transfer = what
         assert transfer.hold and not transfer.writers, "I3: held by a load that has not ended, or by none"
         transfer.hold = False
         self._let_go(transfer)
@@ -66,16 +125,40 @@ class HostCache(HostTier[Ended]):
         The caller writes streams that the device does not hold to the host places of the transfer, and calls
         `landed`; before that nothing of the transfer is readable.
         """
-        transfer = self._arrive(chain, first, places, tails or {})
-        if self.device_spec.streams != self.spec.streams and transfer.moves:
+        transfer = self.core.landings.arrive(chain, first, places, tails or {})
+        if self.core.device_spec.streams != self.spec.streams and transfer.moves:
             transfer.writers = 2
         self._queue(Direction.SAVE, transfer)
         return transfer
 
     def landed(self, transfer: Transfer, error: TransferError | None = None) -> None:
-        super().landed(transfer, error)
+        """A writer has finished. With an error nothing of the transfer becomes readable."""
+        self.core.landings.landed(transfer, error)
         if not transfer.writers:
             self._ended.append(Ended(transfer, transfer.error))
+
+    def step(self) -> list[Ended]:
+        """Publish what ended; send what was queued since the last step, merged into one load and one save.
+        Returns each transfer that ended, once."""
+        for flight in self.flights.landed():
+            self._publish(flight)
+        self.core.step()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def close(self, store_wait_s: float = 10.0) -> None:
+        """Wait for the transfers, and up to `store_wait_s` for writes to the store; release everything."""
+        self.core.close(self.step, store_wait_s)
+
+    @property
+    def busy(self) -> bool:
+        """Something is on its way, or is to be done by the next `step`."""
+        return self.core.busy
+
+    @property
+    def store(self) -> StoreTier | None:
+        """The store that is attached."""
+        return self.stores.attached
 
     # How transfers end
 
@@ -101,4 +184,7 @@ class HostCache(HostTier[Ended]):
 
     def _let_go(self, transfer: Transfer) -> None:
         held, transfer.held = transfer.held, []
-        self._unlock(held)
+        self.core.unlock(held)
+
+    def _unhold(self, chain: KeyChain) -> None:
+        self.core.unlock(self._held.pop(chain, ()))

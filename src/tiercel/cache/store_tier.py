@@ -25,7 +25,7 @@ from tiercel.policy.fetch import Rate
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.storage.record import Kind, page_key_of
 from tiercel.threads import start
-from tiercel.transfer.mover import Operation, Presence, RecordPlace, StoreMover, Work
+from tiercel.transfer.mover import Mover, Operation, Presence, RecordPlace, Work
 from tiercel.tree.node import Cleared, Event, Item, Page, Tail
 from tiercel.tree.prefix_tree import PrefixTree
 from tiercel.types import PageKey, Tier
@@ -62,7 +62,7 @@ class Writes:
     The backlog locks nothing: a page or tail that has left the host when its turn comes is passed over.
     """
 
-    mover: StoreMover
+    mover: Mover
     tree: PrefixTree
     spec: CacheSpec
     breaker: Breaker
@@ -176,7 +176,7 @@ def _piece(item: Item) -> RecordPlace:
 class StoreTier:
     """One attached store. All calls come from the thread that drives the cache."""
 
-    mover: StoreMover
+    mover: Mover
     tree: PrefixTree
     spec: CacheSpec
     config: CacheConfig

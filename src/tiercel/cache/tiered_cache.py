@@ -8,7 +8,7 @@
     commit    bytes are written: full pages and tails become shared, and are saved to the host
     finish    everything is released; what was committed stays cached
 
-Everything below the device (keys, tree, host, store, `step`) is `cache.host_tier`.
+What it has below the device (keys, tree, host, store) is `cache.core`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tiercel.cache.audit import check_device
+from tiercel.cache.core import Core, Order
 from tiercel.cache.flights import Flight
-from tiercel.cache.host_tier import Executors, HostTier, Order
+from tiercel.cache.memories import Memories, make_memories
 from tiercel.cache.request import (
     Extended,
     Found,
@@ -29,17 +30,18 @@ from tiercel.cache.request import (
     WaitFor,
     pages_useful,
 )
+from tiercel.cache.store_tier import StoreTier
+from tiercel.cache.tails import tails_after, tails_of_prompt, tails_to_write
 from tiercel.config import CacheConfig
 from tiercel.errors import ConfigError
-from tiercel.memory.buffers import DeviceMemory
 from tiercel.pages.pool import Reservation
 from tiercel.policy.fetch import window
-from tiercel.policy.placement import Boundary, tail_boundaries
+from tiercel.policy.placement import Boundary
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.identity import Identity
 from tiercel.transfer.plan import Direction
 from tiercel.tree.keys import KeyChain
-from tiercel.tree.node import Item, Page, Tail
+from tiercel.tree.node import Item, Tail
 from tiercel.types import DevicePageId, PageKey
 
 
@@ -93,46 +95,58 @@ class Sharing:
         return max(0, last - here)
 
 
-class TieredCache(HostTier[Loaded]):
-    """The tiers of one model's cache. Without an `identity` the model's name identifies its numbers.
-
-    `device`: where its device memory is made; or memory that a cache before this one has used, with places
-    for at least as many pages and tails.
+class TieredCache:
+    """The tiers of one model's cache: device memory, host memory, store. Without `memories` the device is the
+    CPU. Without an `identity` the model's name identifies its numbers.
     """
 
     def __init__(
         self,
         spec: CacheSpec,
         config: CacheConfig,
+        memories: Memories | None = None,
         *,
         identity: Identity | None = None,
-        device: str | DeviceMemory = "cpu",
-        executors: Executors | None = None,
         pool_order: Order | None = None,
     ) -> None:
+        """`memories` may have device memory that a cache before this one has used, with places for at least
+        as many pages and tails."""
         least = 2 * spec.pages_per_window
         if config.device_tails < least:
             why = f"{spec.model} keeps tails: a request needs {least} places for them"
             raise ConfigError("device_tails", config.device_tails, why)
         if not config.device_pages:
             raise ConfigError("device_pages", 0, "must be places for at least one page")
-        if isinstance(device, str):
-            device = DeviceMemory(spec, config.device_pages, config.device_tails, device)
-        roomy = device.pages >= config.device_pages and device.tails >= config.device_tails
+        memories = memories or make_memories(spec, config)
+        places, device = (config.device_pages, config.device_tails), memories.device
+        roomy = device is None or (device.pages >= places[0] and device.tails >= places[1])
         assert roomy, "the device memory has fewer places than the cache is to use"
-        self.device = device
-        super().__init__(
-            spec, config, self.device, identity=identity, executors=executors, pool_order=pool_order
-        )
-        self.pages, self.tails = self.places.pages, self.places.tails
-        self.requests: set[Request] = set()
         self.sharing = Sharing(spec.pages_per_window)
-
-    def _device_places(self) -> tuple[int, int]:
-        return self.config.device_pages, self.config.device_tails
-
-    def _computes(self, key: PageKey, tail: bool) -> bool:
-        return self.sharing.computes(key, tail)
+        self.core = core = Core(
+            spec,
+            config,
+            memories,
+            device_places=places,
+            identity=identity,
+            pool_order=pool_order,
+            computes=self.sharing.computes,
+        )
+        self.spec, self.config, self.identity = spec, config, core.identity
+        self.device, self.host = device, core.host
+        self.tree, self.places, self.flights = core.tree, core.places, core.flights
+        self.pages, self.tails, self.host_pages = core.places.pages, core.places.tails, core.places.host
+        self.counters, self.compute = core.counters, core.compute
+        self.leases, self.stores = core.leases, core.stores
+        self.requests: set[Request] = set()
+        self._ended: list[Loaded] = []
+        # What the core and its parts do by themselves has the same name here.
+        self.chain, self.find = core.chain, core.find
+        self.prefetch, self.withdraw = core.prefetch, core.withdraw
+        self.pull, self.pulled = core.pull, core.pulled
+        self.land, self.landed = core.landings.land, core.landings.landed
+        self.attach, self.detach = core.stores.attach, core.stores.detach
+        self.wait, self.flush, self.limit = core.wait, core.flush, core.limit
+        self.watch, self.stats, self.show = core.watch, core.stats, core.show
 
     # A request's life
 
@@ -166,8 +180,7 @@ class TieredCache(HostTier[Loaded]):
         if to_come := self.sharing.pages_to_come(chain.keys[:useful], found, priority):
             return Wait(WaitFor.COMPUTING, to_come)
         held: list[Item] = [found.page, found.near, *found.tails]
-        for item in held:
-            self.tree.lock(item)
+        self.core.lock(held)
         tails_far = [tail for tail in found.tails if tail.device is None]
         room: Reservation | Wait | None = None
         try:
@@ -175,7 +188,7 @@ class TieredCache(HostTier[Loaded]):
             room = self.places.reserve(chain, len(found.far) + own, len(tails_far))
         finally:
             if not isinstance(room, Reservation):
-                self._unlock(held)
+                self.core.unlock(held)
         if isinstance(room, Wait):
             return room
         with room:
@@ -203,7 +216,7 @@ class TieredCache(HostTier[Loaded]):
     def load_under_way(self, request: Request) -> int | None:
         """Send what is queued. The number of the load that a request waits for, if the device can wait for it
         layer by layer (`Controller.ready`): then the request may be computed at once."""
-        controller = self.flights.controller
+        controller = self.core.controller
         if controller is None or not controller.in_order:
             return None
         self.flights.send_loads()
@@ -223,7 +236,7 @@ class TieredCache(HostTier[Loaded]):
         pages = max(0, -(-upto // page_tokens) - len(request.table))
         if pages + len(request.table) > self.pages.capacity:
             return Wait(WaitFor.LARGER_DEVICE, pages + len(request.table) - self.pages.capacity)
-        boundaries = self._tails_to_write(request, upto)
+        boundaries = tails_to_write(self.spec, request, upto)
         skipped, room = 0, self.places.reserve(request, pages, len(boundaries), urgent=not early)
         if isinstance(room, Wait) and room.what is WaitFor.DEVICE_TAILS:
             skipped = len(boundaries) - self.tails.free
@@ -249,7 +262,7 @@ class TieredCache(HostTier[Loaded]):
         """
         assert request.state is RequestState.RUNNING, "a request commits while it runs"
         assert upto <= request.extended_tokens, "I2: more was committed than there is room for"
-        self._unlock(request.held[1:])
+        self.core.unlock(request.held[1:])
         del request.held[1:]
         request.written_tokens = max(request.written_tokens, upto)
         pages = min(upto, request.chain.tokens) // self.spec.page_tokens
@@ -278,19 +291,42 @@ class TieredCache(HostTier[Loaded]):
 
     # Moving
 
+    def step(self) -> list[Loaded]:
+        """Publish what ended; send what was queued since the last step, merged into one load and one save.
+        Returns each request whose loads ended, once."""
+        for flight in self.flights.landed():
+            self._publish(flight)
+        self.core.step()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def close(self, store_wait_s: float = 10.0) -> None:
+        """Wait for the transfers, and up to `store_wait_s` for writes to the store; release everything."""
+        self.core.close(self.step, store_wait_s)
+
+    @property
+    def busy(self) -> bool:
+        """Something is on its way, or is to be done by the next `step`."""
+        return self.core.busy
+
+    @property
+    def store(self) -> StoreTier | None:
+        """The store that is attached."""
+        return self.stores.attached
+
     def _publish(self, landed: Flight) -> None:
         """Children before parents, so that a failed load takes a path apart."""
         ok, loads = landed.error is None, landed.direction is Direction.LOAD
         end = self.tree.load_done if loads else self.tree.save_done
         for move in reversed(landed.moves) if loads else landed.moves:
             end(move, ok)
-        if self.store is not None and ok and not loads:
-            self.store.writes.offer(move.item for move in landed.moves if not move.item.gone)
+        if ok and not loads:
+            self.stores.offer(move.item for move in landed.moves)
         for request in landed.waiting:
             if isinstance(request, Request) and request.state is RequestState.LOADING:
                 request.state = RequestState.RUNNING
                 if ok:
-                    self._count(request.chain, request.reuse)
+                    self.core.count(request.chain, request.reuse)
                 else:
                     self._end(request)
                     self.counters["requests_failed"] += 1
@@ -298,8 +334,9 @@ class TieredCache(HostTier[Loaded]):
         self.places.settle()
 
     def check(self) -> None:
-        super().check()
-        check_device(self)
+        """Every invariant, counted again from nothing. For tests and for idle moments."""
+        self.core.check()
+        check_device(self.core, self.requests)
 
     # How a request begins
 
@@ -323,27 +360,27 @@ class TieredCache(HostTier[Loaded]):
         request = Request(
             chain,
             priority,
-            self._use(found, priority),
+            self.core.use(found, priority),
             held,
             prompt_pages=chain.tokens // page_tokens,
             committed=page.depth,
             extended_tokens=page.depth * page_tokens,
-            tails_upto=self._tails_after(found),
+            tails_upto=tails_after(self.spec, found),
             table=[*(tree.index[key].device for key in chain.keys[: page.depth]), *own],
             resume_tails=found.tails,
-            tail_boundaries=self._tails_of_prompt(found, turn_ends),
+            tail_boundaries=tails_of_prompt(self.spec, found, turn_ends, self.config.tail_every_pages),
             for_others=for_others,
         )
         if any(item.load is not None for item in found.items):
             request.state = RequestState.LOADING
             self.flights.queue(Direction.LOAD, (), request)
         else:
-            self._count(chain, request.reuse)
+            self.core.count(chain, request.reuse)
         if for_others:
             path = [tree.index[key] for key in chain.keys[: page.depth]]
-            self._save_early([*path, *found.tails], by_force=True)
-        elif page is not tree.root and self._save.early_hits == 1:
-            self._save_early([*tree.unsaved(page), *found.tails])
+            self.core.save_early([*path, *found.tails], by_force=True)
+        elif page is not tree.root and self.core.saves_after == 1:
+            self.core.save_early([*tree.unsaved(page), *found.tails])
         self.requests.add(request)
         if not self.config.force_miss:
             self.sharing.begin(request)
@@ -351,52 +388,7 @@ class TieredCache(HostTier[Loaded]):
         self.places.settle()
         return request
 
-    # Which tails are kept
-
-    def _tails_of_prompt(self, found: Found, turn_ends: Iterable[int]) -> dict[int, Boundary]:
-        """Where the prompt gets tails. One is before the last token: there the same prompt, asked again, is
-        resumed. One is where a replay ends: there the next text that goes on from these pages is resumed."""
-        if not self.spec.tail_streams:
-            return {}
-        return tail_boundaries(
-            resumed_pages=self._tails_after(found),
-            total_pages=found.chain.tokens // self.spec.page_tokens,
-            turn_ends=(*turn_ends, found.chain.tokens - 1),
-            branch_page=found.page.depth if found.reuse.replay_tokens else found.branch,
-            every_pages=self.config.tail_every_pages,
-            page_tokens=self.spec.page_tokens,
-            pages_per_window=self.spec.pages_per_window,
-        )
-
-    def _tails_after(self, found: Found) -> int:
-        """The page after which tails can be written. A replay computes enough for those at its end."""
-        replayed = self.spec.pages_per_window if found.reuse.replay_tokens else 0
-        return max(0, found.page.depth - replayed)
-
-    def _tails_to_write(self, request: Request, upto: int) -> list[int]:
-        """Boundaries that were not asked for yet, up to token `upto`, whose tails are to be written:
-        those of the prompt, and after the prompt the latest."""
-        page_tokens, window = self.spec.page_tokens, self.spec.pages_per_window
-        first, last = request.tails_upto, upto // page_tokens
-        prompt = [b for b in range(first + 1, last + 1) if b in request.tail_boundaries]
-        latest = range(max(first, request.prompt_pages, last - window) + 1, last + 1) if window else ()
-        return sorted({*prompt, *latest})
-
     # What is shared, saved and given back
-
-    def _save_early(self, items: Iterable[Item], *, by_force: bool = False) -> None:
-        """Copies into host memory that is free, or holds what device and store have; by force, also into
-        memory that holds what is older (`policy.save`)."""
-        if self.host is None:
-            return
-        make_room = self.tree.evict_host_oldest if by_force else self.tree.evict_spare
-        for item in items:
-            if item.host is None and item.load is None and (by_force or self.tree.is_saved(item)):
-                count = 1 if isinstance(item, Page) else self.spec.host_pages_per_tail
-                while (host := self.places.take_host(count)) is None:
-                    if not make_room():
-                        return
-                self.tree.save_start(item, host)
 
     def _share_pages(self, request: Request, pages: int) -> None:
         first = request.committed
@@ -417,8 +409,8 @@ class TieredCache(HostTier[Loaded]):
         request.committed += len(shared)
         self.tree.unlock(request.page)
         request.held[0] = shared[-1]
-        if self._save.early_hits == 0 or request.for_others:
-            self._save_early(shared, by_force=request.for_others)
+        if self.core.saves_after == 0 or request.for_others:
+            self.core.save_early(shared, by_force=request.for_others)
 
     def _share_tails(self, request: Request, *, everything: bool) -> None:
         """Wanted tails are shared; of the others only the latest are kept, privately, until the text ends."""
@@ -434,19 +426,19 @@ class TieredCache(HostTier[Loaded]):
                 self.tails.release([request.tails.pop(boundary)])
         if shared:
             self.tree.cap_tails(shared[-1].page)
-            if self._save.early_hits == 0 or request.for_others:
+            if self.core.saves_after == 0 or request.for_others:
                 early = (tail for tail in shared if not tail.gone)
-                self._save_early(early, by_force=request.for_others)
+                self.core.save_early(early, by_force=request.for_others)
 
     def _end(self, request: Request) -> None:
         assert request.state is not RequestState.ENDED, "I3: a request ends once"
         request.state = RequestState.ENDED
         self.requests.discard(request)
         self.sharing.end(request, request.committed, request.prompt_pages)
-        self._unlock(request.held)
+        self.core.unlock(request.held)
         self.pages.release(request.table[request.committed :])
         self.tails.release(list(request.tails.values()))
         request.held, request.table, request.tails = [], [], {}
         request.resume_tails = ()
         self.places.settle()
-        self._trim()
+        self.core.trim()

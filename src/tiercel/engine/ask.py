@@ -6,7 +6,7 @@ Ask ──► engine ──► Delta, Delta, …, the last one with `finish` ─
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from tiercel.errors import AskError
 from tiercel.events import EventStats
 from tiercel.policy.resume import Reuse
 from tiercel.text.grammar import Grammar
-from tiercel.types import Namespace
+from tiercel.types import Namespace, PageKey
 
 FINITE = sys.float_info.max
 
@@ -151,6 +151,8 @@ class Ask:
     tenant: str = ""
     """Whose pages they are: their bytes are counted, and may be limited. Empty: nobody's. Required: asks of
     different tenants have different namespaces."""
+    keys: Sequence[PageKey] | None = None
+    """Names of the pages of the prompt and of its answer, where the tokens are not known (a replay)."""
 
 
 class TokenOut(NamedTuple):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tiercel.cache import TieredCache
+from tiercel.cache.memories import make_memories
 from tiercel.config import LAYOUT_NAMES, CacheConfig
 from tiercel.engine.config import DRAFT_MODEL, DRAFTS, Build, EngineConfig, places_of
 from tiercel.engine.engine import Engine
@@ -17,6 +18,7 @@ from tiercel.engine.scheduler import STEP_TOKENS
 from tiercel.errors import ConfigError
 from tiercel.kernels.choice import Kernels, check_device, kernels_digest, make_kernels
 from tiercel.kernels.meaning import digest_of
+from tiercel.memory.buffers import DeviceMemory
 from tiercel.models.base import BytesCheck, Dimensions
 from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.draft_model import DraftFolder, DraftModel, WithDraft
@@ -99,10 +101,11 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
     pages, tails = _places(device_bytes, spec, config)
     settings = replace(config.cache, device_pages=pages, device_tails=tails)
     identity = _identity(build, checkpoint, own, kernels)
-    cache = TieredCache(spec, settings, identity=identity, device=build.device)
+    memory = DeviceMemory(spec, pages, tails, build.device)
+    cache = TieredCache(spec, settings, make_memories(spec, settings, memory), identity=identity)
     if build.sources:
         _attach(cache, build)
-    how, memory = (config.running_max, kernels, config.guesses_max), cache.device
+    how = config.running_max, kernels, config.guesses_max
     if folder is None:
         model = family.build(own, weights, memory, *how)
     else:
@@ -295,7 +298,7 @@ def _choices(
 ) -> list[Choice]:
     cache: CacheConfig = engine.cache.config
     spec = engine.cache.spec
-    controller = engine.cache.flights.controller
+    controller = engine.cache.core.controller
     layout = LAYOUT_NAMES[cache.layout]
     if layout != cache.layout:
         layout = f"{cache.layout} (the same bytes as {layout})"

@@ -191,7 +191,7 @@ class EngineService:
         Required of the caller: no store is attached."""
         mover = await asyncio.wrap_future(start(lambda: self._open_store(url), "tiercel-store-open"))
         try:
-            await asyncio.wrap_future(self._ask(lambda: self._engine.cache.attach_mover(mover)))
+            await asyncio.wrap_future(self._ask(lambda: self._engine.cache.stores.attach_mover(mover)))
         except BaseException:
             start(mover.close, "tiercel-store-close")
             raise
@@ -200,7 +200,7 @@ class EngineService:
     def _open_store(self, url: str) -> StoreMover:
         store = open_store(url)
         try:
-            return self._engine.cache.mover_for(store)
+            return self._engine.cache.stores.mover_for(store)
         except BaseException:
             store.close()
             raise
@@ -209,7 +209,7 @@ class EngineService:
         """Detach the store and wait until it is closed, for `store_timeout_s` at most."""
         cache = self._engine.cache
         await asyncio.wrap_future(self._ask(cache.detach))
-        await _until(lambda: not cache.detaching, cache.config.store_timeout_s)
+        await _until(lambda: not cache.stores.detaching, cache.config.store_timeout_s)
 
     async def clear_store(self) -> None:
         """Have the store forget everything. Raises `StoreError`."""
@@ -363,7 +363,7 @@ class EngineService:
         engine = self._engine
         with self._wake:
             if engine.idle and not (self._inbox or self._stopped):
-                self._wake.wait(PENDING_S if engine.cache.pending else None)
+                self._wake.wait(PENDING_S if engine.cache.stores.pending else None)
 
     def _tell(self, deltas: list[Delta]) -> None:
         """One call into each event loop for all its answers of a step."""

@@ -86,7 +86,7 @@ class Tasks:
             raise QueueFull(waiting=len(self.waiting), waiting_max=self.config.waiting_max)
         now = self._clock()
         order = now - PRIORITY_S * ask.priority, self._number
-        chain = self.cache.chain(ask.prompt, ask.namespace, ask.tenant)
+        chain = self.cache.chain(ask.prompt, ask.namespace, ask.tenant, keys=ask.keys)
         task = Task(ask, order, chain, stream, ends, now)
         self._number += 1
         self.tasks[ask.request_id] = task

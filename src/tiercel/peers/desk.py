@@ -16,10 +16,9 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from tiercel.cache.host_tier import HostTier
-from tiercel.cache.leases import Lease
+from tiercel.cache.leases import Lease, Leases
 from tiercel.storage.peer.wire import Readiness
 from tiercel.storage.record import RecordKey, page_key_of
 from tiercel.types import PageKey
@@ -57,8 +56,8 @@ class Watch:
 class Desk:
     """The thread that drives the cache calls every method."""
 
-    def __init__(self, cache: HostTier[Any]) -> None:
-        self._leases = cache.leases
+    def __init__(self, leases: Leases) -> None:
+        self._leases = leases
         self._watches: dict[Watch, None] = {}
         self.abandoned: Callable[[set[PageKey]], None] = lambda _: None
         """Told of pages that a reader waited for, which is gone, and that nobody else waits for."""

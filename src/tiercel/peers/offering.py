@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from tiercel.cache.host_tier import HostTier
+from tiercel.cache import HostCache, TieredCache
 from tiercel.config import parse_address
 from tiercel.errors import ConfigError, StoreError
 from tiercel.memory.buffers import HostMemory
@@ -41,7 +41,7 @@ class Offering:
 
     def __init__(
         self,
-        cache: HostTier[Any],
+        cache: TieredCache | HostCache,
         ask: Ask,
         listener: socket.socket,
         *,
@@ -51,7 +51,7 @@ class Offering:
         """`mooncake`: offer them through Mooncake too, with this protocol: tcp, rdma, rdma:mlx5_0."""
         if cache.host is None:
             raise ConfigError("share_pages", None, "there are none: the host tier is off (--host-memory)")
-        self.desk = Desk(cache)
+        self.desk = Desk(cache.leases)
         transports: dict[str, Any] = {"tcp": {}}
         self._withdraw: Withdraw | None = None
         if mooncake is not None:

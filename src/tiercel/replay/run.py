@@ -1,7 +1,7 @@
 """Recorded requests, served by the scheduler and the cache that serve, on a clock and without a model.
 
     arrival ──► Tasks (order, room, preemption, waits) ──► a step: prompts at a rate, answers a token each
-                    └── NullCache: begin, extend, commit, finish ──► copies and the store on the same clock
+                    └── TieredCache: begin, extend, commit, finish ──► copies and the store on the same clock
 
 A step takes the time of its prompt tokens and, if answers are drawn, the time of one token. Steps that draw
 answers only are taken together, up to the next one that matters: a page is full, an answer ends, a request
@@ -19,7 +19,7 @@ from math import ceil
 from time import perf_counter
 from typing import cast
 
-from tiercel.cache import Wait
+from tiercel.cache import TieredCache, Wait
 from tiercel.config import CacheConfig
 from tiercel.engine.ask import Ask, Finish, Sampling
 from tiercel.engine.config import EngineConfig, places_of
@@ -28,7 +28,7 @@ from tiercel.engine.step import share
 from tiercel.engine.task import Seat, Stage, Task
 from tiercel.errors import ConfigError
 from tiercel.policy.resume import Reuse
-from tiercel.replay.null import Clock, NamedText, NullCache
+from tiercel.replay.null import Clock, null_cache
 from tiercel.replay.report import Report, Times
 from tiercel.replay.store import ClockMover, NullStore
 from tiercel.replay.trace import Trace, TraceRequest
@@ -93,10 +93,17 @@ class Replayer(Scheduler):
     """The scheduler, with steps of its own."""
 
     def __init__(
-        self, cache: NullCache, config: EngineConfig, rates: Rates, trace: Trace, *, one_at_a_time: bool
+        self,
+        cache: TieredCache,
+        config: EngineConfig,
+        rates: Rates,
+        trace: Trace,
+        clock: Clock,
+        *,
+        one_at_a_time: bool,
     ) -> None:
-        super().__init__(cache, config, cache.clock)
-        self.null, self.clock, self.rates = cache, cache.clock, rates
+        super().__init__(cache, config, clock)
+        self.clock, self.rates = clock, rates
         self.first_token_s: list[float] = []
         self.asked = self.new = self.replayed = self.refused = 0
         self.hits: Counter[str] = Counter(device=0, host=0, store=0)
@@ -166,7 +173,7 @@ class Replayer(Scheduler):
 
     def _pass(self, until_s: float) -> None:
         """Time passes, and what is under way goes on."""
-        while (next_s := self.null.next_s()) is not None and next_s < until_s:
+        while (next_s := self.clock.next_s()) is not None and next_s < until_s:
             self.clock.now_s = max(self.clock.now_s, next_s)
             self.collect()
         self.clock.now_s = max(self.clock.now_s, until_s)
@@ -174,7 +181,7 @@ class Replayer(Scheduler):
     def _let_land(self) -> None:
         """Everything under way ends."""
         self.collect()
-        while (next_s := self.null.next_s()) is not None:
+        while (next_s := self.clock.next_s()) is not None:
             self.clock.now_s = max(self.clock.now_s, next_s)
             self.collect()
 
@@ -182,9 +189,15 @@ class Replayer(Scheduler):
         if request.prompt_tokens + max(1, request.output_tokens) > self.context_tokens:
             self.refused += 1
             return
-        text = NamedText(request.prompt_tokens, request.keys)
         sampling = Sampling(max_tokens=max(1, request.output_tokens), seed=0)
-        ask = Ask(str(number), text, sampling, request.turn_ends, priority=request.priority)
+        ask = Ask(
+            str(number),
+            (0,) * request.prompt_tokens,
+            sampling,
+            request.turn_ends,
+            priority=request.priority,
+            keys=request.keys,
+        )
         self.add(ask, cast(TextStream, None), frozenset())  # no text is made of tokens here
         self._arrived_s[self.tasks[ask.request_id]] = time_s
 
@@ -197,10 +210,10 @@ class Replayer(Scheduler):
 
     def _count(self, task: Task, reuse: Reuse) -> None:
         """What a request found when it first began, and what it could have found."""
-        text = cast(NamedText, task.ask.prompt)
+        keys = task.ask.keys or ()
         useful = (task.prompt_tokens - 1) // self.page_tokens
-        known = bisect_left(text.keys, True, 0, useful, key=lambda key: key not in self._seen)
-        self._seen.update(text.keys[known : task.prompt_tokens // self.page_tokens])
+        known = bisect_left(keys, True, 0, useful, key=lambda key: key not in self._seen)
+        self._seen.update(keys[known : task.prompt_tokens // self.page_tokens])
         self.asked += task.prompt_tokens
         self.new += (useful - known) * self.page_tokens
         self.replayed += reuse.replay_tokens
@@ -211,7 +224,7 @@ class Replayer(Scheduler):
             self.lost[reuse.why.value] += lost
 
     def _end(self, task: Task, finish: Finish) -> None:
-        keys = cast(NamedText, task.ask.prompt).keys
+        keys = task.ask.keys or ()
         self._seen.update(
             keys[task.prompt_tokens // self.page_tokens : (task.longest - 1) // self.page_tokens]
         )
@@ -275,7 +288,7 @@ class Replayer(Scheduler):
             heappop(self._due)
         count = self._due[0][0] - self._steps
         next_s = [self._arrivals[0][1].time_s] if self._arrivals and not self._one_at_a_time else []
-        if (self.waiting or self.loading or self._stalled) and (landing_s := self.null.next_s()) is not None:
+        if (self.waiting or self.loading or self._stalled) and (landing_s := self.clock.next_s()) is not None:
             next_s.append(landing_s)
         if self.waiting and self.cache.store is not None:
             next_s.append(self.clock.now_s + POLL_S)
@@ -374,12 +387,12 @@ class Replayer(Scheduler):
 
     def _sleep(self) -> None:
         """Nothing can be computed: the next thing that happens is an arrival or the end of a transfer."""
-        if self.null.next_s() is None:
+        if self.clock.next_s() is None:
             self._decide()  # sends what was queued since the last time
             if self._prompts or self._answers:
                 return
         next_s = [] if self._one_at_a_time or not self._arrivals else [self._arrivals[0][1].time_s]
-        if (landing_s := self.null.next_s()) is not None:
+        if (landing_s := self.clock.next_s()) is not None:
             next_s.append(landing_s)
         if self.waiting and self.cache.store is not None:
             next_s.append(self.clock.now_s + POLL_S)
@@ -437,18 +450,18 @@ def replay_places(
     """The same with the places on the device, the host memory and the policy that `serving.cache` names."""
     assert trace.page_tokens == spec.page_tokens, "the trace was read for pages of another size"
     config, rates, clock, store = serving.cache, serving.rates, Clock(), NullStore(store_bytes)
-    null = NullCache(spec, config, clock, rates.link_bytes_s)
+    cache = null_cache(spec, config, clock, rates.link_bytes_s)
     if store_bytes and config.host_bytes:
         read_s, write_s = rates.store_read_bytes_s, rates.store_write_bytes_s
         mover = ClockMover(store, spec, clock, read_bytes_s=read_s, write_bytes_s=write_s)
-        null.attach_mover(mover, clock)
+        cache.stores.attach_mover(mover, clock)
     elif store_bytes:
         raise ConfigError("store_memory", store_bytes, "a store needs host memory to read into")
     engine = EngineConfig(config, running_max=serving.batch, step_tokens=serving.step_tokens)
-    replayer = Replayer(null, engine, rates, trace, one_at_a_time=serving.one_at_a_time)
+    replayer = Replayer(cache, engine, rates, trace, clock, one_at_a_time=serving.one_at_a_time)
     began_s = perf_counter()
     replayer.run(told)
-    counted = null.counters
+    counted = cache.counters
     moved = {
         word: counted[f"pages_{word}"] * spec.page_bytes + counted[f"tails_{word}"] * spec.tail_bytes
         for word in ("loaded", "saved")

@@ -6,13 +6,12 @@ import heapq
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from threading import Condition
 from typing import Any
 
 from tiercel.replay.null import Clock, Pipe
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.storage.record import Kind, RecordKey, record_key
-from tiercel.transfer.mover import Operation, Presence, RecordPlace, StoreMover, Work
+from tiercel.transfer.mover import Operation, Presence, RecordPlace, Work
 from tiercel.types import PageKey
 
 NO_FORM = bytes(16)
@@ -72,19 +71,17 @@ class NullStore:
         self.bytes = 0
 
 
-class ClockMover(StoreMover):
+class ClockMover:
     """Runs the operations of a `NullStore`: reads after reads and writes after writes, each at its rate."""
 
     def __init__(
         self, store: NullStore, spec: CacheSpec, clock: Clock, *, read_bytes_s: float, write_bytes_s: float
     ) -> None:
-        # Not `super().__init__`: it starts threads and opens a store.
         self.store = store
         self._clock: Clock = clock
         self._bytes = {False: spec.page_bytes, True: spec.tail_bytes}
         self._read_bytes_s = read_bytes_s
         self._pipes = {Work.READ: Pipe(clock, read_bytes_s), Work.WRITE: Pipe(clock, write_bytes_s)}
-        self._landed = Condition()
         self._due: list[tuple[float, int, Operation]] = []
         self._number = 0
         self.writes = True
@@ -92,6 +89,7 @@ class ClockMover(StoreMover):
         self.flaws: Counter[str] = Counter()
         self.numbers: dict[str, Any] = {}
         self.removed: deque[RecordKey] = deque()
+        clock.ends.append(self._next_s)
 
     def submit(self, work: Work, pieces: Sequence[RecordPlace] = ()) -> Operation:
         now_s = self._clock.now_s
@@ -148,8 +146,7 @@ class ClockMover(StoreMover):
     def landed(self) -> bool:
         return bool(self._due) and self._due[0][0] <= self._clock.now_s
 
-    def next_s(self) -> float | None:
-        """When the next operation ends."""
+    def _next_s(self) -> float | None:
         return self._due[0][0] if self._due else None
 
     def close(self) -> None:

@@ -385,7 +385,7 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
         ending.cancel()
         for connection in [*self.server_state.connections]:
-            connection.transport.abort()  # type: ignore[union-attr]
+            connection.transport.abort()
         await asyncio.sleep(0)  # until they are closed
 
 

@@ -16,11 +16,10 @@ reserved until `poll` has named their ticket. `LocalController` copies in thread
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from threading import Condition
 from time import perf_counter
@@ -31,6 +30,9 @@ from tiercel.memory.buffers import HostMemory, Memory
 from tiercel.transfer.copier import Copier, make_copier
 from tiercel.transfer.plan import Direction, Plan
 
+Seconds = Mapping[str, float]
+"""Time spent copying `pages` and `tails`."""
+
 
 @dataclass(frozen=True)
 class Ticket:
@@ -38,6 +40,8 @@ class Ticket:
 
     number: int
     plan: Plan
+    layered: bool = False
+    """Who reads it waits for it at once, layer by layer (`Controller.ready`)."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class Done:
 
     ticket: Ticket
     error: TransferError | None
+    seconds: Seconds = field(default_factory=dict)
 
 
 class Ready(Protocol):
@@ -56,14 +61,43 @@ class Ready(Protocol):
         there with the first layer."""
 
 
-class Controller(ABC):
-    """Keeps plans in order. `submit`, `poll` and `close` belong to one thread."""
+class Controller(Protocol):
+    """Who carries out plans. `submit`, `poll` and `close` belong to one thread."""
 
-    how: str
-    """Who copies, for people: what `auto` came to."""
+    @property
+    def how(self) -> str:
+        """Who copies, for people: what `auto` came to."""
 
-    in_order = False
-    """Whether copies and computing are queued on one device: `ready` can be asked before a load has ended."""
+    @property
+    def in_order(self) -> bool:
+        """Whether copies and computing are queued on one device: `ready` can be asked before a load has
+        ended."""
+
+    @property
+    def tickets(self) -> Tickets:
+        """Plans under way and plans that have ended."""
+
+    def submit(self, plan: Plan, *, layered: bool = False) -> Ticket:
+        """Have a plan carried out. Never blocks. `layered`: who reads it waits for it at once, layer by layer
+        (`ready`)."""
+
+    def poll(self) -> list[Done]:
+        """What ended since the last poll, per direction in the order of submission. Never blocks."""
+
+    @property
+    def has_landed(self) -> bool:
+        """Whether the next `poll` names a transfer."""
+
+    def ready(self, number: int) -> Ready:
+        """When the layers of the load with this number may be read. Only where `in_order` holds."""
+
+    def close(self) -> None:
+        """Wait for everything in flight; `poll` still tells how it ended. May be called again."""
+
+
+class Tickets:
+    """The plans of one controller: numbered as they come, published in order. `end` may be called by any
+    thread; all else belongs to the controller's own."""
 
     def __init__(self) -> None:
         self.landed = Condition()
@@ -72,61 +106,57 @@ class Controller(ABC):
         """Time spent copying pages and tails."""
         self._queues: dict[Direction, deque[Ticket]] = {direction: deque() for direction in Direction}
         self._ended: dict[int, Done] = {}
-        self._submitted = 0
+        self._given = 0
 
-    def submit(self, plan: Plan, *, layered: bool = False) -> Ticket:
-        """Have a plan carried out. Never blocks. `layered`: who reads it waits for it at once, layer by layer
-        (`ready`)."""
-        ticket = Ticket(self._submitted, plan)
+    def give(self, plan: Plan, *, layered: bool = False) -> Ticket:
+        """A ticket for a plan. Whatever becomes of it, `end` is called once."""
+        ticket = Ticket(self._given, plan, layered)
         self._queues[plan.direction].append(ticket)
-        self._submitted += 1
-        self._start(ticket, layered=layered)
+        self._given += 1
         return ticket
 
-    @abstractmethod
-    def _start(self, ticket: Ticket, *, layered: bool) -> None:
-        """Hand the plan to whoever carries it out. Whatever becomes of it, `_end` is called once."""
-
-    def poll(self) -> list[Done]:
-        """What ended since the last poll, per direction in the order of submission. Never blocks."""
-        done = []
-        for queue in self._queues.values():
-            while queue and queue[0].number in self._ended:
-                done.append(self._ended.pop(queue.popleft().number))
-        return done
-
-    @property
-    def has_landed(self) -> bool:
-        """Whether the next `poll` names a transfer."""
-        return any(queue and queue[0].number in self._ended for queue in self._queues.values())
-
-    def ready(self, number: int) -> Ready:
-        """Of the ticket with this number."""
-        raise NotImplementedError("only where `in_order` holds")
-
-    @abstractmethod
-    def close(self) -> None:
-        """Wait for everything in flight; `poll` still tells how it ended. May be called again."""
-
-    def _end(self, ticket: Ticket, cause: BaseException | None) -> None:
+    def end(self, ticket: Ticket, cause: BaseException | None, seconds: Seconds | None = None) -> None:
         error = None
         if cause is not None:
             error = TransferError(f"{ticket.plan.direction.value} {ticket.number} failed: {cause!r}")
             error.__cause__ = cause
         with self.landed:
-            self._ended[ticket.number] = Done(ticket, error)
+            self._ended[ticket.number] = Done(ticket, error, seconds or {})
             self.landed.notify_all()
 
+    def take(self) -> list[Done]:
+        """What ended since the last call, per direction in the order of submission."""
+        ended = []
+        for direction, queue in self._queues.items():
+            while queue and queue[0].number in self._ended:
+                done = self._ended.pop(queue.popleft().number)
+                for what, seconds in done.seconds.items():
+                    self.seconds[direction][what] += seconds
+                ended.append(done)
+        return ended
 
-class LocalController(Controller):
+    @property
+    def has_landed(self) -> bool:
+        """Whether the next `take` names a transfer."""
+        return any(queue and queue[0].number in self._ended for queue in self._queues.values())
+
+    def under_way(self) -> Iterator[deque[Ticket]]:
+        """Tickets that were not taken, of each direction in its order."""
+        return iter(self._queues.values())
+
+
+class LocalController:
     """Copies in this process.
 
     `executors` gives each direction its worker, and `close` shuts the workers down. The default is one thread
     for each direction.
     """
 
+    in_order = False
+
     def __init__(self, copier: Copier, executors: Mapping[Direction, Executor] | None = None) -> None:
-        super().__init__()
+        self.tickets = Tickets()
+        self.poll = self.tickets.take
         self._copier = copier
         self.how = copier.name
         self._executors = executors or {
@@ -134,34 +164,46 @@ class LocalController(Controller):
             for direction in Direction
         }
 
-    def _start(self, ticket: Ticket, *, layered: bool) -> None:  # noqa: ARG002 - all of it is copied at once
-        """A worker that takes no work fails the plan."""
-        direction = ticket.plan.direction
+    def submit(self, plan: Plan, *, layered: bool = False) -> Ticket:
+        """All of it is copied at once. A worker that takes no work fails the plan."""
+        ticket = self.tickets.give(plan, layered=layered)
         try:
-            future = self._executors[direction].submit(
-                carry, self._copier, ticket.plan, self.seconds[direction]
-            )
+            future = self._executors[plan.direction].submit(carry, self._copier, plan)
         except RuntimeError as refusal:  # what an executor that is shut down, or can start no thread, raises
-            self._end(ticket, refusal)
+            self.tickets.end(ticket, refusal)
         else:
             future.add_done_callback(partial(self._land, ticket))
+        return ticket
+
+    @property
+    def has_landed(self) -> bool:
+        return self.tickets.has_landed
+
+    def ready(self, number: int) -> Ready:
+        raise NotImplementedError(f"load {number} is copied beside the device's work")
 
     def close(self) -> None:
         for executor in self._executors.values():
             executor.shutdown(wait=True)
 
-    def _land(self, ticket: Ticket, future: Future[None]) -> None:
+    def _land(self, ticket: Ticket, future: Future[Seconds]) -> None:
         """A transfer ended in whatever way: by itself, by an error (I13), or cancelled by its executor."""
-        self._end(ticket, CancelledError() if future.cancelled() else future.exception())
+        if future.cancelled():
+            self.tickets.end(ticket, CancelledError())
+        elif (error := future.exception()) is not None:
+            self.tickets.end(ticket, error)
+        else:
+            self.tickets.end(ticket, None, future.result())
 
 
-def carry(copier: Copier, plan: Plan, seconds: dict[str, float]) -> None:
-    """Do what a plan says. Adds up the time of pages and of tails."""
+def carry(copier: Copier, plan: Plan) -> Seconds:
+    """Do what a plan says. Returns the time of pages and of tails."""
+    seconds = {"pages": 0.0, "tails": 0.0}
     for leg in plan.legs:
         start = perf_counter()
         copier.copy(plan.direction, leg)
-        what = "tails" if leg.tails else "pages"
-        seconds[what] = seconds.get(what, 0.0) + perf_counter() - start
+        seconds["tails" if leg.tails else "pages"] += perf_counter() - start
+    return seconds
 
 
 def make_controller(

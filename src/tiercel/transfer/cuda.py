@@ -32,9 +32,9 @@ from torch import Tensor
 from tiercel.errors import ConfigError, TransferError
 from tiercel.memory.buffers import HostMemory, Memory
 from tiercel.spec.cache_spec import FIRST_SHARES
-from tiercel.transfer.controller import Controller, Done, Ticket
+from tiercel.transfer.controller import Done, Seconds, Ticket, Tickets
 from tiercel.transfer.extents import Extents, Ints, LegPlaces, extents_of, ranges
-from tiercel.transfer.plan import Direction
+from tiercel.transfer.plan import Direction, Plan
 
 if TYPE_CHECKING:
     from tiercel.kernels.move import Mover
@@ -308,7 +308,7 @@ class _Queue:
                 self.dma(here + staging.data_ptr(), there + base, sizes)
 
 
-class CudaController(Controller):
+class CudaController:
     """Copies between a CUDA device and pinned host memory.
 
     A copy begins after all that its submitter has queued on its current stream by then: the kernels that
@@ -327,9 +327,9 @@ class CudaController(Controller):
         shares: Sequence[float] = FIRST_SHARES,
         grouped_bytes: int = GROUPED_BYTES_LEAST,
     ) -> None:
-        super().__init__()
         if way not in WAYS:
             raise ConfigError("copier", way, f"must be one of {', '.join(WAYS)} on {device.device}")
+        self.tickets = Tickets()
         self.device, self.host, self.way = device, host, way
         self.after: torch.cuda.Event | None = None
         engines = CopyEngines()
@@ -354,23 +354,25 @@ class CudaController(Controller):
         """Calls that queued work on the device so far."""
         return sum(queue.launches for queue in self._queued.values())
 
-    def _start(self, ticket: Ticket, *, layered: bool) -> None:
+    def submit(self, plan: Plan, *, layered: bool = False) -> Ticket:
         """Queue a plan as a whole; of a layered one the first group, the others when they are waited for."""
+        ticket = self.tickets.give(plan, layered=layered)
         for flight in self._flying.values():  # plans are carried out in order
             flight.ready.queue_all()
-        queue = self._queued[ticket.plan.direction]
+        queue = self._queued[plan.direction]
         try:
-            legs = [(leg.tails, LegPlaces.of(leg, self.device, self.host)) for leg in ticket.plan.legs]
+            legs = [(leg.tails, LegPlaces.of(leg, self.device, self.host)) for leg in plan.legs]
             if (before := self._before()) is not None:
                 queue.stream.wait_event(before)
             begun = queue.mark()
         except (TransferError, RuntimeError) as error:
-            self._end(ticket, error)
-            return
+            self.tickets.end(ticket, error)
+            return ticket
         sizes = {NAMES[tails]: len(places.near) * self._bytes[tails] for tails, places in legs}
         grouped = layered and sum(sizes.values()) >= self._grouped_bytes
         ready = Events(self._queue_groups(queue, legs, self._groups if grouped else self._whole))
         self._flying[ticket.number] = _Flight(begun, ready, sizes)
+        return ticket
 
     def _before(self) -> torch.cuda.Event | None:
         """What copies wait for. An idle stream has nothing to wait for."""
@@ -411,31 +413,24 @@ class CudaController(Controller):
 
     def _settle(self) -> None:
         """End what has passed its last event."""
-        for queue in self._queues.values():
+        for queue in self.tickets.under_way():
             for ticket in queue:
                 flight = self._flying.get(ticket.number)
                 if flight is not None:
                     if not flight.ready.done():
                         break
                     del self._flying[ticket.number]
-                    if flight.ready.error is None:
-                        self._count(ticket.plan.direction, flight)
-                    self._end(ticket, flight.ready.error)
-
-    def _count(self, direction: Direction, flight: _Flight) -> None:
-        """The device's time, by bytes."""
-        took, spent = flight.begun.elapsed_time(flight.ready.events[-1][1]) / 1e3, self.seconds[direction]
-        for name, size in flight.sizes.items():
-            spent[name] += took * size / max(1, sum(flight.sizes.values()))
+                    error = flight.ready.error
+                    self.tickets.end(ticket, error, _seconds(flight) if error is None else {})
 
     def poll(self) -> list[Done]:
         self._settle()
-        return super().poll()
+        return self.tickets.take()
 
     @property
     def has_landed(self) -> bool:
         self._settle()
-        return super().has_landed
+        return self.tickets.has_landed
 
     def close(self) -> None:
         for flight in self._flying.values():
@@ -443,3 +438,9 @@ class CudaController(Controller):
         for queue in self._queued.values():
             queue.stream.synchronize()
         self._settle()
+
+
+def _seconds(flight: _Flight) -> Seconds:
+    """The device's time, by bytes."""
+    took_s = flight.begun.elapsed_time(flight.ready.events[-1][1]) / 1e3
+    return {name: took_s * size / max(1, sum(flight.sizes.values())) for name, size in flight.sizes.items()}

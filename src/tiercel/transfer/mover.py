@@ -14,12 +14,12 @@ import logging
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from enum import Enum
 from threading import Condition
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from tiercel.errors import StoreError
 from tiercel.memory.buffers import HostMemory
@@ -101,6 +101,45 @@ class Workers:
 
     def of(self, work: Work) -> Executor:
         return {Work.ASK: self.askers, Work.READ: self.readers}.get(work, self.writers)
+
+
+class Mover(Protocol):
+    """Who runs operations on a store: `StoreMover`, or a replay's clock. One thread calls all but `close`."""
+
+    @property
+    def writes(self) -> bool:
+        """Whether the store can be written to."""
+
+    @property
+    def under_way(self) -> Collection[Operation]: ...
+
+    @property
+    def flaws(self) -> Mapping[str, int]:
+        """Records that were read and were not what was asked for, by flaw."""
+
+    @property
+    def numbers(self) -> Mapping[str, Any]:
+        """The store's own statistics, as last asked for."""
+
+    @property
+    def removed(self) -> deque[RecordKey]:
+        """Records that the store evicted."""
+
+    @property
+    def landed(self) -> bool:
+        """Whether there is something to poll."""
+
+    def submit(self, work: Work, pieces: Sequence[RecordPlace] = ()) -> Operation:
+        """Never blocks."""
+
+    def give_up_on(self, operation: Operation) -> None:
+        """It hangs."""
+
+    def poll(self) -> list[Operation]:
+        """What ended since the last poll."""
+
+    def close(self) -> None:
+        """Wait for what is under way; then close the store."""
 
 
 class StoreMover:

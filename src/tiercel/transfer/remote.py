@@ -2,22 +2,25 @@
 
     this process                                  each rank (a process with its own device memory)
     ────────────                                  ────────────────────────────────────────────────
-    submit(plan) ─► Ticket                        rank = RankWorker(number, copier)
-    take() ─► [Ticket(7, plan)] ── pickled ─────► rank.carry(ticket) ─► Ack(7, rank 0)
-    acknowledge(ack) ◄──────────── pickled ─────┘
+    submit(plan) ─► Ticket                        rank = RankWorker(number, controller)
+    take() ─► [Ticket(7, plan)] ── pickled ─────► rank.start(ticket)
+    acknowledge(ack) ◄──────────── pickled ────── rank.acks() ─► [Ack(7, rank 0)]
     all ranks said so ─► poll() ─► [Done]
 
 The caller carries tickets and acks: an engine has its own way to its workers. A plan has failed when one rank
-says so, and has ended when all ranks have spoken: until then some rank may still be writing.
+says so, and has ended when all ranks have spoken: until then some rank may still be writing. A rank copies
+with a controller of its own: in threads, or queued on its device, where a step may wait for a load layer by
+layer (`RankWorker.ready`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tiercel.errors import TransferError
-from tiercel.transfer.controller import Controller, Ticket, carry
-from tiercel.transfer.copier import Copier
+from tiercel.transfer.controller import Controller, Done, Ready, Seconds, Ticket, Tickets
+from tiercel.transfer.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -27,39 +30,68 @@ class Ack:
     number: int
     rank: int
     error: str = ""
-    seconds: dict[str, float] = field(default_factory=dict)
-    """Time spent copying pages and tails."""
+    seconds: Seconds = field(default_factory=dict)
 
 
 class RankWorker:
-    """One process that has the memory. It survives whatever a copy raises (I13)."""
+    """One process that has the memory. Whatever a copy raises is told by its ack (I13)."""
 
-    def __init__(self, number: int, copier: Copier) -> None:
+    def __init__(self, number: int, controller: Controller) -> None:
         self.number = number
-        self._copier = copier
+        self._controller = controller
+        self._theirs: dict[int, int] = {}
+        """Numbers of the tickets that were handed over, by the numbers of our own."""
 
-    def carry(self, ticket: Ticket) -> Ack:
-        seconds: dict[str, float] = {}
-        try:
-            carry(self._copier, ticket.plan, seconds)
-        except BaseException as error:  # noqa: BLE001 - the ack tells it to the process that decides
-            return Ack(ticket.number, self.number, repr(error))
-        return Ack(ticket.number, self.number, seconds=seconds)
+    def start(self, ticket: Ticket) -> None:
+        """Begin what a ticket says. Never blocks."""
+        own = self._controller.submit(ticket.plan, layered=ticket.layered)
+        self._theirs[own.number] = ticket.number
+
+    def acks(self) -> list[Ack]:
+        """What ended since the last call, for the process that decides."""
+        return [self._ack(done) for done in self._controller.poll()]
+
+    def _ack(self, done: Done) -> Ack:
+        error = "" if done.error is None else repr(done.error.__cause__)
+        return Ack(self._theirs.pop(done.ticket.number), self.number, error, done.seconds)
+
+    def wait(self, timeout_s: float) -> None:
+        """Block until something has ended, if anything is under way."""
+        landed = self._controller.tickets.landed
+        with landed:
+            landed.wait_for(lambda: not self._theirs or self._controller.has_landed, timeout_s)
+
+    def ready(self, number: int) -> Ready:
+        """When the layers of the load with this ticket's number may be read. What has ended, in whatever way,
+        need not be waited for."""
+        own = next((own for own, theirs in self._theirs.items() if theirs == number), -1)
+        return self._controller.ready(own)
 
 
-class RemoteController(Controller):
-    """Tickets out, acks in. `take` and `acknowledge` belong to the thread of `submit` and `poll`."""
+class RemoteController:
+    """Tickets out, acks in. All calls belong to one thread. `in_order`: what all ranks are."""
 
-    def __init__(self, ranks: int) -> None:
-        super().__init__()
+    def __init__(self, ranks: int, *, in_order: bool = False) -> None:
+        self.tickets = Tickets()
+        self.poll = self.tickets.take
         self.how = f"{ranks} ranks"
+        self.in_order = in_order
         self._ranks = frozenset(range(ranks))
         self._untaken: list[Ticket] = []
         self._waiting: dict[int, tuple[Ticket, dict[int, Ack]]] = {}
 
-    def _start(self, ticket: Ticket, *, layered: bool) -> None:  # noqa: ARG002 - a process is told all at once
+    def submit(self, plan: Plan, *, layered: bool = False) -> Ticket:
+        ticket = self.tickets.give(plan, layered=layered)
         self._untaken.append(ticket)
         self._waiting[ticket.number] = ticket, {}
+        return ticket
+
+    @property
+    def has_landed(self) -> bool:
+        return self.tickets.has_landed
+
+    def ready(self, number: int) -> Ready:
+        raise NotImplementedError(f"load {number}: each rank has its own answer (`RankWorker.ready`)")
 
     def take(self) -> list[Ticket]:
         """What every rank is to do now, in this order."""
@@ -75,12 +107,16 @@ class RemoteController(Controller):
             return
         del self._waiting[ack.number]
         failed = [f"rank {each.rank}: {each.error}" for each in acks.values() if each.error]
-        if not failed:
-            spent = self.seconds[ticket.plan.direction]
-            for what in ("pages", "tails"):  # the slowest rank counts: they copy at the same time
-                spent[what] += max(each.seconds.get(what, 0.0) for each in acks.values())
-        self._end(ticket, TransferError("; ".join(failed)) if failed else None)
+        if failed:
+            self.tickets.end(ticket, TransferError("; ".join(failed)))
+        else:
+            self.tickets.end(ticket, None, _slowest([each.seconds for each in acks.values()]))
 
     def close(self) -> None:
         """The ranks are not ours to wait for: what none of them took is not done, what they do ends there."""
         self._untaken = []
+
+
+def _slowest(of_ranks: list[Seconds]) -> Mapping[str, float]:
+    """The slowest rank counts: they copy at the same time."""
+    return {what: max(each.get(what, 0.0) for each in of_ranks) for what in ("pages", "tails")}

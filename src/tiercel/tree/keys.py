@@ -14,7 +14,7 @@ hashed once, also when the text grows.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, cast
 
@@ -30,7 +30,10 @@ _VERSION = b"tiercel key 2"
 
 
 class KeyChain:
-    """The keys of one text, extended as it grows. Tokens that do not fill a page yet wait in the chain."""
+    """The keys of one text, extended as it grows. Tokens that do not fill a page yet wait in the chain.
+
+    A page may stand for more than its tokens, such as images: `extend` takes bytes that name the rest.
+    """
 
     counted = False
     """Whether what was reused of the text is counted: once, however often it begins again."""
@@ -55,10 +58,33 @@ class KeyChain:
             raise TokenError("namespace", namespace, "must be a tuple of words")
         self._hash = _seeded(identity, page_tokens, namespace).copy()
         self._rest = b""
+        self._extra: dict[int, bytes] = {}
+        self._given: Sequence[PageKey] | None = None
 
-    def extend(self, tokens: Tokens) -> None:
-        """Append tokens; bad ones are refused before anything changes."""
+    @classmethod
+    def of_keys(cls, keys: Sequence[PageKey], page_tokens: int, *, owner: str = "") -> KeyChain:
+        """A text whose pages have names already. `keys` are those of the text and of what may follow it; the
+        caller may append to them later. Tokens are only counted: a page has its key when it is full.
+
+        Whoever gives names gives the same name only to the same numbers of the same model.
+        """
+        chain = cls(b"", (), page_tokens, owner=owner)
+        chain._given = keys
+        return chain
+
+    def extend(self, tokens: Tokens, *, extra: Mapping[int, bytes] | None = None) -> None:
+        """Append tokens; bad ones are refused before anything changes. `extra`: what else pages stand for, by
+        the number of the page in the text. It is part of the page's key, and of those after it."""
+        if self._given is not None:
+            self.tokens += len(tokens)
+            self.keys += self._given[len(self.keys) : self.tokens // self.page_tokens]
+            return
         data = _token_bytes(tokens)
+        if extra:
+            late = min(extra)
+            if late < len(self.keys):
+                raise TokenError("extra", late, f"page {late} has its key already")
+            self._extra |= extra
         self.tokens += len(data) // 4
         if self._rest:
             data = self._rest + data
@@ -68,6 +94,9 @@ class KeyChain:
         add = cast(Callable[[bytes], None], self.keys.append)  # a call of PageKey() per page would cost 5 %
         for start in range(0, full, step):
             update(data[start : start + step])
+            if self._extra and (more := self._extra.pop(len(self.keys), b"")):
+                self._hash = hashlib.sha256(_parts(_VERSION + b" with more", digest(), more))
+                update, digest = self._hash.update, self._hash.digest
             add(digest())
             if self.texts is not None:
                 self.texts.append(data[start : start + step])
@@ -96,4 +125,8 @@ def _seeded(identity: bytes, page_tokens: int, namespace: Namespace) -> hashlib.
     tokens. (Without a namespace it is not told: such keys are as they were before.)"""
     version = _VERSION + b" of %d" % len(namespace) if namespace else _VERSION
     parts = [version, identity, page_tokens.to_bytes(4, "little"), *(word.encode() for word in namespace)]
-    return hashlib.sha256(b"".join(len(part).to_bytes(4, "little") + part for part in parts))
+    return hashlib.sha256(_parts(*parts))
+
+
+def _parts(*parts: bytes) -> bytes:
+    return b"".join(len(part).to_bytes(4, "little") + part for part in parts)

@@ -1,0 +1,77 @@
+"""The memories of one cache, and who copies between them: made here, given to a cache.
+
+own device       DeviceMemory ◄── a controller of this process ──► HostMemory
+another engine   BorrowedMemory ◄── the same ──► HostMemory
+ranks            memory of other processes ◄── RemoteController ──► HostMemory, shared with them
+a replay         nothing ◄── a clock ──► nothing: places only
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+from tiercel.config import CacheConfig
+from tiercel.errors import ConfigError
+from tiercel.memory.buffers import DeviceMemory, HostMemory, Memory, pci_address
+from tiercel.memory.host import node_of
+from tiercel.spec.cache_spec import CacheSpec
+from tiercel.transfer.controller import Controller, make_controller
+from tiercel.transfer.plan import Direction
+
+Executors = Mapping[Direction, Executor]
+
+
+@dataclass(frozen=True)
+class Memories:
+    """Without `host_pages` there is no host tier, and nobody copies."""
+
+    device: Memory | None = None
+    """None: other processes have it, or nobody."""
+    host: HostMemory | None = None
+    """None: there is no host tier, or its places have no bytes."""
+    host_pages: int = 0
+    controller: Controller | None = None
+
+
+def make_memories(
+    spec: CacheSpec,
+    config: CacheConfig,
+    device: Memory | str | None = "cpu",
+    *,
+    controller: Controller | None = None,
+    executors: Executors | None = None,
+) -> Memories:
+    """Device memory, host memory of the size that the settings name, and who copies between them.
+
+    `device`: memory; or where it is made, with the places that the settings name; or None, if other processes
+    have it. `controller`: it copies instead of this process. `executors`: threads for the copies of a CPU.
+    """
+    if isinstance(device, str):
+        device = DeviceMemory(spec, config.device_pages, config.device_tails, device)
+    if not config.host_bytes:
+        return Memories(device)
+    host = _host_memory(spec, config, device)
+    if controller is None:
+        assert device is not None, "memory of other processes needs a controller"
+        controller = make_controller(config.copier, device, host, executors)
+    return Memories(device, host, host.pages, controller)
+
+
+def _host_memory(spec: CacheSpec, config: CacheConfig, device: Memory | None) -> HostMemory:
+    cuda = device.device if device is not None and device.device.type == "cuda" else None
+    host = HostMemory(
+        spec,
+        config.layout,
+        config.host_bytes,
+        huge_pages=config.huge_pages,
+        pin=cuda is not None,
+        node=None if cuda is None else node_of(pci_address(cuda)),
+        shared=config.host_shared,
+    )
+    if host.pages < spec.host_pages_per_tail:
+        host.close()
+        why = f"a tail takes {spec.host_pages_per_tail} host pages of {spec.host_page_bytes:,} B"
+        raise ConfigError("host_bytes", config.host_bytes, why)
+    return host
