@@ -43,7 +43,7 @@ from tiercel.tree.check import readable, show
 from tiercel.tree.keys import KeyChain, Tokens
 from tiercel.tree.node import Cleared, Event, Item, Move
 from tiercel.tree.prefix_tree import PrefixTree
-from tiercel.types import Namespace, PageKey
+from tiercel.types import Kind, Namespace, PageKey
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ class HostTier(ABC, Generic[AnyEnd]):
         """Who copies between device and host."""
         return make_controller(self.config.copier, device, host, executors)
 
-    def _computes(self, key: PageKey, tail: bool) -> bool:  # noqa: ARG002
+    def _computes(self, key: PageKey, kind: Kind) -> bool:  # noqa: ARG002
         """Whether a running request is going to share this page, or the tail at its end."""
         return False
 

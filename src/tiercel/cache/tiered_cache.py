@@ -39,8 +39,8 @@ from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.identity import Identity
 from tiercel.transfer.plan import Direction
 from tiercel.tree.keys import KeyChain
-from tiercel.tree.node import Item, Page, Tail
-from tiercel.types import DevicePageId, PageKey
+from tiercel.tree.node import Item, Tail
+from tiercel.types import DevicePageId, Kind, PageKey
 
 
 @dataclass
@@ -68,10 +68,10 @@ class Sharing:
             if self._computing.get(key) is request:
                 del self._computing[key]
 
-    def computes(self, key: PageKey, tail: bool) -> bool:
+    def computes(self, key: PageKey, kind: Kind) -> bool:
         """Whether a request is going to share this page, or the tail at its end."""
         request = self._computing.get(key)
-        if request is None or not tail:
+        if request is None or kind is Kind.PAGE:
             return request is not None
         return request.chain.keys.index(key) + 1 in request.tail_boundaries
 
@@ -131,8 +131,8 @@ class TieredCache(HostTier[Loaded]):
     def _device_places(self) -> tuple[int, int]:
         return self.config.device_pages, self.config.device_tails
 
-    def _computes(self, key: PageKey, tail: bool) -> bool:
-        return self.sharing.computes(key, tail)
+    def _computes(self, key: PageKey, kind: Kind) -> bool:
+        return self.sharing.computes(key, kind)
 
     # A request's life
 
@@ -392,7 +392,7 @@ class TieredCache(HostTier[Loaded]):
         make_room = self.tree.evict_host_oldest if by_force else self.tree.evict_spare
         for item in items:
             if item.host is None and item.load is None and (by_force or self.tree.is_saved(item)):
-                count = 1 if isinstance(item, Page) else self.spec.host_pages_per_tail
+                count = self.spec.host_pages_of(item.kind)
                 while (host := self.places.take_host(count)) is None:
                     if not make_room():
                         return

@@ -99,14 +99,14 @@ class ClockController(Controller):
 
     def __init__(self, spec: CacheSpec, clock: Clock, bytes_s: float) -> None:
         super().__init__()
-        self._bytes = {False: spec.page_bytes, True: spec.tail_bytes}
+        self._spec = spec
         self._clock = clock
         self._pipes = {direction: Pipe(clock, bytes_s) for direction in Direction}
         self._due: dict[Direction, deque[tuple[float, Ticket]]] = {each: deque() for each in Direction}
 
     def _start(self, ticket: Ticket, *, layered: bool) -> None:  # noqa: ARG002 - no layers are told apart
         plan = ticket.plan
-        size = sum(self._bytes[leg.tails] * len(leg.device) for leg in plan.legs)
+        size = sum(self._spec.item_bytes(leg.kind) * len(leg.device) for leg in plan.legs)
         begin_s, end_s = self._pipes[plan.direction].send(size)
         self.seconds[plan.direction]["pages"] += end_s - begin_s
         self._due[plan.direction].append((end_s, ticket))

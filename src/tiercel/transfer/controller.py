@@ -30,6 +30,7 @@ from tiercel.errors import TransferError
 from tiercel.memory.buffers import HostMemory, Memory
 from tiercel.transfer.copier import Copier, make_copier
 from tiercel.transfer.plan import Direction, Plan
+from tiercel.types import Kind
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Controller(ABC):
     def __init__(self) -> None:
         self.landed = Condition()
         """Notified whenever a transfer ends."""
-        self.seconds = {direction: {"pages": 0.0, "tails": 0.0} for direction in Direction}
+        self.seconds = {direction: {kind.plural: 0.0 for kind in Kind} for direction in Direction}
         """Time spent copying pages and tails."""
         self._queues: dict[Direction, deque[Ticket]] = {direction: deque() for direction in Direction}
         self._ended: dict[int, Done] = {}
@@ -160,7 +161,7 @@ def carry(copier: Copier, plan: Plan, seconds: dict[str, float]) -> None:
     for leg in plan.legs:
         start = perf_counter()
         copier.copy(plan.direction, leg)
-        what = "tails" if leg.tails else "pages"
+        what = leg.kind.plural
         seconds[what] = seconds.get(what, 0.0) + perf_counter() - start
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from tiercel.errors import TransferError
 from tiercel.transfer.controller import Controller, Ticket, carry
 from tiercel.transfer.copier import Copier
+from tiercel.types import Kind
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,8 @@ class RemoteController(Controller):
         failed = [f"rank {each.rank}: {each.error}" for each in acks.values() if each.error]
         if not failed:
             spent = self.seconds[ticket.plan.direction]
-            for what in ("pages", "tails"):  # the slowest rank counts: they copy at the same time
-                spent[what] += max(each.seconds.get(what, 0.0) for each in acks.values())
+            for kind in Kind:  # the slowest rank counts: they copy at the same time
+                spent[kind.plural] += max(each.seconds.get(kind.plural, 0.0) for each in acks.values())
         self._end(ticket, TransferError("; ".join(failed)) if failed else None)
 
     def close(self) -> None:
