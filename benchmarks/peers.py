@@ -68,7 +68,7 @@ from tiercel.storage.peer.link import Link
 from tiercel.storage.peer.mooncake import MooncakeTransport
 from tiercel.storage.record import ALIGN_LEAST
 from tiercel.transfer.mover import forms_of
-from tiercel.types import HostPageId
+from tiercel.types import HostPageId, Kind
 
 MIB = 1024**2
 SPEC = load("deepseek-v4-flash")
@@ -122,7 +122,7 @@ class Pages:
 
     def __init__(self, keys: list[bytes], layout: str) -> None:
         self.host = HostMemory(SPEC, layout, len(keys) * SPEC.host_page_bytes)
-        self.form = forms_of(SPEC, ALIGN_LEAST)[False]
+        self.form = forms_of(SPEC, ALIGN_LEAST)[Kind.PAGE]
         self._keys = keys
         each = BATCH_BYTES // self.form.payload_bytes
         self.batches = [range(at, min(at + each, len(keys))) for at in range(0, len(keys), each)]

@@ -39,7 +39,8 @@ from tiercel.storage.file import FileStore
 from tiercel.storage.file.direct import ALIGN
 from tiercel.storage.file.room import segment_bytes_for
 from tiercel.storage.file.segment import Segment, Table, packed_bytes
-from tiercel.storage.record import Form, Kind, RecordKey, record_key
+from tiercel.storage.record import Form, RecordKey, record_key
+from tiercel.types import Kind
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 PAGE_SIZES = {"64k": 64 * KIB, "256k": 256 * KIB, "1m": MIB}

@@ -29,7 +29,8 @@ from benchmarks.machine import describe, parser_of
 from tiercel.storage.base import Get, Put
 from tiercel.storage.file import FileStore, direct
 from tiercel.storage.file.direct import ALIGN
-from tiercel.storage.record import Form, Kind
+from tiercel.storage.record import Form
+from tiercel.types import Kind
 
 FORM = Form(Kind.PAGE, b"f" * 16, (("kv", (0,), 1),), 1, FileStore.align)
 RECORD_BYTES = 2 * ALIGN

@@ -13,7 +13,8 @@ import pytest
 from tests.test_cli import run
 from tiercel.storage.base import Put
 from tiercel.storage.file import FileStore
-from tiercel.storage.record import Flaw, Form, Kind
+from tiercel.storage.record import Flaw, Form
+from tiercel.types import Kind
 
 SIZE = 64 * 1024**2
 PAYLOAD_BYTES = 5000

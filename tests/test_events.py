@@ -25,7 +25,7 @@ from tiercel.errors import ConfigError
 from tiercel.events import EventPublisher, Ledger
 from tiercel.tree.check import readable
 from tiercel.tree.node import Cleared, Event
-from tiercel.types import Tier
+from tiercel.types import Kind, Tier
 
 PAGE_TOKENS = 4
 LOCAL = "tcp://127.0.0.1:*"
@@ -47,13 +47,13 @@ def tokens_of(name: str) -> tuple[int, ...]:
     return tuple(key_of(name)[:PAGE_TOKENS])
 
 
-def stored(name: str, parent: str = "", tier: Tier = DEVICE, *, tail: bool = False, known: bool = True):
+def stored(name: str, parent: str = "", tier: Tier = DEVICE, *, kind: Kind = Kind.PAGE, known: bool = True):
     tokens = struct.pack(f"<{PAGE_TOKENS}I", *tokens_of(name)) if known else b""
-    return Event(True, tier, tail, key_of(name), key_of(parent) if parent else b"", tokens)
+    return Event(True, tier, kind, key_of(name), key_of(parent) if parent else b"", tokens)
 
 
-def removed(name: str, tier: Tier = DEVICE, *, tail: bool = False):
-    return Event(False, tier, tail, key_of(name))
+def removed(name: str, tier: Tier = DEVICE, *, kind: Kind = Kind.PAGE):
+    return Event(False, tier, kind, key_of(name))
 
 
 class Subscriber:
@@ -260,8 +260,8 @@ def test_a_chain_ends_where_its_tier_loses_something():
 
 
 def test_tails_are_not_told_and_do_not_break_a_chain():
-    assert shapes(stored("a", tail=True), removed("a", tail=True)) == []
-    assert shapes(stored("a"), stored("a", tail=True), stored("b", "a")) == [("BlockStored", 2)]
+    assert shapes(stored("a", kind=Kind.TAIL), removed("a", kind=Kind.TAIL)) == []
+    assert shapes(stored("a"), stored("a", kind=Kind.TAIL), stored("b", "a")) == [("BlockStored", 2)]
 
 
 def test_pages_whose_tokens_are_not_known_have_an_event_without_any():
@@ -321,7 +321,7 @@ def replay(cached: dict[str, set[int]], told) -> None:
 
 
 NAMES = [f"{text}{page}" for text in "xy" for page in range(3)]
-TIERS, YES_OR_NO = st.sampled_from(list(Tier)), st.booleans()
+TIERS, KINDS, YES_OR_NO = st.sampled_from(list(Tier)), st.sampled_from(list(Kind)), st.booleans()
 
 
 def parent_of(name: str) -> str:
@@ -335,12 +335,12 @@ def happenings(draw) -> list:
     tier, name = draw(TIERS), draw(st.sampled_from(NAMES))
     match draw(st.sampled_from(["store", "chain", "remove", "clear"])):
         case "store":
-            return [stored(name, parent_of(name), tier, tail=draw(YES_OR_NO), known=draw(YES_OR_NO))]
+            return [stored(name, parent_of(name), tier, kind=draw(KINDS), known=draw(YES_OR_NO))]
         case "chain":
             names = [each for each in NAMES if each[0] == name[0] and each <= name]
             return [stored(each, parent_of(each), tier) for each in names]
         case "remove":
-            return [removed(name, tier, tail=draw(YES_OR_NO))]
+            return [removed(name, tier, kind=draw(KINDS))]
     return [Cleared(tier)]
 
 
@@ -351,7 +351,7 @@ def happen(content: dict[Tier, set[str]], event) -> None:
     """The stupid model: which pages are where."""
     if isinstance(event, Cleared):
         content[event.tier].clear()
-    elif not event.tail:
+    elif event.kind is Kind.PAGE:
         (content[event.tier].add if event.stored else content[event.tier].discard)(event.key)
 
 
@@ -403,7 +403,7 @@ def test_a_real_cache_is_told_of_page_by_page(subscriber):
                 tokens_told.update(zip(hashes, pages, strict=bool(tokens)))
         expected: dict[str, set[int]] = {"GPU": set(), "CPU_PINNED": set(), "DISK": set()}
         for event in readable(driver.cache.tree):
-            if not event.tail:
+            if event.kind is Kind.PAGE:
                 expected[events.MEDIA[event.tier]].add(events.hash_of(event.key))
         assert {medium: cached.get(medium, set()) for medium in expected} == expected
 
@@ -532,7 +532,7 @@ def test_what_can_not_be_said_is_counted_and_leaves_a_gap(caplog):
 def test_a_step_that_changes_nothing_is_no_batch():
     with publishing() as publisher:
         publisher([])
-        publisher([stored("a", tail=True)])
+        publisher([stored("a", kind=Kind.TAIL)])
         assert publisher.queued == 0
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from tiercel.errors import ConfigError
 from tiercel.tree.node import Cleared, Event
-from tiercel.types import Tier
+from tiercel.types import Kind, Tier
 
 if TYPE_CHECKING:
     import zmq
@@ -113,7 +113,7 @@ class Ledger:
             if isinstance(event, Cleared):
                 chains.pop(event.tier, None)
                 self._clear(event.tier, told)
-            elif event.tail:
+            elif event.kind is not Kind.PAGE:
                 continue
             elif event.stored:
                 chains[event.tier] = self._store(event, told, chains.get(event.tier))

@@ -13,7 +13,7 @@ of another pool, or one kept after its release, is never equal to a live one:
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import Enum, IntEnum
 from typing import NewType
 
 PageKey = NewType("PageKey", bytes)
@@ -36,6 +36,18 @@ TAG_SHIFT = PLACE_BITS + GENERATION_BITS
 def place(page_id: int) -> int:
     """The row number of an id inside its pool's memory."""
     return page_id & PLACE_MASK
+
+
+class Kind(IntEnum):
+    """What is cached. The numbers are part of stored records."""
+
+    PAGE = 1
+    TAIL = 2
+
+    @property
+    def plural(self) -> str:
+        """As statistics name it."""
+        return f"{self.name.lower()}s"
 
 
 class Tier(Enum):

@@ -360,7 +360,8 @@ def test_a_tiered_cache_has_its_device_memory_in_other_processes():
     cache = TieredCache(V4, config, make_memories(V4, config, None, controller=controller))
     memory = DeviceMemory(V4, 8, 4)
     host = HostMemory(V4, config.layout, config.host_bytes, path=cache.host.path)
-    rank, bytes_ = RankWorker(0, LayerByLayer(make_controller("direct", memory, host))), Bytes(V4, memory)
+    copies, bytes_ = LayerByLayer(make_controller("direct", memory, host)), Bytes(V4, memory)
+    rank = RankWorker(0, copies)
 
     def settle():
         while cache.busy:
@@ -392,7 +393,7 @@ def test_a_tiered_cache_has_its_device_memory_in_other_processes():
     assert again.reuse.host_tokens == 16 and number is not None
     settle()
     assert [each.request for each in ended] == [again] and again.state is RequestState.RUNNING
-    assert rank._controller.waited == [(number, 0)]
+    assert copies.waited == [(number, 0)]
     for page in range(4):
         text = text_of((), TEXT[: 4 * (page + 1)])
         bytes_.check(again.table[page], text, tail=False, who="the rank")

@@ -11,7 +11,7 @@ from tiercel.storage.conformance import apply
 from tiercel.storage.conformance.checks import CHECKS
 from tiercel.storage.conformance.samples import Inapplicable
 from tiercel.transfer.mover import Presence, RecordPlace, StoreMover, Work, Workers
-from tiercel.types import HostPageId, PageKey
+from tiercel.types import HostPageId, Kind, PageKey
 
 INAPPLICABLE = {
     ("memory", "what_was_kept_outlives_the_store"),
@@ -41,7 +41,7 @@ def test_what_is_listed_and_can_not_be_read_is_removed_counted_and_written_again
 
     def do(work: Work, first_place: int) -> list[Presence]:
         pieces = [
-            RecordPlace(False, PageKey(bytes([number]) * 32), (HostPageId(first_place + number),))
+            RecordPlace(Kind.PAGE, PageKey(bytes([number]) * 32), (HostPageId(first_place + number),))
             for number in range(3)
         ]
         operation = mover.submit(work, pieces)
@@ -53,7 +53,7 @@ def test_what_is_listed_and_can_not_be_read_is_removed_counted_and_written_again
     all_here = [Presence.HERE] * 3
     try:
         assert do(Work.WRITE, 0) == all_here
-        subject.spoil(store, mover.key(RecordPlace(False, PageKey(bytes([1]) * 32))))
+        subject.spoil(store, mover.key(RecordPlace(Kind.PAGE, PageKey(bytes([1]) * 32))))
         assert do(Work.ASK, 0) == all_here, "listed"
         assert do(Work.READ, 10) == [Presence.HERE, Presence.DAMAGED, Presence.HERE]
         assert mover.flaws == {"unreadable": 1} or mover.flaws == {"foreign": 1}

@@ -31,7 +31,8 @@ from tiercel.models.deepseek_v4.eagle import Eagle
 from tiercel.models.draft_model import DraftModel, WithDraft
 from tiercel.models.families import EMBEDDED
 from tiercel.policy.resume import Why
-from tiercel.storage.record import MAGIC, Flaw, Kind, parse
+from tiercel.storage.record import MAGIC, Flaw, parse
+from tiercel.types import Kind
 
 MIB = 1024**2
 GUESSES = 3

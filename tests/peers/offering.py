@@ -25,8 +25,9 @@ from tiercel.cache import HostCache
 from tiercel.cache.memories import make_memories
 from tiercel.config import CacheConfig
 from tiercel.peers.offering import Offering, open_listener
-from tiercel.storage.record import ALIGN_LEAST, Form, Kind, RecordKey
+from tiercel.storage.record import ALIGN_LEAST, Form, RecordKey
 from tiercel.transfer.mover import forms_of
+from tiercel.types import Kind
 
 SPEC = "v4"
 TEXT = list(range(1000, 1000 + 128 * 40))
@@ -97,9 +98,8 @@ class Offered:
         """Pages of the text come to the host, and tails at these boundaries."""
         transfer = self.cache.land(self.chain, first, pages, tails=tails)
         for move in transfer.moves:
-            tail = move in list(transfer.tails())
-            page = move.item.page if tail else move.item
-            form = self.forms[tail]
+            page = move.item.page if move.item.kind is Kind.TAIL else move.item
+            form = self.forms[move.item.kind]
             data = payload_of(form.key(page.key), form.payload_bytes)
             at = 0
             for view in self.cache.host.views(move.host, form.payload_bytes):
@@ -188,7 +188,7 @@ def offering(*many: dict[str, Any]) -> Iterator[list[Offer]]:
 
 
 def form_of(kind: Kind, spec: str = SPEC, align: int = ALIGN_LEAST) -> Form:
-    return forms_of(SPECS[spec], align)[kind is Kind.TAIL]
+    return forms_of(SPECS[spec], align)[kind]
 
 
 if __name__ == "__main__":

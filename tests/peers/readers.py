@@ -6,9 +6,9 @@ from tests.memory.specs import SPECS
 from tests.peers.offering import SPEC, TEXT, form_of, payload_of
 from tiercel.spec.identity import Identity
 from tiercel.storage.base import Get
-from tiercel.storage.record import ALIGN_LEAST, Kind, RecordKey
+from tiercel.storage.record import ALIGN_LEAST, RecordKey
 from tiercel.tree.keys import KeyChain
-from tiercel.types import PageKey
+from tiercel.types import Kind, PageKey
 
 
 def page_keys(spec: str = SPEC) -> list[PageKey]:

@@ -10,7 +10,7 @@ from tiercel.storage.base import Get
 from tiercel.storage.conformance.reading import READ_CHECKS, ReadSubject
 from tiercel.storage.memory import MemoryStore
 from tiercel.storage.peer import PeerStore
-from tiercel.storage.record import Kind
+from tiercel.types import Kind
 
 HELD = [Record(1), Record(4, Kind.TAIL), Record(2), Record(8), Record(8, Kind.TAIL)]
 ABSENT = [Record(9).key, Record(3, Kind.TAIL).key]

@@ -20,7 +20,7 @@ from tiercel.storage.peer import PeerStore, wire
 from tiercel.storage.peer.link import Link, LinkLost
 from tiercel.storage.peer.store import _greet
 from tiercel.storage.peer.wire import Message, Readiness
-from tiercel.storage.record import Kind
+from tiercel.types import Kind
 
 KEY = "a key for tests"
 TEN = pages(*range(1, 11))
@@ -390,3 +390,11 @@ def test_records_of_another_form_are_not_asked_for(peer):
         assert store.contains([key]) == [False] and store.get([other.get()._replace(key=key)]) == [False]
         assert store.stats()["other_form"] == 2
         assert read(store, [other]) == [True]
+
+
+def test_a_record_of_no_known_kind_is_nowhere_and_harms_nobody(peer):
+    known = Record(1)
+    key = bytes([9]) + known.key[1:]
+    with reading(peer.address) as store:
+        assert store.contains([key, known.key]) == [False, True]
+        assert read(store, [known]) == [True]

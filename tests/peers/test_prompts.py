@@ -18,6 +18,7 @@ from tiercel.storage.open import open_peers, open_stores
 from tiercel.storage.peer import wire
 from tiercel.storage.peer.wire import Message, Readiness
 from tiercel.transfer.mover import forms_of
+from tiercel.types import Kind
 
 TEXT = words(5 * PAGE + 3)
 HOST_PAGES = 40
@@ -129,10 +130,10 @@ class Pretender:
         if not question.wait_s and self._brings == "nothing":
             link.send(Message.FOUND, wire.Found([]).pack())
             return
-        forms = {form.kind: form for form in forms_of(self._spec, question.align).values()}
+        forms = forms_of(self._spec, question.align)
         entries = []
         for number, key in enumerate(question.keys):
-            form = forms[key[0]]
+            form = forms[Kind(key[0])]
             payload = bytes(form.payload_bytes)
             header = form.header(key[-32:], [b"\1" * len(payload)])
             entries.append(wire.Entry(number, Readiness.HERE, len(payload), header))

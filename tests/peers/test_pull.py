@@ -22,9 +22,9 @@ from tiercel.policy.breaker import BreakerState
 from tiercel.storage.file import FileStore
 from tiercel.storage.memory import MemoryStore
 from tiercel.storage.peer import PeerStore
-from tiercel.storage.record import Kind
 from tiercel.storage.several import SeveralStores
 from tiercel.tree.node import Item, Tail
+from tiercel.types import Kind
 
 PAGE = 128
 EIGHT = TEXT[: 8 * PAGE + 1]
@@ -72,7 +72,7 @@ class Puller:
         self.cache.check()
         items: list[Item] = [*found.far, *found.tails]
         for item in items:
-            form = self.cache.store.mover.forms[isinstance(item, Tail)]
+            form = self.cache.store.mover.forms[item.kind]
             key = item.page.key if isinstance(item, Tail) else item.key
             wanted = payload_of(form.key(key), form.payload_bytes)
             assert b"".join(self.cache.host.views(item.host, form.payload_bytes)) == wanted
@@ -190,7 +190,9 @@ def test_with_a_store_besides_what_is_computed_is_written_to_it(offers, tmp_path
         puller.cache.landed(puller.cache.land(chain, 0, 2))
         puller.settle()
         assert puller.tier.counters["pages_written"] == 2
-        assert puller.tier.mover._store.kept([puller.tier.mover.forms[False].key(key) for key in chain.keys])
+        assert puller.tier.mover._store.kept(
+            [puller.tier.mover.forms[Kind.PAGE].key(key) for key in chain.keys]
+        )
 
 
 def test_a_peer_that_is_not_there_costs_nothing_but_the_question(offers):

@@ -21,6 +21,7 @@ from tiercel.storage.base import Get
 from tiercel.storage.peer import PeerStore
 from tiercel.storage.record import ALIGN_LEAST
 from tiercel.transfer.mover import forms_of
+from tiercel.types import Kind
 
 TEXT = words(6 * PAGE + 9)
 
@@ -35,7 +36,7 @@ def records_of(cache, tokens):
     """(form, page key) of every page of a text, and of the tail where it is resumed."""
     forms, keys = forms_of(cache.spec, ALIGN_LEAST), cache.chain(tokens).keys
     last = (len(tokens) - 1) // cache.spec.page_tokens
-    return [*((forms[False], key) for key in keys[:last]), (forms[True], keys[last - 1])]
+    return [*((forms[Kind.PAGE], key) for key in keys[:last]), (forms[Kind.TAIL], keys[last - 1])]
 
 
 def keys_of(records):

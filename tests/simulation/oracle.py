@@ -14,7 +14,7 @@ from tiercel.policy.evict import Rank
 from tiercel.policy.worth import HIT, HITS_MOST
 from tiercel.tree.node import Event, Item, Page, Tail
 from tiercel.tree.prefix_tree import Match, PrefixTree
-from tiercel.types import PageKey, Tier
+from tiercel.types import Kind, PageKey, Tier
 
 
 @dataclass
@@ -87,7 +87,7 @@ class WatchedTree(PrefixTree):
 
     def _tell(self, stored, tier, item):
         page = item.page if isinstance(item, Tail) else item
-        self.oracle.hear(Event(stored, tier, isinstance(item, Tail), page.key))
+        self.oracle.hear(Event(stored, tier, item.kind, page.key))
         super()._tell(stored, tier, item)
 
     def _remove(self, page):
@@ -99,14 +99,14 @@ class Oracle:
     def __init__(self, tree: PrefixTree) -> None:
         self.tree = tree
         self.readable: dict[tuple[Tier, bool], set[PageKey]] = {
-            (tier, tail): set() for tier in (Tier.DEVICE, Tier.HOST) for tail in (False, True)
+            (tier, kind): set() for tier in (Tier.DEVICE, Tier.HOST) for kind in Kind
         }
         self.uses: dict[PageKey, Use] = {}
 
     def hear(self, event: Event) -> None:
         if event.tier is Tier.STORE:
             return
-        keys = self.readable[event.tier, event.tail]
+        keys = self.readable[event.tier, event.kind]
         assert (event.key in keys) != event.stored, f"told twice: {event}"
         (keys.add if event.stored else keys.discard)(event.key)
 
@@ -263,13 +263,13 @@ class Oracle:
     def check(self) -> None:
         real = {name: set() for name in self.readable}
         for page in self.tree.index.values():
-            for item, tail in ((page, False), (page.tail, True)):
+            for item in (page, page.tail):
                 if item is None:
                     continue
                 if item.device is not None and item.load is None:
-                    real[Tier.DEVICE, tail].add(page.key)
+                    real[Tier.DEVICE, item.kind].add(page.key)
                 if item.host is not None and item.save is None:
-                    real[Tier.HOST, tail].add(page.key)
+                    real[Tier.HOST, item.kind].add(page.key)
         assert real == self.readable, "the tree and the stupid model disagree about what can be read"
         for key, page in self.tree.index.items():
             above = page.parent

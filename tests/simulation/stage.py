@@ -20,7 +20,7 @@ from tiercel.cache.leases import Lease
 from tiercel.errors import TransferError
 from tiercel.policy.evict import EvictPolicy, Used
 from tiercel.spec import CacheSpec
-from tiercel.storage.record import Kind, RecordKey, record_key
+from tiercel.storage.record import RecordKey, record_key
 from tiercel.transfer.controller import LocalController
 from tiercel.transfer.mover import Workers
 from tiercel.transfer.plan import Direction
@@ -132,7 +132,7 @@ class Stage:
 
     def _record_key(self, item: Item) -> RecordKey:
         page = item if isinstance(item, Page) else item.page
-        return record_key(Kind.PAGE if page is item else Kind.TAIL, self.spec.form, page.key)
+        return record_key(item.kind, self.spec.form, page.key)
 
     def _leased(self, lease: Lease) -> list[Any]:
         sizes = [

@@ -130,8 +130,8 @@ def who_leaves_keeps_others_waiting(self, request, first, upto):
         real_sharing_end(self, request, first, upto)
 
 
-def the_last_row_is_not_copied(device, host, *, tails):
-    return real_shared_rows(device, host, tails=tails)[:-1]
+def the_last_row_is_not_copied(device, host, kind):
+    return real_shared_rows(device, host, kind)[:-1]
 
 
 def host_pages_are_taken_twice(self, count):

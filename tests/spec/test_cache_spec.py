@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from tiercel.errors import SpecError
 from tiercel.spec import PREFIX, CacheSpec, Keep, Part, State, Stream, Window
+from tiercel.spec.presets import load
+from tiercel.types import Kind
 
 
 def make_stream(name: str = "kv", **changes: Any) -> Stream:
@@ -297,3 +299,11 @@ def test_a_draft_is_added_before_stages_are_taken() -> None:
     spec = make_spec(make_stream())
     with pytest.raises(SpecError, match="draft"):
         spec.stage(0, 1).with_draft(spec)
+
+
+def test_every_stream_is_of_one_kind_and_sizes_are_told_by_kind():
+    spec = load("deepseek-v4-flash")
+    assert sum((spec.streams_of(kind) for kind in Kind), ()) == spec.page_streams + spec.tail_streams
+    assert [spec.item_bytes(kind) for kind in Kind] == [spec.page_bytes, spec.tail_bytes]
+    assert [spec.host_pages_of(kind) for kind in Kind] == [1, spec.host_pages_per_tail]
+    assert [kind.plural for kind in Kind] == ["pages", "tails"]

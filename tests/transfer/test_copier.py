@@ -15,6 +15,7 @@ from tiercel.spec import CacheSpec
 from tiercel.transfer.copier import COPIERS, Copier, make_copier
 from tiercel.transfer.cuda import WAYS
 from tiercel.transfer.plan import Direction, Leg, Plan
+from tiercel.types import Kind
 
 LOAD, SAVE = Direction.LOAD, Direction.SAVE
 
@@ -69,10 +70,10 @@ def test_places_that_do_not_exist_are_bugs(copier_name: str) -> None:
     copier = make_copier(copier_name, rig.device, rig.host)
     tail = tuple(host_page(i) for i in range(V4.host_pages_per_tail))
     for leg in (
-        Leg(False, (device_page(9),), ((host_page(0),),)),
-        Leg(False, (device_page(0),), ((host_page(rig.host.pages),),)),
-        Leg(True, (device_tail(5),), (tail,)),
-        Leg(True, (device_tail(0),), ((*tail[1:], host_page(rig.host.pages)),)),
+        Leg(Kind.PAGE, (device_page(9),), ((host_page(0),),)),
+        Leg(Kind.PAGE, (device_page(0),), ((host_page(rig.host.pages),),)),
+        Leg(Kind.TAIL, (device_tail(5),), (tail,)),
+        Leg(Kind.TAIL, (device_tail(0),), ((*tail[1:], host_page(rig.host.pages)),)),
     ):
         with pytest.raises(AssertionError):
             copier.copy(SAVE, leg)

@@ -20,6 +20,7 @@ from tiercel.spec import CacheSpec
 from tiercel.transfer.copier import make_copier
 from tiercel.transfer.extents import Extents, LegPlaces, extents_of, ranges
 from tiercel.transfer.plan import Direction, Plan
+from tiercel.types import Kind
 
 Move = Callable[[Extents, LegPlaces, int, bool], None]
 
@@ -54,7 +55,7 @@ moves = pytest.mark.parametrize("move", MOVES, ids=lambda move: move.__name__)
 
 def carry(device: Memory, host: HostMemory, plan: Plan, move: Move) -> None:
     for leg in plan.legs:
-        table = extents_of(device, host, tails=leg.tails)
+        table = extents_of(device, host, leg.kind)
         move(table, LegPlaces.of(leg, device, host), host.flat.data_ptr(), plan.direction is Direction.LOAD)
 
 
@@ -90,17 +91,17 @@ def test_a_borrowed_device_is_moved_whatever_its_strides(spec: CacheSpec, move: 
 
 def test_layers_are_cut_into_groups_that_make_the_whole() -> None:
     rig = Rig(SPECS["v4"], "page_first_direct")
-    whole = extents_of(rig.device, rig.host, tails=False)
-    parts = [extents_of(rig.device, rig.host, tails=False, layers=range(i, i + 1)) for i in range(6)]
+    whole = extents_of(rig.device, rig.host, Kind.PAGE)
+    parts = [extents_of(rig.device, rig.host, Kind.PAGE, layers=range(i, i + 1)) for i in range(6)]
     assert sum(part[:, 5].sum() for part in parts) == whole[:, 5].sum() == SPECS["v4"].page_bytes
 
 
 def test_where_both_sides_agree_a_flash_page_is_one_extent() -> None:
     host = HostMemory(FLASH, "page_first_direct", 2 * FLASH.host_page_bytes)
     device = DeviceMemory(FLASH, 2, 1)
-    assert len(extents_of(device, host, tails=False)) == 62  # layer first: a row each
+    assert len(extents_of(device, host, Kind.PAGE)) == 62  # layer first: a row each
     mirror = HostMemory(FLASH, "page_first_direct", 2 * FLASH.host_page_bytes)
-    (extent,) = extents_of(mirror, host, tails=False)
+    (extent,) = extents_of(mirror, host, Kind.PAGE)
     assert extent[5] == FLASH.page_bytes
     host.close(), mirror.close()
 

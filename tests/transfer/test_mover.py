@@ -11,9 +11,9 @@ from tiercel.config import LAYOUTS
 from tiercel.errors import StoreError
 from tiercel.memory.buffers import HostMemory
 from tiercel.storage.memory import MemoryStore
-from tiercel.storage.record import Kind, parse
+from tiercel.storage.record import parse
 from tiercel.transfer.mover import Presence, RecordPlace, StoreMover, Work, Workers
-from tiercel.types import HostPageId, PageKey
+from tiercel.types import HostPageId, Kind, PageKey
 
 V4 = SPECS["compressed"]
 KEY, OTHER = PageKey(b"k" * 32), PageKey(b"o" * 32)
@@ -33,8 +33,8 @@ class Rig:
         assert self.mover.poll() == [operation] and not self.mover.under_way
         return operation
 
-    def piece(self, *places, tail=False, key=KEY):
-        return RecordPlace(tail, key, tuple(HostPageId(place) for place in places))
+    def piece(self, *places, kind=Kind.PAGE, key=KEY):
+        return RecordPlace(kind, key, tuple(HostPageId(place) for place in places))
 
     def fill(self, piece, seed):
         for view in self.host.views(piece.host, self.size(piece)):
@@ -44,15 +44,15 @@ class Rig:
         return b"".join(self.host.views(piece.host, self.size(piece)))
 
     def size(self, piece):
-        return V4.tail_bytes if piece.tail else V4.page_bytes
+        return V4.item_bytes(piece.kind)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("tail", [False, True], ids=["page", "tail"])
-def test_what_is_written_from_some_places_is_read_into_others(layout, tail):
-    rig, count = Rig(layout=layout), V4.host_pages_per_tail
-    there = rig.piece(*range(count if tail else 1), tail=tail)
-    back = rig.piece(*range(10, 10 + count if tail else 11), tail=tail)
+@pytest.mark.parametrize("kind", Kind)
+def test_what_is_written_from_some_places_is_read_into_others(layout, kind):
+    rig, count = Rig(layout=layout), V4.host_pages_of(kind)
+    there = rig.piece(*range(count), kind=kind)
+    back = rig.piece(*range(10, 10 + count), kind=kind)
     rig.fill(there, 3)
     assert rig.do(Work.WRITE, there).answers == [Presence.HERE]
     assert rig.do(Work.ASK, back, rig.piece(1, key=OTHER)).answers == [
@@ -225,7 +225,7 @@ def test_real_workers_read_while_others_write_and_the_store_is_closed_at_the_end
     host = HostMemory(V4, "page_first_direct", 20 * V4.host_page_bytes)
     landed, store = Condition(), MemoryStore()
     mover = StoreMover(store, V4, host, landed=landed)
-    pieces = [RecordPlace(False, PageKey(bytes([i]) * 32), (HostPageId(i),)) for i in range(20)]
+    pieces = [RecordPlace(Kind.PAGE, PageKey(bytes([i]) * 32), (HostPageId(i),)) for i in range(20)]
     for piece in pieces:
         mover.submit(Work.WRITE, [piece])
     ended = []

@@ -6,18 +6,18 @@ import pytest
 
 from tests.transfer.rig import device_page, device_tail, host_page
 from tiercel.transfer.plan import Direction, Leg, Plan
-from tiercel.types import DevicePageId, DeviceTailId
+from tiercel.types import DevicePageId, DeviceTailId, Kind
 
 LOAD, SAVE = Direction.LOAD, Direction.SAVE
 
 
 def make_page_leg(*pairs: tuple[int, int]) -> Leg:
-    return Leg(False, tuple(device_page(d) for d, _ in pairs), tuple((host_page(h),) for _, h in pairs))
+    return Leg(Kind.PAGE, tuple(device_page(d) for d, _ in pairs), tuple((host_page(h),) for _, h in pairs))
 
 
 def make_tail_leg(*pairs: tuple[int, tuple[int, ...]]) -> Leg:
     return Leg(
-        True, tuple(device_tail(d) for d, _ in pairs), tuple(tuple(map(host_page, h)) for _, h in pairs)
+        Kind.TAIL, tuple(device_tail(d) for d, _ in pairs), tuple(tuple(map(host_page, h)) for _, h in pairs)
     )
 
 
@@ -40,9 +40,9 @@ def test_a_plan_that_writes_a_place_twice_is_a_bug() -> None:
 
 def test_a_leg_with_a_side_missing_is_a_bug() -> None:
     with pytest.raises(AssertionError, match="I7"):
-        Leg(False, (device_page(1),), ())
+        Leg(Kind.PAGE, (device_page(1),), ())
     with pytest.raises(AssertionError, match="I7"):
-        Leg(True, (), ((host_page(1),),))
+        Leg(Kind.TAIL, (), ((host_page(1),),))
 
 
 def test_a_callers_places_for_pages_and_tails_may_have_the_same_numbers() -> None:

@@ -13,7 +13,7 @@ from tiercel.tree import check as tree_check
 from tiercel.tree.node import Page, Tail
 from tiercel.tree.owners import ItemBytes, Owner
 from tiercel.tree.prefix_tree import PrefixTree
-from tiercel.types import Tier
+from tiercel.types import Kind, Tier
 
 if TYPE_CHECKING:
     from tiercel.cache.core import Core
@@ -189,15 +189,15 @@ def _host_owners(cache: Core) -> Iterator[int]:
 
 def check_device(cache: Core, requests: Iterable[Request]) -> None:
     """The same for the pools of the device."""
-    owned: dict[bool, list[int]] = {True: [], False: []}
+    owned: dict[Kind, list[int]] = {kind: [] for kind in Kind}
     for item in cache.tree.items():
         if item.device is not None:
-            owned[isinstance(item, Page)].append(item.device)
+            owned[item.kind].append(item.device)
     for request in requests:
-        owned[True] += request.table[request.committed :]
-        owned[False] += request.tails.values()
+        owned[Kind.PAGE] += request.table[request.committed :]
+        owned[Kind.TAIL] += request.tails.values()
     for move in cache.flights.moves():
         if move.item.gone or move.item.device != move.device:
-            owned[isinstance(move.item, Page)].append(move.device)
-    _check_owners(cache.places.pages, owned[True])
-    _check_owners(cache.places.tails, owned[False])
+            owned[move.item.kind].append(move.device)
+    _check_owners(cache.places.pages, owned[Kind.PAGE])
+    _check_owners(cache.places.tails, owned[Kind.TAIL])

@@ -36,9 +36,9 @@ from tiercel.spec.identity import Identity
 from tiercel.transfer.plan import Direction
 from tiercel.tree.check import readable, show
 from tiercel.tree.keys import KeyChain, Tokens
-from tiercel.tree.node import Cleared, Event, Item, Page
+from tiercel.tree.node import Cleared, Event, Item
 from tiercel.tree.prefix_tree import PrefixTree
-from tiercel.types import Namespace, PageKey
+from tiercel.types import Kind, Namespace, PageKey
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ COUNTED = (
 """What a cache counts: all of it is there from the start."""
 
 
-def nobody_computes(key: PageKey, tail: bool) -> bool:  # noqa: ARG001
+def nobody_computes(key: PageKey, kind: Kind) -> bool:  # noqa: ARG001
     return False
 
 
@@ -80,7 +80,7 @@ class Core:
         device_places: tuple[int, int] = (0, 0),
         identity: Identity | None = None,
         pool_order: Order | None = None,
-        computes: Callable[[PageKey, bool], bool] = nobody_computes,
+        computes: Callable[[PageKey, Kind], bool] = nobody_computes,
     ) -> None:
         if not (memories.host_pages or any(device_places)):
             raise ConfigError("host_bytes", 0, "is all the memory that a cache without a device pool has")
@@ -228,7 +228,7 @@ class Core:
         make_room = self.tree.evict_host_oldest if by_force else self.tree.evict_spare
         for item in items:
             if item.host is None and item.load is None and (by_force or self.tree.is_saved(item)):
-                count = 1 if isinstance(item, Page) else self.spec.host_pages_per_tail
+                count = self.spec.host_pages_of(item.kind)
                 while (host := self.places.take_host(count)) is None:
                     if not make_room():
                         return

@@ -25,7 +25,7 @@ from tiercel.spec.cache_spec import CacheSpec
 from tiercel.transfer.mover import Mover, Operation, Presence, RecordPlace, Work
 from tiercel.tree.keys import KeyChain
 from tiercel.tree.prefix_tree import Match, PrefixTree
-from tiercel.types import HostPageId, PageKey
+from tiercel.types import HostPageId, Kind, PageKey
 
 READ_BYTES_MOST = 8 * 1024**2
 READ_BYTES_LEAST = 256 * 1024
@@ -103,9 +103,9 @@ class Fetch:
         tails = set(wanted.tails)
         for depth, key in enumerate(self.chain.keys[: wanted.upto], 1):
             if depth > held.found:
-                yield RecordPlace(False, key)
+                yield RecordPlace(Kind.PAGE, key)
             if depth in tails:
-                yield RecordPlace(True, key)
+                yield RecordPlace(Kind.TAIL, key)
 
     def publish(self, tree: PrefixTree) -> bool:
         """Insert what has landed at the front. Returns False if the rest can not be used any more."""
@@ -118,7 +118,7 @@ class Fetch:
             for number, (piece, answer) in enumerate(zip(read.pieces, read.answers, strict=True)):
                 if answer is Presence.HERE and self._insert(tree, piece):
                     continue
-                if not piece.tail:
+                if piece.kind is Kind.PAGE:
                     give_back(tree, read.pieces[number:])
                     return False
                 give_back(tree, [piece])
@@ -126,7 +126,7 @@ class Fetch:
 
     def _insert(self, tree: PrefixTree, piece: RecordPlace) -> bool:
         """Returns False if the page that it belongs to or continues has left."""
-        if piece.tail:
+        if piece.kind is Kind.TAIL:
             page = tree.index.get(piece.key)
             if page is not None:
                 tree.insert_fetched_tail(page, piece.host, stored=self.stored)
@@ -230,9 +230,11 @@ class Fetches:
         elif not self.breaker.allows(now):
             self._over(fetch, Why.STORE_OFF)
         else:
-            pages = [RecordPlace(False, key) for key in chain.keys[match.found : limit]]
+            pages = [RecordPlace(Kind.PAGE, key) for key in chain.keys[match.found : limit]]
             tails = [
-                RecordPlace(True, key) for key in chain.keys[match.boundary : limit] if self._lacks_tail(key)
+                RecordPlace(Kind.TAIL, key)
+                for key in chain.keys[match.boundary : limit]
+                if self._lacks_tail(key)
             ]
             self._under_way[self.mover.submit(Work.ASK, pages + tails)] = fetch
             self.counters["fetches"] += 1
@@ -374,7 +376,7 @@ class Fetches:
         """All of them with host pages of their own, or none."""
         placed: list[RecordPlace] = []
         for piece in pieces:
-            host = self.places.take_host_by_force(self.spec.host_pages_per_tail if piece.tail else 1)
+            host = self.places.take_host_by_force(self.spec.host_pages_of(piece.kind))
             if host is None:
                 give_back(self.tree, placed)
                 return None
@@ -382,11 +384,11 @@ class Fetches:
         return placed
 
     def _bytes_of(self, piece: RecordPlace) -> int:
-        return self.spec.tail_bytes if piece.tail else self.spec.page_bytes
+        return self.spec.item_bytes(piece.kind)
 
     def _read(self, fetch: Fetch, pieces: list[RecordPlace]) -> None:
         fetch.reads = [self.mover.submit(Work.READ, batch) for batch in cut(pieces, self._bytes_of)]
-        fetch.coming = {piece.key for piece in pieces if not piece.tail}
+        fetch.coming = {piece.key for piece in pieces if piece.kind is Kind.PAGE}
         self._coming.update(fetch.coming)
         fetch.bytes_held = sum(read.bytes for read in fetch.reads)
         self._bytes_held += fetch.bytes_held
@@ -431,7 +433,7 @@ class Fetches:
         if fetch.stage is FetchStage.OVER:
             give_back(self.tree, read.pieces)
             return
-        self._comes_no_more(fetch, [piece.key for piece in read.pieces if not piece.tail])
+        self._comes_no_more(fetch, [piece.key for piece in read.pieces if piece.kind is Kind.PAGE])
         self._replan = True
         fetch.moved_s = self.clock()
         fetch.landed.add(read)

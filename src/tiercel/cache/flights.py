@@ -21,6 +21,7 @@ from tiercel.spec.cache_spec import CacheSpec
 from tiercel.transfer.controller import Controller
 from tiercel.transfer.plan import Direction, Plan
 from tiercel.tree.node import Move, Page, Tail
+from tiercel.types import Kind
 
 
 @dataclass(eq=False)
@@ -41,7 +42,7 @@ class Flights:
         self, controller: Controller | None, counters: Counter[str], spec: CacheSpec, save_step_bytes: int
     ) -> None:
         self.controller = controller
-        self._sizes = {Page: spec.page_bytes, Tail: spec.tail_bytes}
+        self._spec = spec
         self._save_step_bytes = save_step_bytes
         self.batch = 1
         """Number of the loads that are queued now (`tree.node`)."""
@@ -78,10 +79,9 @@ class Flights:
         if flight.error is not None:
             self._counters[f"{word}s_failed"] += 1
             return
-        pages = sum(isinstance(move.item, Page) for move in flight.moves)
         self._counters[f"{word}s"] += 1
-        self._counters[f"pages_{done}"] += pages
-        self._counters[f"tails_{done}"] += len(flight.moves) - pages
+        for kind in Kind:
+            self._counters[f"{kind.plural}_{done}"] += sum(move.item.kind is kind for move in flight.moves)
 
     @property
     def has_landed(self) -> bool:
@@ -117,7 +117,7 @@ class Flights:
             moves = flight.moves
             if direction is Direction.SAVE:
                 count = self._fitting(moves, room) if not flight.waiting else len(moves)
-                room -= sum(self._sizes[type(move.item)] for move in moves[:count])
+                room -= sum(self._spec.item_bytes(move.item.kind) for move in moves[:count])
                 if count < len(moves):
                     queue.appendleft(Flight(direction, moves[count:]))
                     moves = moves[:count]
@@ -131,7 +131,7 @@ class Flights:
         for count, move in enumerate(moves):
             if room <= 0:
                 return count
-            room -= self._sizes[type(move.item)]
+            room -= self._spec.item_bytes(move.item.kind)
         return len(moves)
 
     def moves(self) -> Iterator[Move]:

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from tiercel.cache.places import Places
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.storage.peer.wire import Readiness
-from tiercel.storage.record import KEY_BYTES, Kind, RecordKey, page_key_of
+from tiercel.storage.record import KEY_BYTES, RecordKey, page_key_of
 from tiercel.tree.node import Item
 from tiercel.tree.prefix_tree import PrefixTree
-from tiercel.types import HostPageId, PageKey
+from tiercel.types import HostPageId, Kind, PageKey
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class Leases:
     tree: PrefixTree
     spec: CacheSpec
     places: Places
-    computes: Callable[[PageKey, bool], bool]
+    computes: Callable[[PageKey, Kind], bool]
     """Whether a running request is going to share this page, or the tail at its end."""
 
     def __post_init__(self) -> None:
@@ -50,7 +50,7 @@ class Leases:
         if item is not None and item.save is not None:
             return Readiness.COMING
         ours = self._is_ours(key)
-        return Readiness.COMING if ours and self.computes(_page_key(key), _is_tail(key)) else Readiness.ABSENT
+        return Readiness.COMING if ours and self.computes(_page_key(key), Kind(key[0])) else Readiness.ABSENT
 
     def take(self, keys: Sequence[RecordKey]) -> Lease:
         """Hold the host copies of these records. All of them are HERE."""
@@ -77,16 +77,12 @@ class Leases:
         return len(self._taken)
 
     def _is_ours(self, key: RecordKey) -> bool:
-        return len(key) == KEY_BYTES and key[1:17] == self.spec.form
+        return len(key) == KEY_BYTES and key[0] in set(Kind) and key[1:17] == self.spec.form
 
     def _item(self, key: RecordKey) -> Item | None:
         page = self.tree.index.get(_page_key(key)) if self._is_ours(key) else None
-        return page.tail if page is not None and _is_tail(key) else page
+        return page.tail if page is not None and key[0] == Kind.TAIL else page
 
 
 def _page_key(key: RecordKey) -> PageKey:
     return PageKey(page_key_of(key))
-
-
-def _is_tail(key: RecordKey) -> bool:
-    return key[0] == Kind.TAIL

@@ -23,12 +23,12 @@ from tiercel.config import CacheConfig
 from tiercel.policy.breaker import Breaker, BreakerState
 from tiercel.policy.fetch import Rate
 from tiercel.spec.cache_spec import CacheSpec
-from tiercel.storage.record import Kind, page_key_of
+from tiercel.storage.record import page_key_of
 from tiercel.threads import start
 from tiercel.transfer.mover import Mover, Operation, Presence, RecordPlace, Work
 from tiercel.tree.node import Cleared, Event, Item, Page, Tail
 from tiercel.tree.prefix_tree import PrefixTree
-from tiercel.types import PageKey, Tier
+from tiercel.types import Kind, PageKey, Tier
 
 log = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ class Writes:
             if here and not known:
                 self._wait(item, 0)  # the store was emptied since
             elif here:
-                self.counters["tails_written" if isinstance(item, Tail) else "pages_written"] += 1
+                self.counters[f"{item.kind.plural}_written"] += 1
                 self.counters["bytes_written"] += self._bytes_of(item)
             elif write.error is not None and tries < TRIES_MOST:
                 counts = self.breaker.state is BreakerState.WORKING  # if not, it is not this write's fault
@@ -155,7 +155,7 @@ class Writes:
         return [item for item, _ in batch if not item.gone] if left else []
 
     def _bytes_of(self, item: Item) -> int:
-        return self.spec.tail_bytes if isinstance(item, Tail) else self.spec.page_bytes
+        return self.spec.item_bytes(item.kind)
 
     @property
     def busy(self) -> bool:
@@ -169,7 +169,7 @@ class Writes:
 
 def _piece(item: Item) -> RecordPlace:
     page = item.page if isinstance(item, Tail) else item
-    return RecordPlace(page is not item, page.key, item.host or ())
+    return RecordPlace(item.kind, page.key, item.host or ())
 
 
 @dataclass(eq=False)
@@ -229,9 +229,9 @@ class StoreTier:
             self._ask_numbers(now)
         while self.mover.removed:
             key = self.mover.removed.popleft()
-            tail = key[0] == Kind.TAIL
-            self._not_stored(tail, PageKey(page_key_of(key)))
-            self.tree.evicted[Tier.STORE, Tail if tail else Page, "room"] += 1
+            kind = Kind(key[0])
+            self._not_stored(kind, PageKey(page_key_of(key)))
+            self.tree.evicted[Tier.STORE, {each.kind: each for each in (Page, Tail)}[kind], "room"] += 1
 
     def _ask_numbers(self, now: float) -> None:
         """Ask how much it holds, unless it is being asked, or fails."""
@@ -273,19 +273,19 @@ class StoreTier:
 
     def _damaged(self, piece: RecordPlace) -> None:
         """The record was removed from the store. If the host has a copy, it is written again."""
-        item = self._not_stored(piece.tail, piece.key)
+        item = self._not_stored(piece.kind, piece.key)
         if item is not None and item.on_host and not self._left:
             self.writes.offer([item])
 
-    def _not_stored(self, tail: bool, key: PageKey) -> Item | None:
+    def _not_stored(self, kind: Kind, key: PageKey) -> Item | None:
         """The store no longer has this page or tail. Returns what the tree has of it."""
         page = self.tree.index.get(key)
-        item: Item | None = page.tail if page is not None and tail else page
+        item: Item | None = page.tail if page is not None and kind is Kind.TAIL else page
         if not self._left:
             if item is not None:
                 self.tree.mark_stored(item, False)
             if self.tree.events is not None:
-                self.tree.events.append(Event(False, Tier.STORE, tail, key))
+                self.tree.events.append(Event(False, Tier.STORE, kind, key))
         return item
 
     def _unmark(self) -> None:

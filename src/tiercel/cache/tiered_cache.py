@@ -42,7 +42,7 @@ from tiercel.spec.identity import Identity
 from tiercel.transfer.plan import Direction
 from tiercel.tree.keys import KeyChain
 from tiercel.tree.node import Item, Tail
-from tiercel.types import DevicePageId, PageKey
+from tiercel.types import DevicePageId, Kind, PageKey
 
 
 @dataclass
@@ -70,10 +70,10 @@ class Sharing:
             if self._computing.get(key) is request:
                 del self._computing[key]
 
-    def computes(self, key: PageKey, tail: bool) -> bool:
+    def computes(self, key: PageKey, kind: Kind) -> bool:
         """Whether a request is going to share this page, or the tail at its end."""
         request = self._computing.get(key)
-        if request is None or not tail:
+        if request is None or kind is Kind.PAGE:
             return request is not None
         return request.chain.keys.index(key) + 1 in request.tail_boundaries
 

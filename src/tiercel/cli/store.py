@@ -15,7 +15,8 @@ import typer
 from tiercel.config import load_class
 from tiercel.errors import ConfigError, TiercelError
 from tiercel.storage.base import Store
-from tiercel.storage.record import Kind, RecordKey, page_key_of
+from tiercel.storage.record import RecordKey, page_key_of
+from tiercel.types import Kind
 
 app = typer.Typer(no_args_is_help=True, help="Look into a store, check it, compact it.")
 

@@ -25,6 +25,7 @@ from tiercel.storage.peer import PeerStore
 from tiercel.storage.record import ALIGN_LEAST
 from tiercel.transfer.mover import forms_of
 from tiercel.tree.keys import KeyChain
+from tiercel.types import Kind
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +69,8 @@ class Pulls:
             self._ask(lambda: self._cache.withdraw(chain))
 
     def _follow(self, peer: PeerStore, chain: KeyChain, last: int, left: threading.Event) -> int:
-        pages = [self._forms[False].key(key) for key in chain.keys[:last]]
-        tail = [self._forms[True].key(chain.keys[last - 1])] * bool(self._cache.spec.tail_streams)
+        pages = [self._forms[Kind.PAGE].key(key) for key in chain.keys[:last]]
+        tail = [self._forms[Kind.TAIL].key(chain.keys[last - 1])] * bool(self._cache.spec.tail_streams)
         here, pulled, heard_s = set[bytes](), 0, monotonic()
         for news in peer.watch([*pages, *tail], WATCHED_S):
             here.update(news.here)

@@ -23,8 +23,8 @@ from tiercel.errors import ConfigError, SpecError
 from tiercel.memory.host import HostMap
 from tiercel.memory.layout import Piece, Pieces, Range, RowName, joined, make_layout, pour_tails
 from tiercel.spec.cache_spec import CacheSpec
-from tiercel.spec.stream import Part, Prefix, State, Stream
-from tiercel.types import HostPageId, place
+from tiercel.spec.stream import Part, State, Stream
+from tiercel.types import HostPageId, Kind, place
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +51,9 @@ class Memory:
     rows: dict[RowName, tuple[Tensor, Pieces]]
     """The flat bytes that the rows of each (stream, layer) lie in, and what a row is made of."""
 
+    def places_of(self, kind: Kind) -> int:
+        return {Kind.PAGE: self.pages, Kind.TAIL: self.tails}[kind]
+
     def column(self, stream: Stream, layer: int) -> Column:
         """Where the rows of one layer are, if each lies together."""
         buffer, pieces = self.rows[stream.name, layer]
@@ -68,7 +71,7 @@ class Memory:
         """[places, row_bytes] of one layer, without a copy."""
         stream = self.spec.stream(stream_name)
         buffer, offset, stride, row_bytes = self.column(stream, layer)
-        places = self.pages if isinstance(stream.keep, Prefix) else self.tails
+        places = self.places_of(stream.kind)
         return buffer[offset:].as_strided((places, row_bytes), (stride, 1))
 
 
@@ -116,18 +119,18 @@ class BorrowedMemory(Memory):
     def __init__(self, spec: CacheSpec, rows: Mapping[RowName, Tensor]) -> None:
         self.spec = spec
         self.rows = {}
-        places: dict[bool, set[int]] = {True: set(), False: set()}
+        places: dict[Kind, set[int]] = {kind: set() for kind in Kind}
         for stream in spec.streams:
             for layer in stream.layers:
                 tensor = rows.get((stream.name, layer))
                 if tensor is None:
                     raise ConfigError("rows", (stream.name, layer), "no tensor was given for this layer")
                 self.rows[stream.name, layer] = _borrow(stream, layer, tensor, spec.row_bytes(stream))
-                places[isinstance(stream.keep, Prefix)].add(len(tensor))
+                places[stream.kind].add(len(tensor))
         for each in places.values():
             if len(each) > 1:
                 raise ConfigError("rows", sorted(each), "tensors of one pool have as many places each")
-        self.pages, self.tails = (max(places[kind], default=0) for kind in (True, False))
+        self.pages, self.tails = (max(places[kind], default=0) for kind in (Kind.PAGE, Kind.TAIL))
         self.device = next(iter(self.rows.values()))[0].device
 
 

@@ -12,7 +12,7 @@ from tiercel.memory.layout import Range
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.storage.record import ALIGN_LEAST, RecordKey, checksum, page_key_of
 from tiercel.transfer.mover import forms_of
-from tiercel.tree.node import Item, Tail
+from tiercel.tree.node import Item
 from tiercel.types import HostPageId
 
 CHECKSUMS_MOST = 1 << 16
@@ -42,7 +42,7 @@ class Records:
         """`pieces`: tell where its bytes are, too."""
         if align not in self._forms:
             self._forms[align] = forms_of(self._spec, align)
-        form = self._forms[align][isinstance(item, Tail)]
+        form = self._forms[align][item.kind]
         ranges = self._host.ranges(places, form.payload_bytes) if pieces else ()
         return Described(
             form.payload_bytes, form.header_of(page_key_of(key), self._sum(item, places)), ranges
@@ -50,7 +50,7 @@ class Records:
 
     def views(self, item: Item, places: tuple[HostPageId, ...]) -> list[memoryview]:
         """Its bytes in the order of the record."""
-        return self._host.views(places, self._forms[ALIGN_LEAST][isinstance(item, Tail)].payload_bytes)
+        return self._host.views(places, self._forms[ALIGN_LEAST][item.kind].payload_bytes)
 
     def _sum(self, item: Item, places: tuple[HostPageId, ...]) -> bytes:
         with self._lock:

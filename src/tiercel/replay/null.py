@@ -59,7 +59,7 @@ class ClockController:
 
     def __init__(self, spec: CacheSpec, clock: Clock, bytes_s: float) -> None:
         self.tickets = Tickets()
-        self._bytes = {False: spec.page_bytes, True: spec.tail_bytes}
+        self._spec = spec
         self._clock = clock
         self._pipes = {direction: Pipe(clock, bytes_s) for direction in Direction}
         self._due: dict[Direction, deque[tuple[float, float, Ticket]]] = {each: deque() for each in Direction}
@@ -67,7 +67,7 @@ class ClockController:
 
     def submit(self, plan: Plan, *, layered: bool = False) -> Ticket:
         ticket = self.tickets.give(plan, layered=layered)
-        size = sum(self._bytes[leg.tails] * len(leg.device) for leg in plan.legs)
+        size = sum(self._spec.item_bytes(leg.kind) * len(leg.device) for leg in plan.legs)
         begin_s, end_s = self._pipes[plan.direction].send(size)
         self._due[plan.direction].append((end_s, begin_s, ticket))
         return ticket

@@ -10,9 +10,9 @@ from typing import Any
 
 from tiercel.replay.null import Clock, Pipe
 from tiercel.spec.cache_spec import CacheSpec
-from tiercel.storage.record import Kind, RecordKey, record_key
+from tiercel.storage.record import RecordKey, record_key
 from tiercel.transfer.mover import Operation, Presence, RecordPlace, Work
-from tiercel.types import PageKey
+from tiercel.types import Kind, PageKey
 
 NO_FORM = bytes(16)
 """In the names of records that were evicted: one model is replayed at a time."""
@@ -33,7 +33,7 @@ class NullStore:
         self.bytes_of_use = 0
         """Of all that was written, what was read at least once."""
         self.removed: list[RecordPlace] = []
-        self._records: OrderedDict[tuple[bool, PageKey], _Record] = OrderedDict()
+        self._records: OrderedDict[tuple[Kind, PageKey], _Record] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._records)
@@ -58,9 +58,9 @@ class NullStore:
         if size > self.size:
             return False
         while self.bytes + size > self.size:
-            (tail, key), oldest = self._records.popitem(last=False)
+            (kind, key), oldest = self._records.popitem(last=False)
             self.bytes -= oldest.size
-            self.removed.append(RecordPlace(tail, key))
+            self.removed.append(RecordPlace(kind, key))
         self._records[piece[:2]] = _Record(size)
         self.bytes += size
         self.bytes_written += size
@@ -79,7 +79,7 @@ class ClockMover:
     ) -> None:
         self.store = store
         self._clock: Clock = clock
-        self._bytes = {False: spec.page_bytes, True: spec.tail_bytes}
+        self._spec = spec
         self._read_bytes_s = read_bytes_s
         self._pipes = {Work.READ: Pipe(clock, read_bytes_s), Work.WRITE: Pipe(clock, write_bytes_s)}
         self._due: list[tuple[float, int, Operation]] = []
@@ -93,7 +93,7 @@ class ClockMover:
 
     def submit(self, work: Work, pieces: Sequence[RecordPlace] = ()) -> Operation:
         now_s = self._clock.now_s
-        size = sum(self._bytes[piece.tail] for piece in pieces) if work in self._pipes else 0
+        size = sum(self._spec.item_bytes(piece.kind) for piece in pieces) if work in self._pipes else 0
         operation = Operation(work, pieces, size, now_s)
         operation.started_s, operation.ended_s = now_s, now_s
         if work in self._pipes:
@@ -114,8 +114,7 @@ class ClockMover:
             operation.answers = self._answers(operation)
             ended.append(operation)
         for piece in self.store.removed:
-            kind = Kind.TAIL if piece.tail else Kind.PAGE
-            self.removed.append(record_key(kind, NO_FORM, piece.key))
+            self.removed.append(record_key(piece.kind, NO_FORM, piece.key))
         self.store.removed.clear()
         return ended
 
@@ -130,9 +129,9 @@ class ClockMover:
             case Work.READ:
                 there = [store.read(piece) for piece in pieces]
             case Work.WRITE:
-                there = [store.write(piece, self._bytes[piece.tail]) for piece in pieces]
+                there = [store.write(piece, self._spec.item_bytes(piece.kind)) for piece in pieces]
             case Work.PROBE:
-                operation.read_s = self._bytes[False] / self._read_bytes_s
+                operation.read_s = self._spec.page_bytes / self._read_bytes_s
                 there = []
             case Work.CLEAR:
                 store.clear()

@@ -17,6 +17,7 @@ from typing import Any
 
 from tiercel.errors import SpecError
 from tiercel.spec.stream import Keep, Part, Prefix, State, Stream, Window, check_positive
+from tiercel.types import Kind
 
 FIRST_SHARES = 0.08, 0.2
 """The shares of a page's bytes in the first groups of layers (`CacheSpec.layer_groups`). While a model
@@ -62,13 +63,16 @@ class CacheSpec:
                 raise SpecError("streams", stream.name, f"a layer has two streams of the role {stream.role}")
             stream.row_bytes(self.page_tokens)  # refuses entries that do not divide a row
 
+    def streams_of(self, kind: Kind) -> tuple[Stream, ...]:
+        return tuple(stream for stream in self.streams if stream.kind is kind)
+
     @cached_property
     def page_streams(self) -> tuple[Stream, ...]:
-        return tuple(s for s in self.streams if isinstance(s.keep, Prefix))
+        return self.streams_of(Kind.PAGE)
 
     @cached_property
     def tail_streams(self) -> tuple[Stream, ...]:
-        return tuple(s for s in self.streams if not isinstance(s.keep, Prefix))
+        return self.streams_of(Kind.TAIL)
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
@@ -108,13 +112,21 @@ class CacheSpec:
         """Bytes of all layers of one stream in one page (or one tail)."""
         return len(stream.layers) * self.row_bytes(stream)
 
+    def item_bytes(self, kind: Kind) -> int:
+        """Bytes of one page, or of one tail."""
+        return self._item_bytes[kind]
+
+    @cached_property
+    def _item_bytes(self) -> dict[Kind, int]:
+        return {kind: sum(map(self.bytes_of, self.streams_of(kind))) for kind in Kind}
+
     @cached_property
     def page_bytes(self) -> int:
-        return sum(self.bytes_of(stream) for stream in self.page_streams)
+        return self.item_bytes(Kind.PAGE)
 
     @cached_property
     def tail_bytes(self) -> int:
-        return sum(self.bytes_of(stream) for stream in self.tail_streams)
+        return self.item_bytes(Kind.TAIL)
 
     @property
     def bytes_per_token(self) -> float:
@@ -129,6 +141,10 @@ class CacheSpec:
     def host_pages_per_tail(self) -> int:
         """A tail takes whole host pages, so that pages and tails share one budget without a split."""
         return -(-self.tail_bytes // self.host_page_bytes)
+
+    def host_pages_of(self, kind: Kind) -> int:
+        """How many host pages one item takes."""
+        return {Kind.PAGE: 1, Kind.TAIL: self.host_pages_per_tail}[kind]
 
     @cached_property
     def pages_per_window(self) -> int:

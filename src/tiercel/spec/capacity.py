@@ -6,7 +6,8 @@ from typing import Any
 
 from tiercel.errors import ConfigError
 from tiercel.spec.cache_spec import CacheSpec
-from tiercel.spec.stream import Keep, Prefix, State, Stream, Window
+from tiercel.spec.stream import Keep, State, Stream, Window
+from tiercel.types import Kind
 
 Figures = dict[str, Any]
 
@@ -36,7 +37,7 @@ def capacity_of(
 def _size(spec: CacheSpec, stream: Stream) -> Figures:
     """One stream over all its layers. It is in pages or in tails: the other size is 0. `bytes_per_token` is
     what each token of a long text adds, in whole bytes; tails do not grow with the text."""
-    in_page, size = isinstance(stream.keep, Prefix), spec.bytes_of(stream)
+    in_page, size = stream.kind is Kind.PAGE, spec.bytes_of(stream)
     return {
         "name": stream.name,
         "keep": _keep_text(stream.keep),

@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tiercel.errors import SpecError
+from tiercel.types import Kind
 
 ENCODINGS = ("opaque", "fp32", "bf16", "fp16", "fp8_groups", "fp8_row")
 """How numbers are written as an entry's bytes. opaque: only the writer knows. fp8_groups: e4m3 with a
@@ -126,6 +127,11 @@ class Stream:
         if rest or groups > scales:
             why = f"does not divide {values - 2 * self.rope} channels into at most {scales} groups"
             raise SpecError(f"{self.name}.group", self.group, why)
+
+    @property
+    def kind(self) -> Kind:
+        """Whether it lives in pages or in tails."""
+        return Kind.PAGE if isinstance(self.keep, Prefix) else Kind.TAIL
 
     @property
     def bytes_per_entry(self) -> int:

@@ -20,6 +20,8 @@ from typing import NamedTuple, NewType
 
 import xxhash
 
+from tiercel.types import Kind
+
 MAGIC = b"tiercel\n"
 VERSION = 2
 ALIGN_LEAST = 64
@@ -34,11 +36,9 @@ other layers of the same model uses the same page keys, but has another form, an
 View = memoryview | bytearray | bytes  # contiguous bytes
 
 
-class Kind(IntEnum):
-    """What a record holds. The last two are notes that a store writes for itself."""
+class Note(IntEnum):
+    """What a store writes for itself, as a record without a payload."""
 
-    PAGE = 1  # rows: [layer][stream][row]
-    TAIL = 2
     REMOVED = 16  # earlier records of this key are gone
     CLEARED = 17  # all earlier records are gone
 
@@ -55,7 +55,7 @@ class Flaw(Enum):
     UNREADABLE = "nothing, although the key is listed"
 
 
-def record_key(kind: Kind, form: bytes, page_key: bytes) -> RecordKey:
+def record_key(kind: Kind | Note, form: bytes, page_key: bytes) -> RecordKey:
     return RecordKey(bytes((kind,)) + form + page_key)
 
 
@@ -67,7 +67,7 @@ class Header(NamedTuple):
     """A header whose own checksum is right, in the order of its bytes. The caller compares it with what was
     asked for."""
 
-    kind: Kind
+    kind: Kind | Note
     header_bytes: int
     payload_bytes: int
     form: bytes
@@ -173,7 +173,7 @@ def parse(data: View) -> Header | Flaw:
     if _FIXED.size + table > size or kind not in _KINDS:
         return Flaw.HEADER
     names = bytes(whole[_FIXED.size : _FIXED.size + table])
-    return Header(Kind(kind), size, payload, form, key, digest, names)
+    return Header(_KINDS[kind], size, payload, form, key, digest, names)
 
 
 def flaw_of(value: View, key: RecordKey) -> Flaw | None:
@@ -189,4 +189,4 @@ def flaw_of(value: View, key: RecordKey) -> Flaw | None:
     return None if checksum([payload]) == header.checksum else Flaw.CHECKSUM
 
 
-_KINDS = frozenset(Kind)
+_KINDS: dict[int, Kind | Note] = {kind.value: kind for kind in (*Kind, *Note)}

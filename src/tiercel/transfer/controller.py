@@ -29,6 +29,7 @@ from tiercel.errors import TransferError
 from tiercel.memory.buffers import HostMemory, Memory
 from tiercel.transfer.copier import Copier, make_copier
 from tiercel.transfer.plan import Direction, Plan
+from tiercel.types import Kind
 
 Seconds = Mapping[str, float]
 """Time spent copying `pages` and `tails`."""
@@ -102,7 +103,7 @@ class Tickets:
     def __init__(self) -> None:
         self.landed = Condition()
         """Notified whenever a transfer ends."""
-        self.seconds = {direction: {"pages": 0.0, "tails": 0.0} for direction in Direction}
+        self.seconds = {direction: {kind.plural: 0.0 for kind in Kind} for direction in Direction}
         """Time spent copying pages and tails."""
         self._queues: dict[Direction, deque[Ticket]] = {direction: deque() for direction in Direction}
         self._ended: dict[int, Done] = {}
@@ -198,11 +199,11 @@ class LocalController:
 
 def carry(copier: Copier, plan: Plan) -> Seconds:
     """Do what a plan says. Returns the time of pages and of tails."""
-    seconds = {"pages": 0.0, "tails": 0.0}
+    seconds = {kind.plural: 0.0 for kind in Kind}
     for leg in plan.legs:
         start = perf_counter()
         copier.copy(plan.direction, leg)
-        seconds["tails" if leg.tails else "pages"] += perf_counter() - start
+        seconds[leg.kind.plural] += perf_counter() - start
     return seconds
 
 

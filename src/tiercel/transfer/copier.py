@@ -18,6 +18,7 @@ from tiercel.memory.buffers import HostMemory, Memory
 from tiercel.spec.stream import Stream
 from tiercel.transfer.extents import LegPlaces, extents_of, shared_rows
 from tiercel.transfer.plan import Direction, Leg
+from tiercel.types import Kind
 
 
 class Copier(ABC):
@@ -56,7 +57,7 @@ class ReferenceCopier(Copier):
     name = "reference"
 
     def copy(self, direction: Direction, leg: Leg) -> None:
-        for stream, layer in shared_rows(self.device, self.host, tails=leg.tails):
+        for stream, layer in shared_rows(self.device, self.host, leg.kind):
             places = (each.tolist() for each in LegPlaces.of(leg, self.device, self.host))
             for here, there in zip(*places, strict=True):
                 near = _ranges(self.device, stream, layer, [here])
@@ -82,10 +83,10 @@ class DirectCopier(Copier):
 
     def __init__(self, device: Memory, host: HostMemory) -> None:
         super().__init__(device, host)
-        self._extents = [extents_of(device, host, tails=tails) for tails in (False, True)]
+        self._extents = {kind: extents_of(device, host, kind) for kind in Kind}
 
     def copy(self, direction: Direction, leg: Leg) -> None:
-        extents = self._extents[leg.tails]
+        extents = self._extents[leg.kind]
         if len(extents):
             places, address = LegPlaces.of(leg, self.device, self.host), self.host.flat.data_ptr()
             copy_extents(extents, *places, address, load=direction is Direction.LOAD)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -35,6 +35,7 @@ from tiercel.spec.cache_spec import FIRST_SHARES
 from tiercel.transfer.controller import Done, Seconds, Ticket, Tickets
 from tiercel.transfer.extents import Extents, Ints, LegPlaces, extents_of, ranges
 from tiercel.transfer.plan import Direction, Plan
+from tiercel.types import Kind
 
 if TYPE_CHECKING:
     from tiercel.kernels.move import Mover
@@ -64,8 +65,6 @@ SCATTER_PROGRAMS = 264
 WAYS = ("auto", "direct", "kernel")
 
 LAST_LAYER = sys.maxsize
-
-NAMES = {False: "pages", True: "tails"}
 
 
 class Attributes(ctypes.Structure):
@@ -199,9 +198,9 @@ class _Flight(NamedTuple):
 class _Moves:
     """The extents of a page or tail, of all layers or of a group, and the three ways to move them."""
 
-    def __init__(self, device: Memory, host: HostMemory, *, tails: bool, layers: range | None = None) -> None:
+    def __init__(self, device: Memory, host: HostMemory, kind: Kind, layers: range | None = None) -> None:
         self.host, self._device = host, device.device
-        self.table = extents_of(device, host, tails=tails, layers=layers)
+        self.table = extents_of(device, host, kind, layers)
         self.large = self._mean(self.table) >= DMA_BYTES_LEAST
 
     @staticmethod
@@ -248,11 +247,7 @@ class _Group(NamedTuple):
     model takes them over before it computes."""
 
     last_layer: int
-    pages: _Moves
-    tails: _Moves | None
-
-    def moves(self, tails: bool) -> _Moves | None:
-        return self.tails if tails else self.pages
+    moves: Mapping[Kind, _Moves]
 
 
 class _Queue:
@@ -335,17 +330,18 @@ class CudaController:
         engines = CopyEngines()
         self._queued = {direction: _Queue(direction, engines, device.device) for direction in Direction}
         self._flying: dict[int, _Flight] = {}
-        tails = _Moves(device, host, tails=True)
-        self._whole = [_Group(LAST_LAYER, _Moves(device, host, tails=False), tails)]
-        self._groups = [
-            _Group(layers[-1], _Moves(device, host, tails=False, layers=layers), None if i else tails)
-            for i, layers in enumerate(host.spec.layer_groups(shares))
-        ]
-        if way == "kernel" or not all(group.pages.large for group in self._groups):
+        whole = {kind: _Moves(device, host, kind) for kind in Kind}
+        self._whole = [_Group(LAST_LAYER, whole)]
+        self._groups = list[_Group]()
+        for layers in host.spec.layer_groups(shares):
+            moves = {} if self._groups else dict(whole)
+            moves[Kind.PAGE] = _Moves(device, host, Kind.PAGE, layers)
+            self._groups.append(_Group(layers[-1], moves))
+        if way == "kernel" or not all(group.moves[Kind.PAGE].large for group in self._groups):
             self._groups = self._whole
         self._grouped_bytes = grouped_bytes
-        pages = self._whole[0].pages
-        self._bytes = {False: pages.item_bytes, True: tails.item_bytes}
+        pages = whole[Kind.PAGE]
+        self._bytes = {kind: moves.item_bytes for kind, moves in whole.items()}
         staged = "staged" if pages.may_stage and way != "kernel" else "kernel"
         self.how = "copy engines" if way != "kernel" and pages.large else staged
 
@@ -361,14 +357,14 @@ class CudaController:
             flight.ready.queue_all()
         queue = self._queued[plan.direction]
         try:
-            legs = [(leg.tails, LegPlaces.of(leg, self.device, self.host)) for leg in plan.legs]
+            legs = [(leg.kind, LegPlaces.of(leg, self.device, self.host)) for leg in plan.legs]
             if (before := self._before()) is not None:
                 queue.stream.wait_event(before)
             begun = queue.mark()
         except (TransferError, RuntimeError) as error:
             self.tickets.end(ticket, error)
             return ticket
-        sizes = {NAMES[tails]: len(places.near) * self._bytes[tails] for tails, places in legs}
+        sizes = {kind.plural: len(places.near) * self._bytes[kind] for kind, places in legs}
         grouped = layered and sum(sizes.values()) >= self._grouped_bytes
         ready = Events(self._queue_groups(queue, legs, self._groups if grouped else self._whole))
         self._flying[ticket.number] = _Flight(begun, ready, sizes)
@@ -380,12 +376,12 @@ class CudaController:
         return self.after or (None if current.query() else current.record_event())
 
     def _queue_groups(
-        self, queue: _Queue, legs: Sequence[tuple[bool, LegPlaces]], groups: Sequence[_Group]
+        self, queue: _Queue, legs: Sequence[tuple[Kind, LegPlaces]], groups: Sequence[_Group]
     ) -> Iterator[tuple[int, torch.cuda.Event]]:
         for group in groups:
             large = list[tuple[Ints, Ints, Ints]]()
-            for tails, places in legs:
-                if (moves := group.moves(tails)) is not None:
+            for kind, places in legs:
+                if (moves := group.moves.get(kind)) is not None:
                     self._queue_leg(queue, moves, places, large)
             if large:
                 near, far, lengths = (np.concatenate(each) for each in zip(*large, strict=True))

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tiercel.memory.buffers import HostMemory, Memory
 from tiercel.spec.stream import Stream
 from tiercel.transfer.plan import Leg
-from tiercel.types import PLACE_MASK
+from tiercel.types import PLACE_MASK, Kind
 
 Ints = NDArray[np.int64]
 Extents = Ints
@@ -40,19 +40,19 @@ class Extent(NamedTuple):
         return same and (self.near, self.far) == (other.near + other.size, other.far + other.size)
 
 
-def shared_rows(device: Memory, host: HostMemory, *, tails: bool) -> list[tuple[Stream, int]]:
+def shared_rows(device: Memory, host: HostMemory, kind: Kind) -> list[tuple[Stream, int]]:
     """(stream, layer) of every row that both memories hold, as the host knows the streams."""
-    near, far = (m.spec.tail_streams if tails else m.spec.page_streams for m in (device, host))
+    near, far = (memory.spec.streams_of(kind) for memory in (device, host))
     held = {(stream.name, layer) for stream in near for layer in stream.layers}
     return [(stream, layer) for stream in far for layer in stream.layers if (stream.name, layer) in held]
 
 
 def extents_of(
-    device: Memory, host: HostMemory, *, tails: bool, layers: Collection[int] | None = None
+    device: Memory, host: HostMemory, kind: Kind, layers: Collection[int] | None = None
 ) -> Extents:
     """The extents of a page or tail, of some layers only if they are given. Neighbours are joined."""
     found: list[Extent] = []
-    for stream, layer in shared_rows(device, host, tails=tails):
+    for stream, layer in shared_rows(device, host, kind):
         if layers is None or layer in layers:
             found += _cut(device, host, stream, layer)
     joined: list[Extent] = []
@@ -90,7 +90,7 @@ class LegPlaces(NamedTuple):
     def of(cls, leg: Leg, device: Memory, host: HostMemory) -> LegPlaces:
         near = np.fromiter(leg.device, np.int64, len(leg.device)) & PLACE_MASK
         far = np.fromiter(chain.from_iterable(leg.host), np.int64) & PLACE_MASK
-        most = device.tails if leg.tails else device.pages
+        most = device.places_of(leg.kind)
         assert near.max(initial=0) < most and far.max(initial=0) < host.pages, f"I7: no such place: {leg}"
         return cls(near, far.reshape(len(near), len(leg.host[0]) if leg.host else 1))
 

@@ -24,11 +24,10 @@ from typing import Any, NamedTuple, Protocol
 from tiercel.errors import StoreError
 from tiercel.memory.buffers import HostMemory
 from tiercel.spec.cache_spec import CacheSpec
-from tiercel.spec.stream import Stream
 from tiercel.storage.base import Get, Put, Store
-from tiercel.storage.record import Flaw, Form, Kind, RecordKey
+from tiercel.storage.record import Flaw, Form, RecordKey
 from tiercel.threads import Crew
-from tiercel.types import HostPageId, PageKey
+from tiercel.types import HostPageId, Kind, PageKey
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +54,7 @@ class Presence(Enum):
 class RecordPlace(NamedTuple):
     """One page or tail, and the host pages it is read into or written from."""
 
-    tail: bool
+    kind: Kind
     key: PageKey
     host: tuple[HostPageId, ...] = ()
 
@@ -175,7 +174,7 @@ class StoreMover:
     def submit(self, work: Work, pieces: Sequence[RecordPlace] = ()) -> Operation:
         """Never blocks."""
         moved = pieces if work in (Work.READ, Work.WRITE) else ()
-        size = sum(self.forms[piece.tail].payload_bytes for piece in moved)
+        size = sum(self.forms[piece.kind].payload_bytes for piece in moved)
         operation = Operation(work, pieces, size, self._clock())
         self.under_way.add(operation)
         try:
@@ -203,7 +202,7 @@ class StoreMover:
         return ended
 
     def key(self, piece: RecordPlace) -> RecordKey:
-        return self.forms[piece.tail].key(piece.key)
+        return self.forms[piece.kind].key(piece.key)
 
     @property
     def landed(self) -> bool:
@@ -261,7 +260,7 @@ class StoreMover:
     def _read(self, operation: Operation) -> list[Presence]:
         wanted = []
         for piece in operation.pieces:
-            header = memoryview(bytearray(self.forms[piece.tail].header_bytes))
+            header = memoryview(bytearray(self.forms[piece.kind].header_bytes))
             wanted.append(Get(self.key(piece), [header, *self._views(piece)]))
         there = self._store.get(wanted)
         missed = [each.key for each, here in zip(wanted, there, strict=True) if not here]
@@ -270,7 +269,7 @@ class StoreMover:
         for piece, (key, (header, *payload)), here in zip(operation.pieces, wanted, there, strict=True):
             flaw = Flaw.UNREADABLE if listed.get(key) else None
             if here:
-                flaw = self.forms[piece.tail].flaw(header, piece.key, payload)
+                flaw = self.forms[piece.kind].flaw(header, piece.key, payload)
             if flaw is not None:
                 damaged.append(key)
                 self._count(key, flaw)
@@ -305,7 +304,7 @@ class StoreMover:
         for piece, key, here in zip(operation.pieces, keys, self._kept(keys), strict=True):
             if not here:
                 payload = self._views(piece)
-                values.append(Put(key, [self.forms[piece.tail].header(piece.key, payload), *payload]))
+                values.append(Put(key, [self.forms[piece.kind].header(piece.key, payload), *payload]))
         answers = self._store.put(values) if values else []
         kept = {value.key: answer for value, answer in zip(values, answers, strict=True)}
         self._not_removed.difference_update(key for key, is_kept in kept.items() if is_kept)
@@ -324,7 +323,7 @@ class StoreMover:
     def _probe(self, operation: Operation) -> list[Presence]:
         if not self.writes:
             return []  # only a fetch can tell how fast it is
-        form, key = self.forms[False], PageKey(os.urandom(32))
+        form, key = self.forms[Kind.PAGE], PageKey(os.urandom(32))
         name, payload = form.key(key), bytearray(form.payload_bytes)
         try:
             kept = self._store.put([Put(name, [form.header(key, [payload]), payload])])
@@ -337,7 +336,7 @@ class StoreMover:
         return []
 
     def _views(self, piece: RecordPlace) -> list[memoryview]:
-        return self._host.views(piece.host, self.forms[piece.tail].payload_bytes)
+        return self._host.views(piece.host, self.forms[piece.kind].payload_bytes)
 
     _DO: dict[Work, Callable[[StoreMover, Operation], list[Presence]]] = {
         Work.ASK: _ask,
@@ -349,14 +348,10 @@ class StoreMover:
     }
 
 
-def forms_of(spec: CacheSpec, align: int) -> dict[bool, Form]:
-    """Of pages (False) and of tails (True)."""
-    return {
-        False: _form(Kind.PAGE, spec, spec.page_streams, align),
-        True: _form(Kind.TAIL, spec, spec.tail_streams, align),
-    }
+def forms_of(spec: CacheSpec, align: int) -> dict[Kind, Form]:
+    return {kind: _form(kind, spec, align) for kind in Kind}
 
 
-def _form(kind: Kind, spec: CacheSpec, streams: Sequence[Stream], align: int) -> Form:
-    rows = tuple((stream.name, stream.layers, spec.row_bytes(stream)) for stream in streams)
-    return Form(kind, spec.form, rows, sum(map(spec.bytes_of, streams)), align)
+def _form(kind: Kind, spec: CacheSpec, align: int) -> Form:
+    rows = tuple((stream.name, stream.layers, spec.row_bytes(stream)) for stream in spec.streams_of(kind))
+    return Form(kind, spec.form, rows, spec.item_bytes(kind), align)

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-from tiercel.types import HostPageId
+from tiercel.types import HostPageId, Kind
 
 Pair = tuple[int, tuple[HostPageId, ...]]
 """The device id of a page or tail, and its host pages: one for a page, several for a tail."""
@@ -31,7 +31,7 @@ class Direction(Enum):
 class Leg:
     """Whole pages, or whole tails: `device[i]` is paired with the host pages `host[i]`."""
 
-    tails: bool
+    kind: Kind
     device: tuple[int, ...]
     host: tuple[tuple[HostPageId, ...], ...]
 
@@ -49,7 +49,7 @@ class Plan:
     def __post_init__(self) -> None:
         targets: list[object]
         if self.direction is Direction.LOAD:  # a caller may use the same numbers for its pages and its tails
-            targets = [(leg.tails, device) for leg in self.legs for device in leg.device]
+            targets = [(leg.kind, device) for leg in self.legs for device in leg.device]
         else:
             targets = [host for leg in self.legs for hosts in leg.host for host in hosts]
         assert len(targets) == len(set(targets)), "I1: a plan writes a place twice"
@@ -57,7 +57,7 @@ class Plan:
     @staticmethod
     def of(direction: Direction, pages: Iterable[Pair] = (), tails: Iterable[Pair] = ()) -> Plan:
         """From pairs: at most one leg of each kind."""
-        kinds = (False, tuple(pages)), (True, tuple(tails))
+        kinds = (Kind.PAGE, tuple(pages)), (Kind.TAIL, tuple(tails))
         legs = (
             Leg(kind, tuple(d for d, _ in pairs), tuple(h for _, h in pairs))
             for kind, pairs in kinds

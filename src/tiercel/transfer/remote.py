@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from tiercel.errors import TransferError
 from tiercel.transfer.controller import Controller, Done, Ready, Seconds, Ticket, Tickets
 from tiercel.transfer.plan import Plan
+from tiercel.types import Kind
 
 
 @dataclass(frozen=True)
@@ -119,4 +120,4 @@ class RemoteController:
 
 def _slowest(of_ranks: list[Seconds]) -> Mapping[str, float]:
     """The slowest rank counts: they copy at the same time."""
-    return {what: max(each.get(what, 0.0) for each in of_ranks) for what in ("pages", "tails")}
+    return {kind.plural: max(each.get(kind.plural, 0.0) for each in of_ranks) for kind in Kind}

@@ -26,11 +26,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from tiercel.policy.placement import Boundary
 from tiercel.policy.worth import Chance
-from tiercel.types import DevicePageId, DeviceTailId, HostPageId, PageKey, Tier
+from tiercel.types import DevicePageId, DeviceTailId, HostPageId, Kind, PageKey, Tier
 
 FOREIGN = -1
 
@@ -39,6 +39,7 @@ FOREIGN = -1
 class Cached:
     """What pages and tails have in common: a copy in each pool, and their use (see `policy.evict.Used`)."""
 
+    kind: ClassVar[Kind]
     device: Any
     used: int
     priority: int
@@ -89,6 +90,7 @@ class ItemOwner(Protocol):
 class Page(Cached):
     """A page in the tree. Locking it protects its whole path: only leaves are ever evicted."""
 
+    kind: ClassVar[Kind] = Kind.PAGE
     key: PageKey
     parent: Page | None
     depth: int
@@ -107,6 +109,7 @@ class Page(Cached):
 class Tail(Cached):
     """What is needed besides the pages to continue after `page`."""
 
+    kind: ClassVar[Kind] = Kind.TAIL
     page: Page
     boundary: Boundary
     chance: Chance | None = field(default=None, init=False)
@@ -173,7 +176,7 @@ class Event(NamedTuple):
 
     stored: bool
     tier: Tier
-    tail: bool
+    kind: Kind
     key: PageKey
     parent: PageKey = PageKey(b"")
     """Of the page before it; empty for the first page of a text."""
@@ -184,7 +187,7 @@ class Event(NamedTuple):
 def event(stored: bool, tier: Tier, item: Item) -> Event:
     page = item.page if isinstance(item, Tail) else item
     parent = page.parent.key if page.parent is not None else PageKey(b"")
-    return Event(stored, tier, page is not item, page.key, parent, page.tokens)
+    return Event(stored, tier, item.kind, page.key, parent, page.tokens)
 
 
 class Cleared(NamedTuple):

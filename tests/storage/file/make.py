@@ -15,7 +15,8 @@ from pathlib import Path
 
 from tiercel.storage.base import Get, Put
 from tiercel.storage.file import FileStore, direct
-from tiercel.storage.record import Form, Kind, RecordKey
+from tiercel.storage.record import Form, RecordKey
+from tiercel.types import Kind
 
 KIB = 1024
 SIZE = 1024 * KIB

@@ -30,7 +30,7 @@ from tiercel.errors import StoreError
 from tiercel.storage.base import Get
 from tiercel.storage.file import direct
 from tiercel.storage.file.segment import UNREADABLE_MOST, Table, note
-from tiercel.storage.record import Header, Kind, RecordKey, checksum, flaw_of, pack
+from tiercel.storage.record import Header, Note, RecordKey, checksum, flaw_of, pack
 
 NAMES = [f"{number}:{size}" for number, size in enumerate([100, 9000, 4096, 5000, 12_000, 1, 8192, 300] * 2)]
 GONE = [NAMES[2], NAMES[9]]
@@ -79,7 +79,7 @@ def touched_by(data: bytes, block: int) -> set[str]:
             at = data.find(data[at : at + 16], at + BLOCK)
         if at >= 0 and at <= block < at + room_of(name):
             names.add(name)
-        if data[block:].startswith(note(Kind.REMOVED, key_of(name))[:100]):
+        if data[block:].startswith(note(Note.REMOVED, key_of(name))[:100]):
             names.add(name)
     return names
 
@@ -307,7 +307,7 @@ def test_a_note_about_no_name_is_passed_over(place):
     (name,) = files_of(place / "killed")
     data = bytearray((place / "killed" / name).read_bytes())
     at = sum(map(room_of, NAMES[:3]))
-    odd = pack(Header(Kind.REMOVED, BLOCK, 0, bytes(16), page_key(NAMES[0]), checksum([b""]), b"\1\1"))
+    odd = pack(Header(Note.REMOVED, BLOCK, 0, bytes(16), page_key(NAMES[0]), checksum([b""]), b"\1\1"))
     data[at : at + BLOCK] = odd
     (place / "killed" / name).write_bytes(data)
     for _ in range(2):

@@ -36,7 +36,8 @@ from tiercel.storage import record
 from tiercel.storage.base import Get, Put
 from tiercel.storage.file import FileStore, direct, segment
 from tiercel.storage.file.room import SIZE_LEAST, segment_bytes_for
-from tiercel.storage.record import Flaw, Form, Kind, pack, parse
+from tiercel.storage.record import Flaw, Form, Note, pack, parse
+from tiercel.types import Kind
 
 NAMES = [f"page {number}" for number in range(24)]
 BIG = [f"{number}:20000" for number in range(200)]
@@ -140,7 +141,7 @@ def test_what_is_not_a_record_is_refused_before_anything_is_written(path, wrong)
         "no header": (key_of("a"), [bytes(4096), payload]),
         "another key": (key_of("b"), [header, payload]),
         "another length": (key_of("a"), [header, payload + b"x"]),
-        "a note": (key_of("a", Kind.REMOVED), [header, payload]),
+        "a note": (key_of("a", Note.REMOVED), [header, payload]),
     }[wrong]
     with make_store(path) as store:
         keep(store, "kept")

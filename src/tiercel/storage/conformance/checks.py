@@ -28,7 +28,8 @@ from tiercel.storage.conformance.samples import (
     read_some,
     together,
 )
-from tiercel.storage.record import ALIGN_LEAST, Kind, View
+from tiercel.storage.record import ALIGN_LEAST, View
+from tiercel.types import Kind
 
 _SIZES = (1, 4096, 256 << 10, 3 << 20)
 _THREADS = 8

@@ -11,8 +11,9 @@ from functools import cached_property, partial
 from itertools import pairwise
 
 from tiercel.storage.base import Get, Put, Store
-from tiercel.storage.record import ALIGN_LEAST, Flaw, Form, Kind, RecordKey
+from tiercel.storage.record import ALIGN_LEAST, Flaw, Form, RecordKey
 from tiercel.threads import start
+from tiercel.types import Kind
 
 SMALL_BYTES = 16 << 20  # the size of a small store, about
 _BESIDE = b"\xa5\xa5\xa5"  # bytes between the parts of a read: `get` must not change them

@@ -31,7 +31,7 @@ import xxhash
 from tiercel.storage.file import direct
 from tiercel.storage.file.direct import ALIGN, padded
 from tiercel.storage.file.segment import Segment
-from tiercel.storage.record import Kind, RecordKey
+from tiercel.storage.record import Note, RecordKey
 
 _ROW_BITS = 32
 _ROW_MASK = (1 << _ROW_BITS) - 1
@@ -104,9 +104,9 @@ class Index:
     def _replay(self, segment: Segment) -> None:
         first = segment.number << _ROW_BITS
         for row, (key, kind) in enumerate(zip(segment.table.keys, segment.table.notes, strict=True)):
-            if kind == Kind.CLEARED:
+            if kind == Note.CLEARED:
                 self._places.clear()
-            elif kind == Kind.REMOVED:
+            elif kind == Note.REMOVED:
                 self._places.pop(key, None)
             else:
                 self._places[key] = first + row
@@ -154,13 +154,13 @@ class Index:
         # The first page is needed by the others: its use is the latest.
         segment.used.extend(range(self._clock, self._clock - len(keys), -1))
         segment.hits.extend([0] * len(keys))
-        if kind == Kind.CLEARED:
+        if kind == Note.CLEARED:
             self.clear()
             return
         for key in keys:
             if key in self._places:
                 self._forget(key)
-        if kind == Kind.REMOVED:
+        if kind == Note.REMOVED:
             return
         first = segment.number << _ROW_BITS | row
         self._places.update(zip(keys, range(first, first + len(keys)), strict=True))

@@ -28,7 +28,7 @@ from tiercel.storage.file.folder import Folder
 from tiercel.storage.file.index import Index, load_uses, save_uses
 from tiercel.storage.file.room import Candidate, Limits, Standing
 from tiercel.storage.file.segment import EVERYTHING, Segment, copy, create, load, note, packed_bytes
-from tiercel.storage.record import Kind, RecordKey, View
+from tiercel.storage.record import Note, RecordKey, View
 from tiercel.threads import Crew
 
 FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
@@ -284,7 +284,7 @@ class Log:
     def _may_go(self, segment: Segment, left: int) -> bool:
         """Whether it may be evicted before older segments. Its REMOVED notes about them are then written
         again; a CLEARED note can not be."""
-        return Kind.CLEARED not in segment.table.notes and ALIGN * len(self._notes(segment)) <= left
+        return Note.CLEARED not in segment.table.notes and ALIGN * len(self._notes(segment)) <= left
 
     def _standing(self, segment: Segment) -> Standing:
         with self.lock:
@@ -298,10 +298,10 @@ class Log:
         """Keys of its REMOVED notes that may have to be written again when it is evicted: older segments may
         hold records of these keys."""
         oldest = next(each for each in self.index.segments.values() if each.bytes_on_disk)
-        if segment is oldest or Kind.REMOVED not in segment.table.notes:
+        if segment is oldest or Note.REMOVED not in segment.table.notes:
             return []
         named = zip(segment.table.keys, segment.table.notes, strict=True)
-        keys = dict.fromkeys(key for key, kind in named if kind == Kind.REMOVED)
+        keys = dict.fromkeys(key for key, kind in named if kind == Note.REMOVED)
         return [key for key in keys if key not in self.index]
 
     def _carry(self, segment: Segment, cold: Any | None, into: Segment, left: int) -> None:
@@ -319,7 +319,7 @@ class Log:
         most = left if cold is None else min(segment.bytes_on_disk // 2, left)
         self._move(segment, room.staying(candidates, cold=cold, bytes_most=most), into)
         if notes:
-            self._write(into, [_notes_job(Kind.REMOVED, notes)])
+            self._write(into, [_notes_job(Note.REMOVED, notes)])
 
     def _move(self, source: Segment, rows: Sequence[int], target: Segment) -> None:
         """Copy records to the end of another segment, durably. Damaged records are left out."""
@@ -348,7 +348,7 @@ class Log:
             segment = self._create_if_room()
             if segment is not None:
                 self._active = segment
-                self._write(segment, [_notes_job(Kind.CLEARED, [EVERYTHING])])
+                self._write(segment, [_notes_job(Note.CLEARED, [EVERYTHING])])
             with self.lock:
                 self.index.clear()
             for old in list(self.index.segments.values()):
@@ -387,7 +387,7 @@ class Log:
         return gained
 
 
-def _notes_job(kind: Kind, keys: Sequence[RecordKey]) -> Job:
+def _notes_job(kind: Note, keys: Sequence[RecordKey]) -> Job:
     notes = direct.aligned_copy(b"".join(note(kind, key) for key in keys))
     return Job(keys, [ALIGN] * len(keys), kind, [notes])
 

@@ -32,7 +32,7 @@ from tiercel.storage import record
 from tiercel.storage.base import trips
 from tiercel.storage.file import direct
 from tiercel.storage.file.direct import ALIGN, Lanes, padded
-from tiercel.storage.record import KEY_BYTES, MAGIC, Flaw, Header, Kind, RecordKey, View, parse
+from tiercel.storage.record import KEY_BYTES, MAGIC, Flaw, Header, Note, RecordKey, View, parse
 
 HEADER_MOST = 1024**2  # The longest header that a scan looks for. Headers of real models have up to 8 KiB.
 _TABLE_GUESS = 64 * 1024
@@ -47,7 +47,7 @@ _TRAILER = struct.Struct("<8sH6xQ16s16x8s")
 _ROW = np.dtype([("key", f"V{KEY_BYTES}"), ("note", "u1"), ("", "V2"), ("place", "<u4"), ("bytes", "<u8")])
 """`place` counts in units of ALIGN; `bytes` is the value's length, without padding."""
 
-_NOTES = bytes((0, Kind.REMOVED, Kind.CLEARED))
+_NOTES = bytes((0, Note.REMOVED, Note.CLEARED))
 
 assert _ROW.itemsize == 64
 
@@ -371,20 +371,20 @@ class Reader:
         return 0
 
 
-EVERYTHING = RecordKey(bytes((Kind.CLEARED,)) + bytes(KEY_BYTES - 1))  # the key of a CLEARED note
+EVERYTHING = RecordKey(bytes((Note.CLEARED,)) + bytes(KEY_BYTES - 1))  # the key of a CLEARED note
 
 
-def note(kind: Kind, key: RecordKey) -> bytes:
+def note(kind: Note, key: RecordKey) -> bytes:
     """A note: REMOVED, the record of this key is gone; or CLEARED, every record is gone."""
     assert len(key) == KEY_BYTES, "not the key of a record"
-    removed = key[:1] if kind is Kind.REMOVED else b""  # in the place of the stream table
+    removed = key[:1] if kind is Note.REMOVED else b""  # in the place of the stream table
     return record.pack(Header(kind, ALIGN, 0, key[1:-32], key[-32:], record.checksum([b""]), removed))
 
 
 def subject(header: Header) -> tuple[RecordKey, int] | None:
     """The key that a record or note is about, and the kind of the note; 0 for a record. None: not a note of
     ours."""
-    if header.kind is Kind.REMOVED:
+    if header.kind is Note.REMOVED:
         key = RecordKey(header.table + header.key[1:])
         return (key, header.kind) if len(key) == KEY_BYTES else None
-    return header.key, header.kind if header.kind is Kind.CLEARED else 0
+    return header.key, header.kind if header.kind is Note.CLEARED else 0

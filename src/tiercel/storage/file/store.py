@@ -25,7 +25,7 @@ from tiercel.storage.file.log import READERS, Log
 from tiercel.storage.file.queue import Request
 from tiercel.storage.file.room import Limits, free_for, segment_bytes_for
 from tiercel.storage.file.segment import HEADER_MOST, OtherVersion, Reader, Segment, note, packed_bytes
-from tiercel.storage.record import ALIGN_LEAST, MAGIC, Flaw, Kind, RecordKey, flaw_of, parse
+from tiercel.storage.record import ALIGN_LEAST, MAGIC, Flaw, Note, RecordKey, flaw_of, parse
 
 STRETCH_BYTES = 2 * 1024**2
 """Neighbouring records are read in one call of up to so many bytes: efficient for the disk, and small enough
@@ -200,8 +200,8 @@ class FileStore(Store):
         with self._call("removing records", changes=True):
             noted = [key for key in dict.fromkeys(keys) if key in self._index or key in self._log.doubtful]
             there = sum(key in self._index for key in noted)
-            notes = [Record(key, ALIGN, [note(Kind.REMOVED, key)]) for key in noted]
-            if self._log.append(notes, Kind.REMOVED) < len(notes):
+            notes = [Record(key, ALIGN, [note(Note.REMOVED, key)]) for key in noted]
+            if self._log.append(notes, Note.REMOVED) < len(notes):
                 raise StoreError("there is no room on the disk to note that records are gone")
             return there
 
@@ -321,7 +321,7 @@ def _record(value: Put) -> Record:
     size = sum(map(len, parts))
     if isinstance(header, Flaw) or header.header_bytes > HEADER_MOST:
         raise StoreError(f"a value must begin with the header of a record: {header}")
-    if header.key != key or header.kind in (Kind.REMOVED, Kind.CLEARED):
+    if header.key != key or isinstance(header.kind, Note):
         raise StoreError("a record was given under another key than its own")
     if header.header_bytes + header.payload_bytes != size:
         raise StoreError(f"a record of {header.payload_bytes:,} B was given {size:,} B with its header")
