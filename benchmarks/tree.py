@@ -29,9 +29,9 @@ from tiercel.pages.pool import PagePool
 from tiercel.policy.evict import make_evict_policy
 from tiercel.spec.attention import mha
 from tiercel.tree.keys import KeyChain
-from tiercel.tree.node import Actions, Item, Page, Tail
+from tiercel.tree.node import Actions
 from tiercel.tree.prefix_tree import PrefixTree
-from tiercel.types import DevicePageId, DeviceTailId, PageKey
+from tiercel.types import DevicePageId, DeviceTailId, Kind, PageKey
 
 CAPACITY_TOKENS = 2_000_000
 PROMPT_PAGES = 512
@@ -75,9 +75,9 @@ def serve(requests: list[Any], page_tokens: int) -> tuple[float, float]:
         tree.lock(page)
         need = len(keys) - match.boundary
         if need > pool.free:
-            tree.evict(Page, need - pool.free)
-            pool.release(tree.actions.pages)
-            tree.actions = Actions()
+            tree.evict(Kind.PAGE, need - pool.free)
+            pool.release(tree.copies.actions.pages)
+            tree.copies.actions = Actions()
         tree.insert(page, keys[match.boundary :], pool.take(need))
         tree.unlock(page)
         asked += len(tokens)
@@ -154,12 +154,12 @@ def evict_us(sizes: Sizes) -> float:
 
     def once() -> None:
         for _ in range(calls):
-            tree.evict(Page, 1)
+            tree.evict(Kind.PAGE, 1)
 
     return median(sizes, lambda: timed(once, calls=calls))
 
 
-def evict_with_tails_us(sizes: Sizes, kind: type[Item], evict: str) -> float:
+def evict_with_tails_us(sizes: Sizes, kind: Kind, evict: str) -> float:
     """One page, or one tail, at a time from 195 texts of 512 pages with a tail every 16 pages."""
     tree, calls, ids = make_tree(1, evict), sizes.calls, count(1 << 56)
     for text in range(sizes.pages // PROMPT_PAGES):
@@ -228,8 +228,8 @@ def measure(page_sizes: list[int], sizes: Sizes) -> dict[str, Any]:
         "insert_us_per_page": insert_us(sizes),
         "evict_us": evict_us(sizes),
         **{
-            f"evict_{kind.__name__.lower()}_with_tails_us_{evict}": evict_with_tails_us(sizes, kind, evict)
-            for kind in (Page, Tail)
+            f"evict_{kind.name.lower()}_with_tails_us_{evict}": evict_with_tails_us(sizes, kind, evict)
+            for kind in Kind
             for evict in ("lru", "value")
         },
         "idle_step_us": idle_step_us(sizes),

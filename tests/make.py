@@ -7,9 +7,8 @@ from itertools import count
 from tiercel.policy.evict import make_evict_policy
 from tiercel.spec.identity import Identity
 from tiercel.tree.keys import KeyChain
-from tiercel.tree.node import Page
 from tiercel.tree.prefix_tree import PrefixTree
-from tiercel.types import DevicePageId, DeviceTailId, HostPageId, PageKey
+from tiercel.types import DevicePageId, DeviceTailId, HostPageId, Kind, PageKey
 
 IDENTITY = Identity("model").digest
 
@@ -56,21 +55,21 @@ class TreeDriver:
         return self.tree.match(keys, len(keys), **options)
 
     def take_host(self, n: int) -> tuple[HostPageId, ...] | None:
-        self.host_free += len(self.tree.actions.host)
-        self.tree.actions.host.clear()
+        self.host_free += len(self.tree.copies.actions.host)
+        self.tree.copies.actions.host.clear()
         if n > self.host_free:
             return None
         self.host_free -= n
         return tuple(HostPageId(next(self.ids)) for _ in range(n))
 
     def evict(self, n: int = 1, *, finish_saves: bool = True) -> int:
-        going = self.tree.evict(Page, n, self.take_host)
+        going = self.tree.evict(Kind.PAGE, n, self.take_host)
         if finish_saves:
             self.finish_saves()
         return going
 
     def finish_saves(self, ok: bool = True) -> None:
-        saves, self.tree.actions.saves = self.tree.actions.saves, []
+        saves, self.tree.copies.actions.saves = self.tree.copies.actions.saves, []
         for move in saves:
             self.tree.save_done(move, ok)
 

@@ -70,7 +70,7 @@ class QueueFull(TiercelError):
 
 
 class EngineError(TiercelError):
-    """The engine has failed in a way that leaves its books in doubt. It serves no more."""
+    """The engine has failed in a way that leaves its state in doubt. It serves no more."""
 
 
 class BudgetError(TiercelError):

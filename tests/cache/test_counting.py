@@ -15,7 +15,7 @@ OTHER = [7] * 10
 def drop_tails(driver):
     for page in list(driver.cache.tree.index.values()):
         if page.tail is not None:
-            driver.cache.tree._drop(page.tail)
+            driver.cache.tree.copies.drop(page.tail)
 
 
 def hits(driver):

@@ -257,7 +257,7 @@ def test_without_its_last_tail_a_text_resumes_from_an_earlier_one():
     tree = driver.cache.tree
     (last,) = [page for page in tree.index.values() if page.depth == 4]
     assert last.tail is not None
-    tree._drop(last.tail)
+    tree.copies.drop(last.tail)
     reuse = driver.serve(TEXT)
     assert reuse.tokens == 8 and reuse.found_tokens == 16 and reuse.why is Why.NO_TAIL
     assert reuse.replay_cost_tokens == WINDOW.replay_tokens == 3
@@ -270,7 +270,7 @@ def test_an_exact_replay_uses_every_page_and_leaves_a_tail_where_it_ends():
     tree = driver.cache.tree
     for page in list(tree.index.values()):
         if page.tail is not None:
-            tree._drop(page.tail)
+            tree.copies.drop(page.tail)
     request = driver.begin_loaded(TEXT, replay=True)
     assert request.reuse.tokens == 16 and request.reuse.replay_tokens == 3 and request.resume_tails == ()
     driver.compute(request, TEXT)
@@ -285,7 +285,7 @@ def test_no_replay_rebuilds_a_recurrent_state():
     driver.serve(TEXT)
     for page in list(driver.cache.tree.index.values()):
         if page.tail is not None:
-            driver.cache.tree._drop(page.tail)
+            driver.cache.tree.copies.drop(page.tail)
     reuse = driver.serve(TEXT, replay=True)
     assert reuse.tokens == 0 and reuse.replay_cost_tokens is None and reuse.why is Why.NO_TAIL
 
@@ -663,11 +663,12 @@ def test_statistics_are_told_without_a_walk_over_the_tree():
         __iter__ = keys = values = items = _walk
 
     before = driver.cache.stats()
-    index, driver.cache.tree.index = driver.cache.tree.index, Unwalked(driver.cache.tree.index)
+    copies = driver.cache.tree.copies
+    index, copies.index = copies.index, Unwalked(copies.index)
     with pytest.raises(AssertionError, match="walks"):
         list(driver.cache.tree.items())
     assert driver.cache.stats().cached_bytes == before.cached_bytes != {}
-    driver.cache.tree.index = index
+    copies.index = index
 
 
 def test_statistics_count_true_bytes_per_tier_and_stream():

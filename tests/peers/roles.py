@@ -47,7 +47,7 @@ class Roles:
         return replace(ask, prefiller=Prefiller(HOST, self._port, ask.request_id))
 
     def settle(self) -> None:
-        """Nothing is on its way, and the books of both engines are right."""
+        """Nothing is on its way, and the counts of both engines are right."""
         for service in (self.decode, self.prefill):
             settle(service)
 
@@ -65,7 +65,7 @@ class Roles:
 
 
 def settle(service: EngineService) -> None:
-    """Nothing is on its way, nobody reads its pages, and its books are right."""
+    """Nothing is on its way, nobody reads its pages, and its counts are right."""
     cache = service._engine.cache
     until(lambda: service._ask(lambda: not cache.busy).result(30), "all has been moved")
     until(lambda: service._ask(lambda: not len(cache.leases)).result(30), "no lease is left")

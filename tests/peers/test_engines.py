@@ -1,4 +1,4 @@
-"""Goal: an engine that pulled its pages answers as one that computed them, bit by bit; the books of both are
+"""Goal: an engine that pulled its pages answers as one that computed them, bit by bit; the counts of both are
 right. Method: the embedded model in two engines, each behind its own thread, on real sockets."""
 
 import asyncio

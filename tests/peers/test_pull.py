@@ -1,4 +1,4 @@
-"""Goal: a cache takes from a peer what it lacks, whatever goes wrong; afterwards its books are right. Method:
+"""Goal: a cache takes from a peer what it lacks, whatever goes wrong; then its counts are right. Method:
 a real offering process, a cache that reads it, bytes that follow from their keys."""
 
 import os

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import log2
+from unittest.mock import patch
 
 from tiercel.policy.evict import Rank
 from tiercel.policy.worth import HIT, HITS_MOST
+from tiercel.tree import prefix_tree
+from tiercel.tree.copies import Copies
 from tiercel.tree.node import Event, Item, Page, Tail
 from tiercel.tree.prefix_tree import Match, PrefixTree
 from tiercel.types import Kind, PageKey, Tier
@@ -24,12 +27,31 @@ class Use:
     priority: int = -(10**9)
 
 
+class WatchedCopies(Copies):
+    oracle: Oracle
+
+    def load_done(self, move, ok):
+        super().load_done(move, ok)
+        assert not move.item.gone or move.item.device is None, "I3: what is gone still names its place"
+
+    def tell(self, stored, tier, item):
+        page = item.page if isinstance(item, Tail) else item
+        self.oracle.hear(Event(stored, tier, item.kind, page.key))
+        super().tell(stored, tier, item)
+
+    def remove(self, page):
+        super().remove(page)
+        self.oracle.uses.pop(page.key, None)
+
+
 class WatchedTree(PrefixTree):
     """The real tree, reporting to an oracle what it decides at the moment it decides it."""
 
     def __init__(self, **options) -> None:
-        super().__init__(**options)
-        self.oracle = Oracle(self)
+        with patch.object(prefix_tree, "Copies", WatchedCopies):
+            super().__init__(**options)
+        self.copies: WatchedCopies
+        self.oracle = self.copies.oracle = Oracle(self)
 
     def match(self, keys, limit, *, device_only=False):
         match = super().match(keys, limit, device_only=device_only)
@@ -38,20 +60,20 @@ class WatchedTree(PrefixTree):
 
     def touch(self, page, tails, priority):
         super().touch(page, tails, priority)
-        self.oracle.use_path(page, self._clock, priority, hit=True)
+        self.oracle.use_path(page, self.copies.clock, priority, hit=True)
 
     def _grow(self, parent, brought, *, fetched=False, owner=""):
         before = len(self.index)
         grown = super()._grow(parent, brought, fetched=fetched, owner=owner)
         if grown:  # a new page has priority 0, one that was there keeps its own
             priority = 0 if len(self.index) > before else Use.priority
-            self.oracle.use_path(grown[-1], self._clock, priority, hit=False)
+            self.oracle.use_path(grown[-1], self.copies.clock, priority, hit=False)
         return grown
 
     def insert(self, parent, keys, ids, priority=0, tokens=(), owner="", *, hold=False):
         pages = super().insert(parent, keys, ids, priority, tokens, owner, hold=hold)
         if pages:
-            self.oracle.use_path(pages[-1], self._clock, priority, hit=False)
+            self.oracle.use_path(pages[-1], self.copies.clock, priority, hit=False)
         return pages
 
     def _evict(self, item, host_pages, take_host):
@@ -69,10 +91,6 @@ class WatchedTree(PrefixTree):
         )
         return gone
 
-    def load_done(self, move, ok):
-        super().load_done(move, ok)
-        assert not move.item.gone or move.item.device is None, "I3: what is gone still names its place"
-
     def evict_host(self, *, for_item=None):
         doubles = set(self.doubles)
         coldest = None if doubles else self.host.coldest()
@@ -84,15 +102,6 @@ class WatchedTree(PrefixTree):
             "a double goes before the only copy of anything"
         )
         return done
-
-    def _tell(self, stored, tier, item):
-        page = item.page if isinstance(item, Tail) else item
-        self.oracle.hear(Event(stored, tier, item.kind, page.key))
-        super()._tell(stored, tier, item)
-
-    def _remove(self, page):
-        super()._remove(page)
-        self.oracle.uses.pop(page.key, None)
 
 
 class Oracle:
@@ -124,8 +133,8 @@ class Oracle:
             here = here.parent
 
     def rank(self, item: Item) -> Rank:
-        """Of a page by the oracle's own books; a tail inherits nothing, so its own books will do."""
-        return self.tree._rank(self.uses[item.key] if isinstance(item, Page) else item)
+        """Of a page by what the oracle has counted; a tail inherits nothing, so its own use will do."""
+        return self.tree.copies.rank(self.uses[item.key] if isinstance(item, Page) else item)
 
     def worth(self, item: Item, carrying: set[int], *, filed: bool) -> float:
         """What an item is worth, its weight taken from the bucket it waits in (`filed`), or computed from
@@ -135,12 +144,12 @@ class Oracle:
             return 0.0
         use, chance = tail or self.uses[item.key], tail.chance if tail else tree.worth.chances.end
         if filed:
-            lines = (tree.device[type(item)], tree.host, getattr(item.owner, "line", None))
+            lines = (tree.device[item.kind], tree.host, getattr(item.owner, "line", None))
             weight = max(line.weight_of(item) for line in lines if line and item in line)
         else:
             exact = self._weight_of_tail(tail) if tail else 1.0 + HIT * min(use.hits, HITS_MOST)
             weight = 2.0 ** (round(2 * log2(exact)) / 2)
-        return chance.factor * weight / (tree._clock - use.used + 1)
+        return chance.factor * weight / (tree.copies.clock - use.used + 1)
 
     def _weight_of_tail(self, tail: Tail) -> float:
         path = [tail.page]

@@ -42,7 +42,7 @@ from tiercel.text.stream import TextPiece
 from tiercel.transfer.controller import LocalController
 from tiercel.transfer.mover import Workers
 from tiercel.transfer.plan import Direction
-from tiercel.tree.node import Page
+from tiercel.types import Kind
 
 VOCABULARY = 11
 LONGEST = 48
@@ -334,7 +334,7 @@ class WatchedScheduler(Scheduler):
         stand = 0 if self.stalled else self._standing_still({part.ring for part in parts})
         tree, leaving = self.cache.tree, self.cache.places.pages_leaving
         if stand > leaving:
-            coldest = tree.device[Page].coldest()
+            coldest = tree.device[Kind.PAGE].coldest()
             waits = coldest is not None and tree._waits_for_saves(coldest)
             assert waits, f"{stand} texts stand still, and {leaving} pages are leaving"
         return parts

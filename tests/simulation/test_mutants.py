@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 
-import tiercel.tree.books as books
+import tiercel.tree.copies as copies
 import tiercel.tree.keys as keys
 import tiercel.tree.prefix_tree as prefix_tree
 from tests.simulation.foreign import ForeignWorld
@@ -26,20 +26,21 @@ from tiercel.transfer.extents import shared_rows as real_shared_rows
 from tiercel.transfer.mover import Presence, StoreMover, Work
 from tiercel.tree import valued
 from tiercel.tree.candidates import Candidates
+from tiercel.tree.copies import Copies
 from tiercel.tree.owners import Owner
 from tiercel.tree.prefix_tree import PrefixTree
 from tiercel.types import Tier
 
 real_insert, real_load_start, real_save_start = (
     PrefixTree.insert,
-    PrefixTree.load_start,
-    PrefixTree.save_start,
+    Copies.load_start,
+    Copies.save_start,
 )
 real_seeded, real_take_host, real_touch = keys._seeded, Places.take_host, PrefixTree.touch
 real_evict = PrefixTree._evict
-real_load_done, real_sharing_end = PrefixTree.load_done, Sharing.end
+real_load_done, real_sharing_end = Copies.load_done, Sharing.end
 real_load, real_transfer_end, real_landed = HostCache.load, HostCache._end, Landings.landed
-real_arrive_start, real_column = PrefixTree.arrive_start, Memory.column
+real_arrive_start, real_column = Copies.arrive_start, Memory.column
 real_trim_owner = PrefixTree._trim
 real_end, real_read = Fetch.end, StoreMover._read
 
@@ -53,9 +54,9 @@ def parents_are_evicted(page):
 
 
 def a_duplicate_leaks(self, *inserted, **how):
-    given = len(self.actions.pages)
+    given = len(self.copies.actions.pages)
     pages = real_insert(self, *inserted, **how)
-    del self.actions.pages[given:]
+    del self.copies.actions.pages[given:]
     return pages
 
 
@@ -72,14 +73,14 @@ def a_load_is_readable_at_once(self, item, device, batch):
     move = real_load_start(self, item, device, batch)
     item.load = None
     self.doubles.add(item)
-    self._tell(True, Tier.DEVICE, item)
+    self.tell(True, Tier.DEVICE, item)
     return move
 
 
 def a_save_is_readable_at_once(self, item, host):
     real_save_start(self, item, host)
     item.save = None
-    self._tell(True, Tier.HOST, item)
+    self.tell(True, Tier.HOST, item)
 
 
 def a_missing_tail_is_overlooked(page, pages_per_window, device_only):
@@ -115,7 +116,7 @@ def a_place_comes_back_before_its_save_ended(self, item, host_pages, take_host):
     device = item.device
     going = real_evict(self, item, host_pages, take_host)
     if item.save == device:
-        self._give_device(item, device)
+        self.copies._give_device(item, device)
     return going
 
 
@@ -185,21 +186,21 @@ MUTANTS = {
     what_is_worth_most_goes_first: (valued.Valued, "coldest"),
     nothing_read_is_verified: (Form, "flaw"),
     only_the_payload_is_verified: (Form, "flaw"),
-    a_copy_may_leave_while_the_store_reads_it: (PrefixTree, "_give_host"),
+    a_copy_may_leave_while_the_store_reads_it: (Copies, "_give_host"),
     places_come_back_before_their_read_ended: (Fetch, "end"),
-    locked_pages_are_evicted: (books, "may_leave_device"),
-    parents_are_evicted: (books, "may_leave_device"),
+    locked_pages_are_evicted: (copies, "may_leave_device"),
+    parents_are_evicted: (copies, "may_leave_device"),
     a_duplicate_leaks: (PrefixTree, "insert"),
-    a_load_is_readable_at_once: (PrefixTree, "load_start"),
-    a_save_is_readable_at_once: (PrefixTree, "save_start"),
+    a_load_is_readable_at_once: (Copies, "load_start"),
+    a_save_is_readable_at_once: (Copies, "save_start"),
     a_missing_tail_is_overlooked: (prefix_tree, "resumable"),
     the_namespace_is_forgotten: (keys, "_seeded"),
     namespaces_run_together: (keys, "_seeded"),
     only_the_match_counts_as_used: (PrefixTree, "touch"),
-    children_leave_no_inheritance: (books, "inherit"),
+    children_leave_no_inheritance: (copies, "inherit"),
     the_hottest_goes_first: (Candidates, "coldest"),
     a_place_comes_back_before_its_save_ended: (PrefixTree, "_evict"),
-    a_tail_that_is_gone_keeps_its_place: (PrefixTree, "load_done"),
+    a_tail_that_is_gone_keeps_its_place: (Copies, "load_done"),
     who_leaves_keeps_others_waiting: (Sharing, "end"),
     host_pages_are_taken_twice: (Places, "take_host"),
     an_owner_is_not_told_of_what_leaves: (Owner, "count"),
@@ -225,7 +226,7 @@ def what_is_held_is_let_go_when_it_is_loaded(self, direction, transfer, error):
 def what_lands_is_readable_at_once(self, item, host):
     real_arrive_start(self, item, host)
     item.save = None
-    self._tell(True, Tier.HOST, item)
+    self.tell(True, Tier.HOST, item)
 
 
 def one_writer_is_enough(self, transfer, error=None):
@@ -246,7 +247,7 @@ def borrowed_rows_lie_side_by_side(self, stream, layer):
 FOREIGN_MUTANTS = {
     a_load_holds_nothing: (HostCache, "load"),
     what_is_held_is_let_go_when_it_is_loaded: (HostCache, "_end"),
-    what_lands_is_readable_at_once: (PrefixTree, "arrive_start"),
+    what_lands_is_readable_at_once: (Copies, "arrive_start"),
     one_writer_is_enough: (Landings, "landed"),
     a_save_that_failed_counts: (HostCache, "_end"),
     borrowed_rows_lie_side_by_side: (Memory, "column"),

@@ -119,9 +119,9 @@ class Scene(World):
         return True
 
     def _unchanged_by(self, fault, call):
-        before, events, fired = self._snapshot(), len(self.cache.tree.events), fault.fired
+        before, events, fired = self._snapshot(), len(self.cache.tree.copies.events), fault.fired
         outcome = call()
-        unmoved = len(self.cache.tree.events) == events
+        unmoved = len(self.cache.tree.copies.events) == events
         if fault.fired and not fired and isinstance(outcome, Wait) and unmoved:
             assert self._snapshot() == before, "I5: a failed operation left a trace"
         self.check()

@@ -158,11 +158,11 @@ class World(Stage):
 
     def _begin(self, actor: Actor) -> None:
         before = self._snapshot()
-        events = len(self.cache.tree.events or ())
+        events = len(self.cache.tree.copies.events or ())
         late = self._late_fetches()
         outcome = self.cache.begin(actor.chain, **actor.options)  # type: ignore[arg-type]
         if isinstance(outcome, Wait):
-            made_room = len(self.cache.tree.events or ()) > events or self._late_fetches() > late
+            made_room = len(self.cache.tree.copies.events or ()) > events or self._late_fetches() > late
             assert made_room or self._snapshot() == before, "I5: waiting left a trace"
             return
         actor.request = outcome

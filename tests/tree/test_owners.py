@@ -5,10 +5,9 @@ import pytest
 
 from tests.make import TreeDriver, make_keys
 from tiercel.tree.check import check
-from tiercel.tree.node import Page, Tail
-from tiercel.types import Tier
+from tiercel.types import Kind, Tier
 
-ITEM_BYTES = {(tier, kind): 10 if kind is Page else 3 for tier in Tier for kind in (Page, Tail)}
+ITEM_BYTES = {(tier, kind): 10 if kind is Kind.PAGE else 3 for tier in Tier for kind in Kind}
 
 
 class Owned(TreeDriver):

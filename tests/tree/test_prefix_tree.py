@@ -6,8 +6,7 @@ import pytest
 from tests.make import TreeDriver, make_keys
 from tiercel.tree.candidates import SWEEP_AT_LEAST
 from tiercel.tree.check import check, show
-from tiercel.tree.node import Page, Tail
-from tiercel.types import DevicePageId, DeviceTailId
+from tiercel.types import DevicePageId, DeviceTailId, Kind
 
 
 def make_tree(**options):
@@ -98,11 +97,11 @@ def test_a_device_only_match_wants_its_tails_on_the_device():
     tree.add("abcd")
     tree.add_tail("ab")
     tree.add_tail("abcd")
-    tree.tree.evict(Tail, 1, tree.take_host, host_pages=2)
+    tree.tree.evict(Kind.TAIL, 1, tree.take_host, host_pages=2)
     tree.finish_saves()
     assert tree.match("abcd").boundary == 4
     assert tree.match("abcd", device_only=True).boundary == 4, "the older tail went first"
-    tree.tree.evict(Tail, 1, tree.take_host, host_pages=2)
+    tree.tree.evict(Kind.TAIL, 1, tree.take_host, host_pages=2)
     assert tree.match("abcd", device_only=True).boundary == 0
 
 
@@ -115,7 +114,7 @@ def test_a_path_keeps_at_most_so_many_tails_and_the_coldest_gives_way():
     tree.add_tail("abcd")
     tree.tree.cap_tails(tree.page("abcd"))
     assert [bool(tree.page("abcd"[:n]).tail) for n in (1, 2, 4)] == [True, False, True]
-    assert len(tree.tree.actions.tails) == 1
+    assert len(tree.tree.copies.actions.tails) == 1
     check(tree.tree)
 
 
@@ -163,17 +162,17 @@ def test_tails_are_evicted_apart_from_pages():
     tree = make_tree(pages_per_window=1)
     tree.add("ab")
     tree.add_tail("ab")
-    tree.tree.evict(Tail, 1)
+    tree.tree.evict(Kind.TAIL, 1)
     assert tree.page("ab").tail is None and tree.on("device", "a", "ab") == ["a", "ab"]
-    assert tree.tree.actions.tails and not tree.tree.actions.pages
+    assert tree.tree.copies.actions.tails and not tree.tree.copies.actions.pages
 
 
 def test_a_page_takes_its_tail_with_it():
     tree = make_tree(pages_per_window=1)
     tree.add("ab")
     tree.add_tail("ab")
-    tree.tree.evict(Page, 1)
-    assert len(tree.tree.actions.tails) == 1 and len(tree.tree.actions.pages) == 1
+    tree.tree.evict(Kind.PAGE, 1)
+    assert len(tree.tree.copies.actions.tails) == 1 and len(tree.tree.copies.actions.pages) == 1
 
 
 def test_a_tail_whose_page_goes_while_it_is_loading_gives_its_place_back_once():
@@ -182,14 +181,14 @@ def test_a_tail_whose_page_goes_while_it_is_loading_gives_its_place_back_once():
     driver.add("a")
     driver.add_tail("a")
     tail = driver.page("a").tail
-    tree.evict(Tail, 1, driver.take_host, host_pages=1)
+    tree.evict(Kind.TAIL, 1, driver.take_host, host_pages=1)
     driver.finish_saves()
-    given = list(tree.actions.tails)
+    given = list(tree.copies.actions.tails)
     load = tree.load_start(tail, DeviceTailId(next(driver.ids)), batch=1)
     assert driver.evict() == 1, "there is no host page for the page, so the page and its tail are gone"
     tree.load_done(load, ok=True)
-    assert tree.evict(Tail, 1, driver.take_host, host_pages=1) == 0, "nothing is left to evict"
-    assert tree.actions.tails == [*given, load.device]
+    assert tree.evict(Kind.TAIL, 1, driver.take_host, host_pages=1) == 0, "nothing is left to evict"
+    assert tree.copies.actions.tails == [*given, load.device]
     check(tree)
 
 
@@ -201,7 +200,7 @@ def test_a_duplicate_is_given_back_and_the_first_copy_stays():
     tree.add("ab")
     keys, first = make_keys("abc"), tree.page("ab").device
     pages = tree.tree.insert(tree.tree.root, keys, [901, 902, 903])
-    assert tree.tree.actions.pages == [901, 902]
+    assert tree.tree.copies.actions.pages == [901, 902]
     assert [page.device for page in pages][1:] == [first, 903]
 
 
@@ -209,10 +208,10 @@ def test_a_page_that_was_only_on_the_host_takes_the_fresh_copy():
     tree = make_tree(host_pages=9)
     tree.add("abc")
     tree.evict(2)
-    freed = len(tree.tree.actions.pages)
+    freed = len(tree.tree.copies.actions.pages)
     tree.add("abc")
     assert tree.on("device", "ab", "abc") == tree.on("host", "ab", "abc") == ["ab", "abc"]
-    assert len(tree.tree.actions.pages) == freed
+    assert len(tree.tree.copies.actions.pages) == freed
     check(tree.tree)
 
 
@@ -225,7 +224,7 @@ def test_a_fresh_copy_may_come_while_the_old_one_is_still_being_saved():
     tree.add("ab")
     tree.finish_saves()
     assert tree.on("device", "ab") == tree.on("host", "ab") == ["ab"]
-    assert tree.tree.actions.pages == [old], "the old place is free only now"
+    assert tree.tree.copies.actions.pages == [old], "the old place is free only now"
     check(tree.tree)
 
 
@@ -235,7 +234,7 @@ def test_an_insert_stops_before_a_page_that_is_arriving():
     tree.evict(2)
     tree.tree.load_start(tree.page("ab"), 77, batch=5)
     pages = tree.tree.insert(tree.page("a"), make_keys("abc")[1:], [901, 902])
-    assert pages == [] and tree.tree.actions.pages.count(901) == 0
+    assert pages == [] and tree.tree.copies.actions.pages.count(901) == 0
     check(tree.tree)
 
 
@@ -328,7 +327,7 @@ def test_a_page_with_a_host_copy_gives_its_place_back_at_once():
     tree.save("ab")
     device = tree.page("ab").device
     tree.evict(1, finish_saves=False)
-    assert tree.tree.actions.pages == [device] and not tree.tree.actions.saves
+    assert tree.tree.copies.actions.pages == [device] and not tree.tree.copies.actions.saves
     assert tree.on("host", "a", "ab") == ["a", "ab"]
 
 
@@ -337,17 +336,17 @@ def test_a_page_without_one_gives_its_place_back_when_the_copy_ended():
     tree.add("ab")
     device = tree.page("ab").device
     tree.evict(1, finish_saves=False)
-    assert tree.tree.actions.pages == [] and len(tree.tree.actions.saves) == 1
+    assert tree.tree.copies.actions.pages == [] and len(tree.tree.copies.actions.saves) == 1
     assert tree.match("ab").found == 2, "still in the tree, on its way"
     tree.finish_saves()
-    assert tree.tree.actions.pages == [device] and tree.on("host", "ab") == ["ab"]
+    assert tree.tree.copies.actions.pages == [device] and tree.on("host", "ab") == ["ab"]
 
 
 def test_a_whole_cold_path_can_leave_in_one_go():
     tree = make_tree(host_pages=9)
     tree.add("abcd")
     assert tree.evict(4, finish_saves=False) == 4
-    assert len(tree.tree.actions.saves) == 4
+    assert len(tree.tree.copies.actions.saves) == 4
     tree.finish_saves()
     assert tree.match("abcd").found == 4 and tree.match("abcd").device == 0
     check(tree.tree)
@@ -356,7 +355,7 @@ def test_a_whole_cold_path_can_leave_in_one_go():
 def test_without_a_host_a_page_is_gone():
     tree = make_tree()
     tree.add("ab")
-    tree.tree.evict(Page, 1)
+    tree.tree.evict(Kind.PAGE, 1)
     assert tree.match("ab").found == 1
 
 
@@ -368,7 +367,7 @@ def test_a_failed_save_of_a_page_that_left_loses_it_and_what_is_below_it():
     tree.finish_saves(ok=False)
     assert tree.match("abcd").found == 1
     check(tree.tree)
-    assert tree.host_free + len(tree.tree.actions.host) == 9
+    assert tree.host_free + len(tree.tree.copies.actions.host) == 9
 
 
 def test_a_failed_save_of_a_page_that_stayed_changes_nothing():
@@ -460,7 +459,7 @@ def test_pages_and_tails_share_the_host():
     tree = make_tree(host_pages=3, pages_per_window=1)
     tree.add("ab")
     tree.add_tail("ab")
-    tree.tree.evict(Tail, 1, tree.take_host, host_pages=3)
+    tree.tree.evict(Kind.TAIL, 1, tree.take_host, host_pages=3)
     tree.finish_saves()
     assert tree.host_free == 0 and tree.page("ab").tail.on_host
     tree.tree.lock(tree.page("ab"))
@@ -484,7 +483,7 @@ def test_a_load_that_fails_leaves_the_host_copy_as_it_was():
     for move in reversed(moves):
         tree.tree.load_done(move, ok=False)
     assert tree.match("ab").device == 0 and tree.on("host", "a", "ab") == ["a", "ab"]
-    assert set(tree.tree.actions.pages) >= {500, 501}
+    assert set(tree.tree.copies.actions.pages) >= {500, 501}
     check(tree.tree)
 
 
@@ -537,7 +536,9 @@ def test_a_flush_with_transfers_pending_loses_no_place():
     assert tree.tree.flush() == 2
     tree.finish_saves()
     assert tree.tree.flush() == 0
-    assert len(tree.tree.actions.pages) == 2 and tree.host_free + len(tree.tree.actions.host) == 9
+    assert (
+        len(tree.tree.copies.actions.pages) == 2 and tree.host_free + len(tree.tree.copies.actions.host) == 9
+    )
 
 
 def test_show_draws_one_line_per_page_and_tail():
@@ -562,7 +563,7 @@ def test_the_check_finds_seeded_faults(fault):
     elif fault == "doubles":
         tree.tree.doubles.pop()
     else:
-        tree.tree.device[Page].pop()
+        tree.tree.device[Kind.PAGE].pop()
     with pytest.raises(AssertionError):
         check(tree.tree)
 
@@ -572,7 +573,7 @@ def test_what_is_gone_is_not_kept_alive_by_the_line_it_stood_in():
     for n in range(500):
         tree.add(chr(n + 300))
         tree.add_tail(chr(n + 300))
-        tree.tree._drop(tree.page(chr(n + 300)))
+        tree.tree.copies.drop(tree.page(chr(n + 300)))
     for line in (*tree.tree.device.values(), tree.tree.host):
         assert len(line) <= 1.25 * SWEEP_AT_LEAST
 
@@ -584,7 +585,7 @@ def test_being_used_without_end_does_not_lengthen_the_line():
         tree.find("ab")
         tree.tree.lock(tree.page("ab"))
         tree.tree.unlock(tree.page("ab"))
-    assert len(tree.tree.device[Page]) <= 1
+    assert len(tree.tree.device[Kind.PAGE]) <= 1
 
 
 # Copies
@@ -622,7 +623,7 @@ def test_pages_that_arrive_are_readable_when_they_are_there_and_gone_when_they_f
     driver.tree.arrive_done(first[0], first[0].host, False)
     assert driver.tree.index == {} and first[1].host is not None, "somebody is still writing there"
     driver.tree.arrive_done(first[1], first[1].host, True)
-    assert sorted(driver.tree.actions.host) == sorted(host for hosts in lost for host in hosts)
+    assert sorted(driver.tree.copies.actions.host) == sorted(host for hosts in lost for host in hosts)
 
 
 def test_a_copy_that_arrives_for_a_page_on_the_device_does_not_touch_that():

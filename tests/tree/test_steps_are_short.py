@@ -17,15 +17,15 @@ from tiercel.policy.evict import Lru
 from tiercel.tree.candidates import ROW, SWEEP_ENTRIES, Candidates, Doubles
 from tiercel.tree.check import check
 from tiercel.tree.index import Index
-from tiercel.tree.node import Page, Tail
+from tiercel.tree.node import Page
 from tiercel.tree.valued import Valued, Worth
-from tiercel.types import PageKey, Tier
+from tiercel.types import Kind, PageKey, Tier
 
 POLICIES = pytest.mark.parametrize("evict", ["value", "lru", "lfu"])
 
 
 def make_tree(evict: str = "value", **options) -> TreeDriver:
-    bytes_of = {(tier, kind): 1 for tier in Tier for kind in (Page, Tail)}
+    bytes_of = {(tier, kind): 1 for tier in Tier for kind in Kind}
     return TreeDriver(evict=evict, host_pages=600, pages_per_window=1, item_bytes=bytes_of, **options)
 
 
@@ -38,7 +38,7 @@ def grow(tree: TreeDriver, texts: int, *, owner: str = "") -> None:
         tree.add_tail(text)
         tree.save(text)
     tree.evict(texts)
-    tree.tree.evict(Tail, texts // 3, tree.take_host)
+    tree.tree.evict(Kind.TAIL, texts // 3, tree.take_host)
     tree.finish_saves()
 
 

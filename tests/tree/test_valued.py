@@ -11,8 +11,8 @@ from tests.make import TreeDriver
 from tiercel.policy.placement import Boundary
 from tiercel.policy.worth import FIRST_CHANCE, Chances
 from tiercel.tree.check import check
-from tiercel.tree.node import Page, Tail
 from tiercel.tree.valued import unreachable
+from tiercel.types import Kind
 
 
 def make_tree(**options) -> TreeDriver:
@@ -46,7 +46,7 @@ def test_a_passed_tail_leaves_before_an_older_end():
     tree.add("abcd")
     tree.add_tail("ab")
     tree.add_tail("abcd")
-    assert tree.tree.device[Tail].pop() is tree.page("ab").tail
+    assert tree.tree.device[Kind.TAIL].pop() is tree.page("ab").tail
 
 
 def test_an_end_becomes_a_passed_tail_when_the_text_goes_on():
@@ -55,9 +55,9 @@ def test_an_end_becomes_a_passed_tail_when_the_text_goes_on():
     tree.add_tail("ab")
     tree.add("pq")
     tree.add_tail("pq")
-    assert tree.tree.device[Tail].coldest() is tree.page("ab").tail
+    assert tree.tree.device[Kind.TAIL].coldest() is tree.page("ab").tail
     tree.add("pqrs")
-    assert tree.tree.device[Tail].coldest() is tree.page("pq").tail
+    assert tree.tree.device[Kind.TAIL].coldest() is tree.page("pq").tail
 
 
 def test_a_tail_where_two_texts_part_stays_longer_than_one_that_a_text_has_passed():
@@ -66,7 +66,7 @@ def test_a_tail_where_two_texts_part_stays_longer_than_one_that_a_text_has_passe
     tree.add("abcXY")
     for text in ("abc", "abcdef", "abcdefgh", "abcXY"):
         tree.add_tail(text)
-    assert tree.tree.device[Tail].pop() is tree.page("abcdef").tail
+    assert tree.tree.device[Kind.TAIL].pop() is tree.page("abcdef").tail
 
 
 def test_the_tail_before_inherits_the_use_of_one_that_leaves():
@@ -75,7 +75,7 @@ def test_the_tail_before_inherits_the_use_of_one_that_leaves():
     tree.add_tail("ab")
     tree.add_tail("abcd")
     later = tree.page("abcd").tail.used
-    tree.tree._remove_tail(tree.page("abcd").tail)
+    tree.tree.copies.remove_tail(tree.page("abcd").tail)
     assert tree.page("ab").tail.used == later
 
 
@@ -170,9 +170,9 @@ def test_what_no_tail_reaches_is_always_first(seed):
         elif action < 0.9:
             tree.find(text)
         else:
-            line, pages = tree.tree.device[Page], tree.tree.index.values()
+            line, pages = tree.tree.device[Kind.PAGE], tree.tree.index.values()
             if line.coldest() is not None:
-                tree.tree.evict(Tail, random.randint(0, 1))  # what was coldest may not be so any more
+                tree.tree.evict(Kind.TAIL, random.randint(0, 1))  # what was coldest may not be so any more
             useless = [page for page in pages if unreachable(page) and line.ready(page)]
             if useless:
                 assert (first := line.coldest()) in useless

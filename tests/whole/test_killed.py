@@ -1,5 +1,5 @@
 """Goal: a server that is killed while it pulls leaves nothing behind on the server that it pulled from.
-Method: a real server is killed between two bytes of a page; the books of the other are counted again."""
+Method: a real server is killed between two bytes of a page; what the other holds is counted again."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""A look from outside: what a cache holds and has moved, in true bytes, and whether its books are right."""
+"""A look from outside: what a cache holds and has moved, in true bytes, and whether its counts are right."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from tiercel.pages.pool import PagePool
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.transfer.plan import Direction
 from tiercel.tree import check as tree_check
-from tiercel.tree.node import Page, Tail
 from tiercel.tree.owners import ItemBytes, Owner
 from tiercel.tree.prefix_tree import PrefixTree
 from tiercel.types import Kind, Tier
@@ -77,7 +76,7 @@ class CacheStats:
     compute_saved_s: float
     """How long computing these tokens would have taken: the sum of what each request saved when it began."""
     evicted: Mapping[str, Mapping[str, Mapping[str, int]]]
-    """What left a tier: by tier, by pages and tails, and by why (`tree.books`)."""
+    """What left a tier: by tier, by pages and tails, and by why (`tree.copies`)."""
     pools: Mapping[str, PoolStats]
     compute_tokens_s: float | None
     """Recent speed of computing prompts; None: nothing was computed yet."""
@@ -91,19 +90,19 @@ class CacheStats:
 
 def stats(cache: Core) -> CacheStats:
     counters, controller = cache.counters, cache.controller
-    device, host = cache.tree.on_device, cache.tree.on_host
+    device, host = cache.tree.copies.on_device, cache.tree.copies.on_host
     seconds = controller.tickets.seconds if controller else {}
     pages, tails, host_pages = pools = cache.places.pages, cache.places.tails, cache.places.host
     device_spec = cache.device_spec
     return CacheStats(
         identity={**asdict(cache.identity), "share": cache.identity.share},
         cached_bytes={
-            "device": _bytes_by_stream(device_spec, device[Page], device[Tail]),
-            "host": _bytes_by_stream(cache.spec, host[Page], host[Tail]),
+            "device": _bytes_by_stream(device_spec, device[Kind.PAGE], device[Kind.TAIL]),
+            "host": _bytes_by_stream(cache.spec, host[Kind.PAGE], host[Kind.TAIL]),
         },
         cached_items={
-            "device": {"pages": device[Page], "tails": device[Tail]},
-            "host": {"pages": host[Page], "tails": host[Tail]},
+            "device": {"pages": device[Kind.PAGE], "tails": device[Kind.TAIL]},
+            "host": {"pages": host[Kind.PAGE], "tails": host[Kind.TAIL]},
         },
         capacity_bytes={
             "device": pages.capacity * device_spec.page_bytes + tails.capacity * device_spec.tail_bytes,
@@ -131,8 +130,7 @@ def _evicted(tree: PrefixTree) -> dict[str, dict[str, dict[str, int]]]:
     """All of them are there from the start, as 0."""
     return {
         tier.value: {
-            word: {why: tree.evicted[tier, kind, why] for why in whys}
-            for word, kind in (("pages", Page), ("tails", Tail))
+            kind.plural: {why: tree.copies.evicted[tier, kind, why] for why in whys} for kind in Kind
         }
         for tier, whys in LEAVES.items()
     }
@@ -148,7 +146,7 @@ def item_bytes(device: CacheSpec, host: CacheSpec) -> ItemBytes:
     return {
         (tier, kind): sum(_bytes_by_stream(spec, *counts).values())
         for tier, spec in ((Tier.DEVICE, device), (Tier.HOST, host))
-        for kind, counts in ((Page, (1, 0)), (Tail, (0, 1)))
+        for kind, counts in ((Kind.PAGE, (1, 0)), (Kind.TAIL, (0, 1)))
     }
 
 

@@ -242,7 +242,7 @@ class Core:
         self.trim()
         self.places.make_room_ahead()
         self.flights.send()
-        if self.tree.events:
+        if self.tree.copies.events:
             self._notify()
 
     def wait(self, timeout_s: float) -> None:
@@ -282,11 +282,11 @@ class Core:
         """Tell `observer` what each tier can read: at the next `step` everything, then each step's changes.
         Its errors are logged and counted, never raised."""
         self._observer = observer
-        self.tree.events = readable(self.tree) if observer else None
+        self.tree.copies.events = readable(self.tree) if observer else None
 
     def _notify(self) -> None:
-        assert self._observer is not None and self.tree.events is not None
-        observer, events, self.tree.events = self._observer, self.tree.events, []
+        assert self._observer is not None and self.tree.copies.events is not None
+        observer, events, self.tree.copies.events = self._observer, self.tree.copies.events, []
         try:
             observer(events)
         except Exception:  # noqa: BLE001 - an observer is not ours; its error must not stop the cache

@@ -155,7 +155,7 @@ class Fetch:
 
 def give_back(tree: PrefixTree, pieces: Sequence[RecordPlace]) -> None:
     for piece in pieces:
-        tree.actions.host.extend(piece.host)
+        tree.copies.actions.host.extend(piece.host)
 
 
 def cut(pieces: Sequence[RecordPlace], bytes_of: Callable[[RecordPlace], int]) -> Iterator[list[RecordPlace]]:

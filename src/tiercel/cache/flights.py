@@ -1,6 +1,6 @@
 """Loads and saves between device and host: queued since the last step, or sent.
 
-    queue ──► queued ── send: a plan per direction ──► sent ── landed ──► the tree's books
+    queue ──► queued ── send: a plan per direction ──► sent ── landed ──► the tree knows
               `batch`                                  ticket
 
 The loads of one step travel together, so requests of one step may share what is queued. A load that was sent

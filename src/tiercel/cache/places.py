@@ -9,7 +9,7 @@ from tiercel.pages.pool import PagePool, Reservation, Short, reserve
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.tree.node import Actions, Move, Page, Tail
 from tiercel.tree.prefix_tree import PrefixTree
-from tiercel.types import DevicePageId, DeviceTailId, HostPageId
+from tiercel.types import DevicePageId, DeviceTailId, HostPageId, Kind
 
 
 class Places:
@@ -40,9 +40,9 @@ class Places:
 
     def take_host(self, count: int) -> tuple[HostPageId, ...] | None:
         """Host pages that are free."""
-        given = self._tree.actions.host
+        given = self._tree.copies.actions.host
         if given and self.host.free < count:  # only these: a settle for each page that is evicted would cost
-            self._tree.actions.host = []
+            self._tree.copies.actions.host = []
             self.host.release(given)
         return tuple(self.host.take(count)) if self.host.free >= count else None
 
@@ -60,13 +60,13 @@ class Places:
         that are free and promised to others are taken by an `urgent` asker only. Others are evicted then.
         """
         self._promised_pages -= self._promised.pop(asker, 0)
-        self._tree.evict(Page, pages - self._pages_to_come, self._saves_to)
+        self._tree.evict(Kind.PAGE, pages - self._pages_to_come, self._saves_to)
         self._make_room_for_tails(tails)
         self.settle()
         missing = pages - self.pages.free + (0 if urgent else self._promised_pages)
         if pages and missing > 0:
             # If something may still be evicted, it waits for host memory, which saves are filling.
-            if pages > self._pages_to_come and self._tree.device[Page].coldest() is None:
+            if pages > self._pages_to_come and self._tree.device[Kind.PAGE].coldest() is None:
                 return Wait(WaitFor.DEVICE_PAGES, missing)
             self._promised[asker] = pages
             self._promised_pages += pages
@@ -77,7 +77,7 @@ class Places:
     @property
     def pages_leaving(self) -> int:
         """Device pages that are free again as soon as their copies have landed."""
-        return self._tree.leaving[Page]
+        return self._tree.copies.leaving[Kind.PAGE]
 
     @property
     def _pages_to_come(self) -> int:
@@ -100,8 +100,8 @@ class Places:
             self.settle()
 
     def _make_room_for_tails(self, tails: int) -> None:
-        short = min(tails, self.tails.capacity) - self.tails.free - self._tree.leaving[Tail]
-        self._tree.evict(Tail, short, self._saves_to, host_pages=self._spec.host_pages_per_tail)
+        short = min(tails, self.tails.capacity) - self.tails.free - self._tree.copies.leaving[Kind.TAIL]
+        self._tree.evict(Kind.TAIL, short, self._saves_to, host_pages=self._spec.host_pages_per_tail)
 
     def own(self, moves: Sequence[Move]) -> bool:
         """Whether all places of these moves are taken."""
@@ -112,9 +112,9 @@ class Places:
 
     def settle(self) -> None:
         """Carry out what the tree decided."""
-        actions = self._tree.actions
+        actions = self._tree.copies.actions
         if actions.pages or actions.tails or actions.host or actions.saves:
-            self._tree.actions = Actions()
+            self._tree.copies.actions = Actions()
             self.pages.release(actions.pages)
             self.tails.release(actions.tails)
             self.host.release(actions.host)

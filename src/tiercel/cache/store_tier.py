@@ -26,7 +26,7 @@ from tiercel.spec.cache_spec import CacheSpec
 from tiercel.storage.record import page_key_of
 from tiercel.threads import start
 from tiercel.transfer.mover import Mover, Operation, Presence, RecordPlace, Work
-from tiercel.tree.node import Cleared, Event, Item, Page, Tail
+from tiercel.tree.node import Cleared, Event, Item, Tail
 from tiercel.tree.prefix_tree import PrefixTree
 from tiercel.types import Kind, PageKey, Tier
 
@@ -231,7 +231,7 @@ class StoreTier:
             key = self.mover.removed.popleft()
             kind = Kind(key[0])
             self._not_stored(kind, PageKey(page_key_of(key)))
-            self.tree.evicted[Tier.STORE, {each.kind: each for each in (Page, Tail)}[kind], "room"] += 1
+            self.tree.copies.evicted[Tier.STORE, kind, "room"] += 1
 
     def _ask_numbers(self, now: float) -> None:
         """Ask how much it holds, unless it is being asked, or fails."""
@@ -284,8 +284,8 @@ class StoreTier:
         if not self._left:
             if item is not None:
                 self.tree.mark_stored(item, False)
-            if self.tree.events is not None:
-                self.tree.events.append(Event(False, Tier.STORE, kind, key))
+            if self.tree.copies.events is not None:
+                self.tree.copies.events.append(Event(False, Tier.STORE, kind, key))
         return item
 
     def _unmark(self) -> None:
@@ -295,8 +295,8 @@ class StoreTier:
             return
         for item in self.tree.items():
             self.tree.mark_stored(item, False)
-        if self.tree.events is not None:
-            self.tree.events.append(Cleared(Tier.STORE))
+        if self.tree.copies.events is not None:
+            self.tree.copies.events.append(Cleared(Tier.STORE))
 
     # Ending
 

@@ -211,7 +211,7 @@ class TieredCache:
     def changes(self) -> tuple[int, ...]:
         """Numbers that stay as they are while nothing is shared and nothing comes free. A prompt that found
         no device pages finds none until they change."""
-        return *self.tree.changes, self.pages.free, self.places.pages_leaving, self.host_pages.free
+        return *self.tree.copies.changes, self.pages.free, self.places.pages_leaving, self.host_pages.free
 
     def load_under_way(self, request: Request) -> int | None:
         """Send what is queued. The number of the load that a request waits for, if the device can wait for it

@@ -7,7 +7,7 @@ from collections import Counter
 from tiercel.tree.node import Cleared, Event, Item, Page, Tail, event, parent_of
 from tiercel.tree.owners import Owner, may_go
 from tiercel.tree.prefix_tree import PrefixTree
-from tiercel.types import Tier
+from tiercel.types import Kind, Tier
 
 
 def check(tree: PrefixTree) -> None:
@@ -33,9 +33,9 @@ def check(tree: PrefixTree) -> None:
     doubles = {item for item in tree.items() if item.on_device and item.on_host and not item.readers}
     assert doubles == set(tree.doubles), "a double is what both tiers can read, no more and no less"
     tree.doubles.check()
-    for kind in (Page, Tail):
-        counted = tree.on_device[kind], tree.on_host[kind]
-        items = [item for item in tree.items() if isinstance(item, kind)]
+    for kind in Kind:
+        counted = tree.copies.on_device[kind], tree.copies.on_host[kind]
+        items = [item for item in tree.items() if item.kind is kind]
         held = sum(item.on_device for item in items), sum(item.on_host for item in items)
         assert counted == held, "what is counted is what can be read"
     _check_owners(tree)
@@ -69,7 +69,7 @@ def _check_item(tree: PrefixTree, item: Item) -> None:
     assert item.save is None or item.host is not None
     assert item.load is None or item.on_host, "I2: a load reads a readable copy"
     assert not item.readers or item.on_host, "I2: stores and peers are given a readable copy"
-    for line in (tree.device[type(item)], tree.host):
+    for line in (tree.device[item.kind], tree.host):
         assert item in line or not line.ready(item), f"may leave a tier, but is no candidate: {_row(item)}"
 
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tiercel.tree.candidates import Line
-from tiercel.tree.node import Item, Page, Tail, idle
-from tiercel.types import Tier
+from tiercel.tree.node import Item, Tail, idle
+from tiercel.types import Kind, Tier
 
-ItemBytes = Mapping[tuple[Tier, type[Item]], int]
+ItemBytes = Mapping[tuple[Tier, Kind], int]
 """Bytes of a page and of a tail in each tier."""
 
 MakeLine = Callable[[Callable[[Any], bool], str], Line]
@@ -25,8 +25,8 @@ MakeLine = Callable[[Callable[[Any], bool], str], Line]
 
 def tail_in_pages(item_bytes: ItemBytes) -> float:
     """How many pages on the host take as many bytes as a tail."""
-    page_bytes = item_bytes.get((Tier.HOST, Page), 1) or 1  # a stage of a model may keep tails only
-    return item_bytes.get((Tier.HOST, Tail), 1) / page_bytes
+    page_bytes = item_bytes.get((Tier.HOST, Kind.PAGE), 1) or 1  # a stage of a model may keep tails only
+    return item_bytes.get((Tier.HOST, Kind.TAIL), 1) / page_bytes
 
 
 def may_go(item: Item) -> bool:
@@ -56,7 +56,7 @@ class Owner:
         """Whether anything of it stays cached."""
         return self.bytes_most != 0
 
-    def count(self, tier: Tier, kind: type[Item], items: int) -> None:
+    def count(self, tier: Tier, kind: Kind, items: int) -> None:
         self.bytes[tier] += items * self._item_bytes[tier, kind]
 
     def offer(self, item: Item) -> None:
@@ -69,7 +69,7 @@ class Owners:
 
     def __init__(self, make_line: MakeLine, item_bytes: ItemBytes | None = None) -> None:
         self._make_line = make_line
-        self._item_bytes = item_bytes or {(tier, kind): 1 for tier in Tier for kind in (Page, Tail)}
+        self._item_bytes = item_bytes or {(tier, kind): 1 for tier in Tier for kind in Kind}
         self.all: dict[str, Owner] = {}
 
     def named(self, name: str) -> Owner:
@@ -78,7 +78,7 @@ class Owners:
         return self.all[name]
 
     def bytes_of(self, tier: Tier, item: Item) -> int:
-        return self._item_bytes[tier, type(item)]
+        return self._item_bytes[tier, item.kind]
 
     def over(self) -> list[Owner]:
         """Those above their limits."""

@@ -8,8 +8,8 @@ Two facts make every question short. A key names its whole prefix (`tree.keys`),
 of a text up to some depth and none after it, and bisection over the keys finds that depth. The same is true
 of the pages on the device. And only leaves are evicted, so a lock on the deepest page protects all its path.
 
-The tree decides and keeps the books; it never copies a byte and owns no pool. Places that it gives back and
-saves that it wants collect in `actions`, and the cache that drives it (`TieredCache`) carries them out.
+The tree decides; it never copies a byte and owns no pool. Where copies are and how they move: `tree.copies`.
+Places that are given back and saves that are wanted collect in its `actions`, and the cache carries them out.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from tiercel.collector import hide
+from tiercel.policy.evict import EvictPolicy
 from tiercel.policy.placement import Boundary
-from tiercel.tree.books import Books
+from tiercel.tree.copies import Copies
 from tiercel.tree.node import (
     Item,
     ItemOwner,
@@ -32,8 +33,8 @@ from tiercel.tree.node import (
     may_leave_device,
     parent_of,
 )
-from tiercel.tree.owners import Owner
-from tiercel.types import DevicePageId, DeviceTailId, HostPageId, PageKey, Tier
+from tiercel.tree.owners import ItemBytes, Owner
+from tiercel.types import DevicePageId, DeviceTailId, HostPageId, Kind, PageKey, Tier
 
 Brought = tuple[PageKey, tuple[HostPageId, ...], bytes]
 """A page that comes to the host: its key, its places there, its tokens."""
@@ -59,8 +60,32 @@ class Match(NamedTuple):
     """Where this text leaves the others: a boundary that deserves a tail; 0 when it does not branch off."""
 
 
-class PrefixTree(Books):
-    """What is held of a text, how it grows, and what leaves a full tier."""
+class PrefixTree:
+    """What is held of a text, how it grows, and what leaves a full tier. All counts are in pages."""
+
+    def __init__(
+        self,
+        *,
+        evict: EvictPolicy,
+        pages_per_window: int = 0,
+        tails_per_path: int = 64,
+        item_bytes: ItemBytes | None = None,
+        replay_pages: int | None = None,
+    ) -> None:
+        self.copies = copies = Copies(evict, pages_per_window, item_bytes, replay_pages)
+        self.root, self.index = copies.root, copies.index
+        self.device, self.host, self.doubles = copies.device, copies.host, copies.doubles
+        self.owners, self.worth = copies.owners, copies.worth
+        self.pages_per_window = pages_per_window
+        self._tails_per_path = tails_per_path * max(1, pages_per_window)
+        # What copies do has the same name here.
+        self.items, self.lock, self.unlock = copies.items, copies.lock, copies.unlock
+        self.load_start, self.load_done = copies.load_start, copies.load_done
+        self.save_start, self.save_done = copies.save_start, copies.save_done
+        self.arrive_start, self.arrive_done = copies.arrive_start, copies.arrive_done
+        self.read_start, self.read_done = copies.read_start, copies.read_done
+        self.mark_stored, self.unsaved = copies.mark_stored, copies.unsaved
+        self.worth_keeping, self.is_saved = copies.worth_keeping, copies.is_saved
 
     # Finding
 
@@ -87,12 +112,12 @@ class PrefixTree(Books):
 
     def touch(self, page: Page, tails: Sequence[Tail], priority: int) -> None:
         """A request found this prefix. Its other pages inherit the use when this one goes."""
-        self._clock += 1
+        self.copies.clock += 1
         if self.worth is not None:
             for tail in tails:
                 self.worth.used(tail, hit=True)
         for item in (page, *tails):
-            item.used = self._clock
+            item.used = self.copies.clock
             item.hits += 1
             if priority > item.priority:
                 item.priority = priority
@@ -117,8 +142,8 @@ class PrefixTree(Books):
         A page that a load is bringing ends the answer early: the caller keeps its copies and comes again.
         """
         assert parent is self.root or parent.on_device
-        self._clock += 1
-        clock, index, new = self._clock, self.index, 0
+        self.copies.clock += 1
+        clock, index, new = self.copies.clock, self.index, 0
         shards, rows = index.shards, index.rows
         owned = self._owner_after(parent, owner)
         first = parent
@@ -133,11 +158,11 @@ class PrefixTree(Books):
                 parent.children += 1
                 parent.children_device += 1
                 page.owner = owned
-                if self.events is None:  # `_tell` for every new page would cost a tenth
+                if self.copies.events is None:  # `tell` for every new page would cost a tenth
                     new += 1
                 else:
                     page.tokens = tokens[len(pages)] if tokens else b""
-                    self._tell(True, Tier.DEVICE, page)
+                    self.copies.tell(True, Tier.DEVICE, page)
             else:
                 if page.device is None:
                     self._adopt(page, device)
@@ -145,20 +170,20 @@ class PrefixTree(Books):
                 elif page.load is not None:
                     break
                 else:
-                    self.actions.pages.append(device)
+                    self.copies.actions.pages.append(device)
                 page.used = clock
                 if priority > page.priority:
                     page.priority = priority
             pages.append(page)
             parent = page
-        self.on_device[Page] += new
+        self.copies.on_device[Kind.PAGE] += new
         if owned is not None:
-            owned.count(Tier.DEVICE, Page, new)
+            owned.count(Tier.DEVICE, Kind.PAGE, new)
         if pages:
             parent.lock += hold
-            self._followed(first)
-            self.device[Page].offer(parent)
-            self._offer_to_owner(parent)
+            self.copies.followed(first)
+            self.device[Kind.PAGE].offer(parent)
+            self.copies.offer_to_owner(parent)
         return pages
 
     def _owner_after(self, parent: Page, name: str) -> ItemOwner | None:
@@ -169,21 +194,21 @@ class PrefixTree(Books):
         self, page: Page, device: DeviceTailId, priority: int = 0, boundary: Boundary = Boundary.TURN
     ) -> Tail:
         """Hang a tail on a page; where one is readable or arriving already, the new copy is given back."""
-        self._clock += 1
+        self.copies.clock += 1
         tail = page.tail
         if tail is None:
-            tail = self._hang(Tail(device, self._clock, priority, page, boundary))
-            self._tell(True, Tier.DEVICE, tail)
+            tail = self._hang(Tail(device, self.copies.clock, priority, page, boundary))
+            self.copies.tell(True, Tier.DEVICE, tail)
         elif tail.device is None:
             self._adopt(tail, device)
         else:
-            self.actions.tails.append(device)
+            self.copies.actions.tails.append(device)
         if self.worth is not None:
             self.worth.used(tail, hit=False)
-        tail.used = self._clock
+        tail.used = self.copies.clock
         tail.priority = max(tail.priority, priority)
-        self.device[Tail].offer(tail)
-        self._offer_to_owner(tail)
+        self.device[Kind.TAIL].offer(tail)
+        self.copies.offer_to_owner(tail)
         return tail
 
     def insert_arriving(self, parent: Page, brought: Sequence[Brought], *, owner: str = "") -> list[Page]:
@@ -216,19 +241,19 @@ class PrefixTree(Books):
         self, parent: Page, brought: Sequence[Brought], *, fetched: bool = False, owner: str = ""
     ) -> list[Page]:
         """Nodes for pages that come to the host. New ones follow `parent`, or one another."""
-        self._clock += 1
+        self.copies.clock += 1
         pages = []
         for key, _, tokens in brought:
             page = self.index.get(key)
             if page is None:
-                page = Page(None, self._clock, 0, key, parent, parent.depth + 1)
+                page = Page(None, self.copies.clock, 0, key, parent, parent.depth + 1)
                 hide(page)
                 self.index.add(page)
                 page.tokens, page.fetched = tokens, fetched
                 page.owner = self._owner_after(parent, owner)
                 parent.children += 1
-                self._followed(parent)
-            page.used = self._clock
+                self.copies.followed(parent)
+            page.used = self.copies.clock
             parent = page if page.depth > parent.depth else parent
             pages.append(page)
         here = parent  # the deepest page on the device was used just now, too
@@ -238,8 +263,8 @@ class PrefixTree(Books):
         return pages
 
     def _grow_tail(self, page: Page) -> Tail:
-        self._clock += 1
-        return page.tail or self._hang(Tail(None, self._clock, page.priority, page, Boundary.FETCHED))
+        self.copies.clock += 1
+        return page.tail or self._hang(Tail(None, self.copies.clock, page.priority, page, Boundary.FETCHED))
 
     def _hang(self, tail: Tail) -> Tail:
         hide(tail)
@@ -253,7 +278,7 @@ class PrefixTree(Books):
         if stored:
             self.mark_stored(item)
         if item.host is not None:
-            self.actions.host.extend(host)
+            self.copies.actions.host.extend(host)
             return
         self.arrive_start(item, host)
         self.arrive_done(item, host, True)
@@ -261,15 +286,13 @@ class PrefixTree(Books):
     def _adopt(self, item: Item, device: Any) -> None:
         """Something that was only on the host gets fresh bytes on the device, without a copy."""
         item.device = device
-        self._tell(True, Tier.DEVICE, item)
+        self.copies.tell(True, Tier.DEVICE, item)
         if item.on_host and not item.readers:
             self.doubles.add(item)
 
     # Evicting: only leaves leave, and nothing that is locked or on its way
 
-    def evict(
-        self, kind: type[Item], count: int, take_host: TakeHost | None = None, *, host_pages: int = 1
-    ) -> int:
+    def evict(self, kind: Kind, count: int, take_host: TakeHost | None = None, *, host_pages: int = 1) -> int:
         """Take up to `count` pages (or tails) off the device, coldest leaves first; answers how many left.
 
         Each goes to the host: it is there already, or it is saved into `host_pages` from `take_host`.
@@ -289,23 +312,23 @@ class PrefixTree(Books):
             if take_host is not None and self.is_saved(item):
                 host = self._host_for(item, host_pages, take_host)
                 if host is None and self._waits_for_saves(item):
-                    self._offer(item)
+                    self.copies.offer(item)
                     return False
             if host is None:
-                self._drop(item)
+                self.copies.drop(item)
                 return True
             self.save_start(item, host)
-        self._leave_device(item)
+        self.copies.off_device(item)
         if item.save is None:  # otherwise it is offered when the save has ended
-            self._offer(item)
+            self.copies.offer(item)
         return True
 
     def _waits_for_saves(self, item: Item) -> bool:
         """Whether a save under way brings something that will leave the host for this item. If pages follow
         the item there, which are lost with it, this is anything; else something colder. The coldest leave the
         device first, so a look at the oldest save is enough."""
-        oldest = next(iter(self._saving), None)
-        return oldest is not None and (item.children > 0 or self._rank(oldest) < self._rank(item))
+        oldest = next(iter(self.copies.saving), None)
+        return oldest is not None and (item.children > 0 or self.copies.rank(oldest) < self.copies.rank(item))
 
     def leave_device(self, page: Page) -> None:
         """Take a page, those before it and their tails off the device, the last first: what the host has
@@ -315,8 +338,8 @@ class PrefixTree(Books):
                 if item is not None and item.device is not None:
                     if not (may_leave_device(item) and item.on_host):
                         return
-                    self._leave_device(item)
-                    self._offer(item)
+                    self.copies.off_device(item)
+                    self.copies.offer(item)
             page = parent_of(page)
 
     def _host_for(self, item: Item, count: int, take_host: TakeHost) -> tuple[HostPageId, ...] | None:
@@ -333,28 +356,30 @@ class PrefixTree(Books):
         """Take one thing off the host: the latest double, or else the coldest that only the host has. For
         another item, only what is not hotter than this item."""
         if (double := self.doubles.pop()) is not None:
-            self._leave_host(double)
+            self.copies.off_host(double)
             return True
         coldest = self.host.coldest()
-        if coldest is None or (for_item is not None and self._rank(coldest) > self._rank(for_item)):
+        if coldest is None or (
+            for_item is not None and self.copies.rank(coldest) > self.copies.rank(for_item)
+        ):
             return False
-        self._drop(coldest)
+        self.copies.drop(coldest)
         return True
 
     def evict_spare(self) -> bool:
         """Take one thing off the host that both device and store have."""
         if (spare := self.doubles.pop_stored()) is not None:
-            self._leave_host(spare)
+            self.copies.off_host(spare)
         return spare is not None
 
     def evict_host_oldest(self) -> bool:
         """Take one thing off the host: the coldest that only the host has, or else the oldest double. So what
         was saved last, for somebody who will read it on the host, stays."""
         if (coldest := self.host.coldest()) is not None:
-            self._drop(coldest)
+            self.copies.drop(coldest)
             return True
         if (double := self.doubles.pop_oldest()) is not None:
-            self._leave_host(double)
+            self.copies.off_host(double)
         return double is not None
 
     def cap_tails(self, page: Page) -> None:
@@ -373,11 +398,11 @@ class PrefixTree(Books):
 
             def order(tail: Tail) -> tuple[bool, Any]:
                 reads = range(tail.page.depth, tail.page.depth + self.pages_per_window)
-                return not forks.isdisjoint(reads), self._rank(tail)
+                return not forks.isdisjoint(reads), self.copies.rank(tail)
 
-            with self._leaving("path"):
+            with self.copies.leaving_for("path"):
                 for tail in sorted(older, key=order)[:excess]:
-                    self._remove_tail(tail)
+                    self.copies.remove_tail(tail)
 
     def limit(self, owner: str, bytes_most: int | None) -> None:
         """From now on an owner may cache so many bytes in both tiers together; None: there is no limit."""
@@ -387,7 +412,7 @@ class PrefixTree(Books):
         """What is coldest of owners above their limits is forgotten, as far as it may go and at most so many
         items; answers how many were."""
         gone = 0
-        with self._leaving("limit"):
+        with self.copies.leaving_for("limit"):
             for owner in self.owners.over():
                 gone += self._trim(owner, most - gone)
         return gone
@@ -401,17 +426,17 @@ class PrefixTree(Books):
 
     def _forget(self, item: Item) -> None:
         """Its owner has too much, and this is the coldest."""
-        self._drop(item)
+        self.copies.drop(item)
 
     def flush(self) -> int:
         """Forget everything that no request holds and no transfer moves; answers how many pages stay."""
-        with self._leaving(None):
+        with self.copies.leaving_for(None):
             for page in sorted(self.index.values(), key=depth_of, reverse=True):
                 tail = page.tail
                 if tail is not None and idle(tail):
-                    self._remove_tail(tail)
+                    self.copies.remove_tail(tail)
                 if page.children == 0 and page.tail is None and idle(page):
-                    self._remove(page)
+                    self.copies.remove(page)
         for line in (*self.device.values(), self.host, *(owner.line for owner in self.owners.all.values())):
             line.sweep()
         return len(self.index)

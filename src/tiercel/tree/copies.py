@@ -1,4 +1,4 @@
-"""The books of the tree: what is cached, where, and how it moves or leaves.
+"""The copies of pages and tails: where they are, how they move between tiers and how they leave.
 
 The life of a device place, and who gives it back:
 
@@ -40,7 +40,7 @@ from tiercel.tree.node import (
 )
 from tiercel.tree.owners import ItemBytes, Owners, tail_in_pages
 from tiercel.tree.valued import Worth, line
-from tiercel.types import HostPageId, PageKey, Tier
+from tiercel.types import HostPageId, Kind, PageKey, Tier
 
 STORE_LEAST = 0.01
 """What a tail must be worth to be written to a store. A new tail at the end of a text is worth 0.2 to 0.9. So
@@ -48,7 +48,7 @@ only tails are left out that were learned to be found almost never: 5 to 10 % of
 18 %, and 1 % of hits is lost where the store has room for everything: docs/log.md.)"""
 
 
-class Books:
+class Copies:
     """Pages and tails in two tiers. All counts are in pages, all times are ticks of its own clock.
 
     Every move has a start and an end, and between them its places stay where they are.
@@ -56,12 +56,10 @@ class Books:
 
     def __init__(
         self,
-        *,
         evict: EvictPolicy,
-        pages_per_window: int = 0,
-        tails_per_path: int = 64,
-        item_bytes: ItemBytes | None = None,
-        replay_pages: int | None = None,
+        pages_per_window: int,
+        item_bytes: ItemBytes | None,
+        replay_pages: int | None,
     ) -> None:
         self.root = Page(None, 0, 0, PageKey(b""), None, 0)
         self.index = Index()
@@ -72,27 +70,25 @@ class Books:
         """What items are worth; None: the policy looks at their use alone."""
         if isinstance(evict, Value) and pages_per_window:
             tail_pages = tail_in_pages(item_bytes or {})
-            tree = proxy(self)  # pages know their owner, its line and so this: they must not keep the tree
-            self.worth = Worth(pages_per_window, tail_pages, replay_pages, lambda: tree._clock)
+            copies = proxy(self)  # pages know their owner, its line and so this: they must not keep it
+            self.worth = Worth(pages_per_window, tail_pages, replay_pages, lambda: copies.clock)
         make_line = partial(line, evict, self.worth)
-        self.device = {kind: make_line(may_leave_device, "in_device") for kind in (Page, Tail)}
+        self.device = {kind: make_line(may_leave_device, "in_device") for kind in Kind}
         self.host = make_line(may_leave_host, "in_host")
         self.owners = Owners(make_line, item_bytes)
-        self.pages_per_window = pages_per_window
-        self.leaving: dict[type[Item], int] = {Page: 0, Tail: 0}
+        self.leaving: dict[Kind, int] = dict.fromkeys(Kind, 0)
         """Device places that come free when the saves under way end."""
-        self.on_device: dict[type[Item], int] = {Page: 0, Tail: 0}
-        self.on_host: dict[type[Item], int] = {Page: 0, Tail: 0}
+        self.on_device: dict[Kind, int] = dict.fromkeys(Kind, 0)
+        self.on_host: dict[Kind, int] = dict.fromkeys(Kind, 0)
         """What each tier can read, counted as it changes: nobody walks the tree to tell."""
-        self.evicted: Counter[tuple[Tier, type[Item], str]] = Counter()
+        self.evicted: Counter[tuple[Tier, Kind, str]] = Counter()
         """What left a tier, and why: for `room`, for an owner's `limit`, for other tails of its `path`."""
         self._why: str | None = "room"
         """Why something leaves now; None: that is no eviction."""
-        self._rank: Callable[[Any], Any] = self.worth or evict.rank
-        self._tails_per_path = tails_per_path * max(1, pages_per_window)
-        self._clock = 0
+        self.rank: Callable[[Any], Any] = self.worth or evict.rank
+        self.clock = 0
         self._offers = 0
-        self._saving: dict[Item, None] = {}
+        self.saving: dict[Item, None] = {}
         """Saves under way, the oldest first."""
 
     def items(self) -> Iterator[Item]:
@@ -105,7 +101,7 @@ class Books:
     @property
     def changes(self) -> tuple[int, int]:
         """How often something was used or came, and how often something may have become free to leave."""
-        return self._clock, self._offers
+        return self.clock, self._offers
 
     def lock(self, item: Item) -> None:
         item.lock += 1
@@ -114,7 +110,7 @@ class Books:
         assert item.lock > 0, "I3: more unlocks than locks"
         item.lock -= 1
         if item.lock == 0:
-            self._offer(item)
+            self.offer(item)
 
     # Moving
 
@@ -139,25 +135,25 @@ class Books:
         if ok:
             if not item.readers:
                 self.doubles.add(item)
-            self._tell(True, Tier.DEVICE, item)
+            self.tell(True, Tier.DEVICE, item)
         else:
-            self._leave_device(item)
+            self.off_device(item)
         item.load = None
-        self._offer(item)
+        self.offer(item)
 
     def save_start(self, item: Item, host: tuple[HostPageId, ...]) -> None:
         """A save is going to fill `host` from the device copy, whose place it holds until it has ended."""
         assert item.on_device and item.host is None
         item.host, item.save = host, item.device
-        self._saving[item] = None
+        self.saving[item] = None
         self.actions.saves.append(Move(item, item.device, host))
 
     def save_done(self, move: Move, ok: bool) -> None:
         """The save ended. What was evicted meanwhile gives its place back now, and is lost if it failed."""
-        del self._saving[move.item]
+        del self.saving[move.item]
         if move.item.device != move.device:
             self._give_device(move.item, move.device)
-            self.leaving[type(move.item)] -= 1
+            self.leaving[move.item.kind] -= 1
         self.arrive_done(move.item, move.host, ok)
 
     def arrive_start(self, item: Item, host: tuple[HostPageId, ...]) -> None:
@@ -172,17 +168,17 @@ class Books:
             return
         item.save = None
         if ok:
-            self._tell(True, Tier.HOST, item)
+            self.tell(True, Tier.HOST, item)
             if item.device is not None:
                 self.doubles.add(item)
         else:
             item.host = None
             self.actions.host.extend(host)
             if item.device is None:
-                self._drop(item)
+                self.drop(item)
                 return
         if item.device is not None or not item.children:  # a page with others after it stays on the host
-            self._offer(item)
+            self.offer(item)
 
     def read_start(self, item: Item) -> None:
         """Somebody reads the host copy, a store or a peer: it stays until all of them have ended."""
@@ -200,7 +196,7 @@ class Books:
             return
         if item.on_device:
             self.doubles.add(item)
-        self._offer(item)
+        self.offer(item)
 
     def mark_stored(self, item: Item, stored: bool = True) -> None:
         """Whether the store has it, as far as is known."""
@@ -209,7 +205,7 @@ class Books:
             if item in self.doubles:
                 self.doubles.add(item)
             if stored:
-                self._tell(True, Tier.STORE, item)
+                self.tell(True, Tier.STORE, item)
 
     def worth_keeping(self, item: Item) -> bool:
         """Whether a store should have it. A tail that hardly anybody will resume from is not worth its bytes;
@@ -232,44 +228,44 @@ class Books:
 
     # Leaving
 
-    def _offer(self, item: Item) -> None:
+    def offer(self, item: Item) -> None:
         """The item may leave a tier now, as far as its caller knows."""
         self._offers += 1
-        self.device[type(item)].offer(item)
+        self.device[item.kind].offer(item)
         self.host.offer(item)
         if isinstance(item, Tail):
             self.host.offer(item.page)
-        self._offer_to_owner(item)
+        self.offer_to_owner(item)
 
-    def _offer_to_owner(self, item: Item) -> None:
+    def offer_to_owner(self, item: Item) -> None:
         if item.owner is not None:
             item.owner.offer(item)
             if isinstance(item, Tail):
                 item.owner.offer(item.page)
 
-    def _followed(self, page: Page) -> None:
+    def followed(self, page: Page) -> None:
         """More or fewer pages follow this one."""
         if self.worth is not None and page.tail is not None and self.worth.followed(page.tail):
-            self._offer(page.tail)
+            self.offer(page.tail)
 
-    def _leave_device(self, item: Item) -> None:
+    def off_device(self, item: Item) -> None:
         """Off the device. The place is given back, unless a save still reads it: then by `save_done`."""
         if item.save == item.device:
-            self.leaving[type(item)] += 1
+            self.leaving[item.kind] += 1
         else:
             self._give_device(item, item.device)
         item.device = None
         self.doubles.discard(item)
         if item.load is None:
-            self._tell(False, Tier.DEVICE, item)
+            self.tell(False, Tier.DEVICE, item)
         if isinstance(item, Page):
             parent = parent_of(item)
             parent.children_device -= 1
             inherit(parent, item)
-            self.device[Page].offer(parent)
+            self.device[Kind.PAGE].offer(parent)
 
     @contextmanager
-    def _leaving(self, why: str | None) -> Iterator[None]:
+    def leaving_for(self, why: str | None) -> Iterator[None]:
         """Whatever leaves inside leaves for this reason."""
         before, self._why = self._why, why
         try:
@@ -277,16 +273,16 @@ class Books:
         finally:
             self._why = before
 
-    def _leave_host(self, item: Item) -> None:
+    def off_host(self, item: Item) -> None:
         if item.host is not None and item.save is None:
             self.doubles.discard(item)
-            self._tell(False, Tier.HOST, item)
+            self.tell(False, Tier.HOST, item)
             self._give_host(item)
 
-    def _drop(self, item: Item) -> None:
+    def drop(self, item: Item) -> None:
         """Forget an item altogether; with a page, all pages below it, of which the device holds none."""
         if isinstance(item, Tail):
-            self._remove_tail(item)
+            self.remove_tail(item)
             return
         if item.children:  # rare: a page that could not be saved, with descendants on the host
             below = {item: None}
@@ -294,43 +290,43 @@ class Books:
                 if page.parent in below:
                     below[page] = None
             for page in list(below)[:0:-1]:
-                self._remove(page)
-        self._remove(item)
+                self.remove(page)
+        self.remove(item)
 
-    def _remove(self, page: Page) -> None:
+    def remove(self, page: Page) -> None:
         assert page.lock == 0 and page.children == 0 and page.load is None, "I3: a page in use is not removed"
         if page.tail is not None:
-            self._remove_tail(page.tail)
+            self.remove_tail(page.tail)
         parent = parent_of(page)
         page.gone = True
         self.index.remove(page)
         parent.children -= 1
-        self._followed(parent)
+        self.followed(parent)
         if page.device is not None:
-            self._leave_device(page)
+            self.off_device(page)
         else:
             inherit(parent, page)
-            self.device[Page].offer(parent)
+            self.device[Kind.PAGE].offer(parent)
         if page.host is not None:
-            self._leave_host(page)
+            self.off_host(page)
         if parent.host is not None:
             self.host.offer(parent)
-        self._offer_to_owner(parent)
+        self.offer_to_owner(parent)
 
-    def _remove_tail(self, tail: Tail) -> None:
+    def remove_tail(self, tail: Tail) -> None:
         """Places that a transfer still uses are given back when it ends."""
         assert tail.lock == 0, "I3: a tail in use is not removed"
         if tail.load is None:
             if tail.device is not None:
-                self._leave_device(tail)
-            self._leave_host(tail)
+                self.off_device(tail)
+            self.off_host(tail)
         else:
-            self._tell(False, Tier.HOST, tail)
+            self.tell(False, Tier.HOST, tail)
         tail.gone = True
         if self.worth is not None:
             self.worth.left(tail)
         tail.page.tail = None
-        self._offer(tail.page)
+        self.offer(tail.page)
 
     def _give_host(self, item: Item) -> None:
         """The host places, unless a load, a store or a peer still reads them: then when that ended."""
@@ -341,13 +337,13 @@ class Books:
     def _give_device(self, item: Item, device: Any) -> None:
         (self.actions.pages if isinstance(item, Page) else self.actions.tails).append(device)
 
-    def _tell(self, stored: bool, tier: Tier, item: Item) -> None:
+    def tell(self, stored: bool, tier: Tier, item: Item) -> None:
         if tier is not Tier.STORE:
             counts = self.on_device if tier is Tier.DEVICE else self.on_host
-            counts[type(item)] += 1 if stored else -1
+            counts[item.kind] += 1 if stored else -1
             if item.owner is not None:
-                item.owner.count(tier, type(item), 1 if stored else -1)
+                item.owner.count(tier, item.kind, 1 if stored else -1)
             if not stored and self._why is not None:
-                self.evicted[tier, type(item), self._why] += 1
+                self.evicted[tier, item.kind, self._why] += 1
         if self.events is not None:
             self.events.append(event(stored, tier, item))
