@@ -122,7 +122,7 @@ def _one(folder: Path, name: str, prompt: tuple[int, ...]) -> tuple[float, float
     engine.cache.begin = timed  # type: ignore[method-assign]
     taken = first_token_ms(engine, prompt)[0]
     assert engine.cache.store is not None
-    begins_ms = 1e3 * (begun_s[-1] - engine.cache.store.fetches._read_ended_s)
+    begins_ms = 1e3 * (begun_s[-1] - engine.cache.store.fetches.reading.ended_s)
     Throttled.gate.set()
     store.bytes_s = None
     engine.cache.close()

@@ -329,7 +329,7 @@ def test_nobody_waits_behind_a_read_that_never_ends():
     read.set_result(go_on())
     driver.cache.step()
     driver.settle()
-    assert driver.cache.store.fetches._bytes_ended == driver.cache.store.fetches._bytes_sent
+    assert driver.cache.store.fetches.reading.bytes_under_way == 0
 
 
 def test_writes_hold_no_more_host_memory_than_they_may():

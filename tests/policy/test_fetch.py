@@ -10,12 +10,16 @@ from tiercel.errors import ConfigError
 from tiercel.policy.fetch import (
     Costs,
     Fetching,
+    GiveUp,
     Held,
+    Keep,
+    Moment,
     Rate,
     Refusal,
     Wanted,
     choose_fetch,
     make_fetch_policy,
+    next_of,
     window,
 )
 
@@ -172,3 +176,40 @@ def test_a_rate_follows_what_it_sees_and_survives_nonsense():
 
 def test_a_boundary_before_the_first_window_needs_only_the_tails_there_are():
     assert (*window(1, 3),) == (1,) and (*window(3, 3),) == (1, 2, 3) and (*window(5, 0),) == ()
+
+
+# The whole decision
+
+FAST, SLOW = make_costs(window=0, read=1e6, compute=100), make_costs(window=0, read=1e3, compute=1e6)
+SOME, NONE = make_held(stored=4), make_held(stored=0)
+IN_TIME, TOO_LATE = fetching(FAST, left_s=1.0), fetching(FAST, left_s=-1.0)
+ALL_FOUR = Wanted(4, (), 400)
+
+
+@pytest.mark.parametrize(
+    ("moment", "expected"),
+    [
+        # The store has not answered, or reads are under way.
+        (Moment(FAST), Keep()),
+        (Moment(FAST, store_works=False), Keep()),
+        (Moment(FAST, fetching=IN_TIME), Keep()),
+        (Moment(FAST, fetching=TOO_LATE), GiveUp(Refusal.LATE)),
+        # The store has said what it has.
+        (Moment(FAST, held=SOME, bytes_most=4000), ALL_FOUR),
+        (Moment(FAST, held=SOME, bytes_most=4000, fetching=IN_TIME), ALL_FOUR),
+        (Moment(FAST, held=SOME, bytes_most=4000, fetching=TOO_LATE), GiveUp(Refusal.LATE)),
+        (Moment(FAST, held=SOME, bytes_most=4000, store_works=False), GiveUp(Refusal.OFF)),
+        (Moment(FAST, held=SOME, bytes_most=4000, other_brings=True), Keep()),
+        (Moment(FAST, held=SOME, other_brings=True, store_works=False), GiveUp(Refusal.OFF)),
+        (Moment(FAST, held=NONE, bytes_most=4000), GiveUp(Refusal.NOTHING)),
+        (Moment(SLOW, held=SOME, bytes_most=4000), GiveUp(Refusal.SLOW)),
+        (Moment(SLOW, held=SOME, bytes_most=4000, wait_s=9.0), ALL_FOUR),
+        (Moment(FAST, held=SOME, bytes_most=4000, bytes_ahead=10**8), GiveUp(Refusal.SLOW)),
+        # There is no room: that may change before the request's turn comes.
+        (Moment(FAST, held=SOME, bytes_most=0), Keep()),
+        (Moment(FAST, held=SOME, bytes_most=0, turn=True), GiveUp(Refusal.NO_ROOM)),
+        (Moment(FAST, held=SOME, bytes_most=2000, turn=True), Wanted(2, (), 200, Refusal.NO_ROOM)),
+    ],
+)
+def test_what_to_do_now_with_a_fetch(moment, expected):
+    assert next_of(moment, make_fetch_policy("deadline")) == expected

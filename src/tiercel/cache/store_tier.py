@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from tiercel.cache.audit import StoreStats
-from tiercel.cache.fetch import Fetches
+from tiercel.cache.fetches import Fetches
 from tiercel.cache.places import Places
 from tiercel.config import CacheConfig
 from tiercel.policy.breaker import Breaker, BreakerState

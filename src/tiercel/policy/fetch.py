@@ -8,6 +8,7 @@ fetch                ├──────────────┤           
 A boundary is legal if every page before it, and every tail that a resume there reads, is in some tier.
 `choose_fetch` takes the legal boundary that saves most time: the time to compute up to it, minus the read
 time that goes beyond what the request waits anyway. A `FetchPolicy` decides how long a request waits.
+`next_of` is the whole decision: what to do now with one fetch.
 """
 
 from __future__ import annotations
@@ -73,6 +74,8 @@ class Refusal(Enum):
     NO_TAIL = "what the store has can not be resumed from"
     SLOW = "computing is sooner"
     NO_ROOM = "there is no host memory for it now"
+    OFF = "the store does not work"
+    LATE = "the request has waited long enough"
 
 
 @dataclass(frozen=True)
@@ -148,9 +151,9 @@ def choose_fetch(
     if best is None:
         return why if held.stored or rest else Refusal.NOTHING
     best = replace(best, rest=None if reached >= last else why)
-    stations = replace(best, tails=_stations(best, boundaries, held, costs.pages_per_window))
-    fits = bytes_most is None or costs.bytes_of(held, stations) <= bytes_most
-    return stations if fits else best
+    more = replace(best, tails=_tails_on_the_way(best, boundaries, held, costs.pages_per_window))
+    fits = bytes_most is None or costs.bytes_of(held, more) <= bytes_most
+    return more if fits else best
 
 
 def _candidates(held: Held, costs: Costs, boundaries: list[int]) -> Iterator[Wanted]:
@@ -171,7 +174,9 @@ def _tails(boundary: int, pages_per_window: int, held: Held) -> set[int]:
     return set(window(boundary, pages_per_window)) & held.tails_stored - held.tails
 
 
-def _stations(wanted: Wanted, boundaries: list[int], held: Held, pages_per_window: int) -> tuple[int, ...]:
+def _tails_on_the_way(
+    wanted: Wanted, boundaries: list[int], held: Held, pages_per_window: int
+) -> tuple[int, ...]:
     """The wanted tails, and those at up to three earlier boundaries: then a fetch that is cut short still
     helps."""
     if not wanted.tails:
@@ -253,3 +258,64 @@ assert tuple(_POLICIES) == FETCH_POLICIES
 def make_fetch_policy(name: str) -> FetchPolicy:
     """A policy by name, or a user's own class as `module:Class`."""
     return make_policy("fetch", name, _POLICIES, FetchPolicy)
+
+
+# What to do now
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One fetch as it stands: all that the next decision looks at."""
+
+    costs: Costs
+    store_works: bool = True
+    held: Held | None = None
+    """What is where; None: the store has not answered, or reads are under way."""
+    other_brings: bool = False
+    """Another fetch is bringing the page after those that were found."""
+    turn: bool = False
+    """The request could begin now without the fetch."""
+    wait_s: float = 0.0
+    """How long the request will wait in any case."""
+    bytes_ahead: int = 0
+    """Bytes that are read before this fetch."""
+    bytes_most: int = 0
+    """Host memory that a fetch may take now."""
+    fetching: Fetching | None = None
+    """The request asks whether it should go on waiting."""
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Nothing is to be done now."""
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """The request begins with what it has."""
+
+    why: Refusal
+
+
+def next_of(moment: Moment, policy: FetchPolicy) -> Keep | Wanted | GiveUp:
+    """What to do now with a fetch: leave it as it is, read what is wanted, or end it."""
+    if moment.fetching is not None and not policy.waits(moment.fetching):
+        return GiveUp(Refusal.LATE)
+    if moment.held is None:
+        return Keep()
+    if not moment.store_works:
+        return GiveUp(Refusal.OFF)
+    if moment.other_brings:
+        return Keep()  # when the page has come, this fetch is planned again
+    wanted = choose_fetch(
+        moment.held,
+        moment.costs,
+        bytes_ahead=moment.bytes_ahead,
+        wait_s=moment.wait_s,
+        bytes_most=moment.bytes_most,
+    )
+    if not isinstance(wanted, Refusal):
+        return wanted
+    if wanted is Refusal.NO_ROOM and not moment.turn:
+        return Keep()  # others may have begun by the time it is its turn
+    return GiveUp(wanted)
