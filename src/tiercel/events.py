@@ -107,22 +107,22 @@ class Ledger:
     def tell(self, events: Sequence[Event | Cleared]) -> list[WireEvent]:
         """Events for the wire, in the same order. But a page is added to the event of its parent, if no other
         event of the tier came between. Tails are left out: a router counts whole pages."""
-        told: list[WireEvent] = []
+        wire: list[WireEvent] = []
         chains: dict[Tier, BlockStored] = {}
         for event in events:
             if isinstance(event, Cleared):
                 chains.pop(event.tier, None)
-                self._clear(event.tier, told)
+                self._clear(event.tier, wire)
             elif event.kind is not Kind.PAGE:
                 continue
             elif event.stored:
-                chains[event.tier] = self._store(event, told, chains.get(event.tier))
+                chains[event.tier] = self._store(event, wire, chains.get(event.tier))
             else:
                 chains.pop(event.tier, None)
-                self._remove(event, told)
-        return told
+                self._remove(event, wire)
+        return wire
 
-    def _store(self, event: Event, told: list[WireEvent], chain: BlockStored | None) -> BlockStored:
+    def _store(self, event: Event, wire: list[WireEvent], chain: BlockStored | None) -> BlockStored:
         page = hash_of(event.key)
         parent = hash_of(event.parent) if event.parent else None
         tokens = self._tokens.unpack(event.tokens) if event.tokens else ()
@@ -139,31 +139,31 @@ class Ledger:
             return chain
         medium, size = MEDIA[event.tier], self._page_tokens
         chain = BlockStored("BlockStored", [page], parent, list(tokens), size, None, medium, None)
-        told.append(chain)
+        wire.append(chain)
         return chain
 
-    def _remove(self, event: Event, told: list[WireEvent]) -> None:
+    def _remove(self, event: Event, wire: list[WireEvent]) -> None:
         """Only pages that were told are removed: some routers stop at a page they do not know."""
         page = hash_of(event.key)
         if page not in self.held[event.tier]:
             return
         del self.held[event.tier][page]
         medium = MEDIA[event.tier]
-        last = told[-1] if told else None
+        last = wire[-1] if wire else None
         if isinstance(last, BlockRemoved) and last.medium == medium and len(last.block_hashes) < HASHES_MOST:
             last.block_hashes.append(page)
         else:
-            told.append(BlockRemoved("BlockRemoved", [page], medium))
+            wire.append(BlockRemoved("BlockRemoved", [page], medium))
 
-    def _clear(self, tier: Tier, told: list[WireEvent]) -> None:
+    def _clear(self, tier: Tier, wire: list[WireEvent]) -> None:
         """A clear has no medium on the wire, and some routers do not read it. So every page is removed by
         name, too, children before parents."""
         pages = list(reversed(self.held[tier]))
         self.held[tier] = {}
         for at in range(0, len(pages), HASHES_MOST):
-            told.append(BlockRemoved("BlockRemoved", pages[at : at + HASHES_MOST], MEDIA[tier]))
-        if not any(self.held.values()) and not (told and isinstance(told[-1], AllBlocksCleared)):
-            told.append(AllBlocksCleared("AllBlocksCleared"))
+            wire.append(BlockRemoved("BlockRemoved", pages[at : at + HASHES_MOST], MEDIA[tier]))
+        if not any(self.held.values()) and not (wire and isinstance(wire[-1], AllBlocksCleared)):
+            wire.append(AllBlocksCleared("AllBlocksCleared"))
 
 
 @dataclass(frozen=True)
@@ -250,12 +250,12 @@ class EventPublisher:
     def __call__(self, events: Sequence[Event | Cleared]) -> None:
         """Publishes one batch of what one step changed; none if nothing changed."""
         try:
-            told = self._ledger.tell(events)
-            if told and self._queue.closed:
+            wire = self._ledger.tell(events)
+            if wire and self._queue.closed:
                 self.dropped += 1
-            elif told:
+            elif wire:
                 number, self._number = self._number, self._number + 1
-                payload = self._encode((time.time(), told, RANK))
+                payload = self._encode((time.time(), wire, RANK))
                 self._queue.send_multipart((number.to_bytes(8, "big"), payload), self._zmq.NOBLOCK)
                 self.queued += 1
         except self._zmq.Again:

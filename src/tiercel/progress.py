@@ -16,7 +16,7 @@ PROGRESS_S = 1.0
 
 
 @contextmanager
-def told(what: str, size: int, *, counted: str = "") -> Iterator[Callable[[int], None]]:
+def progress(what: str, size: int, *, counted: str = "") -> Iterator[Callable[[int], None]]:
     """Around something that is done to so many bytes, or to so many of what is `counted`. What is yielded is
     called with the size of each part that is done, from any thread. There is a bar only if stderr is a
     terminal."""

@@ -182,6 +182,6 @@ def score_of(engine: Engine, exams: Sequence[Exam]) -> float | None:
         answer_one(engine, context, 0)
     right = 0
     for context, question, answer in exams:
-        told = answer_one(engine, [*context, *question], len(answer))
-        right += [out.token for out in told.tokens] == answer
+        answered = answer_one(engine, [*context, *question], len(answer))
+        right += [out.token for out in answered.tokens] == answer
     return right / len(exams)

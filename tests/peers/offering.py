@@ -92,7 +92,7 @@ class Offered:
             for do in todo:
                 do()
             self.cache.step()
-            self.offering.desk.step()
+            self.offering.questions.step()
 
     def land(self, pages, tails=(), first=0):
         """Pages of the text come to the host, and tails at these boundaries."""

@@ -97,7 +97,7 @@ def test_what_nobody_computes_is_absent_when_the_wait_is_over():
     with serving() as (service, url), reading(url) as store:
         keys = keys_of(records_of(service._engine.cache, TEXT))
         assert decided(list(store.watch(keys, 0.3))) == ([], keys)
-        assert not service._offering.desk.watched
+        assert not service._offering.questions.watched
         assert decided(list(store.watch([], 5))) == ([], [])
 
 
@@ -143,7 +143,9 @@ def test_a_reader_that_leaves_ends_its_watch_and_its_leases():
         watch = store.watch(keys, 60)
         assert next(watch).here and leases() == 1
         watch.close()
-        until(lambda: leases() == 0 and not service._offering.desk.watched, "it is forgotten", timeout_s=5)
+        until(
+            lambda: leases() == 0 and not service._offering.questions.watched, "it is forgotten", timeout_s=5
+        )
 
 
 def test_a_lease_of_a_watch_ends_by_its_time():

@@ -22,7 +22,7 @@ from tiercel.server.metrics import Metrics
 from tiercel.server.native import GenerateRequest
 from tiercel.server.pace import Pace
 from tiercel.server.protocol import ChatRequest, CompletionRequest
-from tiercel.server.reply import Front
+from tiercel.server.reply import Api
 from tiercel.server.responses import ResponsesRequest
 from tiercel.server.tokens import DetokenizeRequest, TokenizeRequest
 
@@ -125,8 +125,8 @@ def test_too_many_numbers_are_refused_and_both_limits_told():
 
 def test_a_prompt_may_have_as_many_token_ids_as_the_context():
     for context_tokens, most in ((100, 1 << 17), (1 << 20, 4 << 20)):
-        front = Front(ScriptedService(context_tokens=context_tokens), LOOPBACK, Metrics(), Aside(Pace()))
-        assert front.body_limits.numbers_max == most
+        api = Api(ScriptedService(context_tokens=context_tokens), LOOPBACK, Metrics(), Aside(Pace()))
+        assert api.body_limits.numbers_max == most
 
 
 # Which thread works

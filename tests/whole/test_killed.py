@@ -87,7 +87,7 @@ def test_a_server_that_is_killed_while_it_pulls_leaves_nothing_behind(prefill):
     assert held[0] > 0, "it was killed while a lease held pages for it"
     computing.join()
     settle(prefill.service)
-    assert not prefill.service._offering.desk.watched
+    assert not prefill.service._offering.questions.watched
     assert prefill.service._ask(prefill.engine.cache.flush).result(30) == 0
     assert prefill.engine.cache.host_pages.free == prefill.engine.cache.host_pages.capacity
 

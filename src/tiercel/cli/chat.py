@@ -93,9 +93,9 @@ class Conversation:
             return
         response = self._client.get(f"/v1/cache/explain/{self.last.request_id}")
         _check(response)
-        told = response.json()
-        stages = ", ".join(f"{name} {ms:.1f} ms" for name, ms in told.get("stages_ms", {}).items())
-        self._tell(f"{told['summary']}\n{stages}")
+        explained = response.json()
+        stages = ", ".join(f"{name} {ms:.1f} ms" for name, ms in explained.get("stages_ms", {}).items())
+        self._tell(f"{explained['summary']}\n{stages}")
 
     def _save(self, name: str) -> None:
         if not name:

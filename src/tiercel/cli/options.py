@@ -105,11 +105,11 @@ def _option(kind: type, each: Field[Any], defaults: dict[str, str]) -> Parameter
         kept_as, default = str | None, defaults.get(name, default)
     elif isinstance(default, tuple):
         kept_as, default = list[str] | None, None
-    told = f" {', '.join(rules['one_of'])}." if "one_of" in rules else ""
+    choices = f" {', '.join(rules['one_of'])}." if "one_of" in rules else ""
     flag = [rules["flag"]] if "flag" in rules else []
     option = typer.Option(
         *flag,
-        help=rules["help"] + told,
+        help=rules["help"] + choices,
         envvar=env_name(name),
         show_envvar="secret" in rules,
         metavar=SIZE if "memory" in rules else None,

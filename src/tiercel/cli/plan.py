@@ -14,7 +14,7 @@ from tiercel.cli import options as o
 from tiercel.cli import replay as r
 from tiercel.config import CacheConfig, parse_bytes
 from tiercel.errors import ConfigError
-from tiercel.progress import told
+from tiercel.progress import progress
 
 if TYPE_CHECKING:
     from tiercel.replay.plan import Point
@@ -66,8 +66,8 @@ def plan(  # noqa: PLR0913
         raise ConfigError("--store-memory", stores, "a store needs host memory to read into")
     sizes = [TierSizes(device, host, store) for store in dict.fromkeys(stores) for host in hosts]
     policies = list(dict.fromkeys(policy or [CacheConfig().evict]))
-    with told("plan", len(sizes) * len(policies), counted="replays") as done:
-        points = p.plan(trace, spec, sizes, policies, serving, processes=processes, told=done)
+    with progress("plan", len(sizes) * len(policies), counted="replays") as done:
+        points = p.plan(trace, spec, sizes, policies, serving, processes=processes, progress=done)
     if plot is not None:
         plot_plan(points, plot)
     if as_json:

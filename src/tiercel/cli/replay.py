@@ -12,7 +12,7 @@ from rich.table import Table
 
 from tiercel.cli import options as o
 from tiercel.config import CacheConfig, parse_bytes
-from tiercel.progress import told
+from tiercel.progress import progress
 
 if TYPE_CHECKING:
     from tiercel.replay.report import Report
@@ -78,8 +78,8 @@ def replay(  # noqa: PLR0913
     )
     spec, trace = opened(files, model, page_tokens, format, session_every, requests)
     serving = served(trace, (prefill_rate, token_time, link_rate, store_rate), batch, one_at_a_time, settings)
-    with told("replay", len(trace), counted="requests") as done:
-        report = run(trace, spec, sizes, policy=policy, serving=serving, told=done)
+    with progress("replay", len(trace), counted="requests") as done:
+        report = run(trace, spec, sizes, policy=policy, serving=serving, progress=done)
     if plot is not None:
         plot_replay(report, plot)
     if as_json:

@@ -71,18 +71,18 @@ def copies_on(device: str, declared: CacheSpec) -> dict[str, dict[str, str]]:
     check_device(device)
     near = DeviceMemory(declared, 2, 2 if declared.tail_streams else 0, device)
     least = declared.host_page_bytes * max(2, declared.host_pages_per_tail)
-    told: dict[str, dict[str, str]] = {}
+    ways: dict[str, dict[str, str]] = {}
     for layout in LAYOUT_NAMES:
         with HostMemory(declared, layout, least, pin=near.device.type == "cuda") as host:
             for copier in COPIERS:
                 try:
                     controller = make_controller(copier, near, host)
                 except ConfigError as error:
-                    told.setdefault(layout, {})[copier] = str(error)
+                    ways.setdefault(layout, {})[copier] = str(error)
                 else:
-                    told.setdefault(layout, {})[copier] = controller.how
+                    ways.setdefault(layout, {})[copier] = controller.how
                     controller.close()
-    return told
+    return ways
 
 
 def _copy_table(device: str, copies: dict[str, dict[str, str]]) -> Table:

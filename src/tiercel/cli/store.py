@@ -101,8 +101,8 @@ def conformance(
         if not as_json:
             typer.echo(str(results[-1]))
     if as_json:
-        told = [{"check": r.check, "outcome": r.outcome.value.lower(), "why": r.why} for r in results]
-        typer.echo(json.dumps(told, indent=2))
+        rows = [{"check": r.check, "outcome": r.outcome.value.lower(), "why": r.why} for r in results]
+        typer.echo(json.dumps(rows, indent=2))
     if any(result.outcome is Verdict.FAILED for result in results):
         raise typer.Exit(1)
 

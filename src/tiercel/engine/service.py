@@ -234,7 +234,7 @@ class EngineService:
         requests name this server, if it computes prompts for others."""
         self._shared_at = at
         self._offering = Offering(self._engine.cache, self._ask, listener, key=key, mooncake=mooncake)
-        self._offering.desk.abandoned = self._abandon
+        self._offering.questions.abandoned = self._abandon
 
     def pull_prompts(self, peers: Mapping[Address, PeerStore], patience_s: float) -> None:
         """Requests may name these peers as those that compute their prompts. `close` closes them."""
@@ -334,8 +334,8 @@ class EngineService:
         while self._inbox:
             self._inbox.popleft()()
         deltas = next(steps)
-        if self._offering is not None and self._offering.desk.watched:
-            self._offering.desk.step()
+        if self._offering is not None and self._offering.questions.watched:
+            self._offering.questions.step()
         if deltas:
             self._tell(deltas)
             with self._wake:
@@ -344,7 +344,7 @@ class EngineService:
     def _meanwhile(self, computing: Future[Drawn]) -> None:
         """A step is computed elsewhere. Other servers that read our pages do not wait for it, and hear of
         what is saved: a step of a prompt takes long."""
-        if self._offering is None or not self._offering.desk.watched:
+        if self._offering is None or not self._offering.questions.watched:
             return
         computing.add_done_callback(lambda _: self._notify())
         while not computing.done():
@@ -353,7 +353,7 @@ class EngineService:
             while self._inbox:
                 self._inbox.popleft()()
             self._engine.scheduler.collect()
-            self._offering.desk.step()
+            self._offering.questions.step()
 
     def _notify(self) -> None:
         with self._wake:

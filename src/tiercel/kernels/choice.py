@@ -38,7 +38,7 @@ class Kernels(Protocol):
     def norm_rotate(
         self,
         x: Tensor,
-        turn: CosSin,
+        rotation: CosSin,
         *,
         eps: float | None = ...,
         weight: Tensor | None = ...,

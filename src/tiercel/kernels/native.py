@@ -152,9 +152,9 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def norm_rotate(
-    x: Tensor, turn: CosSin, *, eps: float | None = None, weight: Tensor | None = None, back: bool = False
+    x: Tensor, rotation: CosSin, *, eps: float | None = None, weight: Tensor | None = None, back: bool = False
 ) -> Tensor:
-    (rows, heads, d), (cos, sin) = x.shape, turn
+    (rows, heads, d), (cos, sin) = x.shape, rotation
     pairs = min(cos.shape[1], d // 2)
     step = _rows(x, (rows, heads, d))
     _dense(cos, (rows, pairs))

@@ -90,14 +90,14 @@ def put_rows(target: Tensor, to: Tensor, source: Tensor, rows: Tensor | None = N
 
 
 def norm_rotate(
-    x: Tensor, turn: CosSin, *, eps: float | None = None, weight: Tensor | None = None, back: bool = False
+    x: Tensor, rotation: CosSin, *, eps: float | None = None, weight: Tensor | None = None, back: bool = False
 ) -> Tensor:
     """x [tokens, heads, dim]: norms each head if `eps` is given, and rotates its last channels in pairs."""
     if eps is not None:
         x = _rms(x, eps)
     if weight is not None:
         x = weight * x
-    cos, sin = (each[:, None, :] for each in turn)
+    cos, sin = (each[:, None, :] for each in rotation)
     sin = -sin if back else sin
     still, turned = x.split([x.shape[-1] - 2 * cos.shape[-1], 2 * cos.shape[-1]], dim=-1)
     a, b = turned[..., 0::2], turned[..., 1::2]

@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from tiercel.errors import BudgetError, ConfigError
-from tiercel.progress import told
+from tiercel.progress import progress
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class HostMap:
         import torch  # here: a process that only asks for sizes does not load it
 
         address, runtime = self._address, torch.cuda.cudart()
-        with told("pinning host memory", self.size):
+        with progress("pinning host memory", self.size):
             code = runtime.cudaHostRegister(address, self.size, 0)
         if code != runtime.cudaError.success:
             locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -147,7 +147,7 @@ class HostMap:
 def _touch(memory: mmap.mmap) -> None:
     """Write one byte of every page. numpy releases the GIL meanwhile, so the threads run in parallel."""
     size, threads = len(memory), min(len(os.sched_getaffinity(0)), TOUCH_THREADS_MAX)
-    with told("host memory", size) as done, ThreadPoolExecutor(threads) as pool:
+    with progress("host memory", size) as done, ThreadPoolExecutor(threads) as pool:
 
         def touch(start: int) -> None:
             piece = np.frombuffer(memory, np.uint8)[start : start + TOUCH_PIECE_BYTES]

@@ -141,10 +141,10 @@ def open_file(file: Path) -> tuple[Any, dict[str, StoredTensor]]:
 
 def refuse(where: Path, faults: Mapping[str, Sequence[tuple[str, str]]]) -> None:
     """Raises one error that names everything that is wrong there: kind of fault → (tensor, why)."""
-    told = [f"{what}: {listed([n + why for n, why in found])}" for what, found in faults.items() if found]
-    if told:
+    texts = [f"{what}: {listed([n + why for n, why in found])}" for what, found in faults.items() if found]
+    if texts:
         tensors = [name for found in faults.values() for name, _ in found]
-        raise WeightsError(where, "; ".join(told), tensors)
+        raise WeightsError(where, "; ".join(texts), tensors)
 
 
 def unfit(stored: StoredTensor, shape: tuple[int, ...]) -> str:

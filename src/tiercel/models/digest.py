@@ -46,8 +46,8 @@ def weights_digest(files: Sequence[Path]) -> str:
     lasting = {file.name: (*state, digest) for file, (state, digest) in seen.items() if _lasts(file, state)}
     if any((name, *state) not in known for name, (*state, _) in lasting.items()):
         _save(places, lasting)
-    told = json.dumps([(file.name, digest) for file, (_, digest) in seen.items()])
-    return xxhash.xxh3_128(told.encode()).hexdigest()
+    text = json.dumps([(file.name, digest) for file, (_, digest) in seen.items()])
+    return xxhash.xxh3_128(text.encode()).hexdigest()
 
 
 def _state(file: Path) -> State:
@@ -80,9 +80,9 @@ def _places(folder: Path) -> list[Path]:
 def _load(place: Path) -> dict[tuple[str | int, ...], str]:
     """(name, *state) → digest, as remembered; nothing, if the file is missing or damaged."""
     try:
-        told = json.loads(place.read_text(encoding="utf-8"))
-        known = {(name, *state): str(digest) for name, (*state, digest) in told["files"].items()}
-        return known if told["check"] == _check(told["files"]) else {}
+        text = json.loads(place.read_text(encoding="utf-8"))
+        known = {(name, *state): str(digest) for name, (*state, digest) in text["files"].items()}
+        return known if text["check"] == _check(text["files"]) else {}
     except (OSError, ValueError, TypeError, LookupError, AttributeError):
         return {}
 

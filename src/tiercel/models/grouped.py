@@ -170,28 +170,28 @@ class Layer:
         gate_up = torch.cat([own["mlp.gate_proj"], own["mlp.up_proj"]])
         self._mlp = kernels.pack_all(gate_up[None]), kernels.pack_all(own["mlp.down_proj"][None])
 
-    def __call__(self, x: Tensor, turn: CosSin, reach: Reach) -> Tensor:
+    def __call__(self, x: Tensor, rotation: CosSin, reach: Reach) -> Tensor:
         """x [tokens, d] after this layer."""
         g, k = self._grouping, self._k
-        x = x + self._attend(self.write(x, turn, reach.written), turn, reach)
+        x = x + self._attend(self.write(x, rotation, reach.written), rotation, reach)
         asked = x.new_empty(len(x), 0, dtype=torch.int64)  # of experts: only the shared one
         return x + k.experts(k.norm(x, self._norms[1], g.eps), asked, asked.float(), self._mlp, math.inf)
 
-    def write(self, x: Tensor, turn: CosSin, written: Written | None) -> Tensor:
+    def write(self, x: Tensor, rotation: CosSin, written: Written | None) -> Tensor:
         """Make the entries of x [tokens, d]. Answers its queries [tokens, heads, dim], not turned."""
         g, k = self._grouping, self._k
         made = k.linear(k.norm(x, self._norms[0], g.eps), self._input).split(self._widths, 1)
         heads: list[Tensor] = [part.unflatten(1, (-1, g.head_dim)) for part in made]
         q, key, value = heads
         if written is not None:
-            key = k.norm_rotate(key, turn, eps=g.eps, weight=self._k_norm)
+            key = k.norm_rotate(key, rotation, eps=g.eps, weight=self._k_norm)
             entries = torch.cat([key, value], 2)[written.tokens]
             self.entries.write(written.numbers, entries.flatten(0, 1))
         return q
 
-    def _attend(self, q: Tensor, turn: CosSin, reach: Reach) -> Tensor:
+    def _attend(self, q: Tensor, rotation: CosSin, reach: Reach) -> Tensor:
         g, k, tokens = self._grouping, self._k, len(q)
-        q = k.norm_rotate(q, turn, eps=g.eps, weight=self._q_norm)
+        q = k.norm_rotate(q, rotation, eps=g.eps, weight=self._q_norm)
         entries = self.entries.all() if reach.read is None else self.entries.read(reach.read)
         q = F.pad(q, (0, g.head_dim)).view(tokens * g.kv_heads, -1, 2 * g.head_dim)
         none = entries[:0], entries[:0]

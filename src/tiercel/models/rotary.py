@@ -70,16 +70,16 @@ def inverse_frequencies(rope: Rope, dim: int) -> Tensor:
     plain = 1.0 / rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
     if rope.factor == 1.0:
         return plain
-    low, high = (_channel(turns, rope, dim) for turns in (rope.beta_fast, rope.beta_slow))
+    low, high = (_channel(rotations, rope, dim) for rotations in (rope.beta_fast, rope.beta_slow))
     low, high = max(math.floor(low), 0), min(math.ceil(high), dim - 1)
     channels = torch.arange(dim // 2, dtype=torch.float32, device="cpu")
     ramp = ((channels - low) / (high - low or 0.001)).clamp(0, 1)
     return plain / rope.factor * ramp + plain * (1 - ramp)
 
 
-def _channel(turns: float, rope: Rope, dim: int) -> float:
+def _channel(rotations: float, rope: Rope, dim: int) -> float:
     """The channel that makes so many turns in the original length."""
-    return dim * math.log(rope.original_length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+    return dim * math.log(rope.original_length / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
 
 class Rotary:

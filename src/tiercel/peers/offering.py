@@ -20,7 +20,7 @@ from tiercel.cache import HostCache, TieredCache
 from tiercel.config import parse_address
 from tiercel.errors import ConfigError, StoreError
 from tiercel.memory.buffers import HostMemory
-from tiercel.peers.desk import Desk
+from tiercel.peers.questions import Questions
 from tiercel.peers.reader import Ask, Offer, Reader
 from tiercel.peers.records import Records
 from tiercel.storage.peer.link import Link
@@ -51,13 +51,13 @@ class Offering:
         """`mooncake`: offer them through Mooncake too, with this protocol: tcp, rdma, rdma:mlx5_0."""
         if cache.host is None:
             raise ConfigError("share_pages", None, "there are none: the host tier is off (--host-memory)")
-        self.desk = Desk(cache.leases)
+        self.questions = Questions(cache.leases)
         transports: dict[str, Any] = {"tcp": {}}
         self._withdraw: Withdraw | None = None
         if mooncake is not None:
             self._withdraw, transports["mooncake"] = _start_mooncake(cache.host, listener, mooncake)
         records = Records(cache.host, cache.spec)
-        self._offer = Offer(self.desk, ask, records, cache.spec.form, key, transports)
+        self._offer = Offer(self.questions, ask, records, cache.spec.form, key, transports)
         self._listener = listener
         self._readers: dict[Reader, threading.Thread] = {}
         self._lock = threading.Lock()
@@ -130,8 +130,8 @@ def _start_mooncake(host: HostMemory, listener: socket.socket, how: str) -> tupl
         memory = engine.register(host.mapped)
     except StoreError as error:
         raise ConfigError("share_mooncake", how, str(error)) from error
-    told = {"session": f"{name}:{engine.port}", "base": memory.start}
-    return partial(engine.unregister, memory), told
+    fields = {"session": f"{name}:{engine.port}", "base": memory.start}
+    return partial(engine.unregister, memory), fields
 
 
 def where(listener: socket.socket) -> str:

@@ -4,8 +4,8 @@
         │                     │
      REFUSED                  └── ends with DONE, with its last byte, with its time, with its connection
 
-The thread of a connection waits for the engine's thread (`peers.desk`), reads the host pages that its leases
-hold, and ends the leases whatever happens.
+The thread of a connection waits for the engine's thread (`peers.questions`), reads the host pages that its
+leases hold, and ends the leases whatever happens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from tiercel.cache.leases import Lease
 from tiercel.errors import StoreError, TiercelError
-from tiercel.peers.desk import Desk, Finding, Watch
+from tiercel.peers.questions import Finding, Questions, Watch
 from tiercel.peers.records import Records
 from tiercel.storage.peer import wire
 from tiercel.storage.peer.link import Link, LinkLost
@@ -52,7 +52,7 @@ class Ask(Protocol):
 class Offer:
     """What all readers of one server get."""
 
-    desk: Desk
+    questions: Questions
     ask: Ask
     records: Records
     form: bytes
@@ -142,26 +142,26 @@ class Reader:
     # Questions
 
     def _find(self, question: wire.Find) -> None:
-        desk, hold_s = self._offer.desk, min(question.hold_s, LEASE_MOST_S)
+        questions, hold_s = self._offer.questions, min(question.hold_s, LEASE_MOST_S)
         if question.wait_s:
             self._watch(question, hold_s)
             return
-        finding = self._offer.asked(lambda: desk.find(question.keys, hold=hold_s > 0))
+        finding = self._offer.asked(lambda: questions.find(question.keys, hold=hold_s > 0))
         self._tell(question, finding, hold_s, last=True)
 
     def _watch(self, question: wire.Find, hold_s: float) -> None:
         """Tell what comes, until all is decided or the wait is over."""
-        desk, watch, left = self._offer.desk, Watch(question.keys, hold_s > 0), False
+        questions, watch, left = self._offer.questions, Watch(question.keys, hold_s > 0), False
         try:
-            self._offer.asked(lambda: desk.watch(watch))
+            self._offer.asked(lambda: questions.watch(watch))
             self._tell_news(watch, question, hold_s, monotonic() + question.wait_s)
-            rest = self._offer.asked(lambda: desk.unwatch(watch))
+            rest = self._offer.asked(lambda: questions.unwatch(watch))
             left = True
             self._tell_all(watch, question, hold_s)
             self._tell(question, rest, hold_s, last=True)
         finally:
             if not left:
-                self._offer.asked(lambda: desk.leave(watch))
+                self._offer.asked(lambda: questions.leave(watch))
             for finding in watch.news:  # that could not be told: `close` ends its lease
                 self._hold(finding, hold_s)
             watch.close()
@@ -256,4 +256,4 @@ class Reader:
         held = self._leases.pop(number, None)
         if held is not None:
             with suppress(StoreError):  # an engine that failed evicts nothing any more
-                self._offer.asked(lambda: self._offer.desk.end(held.lease))
+                self._offer.asked(lambda: self._offer.questions.end(held.lease))

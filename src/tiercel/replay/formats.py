@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tiercel.errors import TraceError
-from tiercel.progress import told
+from tiercel.progress import progress
 from tiercel.replay.record import VERSION
 from tiercel.replay.trace import TOLD_EVERY, Recorded, Text, Trace, make_trace
 
@@ -78,7 +78,7 @@ def _lines(file: Path, content: str) -> list[tuple[int, Mapping[str, Any]]]:
     else:
         return [(1, whole)]
     lines: list[tuple[int, Mapping[str, Any]]] = []
-    with told(f"reading {file.name}", len(rows), counted="lines") as done:
+    with progress(f"reading {file.name}", len(rows), counted="lines") as done:
         for number, row in rows:
             try:
                 value = json.loads(row)

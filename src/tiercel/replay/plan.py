@@ -51,21 +51,21 @@ def plan(
     serving: Serving,
     *,
     processes: int | None = None,
-    told: Callable[[int], None] = lambda _: None,
+    progress: Callable[[int], None] = lambda _: None,
 ) -> list[Point]:
     """A curve for each policy and size of the store, along the sizes of the host; each with its knee.
 
-    `told` is called with 1 whenever a replay has ended.
+    `progress` is called with 1 whenever a replay has ended.
     """
     works = [(each, policy) for policy in policies for each in sizes]
     most = min(len(works), processes or os.cpu_count() or 1)
     if most == 1:
-        reports = {work: _tell(_replay(trace, spec, serving, *work), told) for work in works}
+        reports = {work: _tell(_replay(trace, spec, serving, *work), progress) for work in works}
     else:
         state = trace, spec, serving
         with ProcessPoolExecutor(most, get_context("spawn"), _begin, state) as pool:
             futures = {pool.submit(_work, *work): work for work in works}
-            reports = {futures[done]: _tell(done.result(), told) for done in as_completed(futures)}
+            reports = {futures[done]: _tell(done.result(), progress) for done in as_completed(futures)}
     points: list[Point] = []
     for policy in policies:
         for store in sorted({each.store_bytes for each in sizes}):
@@ -98,8 +98,8 @@ def knee_of(curve: Sequence[tuple[float, float]]) -> int | None:
     return best if above[best] > 1e-9 else None
 
 
-def _tell(report: Report, told: Callable[[int], None]) -> Report:
-    told(1)
+def _tell(report: Report, progress: Callable[[int], None]) -> Report:
+    progress(1)
     return report
 
 

@@ -126,8 +126,8 @@ class Replayer(Scheduler):
         self.ended_s = 0.0
         """When the last answer ended."""
 
-    def run(self, told: Callable[[int], None] = lambda _: None) -> None:
-        """Until every request has ended. `told` is called with how many have, now and then."""
+    def run(self, progress: Callable[[int], None] = lambda _: None) -> None:
+        """Until every request has ended. `progress` is called with how many have, now and then."""
         ended = 0
         while self._arrivals or self.tasks:
             self._take_arrivals()
@@ -137,9 +137,9 @@ class Replayer(Scheduler):
             elif self.tasks:
                 self._sleep()
             if (now_ended := self.counters["finished_length"]) > ended + 100:
-                told(now_ended - ended)
+                progress(now_ended - ended)
                 ended = now_ended
-        told(self.counters["finished_length"] - ended)
+        progress(self.counters["finished_length"] - ended)
         self.ended_s = self.clock.now_s
         self._let_land()
 
@@ -422,9 +422,9 @@ def replay(
     *,
     policy: str = DEFAULT_POLICY,
     serving: Serving = Serving(),  # noqa: B008 - a frozen value
-    told: Callable[[int], None] = lambda _: None,
+    progress: Callable[[int], None] = lambda _: None,
 ) -> Report:
-    """Serve a trace with tiers of these sizes. `policy`: what is evicted first. `told`: as in `Replayer.run`.
+    """Serve a trace with tiers of these sizes. `policy`: what is evicted first. `progress`: as `Replayer.run`.
 
     Device memory is split into places for pages and for tails as the engine splits it.
     """
@@ -436,7 +436,7 @@ def replay(
         host_bytes=sizes.host_bytes,
         evict=policy,
     )
-    return replay_places(trace, spec, replace(serving, cache=config), sizes.store_bytes, told=told)
+    return replay_places(trace, spec, replace(serving, cache=config), sizes.store_bytes, progress=progress)
 
 
 def replay_places(
@@ -445,7 +445,7 @@ def replay_places(
     serving: Serving,
     store_bytes: int = 0,
     *,
-    told: Callable[[int], None] = lambda _: None,
+    progress: Callable[[int], None] = lambda _: None,
 ) -> Report:
     """The same with the places on the device, the host memory and the policy that `serving.cache` names."""
     assert trace.page_tokens == spec.page_tokens, "the trace was read for pages of another size"
@@ -460,7 +460,7 @@ def replay_places(
     engine = EngineConfig(config, running_max=serving.batch, step_tokens=serving.step_tokens)
     replayer = Replayer(cache, engine, rates, trace, clock, one_at_a_time=serving.one_at_a_time)
     began_s = perf_counter()
-    replayer.run(told)
+    replayer.run(progress)
     counted = cache.counters
     moved = {
         word: counted[f"pages_{word}"] * spec.page_bytes + counted[f"tails_{word}"] * spec.tail_bytes

@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tiercel.progress import told
+from tiercel.progress import progress
 from tiercel.types import PageKey
 
 CONTINUES_TOKENS = 512
@@ -99,7 +99,7 @@ def make_trace(texts: Iterable[Text], page_tokens: int) -> Trace:
     request that goes on from them (`_with_answers`)."""
     ordered = sorted(texts, key=lambda text: text.time_s)
     names, requests = _Names(), list[TraceRequest]()
-    with told("naming pages", len(ordered), counted="requests") as done:
+    with progress("naming pages", len(ordered), counted="requests") as done:
         for text, blocks in zip(ordered, _with_answers(ordered), strict=True):
             keys = list(_page_keys(text, blocks, page_tokens, names))
             requests.append(

@@ -11,7 +11,7 @@ from tiercel.server.asks import own_id
 from tiercel.server.body import Body, RequestId, Salt
 from tiercel.server.border import visit_of
 from tiercel.server.errors import conflict
-from tiercel.server.reply import Front
+from tiercel.server.reply import Api
 from tiercel.server.schema import gives
 
 
@@ -33,17 +33,17 @@ class Aborted(BaseModel):
 class Aborts:
     """The call of one server."""
 
-    def __init__(self, front: Front) -> None:
-        self.front = front
+    def __init__(self, api: Api) -> None:
+        self.api = api
 
     async def abort(self, request: Request) -> Aborted:
         """End one request by its id, or all. An id that is not known, or not any more, is no error."""
-        body = await self.front.read(request, AbortRequest)
+        body = await self.api.read(request, AbortRequest)
         if (body.rid is None) == (not body.abort_all):
             raise conflict("rid", body.rid, "either rid or abort_all must be given, not both")
         visit = visit_of(request)
         if body.abort_all:
-            await keys.check_admin(request, self.front.options)
+            await keys.check_admin(request, self.api.options)
             ids = list(visit.live)
         else:
             ids = [own_id(body.rid or "", visit.owner, body.cache_salt)]
@@ -56,11 +56,11 @@ class Aborts:
         return Aborted(aborted=aborted)
 
 
-def router(front: Front) -> APIRouter:
-    routes = APIRouter(tags=["native"], dependencies=keys.user_or_admin(front.options))
+def router(api: Api) -> APIRouter:
+    routes = APIRouter(tags=["native"], dependencies=keys.user_or_admin(api.options))
     routes.add_api_route(
         "/abort_request",
-        Aborts(front).abort,
+        Aborts(api).abort,
         methods=["POST"],
         responses=gives(Aborted, 400, 401, 403, 413, 503),
         openapi_extra=schema.body(AbortRequest),

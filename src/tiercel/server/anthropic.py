@@ -23,7 +23,7 @@ from tiercel.server.border import visit_of
 from tiercel.server.errors import MESSAGES_PATH, ApiError, conflict
 from tiercel.server.openai_api import OpenAI
 from tiercel.server.protocol import CacheControl
-from tiercel.server.reply import Front
+from tiercel.server.reply import Api
 from tiercel.server.schema import gives
 from tiercel.server.translate import Fields, Messages, PassedOn, ToolName, Translated, by_type, one_of
 
@@ -277,38 +277,38 @@ def _is_begun(messages: Messages) -> bool:
 class Anthropic:
     """The calls of one server."""
 
-    def __init__(self, front: Front) -> None:
-        self.front = front
-        self.chats = OpenAI(front)
+    def __init__(self, api: Api) -> None:
+        self.api = api
+        self.chats = OpenAI(api)
 
     async def create(self, request: Request) -> Response:
         """Continue a conversation. With `stream`, as server-sent events."""
-        body = await self.front.read_ask(request, MessagesRequest)
-        translated = await self.front.on_body(body.translated)
-        reply = partial(MessageReply, page_tokens=self.front.service.page_tokens)
+        body = await self.api.read_ask(request, MessagesRequest)
+        translated = await self.api.on_body(body.translated)
+        reply = partial(MessageReply, page_tokens=self.api.service.page_tokens)
         try:
-            chat = await self.front.on_body(translated.as_chat)
+            chat = await self.api.on_body(translated.as_chat)
             response = await self.chats.converse(request, chat, reply)
         except (ApiError, InputError) as error:
-            raise translated.told(error) from error
+            raise translated.in_clients_words(error) from error
         response.headers["request-id"] = visit_of(request).request_id
         return response
 
     async def count_tokens(self, request: Request) -> Response:
         """How many tokens a conversation has."""
-        body = await self.front.read(request, CountRequest)
-        self.front.check_model(body.model)
-        translated = await self.front.on_body(body.translated)
+        body = await self.api.read(request, CountRequest)
+        self.api.check_model(body.model)
+        translated = await self.api.on_body(body.translated)
         try:
-            prompt = await self.chats.rendered(await self.front.on_body(translated.as_chat))
+            prompt = await self.chats.rendered(await self.api.on_body(translated.as_chat))
         except (ApiError, InputError) as error:
-            raise translated.told(error) from error
+            raise translated.in_clients_words(error) from error
         return JSONResponse({"input_tokens": len(prompt.tokens)})
 
 
-def router(front: Front) -> APIRouter:
-    calls = Anthropic(front)
-    routes = APIRouter(tags=["Anthropic"], dependencies=keys.user(front.options))
+def router(api: Api) -> APIRouter:
+    calls = Anthropic(api)
+    routes = APIRouter(tags=["Anthropic"], dependencies=keys.user(api.options))
     problems = (400, 401, 404, 413, 429, 503)
     for path, call, body, answer, media in (
         ("", calls.create, MessagesRequest, MessageOut, "text/event-stream"),

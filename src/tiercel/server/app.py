@@ -35,7 +35,7 @@ from tiercel.server.options import ServerOptions
 from tiercel.server.pace import Pace
 from tiercel.server.protocol import ChatRequest, CompletionRequest
 from tiercel.server.recent import Recent
-from tiercel.server.reply import Front
+from tiercel.server.reply import Api
 from tiercel.server.responses import ResponsesRequest
 from tiercel.server.store import AttachRequest
 from tiercel.server.tokens import DetokenizeRequest, TokenizeRequest
@@ -59,11 +59,11 @@ def create_app(
         redoc_url=None,
     )
     metrics = Metrics()
-    front = Front(service, options, metrics, Aside(pace or Pace()))
+    api = Api(service, options, metrics, Aside(pace or Pace()))
     for room in (openai_api, responses, anthropic, native, tokens, aborts, status, store):
-        app.include_router(room.router(front))
+        app.include_router(room.router(api))
     recent = Recent(service.explain)
-    app.state.feed = feed.Feed(front, recent)
+    app.state.feed = feed.Feed(api, recent)
     app.include_router(feed.router(app.state.feed))
     app.include_router(page.router())
     _expect_calls(app, metrics, options)
@@ -82,7 +82,7 @@ def create_app(
     models: list[type[BaseModel]] = [ChatRequest, CompletionRequest, GenerateRequest, AttachRequest]
     models += [ResponsesRequest, MessagesRequest, CountRequest]
     models += [TokenizeRequest, DetokenizeRequest, AbortRequest, errors.ErrorBody, AnthropicErrorBody]
-    schema.install(app, models, schema.limits_of(front))
+    schema.install(app, models, schema.limits_of(api))
     return app
 
 

@@ -17,7 +17,7 @@ from tiercel.errors import InputError
 from tiercel.server.body import SamplingFields
 from tiercel.server.errors import ApiError, conflict, refusal
 from tiercel.server.options import ServerOptions
-from tiercel.server.reply import AskGroup, Front
+from tiercel.server.reply import Api, AskGroup
 from tiercel.text.text import Text
 from tiercel.types import Namespace
 
@@ -90,21 +90,21 @@ def _no_token(field: str, token: int, vocab_size: int) -> ApiError:
     return refusal(field, token, f"is not a token: the vocabulary has {vocab_size}", code="not_a_token")
 
 
-def group_of(front: Front, ask: Ask, fields: SamplingFields, spelling: Mapping[str, str]) -> AskGroup:
+def group_of(api: Api, ask: Ask, fields: SamplingFields, spelling: Mapping[str, str]) -> AskGroup:
     """The ask with the sampling fields of its call, checked, `n` times. `room` has checked its prompt."""
     given = {name: getattr(fields, name) for name in SAME}
     sampling = replace(
         ask.sampling,
-        stop=_stop(fields, spelling.get("stop", "stop"), front.options),
+        stop=_stop(fields, spelling.get("stop", "stop"), api.options),
         stop_tokens=frozenset(fields.stop_token_ids or ()),
-        logit_bias=_bias(fields, spelling.get("logit_bias", "logit_bias"), front.service.vocab_size),
+        logit_bias=_bias(fields, spelling.get("logit_bias", "logit_bias"), api.service.vocab_size),
         keep_stop=bool(fields.no_stop_trim or ask.sampling.keep_stop),
         top_k=max(fields.top_k or 0, 0),
         **{name: value for name, value in given.items() if value is not None},
     )
     ask = replace(ask, sampling=sampling)
-    _check(front.service, ask, spelling)
-    return _siblings(ask, fields.n or 1, front.options.n_max, spelling.get("n", "n"))
+    _check(api.service, ask, spelling)
+    return _siblings(ask, fields.n or 1, api.options.n_max, spelling.get("n", "n"))
 
 
 def _stop(fields: SamplingFields, field: str, options: ServerOptions) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Literal, NamedTuple
 
 from tiercel.engine.ask import TokenOut, Usage
-from tiercel.text.answer import END_THINK, Said
+from tiercel.text.answer import END_THINK, AnswerDelta
 from tiercel.text.text import Text
 
 
@@ -54,7 +54,7 @@ class Blocks:
     def open_kind(self) -> Kind | None:
         return self._open.kind if self._open else None
 
-    def add(self, said: Said, *, called: bool) -> Iterator[Step]:
+    def add(self, said: AnswerDelta, *, called: bool) -> Iterator[Step]:
         """`called`: whether every call up to here is complete."""
         yield from self._grown(Kind.THOUGHTS, said.reasoning, called)
         going_on = [part for part in said.calls if part.name is None]

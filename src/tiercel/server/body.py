@@ -241,8 +241,8 @@ async def read_body(
 
 async def _read(request: Request, bytes_max: int) -> bytes:
     too_large = ApiError(413, f"the body is longer than {bytes_max:,} B", code="request_too_large")
-    told = request.headers.get("content-length", "")
-    if told.isdecimal() and int(told) > bytes_max:
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > bytes_max:
         raise too_large
     raw = bytearray()
     try:
@@ -314,14 +314,14 @@ def _complaint(details: Sequence[ErrorDetails], data: Any) -> ApiError:
     places = [_place(detail, data) for detail in details]
     path, value = max(places, key=lambda each: (len(each[0]), [n for n in each[0] if isinstance(n, int)]))
     names = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in path).removeprefix(".")
-    told = [detail for detail, place in zip(details, places, strict=True) if place[0] == path]
-    kinds = {detail["type"] for detail in told}
+    meant = [detail for detail, place in zip(details, places, strict=True) if place[0] == path]
+    kinds = {detail["type"] for detail in meant}
     if kinds == {"extra_forbidden"}:
         message = f"{names} is not a field of this call"
         return ApiError(400, message, param=names, code="unknown_parameter")
     if kinds == {"missing"}:
         return ApiError(400, f"{names} is missing", param=names, code="missing_required_parameter")
-    messages = " or ".join(dict.fromkeys(detail["msg"] for detail in told))
+    messages = " or ".join(dict.fromkeys(detail["msg"] for detail in meant))
     code = "unsupported_parameter" if UNSUPPORTED in kinds else "invalid_value"
     return refusal(names or "body", value, messages, code)
 

@@ -90,8 +90,8 @@ class ApiError(TiercelError):
 def anthropic_body(error: ApiError) -> dict[str, Any]:
     """An error in Anthropic's shape."""
     kind = ANTHROPIC_KINDS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    told = {"type": kind, "message": error.message, "param": error.param, "code": error.code}
-    return {"type": "error", "error": told}
+    fields = {"type": kind, "message": error.message, "param": error.param, "code": error.code}
+    return {"type": "error", "error": fields}
 
 
 class ClientGone(TiercelError):

@@ -22,7 +22,7 @@ from starlette.responses import Response, StreamingResponse
 from tiercel.errors import TiercelError
 from tiercel.server import keys
 from tiercel.server.recent import INTERVAL_S, INTERVALS, Recent
-from tiercel.server.reply import Front, to_json
+from tiercel.server.reply import Api, to_json
 from tiercel.server.status import stats_json
 
 EVERY_S = 1.0
@@ -48,13 +48,13 @@ def changes(before: State, after: State) -> State:
 class Feed:
     """The state of one server, for any number of listeners."""
 
-    def __init__(self, front: Front, recent: Recent) -> None:
-        self.front = front
+    def __init__(self, api: Api, recent: Recent) -> None:
+        self.api = api
         self.recent = recent
         self._about = {
             "version": version("tiercel"),
-            "model": front.service.model_name,
-            "page_tokens": front.service.page_tokens,
+            "model": api.service.model_name,
+            "page_tokens": api.service.page_tokens,
             "interval_s": INTERVAL_S,
             "intervals": INTERVALS,
         }
@@ -69,26 +69,26 @@ class Feed:
 
     async def listen(self) -> Response:
         """The state of the server, as it changes."""
-        self.front.check_ready()
+        self.api.check_ready()
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         return StreamingResponse(self.events(), media_type="text/event-stream", headers=headers)
 
     async def events(self) -> AsyncGenerator[str, None]:
         """Ends when the server shuts down, or when its engine fails."""
-        told: State = {}
+        sent: State = {}
         silent_s = 0.0
         with suppress(TiercelError):
             while not self._ending.is_set():
                 state = await self.state()
-                patch = changes(told, state)
-                if not told:
+                patch = changes(sent, state)
+                if not sent:
                     patch["now_s"] = time.time()
                 if patch:
                     yield f"data: {to_json(patch)}\n\n"
                 elif silent_s >= SILENCE_S:
                     yield ": nothing new\n\n"
                 silent_s = 0.0 if patch or silent_s >= SILENCE_S else silent_s + EVERY_S
-                told = state
+                sent = state
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._ending.wait(), EVERY_S)
 
@@ -96,7 +96,7 @@ class Feed:
         """All that the page shows. Listeners of the same second get the same."""
         async with self._turn:
             if time.monotonic() - self._made_s >= EVERY_S / 2:
-                service = self.front.service
+                service = self.api.service
                 stats = stats_json(await service.stats())
                 self._state = {
                     "server": self._about | {"store_url": service.store_url},
@@ -108,7 +108,7 @@ class Feed:
 
 
 def router(feed: Feed) -> APIRouter:
-    routes = APIRouter(dependencies=keys.admin(feed.front.options))
+    routes = APIRouter(dependencies=keys.admin(feed.api.options))
     # Not in the schema: programs that try every call of it would wait for an end that does not come.
     routes.add_api_route("/feed", feed.listen, response_class=Response, include_in_schema=False)
     return routes

@@ -99,8 +99,12 @@ class LineWriter(logging.Handler):
         while (line := self._lines.get()) is not None:
             dropped, self._dropped = self._dropped, 0
             if dropped:
-                told = {"name": "tiercel.log", "levelname": "WARNING", "msg": f"{dropped} lines were dropped"}
-                line = f"{line}\n{self.format(logging.makeLogRecord(told))}"
+                record = {
+                    "name": "tiercel.log",
+                    "levelname": "WARNING",
+                    "msg": f"{dropped} lines were dropped",
+                }
+                line = f"{line}\n{self.format(logging.makeLogRecord(record))}"
             try:
                 self._stream.write(f"{line}\n")
                 self._stream.flush()

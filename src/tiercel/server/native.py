@@ -37,7 +37,7 @@ from tiercel.server.grammars import NamedGrammars, text_grammar
 from tiercel.server.openai_replies import cached_by_tier, finite
 from tiercel.server.prefiller import BootstrapFields, by_bootstrap, each, is_elsewhere
 from tiercel.server.protocol import CachedByTier
-from tiercel.server.reply import AskGroup, DataEvents, Front, finish_reason, respond, to_json
+from tiercel.server.reply import Api, AskGroup, DataEvents, finish_reason, respond, to_json
 from tiercel.server.schema import gives
 from tiercel.text.grammar import Grammar
 from tiercel.text.text import Text
@@ -303,18 +303,18 @@ def _triple(text: Text | None, token: int, logprob: float | None) -> Triple:
 class Native:
     """The call of one server."""
 
-    def __init__(self, front: Front) -> None:
-        self.front = front
-        self.service = front.service
+    def __init__(self, api: Api) -> None:
+        self.api = api
+        self.service = api.service
 
     async def generate(self, request: Request) -> Response:
         """Continue one text or several. With `stream`, as server-sent events."""
-        body = await self.front.read_ask(request, GenerateRequest)
+        body = await self.api.read_ask(request, GenerateRequest)
         items = self._items(body, visit_of(request))
-        trying = self.front.trying(request)
+        trying = self.api.trying(request)
         held = [await text_grammar(item.params, trying, "sampling_params.") for item in items]
         every = list(zip(items, held, strict=True))
-        groups = await self.front.off_loop(lambda: [self._group(*each, body) for each in every])
+        groups = await self.api.off_loop(lambda: [self._group(*each, body) for each in every])
         of_answers = [item for item, group in zip(items, groups, strict=True) for _ in group]
         reply = NativeReply(
             text=self.service.text if body.return_text_in_logprobs else None,
@@ -322,14 +322,14 @@ class Native:
             alone=len(of_answers) == 1 and items[0].given.field in ("text", "input_ids"),
             visit=visit_of(request),
         )
-        return await respond(self.front, request, groups, reply, stream=bool(body.stream))
+        return await respond(self.api, request, groups, reply, stream=bool(body.stream))
 
     def _items(self, body: GenerateRequest, visit: Visit) -> list[Item]:
         """Each prompt with its fields."""
         name, given = ("text", body.text) if body.input_ids is None else ("input_ids", body.input_ids)
         if given is None or (body.text is not None and body.input_ids is not None):
             raise conflict("text", body.text, "either text or input_ids must be given, not both")
-        prompts = asks.given_prompts(name, given, self.front.options)
+        prompts = asks.given_prompts(name, given, self.api.options)
         count = len(prompts)
         salts = each("cache_salt", body.cache_salt, "", count)
         every = zip(
@@ -340,7 +340,7 @@ class Native:
             each("top_logprobs_num", body.top_logprobs_num, 0, count),
             salts,
             _ids(body.rid, salts, visit),
-            by_bootstrap(body, count, self.front.options),
+            by_bootstrap(body, count, self.api.options),
             strict=True,
         )
         return [Item(*each) for each in every]
@@ -360,15 +360,15 @@ class Native:
                 grammar=grammar,
             ),
             namespace=asks.namespace_of(item.salt),
-            priority=asks.priority_of(body.priority, self.front.options),
+            priority=asks.priority_of(body.priority, self.api.options),
             prompt_logprobs_from=self._start(item, len(prompt), merged=not body.stream),
             prefiller=item.prefiller,
         )
-        return asks.group_of(self.front, ask, item.params, SPELLING)
+        return asks.group_of(self.api, ask, item.params, SPELLING)
 
     def _start(self, item: Item, tokens: int, *, merged: bool) -> int | None:
         """`merged`: where another server computes the prompt, the router puts its logprobs before ours."""
-        if merged and is_elsewhere(item.prefiller, self.front.options):
+        if merged and is_elsewhere(item.prefiller, self.api.options):
             return None
         if item.logprob and item.start > tokens:
             raise conflict("logprob_start_len", item.start, f"is after the prompt, which has {tokens} tokens")
@@ -400,11 +400,11 @@ def _ids(rid: str | list[str] | None, salts: Sequence[str], visit: Visit) -> lis
     return own_ids
 
 
-def router(front: Front) -> APIRouter:
-    routes = APIRouter(tags=["native"], dependencies=keys.user(front.options))
+def router(api: Api) -> APIRouter:
+    routes = APIRouter(tags=["native"], dependencies=keys.user(api.options))
     routes.add_api_route(
         "/generate",
-        Native(front).generate,
+        Native(api).generate,
         methods=["POST"],
         responses=gives(Generated | list[Generated], 400, 401, 413, 429, 503, media_type="text/event-stream"),
         openapi_extra=schema.body(GenerateRequest),

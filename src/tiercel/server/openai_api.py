@@ -27,7 +27,7 @@ from tiercel.server.protocol import (
     ModelList,
     OpenAIRequest,
 )
-from tiercel.server.reply import AskGroup, Front, Reply, respond
+from tiercel.server.reply import Api, AskGroup, Reply, respond
 from tiercel.server.schema import gives
 from tiercel.text.grammar import Grammar
 from tiercel.text.text import Prompt
@@ -42,14 +42,14 @@ CHAT_SPELLING = SPELLING | {"logprobs": "top_logprobs"}
 class OpenAI:
     """The three calls of one server."""
 
-    def __init__(self, front: Front) -> None:
-        self.front = front
-        self.service = front.service
+    def __init__(self, api: Api) -> None:
+        self.api = api
+        self.service = api.service
         self.created = int(time.time())
 
     async def chat(self, request: Request) -> Response:
         """Continue a conversation. With `stream`, as server-sent events."""
-        return await self.converse(request, await self.front.read_ask(request, ChatRequest), ChatReply)
+        return await self.converse(request, await self.api.read_ask(request, ChatRequest), ChatReply)
 
     async def converse(self, request: Request, body: ChatRequest, reply_of: Callable[..., Reply]) -> Response:
         """A chat, whatever call it came from; the reply is that call's."""
@@ -61,7 +61,7 @@ class OpenAI:
             why = "the tool call format of this model is not supported"
             raise ApiError(400, f"tools: {why}", param="tools", code="no_tools")
         prompt = await self.rendered(body)
-        trying = self.front.trying(request)
+        trying = self.api.trying(request)
         grammar = await chat_grammar(body, body.chat_tools, text, trying, thinks=prompt.thinks)
         room = asks.room(self.service, prompt.tokens, "messages")
         asked, spelling = body.max_tokens, CHAT_SPELLING
@@ -81,7 +81,7 @@ class OpenAI:
                 grammar=grammar,
             ),
             prompt_logprobs_from=None if body.prompt_logprobs is None else 0,
-            prefiller=self._prefillers(body, min(body.n or 1, self.front.options.n_max), own_id)[0],
+            prefiller=self._prefillers(body, min(body.n or 1, self.api.options.n_max), own_id)[0],
         )
         thinks = prompt.thinks and body.separate_reasoning is not False
         reply = reply_of(
@@ -92,7 +92,7 @@ class OpenAI:
             text.calls if tools else None,
             handover=_handover(body, group),
         )
-        return await respond(self.front, request, [group], reply, stream=bool(body.stream))
+        return await respond(self.api, request, [group], reply, stream=bool(body.stream))
 
     async def rendered(self, body: ChatRequest) -> Prompt:
         """The conversation as the model reads it."""
@@ -110,7 +110,7 @@ class OpenAI:
             )
 
         try:
-            return await self.front.off_loop(render)
+            return await self.api.off_loop(render)
         except AskError as error:
             if error.field == "continue_final_message":  # the messages do not fit it
                 raise conflict(error.field, error.value, error.why) from error
@@ -118,14 +118,14 @@ class OpenAI:
 
     async def completions(self, request: Request) -> Response:
         """Continue one text or several. With `stream`, as server-sent events."""
-        body = await self.front.read_ask(request, CompletionRequest)
+        body = await self.api.read_ask(request, CompletionRequest)
         own_id = self._named(request, body)
         if body.best_of is not None and body.best_of != (body.n or 1):
             raise conflict("best_of", body.best_of, f"must be equal to n, which is {body.n or 1}")
-        prompts = asks.given_prompts("prompt", body.prompt, self.front.options)
+        prompts = asks.given_prompts("prompt", body.prompt, self.api.options)
         prefillers = self._prefillers(body, len(prompts), own_id)
         text = self.service.text
-        grammar = await text_grammar(body, self.front.trying(request))
+        grammar = await text_grammar(body, self.api.trying(request))
 
         def made() -> tuple[list[AskGroup], list[str]]:
             ids = [asks.member_id(own_id, index) for index in range(len(prompts))]
@@ -133,10 +133,10 @@ class OpenAI:
             groups = [self._completion(*each, body, grammar) for each in every]
             return groups, [given.written(text) if body.echo else "" for given in prompts]
 
-        groups, echoes = await self.front.off_loop(made)
+        groups, echoes = await self.api.off_loop(made)
         handover = _handover(body, groups[0])
         reply = CompletionReply(visit_of(request).request_id, text, body, echoes, handover=handover)
-        return await respond(self.front, request, groups, reply, stream=bool(body.stream))
+        return await respond(self.api, request, groups, reply, stream=bool(body.stream))
 
     def _completion(
         self,
@@ -162,11 +162,11 @@ class OpenAI:
 
     async def models(self) -> Response:
         """The served model, once under each of its names."""
-        return JSONResponse({"object": "list", "data": [self._card(name) for name in self.front.names]})
+        return JSONResponse({"object": "list", "data": [self._card(name) for name in self.api.names]})
 
     async def model(self, model: str) -> Response:
         """The served model, by one of its names."""
-        self.front.check_model(model)
+        self.api.check_model(model)
         return JSONResponse(self._card(model))
 
     def _named(self, request: Request, body: OpenAIRequest) -> str:
@@ -174,7 +174,7 @@ class OpenAI:
         checked, and set if the client gave none."""
         if body.model is None:
             body.model = self.service.model_name
-        self.front.check_model(body.model)
+        self.api.check_model(body.model)
         wanted, visit = body.rid or body.request_id, visit_of(request)
         own = partial(asks.own_id, owner=visit.owner, cache_salt=body.cache_salt)
         if not visit.name(wanted, lambda name: [own(name)]):
@@ -187,7 +187,7 @@ class OpenAI:
             "object": "model",
             "created": self.created,
             "owned_by": "tiercel",
-            "root": self.front.options.model_path or self.service.model_name,
+            "root": self.api.options.model_path or self.service.model_name,
             "parent": None,
             "max_model_len": self.service.context_tokens,
         }
@@ -207,15 +207,15 @@ class OpenAI:
 
     def _prefillers(self, body: OpenAIRequest, count: int, own_id: str) -> list[Prefiller | None]:
         """For each of `count` prompts."""
-        options = self.front.options
+        options = self.api.options
         by_transfer = prefiller.by_transfer(body.kv_transfer_params, asks.public_id(own_id), options)
         return [by_transfer or each for each in prefiller.by_bootstrap(body, count, options)]
 
     def _group(self, body: OpenAIRequest, spelling: dict[str, str], **fields: Any) -> AskGroup:
         namespace = asks.namespace_of(body.cache_salt)
-        priority = asks.priority_of(body.priority, self.front.options)
+        priority = asks.priority_of(body.priority, self.api.options)
         ask = Ask(namespace=namespace, priority=priority, **fields)
-        return asks.group_of(self.front, ask, body, spelling)
+        return asks.group_of(self.api, ask, body, spelling)
 
 
 def _handover(body: OpenAIRequest, group: AskGroup) -> Prefiller | None:
@@ -223,9 +223,9 @@ def _handover(body: OpenAIRequest, group: AskGroup) -> Prefiller | None:
     return group[0].prefiller if asked is not None and asked.do_remote_decode else None
 
 
-def router(front: Front) -> APIRouter:
-    calls = OpenAI(front)
-    routes = APIRouter(prefix="/v1", tags=["OpenAI"], dependencies=keys.user(front.options))
+def router(api: Api) -> APIRouter:
+    calls = OpenAI(api)
+    routes = APIRouter(prefix="/v1", tags=["OpenAI"], dependencies=keys.user(api.options))
     for path, call, body, answer in (
         ("/chat/completions", calls.chat, ChatRequest, ChatResponse),
         ("/completions", calls.completions, CompletionRequest, CompletionResponse),

@@ -13,7 +13,7 @@ from tiercel.engine.ask import Answer, Delta, Prefiller, TokenOut, Usage
 from tiercel.server.prefiller import transfer_params
 from tiercel.server.protocol import ChatRequest, CompletionRequest, OpenAIRequest
 from tiercel.server.reply import DataEvents, finish_reason, to_json
-from tiercel.text.answer import AnswerReader, CallFormat, CallPart, Said
+from tiercel.text.answer import AnswerDelta, AnswerReader, CallFormat, CallPart
 from tiercel.text.text import Text
 
 Fields = dict[str, Any]
@@ -93,8 +93,8 @@ class OpenAIReply(DataEvents):
         if not self.body.return_cached_tokens_details:
             return {}
         usage = answers[0].usage
-        told = {"cached_tokens_details": cached_by_tier(usage), "replayed_tokens": usage.replayed_tokens}
-        return {"sglext": told}
+        details = {"cached_tokens_details": cached_by_tier(usage), "replayed_tokens": usage.replayed_tokens}
+        return {"sglext": details}
 
     def _handover(self) -> Fields:
         return {} if self.handover is None else {"kv_transfer_params": transfer_params(self.handover)}
@@ -160,7 +160,7 @@ class ChatReply(OpenAIReply):
             "finish_reason": self._finish(index, answer),
         }
 
-    def _read(self, index: int, text: str, *, final: bool) -> Said:
+    def _read(self, index: int, text: str, *, final: bool) -> AnswerDelta:
         reader = self._readers.setdefault(index, AnswerReader(thinks=self.thinks, calls=self.calls))
         said = reader.push(text, final=final)
         if self.body.include_reasoning is False:
@@ -205,8 +205,8 @@ class CompletionReply(OpenAIReply):
         return self._written(self.event, choices, usage=usage_of(answers, self.n), **more)
 
     def piece(self, index: int, answer: Answer, delta: Delta) -> Iterator[str]:
-        told = self.body.logprobs is not None and delta.tokens
-        if index not in self._offsets or delta.text or told or delta.finish:
+        logprobs = self.body.logprobs is not None and delta.tokens
+        if index not in self._offsets or delta.text or logprobs or delta.finish:
             choice = self._choice(index, answer, delta.text, delta.prompt, delta.tokens)
             yield self._written(self.event, [choice], **self._usage_so_far(answer))
 

@@ -141,8 +141,8 @@ def _allowed(field: str, host: str, port: int | None, options: ServerOptions) ->
         raise _refused(field, host, "this server was started without peers")
     fitting = [one for one in addresses if one[0] == host.strip("[]") and port in (None, one[1])]
     if not fitting:
-        told = host if port is None else f"{host}:{port}"
-        raise _refused(field, told, "is not a peer that this server was started with")
+        address = host if port is None else f"{host}:{port}"
+        raise _refused(field, address, "is not a peer that this server was started with")
     if len(fitting) > 1:
         raise _refused(field, host, "is the host of several peers: a port is needed")
     return fitting[0]

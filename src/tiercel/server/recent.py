@@ -69,7 +69,7 @@ class Recent:
             times = interval.first_token_s.setdefault(source, deque(maxlen=TIMES))
             times.append(visit.first_token_s)
         self._count += 1
-        told = {
+        fields = {
             "at_s": round(self._clock(), 3),
             "call": call,
             "id": visit.request_id,
@@ -80,7 +80,7 @@ class Recent:
             "answer_tokens": sum(answer.usage.completion_tokens for answer in visit.answers),
             "why": self._why(visit.answers),
         }
-        self._requests.append((self._count, told))
+        self._requests.append((self._count, fields))
         self._forget()
 
     def json(self) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class Recent:
         self._forget()
         return {
             "intervals": {str(at): each.json() for at, each in self._intervals.items()},
-            "requests": {str(number): told for number, told in self._requests},
+            "requests": {str(number): fields for number, fields in self._requests},
         }
 
     def _interval_now(self) -> int:

@@ -48,7 +48,7 @@ DEFAULT_MODEL = "default"
 
 
 @dataclass(frozen=True)
-class Front:
+class Api:
     """What every handler needs."""
 
     service: EngineService
@@ -195,17 +195,17 @@ def finish_reason(answer: Answer) -> Literal["stop", "length", "abort"] | None:
 
 
 async def respond(
-    front: Front, request: Request, groups: Sequence[AskGroup], reply: Reply, *, stream: bool
+    api: Api, request: Request, groups: Sequence[AskGroup], reply: Reply, *, stream: bool
 ) -> Response:
     """Submits the asks and sends the answers in the form of `reply`. An error before the first token sets the
     status code."""
     every = [ask for group in groups for ask in group]
     visit = visit_of(request)
     visit.answers = answers = [Answer() for _ in every]
-    asked = Answering(front.service, groups, answers, visit)
+    asked = Answering(api.service, groups, answers, visit)
     try:
         if stream:
-            chunks = _chunks(front, asked, reply)
+            chunks = _chunks(api, asked, reply)
             return EventStream(await while_present(request.receive, _next(chunks)), chunks, asked)
         await while_present(request.receive, asked.run())
     except BaseException:
@@ -213,11 +213,11 @@ async def respond(
         raise
     await asked.close()
     logged = any(ask.sampling.logprobs is not None for ask in every)
-    text = await front.off_loop(reply.whole, answers) if logged else reply.whole(answers)
+    text = await api.off_loop(reply.whole, answers) if logged else reply.whole(answers)
     return Response(text, media_type="application/json")
 
 
-async def _chunks(front: Front, asked: Answering, reply: Reply) -> AsyncGenerator[bytes, None]:
+async def _chunks(api: Api, asked: Answering, reply: Reply) -> AsyncGenerator[bytes, None]:
     """A stream of events as bytes. What arrives together is one chunk. An error before the first chunk is
     raised; a later one becomes the last event."""
     events: list[str] = []
@@ -236,7 +236,7 @@ async def _chunks(front: Front, asked: Answering, reply: Reply) -> AsyncGenerato
             await asked.wait()
             for index, delta in asked.take():
                 if len(delta.prompt) > LONG_TOKENS:
-                    await front.off_loop(write, index, delta)
+                    await api.off_loop(write, index, delta)
                 else:
                     write(index, delta)
             if events and asked.going:

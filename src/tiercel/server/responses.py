@@ -24,7 +24,7 @@ from tiercel.server.errors import ApiError, shown
 from tiercel.server.items import Items, Turn, Whose
 from tiercel.server.openai_api import OpenAI
 from tiercel.server.protocol import Effort
-from tiercel.server.reply import Front
+from tiercel.server.reply import Api
 from tiercel.server.responses_replies import ResponseOut, ResponsesReply
 from tiercel.server.schema import gives
 from tiercel.server.translate import Fields, Messages, PassedOn, ToolName, Translated, by_type, one_of
@@ -385,19 +385,19 @@ def decoded(content: str) -> str:
 class Responses:
     """The call of one server."""
 
-    def __init__(self, front: Front) -> None:
-        self.front = front
-        self.chats = OpenAI(front)
-        self.items = Items(front.options.items_bytes_max)
+    def __init__(self, api: Api) -> None:
+        self.api = api
+        self.chats = OpenAI(api)
+        self.items = Items(api.options.items_bytes_max)
 
     async def create(self, request: Request) -> Response:
         """Answer a text or a conversation. With `stream`, as server-sent events."""
-        body = await self.front.read_ask(request, ResponsesRequest)
+        body = await self.api.read_ask(request, ResponsesRequest)
         whose = Whose(visit_of(request).owner, body.cache_salt or "")
-        earlier = Earlier(self.items, whose, self.front.options.body_bytes_max)
-        translated = await self.front.on_body(body.translated, earlier)
+        earlier = Earlier(self.items, whose, self.api.options.body_bytes_max)
+        translated = await self.api.on_body(body.translated, earlier)
         kept = body.store is not False and self.items.bytes_max > 0
-        asked = await self.front.on_body(asked_in, body) if kept else b""
+        asked = await self.api.on_body(asked_in, body) if kept else b""
 
         def ended(response: Fields) -> None:
             if kept:
@@ -406,17 +406,17 @@ class Responses:
 
         reply = partial(
             ResponsesReply,
-            echoed=await self.front.on_body(_echoed, body) | {"store": kept},
+            echoed=await self.api.on_body(_echoed, body) | {"store": kept},
             ended_with=ended,
-            page_tokens=self.front.service.page_tokens,
+            page_tokens=self.api.service.page_tokens,
             summarised=body.summarised,
             encoded=encoded if body.encrypted else None,
         )
         try:
-            chat = await self.front.on_body(translated.as_chat)
+            chat = await self.api.on_body(translated.as_chat)
             return await self.chats.converse(request, chat, reply)
         except (ApiError, InputError) as error:
-            raise translated.told(error) from error
+            raise translated.in_clients_words(error) from error
 
 
 def _echoed(body: ResponsesRequest) -> Fields:
@@ -446,11 +446,11 @@ def _echoed(body: ResponsesRequest) -> Fields:
     }
 
 
-def router(front: Front) -> APIRouter:
-    routes = APIRouter(prefix="/v1", tags=["OpenAI"], dependencies=keys.user(front.options))
+def router(api: Api) -> APIRouter:
+    routes = APIRouter(prefix="/v1", tags=["OpenAI"], dependencies=keys.user(api.options))
     routes.add_api_route(
         "/responses",
-        Responses(front).create,
+        Responses(api).create,
         methods=["POST"],
         responses=gives(ResponseOut, 400, 401, 404, 413, 429, 503, media_type="text/event-stream"),
         openapi_extra=schema.body(ResponsesRequest),

@@ -165,7 +165,7 @@ class ResponsesReply(NamedEvents, ChatReply):
         name, number = "content", "content_index"
         if block.kind is Kind.THOUGHTS and self.summarised:
             name, number = "reasoning_summary", "summary_index"
-        told = {
+        event_name = {
             Kind.TEXT: "output_text",
             Kind.THOUGHTS: "reasoning_summary_text" if self.summarised else "reasoning_text",
             Kind.CALL: "function_call_arguments",
@@ -181,7 +181,7 @@ class ResponsesReply(NamedEvents, ChatReply):
             case "grown":
                 if block.kind is Kind.TEXT:
                     more["logprobs"] = self._new_logprobs(block)
-                yield self._event(f"response.{told}.delta", **inside, delta=step.part, **more)
+                yield self._event(f"response.{event_name}.delta", **inside, delta=step.part, **more)
             case "ended":
                 if block.kind is Kind.CALL:
                     more = {"name": block.name, "arguments": block.written}
@@ -189,7 +189,7 @@ class ResponsesReply(NamedEvents, ChatReply):
                     more = {"text": block.written}
                 if block.kind is Kind.TEXT:
                     more["logprobs"] = part["logprobs"]
-                yield self._event(f"response.{told}.done", **inside, **more)
+                yield self._event(f"response.{event_name}.done", **inside, **more)
                 if block.kind is not Kind.CALL:
                     yield self._event(f"response.{name}_part.done", **inside, part=part)
                 yield self._event("response.output_item.done", output_index=block.index, item=item)

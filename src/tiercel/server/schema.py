@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from tiercel.server.errors import ErrorBody
-from tiercel.server.reply import Front
+from tiercel.server.reply import Api
 
 REF = "#/components/schemas/{model}"
 
@@ -48,12 +48,12 @@ def gives(
     return responses
 
 
-def limits_of(front: Front) -> dict[str, Any]:
-    service, options = front.service, front.options
+def limits_of(api: Api) -> dict[str, Any]:
+    service, options = api.service, api.options
     return {
         "batch": options.batch_max,
         "context_tokens": service.context_tokens,
-        "models": list(front.names_accepted),
+        "models": list(api.names_accepted),
         "n": options.n_max,
         "stop": options.stop_max,
         "priority_least": -options.priority_max,

@@ -20,7 +20,7 @@ from tiercel.server.asks import own_id
 from tiercel.server.body import SALT_CHARS_MAX
 from tiercel.server.border import visit_of
 from tiercel.server.errors import ApiError
-from tiercel.server.reply import Front
+from tiercel.server.reply import Api
 from tiercel.server.schema import gives
 from tiercel.server.store import store_json
 from tiercel.server.tenants import Tenant
@@ -110,33 +110,33 @@ class ExplanationOut(BaseModel):
 def stats_json(stats: EngineStats, tenant: Tenant | None = None) -> dict[str, Any]:
     """The statistics as JSON. Without a store `store` has only `attached`; without KV events there is no
     `events`. A tenant is told of no other tenant."""
-    told = asdict(stats) | {"store": store_json(stats.store)}
+    fields = asdict(stats) | {"store": store_json(stats.store)}
     if tenant is not None:
-        told["owners"] = {name: held for name, held in told["owners"].items() if name == tenant.name}
-    return {name: value for name, value in told.items() if value is not None}
+        fields["owners"] = {name: held for name, held in fields["owners"].items() if name == tenant.name}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 class Status:
     """The calls about one server's state."""
 
-    def __init__(self, front: Front) -> None:
-        self.front = front
-        self.service = front.service
-        self.path = front.options.model_path or front.service.model_name
+    def __init__(self, api: Api) -> None:
+        self.api = api
+        self.service = api.service
+        self.path = api.options.model_path or api.service.model_name
 
     async def health(self) -> Health:
         """The process runs and its engine has not failed."""
-        self.front.check_alive()
+        self.api.check_alive()
         return Health(status="ok")
 
     async def ready(self) -> Health:
         """The model is loaded and requests are served."""
-        self.front.check_ready()
+        self.api.check_ready()
         return Health(status="ok")
 
     async def health_generate(self, request: Request) -> Health:
         """The model computes tokens."""
-        self.front.check_ready()
+        self.api.check_ready()
         # Statistics come between two steps: if requests are running, steps are being computed.
         if not (await self.service.stats()).queue.running:
             ask = Ask(f"health/{uuid4().hex}", (0,), Sampling(max_tokens=1, temperature=0))
@@ -175,7 +175,7 @@ class Status:
         """Metrics for Prometheus. Those of a tenant are only for itself and for keys that belong to none."""
         visit = visit_of(request)
         tenant = visit.tenant.name if visit.tenant else None
-        page = self.front.metrics.page(
+        page = self.api.metrics.page(
             stats_json(await self.service.stats()),
             shown=lambda name: bool(visit.owner) and tenant in (None, name),
         )
@@ -253,15 +253,15 @@ class Status:
         return PlainTextResponse("Cache flushed.\n")
 
 
-def router(front: Front) -> APIRouter:
-    status = Status(front)
+def router(api: Api) -> APIRouter:
+    status = Status(api)
     routes = APIRouter(tags=["status"])
     routes.add_api_route("/health", status.health, responses=gives(Health, 503))
     routes.add_api_route("/ready", status.ready, responses=gives(Health, 503))
     routes.add_api_route(
         "/metrics",
         status.metrics,
-        dependencies=keys.optional(front.options),
+        dependencies=keys.optional(api.options),
         response_class=Response,
         responses=gives(None, 401, media_type="text/plain"),
     )
@@ -269,11 +269,11 @@ def router(front: Front) -> APIRouter:
         "/flush_cache",
         status.flush_cache,
         methods=["POST"],
-        dependencies=keys.admin(front.options),
+        dependencies=keys.admin(api.options),
         response_class=Response,
         responses=gives(None, 400, 401, 403, media_type="text/plain"),
     )
-    users = APIRouter(dependencies=keys.user(front.options))
+    users = APIRouter(dependencies=keys.user(api.options))
     for path in ("/get_server_info", "/server_info"):
         users.add_api_route(path, status.server_info, responses=gives(ServerInfo, 401))
     for path in ("/get_model_info", "/model_info"):

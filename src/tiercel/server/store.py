@@ -32,7 +32,7 @@ from tiercel.errors import ConfigError, StoreError
 from tiercel.server import keys, schema
 from tiercel.server.body import BodyLimits, read_body
 from tiercel.server.errors import ApiError, refusal, shown
-from tiercel.server.reply import Front
+from tiercel.server.reply import Api
 from tiercel.server.schema import gives
 from tiercel.storage.open import hide, why_not
 
@@ -76,9 +76,9 @@ def store_json(store: StoreStats | None) -> dict[str, Any]:
 class StoreCalls:
     """The calls of one server. Calls that change something run one after the other."""
 
-    def __init__(self, front: Front) -> None:
-        self.front = front
-        self.service = front.service
+    def __init__(self, api: Api) -> None:
+        self.api = api
+        self.service = api.service
         self._turn = asyncio.Lock()
 
     async def status(self) -> Response:
@@ -88,9 +88,9 @@ class StoreCalls:
 
     async def attach(self, request: Request) -> Response:
         """Use a store from now on. Cached pages are written to it and found again after a restart."""
-        self.front.check_ready()
-        url = (await read_body(request, AttachRequest, BodyLimits(BODY_BYTES_MAX), self.front.on_body)).url
-        if why := why_not(url, self.front.options.store_allow):
+        self.api.check_ready()
+        url = (await read_body(request, AttachRequest, BodyLimits(BODY_BYTES_MAX), self.api.on_body)).url
+        if why := why_not(url, self.api.options.store_allow):
             message = f"url = {shown(hide(url, url))}: {hide(why, url)}"
             raise ApiError(403, message, param="url", code="store_not_allowed")
         async with self._turn:
@@ -110,7 +110,7 @@ class StoreCalls:
         return await self._change(self.service.clear_store)
 
     async def _change(self, change: Callable[[], Awaitable[None]]) -> Response:
-        self.front.check_ready()
+        self.api.check_ready()
         async with self._turn:
             if not (await self.service.stats()).store:
                 raise ApiError(404, "no store is attached", code="store_not_attached")
@@ -144,10 +144,10 @@ class StoreRoute(APIRoute):
         await super().handle(scope, receive, send)
 
 
-def router(front: Front) -> APIRouter:
-    calls = StoreCalls(front)
+def router(api: Api) -> APIRouter:
+    calls = StoreCalls(api)
     routes = APIRouter(
-        prefix="/v1/cache", tags=["store"], dependencies=keys.admin(front.options), route_class=StoreRoute
+        prefix="/v1/cache", tags=["store"], dependencies=keys.admin(api.options), route_class=StoreRoute
     )
     routes.add_api_route("/store", calls.status, responses=gives(StoreStatus, 401, 403))
     routes.add_api_route(

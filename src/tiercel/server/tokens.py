@@ -14,7 +14,7 @@ from tiercel.server.body import Body, ListOf, SomeOf, TokenId, checked, limit
 from tiercel.server.errors import conflict, refusal
 from tiercel.server.openai_api import OpenAI
 from tiercel.server.protocol import AnyMessage, ChatRequest, Tool
-from tiercel.server.reply import Front, to_json
+from tiercel.server.reply import Api, to_json
 from tiercel.server.schema import gives
 
 Ids = Annotated[list[TokenId], Field(fail_fast=True)]
@@ -73,26 +73,26 @@ class Detokenized(BaseModel):
 class Tokens:
     """The calls of one server."""
 
-    def __init__(self, front: Front) -> None:
-        self.front = front
-        self.service = front.service
-        self.chats = OpenAI(front)
+    def __init__(self, api: Api) -> None:
+        self.api = api
+        self.service = api.service
+        self.chats = OpenAI(api)
 
     async def tokenize(self, request: Request) -> Response:
         """The tokens of a text, of several, or of a conversation as the model reads it."""
-        body = await self.front.read(request, TokenizeRequest)
-        self.front.check_model(body.model)
+        body = await self.api.read(request, TokenizeRequest)
+        self.api.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise conflict("prompt", body.prompt, "either prompt or messages must be given, not both")
         if body.messages is not None:
             many = [await self._chat(body)]
         else:
             prompts = body.prompt if isinstance(body.prompt, list) else [body.prompt or ""]
-            if len(prompts) > self.front.options.batch_max:
-                raise refusal("prompt", len(prompts), f"{self.front.options.batch_max} prompts are allowed")
-            many = await self.front.off_loop(lambda: [self._encoded(each, body) for each in prompts])
+            if len(prompts) > self.api.options.batch_max:
+                raise refusal("prompt", len(prompts), f"{self.api.options.batch_max} prompts are allowed")
+            many = await self.api.off_loop(lambda: [self._encoded(each, body) for each in prompts])
 
-        def told() -> Response:
+        def answer() -> Response:
             answer: dict[str, Any] = {"tokens": many, "count": [len(tokens) for tokens in many]}
             if body.return_token_strs:
                 answer["token_strs"] = [
@@ -102,7 +102,7 @@ class Tokens:
                 answer = {name: each for name, (each,) in answer.items()}
             return _json(answer | {"max_model_len": self.service.context_tokens})
 
-        return await self.front.off_loop(told)
+        return await self.api.off_loop(answer)
 
     def _encoded(self, prompt: str, body: TokenizeRequest) -> list[int]:
         return self.service.text.encode(
@@ -127,17 +127,17 @@ class Tokens:
 
     async def detokenize(self, request: Request) -> Response:
         """The text of tokens, or of several lists of them."""
-        body = await self.front.read(request, DetokenizeRequest)
-        self.front.check_model(body.model)
+        body = await self.api.read(request, DetokenizeRequest)
+        self.api.check_model(body.model)
         single = not body.tokens or isinstance(body.tokens[0], int)
         many: list[Any] = [body.tokens] if single else list(body.tokens)
-        if len(many) > self.front.options.batch_max:
-            raise refusal("tokens", len(many), f"{self.front.options.batch_max} lists are allowed")
+        if len(many) > self.api.options.batch_max:
+            raise refusal("tokens", len(many), f"{self.api.options.batch_max} lists are allowed")
 
         def decoded(skip: bool) -> list[str]:
             return [self.service.text.decode(tokens, skip_special_tokens=skip) for tokens in many]
 
-        def told() -> Response:
+        def answer() -> Response:
             vocab_size = self.service.vocab_size
             most = max((max(tokens) for tokens in many if tokens), default=0)
             if most >= vocab_size:
@@ -146,16 +146,16 @@ class Tokens:
             texts, prompts = decoded(body.skip_special_tokens is not False), decoded(False)
             return _json({"text": texts[0] if single else texts, "prompt": prompts[0] if single else prompts})
 
-        return await self.front.off_loop(told)
+        return await self.api.off_loop(answer)
 
 
 def _json(answer: dict[str, Any]) -> Response:
     return Response(to_json(answer), media_type="application/json")
 
 
-def router(front: Front) -> APIRouter:
-    calls = Tokens(front)
-    routes = APIRouter(tags=["tokens"], dependencies=keys.user(front.options))
+def router(api: Api) -> APIRouter:
+    calls = Tokens(api)
+    routes = APIRouter(tags=["tokens"], dependencies=keys.user(api.options))
     for prefix in ("", "/v1"):
         for path, call, body, answer in (
             ("/tokenize", calls.tokenize, TokenizeRequest, Tokenized),

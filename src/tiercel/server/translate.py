@@ -1,6 +1,6 @@
 """From other calls to a chat: `responses` and `anthropic` translate their requests into a `ChatRequest`.
 
-An error of the chat names fields of the chat; `Translated.told` gives it the names of the client's call.
+An error of the chat names fields of the chat. `Translated.in_clients_words` names those of the client's call.
 """
 
 from __future__ import annotations
@@ -104,9 +104,9 @@ class Translated:
         try:
             return checked(self.fields | {"messages": self.messages.all}, ChatRequest)
         except ApiError as error:
-            raise self.told(error) from error
+            raise self.in_clients_words(error) from error
 
-    def told(self, error: ApiError | InputError) -> ApiError:
+    def in_clients_words(self, error: ApiError | InputError) -> ApiError:
         """The error with the names of the client's call."""
         api = translate(error)
         if api.param is None:

@@ -112,11 +112,11 @@ class RedisStore(Store):
         return self._keys()
 
     def _keys(self) -> Iterator[tuple[RecordKey, int]]:
-        told: set[bytes] = set()
+        seen: set[bytes] = set()
         with self._asking() as client:
             for names in _scan(client):
-                new = [name for name in dict.fromkeys(names) if name not in told]
-                told.update(new)
+                new = [name for name in dict.fromkeys(names) if name not in seen]
+                seen.update(new)
                 for name, size in self._each([new], lambda pipe, name: pipe.strlen(name)):
                     if size != 0:  # 0: it is gone since it was listed
                         yield RecordKey(name.removeprefix(_PREFIX)), size or 0

@@ -52,7 +52,7 @@ class CallPart(NamedTuple):
     """The next characters of the JSON object."""
 
 
-class Said(NamedTuple):
+class AnswerDelta(NamedTuple):
     """The new part of an answer."""
 
     reasoning: str = ""
@@ -85,12 +85,12 @@ class AnswerReader:
         """Whether the answer calls tools and every call is complete."""
         return self._call >= 0 and not self._inside
 
-    def push(self, text: str, *, final: bool = False) -> Said:
+    def push(self, text: str, *, final: bool = False) -> AnswerDelta:
         """The new part. Text that may become a tag is held back; `final` drops half a tag inside a call."""
         self._held += text
         self._final = final
         next(self._parser)
-        said = Said(self._reasoning, self._content, tuple(self._calls.values()))
+        said = AnswerDelta(self._reasoning, self._content, tuple(self._calls.values()))
         self._reasoning = self._content = ""
         self._calls = {}
         return said
@@ -125,8 +125,8 @@ class AnswerReader:
         match _parsed(written) if found else None:
             case {"name": str(name), "arguments": dict(arguments)}:
                 self._call += 1
-                told = json.dumps(arguments, ensure_ascii=False)
-                self._calls[self._call] = CallPart(self._call, name, told)
+                written = json.dumps(arguments, ensure_ascii=False)
+                self._calls[self._call] = CallPart(self._call, name, written)
                 return True
         self._content += CALL + written + (END_CALL if found else "")
         return False

@@ -257,10 +257,10 @@ def _compile(source: str, tokenizer: LLTokenizer, limits: LLParserLimits) -> LLM
 
 def _reason(matcher: LLMatcher) -> str:
     """The library's own words, without places in a source that the client has not written."""
-    told = matcher.get_error().removesuffix("<non-verbose/>").strip()
-    if told.startswith("NoExtension"):
+    message = matcher.get_error().removesuffix("<non-verbose/>").strip()
+    if message.startswith("NoExtension"):
         return "no text matches it"
-    lines = [line for line in told.splitlines() if not QUOTED.match(line)]
+    lines = [line for line in message.splitlines() if not QUOTED.match(line)]
     return " ".join(" ".join(lines).split()).removeprefix(AT_SCHEMA)[:REASON_CHARS_MOST]
 
 

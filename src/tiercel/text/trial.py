@@ -177,9 +177,9 @@ def tried(recipe: Recipe, grammars: Grammars) -> dict[str, Any]:
         return {"source": source, "bytes": max(0, _memory_bytes() - before)}
     except GrammarError as error:
         for number, part in enumerate(recipe.get("parts", ())):
-            told = tried(part, grammars)
-            if "error" in told:
-                return told | {"part": number}
+            verdict = tried(part, grammars)
+            if "error" in verdict:
+                return verdict | {"part": number}
         return {"error": str(error)}
     except RecursionError:
         return {"error": ENDED[signal.SIGSEGV]}
@@ -224,11 +224,11 @@ def _run_trial(connection: socket.socket, grammars: Grammars) -> None:
     recipe = json.loads(receive(connection))
     _limit()
     try:
-        told = tried(recipe, grammars)
+        verdict = tried(recipe, grammars)
     except BaseException as error:  # noqa: BLE001 - a panic is none of the ordinary ones
-        told = {"error": f"it can not be compiled: {type(error).__name__}"}
+        verdict = {"error": f"it can not be compiled: {type(error).__name__}"}
     signal.setitimer(signal.ITIMER_PROF, 0)
-    send(connection, json.dumps(told).encode())
+    send(connection, json.dumps(verdict).encode())
 
 
 # All trials
@@ -282,9 +282,9 @@ class Host:
         _, connection = self._trials.pop(number)
         self._poll.unregister(number)
         if os.WIFSIGNALED(status):
-            told = {"error": ENDED.get(signal.Signals(os.WTERMSIG(status)), "")}
+            verdict = {"error": ENDED.get(signal.Signals(os.WTERMSIG(status)), "")}
             with suppress(OSError):  # nobody waits for it
-                send(connection, json.dumps(told).encode())
+                send(connection, json.dumps(verdict).encode())
         connection.close()
 
     def _end_all(self) -> None:

@@ -8,9 +8,9 @@ step looks at all leaves.
 A cold path leaves leaf by leaf: each page that leaves makes its parent the coldest of all. Such an entry
 waits in front of the heap, where it is taken again without moving the others.
 
-Entries that are of no use any more are swept out, a few whenever an entry is added: so a line is at most two
-and a half times as long as it must be, and no step waits for a sweep. An item itself knows whether it stands
-in a line (`node.Cached`). So there is no table that has to be copied when it is full.
+Entries that are of no use any more are swept out, a few whenever an entry is added. So there are at most two
+and a half times as many entries as needed, and no step waits for a sweep. An item itself knows whether it has
+an entry (`node.Cached`). So there is no table that has to be copied when it is full.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class Heap:
         heapreplace(self._part(), entry)
 
 
-class Line(ABC):
-    """Items for which `ready` holds, in some order. `place` is the field of an item that says whether it
-    stands in this line: 0, or a number."""
+class EvictOrder(ABC):
+    """Items for which `ready` holds, in the order in which they leave. `place` is the field of an item that
+    says whether it has an entry here: 0, or a number."""
 
     def __init__(self, ready: Callable[[Any], bool], place: str) -> None:
         self.ready = ready
@@ -91,7 +91,7 @@ class Line(ABC):
 
     @abstractmethod
     def pop(self) -> Item | None:
-        """The same, and it leaves the line."""
+        """The same, and it is no candidate any more."""
 
     @abstractmethod
     def _heaps(self) -> Iterable[Heap]: ...
@@ -141,7 +141,7 @@ class Line(ABC):
         return (item for heap in self._heaps() for _, _, item in heap if item in self)
 
 
-class Candidates(Line):
+class Candidates(EvictOrder):
     """Pages and tails for which `ready` holds, in the order of a policy."""
 
     def __init__(self, policy: EvictPolicy, ready: Callable[[Any], bool], place: str) -> None:

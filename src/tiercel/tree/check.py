@@ -39,14 +39,14 @@ def check(tree: PrefixTree) -> None:
         held = sum(item.on_device for item in items), sum(item.on_host for item in items)
         assert counted == held, "what is counted is what can be read"
     _check_owners(tree)
-    owned = [owner.line for owner in tree.owners.all.values()]
-    for line in (*tree.device.values(), tree.host, *owned):
-        for item in line:
-            assert not (item.gone and line.ready(item)), f"I3: gone, but may be evicted: {_row(item)}"
+    owned = [owner.order for owner in tree.owners.all.values()]
+    for order in (*tree.device.values(), tree.host, *owned):
+        for item in order:
+            assert not (item.gone and order.ready(item)), f"I3: gone, but may be evicted: {_row(item)}"
 
 
 def _check_owners(tree: PrefixTree) -> None:
-    """Bytes by owner counted again; nothing that may go is left out of a line."""
+    """Bytes by owner counted again; nothing that may go is left out of an order."""
     counted = {id(owner): dict.fromkeys(owner.bytes, 0) for owner in tree.owners.all.values()}
     for item in tree.items():
         page = item.page if isinstance(item, Tail) else item
@@ -56,8 +56,8 @@ def _check_owners(tree: PrefixTree) -> None:
             continue
         for tier, readable in ((Tier.DEVICE, item.on_device), (Tier.HOST, item.on_host)):
             counted[id(owner)][tier] += readable * tree.owners.bytes_of(tier, item)
-        left_out = owner.bytes_most is not None and may_go(item) and item not in owner.line
-        assert not left_out, f"may go, but is not in its owner's line: {_row(item)}"
+        left_out = owner.bytes_most is not None and may_go(item) and item not in owner.order
+        assert not left_out, f"may go, but is not in its owner's order: {_row(item)}"
     for name, owner in tree.owners.all.items():
         assert counted[id(owner)] == owner.bytes, f"bytes of {name!r}"
 
@@ -69,8 +69,8 @@ def _check_item(tree: PrefixTree, item: Item) -> None:
     assert item.save is None or item.host is not None
     assert item.load is None or item.on_host, "I2: a load reads a readable copy"
     assert not item.readers or item.on_host, "I2: stores and peers are given a readable copy"
-    for line in (tree.device[item.kind], tree.host):
-        assert item in line or not line.ready(item), f"may leave a tier, but is no candidate: {_row(item)}"
+    for order in (tree.device[item.kind], tree.host):
+        assert item in order or not order.ready(item), f"may leave a tier, but is no candidate: {_row(item)}"
 
 
 def readable(tree: PrefixTree) -> list[Event | Cleared]:

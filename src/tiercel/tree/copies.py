@@ -39,7 +39,7 @@ from tiercel.tree.node import (
     parent_of,
 )
 from tiercel.tree.owners import ItemBytes, Owners, tail_in_pages
-from tiercel.tree.valued import Worth, line
+from tiercel.tree.valued import Worth, make_order
 from tiercel.types import HostPageId, Kind, PageKey, Tier
 
 STORE_LEAST = 0.01
@@ -70,12 +70,12 @@ class Copies:
         """What items are worth; None: the policy looks at their use alone."""
         if isinstance(evict, Value) and pages_per_window:
             tail_pages = tail_in_pages(item_bytes or {})
-            copies = proxy(self)  # pages know their owner, its line and so this: they must not keep it
+            copies = proxy(self)  # pages know their owner, its order and so this: they must not keep it
             self.worth = Worth(pages_per_window, tail_pages, replay_pages, lambda: copies.clock)
-        make_line = partial(line, evict, self.worth)
-        self.device = {kind: make_line(may_leave_device, "in_device") for kind in Kind}
-        self.host = make_line(may_leave_host, "in_host")
-        self.owners = Owners(make_line, item_bytes)
+        ordered = partial(make_order, evict, self.worth)
+        self.device = {kind: ordered(may_leave_device, "in_device") for kind in Kind}
+        self.host = ordered(may_leave_host, "in_host")
+        self.owners = Owners(ordered, item_bytes)
         self.leaving: dict[Kind, int] = dict.fromkeys(Kind, 0)
         """Device places that come free when the saves under way end."""
         self.on_device: dict[Kind, int] = dict.fromkeys(Kind, 0)

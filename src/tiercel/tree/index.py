@@ -65,7 +65,7 @@ class Index(Mapping[PageKey, Page]):
 
     def __del__(self) -> None:
         """The tree is not used any more. A page and its tail know each other, and so do a page and its owner
-        (by the owner's line): the collector does not see them, so they are parted here."""
+        (by the owner's order): the collector does not see them, so they are parted here."""
         for page in self.values():
             page.tail = page.owner = None
 

@@ -59,7 +59,7 @@ class Cached:
     in_device: int = field(default=0, init=False)
     in_host: int = field(default=0, init=False)
     in_owner: int = field(default=0, init=False)
-    """Its place in the line of what may leave the device, the host, or all tiers for its owner; 0: in none.
+    """Its place in the order of what may leave the device, the host, or all tiers for its owner; 0: in none.
     (In fields, because a table of a million places is copied whenever it is full.)"""
     double: int = field(default=0, init=False)
     """Its place among what device and host can both read."""

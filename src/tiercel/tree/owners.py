@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tiercel.tree.candidates import Line
+from tiercel.tree.candidates import EvictOrder
 from tiercel.tree.node import Item, Tail, idle
 from tiercel.types import Kind, Tier
 
 ItemBytes = Mapping[tuple[Tier, Kind], int]
 """Bytes of a page and of a tail in each tier."""
 
-MakeLine = Callable[[Callable[[Any], bool], str], Line]
+MakeOrder = Callable[[Callable[[Any], bool], str], EvictOrder]
 """The items for which something holds, in the order of the tree's policy."""
 
 
@@ -39,12 +39,12 @@ def may_go(item: Item) -> bool:
 
 
 class Owner:
-    """One owner. The line of what may go is kept without a limit, too: nobody walks the tree to set one."""
+    """One owner. The order of what may go is kept without a limit, too: nobody walks the tree to set one."""
 
-    def __init__(self, line: Line, item_bytes: ItemBytes) -> None:
+    def __init__(self, order: EvictOrder, item_bytes: ItemBytes) -> None:
         self.bytes = {Tier.DEVICE: 0, Tier.HOST: 0}
         self.bytes_most: int | None = None
-        self.line = line
+        self.order = order
         self._item_bytes = item_bytes
 
     @property
@@ -61,20 +61,20 @@ class Owner:
 
     def offer(self, item: Item) -> None:
         """To be called whenever an item of this owner may have become free to go."""
-        self.line.offer(item)
+        self.order.offer(item)
 
 
 class Owners:
     """All owners by name. The tree tells it of every change."""
 
-    def __init__(self, make_line: MakeLine, item_bytes: ItemBytes | None = None) -> None:
-        self._make_line = make_line
+    def __init__(self, make_order: MakeOrder, item_bytes: ItemBytes | None = None) -> None:
+        self._make_order = make_order
         self._item_bytes = item_bytes or {(tier, kind): 1 for tier in Tier for kind in Kind}
         self.all: dict[str, Owner] = {}
 
     def named(self, name: str) -> Owner:
         if name not in self.all:
-            self.all[name] = Owner(self._make_line(may_go, "in_owner"), self._item_bytes)
+            self.all[name] = Owner(self._make_order(may_go, "in_owner"), self._item_bytes)
         return self.all[name]
 
     def bytes_of(self, tier: Tier, item: Item) -> int:

@@ -36,7 +36,7 @@ from tiercel.tree.node import (
 from tiercel.tree.owners import ItemBytes, Owner
 from tiercel.types import DevicePageId, DeviceTailId, HostPageId, Kind, PageKey, Tier
 
-Brought = tuple[PageKey, tuple[HostPageId, ...], bytes]
+ArrivingPage = tuple[PageKey, tuple[HostPageId, ...], bytes]
 """A page that comes to the host: its key, its places there, its tokens."""
 
 TakeHost = Callable[[int], tuple[HostPageId, ...] | None]
@@ -211,7 +211,9 @@ class PrefixTree:
         self.copies.offer_to_owner(tail)
         return tail
 
-    def insert_arriving(self, parent: Page, brought: Sequence[Brought], *, owner: str = "") -> list[Page]:
+    def insert_arriving(
+        self, parent: Page, brought: Sequence[ArrivingPage], *, owner: str = ""
+    ) -> list[Page]:
         """Pages that somebody brings to the host (until `arrive_done`), which has no copy of them yet."""
         pages = self._grow(parent, brought, owner=owner)
         for page, (_, host, _) in zip(pages, brought, strict=True):
@@ -225,7 +227,7 @@ class PrefixTree:
         return tail
 
     def insert_fetched(
-        self, parent: Page, fetched: Sequence[Brought], *, stored: bool = True, owner: str = ""
+        self, parent: Page, fetched: Sequence[ArrivingPage], *, stored: bool = True, owner: str = ""
     ) -> None:
         """Pages that the store has brought to the host, after `parent`, which is in the tree. `stored`: the
         store is ours, and keeps them."""
@@ -238,7 +240,7 @@ class PrefixTree:
         self._fetched(self._grow_tail(page), host, stored)
 
     def _grow(
-        self, parent: Page, brought: Sequence[Brought], *, fetched: bool = False, owner: str = ""
+        self, parent: Page, brought: Sequence[ArrivingPage], *, fetched: bool = False, owner: str = ""
     ) -> list[Page]:
         """Nodes for pages that come to the host. New ones follow `parent`, or one another."""
         self.copies.clock += 1
@@ -419,7 +421,7 @@ class PrefixTree:
 
     def _trim(self, owner: Owner, most: int) -> int:
         gone = 0
-        while gone < most and owner.over and (item := owner.line.pop()) is not None:
+        while gone < most and owner.over and (item := owner.order.pop()) is not None:
             self._forget(item)
             gone += 1
         return gone
@@ -437,8 +439,8 @@ class PrefixTree:
                     self.copies.remove_tail(tail)
                 if page.children == 0 and page.tail is None and idle(page):
                     self.copies.remove(page)
-        for line in (*self.device.values(), self.host, *(owner.line for owner in self.owners.all.values())):
-            line.sweep()
+        for order in (*self.device.values(), self.host, *(owner.order for owner in self.owners.all.values())):
+            order.sweep()
         return len(self.index)
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from tiercel.policy.evict import EvictPolicy
 from tiercel.policy.worth import Chance, Chances, weight
-from tiercel.tree.candidates import Candidates, Entry, Heap, Line
+from tiercel.tree.candidates import Candidates, Entry, EvictOrder, Heap
 from tiercel.tree.node import Item, Page, Tail
 
 FAR = 32
@@ -151,7 +151,7 @@ class Bucket(Heap):
         self.weight: float = 2.0 ** (level / STEPS)
 
 
-class Valued(Line):
+class Valued(EvictOrder):
     """Pages and tails for which `ready` holds, in the order of their worth. The place of an item is the
     number of its bucket."""
 
@@ -285,6 +285,8 @@ class Valued(Line):
         return self._entries
 
 
-def line(evict: EvictPolicy, worth: Worth | None, ready: Callable[[Any], bool], place: str) -> Line:
+def make_order(
+    evict: EvictPolicy, worth: Worth | None, ready: Callable[[Any], bool], place: str
+) -> EvictOrder:
     """The candidates for which `ready` holds, in the order of a policy."""
     return Candidates(evict, ready, place) if worth is None else Valued(worth, ready, place)

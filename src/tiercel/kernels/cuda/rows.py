@@ -164,13 +164,13 @@ def _rotated(  # noqa: PLR0913
     """The last channels of x [ROWS, WIDE] in pairs, each row by the angles in row `at` of the tables."""
     a, b = tl.split(tl.reshape(x, (ROWS, WIDE // 2, 2)))
     pair = tl.arange(0, WIDE // 2)[None, :] - (DIM // 2 - PAIRS)
-    turns = (pair >= 0) & (pair < PAIRS)
+    rotates = (pair >= 0) & (pair < PAIRS)
     angle = at.to(tl.int64)[:, None] * PAIRS + pair
-    c = tl.load(cos + angle, mask=there[:, None] & turns, other=0.0)
-    s = tl.load(sin + angle, mask=there[:, None] & turns, other=0.0)
+    c = tl.load(cos + angle, mask=there[:, None] & rotates, other=0.0)
+    s = tl.load(sin + angle, mask=there[:, None] & rotates, other=0.0)
     if BACK:
         s = -s
-    first, second = tl.where(turns, a * c - b * s, a), tl.where(turns, b * c + a * s, b)
+    first, second = tl.where(rotates, a * c - b * s, a), tl.where(rotates, b * c + a * s, b)
     return tl.reshape(tl.join(first, second), (ROWS, WIDE))
 
 
@@ -224,13 +224,13 @@ def _norm_rotate(  # noqa: PLR0913
 NOT_ENCODED = {"ENCODING": "none", "STRIDE": 0, "PER_ROW": 1, "VALUE": 0, "SCALE": 0, "ROPE": 0, "GROUP": 1}
 
 
-def _launch(x: Tensor, turn: CosSin | None, out: Tensor, made: dict[str, Any], **how: Any) -> None:
+def _launch(x: Tensor, rotation: CosSin | None, out: Tensor, made: dict[str, Any], **how: Any) -> None:
     """x [tokens, heads, dim]."""
     tokens, heads, dim = x.shape
     check_rows(x)
     eps, weight = how.get("eps"), how.get("weight")
-    cos, sin = turn or (x, x)
-    assert turn is None or (cos.shape == sin.shape and cos.is_contiguous() and sin.is_contiguous())
+    cos, sin = rotation or (x, x)
+    assert rotation is None or (cos.shape == sin.shape and cos.is_contiguous() and sin.is_contiguous())
     assert weight is None or (weight.is_contiguous() and len(weight) == dim)
     wide = max(triton.next_power_of_2(dim), 2)
     rows = max(TILE_NUMBERS // wide, 1)
@@ -239,7 +239,7 @@ def _launch(x: Tensor, turn: CosSin | None, out: Tensor, made: dict[str, Any], *
     _norm_rotate[(triton.cdiv(tokens * heads, rows),)](
         x, x if weight is None else weight, cos, sin, out, out, tokens * heads, eps or 0.0,
         HEADS=heads, TOKEN_STRIDE=x.stride(0), HEAD_STRIDE=x.stride(1), ROWS=rows, WIDE=wide,
-        PAIRS=cos.shape[1] if turn else 0, NORM=eps is not None, WEIGHTED=weight is not None,
+        PAIRS=cos.shape[1] if rotation else 0, NORM=eps is not None, WEIGHTED=weight is not None,
         BACK=how.get("back", False), **made, num_warps=4, **UNFUSED,
     )  # fmt: skip
 
@@ -252,18 +252,18 @@ def norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None
 
 
 def norm_rotate(
-    x: Tensor, turn: CosSin, *, eps: float | None = None, weight: Tensor | None = None, back: bool = False
+    x: Tensor, rotation: CosSin, *, eps: float | None = None, weight: Tensor | None = None, back: bool = False
 ) -> Tensor:
-    """x [tokens, heads, dim]; `turn` [tokens, pairs], fp32."""
+    """x [tokens, heads, dim]; `rotation` [tokens, pairs], fp32."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, turn, out, {"DIM": x.shape[2], **NOT_ENCODED}, eps=eps, weight=weight, back=back)
+    _launch(x, rotation, out, {"DIM": x.shape[2], **NOT_ENCODED}, eps=eps, weight=weight, back=back)
     return out
 
 
-def store_window(kv: Tensor, turn: CosSin, eps: float, weight: Tensor, new: Entries) -> None:
+def store_window(kv: Tensor, rotation: CosSin, eps: float, weight: Tensor, new: Entries) -> None:
     """kv [tokens, dim], normed and rotated, into the first rows of `new`: a row is the entry of a token."""
     assert new.per_row == 1 and len(new.rows) >= len(kv) and new.dim == kv.shape[1]
-    _launch(kv[:, None, :], turn, new.rows, encoding_of(new), eps=eps, weight=weight)
+    _launch(kv[:, None, :], rotation, new.rows, encoding_of(new), eps=eps, weight=weight)
 
 
 # Compressed entries

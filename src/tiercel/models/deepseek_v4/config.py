@@ -161,9 +161,9 @@ def _hash_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:
 def _check_scale(compress: Mapping[str, Any]) -> None:
     """Nothing scales cos and sin here. `transformers` does, unless the object says that it is by 1."""
     if rope_kind(compress) == "yarn" and (factor := attention_factor(compress)) != 1.0:
-        told = compress.get("attention_factor")
-        why = "is not supported" if told else f"means {factor:.3f}, as in `transformers`: not supported"
-        raise SpecError("attention_factor", told, f"{why}; the model has 1.0")
+        given = compress.get("attention_factor")
+        why = "is not supported" if given else f"means {factor:.3f}, as in `transformers`: not supported"
+        raise SpecError("attention_factor", given, f"{why}; the model has 1.0")
 
 
 def _check_channels(config: Mapping[str, Any], rope: Mapping[str, Any], field: str) -> None:

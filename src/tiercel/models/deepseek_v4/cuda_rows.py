@@ -99,13 +99,13 @@ class CudaRows:
         batch: FlatBatch,
         q: Tensor,
         kv: Tensor,
-        turn: CosSin,
+        rotation: CosSin,
         rows: Sequence[Tensor],
         index: Index | None,
     ) -> Tensor:
         """Write what the tokens of this call add, and attend to what each of them sees."""
         c, flat = self._config, batch.flat
-        new = self._encode(kv, turn)
+        new = self._encode(kv, rotation)
         for compressor, own_rows in zip(self._compressors, rows, strict=True):
             compressor.extend(batch, own_rows)
         chosen, entries, ratio = None, None, 1
@@ -129,14 +129,14 @@ class CudaRows:
         self._remember(batch, new)
         return out
 
-    def store(self, batch: FlatBatch, kv: Tensor, turn: CosSin) -> None:
+    def store(self, batch: FlatBatch, kv: Tensor, rotation: CosSin) -> None:
         """Write the window entries that `attend` would, of a layer without compressors."""
         assert not self._compressors
-        self._remember(batch, self._encode(kv, turn))
+        self._remember(batch, self._encode(kv, rotation))
 
-    def _encode(self, kv: Tensor, turn: CosSin) -> Entries:
+    def _encode(self, kv: Tensor, rotation: CosSin) -> Entries:
         new = self._rows(len(kv), kv.device)
-        store_window(kv, turn, self._config.rms_norm_eps, self._norm, new)
+        store_window(kv, rotation, self._config.rms_norm_eps, self._norm, new)
         return new
 
     def _remember(self, batch: FlatBatch, new: Entries) -> None:

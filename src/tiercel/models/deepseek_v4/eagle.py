@@ -67,8 +67,8 @@ class Eagle:
         if (written := numbers.written(batch)) is not None:
             before = hidden.roll(1, 0)
             before[batch.last - torch.tensor(lengths, device=x.device) + 1] = self._last(spans)
-            turn = self._rotary.at(batch.positions, batch.longest)
-            self._layer.write(self._enter(before, tokens), turn, written)
+            rotation = self._rotary.at(batch.positions, batch.longest)
+            self._layer.write(self._enter(before, tokens), rotation, written)
         data = self._recent.codec.encode(hidden)
         first = 0
         for span, length in zip(spans, lengths, strict=True):
@@ -114,7 +114,7 @@ class Eagle:
         embedded = k.norm(self._embedding[tokens], self._enorm, self._eps)
         return k.linear(torch.cat([embedded, k.norm(before, self._hnorm, self._eps)], 1), self._fc)
 
-    def guess(self, before: Tensor, tokens: Tensor, turn: CosSin, reach: Reach) -> tuple[Tensor, Tensor]:
+    def guess(self, before: Tensor, tokens: Tensor, rotation: CosSin, reach: Reach) -> tuple[Tensor, Tensor]:
         """(the head's own hidden states, logits) after one token of each text."""
-        x = self._layer(self._enter(before, tokens), turn, reach)
+        x = self._layer(self._enter(before, tokens), rotation, reach)
         return x, self._k.linear(self._k.norm(x, self._norm, self._eps), self._lm_head)

@@ -46,12 +46,12 @@ class Rows(Protocol):
         batch: Any,
         q: Tensor,
         kv: Tensor,
-        turn: CosSin,
+        rotation: CosSin,
         rows: Sequence[Tensor],
         index: Index | None,
     ) -> Tensor: ...
 
-    def store(self, batch: Any, kv: Tensor, turn: CosSin) -> None: ...
+    def store(self, batch: Any, kv: Tensor, rotation: CosSin) -> None: ...
 
 
 AnyBatch = Any
@@ -85,25 +85,25 @@ class Attention:
         self._out_low = k.pack_all(*(each.unflatten(0, (c.o_groups, -1)) for each in joined(w, OUT_LOW)))
         self._out = k.pack(*joined(w, OUT))
 
-    def __call__(self, h: Tensor, turn: CosSin, batch: AnyBatch) -> Tensor:
-        """h [tokens, d], normed; `turn` of the layer's kind at these positions."""
+    def __call__(self, h: Tensor, rotation: CosSin, batch: AnyBatch) -> Tensor:
+        """h [tokens, d], normed; `rotation` of the layer's kind at these positions."""
         c, k = self._config, self._k
         q_low, kv, *rows = k.linear(h, self._input, wide=True).split(self._widths, 1)
         queries = k.linear(k.norm(q_low, self._q_norm, c.rms_norm_eps), self._queries)
         q, *index_q = queries.split(self._query_widths, 1)
-        q = k.norm_rotate(q.unflatten(1, (c.heads, c.head_dim)), turn, eps=c.rms_norm_eps)
+        q = k.norm_rotate(q.unflatten(1, (c.heads, c.head_dim)), rotation, eps=c.rms_norm_eps)
         index = None
         if index_q:
-            asked = k.norm_rotate(index_q[0].unflatten(1, (c.index_heads, c.index_head_dim)), turn)
+            asked = k.norm_rotate(index_q[0].unflatten(1, (c.index_heads, c.index_head_dim)), rotation)
             index = Index(asked, rows.pop())
-        out = self._rows.attend(batch, q, kv, turn, rows, index)
-        out = k.norm_rotate(out, turn, back=True).flatten(1)
+        out = self._rows.attend(batch, q, kv, rotation, rows, index)
+        out = k.norm_rotate(out, rotation, back=True).flatten(1)
         return k.linear(k.linear_groups(out, self._out_low), self._out)
 
-    def store(self, h: Tensor, turn: CosSin, batch: AnyBatch) -> None:
+    def store(self, h: Tensor, rotation: CosSin, batch: AnyBatch) -> None:
         """Write the entries that a call writes, of a draft's layer, and answer nothing."""
         assert self._kv is not None, "the layer is a draft's"
-        self._rows.store(batch, self._k.linear(h, self._kv, wide=True), turn)
+        self._rows.store(batch, self._k.linear(h, self._kv, wide=True), rotation)
 
 
 def _make_rows(setup: Setup, layer: int, weights: Weights, rotary: Rotary) -> Rows:
@@ -159,13 +159,13 @@ class Layer:
         self.attention = Attention(setup, layer, part_of(weights, "self_attn."), rotary)
         self.experts = Experts(config, self._k, part_of(weights, "mlp."))
 
-    def __call__(self, x: Tensor, tokens: Tensor, turn: CosSin, batch: AnyBatch) -> Tensor:
+    def __call__(self, x: Tensor, tokens: Tensor, rotation: CosSin, batch: AnyBatch) -> Tensor:
         """The streams [tokens, n, d] after this layer."""
         seen, place, mix = self._k.hyper_read(x, self._sites[0])
-        x = self._k.hyper_write(x, self.attention(seen, turn, batch), place, mix)
+        x = self._k.hyper_write(x, self.attention(seen, rotation, batch), place, mix)
         seen, place, mix = self._k.hyper_read(x, self._sites[1])
         return self._k.hyper_write(x, self.experts(seen, tokens, batch), place, mix)
 
-    def store(self, x: Tensor, turn: CosSin, batch: AnyBatch) -> None:
+    def store(self, x: Tensor, rotation: CosSin, batch: AnyBatch) -> None:
         """Write the entries of a draft's layer: they need its input only."""
-        self.attention.store(self._k.hyper_read(x, self._sites[0])[0], turn, batch)
+        self.attention.store(self._k.hyper_read(x, self._sites[0])[0], rotation, batch)

@@ -44,7 +44,7 @@ class Hidden(NamedTuple):
     x: Tensor
     """The streams [tokens, n, d]."""
     tokens: Tensor
-    turns: list[CosSin]
+    rotations: list[CosSin]
 
 
 class Recorded(NamedTuple):
@@ -146,16 +146,18 @@ class DeepseekV4:
     def _begin(self, batch: Batch | FlatBatch) -> Hidden:
         drawn = self.last[batch.rings].clamp(min=0)
         tokens = torch.where(batch.tokens == DRAWN_LAST, drawn, batch.tokens)
-        turns = [rotary.at(batch.positions, batch.longest) for rotary in self._rotaries]
-        return Hidden(self._embedding[tokens][:, None, :].repeat(1, self.config.hc_mult, 1), tokens, turns)
+        rotations = [rotary.at(batch.positions, batch.longest) for rotary in self._rotaries]
+        return Hidden(
+            self._embedding[tokens][:, None, :].repeat(1, self.config.hc_mult, 1), tokens, rotations
+        )
 
     def _compute(
         self, layers: range, batch: Batch | FlatBatch, state: Hidden, before: BeforeLayer = at_once
     ) -> Hidden:
-        x, tokens, turns = state
+        x, tokens, rotations = state
         for i in layers:
             before(i)
-            x = self.layers[i](x, tokens, turns[self.config.ratios[i] > 0], batch)
+            x = self.layers[i](x, tokens, rotations[self.config.ratios[i] > 0], batch)
         return state._replace(x=x)
 
     def _logits(self, x: Tensor, rows: Tensor) -> Tensor:

@@ -96,8 +96,8 @@ class Compressor:
         made = batch.new_entries(self.ratio, self._width, recent.rows, self.pages.per_row)
         if made is not None:
             entry = self._k.compress((recent.read(), rows), made.rows, self._bias, self._dim)
-            turn = self._rotary.at(made.positions, batch.longest)
-            entry = self._k.norm_rotate(entry[:, None, :], turn, eps=self._eps, weight=self._norm)
+            rotation = self._rotary.at(made.positions, batch.longest)
+            entry = self._k.norm_rotate(entry[:, None, :], rotation, eps=self._eps, weight=self._norm)
             self.pages.write(made.pages, entry[:, 0, :])
         data = recent.codec.encode(rows)
         for i, span in enumerate(batch.spans if self._tails else ()):
@@ -152,14 +152,20 @@ class LayerRows:
             compressor.restore(ring, place, boundary)
 
     def attend(
-        self, batch: Batch, q: Tensor, kv: Tensor, turn: CosSin, rows: Sequence[Tensor], index: Index | None
+        self,
+        batch: Batch,
+        q: Tensor,
+        kv: Tensor,
+        rotation: CosSin,
+        rows: Sequence[Tensor],
+        index: Index | None,
     ) -> Tensor:
         """Write what the tokens of this call add, and attend to what each of them sees.
 
         q [tokens, heads, dim]; kv [tokens, dim], neither normed nor turned; `rows`: those that each
         compressor makes entries of; `index`: of a sparse layer.
         """
-        new = self._encode(kv, turn)
+        new = self._encode(kv, rotation)
         recent = self._recent.read(), self._recent.codec.decode(new)
         for compressor, own_rows in zip(self._compressors, rows, strict=True):
             compressor.extend(batch, own_rows)
@@ -178,14 +184,14 @@ class LayerRows:
         self._remember(batch, new)
         return out
 
-    def store(self, batch: Batch, kv: Tensor, turn: CosSin) -> None:
+    def store(self, batch: Batch, kv: Tensor, rotation: CosSin) -> None:
         """Write the window entries that `attend` would, of a layer without compressors."""
         assert not self._compressors
-        self._remember(batch, self._encode(kv, turn))
+        self._remember(batch, self._encode(kv, rotation))
 
-    def _encode(self, kv: Tensor, turn: CosSin) -> Parts:
+    def _encode(self, kv: Tensor, rotation: CosSin) -> Parts:
         eps = self._config.rms_norm_eps
-        kv = self._k.norm_rotate(kv[:, None, :], turn, eps=eps, weight=self._norm)[:, 0, :]
+        kv = self._k.norm_rotate(kv[:, None, :], rotation, eps=eps, weight=self._norm)[:, 0, :]
         return self._recent.codec.encode(kv)
 
     def _remember(self, batch: Batch, new: Parts) -> None:

@@ -34,7 +34,7 @@ from tiercel.models.deepseek_v4 import quantized
 from tiercel.models.deepseek_v4.config import FP8_BLOCK, SPARSE_RATIO, V4Config
 from tiercel.models.deepseek_v4.matrices import OUT_LOW, SCALE, Group, grouped
 from tiercel.models.deepseek_v4.quantized import BLOCKS, FP8, PACKED, SCALES, Shape, scales_of
-from tiercel.progress import told
+from tiercel.progress import progress
 
 log = logging.getLogger(__name__)
 
@@ -357,7 +357,7 @@ def load_weights(  # noqa: PLR0913
     groups = make_groups(wanted, readings, matrices, config, fp8=fp8)
     check(_bytes_of(groups))
     weights = dict[str, Tensor]()
-    with told("weights", sum(group.bytes for group, _ in groups)) as done:
+    with progress("weights", sum(group.bytes for group, _ in groups)) as done:
         for group, own in groups:
             weights |= _load(group, own, checkpoint, config, device, matrices)
             done(group.bytes)

@@ -35,7 +35,7 @@ from tiercel.models.checkpoint import Checkpoint, check_finite, unfit
 from tiercel.models.families import Family
 from tiercel.models.grouped import Grouping, Layer, Reach, Shape, layer_shapes
 from tiercel.models.rotary import Rope, Rotary, attention_factor, read_rope, rope_kind
-from tiercel.progress import told
+from tiercel.progress import progress
 from tiercel.spec.attention import kv_stream
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.hf_fields import check_only, number, per_layer, whole
@@ -146,7 +146,7 @@ def load_weights(  # noqa: PLR0913
     sizes = {name: math.prod(shape) * dtypes[name].itemsize for name, shape in wanted.items()}
     check(bytes_by_part(sizes.items()))
     weights = {}
-    with told("weights", sum(sizes.values())) as done:
+    with progress("weights", sum(sizes.values())) as done:
         for each, _ in known:
             weights[each.name] = checkpoint.read(each.name).to(device, dtypes[each.name], copy=True)
             check_finite(weights[each.name], each)
@@ -190,13 +190,13 @@ class Qwen3:
     ) -> Tensor:
         """Logits of these flat tokens; None: of the last token of each span."""
         batch = Batch(spans, 0, self._embedding.device)
-        turn = self._rotary.at(batch.positions, batch.longest)
+        rotation = self._rotary.at(batch.positions, batch.longest)
         in_place = self.layers[0].entries.in_place
         reach = Reach(batch, self._page_tokens, self.config.kv_heads, in_place=in_place)
         x = self._embedding[batch.tokens]
         for i, layer in enumerate(self.layers):
             before(i)
-            x = layer(x, turn, reach)
+            x = layer(x, rotation, reach)
         x = x[batch.last if rows is None else torch.as_tensor(rows, dtype=torch.long, device=x.device)]
         return self.kernels.linear(self.kernels.norm(x, self._norm, self.config.rms_norm_eps), self._lm_head)
 

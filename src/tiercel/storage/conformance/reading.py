@@ -171,8 +171,8 @@ def closing_under_way_breaks_nothing(subject: ReadSubject) -> None:
 
 
 def stats_has_records_and_bytes(subject: ReadSubject) -> None:
-    told = subject.open().stats()
-    expect({"records", "bytes"} <= told.keys(), f"stats answered {told}")
+    stats = subject.open().stats()
+    expect({"records", "bytes"} <= stats.keys(), f"stats answered {stats}")
 
 
 def a_closed_store_refuses(subject: ReadSubject) -> None:

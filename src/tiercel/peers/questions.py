@@ -37,7 +37,7 @@ class Finding(NamedTuple):
 
 @dataclass(eq=False)
 class Watch:
-    """A question that waits. The desk appends to `news` and then wakes whoever waits for `wake`."""
+    """A question that waits. `Questions` appends to `news` and then wakes whoever waits for `wake`."""
 
     keys: Sequence[RecordKey]
     hold: bool
@@ -53,7 +53,7 @@ class Watch:
         os.close(self.wake)
 
 
-class Desk:
+class Questions:
     """The thread that drives the cache calls every method."""
 
     def __init__(self, leases: Leases) -> None:
