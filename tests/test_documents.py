@@ -91,7 +91,7 @@ def words() -> frozenset[str]:
                 found.update(re.findall(r"\w+", node.value))
             elif isinstance(node, ast.alias):
                 found.update(node.name.split("."))
-    for path in (SOURCE / "server" / "web").iterdir():
+    for path in (SOURCE / "server" / "live" / "web").iterdir():
         found.update(re.findall(r"\w+", path.read_text()))
     return frozenset(found)
 

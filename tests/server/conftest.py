@@ -4,8 +4,8 @@ from functools import cache
 
 import pytest
 
-from tiercel.server import trials
-from tiercel.server.trials import TrialProcess
+from tiercel.server.calls import trials
+from tiercel.server.calls.trials import TrialProcess
 from tiercel.text.grammar import Vocabulary
 from tiercel.text.trial import Pieces, pieces_of
 

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tests.server.scripted import LOOPBACK, ScriptedService, call, client_of
+from tiercel.server.http.tenants import Tenants, digest_of
 from tiercel.server.options import ServerOptions
-from tiercel.server.tenants import Tenants, digest_of
 
 CALLS = {
     "/generate": {"text": "x"},

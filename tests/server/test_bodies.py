@@ -13,18 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.server.scripted import LOOPBACK, ScriptedService, client_of, post, talking
-from tiercel.server import body
-from tiercel.server.anthropic import CountRequest, MessagesRequest
-from tiercel.server.aside import Aside, Turns
-from tiercel.server.body import LARGE_BYTES, Body, BodyLimits, check_count
-from tiercel.server.errors import ApiError
-from tiercel.server.metrics import Metrics
-from tiercel.server.native import GenerateRequest
-from tiercel.server.pace import Pace
-from tiercel.server.protocol import ChatRequest, CompletionRequest
-from tiercel.server.reply import Api
-from tiercel.server.responses import ResponsesRequest
-from tiercel.server.tokens import DetokenizeRequest, TokenizeRequest
+from tiercel.server.calls.anthropic import CountRequest, MessagesRequest
+from tiercel.server.calls.native import GenerateRequest
+from tiercel.server.calls.protocol import ChatRequest, CompletionRequest
+from tiercel.server.calls.reply import Api
+from tiercel.server.calls.responses import ResponsesRequest
+from tiercel.server.calls.tokens import DetokenizeRequest, TokenizeRequest
+from tiercel.server.http import body
+from tiercel.server.http.aside import Aside, Turns
+from tiercel.server.http.body import LARGE_BYTES, Body, BodyLimits, check_count
+from tiercel.server.http.errors import ApiError
+from tiercel.server.http.metrics import Metrics
+from tiercel.server.http.pace import Pace
 
 MODELS = (
     ChatRequest,
@@ -52,7 +52,7 @@ def test_of_a_hostile_body_few_errors_are_built_and_one_is_told(monkeypatch, str
         body, "_complaint", lambda details, data: built.append(len(details)) or own(details, data)
     )
     small = replace(BodyLimits(8 << 20), numbers_max=ITEMS, others_max=4 * ITEMS)
-    monkeypatch.setattr("tiercel.server.reply.Front.body_limits", small)
+    monkeypatch.setattr("tiercel.server.calls.reply.Front.body_limits", small)
     with talking(ScriptedService(context_tokens=ITEMS), replace(LOOPBACK, strict=strict)) as talk:
         for name, (path, raw) in bodies(ITEMS).items():
             response = talk("POST", path, content=raw, headers=HEADERS)
@@ -175,7 +175,7 @@ def test_a_large_body_is_read_beside_the_event_loop_which_answers_others(monkeyp
 def test_a_large_body_is_also_translated_beside_the_event_loop(monkeypatch, path):
     threads = []
     monkeypatch.setattr(
-        "tiercel.server.translate.checked",
+        "tiercel.server.calls.translate.checked",
         lambda *given: threads.append(threading.current_thread()) or body.checked(*given),
     )
     for text, aside in ((LONG, True), ("short", False)):

@@ -9,7 +9,7 @@ import pytest
 from tests.server.scripted import LOOPBACK, ScriptedService, call, client_of, events_of, post, talking
 from tiercel.engine.ask import Finish
 from tiercel.errors import QueueFull
-from tiercel.server.errors import ApiError, shown
+from tiercel.server.http.errors import ApiError, shown
 from tiercel.server.options import ServerOptions
 
 CHAT = "/v1/chat/completions"

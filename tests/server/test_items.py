@@ -14,9 +14,9 @@ from tests.server.test_responses import named_events
 from tests.server.test_tenants import table
 from tests.server.test_tools import CALL, THOUGHT, service_of
 from tests.text.test_deepseek_v4 import v4_folder
-from tiercel.server.items import TURN_BYTES, Items, Turn, Whose
+from tiercel.server.calls.items import TURN_BYTES, Items, Turn, Whose
+from tiercel.server.http.tenants import Tenants
 from tiercel.server.options import ServerOptions
-from tiercel.server.tenants import Tenants
 from tiercel.text.text import Text
 
 PATH = "/v1/responses"

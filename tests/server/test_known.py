@@ -18,9 +18,7 @@ from openai.types.responses.response_input_item_param import FunctionCallOutput
 from tests.server import recorded
 from tests.server.recorded import CHAT, CLIENTS, COMPLETIONS, GENERATE, USER
 from tests.server.scripted import ScriptedService, call, events_of, post, talking
-from tiercel.server import known
-from tiercel.server.aborts import AbortRequest
-from tiercel.server.anthropic import (
+from tiercel.server.calls.anthropic import (
     AnthropicTool,
     CountRequest,
     MessagesRequest,
@@ -29,9 +27,8 @@ from tiercel.server.anthropic import (
     ToolResult,
     ToolUse,
 )
-from tiercel.server.native import GenerateRequest, SamplingParams
-from tiercel.server.options import ServerOptions
-from tiercel.server.protocol import (
+from tiercel.server.calls.native import GenerateRequest, SamplingParams
+from tiercel.server.calls.protocol import (
     AssistantMessage,
     CacheControl,
     ChatRequest,
@@ -40,7 +37,7 @@ from tiercel.server.protocol import (
     StreamOptions,
     TextPart,
 )
-from tiercel.server.responses import (
+from tiercel.server.calls.responses import (
     CallItem,
     CallOutputItem,
     FunctionTool,
@@ -51,7 +48,10 @@ from tiercel.server.responses import (
     ResponsesRequest,
     TextFields,
 )
-from tiercel.server.tokens import TokenizeRequest
+from tiercel.server.calls.tokens import TokenizeRequest
+from tiercel.server.http import known
+from tiercel.server.operations.aborts import AbortRequest
+from tiercel.server.options import ServerOptions
 
 BODIES = (
     AbortRequest,

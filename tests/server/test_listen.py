@@ -18,9 +18,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from tests.server.scripted import LOOPBACK, ScriptedService, events_of, served
 from tests.wait import until
-from tiercel.server.listen import EARLY_MAX, HEADERS_MAX, READ_BYTES, Connection, Server
+from tiercel.server.http.connection import EARLY_MAX, HEADERS_MAX, READ_BYTES, Connection
+from tiercel.server.http.pace import LET_IN_AT_ONCE
+from tiercel.server.listen import Server
 from tiercel.server.options import ServerOptions
-from tiercel.server.pace import LET_IN_AT_ONCE
 
 SHORT = replace(LOOPBACK, headers_s=0.2, body_s=0.2, idle_s=0.2, write_s=0.2)
 HEAD = (

@@ -10,9 +10,9 @@ import pytest
 
 from tests.server.scripted import ScriptedService, talking
 from tiercel.engine.ask import Finish
-from tiercel.server.logs import JsonFormat, LineWriter, TextFormat
+from tiercel.server.http.logs import JsonFormat, LineWriter, TextFormat
+from tiercel.server.http.tenants import Tenants, digest_of
 from tiercel.server.options import ServerOptions
-from tiercel.server.tenants import Tenants, digest_of
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ class Stuck(io.StringIO):
 def test_nobody_waits_for_a_reader_of_the_log_and_what_was_dropped_is_told(monkeypatch):
     import threading
 
-    monkeypatch.setattr("tiercel.server.logs.LINES_MOST", 3)
+    monkeypatch.setattr("tiercel.server.http.logs.LINES_MOST", 3)
     let_go = threading.Event()
     stream = Stuck(let_go)
     writer = LineWriter(stream)

@@ -17,7 +17,7 @@ from tests.server.test_responses import named_events
 from tests.server.test_tools import ARGUMENTS, CALL, THOUGHT, prompt_of, service_of
 from tests.text.test_deepseek_v4 import v4_folder
 from tiercel.errors import QueueFull
-from tiercel.server.anthropic import MessagesRequest
+from tiercel.server.calls.anthropic import MessagesRequest
 from tiercel.server.options import ServerOptions
 from tiercel.text.text import Text
 

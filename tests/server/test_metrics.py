@@ -11,8 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.server.scripted import STORE, ScriptedService, call
 from tiercel.cache import core, store_tier
 from tiercel.engine import tasks
-from tiercel.server.metric_families import FAMILIES, family_of
-from tiercel.server.metrics import TIMES
+from tiercel.server.http.metric_families import FAMILIES, family_of
+from tiercel.server.http.metrics import TIMES
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "operations.md"
 OWN = {

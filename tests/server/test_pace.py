@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from tests.server.scripted import LOOPBACK, ScriptedService, served
 from tests.wait import until
-from tiercel.server import aside, pace
-from tiercel.server.aside import Turns
-from tiercel.server.keys import Owners
+from tiercel.server.http import aside, pace
+from tiercel.server.http.aside import Turns
+from tiercel.server.http.keys import Owners
+from tiercel.server.http.pace import Bucket, Door, Pace
 from tiercel.server.options import ServerOptions
-from tiercel.server.pace import Bucket, Door, Pace
 
 
 class Jumping(selectors.DefaultSelector):

@@ -9,11 +9,11 @@ import pytest
 from tests.server.scripted import LOOPBACK, REUSE, STORE, ScriptedService, call, client_of, served, talking
 from tiercel.engine.ask import Answer, Explanation, Usage
 from tiercel.errors import EngineError
-from tiercel.server import feed, recent
 from tiercel.server.app import create_app
-from tiercel.server.border import Visit
+from tiercel.server.http.border import Visit
+from tiercel.server.live import feed, recent
+from tiercel.server.live.page import FILES
 from tiercel.server.options import ServerOptions
-from tiercel.server.page import FILES
 
 
 def patched(state, change):

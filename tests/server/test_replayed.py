@@ -7,8 +7,8 @@ import pytest
 
 from tests.server.scripted import ScriptedService, talking
 from tiercel.engine.ask import Usage
-from tiercel.server.border import Visit
-from tiercel.server.traces import _about
+from tiercel.server.http.border import Visit
+from tiercel.server.http.traces import _about
 
 REPLAYED, PAGE = 6, 4
 

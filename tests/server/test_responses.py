@@ -13,7 +13,7 @@ from tests.server.scripted import ScriptedService, post, served
 from tests.server.test_tools import ARGUMENTS, CALL, THOUGHT, prompt_of, service_of
 from tests.text.test_deepseek_v4 import v4_folder
 from tiercel.errors import QueueFull
-from tiercel.server.responses import ResponsesRequest, decoded, encoded
+from tiercel.server.calls.responses import ResponsesRequest, decoded, encoded
 from tiercel.text.text import Text
 
 PATH = "/v1/responses"

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.server.scripted import REUSE, STORE, ScriptedService, call, served, talking
 from tiercel.engine.ask import Finish
 from tiercel.errors import EngineError, QueueFull
-from tiercel.server.metrics import StatsCollector
+from tiercel.server.http.metrics import StatsCollector
 
 
 def samples_of(page: str) -> dict[str, float]:

@@ -9,8 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.server.scripted import ScriptedService, talking
 from tests.server.test_status import samples_of
 from tiercel.errors import ConfigError
+from tiercel.server.http.tenants import Tenant, TenantLimits, Tenants, digest_of
 from tiercel.server.options import ServerOptions
-from tiercel.server.tenants import Tenant, TenantLimits, Tenants, digest_of
 
 
 def table(name, more="", key=None):

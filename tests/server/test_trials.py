@@ -13,9 +13,9 @@ import pytest
 from tests.server.scripted import ScriptedService, ScriptedText, client_of, post
 from tiercel.engine.ask import Finish
 from tiercel.errors import QueueFull
-from tiercel.server import trials
-from tiercel.server.errors import ApiError
-from tiercel.server.trials import Outcome, Trials
+from tiercel.server.calls import trials
+from tiercel.server.calls.trials import Outcome, Trials
+from tiercel.server.http.errors import ApiError
 from tiercel.text.grammar import Grammar, Grammars
 from tiercel.text.trial import receive, send, source_of
 

@@ -11,7 +11,7 @@ from benchmarks.hostile import beginnings, chain, pairs
 
 from tests.wait import until
 from tiercel.models.families import EMBEDDED, folder_of
-from tiercel.server.trials import TrialProcess
+from tiercel.server.calls.trials import TrialProcess
 from tiercel.text.answer import CallFormat
 from tiercel.text.grammar import Grammars
 from tiercel.text.text import Text

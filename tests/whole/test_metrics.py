@@ -9,7 +9,7 @@ from tests.server.test_metrics import every_name
 from tests.server.test_status import samples_of
 from tests.wait import until
 from tests.whole.process import running
-from tiercel.server.metric_families import FAMILIES
+from tiercel.server.http.metric_families import FAMILIES
 
 PAGE = 128
 OPTIONS = ("--device-memory", "2MiB", "--host-memory", "24MiB", "--tail-every-pages", "64")

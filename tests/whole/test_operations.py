@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.collector import attributes, collecting
 from tests.wait import until
 from tests.whole.process import Server
-from tiercel.server.tenants import digest_of
+from tiercel.server.http.tenants import digest_of
 
 PROMPT = "Once upon a time there was a very long prompt that is asked again and again. " * 20
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

@@ -13,7 +13,7 @@ from tiercel.errors import ConfigError
 
 def key(tenant: Annotated[str, typer.Argument(help="The tenant's name.")]) -> None:
     """Make an API key: the key to stderr, for the tenant; its table to stdout, for --keys-file."""
-    from tiercel.server.tenants import NAME, digest_of
+    from tiercel.server.http.tenants import NAME, digest_of
 
     if not re.fullmatch(NAME, tenant):
         raise ConfigError("tenant", tenant, "has 1 to 64 letters, digits, dots, dashes and underscores")

@@ -23,9 +23,9 @@ from tiercel.config import CacheConfig, is_loopback, parse_address
 from tiercel.engine.config import HOST_MEMORY, Build, EngineConfig
 from tiercel.errors import ConfigError
 from tiercel.models.families import FOLDERS, folder_of
-from tiercel.server.logs import start_logging
+from tiercel.server.http.logs import start_logging
+from tiercel.server.http.tenants import Tenants
 from tiercel.server.options import ServerOptions
-from tiercel.server.tenants import Tenants
 from tiercel.storage.open import shown, why_not
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tiercel.engine.engine import Engine
     from tiercel.engine.service import EngineService
     from tiercel.events import EventPublisher
-    from tiercel.server.traces import Traces
+    from tiercel.server.http.traces import Traces
 
 log = logging.getLogger("tiercel.server")
 
@@ -57,8 +57,8 @@ def serve(
     from tiercel.engine.service import EngineService
     from tiercel.peers.offering import open_listener, where
     from tiercel.replay.record import Recorder, open_trace
+    from tiercel.server.http.traces import open_traces
     from tiercel.server.listen import check_certificate
-    from tiercel.server.traces import open_traces
     from tiercel.storage.open import open_peers
 
     model = named or model

@@ -424,7 +424,7 @@ def replay(
     serving: Serving = Serving(),  # noqa: B008 - a frozen value
     progress: Callable[[int], None] = lambda _: None,
 ) -> Report:
-    """Serve a trace with tiers of these sizes. `policy`: what is evicted first. `progress`: as `Replayer.run`.
+    """Serve a trace with tiers of these sizes. `policy`: what leaves first. `progress`: as `Replayer.run`.
 
     Device memory is split into places for pages and for tails as the engine splits it.
     """

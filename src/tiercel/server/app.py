@@ -10,36 +10,26 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
 
-from tiercel.server import (
-    aborts,
-    anthropic,
-    errors,
-    feed,
-    native,
-    openai_api,
-    page,
-    responses,
-    schema,
-    status,
-    store,
-    tokens,
-)
-from tiercel.server.aborts import AbortRequest
-from tiercel.server.anthropic import CountRequest, MessagesRequest
-from tiercel.server.anthropic_replies import AnthropicErrorBody
-from tiercel.server.aside import Aside
-from tiercel.server.border import Border
-from tiercel.server.metrics import Metrics
-from tiercel.server.native import GenerateRequest
+from tiercel.server.calls import anthropic, native, openai_api, responses, schema, tokens
+from tiercel.server.calls.anthropic import CountRequest, MessagesRequest
+from tiercel.server.calls.anthropic_replies import AnthropicErrorBody
+from tiercel.server.calls.native import GenerateRequest
+from tiercel.server.calls.protocol import ChatRequest, CompletionRequest
+from tiercel.server.calls.reply import Api
+from tiercel.server.calls.responses import ResponsesRequest
+from tiercel.server.calls.tokens import DetokenizeRequest, TokenizeRequest
+from tiercel.server.http import errors
+from tiercel.server.http.aside import Aside
+from tiercel.server.http.border import Border
+from tiercel.server.http.metrics import Metrics
+from tiercel.server.http.pace import Pace
+from tiercel.server.http.traces import Traces
+from tiercel.server.live import feed, page, status
+from tiercel.server.live.recent import Recent
+from tiercel.server.operations import aborts, store
+from tiercel.server.operations.aborts import AbortRequest
+from tiercel.server.operations.store import AttachRequest
 from tiercel.server.options import ServerOptions
-from tiercel.server.pace import Pace
-from tiercel.server.protocol import ChatRequest, CompletionRequest
-from tiercel.server.recent import Recent
-from tiercel.server.reply import Api
-from tiercel.server.responses import ResponsesRequest
-from tiercel.server.store import AttachRequest
-from tiercel.server.tokens import DetokenizeRequest, TokenizeRequest
-from tiercel.server.traces import Traces
 
 if TYPE_CHECKING:
     from tiercel.engine.service import EngineService

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from tiercel.config import check_settings, parse_address, setting
 from tiercel.errors import ConfigError
-from tiercel.server.logs import FORMATS, LEVELS
-from tiercel.server.tenants import Tenants
+from tiercel.server.http.logs import FORMATS, LEVELS
+from tiercel.server.http.tenants import Tenants
 from tiercel.storage.open import check_allow
 
 

@@ -1,0 +1,1 @@
+"""The calls for answers: OpenAI's, Anthropic's, SGLang's, and what they share."""

@@ -1,0 +1,1 @@
+"""What every request passes: connections, keys, limits, bodies, errors, logs."""

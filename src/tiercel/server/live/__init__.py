@@ -1,0 +1,1 @@
+"""What is going on: health, statistics, the page."""

@@ -1,0 +1,49 @@
+"""The page at `/`, and the list of calls at `/docs`: files of this package, nothing from elsewhere.
+
+The files hold no secret and need no key. What the page shows comes from `/feed`, which does.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib.resources import files
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+WEB = files("tiercel.server.live") / "web"
+
+FILES = {
+    "/": ("page.html", "text/html"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/page.css": ("page.css", "text/css"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+    "/docs": ("docs.html", "text/html"),
+    "/docs.js": ("docs.js", "text/javascript"),
+}
+
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-cache",
+}
+"""Only files of this server; no script in the HTML; no other page around it."""
+
+
+async def _file(content: bytes, media_type: str) -> Response:
+    return Response(content, media_type=media_type, headers=HEADERS)
+
+
+def router() -> APIRouter:
+    routes = APIRouter(include_in_schema=False)
+    for path, (name, media_type) in FILES.items():
+        content = (WEB / name).read_bytes()
+        routes.add_api_route(
+            path, partial(_file, content, media_type), methods=["GET", "HEAD"], response_class=Response
+        )
+    return routes

@@ -1,0 +1,1 @@
+"""Calls that change a running server."""
