@@ -138,3 +138,12 @@ def test_names_that_are_named_exist(document):
 def is_module(name: str) -> bool:
     """`benchmarks.tree`, or a file as a model's folder has it."""
     return (ROOT / name.replace(".", "/")).with_suffix(".py").exists() or name.endswith(".safetensors")
+
+
+def test_every_thread_has_a_line_on_the_page_of_threads():
+    named = re.compile(r'"(tiercel-[a-z]+(?:-[a-z]+)*)"')
+    threads = {"tiercel-load", "tiercel-save"}  # their names are made from a direction
+    for path in SOURCE.rglob("*.py"):
+        threads |= {*named.findall(path.read_text())}
+    page = (ROOT / "docs" / "threads.md").read_text()
+    assert threads == {*re.findall(r"`(tiercel-[a-z-]+)`", page)}
