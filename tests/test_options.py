@@ -3,11 +3,15 @@
 from dataclasses import MISSING, fields
 from inspect import signature
 
+import click
 import pytest
 import typer
+import typer.main
 from typer.testing import CliRunner
 
 from tiercel.cli import options
+from tiercel.cli.commands import app
+from tiercel.cli.options import EXPERTS, GROUPS, MOST
 from tiercel.cli.serve import serve
 from tiercel.cli.verify import verify
 from tiercel.config import CacheConfig
@@ -151,3 +155,27 @@ def test_verify_offers_only_what_has_an_effect_there():
     offered = set(signature(verify).parameters)
     assert offered.isdisjoint({"store", "fetch", "fetch_deadline_s", "force_miss", "overlap", "waiting_max"})
     assert {"running_max", "replay", "evict", "host_memory"} <= offered
+
+
+def test_the_help_has_groups_and_the_first_has_what_most_people_set():
+    params = {each.name: each for each in serve_command().params if isinstance(each, typer.core.TyperOption)}
+    groups = {}
+    for name, each in params.items():
+        groups.setdefault(each.rich_help_panel, []).append("model" if name == "named" else name)
+    assert [*groups] == [*GROUPS, EXPERTS]
+    for title, names in GROUPS.items():
+        assert sorted(groups[title]) == sorted(names.split())
+    assert len(groups[MOST]) == 10 and len(groups[EXPERTS]) <= 12
+
+
+def test_the_help_names_a_default_and_a_variable_for_every_option():
+    for each in serve_command().params:
+        if isinstance(each, typer.core.TyperOption) and each.name not in ("help", "named"):
+            assert each.envvar == f"TIERCEL_{each.name.upper()}" and each.show_envvar, each.name
+            assert each.show_default, each.name
+
+
+def serve_command():
+    group = typer.main.get_command(app)
+    assert isinstance(group, click.Group)
+    return group.commands["serve"]

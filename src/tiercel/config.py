@@ -91,9 +91,8 @@ def setting(default: Any, help: str = "", **rules: Any) -> Any:
     """A field with rules. If it has a `help`, it is an option of the command line: its name, or `option`.
 
     Rules: `one_of` these names; a whole number of at `least` so much, at `most` so much; `seconds`; `memory`:
-    bytes that may be written as 40GiB; `flag`: the form of an option that is on or off; `secret`: its help
-    names the variable of the environment, because a command line can be read by others. A tuple of strings is
-    an option that can be repeated.
+    bytes that may be written as 40GiB; `flag`: the form of an option that is on or off; `otherwise`: what
+    None comes to, for the help. A tuple of strings is an option that can be repeated.
     """
     return field(default=default, metadata=rules | ({"help": help} if help else {}))
 
@@ -155,8 +154,9 @@ class CacheConfig:
     """`value`: what saves the least computing for its bytes."""
     tail_every_pages: int = setting(16, "A tail at least every so many pages of a prompt.", least=1)
     """DeepSeek V4 Flash: a tail each 4 K tokens, 23 % more bytes."""
-    tails_per_path: int = setting(64, "Tails between the root and a page, at most.", least=1)
-    """If there would be more, the coldest is removed; a tail where texts part goes last."""
+    tails_per_path: int = setting(64, least=1)
+    """Tails between the root and a page, at most. If there would be more, the coldest is removed; a tail
+    where texts part goes last."""
     fetch: str = setting(
         "deadline", "How long a request waits for the store.", one_of=(*FETCH_POLICIES, OWN_CLASS)
     )
@@ -164,23 +164,17 @@ class CacheConfig:
     computed sooner."""
     fetch_deadline_s: float = setting(0.25, "Seconds a request waits for each 1,024 tokens.", seconds=True)
     """At least once this long. Most machines compute faster than a store that takes longer."""
-    store_writing_bytes: int = setting(
-        64 * 1024**2,
-        "Host memory that writes to the store may hold.",
-        least=1,
-        memory=True,
-        option="store_writing_memory",
-    )
-    """Never more than half of the host memory."""
+    store_writing_bytes: int = setting(64 * 1024**2, least=1)
+    """Host memory that writes to the store may hold. Never more than half of it."""
     store_timeout_s: float = setting(
         10.0, "Seconds after which an operation of the store has failed.", seconds=True
     )
-    save_step_bytes: int = setting(
-        64 * 1024**2, "Bytes of saves that a step starts.", least=1, memory=True, option="save_step_memory"
-    )
-    """One millisecond of the link of an H200: decoding is hardly slower beside it. The oldest go first."""
-    huge_pages: bool = setting(True, "Ask the kernel for huge pages for host memory.")
-    """Touched and pinned four times as fast (H200 machine). A kernel without them is no error."""
+    save_step_bytes: int = setting(64 * 1024**2, least=1)
+    """Bytes of saves that a step starts, the oldest first. One millisecond of the link of an H200: decoding
+    is hardly slower beside it."""
+    huge_pages: bool = setting(True)
+    """Ask the kernel for huge pages for host memory. They are touched and pinned four times as fast (H200
+    machine). A kernel without them is no error."""
     host_shared: bool = False
     """Map host memory so that other processes can map it too: for ranks that copy for themselves."""
     force_miss: bool = setting(

@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
 import typer
 
-from tiercel.cli.options import SIZE
+from tiercel.cli.options import MOST, SIZE
 from tiercel.errors import ConfigError
 
 OWN_NAME = "config"
@@ -107,5 +107,7 @@ ConfigFile = Annotated[
         envvar="TIERCEL_CONFIG",
         callback=_use,
         is_eager=True,
+        rich_help_panel=MOST,
+        show_default="none",
     ),
 ]

@@ -21,7 +21,29 @@ Model = Annotated[
     str, typer.Argument(metavar="[MODEL]", help="A Hugging Face folder. Default: the embedded tiny-v4.")
 ]
 MODEL = EMBEDDED
-NamedModel = Annotated[str | None, typer.Option("--model", metavar="MODEL", help="The same as MODEL.")]
+MOST = "What most people set"
+EXPERTS = "For experts"
+GROUPS = {
+    MOST: "model config host port device device_memory host_memory store api_key served_model_name",
+    "Requests": "context_tokens running_max waiting_max priority_max strict responses_memory",
+    "Who may call": "admin_key keys_file cors_origin tls_cert tls_key connections_max shutdown_s store_allow",
+    "Logs and events": "log_format log_level access_log trace kv_events kv_events_replay",
+    "The cache": "page_tokens format save evict tail_every_pages replay fetch fetch_deadline_s share",
+    "Guesses": "speculate draft draft_tokens_max",
+    "Other servers": "peer share_pages share_key share_mooncake role prefill_wait_s",
+}
+"""Options of each group of the help, in this order. All others are for experts."""
+_PLACES = {name: at for at, name in enumerate(" ".join(GROUPS.values()).split())}
+
+
+def group_of(name: str) -> str:
+    return next((title for title, names in GROUPS.items() if name in names.split()), EXPERTS)
+
+
+NamedModel = Annotated[
+    str | None,
+    typer.Option("--model", metavar="MODEL", help="The same as MODEL.", rich_help_panel=MOST),
+]
 SIZE = "SIZE"
 """What the help calls a value such as 40GiB or 4096."""
 UNITS = {"GiB": 1024**3, "MiB": 1024**2}
@@ -42,6 +64,7 @@ def with_settings(
         *own, taken = [each.replace(annotation=hints[each.name]) for each in parameters]
         options = [_option(kind, each, defaults) for kind in kinds for each in _settings(kind)]
         options = [option for option in options if option.name not in without]
+        options.sort(key=lambda option: _PLACES.get(option.name, len(_PLACES)))
         names = {option.name for option in options}
 
         @wraps(command)
@@ -111,7 +134,8 @@ def _option(kind: type, each: Field[Any], defaults: dict[str, str]) -> Parameter
         *flag,
         help=rules["help"] + choices,
         envvar=env_name(name),
-        show_envvar="secret" in rules,
+        show_default=rules.get("otherwise", True if default not in (None, ()) else "none"),
+        rich_help_panel=group_of(name),
         metavar=SIZE if "memory" in rules else None,
     )
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kept_as, option])

@@ -28,15 +28,18 @@ class Build:
     """What to serve, and in which memory. The rest of the cache's settings are in `engine.cache`."""
 
     model: str = EMBEDDED
-    page_tokens: int | None = setting(None, "Tokens of one page.", least=1)
+    page_tokens: int | None = setting(None, "Tokens of one page.", least=1, otherwise="256; tiny-v4: 128")
     """None: 128 for the embedded model, whose texts are short, else 256."""
-    format: str | None = setting(None, "How entries are kept: fp32, bf16, fp8.")
+    format: str | None = setting(
+        None, "How entries are kept: fp32, bf16, fp8.", otherwise="fp32 on a CPU, else the model's"
+    )
     """How entries are kept. None: fp32 on a CPU, where nothing else is faster; else `Family.format`."""
     device: str = setting("cpu", "Where the model runs: cpu, cuda, cuda:1, …")
     """The torch device of weights, pages, tails and rings. The native kernels are for the CPU only."""
     device_bytes: int | None = setting(
         None,
         "Device memory for pages and tails.",
+        otherwise="256MiB of a CPU's memory, or half of what a GPU has left",
         least=1,
         memory=True,
         option="device_memory",
@@ -48,9 +51,7 @@ class Build:
     """auto: fp32 on a CPU, bf16 on CUDA. Sums are fp32 everywhere."""
     exact: bool = setting(False, "Refuse to start if bits depend on the batch.", flag="--exact")
     """Refuse to start on kernels whose bits depend on the batch. False: the start table names them."""
-    store: str | None = setting(
-        None, "The third tier: file:///path?size=200GiB, redis://…, mooncake://…", secret=True
-    )
+    store: str | None = setting(None, "The third tier: file:///path?size=200GiB, redis://…, mooncake://…")
     """URL of a store (`storage.open`); None: there is no third tier."""
     draft: str | None = setting(None, "A small model that guesses: a folder, with the same tokenizer.")
     """A folder of any family, or the name of a model. Its entries are part of every page and tail."""
@@ -59,7 +60,7 @@ class Build:
     )
     """Peers are asked in this order, and before the store. They need not be there yet."""
     share_pages: str | None = setting(None, "Offer host pages to other servers on this address: host:port")
-    share_key: str | None = setting(None, "The key that servers show each other.", secret=True)
+    share_key: str | None = setting(None, "The key that servers show each other.")
     """Without it pages are offered on a loopback address only."""
     role: str = setting("both", "Whether prompts are computed for others, or by others.", one_of=ROLES)
     """`prefill`: it computes prompts that other servers go on from, and must share its pages. `decode`:
@@ -110,11 +111,15 @@ class EngineConfig:
     waiting_max: int = setting(1024, "Requests that may wait; more are refused.", least=1)
     """The limit of the queue. A request behind so many others would time out at its client."""
 
-    step_tokens: int | None = setting(None, "Tokens of one step.", least=1)
+    step_tokens: int | None = setting(
+        None, "Tokens of one step.", least=1, otherwise="512 on a CPU, 8192 on CUDA"
+    )
     """Tokens of one step: they keep the matrix kernels busy, and running answers wait for one step. None: 512
     on a CPU, 8,192 on CUDA."""
 
-    context_tokens: int | None = setting(None, "Tokens of the longest text.", least=1)
+    context_tokens: int | None = setting(
+        None, "Tokens of the longest text.", least=1, otherwise="the model's"
+    )
     """The longest text. None: what the model was made for (`max_position_embeddings`), if it fits."""
 
     replay: bool = setting(True, "Compute the last tokens again where no tail is and that is cheaper.")

@@ -29,11 +29,9 @@ class ServerOptions:
     kv_events_replay: str | None = setting(
         None, "Address where routers get missed events: tcp://127.0.0.1:5558"
     )
-    api_key: tuple[str, ...] = setting((), "A key that clients must send. Repeatable.", secret=True)
+    api_key: tuple[str, ...] = setting((), "A key that clients must send. Repeatable.")
     """Clients must send one of these keys. Empty: no key is needed."""
-    admin_key: str | None = setting(
-        None, "The key for admin calls. Without it, --api-key opens them.", secret=True
-    )
+    admin_key: str | None = setting(None, "The key for admin calls. Without it, --api-key opens them.")
     """Without any key, see `keys`."""
     keys_file: str | None = setting(
         None, "A TOML file of tenants: their keys and limits. SIGHUP reads it again."
