@@ -2,8 +2,8 @@
 
 from dataclasses import MISSING, fields
 from inspect import signature
+from typing import Any
 
-import click
 import pytest
 import typer
 import typer.main
@@ -176,6 +176,5 @@ def test_the_help_names_a_default_and_a_variable_for_every_option():
 
 
 def serve_command():
-    group = typer.main.get_command(app)
-    assert isinstance(group, click.Group)
+    group: Any = typer.main.get_command(app)
     return group.commands["serve"]
