@@ -60,9 +60,9 @@ class BlockStored(NamedTuple):
     tag: Literal["BlockStored"]
     block_hashes: list[int]
     parent_block_hash: int | None
-    """Of the first page; None: the page begins a text."""
+    """The hash of the page before the first one; None: the first page begins a text."""
     token_ids: list[int]
-    """Of all pages; empty: the tokens are not known."""
+    """Tokens of all pages; empty: they are not known."""
     block_size: int
     lora_id: None
     medium: str

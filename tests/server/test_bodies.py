@@ -52,7 +52,7 @@ def test_of_a_hostile_body_few_errors_are_built_and_one_is_told(monkeypatch, str
         body, "_complaint", lambda details, data: built.append(len(details)) or own(details, data)
     )
     small = replace(BodyLimits(8 << 20), numbers_max=ITEMS, others_max=4 * ITEMS)
-    monkeypatch.setattr("tiercel.server.calls.reply.Front.body_limits", small)
+    monkeypatch.setattr("tiercel.server.calls.reply.Api.body_limits", small)
     with talking(ScriptedService(context_tokens=ITEMS), replace(LOOPBACK, strict=strict)) as talk:
         for name, (path, raw) in bodies(ITEMS).items():
             response = talk("POST", path, content=raw, headers=HEADERS)

@@ -33,7 +33,7 @@ class StoreStats:
     """An attached store. What is not known is None."""
 
     state: str
-    """Of the breaker: working, off or trying."""
+    """The state of the breaker: working, off or trying."""
     saved_bytes: int
     read_bytes: int
     read_bytes_s: float | None
@@ -60,15 +60,15 @@ class CacheStats:
 
     identity: Mapping[str, str]
     cached_bytes: Mapping[str, Mapping[str, int]]
-    """By tier and stream."""
+    """Bytes of each tier and stream."""
     cached_items: Mapping[str, Mapping[str, int]]
-    """By tier: pages and tails."""
+    """Pages and tails of each tier."""
     capacity_bytes: Mapping[str, int]
-    """By tier: what its pools hold when they are full."""
+    """What the pools of each tier hold when they are full."""
     tail_streams: Sequence[str]
     """The streams of tails; all others are streams of pages."""
     moved_bytes: Mapping[str, Mapping[str, int]]
-    """By `loaded` and `saved`, and by stream."""
+    """Bytes that were `loaded` and `saved`, of each stream."""
     moved_s: Mapping[str, Mapping[str, float]]
     """Time spent copying, by `loaded` and `saved`, and by pages and tails."""
     hit_tokens: Mapping[str, int]

@@ -71,7 +71,7 @@ class Writes:
     backlog: deque[tuple[Item, int]] = field(default_factory=deque)
     """What is to be written, and how often that was tried."""
     bytes_waiting: int = 0
-    """Of the backlog."""
+    """Bytes of everything in the backlog."""
     epoch: int = 0
     """Counts how often the store was emptied or left: a write that began before proves nothing."""
     _under_way: dict[Operation, tuple[int, list[tuple[Item, int]]]] = field(default_factory=dict)

@@ -40,7 +40,7 @@ SIZES = Kind((str, int), "a size, as a text in quotes or a whole number")
 
 
 def kind_of(annotation: Any) -> Kind:
-    """Of a parameter of a command: `Annotated[int | None, typer.Option(…)]`."""
+    """What a parameter of a command takes: `Annotated[int | None, typer.Option(…)]`."""
     kept_as, about = get_args(annotation)[:2]
     if about.metavar == SIZE:
         return SIZES

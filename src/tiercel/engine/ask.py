@@ -185,7 +185,7 @@ class Usage(NamedTuple):
     host_tokens: int = 0
     store_tokens: int = 0
     replayed_tokens: int = 0
-    """Of the computed ones: their pages were found, but no tail after them (`policy.resume`)."""
+    """Computed tokens whose pages were found, but no tail after them (`policy.resume`)."""
 
     @property
     def cached_tokens(self) -> int:
@@ -228,7 +228,7 @@ class QueueStats:
     loading: int
     running: int
     tokens: int
-    """Of all of them: prompts, and answers so far."""
+    """Tokens of all of them: prompts, and answers so far."""
 
 
 @dataclass(frozen=True)

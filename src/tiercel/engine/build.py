@@ -46,7 +46,7 @@ GUESSERS = {
     "off": "--speculate ngram turns it on",
 }
 GUESS_SHARE_MOST = 0.1
-"""Of what a token takes: what a guess of the model's own draft may take, unless that draft is asked for.
+"""What a guess of the model's own draft may take, of what a token takes, unless that draft is asked for.
 Above it a guess is worth less than one that the text so far makes for nothing."""
 
 

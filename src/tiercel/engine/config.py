@@ -16,7 +16,7 @@ HOST_MEMORY = "1GiB"
 
 
 DRAFTS = ("mtp", "eagle")
-"""Of a model, by name."""
+"""Drafts that a model may have."""
 DRAFT_MODEL = "draft"
 """The model of `Build.draft`."""
 ROLES = ("both", "prefill", "decode")
@@ -134,7 +134,7 @@ class EngineConfig:
     little, else `ngram`; on CUDA, where a step with guesses can not be queued ahead, else off."""
 
     draft_tokens_max: int = setting(4, "Guesses of one text in one step, at most.", least=1, most=LEVELS_MOST)
-    """Of a longer chain the last guesses are hardly ever right. Each takes a row in every ring."""
+    """The last guesses of a longer chain are hardly ever right. Each takes a row in every ring."""
 
     @property
     def guesses_max(self) -> int:

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 Ints = NDArray[np.int64]
 
 NO_TAILS: Mapping[int, int] = MappingProxyType({})
-"""Of most spans."""
+"""What most spans have."""
 
 
 class _Ring:
@@ -100,7 +100,7 @@ class _Work(NamedTuple):
     drawn: Drawn
     parts: Sequence[StepPart]
     rings: list[_Ring]
-    """Of each part: another text may have its number by the time this one's token is known."""
+    """The ring of each part: another text may have its number by the time this one's token is known."""
     before: BeforeLayer
     spans: list[Span]
     rows: list[int]
@@ -108,7 +108,7 @@ class _Work(NamedTuple):
     asked: list[int]
     """The numbers of the parts that these rows are for."""
     guesses: Mapping[int, Sequence[int]]
-    """By the number of the part."""
+    """The guesses of each part, by its number."""
 
     def count(self, i: int) -> int:
         """So many of the last tokens of a part need logits."""
@@ -119,7 +119,7 @@ class _Work(NamedTuple):
         return range(end - 1 - len(self.guesses.get(i, ())), end)
 
     def ends(self) -> dict[int, int]:
-        """By part: the row of logits behind its last one."""
+        """For each part: the row of logits behind its last one."""
         return dict(zip(self.asked, accumulate(map(self.count, self.asked)), strict=True))
 
     def drawing(self) -> list[tuple[int, int, int]]:

@@ -63,7 +63,7 @@ class EngineService:
         self.context_tokens = engine.context_tokens
         self.page_tokens = engine.page_tokens
         self.vocab_size = engine.vocab_size
-        """Of the model: which token ids it reads and draws. Its tokenizer may know fewer, or more."""
+        """How many token ids the model reads and draws. Its tokenizer may know fewer, or more."""
         self._engine = engine
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()

@@ -24,7 +24,7 @@ class Begin(NamedTuple):
     """The prompt, and what was drawn before."""
     prompt_tokens: int
     sampling: Sampling
-    """With a seed."""
+    """It has a seed."""
     tails: tuple[tuple[int, int], ...]
     """(boundary, device place) of the tails the text goes on from, the earliest first."""
     write_from: int
@@ -72,11 +72,11 @@ class Drawn(NamedTuple):
     """One for each part: the tokens drawn, why its text can not go on, or None where nothing is drawn. More
     than one token is drawn where guesses were right: every token but the last has been computed."""
     scores: dict[int, list[TokenOut]]
-    """By ring: the prompt's tokens that follow the scored positions."""
+    """For each ring: the prompt's tokens that follow the scored positions."""
     seconds: float
     """How long the forward took."""
     guessed: Mapping[int, int] = MappingProxyType({})
-    """By ring: how many guesses were computed."""
+    """For each ring: how many guesses were computed."""
     draft_s: float = 0.0
     """How long it took to make them."""
 

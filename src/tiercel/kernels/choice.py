@@ -27,7 +27,7 @@ class Kernels(Protocol):
     NAME: str
     EXACT: bool
     dtype: torch.dtype
-    """Of activations and of the matrices that `pack` takes."""
+    """The type of activations, and of the matrices that `pack` takes."""
 
     def built_from(self) -> tuple[str, ...]: ...
     def pack(self, weight: Tensor) -> Matrix: ...

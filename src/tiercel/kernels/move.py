@@ -25,7 +25,7 @@ TILE_BYTES = 16 * 1024
 4 KiB 30 (2026-11-15, benchmarks/copy.py)."""
 
 ENTRY_PROGRAMS = 2048
-"""Of single entries. Each has one entry in flight, so the link needs many."""
+"""Programs that move single entries. Each has one entry in flight, so the link needs many."""
 
 WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 

@@ -21,7 +21,7 @@ EXACT = False
 """False: torch sums in another order for another shape, so a row's bits depend on the number of rows."""
 
 dtype = torch.float32
-"""Of activations and matrices."""
+"""The type of activations and matrices."""
 
 QUERIES_AT_ONCE = 256
 """How many queries are gathered together: [256, rows, dim] stays in the tens of megabytes."""

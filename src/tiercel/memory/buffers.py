@@ -147,7 +147,7 @@ def _borrow(stream: Stream, layer: int, tensor: Tensor, row_bytes: int) -> tuple
 
 
 def pci_address(device: torch.device) -> str:
-    """Of a CUDA device, as the system writes it."""
+    """The PCI address of a CUDA device, as the system writes it."""
     import torch
 
     own: Any = torch.cuda.get_device_properties(device)

@@ -33,7 +33,8 @@ State = tuple[int, ...]
 
 
 def weights_digest(files: Sequence[Path]) -> str:
-    """Of files of one folder: changes with any bit of any of them, and with their names. Raises OSError."""
+    """The digest of files of one folder. It changes with any bit of any file, and with the names. Raises
+    OSError."""
     places = _places(files[0].parent)
     known = {key: digest for place in places for key, digest in _load(place).items()}
 

@@ -45,7 +45,7 @@ from tiercel.spec.hf_fields import whole
 LONGEST = "max_position_embeddings"
 
 NOTHING = torch.empty(0)
-"""Of what the target computed, the draft reads nothing."""
+"""The draft reads nothing of what the target computed."""
 
 
 class DraftFolder:

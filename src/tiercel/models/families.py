@@ -96,7 +96,7 @@ class Family:
     kernels: tuple[str, ...] = ("native", "reference")
     """The kernel sets that the model can run on, best first."""
     drafts: Callable[[Checkpoint, Any, Collection[str]], dict[str, DraftOffer]] = lambda *_: {}
-    """Of the drafts of these names in `--speculate` those that a checkpoint has, whole; the best first."""
+    """The drafts of these names (`--speculate`) that a checkpoint has, whole; the best first."""
     draft_names: Callable[[Checkpoint], list[str]] = lambda _: []
     """The tensors of a draft, of whatever kind."""
 

@@ -26,7 +26,7 @@ class Size(NamedTuple):
 
     tokens: int
     rows: int
-    """Of logits."""
+    """How many rows of logits there are."""
     tails: int
     longest: int
     """No text has more positions behind the call."""

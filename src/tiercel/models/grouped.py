@@ -90,7 +90,7 @@ class Numbers:
         return self.first(tokens.long())[:, None] + self.heads * self.page_tokens
 
     def written(self, batch: Batch) -> Written | None:
-        """Of a batch without rings. None: all entries of this call are in the pages already."""
+        """Where a batch without rings writes. None: all entries of this call are in the pages already."""
         made = batch.new_entries(1, 1, 1, self.page_tokens)
         return None if made is None else Written(made.rows[:, 0], self.of(made.pages).flatten())
 

@@ -106,6 +106,6 @@ class Rotary:
         return self._cos, self._sin
 
     def at(self, positions: Tensor, count: int) -> CosSin:
-        """Of these positions, all below `count`."""
+        """Cosines and sines of these positions, all below `count`."""
         cos, sin = self.table(count)
         return cos[positions], sin[positions]

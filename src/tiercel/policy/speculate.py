@@ -24,7 +24,7 @@ WORTH = 1.02
 """Tokens per second over those without guesses. Steps of one kind differ by more than this."""
 
 TRIED_SHARE = 0.005
-"""Of all time: what trying may cost."""
+"""The share of all time that trying may cost."""
 
 TRIED_FIRST = 8
 """So many tries at the start are free: there is nothing to decide by."""
@@ -50,7 +50,7 @@ MEASURED = 5
 """The median of the last measurements counts: a slow step is an accident."""
 
 ROW_SHARE = 0.3
-"""Of the time of a step: what twice the rows cost more, before it is measured."""
+"""The share of a step's time that twice the rows cost more, before it is measured."""
 
 
 @dataclass(slots=True)
@@ -121,9 +121,9 @@ class GuessRecord:
     steps_without: int = 0
     """Steps since it had a guess."""
     steps: int = 0
-    """With guesses."""
+    """Steps with guesses."""
     tokens: int = 0
-    """That these steps drew."""
+    """Tokens that these steps drew."""
 
     @property
     def accept_length(self) -> float | None:
@@ -144,7 +144,8 @@ class Speculation:
         self._since_plain, self._plain_after, self._plain_run = 0, 0, 0
 
     def accepted(self, record: GuessRecord, *, asked: int, made: int, accepted: int) -> None:
-        """Of the guesses of a text. One that was asked for and not made counts as refused."""
+        """Takes note of how many guesses of a text were right. One that was asked for and not made counts as
+        wrong."""
         record.steps += 1
         record.tokens += accepted + 1
         record.steps_without = 0

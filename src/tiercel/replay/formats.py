@@ -24,11 +24,11 @@ from tiercel.replay.record import VERSION
 from tiercel.replay.trace import TOLD_EVERY, Recorded, Text, Trace, make_trace
 
 MOONCAKE_TOKENS = 512
-"""Of one block of Mooncake's traces."""
+"""Tokens of one block of Mooncake's traces."""
 
 TOKENS_MOST = 2**24
-"""Of one prompt or answer: more than any model reads. Every page of a text gets a name when a trace is read,
-whether the text fits into the tiers or not, so a length that is a mistake is refused here."""
+"""The most tokens of one prompt or answer: more than any model reads. Every page of a text gets a name when a
+trace is read, whether the text fits into the tiers or not. So a length that is a mistake is refused here."""
 
 Lines = Iterable[tuple[int, Mapping[str, Any]]]
 
@@ -238,4 +238,4 @@ _FORMATS: Sequence[tuple[frozenset[str], Reader]] = (
     (frozenset({"input_lens"}), _benchmark),
     (frozenset({"request_throughput"}), _benchmark),
 )
-"""By the fields of a file's first object."""
+"""The format follows from the fields of a file's first object."""

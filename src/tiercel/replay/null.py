@@ -27,7 +27,8 @@ class Clock:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.ends: list[Callable[[], float | None]] = []
-        """Of everything that takes time on this clock: when the first part of it that is under way ends."""
+        """One for each thing that takes time on this clock: when the first part of it that is under way
+        ends."""
 
     def __call__(self) -> float:
         return self.now_s

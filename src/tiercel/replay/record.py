@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 VERSION = 1
 NAME_BYTES = 8
-"""Of a page's name. Two of a million pages have the same name once in 37 million files."""
+"""The length of a page's name. Two of a million pages have the same name once in 37 million files."""
 
 
 def open_trace(file: str | Path) -> TextIO:

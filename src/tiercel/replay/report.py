@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Times:
-    """Of requests, in simulated seconds."""
+    """Times of requests, in simulated seconds."""
 
     mean_s: float
     p50_s: float
@@ -34,9 +34,9 @@ class Report:
     refused: int
     """Longer than what fits on the device."""
     tokens_asked: int
-    """Of all prompts."""
+    """Tokens of all prompts."""
     hit_tokens: Mapping[str, int]
-    """By tier: device, host, store. They were not computed."""
+    """Tokens that each tier supplied: device, host, store. They were not computed."""
     replayed_tokens: int
     """In pages that were found, but computed again because there was no tail after them."""
     new_tokens: int
@@ -50,7 +50,7 @@ class Report:
     store_written_bytes: int
     store_read_bytes: int
     store_used_bytes: int
-    """Of the bytes that were written, those that were read at least once."""
+    """Written bytes that were read at least once."""
     preemptions: int
     first_token: Times
     """From a request's arrival to its first token."""
@@ -78,7 +78,7 @@ class Report:
 
     @property
     def computed_tokens(self) -> int:
-        """Of prompts."""
+        """Prompt tokens that were computed."""
         return self.tokens_asked - self.hits
 
     @property

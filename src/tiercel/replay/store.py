@@ -31,7 +31,7 @@ class NullStore:
         self.size = size
         self.bytes = self.bytes_written = self.bytes_read = 0
         self.bytes_of_use = 0
-        """Of all that was written, what was read at least once."""
+        """Written bytes that were read at least once."""
         self.removed: list[RecordPlace] = []
         self._records: OrderedDict[tuple[Kind, PageKey], _Record] = OrderedDict()
 

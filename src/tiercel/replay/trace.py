@@ -59,7 +59,7 @@ class TraceRequest(NamedTuple):
 
     time_s: float
     keys: Sequence[PageKey]
-    """Of every full page of prompt and answer."""
+    """The keys of all full pages of prompt and answer."""
     prompt_tokens: int
     output_tokens: int
     turn_ends: tuple[int, ...] = ()
@@ -119,7 +119,7 @@ def make_trace(texts: Iterable[Text], page_tokens: int) -> Trace:
 
 
 def _page_keys(text: Text, blocks: Sequence[Hashable], page_tokens: int, names: _Names) -> Iterator[PageKey]:
-    """Of all full pages. A page is named after the page before it and the blocks that it touches."""
+    """The keys of all full pages. A page is named after the page before it and the blocks that it touches."""
     size, before = text.block_tokens, names.of(-1, text.scope)
     for end in range(page_tokens, text.prompt_tokens + text.output_tokens + 1, page_tokens):
         first, last = (end - page_tokens) // size, (end - 1) // size
@@ -138,7 +138,7 @@ def _with_answers(texts: Sequence[Text]) -> list[Sequence[Hashable]]:
     The search goes backwards in time, so that for each block the nearest later request is known.
     """
     following: dict[Hashable, dict[Hashable, int]] = {}
-    """By scope: the nearest later text with this block."""
+    """For each scope and block: the nearest later text with this block."""
     longer: dict[int, int | None] = {}
     """For a text, the next one that goes on from it. Who is not longer is passed over once, not by everybody
     before it."""

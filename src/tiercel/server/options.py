@@ -76,7 +76,7 @@ class ServerOptions:
     model_path: str | None = None
     """The model's folder, for clients that load the tokenizer. None: only the name is known."""
     tenants: Tenants | None = None
-    """Of `keys_file`."""
+    """The tenants that `keys_file` names."""
     prefillers: tuple[str, ...] = ()
     """Servers, as host:port, that a request may name as the one that computes its prompt. Empty: none."""
     pages_address: str | None = None

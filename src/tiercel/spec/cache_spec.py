@@ -45,7 +45,7 @@ class CacheSpec:
     shard: str = ""
     """Which part of every entry, where ranks cut entries, such as `0/8`. Equal streams, other bytes."""
     whole: CacheSpec | None = field(default=None, compare=False, repr=False)
-    """Of a stage, the model it is a stage of: some answers depend on all layers."""
+    """If this is a stage: the spec of the whole model. Some answers depend on all layers."""
 
     def __post_init__(self) -> None:
         for name in ("model", "shard"):

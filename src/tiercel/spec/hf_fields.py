@@ -49,7 +49,7 @@ def check_only(config: Mapping[str, Any], choices: Mapping[str, object]) -> None
 
 
 def family_name(config: Mapping[str, Any], known: Iterable[str]) -> str:
-    """By `model_type`, else by `architectures` (DeepseekV4ForCausalLM is deepseek_v4)."""
+    """The family that `model_type` names, or else `architectures` (DeepseekV4ForCausalLM is deepseek_v4)."""
     names = [config.get("model_type")]
     if isinstance(config.get("architectures"), list):
         names += config["architectures"]

@@ -42,7 +42,7 @@ Masks = NDArray[np.int32]
 SOURCE_BYTES_MOST = 128 << 10
 """OpenAI allows 120,000 characters of names and values in a schema."""
 PROPERTIES_MOST = 500
-"""Of one object: 500 take 0.1 s to compile, twice as many four times as long."""
+"""The most properties of one object: 500 take 0.1 s to compile, twice as many four times as long."""
 COMPILED_MOST, COMPILED_BYTES_MOST = 64, 256 << 20
 """Grammars that are kept compiled. One takes about a millisecond to compile."""
 FORCED_MOST = 4096
@@ -145,7 +145,7 @@ class Compiled:
 
     inner: LLMatcher
     bytes: int
-    """That it takes, as far as that is known."""
+    """Memory that the grammar takes, as far as that is known."""
 
 
 class Vocabulary(Protocol):
@@ -296,7 +296,7 @@ class MaskTime:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """By this thread, within the block."""
+        """Within the block, this thread has it."""
         began_s = time.thread_time()
         try:
             yield
@@ -404,7 +404,7 @@ class Asked(NamedTuple):
 
     matcher: Matcher
     row: int
-    """Of the first mask. The others follow it."""
+    """The row of the first mask. The others follow it."""
     guesses: Sequence[int] = ()
     """Tokens that are `valid`."""
 

@@ -38,9 +38,10 @@ from tiercel.text.answer import CallFormat
 from tiercel.text.grammar import Asked, Grammar, Grammars, Vocabulary, fill_masks
 
 CPU_S = 1.0
-"""Of a trial. The largest schema that is allowed (500 properties, or 128 KiB of choices) takes 0.2 s."""
+"""CPU time of a trial. The largest schema that is allowed (500 properties, or 128 KiB of choices) takes 0.2
+s."""
 BYTES_MOST = 128 << 20
-"""That a trial may need besides the vocabulary."""
+"""Memory that a trial may need besides the vocabulary."""
 STACK_BYTES = 1 << 20
 """Less than a thread of the server has: what is nested too deeply for that ends the trial, not the server."""
 TOKENS_WALKED, CHOICES = 48, 8

@@ -58,7 +58,8 @@ STAGED_BYTES_LEAST = 4 * 1024**2
 """Fewer bytes are moved by one kernel: it needs one launch instead of two calls."""
 
 PROGRAMS = 16
-"""Of a kernel that reads pinned memory. More do not read faster and take multiprocessors from the model."""
+"""Programs of a kernel that reads pinned memory. More do not read faster and take multiprocessors from the
+model."""
 
 SCATTER_PROGRAMS = 264
 

@@ -126,7 +126,7 @@ Item = Page | Tail
 
 
 depth_of = attrgetter("depth")
-"""Of a page. In the order of depths, parents come before their children."""
+"""The depth of a page. In the order of depths, parents come before their children."""
 
 
 def parent_of(page: Page) -> Page:
@@ -179,9 +179,9 @@ class Event(NamedTuple):
     kind: Kind
     key: PageKey
     parent: PageKey = PageKey(b"")
-    """Of the page before it; empty for the first page of a text."""
+    """The key of the page before it; empty for the first page of a text."""
     tokens: bytes = b""
-    """Of the page, little-endian uint32; empty where they are not known."""
+    """The tokens of the page as little-endian uint32; empty where they are not known."""
 
 
 def event(stored: bool, tier: Tier, item: Item) -> Event:

@@ -36,7 +36,7 @@ STEPS = 2
 
 
 Weight = tuple[Chance, float, int]
-"""Of an item: its chance, its weight, its last use."""
+"""The chance, the weight and the last use of an item."""
 
 
 class Worth:
@@ -161,7 +161,7 @@ class Valued(EvictOrder):
         self._unreachable = Bucket(1, Chance(0.0), 0)
         """Pages that no tail makes reachable."""
         self._buckets: dict[tuple[Chance, int], Bucket] = {}
-        """By chance and step of the weight. There are some tens of them, and they stay."""
+        """One bucket for each chance and step of the weight. There are some tens of them, and they stay."""
         self._filled: dict[int, Bucket] = {}
         """Those with items, without the one of the unreachable."""
         self._first: Bucket | None = None
@@ -230,7 +230,7 @@ class Valued(EvictOrder):
         return item
 
     def weight_of(self, item: Item) -> float:
-        """Of the bucket that an item waits in."""
+        """The weight of the bucket that an item waits in."""
         return self._bucket_of(item).weight
 
     def _bucket_of(self, item: Item) -> Bucket:

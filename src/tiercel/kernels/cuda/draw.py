@@ -123,7 +123,7 @@ def _fold(value, WIDTH: tl.constexpr):
 
 @triton.jit
 def _above(row, vocab, least, top, sharpness, WIDTH: tl.constexpr):
-    """Of the logits above this key: their weights, and how many they are; and how many have the key."""
+    """The weights of the logits above this key, how many they are, and how many logits have the key."""
     weights = tl.zeros([WIDTH // 4], tl.float64)
     above = tl.zeros([WIDTH // 4], tl.int32)
     equal = tl.zeros([WIDTH // 4], tl.int32)
@@ -167,7 +167,7 @@ def _cut(row, vocab, low, high, wanted, top, sharpness, WEIGHED: tl.constexpr, W
 
 @triton.jit
 def _weight_of(key, top, sharpness):
-    """Of a logit with this key."""
+    """The weight of a logit with this key."""
     bits = (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.int32)
     return tl.exp((bits.to(tl.float32, bitcast=True) - top) * sharpness).to(tl.float64)
 

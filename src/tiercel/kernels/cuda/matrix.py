@@ -75,7 +75,7 @@ class Weight(NamedTuple):
 
     data: Tensor
     scale: Tensor | None
-    """Of fp8: fp32, one for 128 x 128 numbers; the last ones of a matrix may have fewer."""
+    """Scales of an fp8 matrix: fp32, one for 128 x 128 numbers; the last ones may have fewer."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -76,9 +76,9 @@ class V4Config(Dimensions):
     hc_eps: float
 
     rope_main: Rope
-    """Of layers with ratio 0, and of the MTP layers."""
+    """The rotation of layers with ratio 0, and of the MTP layers."""
     rope_compress: Rope
-    """Of layers that compress: queries, window and entries alike."""
+    """The rotation of layers that compress: queries, window and entries alike."""
     mtp_layers: int
 
     @classmethod
@@ -176,8 +176,9 @@ def _check_channels(config: Mapping[str, Any], rope: Mapping[str, Any], field: s
 
 
 def _ropes(config: Mapping[str, Any]) -> tuple[Rope, Rope]:
-    """Of window layers, which are plain in every form, and of layers that compress: YaRN if its numbers are
-    given, else plain. `rope_parameters` may have an object for each; a flat object is for the second."""
+    """Rotations of window layers, which are plain in every form, and of layers that compress: YaRN if its
+    numbers are given, else plain. `rope_parameters` may have an object for each; a flat object is for the
+    second."""
     given: Any = config.get("rope_parameters")
     kinds: list[Any] = []
     if isinstance(given, Mapping):

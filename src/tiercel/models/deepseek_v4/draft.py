@@ -116,7 +116,8 @@ class Module(MtpLayer):
         self._streams = torch.zeros(rows, c.hc_mult, c.hidden_size, device=device)
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self._made = np.zeros(setup.rings, np.int64)
-        """By ring: tokens before this position have made their entries, as far as these are still read."""
+        """For each ring: tokens before this position have made their entries, as far as these are still
+        read."""
 
     def keep(self, call: Call, x: Tensor, tokens: Tensor) -> None:
         """Remember the streams x of a call's tokens, in rings and tails. Entries are made when they are

@@ -29,7 +29,7 @@ FILE = "eagle.safetensors"
 """Its name in a model's folder."""
 
 PREFIX = "eagle."
-"""Of its parameters, among those of the model."""
+"""The head's parameters have this prefix among those of the model."""
 
 TELLING = ("self_attn.q_norm", "self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj")
 """The parameters whose first dimensions are not the model's."""
@@ -66,7 +66,7 @@ class HeadFile:
 
     @property
     def products(self) -> int:
-        """Of a guess, without `lm_head`."""
+        """Products that a guess takes, without `lm_head`."""
         return sum(prod(each.shape) for each in self._stored.values() if len(each.shape) > 1)
 
     def digest(self) -> str:
@@ -102,6 +102,6 @@ def parameters(config: V4Config, inner: int, grouping: Grouping) -> dict[str, Sh
 
 
 def grouping_of(weights: Weights, eps: float) -> Grouping:
-    """Of loaded parameters, without their prefix."""
+    """The dimensions of loaded parameters, whose names have no prefix."""
     head_dim, queries, keys, _ = (len(weights[f"{name}.weight"]) for name in TELLING)
     return Grouping(queries // head_dim, keys // head_dim, head_dim, eps)

@@ -48,7 +48,7 @@ class Hidden(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """Of a recorded forward."""
+    """What a recorded forward leaves."""
 
     logits: Tensor
     best: Tensor
@@ -86,7 +86,7 @@ class DeepseekV4:
         self._tables: PageTables | None = None
         self._graphs: Graphs | None = None
         self._recorded: Recorded | None = None
-        """Of the last forward, if it was a recorded one."""
+        """What the last forward left, if it was a recorded one."""
         if k.NAME == "cuda":  # kernels read page tables on the device
             self._tables = PageTables(rings, memory.device)
 

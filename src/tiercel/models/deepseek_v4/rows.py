@@ -107,7 +107,7 @@ class Compressor:
         recent.keep(batch, data)
 
     def _write_tail(self, place: int, rows: Tensor) -> None:
-        """Of open rows, later entries use the first channels only."""
+        """Later entries use only the first channels of open rows."""
         assert self._tails is not None
         halves = rows.unflatten(1, (2, self._channels))[:, :, : self._dim].flatten(1)
         self._tails.write_row(place, self._tails.codec.encode(halves))

@@ -147,7 +147,7 @@ class CountRequest(Body):
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
-    """Of the last block."""
+    """It holds for the last block."""
 
     def translated(self) -> Translated:
         choice, thinking = self.tool_choice, self.thinking

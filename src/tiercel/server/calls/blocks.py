@@ -28,7 +28,7 @@ class Block:
     kind: Kind
     index: int
     name: str = ""
-    """Of the tool that is called."""
+    """The name of the tool that is called."""
     written: str = ""
     """So far: text, or JSON of the arguments."""
     complete: bool = False

@@ -170,7 +170,7 @@ class ChatTools(NamedTuple):
     """What a chat says of tools."""
 
     functions: list[dict[str, Any]]
-    """That the model may call."""
+    """Functions that the model may call."""
     choice: str | NamedChoice | None
     several: bool
     """Whether an answer may have several calls."""

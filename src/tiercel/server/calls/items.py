@@ -55,7 +55,7 @@ class Items:
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max = bytes_max
         self._turns: dict[str, OrderedDict[Name, Turn]] = {}
-        """By owner, the one that was not used for longest first."""
+        """The turns of each owner. The owner that was not active for longest comes first."""
         self._bytes: Counter[str] = Counter()
         self._homes: dict[Name, Name] = {}
         self._lock = threading.Lock()

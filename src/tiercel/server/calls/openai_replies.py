@@ -271,7 +271,7 @@ def _best(text: Text, out: TokenOut, top: int) -> dict[str, float | None] | None
 
 
 def _prompt_logprobs(text: Text, tokens: Iterable[TokenOut], top: int) -> list[Fields | None]:
-    """By token id. Only the best tokens have a rank."""
+    """Logprobs of a prompt, each by token id. Only the best tokens have a rank."""
     return [None if out.logprob is None else _by_token(text, out, out.logprob, top) for out in tokens]
 
 

@@ -95,7 +95,9 @@ class Api:
 
     @property
     def body_limits(self) -> BodyLimits:
-        """Of token ids: as many as four of the longest prompts have, or the usual number if that is more."""
+        """The limits of a body. It may have as many token ids as four of the longest prompts, or the usual
+        number
+        if that is more."""
         least = BodyLimits(self.options.body_bytes_max)
         return replace(least, numbers_max=max(least.numbers_max, 4 * self.service.context_tokens))
 

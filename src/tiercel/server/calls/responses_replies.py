@@ -144,7 +144,7 @@ class ResponsesReply(NamedEvents, ChatReply):
                 return
 
     def _new_logprobs(self, block: Block) -> list[Fields]:
-        """Of the tokens of a text that no event has told yet."""
+        """Logprobs of the tokens of a text that were in no event yet."""
         tokens = self._tokens.get(block.index, [])
         new, self._logprobs_sent = tokens[self._logprobs_sent :], len(tokens)
         return self._logged(new)

@@ -47,7 +47,7 @@ class TokenizeRequest(Body):
 
 
 class Tokenized(BaseModel):
-    """Of a list of prompts: lists."""
+    """If a list of prompts was sent, the fields are lists."""
 
     tokens: list[int] | list[list[int]]
     count: int | list[int]
@@ -63,7 +63,7 @@ class DetokenizeRequest(Body):
 
 
 class Detokenized(BaseModel):
-    """Of a list of lists: lists."""
+    """If a list of lists was sent, the fields are lists."""
 
     text: str | list[str]
     """SGLang's."""

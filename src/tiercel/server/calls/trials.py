@@ -37,9 +37,9 @@ from tiercel.threads import Crew, start
 AT_ONCE = 4
 """Trials of all owners. Each may take 128 MiB."""
 WAITING_MOST = 32
-"""Of one owner's requests, for their turn."""
+"""How many requests of one owner may wait for their turn."""
 DEADLINE_S = 30.0
-"""Of a trial. It has 1 s of CPU time, on a core that may be busy."""
+"""A trial ends after this time. It has 1 s of CPU time, on a core that may be busy."""
 REMEMBERED, REMEMBERED_S = 256, 300.0
 """Outcomes that are remembered: so many, and for so long if the grammar can not be used."""
 PROGRAM = "from tiercel.text.trial import main; main()"
@@ -52,7 +52,7 @@ class Outcome:
 
     source: str = ""
     bytes: int = 0
-    """That it takes when it is compiled."""
+    """Memory that the grammar takes when it is compiled."""
     error: str = ""
     part: int | None = None
     """Which part of the recipe is wrong."""

@@ -54,7 +54,8 @@ METADATA_MAX = 64
 """OpenAI allows 16."""
 
 EACH_MAX = 1024
-"""Of a field that has one value for each prompt. How many prompts a server takes is its own limit."""
+"""The most values of a field that has one for each prompt. How many prompts a server takes is its own
+limit."""
 
 DETAILS_MAX = 64
 """How many of the errors of a body are looked at, to tell one. An object has few fields, and of a list only

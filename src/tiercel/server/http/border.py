@@ -42,7 +42,7 @@ NAME_CHARS, NAMES_TOLD, NAMES_LOGGED = 64, 32, 256
 """Limits for unknown fields: characters of a name, names in a header, names in the log."""
 
 PATH_CHARS = 200
-"""Of a path in the log."""
+"""The log shows no more characters of a path."""
 
 _KEY = "tiercel.visit"
 
@@ -59,14 +59,14 @@ class Visit:
     owner: str = ""
     """A digest of the API key that was given. Empty: no key is needed."""
     address: str = ""
-    """Of the client's machine, or of the last proxy."""
+    """The address of the client's machine, or of the last proxy."""
     large: bool = False
     """Its body is so long that work on it is done beside the event loop, in threads for such requests."""
     started_s: float = field(default_factory=time.perf_counter)
     first_token_s: float | None = None
     status: int | None = None
     answers: Sequence[Answer] = ()
-    """Of a call that asks for answers: what has come so far."""
+    """What has come so far, if the call asks for answers."""
     ignored: Sequence[str] = ()
     """Unknown fields of the request."""
     claimed: set[str] = field(default_factory=set)

@@ -38,7 +38,7 @@ LOG_EVERY_S = 60.0
 """One log line counts all connections closed since the line before."""
 
 HEAD_BYTES_MAX = 64 << 10
-"""Of a request's line and headers: the parser has no limit of its own."""
+"""The most bytes of a request's line and headers: the parser has no limit of its own."""
 
 
 class Phase(Enum):

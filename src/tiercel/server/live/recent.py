@@ -18,7 +18,7 @@ from tiercel.engine.times import SOURCES
 from tiercel.server.http.border import Visit
 
 PARTS = (*SOURCES[:3], "replayed", "computed")
-"""Of a prompt: supplied by a tier; found and computed again; or computed for the first time."""
+"""Parts of a prompt: supplied by a tier; found and computed again; or computed for the first time."""
 
 INTERVAL_S = 10
 INTERVALS = 30

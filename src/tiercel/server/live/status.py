@@ -91,11 +91,11 @@ class ExplanationOut(BaseModel):
 
     prompt_tokens: int
     reused_tokens: ReusedTokens
-    """By tier. These tokens were not computed."""
+    """Tokens that each tier supplied. They were not computed."""
     computed_tokens: int
     """All others."""
     replayed_tokens: int
-    """Of the computed ones: their pages were found, but no tail after them."""
+    """Computed tokens whose pages were found, but no tail after them."""
     found_tokens: int
     """In pages that any tier has, reused or not."""
     why_not_more: str

@@ -23,7 +23,7 @@ class AbortRequest(Body):
     """As the client has named the request: `rid`, `request_id`, or the header `x-request-id`."""
     abort_all: bool | None = None
     cache_salt: Salt | None = None
-    """Of the request, if it has one. Not SGLang's: an id belongs to a key and a salt."""
+    """The salt of the request, if it has one. Not SGLang's: an id belongs to a key and a salt."""
 
 
 class Aborted(BaseModel):

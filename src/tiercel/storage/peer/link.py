@@ -17,7 +17,7 @@ from tiercel.errors import StoreError
 from tiercel.storage.peer.wire import BODY_MOST, HEAD, Message
 
 PIECES_MOST = 1024
-"""Of memory in one call of the kernel (IOV_MAX)."""
+"""The most pieces of memory in one call of the kernel (IOV_MAX)."""
 
 
 class LinkLost(StoreError):
