@@ -45,7 +45,7 @@ class Leases:
         grains = [(kind, grain) for kind in Kind for grain in self.spec.grains(kind)]
         self.forms = [grain.form for _, grain in grains]
         """Of its records: keys of another form are not there."""
-        self._kinds = {record_key(kind, grain.form, b""): kind for kind, grain in grains}
+        self._kinds = {bytes(record_key(kind, grain.form, b"")): kind for kind, grain in grains}
 
     def look(self, keys: Sequence[RecordKey]) -> list[Readiness]:
         """Whether the host has each of these records, or will soon."""
@@ -90,7 +90,7 @@ class Leases:
 
     def _kind(self, key: RecordKey) -> Kind | None:
         """What it is a record of. None: it is not of our form."""
-        return self._kinds.get(RecordKey(start_of(key)))
+        return self._kinds.get(start_of(key))
 
     def _item(self, kind: Kind | None, key: PageKey) -> Item | None:
         page = self.tree.index.get(key) if kind is not None else None

@@ -197,10 +197,10 @@ class HostMemory(Memory):
             while size:
                 offset, length = left if left.bytes else next(whole, left)
                 assert length, f"{size} bytes more than these host pages have"
-                ranges.append(Range(offset, min(length, size)))
-                size -= ranges[-1].bytes
-                left = Range(offset + ranges[-1].bytes, length - ranges[-1].bytes)
-            parts.append(joined(ranges))
+                taken = min(length, size)
+                ranges.append(Range(offset, taken))
+                size, left = size - taken, Range(offset + taken, length - taken)
+            parts.append(joined(ranges) if len(ranges) > 1 else tuple(ranges))
         return parts
 
     def close(self) -> None:

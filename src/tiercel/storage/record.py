@@ -128,8 +128,13 @@ class Form:
         assert len(self.digest) == 16 and self.align >= 1
         assert sum(len(layers) * row for _, layers, row in self.streams) == self.payload_bytes
 
+    @cached_property
+    def start(self) -> bytes:
+        """What the keys of all its records begin with."""
+        return record_key(self.kind, self.digest, b"")
+
     def key(self, page_key: bytes) -> RecordKey:
-        return record_key(self.kind, self.digest, page_key)
+        return RecordKey(self.start + page_key)
 
     @cached_property
     def table(self) -> bytes:

@@ -136,7 +136,7 @@ class StoreMover:
         """Damaged, and the store could not remove them. They count as missing until they are written."""
         self.numbers: dict[str, Any] = {}  # the store's own statistics, as last asked for
         self.removed: deque[tuple[Kind, PageKey]] = deque()  # of which the store evicted records
-        self._kinds = {form.key(b""): kind for kind, forms in self.forms.items() for form in forms}
+        self._kinds = {form.start: kind for kind, forms in self.forms.items() for form in forms}
         self._lost: dict[tuple[Kind, PageKey], int] = {}
         """Of what lost a record and was not written since: how many other records it has left."""
 
@@ -272,18 +272,19 @@ class StoreMover:
 
     def _write(self, operation: Operation) -> list[Presence]:
         """Write the records that are not there yet."""
-        keys = [key for piece in operation.pieces for key in self.keys(piece)]
+        named = [(piece, self.keys(piece)) for piece in operation.pieces]
+        keys = [key for _, own in named for key in own]
         there = dict(zip(keys, self._kept(keys), strict=True))
         values = []
-        for piece in operation.pieces:
-            if not all(there[key] for key in self.keys(piece)):
-                for form, views in self._records(piece):
-                    if not there[key := form.key(piece.key)]:
+        for piece, own in named:
+            if not all(map(there.__getitem__, own)):
+                for key, (form, views) in zip(own, self._records(piece), strict=True):
+                    if not there[key]:
                         values.append(Put(key, [form.header(piece.key, views), *views]))
         answers = self._store.put(values) if values else []
         kept = {value.key: answer for value, answer in zip(values, answers, strict=True)}
         self._not_removed.difference_update(key for key, is_kept in kept.items() if is_kept)
-        whole = [_presence([kept.get(key, True) for key in self.keys(piece)]) for piece in operation.pieces]
+        whole = [_presence(kept.get(key, True) for key in own) for _, own in named]
         pairs = zip(operation.pieces, whole, strict=True)
         here = [(piece.kind, piece.key) for piece, answer in pairs if answer is Presence.HERE]
         removed = [RecordKey(bytes(key)) for key in self._store.removed()]
@@ -297,7 +298,7 @@ class StoreMover:
         """Which pages and tails lost a record to the store's eviction: each is told once until it is written
         again, however many of its records leave."""
         for key in keys:
-            kind = self._kinds.get(RecordKey(start_of(key)))
+            kind = self._kinds.get(start_of(key))
             if kind is None:
                 continue
             item = kind, PageKey(page_key_of(key))
