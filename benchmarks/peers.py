@@ -11,7 +11,7 @@ verified.
 
     read_share.{tcp,mooncake}      pages without verifying them, of one large read
     verified_share.{…}             with every byte verified, as a cache does it
-    asked_us                       one question for a hundred keys, of an engine that sleeps
+    asked_us                       one question for a hundred pages, of an engine that sleeps
 
 Then servers with the embedded model: one has computed a prompt of 4096 tokens, and it is answered with one
 token, in milliseconds, by
@@ -122,21 +122,23 @@ class Pages:
 
     def __init__(self, keys: list[bytes], layout: str) -> None:
         self.host = HostMemory(SPEC, layout, len(keys) * SPEC.host_page_bytes)
-        self.form = forms_of(SPEC, ALIGN_LEAST)[Kind.PAGE]
+        self.forms = forms_of(SPEC, ALIGN_LEAST)[Kind.PAGE]
         self._keys = keys
-        each = BATCH_BYTES // self.form.payload_bytes
+        each = BATCH_BYTES // SPEC.page_bytes
         self.batches = [range(at, min(at + each, len(keys))) for at in range(0, len(keys), each)]
 
     def read(self, store: PeerStore, *, verify: bool) -> None:
         def one(batch: range) -> None:
-            gets = []
+            gets, sizes = list[Get](), [form.payload_bytes for form in self.forms]
             for number in batch:
-                header = memoryview(bytearray(self.form.header_bytes))
-                views = self.host.views([HostPageId(number)], self.form.payload_bytes)
-                gets.append(Get(self.form.key(self._keys[number]), [header, *views]))
+                parts = self.host.views([HostPageId(number)], sizes)
+                for form, views in zip(self.forms, parts, strict=True):
+                    header = memoryview(bytearray(form.header_bytes))
+                    gets.append(Get(form.key(self._keys[number]), [header, *views]))
             assert all(store.get(gets))
-            for number, get in zip(batch, gets, strict=True) if verify else ():
-                flaw = self.form.flaw(get.parts[0], self._keys[number], get.parts[1:])
+            records = [(form, self._keys[number]) for number in batch for form in self.forms]
+            for (form, key), get in zip(records, gets, strict=True) if verify else ():
+                flaw = form.flaw(get.parts[0], key, get.parts[1:])
                 assert flaw is None, flaw
 
         with ThreadPoolExecutor(THREADS) as pool:
@@ -190,7 +192,8 @@ def _measure(told: dict[str, Any], ours: str, layout: str, rounds: int) -> dict[
         assert engine._engine._engine.batch_transfer_sync_read(theirs["session"], *reads) == 0
 
     wholes = {"tcp": whole_tcp, "mooncake": whole_mooncake}
-    asked = [own.form.key(key) for key in keys[:50]] + [own.form.key(os.urandom(32)) for _ in range(50)]
+    some = [*keys[:50], *(os.urandom(32) for _ in range(50))]
+    asked = [form.key(key) for key in some for form in own.forms]
     for number in range(rounds + 1):
         for name, store in stores.items():
             figures = {

@@ -10,6 +10,9 @@ order. Beside it, on the same disk and in the same rounds:
   direct reads. The best piece size counts. Two at a time are told too, they are a little faster
 - one plain file per page: written beside its place and renamed, no fsync; read back with cold caches
 
+`flash_page` and `flash_tail` are pages and tails of DeepSeek-V4-Flash through the mover, as a server writes
+and reads them: each as several records, from host pages that are not aligned for the disk.
+
 A machine is never quiet, so the measurements are interleaved in rounds, and ratios are of medians.
 The index is asked in a store of a million records that are not there: files with holes for records, and
 whole tables. Asking and opening read the tables only.
@@ -24,6 +27,7 @@ import random
 import shutil
 import statistics
 import tempfile
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,18 +38,22 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import describe, parser_of
+from tiercel.memory.buffers import HostMemory
+from tiercel.spec import CacheSpec, load
 from tiercel.storage.base import Get, Put, Store
 from tiercel.storage.file import FileStore
 from tiercel.storage.file.direct import ALIGN
 from tiercel.storage.file.room import segment_bytes_for
 from tiercel.storage.file.segment import Segment, Table, packed_bytes
 from tiercel.storage.record import Form, RecordKey, record_key
-from tiercel.types import Kind
+from tiercel.transfer.mover import Presence, RecordPlace, StoreMover, Work
+from tiercel.types import HostPageId, Kind, PageKey
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 PAGE_SIZES = {"64k": 64 * KIB, "256k": 256 * KIB, "1m": MIB}
 BATCH_BYTES = 8 * MIB
 THREADS = 4
+FLASH = {"flash_page": Kind.PAGE, "flash_tail": Kind.TAIL}
 
 
 @dataclass(frozen=True)
@@ -137,7 +145,11 @@ def main() -> None:
 
 
 def measure_rounds(folder: Path, memory: memoryview, figures: Figures) -> None:
+    spec = load("deepseek-v4-flash")
     for _ in range(figures.sizes.rounds):
+        for name, kind in FLASH.items():
+            measure_limit(folder, memory, figures)
+            measure_items(folder / "flash", spec, kind, f"file.{name}", figures)
         for name, size in PAGE_SIZES.items():
             measure_limit(folder, memory, figures)
             with FileStore(folder / "store", 2 * GIB) as store:
@@ -162,6 +174,36 @@ def measure_store(store: Store, name: str, pages: Pages, figures: Figures) -> No
         lambda: in_threads(lambda b: get(store, pages, b), pages.batches(order)),
         len(pages.memory),
     )
+
+
+def measure_items(folder: Path, spec: CacheSpec, kind: Kind, name: str, figures: Figures) -> None:
+    """Pages or tails of a model, through the mover and its threads."""
+    landed, count = threading.Condition(), spec.host_pages_of(kind)
+    with HostMemory(spec, "page_first_direct", figures.sizes.bytes) as host:
+        host.mapped[:] = random.randbytes(MIB) * (len(host.mapped) // MIB) + bytes(len(host.mapped) % MIB)
+        store = FileStore(folder, 2 * GIB)
+        mover = StoreMover(store, spec, host, landed=landed)
+        ids = [HostPageId(place) for place in range(host.pages)]
+        places = [tuple(ids[at : at + count]) for at in range(0, len(ids) - count + 1, count)]
+        items = [RecordPlace(kind, PageKey(random.randbytes(32)), own) for own in places]
+        step = max(1, BATCH_BYTES // spec.item_bytes(kind))
+
+        def do(work: Work) -> None:
+            for start in range(0, len(items), step):
+                mover.submit(work, items[start : start + step])
+            while mover.under_way:
+                with landed:
+                    landed.wait_for(lambda: mover.landed)
+                for operation in mover.poll():
+                    assert set(operation.answers) == {Presence.HERE}, operation
+
+        size = len(items) * spec.item_bytes(kind)
+        figures.rate(f"write_gb_s.{name}", lambda: do(Work.WRITE), size)
+        figures.add(f"bytes_per_item.{name}", store.stats()["bytes"] / len(items))
+        random.shuffle(items)
+        figures.rate(f"read_gb_s.{name}", lambda: do(Work.READ), size)
+        mover.close()
+    shutil.rmtree(folder)
 
 
 def put(store: Store, pages: Pages, batch: Sequence[int]) -> None:
@@ -319,7 +361,7 @@ def to_json(figures: Figures) -> dict[str, Any]:
     told: dict[str, Any] = {"machine": describe()}
     for what in ("write", "read"):
         limit = figures.best(f"limit_{what}_gb_s")
-        for name in PAGE_SIZES:
+        for name in (*PAGE_SIZES, *FLASH):
             told[f"{what}_ratio_{name}"] = figures.median(f"{what}_gb_s.file.{name}") / limit
         per_page = figures.median(f"{what}_gb_s.file_per_page")
         told[f"vs_file_per_page_{what}"] = figures.median(f"{what}_gb_s.file.256k") / per_page

@@ -13,7 +13,7 @@ import pytest
 from tests.test_cli import run
 from tiercel.storage.base import Put
 from tiercel.storage.file import FileStore
-from tiercel.storage.record import Flaw, Form
+from tiercel.storage.record import Flaw, Form, Header, pack, parse
 from tiercel.types import Kind
 
 SIZE = 64 * 1024**2
@@ -99,6 +99,35 @@ def test_check_lists_what_is_bad_and_says_so_to_programs(folder: Path) -> None:
     assert told.returncode == 1
     bad = {"kind": "tail", "form": FORM, "key": "02" * 32, "flaw": "CHECKSUM", "why": Flaw.CHECKSUM.value}
     assert bad in json.loads(told.stdout)["bad"]
+
+
+def older(put: Put) -> Put:
+    """The same as a record of format version 2."""
+    header = parse(put.parts[0])
+    assert isinstance(header, Header)
+    old = header._replace(version=2, grains=0)
+    return Put(old.key, [pack(old), *put.parts[1:]])
+
+
+def test_records_of_an_older_format_are_told_apart_checked_and_removed(folder: Path) -> None:
+    old = [older(put_of(number)) for number in (7, 8)]
+    with FileStore(folder, SIZE) as store:
+        assert store.put(old) == [True, True]
+        keys = [*(put.key for put in PUTS), *(put.key for put in old)]
+        assert store.contains(keys) == [True] * 5, "an old and a new record of a page do not meet"
+    for segment in folder.glob("segment-*"):  # without its table a segment is scanned
+        segment.write_bytes(segment.read_bytes()[:-4096])
+    stat = json.loads(run("store", "stat", url_of(folder), "--json").stdout)
+    assert (stat["records"], stat["records_older"], stat["bytes_older"]) == (5, 2, 2 * RECORD_BYTES)
+    assert run("store", "check", url_of(folder)).stdout == "5 records, 0 of them bad\n"
+    assert (
+        sum(line.startswith("page, v2") for line in run("store", "ls", url_of(folder)).stdout.splitlines())
+        == 2
+    )
+    done = run("store", "compact", url_of(folder)).stdout
+    assert done.startswith("2 records of older formats removed, ")
+    stat = json.loads(run("store", "stat", url_of(folder), "--json").stdout)
+    assert (stat["records"], stat["records_older"], stat["bytes_older"]) == (3, 0, 0)
 
 
 def test_looking_works_beside_a_server_and_compacting_does_not(folder: Path) -> None:

@@ -7,7 +7,9 @@ from tests.cache.test_store_tier import StoreDriver, filled
 from tests.cache.test_tiered_cache import TEXT, WINDOW, Driver
 from tiercel.policy.resume import Why
 from tiercel.storage.memory import MemoryStore
+from tiercel.storage.record import kind_of
 from tiercel.transfer.plan import Direction
+from tiercel.types import Kind
 
 OTHER = [7] * 10
 
@@ -166,7 +168,7 @@ def test_how_much_a_store_holds_is_known_when_its_writes_have_ended():
 
 def test_pages_in_the_store_without_a_tail_after_them_are_told_so():
     first = filled(WINDOW, tail_every_pages=2)
-    tails = [key for key in first.store._values if key[0] == 2]
+    tails = [key for key in first.store._values if kind_of(key)[0] is Kind.TAIL]
     assert tails
     first.store.delete(tails)
     again = first.restart(tail_every_pages=2)
@@ -178,7 +180,7 @@ def test_pages_in_the_store_without_a_tail_after_them_are_told_so():
 def test_a_store_whose_last_pages_have_no_tail_says_so_of_the_rest():
     first = filled(WINDOW, tail_every_pages=2)
     last = first.cache.chain(TEXT).keys[3]
-    (tail,) = [key for key in first.store._values if key[0] == 2 and last in key]
+    (tail,) = [key for key in first.store._values if kind_of(key)[0] is Kind.TAIL and last in key]
     first.store.delete([tail])
     reuse = first.restart(tail_every_pages=2).serve(TEXT)
     assert (reuse.store_tokens, reuse.why) == (8, Why.STORE_NO_TAIL)

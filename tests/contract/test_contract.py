@@ -34,7 +34,7 @@ def test_a_store_keeps_the_contract(back_end, check):
 def test_what_is_listed_and_can_not_be_read_is_removed_counted_and_written_again(back_end):
     """By whoever reads through the store, whatever happened to the value."""
     _, subject = back_end
-    spec, store, hands = SPECS["compressed"], subject.open(), HeldCopies()
+    spec, store, hands = SPECS["in records"], subject.open(), HeldCopies()
     host = HostMemory(spec, "page_first_direct", 20 * spec.host_page_bytes)
     workers = Workers(hands, hands, hands, retry_after_s=())
     mover = StoreMover(store, spec, host, landed=Condition(), workers=workers)
@@ -53,7 +53,7 @@ def test_what_is_listed_and_can_not_be_read_is_removed_counted_and_written_again
     all_here = [Presence.HERE] * 3
     try:
         assert do(Work.WRITE, 0) == all_here
-        subject.spoil(store, mover.key(RecordPlace(Kind.PAGE, PageKey(bytes([1]) * 32))))
+        subject.spoil(store, mover.keys(RecordPlace(Kind.PAGE, PageKey(bytes([1]) * 32)))[-1])
         assert do(Work.ASK, 0) == all_here, "listed"
         assert do(Work.READ, 10) == [Presence.HERE, Presence.DAMAGED, Presence.HERE]
         assert mover.flaws == {"unreadable": 1} or mover.flaws == {"foreign": 1}

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from unittest.mock import patch
+
 from tiercel.spec import (
     CacheSpec,
     Heads,
     Recurrence,
+    cache_spec,
     deepseek_v4,
     deepseek_v4_mtp,
     load,
@@ -27,6 +31,16 @@ SMALL_V4 = {
 }
 V4 = deepseek_v4(SMALL_V4, page_tokens=128)
 FLASH = load("deepseek-v4-flash")
+
+
+def in_records(spec: CacheSpec) -> CacheSpec:
+    """The same, cut into several records as large models are."""
+    own = replace(spec)
+    with patch.object(cache_spec, "GRAIN_BYTES_LEAST", 1):
+        assert len(own.cut) > 1, "it remembers the cut"
+    return own
+
+
 HEADS = Heads(kv_heads=2, head_dim=3)
 
 SPECS: dict[str, CacheSpec] = {
@@ -36,6 +50,7 @@ SPECS: dict[str, CacheSpec] = {
     "mla": mla("mla", 4, 3, kv_lora_rank=8, rope_dim=2),
     "mla with an indexer": mla_indexer("dsa", 4, 2, kv_lora_rank=8, rope_dim=2, index_head_dim=6),
     "v4": V4,
+    "v4 in records": in_records(V4),
     "v4 with its draft": V4.with_draft(deepseek_v4_mtp(SMALL_V4, page_tokens=128)),
     "v4, one layer": V4.stage(2, 3),
     "flash, one c4 layer": FLASH.stage(2, 3),

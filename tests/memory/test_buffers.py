@@ -77,17 +77,17 @@ def test_a_budget_above_the_machine_is_refused() -> None:
 @pytest.mark.parametrize("name", ["page_first", "page_first_direct"])
 def test_a_page_is_one_record_by_its_id(name: str) -> None:
     with HostMemory(V4, name, 4 * V4.page_bytes) as host:
-        (record,) = host.views([make_host_id(2)], V4.page_bytes)
+        ((record,),) = host.views([make_host_id(2)], [V4.page_bytes])
         record[:] = bytes([7]) * len(record)
         assert host.flat.nonzero().flatten().tolist() == list(range(2 * V4.page_bytes, 3 * V4.page_bytes))
 
 
 def test_bytes_of_a_record_are_had_range_by_range_in_every_layout() -> None:
     with HostMemory(V4, "layer_first", 4 * V4.page_bytes) as host:
-        views = host.views([make_host_id(2), make_host_id(0)], V4.page_bytes + 5)
+        (views,) = host.views([make_host_id(2), make_host_id(0)], [V4.page_bytes + 5])
         assert sum(map(len, views)) == V4.page_bytes + 5 and len(views) > 2
         with pytest.raises(AssertionError, match="1 bytes more"):
-            host.views([make_host_id(2)], V4.page_bytes + 1)
+            host.views([make_host_id(2)], [V4.page_bytes + 1])
 
 
 def test_closing_host_memory_twice_is_closing_it_once() -> None:
@@ -99,7 +99,7 @@ def test_closing_host_memory_twice_is_closing_it_once() -> None:
 
 def test_a_view_that_outlives_host_memory_still_has_its_bytes() -> None:
     host = HostMemory(V4, "page_first_direct", 4 * V4.page_bytes)
-    (record,) = host.views([make_host_id(1)], V4.page_bytes)
+    ((record,),) = host.views([make_host_id(1)], [V4.page_bytes])
     record[:] = bytes([3]) * len(record)
     host.close()
     assert sum(record) == 3 * V4.page_bytes

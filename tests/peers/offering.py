@@ -99,12 +99,13 @@ class Offered:
         transfer = self.cache.land(self.chain, first, pages, tails=tails)
         for move in transfer.moves:
             page = move.item.page if move.item.kind is Kind.TAIL else move.item
-            form = self.forms[move.item.kind]
-            data = payload_of(form.key(page.key), form.payload_bytes)
-            at = 0
-            for view in self.cache.host.views(move.host, form.payload_bytes):
-                view[:] = data[at : at + len(view)]
-                at += len(view)
+            forms = self.forms[move.item.kind]
+            parts = self.cache.host.views(move.host, [form.payload_bytes for form in forms])
+            for form, views in zip(forms, parts, strict=True):
+                data, at = payload_of(form.key(page.key), form.payload_bytes), 0
+                for view in views:
+                    view[:] = data[at : at + len(view)]
+                    at += len(view)
         self.cache.landed(transfer)
 
     def fill(self):
@@ -187,8 +188,8 @@ def offering(*many: dict[str, Any]) -> Iterator[list[Offer]]:
         process.kill()
 
 
-def form_of(kind: Kind, spec: str = SPEC, align: int = ALIGN_LEAST) -> Form:
-    return forms_of(SPECS[spec], align)[kind]
+def form_of(kind: Kind, spec: str = SPEC, align: int = ALIGN_LEAST, grain: int = 0) -> Form:
+    return forms_of(SPECS[spec], align)[kind][grain]
 
 
 if __name__ == "__main__":

@@ -22,10 +22,10 @@ KEYS = page_keys()
 
 
 class Record:
-    """The record of page number `depth` of the text, or of the tail at its end."""
+    """A record of page number `depth` of the text, or of the tail at its end."""
 
-    def __init__(self, depth: int, kind: Kind = Kind.PAGE, align: int = ALIGN_LEAST) -> None:
-        self.form = form_of(kind, align=align)
+    def __init__(self, depth: int, kind: Kind = Kind.PAGE, align: int = ALIGN_LEAST, grain: int = 0) -> None:
+        self.form = form_of(kind, align=align, grain=grain)
         self.page_key = KEYS[depth - 1]
         self.key: RecordKey = self.form.key(self.page_key)
 

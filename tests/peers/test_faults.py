@@ -280,8 +280,8 @@ def test_a_peer_that_is_stopped_is_given_up_and_works_again_when_it_goes_on(peer
 class Liar:
     """Greets as a server does; then `answer` says what it sends."""
 
-    def __init__(self, answer, form=TEN[0].form.digest):
-        self._form = form
+    def __init__(self, answer, forms=(TEN[0].form.digest,)):
+        self._forms = forms
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._answer = answer
@@ -302,7 +302,7 @@ class Liar:
             link.send(Message.HELLO, hello.pack())
             nonce = link.receive()[1][:32]
             own = wire.proof("", b"server", hello, nonce)
-            link.send(Message.WELCOME, wire.Welcome(own, self._form, {"tcp": {}}).pack())
+            link.send(Message.WELCOME, wire.Welcome(own, self._forms, {"tcp": {}}).pack())
             while True:
                 self._answer(link, *link.receive())
         except (LinkLost, AttributeError):

@@ -100,7 +100,7 @@ def test_host_pages_stay_reserved_as_long_as_bytes_may_come():
             other = puller.cache.chain(TEXT[::-1])
             landing = puller.cache.land(other, 0, 32)
             assert len(landing.moves) == puller.cache.host_pages.capacity - reserved
-            views = [view for move in landing.moves for view in puller.cache.host.views(move.host, PAGE)]
+            views = [view for move in landing.moves for view in puller.cache.host.views(move.host, [PAGE])[0]]
             for view in views:
                 view[:] = b"\7" * len(view)
             late.arrive.set()

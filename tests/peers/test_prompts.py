@@ -17,8 +17,8 @@ from tiercel.engine.service import EngineService
 from tiercel.storage.open import open_peers, open_stores
 from tiercel.storage.peer import wire
 from tiercel.storage.peer.wire import Message, Readiness
+from tiercel.storage.record import form_of
 from tiercel.transfer.mover import forms_of
-from tiercel.types import Kind
 
 TEXT = words(5 * PAGE + 3)
 HOST_PAGES = 40
@@ -130,10 +130,10 @@ class Pretender:
         if not question.wait_s and self._brings == "nothing":
             link.send(Message.FOUND, wire.Found([]).pack())
             return
-        forms = forms_of(self._spec, question.align)
+        forms = {form.digest: form for own in forms_of(self._spec, question.align).values() for form in own}
         entries = []
         for number, key in enumerate(question.keys):
-            form = forms[Kind(key[0])]
+            form = forms[form_of(key)]
             payload = bytes(form.payload_bytes)
             header = form.header(key[-32:], [b"\1" * len(payload)])
             entries.append(wire.Entry(number, Readiness.HERE, len(payload), header))
@@ -145,7 +145,7 @@ class Pretender:
 def test_a_peer_that_lies_about_what_it_has_costs_no_answer(truth, brings):
     engine = make_engine(host_pages=HOST_PAGES)
     pretender = Pretender(engine.cache.spec, brings)
-    with closing(Liar(pretender, form=engine.cache.spec.form)) as liar:
+    with closing(Liar(pretender, forms=engine.cache.leases.forms)) as liar:
         url = f"peer://{liar.address}?timeout_s=5"
         engine.cache.attach(open_stores(None, [url]))
         with closing(EngineService(engine, "tiny-v4")) as service:

@@ -72,10 +72,11 @@ class Puller:
         self.cache.check()
         items: list[Item] = [*found.far, *found.tails]
         for item in items:
-            form = self.cache.store.mover.forms[item.kind]
+            forms = self.cache.store.mover.forms[item.kind]
             key = item.page.key if isinstance(item, Tail) else item.key
-            wanted = payload_of(form.key(key), form.payload_bytes)
-            assert b"".join(self.cache.host.views(item.host, form.payload_bytes)) == wanted
+            parts = self.cache.host.views(item.host, [form.payload_bytes for form in forms])
+            for form, views in zip(forms, parts, strict=True):
+                assert b"".join(views) == payload_of(form.key(key), form.payload_bytes)
         self.cache.withdraw(chain)
         return found
 
@@ -191,7 +192,7 @@ def test_with_a_store_besides_what_is_computed_is_written_to_it(offers, tmp_path
         puller.settle()
         assert puller.tier.counters["pages_written"] == 2
         assert puller.tier.mover._store.kept(
-            [puller.tier.mover.forms[Kind.PAGE].key(key) for key in chain.keys]
+            [puller.tier.mover.forms[Kind.PAGE][-1].key(key) for key in chain.keys]
         )
 
 
@@ -252,3 +253,17 @@ def test_a_peer_that_stops_while_it_is_read_leaves_no_place_behind(peer):
             os.kill(peer.process.popen.pid, signal.SIGCONT)
         proxy.heal()
         assert until(lambda: puller.pull().pages == 8, "the peer is used again", timeout_s=20)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "mooncake"])
+def test_pages_and_tails_of_several_records_each_come_byte_by_byte(transport):
+    spec, layouts = (
+        "v4 in records",
+        [{"layout": layout, "shuffle": 3, "mooncake": "tcp"} for layout in LAYOUTS],
+    )
+    assert len(SPECS[spec].grains(Kind.PAGE)) > 1 < len(SPECS[spec].grains(Kind.TAIL))
+    with offering(*({"spec": spec} | each for each in layouts)) as offers:
+        for peer in offers:
+            with pulling(peer.address, spec=spec, peer={"transport": transport}) as puller:
+                found = puller.pull()
+                assert found.pages == 8 and found.tails[0].page.depth == 8

@@ -36,7 +36,8 @@ def records_of(cache, tokens):
     """(form, page key) of every page of a text, and of the tail where it is resumed."""
     forms, keys = forms_of(cache.spec, ALIGN_LEAST), cache.chain(tokens).keys
     last = (len(tokens) - 1) // cache.spec.page_tokens
-    return [*((forms[Kind.PAGE], key) for key in keys[:last]), (forms[Kind.TAIL], keys[last - 1])]
+    pages = [(form, key) for key in keys[:last] for form in forms[Kind.PAGE]]
+    return [*pages, *((form, keys[last - 1]) for form in forms[Kind.TAIL])]
 
 
 def keys_of(records):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.memory.specs import in_records
 from tiercel.spec import CacheSpec, Part, State, Stream, Window
 
 K = Stream("k", (0, 2), (Part("bf16", 4),))
@@ -41,3 +42,4 @@ SPECS = {
         "staged", 4, (K, PACKED, Stream("window", (0, 2), (Part("x", 3),), Window(2)))
     ).stage(2, 3),
 }
+SPECS["in records"] = in_records(SPECS["compressed"])

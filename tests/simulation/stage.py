@@ -132,14 +132,14 @@ class Stage:
 
     def _record_key(self, item: Item) -> RecordKey:
         page = item if isinstance(item, Page) else item.page
-        return record_key(item.kind, self.spec.form, page.key)
+        return record_key(item.kind, self.spec.grains(item.kind)[-1].form, page.key)
 
     def _leased(self, lease: Lease) -> list[Any]:
         sizes = [
             self.spec.page_bytes if isinstance(item, Page) else self.spec.tail_bytes for item in lease.items
         ]
         pairs = zip(lease.places, sizes, strict=True)
-        return [b"".join(self.cache.host.views(places, size)) for places, size in pairs]
+        return [b"".join(*self.cache.host.views(places, [size])) for places, size in pairs]
 
     def copier_writes(self, transfer: Transfer, row: tuple[str, int]) -> bool:
         """Whether a copy brings this row of a transfer."""
@@ -166,7 +166,7 @@ class Stage:
     def _poison_what_is_freed(self) -> None:
         def release_host(ids, real=self.cache.host_pages.release):
             for page_id in ids:
-                for view in self.cache.host.views([page_id], self.spec.host_page_bytes):
+                for view in self.cache.host.views([page_id], [self.spec.host_page_bytes])[0]:
                     view[:] = bytes([POISON]) * len(view)
             real(ids)
 

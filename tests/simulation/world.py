@@ -340,7 +340,7 @@ class World(Stage):
         if page.fetched and page.on_host:
             assert page.key in self.bytes.texts, "I9: a page nobody has written came from the store"
             record = b"".join(row for _, row in self.bytes.expected(self.bytes.texts[page.key], False))
-            views = self.cache.host.views(page.host, len(record))
+            (views,) = self.cache.host.views(page.host, [len(record)])
             assert b"".join(views) == record, "I9: wrong bytes came from the store"
         if page.tail is not None and page.tail.device is not None and page.tail.load is None:
             self.bytes.check(page.tail.device, self.bytes.texts[page.key], tail=True, who="the tree")

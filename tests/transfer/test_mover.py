@@ -11,7 +11,7 @@ from tiercel.config import LAYOUTS
 from tiercel.errors import StoreError
 from tiercel.memory.buffers import HostMemory
 from tiercel.storage.memory import MemoryStore
-from tiercel.storage.record import parse
+from tiercel.storage.record import VERSION, kind_of, parse
 from tiercel.transfer.mover import Presence, RecordPlace, StoreMover, Work, Workers
 from tiercel.types import HostPageId, Kind, PageKey
 
@@ -20,12 +20,14 @@ KEY, OTHER = PageKey(b"k" * 32), PageKey(b"o" * 32)
 
 
 class Rig:
+    spec = V4
+
     def __init__(self, store=None, layout="page_first_direct", retries=(0.0,)):
-        self.host = HostMemory(V4, layout, 20 * V4.host_page_bytes)
+        self.host = HostMemory(self.spec, layout, 20 * self.spec.host_page_bytes)
         self.store = store or MemoryStore()
         self.hands = HeldCopies()
         workers = Workers(self.hands, self.hands, self.hands, retry_after_s=retries)
-        self.mover = StoreMover(self.store, V4, self.host, landed=Condition(), workers=workers)
+        self.mover = StoreMover(self.store, self.spec, self.host, landed=Condition(), workers=workers)
 
     def do(self, work, *pieces):
         operation = self.mover.submit(work, pieces)
@@ -37,14 +39,14 @@ class Rig:
         return RecordPlace(kind, key, tuple(HostPageId(place) for place in places))
 
     def fill(self, piece, seed):
-        for view in self.host.views(piece.host, self.size(piece)):
+        for view in self.host.views(piece.host, [self.size(piece)])[0]:
             view[:] = bytes((seed + i) % 251 for i in range(len(view)))
 
     def bytes_of(self, piece):
-        return b"".join(self.host.views(piece.host, self.size(piece)))
+        return b"".join(*self.host.views(piece.host, [self.size(piece)]))
 
     def size(self, piece):
-        return V4.item_bytes(piece.kind)
+        return self.spec.item_bytes(piece.kind)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -71,7 +73,7 @@ def test_a_page_kept_together_goes_without_a_copy_and_a_scattered_one_range_by_r
     piece = rig.piece(2)
     rig.do(Work.WRITE, piece)
     header, *payload = seen[0].parts
-    assert parse(header).kind is Kind.PAGE and seen[0].key[0] == Kind.PAGE
+    assert parse(header).kind is Kind.PAGE and kind_of(seen[0].key) == (Kind.PAGE, VERSION)
     rows = sum(len(stream.layers) for stream in V4.page_streams)
     assert len(payload) == (ranges or rows)
     payload[0][:1] = b"\xab"
@@ -144,7 +146,7 @@ def test_what_can_not_be_removed_is_not_asked_for_again_until_it_was_written_aga
     rig = Rig(Undeletable())
     for key in (KEY, OTHER):
         rig.do(Work.WRITE, rig.piece(0, key=key))
-    bad = rig.mover.key(rig.piece(0))
+    bad = rig.mover.keys(rig.piece(0))[-1]
     rig.store._values[bad] = b"damaged"
     both = [rig.piece(1), rig.piece(2, key=OTHER)]
     read = rig.do(Work.READ, *both)

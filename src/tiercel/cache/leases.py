@@ -1,4 +1,5 @@
-"""Host copies that other servers read: found by the keys of their records, held for a lease.
+"""Host copies that other servers read: found by the keys of their records, held for a lease. All records of a
+page are on the host, or none.
 
     find ──► HERE: on the host, readable     COMING: being computed, or on its way to the host     ABSENT
     take ──► the host copies stay ── end ──► they may leave again
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from tiercel.cache.places import Places
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.storage.peer.wire import Readiness
-from tiercel.storage.record import KEY_BYTES, RecordKey, page_key_of
+from tiercel.storage.record import RecordKey, page_key_of, record_key, start_of
 from tiercel.tree.node import Item
 from tiercel.tree.prefix_tree import PrefixTree
 from tiercel.types import HostPageId, Kind, PageKey
@@ -41,20 +42,31 @@ class Leases:
 
     def __post_init__(self) -> None:
         self._taken: set[Lease] = set()
+        grains = [(kind, grain) for kind in Kind for grain in self.spec.grains(kind)]
+        self.forms = [grain.form for _, grain in grains]
+        """Of its records: keys of another form are not there."""
+        self._kinds = {bytes(record_key(kind, grain.form, b"")): kind for kind, grain in grains}
 
-    def look(self, key: RecordKey) -> Readiness:
-        """Whether the host has this record, or will soon."""
-        item = self._item(key)
+    def look(self, keys: Sequence[RecordKey]) -> list[Readiness]:
+        """Whether the host has each of these records, or will soon."""
+        known: dict[tuple[Kind | None, PageKey], Readiness] = {}
+        names = [(self._kind(key), PageKey(page_key_of(key))) for key in keys]
+        for name in names:
+            if name not in known:
+                known[name] = self._look(*name)
+        return [known[name] for name in names]
+
+    def _look(self, kind: Kind | None, key: PageKey) -> Readiness:
+        item = self._item(kind, key)
         if item is not None and item.on_host:
             return Readiness.HERE
-        if item is not None and item.save is not None:
-            return Readiness.COMING
-        ours = self._is_ours(key)
-        return Readiness.COMING if ours and self.computes(_page_key(key), Kind(key[0])) else Readiness.ABSENT
+        coming = (item is not None and item.save is not None) or (kind and self.computes(key, kind))
+        return Readiness.COMING if coming else Readiness.ABSENT
 
     def take(self, keys: Sequence[RecordKey]) -> Lease:
         """Hold the host copies of these records. All of them are HERE."""
-        items = tuple(item for item in map(self._item, keys) if item is not None)
+        found = (self._item(self._kind(key), PageKey(page_key_of(key))) for key in keys)
+        items = tuple(item for item in found if item is not None)
         assert len(items) == len(keys), "I2: a lease is taken of what is here"
         for item in items:
             self.tree.read_start(item)
@@ -76,13 +88,10 @@ class Leases:
     def __len__(self) -> int:
         return len(self._taken)
 
-    def _is_ours(self, key: RecordKey) -> bool:
-        return len(key) == KEY_BYTES and key[0] in set(Kind) and key[1:17] == self.spec.form
+    def _kind(self, key: RecordKey) -> Kind | None:
+        """What it is a record of. None: it is not of our form."""
+        return self._kinds.get(start_of(key))
 
-    def _item(self, key: RecordKey) -> Item | None:
-        page = self.tree.index.get(_page_key(key)) if self._is_ours(key) else None
-        return page.tail if page is not None and key[0] == Kind.TAIL else page
-
-
-def _page_key(key: RecordKey) -> PageKey:
-    return PageKey(page_key_of(key))
+    def _item(self, kind: Kind | None, key: PageKey) -> Item | None:
+        page = self.tree.index.get(key) if kind is not None else None
+        return page.tail if page is not None and kind is Kind.TAIL else page

@@ -23,7 +23,6 @@ from tiercel.config import CacheConfig
 from tiercel.policy.breaker import Breaker, BreakerState
 from tiercel.policy.fetch import Rate
 from tiercel.spec.cache_spec import CacheSpec
-from tiercel.storage.record import page_key_of
 from tiercel.threads import start
 from tiercel.transfer.mover import Mover, Operation, Presence, RecordPlace, Work
 from tiercel.tree.node import Cleared, Event, Item, Tail
@@ -228,9 +227,8 @@ class StoreTier:
         if self._changed and (not self.writes.busy or now - self._numbers_s > NUMBERS_OLD_S):
             self._ask_numbers(now)
         while self.mover.removed:
-            key = self.mover.removed.popleft()
-            kind = Kind(key[0])
-            self._not_stored(kind, PageKey(page_key_of(key)))
+            kind, key = self.mover.removed.popleft()
+            self._not_stored(kind, key)
             self.tree.copies.evicted[Tier.STORE, kind, "room"] += 1
 
     def _ask_numbers(self, now: float) -> None:
@@ -265,14 +263,14 @@ class StoreTier:
                     if answer is Presence.DAMAGED:
                         self._damaged(piece)
             case Work.PROBE if operation.read_s is not None:
-                self.fetches.costs.read.observe(self.spec.page_bytes, operation.read_s)
+                self.fetches.costs.read.observe(self.spec.host_page_bytes, operation.read_s)
             case Work.PROBE if not self.mover.writes:
                 self.fetches.costs.read.forget()  # the next fetch measures it
             case Work.CLEAR if operation.error is None:
                 self._unmark()
 
     def _damaged(self, piece: RecordPlace) -> None:
-        """The record was removed from the store. If the host has a copy, it is written again."""
+        """What was damaged was removed from the store. If the host has a copy, it is written again."""
         item = self._not_stored(piece.kind, piece.key)
         if item is not None and item.on_host and not self._left:
             self.writes.offer([item])

@@ -13,10 +13,9 @@ from typing import Annotated, Any
 import typer
 
 from tiercel.config import load_class
-from tiercel.errors import ConfigError, TiercelError
+from tiercel.errors import ConfigError, StoreError, TiercelError
 from tiercel.storage.base import Store
-from tiercel.storage.record import RecordKey, page_key_of
-from tiercel.types import Kind
+from tiercel.storage.record import VERSION, RecordKey, form_of, is_older, kind_of, page_key_of
 
 app = typer.Typer(no_args_is_help=True, help="Look into a store, check it, compact it.")
 
@@ -26,9 +25,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @app.command()
 def stat(url: Url, as_json: AsJson = False) -> None:
-    """The store's own statistics."""
+    """The store's own statistics, and how much of it is of older formats and no longer read. A page is
+    stored as several records."""
     with _open(url, read_only=True) as store:
-        numbers = store.stats()
+        older = _older(store)
+        of_older = (None, None) if older is None else (len(older), sum(older.values()))
+        numbers = store.stats() | dict(zip(("records_older", "bytes_older"), of_older, strict=True))
     if as_json:
         typer.echo(json.dumps(numbers, indent=2, default=str))
         return
@@ -43,7 +45,8 @@ def ls(
     limit: Annotated[int | None, typer.Option(help="At most this many records.", min=0)] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List every record: kind, form, page key, bytes. The order is not defined."""
+    """List every record: kind, form, page key, bytes. The order is not defined. `page, v2` is a page of the
+    older format version 2."""
     with _open(url, read_only=True) as store:
         entries = (_entry(key) | {"bytes": size} for key, size in islice(store.keys(), limit))
         if as_json:
@@ -71,10 +74,13 @@ def check(url: Url, as_json: AsJson = False) -> None:
 
 @app.command()
 def compact(url: Url, as_json: AsJson = False) -> None:
-    """Free the space of removed records. No server may use the store."""
+    """Remove records of older formats, and free the space of all that is removed. No server may use the
+    store."""
     with _open(url, read_only=False) as store:
+        older = store.delete(list(_older(store) or {}))
         given = store.compact()
-    typer.echo(json.dumps({"bytes": given}) if as_json else f"{given:,} B given back")
+    told = (f"{older:,} records of older formats removed, " if older else "") + f"{given:,} B given back"
+    typer.echo(json.dumps({"bytes": given, "records_older": older}) if as_json else told)
 
 
 @app.command()
@@ -113,11 +119,22 @@ def _open(url: str, *, read_only: bool) -> Store:
     return open_store(url, read_only=read_only)
 
 
+def _older(store: Store) -> dict[RecordKey, int] | None:
+    """The records of older formats, and their sizes. None: the store can not list what it holds."""
+    try:
+        listed = store.keys()
+        return {key: size for key, size in listed if is_older(key)}
+    except StoreError:
+        return None
+
+
 def _entry(key: RecordKey) -> dict[str, Any]:
     """A record for output: the kind's name, form and page key in hexadecimal digits."""
-    kind, page_key = key[0], page_key_of(key)
-    name = Kind(kind).name.lower() if kind in set(Kind) else f"kind {kind}"
-    return {"kind": name, "form": key[1 : -len(page_key)].hex(), "key": page_key.hex()}
+    known = kind_of(key)
+    name = known[0].name.lower() if known else f"kind {key[0]}"
+    if known and known[1] != VERSION:
+        name += f", v{known[1]}"
+    return {"kind": name, "form": form_of(key).hex(), "key": page_key_of(key).hex()}
 
 
 def _line(entry: dict[str, Any]) -> str:

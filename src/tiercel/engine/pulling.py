@@ -69,8 +69,9 @@ class Pulls:
             self._ask(lambda: self._cache.withdraw(chain))
 
     def _follow(self, peer: PeerStore, chain: KeyChain, last: int, left: threading.Event) -> int:
-        pages = [self._forms[Kind.PAGE].key(key) for key in chain.keys[:last]]
-        tail = [self._forms[Kind.TAIL].key(chain.keys[last - 1])] * bool(self._cache.spec.tail_streams)
+        # The peer's host has all records of a page, or none: one of them is watched.
+        pages = [self._forms[Kind.PAGE][0].key(key) for key in chain.keys[:last]]
+        tail = [form.key(chain.keys[last - 1]) for form in self._forms[Kind.TAIL][:1]]
         here, pulled, heard_s = set[bytes](), 0, monotonic()
         for news in peer.watch([*pages, *tail], WATCHED_S):
             here.update(news.here)

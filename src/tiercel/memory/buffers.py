@@ -182,23 +182,26 @@ class HostMemory(Memory):
         """All the bytes."""
         return self._map.view
 
-    def views(self, page_ids: Iterable[HostPageId], size: int) -> list[memoryview]:
-        """The first `size` bytes of these host pages, in the order of their record, without a copy: one view
-        for bytes that lie together: a page, a row, or several that touch."""
-        memory = self._map.view
-        return [memory[offset : offset + length] for offset, length in self.ranges(page_ids, size)]
+    def views(self, page_ids: Iterable[HostPageId], sizes: Sequence[int]) -> list[list[memoryview]]:
+        """The first bytes of these host pages, in the order of their rows, as parts of these sizes, without a
+        copy: one view for bytes that lie together: a part, a row, or several that touch."""
+        memory, parts = self._map.view, self.ranges(page_ids, sizes)
+        return [[memory[offset : offset + length] for offset, length in part] for part in parts]
 
-    def ranges(self, page_ids: Iterable[HostPageId], size: int) -> tuple[Range, ...]:
-        """Where these bytes are in `mapped`."""
-        ranges = []
-        for page_id in page_ids:
-            for offset, length in self.layout.place_ranges(place(page_id)):
-                ranges.append(Range(offset, min(length, size)))
-                size -= ranges[-1].bytes
-                if not size:
-                    return joined(ranges)
-        assert not size, f"{size} bytes more than these host pages have"
-        return joined(ranges)
+    def ranges(self, page_ids: Iterable[HostPageId], sizes: Sequence[int]) -> list[tuple[Range, ...]]:
+        """Where the bytes of each part are in `mapped`."""
+        whole = (each for page_id in page_ids for each in self.layout.place_ranges(place(page_id)))
+        parts, left = list[tuple[Range, ...]](), Range(0, 0)
+        for size in sizes:
+            ranges = list[Range]()
+            while size:
+                offset, length = left if left.bytes else next(whole, left)
+                assert length, f"{size} bytes more than these host pages have"
+                taken = min(length, size)
+                ranges.append(Range(offset, taken))
+                size, left = size - taken, Range(offset + taken, length - taken)
+            parts.append(joined(ranges) if len(ranges) > 1 else tuple(ranges))
+        return parts
 
     def close(self) -> None:
         """Give the memory back. May be called again. Nothing may be copying."""

@@ -57,7 +57,7 @@ class Offering:
         if mooncake is not None:
             self._withdraw, transports["mooncake"] = _start_mooncake(cache.host, listener, mooncake)
         records = Records(cache.host, cache.spec)
-        self._offer = Offer(self.questions, ask, records, cache.spec.form, key, transports)
+        self._offer = Offer(self.questions, ask, records, cache.leases.forms, key, transports)
         self._listener = listener
         self._readers: dict[Reader, threading.Thread] = {}
         self._lock = threading.Lock()

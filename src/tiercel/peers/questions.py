@@ -68,7 +68,7 @@ class Questions:
         return bool(self._watches)
 
     def find(self, keys: Sequence[RecordKey], *, hold: bool) -> Finding:
-        return self._finding(keys, {number: self._leases.look(key) for number, key in enumerate(keys)}, hold)
+        return self._finding(keys, dict(enumerate(self._leases.look(keys))), hold)
 
     def watch(self, watch: Watch) -> None:
         self._watches[watch] = None
@@ -101,8 +101,8 @@ class Questions:
 
     def _look(self, watch: Watch) -> None:
         decided: dict[int, Readiness] = {}
-        for number, seen in watch.undecided.items():
-            state = self._leases.look(watch.keys[number])
+        states = self._leases.look([watch.keys[number] for number in watch.undecided])
+        for (number, seen), state in zip(list(watch.undecided.items()), states, strict=True):
             if state is Readiness.HERE or (seen and state is Readiness.ABSENT):
                 decided[number] = state
             elif state is Readiness.COMING:

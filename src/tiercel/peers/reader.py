@@ -13,7 +13,7 @@ from __future__ import annotations
 import hmac
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,6 +27,7 @@ from tiercel.peers.records import Records
 from tiercel.storage.peer import wire
 from tiercel.storage.peer.link import Link, LinkLost
 from tiercel.storage.peer.wire import Message
+from tiercel.storage.record import RecordKey
 
 T = TypeVar("T")
 
@@ -55,7 +56,7 @@ class Offer:
     questions: Questions
     ask: Ask
     records: Records
-    form: bytes
+    forms: Sequence[bytes]
     key: str
     transports: dict[str, Any]
     boot: bytes = field(default_factory=lambda: os.urandom(wire.BOOT_BYTES))
@@ -76,11 +77,11 @@ class Offer:
 
 
 class Held(NamedTuple):
-    """A lease, until when, and the numbers of its records in the question."""
+    """A lease, until when, and its records by their numbers in the question."""
 
     until_s: float
     lease: Lease
-    numbers: list[int]
+    keys: dict[int, RecordKey]
 
 
 class Reader:
@@ -127,7 +128,7 @@ class Reader:
             link.send(Message.REFUSED, b"its key is missing or wrong (--share-key)")
             raise StoreError("its key is missing or wrong")
         own = wire.proof(offer.key, b"server", hello, nonce)
-        link.send(Message.WELCOME, wire.Welcome(own, offer.form, offer.transports).pack())
+        link.send(Message.WELCOME, wire.Welcome(own, offer.forms, offer.transports).pack())
 
     def _wait_for_question(self) -> None:
         """Leases whose time is over end meanwhile."""
@@ -163,7 +164,7 @@ class Reader:
             if not left:
                 self._offer.asked(lambda: questions.leave(watch))
             for finding in watch.news:  # that could not be told: `close` ends its lease
-                self._hold(finding, hold_s)
+                self._hold(question.keys, finding, hold_s)
             watch.close()
 
     def _tell_news(self, watch: Watch, question: wire.Find, hold_s: float, until_s: float) -> None:
@@ -192,7 +193,7 @@ class Reader:
             self._tell(question, watch.news.popleft(), hold_s, last=False)
 
     def _tell(self, question: wire.Find, finding: Finding, hold_s: float, *, last: bool) -> None:
-        number, details, lease = self._hold(finding, hold_s), {}, finding.lease
+        number, details, lease = self._hold(question.keys, finding, hold_s), {}, finding.lease
         if lease is not None:
             for key_number, item, places in zip(finding.here, lease.items, lease.places, strict=True):
                 details[key_number] = self._offer.records.describe(
@@ -208,12 +209,13 @@ class Reader:
         if held is None:
             self._done(question.lease)
             return
-        at = {number: position for position, number in enumerate(held.numbers)}
+        at = {number: position for position, number in enumerate(held.keys)}
         if not all(number in at for number in question.numbers):
             raise StoreError("a read of something that its lease does not hold")
         views = list[memoryview]()
-        for position in (at[number] for number in question.numbers):
-            views += self._offer.records.views(held.lease.items[position], held.lease.places[position])
+        for number in question.numbers:
+            item, places = held.lease.items[at[number]], held.lease.places[at[number]]
+            views += self._offer.records.views(held.keys[number], item, places)
         size = sum(map(len, views))
         self.link.within(held.until_s - monotonic())  # beyond that others may write there
         self.link.send(Message.BYTES, wire.pack_bytes(size))
@@ -231,12 +233,13 @@ class Reader:
 
     # Leases
 
-    def _hold(self, finding: Finding, hold_s: float) -> int:
+    def _hold(self, keys: Sequence[RecordKey], finding: Finding, hold_s: float) -> int:
         """The number of its lease; 0: it has none."""
         if finding.lease is None:
             return 0
         number, self._next = self._next, self._next + 1
-        self._leases[number] = Held(monotonic() + hold_s, finding.lease, finding.here)
+        here = {each: keys[each] for each in finding.here}
+        self._leases[number] = Held(monotonic() + hold_s, finding.lease, here)
         self._offer.counters["leases"] += 1
         return number
 

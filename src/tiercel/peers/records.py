@@ -10,7 +10,7 @@ from typing import NamedTuple
 from tiercel.memory.buffers import HostMemory
 from tiercel.memory.layout import Range
 from tiercel.spec.cache_spec import CacheSpec
-from tiercel.storage.record import ALIGN_LEAST, RecordKey, checksum, page_key_of
+from tiercel.storage.record import ALIGN_LEAST, RecordKey, checksum, form_of, page_key_of
 from tiercel.transfer.mover import forms_of
 from tiercel.tree.node import Item
 from tiercel.types import HostPageId
@@ -32,8 +32,8 @@ class Records:
         self._host, self._spec = host, spec
         self._forms = {ALIGN_LEAST: forms_of(spec, ALIGN_LEAST)}
         """By the alignment that readers ask for."""
-        self._checksums: OrderedDict[HostPageId, bytes] = OrderedDict()
-        """By the first host page of the record: an id is never used again for other bytes."""
+        self._checksums: OrderedDict[tuple[HostPageId, bytes], bytes] = OrderedDict()
+        """By the first host page and the form: an id is never used again for other bytes."""
         self._lock = threading.Lock()
 
     def describe(
@@ -42,24 +42,32 @@ class Records:
         """`pieces`: tell where its bytes are, too."""
         if align not in self._forms:
             self._forms[align] = forms_of(self._spec, align)
-        form = self._forms[align][item.kind]
-        ranges = self._host.ranges(places, form.payload_bytes) if pieces else ()
-        return Described(
-            form.payload_bytes, form.header_of(page_key_of(key), self._sum(item, places)), ranges
-        )
+        number, sizes = self._part(key, item)
+        form = self._forms[align][item.kind][number]
+        ranges = self._host.ranges(places, sizes)[number] if pieces else ()
+        header = form.header_of(page_key_of(key), self._sum(key, item, places))
+        return Described(form.payload_bytes, header, ranges)
 
-    def views(self, item: Item, places: tuple[HostPageId, ...]) -> list[memoryview]:
+    def views(self, key: RecordKey, item: Item, places: tuple[HostPageId, ...]) -> list[memoryview]:
         """Its bytes in the order of the record."""
-        return self._host.views(places, self._forms[ALIGN_LEAST][item.kind].payload_bytes)
+        number, sizes = self._part(key, item)
+        return self._host.views(places, sizes)[number]
 
-    def _sum(self, item: Item, places: tuple[HostPageId, ...]) -> bytes:
+    def _part(self, key: RecordKey, item: Item) -> tuple[int, list[int]]:
+        """Which of the item's records it is, and the sizes of these records up to it."""
+        forms = self._forms[ALIGN_LEAST][item.kind]
+        number = next(i for i, form in enumerate(forms) if form.digest == form_of(key))
+        return number, [form.payload_bytes for form in forms[: number + 1]]
+
+    def _sum(self, key: RecordKey, item: Item, places: tuple[HostPageId, ...]) -> bytes:
+        name = places[0], form_of(key)
         with self._lock:
-            known = self._checksums.get(places[0])
+            known = self._checksums.get(name)
         if known is not None:
             return known
-        made = checksum(self.views(item, places))
+        made = checksum(self.views(key, item, places))
         with self._lock:
-            self._checksums[places[0]] = made
+            self._checksums[name] = made
             if len(self._checksums) > CHECKSUMS_MOST:
                 self._checksums.popitem(last=False)
         return made

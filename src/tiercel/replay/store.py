@@ -10,12 +10,8 @@ from typing import Any
 
 from tiercel.replay.null import Clock, Pipe
 from tiercel.spec.cache_spec import CacheSpec
-from tiercel.storage.record import RecordKey, record_key
 from tiercel.transfer.mover import Operation, Presence, RecordPlace, Work
 from tiercel.types import Kind, PageKey
-
-NO_FORM = bytes(16)
-"""In the names of records that were evicted: one model is replayed at a time."""
 
 
 @dataclass(slots=True)
@@ -88,7 +84,7 @@ class ClockMover:
         self.under_way: set[Operation] = set()
         self.flaws: Counter[str] = Counter()
         self.numbers: dict[str, Any] = {}
-        self.removed: deque[RecordKey] = deque()
+        self.removed: deque[tuple[Kind, PageKey]] = deque()
         clock.ends.append(self._next_s)
 
     def submit(self, work: Work, pieces: Sequence[RecordPlace] = ()) -> Operation:
@@ -113,8 +109,7 @@ class ClockMover:
             self.under_way.discard(operation)
             operation.answers = self._answers(operation)
             ended.append(operation)
-        for piece in self.store.removed:
-            self.removed.append(record_key(piece.kind, NO_FORM, piece.key))
+        self.removed.extend((piece.kind, piece.key) for piece in self.store.removed)
         self.store.removed.clear()
         return ended
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from tiercel.errors import SpecError
@@ -27,9 +28,28 @@ load of 512 pages 0.3 ms of CPU."""
 DRAFT = "draft_"
 """The names of a draft's streams begin with it, for people: `Stream.draft` tells programs."""
 
+GRAINS_MOST = 4
+"""Into so many records a page is cut at most. Each record costs a header of 4 KiB in a file store."""
+GRAIN_BYTES_LEAST = 128 * 1024
+"""A page is cut into fewer records if they would be smaller than this: small records are slow everywhere."""
+
 FORM_BYTES = 16
 FORMAT_VERSION = 3
 """Part of the form: raise it when the meaning of stored bytes changes."""
+
+
+@dataclass(frozen=True)
+class Grain:
+    """The bytes of some consecutive layers of a page (or tail): what a store keeps as one record. They lie
+    together in the page, behind those of the grains before it."""
+
+    number: int
+    of: int
+    """Into so many grains all layers of the model are cut. Some may have no bytes of this kind."""
+    streams: tuple[Stream, ...]
+    """Only with the layers of this grain."""
+    form: bytes
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -93,6 +113,43 @@ class CacheSpec:
                 groups.append(range(first, layer + 1))
                 first = layer + 1
         return [*groups, range(first, self.layers[-1] + 1)] if first <= self.layers[-1] else groups
+
+    @cached_property
+    def cut(self) -> tuple[range, ...]:
+        """The layers of each grain, about the same bytes of a page in each. The cut is that of the whole
+        model, for pages and for tails: every stage of it, and every process, computes the same."""
+        if self.whole is not None:
+            return self.whole.cut
+        streams = self.page_streams or self.tail_streams
+        sizes = {
+            layer: sum(self.row_bytes(stream) for stream in streams if layer in stream.layers)
+            for layer in self.layers
+        }
+        total, before, ends = sum(sizes.values()), 0, dict[int, int]()
+        grains = min(max(1, total // GRAIN_BYTES_LEAST), GRAINS_MOST, len(sizes))
+        for layer, size in sizes.items():
+            middle = (2 * before + size) * grains // (2 * total)  # a layer is where its middle is
+            ends[min(middle, grains - 1)] = layer + 1
+            before += size
+        return tuple(range(first, end) for first, end in pairwise([0, *ends.values()]))
+
+    def grains(self, kind: Kind) -> tuple[Grain, ...]:
+        """The grains that have bytes of this kind, in the order of their bytes. A grain's form names its own
+        layers only: a stage that holds all layers of a grain has the same records as the whole model."""
+        return self._grains[kind]
+
+    @cached_property
+    def _grains(self) -> dict[Kind, tuple[Grain, ...]]:
+        return {kind: tuple(self._cut_streams(kind)) for kind in Kind}
+
+    def _cut_streams(self, kind: Kind) -> Iterator[Grain]:
+        if kind is Kind.PAGE and not self.page_streams:
+            yield Grain(0, 1, (), self.form, 0)  # what a page of a stage has that stores only tails
+        for number, layers in enumerate(self.cut):
+            streams = _with_layers(self.streams_of(kind), layers)
+            if streams:
+                own = replace(self, streams=streams)
+                yield Grain(number, len(self.cut), streams, own.form, own.item_bytes(kind))
 
     def stream(self, name: str) -> Stream:
         for stream in self.streams:
@@ -178,8 +235,7 @@ class CacheSpec:
 
     def stage(self, first: int, last: int) -> CacheSpec:
         """The same declaration for layers first … last - 1. Layer ids stay global."""
-        own = [(s, tuple(layer for layer in s.layers if first <= layer < last)) for s in self.streams]
-        kept = tuple(replace(stream, layers=layers) for stream, layers in own if layers)
+        kept = _with_layers(self.streams, range(first, last))
         if not kept:
             raise SpecError("stage", (first, last), f"no stream has layers there; layers are {self.layers}")
         return replace(self, streams=kept, whole=self.whole or self)
@@ -231,6 +287,12 @@ class CacheSpec:
         _check_list("spec.streams", data["streams"])
         streams = [_stream_from_dict(f"streams[{i}]", item) for i, item in enumerate(data["streams"])]
         return CacheSpec(**{**data, "streams": tuple(streams)})
+
+
+def _with_layers(streams: Iterable[Stream], layers: range) -> tuple[Stream, ...]:
+    """The same streams with some of their layers. Streams that have none of them are left out."""
+    own = ((stream, tuple(layer for layer in stream.layers if layer in layers)) for stream in streams)
+    return tuple(replace(stream, layers=some) for stream, some in own if some)
 
 
 def _stream_to_dict(stream: Stream) -> dict[str, Any]:

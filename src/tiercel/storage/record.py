@@ -1,8 +1,11 @@
-"""A record: one page or one tail as it is stored, with a header that says what it is (docs/record-format.md).
+"""A record: some layers of one page or tail as they are stored, with a header that says what it is
+(docs/record-format.md).
 
-    ┌─ header ────────────────────────────────────────┐┌─ payload ─────────────────┐
-    │ fixed part │ stream table (JSON) │ zeros to align ││ bytes of the page or tail │
-    └─────────────────────────────────────────────────┘└───────────────────────────┘
+    ┌─ header ────────────────────────────────────────┐┌─ payload ───────────────────────────────┐
+    │ fixed part │ stream table (JSON) │ zeros to align ││ bytes of these layers of the page or tail │
+    └─────────────────────────────────────────────────┘└─────────────────────────────────────────┘
+
+Which layers are one record follows from the model alone (`CacheSpec.grains`).
 
 `Form.flaw` verifies what comes back from a store before it is used: its form, its key, its length, and the
 checksum of every byte.
@@ -23,15 +26,17 @@ import xxhash
 from tiercel.types import Kind
 
 MAGIC = b"tiercel\n"
-VERSION = 2
+VERSION = 3
+VERSIONS = (2, VERSION)
+"""Records of version 2 hold a whole page or tail. They are told apart and verified, but no longer used."""
 ALIGN_LEAST = 64
 KEY_BYTES = 49
-_FIXED = struct.Struct("<8sHBxIQ16s32s16sI20x8s8x")
+_FIXED = struct.Struct("<8sHBxIQ16s32s16sIHH16x8s8x")
 _CHECK_AT = 112  # Offset of the checksum of the header. It is computed with zeros in its place.
 
 RecordKey = NewType("RecordKey", bytes)
-"""The name of a record in a store: one byte of the kind, 16 of the form, 32 of the page key. A process with
-other layers of the same model uses the same page keys, but has another form, and so other record keys."""
+"""The name of a record in a store: one byte of the format version and the kind, 16 of the form, 32 of the
+page key. All processes of a model use the same page keys. The form names the layers of the record."""
 
 View = memoryview | bytearray | bytes  # contiguous bytes
 
@@ -55,12 +60,34 @@ class Flaw(Enum):
     UNREADABLE = "nothing, although the key is listed"
 
 
-def record_key(kind: Kind | Note, form: bytes, page_key: bytes) -> RecordKey:
-    return RecordKey(bytes((kind,)) + form + page_key)
+def record_key(kind: Kind | Note, form: bytes, page_key: bytes, version: int = VERSION) -> RecordKey:
+    is_plain = version == 2 or isinstance(kind, Note)  # the first byte is the kind alone
+    return RecordKey(bytes((kind if is_plain else version << 4 | kind,)) + form + page_key)
 
 
 def page_key_of(key: RecordKey) -> bytes:
     return key[-32:]
+
+
+def form_of(key: RecordKey) -> bytes:
+    return key[1:-32]
+
+
+def start_of(key: RecordKey) -> bytes:
+    """What the keys of all records of one form begin with."""
+    return key[:-32]
+
+
+def kind_of(key: RecordKey) -> tuple[Kind, int] | None:
+    """The kind and the format version of a record. None: it is not the key of a record."""
+    version, kind = divmod(key[0], 16) if len(key) == KEY_BYTES else (0, 0)
+    return (Kind(kind), version or 2) if kind in set(Kind) and version != 2 else None
+
+
+def is_older(key: RecordKey) -> bool:
+    """Whether it is the key of a record of an older format version: nobody reads it any more."""
+    kind = kind_of(key)
+    return kind is not None and kind[1] < VERSION
 
 
 class Header(NamedTuple):
@@ -74,33 +101,40 @@ class Header(NamedTuple):
     page_key: bytes
     checksum: bytes
     table: bytes
+    grain: int = 0
+    """Which part of the page or tail it is, and of how many (`spec.cache_spec.Grain`)."""
+    grains: int = 1
+    version: int = VERSION
 
     @property
     def key(self) -> RecordKey:
-        return record_key(self.kind, self.form, self.page_key)
+        return record_key(self.kind, self.form, self.page_key, self.version)
 
 
 @dataclass(frozen=True)
 class Form:
-    """What all records of one kind in one cache and one store have in common: all but key and payload."""
+    """What all records of one grain in one cache and one store have in common: all but key and payload."""
 
     kind: Kind
-    digest: bytes  # of the whole declaration (`CacheSpec.form`)
+    digest: bytes  # of the declaration of these layers (`Grain.form`)
     streams: tuple[tuple[str, tuple[int, ...], int], ...]
     """Name, layers and bytes per row, in the order of the payload."""
     payload_bytes: int
     align: int = ALIGN_LEAST  # the payload begins at a multiple of this
+    grain: int = 0
+    grains: int = 1
 
     def __post_init__(self) -> None:
         assert len(self.digest) == 16 and self.align >= 1
         assert sum(len(layers) * row for _, layers, row in self.streams) == self.payload_bytes
 
-    def key(self, page_key: bytes) -> RecordKey:
-        return record_key(self.kind, self.digest, page_key)
+    @cached_property
+    def start(self) -> bytes:
+        """What the keys of all its records begin with."""
+        return record_key(self.kind, self.digest, b"")
 
-    def made(self, key: RecordKey) -> bool:
-        """Whether this is the key of a record of this form."""
-        return len(key) == KEY_BYTES and key == self.key(page_key_of(key))
+    def key(self, page_key: bytes) -> RecordKey:
+        return RecordKey(self.start + page_key)
 
     @cached_property
     def table(self) -> bytes:
@@ -122,8 +156,8 @@ class Form:
 
     def header_of(self, page_key: bytes, checksum: bytes) -> bytes:
         """The same, for a payload whose checksum is known."""
-        sizes = (self.header_bytes, self.payload_bytes)
-        return pack(Header(self.kind, *sizes, self.digest, page_key, checksum, self.table))
+        sizes, part = (self.header_bytes, self.payload_bytes), (self.grain, self.grains)
+        return pack(Header(self.kind, *sizes, self.digest, page_key, checksum, self.table, *part))
 
     def flaw(self, header: View, page_key: bytes, payload: Sequence[View]) -> Flaw | None:
         """What is wrong with a record that was read for `page_key`. None: every byte is right."""
@@ -132,7 +166,8 @@ class Form:
             return read
         if read.key != self.key(page_key):
             return Flaw.FORM if read.form != self.digest else Flaw.KEY
-        if read.table != self.table or read.payload_bytes != self.payload_bytes:
+        part = (read.table, read.payload_bytes, read.grain, read.grains)
+        if part != (self.table, self.payload_bytes, self.grain, self.grains):
             return Flaw.FORM
         return None if checksum(payload) == read.checksum else Flaw.CHECKSUM
 
@@ -149,8 +184,8 @@ def checksum(payload: Iterable[View]) -> bytes:
 
 
 def pack(header: Header) -> bytes:
-    *fixed, table = header
-    data = _FIXED.pack(MAGIC, VERSION, *fixed, len(table), bytes(8)) + table
+    *fixed, table, grain, grains, version = header
+    data = _FIXED.pack(MAGIC, version, *fixed, len(table), grain, grains, bytes(8)) + table
     data = data.ljust(header.header_bytes, b"\0")
     return data[:_CHECK_AT] + xxhash.xxh3_64_digest(data) + data[_CHECK_AT + 8 :]
 
@@ -159,7 +194,9 @@ def parse(data: View) -> Header | Flaw:
     """The header at the start of `data`, or its flaw. `data` may be longer."""
     if len(data) < _FIXED.size:
         return Flaw.FOREIGN
-    magic, version, kind, size, payload, form, key, digest, table, check = _FIXED.unpack_from(data)
+    magic, version, kind, size, payload, form, key, digest, table, grain, grains, check = _FIXED.unpack_from(
+        data
+    )
     if magic != MAGIC:
         return Flaw.FOREIGN
     if not _FIXED.size <= size <= len(data):
@@ -168,12 +205,12 @@ def parse(data: View) -> Header | Flaw:
     whole[_CHECK_AT : _CHECK_AT + 8] = bytes(8)
     if xxhash.xxh3_64_digest(whole) != check:
         return Flaw.HEADER
-    if version != VERSION:
+    if version not in VERSIONS:
         return Flaw.VERSION
     if _FIXED.size + table > size or kind not in _KINDS:
         return Flaw.HEADER
     names = bytes(whole[_FIXED.size : _FIXED.size + table])
-    return Header(_KINDS[kind], size, payload, form, key, digest, names)
+    return Header(_KINDS[kind], size, payload, form, key, digest, names, grain, grains, version)
 
 
 def flaw_of(value: View, key: RecordKey) -> Flaw | None:

@@ -3,9 +3,13 @@
     queued ── a thread takes it ──► running ──► ended: answers, or an error
        └── cancelled, nobody waits ───────────► ended: nothing was done
 
-Every record that is read is verified (I9). A worker survives whatever a store raises (I13): the operation is
-tried again after a moment, and then it has failed. A call that never returns keeps its thread and its host
-pages, and nothing else: another thread takes its place (`threads.Crew`), and the caller decides by the clock.
+Others speak of pages and tails. A store keeps each as several records (`CacheSpec.grains`), which are asked
+for, read and written together. A page is there if all its records are. If one is missing, the others stay:
+only that one is written again. Every record that is read is verified (I9).
+
+A worker survives whatever a store raises (I13): the operation is tried again after a moment, and then it has
+failed. A call that never returns keeps its thread and its host pages, and nothing else: another thread takes
+its place (`threads.Crew`), and the caller decides by the clock.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import logging
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from enum import Enum
@@ -23,9 +27,9 @@ from typing import Any, NamedTuple, Protocol
 
 from tiercel.errors import StoreError
 from tiercel.memory.buffers import HostMemory
-from tiercel.spec.cache_spec import CacheSpec
+from tiercel.spec.cache_spec import CacheSpec, Grain
 from tiercel.storage.base import Get, Put, Store
-from tiercel.storage.record import Flaw, Form, RecordKey
+from tiercel.storage.record import Flaw, Form, RecordKey, page_key_of, start_of
 from tiercel.threads import Crew
 from tiercel.types import HostPageId, Kind, PageKey
 
@@ -42,13 +46,13 @@ class Work(Enum):
 
 
 class Presence(Enum):
-    """How an operation ended for one record."""
+    """How an operation ended for one page or tail."""
 
     HERE = "here"  # Asked: it is there. Read: every byte is right. Written: the store has it.
     MISSING = "missing"  # not there, or not kept
     DAMAGED = "damaged"
-    """It is listed, but can not be read or is not what was asked for. It is removed, and counts as missing
-    until it is written again."""
+    """A record of it is listed, but can not be read or is not what was asked for. That record is removed, and
+    counts as missing until it is written again."""
 
 
 class RecordPlace(NamedTuple):
@@ -121,8 +125,8 @@ class Mover(Protocol):
         """The store's own statistics, as last asked for."""
 
     @property
-    def removed(self) -> deque[RecordKey]:
-        """Records that the store evicted."""
+    def removed(self) -> deque[tuple[Kind, PageKey]]:
+        """Pages and tails that the store evicted."""
 
     @property
     def landed(self) -> bool:
@@ -156,6 +160,7 @@ class StoreMover:
         workers: Workers | None = None,
     ) -> None:
         self._store = store
+        self._spec = spec
         self._host = host
         self._clock = clock
         self._landed = landed
@@ -169,12 +174,15 @@ class StoreMover:
         self._not_removed: set[RecordKey] = set()
         """Damaged, and the store could not remove them. They count as missing until they are written."""
         self.numbers: dict[str, Any] = {}  # the store's own statistics, as last asked for
-        self.removed: deque[RecordKey] = deque()  # records of this form that the store evicted
+        self.removed: deque[tuple[Kind, PageKey]] = deque()  # of which the store evicted records
+        self._kinds = {form.start: kind for kind, forms in self.forms.items() for form in forms}
+        self._lost: dict[tuple[Kind, PageKey], int] = {}
+        """Of what lost a record and was not written since: how many other records it has left."""
 
     def submit(self, work: Work, pieces: Sequence[RecordPlace] = ()) -> Operation:
         """Never blocks."""
         moved = pieces if work in (Work.READ, Work.WRITE) else ()
-        size = sum(self.forms[piece.kind].payload_bytes for piece in moved)
+        size = sum(self._spec.item_bytes(piece.kind) for piece in moved)
         operation = Operation(work, pieces, size, self._clock())
         self.under_way.add(operation)
         try:
@@ -201,8 +209,9 @@ class StoreMover:
             self.under_way.discard(ended[-1])
         return ended
 
-    def key(self, piece: RecordPlace) -> RecordKey:
-        return self.forms[piece.kind].key(piece.key)
+    def keys(self, piece: RecordPlace) -> list[RecordKey]:
+        """Of all its records."""
+        return [form.key(piece.key) for form in self.forms[piece.kind]]
 
     @property
     def landed(self) -> bool:
@@ -247,9 +256,9 @@ class StoreMover:
             self._landed.notify_all()
 
     def _ask(self, operation: Operation) -> list[Presence]:
-        keys = [self.key(piece) for piece in operation.pieces]
-        listed = self._without_damaged(keys, self._store.contains(keys))
-        return [Presence.HERE if each else Presence.MISSING for each in listed]
+        keys = [key for piece in operation.pieces for key in self.keys(piece)]
+        listed = iter(self._without_damaged(keys, self._store.contains(keys)))
+        return [_presence([next(listed) for _ in self.forms[piece.kind]]) for piece in operation.pieces]
 
     def _kept(self, keys: Sequence[RecordKey]) -> list[bool]:
         return self._without_damaged(keys, self._store.kept(keys))
@@ -258,23 +267,26 @@ class StoreMover:
         return [here and key not in self._not_removed for key, here in zip(keys, there, strict=True)]
 
     def _read(self, operation: Operation) -> list[Presence]:
-        wanted = []
-        for piece in operation.pieces:
-            header = memoryview(bytearray(self.forms[piece.kind].header_bytes))
-            wanted.append(Get(self.key(piece), [header, *self._views(piece)]))
+        records = [(piece.key, *each) for piece in operation.pieces for each in self._records(piece)]
+        wanted = [
+            Get(form.key(key), [memoryview(bytearray(form.header_bytes)), *views])
+            for key, form, views in records
+        ]
         there = self._store.get(wanted)
         missed = [each.key for each, here in zip(wanted, there, strict=True) if not here]
         listed = dict(zip(missed, self._kept(missed), strict=True)) if missed else {}
-        answers, damaged = [], []
-        for piece, (key, (header, *payload)), here in zip(operation.pieces, wanted, there, strict=True):
-            flaw = Flaw.UNREADABLE if listed.get(key) else None
-            if here:
-                flaw = self.forms[piece.kind].flaw(header, piece.key, payload)
-            if flaw is not None:
-                damaged.append(key)
-                self._count(key, flaw)
-            answers.append(Presence.DAMAGED if flaw else Presence.HERE if here else Presence.MISSING)
-        self._remove(damaged)
+        flaws = list[Flaw | None]()
+        for (page_key, form, views), each, here in zip(records, wanted, there, strict=True):
+            flaw = Flaw.UNREADABLE if listed.get(each.key) else None
+            flaws.append(form.flaw(each.parts[0], page_key, views) if here else flaw)
+        damaged = [(each.key, flaw) for each, flaw in zip(wanted, flaws, strict=True) if flaw]
+        for name, flaw in damaged:
+            self._count(name, flaw)
+        self._remove([name for name, _ in damaged])
+        answers, ends = [], iter(zip(there, flaws, strict=True))
+        for piece in operation.pieces:
+            heres, own = zip(*(next(ends) for _ in self.forms[piece.kind]), strict=True)
+            answers.append(Presence.DAMAGED if any(own) else _presence(heres))
         return answers
 
     def _remove(self, damaged: Sequence[RecordKey]) -> None:
@@ -299,21 +311,45 @@ class StoreMover:
 
     def _write(self, operation: Operation) -> list[Presence]:
         """Write the records that are not there yet."""
-        keys = [self.key(piece) for piece in operation.pieces]
+        named = [(piece, self.keys(piece)) for piece in operation.pieces]
+        keys = [key for _, own in named for key in own]
+        there = dict(zip(keys, self._kept(keys), strict=True))
         values = []
-        for piece, key, here in zip(operation.pieces, keys, self._kept(keys), strict=True):
-            if not here:
-                payload = self._views(piece)
-                values.append(Put(key, [self.forms[piece.kind].header(piece.key, payload), *payload]))
+        for piece, own in named:
+            if not all(map(there.__getitem__, own)):
+                for key, (form, views) in zip(own, self._records(piece), strict=True):
+                    if not there[key]:
+                        values.append(Put(key, [form.header(piece.key, views), *views]))
         answers = self._store.put(values) if values else []
         kept = {value.key: answer for value, answer in zip(values, answers, strict=True)}
         self._not_removed.difference_update(key for key, is_kept in kept.items() if is_kept)
-        removed = (RecordKey(bytes(key)) for key in self._store.removed())
-        self.removed.extend(key for key in removed if any(form.made(key) for form in self.forms.values()))
-        return [Presence.HERE if kept.get(key, True) else Presence.MISSING for key in keys]
+        whole = [_presence(kept.get(key, True) for key in own) for _, own in named]
+        pairs = zip(operation.pieces, whole, strict=True)
+        here = [(piece.kind, piece.key) for piece, answer in pairs if answer is Presence.HERE]
+        removed = [RecordKey(bytes(key)) for key in self._store.removed()]
+        with self._landed:
+            for item in here:
+                self._lost.pop(item, None)
+            self._tell_removed(removed)
+        return whole
+
+    def _tell_removed(self, keys: Sequence[RecordKey]) -> None:
+        """Which pages and tails lost a record to the store's eviction: each is told once until it is written
+        again, however many of its records leave."""
+        for key in keys:
+            kind = self._kinds.get(start_of(key))
+            if kind is None:
+                continue
+            item = kind, PageKey(page_key_of(key))
+            if item not in self._lost:
+                self.removed.append(item)
+            self._lost[item] = self._lost.get(item, len(self.forms[kind])) - 1
+            if not self._lost[item]:
+                del self._lost[item]
 
     def _clear(self, _: Operation) -> list[Presence]:
         self._store.clear()
+        self._lost.clear()
         return []
 
     def _stats(self, _: Operation) -> list[Presence]:
@@ -323,20 +359,27 @@ class StoreMover:
     def _probe(self, operation: Operation) -> list[Presence]:
         if not self.writes:
             return []  # only a fetch can tell how fast it is
-        form, key = self.forms[Kind.PAGE], PageKey(os.urandom(32))
-        name, payload = form.key(key), bytearray(form.payload_bytes)
+        key, records = PageKey(os.urandom(32)), list[tuple[RecordKey, bytes, bytearray]]()
+        for form in self.forms[Kind.PAGE] or self.forms[Kind.TAIL]:
+            payload = bytearray(form.payload_bytes)
+            records.append((form.key(key), form.header(key, [payload]), payload))
         try:
-            kept = self._store.put([Put(name, [form.header(key, [payload]), payload])])
+            kept = self._store.put([Put(name, [header, payload]) for name, header, payload in records])
             began_s = self._clock()
-            parts = [memoryview(bytearray(form.header_bytes)), memoryview(payload)]
-            if all(kept) and all(self._store.get([Get(name, parts)])):
+            wanted = [
+                Get(name, [memoryview(bytearray(header)), memoryview(payload)])
+                for name, header, payload in records
+            ]
+            if all(kept) and all(self._store.get(wanted)):
                 operation.read_s = self._clock() - began_s
         finally:
-            self._store.delete([name])
+            self._store.delete([name for name, *_ in records])
         return []
 
-    def _views(self, piece: RecordPlace) -> list[memoryview]:
-        return self._host.views(piece.host, self.forms[piece.kind].payload_bytes)
+    def _records(self, piece: RecordPlace) -> Iterator[tuple[Form, list[memoryview]]]:
+        """The form of each record, and its bytes in host memory."""
+        forms = self.forms[piece.kind]
+        return zip(forms, self._host.views(piece.host, [form.payload_bytes for form in forms]), strict=True)
 
     _DO: dict[Work, Callable[[StoreMover, Operation], list[Presence]]] = {
         Work.ASK: _ask,
@@ -348,10 +391,16 @@ class StoreMover:
     }
 
 
-def forms_of(spec: CacheSpec, align: int) -> dict[Kind, Form]:
-    return {kind: _form(kind, spec, align) for kind in Kind}
+def _presence(records: Iterable[bool]) -> Presence:
+    """Of a page or tail, by whether each of its records is there."""
+    return Presence.HERE if all(records) else Presence.MISSING
 
 
-def _form(kind: Kind, spec: CacheSpec, align: int) -> Form:
-    rows = tuple((stream.name, stream.layers, spec.row_bytes(stream)) for stream in spec.streams_of(kind))
-    return Form(kind, spec.form, rows, spec.item_bytes(kind), align)
+def forms_of(spec: CacheSpec, align: int) -> dict[Kind, tuple[Form, ...]]:
+    """The forms of the records that a page, or a tail, is stored as, in the order of its bytes."""
+    return {kind: tuple(_form(kind, spec, grain, align) for grain in spec.grains(kind)) for kind in Kind}
+
+
+def _form(kind: Kind, spec: CacheSpec, grain: Grain, align: int) -> Form:
+    rows = tuple((stream.name, stream.layers, spec.row_bytes(stream)) for stream in grain.streams)
+    return Form(kind, grain.form, rows, grain.bytes, align, grain.number, grain.of)

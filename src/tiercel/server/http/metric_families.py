@@ -158,7 +158,7 @@ PEERS = {
 
 SHARED = {
     "bytes_sent": "Bytes of host pages sent to other servers",
-    "records_sent": "Pages and tails sent to other servers",
+    "records_sent": "Records sent to other servers (up to 4 for a page or tail)",
     "leases": "Times that other servers were promised that host pages stay while they read them",
     "leases_timed_out": "Such promises that ended before the other server had read everything",
     "keys_refused": "Connections of other servers that were refused because their key was wrong",
@@ -238,7 +238,7 @@ FAMILIES: Mapping[str, Family | None] = {
         ("state",),
         states=("working", "off", "trying"),
     ),
-    "store.records": Family("store_records", "Pages and tails in the store now, if the store can tell"),
+    "store.records": Family("store_records", "Records in the store now: up to 4 of a page or tail"),
     "store.bytes": Family("store_bytes", "Bytes of all records in the store now, if the store can tell"),
     "store.saved_bytes": Family("store_saved_bytes", "Bytes written to the store", since=ATTACHED),
     "store.read_bytes": Family("store_read_bytes", "Bytes read from the store", since=ATTACHED),

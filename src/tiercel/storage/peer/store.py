@@ -43,7 +43,7 @@ from tiercel.storage.peer.wire import (
     pack_bytes,
     proof,
 )
-from tiercel.storage.record import RecordKey
+from tiercel.storage.record import RecordKey, form_of
 
 log = logging.getLogger(__name__)
 
@@ -229,8 +229,7 @@ class PeerStore(Store):
         return answers
 
     def _find(self, question: Find, peer: _Peer) -> Found:
-        ours = [number for number, key in enumerate(question.keys) if key[1:17] == peer.welcome.form]
-        if not ours:
+        if not any(form_of(key) in peer.welcome.forms for key in question.keys):
             self._tell_form(question.keys)
             return Found([])
         peer.link.within(self._timeout_s)

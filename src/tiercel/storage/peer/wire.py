@@ -4,7 +4,7 @@
     ──────                              ───────────────
                  ◄── HELLO              which start of the server this is (boot), a challenge
     PROOF ──►                           that the reader has the key, and a challenge of its own
-                 ◄── WELCOME | REFUSED  that the server has the key; the form of its records; its transports
+                 ◄── WELCOME | REFUSED  that the server has the key; the forms of its records; its transports
     FIND ──►                            which of these records are there? hold them for so long; wait so long
                  ◄── FOUND …            each with its header and where its bytes are; several, if it waits
     READ ──►                            send these records of that lease            (transport=tcp)
@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from tiercel.errors import StoreError
 from tiercel.storage.record import ALIGN_LEAST, KEY_BYTES, RecordKey
 
-MAGIC = b"tiercel peer 1\n\0"
+MAGIC = b"tiercel peer 2\n\0"
 BOOT_BYTES = 16
 NONCE_BYTES = 32
 KEYS_MOST = 1 << 16
@@ -92,23 +92,25 @@ def proof(key: str, who: bytes, hello: Hello, nonce: bytes) -> bytes:
 
 class Welcome(NamedTuple):
     proof: bytes
-    form: bytes
-    """Of the records that are offered (`CacheSpec.form`): keys of another form are not there."""
+    forms: Sequence[bytes]
+    """Of the records that are offered (`Grain.form`): keys of another form are not there."""
     transports: dict[str, Any]
     """Name of each transport, and what a reader must know to use it."""
 
     def pack(self) -> bytes:
-        return self.proof + self.form + json.dumps(self.transports).encode()
+        told = {"forms": [form.hex() for form in self.forms], "transports": self.transports}
+        return self.proof + json.dumps(told).encode()
 
     @staticmethod
     def parse(body: bytes) -> Welcome:
         try:
-            transports = json.loads(body[48:])
-        except ValueError:
+            told = json.loads(body[32:])
+            forms, transports = [bytes.fromhex(form) for form in told["forms"]], told["transports"]
+        except (ValueError, TypeError, KeyError):
             transports = None
         if not isinstance(transports, dict):
             raise StoreError("its greeting can not be read")
-        return Welcome(body[:32], body[32:48], transports)
+        return Welcome(body[:32], forms, transports)
 
 
 class Find(NamedTuple):

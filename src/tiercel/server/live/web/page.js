@@ -271,7 +271,7 @@ function drawStore(stats) {
   condition.className = store.state;
   row(list, "Where", "url").textContent = state.server.store_url;
   if (store.records !== undefined) {
-    metric(row(list, "Pages and tails"), "tiercel_store_records", store.records, short(store.records));
+    metric(row(list, "Records"), "tiercel_store_records", store.records, short(store.records));
   }
   for (const [words, field, name] of [
     ["Written", "saved_bytes", "saved_bytes_total"],
