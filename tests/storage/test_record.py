@@ -102,6 +102,8 @@ def test_what_is_cut_short_is_a_flaw():
         (replace(FORM, streams=(("kv", (0, 2), 8),)), Flaw.FORM),
         (replace(FORM, streams=(("kx", (0, 1), 8),)), Flaw.FORM),
         (replace(FORM, streams=(("kv", (0, 1, 2), 8),), payload_bytes=24), Flaw.FORM),
+        (replace(FORM, grain=2), Flaw.FORM),
+        (replace(FORM, grains=3), Flaw.FORM),
     ],
 )
 def test_a_whole_record_of_something_else_is_a_flaw(expected, flaw):

@@ -64,7 +64,7 @@ class StoreStatus(BaseModel):
     state: Literal["working", "off", "trying"] | None = Field(
         None, description="off: the store failed; requests go on without it until it works again."
     )
-    records: int | None = Field(None, description="Pages and tails in the store; null: not known.")
+    records: int | None = Field(None, description="Records in the store, up to 4 of a page; null: not known.")
     bytes: int | None = None
     read_bytes_s: float | None = Field(None, description="Recent read speed; null: not known.")
     counters: dict[str, Any] | None = None
