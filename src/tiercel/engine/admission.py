@@ -226,13 +226,13 @@ class Admission:
     @property
     def quiet(self) -> bool:
         """Whether the next plans let nobody in and end nobody, as long as no ask and no abort comes, no text
-        ends and no page is asked for. What lands then is nothing that a task waits for."""
+        ends and no page is asked for. Whatever lands meanwhile, no task waits for it."""
         first = self.waiting.first
         if self.loading or self._aborted or first is None:
             return not (self.loading or self._aborted)
-        if first.passed or self._cache.busy or self._gives_way(first, set()) is not None:
+        if first.passed or self._gives_way(first, set()) is not None:
             return False
-        return not self._seats.free or self._refusal(first) is not None
+        return not self._seats.free or (not self._cache.busy and self._refusal(first) is not None)
 
     def _loaded(self, task: Task) -> None:
         """Its load has ended, or the device waits for it."""

@@ -117,6 +117,10 @@ class Scheduler:
         sealed, seats, page_tokens = [], [], self.page_tokens
         for planned in parts:
             seat = self.seats.in_ring.get(planned.ring)
+            if seat is not None and seat.planned == planned.end < seat.calm_upto:  # most of the time
+                seats.append(seat)
+                sealed.append(planned)
+                continue
             part = planned if seat is None else self._moved(seat, planned)
             if seat is None or part is None:
                 continue  # its task ended with the step before, or drew more tokens than there is room for
@@ -164,45 +168,65 @@ class Scheduler:
         """
         if step.loads:  # the step has computed with what they brought
             self.collect()
-        outcomes, tokens, computed = list[Outcome](), 0, 0
-        now, gaps = self._clock(), dict[tuple[float, int], int]()
+        outcomes, computed, steps = list[Outcome](), 0, drawn.steps
+        now, gaps = self._clock(), Counter[tuple[float, int]]()
+        calm_s: list[float] = []
+        """When each of the calm texts drew its last token."""
         seats = self._sealed.popleft() if step.parts else []
         for part, outs, seat in zip(step.parts, drawn.results, seats, strict=True):
             task = seat.task
             if task.seat is not seat:
                 continue
-            if isinstance(outs, Exception):
-                self.admission.fail(task, outs)
-                continue
-            if part.score_from is not None:
-                task.scores += drawn.scores.get(part.ring, ())
-            if part.guesses and outs:
-                self.guessing.drew(seat, part, drawn.guessed.get(part.ring, 0), len(outs))
-                seat.guesses = 0
-            if outs:
-                seat.planned += len(outs) - 1
-            came = self._go_on(task, seat, part.end, outs or ())
+            before_s = task.drew_s
+            if part.end < seat.calm_upto and before_s is not None and steps == 1 and isinstance(outs, tuple):
+                out = outs[0]
+                if out.token not in task.ends:  # most of the time
+                    task.tokens.append(out.token)
+                    seat.computed = part.end
+                    task.drew_s = now
+                    calm_s.append(before_s)
+                    outcomes.append(Outcome(task, out))
+                    continue
+            came = self._came_of(part, outs, seat, drawn)
             if came:
-                if task.drew_s is None:
+                task.drew_s = now
+                if before_s is None:
                     task.times.first_s = now
                     self.times.first_token[source_of(seat.request.reuse)].add(now - task.times.added_s)
                 else:
-                    gap = task.drew_s, len(came)
-                    gaps[gap] = gaps.get(gap, 0) + 1
-                task.drew_s = now
+                    gaps[before_s, len(came)] += 1
+            seat.calm_upto = self._calm_upto(seat)
             computed += seat.computed - part.start
-            tokens += len(came)
             outcomes += came
+        computed += len(calm_s)
+        gaps.update({(before_s, 1): texts for before_s, texts in Counter(calm_s).items()})
         self.times.drawn(now, gaps)
         if step.parts:
-            if computed > PROMPT_TOKENS * len(step.parts) * drawn.steps:
+            if computed > PROMPT_TOKENS * len(step.parts) * steps:
                 self.cache.compute.observe(computed, drawn.seconds)
             self.guessing.stepped(step, drawn)
-            self.counters["steps"] += drawn.steps
-            self.waiting.rounds += drawn.steps - 1
-            self.counters["tokens_drawn"] += tokens
+            self.counters["steps"] += steps
+            self.waiting.rounds += steps - 1
+            self.counters["tokens_drawn"] += len(outcomes)
             self.counters["tokens_computed"] += computed
         return self.admission.take_ended() + outcomes
+
+    def _came_of(
+        self, part: StepPart, outs: tuple[TokenOut, ...] | Exception | None, seat: Seat, drawn: Drawn
+    ) -> list[Outcome]:
+        """What a part of a step meant for its text."""
+        task = seat.task
+        if isinstance(outs, Exception):
+            self.admission.fail(task, outs)
+            return []
+        if part.score_from is not None:
+            task.scores += drawn.scores.get(part.ring, ())
+        if part.guesses and outs:
+            self.guessing.drew(seat, part, drawn.guessed.get(part.ring, 0), len(outs))
+            seat.guesses = 0
+        if outs:
+            seat.planned += len(outs) - 1
+        return self._go_on(task, seat, part.end, outs or ())
 
     def _go_on(self, task: Task, seat: Seat, end: int, outs: Sequence[TokenOut]) -> list[Outcome]:
         """A text has been computed up to `end`, and goes on with these tokens, of which all but the last have
@@ -232,33 +256,29 @@ class Scheduler:
                 break
         return outcomes
 
-    def quiet_steps(self) -> int:
-        """How often the step that was sealed last may be run in a row, with each part one token later every
-        time: nothing else could change meanwhile. The last run may fill a page or end a text at its length.
+    def _calm_upto(self, seat: Seat) -> int:
+        """See `Seat`. 0: the next step of this text has to be looked at."""
+        task, extended = seat.task, seat.request.extended_tokens
+        if self.guessing.most or not task.simple or task.sampling.grammar is not None:
+            return 0
+        if seat.committed < 0 or task.drew_s is None or seat.computed + 1 < len(task.tokens):
+            return 0  # a prompt, or the first token after one
+        upto = min(task.longest - 1, (seat.committed + 1) * self.page_tokens)
+        return upto if extended >= task.longest else min(upto, extended - self._ahead + 1)
 
-        More than one: the step draws one token for each running text, without guesses. In between no text
-        fills a page, reaches its length or asks for room, and nobody waits for anything that could happen. It
-        is taken for granted that no ask and no abort comes, and that `collect` is called before each run, as
-        `plan` would do it. A drawn token that ends its text (`Task.ends`) is not foreseen: what is drawn for
-        the text after it is dropped, as where steps are queued.
+    def quiet_steps(self) -> int:
+        """How often the step that was sealed last may be run in a row, each time one token later: 1, or so
+        many that nothing but the drawn tokens can change meanwhile (`Drawn.steps`).
+
+        More than 1: every running text draws one token in each run, no text fills a page, reaches its length
+        or asks for room, no guess is made, and nobody could begin. It is taken for granted that no ask and no
+        abort comes, and that `collect` is called between two runs, as `plan` would do it. That a drawn token
+        ends its text (`Task.ends`) can not be foreseen: what is drawn for the text after it is dropped.
         """
         seats = self._sealed[-1] if len(self._sealed) == 1 else []
-        if self.guessing.most or len(seats) != len(self.running) or not self.admission.quiet:
+        if len(seats) != len(self.running) or not self.admission.quiet:
             return 1
-        counts = [self._quiet_steps(seat) for seat in seats]
-        return min(counts, default=1)
-
-    def _quiet_steps(self, seat: Seat) -> int:
-        """The same for one text of the step."""
-        task, planned, extended = seat.task, seat.planned, seat.request.extended_tokens
-        if planned - seat.computed != 1 or seat.committed < 0 or task.drew_s is None:
-            return 1  # a prompt, or the first token after one
-        if not task.simple or task.sampling.grammar is not None:
-            return 1
-        steps = min(task.longest - planned, (seat.committed + 1) * self.page_tokens - planned + 1)
-        if extended < task.longest:
-            steps = min(steps, extended - self._ahead - planned + 1)
-        return max(steps, 1)
+        return max(1, min((seat.calm_upto - seat.planned for seat in seats), default=1))
 
     def failed(self, step: Step, error: Exception) -> list[Outcome]:
         """A step could not be run: its texts end, the others go on."""
@@ -275,7 +295,7 @@ class Scheduler:
         """Running answers first, one token each; then prompts, sharing what is left of the step."""
         parts: list[StepPart] = []
         prompts: list[tuple[Task, Seat, int]] = []
-        running, ahead = Stage.RUNNING, self._ahead
+        running = Stage.RUNNING
         for task in self.running.copy():
             seat = task.seat
             if task.stage is not running or task.aborted or seat is None:
@@ -288,14 +308,12 @@ class Scheduler:
             missing = known - seat.planned
             if missing > 1:
                 prompts.append((task, seat, missing))
-            elif missing == 1:
-                room = seat.request.extended_tokens - known
-                if room < ahead and not self._room_for(task, seat, busy):
-                    continue
+            elif missing == 1 and (known < seat.calm_upto or self._room_for(task, seat, busy)):
                 scored = task.score_from if task.scoring else None
                 parts.append(StepPart(seat.ring, seat.planned, known, True, scored))
                 seat.planned = known
-        parts = [part for part in parts if part.ring in self.seats.in_ring]  # others were preempted meanwhile
+        in_ring = self.seats.in_ring
+        parts = [part for part in parts if part.ring in in_ring]  # others were preempted meanwhile
         step_tokens, answers = self.config.step_tokens or STEP_TOKENS, len(parts)
         tokens = max(step_tokens - answers, self.page_tokens)
         shares = share(tokens, [missing for _, _, missing in prompts], self.page_tokens)
@@ -332,6 +350,8 @@ class Scheduler:
         """Make room for the next position, if need be by preempting the last running task. False: not yet.
         Where there is room, ask early for the next page."""
         extended = seat.request.extended_tokens
+        if extended - seat.planned > self._ahead:
+            return True
         if seat.planned < extended < task.longest:
             self.seats.add_pages(seat, extended, early=True)
         while seat.planned >= seat.request.extended_tokens:

@@ -23,7 +23,7 @@ from tiercel.config import CacheConfig
 from tiercel.engine.ask import Ask, Sampling, TokenOut
 from tiercel.engine.config import EngineConfig, places_of
 from tiercel.engine.scheduler import Scheduler
-from tiercel.engine.step import Drawn, Step
+from tiercel.engine.step import Drawn, Step, StepPart
 from tiercel.engine.task import Task
 from tiercel.errors import ConfigError
 from tiercel.policy.resume import Reuse
@@ -186,17 +186,20 @@ class Replayer:
 
     def _compute(self, step: Step) -> None:
         """Run a step; or, if it draws answers only, all steps up to the next one that matters."""
-        answers = sum(part.draws and part.end - part.start == 1 for part in step.parts)
-        prompts = sum(part.end - part.start for part in step.parts) - answers
-        steps, seconds = 1, prompts / self.rates.prefill_tokens_s + (self.rates.token_s if answers else 0.0)
+        prompts = list(takewhile(lambda part: not _is_answer(part), reversed(step.parts)))
+        tokens = sum(part.end - part.start for part in prompts)
+        steps, seconds = 1, tokens / self.rates.prefill_tokens_s
+        if len(prompts) < len(step.parts):
+            seconds += self.rates.token_s
         if prompts:
             self.clock.now_s += seconds
         else:
             steps = self._steps_together()
             self._pass_steps(steps)
-        tokens = (TOKEN,) * steps
-        results = [tokens if part.draws else None for part in step.parts]
-        self.scheduler.advance(step, Drawn(list(results), {}, seconds * steps, steps=steps))
+        drew = (TOKEN,) * steps
+        results: list[tuple[TokenOut, ...] | Exception | None] = [drew] * (len(step.parts) - len(prompts))
+        results += [drew if part.draws else None for part in reversed(prompts)]
+        self.scheduler.advance(step, Drawn(results, {}, seconds * steps, steps=steps))
 
     def _steps_together(self) -> int:
         """How many steps draw answers only, before one of them matters or a request arrives."""
@@ -250,6 +253,11 @@ class Replayer:
         self.first_token_s.append(first_s - self._arrived_s.pop(task))
         keys, page_tokens = cast(NamedText, task.ask.prompt).keys, self.scheduler.page_tokens
         self._seen.update(keys[task.prompt_tokens // page_tokens : (task.longest - 1) // page_tokens])
+
+
+def _is_answer(part: StepPart) -> bool:
+    """Answers come first in a step, one token each; then prompts."""
+    return part.draws and part.end - part.start == 1
 
 
 @dataclass(frozen=True)
