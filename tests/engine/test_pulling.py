@@ -35,6 +35,7 @@ class Shut(MemoryStore):
     def __init__(self):
         super().__init__()
         self.begun, self.may_end = threading.Event(), threading.Event()
+        self.may_end.set()
 
     def get(self, wanted):
         self.begun.set()
@@ -51,6 +52,8 @@ class Pulling:
         self.engine.cache.attach(self.store)
         while self.engine.cache.busy:
             self.engine.cache.step()
+        self.store.begun.clear()
+        self.store.may_end.clear()
         self.sleeping, self.steps, self.asked = threading.Event(), 0, 0
         self._real_wait = self.engine.cache.wait_until
         self.engine.cache.wait_until = self._wait
