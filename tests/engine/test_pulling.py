@@ -59,13 +59,13 @@ class Pulling:
         self.engine.cache.wait_until = self._wait
         self.service = EngineService(self.engine, "tiny-v4")
         self._real_step, self.service._step = self.service._step, self._step
-        self.service.pull_prompts({AT: Peer()}, 600)
+        self.service.pull_prompts({AT: Peer()}, 600)  # type: ignore[dict-item]
         self._real_ask, self.service._pulls._ask = self.service._ask, self._ask
 
-    def _wait(self, woken, timeout_s):
-        if timeout_s == 3600.0 and self.engine.cache.busy:
+    def _wait(self, woken, timeout_s, *, store_s):
+        if store_s == 3600.0 and self.engine.cache.busy:
             self.sleeping.set()
-        self._real_wait(woken, timeout_s)
+        self._real_wait(woken, timeout_s, store_s=store_s)
         self.sleeping.clear()
 
     def _step(self, steps):

@@ -38,7 +38,7 @@ from tiercel.policy.fetch import window
 from tiercel.policy.placement import Boundary, tail_boundaries
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.identity import Identity
-from tiercel.transfer.controller import Ready
+from tiercel.transfer.controller import Controller
 from tiercel.transfer.plan import Direction
 from tiercel.tree.keys import KeyChain
 from tiercel.tree.node import Item, Page, Tail
@@ -453,36 +453,23 @@ class TieredCache(HostTier[Loaded]):
         self.places.settle()
         self._trim()
 
-    # What an engine asks besides
-
     @property
-    def ready(self) -> Callable[[int], Ready] | None:
-        """By the number of a load: tells when each layer may be read (`load_under_way`). None: there is no
-        host tier."""
-        return self.flights.controller.ready if self.flights.controller else None
+    def controller(self) -> Controller | None:
+        """Who copies between device and host; None: there is no host tier."""
+        return self.flights.controller
 
-    @property
-    def how(self) -> str:
-        """Who copies between device and host; empty: there is no host tier."""
-        return self.flights.controller.how if self.flights.controller else ""
-
-    @property
     def owners(self) -> list[str]:
         """Who has something in the cache, or a limit."""
         return list(self.tree.owners.all)
-
-    @property
-    def copying(self) -> bool:
-        """Whether copies between device and host are queued or under way."""
-        return self.flights.busy
 
     @property
     def transfer_ended(self) -> Condition:
         """Is notified when a transfer ends. Others may notify it, too, to wake who is in `wait_until`."""
         return self._landed
 
-    def wait_until(self, woken: Callable[[], bool], timeout_s: float) -> None:
-        """`wait`, or until `woken` says so: it is asked whenever `transfer_ended` is notified."""
+    def wait_until(self, woken: Callable[[], bool], timeout_s: float, *, store_s: float) -> None:
+        """`wait`, or until `woken` holds; `store_s`: the longest wait if only a store is waited for."""
         if not self._trimming and (self.busy or self.detaching):
+            longest_s = timeout_s if self.flights.busy or self.pending else store_s
             with self._landed:
-                self._landed.wait_for(lambda: woken() or self._has_landed(), timeout_s)
+                self._landed.wait_for(lambda: woken() or self._has_landed(), longest_s)

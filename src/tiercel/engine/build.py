@@ -295,10 +295,11 @@ def _choices(
 ) -> list[Choice]:
     cache: CacheConfig = engine.cache.config
     spec = engine.cache.spec
+    controller = engine.cache.controller
     layout = LAYOUT_NAMES[cache.layout]
     if layout != cache.layout:
         layout = f"{cache.layout} (the same bytes as {layout})"
-    host = f"{cache.host_bytes:,} B, {layout}, {how}" if (how := engine.cache.how) else "off"
+    host = f"{cache.host_bytes:,} B, {layout}, {controller.how}" if controller else "off"
     why = {"native": "built at installation", "cuda": "in Triton, for this device"}
     same = "a text's bits do not depend on what else is computed" if exact else "sums depend on the batch"
     device = f"{cache.device_pages} pages of {spec.page_tokens} tokens, {cache.device_tails} tails"

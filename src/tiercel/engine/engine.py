@@ -47,10 +47,11 @@ class Engine:
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self.scheduler = Scheduler(cache, config, clock)
+        ready = cache.controller.ready if cache.controller else None
         drafter = make_drafter(config.speculate, model, cache.spec.page_tokens)
-        self.runner: Runner = LocalRunner(model, cache.ready, drafter, text.grammars)
+        self.runner: Runner = LocalRunner(model, ready, drafter, text.grammars)
         if isinstance(model, QueueModel) and model.last.is_cuda:
-            self.runner = QueueRunner(model, cache.ready, drafter, text.grammars)
+            self.runner = QueueRunner(model, ready, drafter, text.grammars)
         self.cache, self.text, self.config = cache, text, config
         self.vocab_size = model.vocab_size
         self.page_tokens, self.context_tokens = cache.spec.page_tokens, self.scheduler.context_tokens

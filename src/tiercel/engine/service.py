@@ -172,7 +172,7 @@ class EngineService:
 
         def limit() -> None:
             cache = self._engine.cache
-            for name in {*cache.owners, *bytes_most}:
+            for name in {*cache.owners(), *bytes_most}:
                 cache.limit(name, bytes_most.get(name))
 
         self._ask(limit)
@@ -364,9 +364,8 @@ class EngineService:
     def _rest(self) -> None:
         """Nothing can be computed, and something is under way. If it is a store's, and no request waits, the
         thread sleeps until it has ended or the inbox has something. (A CUDA device notifies nobody.)"""
-        cache = self._engine.cache
-        alone = not (self._engine.tasks or cache.copying or cache.pending)
-        cache.wait_until(lambda: bool(self._inbox) or self._stopped, PENDING_S if alone else WAIT_S)
+        store_s = WAIT_S if self._engine.tasks else PENDING_S
+        self._engine.cache.wait_until(lambda: bool(self._inbox) or self._stopped, WAIT_S, store_s=store_s)
 
     def _notify(self) -> None:
         with self._wake:
