@@ -53,7 +53,7 @@ class Admission:
         self._number = 0
         self._stalled = False
         self._aborted: list[Task] = []
-        self._ended: list[Outcome] = []
+        self.ended: list[Outcome] = []
         """Ended outside a step's own tokens: aborted, or failed."""
 
     # Asks
@@ -141,7 +141,7 @@ class Admission:
                 self._aborted.append(task)
             elif task.stage is not Stage.ENDED:
                 self.end(task, Finish.ABORT)
-                self._ended.append(Outcome(task, finish=Finish.ABORT))
+                self.ended.append(Outcome(task, finish=Finish.ABORT))
 
     def admit(self, busy: set[Task]) -> bool:
         """Tasks begin in their order, if need be in place of running ones of lower priority. Returns whether
@@ -270,7 +270,7 @@ class Admission:
         else:
             log.error("a request ends with an error", exc_info=error, extra=task.named)
         self.end(task, finish)
-        self._ended.append(Outcome(task, finish=finish, error=str(error)))
+        self.ended.append(Outcome(task, finish=finish, error=str(error)))
 
     def end(self, task: Task, finish: Finish) -> None:
         """A task gives everything up. It is not known any more."""
@@ -295,13 +295,3 @@ class Admission:
         if task.seat is not None:
             self.arriving.pop(id(task.seat.request), None)
             self._seats.leave(task.seat)
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether `take_ended` has something to tell."""
-        return bool(self._ended)
-
-    def take_ended(self) -> list[Outcome]:
-        """Who was aborted or has failed since the last time."""
-        ended, self._ended = self._ended, []
-        return ended

@@ -46,13 +46,9 @@ def steps_of(
     return overlapped_steps(engine, executor, meanwhile, rest)
 
 
-def _rest_of(engine: Engine) -> Rest:
-    return lambda: engine.cache.wait(WAIT_S)
-
-
 def plain_steps(engine: Engine, rest: Rest | None = None) -> Iterator[list[Delta]]:
     """One step after the other, for ever. The plain truth."""
-    scheduler, runner, rest = engine.scheduler, engine.runner, rest or _rest_of(engine)
+    scheduler, runner, rest = engine.scheduler, engine.runner, rest or partial(engine.cache.wait, WAIT_S)
     while True:
         step = scheduler.seal(scheduler.plan())
         if not step.parts:
@@ -64,7 +60,7 @@ def overlapped_steps(
     engine: Engine, executor: Executor, meanwhile: Meanwhile = lambda _: None, rest: Rest | None = None
 ) -> Iterator[list[Delta]]:
     """The next step is decided, and the last one's tokens become text, while the model computes."""
-    scheduler, runner, rest = engine.scheduler, engine.runner, rest or _rest_of(engine)
+    scheduler, runner, rest = engine.scheduler, engine.runner, rest or partial(engine.cache.wait, WAIT_S)
     step, outcomes = scheduler.seal(scheduler.plan()), list[Outcome]()
     while True:
         computing = executor.submit(runner.run, step)
@@ -91,7 +87,7 @@ def queued_steps(
     they are queued: what a text gives up is written by nobody before its last step has ended. A text that
     ends may be computed once more, for nothing.
     """
-    scheduler, rest = engine.scheduler, rest or _rest_of(engine)
+    scheduler, rest = engine.scheduler, rest or partial(engine.cache.wait, WAIT_S)
     step = scheduler.seal(scheduler.plan())
     result = start(step)
     try:

@@ -19,14 +19,13 @@ from time import monotonic
 
 from tiercel.cache import TieredCache, WaitFor
 from tiercel.engine.admission import Admission
-from tiercel.engine.ask import Ask, Finish, TokenOut
+from tiercel.engine.ask import Finish, TokenOut
 from tiercel.engine.config import EngineConfig
 from tiercel.engine.guessing import Guessing, source_of
 from tiercel.engine.seats import Seats
 from tiercel.engine.step import Drawn, Step, StepPart, share
 from tiercel.engine.task import Outcome, Seat, Stage, Task
 from tiercel.engine.times import EngineTimes
-from tiercel.text.stream import TextStream
 from tiercel.types import place
 
 PROMPT_TOKENS = 16
@@ -63,6 +62,7 @@ class Scheduler:
         self.seats = Seats(cache, config.running_max, self.context_tokens)
         self.admission = Admission(cache, config, self.seats, self.times, self.counters, clock)
         self.guessing = Guessing(config.guesses_max, self.counters, clock)
+        self.add, self.abort, self.collect = self.admission.add, self.admission.abort, self.admission.collect
         self.tasks, self.explained = self.admission.tasks, self.admission.explained
         self.waiting, self.loading = self.admission.waiting, self.admission.loading
         self.running, self.free_rings = self.admission.running, self.seats.free
@@ -77,21 +77,9 @@ class Scheduler:
         self._standing: list[Seat] = []
         """Texts that the last plan left out: a page was promised to each, and was still leaving."""
 
-    def add(self, ask: Ask, stream: TextStream, ends: frozenset[int]) -> None:
-        """Queue an ask that can be served. `ends`: tokens that end its answer."""
-        self.admission.add(ask, stream, ends)
-
-    def abort(self, request_id: str) -> None:
-        """End a request, at any moment. It is not known any more: nothing happens."""
-        self.admission.abort(request_id)
-
-    def collect(self) -> None:
-        """What copies have brought. May be called at any moment."""
-        self.admission.collect()
-
     @property
     def idle(self) -> bool:
-        return not (self.tasks or self.admission.has_ended or self.cache.busy)
+        return not (self.tasks or self.admission.ended or self.cache.busy)
 
     @property
     def unsure(self) -> bool:
@@ -209,7 +197,7 @@ class Scheduler:
             self.waiting.rounds += steps - 1
             self.counters["tokens_drawn"] += len(outcomes)
             self.counters["tokens_computed"] += computed
-        return self.admission.take_ended() + outcomes
+        return self._ended() + outcomes
 
     def _came_of(
         self, part: StepPart, outs: tuple[TokenOut, ...] | Exception | None, seat: Seat, drawn: Drawn
@@ -232,14 +220,11 @@ class Scheduler:
         """A text has been computed up to `end`, and goes on with these tokens, of which all but the last have
         been computed, too; or it ends with one of them."""
         outcomes: list[Outcome] = []
-        seat.computed = end
-        if end // self.page_tokens != seat.committed:
-            self.seats.commit(seat)
-        for i, out in enumerate(outs):
-            if i:
-                seat.computed = end + i
-                if seat.computed // self.page_tokens != seat.committed:
-                    self.seats.commit(seat)
+        for seat.computed, out in enumerate(outs or (None,), end):
+            if seat.computed // self.page_tokens != seat.committed:
+                self.seats.commit(seat)
+            if out is None:
+                break
             if task.simple and len(task.tokens) + 1 < task.longest and out.token not in task.ends:
                 task.tokens.append(out.token)  # most of the time
                 outcomes.append(Outcome(task, out))
@@ -287,7 +272,11 @@ class Scheduler:
         for seat in self._sealed.popleft() if step.parts else []:
             if seat.task.seat is seat:
                 self.admission.fail(seat.task, error)
-        return self.admission.take_ended()
+        return self._ended()
+
+    def _ended(self) -> list[Outcome]:
+        ended, self.admission.ended = self.admission.ended, []
+        return ended
 
     # Choosing
 

@@ -187,18 +187,13 @@ class Replayer:
     def _compute(self, step: Step) -> None:
         """Run a step; or, if it draws answers only, all steps up to the next one that matters."""
         prompts = list(takewhile(lambda part: not _is_answer(part), reversed(step.parts)))
-        tokens = sum(part.end - part.start for part in prompts)
-        steps, seconds = 1, tokens / self.rates.prefill_tokens_s
-        if len(prompts) < len(step.parts):
-            seconds += self.rates.token_s
-        if prompts:
-            self.clock.now_s += seconds
-        else:
-            steps = self._steps_together()
-            self._pass_steps(steps)
+        answers, tokens = len(step.parts) - len(prompts), sum(part.end - part.start for part in prompts)
+        steps = 1 if prompts else self._steps_together()
+        seconds = tokens / self.rates.prefill_tokens_s + (self.rates.token_s if answers else 0.0)
+        self._pass_steps(steps, seconds)
         drew = (TOKEN,) * steps
-        results: list[tuple[TokenOut, ...] | Exception | None] = [drew] * (len(step.parts) - len(prompts))
-        results += [drew if part.draws else None for part in reversed(prompts)]
+        results: list[tuple[TokenOut, ...] | Exception | None] = [drew] * answers
+        results += (drew if part.draws else None for part in reversed(prompts))
         self.scheduler.advance(step, Drawn(results, {}, seconds * steps, steps=steps))
 
     def _steps_together(self) -> int:
@@ -209,16 +204,16 @@ class Replayer:
             steps = min(steps, max(1, ceil(left_s / self.rates.token_s)))
         return steps
 
-    def _pass_steps(self, steps: int) -> None:
+    def _pass_steps(self, steps: int, seconds: float) -> None:
         """Before each step but the first, what has landed is taken in, as `plan` does it. When nothing is
         under way, nothing changes any more."""
         while steps > 1:
-            self.clock.now_s += self.rates.token_s
+            self.clock.now_s += seconds
             steps -= 1
             self.scheduler.collect()
             if not self.cache.busy:
                 break
-        self.clock.now_s += self.rates.token_s * steps
+        self.clock.now_s += seconds * steps
 
     def _sleep(self) -> None:
         """Nothing can be computed: the next thing that happens is an arrival or the end of a transfer."""
