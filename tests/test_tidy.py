@@ -25,6 +25,61 @@ def test_a_module_is_one_room_and_its_functions_are_short(path):
             assert node.end_lineno - node.lineno < 70, f"{node.name} is too long"
 
 
+LINES_MOST, METHODS_MOST = 450, 40
+TOO_LARGE = {"NullCache", "TieredCache", "PrefixTree", "HostCache", "HostTier"}
+"""Objects that are still to be parted."""
+
+
+def classes_of(paths):
+    """Lines, methods and bases of each class, by its name."""
+    found = {}
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                methods = sum(isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) for each in node.body)
+                bases = [name_of(base) for base in node.bases]
+                found[node.name] = node.end_lineno - node.lineno + 1, methods, bases
+    return found
+
+
+def name_of(base):
+    base = base.value if isinstance(base, ast.Subscript) else base
+    return base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "")
+
+
+def with_bases(name, classes, below=()):
+    """Lines and methods of a class and of its bases."""
+    if name not in classes or name in below:
+        return 0, 0
+    lines, methods, bases = classes[name]
+    above = [with_bases(base, classes, (*below, name)) for base in bases]
+    return lines + sum(each[0] for each in above), methods + sum(each[1] for each in above)
+
+
+def test_an_object_is_small_with_all_its_ancestors():
+    """A reader meets objects, not files: a class that is cut into ancestors is as long as all of them."""
+    classes = classes_of(SOURCES)
+    sizes = {name: with_bases(name, classes) for name in classes}
+    large = {name for name, (lines, methods) in sizes.items() if lines > LINES_MOST or methods > METHODS_MOST}
+    assert large == TOO_LARGE, {name: sizes[name] for name in large ^ TOO_LARGE}
+
+
+def test_ancestors_are_counted(tmp_path):
+    source = "class A:\n    def a(self): ...\n    def b(self): ...\nclass B(A[int]):\n    def c(self): ...\n"
+    (tmp_path / "a.py").write_text(source)
+    assert with_bases("B", classes_of([tmp_path / "a.py"])) == (5, 3)
+
+
+ABOVE_THE_CACHE = [name for name in NAMES if re.match(r"engine/|server/|replay/|events|verify", name)]
+
+
+@pytest.mark.parametrize("name", ABOVE_THE_CACHE)
+def test_nobody_reaches_past_the_cache(name):
+    text = (ROOT / "src" / "tiercel" / name).read_text()
+    past = re.findall(r"cache\.(?:flights|places|tree|leases|sharing|host)\.\w+", text)
+    assert not past, "what is needed of them belongs on the cache"
+
+
 BANNED = {
     r"\bhasattr\(": "a capability belongs on the contract",
     r"\bTODO\b|\bFIXME\b": "an issue, not a comment",

@@ -27,7 +27,7 @@ from tests.engine.drive import (
 from tiercel.engine.build import open_engine
 from tiercel.engine.config import Build, EngineConfig
 from tiercel.engine.service import EngineService
-from tiercel.engine.tasks import PASSED_MOST
+from tiercel.engine.waiting import PASSED_MOST
 from tiercel.errors import ConfigError, StoreError
 from tiercel.models import digest
 from tiercel.storage.memory import MemoryStore
@@ -221,9 +221,9 @@ def test_any_number_may_wait_for_a_store_that_hangs_and_none_holds_others_up(mon
     engine.add(make_ask("short", words(10), 2))
     [part] = scheduler.plan()
     assert (part.start, part.end) == (0, 10)
-    looked_at, real = [], scheduler._begin
+    looked_at, real = [], scheduler.admission._begin
     monkeypatch.setattr(
-        scheduler, "_begin", lambda task, _: looked_at.append(task.ask.request_id) or real(task)
+        scheduler.admission, "_begin", lambda task, _: looked_at.append(task.ask.request_id) or real(task)
     )
     scheduler.plan()
     assert 0 < len(looked_at) <= 2 * PASSED_MOST, "a step looks at a part of them"

@@ -5,6 +5,7 @@ step at the moment when the replay takes it."""
 from collections import Counter, deque
 from concurrent.futures import Executor, Future
 from random import Random
+from unittest.mock import patch
 
 import pytest
 
@@ -13,6 +14,7 @@ from tests.simulation.specs import SPECS
 from tiercel.cache import TieredCache
 from tiercel.cache.memories import make_memories
 from tiercel.config import CacheConfig
+from tiercel.engine.admission import Admission
 from tiercel.engine.ask import Ask, Sampling, TokenOut
 from tiercel.engine.config import EngineConfig
 from tiercel.engine.scheduler import Scheduler
@@ -91,16 +93,17 @@ def test_a_replay_counts_what_the_cache_does_with_bytes(tmp_path, name, policy):
     assert hits, "no request found anything on the host: the test shows nothing"
 
 
-class Doubting(Scheduler):
-    """Asks the cache again where it need not: a refusal must still hold, and asking must change nothing."""
+real_refusal = Admission._refusal
 
-    def _refusal(self, task):
-        refusal = super()._refusal(task)
-        if refusal is not None:
-            task.refused, leaving = None, self.cache.places.pages_leaving
-            assert self._begin(task) is not None and self.cache.places.pages_leaving == leaving
-            task.refused = self.cache.changes, refusal
-        return refusal
+
+def doubted_refusal(self, task):
+    """Asks the cache again where it need not: a refusal must still hold, and asking must change nothing."""
+    refusal = real_refusal(self, task)
+    if refusal is not None:
+        task.refused, leaving = None, self._cache.places.pages_leaving
+        assert self._begin(task) is not None and self._cache.places.pages_leaving == leaving
+        task.refused = self._cache.changes, refusal
+    return refusal
 
 
 class Clocked:
@@ -116,7 +119,7 @@ class Clocked:
             mover = ClockMover(store, spec, self.clock, read_bytes_s=read_s, write_bytes_s=write_s)
             self.cache.stores.attach_mover(mover, self.clock)
         config = EngineConfig(serving.cache, running_max=serving.batch, step_tokens=serving.step_tokens)
-        self.scheduler = Doubting(self.cache, config, self.clock)
+        self.scheduler = Scheduler(self.cache, config, self.clock)
         self.arrivals = deque(enumerate(trace.requests))
         self.first_reuse = {}
 
@@ -136,7 +139,7 @@ class Clocked:
         hits = Counter(device=0, host=0, store=0)
         for reuse in self.first_reuse.values():
             hits.update(device=reuse.device_tokens, host=reuse.host_tokens, store=reuse.store_tokens)
-        return dict(hits), self.scheduler.counters["preemptions"], ended_s, self.cache.counters
+        return dict(hits), self.scheduler.counters["preemptions"], ended_s, dict(self.cache.counters)
 
     def _pass(self, until_s):
         while (next_s := self.clock.next_s()) is not None and next_s < until_s:
@@ -182,16 +185,11 @@ class Clocked:
         self.scheduler.advance(step, Drawn(tokens, {}, seconds))
 
 
-@pytest.mark.parametrize("store", ["no store", "a fast store", "a slow and small store"])
-@pytest.mark.parametrize("policy", ["lru", "value"])
-@pytest.mark.parametrize("name", ["full attention", "short window", "compressed"])
-def test_a_replay_of_requests_that_overlap_does_what_the_scheduler_does_step_by_step(
-    tmp_path, name, policy, store
-):
-    spec, used = SPECS[name], Counter()
-    page_bytes = spec.host_page_bytes
-    for seed in range(4):
-        random = Random(seed)
+class Overlapping:
+    """Requests that overlap, of one seed: replayed, and step by step."""
+
+    def __init__(self, tmp_path, spec, policy, store, seed):
+        random, self.spec, page_bytes = Random(seed), spec, spec.host_page_bytes
         config = CacheConfig(
             device_pages=24,
             device_tails=8 * max(1, spec.pages_per_window) if spec.tail_streams else 0,
@@ -202,19 +200,45 @@ def test_a_replay_of_requests_that_overlap_does_what_the_scheduler_does_step_by_
         link_s = random.choice([1e15, 1e3 * page_bytes])
         store_s = {"a fast store": 1e6}.get(store, 100) * page_bytes
         rates = Rates(1e4, 1e-3, link_s, store_read_bytes_s=store_s, store_write_bytes_s=store_s)
-        serving = Serving(rates, batch=8, step_tokens=16, cache=config)
+        self.serving = Serving(rates, batch=8, step_tokens=16, cache=config)
         # Not a multiple of a step's time: sums of the same times in another order differ in their last bit.
         every_s = random.choice([0.00213, 0.01017])
         asked = conversations(seed, 80, turn=random.choice([7, 20]), recent=30)
-        trace = trace_of(tmp_path, asked, spec.page_tokens, every_s=every_s)
-        store_bytes = {"no store": 0, "a fast store": GB}.get(store, 40 * page_bytes)
-        report = replay_places(trace, spec, serving, store_bytes)
-        hits, preemptions, ended_s, counters = Clocked(trace, spec, serving, store_bytes).run()
-        assert report.hit_tokens == hits and report.preemptions == preemptions, seed
-        assert report.simulated_s == pytest.approx(ended_s), seed
-        assert report.counters == dict(counters), seed
-        used.update(hits, preemptions=preemptions)
+        self.trace = trace_of(tmp_path, asked, spec.page_tokens, every_s=every_s)
+        self.store_bytes = {"no store": 0, "a fast store": GB}.get(store, 40 * page_bytes)
+
+    def replayed(self):
+        report = replay_places(self.trace, self.spec, self.serving, self.store_bytes)
+        return report.hit_tokens, report.preemptions, pytest.approx(report.simulated_s), report.counters
+
+    def step_by_step(self):
+        with patch.object(Admission, "_refusal", doubted_refusal):
+            return Clocked(self.trace, self.spec, self.serving, self.store_bytes).run()
+
+
+@pytest.mark.parametrize("store", ["no store", "a fast store", "a slow and small store"])
+@pytest.mark.parametrize("policy", ["lru", "value"])
+@pytest.mark.parametrize("name", ["full attention", "short window", "compressed"])
+def test_a_replay_of_requests_that_overlap_does_what_the_scheduler_does_step_by_step(
+    tmp_path, name, policy, store
+):
+    used = Counter()
+    for seed in range(4):
+        requests = Overlapping(tmp_path, SPECS[name], policy, store, seed)
+        truth = requests.step_by_step()
+        assert requests.replayed() == truth, seed
+        used.update(truth[0], preemptions=truth[1])
     assert used["host"] and (used["store"] or store != "a fast store"), "the test shows nothing"
+
+
+def test_a_replay_that_lets_nobody_in_while_steps_are_taken_together_is_noticed(tmp_path):
+    for seed in range(8):
+        requests = Overlapping(tmp_path, SPECS["short window"], "lru", "a slow and small store", seed)
+        truth = requests.step_by_step()
+        with patch.object(Admission, "quiet", True):
+            if requests.replayed() != truth:
+                return
+    raise AssertionError("nothing was noticed")
 
 
 def test_every_token_of_a_prompt_is_reused_replayed_lost_new_or_behind_the_last_page(tmp_path):

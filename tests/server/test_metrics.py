@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.scripted import STORE, ScriptedService, call
 from tiercel.cache import core, store_tier
-from tiercel.engine import tasks
+from tiercel.engine import scheduler
 from tiercel.server.http.metric_families import FAMILIES, family_of
 from tiercel.server.http.metrics import TIMES
 
@@ -73,7 +73,7 @@ def test_a_counter_ends_with_total_and_says_since_when():
 def test_everything_that_is_counted_has_a_metric_or_another_one_tells_it():
     for way, names in (
         ("counters", core.COUNTED),
-        ("engine", tasks.COUNTED),
+        ("engine", scheduler.COUNTED),
         ("store.counters", store_tier.COUNTED),
     ):
         assert {f"{way}.{name}" for name in names} <= FAMILIES.keys()

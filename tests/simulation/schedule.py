@@ -530,7 +530,7 @@ class ScheduleWorld:
         for task in own.waiting:
             before = [each for each in (*own.running, *own.waiting) if each.order < task.order]
             computed = sum(each.seat.computed for each in before if each.seat)
-            assert own._tokens_before(task) == sum(len(each.tokens) for each in before) - computed
+            assert own.admission.tokens_before(task) == sum(len(each.tokens) for each in before) - computed
 
     def _do_land(self, random: Random) -> None:
         self._land(random.random())

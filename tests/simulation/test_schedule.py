@@ -15,8 +15,10 @@ from tests.simulation.copies import HeldCopies
 from tests.simulation.run import numbers_of, run
 from tests.simulation.schedule import OrderedCopies, ScheduleWorld
 from tiercel.cache.places import Places
+from tiercel.engine.admission import Admission
 from tiercel.engine.runner import LocalRunner, _Ring
 from tiercel.engine.scheduler import Scheduler
+from tiercel.engine.seats import Seats
 from tiercel.engine.step import Begin
 
 STEPS = 1000
@@ -97,10 +99,10 @@ def _unseeded(steps):
 
 # Faults
 
-real_plan, real_seal, real_commit = Scheduler.plan, Scheduler.seal, Scheduler._commit
-real_place, real_resume, real_replan = _Ring.place, Scheduler._resume, Scheduler.replan
+real_plan, real_seal, real_commit = Scheduler.plan, Scheduler.seal, Seats.commit
+real_place, real_begin, real_replan = _Ring.place, Seats.begin, Scheduler.replan
 real_go_on, real_moved, real_span = Scheduler._go_on, Scheduler._moved, _Ring.span
-real_leave, real_advance, real_arrived = Scheduler._leave_seat, Scheduler.advance, Scheduler._arrived
+real_leave, real_advance, real_arrived = Seats.leave, Scheduler.advance, Admission._arrived
 
 
 def who_is_computed_may_be_preempted(self):
@@ -111,9 +113,9 @@ def who_is_computed_may_be_preempted(self):
         self._sealed = sealed
 
 
-def the_table_is_not_told_again(self, task, seat):
+def the_table_is_not_told_again(self, seat):
     changes = len(self._changes)
-    real_commit(self, task, seat)
+    real_commit(self, seat)
     del self._changes[changes:]
 
 
@@ -122,14 +124,14 @@ def tails_are_not_written(self, parts):
     return replace(step, parts=tuple(part._replace(tails=()) for part in step.parts))
 
 
-def tails_are_not_read(self, task):
-    real_resume(self, task)
+def tails_are_not_read(self, seat):
+    real_begin(self, seat)
     begin = self._changes[-2]
     self._changes[-2] = begin._replace(tails=())
 
 
-def a_replay_writes_its_pages_again(self, task):
-    real_resume(self, task)
+def a_replay_writes_its_pages_again(self, seat):
+    real_begin(self, seat)
     begin = self._changes[-2]
     self._changes[-2] = begin._replace(write_from=0)
 
@@ -142,7 +144,7 @@ def what_was_not_run_counts_as_planned(self, step):
     if step.parts:
         self._sealed.pop()
     parts = self.plan()
-    self._changes[:0] = step.changes
+    self.seats.tell_again(step)
     return self.seal(parts)
 
 
@@ -167,11 +169,10 @@ def who_began_early_begins_again(self, loaded):
     real_arrived(self, loaded)
 
 
-def a_ring_is_lost(self, task):
-    ring = task.seat.ring if task.seat else None
-    real_leave(self, task)
-    if ring is not None and task.aborted:
-        self.free_rings.remove(ring)
+def a_ring_is_lost(self, seat):
+    real_leave(self, seat)
+    if seat.task.aborted:
+        self.free.remove(seat.ring)
 
 
 def the_drawn_token_is_forgotten(self, token):
@@ -182,7 +183,7 @@ def the_drawn_token_is_forgotten(self, token):
 def who_is_in_the_ring_now_gets_the_token(self, step, drawn):
     if step.parts:
         parts = zip(step.parts, self._sealed[0], strict=True)
-        self._sealed[0] = [self._in_ring.get(part.ring, was) for part, was in parts]
+        self._sealed[0] = [self.seats.in_ring.get(part.ring, was) for part, was in parts]
     return real_advance(self, step, drawn)
 
 
@@ -237,20 +238,20 @@ MUTANTS = {
     a_text_that_drew_more_than_there_is_room_for_goes_on: (Scheduler, "_moved"),
     wrong_guesses_are_kept: (_Ring, "span"),
     who_is_computed_may_be_preempted: (Scheduler, "plan"),
-    the_table_is_not_told_again: (Scheduler, "_commit"),
+    the_table_is_not_told_again: (Seats, "commit"),
     tails_are_not_written: (Scheduler, "seal"),
-    tails_are_not_read: (Scheduler, "_resume"),
-    a_replay_writes_its_pages_again: (Scheduler, "_resume"),
+    tails_are_not_read: (Seats, "begin"),
+    a_replay_writes_its_pages_again: (Seats, "begin"),
     an_appended_page_is_put_first: (_Ring, "place"),
     what_was_not_run_counts_as_planned: (Scheduler, "replan"),
     changes_are_lost_when_planned_again: (Scheduler, "replan"),
-    a_ring_is_lost: (Scheduler, "_leave_seat"),
+    a_ring_is_lost: (Seats, "leave"),
     the_drawn_token_is_forgotten: (_Ring, "append"),
     who_is_in_the_ring_now_gets_the_token: (Scheduler, "advance"),
     copies_do_not_wait_for_queued_steps: (OrderedCopies, "submit"),
     early_loads_are_not_waited_for: (Scheduler, "seal"),
-    an_early_load_that_failed_counts_as_there: (Scheduler, "_arrived"),
-    who_began_early_begins_again: (Scheduler, "_arrived"),
+    an_early_load_that_failed_counts_as_there: (Admission, "_arrived"),
+    who_began_early_begins_again: (Admission, "_arrived"),
     a_step_with_guesses_is_not_waited_for: (Scheduler, "unsure"),
 }
 

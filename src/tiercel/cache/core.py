@@ -251,6 +251,22 @@ class Core:
             with self._landed:
                 self._landed.wait_for(self._has_landed, timeout_s)
 
+    @property
+    def transfer_ended(self) -> Condition:
+        """Is notified when a transfer ends. Others may notify it, too, to wake who is in `wait_until`."""
+        return self._landed
+
+    def wait_until(self, woken: Callable[[], bool], timeout_s: float, *, store_s: float) -> None:
+        """`wait`, or until `woken` holds; `store_s`: the longest wait if only a store is waited for."""
+        if not self._trimming and (self.busy or self.stores.detaching):
+            longest_s = timeout_s if self.flights.busy or self.stores.pending else store_s
+            with self._landed:
+                self._landed.wait_for(lambda: woken() or self._has_landed(), longest_s)
+
+    def owners(self) -> list[str]:
+        """Who has something in the cache, or a limit."""
+        return list(self.tree.owners.all)
+
     def _has_landed(self) -> bool:
         return self.flights.has_landed or self.stores.has_landed
 

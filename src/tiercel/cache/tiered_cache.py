@@ -136,7 +136,8 @@ class TieredCache:
         self.tree, self.places, self.flights = core.tree, core.places, core.flights
         self.pages, self.tails, self.host_pages = core.places.pages, core.places.tails, core.places.host
         self.counters, self.compute = core.counters, core.compute
-        self.leases, self.stores = core.leases, core.stores
+        self.leases, self.stores, self.controller = core.leases, core.stores, core.controller
+        self.transfer_ended = core.transfer_ended
         self.requests: set[Request] = set()
         self._ended: list[Loaded] = []
         # What the core and its parts do by themselves has the same name here.
@@ -145,7 +146,8 @@ class TieredCache:
         self.pull, self.pulled = core.pull, core.pulled
         self.land, self.landed = core.landings.land, core.landings.landed
         self.attach, self.detach = core.stores.attach, core.stores.detach
-        self.wait, self.flush, self.limit = core.wait, core.flush, core.limit
+        self.wait, self.wait_until, self.flush = core.wait, core.wait_until, core.flush
+        self.limit, self.owners = core.limit, core.owners
         self.watch, self.stats, self.show = core.watch, core.stats, core.show
 
     # A request's life

@@ -298,7 +298,7 @@ def _choices(
 ) -> list[Choice]:
     cache: CacheConfig = engine.cache.config
     spec = engine.cache.spec
-    controller = engine.cache.core.controller
+    controller = engine.cache.controller
     layout = LAYOUT_NAMES[cache.layout]
     if layout != cache.layout:
         layout = f"{cache.layout} (the same bytes as {layout})"

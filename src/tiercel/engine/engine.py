@@ -47,8 +47,7 @@ class Engine:
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self.scheduler = Scheduler(cache, config, clock)
-        controller = cache.core.controller
-        ready = controller.ready if controller else None
+        ready = cache.controller.ready if cache.controller else None
         drafter = make_drafter(config.speculate, model, cache.spec.page_tokens)
         self.runner: Runner = LocalRunner(model, ready, drafter, text.grammars)
         if isinstance(model, QueueModel) and model.last.is_cuda:

@@ -31,33 +31,36 @@ WAIT_S = 0.001
 Meanwhile = Callable[[Future[Drawn]], None]
 """Called while a step is computed elsewhere and the next one is planned: there is time for other things."""
 
+Rest = Callable[[], None]
+"""Called when nothing can be computed: returns when a transfer may have ended."""
+
 
 def steps_of(
-    engine: Engine, executor: Executor, meanwhile: Meanwhile = lambda _: None
+    engine: Engine, executor: Executor, meanwhile: Meanwhile = lambda _: None, rest: Rest | None = None
 ) -> Iterator[list[Delta]]:
     """The loop for an engine: the one that keeps its device busy, or plain if that was asked for."""
     if not engine.config.overlap:
-        return plain_steps(engine)
+        return plain_steps(engine, rest)
     if isinstance(engine.runner, QueueRunner):
-        return queued_steps(engine, engine.runner.start)
-    return overlapped_steps(engine, executor, meanwhile)
+        return queued_steps(engine, engine.runner.start, rest)
+    return overlapped_steps(engine, executor, meanwhile, rest)
 
 
-def plain_steps(engine: Engine) -> Iterator[list[Delta]]:
+def plain_steps(engine: Engine, rest: Rest | None = None) -> Iterator[list[Delta]]:
     """One step after the other, for ever. The plain truth."""
-    scheduler, runner = engine.scheduler, engine.runner
+    scheduler, runner, rest = engine.scheduler, engine.runner, rest or partial(engine.cache.wait, WAIT_S)
     while True:
         step = scheduler.seal(scheduler.plan())
         if not step.parts:
-            engine.cache.wait(WAIT_S)
+            rest()
         yield engine.emit(_advance(scheduler, step, partial(runner.run, step)))
 
 
 def overlapped_steps(
-    engine: Engine, executor: Executor, meanwhile: Meanwhile = lambda _: None
+    engine: Engine, executor: Executor, meanwhile: Meanwhile = lambda _: None, rest: Rest | None = None
 ) -> Iterator[list[Delta]]:
     """The next step is decided, and the last one's tokens become text, while the model computes."""
-    scheduler, runner = engine.scheduler, engine.runner
+    scheduler, runner, rest = engine.scheduler, engine.runner, rest or partial(engine.cache.wait, WAIT_S)
     step, outcomes = scheduler.seal(scheduler.plan()), list[Outcome]()
     while True:
         computing = executor.submit(runner.run, step)
@@ -71,18 +74,20 @@ def overlapped_steps(
         if not step.parts:  # nothing to compute meanwhile: what is known is told now
             deltas, outcomes = deltas + engine.emit(outcomes), []
             if not deltas:
-                engine.cache.wait(WAIT_S)
+                rest()
         yield deltas
 
 
-def queued_steps(engine: Engine, start: Callable[[Step], Callable[[], Drawn]]) -> Iterator[list[Delta]]:
+def queued_steps(
+    engine: Engine, start: Callable[[Step], Callable[[], Drawn]], rest: Rest | None = None
+) -> Iterator[list[Delta]]:
     """The next step is queued before the tokens of this one are known.
 
     `start` queues a step and returns what waits for its result. Steps and copies are carried out in the order
     they are queued: what a text gives up is written by nobody before its last step has ended. A text that
     ends may be computed once more, for nothing.
     """
-    scheduler = engine.scheduler
+    scheduler, rest = engine.scheduler, rest or partial(engine.cache.wait, WAIT_S)
     step = scheduler.seal(scheduler.plan())
     result = start(step)
     try:
@@ -104,7 +109,7 @@ def queued_steps(engine: Engine, start: Callable[[Step], Callable[[], Drawn]]) -
                 result = start(step)
             deltas = engine.emit(outcomes)
             if not step.parts and not deltas:
-                engine.cache.wait(WAIT_S)
+                rest()
             yield deltas
     except GeneratorExit:
         _advance(scheduler, step, result)  # nobody asks for more, and a step is under way

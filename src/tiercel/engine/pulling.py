@@ -14,7 +14,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any
 
 from tiercel.cache import TieredCache
@@ -32,8 +32,6 @@ log = logging.getLogger(__name__)
 WATCHED_S = 3600.0
 """No prompt takes longer. A peer that brings nothing is given up sooner, by `patience_s`."""
 
-POLL_S = 0.003
-
 Address = tuple[str, int]
 
 
@@ -50,6 +48,8 @@ class Pulls:
         """`patience_s`: so long a peer may bring no page."""
         self._cache, self._ask, self._peers, self._patience_s = cache, ask, peers, patience_s
         self._forms = forms_of(cache.spec, ALIGN_LEAST)
+        self._reading: dict[KeyChain, Future[None]] = {}
+        """Texts of which something is being read, and who waits for it. Only the engine's thread uses it."""
 
     def pull(self, ask: Ask, left: threading.Event) -> int:
         """Returns when the request may begin: all pages that help are on the host, or no more will come.
@@ -88,6 +88,22 @@ class Pulls:
 
     def _read(self, chain: KeyChain, upto: int, *, tail: bool) -> None:
         """What was told is held by the peer until this returns."""
-        self._ask(lambda: self._cache.pull(chain, upto, tail=tail)).result()
-        while not self._ask(lambda: self._cache.pulled(chain)).result():
-            sleep(POLL_S)
+
+        def start() -> Future[None]:
+            self._cache.pull(chain, upto, tail=tail)
+            self._reading[chain] = Future()
+            return self._reading[chain]
+
+        self._ask(start).result().result()
+
+    # In the engine's thread
+
+    def step(self) -> None:
+        """Called after each step of the engine: who waits for something that is here now goes on."""
+        for chain in [each for each in self._reading if self._cache.pulled(each)]:
+            self._reading.pop(chain).set_result(None)
+
+    def end(self, why: Exception) -> None:
+        """No step follows: nobody waits for one."""
+        while self._reading:
+            self._reading.popitem()[1].set_exception(why)

@@ -13,17 +13,19 @@ planned as if it drew one, with room for more; `seal` moves the plan to where th
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from time import monotonic
 
-from tiercel.cache import TieredCache, Wait, WaitFor
-from tiercel.engine.ask import TokenOut
+from tiercel.cache import TieredCache, WaitFor
+from tiercel.engine.admission import Admission
+from tiercel.engine.ask import Finish, TokenOut
 from tiercel.engine.config import EngineConfig
 from tiercel.engine.guessing import Guessing, source_of
-from tiercel.engine.step import Drawn, PageTable, Step, StepPart, share
+from tiercel.engine.seats import Seats
+from tiercel.engine.step import Drawn, Step, StepPart, share
 from tiercel.engine.task import Outcome, Seat, Stage, Task
-from tiercel.engine.tasks import Tasks
+from tiercel.engine.times import EngineTimes
 from tiercel.types import place
 
 PROMPT_TOKENS = 16
@@ -37,14 +39,38 @@ AHEAD_TOKENS = 4
 meanwhile: that takes two steps."""
 
 
-class Scheduler(Tasks):
+COUNTED = (
+    *("asks", "steps", "steps_failed", "tokens_drawn", "tokens_computed", "preemptions", "loads_failed"),
+    *("begun_early", "guesses", "guesses_accepted", "guessing_steps", "guessing_tokens"),
+    *("prompts_elsewhere", "pages_elsewhere", *(f"finished_{finish.value}" for finish in Finish)),
+)
+"""What the engine counts: all of it is there from the start, so that a rate over time has a first value."""
+
+
+class Scheduler:
     """One thread drives it."""
 
     def __init__(
         self, cache: TieredCache, config: EngineConfig, clock: Callable[[], float] = monotonic
     ) -> None:
-        super().__init__(cache, config, clock)
+        self.cache, self.config = cache, config
+        self.page_tokens = cache.spec.page_tokens
+        fits = cache.pages.capacity * self.page_tokens
+        self.context_tokens = min(fits, config.context_tokens or fits)
+        self.counters: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
+        self.times = EngineTimes()
+        self.seats = Seats(cache, config.running_max, self.context_tokens)
+        self.admission = Admission(cache, config, self.seats, self.times, self.counters, clock)
         self.guessing = Guessing(config.guesses_max, self.counters, clock)
+        self.add, self.abort, self.collect = self.admission.add, self.admission.abort, self.admission.collect
+        self.tasks, self.explained = self.admission.tasks, self.admission.explained
+        self.waiting, self.loading = self.admission.waiting, self.admission.loading
+        self.running, self.free_rings = self.admission.running, self.seats.free
+        self.finished: Callable[[Task], None] = lambda _: None
+        """Told of each task that ended with its whole answer. It must not raise."""
+        self.stalled = False
+        """The last plan left a task out because a task of the step under way holds the room it needs."""
+        self._clock = clock
         self._ahead = min(AHEAD_TOKENS, self.page_tokens // 2)
         self._sealed: deque[list[Seat]] = deque()
         """Who computes in each step that was sealed and has not advanced yet, part by part."""
@@ -53,7 +79,7 @@ class Scheduler(Tasks):
 
     @property
     def idle(self) -> bool:
-        return not (self.tasks or self._ended or self.cache.busy)
+        return not (self.tasks or self.admission.ended or self.cache.busy)
 
     @property
     def unsure(self) -> bool:
@@ -65,13 +91,12 @@ class Scheduler(Tasks):
     def plan(self) -> list[StepPart]:
         """What to compute next. A step under way counts as done, and its tasks keep what they hold."""
         busy = {seat.task for seats in self._sealed for seat in seats if seat.task.seat is seat}
-        self.stalled = False
         self.collect()
-        self._abort_marked(busy)
+        self.admission.end_aborted(busy)
         self._serve_standing()
-        self._admit(busy)
+        self.stalled = self.admission.admit(busy)
         parts = self._choose(busy)
-        if not parts and not busy and self._resume_early():
+        if not parts and not busy and self.admission.resume_early():
             parts = self._choose(busy)
         return parts
 
@@ -79,7 +104,11 @@ class Scheduler(Tasks):
         """The step that computes what was planned, of tasks that still run, with all that changed."""
         sealed, seats, page_tokens = [], [], self.page_tokens
         for planned in parts:
-            seat = self._in_ring.get(planned.ring)
+            seat = self.seats.in_ring.get(planned.ring)
+            if seat is not None and seat.planned == planned.end < seat.calm_upto:  # most of the time
+                seats.append(seat)
+                sealed.append(planned)
+                continue
             part = planned if seat is None else self._moved(seat, planned)
             if seat is None or part is None:
                 continue  # its task ended with the step before, or drew more tokens than there is room for
@@ -95,8 +124,7 @@ class Scheduler(Tasks):
             self._sealed.append(seats)
         else:
             self.guessing.paused()
-        changes, self._changes = tuple(self._changes), []
-        loads, self._loads = tuple(self._loads), []
+        changes, loads = self.seats.tell()
         return Step(changes, tuple(sealed), loads)
 
     def _moved(self, seat: Seat, part: StepPart) -> StepPart | None:
@@ -116,67 +144,87 @@ class Scheduler(Tasks):
             for part, seat in zip(step.parts, self._sealed.pop(), strict=True):
                 seat.planned, seat.guesses = part.start, 0
         parts = self.plan()
-        self._changes[:0] = step.changes
-        self._loads[:0] = step.loads
+        self.seats.tell_again(step)
         return self.seal(parts)
 
     def advance(self, step: Step, drawn: Drawn) -> list[Outcome]:
-        """A step was run: share what it computed, and let its texts go on or end.
+        """A step was run: share what it computed, and let its texts go on or end. It may have been run
+        several times in a row, `quiet_steps` at most (`Drawn.steps`).
 
         Where the step was queued before the last one had advanced, some of its texts may have ended there.
         What was computed for them is not looked at.
         """
-        self._settle_early(step)
-        outcomes, tokens, computed = list[Outcome](), 0, 0
-        now, gaps = self._clock(), dict[tuple[float, int], int]()
+        if step.loads:  # the step has computed with what they brought
+            self.collect()
+        outcomes, computed, steps = list[Outcome](), 0, drawn.steps
+        now, gaps = self._clock(), Counter[tuple[float, int]]()
+        calm_s: list[float] = []
+        """When each of the calm texts drew its last token."""
         seats = self._sealed.popleft() if step.parts else []
         for part, outs, seat in zip(step.parts, drawn.results, seats, strict=True):
             task = seat.task
             if task.seat is not seat:
                 continue
-            if isinstance(outs, Exception):
-                self._fail(task, outs)
-                continue
-            if part.score_from is not None:
-                task.scores += drawn.scores.get(part.ring, ())
-            if part.guesses and outs:
-                self.guessing.drew(seat, part, drawn.guessed.get(part.ring, 0), len(outs))
-                seat.planned += len(outs) - 1
-                seat.guesses = 0
-            came = self._go_on(task, seat, part.end, outs or ())
+            before_s = task.drew_s
+            if part.end < seat.calm_upto and before_s is not None and steps == 1 and isinstance(outs, tuple):
+                out = outs[0]
+                if out.token not in task.ends:  # most of the time
+                    task.tokens.append(out.token)
+                    seat.computed = part.end
+                    task.drew_s = now
+                    calm_s.append(before_s)
+                    outcomes.append(Outcome(task, out))
+                    continue
+            came = self._came_of(part, outs, seat, drawn)
             if came:
-                if task.drew_s is None:
+                task.drew_s = now
+                if before_s is None:
                     task.times.first_s = now
                     self.times.first_token[source_of(seat.request.reuse)].add(now - task.times.added_s)
                 else:
-                    gap = task.drew_s, len(came)
-                    gaps[gap] = gaps.get(gap, 0) + 1
-                task.drew_s = now
+                    gaps[before_s, len(came)] += 1
+            seat.calm_upto = self._calm_upto(seat)
             computed += seat.computed - part.start
-            tokens += len(came)
             outcomes += came
+        computed += len(calm_s)
+        gaps.update({(before_s, 1): texts for before_s, texts in Counter(calm_s).items()})
         self.times.drawn(now, gaps)
         if step.parts:
-            if computed > PROMPT_TOKENS * len(step.parts):
+            if computed > PROMPT_TOKENS * len(step.parts) * steps:
                 self.cache.compute.observe(computed, drawn.seconds)
             self.guessing.stepped(step, drawn)
-            self.counters["steps"] += 1
-            self.counters["tokens_drawn"] += tokens
+            self.counters["steps"] += steps
+            self.waiting.rounds += steps - 1
+            self.counters["tokens_drawn"] += len(outcomes)
             self.counters["tokens_computed"] += computed
-        return self._ends() + outcomes
+        return self._ended() + outcomes
+
+    def _came_of(
+        self, part: StepPart, outs: tuple[TokenOut, ...] | Exception | None, seat: Seat, drawn: Drawn
+    ) -> list[Outcome]:
+        """What a part of a step meant for its text."""
+        task = seat.task
+        if isinstance(outs, Exception):
+            self.admission.fail(task, outs)
+            return []
+        if part.score_from is not None:
+            task.scores += drawn.scores.get(part.ring, ())
+        if part.guesses and outs:
+            self.guessing.drew(seat, part, drawn.guessed.get(part.ring, 0), len(outs))
+            seat.guesses = 0
+        if outs:
+            seat.planned += len(outs) - 1
+        return self._go_on(task, seat, part.end, outs or ())
 
     def _go_on(self, task: Task, seat: Seat, end: int, outs: Sequence[TokenOut]) -> list[Outcome]:
         """A text has been computed up to `end`, and goes on with these tokens, of which all but the last have
         been computed, too; or it ends with one of them."""
         outcomes: list[Outcome] = []
-        seat.computed = end
-        if end // self.page_tokens != seat.committed:
-            self._commit(task, seat)
-        for i, out in enumerate(outs):
-            if i:
-                seat.computed = end + i
-                if seat.computed // self.page_tokens != seat.committed:
-                    self._commit(task, seat)
+        for seat.computed, out in enumerate(outs or (None,), end):
+            if seat.computed // self.page_tokens != seat.committed:
+                self.seats.commit(seat)
+            if out is None:
+                break
             if task.simple and len(task.tokens) + 1 < task.longest and out.token not in task.ends:
                 task.tokens.append(out.token)  # most of the time
                 outcomes.append(Outcome(task, out))
@@ -184,18 +232,38 @@ class Scheduler(Tasks):
             try:
                 outcome = task.take(out)
             except Exception as error:  # noqa: BLE001 - whatever is wrong with one text is that task's
-                self._fail(task, error)
+                self.admission.fail(task, error)
                 break
             outcomes.append(outcome)
             if outcome.finish is not None:
-                self._end(task, outcome.finish)
+                self.admission.end(task, outcome.finish)
+                self.finished(task)
                 break
         return outcomes
 
-    def _settle_early(self, step: Step) -> None:
-        """The step has computed with what its loads brought: they have ended."""
-        if step.loads:
-            self.collect()
+    def _calm_upto(self, seat: Seat) -> int:
+        """See `Seat`. 0: the next step of this text has to be looked at."""
+        task, extended = seat.task, seat.request.extended_tokens
+        if self.guessing.most or not task.simple or task.sampling.grammar is not None:
+            return 0
+        if seat.committed < 0 or task.drew_s is None or seat.computed + 1 < len(task.tokens):
+            return 0  # a prompt, or the first token after one
+        upto = min(task.longest - 1, (seat.committed + 1) * self.page_tokens)
+        return upto if extended >= task.longest else min(upto, extended - self._ahead + 1)
+
+    def quiet_steps(self) -> int:
+        """How often the step that was sealed last may be run in a row, each time one token later: 1, or so
+        many that nothing but the drawn tokens can change meanwhile (`Drawn.steps`).
+
+        More than 1: every running text draws one token in each run, no text fills a page, reaches its length
+        or asks for room, no guess is made, and nobody could begin. It is taken for granted that no ask and no
+        abort comes, and that `collect` is called between two runs, as `plan` would do it. That a drawn token
+        ends its text (`Task.ends`) can not be foreseen: what is drawn for the text after it is dropped.
+        """
+        seats = self._sealed[-1] if len(self._sealed) == 1 else []
+        if len(seats) != len(self.running) or not self.admission.quiet:
+            return 1
+        return max(1, min((seat.calm_upto - seat.planned for seat in seats), default=1))
 
     def failed(self, step: Step, error: Exception) -> list[Outcome]:
         """A step could not be run: its texts end, the others go on."""
@@ -203,11 +271,11 @@ class Scheduler(Tasks):
         self.guessing.paused()
         for seat in self._sealed.popleft() if step.parts else []:
             if seat.task.seat is seat:
-                self._fail(seat.task, error)
-        return self._ends()
+                self.admission.fail(seat.task, error)
+        return self._ended()
 
-    def _ends(self) -> list[Outcome]:
-        ended, self._ended = self._ended, []
+    def _ended(self) -> list[Outcome]:
+        ended, self.admission.ended = self.admission.ended, []
         return ended
 
     # Choosing
@@ -216,7 +284,7 @@ class Scheduler(Tasks):
         """Running answers first, one token each; then prompts, sharing what is left of the step."""
         parts: list[StepPart] = []
         prompts: list[tuple[Task, Seat, int]] = []
-        running, ahead = Stage.RUNNING, self._ahead
+        running = Stage.RUNNING
         for task in self.running.copy():
             seat = task.seat
             if task.stage is not running or task.aborted or seat is None:
@@ -229,21 +297,19 @@ class Scheduler(Tasks):
             missing = known - seat.planned
             if missing > 1:
                 prompts.append((task, seat, missing))
-            elif missing == 1:
-                room = seat.request.extended_tokens - known
-                if room < ahead and not self._room_for(task, seat, busy):
-                    continue
+            elif missing == 1 and (known < seat.calm_upto or self._room_for(task, seat, busy)):
                 scored = task.score_from if task.scoring else None
                 parts.append(StepPart(seat.ring, seat.planned, known, True, scored))
                 seat.planned = known
-        parts = [part for part in parts if part.ring in self._in_ring]  # others were preempted meanwhile
+        in_ring = self.seats.in_ring
+        parts = [part for part in parts if part.ring in in_ring]  # others were preempted meanwhile
         step_tokens, answers = self.config.step_tokens or STEP_TOKENS, len(parts)
         tokens = max(step_tokens - answers, self.page_tokens)
         shares = share(tokens, [missing for _, _, missing in prompts], self.page_tokens)
         for (task, seat, missing), count in zip(prompts, shares, strict=True):
             if count and task.stage is running:
                 end = seat.planned + count
-                self._extend_prompt(seat, end)
+                self.seats.extend_prompt(seat, end)
                 parts.append(StepPart(seat.ring, seat.planned, end, count == missing, task.score_from))
                 seat.planned = end
                 step_tokens -= count
@@ -254,13 +320,13 @@ class Scheduler(Tasks):
     def _with_guesses(self, parts: list[StepPart], tokens: int, others: int) -> list[StepPart]:
         """Parts that draw one token each get guesses, `tokens` at most, as far as there is room: a guess
         waits for nothing and preempts nobody."""
-        seats = [self._in_ring[part.ring] for part in parts]
+        seats = [self.seats.in_ring[part.ring] for part in parts]
         room = [self._guesses_at(seat, part.end) for part, seat in zip(parts, seats, strict=True)]
         chosen = self.guessing.choose(seats, room, tokens, others)
         for i, (part, seat, count) in enumerate(zip(parts, seats, chosen, strict=True)):
             upto = min(part.end + seat.guesses + count, seat.task.longest)
             if upto > seat.request.extended_tokens:
-                self._add_pages(seat, seat.request.extended_tokens, early=True)
+                self.seats.add_pages(seat, seat.request.extended_tokens, early=True)
             parts[i] = part._replace(guesses=count)
         return parts
 
@@ -273,10 +339,12 @@ class Scheduler(Tasks):
         """Make room for the next position, if need be by preempting the last running task. False: not yet.
         Where there is room, ask early for the next page."""
         extended = seat.request.extended_tokens
+        if extended - seat.planned > self._ahead:
+            return True
         if seat.planned < extended < task.longest:
-            self._add_pages(seat, extended, early=True)
+            self.seats.add_pages(seat, extended, early=True)
         while seat.planned >= seat.request.extended_tokens:
-            waits = self._add_pages(seat, seat.planned)
+            waits = self.seats.add_pages(seat, seat.planned)
             if waits is None:
                 return True
             if waits.what is WaitFor.LEAVING:
@@ -286,7 +354,7 @@ class Scheduler(Tasks):
             if last in busy:
                 self.stalled = True
                 return False
-            self._preempt(last)
+            self.admission.preempt(last)
             if last is task:
                 return False
         return True
@@ -296,24 +364,4 @@ class Scheduler(Tasks):
         standing, self._standing = self._standing, []
         for seat in standing:
             if seat.task.seat is seat and not seat.task.aborted:
-                self._add_pages(seat, seat.planned)
-
-    def _add_pages(self, seat: Seat, upto: int, *, early: bool = False) -> Wait | None:
-        table = seat.request.table
-        first = len(table)
-        waits = self._extend(seat, upto, early=early)
-        if waits is None:
-            self._changes.append(PageTable(seat.ring, first, tuple(map(place, table[first:]))))
-        return waits
-
-    def _commit(self, task: Task, seat: Seat) -> None:
-        if seat.computed < seat.write_from:
-            return  # a replay is not over
-        seat.committed = seat.computed // self.page_tokens
-        task.name_pages()
-        request, first = seat.request, seat.request.committed
-        own = request.table[first : seat.committed]
-        self.cache.commit(request, seat.computed)
-        if request.table[first : seat.committed] != own:  # another task was first: its pages are used
-            shared = map(place, request.table[first : seat.committed])
-            self._changes.append(PageTable(seat.ring, first, tuple(shared)))
+                self.seats.add_pages(seat, seat.planned)

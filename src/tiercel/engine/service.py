@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from tiercel.engine.ask import Ask, Delta, EngineStats, Explanation, Finish, Usage, first_token
 from tiercel.engine.engine import Engine
-from tiercel.engine.loop import steps_of
+from tiercel.engine.loop import WAIT_S, steps_of
 from tiercel.engine.pulling import Address, Pulls
 from tiercel.engine.step import Drawn
 from tiercel.errors import EngineError, QueueFull, StoreError
@@ -42,7 +42,8 @@ WATCHED_S = 0.02
 """While other servers watch: so often it is looked what was saved."""
 
 PENDING_S = 0.5
-"""The wait between two steps when the only work left is to retry a store."""
+"""The longest wait between two steps while only a store is waited for: it may have to be given up, or tried
+again."""
 
 
 class EngineService:
@@ -66,7 +67,8 @@ class EngineService:
         """How many token ids the model reads and draws. Its tokenizer may know fewer, or more."""
         self._engine = engine
         self._inbox: deque[Callable[[], None]] = deque()
-        self._wake = threading.Condition()
+        self._wake = engine.cache.transfer_ended
+        """Notified when the inbox has something new, an answer has gone on, or a transfer has ended."""
         self._closing = self._ending = self._stopped = False
         self.failure: EngineError | None = None
         """Why nothing is served any more."""
@@ -170,7 +172,7 @@ class EngineService:
 
         def limit() -> None:
             cache = self._engine.cache
-            for name in cache.tree.owners.all.keys() | bytes_most.keys():
+            for name in {*cache.owners(), *bytes_most}:
                 cache.limit(name, bytes_most.get(name))
 
         self._ask(limit)
@@ -306,7 +308,7 @@ class EngineService:
     def _run(self) -> None:
         try:
             with ThreadPoolExecutor(1, "tiercel-forward") as executor:
-                steps = steps_of(self._engine, executor, self._meanwhile)
+                steps = steps_of(self._engine, executor, self._meanwhile, self._rest)
                 while not self._stopped or self._engine.tasks:
                     self._wait_for_work()
                     self._step(steps)
@@ -314,6 +316,8 @@ class EngineService:
                     self._step(steps)
         except Exception as error:  # noqa: BLE001 - no task is to blame, so the engine stops
             self._fail(error)
+        if self._pulls is not None:
+            self._pulls.end(self.failure or StoreError("the engine has stopped"))
 
     def _fail(self, error: Exception) -> None:
         """The engine's state may be wrong, and wrong bytes must not be served: every open answer ends with an
@@ -334,6 +338,8 @@ class EngineService:
         while self._inbox:
             self._inbox.popleft()()
         deltas = next(steps)
+        if self._pulls is not None:
+            self._pulls.step()
         if self._offering is not None and self._offering.questions.watched:
             self._offering.questions.step()
         if deltas:
@@ -354,6 +360,12 @@ class EngineService:
                 self._inbox.popleft()()
             self._engine.scheduler.collect()
             self._offering.questions.step()
+
+    def _rest(self) -> None:
+        """Nothing can be computed, and something is under way. If it is a store's, and no request waits, the
+        thread sleeps until it has ended or the inbox has something. (A CUDA device notifies nobody.)"""
+        store_s = WAIT_S if self._engine.tasks else PENDING_S
+        self._engine.cache.wait_until(lambda: bool(self._inbox) or self._stopped, WAIT_S, store_s=store_s)
 
     def _notify(self) -> None:
         with self._wake:

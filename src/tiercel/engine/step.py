@@ -79,6 +79,8 @@ class Drawn(NamedTuple):
     """For each ring: how many guesses were computed."""
     draft_s: float = 0.0
     """How long it took to make them."""
+    steps: int = 1
+    """How often the step was run in a row (`Scheduler.quiet_steps`): each part drew so many tokens."""
 
 
 class Runner(Protocol):

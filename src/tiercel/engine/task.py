@@ -46,6 +46,9 @@ class Seat:
     """Positions that are computed once the step under way is done, if none of its guesses is right."""
     committed: int = -1
     """Pages that were full at the last commit; -1: none yet."""
+    calm_upto: int = 0
+    """A step that computes one position more, up to below this one, does nothing else for the text: no page
+    is full, no room is asked for, and the text does not reach its length."""
     guesses: int = 0
     """That the step under way may compute for it: it may draw so many tokens more than one."""
     first_tokens: int = 0
