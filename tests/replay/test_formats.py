@@ -138,11 +138,11 @@ def test_what_takes_long_is_told_while_it_is_read(tmp_path, monkeypatch):
     parts = []
 
     @contextmanager
-    def told(what, size, *, counted):
+    def progress(what, size, *, counted):
         yield lambda more: parts.append((what, size, counted, more))
 
     for room in (formats, trace):
-        monkeypatch.setattr(room, "told", told)
+        monkeypatch.setattr(room, "progress", progress)
     read_trace([write(tmp_path / "m.jsonl", *[GOOD] * 2500)], 256)
     assert (
         parts
