@@ -46,9 +46,10 @@ check: .venv/installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Minutes of 64 clients, hundreds of requests made from the schema for each call, thousands of kills of a file store, a Mooncake store that is too slow, hundreds of faults
+# All cases of tests that rotate; minutes of 64 clients, hundreds of requests made from the schema for each call, thousands of kills of a file store, a Mooncake store that is too slow, hundreds of faults
 # of peers, prompts of every length; then the simulation with fresh seeds, until stopped or until one fails.
 soak: .venv/installed
+	TIERCEL_ALL=1 $(BIN)/pytest -n auto --dist worksteal tests/engine tests/models
 	TIERCEL_ASKS_EACH=200 $(BIN)/pytest --timeout 3600 tests/whole/test_server.py -k 64_clients
 	TIERCEL_EXAMPLES=200 $(BIN)/pytest --timeout 3600 tests/server/test_schema.py tests/whole/test_schema.py
 	$(BIN)/python -m tests.storage.file.kill_loop --kills 5000

@@ -1,7 +1,14 @@
 """Workers of one run share the cores: torch would start as many threads in each as there are cores. Without a
-GPU Triton's kernels run in its interpreter."""
+GPU Triton's kernels run in its interpreter.
+
+A test marked `rotate("overlap")` has many cases. Of those that differ in this parameter only, one runs: which
+one depends on the rest of the case, so that all values of the parameter are met in some case. `make soak` and
+machines with a GPU run all (TIERCEL_ALL).
+"""
 
 import os
+from collections import defaultdict
+from zlib import crc32
 
 import pytest
 import torch
@@ -18,3 +25,22 @@ def pytest_configure() -> None:
         raise pytest.UsageError("TIERCEL_GPU is set, and torch sees no CUDA device")
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workers))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if os.environ.get("TIERCEL_ALL") or os.environ.get("TIERCEL_GPU"):
+        return
+    groups: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if (rotate := item.get_closest_marker("rotate")) is not None:
+            params = item.callspec.params  # type: ignore[attr-defined]
+            rest = sorted((name, str(value)) for name, value in params.items() if name not in rotate.args)
+            groups[f"{item.nodeid.split('[')[0]} {rest}"].append(item)
+    left_out = {
+        item
+        for name, group in groups.items()
+        for number, item in enumerate(group)
+        if number != crc32(name.encode()) % len(group)
+    }
+    config.hook.pytest_deselected(items=[*left_out])
+    items[:] = [item for item in items if item not in left_out]

@@ -86,6 +86,11 @@ def words(count, seed=0):
 LOOPS = pytest.mark.parametrize("overlap", [False, True, "queued"], ids=["plain", "overlapped", "queued"])
 
 
+def one_loop(test):
+    """Each of the other cases with one of the loops."""
+    return pytest.mark.rotate("overlap")(LOOPS(test))
+
+
 def steps_of(engine, overlap, executor):
     """Queued steps are carried out at once here, as everything on a CPU: the order is that of a device."""
     if overlap == "queued":

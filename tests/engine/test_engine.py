@@ -14,6 +14,7 @@ from tests.engine.drive import (
     TEXT,
     make_ask,
     make_engine,
+    one_loop,
     run,
     settle,
     steps_of,
@@ -110,7 +111,7 @@ def test_who_has_waited_long_enough_goes_before_who_is_more_urgent():
     assert order.index("patient") in (4, 5), "urgent asks of the first ten seconds went before it"
 
 
-@LOOPS
+@one_loop
 @pytest.mark.parametrize("short_of", ["rings", "pages"])
 def test_an_urgent_ask_takes_the_room_of_a_running_one_that_is_less_so(overlap, short_of):
     few = {"running_max": 1} if short_of == "rings" else {"pages": 4}
@@ -295,7 +296,7 @@ def test_logprobs_of_a_prompt_do_not_depend_on_the_cache_nor_on_how_it_is_cut():
 # Trouble
 
 
-@LOOPS
+@one_loop
 @pytest.mark.parametrize("after", range(0, 12, 2))
 def test_an_abort_at_any_moment_gives_everything_back(after, overlap):
     engine = make_engine(pages=12, tails=4, host_pages=100, step_tokens=PAGE, running_max=2)

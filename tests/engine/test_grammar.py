@@ -16,6 +16,7 @@ from tests.engine.drive import (
     guess_with,
     make_ask,
     make_engine,
+    one_loop,
     run,
     settle,
     words,
@@ -127,7 +128,7 @@ def plain():
     return [tokens(answer) for answer in answers]
 
 
-@LOOPS
+@one_loop
 @pytest.mark.parametrize(
     ("logprobs", "guesses", "speculate"), [(None, 0, "off"), (2, 0, "off"), (None, 3, "mtp")], ids=str
 )

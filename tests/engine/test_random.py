@@ -7,12 +7,12 @@ from random import Random
 import pytest
 
 from tests.engine.drive import (
-    LOOPS,
     PAGE,
     OracleDrafter,
     guess_with,
     make_ask,
     make_engine,
+    one_loop,
     run,
     settle,
     steps_of,
@@ -68,7 +68,7 @@ def engine_of(random, speculate):
     ), clock
 
 
-@LOOPS
+@one_loop
 @pytest.mark.parametrize("speculate", ["off", "mtp"])
 @pytest.mark.parametrize("seed", range(5))
 def test_everything_asked_ends_and_says_what_it_would_have_said_alone(alone, seed, speculate, overlap):

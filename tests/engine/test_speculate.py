@@ -9,7 +9,6 @@ from random import Random
 import pytest
 
 from tests.engine.drive import (
-    LOOPS,
     PAGE,
     TEXT,
     OracleDrafter,
@@ -17,6 +16,7 @@ from tests.engine.drive import (
     logprobs_of,
     make_ask,
     make_engine,
+    one_loop,
     run,
     settle,
     tokens_of,
@@ -56,7 +56,7 @@ def told(answer):
     return answer.tokens, answer.text, answer.finish, answer.stopped_by, answer.usage.completion_tokens
 
 
-@LOOPS
+@one_loop
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("kind", ["mtp", "ngram"])
 def test_an_answer_is_the_same_with_guesses(truths, kind, sampling, overlap):
@@ -96,7 +96,7 @@ def test_no_more_tokens_come_than_were_asked_for(count):
     settle(engine)
 
 
-@LOOPS
+@one_loop
 @pytest.mark.parametrize("kind", ["mtp", "ngram"])
 def test_preempted_texts_go_on_exactly_with_guesses(kind, overlap):
     prompts = [words(PAGE + 10, seed=i) for i in range(3)]
@@ -125,7 +125,7 @@ def crossings():
     return found
 
 
-@LOOPS
+@one_loop
 @pytest.mark.parametrize("where", ["device", "host"])
 def test_a_text_is_resumed_where_guesses_were_refused(crossings, overlap, where):
     """The answer ends a page, entries of each kind and a tail while guesses are right and wrong at random.

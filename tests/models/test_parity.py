@@ -117,6 +117,7 @@ def test_bf16_costs_at_most_twice_what_it_costs_transformers(shape, device):
     assert 0 < (ours - exact).abs().mean() < 2 * theirs
 
 
+@pytest.mark.rotate("format")
 @pytest.mark.parametrize("format", ["fp32", "bf16", "fp8"])
 def test_the_bits_do_not_depend_on_where_a_text_is_cut(case, format):
     reference, tokens, _ = case

@@ -81,6 +81,7 @@ def test_the_comparison_would_notice_halves_that_turn_as_neighbours(monkeypatch)
     assert distance(Ours(reference).run(tokens, [TOKENS]), reference_logits(reference, tokens)) > 0.1
 
 
+@pytest.mark.rotate("format")
 @pytest.mark.parametrize("format", ["fp32", "bf16"])
 def test_the_bits_do_not_depend_on_where_a_text_is_cut(case, format):
     reference, tokens, expected = case
