@@ -94,7 +94,7 @@ class Engine:
         return self.scheduler.idle
 
     def flush(self) -> int:
-        """Forget what is cached; answers how many pages stay because they are in use."""
+        """Forget what is cached. Returns how many pages stay because they are in use."""
         return self.cache.flush()
 
     def explain(self, request_id: str) -> Explanation | None:

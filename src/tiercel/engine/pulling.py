@@ -53,7 +53,7 @@ class Pulls:
 
     def pull(self, ask: Ask, left: threading.Event) -> int:
         """Returns when the request may begin: all pages that help are on the host, or no more will come.
-        `left`: the asker has gone. Answers how many pages the peer had."""
+        `left`: the asker has gone. Returns how many pages the peer had."""
         assert ask.prefiller is not None
         peer = self._peers[ask.prefiller.host, ask.prefiller.port]
         chain: KeyChain = self._ask(lambda: self._cache.chain(ask.prompt, ask.namespace, ask.tenant)).result()

@@ -37,7 +37,7 @@ class Section(NamedTuple):
 
     last_layer: int
     run: Callable[[FlatBatch, Any], Any]
-    """(batch, what the section before answered) → what the next section reads. The last one answers what a
+    """(batch, what the section before returned) → what the next section reads. The last one returns what a
     forward does."""
 
 

@@ -178,7 +178,7 @@ class Layer:
         return x + k.experts(k.norm(x, self._norms[1], g.eps), asked, asked.float(), self._mlp, math.inf)
 
     def write(self, x: Tensor, rotation: CosSin, written: Written | None) -> Tensor:
-        """Make the entries of x [tokens, d]. Answers its queries [tokens, heads, dim], not turned."""
+        """Make the entries of x [tokens, d]. Returns its queries [tokens, heads, dim], not turned."""
         g, k = self._grouping, self._k
         made = k.linear(k.norm(x, self._norms[0], g.eps), self._input).split(self._widths, 1)
         heads: list[Tensor] = [part.unflatten(1, (-1, g.head_dim)) for part in made]

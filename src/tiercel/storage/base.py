@@ -4,15 +4,15 @@ A store keeps values by key outside the process. Values are records (`storage.re
 A store may read the header of a record, but need not: the reader verifies every record (I9).
 
 A store guarantees
-- **A value is there in full or not at all.** When `get` answers True, it has filled every byte of one `put`
+- **A value is there in full or not at all.** When `get` returns True, it has filled every byte of one `put`
   of this key. This holds while other threads put, delete or clear, and after any crash.
 - **A miss is an answer, not an error.** A key is missed if it was never put, was deleted or evicted, or if
   its value is damaged or has another length than the caller asks for. The rest of the batch is answered.
 - **A value that is there can be read**, also while others put it again. If a value can not be read now but
-  perhaps later, the store raises StoreError. So when `get` answers False and `contains` then answers True,
+  perhaps later, the store raises StoreError. So when `get` returns False and `contains` then returns True,
   the value is lost, and the caller deletes it: after that the key is not there, and the next `put` writes it.
-- **When `put` answers True, the value is kept**: in a durable store it is on the disk.
-- **A full store is an answer, not an error**: it evicts values, or `put` answers False.
+- **When `put` returns True, the value is kept**: in a durable store it is on the disk.
+- **A full store is an answer, not an error**: it evicts values, or `put` returns False.
 - Every other failure is a `StoreError`. The store can be used again afterwards.
 - Any number of threads may call at the same time. A call that waits does not hold the GIL.
 - `close` may be called twice. After it, every other call raises `StoreError`.
@@ -110,7 +110,7 @@ class Store(ABC):
 
     @abstractmethod
     def delete(self, keys: Sequence[RecordKey]) -> int:
-        """Delete these keys, durably; answers how many were there."""
+        """Delete these keys, durably. Returns how many were there."""
 
     @abstractmethod
     def clear(self) -> None:
@@ -133,7 +133,7 @@ class Store(ABC):
         return []
 
     def compact(self) -> int:
-        """Free space that holds no values; answers how many bytes."""
+        """Free space that holds no values. Returns how many bytes."""
         return 0
 
     def check(self) -> Checked:

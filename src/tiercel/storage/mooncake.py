@@ -22,7 +22,7 @@ How Mooncake 0.3.13 behaves (all of it was observed):
   work again within a second, but **a master that was restarted has forgotten every record**.
 - When a holder dies its records are lost. For 10 s (the master's `--client_ttl`) they are still found and can
   not be read: a StoreError. After that they are gone; with `replicas=2` the other replica is read.
-- If a key is there, or another process is putting it, the old value stays and `put` answers True.
+- If a key is there, or another process is putting it, the old value stays and `put` returns True.
 - A record that was read has a lease of 10 s and is not evicted meanwhile. A read that takes longer is a
   StoreError: the record may still be there. `delete` and `clear` do not wait for leases: a read of another
   process at that moment may get damaged bytes, which it detects (I9). In this process they wait for reads.
@@ -100,7 +100,7 @@ class MooncakeStore(Store):
     ) -> None:
         """`local_segment`: bytes of this process's memory for records of the cluster. 0 by default: such
         records are outside the host budget, and are lost when this process ends. Some process must give
-        memory, or every `put` answers False. `host`: this machine's name for the others; by default its
+        memory, or every `put` returns False. `host`: this machine's name for the others; by default its
         address in a connection to the master. `device`: names of RDMA devices, for `protocol=rdma`.
         `metrics_port`: of the master, for `keys`."""
         if replicas < 1:
@@ -364,7 +364,7 @@ def address_of(view: View) -> int:
 
 
 def _trips(values: Iterable[_Value]) -> Iterator[list[_Value]]:
-    """Batches without repeated keys: of two equal keys the client fills one and answers True for both."""
+    """Batches without repeated keys: of two equal keys the client fills one and returns True for both."""
     for trip in trips(values, _TRIP_BYTES):
         start, keys = 0, set[RecordKey]()
         for at, each in enumerate(trip):

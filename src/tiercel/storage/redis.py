@@ -2,7 +2,7 @@
 
 The names of records begin with `tiercel:2:`, so the database may be shared: other names are never read,
 listed or deleted. When the server's memory is full, its `maxmemory-policy` decides: with `noeviction` a `put`
-answers False, with `allkeys-lru` the server evicts something (and does not say what).
+returns False, with `allkeys-lru` the server evicts something (and does not say what).
 
 Another client may write anything under our names. It is a miss: no more bytes of it are read than were asked
 for, `put` replaces it and `delete` removes it. `keys` lists what is not a string with 0 bytes, so `check`

@@ -135,7 +135,7 @@ class PrefixTree:
         *,
         hold: bool = False,
     ) -> list[Page]:
-        """Add full pages after `parent`, which is readable on the device (or the root). Answers the pages
+        """Add full pages after `parent`, which is readable on the device (or the root). Returns the pages
         that are in the tree now. `hold`: the last of them is locked, before it could become a candidate.
 
         A page that is on the device already gives the new copy back; one that was only on the host takes it.
@@ -295,7 +295,7 @@ class PrefixTree:
     # Evicting: only leaves leave, and nothing that is locked or on its way
 
     def evict(self, kind: Kind, count: int, take_host: TakeHost | None = None, *, host_pages: int = 1) -> int:
-        """Take up to `count` pages (or tails) off the device, coldest leaves first; answers how many left.
+        """Take up to `count` pages (or tails) off the device, coldest leaves first. Returns how many left.
 
         Each goes to the host: it is there already, or it is saved into `host_pages` from `take_host`.
         Otherwise it is gone. `save_done` gives back the places of those that are being saved.
@@ -412,7 +412,7 @@ class PrefixTree:
 
     def trim(self, most: int) -> int:
         """What is coldest of owners above their limits is forgotten, as far as it may go and at most so many
-        items; answers how many were."""
+        items. Returns how many were."""
         gone = 0
         with self.copies.leaving_for("limit"):
             for owner in self.owners.over():
@@ -431,7 +431,7 @@ class PrefixTree:
         self.copies.drop(item)
 
     def flush(self) -> int:
-        """Forget everything that no request holds and no transfer moves; answers how many pages stay."""
+        """Forget everything that no request holds and no transfer moves. Returns how many pages stay."""
         with self.copies.leaving_for(None):
             for page in sorted(self.index.values(), key=depth_of, reverse=True):
                 tail = page.tail

@@ -103,7 +103,7 @@ class Worth:
         tail.since = self.now()
 
     def followed(self, tail: Tail) -> bool:
-        """More or fewer texts go on after this tail. Answers whether its class is another one now."""
+        """More or fewer texts go on after this tail. Returns whether its class is another one now."""
         changed = self.chances.of(tail.boundary, tail.page.children) is not tail.chance
         if changed:
             self._observe(tail, hit=False)

@@ -54,7 +54,7 @@ class CudaModule(MtpLayer):
         them may be the last that is accepted."""
 
     def follow(self, batch: FlatBatch, x: Tensor, tokens: Tensor, *, read: bool) -> Tensor | None:
-        """Make the entries of a call's tokens beside the streams x of the tokens before them. Answers this
+        """Make the entries of a call's tokens beside the streams x of the tokens before them. Returns this
         module's streams beside these tokens, if they are read."""
         rows, flat = x.flatten(1), batch.flat
         before = row_before(self._kept, rows, flat, self.ring_rows).view_as(x)

@@ -154,7 +154,7 @@ class Module(MtpLayer):
             self._store(spans, before[rows], tokens[rows])
 
     def follow(self, call: Call, x: Tensor, tokens: Tensor) -> Tensor:
-        """Make the entries of a call's tokens beside the streams x of the tokens before them. Answers this
+        """Make the entries of a call's tokens beside the streams x of the tokens before them. Returns this
         module's streams beside these tokens: the next module reads them."""
         before, streams = self._before(call, x), torch.zeros_like(x)
         spans, chosen = list[Span](), np.zeros(len(x), np.bool_)

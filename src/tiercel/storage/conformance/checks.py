@@ -90,7 +90,7 @@ def a_miss_is_an_answer(store: Store) -> None:
 
 
 def another_length_is_a_miss(store: Store) -> None:
-    """A get for more or fewer bytes than were put answers False, and the value stays."""
+    """A get for more or fewer bytes than were put returns False, and the value stays."""
     (sample,) = kept(store, 1, 5000)
     for bytes_more in (1, -1, 100_000, -4999):
         answer = store.get([Read(sample, bytes_more=bytes_more).get])
@@ -153,7 +153,7 @@ def a_batch_may_be_large(store: Store) -> None:
 
 
 def a_key_may_be_put_twice(store: Store) -> None:
-    """The second put answers True, and the value is the same."""
+    """The second put returns True, and the value is the same."""
     sample = maker(store)(1)
     for _ in range(2):
         keep(store, [sample])

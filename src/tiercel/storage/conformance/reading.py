@@ -102,7 +102,7 @@ def a_miss_is_an_answer(subject: ReadSubject) -> None:
 
 
 def another_length_is_a_miss(subject: ReadSubject) -> None:
-    """A get for more or fewer bytes than it has answers False, and the next one finds it."""
+    """A get for more or fewer bytes than it has returns False, and the next one finds it."""
     store, (key, value) = subject.open(), subject.held[0]
     for more in (1, -1, 100_000, 1 - len(value)):
         answer = store.get([_Memory(key, len(value) + more).get])
@@ -131,7 +131,7 @@ def an_empty_batch_is_nothing(subject: ReadSubject) -> None:
 
 
 def nothing_is_ever_written(subject: ReadSubject) -> None:
-    """`put` answers False; `delete` and `clear` raise StoreError. Nothing has changed."""
+    """`put` returns False; `delete` and `clear` raise StoreError. Nothing has changed."""
     store, (key, value) = subject.open(), subject.held[0]
     answer = store.put([Put(key, [value]), Put(subject.absent[0], [value])])
     expect(answer == [False, False], f"put answered {answer}")

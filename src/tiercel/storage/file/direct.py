@@ -234,7 +234,7 @@ def _lay(parts: Sequence[Any], staging: memoryview) -> tuple[list[View], list[tu
 
 
 def _carry(call: Callable[[int, Sequence[Any], int], int], file: int, views: list[View], offset: int) -> int:
-    """Read or write the views with as many calls as needed; answers the number of bytes done."""
+    """Read or write the views with as many calls as needed. Returns the number of bytes done."""
     done = 0
     while views:
         moved = call(file, views[:VIEWS_MOST], offset + done)

@@ -192,7 +192,7 @@ class Index:
         return [row for row, key in enumerate(segment.table.keys) if self._places.get(key) == first + row]
 
     def evict(self, segment: Segment) -> int:
-        """Forget the live records of a segment; answers how many there were."""
+        """Forget the live records of a segment. Returns how many there were."""
         keys = [segment.table.keys[row] for row in self.live(segment)]
         for key in keys:
             self._forget(key)

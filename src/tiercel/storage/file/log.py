@@ -262,7 +262,7 @@ class Log:
         return True
 
     def _evict(self, old: Sequence[Segment], into: Segment | None = None, leave: int = 0) -> int:
-        """Evict one of these segments; answers its bytes."""
+        """Evict one of these segments. Returns its bytes."""
         segment = old[0]
         if into is not None and not into.broken:
             left = into.bytes_on_disk - into.table.end - packed_bytes(len(into.table)) - leave
@@ -357,7 +357,7 @@ class Log:
             self.doubtful.clear()
 
     def compact(self) -> int:
-        """Move the live records out of every segment with dead bytes, oldest first; answers the bytes gained.
+        """Move the live records out of every segment with dead bytes, oldest first. Returns the bytes gained.
         It stops where there is no room to move records."""
         gained = 0
         with self.commit.alone():

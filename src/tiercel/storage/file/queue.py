@@ -57,7 +57,7 @@ class Queue:
         self._pointers_at, self._views_at, self._events_at = (array.ctypes.data for array in arrays)
 
     def read(self, requests: Sequence[Request]) -> list[int]:
-        """Fill the views of each request. Answers the bytes read for each, or its negative errno."""
+        """Fill the views of each request. Returns the bytes read for each, or its negative errno."""
         files, offsets, views = zip(*requests, strict=True)
         counts = [len(each) for each in views]
         *starts, total = accumulate(counts, initial=0)
@@ -88,7 +88,7 @@ class Queue:
         return results.tolist()
 
     def _finish(self, count: int) -> int:
-        """Wait for `count` reads; answers how many ended."""
+        """Wait for `count` reads. Returns how many ended."""
         while True:
             with suppress(InterruptedError):
                 return _call(self._wait, self._handle.value, count, count, self._events_at, 0)

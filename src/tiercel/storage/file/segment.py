@@ -282,7 +282,7 @@ def _scan(reader: Reader) -> tuple[Table, list[int]]:
 
 
 def copy(source: Segment, rows: Sequence[int], target: Segment, lanes: Lanes) -> list[int]:
-    """Copy records of one segment to the end of another, durably. Answers the rows that were whole and are
+    """Copy records of one segment to the end of another, durably. Returns the rows that were whole and are
     copied. Raises OSError."""
     table, at, whole = source.table, target.table.end, list[int]()
     with lanes.take() as lane, lanes.take() as held:
