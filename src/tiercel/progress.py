@@ -17,9 +17,9 @@ PROGRESS_S = 1.0
 
 @contextmanager
 def progress(what: str, size: int, *, counted: str = "") -> Iterator[Callable[[int], None]]:
-    """Around something that is done to so many bytes, or to so many of what is `counted`. What is yielded is
-    called with the size of each part that is done, from any thread. There is a bar only if stderr is a
-    terminal."""
+    """Around something that is done to `size` bytes, or to `size` things of the kind that is `counted`. What
+    is yielded is called with the size of each part that is done, from any thread. There is a bar only if
+    stderr is a terminal."""
     from rich import progress as rich  # here: a library should not load it to do nothing with it
     from rich.console import Console
 

@@ -17,7 +17,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 GROW_MOST = 16
-"""`Crew.grow` replaces at most so many threads: a store with more hanging calls is not used any more."""
+"""The most threads that `Crew.grow` replaces: a store with more hanging calls is not used any more."""
 
 
 def start(do: Callable[[], T], name: str) -> Future[T]:

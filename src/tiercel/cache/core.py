@@ -43,11 +43,11 @@ from tiercel.types import Kind, Namespace, PageKey
 log = logging.getLogger(__name__)
 
 Order = Callable[[int], Sequence[int]]
-"""The order in which a pool of so many places first gives them out."""
+"""From the number of places of a pool to the order in which the pool first gives them out."""
 Observer = Callable[[Sequence[Event | Cleared]], None]
 
 TRIM_ITEMS = 64
-"""So many pages and tails of owners above their limits leave in a step: about a millisecond."""
+"""How many pages and tails of owners above their limits leave in a step: about a millisecond."""
 
 COUNTED = (
     *("requests", "requests_finished", "requests_preempted", "requests_aborted", "requests_failed"),
@@ -106,7 +106,7 @@ class Core:
         self.leases = Leases(self.tree, spec, self.places, computes)
         """Host copies that other servers read."""
         self.saves_after = make_save_policy(config.save).early_hits
-        """A page is copied to the host once it was found so often; None: when it leaves the device."""
+        """After how many finds a page is copied to the host; None: when it leaves the device."""
         self.compute = Rate()
         """Prompt tokens computed per second: what a fetch is compared with."""
         self.compute_saved_s = 0.0
@@ -282,8 +282,8 @@ class Core:
         return stay
 
     def limit(self, owner: str, bytes_most: int | None) -> None:
-        """An owner may cache so many bytes on device and host together; None: there is no limit. Above it,
-        its own coldest pages and tails leave in the next steps, as soon as they are not in use."""
+        """`bytes_most`: what an owner may cache on device and host together; None: there is no limit. Above
+        it, its own coldest pages and tails leave in the next steps, as soon as they are not in use."""
         self.tree.limit(owner, bytes_most)
         self._trimming = True
 

@@ -25,8 +25,8 @@ from tiercel.types import Kind, PageKey
 READ_BYTES_MOST = 8 * 1024**2
 READ_BYTES_LEAST = 256 * 1024
 READS = 8
-"""A fetch is cut into so many reads, within these sizes: enough to use every worker and to show progress,
-few enough that a read is large."""
+"""A fetch is cut into this number of reads, within these sizes: enough to use every worker and to show
+progress, few enough that a read is large."""
 
 
 class FetchStage(Enum):

@@ -32,10 +32,10 @@ from tiercel.types import Kind, PageKey, Tier
 log = logging.getLogger(__name__)
 
 PROBE_AGAIN_S = 10.0
-"""A store too slow to be worth it is measured again so often."""
+"""How often a store that is too slow to be worth it is measured again."""
 
 NUMBERS_OLD_S = 1.0
-"""While it is written to, or looked at, a store is asked so often how much it holds."""
+"""How often a store is asked how much it holds, while it is written to or looked at."""
 
 WRITE_BYTES = 8 * 1024**2
 """A write of a few MiB is as fast as the disk (docs/log.md)."""

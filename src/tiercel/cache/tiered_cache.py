@@ -168,7 +168,7 @@ class TieredCache:
 
         `turn_ends` are token positions after which this text may be continued differently: message ends and
         break points. `load`, `replay` and `reuse_most` are those of `find`.
-        `room_for`: device pages for so many tokens are reserved at once: `extend` up to there never waits.
+        `room_for`: the tokens for which device pages are reserved at once: `extend` up to there never waits.
         `for_others`: other servers will read the prompt's pages and tails on the host.
         """
         pages_needed = -(-max(chain.tokens, room_for) // self.spec.page_tokens)

@@ -28,7 +28,8 @@ class Sampling:
 
     max_tokens: int = 128
     min_tokens: int = 0
-    """Before so many tokens no token that ends the answer is drawn. A stop string may end it sooner."""
+    """No token that ends the answer is drawn before this number of tokens. A stop string may end it
+    sooner."""
     temperature: float = 1.0
     """0 takes the best token."""
     top_p: float = 1.0

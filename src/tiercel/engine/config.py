@@ -109,7 +109,7 @@ class EngineConfig:
     with device and host full: a step takes 6 to 7 µs of planning for each."""
 
     waiting_max: int = setting(1024, "Requests that may wait; more are refused.", least=1)
-    """The limit of the queue. A request behind so many others would time out at its client."""
+    """The limit of the queue. A request behind more others would time out at its client."""
 
     step_tokens: int | None = setting(
         None, "Tokens of one step.", least=1, otherwise="512 on a CPU, 8192 on CUDA"
@@ -146,7 +146,7 @@ class EngineConfig:
 
 
 def places_of(device_bytes: int, spec: CacheSpec, running_max: int, *, host_bytes: int) -> tuple[int, int]:
-    """Places for pages and for tails in so much device memory.
+    """Places for pages and for tails in `device_bytes` of device memory.
 
     Tails get a tenth of the device's bytes. Where the host has room for as much, they get at most the places
     that running requests write to: each keeps its latest tail while it writes the next. More places would

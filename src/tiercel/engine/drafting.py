@@ -27,7 +27,7 @@ MATCH_LEAST, MATCH_MOST = 2, 4
 One equal token is a guess that is mostly refused."""
 
 LOOKED_AT = 8
-"""So many places where the last two tokens stood before are compared, the latest first."""
+"""How many places where the last two tokens stood before are compared, the latest first."""
 
 AT_ONCE = 32
 """More new tokens than this are indexed by numpy: that takes 50 µs however few they are."""

@@ -13,7 +13,7 @@ from tiercel.policy.resume import Reuse
 from tiercel.policy.speculate import LEVELS_MOST, GuessRecord, Speculation
 
 REST = 8
-"""Where no text got a guess, nobody is asked for so many steps: to ask takes time, too."""
+"""If no text got a guess, nobody is asked for this number of steps: to ask takes time, too."""
 
 FIRST_TOKENS = 8
 """Accept lengths by tier are those of so many tokens after a text began: a draft that lost its part of the
@@ -84,7 +84,7 @@ class Guessing:
         return chosen
 
     def drew(self, seat: Seat, part: StepPart, made: int, tokens: int) -> None:
-        """A part that had guesses drew so many tokens."""
+        """A part that had guesses has drawn tokens."""
         self.policy.accepted(seat.task.guesses, asked=part.guesses, made=made, accepted=tokens - 1)
         self._counters["guesses"] += made
         self._counters["guesses_accepted"] += tokens - 1

@@ -25,7 +25,7 @@ from tiercel.engine.step import Drawn, Step, StepPart
 from tiercel.engine.task import Outcome
 
 WAIT_S = 0.001
-"""While nothing can be computed and a transfer is under way: so long it is waited for at a time."""
+"""How long a transfer is waited for at a time, while nothing can be computed."""
 
 
 Meanwhile = Callable[[Future[Drawn]], None]

@@ -45,7 +45,7 @@ class Pulls:
         peers: Mapping[Address, PeerStore],
         patience_s: float,
     ) -> None:
-        """`patience_s`: so long a peer may bring no page."""
+        """`patience_s`: how long a peer may bring no page."""
         self._cache, self._ask, self._peers, self._patience_s = cache, ask, peers, patience_s
         self._forms = forms_of(cache.spec, ALIGN_LEAST)
         self._reading: dict[KeyChain, Future[None]] = {}

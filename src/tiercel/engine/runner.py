@@ -111,7 +111,7 @@ class _Work(NamedTuple):
     """The guesses of each part, by its number."""
 
     def count(self, i: int) -> int:
-        """So many of the last tokens of a part need logits."""
+        """How many of the last tokens of a part need logits."""
         return _rows(self.parts[i]) + len(self.guesses.get(i, ()))
 
     def draws(self, i: int, end: int) -> range:
@@ -424,7 +424,7 @@ def _raise(error: Exception) -> Drawn:
 
 
 def _rows(part: StepPart) -> int:
-    """So many of its last tokens need logits: those that are scored, and the last one if it draws."""
+    """How many of its last tokens need logits: those that are scored, and the last one if it draws."""
     if part.score_from is None:
         return int(part.draws)
     return max(int(part.draws), part.end - max(part.start, part.score_from))

@@ -35,7 +35,7 @@ STEP_TOKENS = 512
 """Of one step, where nothing else is asked for."""
 
 AHEAD_TOKENS = 4
-"""So many tokens before its page is full, a text asks for the next one. What has to leave for it is saved
+"""How many tokens before its page is full a text asks for the next one. What has to leave for it is saved
 meanwhile: that takes two steps."""
 
 

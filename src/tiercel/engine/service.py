@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 WATCHED_S = 0.02
-"""While other servers watch: so often it is looked what was saved."""
+"""While other servers watch: the time between two looks at what was saved."""
 
 PENDING_S = 0.5
 """The longest wait between two steps while only a store is waited for: it may have to be given up, or tried

@@ -52,7 +52,7 @@ class StepPart(NamedTuple):
     tails: tuple[tuple[int, int], ...] = ()
     """(boundary, device place) of the tails to write."""
     guesses: int = 0
-    """So many guesses may be computed behind the end: there is room for them."""
+    """How many guesses may be computed behind the end: there is room for them."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Drawn(NamedTuple):
     draft_s: float = 0.0
     """How long it took to make them."""
     steps: int = 1
-    """How often the step was run in a row (`Scheduler.quiet_steps`): each part drew so many tokens."""
+    """How often the step was run in a row (`Scheduler.quiet_steps`): each part drew one token in each run."""
 
 
 class Runner(Protocol):

@@ -15,7 +15,7 @@ from tiercel.text.stream import TextStream
 from tiercel.tree.keys import KeyChain
 
 PRIORITY_S = 10.0
-"""A level of priority counts as so many seconds of waiting. So an urgent task goes before all that came in
+"""What a level of priority counts, in seconds of waiting. So an urgent task goes before all that came in
 the last seconds, and nobody waits for ever behind a stream of urgent ones."""
 
 
@@ -50,7 +50,7 @@ class Seat:
     """A step that computes one position more, up to below this one, does nothing else for the text: no page
     is full, no room is asked for, and the text does not reach its length."""
     guesses: int = 0
-    """That the step under way may compute for it: it may draw so many tokens more than one."""
+    """Guesses that the step under way may compute for it: it may draw one token more for each."""
     first_tokens: int = 0
     """Drawn in steps with guesses, as long as they are counted (`Guessing.drew`)."""
 

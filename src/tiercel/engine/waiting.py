@@ -9,7 +9,7 @@ from itertools import takewhile
 from tiercel.engine.task import Stage, Task
 
 PASSED_MOST = 64
-"""At most so many tasks that let others by are tried again in one step."""
+"""The most tasks that let others by and are tried again in one step."""
 
 
 class Waiting:

@@ -40,7 +40,7 @@ TOUCH_THREADS_MAX = 16
 """As far as measured, 16 cores of an H200 machine: 1 thread 1.6 GB/s, 4: 6.7, 16: 22 (huge pages 50)."""
 
 TOUCH_PIECE_BYTES = 64 * 1024**2
-"""One thread touches so much at once. Progress is counted in such pieces."""
+"""What one thread touches at once. Progress is counted in such pieces."""
 
 MBIND = {"x86_64": 237, "aarch64": 235}
 """The number of this system call, which glibc does not have."""

@@ -77,8 +77,8 @@ class Model(Protocol):
     """None: the model has none, or its cache has no streams for it."""
 
     def warm_up(self, longest: int, /) -> None:
-        """Prepare what makes calls fast on this device, for texts of so many tokens at most. It may take
-        seconds, and is called once."""
+        """Prepare what makes calls fast on this device, for texts of at most this number of tokens. It may
+        take seconds, and is called once."""
 
     def resume(self, ring: int, tails: Sequence[tuple[int, int]]) -> None:
         """A text goes on in this ring from the tails at (boundary, place), the earliest first.

@@ -39,7 +39,7 @@ COMPUTED = "inv_freq"
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 NAMES_SHOWN = 5
-"""An error message shows at most so many names."""
+"""The most names that an error message shows."""
 
 
 class StoredTensor(NamedTuple):

@@ -98,7 +98,7 @@ class DraftModel:
     """A model as a draft of another one."""
 
     def __init__(self, model: Model, vocab_size: int, longest: int | None = None) -> None:
-        """`vocab_size` of the target. `longest`: behind so many tokens of a text nothing is guessed."""
+        """`vocab_size` of the target. `longest`: nothing is guessed behind this position of a text."""
         self.model, self._vocab_size, self._longest = model, vocab_size, longest
 
     def follow(self, spans: Sequence[Span], x: Tensor, tokens: Tensor) -> None:  # noqa: ARG002

@@ -36,11 +36,11 @@ MESSAGE_S = 5.0
 ANSWER_S = 30.0
 """The engine answers between two steps. If it has not by then, it hangs."""
 IDLE_S = 600.0
-"""A connection that asks nothing for so long is closed. Its reader opens another."""
+"""A connection that asks nothing for this time is closed. Its reader opens another."""
 LEASE_MOST_S = 60.0
 """A reader may ask for less. More would let one that stopped keep pages for long."""
 ALIVE_S = 0.25
-"""While there is no news for a reader that waits, it is told so often that we are still there."""
+"""How often a reader that waits is told that we are still there, while there is no news."""
 
 
 class Ask(Protocol):

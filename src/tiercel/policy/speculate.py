@@ -27,7 +27,7 @@ TRIED_SHARE = 0.005
 """The share of all time that trying may cost."""
 
 TRIED_FIRST = 8
-"""So many tries at the start are free: there is nothing to decide by."""
+"""Tries at the start that are free: there is nothing to decide by."""
 
 PLAIN_FIRST, PLAIN_EVERY, PLAIN_RUN = 16, 256, 6
 """Where texts get guesses, after so many steps some have none, one after the other: what these take must be
@@ -44,7 +44,7 @@ FIRST = 0.6
 """How often a guess is right, before anything is known: high, so that it is found out."""
 
 PRIOR_TRIES = 2.0
-"""What is known of all texts counts as so many tries of a text."""
+"""What is known of all texts counts as this number of tries of a text."""
 
 MEASURED = 5
 """The median of the last measurements counts: a slow step is an accident."""

@@ -33,10 +33,10 @@ FIRST_CHANCE, FIRST_HITS = 0.1, 5.0
 """The chance of a passed tail before anything is known, and how many expected hits this counts for."""
 
 FORGET_AT = 20_000.0
-"""When so much exposure has been counted, all counts are halved: traffic changes."""
+"""When this exposure has been counted, all counts are halved: traffic changes."""
 
 REFRESH = 16
-"""Chances are computed again after so many observations."""
+"""After how many observations chances are computed again."""
 
 
 @dataclass(eq=False, slots=True)

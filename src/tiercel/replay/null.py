@@ -46,7 +46,7 @@ class Pipe:
         self._free_s = 0.0
 
     def send(self, size: int) -> tuple[float, float]:
-        """When so many bytes begin and end to move, if they are sent now."""
+        """When `size` bytes begin and end to move, if they are sent now."""
         begin_s = max(self._clock.now_s, self._free_s)
         self._free_s = begin_s + size / self._bytes_s
         return begin_s, self._free_s

@@ -37,7 +37,7 @@ from tiercel.text.stream import TextStream
 from tiercel.types import PageKey
 
 POLL_S = 0.005
-"""A request that waits for the store is looked at so often, besides whenever the store answers."""
+"""The time between two looks at a request that waits for the store, besides whenever the store answers."""
 
 DEFAULT_POLICY = CacheConfig().evict
 

@@ -22,7 +22,7 @@ CONTINUES_TOKENS = 512
 
 
 TOLD_EVERY = 1000
-"""How far reading is, is told after so many lines or requests."""
+"""After how many lines or requests the progress of reading is shown."""
 
 
 class Recorded(NamedTuple):

@@ -29,7 +29,7 @@ DRAFT = "draft_"
 """The names of a draft's streams begin with it, for people: `Stream.draft` tells programs."""
 
 GRAINS_MOST = 4
-"""Into so many records a page is cut at most. Each record costs a header of 4 KiB in a file store."""
+"""The most records that a page is cut into. Each record costs a header of 4 KiB in a file store."""
 GRAIN_BYTES_LEAST = 128 * 1024
 """A page is cut into fewer records if they would be smaller than this: small records are slow everywhere."""
 
@@ -45,7 +45,7 @@ class Grain:
 
     number: int
     of: int
-    """Into so many grains all layers of the model are cut. Some may have no bytes of this kind."""
+    """How many grains all layers of the model are cut into. Some may have no bytes of this kind."""
     streams: tuple[Stream, ...]
     """Only with the layers of this grain."""
     form: bytes

@@ -39,7 +39,7 @@ from tiercel.errors import StoreError
 from tiercel.storage.record import ALIGN_LEAST, Flaw, RecordKey, View, flaw_of
 
 CHECK_BYTES = 64 << 20
-"""`check` reads so many bytes at a time: enough for any disk, and little of the machine's memory."""
+"""How many bytes `check` reads at a time: enough for any disk, and little of the machine's memory."""
 
 
 class Put(NamedTuple):

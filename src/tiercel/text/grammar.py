@@ -49,7 +49,7 @@ FORCED_MOST = 4096
 """Texts that grammars left no choice about, whose tokens are remembered: names in objects come again and
 again."""
 CORES_LEAST = 8
-"""Masks are computed by several threads where there are so many cores. With two busy ones it takes 4 ms to
+"""From this number of cores on, masks are computed by several threads. With two busy ones it takes 4 ms to
 wake a thread, and 1 ms to compute 16 masks in this one."""
 LIMITS: Mapping[str, Any] = {
     "initial_lexer_fuel": 300_000,
@@ -61,11 +61,11 @@ LIMITS: Mapping[str, Any] = {
 """So one mask of an absurd regular expression takes 20 ms, after which its answer ends with an error. (Its
 first mask may take 0.3 s.) A state takes 1 to 2 kB for each answer. x86-64, llguidance 1.9.1, 2026-11-17."""
 ANSWER_S, TOKEN_S = 0.05, 0.002
-"""CPU time that all masks of one answer may take: so much, and so much more for each of its tokens. With a
+"""CPU time that all masks of one answer may take: at first, and more for each of its tokens. With a
 vocabulary of 129,280 a mask of JSON takes 0.05 to 0.2 ms, the slowest of twenty useful grammars 0.7 ms, and
 an ambiguous grammar 900 ms."""
 REFUSED_S, PAUSE_S = 300.0, 10.0
-"""A grammar whose masks took longer is refused for so long; its owner may use no new grammar for so long."""
+"""How long a grammar whose masks took longer is refused, and how long its owner may use no new grammar."""
 REFUSED_MOST = 1024
 ALONE, BATCH_S = 8, 0.01
 """An answer's first masks are computed alone, so that their time is known; later ones together with others,
@@ -288,7 +288,7 @@ class MaskTime:
     def __init__(self, ran_out: Callable[[], None]) -> None:
         self._left_s, self._ran_out = ANSWER_S, ran_out
         self.alone = ALONE
-        """So many masks are still to be computed alone."""
+        """How many masks are still to be computed alone."""
 
     @property
     def over(self) -> bool:

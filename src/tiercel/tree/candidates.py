@@ -26,7 +26,7 @@ from tiercel.tree.node import Item
 
 SWEEP_AT_LEAST = 64
 SWEEP_ENTRIES = 4
-"""So many entries are looked at when one is added, during a sweep."""
+"""How many entries are looked at when one is added, during a sweep."""
 
 Entry = tuple[Any, int, Item]
 """A rank, a serial number (no two entries are equal), and whose they are."""

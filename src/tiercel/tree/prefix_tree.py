@@ -40,7 +40,7 @@ ArrivingPage = tuple[PageKey, tuple[HostPageId, ...], bytes]
 """A page that comes to the host: its key, its places there, its tokens."""
 
 TakeHost = Callable[[int], tuple[HostPageId, ...] | None]
-"""So many host pages, or None when there are not so many free."""
+"""From a number to as many host pages, or None when fewer are free."""
 
 
 class Match(NamedTuple):
@@ -385,8 +385,8 @@ class PrefixTree:
         return double is not None
 
     def cap_tails(self, page: Page) -> None:
-        """At most so many tails from the root to `page`; the coldest go, but none a resume there reads. Tails
-        where texts part are needed by others: where only the use counts, they go last."""
+        """Keeps to the limit of tails from the root to `page`: the coldest go, but none that a resume there
+        reads. Tails where texts part are needed by others: where only the use counts, they go last."""
         tails: list[Tail] = []
         here: Page | None = page
         while here is not None:
@@ -407,11 +407,11 @@ class PrefixTree:
                     self.copies.remove_tail(tail)
 
     def limit(self, owner: str, bytes_most: int | None) -> None:
-        """From now on an owner may cache so many bytes in both tiers together; None: there is no limit."""
+        """From now on an owner may cache `bytes_most` in both tiers together; None: there is no limit."""
         self.owners.named(owner).bytes_most = bytes_most
 
     def trim(self, most: int) -> int:
-        """What is coldest of owners above their limits is forgotten, as far as it may go and at most so many
+        """What is coldest of owners above their limits is forgotten, as far as it may go, and at most `most`
         items. Returns how many were."""
         gone = 0
         with self.copies.leaving_for("limit"):

@@ -53,7 +53,7 @@ class Worth:
         self.now = now
         self.tail_pages = tail_pages
         self.far = FAR if replay_pages is None else min(FAR, replay_pages)
-        """A tail saves at most so many pages."""
+        """The most pages that a tail saves."""
         self._window = pages_per_window
 
     def __call__(self, item: Item) -> float:

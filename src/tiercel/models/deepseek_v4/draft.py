@@ -108,7 +108,7 @@ class Module(MtpLayer):
         self._rings, self._lag = setup.rings, number + 1
         self._tails = setup.rows(HIDDEN, c.layers + number)
         self._back = rows_before(c.window)
-        """So many tokens before the next one have entries that are read."""
+        """How many tokens before the next one have entries that are read."""
         window = setup.memory.stream(WINDOW, c.layers + number)
         self._in_tail = window.entries_per_row(setup.memory.spec.page_tokens)
         self.ring_rows = self._back + setup.guesses_max + 1

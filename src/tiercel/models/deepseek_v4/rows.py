@@ -41,7 +41,7 @@ class Setup(NamedTuple):
     memory: DeviceMemory
     rings: int
     guesses_max: int = 0
-    """A call may compute so many guesses of a text that are refused later: spare rows of every ring."""
+    """How many guesses of a text a call may compute that are refused later: spare rows of every ring."""
 
     @property
     def lists(self) -> ListKernels:

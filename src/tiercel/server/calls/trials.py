@@ -41,7 +41,7 @@ WAITING_MOST = 32
 DEADLINE_S = 30.0
 """A trial ends after this time. It has 1 s of CPU time, on a core that may be busy."""
 REMEMBERED, REMEMBERED_S = 256, 300.0
-"""Outcomes that are remembered: so many, and for so long if the grammar can not be used."""
+"""How many outcomes are remembered, and how long that of a grammar that can not be used."""
 PROGRAM = "from tiercel.text.trial import main; main()"
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 

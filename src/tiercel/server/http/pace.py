@@ -49,8 +49,8 @@ OWNERS_KEPT = 1024
 
 
 class Bucket:
-    """So many a second, and so many at once after a pause. It may be overdrawn, and is empty until that has
-    come back."""
+    """`per_s` units a second, and `at_once` units after a pause. It may be overdrawn, and is empty until that
+    has come back."""
 
     def __init__(self, per_s: float, at_once: int, now_s: float) -> None:
         self._per_s, self._most = per_s, at_once

@@ -97,7 +97,7 @@ class Tenant:
         return None
 
     def end(self, tokens: int) -> None:
-        """A request that began has ended: prompt and answer had so many tokens."""
+        """A request that began has ended. `tokens`: those of prompt and answer."""
         self.running -= 1
         if bucket := self._buckets.get("tokens_per_minute"):
             bucket.take(tokens)

@@ -27,7 +27,7 @@ from tiercel.server.live.status import stats_json
 
 EVERY_S = 1.0
 SILENCE_S = 15.0
-"""After so long without a change a comment is sent, so that no proxy ends the connection."""
+"""If nothing changes for this time, a comment is sent, so that no proxy ends the connection."""
 
 State = dict[str, Any]
 

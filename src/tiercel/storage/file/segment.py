@@ -39,7 +39,7 @@ _TABLE_GUESS = 64 * 1024
 """The first read of a table, before its length is known. A table of 1000 records has this length."""
 
 UNREADABLE_MOST = 16
-"""After so many unreadable places the rest of a segment is not read: each attempt can take seconds."""
+"""After this number of unreadable places the rest of a segment is not read: each attempt can take seconds."""
 
 _TABLE_VERSION = 2
 _TABLE_MAGIC = b"tiercel\t"
@@ -120,7 +120,7 @@ class Table:
 
 
 def packed_bytes(rows: int) -> int:
-    """The length of a packed table with so many rows."""
+    """The length of a packed table of `rows`."""
     return padded(rows * _ROW.itemsize + _TRAILER.size)
 
 

@@ -34,7 +34,7 @@ class Link:
         self._until_s = monotonic()
 
     def within(self, seconds: float) -> None:
-        """All that follows must be done in so many seconds."""
+        """All that follows must be done in `seconds`."""
         self._until_s = monotonic() + seconds
 
     def send(self, kind: Message, body: bytes = b"") -> None:
@@ -86,7 +86,7 @@ class Link:
         return other in ready, own in ready
 
     def arrived(self, seconds: float) -> bool:
-        """Whether something arrives within so many seconds: a message, or the end of the connection."""
+        """Whether something arrives within `seconds`: a message, or the end of the connection."""
         self._until_s = monotonic() + max(seconds, 0.001)
         self._limit(socket.SO_RCVTIMEO)
         try:
