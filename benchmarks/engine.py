@@ -21,8 +21,8 @@ import torch
 from tests.whole.process import running
 
 from benchmarks.machine import describe, parser_of, tell
+from tiercel.asks.ask import Ask, Sampling, TokenOut
 from tiercel.config import CacheConfig
-from tiercel.engine.ask import Ask, Sampling, TokenOut
 from tiercel.engine.build import open_engine
 from tiercel.engine.config import Build, EngineConfig
 from tiercel.engine.engine import Engine

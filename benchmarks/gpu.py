@@ -31,7 +31,7 @@ import torch
 from benchmarks.gpu_compare import SOURCES, Limits, plot, table, theirs
 from benchmarks.gpu_engines import QUICK, QUICK_CPU, HostClock, OneModel, RunningEngine, Sizes, Traffic
 from benchmarks.machine import describe, parser_of
-from tiercel.engine.ask import Usage
+from tiercel.asks.ask import Usage
 
 PLOT = Path(__file__).parents[1] / "docs" / "figures" / "ttft.svg"
 

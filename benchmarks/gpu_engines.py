@@ -18,10 +18,10 @@ from typing import Any, Self
 
 import torch
 
+from tiercel.asks.ask import Ask, Delta, Sampling, Usage
 from tiercel.cache import Request, RequestState, TieredCache, Wait
 from tiercel.cache.memories import make_memories
 from tiercel.config import CacheConfig
-from tiercel.engine.ask import Ask, Delta, Sampling, Usage
 from tiercel.engine.build import open_engine
 from tiercel.engine.config import Build, EngineConfig
 from tiercel.engine.engine import Engine

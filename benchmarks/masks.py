@@ -28,8 +28,8 @@ import numpy as np
 
 from benchmarks.gpu_engines import RunningEngine
 from benchmarks.machine import describe, parser_of, tell
+from tiercel.asks.ask import Ask, Sampling
 from tiercel.config import CacheConfig
-from tiercel.engine.ask import Ask, Sampling
 from tiercel.engine.build import open_engine
 from tiercel.engine.config import Build, EngineConfig
 from tiercel.models.families import EMBEDDED

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from typing import cast
 
 from benchmarks.machine import describe, parser_of, tell
+from tiercel.asks.ask import Ask, Sampling, TokenOut
 from tiercel.config import CacheConfig
-from tiercel.engine.ask import Ask, Sampling, TokenOut
 from tiercel.engine.config import EngineConfig
 from tiercel.engine.scheduler import Scheduler
 from tiercel.engine.step import Drawn, Step

@@ -13,8 +13,8 @@ from random import Random
 from tests.engine.drive import Always
 
 from benchmarks.gpu_engines import RunningEngine
+from tiercel.asks.ask import Ask, Sampling
 from tiercel.config import CacheConfig
-from tiercel.engine.ask import Ask, Sampling
 from tiercel.engine.build import open_engine
 from tiercel.engine.config import Build, EngineConfig
 from tiercel.models.base import Draft

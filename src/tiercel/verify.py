@@ -20,7 +20,7 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tiercel.engine.ask import Answer, Ask, Sampling
+from tiercel.asks.ask import Answer, Ask, Sampling
 from tiercel.engine.build import open_engine
 from tiercel.engine.config import Build, EngineConfig
 from tiercel.engine.engine import Engine

@@ -9,9 +9,9 @@ from time import monotonic
 import pytest
 
 import tiercel.models
+from tiercel.asks.ask import Ask, Sampling
 from tiercel.cache import TieredCache
 from tiercel.config import CacheConfig
-from tiercel.engine.ask import Ask, Sampling
 from tiercel.engine.config import EngineConfig
 from tiercel.engine.engine import Engine
 from tiercel.engine.loop import overlapped_steps, plain_steps, queued_steps

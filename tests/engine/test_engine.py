@@ -21,7 +21,7 @@ from tests.engine.drive import (
     tokens_of,
     words,
 )
-from tiercel.engine.ask import Finish, Sampling
+from tiercel.asks.ask import Finish, Sampling
 from tiercel.engine.loop import plain_steps
 from tiercel.engine.step import share
 from tiercel.engine.task import PRIORITY_S

@@ -19,7 +19,7 @@ from tests.engine.drive import (
     tokens_of,
     words,
 )
-from tiercel.engine.ask import Finish
+from tiercel.asks.ask import Finish
 from tiercel.engine.sampling import Sampler
 from tiercel.engine.service import EngineService
 from tiercel.errors import EngineError

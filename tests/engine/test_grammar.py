@@ -22,7 +22,7 @@ from tests.engine.drive import (
     words,
 )
 from tests.engine.drive import tokens_of as tokens
-from tiercel.engine.ask import Finish
+from tiercel.asks.ask import Finish
 from tiercel.engine.sampling import Sampler
 from tiercel.errors import AskError, GrammarError
 from tiercel.text import grammar

@@ -15,7 +15,7 @@ import torch
 
 from tests.engine.drive import LOOPS, make_ask, make_engine, run, settle, steps_of, tokens_of, words
 from tests.kernels.devices import on_gpu
-from tiercel.engine.ask import Answer, Delta, Finish
+from tiercel.asks.ask import Answer, Delta, Finish
 from tiercel.engine.build import open_engine
 from tiercel.engine.config import Build, EngineConfig
 from tiercel.models.deepseek_v4.model import DeepseekV4

@@ -5,7 +5,7 @@ import pytest
 from tests.engine.drive import PAGE, make_engine, run, tokens_of, words
 from tests.engine.drive import make_ask as ask_of
 from tiercel import Offline
-from tiercel.engine.ask import Finish
+from tiercel.asks.ask import Finish
 from tiercel.engine.offline import answer_all
 from tiercel.errors import AskError
 

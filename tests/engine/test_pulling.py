@@ -8,8 +8,8 @@ from contextlib import closing
 import pytest
 
 from tests.engine.drive import PAGE, make_ask, make_engine, words
+from tiercel.asks.ask import Prefiller
 from tiercel.engine import service as service_module
-from tiercel.engine.ask import Prefiller
 from tiercel.engine.service import EngineService
 from tiercel.errors import EngineError
 from tiercel.storage.memory import MemoryStore

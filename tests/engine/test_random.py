@@ -19,8 +19,8 @@ from tests.engine.drive import (
     tokens_of,
     words,
 )
+from tiercel.asks.ask import Finish
 from tiercel.engine import runner
-from tiercel.engine.ask import Finish
 
 STEPS_MOST = 2000
 """Far more than all asks of a seed need."""

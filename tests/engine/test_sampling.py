@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tiercel.engine.ask import Sampling, TokenOut, check_sampling
+from tiercel.asks.ask import Sampling, TokenOut, check_sampling
 from tiercel.engine.sampling import Sampler, token_logprobs, uniform
 from tiercel.errors import AskError, LogitsError
 

@@ -9,16 +9,16 @@ from unittest.mock import patch
 import pytest
 
 from tests.simulation.specs import K, V
+from tiercel.asks.ask import Ask, Finish, Sampling, TokenOut
+from tiercel.asks.times import EngineTimes
 from tiercel.cache import TieredCache
 from tiercel.config import CacheConfig
 from tiercel.engine.admission import Admission
-from tiercel.engine.ask import Ask, Finish, Sampling, TokenOut
 from tiercel.engine.config import EngineConfig
 from tiercel.engine.scheduler import Scheduler
 from tiercel.engine.seats import Seats
 from tiercel.engine.step import Begin, Drawn, PageTable, Step
 from tiercel.engine.task import Stage, Task
-from tiercel.engine.times import EngineTimes
 from tiercel.engine.waiting import PASSED_MOST, Waiting
 from tiercel.spec import CacheSpec
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.engine.drive import PAGE, deltas_of, make_ask, make_engine, words
-from tiercel.engine.ask import Finish, Prefiller
+from tiercel.asks.ask import Finish, Prefiller
 from tiercel.engine.service import EngineService
 from tiercel.errors import AskError, QueueFull
 

@@ -22,7 +22,7 @@ from tests.engine.drive import (
     tokens_of,
     words,
 )
-from tiercel.engine.ask import Finish
+from tiercel.asks.ask import Finish
 
 CODE = TEXT.encode(inspect.getsource(ArgumentParser))
 """Like what the embedded model was trained on."""

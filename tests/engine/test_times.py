@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from tests.engine.drive import LOOPS, PAGE, OracleDrafter, guess_with, make_ask, make_engine, run, words
-from tiercel.engine.times import EngineTimes, Histogram, RequestTimes
+from tiercel.asks.times import EngineTimes, Histogram, RequestTimes
 
 
 def ticking():

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from tests.engine.drive import deltas_of
 from tests.wait import until
-from tiercel.engine.ask import Answer, Ask, Prefiller
+from tiercel.asks.ask import Answer, Ask, Prefiller
 from tiercel.engine.engine import Engine
 from tiercel.engine.service import EngineService
 from tiercel.peers.offering import open_listener

@@ -26,7 +26,7 @@ from tests.peers.proxy import Proxy
 from tests.peers.test_engines import pulling, same
 from tests.servers import free_port
 from tests.wait import until
-from tiercel.engine.ask import Answer, Ask
+from tiercel.asks.ask import Answer, Ask
 from tiercel.engine.engine import Engine
 from tiercel.engine.loop import plain_steps
 from tiercel.storage.peer.wire import HEAD, Message, parse_bytes

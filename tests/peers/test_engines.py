@@ -18,8 +18,8 @@ from tests.engine.drive import (
     words,
 )
 from tests.wait import until
+from tiercel.asks.ask import Answer
 from tiercel.config import LAYOUTS
-from tiercel.engine.ask import Answer
 from tiercel.engine.service import EngineService
 from tiercel.peers.offering import open_listener, where
 from tiercel.storage.open import open_store

@@ -12,7 +12,7 @@ from tests.peers.roles import answered, roles, settle
 from tests.peers.test_engines import same
 from tests.peers.test_faults import Liar
 from tests.wait import until
-from tiercel.engine.ask import Prefiller
+from tiercel.asks.ask import Prefiller
 from tiercel.engine.service import EngineService
 from tiercel.storage.open import open_peers, open_stores
 from tiercel.storage.peer import wire

@@ -17,7 +17,7 @@ from tests.peers.forks import Forks
 from tests.peers.schedule import TEXTS, ended_once
 from tests.peers.test_engines import asked, pulling, same, saved, serving
 from tests.wait import until
-from tiercel.engine.ask import Answer
+from tiercel.asks.ask import Answer
 from tiercel.engine.engine import Engine
 from tiercel.storage.open import open_stores
 

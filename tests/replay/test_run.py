@@ -11,11 +11,11 @@ import pytest
 
 from tests.replay.traffic import conversations, trace_of
 from tests.simulation.specs import SPECS
+from tiercel.asks.ask import Ask, Sampling, TokenOut
 from tiercel.cache import TieredCache
 from tiercel.cache.memories import make_memories
 from tiercel.config import CacheConfig
 from tiercel.engine.admission import Admission
-from tiercel.engine.ask import Ask, Sampling, TokenOut
 from tiercel.engine.config import EngineConfig
 from tiercel.engine.scheduler import Scheduler
 from tiercel.engine.step import Drawn

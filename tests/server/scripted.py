@@ -13,9 +13,9 @@ from typing import Any
 
 import httpx
 
+from tiercel.asks.ask import Ask, Delta, EngineStats, Explanation, Finish, QueueStats, TokenOut, Usage
+from tiercel.asks.times import RequestTimes
 from tiercel.cache.audit import PoolStats, StoreStats
-from tiercel.engine.ask import Ask, Delta, EngineStats, Explanation, Finish, QueueStats, TokenOut, Usage
-from tiercel.engine.times import RequestTimes
 from tiercel.errors import ConfigError, EngineError, InputError, LengthError, StoreError
 from tiercel.policy.resume import Reuse, Why
 from tiercel.server.app import create_app

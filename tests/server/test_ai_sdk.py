@@ -16,7 +16,7 @@ import pytest
 from tests.server.scripted import ScriptedService, call, served, talking
 from tests.server.test_tools import ARGUMENTS, CALL, THOUGHT
 from tests.text.test_deepseek_v4 import v4_folder
-from tiercel.engine.ask import Ask
+from tiercel.asks.ask import Ask
 from tiercel.server.calls.responses import ResponsesRequest
 from tiercel.server.options import ServerOptions
 from tiercel.text.text import Text

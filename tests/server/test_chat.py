@@ -6,7 +6,7 @@ import json
 import pytest
 
 from tests.server.scripted import ScriptedService, client_of, events_of, post, talking
-from tiercel.engine.ask import Sampling
+from tiercel.asks.ask import Sampling
 
 PATH = "/v1/chat/completions"
 USER = {"role": "user", "content": "Hello"}

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.server.scripted import ScriptedService, events_of, post
-from tiercel.engine.ask import Sampling
+from tiercel.asks.ask import Sampling
 
 
 def complete(service: ScriptedService | None = None, **body):

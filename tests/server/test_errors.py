@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from tests.server.scripted import LOOPBACK, ScriptedService, call, client_of, events_of, post, talking
-from tiercel.engine.ask import Finish
+from tiercel.asks.ask import Finish
 from tiercel.errors import QueueFull
 from tiercel.server.http.errors import ApiError, shown
 from tiercel.server.options import ServerOptions

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from tests.server.scripted import ScriptedService, talking
-from tiercel.engine.ask import Finish
+from tiercel.asks.ask import Finish
 from tiercel.server.http.logs import JsonFormat, LineWriter, TextFormat
 from tiercel.server.http.tenants import Tenants, digest_of
 from tiercel.server.options import ServerOptions

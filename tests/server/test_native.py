@@ -6,7 +6,7 @@ import json
 import pytest
 
 from tests.server.scripted import EOS, ScriptedService, client_of, events_of, post
-from tiercel.engine.ask import Sampling
+from tiercel.asks.ask import Sampling
 
 
 def generate(service: ScriptedService | None = None, **body):

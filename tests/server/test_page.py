@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from tests.server.scripted import LOOPBACK, REUSE, STORE, ScriptedService, call, client_of, served, talking
-from tiercel.engine.ask import Answer, Explanation, Usage
+from tiercel.asks.ask import Answer, Explanation, Usage
 from tiercel.errors import EngineError
 from tiercel.server.app import create_app
 from tiercel.server.http.border import Visit

@@ -5,7 +5,7 @@ import pytest
 
 from tests.server.recorded import CHAT, COMPLETIONS, GENERATE, PD, USER
 from tests.server.scripted import ScriptedService, call
-from tiercel.engine.ask import Prefiller
+from tiercel.asks.ask import Prefiller
 from tiercel.errors import ConfigError
 from tiercel.server.options import ServerOptions
 

@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from tests.server.scripted import ScriptedService, talking
-from tiercel.engine.ask import Usage
+from tiercel.asks.ask import Usage
 from tiercel.server.http.border import Visit
 from tiercel.server.http.traces import _about
 

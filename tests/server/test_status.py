@@ -7,7 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.scripted import REUSE, STORE, ScriptedService, call, served, talking
-from tiercel.engine.ask import Finish
+from tiercel.asks.ask import Finish
 from tiercel.errors import EngineError, QueueFull
 from tiercel.server.http.metrics import StatsCollector
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.server.scripted import ScriptedService, ScriptedText, client_of, post
-from tiercel.engine.ask import Finish
+from tiercel.asks.ask import Finish
 from tiercel.errors import QueueFull
 from tiercel.server.calls import trials
 from tiercel.server.calls.trials import Outcome, Trials

@@ -24,10 +24,10 @@ from tests.simulation.bytes import Bytes
 from tests.simulation.copies import FaultyCopier, HeldCopies
 from tests.simulation.specs import SPECS
 from tests.simulation.stores import FAULTS, LIES, FalseStore
+from tiercel.asks.ask import Ask, Finish, Sampling
 from tiercel.cache import TieredCache
 from tiercel.cache.memories import make_memories
 from tiercel.config import EVICT_POLICIES, FETCH_POLICIES, LAYOUTS, SAVE_POLICIES, CacheConfig
-from tiercel.engine.ask import Ask, Finish, Sampling
 from tiercel.engine.config import EngineConfig
 from tiercel.engine.drafting import DraftText
 from tiercel.engine.loop import overlapped_steps, plain_steps, queued_steps

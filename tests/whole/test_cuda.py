@@ -12,7 +12,7 @@ import pytest
 
 from tests.engine.drive import Always, make_ask, run, tokens_of, words
 from tests.kernels.devices import on_gpu
-from tiercel.engine.ask import Answer
+from tiercel.asks.ask import Answer
 from tiercel.engine.build import open_engine
 from tiercel.engine.config import Build, EngineConfig
 from tiercel.verify import exams_of, k3, score_of, verify

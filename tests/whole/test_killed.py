@@ -12,8 +12,8 @@ from tests.engine.drive import make_ask, tokens_of, words
 from tests.peers.proxy import Proxy
 from tests.peers.roles import answered, settle
 from tests.whole.process import Server
+from tiercel.asks.ask import Prefiller
 from tiercel.config import CacheConfig, parse_address
-from tiercel.engine.ask import Prefiller
 from tiercel.engine.build import open_engine
 from tiercel.engine.config import Build, EngineConfig
 from tiercel.engine.service import EngineService

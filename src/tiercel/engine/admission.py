@@ -9,13 +9,13 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from functools import partial
 
+from tiercel.asks.ask import Ask, Finish
+from tiercel.asks.times import EngineTimes
 from tiercel.cache import Loaded, RequestState, TieredCache, Wait, WaitFor
-from tiercel.engine.ask import Ask, Finish
 from tiercel.engine.config import EngineConfig
 from tiercel.engine.guessing import Explained
 from tiercel.engine.seats import Seats
 from tiercel.engine.task import PRIORITY_S, Outcome, Stage, Task
-from tiercel.engine.times import EngineTimes
 from tiercel.engine.waiting import Waiting
 from tiercel.errors import GrammarError, QueueFull
 from tiercel.text.stream import TextStream

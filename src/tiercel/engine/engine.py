@@ -11,8 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from time import monotonic
 
-from tiercel.cache import TieredCache
-from tiercel.engine.ask import (
+from tiercel.asks.ask import (
     Ask,
     Delta,
     EngineStats,
@@ -21,6 +20,7 @@ from tiercel.engine.ask import (
     QueueStats,
     check_sampling,
 )
+from tiercel.cache import TieredCache
 from tiercel.engine.config import EngineConfig
 from tiercel.engine.drafting import make_drafter
 from tiercel.engine.runner import LocalRunner, QueueRunner

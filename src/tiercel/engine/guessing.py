@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+from tiercel.asks.times import RequestTimes
 from tiercel.engine.step import Drawn, Step, StepPart
 from tiercel.engine.task import Seat
-from tiercel.engine.times import RequestTimes
 from tiercel.policy.resume import Reuse
 from tiercel.policy.speculate import LEVELS_MOST, GuessRecord, Speculation
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from functools import partial
 
-from tiercel.engine.ask import Delta
+from tiercel.asks.ask import Delta
 from tiercel.engine.engine import Engine
 from tiercel.engine.runner import QueueRunner
 from tiercel.engine.scheduler import Scheduler

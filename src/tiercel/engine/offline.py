@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
+from tiercel.asks.ask import Answer, Ask, Delta, Sampling
 from tiercel.config import parse_bytes
-from tiercel.engine.ask import Answer, Ask, Delta, Sampling
 from tiercel.engine.build import open_engine
 from tiercel.engine.config import HOST_MEMORY, Build, EngineConfig
 from tiercel.engine.engine import Engine

@@ -17,9 +17,9 @@ from concurrent.futures import Future
 from time import monotonic
 from typing import Any
 
+from tiercel.asks.ask import Ask
 from tiercel.cache import TieredCache
 from tiercel.cache.request import pages_useful
-from tiercel.engine.ask import Ask
 from tiercel.errors import StoreError
 from tiercel.storage.peer import PeerStore
 from tiercel.storage.record import ALIGN_LEAST

@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tiercel.engine.ask import Sampling, TokenOut
+from tiercel.asks.ask import Sampling, TokenOut
 from tiercel.engine.drafting import Drafter, DraftText
 from tiercel.engine.sampling import Sampler, token_logprobs
 from tiercel.engine.step import Begin, Drawn, PageTable, Step, StepPart

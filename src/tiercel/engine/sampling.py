@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tiercel.engine.ask import Sampling, TokenOut
+from tiercel.asks.ask import Sampling, TokenOut
 from tiercel.errors import LogitsError
 from tiercel.kernels.draw import Draw, Mask, Row, largest, mask_row, sample_row, weights_of
 from tiercel.text.grammar import Matcher

@@ -17,15 +17,15 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from time import monotonic
 
+from tiercel.asks.ask import Finish, TokenOut
+from tiercel.asks.times import EngineTimes
 from tiercel.cache import TieredCache, WaitFor
 from tiercel.engine.admission import Admission
-from tiercel.engine.ask import Finish, TokenOut
 from tiercel.engine.config import EngineConfig
 from tiercel.engine.guessing import Guessing, source_of
 from tiercel.engine.seats import Seats
 from tiercel.engine.step import Drawn, Step, StepPart, share
 from tiercel.engine.task import Outcome, Seat, Stage, Task
-from tiercel.engine.times import EngineTimes
 from tiercel.types import place
 
 PROMPT_TOKENS = 16

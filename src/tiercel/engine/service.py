@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from tiercel.engine.ask import Ask, Delta, EngineStats, Explanation, Finish, Usage, first_token
+from tiercel.asks.ask import Ask, Delta, EngineStats, Explanation, Finish, Usage, first_token
 from tiercel.engine.engine import Engine
 from tiercel.engine.loop import WAIT_S, steps_of
 from tiercel.engine.pulling import Address, Pulls
@@ -94,14 +94,7 @@ class EngineService:
     # Asking
 
     async def submit(self, ask: Ask, put: Callable[[Delta], None]) -> None:
-        """Gives the answer to `put` as it arrives, in this event loop; returns after the last Delta.
-
-        Guaranteed: `AskError` or `QueueFull` is raised before the first Delta or never; only the last Delta
-        has `finish`; a prompt's logprobs come with the first Delta. Cancelling it ends the request at any
-        moment, and `put` is called no more. After that all memory is given back and the id is free. Required
-        of the caller: an id that is not in use; a `put` that raises nothing and takes little time, because
-        all answers of a step are told one after the other.
-        """
+        """See `Service.submit`. A prompt that another server computes is pulled first."""
         for_others = self._for_others(ask)
         if for_others:
             ask = replace(ask, sampling=first_token(ask.sampling), for_others=True)

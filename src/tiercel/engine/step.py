@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
-from tiercel.engine.ask import Sampling, TokenOut
+from tiercel.asks.ask import Sampling, TokenOut
 
 
 class Begin(NamedTuple):

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
+from tiercel.asks.ask import Ask, Finish, TokenOut, Usage
+from tiercel.asks.times import RequestTimes
 from tiercel.cache import Request, Wait
-from tiercel.engine.ask import Ask, Finish, TokenOut, Usage
-from tiercel.engine.times import RequestTimes
 from tiercel.policy.speculate import GuessRecord
 from tiercel.text.stream import TextStream
 from tiercel.tree.keys import KeyChain

@@ -19,9 +19,9 @@ from math import ceil
 from time import perf_counter
 from typing import cast
 
+from tiercel.asks.ask import Ask, Sampling, TokenOut
 from tiercel.cache import TieredCache
 from tiercel.config import CacheConfig
-from tiercel.engine.ask import Ask, Sampling, TokenOut
 from tiercel.engine.config import EngineConfig, places_of
 from tiercel.engine.scheduler import Scheduler
 from tiercel.engine.step import Drawn, Step, StepPart

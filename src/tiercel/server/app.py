@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
 
+from tiercel.asks.service import Service
 from tiercel.server.calls import anthropic, native, openai_api, responses, schema, tokens
 from tiercel.server.calls.anthropic import CountRequest, MessagesRequest
 from tiercel.server.calls.anthropic_replies import AnthropicErrorBody
@@ -31,12 +31,9 @@ from tiercel.server.operations.aborts import AbortRequest
 from tiercel.server.operations.store import AttachRequest
 from tiercel.server.options import ServerOptions
 
-if TYPE_CHECKING:
-    from tiercel.engine.service import EngineService
-
 
 def create_app(
-    service: EngineService, options: ServerOptions, traces: Traces | None = None, pace: Pace | None = None
+    service: Service, options: ServerOptions, traces: Traces | None = None, pace: Pace | None = None
 ) -> FastAPI:
     """A new application. Two in one process share nothing. The caller starts and stops the service. `pace`:
     of the connections that its requests come from."""

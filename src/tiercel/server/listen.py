@@ -16,10 +16,11 @@ import ssl
 import threading
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import uvicorn
 
+from tiercel.asks.service import Service
 from tiercel.errors import ConfigError
 from tiercel.server.app import create_app
 from tiercel.server.http.connection import Connection, EndedCount
@@ -27,10 +28,6 @@ from tiercel.server.http.keys import Owners
 from tiercel.server.http.pace import Door, Pace
 from tiercel.server.http.traces import Traces
 from tiercel.server.options import ServerOptions
-
-if TYPE_CHECKING:
-    from tiercel.engine.service import EngineService
-
 
 log = logging.getLogger("tiercel.server")
 
@@ -48,7 +45,7 @@ class Server(uvicorn.Server):
     """Serves until it is told to stop. The caller closes the service."""
 
     def __init__(
-        self, service: EngineService, options: ServerOptions, traces: Traces | None = None, **more: Any
+        self, service: Service, options: ServerOptions, traces: Traces | None = None, **more: Any
     ) -> None:
         options = _with_files(options)
         pace = Pace()

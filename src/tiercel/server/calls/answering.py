@@ -11,14 +11,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from tiercel.engine.ask import Answer, Ask, Delta, Finish, TokenOut, Usage
+from tiercel.asks.ask import Answer, Ask, Delta, Finish, TokenOut, Usage
+from tiercel.asks.service import Service
 from tiercel.server.http.border import Visit
 from tiercel.server.http.errors import ApiError
-
-if TYPE_CHECKING:
-    from tiercel.engine.service import EngineService
 
 FAILED = {
     Finish.ERROR: (500, "the engine failed", "engine_error"),
@@ -48,7 +45,7 @@ class Answering:
 
     def __init__(
         self,
-        service: EngineService,
+        service: Service,
         groups: Sequence[Sequence[Ask]],
         answers: Sequence[Answer],
         visit: Visit,

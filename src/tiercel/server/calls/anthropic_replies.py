@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from tiercel.engine.ask import Answer, Delta, Usage
+from tiercel.asks.ask import Answer, Delta, Usage
 from tiercel.server.calls.blocks import Block, Blocks, Kind, Step, kept_tokens
 from tiercel.server.calls.openai_replies import ChatReply, Fields
 from tiercel.server.calls.reply import NamedEvents, finish_reason, to_json

@@ -10,9 +10,10 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import fields as fields_of
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
-from tiercel.engine.ask import Ask, Sampling, check_sampling
+from tiercel.asks.ask import Ask, Sampling, check_sampling
+from tiercel.asks.service import Service
 from tiercel.errors import InputError
 from tiercel.server.calls.reply import Api, AskGroup
 from tiercel.server.http.body import SamplingFields
@@ -20,10 +21,6 @@ from tiercel.server.http.errors import ApiError, conflict, refusal
 from tiercel.server.options import ServerOptions
 from tiercel.text.text import Text
 from tiercel.types import Namespace
-
-if TYPE_CHECKING:
-    from tiercel.engine.service import EngineService
-
 
 _CHANGED = {"logit_bias", "stop", "top_k"}
 SAME = {each.name for each in fields_of(Sampling)} & SamplingFields.model_fields.keys() - _CHANGED
@@ -37,7 +34,7 @@ class GivenPrompt:
     field: str
     prompt: str | list[int]
 
-    def tokens(self, service: EngineService) -> tuple[int, ...]:
+    def tokens(self, service: Service) -> tuple[int, ...]:
         if not isinstance(self.prompt, str):
             return tuple(self.prompt)
         return tuple(service.text.encode(self.prompt, field=self.field, tokens_max=service.context_tokens))
@@ -72,7 +69,7 @@ def priority_of(priority: int | None, options: ServerOptions) -> int:
     return priority or 0
 
 
-def room(service: EngineService, prompt: Sequence[int], field: str) -> int:
+def room(service: Service, prompt: Sequence[int], field: str) -> int:
     """Checks the prompt, and returns how many tokens the answer may have."""
     if not prompt:
         raise refusal(field, [], "has no tokens")
@@ -126,7 +123,7 @@ def _bias(fields: SamplingFields, field: str, vocab_size: int) -> dict[int, floa
     return by_token
 
 
-def _check(service: EngineService, ask: Ask, spelling: Mapping[str, str]) -> None:
+def _check(service: Service, ask: Ask, spelling: Mapping[str, str]) -> None:
     if ask.sampling.min_tokens > ask.sampling.max_tokens:
         least, most = (spelling.get(name, name) for name in ("min_tokens", "max_tokens"))
         why = f"is more than {most}, which is {ask.sampling.max_tokens}"

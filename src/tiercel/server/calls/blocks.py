@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, NamedTuple
 
-from tiercel.engine.ask import TokenOut, Usage
+from tiercel.asks.ask import TokenOut, Usage
 from tiercel.text.answer import END_THINK, AnswerDelta
 from tiercel.text.text import Text
 

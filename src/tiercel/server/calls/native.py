@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tiercel.engine.ask import Answer, Ask, Delta, Prefiller, Sampling, TokenOut
+from tiercel.asks.ask import Answer, Ask, Delta, Prefiller, Sampling, TokenOut
 from tiercel.server.calls import asks, schema
 from tiercel.server.calls.grammars import NamedGrammars, text_grammar
 from tiercel.server.calls.openai_replies import cached_by_tier, finite

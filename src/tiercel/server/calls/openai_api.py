@@ -11,7 +11,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from tiercel.engine.ask import Ask, Prefiller, Sampling
+from tiercel.asks.ask import Ask, Prefiller, Sampling
 from tiercel.errors import AskError
 from tiercel.server.calls import asks, prefiller, schema
 from tiercel.server.calls.grammars import chat_grammar, text_grammar

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, ClassVar
 
-from tiercel.engine.ask import Answer, Delta, Prefiller, TokenOut, Usage
+from tiercel.asks.ask import Answer, Delta, Prefiller, TokenOut, Usage
 from tiercel.server.calls.prefiller import transfer_params
 from tiercel.server.calls.protocol import ChatRequest, CompletionRequest, OpenAIRequest
 from tiercel.server.calls.reply import DataEvents, finish_reason, to_json

@@ -14,8 +14,8 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
+from tiercel.asks.ask import Prefiller
 from tiercel.config import parse_address
-from tiercel.engine.ask import Prefiller
 from tiercel.errors import ConfigError
 from tiercel.server.http import known
 from tiercel.server.http.body import Body, EachOf

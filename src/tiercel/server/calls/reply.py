@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Seque
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import pydantic_core
 from pydantic import BaseModel
@@ -21,7 +21,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tiercel.engine.ask import Answer, Ask, Delta, Finish
+from tiercel.asks.ask import Answer, Ask, Delta, Finish
+from tiercel.asks.service import Service
 from tiercel.server.calls.answering import Answering
 from tiercel.server.calls.grammars import Trying
 from tiercel.server.calls.trials import Trials
@@ -31,10 +32,6 @@ from tiercel.server.http.border import visit_now, visit_of
 from tiercel.server.http.errors import ApiError, ClientGone, translate
 from tiercel.server.http.metrics import Metrics
 from tiercel.server.options import ServerOptions
-
-if TYPE_CHECKING:
-    from tiercel.engine.service import EngineService
-
 
 Asked = TypeVar("Asked", bound=BaseModel)
 T = TypeVar("T")
@@ -51,7 +48,7 @@ DEFAULT_MODEL = "default"
 class Api:
     """What every handler needs."""
 
-    service: EngineService
+    service: Service
     options: ServerOptions
     metrics: Metrics
     aside: Aside

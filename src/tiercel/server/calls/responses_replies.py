@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from tiercel.engine.ask import Answer, Delta, TokenOut
+from tiercel.asks.ask import Answer, Delta, TokenOut
 from tiercel.server.calls.blocks import Block, Blocks, Kind, Step, kept_tokens, thought_tokens, tokens_of
 from tiercel.server.calls.openai_replies import ChatReply, Fields, chat_logprobs
 from tiercel.server.calls.reply import NamedEvents, finish_reason, to_json

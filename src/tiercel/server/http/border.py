@@ -26,7 +26,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tiercel.engine.ask import Answer, Ask, Usage
+from tiercel.asks.ask import Answer, Ask, Usage
 from tiercel.server.http.errors import log, translate
 from tiercel.server.http.logs import CURRENT
 from tiercel.server.http.metrics import Metrics

@@ -21,7 +21,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tiercel.engine.ask import Usage
+from tiercel.asks.ask import Usage
 from tiercel.server.http.metric_families import FAMILIES, STARTED, described, family_of
 
 PREFIX = "tiercel"

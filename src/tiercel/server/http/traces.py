@@ -12,23 +12,21 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from tiercel.engine.ask import Explanation
+from tiercel.asks.ask import Explanation
+from tiercel.asks.service import Service
 from tiercel.errors import ConfigError
 from tiercel.server.http.border import Visit
-
-if TYPE_CHECKING:
-    from tiercel.engine.service import EngineService
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 NAME = "OTEL_SERVICE_NAME"
 
 
-def open_traces(service: EngineService) -> Traces | None:
+def open_traces(service: Service) -> Traces | None:
     """None: no collector is configured, or OpenTelemetry is disabled."""
     endpoint = next((name for name in ENDPOINTS if os.environ.get(name)), None)
     if endpoint is None or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
@@ -43,7 +41,7 @@ def open_traces(service: EngineService) -> Traces | None:
 class Traces:
     """Makes the spans of one server. A thread of OpenTelemetry's sends them."""
 
-    def __init__(self, service: EngineService) -> None:
+    def __init__(self, service: Service) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tiercel.engine.ask import Answer, Explanation
-from tiercel.engine.times import SOURCES
+from tiercel.asks.ask import Answer, Explanation
+from tiercel.asks.times import SOURCES
 from tiercel.server.http.border import Visit
 
 PARTS = (*SOURCES[:3], "replayed", "computed")

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from tiercel.engine.ask import Answer, Ask, EngineStats, Sampling
+from tiercel.asks.ask import Answer, Ask, EngineStats, Sampling
 from tiercel.server.calls.answering import Answering
 from tiercel.server.calls.asks import own_id
 from tiercel.server.calls.reply import Api

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
+from tiercel.asks.times import HistogramStats, RequestTimes
 from tiercel.cache.audit import CacheStats
-from tiercel.engine.times import HistogramStats, RequestTimes
 from tiercel.errors import AskError
 from tiercel.events import EventStats
 from tiercel.policy.resume import Reuse
