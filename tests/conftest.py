@@ -4,6 +4,8 @@ GPU Triton's kernels run in its interpreter.
 A test marked `rotate("overlap")` has many cases. Of those that differ in this parameter only, one runs: which
 one depends on the rest of the case, so that all values of the parameter are met in some case. `make soak` and
 machines with a GPU run all (TIERCEL_ALL).
+
+Tests of whole servers come first: they wait for processes, and other tests use the cores meanwhile.
 """
 
 import os
@@ -28,6 +30,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/whole/"))
     if os.environ.get("TIERCEL_ALL") or os.environ.get("TIERCEL_GPU"):
         return
     groups: dict[str, list[pytest.Item]] = defaultdict(list)
