@@ -380,6 +380,24 @@ def test_requests_of_a_connection_begin_at_the_pace_of_their_owner(monkeypatch):
         assert second.recv(65536).startswith(b"HTTP/1.1 503 "), "it had not begun when the server shut down"
 
 
+def test_a_request_behind_another_of_its_connection_does_not_begin_once_the_server_shuts_down():
+    service = ScriptedService(hold_after=1)
+    body = b'{"text": "x"}'
+    ask = (
+        b"POST /generate HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: 13\r\n\r\n"
+    )
+    with served(service) as url:
+        host, port = url.removeprefix("http://").split(":")
+        client = socket.create_connection((host, int(port)), timeout=20)
+        client.sendall(2 * (ask + body))
+        until(lambda: service.holding.is_set(), "the first one is being answered")
+    with client:
+        said = b""
+        while more := client.recv(65536):
+            said += more
+    assert len(service.asks) == 1 and said.count(b"HTTP/1.1 ") == 1
+
+
 def test_what_an_owner_sends_is_not_read_while_it_rests(monkeypatch):
     monkeypatch.setattr(Pace, "spend", lambda *_: 30.0)
     service = ScriptedService()

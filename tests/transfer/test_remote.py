@@ -157,6 +157,21 @@ def test_an_ack_that_comes_twice_or_from_nobody_is_a_bug() -> None:
             controller.acknowledge(Ack(number, rank))
 
 
+def test_a_rank_survives_a_controller_that_takes_no_plan_and_tells_it(monkeypatch) -> None:
+    rig = Rig(V4, LAYOUT)
+    controller = make_controller("direct", rig.device, rig.host)
+    rank, taking = RankWorker(1, controller), controller.submit
+
+    def refuse(plan, *, layered=False):
+        raise AssertionError("I7: no place of ours")
+
+    monkeypatch.setattr(controller, "submit", refuse)
+    ack = carry(rank, make_ticket(rig.save_plan()))
+    assert (ack.number, ack.rank) == (0, 1) and "I7" in ack.error
+    monkeypatch.setattr(controller, "submit", taking)
+    assert carry(rank, make_ticket(rig.save_plan())).error == ""
+
+
 def test_a_rank_survives_a_copy_that_fails_and_tells_it() -> None:
     rig = Rig(V4, LAYOUT)
     rank = RankWorker(1, make_controller("direct", rig.device, rig.host))

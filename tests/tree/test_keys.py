@@ -137,3 +137,8 @@ def test_pages_may_have_names_of_their_own():
     names.append(bytes([9]) * 32)
     chain.extend([0] * 7)
     assert chain.keys == names and chain.tokens == 16
+    with pytest.raises(TokenError, match="fill 5 pages; 4 have names"):
+        chain.extend([0] * 4)
+    with pytest.raises(TokenError, match="names already"):
+        chain.extend([0], extra={4: b"an image"})
+    assert chain.tokens == 16, "nothing was appended"

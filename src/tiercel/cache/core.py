@@ -259,7 +259,7 @@ class Core:
     def wait_until(self, woken: Callable[[], bool], timeout_s: float, *, store_s: float) -> None:
         """`wait`, or until `woken` holds; `store_s`: the longest wait if only a store is waited for."""
         if not self._trimming and (self.busy or self.stores.detaching):
-            longest_s = timeout_s if self.flights.busy or self.stores.pending else store_s
+            longest_s = timeout_s if self.flights.busy or self.stores.detaching else store_s
             with self._landed:
                 self._landed.wait_for(lambda: woken() or self._has_landed(), longest_s)
 

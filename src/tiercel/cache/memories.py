@@ -16,6 +16,8 @@ from tiercel.config import CacheConfig
 from tiercel.errors import ConfigError
 from tiercel.memory.buffers import DeviceMemory, HostMemory, Memory, pci_address
 from tiercel.memory.host import node_of
+from tiercel.policy.evict import make_evict_policy
+from tiercel.policy.fetch import make_fetch_policy
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.transfer.controller import Controller, make_controller
 from tiercel.transfer.plan import Direction
@@ -34,6 +36,13 @@ class Memories:
     host_pages: int = 0
     controller: Controller | None = None
 
+    def close(self) -> None:
+        """For who has made them, and no cache of them."""
+        if self.controller is not None:
+            self.controller.close()
+        if self.host is not None:
+            self.host.close()
+
 
 def make_memories(
     spec: CacheSpec,
@@ -48,14 +57,21 @@ def make_memories(
     `device`: memory; or where it is made, with the places that the settings name; or None, if other processes
     have it. `controller`: it copies instead of this process. `executors`: threads for the copies of a CPU.
     """
+    make_evict_policy(config.evict)  # a wrong name is found before memory is made
+    make_fetch_policy(config.fetch)
+    assert device is not None or controller is not None, "memory of other processes needs a controller"
     if isinstance(device, str):
         device = DeviceMemory(spec, config.device_pages, config.device_tails, device)
     if not config.host_bytes:
         return Memories(device)
     host = _host_memory(spec, config, device)
     if controller is None:
-        assert device is not None, "memory of other processes needs a controller"
-        controller = make_controller(config.copier, device, host, executors)
+        assert device is not None
+        try:
+            controller = make_controller(config.copier, device, host, executors)
+        except BaseException:
+            host.close()
+            raise
     return Memories(device, host, host.pages, controller)
 
 

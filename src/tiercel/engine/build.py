@@ -102,7 +102,12 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
     settings = replace(config.cache, device_pages=pages, device_tails=tails)
     identity = _identity(build, checkpoint, own, kernels)
     memory = DeviceMemory(spec, pages, tails, build.device)
-    cache = TieredCache(spec, settings, make_memories(spec, settings, memory), identity=identity)
+    memories = make_memories(spec, settings, memory)
+    try:
+        cache = TieredCache(spec, settings, memories, identity=identity)
+    except BaseException:
+        memories.close()
+        raise
     if build.sources:
         _attach(cache, build)
     how = config.running_max, kernels, config.guesses_max

@@ -58,7 +58,7 @@ class Pulls:
         peer = self._peers[ask.prefiller.host, ask.prefiller.port]
         chain: KeyChain = self._ask(lambda: self._cache.chain(ask.prompt, ask.namespace, ask.tenant)).result()
         last = pages_useful(chain, self._cache.spec, ask.prompt_logprobs_from)
-        if not last:
+        if not (last and self._forms[Kind.PAGE]):
             return 0
         try:
             return self._follow(peer, chain, last, left)

@@ -349,7 +349,8 @@ class StoreMover:
 
     def _clear(self, _: Operation) -> list[Presence]:
         self._store.clear()
-        self._lost.clear()
+        with self._landed:
+            self._lost.clear()
         return []
 
     def _stats(self, _: Operation) -> list[Presence]:

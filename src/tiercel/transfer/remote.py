@@ -17,11 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from time import monotonic
 
 from tiercel.errors import TransferError
 from tiercel.transfer.controller import Controller, Done, Ready, Seconds, Ticket, Tickets
 from tiercel.transfer.plan import Plan
 from tiercel.types import Kind
+
+DEVICE_S = 0.001
+"""A device that copies tells nobody that it has ended: it is asked this often."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +46,21 @@ class RankWorker:
         self._controller = controller
         self._theirs: dict[int, int] = {}
         """Numbers of the tickets that were handed over, by the numbers of our own."""
+        self._refused: list[Ack] = []
 
     def start(self, ticket: Ticket) -> None:
         """Begin what a ticket says. Never blocks."""
-        own = self._controller.submit(ticket.plan, layered=ticket.layered)
-        self._theirs[own.number] = ticket.number
+        try:
+            own = self._controller.submit(ticket.plan, layered=ticket.layered)
+        except Exception as error:  # noqa: BLE001 - the ack tells it to the process that decides
+            self._refused.append(Ack(ticket.number, self.number, repr(error)))
+        else:
+            self._theirs[own.number] = ticket.number
 
     def acks(self) -> list[Ack]:
         """What ended since the last call, for the process that decides."""
-        return [self._ack(done) for done in self._controller.poll()]
+        refused, self._refused = self._refused, []
+        return refused + [self._ack(done) for done in self._controller.poll()]
 
     def _ack(self, done: Done) -> Ack:
         error = "" if done.error is None else repr(done.error.__cause__)
@@ -58,9 +68,11 @@ class RankWorker:
 
     def wait(self, timeout_s: float) -> None:
         """Block until something has ended, if anything is under way."""
-        landed = self._controller.tickets.landed
+        until_s, landed = monotonic() + timeout_s, self._controller.tickets.landed
+        at_once_s = DEVICE_S if self._controller.in_order else timeout_s
         with landed:
-            landed.wait_for(lambda: not self._theirs or self._controller.has_landed, timeout_s)
+            while self._theirs and not self._controller.has_landed and monotonic() < until_s:
+                landed.wait(at_once_s)
 
     def ready(self, number: int) -> Ready:
         """When the layers of the load with this ticket's number may be read. What has ended, in whatever way,

@@ -64,7 +64,7 @@ class KeyChain:
     @classmethod
     def of_keys(cls, keys: Sequence[PageKey], page_tokens: int, *, owner: str = "") -> KeyChain:
         """A text whose pages have names already. `keys` are those of the text and of what may follow it; the
-        caller may append to them later. Tokens are only counted: a page has its key when it is full.
+        caller may append to them before `extend`. Tokens are only counted: a full page has its key.
 
         Whoever gives names gives the same name only to the same numbers of the same model.
         """
@@ -76,8 +76,13 @@ class KeyChain:
         """Append tokens; bad ones are refused before anything changes. `extra`: what else pages stand for, by
         the number of the page in the text. It is part of the page's key, and of those after it."""
         if self._given is not None:
+            if extra:
+                raise TokenError("extra", min(extra), "is not for pages that have names already")
+            pages = (self.tokens + len(tokens)) // self.page_tokens
+            if pages > len(self._given):
+                raise TokenError("tokens", len(tokens), f"fill {pages} pages; {len(self._given)} have names")
             self.tokens += len(tokens)
-            self.keys += self._given[len(self.keys) : self.tokens // self.page_tokens]
+            self.keys += self._given[len(self.keys) : pages]
             return
         data = _token_bytes(tokens)
         if extra:

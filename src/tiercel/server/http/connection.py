@@ -221,6 +221,9 @@ class Connection(HttpToolsProtocol):
         """The server ends. Requests that have not begun are refused. A client of an idle TLS connection may
         not say goodbye for a long time."""
         idle = self._phase is Phase.IDLE
+        self.pipeline.clear()
+        if self._cycles:
+            self._cycles[0].keep_alive = False
         if self._begins or self._phase is Phase.BODY:
             self._end(503, "had a request that was not begun when the server shut down", "aborted")
         super().shutdown()

@@ -54,7 +54,7 @@ TIMES = {
 
 
 def histograms(times: Mapping[str, Any]) -> Iterator[HistogramMetricFamily]:
-    """The engine's histograms (`engine.times`)."""
+    """The engine's histograms (`asks.times`)."""
     for key, (name, about, labels) in TIMES.items():
         if key in times:
             text = described(about, STARTED)

@@ -3,7 +3,7 @@
     POST /v1/chat/completions ──────────────────────────────────────────────
       queue ──── fetch ──── match ── load ── prefill ──── decode ───────────
 
-The engine notes when a request passed its stages (`engine.times`); spans are made of that when the answer has
+The engine notes when a request passed its stages (`asks.times`); spans are made of that when the answer has
 ended. A span of the caller (`traceparent`) is the parent. The standard variables of OpenTelemetry say where
 spans go and how many. The packages are in the extra `otel`.
 """
