@@ -41,7 +41,7 @@ def test_what_is_not_bytes_is_counted_by_its_name(monkeypatch, caplog):
 def test_there_is_no_bar_for_what_is_short(monkeypatch, caplog):
     out = Terminal()
     monkeypatch.setattr("sys.stderr", out)
-    monkeypatch.setattr(progress, "PROGRESS_S", 1000.0)
+    monkeypatch.setattr("tiercel.progress.PROGRESS_S", 1000.0)
     with caplog.at_level("INFO", "tiercel"), progress("weights", 10**7) as done:
         done(10**7)
     assert not out.getvalue() and "weights: 0.01 GB in " in caplog.text

@@ -245,7 +245,7 @@ def arguments():
         "linear": {"x": rand(3, 7), "weight": native.pack(rand(5, 7))},
         "linear_groups": {"x": rand(3, 14), "weights": native.pack_all(rand(2, 5, 7))},
         "norm": {"x": rand(3, 7), "weight": rand(7), "eps": 1e-6},
-        "norm_rotate": {"x": rand(3, 2, 8), "turn": turn, "eps": 1e-6, "weight": rand(8)},
+        "norm_rotate": {"x": rand(3, 2, 8), "rotation": turn, "eps": 1e-6, "weight": rand(8)},
         "put_rows": {"target": rand(4, 6), "to": rows, "source": rand(5, 6), "rows": rows},
         "hyper_read": {"x": rand(3, 4, 6), "site": make_site(native, 4, 6, 24, 24)},
         "hyper_write": hyper,

@@ -144,7 +144,7 @@ class Oracle:
             return 0.0
         use, chance = tail or self.uses[item.key], tail.chance if tail else tree.worth.chances.end
         if filed:
-            lines = (tree.device[item.kind], tree.host, getattr(item.owner, "line", None))
+            lines = (tree.device[item.kind], tree.host, getattr(item.owner, "order", None))
             weight = max(line.weight_of(item) for line in lines if line and item in line)
         else:
             exact = self._weight_of_tail(tail) if tail else 1.0 + HIT * min(use.hits, HITS_MOST)

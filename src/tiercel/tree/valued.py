@@ -229,6 +229,10 @@ class Valued(EvictOrder):
             setattr(item, self._place, 0)
         return item
 
+    def weight_of(self, item: Item) -> float:
+        """The weight of the bucket that an item waits in."""
+        return self._bucket_of(item).weight
+
     def _bucket_of(self, item: Item) -> Bucket:
         number = getattr(item, self._place)
         return self._unreachable if number == self._unreachable.number else self._filled[number]
