@@ -173,6 +173,7 @@ def test_the_help_names_a_default_and_a_variable_for_every_option():
         if isinstance(each, typer.core.TyperOption) and each.name not in ("help", "named"):
             assert each.envvar == f"TIERCEL_{each.name.upper()}" and each.show_envvar, each.name
             assert each.show_default, each.name
+            assert each.default is not None or isinstance(each.show_default, str), each.name
 
 
 def serve_command():

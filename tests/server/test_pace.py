@@ -415,7 +415,8 @@ def test_what_an_owner_sends_is_not_read_while_it_rests(monkeypatch):
             client.recv(1)
     with client:
         client.settimeout(20)
-        assert client.recv(65536).startswith(b"HTTP/1.1 503 ")
+        said = client.recv(65536)
+    assert said.startswith(b"HTTP/1.1 503 ") and b"was not begun when the server shut down" in said
     assert service.asks == []
 
 

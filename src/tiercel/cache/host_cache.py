@@ -110,11 +110,10 @@ class HostCache:
         """The caller no longer needs what `find` holds; or what a load holds, once the load has ended."""
         if isinstance(what, Found):
             self._unhold(what.chain)
-            return
-        transfer = what
-        assert transfer.hold and not transfer.writers, "I3: held by a load that has not ended, or by none"
-        transfer.hold = False
-        self._let_go(transfer)
+        else:
+            assert what.hold and not what.writers, "I3: held by a load that has not ended, or by none"
+            what.hold = False
+            self._let_go(what)
 
     def save(
         self, chain: KeyChain, first: int, places: Sequence[int], *, tails: Mapping[int, int] | None = None

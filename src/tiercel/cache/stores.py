@@ -102,5 +102,5 @@ class Stores:
 
     @property
     def pending(self) -> bool:
-        """Writes wait for a store that is off, or a store is being closed: call `step` now and then."""
+        """Writes wait for a store, or a store is being closed: call `step` now and then."""
         return bool(self.left or (self.attached and self.attached.writes.backlog))
