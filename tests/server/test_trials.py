@@ -6,13 +6,17 @@ from __future__ import annotations
 import asyncio
 import json
 import select
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+import httpx
 import pytest
 
-from tests.server.scripted import ScriptedService, ScriptedText, client_of, post
+from tests.server.scripted import ScriptedService, ScriptedText, client_of, post, served
+from tests.wait import until
 from tiercel.asks.ask import Finish
 from tiercel.errors import QueueFull
+from tiercel.server import listen
 from tiercel.server.calls import trials
 from tiercel.server.calls.trials import Outcome, Trials
 from tiercel.server.http.errors import ApiError
@@ -237,3 +241,15 @@ def test_a_call_waits_for_its_trial_in_no_thread_that_serves_calls(process):
 def test_the_answer_of_a_grammar_that_can_not_be_followed_is_a_400():
     response = post("/v1/completions", ScriptedService(end=Finish.GRAMMAR), prompt="one")
     assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_grammar")
+
+
+def test_a_server_that_ends_answers_the_request_whose_grammar_is_tried(process, monkeypatch):
+    """The trial says nothing in the time that the server has."""
+    monkeypatch.setattr(listen, "FAREWELL_S", 0.1)
+    with ThreadPoolExecutor(1) as clients:
+        with served(ScriptedService()) as url:
+            body = {"prompt": "one", "regex": "a"}
+            asked = clients.submit(httpx.post, f"{url}/v1/completions", json=body)
+            until(lambda: process.begun, "its trial is under way")
+        answer = asked.result(30)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "aborted")

@@ -40,6 +40,10 @@ HELD = 2
 FAREWELL_S = 5.0
 """For sending the rest of the answers after they were aborted."""
 
+CANCELLED_S = 1.0
+"""For requests that did not end in that time, such as one whose grammar is still tried: they are cancelled,
+and answered with a 503."""
+
 
 class Server(uvicorn.Server):
     """Serves until it is told to stop. The caller closes the service."""
@@ -106,6 +110,8 @@ class Server(uvicorn.Server):
         ending = asyncio.get_running_loop().call_later(self._shutdown_s, self._service.abort_all)
         await super().shutdown(sockets)
         ending.cancel()
+        if unanswered := self.server_state.tasks:  # uvicorn has cancelled them; each says so to its client
+            await asyncio.wait(unanswered, timeout=CANCELLED_S)
         for connection in [*self.server_state.connections]:
             connection.transport.abort()
         await asyncio.sleep(0)  # until they are closed

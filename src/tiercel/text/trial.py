@@ -8,7 +8,8 @@ Whoever writes a grammar decides how long it takes to compile, how much memory t
 llguidance survives it. So every trial is a process with a limit of CPU time, of memory and of stack. It is
 killed when the server closes its socket. What a trial could do within its limits, the server can do as well.
 
-This process has a low priority and one core. It loads the vocabulary once, and ends when the server does.
+All trials share one core, at a low priority. This process loads the vocabulary once, and ends when the server
+does.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ STACK_BYTES = 1 << 20
 TOKENS_WALKED, CHOICES = 48, 8
 """A trial follows the grammar for so many tokens: their masks must not take too long either. For each it
 chooses so often, until it has a token that does not end the answer."""
-NICE = 10
-"""A tenth of what the server gets, where both want the core."""
+NICE = 5
+"""A trial gets a third of what another process gets, where both want the core. At 10 (a tenth), good grammars
+had no time on a machine that was busy with other work."""
 LOOKS_MS = 20
 """How often it is looked whether a trial has ended without an answer."""
 ENDED = {
@@ -222,6 +224,8 @@ def _limit() -> None:
 
 def _run_trial(connection: socket.socket, grammars: Grammars) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a panic of llguidance is no line of the server's log
+    os.nice(NICE)
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-1:])
     recipe = json.loads(receive(connection))
     _limit()
     try:
@@ -295,8 +299,6 @@ class Host:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides
-    os.nice(NICE)
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-1:])
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # noqa: PTH123
         file.write("1000")
     Host(socket.socket(fileno=int(sys.argv[1]))).run()
