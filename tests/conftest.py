@@ -1,5 +1,6 @@
-"""Workers of one run share the cores: torch would start as many threads in each as there are cores. Without a
-GPU Triton's kernels run in its interpreter.
+"""Workers of one run share the cores, and so do the processes that tests start: each would otherwise compute
+with as many threads as there are cores, and threads that wait for each other spin. Without a GPU Triton's
+kernels run in its interpreter.
 
 A test marked `rotate("overlap")` has many cases. Of those that differ in this parameter only, one runs: which
 one depends on the rest of the case, so that all values of the parameter are met in some case. `make soak` and
@@ -12,8 +13,12 @@ import os
 from collections import defaultdict
 from zlib import crc32
 
-import pytest
-import torch
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+THREADS = max(1, len(os.sched_getaffinity(0)) // WORKERS)
+os.environ["OMP_NUM_THREADS"] = str(THREADS)  # before torch is imported
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
@@ -25,8 +30,6 @@ if not torch.cuda.is_available():
 def pytest_configure() -> None:
     if os.environ.get("TIERCEL_GPU") and not torch.cuda.is_available():
         raise pytest.UsageError("TIERCEL_GPU is set, and torch sees no CUDA device")
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workers))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

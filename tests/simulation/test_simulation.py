@@ -1,6 +1,6 @@
 """Goal: no sequence of requests, evictions, faults and full pools breaks an invariant or serves a wrong byte.
 
-Method: `world` runs whole caches from seeds, 130,000 steps here and as many as you like with `make soak`.
+Method: `world` runs whole caches from seeds, 60,000 steps here and as many as you like with `make soak`.
 Hypothesis searches runs of its own and shrinks what it finds.
 """
 
@@ -18,7 +18,7 @@ from tests.simulation.world import World
 
 STEPS = 1000
 SEEDS_PER_TEST = 10
-COUNTED, FOREIGN_COUNTED, BLOCKS = 10, 6, 13
+COUNTED, FOREIGN_COUNTED, BLOCKS = 5, 3, 6
 """Blocks of seeds that the tests run which count what happens: the first ones; all of the foreign engine.
 And all blocks."""
 
@@ -67,7 +67,7 @@ def test_the_simulation_reaches_what_it_is_meant_to_test():
         "requests_finished", "requests_aborted", "requests_preempted", "observer_errors", "tails_skipped",
         "landings", "leases",
     ):  # fmt: skip
-        assert seen.get(name, 0) >= 20, f"{name} hardly ever happens"
+        assert seen.get(name, 0) >= 10, f"{name} hardly ever happens"
 
 
 def test_the_foreign_engine_reaches_what_it_is_meant_to_test():
@@ -85,4 +85,4 @@ def test_the_foreign_engine_reaches_what_it_is_meant_to_test():
         "tails_saved", "loads_failed", "saves_failed", "tokens_store", "pages_written", "bytes_read", "flaws",
         "leases",
     ):  # fmt: skip
-        assert seen[name] >= 10, f"{name} hardly ever happens"
+        assert seen[name] >= 5, f"{name} hardly ever happens"

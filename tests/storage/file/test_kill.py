@@ -9,7 +9,7 @@ import pytest
 
 from tests.storage.file.kill_loop import ROOMY, TIGHT, run
 
-KILLS = int(os.environ.get("TIERCEL_KILLS", "200"))
+KILLS = int(os.environ.get("TIERCEL_KILLS", "100"))
 PARTS = 8
 
 
