@@ -40,13 +40,12 @@ from tiercel.memory.buffers import DeviceMemory
 from tiercel.models.base import Span
 from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.deepseek_v4.config import V4Config
-from tiercel.models.deepseek_v4.eagle_weights import FILE, HeadFile
 from tiercel.models.deepseek_v4.model import DeepseekV4
 from tiercel.models.deepseek_v4.weights import load_weights
 from tiercel.models.families import EMBEDDED, folder_of
-from tiercel.spec import deepseek_v4, deepseek_v4_eagle, deepseek_v4_mtp
+from tiercel.spec import deepseek_v4, deepseek_v4_mtp
 
-DRAFTS, KINDS = ("mtp", "eagle", "ngram"), ("text", "recall", "code")
+DRAFTS, KINDS = ("mtp", "ngram"), ("text", "recall", "code")
 GUESSES, PAGE = 4, 128
 TEXTS, PROMPT, NEW = 16, 3 * PAGE, 32
 FACTS, QUESTIONS, ANSWER = 6, 3, 4
@@ -55,14 +54,9 @@ END = "<|end|>"
 
 
 class Drafting:
-    """The model in a folder with one of its drafts, for so many texts.
+    """The model in a folder and who guesses for it, for a number of texts."""
 
-    `head`: the file of an EAGLE head, if not the folder's.
-    """
-
-    def __init__(
-        self, draft: str, folder: Path | None = None, *, head: Path | None = None, texts: int = TEXTS
-    ) -> None:
+    def __init__(self, draft: str, folder: Path | None = None, *, texts: int = TEXTS) -> None:
         folder = folder or folder_of(EMBEDDED)
         checkpoint = Checkpoint(folder)
         config = V4Config.from_hf(checkpoint.config)
@@ -70,10 +64,6 @@ class Drafting:
         spec = deepseek_v4(checkpoint.config, PAGE, "fp32")
         if draft == "mtp":
             spec = spec.with_draft(deepseek_v4_mtp(checkpoint.config, PAGE, "fp32", hidden=True))
-        if draft == "eagle":
-            file = HeadFile(head or folder / FILE, config)
-            own = deepseek_v4_eagle(checkpoint.config, file.heads, PAGE, "fp32", file.digest())
-            spec, weights = spec.with_draft(own), weights | file.load()
         pages = -(-(PROMPT + NEW + 2 * GUESSES) // PAGE)
         self._pages = torch.arange(texts * pages).view(texts, pages)
         memory = DeviceMemory(spec, pages=texts * pages, tails=1)
@@ -170,7 +160,6 @@ def _steps(right: Sequence[int], length: int) -> int:
 
 def measure(
     drafts: Sequence[str] = DRAFTS,
-    head: Path | None = None,
     only: str = "accept,speed,tiers",
     device: str = "cpu",
     sizes: Sizes | None = None,
@@ -178,10 +167,8 @@ def measure(
     sizes = sizes or Sizes()
     kinds = ("recall",) if sizes is QUICK else KINDS
     figures: dict[str, Any] = {}
-    if device != "cpu":
-        drafts = [name for name in drafts if name != "eagle"]  # there are no kernels for it
     for name in drafts if "accept" in only else ():
-        drafting, most = Drafting(name, head=head, texts=sizes.texts), min(NEW, sizes.new[1])
+        drafting, most = Drafting(name, texts=sizes.texts), min(NEW, sizes.new[1])
         figures |= {f"accept_length.{name}.{kind}": accept_length(drafting, kind, most) for kind in kinds}
     folder = folder_of(EMBEDDED)
     prompts = {kind: prompts_of(kind, folder, sizes.texts)[0] for kind in KINDS}
@@ -197,12 +184,11 @@ def measure(
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--drafts", default=",".join(DRAFTS))
-    parser.add_argument("--head", type=Path, help="the file of an EAGLE head, if not the model's own")
     parser.add_argument("--only", default="accept,speed,tiers")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     sizes = QUICK if options.quick else Sizes()
-    figures = measure(options.drafts.split(","), options.head, options.only, options.device, sizes)
+    figures = measure(options.drafts.split(","), options.only, options.device, sizes)
     if options.json:
         print(json.dumps(figures, indent=2))
         return

@@ -158,15 +158,12 @@ def test_who_guesses_is_chosen_and_told(tmp_path):
         speculation_of(plain, "mtp")
     with pytest.raises(ConfigError, match="speculate = 'mtp': the model has no mtp draft"):
         speculation_of(make_folder(tmp_path / "other", DRAFTS["DSpark"]()), "mtp")
-    with pytest.raises(
-        ConfigError, match="speculate = 'eager': must be one of auto, mtp, eagle, draft, ngram, off"
-    ):
+    with pytest.raises(ConfigError, match="speculate = 'eager': must be one of auto, mtp, draft, ngram, off"):
         speculation_of(plain, "eager")
 
 
 @every_device
 def test_on_cuda_a_draft_that_costs_little_guesses_and_nobody_else_unless_asked_for(device):
-    """V4-Flash's dimensions; the embedded model, which has an EAGLE head, too."""
     kernels = make_kernels("cuda", device)
     told = {}
     for model, asked in (
@@ -186,18 +183,6 @@ def test_on_cuda_a_draft_that_costs_little_guesses_and_nobody_else_unless_asked_
         told["tiny-v4", "auto"][:2] == ("off", False)
         and "43% of a token with mtp" in told["tiny-v4", "auto"][2]
     )
-    with pytest.raises(
-        ConfigError, match="speculate = 'eagle': the cuda kernels do not compute an EAGLE head"
-    ):
-        speculation_of("tiny-v4", "eagle", kernels="cuda", device=device)
-
-
-def test_a_damaged_head_that_nobody_asks_for_is_not_looked_at(tmp_path):
-    folder = make_folder(tmp_path / "plain")
-    (folder / "eagle.safetensors").write_bytes(b"nothing")
-    assert speculation_of(folder, "ngram")[1].value.startswith("ngram")
-    with pytest.raises(WeightsError, match="eagle.safetensors"):
-        speculation_of(folder, "eagle")
 
 
 def test_a_draft_that_costs_much_is_used_only_if_it_is_asked_for():
@@ -205,11 +190,10 @@ def test_a_draft_that_costs_much_is_used_only_if_it_is_asked_for():
     assert told.value.startswith("ngram") and "43% of a token with mtp" in told.why
     assert all(not stream.name.startswith("draft_") for stream in engine.cache.spec.streams)
     [truth] = run(speculation_of("tiny-v4", "off")[0], make_ask("a", words(200), 24))
-    for draft in ("mtp", "eagle"):
-        engine, told = speculation_of("tiny-v4", draft)
-        assert told.value == f"{draft}, up to 4 tokens" and engine.runner.model.draft is not None
-        [answer] = run(engine, make_ask("a", words(200), 24))
-        assert answer.tokens == truth.tokens, draft
+    engine, told = speculation_of("tiny-v4", "mtp")
+    assert told.value == "mtp, up to 4 tokens" and engine.runner.model.draft is not None
+    [answer] = run(engine, make_ask("a", words(200), 24))
+    assert answer.tokens == truth.tokens
 
 
 def test_a_folder_in_the_form_that_deepseek_publishes_is_served(tmp_path):

@@ -22,6 +22,7 @@ from tiercel.engine.drafting import (
     make_drafter,
 )
 from tiercel.errors import ConfigError
+from tiercel.models.families import EMBEDDED
 from tiercel.spec.stream import Prefix
 
 
@@ -102,8 +103,8 @@ def test_who_guesses_goes_by_the_model():
 
 def test_a_draft_writes_only_to_the_pages_that_a_text_has():
     """The second text's only page is full, and it is asked for together with one that gets more guesses."""
-    config = EngineConfig(CacheConfig(), speculate="eagle", running_max=2)
-    engine, _ = open_engine(Build(device_bytes=16 * 2**20), config)
+    config = EngineConfig(CacheConfig(), running_max=2)
+    engine, _ = open_engine(Build(device_bytes=16 * 2**20, draft=EMBEDDED), config)
     memory, drafter = engine.cache.device, engine.runner._drafter  # type: ignore[attr-defined]
     texts = [
         DraftText(0, np.arange(40), torch.tensor([3, 1]), 200),

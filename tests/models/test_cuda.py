@@ -13,7 +13,6 @@ from torch import Tensor
 
 from tests.kernels.devices import every_device, on_gpu
 from tests.models.folders import make_config
-from tiercel.errors import ConfigError
 from tiercel.kernels.choice import make_kernels
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.models import graphs
@@ -23,8 +22,6 @@ from tiercel.models.deepseek_v4.model import FAMILY, DeepseekV4
 from tiercel.models.deepseek_v4.weights import random_weights
 from tiercel.models.flat import FlatBatch, Size, numbers_of, send
 from tiercel.spec import deepseek_v4
-from tiercel.spec.attention import Heads
-from tiercel.spec.deepseek_v4 import deepseek_v4_eagle
 
 PAGE = 128
 CONFIG = make_config(
@@ -244,12 +241,3 @@ def test_no_bit_depends_on_the_cut_or_the_batch(device: str, compute: str, forma
     beside = model.forward(spans, range(40 * count))
     assert torch.equal(beside[:40], whole[:40])
     assert torch.equal(model.forward(spans[::-1], range(40 * count))[-40:], whole[:40])
-
-
-@every_device
-def test_an_eagle_head_is_refused(device: str) -> None:
-    own, set_ = V4Config.from_hf(CONFIG), make_kernels("cuda", device, "fp32", FAMILY.kernels)
-    draft = deepseek_v4_eagle(CONFIG, Heads(kv_heads=2, head_dim=16), PAGE, "fp32")
-    memory = DeviceMemory(deepseek_v4(CONFIG, PAGE, "fp32").with_draft(draft), pages=2, tails=2)
-    with pytest.raises(ConfigError, match="kernels = 'cuda': do not compute an EAGLE head"):
-        DeepseekV4(own, random_weights(own, 3), memory, 1, set_)

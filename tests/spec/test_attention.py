@@ -11,7 +11,6 @@ from tiercel.spec import (
     Recurrence,
     State,
     Window,
-    eagle,
     mha,
     mla,
     mla_indexer,
@@ -104,9 +103,9 @@ def test_recurrent_layers_keep_one_state_of_the_whole_prefix() -> None:
     assert spec.replay_tokens is None
 
 
-def test_an_eagle_draft_lives_in_the_pages_of_its_target() -> None:
+def test_a_draft_that_reads_the_whole_prefix_lives_in_the_pages_of_its_target() -> None:
     target = make_hybrid()
-    spec = target.with_draft(eagle("eagle", 64, Heads(kv_heads=2, head_dim=64)))
+    spec = target.with_draft(mha("draft", 64, 1, kv_heads=2, head_dim=64))
     assert [(s.name, s.layers) for s in spec.page_streams[2:]] == [("draft_k", (5,)), ("draft_v", (5,))]
     assert spec.page_bytes == target.page_bytes + 64 * 2 * 2 * 64 * 2
     assert spec.tail_streams == target.tail_streams
@@ -132,7 +131,7 @@ def test_an_eagle_draft_lives_in_the_pages_of_its_target() -> None:
         ),
         (lambda: Recurrence(conv_channels=-1, conv_kernel=4, temporal_values=1), "conv_channels = -1"),
         (lambda: Recurrence(conv_channels=1, conv_kernel=4, temporal_values=0), "temporal_values = 0"),
-        (lambda: eagle("m", 64, HEADS, layers=0), "layers = 0"),
+        (lambda: mha("m", 64, 0, 8, 64), "layers = 0"),
     ],
 )
 def test_sizes_that_can_not_be_stored_are_refused_by_field_and_value(

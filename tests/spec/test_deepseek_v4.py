@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tiercel.errors import SpecError
-from tiercel.spec import PRESETS, CacheSpec, Heads, State, Window, deepseek_v4, deepseek_v4_mtp, eagle
+from tiercel.spec import PRESETS, CacheSpec, State, Window, deepseek_v4, deepseek_v4_mtp, mha
 
 FLASH, PRO = PRESETS["deepseek-v4-flash"], PRESETS["deepseek-v4-pro"]
 KINDS = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
@@ -184,7 +184,7 @@ def test_the_stage_that_owns_the_last_layers_owns_the_draft() -> None:
 
 def test_a_draft_that_reads_the_whole_prefix_joins_the_page() -> None:
     spec = deepseek_v4(FLASH)
-    drafted = spec.with_draft(eagle("eagle3", 256, Heads(kv_heads=2, head_dim=64)))
+    drafted = spec.with_draft(mha("draft", 256, 1, kv_heads=2, head_dim=64))
     assert drafted.page_bytes == spec.page_bytes + 256 * 2 * 2 * 64 * 2
     assert drafted.stream("draft_k").layers == (43,)
 

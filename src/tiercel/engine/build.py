@@ -12,7 +12,7 @@ from torch import Tensor
 from tiercel.cache import TieredCache
 from tiercel.cache.memories import make_memories
 from tiercel.config import LAYOUT_NAMES, CacheConfig
-from tiercel.engine.config import DRAFT_MODEL, DRAFTS, Build, EngineConfig, places_of
+from tiercel.engine.config import DRAFT_MODEL, MTP, Build, EngineConfig, places_of
 from tiercel.engine.engine import Engine
 from tiercel.engine.scheduler import STEP_TOKENS
 from tiercel.errors import ConfigError
@@ -41,7 +41,6 @@ CUDA_STEP_TOKENS = 8192
 
 GUESSERS = {
     "mtp": "the model's MTP layers guess",
-    "eagle": "the model's EAGLE head guesses",
     "ngram": "the text so far guesses",
     "off": "--speculate ngram turns it on",
 }
@@ -88,12 +87,8 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
     if folder is not None:
         _check_tokens(text, folder)
         draft_weights, check = load_draft(folder, build.device, kernels, check)
-    in_checkpoint = offer is not None and offer.load is None
-    weights = family.load(
-        checkpoint, own, build.device, kernels.dtype, draft=in_checkpoint, fp8=fp8, check=check
-    )
-    if offer is not None and offer.load is not None:
-        weights |= offer.load(build.device, kernels.dtype)
+    mtp = offer is not None
+    weights = family.load(checkpoint, own, build.device, kernels.dtype, draft=mtp, fp8=fp8, check=check)
     longest = config.context_tokens or checkpoint.config.get("max_position_embeddings")
     config = replace(config, context_tokens=longest)
     device_bytes = build.device_bytes or _device_bytes(build.device, spec, config)
@@ -121,7 +116,7 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
     engine = Engine(model, cache, text, config)
     model.warm_up(engine.context_tokens)
     choices = _choices(build, config, engine, kernels.NAME, exact=kernels.EXACT)
-    unread = [] if in_checkpoint else family.draft_names(checkpoint)
+    unread = [] if mtp else family.draft_names(checkpoint)
     return engine, [*choices, speculation, *_unread_choice(unread), *_end_choice(text, own.vocab_size)]
 
 
@@ -141,28 +136,24 @@ def _with_defaults(build: Build, config: EngineConfig, family: Family) -> tuple[
 def _speculation(
     config: EngineConfig, family: Family, checkpoint: Checkpoint, own: Dimensions, kernels: Kernels
 ) -> tuple[EngineConfig, DraftOffer | None, Choice]:
-    """Who guesses: what was asked for, or else the best that costs little where nothing can be guessed. The
-    files of a draft are looked at only if it may be used."""
+    """Who guesses: what was asked for, or else what costs little."""
     asked, cuda = config.speculate, kernels.NAME == "cuda"
     if asked == DRAFT_MODEL:
         raise ConfigError("speculate", asked, "needs a model that guesses: --draft FOLDER")
-    if asked == "eagle" and cuda:
-        why = "the cuda kernels do not compute an EAGLE head, but mtp and ngram"
-        raise ConfigError("speculate", asked, why)
-    offered = ("mtp",) if cuda else DRAFTS
-    wanted = offered if asked == "auto" else {asked} & set(offered)
-    drafts = family.drafts(checkpoint, own, wanted)
-    if asked in DRAFTS and asked not in drafts:
+    offer = family.draft(checkpoint, own) if asked in ("auto", MTP) else None
+    if asked == MTP and offer is None:
         raise ConfigError("speculate", asked, f"the model has no {asked} draft that is read here")
     chosen, more = asked, ""
     if asked == "auto":
-        cheap = [name for name, each in drafts.items() if each.share <= GUESS_SHARE_MOST]
-        chosen = [*cheap, "off" if cuda else "ngram"][0]
-        dear = ", ".join(f"{each.share:.0%} of a token with {name}" for name, each in drafts.items())
-        if not cheap:
-            more = f"; a guess takes {dear}" if drafts else "; the model has no draft that is read here"
+        chosen = "off" if cuda else "ngram"
+        if offer is None:
+            more = "; the model has no draft that is read here"
+        elif offer.share <= GUESS_SHARE_MOST:
+            chosen = MTP
+        else:
+            more = f"; a guess takes {offer.share:.0%} of a token with {MTP}"
     choice = _speculation_choice(chosen, config, GUESSERS[chosen] + more)
-    return replace(config, speculate=chosen), drafts.get(chosen), choice
+    return replace(config, speculate=chosen), offer if chosen == MTP else None, choice
 
 
 def _draft_speculation(

@@ -15,12 +15,12 @@ HOST_MEMORY = "1GiB"
 """What a server and `Offline` take by default. (`CacheConfig` has no host tier by default.)"""
 
 
-DRAFTS = ("mtp", "eagle")
-"""Drafts that a model may have."""
+MTP = "mtp"
+"""The model's own draft."""
 DRAFT_MODEL = "draft"
 """The model of `Build.draft`."""
 ROLES = ("both", "prefill", "decode")
-SPECULATE = ("auto", *DRAFTS, DRAFT_MODEL, "ngram", "off")
+SPECULATE = ("auto", MTP, DRAFT_MODEL, "ngram", "off")
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ A family's package is imported when a model of it is opened.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -70,14 +70,12 @@ class Load(Protocol):
 
 
 class DraftOffer(NamedTuple):
-    """A draft that a checkpoint has."""
+    """The draft that a checkpoint has."""
 
     declare: Callable[[int, str], CacheSpec]
     """(page tokens, format of entries) → what the draft caches."""
     share: float
     """What one guess takes to compute, as a share of what a token of the target takes."""
-    load: Callable[[str, torch.dtype], dict[str, Tensor]] | None = None
-    """(device, type of matrices) → the draft's parameters. None: they are loaded with the model's."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +93,8 @@ class Family:
     """How entries are kept on a GPU, unless something else is asked for."""
     kernels: tuple[str, ...] = ("native", "reference")
     """The kernel sets that the model can run on, best first."""
-    drafts: Callable[[Checkpoint, Any, Collection[str]], dict[str, DraftOffer]] = lambda *_: {}
-    """The drafts of these names (`--speculate`) that a checkpoint has, whole; the best first."""
+    draft: Callable[[Checkpoint, Any], DraftOffer | None] = lambda *_: None
+    """The draft that a checkpoint has, whole."""
     draft_names: Callable[[Checkpoint], list[str]] = lambda _: []
     """The tensors of a draft, of whatever kind."""
 

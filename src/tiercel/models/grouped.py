@@ -1,4 +1,4 @@
-"""Layers of grouped-query attention on pages alone, of Qwen3 and of an EAGLE draft: there are no rings.
+"""Layers of grouped-query attention on pages alone: there are no rings.
 
     row of a page   │ head 0: k, v of token 0 │ k, v of token 1 │ … │ head 1: k, v of token 0 │ …
     query           │ q, 0  of each head that reads this kv head
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from copy import copy
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -113,16 +112,6 @@ class Reach:
         self.written = numbers.written(batch)
         self._list: tuple[int, Tensor] | None = None
         """The list made last, by its first token: where one is enough, every layer uses it."""
-
-    def only(self, tokens: Tensor) -> Reach:
-        """The same for these flat tokens, where they are computed in a call of their own. All are written."""
-        assert self.written is not None
-        own, numbers = copy(self), self.written.numbers.view(-1, len(self._heads))
-        assert len(numbers) == len(self._span), "a replay is not computed token by token"
-        own._span, own._visible, own._list = self._span[tokens], self._visible[tokens], None
-        rows = torch.arange(len(tokens), device=tokens.device)
-        own.written = Written(rows, numbers[tokens].flatten())
-        return own
 
     def parts(self) -> Iterator[tuple[slice, Tensor]]:
         """(queries, the entries each of them sees)"""

@@ -1,9 +1,9 @@
 """What a model stores: streams, pages, tails, and the builders for the models we know."""
 
-from tiercel.spec.attention import Heads, Recurrence, eagle, mha, mla, mla_indexer, recurrent, sliding_window
+from tiercel.spec.attention import Heads, Recurrence, mha, mla, mla_indexer, recurrent, sliding_window
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.capacity import capacity_of
-from tiercel.spec.deepseek_v4 import deepseek_v4, deepseek_v4_eagle, deepseek_v4_mtp
+from tiercel.spec.deepseek_v4 import deepseek_v4, deepseek_v4_mtp
 from tiercel.spec.identity import Identity
 from tiercel.spec.presets import PRESETS, load
 from tiercel.spec.stream import PREFIX, Keep, Part, Prefix, State, Stream, Window
@@ -23,9 +23,7 @@ __all__ = [
     "Window",
     "capacity_of",
     "deepseek_v4",
-    "deepseek_v4_eagle",
     "deepseek_v4_mtp",
-    "eagle",
     "load",
     "mha",
     "mla",

@@ -6,7 +6,6 @@
     mla_indexer       latent, index
     sliding_window    k, v            window_k, window_v
     recurrent         k, v            conv, temporal
-    eagle             k, v            (a draft: give it to `CacheSpec.with_draft`)
 
 A stream of any other shape is declared as a `Stream`.
 """
@@ -80,11 +79,7 @@ def mha(
     dtype: str = "bf16",
 ) -> CacheSpec:
     """Multi-head or grouped-query attention. K and V are two streams: they may differ in width."""
-    return eagle(model, page_tokens, Heads(kv_heads, head_dim, v_head_dim, dtype), layers)
-
-
-def eagle(model: str, page_tokens: int, heads: Heads, layers: Layers = 1) -> CacheSpec:
-    """An EAGLE-style draft: it reads its keys and values of the whole prefix, as the target does."""
+    heads = Heads(kv_heads, head_dim, v_head_dim, dtype)
     return CacheSpec(model, page_tokens, _kv_streams(_ids(layers), heads))
 
 

@@ -17,11 +17,10 @@ open; other page sizes are refused.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from tiercel.errors import SpecError
-from tiercel.spec.attention import Heads, index_parts, kv_stream, values
+from tiercel.spec.attention import index_parts, values
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.hf_fields import layers_of, per_layer, whole
 from tiercel.spec.stream import PREFIX, Keep, Part, State, Stream, Window, check_positive
@@ -105,23 +104,6 @@ def deepseek_v4_mtp(
         size = whole(config, "hc_mult") * whole(config, "hidden_size")
         streams.append(_hidden(size, tuple(range(layers))))
     return CacheSpec("mtp", page_tokens, tuple(streams))
-
-
-def deepseek_v4_eagle(
-    config: Mapping[str, Any], heads: Heads, page_tokens: int = 256, format: str = "fp8", weights: str = ""
-) -> CacheSpec:
-    """Another draft: one layer that reads its keys and values of the whole prefix, so they are in pages; and
-    of the token before a boundary what the next entry is made from. Give it to `CacheSpec.with_draft`.
-
-    `weights` names the head's file: entries of another head have another form, as its weights are not in the
-    model's identity. Entries are plain numbers, bf16 where the model's are fp8.
-    """
-    if format not in FORMATS:
-        raise SpecError("format", format, f"is none of {', '.join(FORMATS)}")
-    plain = "bf16" if format == "fp8" else format
-    kv = kv_stream((0,), heads.kv_heads, heads.head_dim, plain)
-    hidden = _hidden(whole(config, "hidden_size"), (0,))
-    return CacheSpec("eagle", page_tokens, tuple(replace(each, weights=weights) for each in (kv, hidden)))
 
 
 def _hidden(size: int, layers: tuple[int, ...]) -> Stream:

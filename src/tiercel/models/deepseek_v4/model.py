@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -11,7 +11,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tiercel.errors import ConfigError
 from tiercel.kernels.choice import Kernels, make_kernels
 from tiercel.kernels.draw import Draw
 from tiercel.kernels.reference import CosSin, Matrix
@@ -21,8 +20,6 @@ from tiercel.models.batch import Batch
 from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.deepseek_v4.config import V4Config
 from tiercel.models.deepseek_v4.draft import MtpDraft, products_of
-from tiercel.models.deepseek_v4.eagle import Eagle
-from tiercel.models.deepseek_v4.eagle_weights import FILE, HeadFile
 from tiercel.models.deepseek_v4.layer import Layer, site_of
 from tiercel.models.deepseek_v4.rows import Setup
 from tiercel.models.deepseek_v4.weights import draft_names, has_mtp, load_weights
@@ -30,9 +27,8 @@ from tiercel.models.families import DraftOffer, Family
 from tiercel.models.flat import FlatBatch, PageTables, numbers_of, send
 from tiercel.models.graphs import Graphs, Section
 from tiercel.models.rotary import Rotary
-from tiercel.spec.attention import KEYS_VALUES
 from tiercel.spec.cache_spec import CacheSpec
-from tiercel.spec.deepseek_v4 import deepseek_v4, deepseek_v4_eagle, deepseek_v4_mtp
+from tiercel.spec.deepseek_v4 import deepseek_v4, deepseek_v4_mtp
 
 if TYPE_CHECKING:
     from tiercel.models.deepseek_v4.cuda_draft import CudaMtpDraft
@@ -221,33 +217,22 @@ class DeepseekV4:
 
 
 def _make_draft(setup: Setup, weights: Weights, lm_head: Matrix, rotary: Rotary) -> Draft | None:
-    """The draft whose streams the cache declaration has."""
-    drafted = {stream.role for stream in setup.memory.spec.streams if stream.draft}
-    if not drafted:
+    """The MTP draft, if the cache declaration has its streams."""
+    if not any(stream.draft for stream in setup.memory.spec.streams):
         return None
     if setup.kernels.NAME != "cuda":
-        return (Eagle if KEYS_VALUES in drafted else MtpDraft)(setup, weights, lm_head)
-    if KEYS_VALUES in drafted:
-        raise ConfigError("kernels", "cuda", "do not compute an EAGLE head")
+        return MtpDraft(setup, weights, lm_head)
     from tiercel.models.deepseek_v4.cuda_draft import CudaMtpDraft  # here: Triton takes a second to import
 
     return CudaMtpDraft(setup, weights, lm_head, rotary)
 
 
-def drafts_of(checkpoint: Checkpoint, config: V4Config, names: Collection[str]) -> dict[str, DraftOffer]:
-    """MTP layers in the checkpoint, and an EAGLE head in a file beside it."""
-    found, (target, mtp) = dict[str, DraftOffer](), products_of(config)
-    if "mtp" in names and has_mtp(checkpoint, config):
-        found["mtp"] = DraftOffer(partial(deepseek_v4_mtp, checkpoint.config, hidden=True), mtp / target)
-    if "eagle" in names and (file := checkpoint.folder / FILE).exists():
-        head = HeadFile(file, config)
-
-        def declare(page_tokens: int, format: str) -> CacheSpec:
-            return deepseek_v4_eagle(checkpoint.config, head.heads, page_tokens, format, head.digest())
-
-        products = head.products + config.vocab_size * config.hidden_size
-        found["eagle"] = DraftOffer(declare, products / target, head.load)
-    return found
+def draft_of(checkpoint: Checkpoint, config: V4Config) -> DraftOffer | None:
+    """The MTP layers in a checkpoint."""
+    if not has_mtp(checkpoint, config):
+        return None
+    target, guess = products_of(config)
+    return DraftOffer(partial(deepseek_v4_mtp, checkpoint.config, hidden=True), guess / target)
 
 
 FAMILY = Family(
@@ -257,6 +242,6 @@ FAMILY = Family(
     build=DeepseekV4,
     format="fp8",
     kernels=("native", "cuda", "reference"),
-    drafts=drafts_of,
+    draft=draft_of,
     draft_names=draft_names,
 )
