@@ -117,14 +117,14 @@ def _within(name: str, value: object, allowed: Allowed) -> None:
 
 
 def first_token(sampling: Sampling) -> Sampling:
-    """For a prompt that another server goes on from: one token, whatever it is."""
+    """The same sampling for one token only, for a prompt that another server goes on from."""
     return replace(sampling, max_tokens=1, min_tokens=0, stop=(), grammar=None)
 
 
 @dataclass(frozen=True)
 class Prefiller:
-    """The server that computes a prompt for another one, as a router names it. Both servers are told: for
-    the first it is its own address."""
+    """The server that computes a prompt for another one. A router names it to both servers: the first one
+    gets its own address."""
 
     host: str
     port: int
@@ -178,7 +178,7 @@ class Finish(Enum):
 
 
 class Usage(NamedTuple):
-    """Tokens of one request, and how many of its prompt each tier supplied. The rest was computed."""
+    """Tokens of one request, and how many tokens of its prompt each tier supplied. The rest was computed."""
 
     prompt_tokens: int
     completion_tokens: int = 0
@@ -249,7 +249,7 @@ class EngineStats(CacheStats):
 
     @property
     def accept_length_mean(self) -> float | None:
-        """Tokens per step with guesses, of all steps; None: there were none."""
+        """Mean number of tokens in a step with guesses; None: there was no such step."""
         steps = self.engine.get("guessing_steps", 0)
         return self.engine["guessing_tokens"] / steps if steps else None
 

@@ -46,7 +46,7 @@ class RequestTimes:
     ended_s: float | None = None
 
     def stages(self) -> Iterator[StageTime]:
-        """The stages that have ended, in their order."""
+        """The stages that have ended, in order."""
         marks = (
             ("queue", self.added_s),
             ("fetch", self.store_s),
@@ -63,7 +63,7 @@ class RequestTimes:
 
 @dataclass(frozen=True)
 class HistogramStats:
-    """How many values were at most each bound; the last count is of those above all bounds."""
+    """How many values were at most each bound. The last count: values above all bounds."""
 
     bounds: Sequence[float]
     counts: Sequence[int]
@@ -79,7 +79,7 @@ class Histogram:
         self._sum = 0.0
 
     def add(self, value: float, count: int = 1) -> None:
-        """The same value `count` times."""
+        """Count the same value `count` times."""
         self._counts[bisect_left(self.bounds, value)] += count
         self._sum += value * count
 
@@ -88,7 +88,7 @@ class Histogram:
 
 
 class EngineTimes:
-    """What is known of all requests."""
+    """Times of all requests together."""
 
     def __init__(self) -> None:
         self.queue = Histogram(QUEUE_BOUNDS_S)
@@ -96,7 +96,7 @@ class EngineTimes:
         self.inter_token = Histogram(TOKEN_BOUNDS_S)
 
     def drawn(self, now_s: float, gaps: Mapping[tuple[float, int], int]) -> None:
-        """A step ended. `gaps`: how many texts drew so many tokens, by the time of their last token before.
+        """A step ended. `gaps`: for each time of the last token before, how many texts drew how many tokens.
 
         Tokens of one step arrive together: each counts as an equal part of the time since the last one.
         """
