@@ -1,4 +1,4 @@
-"""A step as a value: what a runner is told, and what it answers. It can be printed, compared and sent.
+"""A step as a value: what a runner is told, and what it returns. It can be printed, compared and sent.
 
     scheduler ── Step ──► runner ── Drawn ──► scheduler
 
@@ -66,7 +66,7 @@ class Step:
 
 
 class Drawn(NamedTuple):
-    """What a step came to."""
+    """The result of a step."""
 
     results: list[tuple[TokenOut, ...] | Exception | None]
     """One for each part: the tokens drawn, why its text can not go on, or None where nothing is drawn. More
@@ -90,10 +90,10 @@ class Runner(Protocol):
 
 
 def share(tokens: int, wanted: Sequence[int], piece: int) -> list[int]:
-    """How many tokens each text may compute of what it wants, first come first.
+    """How many tokens each text may compute.
 
-    Everyone gets a piece, in order, and what is left goes to the first: a short prompt does not wait for a
-    long one before it, and nobody waits for ever.
+    Each text gets a piece, in order, and what is left goes to the first: a short prompt does not wait for a
+    long one before it, and no text waits for ever.
     """
     given = []
     for want in wanted:

@@ -115,7 +115,7 @@ class Task:
 
     @property
     def named(self) -> dict[str, str]:
-        """For the log: whose line it is."""
+        """The ids that a log line about this task carries."""
         return {"request_id": self.ask.request_id, "tenant": self.ask.tenant}
 
     def name_pages(self) -> KeyChain:
@@ -125,7 +125,7 @@ class Task:
         return self.chain
 
     def take(self, token: TokenOut) -> Outcome:
-        """The text goes on with a token, or ends."""
+        """Add a token: the text goes on, or ends."""
         sampling, drawn = self.ask.sampling, self.drawn
         prompt: tuple[TokenOut, ...] = ()
         if not drawn and self.ask.prompt_logprobs_from is not None:
@@ -157,7 +157,7 @@ class Task:
 
 
 class Outcome(NamedTuple):
-    """What a step meant for one task; text is made of it later."""
+    """What a step changed for one task. Text is made of it later."""
 
     task: Task
     token: TokenOut | None = None
