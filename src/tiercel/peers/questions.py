@@ -25,7 +25,7 @@ from tiercel.types import PageKey
 
 
 class Finding(NamedTuple):
-    """Decided now: keys by their numbers in the question. The lease holds those that are HERE, in order."""
+    """What is decided: keys by their numbers in the question. The lease holds those HERE, in order."""
 
     states: dict[int, Readiness]
     lease: Lease | None
@@ -80,7 +80,7 @@ class Questions:
             self._look(watch)
 
     def unwatch(self, watch: Watch) -> Finding:
-        """The reader waits no longer. What is there now is told; all else is ABSENT for it."""
+        """The reader waits no longer. Returns what is there now; all else is ABSENT for it."""
         self._watches.pop(watch, None)
         self._look(watch)
         states = dict.fromkeys(watch.undecided, Readiness.ABSENT)
