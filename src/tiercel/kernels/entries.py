@@ -98,7 +98,7 @@ def encode_fp8_index(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def _over_max(amax: Tensor) -> Tensor:
-    """amax / FP8_MAX, rounded once. By a number, torch on CUDA would multiply with the number's inverse."""
+    """amax / FP8_MAX, rounded once. torch on CUDA would multiply by the inverse of a plain number."""
     return amax / torch.full_like(amax, FP8_MAX)
 
 
