@@ -33,7 +33,7 @@ State = tuple[int, ...]
 
 
 def weights_digest(files: Sequence[Path]) -> str:
-    """The digest of files of one folder. It changes with any bit of any file, and with the names. Raises
+    """The digest of files of one folder. It changes with any bit of any file, and with their names. Raises
     OSError."""
     places = _places(files[0].parent)
     known = {key: digest for place in places for key, digest in _load(place).items()}

@@ -52,8 +52,8 @@ SHARED_SOURCES = (
 class Load(Protocol):
     """Loads weights onto a device. `check` is given the bytes that they take, before a byte is read.
 
-    `draft`: with the parameters of the model's draft. `fp8`: the kernels multiply fp8, and what is stored as
-    fp8 may stay so.
+    `draft`: with the parameters of the model's draft. `fp8`: the kernels multiply fp8, so weights stored as
+    fp8 may stay fp8.
     """
 
     def __call__(  # noqa: PLR0913
@@ -121,5 +121,5 @@ def folder_of(model: str) -> Path:
 
 
 def text_folder_of(model: str) -> Path:
-    """Where its tokenizer is. Random weights need none of their own."""
+    """The folder of the model's tokenizer. Random weights need none of their own."""
     return folder_of(EMBEDDED if model in FOLDERS else model)

@@ -47,7 +47,7 @@ class Recording:
     def __init__(
         self, numbers: Tensor, calls: Sequence[Callable[[Any], Any]], pool: Any, stream: torch.cuda.Stream
     ) -> None:
-        """Each call takes the answer of the call before. A pool lends memory again on one stream only."""
+        """Each call takes the result of the call before. A pool lends memory again on one stream only."""
         self._numbers = numbers
         self.graphs = [torch.cuda.CUDAGraph() for _ in calls]
         self.answer: Any = None
@@ -115,8 +115,8 @@ class Graphs:
         return Recording(numbers, calls, *self.memory)
 
     def run(self, numbers: Numbers, before: BeforeLayer) -> Any:
-        """What the last section answers for the padded call; None: no recording is large enough. It is
-        overwritten by the next call."""
+        """What the last section returns for the padded call; None: no recording is large enough. The next
+        call overwrites it."""
         tokens, rows, tails, longest = numbers.size
         assert longest <= self._most, "a text is longer than the page tables of recorded forwards"
         for size, recording in self._recordings:

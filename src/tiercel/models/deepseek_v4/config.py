@@ -159,7 +159,7 @@ def _hash_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:
 
 
 def _check_scale(compress: Mapping[str, Any]) -> None:
-    """Nothing scales cos and sin here. `transformers` does, unless the object says that it is by 1."""
+    """Refuses a config that makes `transformers` scale cos and sin: nothing scales them here."""
     if rope_kind(compress) == "yarn" and (factor := attention_factor(compress)) != 1.0:
         given = compress.get("attention_factor")
         why = "is not supported" if given else f"means {factor:.3f}, as in `transformers`: not supported"
@@ -167,7 +167,7 @@ def _check_scale(compress: Mapping[str, Any]) -> None:
 
 
 def _check_channels(config: Mapping[str, Any], rope: Mapping[str, Any], field: str) -> None:
-    """All layers turn as many channels of a head."""
+    """Refuses layers that rotate different numbers of channels."""
     if (share := rope.get("partial_rotary_factor")) is None:
         return
     given = number({field: share}, field) * whole(config, "head_dim")
@@ -177,8 +177,8 @@ def _check_channels(config: Mapping[str, Any], rope: Mapping[str, Any], field: s
 
 def _ropes(config: Mapping[str, Any]) -> tuple[Rope, Rope]:
     """Rotations of window layers, which are plain in every form, and of layers that compress: YaRN if its
-    numbers are given, else plain. `rope_parameters` may have an object for each; a flat object is for the
-    second."""
+    numbers are given, else plain. `rope_parameters` may have an object for each; a flat object is for layers
+    that compress."""
     given: Any = config.get("rope_parameters")
     kinds: list[Any] = []
     if isinstance(given, Mapping):
@@ -193,6 +193,6 @@ def _ropes(config: Mapping[str, Any]) -> tuple[Rope, Rope]:
     for name, own in {"main": main, "compress": compress}.items() if nested else ():
         _check_channels(config, own, f"rope_parameters.{name}.partial_rotary_factor")
     theta = number(main if "rope_theta" in main else config, "rope_theta")
-    own = nested and "rope_theta" in compress  # in the flat form it is that of the window layers
+    own = nested and "rope_theta" in compress  # in the flat form it belongs to the window layers
     compress_theta = number(compress, "rope_theta") if own else number(config, "compress_rope_theta")
     return Rope(theta), read_rope(compress, compress_theta)

@@ -10,7 +10,7 @@ a page holds the entries of its own tokens and of no other, and the tail at a bo
 state of token b - 1, from which entry b is made. Before token 0 there are zeros.
 
 An entry does not depend on other entries: to follow the target takes no attention. To guess, one token of
-each text attends to all its entries, and the head's answer is the hidden state for the next guess. The
+each text attends to all its entries, and the head's output is the hidden state for the next guess. The
 entries of guesses are written where those of accepted tokens will be: `follow` overwrites them.
 """
 
@@ -38,7 +38,7 @@ NO_RINGS = 0
 
 
 class Eagle:
-    """`weights` are all of the model's, and the head's. The head shares embedding and `lm_head`."""
+    """An EAGLE head. `weights`: the model's and the head's. The head shares embedding and `lm_head`."""
 
     def __init__(self, setup: Setup, weights: Weights, lm_head: Matrix) -> None:
         c, k, memory = setup.config, setup.lists, setup.memory
@@ -95,7 +95,7 @@ class Eagle:
         for step in range(count):
             own = batch.last - (count - 1 - step)
             before, logits = self.guess(before, tokens, (cos[own], sin[own]), reach.only(own))
-            tokens = self._k.greedy(logits).clamp(min=0)  # no number is the best: any token is as good
+            tokens = self._k.greedy(logits).clamp(min=0)  # if no logit is a number, any token is as good
             guesses.append(tokens)
         return torch.stack(guesses, 1)
 

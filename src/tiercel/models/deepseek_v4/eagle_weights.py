@@ -5,7 +5,7 @@
     input_layernorm, self_attn.…, post_attention_layernorm, mlp.…     one layer, named as Qwen3's
     norm                             before the model's own `lm_head`
 
-All end in `.weight`. Every dimension is told by the shapes. The head shares the model's embedding and
+All end in `.weight`. Every dimension follows from the shapes. The head shares the model's embedding and
 `lm_head`, so its width must be the model's.
 """
 
@@ -66,7 +66,7 @@ class HeadFile:
 
     @property
     def products(self) -> int:
-        """Products that a guess takes, without `lm_head`."""
+        """Multiplications of a guess, without `lm_head`."""
         return sum(prod(each.shape) for each in self._stored.values() if len(each.shape) > 1)
 
     def digest(self) -> str:

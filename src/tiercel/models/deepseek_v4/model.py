@@ -1,4 +1,4 @@
-"""DeepSeek V4 on cached pages: takes spans, reads and writes device pages and recent rows, answers logits."""
+"""DeepSeek V4 on cached pages: takes spans, reads and writes device pages and recent rows, returns logits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class Hidden(NamedTuple):
-    """Between two layers."""
+    """The state between two layers."""
 
     x: Tensor
     """The streams [tokens, n, d]."""
@@ -92,7 +92,7 @@ class DeepseekV4:
 
     def warm_up(self, longest: int) -> None:
         """Record forwards and resumptions as CUDA graphs, where kernels run on a GPU. What they read is made
-        for the longest text now: it does not move."""
+        for the longest text now, because it must not move."""
         if self._tables is None or self.last.device.type != "cuda":
             return
         spec = self._setup.memory.spec
@@ -106,8 +106,8 @@ class DeepseekV4:
             cast("CudaMtpDraft", self.draft).record(self._graphs.memory)
 
     def _sections(self, spec: CacheSpec) -> list[Section]:
-        """The layers in groups, as they are loaded. The first section begins, the last one answers. (What a
-        draft reads is in tails, which come with the first layers.)"""
+        """The layers in groups, as they are loaded. The first section begins, the last one returns logits.
+        (What a draft reads is in tails, which come with the first layers.)"""
         groups, count = spec.layer_groups(), len(self.layers)
 
         def run(layers: range, batch: FlatBatch, state: Hidden | None) -> Hidden | Recorded:
@@ -179,8 +179,8 @@ class DeepseekV4:
         draws: Sequence[Draw] | None,
         masks: npt.NDArray[np.int32] | None = None,
     ) -> Tensor:
-        """A token of each row, now also `last` of the row's ring. A recorded forward has drawn the best of
-        all tokens."""
+        """A token of each row; it becomes `last` of the row's ring. A recorded forward has drawn the best
+        tokens already."""
         if masks is not None:
             logits = self.kernels.masked(logits, send(masks, logits.device))
         if self._recorded is not None and logits is self._recorded.logits:
@@ -221,7 +221,7 @@ class DeepseekV4:
 
 
 def _make_draft(setup: Setup, weights: Weights, lm_head: Matrix, rotary: Rotary) -> Draft | None:
-    """The draft whose streams the cache declaration has."""
+    """The draft whose streams are in the cache declaration."""
     drafted = {stream.role for stream in setup.memory.spec.streams if stream.draft}
     if not drafted:
         return None

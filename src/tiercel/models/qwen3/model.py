@@ -1,4 +1,4 @@
-"""Qwen3 on cached pages: takes spans, writes their keys and values to the pages, reads them, answers logits.
+"""Qwen3 on cached pages: takes spans, writes their keys and values to the pages, reads them, returns logits.
 
 Every layer reads the whole prefix, and all of it is in pages: there are no rings and no tails.
 
@@ -86,7 +86,7 @@ class Qwen3Config(Dimensions):
 
 
 def _rope(config: Mapping[str, Any]) -> tuple[Rope, float]:
-    """Plain or YaRN, and the factor of cos and sin. As in `transformers`, `rope_scaling` goes before
+    """Plain or YaRN, and the factor of cos and sin. As in `transformers`, `rope_scaling` overrides
     `rope_parameters`."""
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(given, Mapping):
