@@ -48,8 +48,8 @@ class Lru(EvictPolicy):
 
 
 class Value(Lru):
-    """What is worth least first (`policy.worth`). In a tree without tails, least recently used first: there
-    every page saves one page."""
+    """Least worth first (`policy.worth`). In a tree without tails, least recently used first: there every
+    page saves one page."""
 
 
 AGE = 20_000
@@ -58,7 +58,7 @@ not found any more counts for half, or is protected no longer."""
 
 
 class Lfu(EvictPolicy):
-    """Least often found first, where hits count for half after every `AGE` uses of others."""
+    """Least often found first, where hits count half after every `AGE` uses of others."""
 
     def rank(self, use: Used) -> Rank:
         return use.used + round(AGE * log2(1 + use.hits))
