@@ -1,4 +1,4 @@
-"""What a replay came to: hits by tier, what was lost and why, bytes moved, times."""
+"""The results of a replay: hits by tier, losses and their reasons, bytes moved, times."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Times:
 
 @dataclass(frozen=True)
 class Report:
-    """The prompts' tokens are either reused (`hit_tokens`), or replayed, or lost, or new, or the rest behind
-    the last full page, which no cache can keep."""
+    """The prompts' tokens are either reused (`hit_tokens`), or replayed, or lost, or new, or behind the last
+    full page, where no cache can keep them."""
 
     policy: str
     requests: int
@@ -72,7 +72,7 @@ class Report:
 
     @property
     def hit_ratio_most(self) -> float:
-        """What a cache without an end would have reached."""
+        """The hit ratio of a cache of unlimited size."""
         most = self.hits + self.replayed_tokens + sum(self.lost_tokens.values())
         return most / self.tokens_asked if self.tokens_asked else 0.0
 
@@ -86,7 +86,6 @@ class Report:
         return self.requests / self.wall_s if self.wall_s else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         ratios = {tier: tokens / max(1, self.tokens_asked) for tier, tokens in self.hit_tokens.items()}
         own = asdict(self)
         return own | {
