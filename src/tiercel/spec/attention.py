@@ -66,7 +66,7 @@ class Recurrence:
 
     @property
     def conv_values(self) -> int:
-        """The newest input is not kept: it comes with the next token."""
+        """Values of the convolution's state. The newest input is not kept: it comes with the next token."""
         return self.conv_channels * (self.conv_kernel - 1)
 
 
@@ -84,15 +84,15 @@ def mha(
 
 
 def eagle(model: str, page_tokens: int, heads: Heads, layers: Layers = 1) -> CacheSpec:
-    """An EAGLE-style draft: it reads its keys and values of the whole prefix, as the target does."""
+    """An EAGLE-style draft: it reads keys and values of the whole prefix, as the target does."""
     return CacheSpec(model, page_tokens, _kv_streams(_ids(layers), heads))
 
 
 def kv_stream(layers: tuple[int, ...], kv_heads: int, head_dim: int, dtype: str) -> Stream:
-    """Keys and values as attention here reads them: a head's key and value are one row, and its rows of a
-    page lie together, a part for each head.
+    """Keys and values as our attention reads them: a head's key and value are one row, and all rows of one
+    head in a page lie together.
 
-    (Where a token's heads lie together, rows of one head are far apart: attention took twice as long.)
+    (If instead all heads of a token lie together, attention takes twice as long.)
     """
     head = values(2 * head_dim, dtype)
     others = (replace(head, name=f"{dtype}.{i}") for i in range(1, kv_heads))

@@ -110,8 +110,8 @@ def deepseek_v4_mtp(
 def deepseek_v4_eagle(
     config: Mapping[str, Any], heads: Heads, page_tokens: int = 256, format: str = "fp8", weights: str = ""
 ) -> CacheSpec:
-    """Another draft: one layer that reads its keys and values of the whole prefix, so they are in pages; and
-    of the token before a boundary what the next entry is made from. Give it to `CacheSpec.with_draft`.
+    """Another draft: one layer that reads keys and values of the whole prefix, so they are in pages. A tail
+    has what the next entry is made from. Give it to `CacheSpec.with_draft`.
 
     `weights` names the head's file: entries of another head have another form, as its weights are not in the
     model's identity. Entries are plain numbers, bf16 where the model's are fp8.
@@ -149,7 +149,7 @@ def _entry(config: Mapping[str, Any], format: str) -> _Entry:
 
 
 def rope_dim(config: Mapping[str, Any]) -> int:
-    """How many channels of a head turn with the position."""
+    """How many channels of a head rotate with the position."""
     head_dim, factor = whole(config, "head_dim"), config.get("partial_rotary_factor")
     if config.get("qk_rope_head_dim") is None and isinstance(factor, int | float):
         field, rope = "partial_rotary_factor", int(head_dim * factor)

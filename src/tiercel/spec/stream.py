@@ -138,7 +138,7 @@ class Stream:
         return sum(part.bytes for part in self.parts)
 
     def entries_per_row(self, page_tokens: int) -> int:
-        """A window longer than a page is kept as one row per page; a shorter one is one short row."""
+        """A window longer than a page has one row per page; a shorter window is one short row."""
         match self.keep:
             case Prefix():
                 tokens = page_tokens
