@@ -90,9 +90,9 @@ def make_policy(field: str, name: str, known: Mapping[str, type[AnyPolicy]], bas
 def setting(default: Any, help: str = "", **rules: Any) -> Any:
     """A field with rules. If it has a `help`, it is an option of the command line: its name, or `option`.
 
-    Rules: `one_of` these names; a whole number of at `least` so much, at `most` so much; `seconds`; `memory`:
-    bytes that may be written as 40GiB; `flag`: the form of an option that is on or off; `otherwise`: what
-    None comes to, for the help. A tuple of strings is an option that can be repeated.
+    Rules: `one_of` these names; a whole number from `least` to `most`; `seconds`; `memory`: bytes that may be
+    written as 40GiB; `flag`: the form of an option that is on or off; `otherwise`: what None means, for the
+    help. A tuple of strings is an option that can be repeated.
     """
     return field(default=default, metadata=rules | ({"help": help} if help else {}))
 
