@@ -92,8 +92,8 @@ class Server(uvicorn.Server):
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.read_again)
 
     def read_again(self) -> None:
-        """Read the files of keys and certificates again. New connections get the new certificate; what can
-        not be used is logged, and stays as it was."""
+        """Read the files of keys and certificates again. New connections get the new certificate. A file that
+        can not be used is logged and has no effect."""
         tenants, tls = self._options.tenants, self.config.ssl
         if tenants is not None and tenants.read_again():
             self._service.limit_tenants(tenants.cache_limits)
@@ -110,7 +110,7 @@ class Server(uvicorn.Server):
         ending = asyncio.get_running_loop().call_later(self._shutdown_s, self._service.abort_all)
         await super().shutdown(sockets)
         ending.cancel()
-        if unanswered := self.server_state.tasks:  # uvicorn has cancelled them; each says so to its client
+        if unanswered := self.server_state.tasks:  # uvicorn has cancelled them; each tells its client
             await asyncio.wait(unanswered, timeout=CANCELLED_S)
         for connection in [*self.server_state.connections]:
             connection.transport.abort()

@@ -34,8 +34,9 @@ def gives(
 ) -> Responses:
     """For a route's `responses`: the model, perhaps another media type, and the error codes.
 
-    Errors are references: FastAPI would build a validator for each, which was most of the time that it takes
-    to make an application. `install` has their models."""
+    Errors are references: FastAPI would build a validator for each, which took most of the time to make an
+    application. `install` has their models.
+    """
     answer: dict[str, Any] = {"description": "The answer"}
     if model is not None:
         answer["model"] = model

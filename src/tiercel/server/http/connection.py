@@ -79,7 +79,7 @@ class Connection(HttpToolsProtocol):
         owners: Owners,
         **named: Any,
     ) -> None:
-        """`waiting`: all connections that wait for their clients, the one that does for longest first."""
+        """`waiting`: all connections that wait for their clients, the longest wait first."""
         super().__init__(*given, **named)
         self._options = options
         self._ended = ended
@@ -137,8 +137,8 @@ class Connection(HttpToolsProtocol):
         self._follow()
 
     def _parse(self, data: bytes) -> bytes:
-        """Parses what was received. Returns what is to be parsed next: where a request asks for another
-        protocol, such as HTTP/2, the parser stops after its headers, and is given them again without that."""
+        """Parses what was received. Returns what is to be parsed next: if a request asks for another
+        protocol, such as HTTP/2, the parser stops after the headers; it gets them again without that."""
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -219,7 +219,7 @@ class Connection(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         """The server ends. Requests that have not begun are refused. A client of an idle TLS connection may
-        not say goodbye for a long time."""
+        take long to close it."""
         idle = self._phase is Phase.IDLE
         self.pipeline.clear()
         if self._cycles:

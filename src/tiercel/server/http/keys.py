@@ -42,13 +42,13 @@ def given_key(headers: Mapping[str, str]) -> bytes:
 
 
 def _name(given: bytes, tenant: Tenant | None) -> str:
-    """A digest: it may be logged."""
+    """The name of a key: a digest, so it may be logged."""
     owner = given if tenant is None else f"tenant {tenant.name}".encode()
     return hashlib.blake2b(owner, digest_size=8).hexdigest()
 
 
 class Owners:
-    """Whose requests these are, before anything is done with them."""
+    """The owner of each request, before anything is done with it."""
 
     def __init__(self, options: ServerOptions) -> None:
         keys = [*options.api_key, *([options.admin_key] if options.admin_key else ())]
@@ -56,7 +56,7 @@ class Owners:
         self._tenants = options.tenants
 
     def find(self, headers: Mapping[str, str], address: str) -> str:
-        """The owner of a key that is right, or else the address: wrong keys are not owners of their own."""
+        """The owner of a right key, or else the address: a wrong key is no owner."""
         given = given_key(headers)
         if given and self._tenants is not None and (tenant := self._tenants.find(given)) is not None:
             return _name(given, tenant)

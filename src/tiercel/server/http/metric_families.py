@@ -4,7 +4,7 @@ A key of `FAMILIES` is the way to a number; a star stands for a name that become
 
     "cached_bytes.*.*"   {"cached_bytes": {"host": {"kv": 5}}}   →   …_cached_bytes{tier="host",stream="kv"} 5
 
-Where the value is `None`, the number is left out, because another metric tells it.
+If the value is `None`, the number is left out, because another metric has it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _counted(way: str, start: str, texts: Mapping[str, str | None], since: str) 
 
 
 def _now(way: str, start: str, texts: Mapping[str, str]) -> dict[str, Family | None]:
-    """The same for numbers that rise and fall."""
+    """Gauges of one mapping: numbers that rise and fall."""
     return {f"{way}.{key}": Family(f"{start}{key}", text) for key, text in texts.items()}
 
 

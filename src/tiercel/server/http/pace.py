@@ -1,12 +1,12 @@
-"""How fast clients come in: so that one client does not use all the time of the event loop.
+"""Limits how fast clients come in, so that one client does not use all the time of the event loop.
 
     connections ──► Door ──► requests ──► Pace ──► application
 
 Every connection and every request takes a part of a millisecond of the event loop, whatever becomes of it.
 
-The door lets in 200 connections a second, after a pause 512 at once. Where more come, addresses take turns.
-Of one address, its newest and its oldest take turns: most who come now need not wait behind a crowd that came
-before, and nobody waits for ever.
+The door lets in 200 connections a second, after a pause 512 at once. If more come, addresses take turns.
+Within an address, its newest and its oldest connection take turns: a new one need not wait behind a crowd,
+and none waits for ever.
 
 The pace counts the time that requests of each owner take (an API key, a tenant, or else an address). While
 another owner has a request open, an owner gets only a part of the event loop's time: what it sends is read
@@ -49,8 +49,8 @@ OWNERS_KEPT = 1024
 
 
 class Bucket:
-    """`per_s` units a second, and `at_once` units after a pause. It may be overdrawn, and is empty until that
-    has come back."""
+    """`per_s` units a second, and `at_once` units after a pause. It may be overdrawn; then it is empty until
+    the debt is paid."""
 
     def __init__(self, per_s: float, at_once: int, now_s: float) -> None:
         self._per_s, self._most = per_s, at_once
@@ -78,8 +78,8 @@ class Door:
         tls: ssl.SSLContext | None,
         held_max: int,
     ) -> None:
-        """`listeners` belong to the door. If more than `held_max` connections wait, one of the address with
-        most of them is closed: the one that came first."""
+        """`listeners` belong to the door. If more than `held_max` connections wait, the oldest one of the
+        address with the most is closed."""
         self.sockets = listeners
         self._protocol, self._tls = protocol, tls
         self._loop = asyncio.get_running_loop()
@@ -178,7 +178,7 @@ class Pace:
         """Requests that wait to begin, by owner."""
 
     def spend(self, owner: str, seconds: float) -> float:
-        """Counts work for an owner. Returns for how long there should be no more of it, in seconds."""
+        """Counts work for an owner. Returns how many seconds its next work should wait."""
         bucket, now_s = self._bucket(owner), asyncio.get_running_loop().time()
         if self._others(owner) or not bucket.wait_s(now_s):
             bucket.take(1e3 * seconds)  # an owner that was alone owes nothing

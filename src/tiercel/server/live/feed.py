@@ -93,7 +93,7 @@ class Feed:
                     await asyncio.wait_for(self._ending.wait(), EVERY_S)
 
     async def state(self) -> State:
-        """All that the page shows. Listeners of the same second get the same."""
+        """All that the page shows. All listeners get the same state within a second."""
         async with self._turn:
             if time.monotonic() - self._made_s >= EVERY_S / 2:
                 service = self.api.service

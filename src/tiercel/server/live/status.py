@@ -109,7 +109,7 @@ class ExplanationOut(BaseModel):
 
 def stats_json(stats: EngineStats, tenant: Tenant | None = None) -> dict[str, Any]:
     """The statistics as JSON. Without a store `store` has only `attached`; without KV events there is no
-    `events`. A tenant is told of no other tenant."""
+    `events`. A tenant sees no other tenant."""
     fields = asdict(stats) | {"store": store_json(stats.store)}
     if tenant is not None:
         fields["owners"] = {name: held for name, held in fields["owners"].items() if name == tenant.name}
