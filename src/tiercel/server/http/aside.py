@@ -29,8 +29,7 @@ Tokenizing does not."""
 
 
 class Turns:
-    """A few threads. Each owner has its own line (a queue), and the lines take turns. One event loop uses
-    it."""
+    """Threads. Each owner has its own line (a queue), and the lines take turns. One event loop uses it."""
 
     def __init__(self, threads: int, name: str, *, each: int, pace: Pace | None = None) -> None:
         """`each`: how many threads one owner may have at a time. `pace`: counts the time of the work."""
