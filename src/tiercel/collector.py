@@ -26,8 +26,8 @@ def _untrack() -> Callable[[Any], None]:
 
 
 hide = _untrack()
-"""The collector does not visit this object any more. (Not for a dict: it is tracked again when something is
-put into it.)"""
+"""Hides an object: the collector does not visit it any more. (Not for a dict: it is tracked again when
+something is put into it.)"""
 
 
 def hidden_list() -> list[Any]:

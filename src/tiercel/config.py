@@ -25,7 +25,7 @@ SAVE_POLICIES = ("through", "selective", "back")
 EVICT_POLICIES = ("value", "lru", "lfu", "slru", "priority")
 FETCH_POLICIES = ("best_effort", "wait", "deadline")
 OWN_CLASS = "module:Class"
-"""Stands for a class of the user's own, by its name."""
+"""Stands for the name of a user's own class."""
 
 AnyPolicy = TypeVar("AnyPolicy")
 

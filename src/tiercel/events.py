@@ -46,12 +46,12 @@ RANK = 0
 """Data-parallel rank. It is always written, because older routers need it."""
 
 CONNECT = "connect:"
-"""Before an endpoint: the other side listens there. Without it the address is one of this machine."""
+"""Put before an endpoint: the other side listens there. Without it the address is one of this machine."""
 
 EVERYWHERE = ("*", "0.0.0.0", "::")  # noqa: S104 (they are recognized here, not listened on)
 
 END = b"\xff" * 8
-"""Instead of a number, at the end of a replay."""
+"""Sent instead of a number at the end of a replay."""
 
 
 class BlockStored(NamedTuple):
@@ -102,7 +102,7 @@ class Ledger:
         self._page_tokens = page_tokens
         self._tokens = struct.Struct(f"<{page_tokens}I")
         self.held: dict[Tier, dict[int, None]] = {tier: {} for tier in Tier}
-        """In order of arrival: parents before children."""
+        """Hashes in order of arrival: parents before children."""
 
     def tell(self, events: Sequence[Event | Cleared]) -> list[WireEvent]:
         """Events for the wire, in the same order. But a page is added to the event of its parent, if no other
@@ -173,11 +173,11 @@ class EventStats:
     subscribers: int
     """Subscriptions that are open now."""
     batches: int
-    """Sent to at least one subscriber."""
+    """Batches sent to at least one subscriber."""
     unheard: int
-    """Sent when nobody had subscribed. A subscriber that comes later can ask for them (`replay_endpoint`)."""
+    """Batches sent without a subscriber. A later one can ask for them (`replay_endpoint`)."""
     dropped: int
-    """They found the queue full, or the publisher closed."""
+    """Batches that found the queue full, or the publisher closed."""
     errors: int
 
 
@@ -214,7 +214,7 @@ class EventPublisher:
         self._lock = threading.Lock()
         self.queued = self.sent = self.unheard = self.dropped = self.errors = 0
         self._subscriptions: Counter[bytes] = Counter()
-        """How many subscribers want the topics that begin so."""
+        """For each beginning of topics, how many subscribers want it."""
 
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:

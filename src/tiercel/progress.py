@@ -12,7 +12,7 @@ from time import perf_counter
 log = logging.getLogger(__name__)
 
 PROGRESS_S = 1.0
-"""There is a bar for what takes longer."""
+"""Work that takes longer than this has a bar."""
 
 
 @contextmanager

@@ -23,7 +23,7 @@ LEAVES = {
     Tier.HOST: ("room", "limit", "path"),
     Tier.STORE: ("room",),
 }
-"""Why something leaves a tier."""
+"""Reasons why an item leaves a tier."""
 
 WORDS = {Direction.LOAD: "loaded", Direction.SAVE: "saved"}
 
@@ -64,7 +64,7 @@ class CacheStats:
     cached_items: Mapping[str, Mapping[str, int]]
     """Pages and tails of each tier."""
     capacity_bytes: Mapping[str, int]
-    """What the pools of each tier hold when they are full."""
+    """Bytes of the pools of each tier."""
     tail_streams: Sequence[str]
     """The streams of tails; all others are streams of pages."""
     moved_bytes: Mapping[str, Mapping[str, int]]
@@ -74,14 +74,14 @@ class CacheStats:
     hit_tokens: Mapping[str, int]
     """Prompt tokens that each tier supplied. Tokens that were computed again are not among them."""
     compute_saved_s: float
-    """How long computing these tokens would have taken: the sum of what each request saved when it began."""
+    """How long computing these tokens would have taken: the sum over requests, estimated when each began."""
     evicted: Mapping[str, Mapping[str, Mapping[str, int]]]
-    """What left a tier: by tier, by pages and tails, and by why (`tree.copies`)."""
+    """What left a tier: by tier, by pages and tails, and by reason (`tree.copies`)."""
     pools: Mapping[str, PoolStats]
     compute_tokens_s: float | None
     """Recent speed of computing prompts; None: nothing was computed yet."""
     copier: str
-    """Who copies between device and host; empty without a host tier."""
+    """The way of copying between device and host; empty without a host tier."""
     store: StoreStats | None
     counters: Mapping[str, int]
     owners: Mapping[str, Mapping[str, int]] = field(default_factory=dict, kw_only=True)

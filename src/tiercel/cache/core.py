@@ -43,7 +43,7 @@ from tiercel.types import Kind, Namespace, PageKey
 log = logging.getLogger(__name__)
 
 Order = Callable[[int], Sequence[int]]
-"""From the number of places of a pool to the order in which the pool first gives them out."""
+"""For a number of places: the order in which a pool first gives them out."""
 Observer = Callable[[Sequence[Event | Cleared]], None]
 
 TRIM_ITEMS = 64
@@ -56,7 +56,7 @@ COUNTED = (
     *("loads", "loads_failed", "pages_loaded", "tails_loaded"),
     *("saves", "saves_failed", "pages_saved", "tails_saved"),
 )
-"""What a cache counts: all of it is there from the start."""
+"""What a cache counts: all counters are there from the start."""
 
 
 def nobody_computes(key: PageKey, kind: Kind) -> bool:  # noqa: ARG001
@@ -117,7 +117,7 @@ class Core:
         self.stores = Stores(*parts, self._landed)
         self.landings = Landings(self.places, self.stores)
         self._trimming = False
-        """More of an owner may have to leave than one step takes."""
+        """Whether owners may still be above their limits: one step evicts only a part."""
         self._observer: Observer | None = None
 
     # Finding

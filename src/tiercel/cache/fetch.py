@@ -25,8 +25,8 @@ from tiercel.types import Kind, PageKey
 READ_BYTES_MOST = 8 * 1024**2
 READ_BYTES_LEAST = 256 * 1024
 READS = 8
-"""A fetch is cut into this number of reads, within these sizes: enough to use every worker and to show
-progress, few enough that a read is large."""
+"""A fetch is cut into this many reads, within these sizes: enough to use every worker and to show progress,
+few enough that a read is large."""
 
 
 class FetchStage(Enum):
@@ -51,10 +51,10 @@ class Fetch:
     moved_s: float
     """Time of the last progress."""
     stored: bool = True
-    """Whether what it brings is in a store of ours, and need not be written there again."""
+    """Whether its pages are in our own store, and need not be written there again."""
     stage: FetchStage = FetchStage.ASKING
     turn_s: float | None = None
-    """When the request could have begun without the fetch."""
+    """When the request could first have begun without the fetch."""
     why: Why | None = None
     """Why it brought less than the text has."""
     pages_stored: int = 0
@@ -66,7 +66,7 @@ class Fetch:
     reads: list[Operation] = field(default_factory=list)
     """Reads that are not published yet, in the order of the text."""
     landed: set[Operation] = field(default_factory=set)
-    """Those of them that have ended; they wait for the reads before them."""
+    """Reads that have ended and wait for the reads before them."""
     coming: set[PageKey] = field(default_factory=set)
     """Pages that reads under way bring."""
     bytes_held: int = 0

@@ -54,7 +54,7 @@ class Reading:
 
     rate: Rate
     coming: Counter[PageKey] = field(default_factory=Counter)
-    """How many fetches bring a page."""
+    """For each page, how many fetches bring it."""
     bytes_held: int = 0
     """Host memory that belongs to requests until they begin or leave."""
     bytes_sent: int = 0
@@ -113,12 +113,12 @@ class Fetches:
     slow: bool = False
     """Something was not fetched because the store is slow: the store should be measured again."""
     _under_way: dict[Operation, Fetch] = field(default_factory=dict)
-    """Asks and reads."""
+    """The fetch of each ask and read under way."""
     _planning: dict[Fetch, bool] = field(default_factory=dict)
-    """Fetches of which the store has said what it has, and whether they were looked at since: then they wait
+    """Fetches for which the store has told what it has, and whether each was looked at since: then it waits
     for room, or for another fetch."""
     _replan: bool = False
-    """Something has changed for those that were looked at."""
+    """Whether something has changed for fetches that were looked at."""
 
     def __post_init__(self) -> None:
         self._policy = make_fetch_policy(self.config.fetch)

@@ -44,7 +44,7 @@ class Leases:
         self._taken: set[Lease] = set()
         grains = [(kind, grain) for kind in Kind for grain in self.spec.grains(kind)]
         self.forms = [grain.form for _, grain in grains]
-        """Of its records: keys of another form are not there."""
+        """The forms of its records: keys of another form are not there."""
         self._kinds = {bytes(record_key(kind, grain.form, b"")): kind for kind, grain in grains}
 
     def look(self, keys: Sequence[RecordKey]) -> list[Readiness]:

@@ -30,7 +30,7 @@ class Memories:
     """Memories and their controller. Without `host_pages` there is no host tier and no controller."""
 
     device: Memory | None = None
-    """None: other processes have it, or nobody."""
+    """None: other processes have it, or there is none."""
     host: HostMemory | None = None
     """None: there is no host tier, or its places have no bytes."""
     host_pages: int = 0

@@ -61,13 +61,13 @@ class Request:
     priority: int
     reuse: Reuse
     held: list[Item]
-    """What it has locked. First the deepest shared page: that protects the shared part of the table."""
+    """Locked items. First the deepest shared page: its lock protects the shared part of the table."""
     prompt_pages: int
     committed: int
-    """Shared pages of the table."""
+    """How many pages of the table are shared."""
     extended_tokens: int
     tails_upto: int
-    """In pages: places for tails up to here were asked for, or there is nothing to write there."""
+    """In pages: up to here, places for tails were asked for, or no tail is to be written."""
     table: list[DevicePageId]
     """Device pages of the text, shared ones first; behind `committed` they are this request's own."""
     resume_tails: tuple[Tail, ...]
@@ -152,7 +152,7 @@ class Found:
     tails: tuple[Tail, ...]
     branch: int
     pages_found: int
-    """In any tier; without a tail not all of them help."""
+    """Pages in any tier; without a tail not all of them help."""
     reuse: Reuse
 
     @property

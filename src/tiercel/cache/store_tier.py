@@ -44,7 +44,7 @@ COUNTED = (
     *("writes_dropped", "writes_passed", "writes_lost", "writes_refused", "pages_written", "tails_written"),
     *("bytes_written", "bytes_read", "timeouts", "failures", "fetches", "fetches_late", "fetches_not_worth"),
 )
-"""What the store tier counts: all of it is there from the start."""
+"""What the store tier counts: all counters are there from the start."""
 
 BACKLOG_MOST = 1 << 16
 TRIES_MOST = 5
@@ -68,11 +68,11 @@ class Writes:
     counters: Counter[str]
     bytes_most: int
     backlog: deque[tuple[Item, int]] = field(default_factory=deque)
-    """What is to be written, and how often that was tried."""
+    """Items to write, and how often each was tried."""
     bytes_waiting: int = 0
     """Bytes of everything in the backlog."""
     epoch: int = 0
-    """Counts how often the store was emptied or left: a write that began before proves nothing."""
+    """Counts how often the store was emptied or left: a write that began before that proves nothing."""
     _under_way: dict[Operation, tuple[int, list[tuple[Item, int]]]] = field(default_factory=dict)
     _writing: set[Item] = field(default_factory=set)
 
@@ -185,7 +185,7 @@ class StoreTier:
     compute: Rate
     clock: Callable[[], float]
     returned: list[Item] = field(default_factory=list)
-    """What was being written when the store was left: another store might want it."""
+    """Items that were being written when the store was left: another store might want them."""
     _left: bool = False
     _closed: Future[None] | None = None
     _ended_s: dict[Work, float] = field(default_factory=dict)
@@ -202,7 +202,7 @@ class StoreTier:
         self.writes = Writes(*parts, self.breaker, self.counters, bytes_most)
         self._probe_s = self._numbers_s = self.clock()
         self._numbers: Operation | None = None
-        """The store is being asked how much it holds."""
+        """The operation that asks the store how much it holds, while it runs."""
         self._changed = False
         """Whether it was written to, or emptied, since it was last asked."""
         self.mover.submit(Work.PROBE)

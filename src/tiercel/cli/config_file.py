@@ -19,7 +19,7 @@ from tiercel.errors import ConfigError
 
 OWN_NAME = "config"
 OWN = {OWN_NAME, "named"}
-"""No options of a file."""
+"""Options that a file can not set."""
 
 
 class Kind(NamedTuple):

@@ -63,10 +63,11 @@ class Build:
     share_key: str | None = setting(None, "The key that servers show each other.")
     """Without it pages are offered on a loopback address only."""
     role: str = setting("both", "Whether prompts are computed for others, or by others.", one_of=ROLES)
-    """`prefill`: it computes prompts that other servers go on from, and must share its pages. `decode`:
-    requests name the peer that computes their prompts, and it must have one. `both`: as a request says."""
+    """`prefill`: this server computes prompts that other servers go on from, and must share its pages.
+    `decode`: requests name the peer that computes their prompts; there must be one. `both`: as a request
+    says."""
     prefill_wait_s: float = setting(10.0, "Seconds that a peer may bring no page of a prompt.", seconds=True)
-    """Then the rest of the prompt is computed here."""
+    """After this time the rest of the prompt is computed here."""
     share_mooncake: str | None = setting(
         None, "Offer host pages through Mooncake too: tcp, or rdma and its devices as rdma:mlx5_0"
     )

@@ -23,7 +23,7 @@ Ints = NDArray[np.int64]
 Number = TypeVar("Number", int, Ints)
 
 MATCH_LEAST, MATCH_MOST = 2, 4
-"""Tokens that must be equal before a continuation is guessed, and so many that no longer match is sought.
+"""The least number of equal tokens before a continuation is guessed, and the longest match that is sought.
 One equal token is a guess that is mostly refused."""
 
 LOOKED_AT = 8
@@ -40,7 +40,7 @@ class DraftText(NamedTuple):
     tokens: Ints
     pages: Tensor
     longest: int
-    """It never has more tokens."""
+    """The most tokens that the text may have."""
 
 
 class Drafter(Protocol):

@@ -13,11 +13,11 @@ from tiercel.policy.resume import Reuse
 from tiercel.policy.speculate import LEVELS_MOST, GuessRecord, Speculation
 
 REST = 8
-"""If no text got a guess, nobody is asked for this number of steps: to ask takes time, too."""
+"""If no text got a guess, the policy is not asked for this many steps: asking takes time too."""
 
 FIRST_TOKENS = 8
-"""Accept lengths by tier are those of so many tokens after a text began: a draft that lost its part of the
-cache is wrong there, and then recovers."""
+"""Accept lengths by tier count this many tokens after a text began: a draft that lost its part of the cache
+is wrong there, and then recovers."""
 
 
 class GuessPolicy(Protocol):
@@ -59,7 +59,7 @@ class Guessing:
         self.first_tokens: Counter[str] = Counter()
         """Tokens that were drawn in the steps of `first_steps`, by source."""
         self.first_steps: Counter[str] = Counter()
-        """Steps with guesses, of the first tokens after texts began."""
+        """Steps with guesses among the first tokens after texts began."""
         self._counters, self._clock = counters, clock
         self._last_s: float | None = None
         """When the last step ended, if the next one followed at once."""

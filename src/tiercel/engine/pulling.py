@@ -30,7 +30,7 @@ from tiercel.types import Kind
 log = logging.getLogger(__name__)
 
 WATCHED_S = 3600.0
-"""No prompt takes longer. A peer that brings nothing is given up sooner, by `patience_s`."""
+"""The longest time for a prompt. A peer that brings nothing is given up sooner, by `patience_s`."""
 
 Address = tuple[str, int]
 
@@ -49,7 +49,7 @@ class Pulls:
         self._cache, self._ask, self._peers, self._patience_s = cache, ask, peers, patience_s
         self._forms = forms_of(cache.spec, ALIGN_LEAST)
         self._reading: dict[KeyChain, Future[None]] = {}
-        """Texts of which something is being read, and who waits for it. Only the engine's thread uses it."""
+        """Texts whose pages are being read, and what waits for each. Only the engine's thread uses it."""
 
     def pull(self, ask: Ask, left: threading.Event) -> int:
         """Returns when the request may begin: all pages that help are on the host, or no more will come.

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 Ints = NDArray[np.int64]
 
 NO_TAILS: Mapping[int, int] = MappingProxyType({})
-"""What most spans have."""
+"""The tails of most spans."""
 
 
 class _Ring:

@@ -67,10 +67,10 @@ class Sampler:
         self._bias = np.fromiter(sampling.logit_bias.values(), np.float32)
         self._ends = np.fromiter(sampling.stop_tokens if sampling.min_tokens else (), np.int64)
         self.raw = self._seen is None and self._less is None and not len(self._biased) and not len(self._ends)
-        """Tokens are drawn from the logits as they are, or as a mask leaves them: whoever has drawn one with
-        `how` need not call `draw`."""
+        """Whether tokens are drawn from the logits as they are, or as a mask leaves them: a caller that has
+        drawn one with `how` need not call `draw`."""
         self.queued = self.raw and sampling.logprobs is None
-        """Nothing else is done with the logits: they need not come to the host."""
+        """Whether nothing else is done with the logits: then they need not come to the host."""
         self.plain = self.queued and self.greedy and matcher is None
         for token in output:
             self._remember(token)

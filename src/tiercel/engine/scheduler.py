@@ -32,7 +32,7 @@ PROMPT_TOKENS = 16
 """A step with more tokens per text than this is a prefill step: its time measures the prefill rate."""
 
 STEP_TOKENS = 512
-"""Of one step, where nothing else is asked for."""
+"""Tokens of one step, if nothing else is asked for."""
 
 AHEAD_TOKENS = 4
 """How many tokens before its page is full a text asks for the next one. What has to leave for it is saved
@@ -44,7 +44,7 @@ COUNTED = (
     *("begun_early", "guesses", "guesses_accepted", "guessing_steps", "guessing_tokens"),
     *("prompts_elsewhere", "pages_elsewhere", *(f"finished_{finish.value}" for finish in Finish)),
 )
-"""What the engine counts: all of it is there from the start, so that a rate over time has a first value."""
+"""What the engine counts: all counters are there from the start, so that a rate has a first value."""
 
 
 class Scheduler:
@@ -73,7 +73,7 @@ class Scheduler:
         self._clock = clock
         self._ahead = min(AHEAD_TOKENS, self.page_tokens // 2)
         self._sealed: deque[list[Seat]] = deque()
-        """Who computes in each step that was sealed and has not advanced yet, part by part."""
+        """For each step that was sealed and has not advanced yet: the seat of each part."""
         self._standing: list[Seat] = []
         """Texts that the last plan left out: a page was promised to each, and was still leaving."""
 

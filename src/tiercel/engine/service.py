@@ -42,8 +42,8 @@ WATCHED_S = 0.02
 """While other servers watch: the time between two looks at what was saved."""
 
 PENDING_S = 0.5
-"""The longest wait between two steps while only a store is waited for: it may have to be given up, or tried
-again."""
+"""The longest wait between two steps while only a store is still working: it may have to be given up, or
+tried again."""
 
 
 class EngineService:

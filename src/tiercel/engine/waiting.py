@@ -19,7 +19,7 @@ class Waiting:
         self._tasks: list[Task] = []
         self._tokens = self._passed = 0
         self.rounds = 0
-        """How often all were asked to begin. Tasks that let others by take turns by this number."""
+        """How often all tasks were asked to begin. Tasks that let others by take turns by this number."""
 
     def __len__(self) -> int:
         return len(self._tasks)

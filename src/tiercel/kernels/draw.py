@@ -31,11 +31,11 @@ class Draw(NamedTuple):
     sharpness: float
     """1 ÷ temperature. 0: the best token."""
     top_k: int = 0
-    """0: all."""
+    """0: all tokens."""
     top_p: float = 1.0
     min_p: float = 0.0
     uniform: float = 0.0
-    """In [0, 1): which of the tokens it is."""
+    """A number in [0, 1) that decides which token is drawn."""
 
 
 def greedy(logits: Tensor) -> Tensor:

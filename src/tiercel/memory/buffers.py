@@ -49,7 +49,7 @@ class Memory:
     tails: int
     """Places for tails: 0 on the host, where tails use the places of pages."""
     rows: dict[RowName, tuple[Tensor, Pieces]]
-    """The flat bytes that the rows of each (stream, layer) lie in, and what a row is made of."""
+    """The flat bytes that the rows of each (stream, layer) lie in, and the pieces that a row is made of."""
 
     def places_of(self, kind: Kind) -> int:
         return {Kind.PAGE: self.pages, Kind.TAIL: self.tails}[kind]

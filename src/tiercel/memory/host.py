@@ -37,10 +37,10 @@ RESERVE_BYTES = 256 * 1024**2
 """Left for the rest of the machine: a budget that takes the last page ends some other process."""
 
 TOUCH_THREADS_MAX = 16
-"""As far as measured, 16 cores of an H200 machine: 1 thread 1.6 GB/s, 4: 6.7, 16: 22 (huge pages 50)."""
+"""Measured on 16 cores of an H200 machine: 1 thread 1.6 GB/s, 4: 6.7, 16: 22 (huge pages 50)."""
 
 TOUCH_PIECE_BYTES = 64 * 1024**2
-"""What one thread touches at once. Progress is counted in such pieces."""
+"""Bytes that one thread touches at once. Progress is counted in such pieces."""
 
 MBIND = {"x86_64": 237, "aarch64": 235}
 """The number of this system call, which glibc does not have."""
@@ -70,7 +70,7 @@ class HostMap:
             raise BudgetError(bytes_asked=size, bytes_available=available)
         self.size = size
         self.path = path
-        """Under which another process of this user maps the same bytes; empty where they are not shared."""
+        """Where another process of this user can map the same bytes; empty: they are not shared."""
         self._unregister: weakref.finalize[..., HostMap] | None = None
         self._file = -1
         try:

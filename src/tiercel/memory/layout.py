@@ -76,7 +76,7 @@ class Layout(ABC):
             (stream.name, layer): ((0, Piece(*self._lay(row), row.bytes)),)
             for stream, layer, row in record_rows(streams, page_tokens)
         }
-        """In record order."""
+        """The rows, in record order."""
 
     @abstractmethod
     def _lay(self, row: Range) -> tuple[int, int]:

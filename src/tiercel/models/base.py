@@ -15,10 +15,10 @@ from tiercel.kernels.draw import Draw
 from tiercel.spec.hf_fields import flag, number, whole
 
 DRAWN_LAST = -1
-"""In the place of a token: the one that was drawn last in the span's ring, in `QueueModel.last`."""
+"""Stands for the token that was drawn last in the span's ring (`QueueModel.last`)."""
 
 NO_GUESS = -1
-"""In the place of a guess: there is none, nor behind it."""
+"""Stands for a guess that is missing; all behind it are missing too."""
 
 BeforeLayer = Callable[[int], object]
 """Called before a layer is computed or queued: the layer's rows in the pages may still be on their way."""
@@ -132,10 +132,10 @@ PARTS = {
     "embed_tokens.": "embeddings",
     "lm_head.": "embeddings",
 }
-"""What parameters are for, by a part of their names, the first that fits; all others are `other weights`."""
+"""The purpose of parameters, by the first fitting part of a name; all others are `other weights`."""
 
 BytesCheck = Callable[[Mapping[str, int]], None]
-"""Is given the bytes of the weights, by what they are for, and raises if that is too much."""
+"""Takes the bytes of the weights, by purpose, and raises if they are too many."""
 
 
 def bytes_by_part(sizes: Iterable[tuple[str, int]]) -> dict[str, int]:

@@ -22,7 +22,7 @@ import xxhash
 
 BESIDE = ".tiercel-digests.json"
 READERS = 8
-"""Files at a time: enough for a fast disk."""
+"""Files that are read at a time: enough for a fast disk."""
 
 SETTLED_S = 2.0
 """Younger files are not remembered: their next change may have the same time stamp."""

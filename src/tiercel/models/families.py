@@ -34,7 +34,7 @@ EMBEDDED = "tiny-v4"
 
 FOLDERS = {EMBEDDED: "tiny_v4", "v4-flash-8e": "v4_flash_8e"}
 """Models by name. The second has the dimensions of V4-Flash with 8 experts, and random weights: it is for
-measurements, and answers nothing of sense."""
+measurements, and its answers make no sense."""
 
 SHARED_SOURCES = (
     "models/batch.py",
@@ -46,7 +46,7 @@ SHARED_SOURCES = (
     "models/rotary.py",
     "kernels/entries.py",
 )
-"""What all families compute with, besides the kernels."""
+"""Source files that all families compute with, besides the kernels."""
 
 
 class Load(Protocol):
@@ -75,7 +75,7 @@ class DraftOffer(NamedTuple):
     declare: Callable[[int, str], CacheSpec]
     """(page tokens, format of entries) → what the draft caches."""
     share: float
-    """What one guess takes to compute, as a share of what a token of the target takes."""
+    """The cost of one guess, as a share of the cost of a token of the target."""
     load: Callable[[str, torch.dtype], dict[str, Tensor]] | None = None
     """(device, type of matrices) → the draft's parameters. None: they are loaded with the model's."""
 
@@ -98,7 +98,7 @@ class Family:
     drafts: Callable[[Checkpoint, Any, Collection[str]], dict[str, DraftOffer]] = lambda *_: {}
     """The drafts of these names (`--speculate`) that a checkpoint has, whole; the best first."""
     draft_names: Callable[[Checkpoint], list[str]] = lambda _: []
-    """The tensors of a draft, of whatever kind."""
+    """The tensors of a draftof any kind."""
 
 
 def family_of(config: Mapping[str, Any]) -> Family:

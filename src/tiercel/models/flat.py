@@ -29,7 +29,7 @@ class Size(NamedTuple):
     """How many rows of logits there are."""
     tails: int
     longest: int
-    """No text has more positions behind the call."""
+    """The most positions of any text behind the call."""
 
     @property
     def numbers(self) -> int:
@@ -44,7 +44,7 @@ class Numbers(NamedTuple):
     rows: Ints
     tails: Ints
     rings: int
-    """A ring of this number is no text's."""
+    """A ring that belongs to no text."""
     longest: int
 
     @property
@@ -133,7 +133,7 @@ class PageTables:
 
     def __init__(self, rings: int, device: torch.device) -> None:
         self.table = torch.zeros(rings, 0, dtype=torch.int32, device=device)
-        """[rings, pages]. It grows with the longest text: then it is another tensor."""
+        """[rings, pages]. It grows with the longest text and is then another tensor."""
         self._sent: dict[int, Tensor] = {}
 
     def make_room(self, pages: int) -> None:

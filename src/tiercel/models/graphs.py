@@ -37,8 +37,8 @@ class Section(NamedTuple):
 
     last_layer: int
     run: Callable[[FlatBatch, Any], Any]
-    """(batch, what the section before returned) → what the next section reads. The last one returns what a
-    forward does."""
+    """(batch, what the section before returned) → what the next section reads. The last one returns the
+    result of a forward."""
 
 
 class Recording:
@@ -84,7 +84,7 @@ class Graphs:
         """The pool and the stream of all recordings of the model."""
         began = perf_counter()
         self._recordings = self._record_all()
-        """The smallest first."""
+        """The recordings, the smallest first."""
         tail = torch.tensor([-1, 0, 0], dtype=torch.int32, device=table.device)
         restore(tail)
         self._restore = Recording(tail, [lambda _: restore(tail)], *self.memory)

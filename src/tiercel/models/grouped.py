@@ -104,7 +104,7 @@ class Reach:
         self._heads = numbers.heads
         rows = batch.entries(1, page_tokens, in_place=True)
         self.read = None if in_place else numbers.of(rows[rows >= 0]).T.flatten()
-        """What is to be read out of the pages first, where attention can not read them itself."""
+        """Entries that are read out of the pages first, if attention can not read the pages itself."""
         if self.read is None:
             self._rows, self._steps = numbers.first(rows), self._heads * page_tokens
         else:
@@ -112,7 +112,7 @@ class Reach:
             self._steps = self._heads * (len(self.read) // kv_heads)
         self.written = numbers.written(batch)
         self._list: tuple[int, Tensor] | None = None
-        """The list made last, by its first token: where one is enough, every layer uses it."""
+        """The last list, with its first token: if one list is enough, every layer uses it."""
 
     def only(self, tokens: Tensor) -> Reach:
         """The same, for these flat tokens in a call of their own. All are written."""

@@ -28,12 +28,12 @@ from tiercel.storage.peer.link import Link
 log = logging.getLogger(__name__)
 
 READERS_MOST = 256
-"""Connections. A server that reads has a few."""
+"""The most connections. A server that reads has a few."""
 MOONCAKE_S = 5.0
-"""The time-outs of our side, which sends when it is asked to."""
+"""The time-outs of our side, which only sends."""
 Withdraw = Callable[[], None]
 PAUSE_S = 0.1
-"""When the process has no files left: others may be closed meanwhile."""
+"""The pause when the process has no files left: others may be closed meanwhile."""
 
 
 class Offering:

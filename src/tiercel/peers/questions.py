@@ -60,7 +60,7 @@ class Questions:
         self._leases = leases
         self._watches: dict[Watch, None] = {}
         self.abandoned: Callable[[set[PageKey]], None] = lambda _: None
-        """Told of pages that a reader waited for, which is gone, and that nobody else waits for."""
+        """Told of pages whose reader is gone, if no other reader waits for them."""
 
     @property
     def watched(self) -> bool:

@@ -32,13 +32,13 @@ from tiercel.storage.record import RecordKey
 T = TypeVar("T")
 
 MESSAGE_S = 5.0
-"""For one message. They are short."""
+"""The time limit of one message. Messages are short."""
 ANSWER_S = 30.0
-"""The engine answers between two steps. If it has not by then, it hangs."""
+"""The engine answers between two steps. If it takes longer than this, it hangs."""
 IDLE_S = 600.0
 """A connection that asks nothing for this time is closed. Its reader opens another."""
 LEASE_MOST_S = 60.0
-"""A reader may ask for less. More would let one that stopped keep pages for long."""
+"""The longest lease. A longer one would let a reader that stopped keep pages for long."""
 ALIVE_S = 0.25
 """How often a reader that waits is told that we are still there, while there is no news."""
 

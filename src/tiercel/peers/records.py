@@ -16,7 +16,7 @@ from tiercel.tree.node import Item
 from tiercel.types import HostPageId
 
 CHECKSUMS_MOST = 1 << 16
-"""Checksums that are remembered: to make one is to read the whole page."""
+"""Checksums that are remembered: making one reads the whole page."""
 
 
 class Described(NamedTuple):
@@ -31,9 +31,9 @@ class Records:
     def __init__(self, host: HostMemory, spec: CacheSpec) -> None:
         self._host, self._spec = host, spec
         self._forms = {ALIGN_LEAST: forms_of(spec, ALIGN_LEAST)}
-        """By the alignment that readers ask for."""
+        """The forms, by the alignment that readers ask for."""
         self._checksums: OrderedDict[tuple[HostPageId, bytes], bytes] = OrderedDict()
-        """By the first host page and the form: an id is never used again for other bytes."""
+        """Checksums by first host page and form: an id is never used again for other bytes."""
         self._lock = threading.Lock()
 
     def describe(

@@ -53,8 +53,8 @@ class Value(Lru):
 
 
 AGE = 20_000
-"""Uses of a tree, about so many as a few hundred requests make: after so many, what was found often and is
-not found any more counts for half, or is protected no longer."""
+"""A number of uses of a tree, about those of a few hundred requests. An item that was found often and then
+not for this many uses counts half, or is no longer protected."""
 
 
 class Lfu(EvictPolicy):

@@ -86,7 +86,7 @@ class Wanted:
     tails: tuple[int, ...]
     spared: int
     rest: Refusal | None = None
-    """Why not more of what the store has; None: it is all of it."""
+    """Why it is not all that the store has; None: it is all."""
 
 
 @dataclass(frozen=True)
@@ -270,11 +270,11 @@ class Moment:
     costs: Costs
     store_works: bool = True
     held: Held | None = None
-    """What is where; None: the store has not answered, or reads are under way."""
+    """Where pages and tails are; None: the store has not answered, or reads are under way."""
     other_brings: bool = False
-    """Another fetch is bringing the page after those that were found."""
+    """Whether another fetch is bringing the page after those that were found."""
     turn: bool = False
-    """The request could begin now without the fetch."""
+    """Whether the request could begin now without the fetch."""
     wait_s: float = 0.0
     """How long the request will wait in any case."""
     bytes_ahead: int = 0
@@ -282,7 +282,7 @@ class Moment:
     bytes_most: int = 0
     """Host memory that a fetch may take now."""
     fetching: Fetching | None = None
-    """The request asks whether it should go on waiting."""
+    """Given if the request asks whether it should go on waiting."""
 
 
 @dataclass(frozen=True)

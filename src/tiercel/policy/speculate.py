@@ -18,10 +18,10 @@ from math import inf
 from statistics import median_low
 
 LEVELS_MOST = 8
-"""No text gets more guesses in one step."""
+"""The most guesses of one text in one step."""
 
 WORTH = 1.02
-"""Tokens per second over those without guesses. Steps of one kind differ by more than this."""
+"""The least gain: tokens per second over those without guesses. Steps of one kind differ by more."""
 
 TRIED_SHARE = 0.005
 """The share of all time that trying may cost."""
@@ -30,18 +30,18 @@ TRIED_FIRST = 8
 """Tries at the start that are free: there is nothing to decide by."""
 
 PLAIN_FIRST, PLAIN_EVERY, PLAIN_RUN = 16, 256, 6
-"""Where texts get guesses, after so many steps some have none, one after the other: what these take must be
-known. At first sooner, then ever later: the first steps of a process are slow."""
+"""While texts get guesses, some steps in a row have none, so that their time is known: the first after 16
+steps, later ones less and less often, because the first steps of a process are slow."""
 
 UNSETTLED = 2
-"""So many steps behind one with guesses do not count as steps without: a device is one step ahead only where
-steps have no guesses. Where a guess was tried, they are part of what trying costs."""
+"""This many steps after one with guesses do not count as steps without: a device is one step ahead only while
+steps have no guesses. After a trial they are part of its cost."""
 
 FORGET_TEXT, FORGET_ALL = 0.9, 0.998
-"""What a try counts after the next one: a text's own last ten count, and the last 500 of all."""
+"""The weight of a try after the next one: a text's last ten tries count, and the last 500 of all."""
 
 FIRST = 0.6
-"""How often a guess is right, before anything is known: high, so that it is found out."""
+"""The assumed chance of a guess before anything is known: high, so that guesses are tried."""
 
 PRIOR_TRIES = 2.0
 """What is known of all texts counts as this number of tries of a text."""
@@ -50,7 +50,7 @@ MEASURED = 5
 """The median of the last measurements counts: a slow step is an accident."""
 
 ROW_SHARE = 0.3
-"""The share of a step's time that twice the rows cost more, before it is measured."""
+"""The assumed extra time of a step with twice the rows, as a share, before it is measured."""
 
 
 @dataclass(slots=True)
@@ -117,9 +117,9 @@ class GuessRecord:
     levels: list[Tally] = field(default_factory=lambda: [Tally() for _ in range(LEVELS_MOST)])
     """Whether the first, second, … guess was accepted, where all before it were."""
     made: Tally = field(default_factory=Tally)
-    """How many of the guesses that were asked for there were."""
+    """How many of the guesses that were asked for were made."""
     steps_without: int = 0
-    """Steps since it had a guess."""
+    """Steps since the text had a guess."""
     steps: int = 0
     """Steps with guesses."""
     tokens: int = 0
@@ -140,7 +140,7 @@ class Speculation:
         self._total_s = self._tried_s = 0.0
         self._tries = 0
         self._trial_s: float | None = None
-        """While a guess is tried, and until steps are as before: what they took before."""
+        """While a guess is tried, and until steps are as before: the seconds of a step before the trial."""
         self._since_plain, self._plain_after, self._plain_run = 0, 0, 0
 
     def accepted(self, record: GuessRecord, *, asked: int, made: int, accepted: int) -> None:

@@ -24,10 +24,10 @@ from math import log
 from tiercel.policy.placement import Boundary
 
 HIT = 0.7
-"""What a hit adds to the worth of something that was never found."""
+"""What a hit adds to the worth of an item that was never found."""
 
 HITS_MOST = 3
-"""More hits do not count: what was popular long ago must leave some day."""
+"""More hits do not count: an item that was popular long ago must leave some day."""
 
 FIRST_CHANCE, FIRST_HITS = 0.1, 5.0
 """The chance of a passed tail before anything is known, and how many expected hits this counts for."""

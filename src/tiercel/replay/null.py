@@ -27,8 +27,7 @@ class Clock:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.ends: list[Callable[[], float | None]] = []
-        """One for each thing that takes time on this clock: when the first part of it that is under way
-        ends."""
+        """For each thing that takes time on this clock: when its next piece ends."""
 
     def __call__(self) -> float:
         return self.now_s

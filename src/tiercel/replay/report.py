@@ -32,21 +32,21 @@ class Report:
     policy: str
     requests: int
     refused: int
-    """Longer than what fits on the device."""
+    """Requests longer than what fits on the device."""
     tokens_asked: int
     """Tokens of all prompts."""
     hit_tokens: Mapping[str, int]
     """Tokens that each tier supplied: device, host, store. They were not computed."""
     replayed_tokens: int
-    """In pages that were found, but computed again because there was no tail after them."""
+    """Tokens in pages that were found, but computed again because there was no tail after them."""
     new_tokens: int
-    """In pages that no request had before: a cache without an end would miss them too."""
+    """Tokens in pages that no request had before: a cache of unlimited size would miss them too."""
     lost_tokens: Mapping[str, int]
-    """In pages that an earlier request had, by the reason why they were not reused."""
+    """Tokens in pages that an earlier request had, by the reason why they were not reused."""
     loaded_bytes: int
-    """From host to device."""
+    """Bytes from host to device."""
     saved_bytes: int
-    """From device to host."""
+    """Bytes from device to host."""
     store_written_bytes: int
     store_read_bytes: int
     store_used_bytes: int
@@ -59,7 +59,7 @@ class Report:
     wall_s: float
     """How long the replay took."""
     counters: Mapping[str, int] = field(default_factory=dict)
-    """Those of the cache."""
+    """Counters of the cache."""
 
     @property
     def hits(self) -> int:

@@ -37,7 +37,7 @@ from tiercel.text.stream import TextStream
 from tiercel.types import PageKey
 
 POLL_S = 0.005
-"""The time between two looks at a request that waits for the store, besides whenever the store answers."""
+"""The time between two looks at a request that waits for the store, unless the store answers before."""
 
 DEFAULT_POLICY = CacheConfig().evict
 
@@ -60,9 +60,9 @@ class Rates:
 
     prefill_tokens_s: float = 15_000.0
     token_s: float = 0.015
-    """A step that draws a token for each running answer, however many they are."""
+    """The time of a step that draws a token for each running answer, whatever their number."""
     link_bytes_s: float = 55e9
-    """Between host and device, each direction."""
+    """Between host and device, in each direction."""
     store_read_bytes_s: float = 3e9
     store_write_bytes_s: float = 3e9
 

@@ -18,7 +18,7 @@ from tiercel.progress import progress
 from tiercel.types import PageKey
 
 CONTINUES_TOKENS = 512
-"""A shorter prompt may be what many conversations begin with: it does not tell which of them went on."""
+"""Many conversations may begin with a shorter prompt: it does not show which of them went on."""
 
 
 TOLD_EVERY = 1000
@@ -41,7 +41,7 @@ class Text(NamedTuple):
 
     time_s: float
     scope: Hashable
-    """Within it, and not beyond, equal names mean equal blocks."""
+    """Equal names mean equal blocks only within one scope."""
     blocks: Sequence[Hashable]
     """The last one may be shorter than the others."""
     block_tokens: int
@@ -140,8 +140,8 @@ def _with_answers(texts: Sequence[Text]) -> list[Sequence[Hashable]]:
     following: dict[Hashable, dict[Hashable, int]] = {}
     """For each scope and block: the nearest later text with this block."""
     longer: dict[int, int | None] = {}
-    """For a text, the next one that goes on from it. Who is not longer is passed over once, not by everybody
-    before it."""
+    """For a text, the next one that goes on from it. A text that is not longer is passed over once, not again
+    by every text before it."""
     answers: list[Sequence[Hashable]] = [()] * len(texts)
     fresh = 0
     for number in range(len(texts) - 1, -1, -1):

@@ -35,14 +35,14 @@ FILES_BESIDE = 256
 """Open files besides connections: weights, stores, libraries."""
 
 HELD = 2
-"""Connections that may wait at the door, for each that may be open."""
+"""How many connections may wait at the door, for each that may be open."""
 
 FAREWELL_S = 5.0
-"""For sending the rest of the answers after they were aborted."""
+"""Time to send the rest of the answers after they were aborted."""
 
 CANCELLED_S = 1.0
-"""For requests that did not end in that time, such as one whose grammar is still tried: they are cancelled,
-and answered with a 503."""
+"""Time for requests that did not end by then, such as one whose grammar is still tried: they are cancelled,
+and get a 503."""
 
 
 class Server(uvicorn.Server):

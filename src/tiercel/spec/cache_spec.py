@@ -47,7 +47,7 @@ class Grain:
     of: int
     """How many grains all layers of the model are cut into. Some may have no bytes of this kind."""
     streams: tuple[Stream, ...]
-    """Only with the layers of this grain."""
+    """The streams, with the layers of this grain only."""
     form: bytes
     bytes: int
 
@@ -63,9 +63,9 @@ class CacheSpec:
     page_tokens: int
     streams: tuple[Stream, ...]
     shard: str = ""
-    """Which part of every entry, where ranks cut entries, such as `0/8`. Equal streams, other bytes."""
+    """The part of every entry, if ranks cut entries, such as `0/8`. Streams are equal, bytes differ."""
     whole: CacheSpec | None = field(default=None, compare=False, repr=False)
-    """If this is a stage: the spec of the whole model. Some answers depend on all layers."""
+    """If this is a stage: the spec of the whole model. Some results depend on all layers."""
 
     def __post_init__(self) -> None:
         for name in ("model", "shard"):

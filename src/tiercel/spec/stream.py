@@ -71,8 +71,8 @@ class Stream:
     row_align: int = 1
     encoding: str = "opaque"
     rope: int = 0
-    """Only `fp8_groups`: the number of channels, at the end of an entry, that are bf16. These channels turn
-    with the position."""
+    """Only `fp8_groups`: the number of channels, at the end of an entry, that are bf16. These channels are
+    rotated by the position."""
     group: int = 0
     """Only `fp8_groups`: the number of other channels that share a scale."""
     weights: str = ""

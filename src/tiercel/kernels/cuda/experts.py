@@ -31,11 +31,11 @@ from torch import Tensor
 from tiercel.kernels.cuda.matrix import Tile, Weight, first_scale, token_tile, weight_tile
 
 FP32 = Tile(64, 32, 64, 8, 2)
-"""Without tensor cores. A program multiplies two tiles of n rows: n is half of what it is in `matrix.py`."""
+"""No tensor cores. A program multiplies two tiles of n rows: n is half of that in `matrix.py`."""
 FEW, FEW_FP8 = Tile(64, 16, 64, 4, 4), Tile(64, 16, 128, 4, 4)
-"""Weights stream, as in `matrix.py`."""
+"""For few tokens: weights stream, as in `matrix.py`."""
 SOME = Tile(64, 64, 64, 4, 4)
-"""Two or three programs fit a multiprocessor. (Of 9 experts, larger tiles make 1.1 programs for each.)"""
+"""Two or three programs fit a multiprocessor. (With 9 experts, larger tiles give 1.1 programs for each.)"""
 MANY = Tile(128, 128, 64, 8, 4)
 """Two tiles of sums take 128 registers per thread, and bf16 weights 192 KB of shared memory."""
 
@@ -43,7 +43,7 @@ FEW_MOST, SOME_MOST = 8, 64
 """Choices per expert, on the average of all experts, up to which each of these tiles is used."""
 
 CHOICES_AT_ONCE = 2048
-"""Each program of `_order` reads all choices, so many at once: 65,536 in 32 steps."""
+"""Each program of `_order` reads all choices, this many at once: 65,536 in 32 steps."""
 ADD_TILE = 1024
 
 

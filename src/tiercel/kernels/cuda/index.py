@@ -31,7 +31,7 @@ SCRATCH_BYTES = 64 << 20
 """Scores of a part of the tokens, about what the L2 cache of an H200 holds (60 MB): they are read twice."""
 GROUPS_LEAST = 4096
 """Groups of step 1, and scores that a program of 8 warps reads at once: 64 bytes for each thread. With 8
-groups for each of 512 chosen, about 700 candidates are left. Up to so many scores need no groups."""
+groups for each of 512 chosen, about 700 candidates are left. Up to this many scores need no groups."""
 CANDIDATES = 1024
 """Candidates read at once in step 3."""
 TYPES = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp8_row": tl.uint8}

@@ -41,7 +41,7 @@ ONLY: Mapping[str, object] = {
 """Settings of other models that this model has fixed."""
 
 FP8_BLOCK = (128, 128)
-"""One scale per so many rows and columns of an fp8 weight: `quantization_config.weight_block_size`."""
+"""Rows and columns of an fp8 weight under one scale: `quantization_config.weight_block_size`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from tiercel.models.rotary import Rotary
 from tiercel.spec.deepseek_v4 import HIDDEN
 
 NOWHERE = -(2**20)
-"""The start of no text: its guesses stand before every text, too."""
+"""The start of a text that does not exist: its guesses stand before every text too."""
 
 
 class Chain(NamedTuple):
@@ -37,7 +37,7 @@ class Chain(NamedTuple):
     tokens: Tensor
     """int64 [texts, 1 + guesses]: the token that was drawn last, and the guesses behind it."""
     x: Tensor
-    """[texts, tokens of the last module's call, n, d]: the streams that it answered."""
+    """[texts, tokens of the last module's call, n, d]: the streams that it returned."""
 
 
 class CudaModule(MtpLayer):

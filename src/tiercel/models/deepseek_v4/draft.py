@@ -42,8 +42,8 @@ NO_PAGES = torch.empty(0, dtype=torch.int64)
 
 
 MERGED_MOST = 8
-"""So many tokens of a text that have made no entries yet go through a layer with the one that is guessed
-after. More of them make entries only, which is less to compute."""
+"""Up to this many tokens of a text without entries go through a layer together with the token that is guessed
+after. More tokens make entries only, which is less to compute."""
 
 
 class Call:
@@ -116,8 +116,7 @@ class Module(MtpLayer):
         self._streams = torch.zeros(rows, c.hc_mult, c.hidden_size, device=device)
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self._made = np.zeros(setup.rings, np.int64)
-        """For each ring: tokens before this position have made their entries, as far as these are still
-        read."""
+        """For each ring: tokens before this position have made all entries that are still read."""
 
     def keep(self, call: Call, x: Tensor, tokens: Tensor) -> None:
         """Remember the streams x of a call's tokens, in rings and tails. Entries are made when they are

@@ -34,7 +34,7 @@ from tiercel.models.rotary import Rotary
 from tiercel.spec.deepseek_v4 import HIDDEN
 
 NO_RINGS = 0
-"""Its batches number a call's own rows from 0: attention reads no rows of rings."""
+"""The head's batches number a call's own rows from 0: attention reads no rows of rings."""
 
 
 class Eagle:

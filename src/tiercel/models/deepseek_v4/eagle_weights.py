@@ -26,7 +26,7 @@ from tiercel.models.grouped import Grouping, Shape, layer_shapes
 from tiercel.spec.attention import Heads
 
 FILE = "eagle.safetensors"
-"""Its name in a model's folder."""
+"""The name of the file in a model's folder."""
 
 PREFIX = "eagle."
 """The head's parameters have this prefix among those of the model."""

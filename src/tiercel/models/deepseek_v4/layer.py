@@ -67,7 +67,7 @@ class Attention:
         self.restore = self._rows.restore
         draft = layer >= self._config.layers
         self._kv = self._k.pack(*joined(weights, KEYS_VALUES)) if draft else None
-        """Packed alone too: `store` needs nothing else."""
+        """Also packed alone: `store` needs nothing else."""
         self._take_weights(weights, 0 if draft else self._config.ratios[layer])
 
     def _take_weights(self, w: Weights, ratio: int) -> None:

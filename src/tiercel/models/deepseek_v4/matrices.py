@@ -23,7 +23,7 @@ from tiercel.models.deepseek_v4.config import FP8_BLOCK
 from tiercel.models.deepseek_v4.quantized import FP8, Shape, scales_of
 
 SCALE = "_scale"
-"""Behind the name of an fp8 matrix: the name of its scales."""
+"""Added to the name of an fp8 matrix: the name of its scales."""
 
 INPUT = (
     "q_a_proj.weight",

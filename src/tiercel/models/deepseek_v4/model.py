@@ -71,7 +71,7 @@ class DeepseekV4:
         self._setup = setup = Setup(config, k, memory, rings, guesses_max)
         self._embedding = weights["model.embed_tokens.weight"]
         self.last = torch.zeros(rings + 1, dtype=torch.int64, device=memory.device)
-        """One more than there are rings: what is drawn for no text."""
+        """One more than there are rings, for tokens drawn for no text."""
         self._lm_head = k.pack(weights["lm_head.weight"])
         head = part_of(weights, "model.hc_head.hc_")
         self._head = site_of(config, k, head, weights["model.norm.weight"])
@@ -82,7 +82,7 @@ class DeepseekV4:
             for i, ratio in enumerate(config.ratios)
         ]
         self.draft = _make_draft(setup, weights, self._lm_head, self._rotaries[0])
-        """There when the cache declaration has the draft's streams; then it follows every call."""
+        """It exists if the cache declaration has the draft's streams; then it follows every call."""
         self._tables: PageTables | None = None
         self._graphs: Graphs | None = None
         self._recorded: Recorded | None = None

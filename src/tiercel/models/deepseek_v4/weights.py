@@ -49,7 +49,7 @@ class WeightPiece(NamedTuple):
     """What one stored tensor fills: a parameter, or some rows of one expert of it."""
 
     name: str
-    """As a checkpoint has it, without `model.`"""
+    """The name in a checkpoint, without `model.`"""
     shape: Shape
     expert: int | None = None
     first_row: int = 0
@@ -72,7 +72,7 @@ class Parameter(NamedTuple):
     name: str
     shape: Shape
     pieces: tuple[WeightPiece, ...]
-    """In what form a checkpoint may have it: whole, under one of several names, or expert by expert."""
+    """The forms that a checkpoint may have it in: whole, under one of several names, or expert by expert."""
     integer: bool = False
 
     def dtype(self, matrices: torch.dtype) -> torch.dtype:
@@ -87,7 +87,7 @@ Row = tuple[str, str, Shape]
 """A parameter inside a layer: its name here, its original name, its shape."""
 
 ALSO = {"attn.kv_norm.weight": "attn.norm.weight"}
-"""What `transformers` writes in place of an original name (its renaming does not come back the same)."""
+"""Names that `transformers` writes instead of original ones (its renaming is not reversible)."""
 
 
 def parameters(config: V4Config, *, draft: bool = True) -> dict[str, Parameter]:

@@ -30,7 +30,7 @@ class Block:
     name: str = ""
     """The name of the tool that is called."""
     written: str = ""
-    """So far: text, or JSON of the arguments."""
+    """The text so far, or the JSON of the arguments."""
     complete: bool = False
     id: str = field(default_factory=lambda: secrets.token_hex(12))
 

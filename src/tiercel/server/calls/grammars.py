@@ -25,7 +25,7 @@ from tiercel.text.trial import Recipe
 
 NO_THOUGHTS_END = "the end of this model's thoughts is not one token: turn thinking off"
 CODE = "invalid_grammar"
-"""No schema can express which grammars can be used."""
+"""Its own code, because no schema can express which grammars can be used."""
 
 SchemaText = str | dict[str, Any]
 """A JSON schema, or its text."""
@@ -104,7 +104,7 @@ STRUCTURED: Mapping[str, tuple[str, type | tuple[type, ...]]] = {
 }
 """The fields of `structured_outputs`: their recipes and their types."""
 STRUCTURED_HINTS = {"disable_any_whitespace", "disable_fallback", "whitespace_pattern"}
-"""What these ask for changes no valid answer into an invalid one."""
+"""Hints: they make no valid answer invalid."""
 
 
 def _given(body: NamedGrammars) -> Iterator[Given]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 TURN_BYTES = 1024
-"""For the objects and ids of a turn, about: so that very short turns are limited too."""
+"""About the bytes of a turn's objects and ids, so that very short turns are limited too."""
 
 
 class Whose(NamedTuple):

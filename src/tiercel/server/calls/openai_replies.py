@@ -50,7 +50,7 @@ class OpenAIReply(DataEvents):
     text: Text
     body: OpenAIRequest
     handover: Prefiller | None = field(default=None, kw_only=True)
-    """Told to a router that asked for the prompt to be computed for another server."""
+    """For a router that asked for the prompt to be computed for another server."""
     created: int = field(default_factory=lambda: int(time.time()), kw_only=True)
     _heads: dict[str, str] = field(default_factory=dict, kw_only=True)
 

@@ -77,12 +77,12 @@ class ResponsesReply(NamedEvents, ChatReply):
     echoed: Fields = field(kw_only=True)
     """Fields of the request that the response repeats."""
     summarised: bool = field(kw_only=True)
-    """Whether thoughts are told as a summary."""
+    """Whether thoughts are sent as a summary."""
     page_tokens: int = field(kw_only=True)
     encoded: Callable[[str], str] | None = field(kw_only=True)
     """Writes thoughts as `encrypted_content`, if the client asked for it."""
     ended_with: Callable[[Fields], None] = field(kw_only=True)
-    """Is told the response before the client is: the client's next request may refer to it."""
+    """Called with the response before the client gets it: the client's next request may refer to it."""
     _blocks: Blocks = field(default_factory=Blocks)
     _tokens: dict[int, list[TokenOut]] = field(default_factory=dict)
     """The tokens of each text, for its logprobs."""

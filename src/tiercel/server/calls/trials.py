@@ -35,13 +35,13 @@ from tiercel.text.trial import Recipe, pieces_of, send
 from tiercel.threads import Crew, start
 
 AT_ONCE = 4
-"""Trials of all owners. Each may take 128 MiB."""
+"""The most trials of all owners at a time. Each may take 128 MiB."""
 WAITING_MOST = 32
 """How many requests of one owner may wait for their turn."""
 DEADLINE_S = 30.0
 """A trial ends after this time. It has 1 s of CPU time, on a core that may be busy."""
 REMEMBERED, REMEMBERED_S = 256, 300.0
-"""How many outcomes are remembered, and how long that of a grammar that can not be used."""
+"""How many outcomes are remembered, and for how long if the grammar can not be used."""
 PROGRAM = "from tiercel.text.trial import main; main()"
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
@@ -192,7 +192,7 @@ def _end(child: subprocess.Popen[bytes], control: socket.socket) -> None:
 
 
 ENDS_S = 0.2
-"""A process that waits for work ends at once."""
+"""The time to end: a process that waits for work ends at once."""
 
 
 def _later(status: int, why: str, code: str, retry_s: int = 1) -> ApiError:

@@ -39,7 +39,7 @@ class Turns:
         self._each = each
         self._running: Counter[str] = Counter()
         self._lines: dict[str, deque[asyncio.Future[None]]] = {}
-        """Who waits, by owner. The first line is the next."""
+        """Waiting requests, by owner. The first line is served next."""
 
     async def run(self, owner: str, work: Callable[..., T], *given: Any) -> T:
         loop = asyncio.get_running_loop()

@@ -58,8 +58,8 @@ EACH_MAX = 1024
 limit."""
 
 DETAILS_MAX = 64
-"""How many of the errors of a body are looked at, to tell one. An object has few fields, and of a list only
-the first mistake counts, so there are hardly ever more."""
+"""How many errors of a body are looked at, to report one. An object has few fields, and of a list only the
+first mistake counts, so there are hardly ever more."""
 
 
 class Body(BaseModel):

@@ -61,7 +61,7 @@ class Visit:
     address: str = ""
     """The address of the client's machine, or of the last proxy."""
     large: bool = False
-    """Its body is so long that work on it is done beside the event loop, in threads for such requests."""
+    """Whether its body is long: work on it is done beside the event loop, in threads for such requests."""
     started_s: float = field(default_factory=time.perf_counter)
     first_token_s: float | None = None
     status: int | None = None
@@ -75,7 +75,7 @@ class Visit:
     tenant: Tenant | None = None
     """Whose API key it was, if keys come from a file."""
     admitted: bool = False
-    """The tenant's limits let it in."""
+    """Whether the tenant's limits let it in."""
     asks: Sequence[Ask] = ()
     usage: Usage = Usage(0)
     """Tokens of all its answers."""
@@ -152,7 +152,7 @@ class VisitNames(Mapping[str, str]):
 
 
 PROBES = ("/health", "/ready", "/metrics")
-"""Somebody calls these all the time: their lines are for the level debug, unless they fail."""
+"""Probes call these all the time: their lines have the level debug, unless they fail."""
 
 
 def log_access(scope: Scope, visit: Visit) -> None:

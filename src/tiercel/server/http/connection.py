@@ -29,10 +29,10 @@ from tiercel.server.options import ServerOptions
 log = logging.getLogger("tiercel.server")
 
 READ_BYTES = 32 << 10
-"""At most, of one connection in one turn of the event loop."""
+"""The most bytes of one connection in one turn of the event loop."""
 
 HEADERS_MAX, EARLY_MAX = 128, 8
-"""Headers of a request; requests that a client may send before the first of them is answered."""
+"""The most headers of a request; the most requests that a client may send before the first is answered."""
 
 LOG_EVERY_S = 60.0
 """One log line counts all connections closed since the line before."""
@@ -95,7 +95,7 @@ class Connection(HttpToolsProtocol):
         self._begins = False
         """Whether a request is whole enough to begin, and its owner's turn has not come."""
         self._refused: tuple[int, str, str] | None = None
-        """Status, reason and code of what ends the connection, if something in what it sent does."""
+        """Status, reason and code of the error that ends the connection, if what it sent is wrong."""
         self._pause: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None

@@ -24,11 +24,11 @@ class Family:
     """How one number, or the numbers with the same name, become a metric."""
 
     name: str
-    """Without the prefix, and without the `_total` of a counter."""
+    """The name without the prefix, and without the `_total` of a counter."""
     about: str
     """What is counted, and in which unit."""
     labels: tuple[str, ...] = ()
-    """One for each star."""
+    """One label for each star."""
     since: str = ""
     """For a counter, which never falls: since when it counts."""
     states: tuple[str, ...] = ()

@@ -26,7 +26,7 @@ from typing import Any
 log = logging.getLogger("tiercel.server")
 
 TAKEN_AT_ONCE, LET_IN_AT_ONCE = 64, 16
-"""In one turn of the event loop: taken from the system, and let in. So there is time for the others' work."""
+"""Connections in one turn of the event loop: taken from the system, and let in. So other work gets time."""
 
 LET_IN_PER_S, LET_IN_AFTER_A_PAUSE = 200.0, 512
 """A connection that says little takes 0.3 ms of the event loop (a 2 GHz core)."""
@@ -35,17 +35,17 @@ BACKLOG = 2048
 """Connections that the system keeps for us until we take them."""
 
 RETRY_S = 1.0
-"""After an error, such as too many open files."""
+"""The pause after an error, such as too many open files."""
 
 OWNER_MS_PER_S, OWNER_MS_AFTER_A_PAUSE = 150.0, 50
-"""The event loop's time for requests of one owner while others are there."""
+"""The event loop's time for requests of one owner while other owners have requests."""
 
 REQUEST_MS = 1.0
-"""What any request takes: 0.7 on a 2 GHz core, more where it is busy. So 150 requests of an owner begin in a
-second while others are there."""
+"""The time of any request: 0.7 on a 2 GHz core, more if it is busy. So 150 requests of an owner begin in a
+second while other owners have requests."""
 
 OWNERS_KEPT = 1024
-"""More owners without an open request are forgotten."""
+"""The most owners without an open request that are remembered."""
 
 
 class Bucket:
@@ -85,9 +85,9 @@ class Door:
         self._loop = asyncio.get_running_loop()
         self._bucket = Bucket(LET_IN_PER_S, LET_IN_AFTER_A_PAUSE, self._loop.time())
         self._held: dict[str, deque[socket.socket]] = {}
-        """Who waits at the door, by address: the oldest first. The first address is the next."""
+        """Connections that wait at the door, by address, the oldest first. The first address is next."""
         self._newest = False
-        """Whether the last one was the newest of its address."""
+        """Whether the last connection let in was the newest of its address."""
         self._held_count, self._held_max = 0, held_max
         self._timer: asyncio.TimerHandle | None = None
         self._coming: dict[asyncio.Task[None], socket.socket] = {}
@@ -173,7 +173,7 @@ class Pace:
     def __init__(self) -> None:
         self._open: Counter[str] = Counter()
         self._buckets: dict[str, Bucket] = {}
-        """Milliseconds."""
+        """Milliseconds of each owner."""
         self._lines: dict[str, deque[Callable[[], bool]]] = {}
         """Requests that wait to begin, by owner."""
 

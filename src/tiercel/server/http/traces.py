@@ -135,4 +135,4 @@ _STAGES: dict[str, Any] = {
         "tiercel.tokens.computed": known.reuse.computed_tokens,
     },
 }
-"""What the span of a stage tells besides its times."""
+"""What the span of a stage has besides its times."""
