@@ -311,7 +311,7 @@ class EventPublisher:
         return True
 
     def _subscribed(self) -> None:
-        """Takes in who has subscribed, and who has left."""
+        """Take in new subscriptions, and those that ended."""
         with suppress(self._zmq.Again):
             while True:
                 message = self._pub.recv(self._zmq.NOBLOCK)

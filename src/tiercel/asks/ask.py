@@ -1,7 +1,4 @@
-"""What an engine is asked and what it answers: plain values.
-
-Ask ──► engine ──► Delta, Delta, …, the last one with `finish` ──► Answer
-"""
+"""What an engine is asked and what it returns: plain values."""
 
 from __future__ import annotations
 

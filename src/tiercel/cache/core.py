@@ -264,7 +264,7 @@ class Core:
                 self._landed.wait_for(lambda: woken() or self._has_landed(), longest_s)
 
     def owners(self) -> list[str]:
-        """Who has something in the cache, or a limit."""
+        """Owners that have something in the cache, or a limit."""
         return list(self.tree.owners.all)
 
     def _has_landed(self) -> bool:

@@ -1,4 +1,4 @@
-"""The memories of one cache, and who copies between them: made here, given to a cache.
+"""The memories of one cache, and the controller that copies between them: made here, given to a cache.
 
 own device       DeviceMemory ◄── a controller of this process ──► HostMemory
 another engine   BorrowedMemory ◄── the same ──► HostMemory

@@ -35,7 +35,7 @@ class Places:
         self._spec = spec
         self._queue_saves = queue_saves
         self._promised: dict[object, int] = {}
-        """Device pages that were promised since the last step, by who waits for them."""
+        """Device pages that were promised since the last step, by the request that waits for them."""
         self._promised_pages = 0
 
     def take_host(self, count: int) -> tuple[HostPageId, ...] | None:

@@ -201,8 +201,8 @@ class TieredCache:
         return self._start(found, held, places[len(found.far) :], priority, turn_ends, for_others)
 
     def leave_device(self, chain: KeyChain) -> int:
-        """Evict the pages of one text that the host has too and nobody uses. Returns how many of its pages
-        stay on the device for now, because a save may be under way."""
+        """Evict the pages of one text that the host has too and that are not in use. Returns how many of its
+        pages stay on the device for now, because a save may be under way."""
         match = self.tree.match(chain.keys, len(chain.keys))
         if match.found:
             self.tree.leave_device(self.tree.index[chain.keys[match.found - 1]])
@@ -230,8 +230,8 @@ class TieredCache:
 
         Tails are kept at the request's boundaries, and after the prompt at the latest boundary, since any
         token may end the turn. Tails that find no place are left out and counted, the earliest first; they
-        never make a request wait. A replay leaves a tail where it ends: whoever replays calls `extend` before
-        the replay's first token is computed.
+        never make a request wait. A replay leaves a tail where it ends: a caller that replays calls `extend`
+        before the replay's first token is computed.
         """
         assert request.state is not RequestState.ENDED
         page_tokens = self.spec.page_tokens

@@ -225,7 +225,7 @@ class Admission:
 
     @property
     def quiet(self) -> bool:
-        """Whether the next plans let nobody in and end nobody, as long as no ask and no abort comes, no text
+        """Whether the next plans let no task in and end none, as long as no ask and no abort comes, no text
         ends and no page is asked for. No task waits for what lands meanwhile."""
         first = self.waiting.first
         if self.loading or self._aborted or first is None:

@@ -221,8 +221,8 @@ def _device_bytes(device: str, spec: CacheSpec, config: EngineConfig) -> int:
 
 
 def _memory_check(build: Build) -> BytesCheck:
-    """A check that weights fit into what the device has free now. A CPU has none: memory that others use
-    comes back."""
+    """A check that weights fit into what the device has free now. On a CPU nothing is checked: its memory is
+    lent to others and comes back."""
     if torch.device(build.device).type != "cuda":
         return lambda _: None
     bytes_free, _ = torch.cuda.mem_get_info(build.device)

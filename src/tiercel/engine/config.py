@@ -63,9 +63,8 @@ class Build:
     share_key: str | None = setting(None, "The key that servers show each other.")
     """Without it pages are offered on a loopback address only."""
     role: str = setting("both", "Whether prompts are computed for others, or by others.", one_of=ROLES)
-    """`prefill`: this server computes prompts that other servers go on from, and must share its pages.
-    `decode`: requests name the peer that computes their prompts; there must be one. `both`: as a request
-    says."""
+    """`prefill`: it computes prompts that other servers go on from, and must share its pages. `decode`:
+    requests name the peer that computes their prompts. `both`: as a request says."""
     prefill_wait_s: float = setting(10.0, "Seconds that a peer may bring no page of a prompt.", seconds=True)
     """After this time the rest of the prompt is computed here."""
     share_mooncake: str | None = setting(
@@ -73,7 +72,7 @@ class Build:
     )
     """None: only through our own sockets. Mooncake has no keys: for a network without strangers."""
     share: str = setting(BITS, "Whose stored pages are used: equal bits, or equal numbers.", one_of=SHARES)
-    """With whom stored pages are shared. `bits`: those who compute the same bits; so a hit changes nothing.
+    """Who shares stored pages. `bits`: servers that compute the same bits; so a hit changes nothing.
     `numbers`: also other kernels of the same arithmetic, as in a mixed fleet; last bits may differ."""
 
     @property

@@ -256,7 +256,7 @@ class Scheduler:
         nothing but the drawn tokens can change (`Drawn.steps`).
 
         More than 1: every running text draws one token in each run, no text fills a page, reaches its length
-        or asks for room, no guess is made, and nobody could begin. Required: no ask and no abort comes, and
+        or asks for room, no guess is made, and no task could begin. Required: no ask and no abort comes, and
         `collect` is called between two runs, as `plan` would do. A drawn token may end its text
         (`Task.ends`); what is drawn for that text afterwards is dropped.
         """

@@ -9,7 +9,7 @@ from tiercel.types import place
 
 
 class Seats:
-    """The rings of one runner, and who is in them."""
+    """The rings of one runner, and the texts in them."""
 
     def __init__(self, cache: TieredCache, rings: int, context_tokens: int) -> None:
         self.free = list(range(rings))

@@ -37,7 +37,8 @@ class Finding(NamedTuple):
 
 @dataclass(eq=False)
 class Watch:
-    """A question that waits. `Questions` appends to `news` and then wakes whoever waits for `wake`."""
+    """A question that waits. `Questions` appends to `news` and then wakes the thread that waits for
+    `wake`."""
 
     keys: Sequence[RecordKey]
     hold: bool

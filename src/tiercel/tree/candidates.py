@@ -225,7 +225,7 @@ class Doubles:
     """What device and host can both read: the first host copies to leave when the host is full.
 
     Those that the store has too go before the others, even for items that are worth less: nothing is lost
-    with them. The latest goes first: it stays on the device for longest.
+    with them. The latest goes first: the device will need its host copy last.
     """
 
     def __init__(self) -> None:

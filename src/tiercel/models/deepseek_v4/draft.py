@@ -12,8 +12,8 @@ Entry i of module j needs token i + 1 + j. It belongs to that token, the newest 
 the tail holds the entries up to b - 2 - j, which no token outside the page has touched, and the streams
 beside token b - 1, from which the next entry is made.
 
-An entry needs the input of its module only, so a module computes its attention and experts only where
-somebody reads its streams.
+An entry needs the input of its module only, so a module computes its attention and experts only where its
+streams are read.
 """
 
 from __future__ import annotations

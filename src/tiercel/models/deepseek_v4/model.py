@@ -122,7 +122,7 @@ class DeepseekV4:
     def forward(
         self, spans: Sequence[Span], rows: Sequence[int] | None = None, before: BeforeLayer = at_once
     ) -> Tensor:
-        """Logits of these flat tokens; None: of the last token of each span."""
+        """Logits of these flat tokens; None: the last token of each span."""
         if self._tables is None:
             batch = Batch(spans, self._setup.rings, self._embedding.device)
             state = self._compute(range(len(self.layers)), batch, self._begin(batch), before)

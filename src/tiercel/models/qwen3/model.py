@@ -188,7 +188,7 @@ class Qwen3:
     def forward(
         self, spans: Sequence[Span], rows: Sequence[int] | None = None, before: BeforeLayer = at_once
     ) -> Tensor:
-        """Logits of these flat tokens; None: of the last token of each span."""
+        """Logits of these flat tokens; None: the last token of each span."""
         batch = Batch(spans, 0, self._embedding.device)
         rotation = self._rotary.at(batch.positions, batch.longest)
         in_place = self.layers[0].entries.in_place

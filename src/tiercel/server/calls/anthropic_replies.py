@@ -21,7 +21,7 @@ from tiercel.server.calls.reply import NamedEvents, finish_reason, to_json
 from tiercel.server.http.errors import ApiError, anthropic_body
 
 SIGNATURE = "tiercel"
-"""The signature of all thoughts. Clients send thoughts back only with a signature; here nobody checks it."""
+"""The signature of all thoughts. Clients send thoughts back only with a signature; here it is not checked."""
 
 
 # --- the answers: only for the schema ---

@@ -3,8 +3,8 @@
     first event    the whole state, and the server's clock
     other events   a JSON merge patch (RFC 7396): what is new or different; null: it is gone
 
-The numbers are those of `/metrics`. Nothing is computed while nobody listens, and once a second however many
-do. It is an admin call, because it tells about the requests of all users.
+The numbers are those of `/metrics`. Nothing is computed without a listener; otherwise once a second for all
+listeners together. It is an admin call, because it tells about the requests of all users.
 """
 
 from __future__ import annotations
