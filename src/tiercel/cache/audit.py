@@ -179,7 +179,7 @@ def _host_owners(cache: Core) -> Iterator[int]:
             yield from move.host
     read = {*cache.leases.items(), *(item for store in cache.stores.all() for item in store.writes.items())}
     for item in read:
-        if item.gone and item.load is None:  # a load that reads this place counts it below
+        if item.gone and item.load is None:  # a load that reads it was counted above
             yield from item.host or ()
     for store in cache.stores.all():
         yield from store.fetches.host_places()

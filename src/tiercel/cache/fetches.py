@@ -76,7 +76,7 @@ class Reading:
         fetch.bytes_upto = self.bytes_sent
 
     def ended(self, read: Operation, size: int, *, in_vain: bool) -> None:
-        """A read has brought `size` bytes. `in_vain`: the bytes are damaged and can not be used."""
+        """A read has brought `size` bytes. `in_vain`: damaged, and the store can not be repaired."""
         if not read.late:
             self.bytes_ended += read.bytes
         started_s = read.began_s if read.started_s is None else read.started_s

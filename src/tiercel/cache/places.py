@@ -41,9 +41,7 @@ class Places:
     def take_host(self, count: int) -> tuple[HostPageId, ...] | None:
         """Host pages that are free."""
         given = self._tree.copies.actions.host
-        if (
-            given and self.host.free < count
-        ):  # settling only these: a settle for each evicted page would cost too much
+        if given and self.host.free < count:  # only these: to settle for each evicted page is too slow
             self._tree.copies.actions.host = []
             self.host.release(given)
         return tuple(self.host.take(count)) if self.host.free >= count else None

@@ -147,9 +147,7 @@ class Writes:
                 self.counters[f"{item.kind.plural}_written"] += 1
                 self.counters["bytes_written"] += self._bytes_of(item)
             elif write.error is not None and tries < TRIES_MOST:
-                counts = (
-                    self.breaker.state is BreakerState.WORKING
-                )  # otherwise the failure is not this write's fault
+                counts = self.breaker.state is BreakerState.WORKING  # if not, the write is not to blame
                 self._wait(item, tries + counts)
             else:
                 self.counters["writes_lost" if write.error else "writes_refused"] += 1

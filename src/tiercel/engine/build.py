@@ -82,9 +82,7 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
         spec = spec.with_draft(draft_spec)
     check_peers(build.peer)
     if build.device_bytes is not None:
-        _places(
-            build.device_bytes, spec, config
-        )  # an error about too little memory comes before weights are read
+        _places(build.device_bytes, spec, config)  # fails for too little memory before weights are read
     text = Text(text_folder_of(build.model))
     check, fp8 = _memory_check(build), kernels.NAME == "cuda"
     if folder is not None:

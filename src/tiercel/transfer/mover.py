@@ -174,9 +174,7 @@ class StoreMover:
         self._not_removed: set[RecordKey] = set()
         """Damaged records that the store could not remove. They count as missing until they are written."""
         self.numbers: dict[str, Any] = {}  # the store's own statistics, as last asked for
-        self.removed: deque[tuple[Kind, PageKey]] = (
-            deque()
-        )  # pages and tails of which the store evicted records
+        self.removed: deque[tuple[Kind, PageKey]] = deque()  # whose records the store evicted
         self._kinds = {form.start: kind for kind, forms in self.forms.items() for form in forms}
         self._lost: dict[tuple[Kind, PageKey], int] = {}
         """Pages and tails that lost a record and were not written since: how many records each has left."""

@@ -70,9 +70,7 @@ class Copies:
         """What items are worth; None: the policy looks at their use alone."""
         if isinstance(evict, Value) and pages_per_window:
             tail_pages = tail_in_pages(item_bytes or {})
-            copies = proxy(
-                self
-            )  # a proxy: pages know their owner and its order, and must not keep this object alive
+            copies = proxy(self)  # pages know their owner and its order: they must not keep this alive
             self.worth = Worth(pages_per_window, tail_pages, replay_pages, lambda: copies.clock)
         ordered = partial(make_order, evict, self.worth)
         self.device = {kind: ordered(may_leave_device, "in_device") for kind in Kind}

@@ -185,7 +185,7 @@ class Module(MtpLayer):
         return before
 
     def _waiting(self, rings: Ints, ends: Ints) -> Ints:
-        """The first token of each text that has to make its entry: `ends` sees no earlier ones."""
+        """The first token of each text that has to make its entry: earlier entries are not read."""
         return np.maximum(np.minimum(self._made[rings], ends), np.maximum(ends - self._back, 0))
 
     def catch_up(self, rings: Ints, ends: Ints) -> None:
