@@ -160,7 +160,7 @@ class CacheConfig:
     fetch: str = setting(
         "deadline", "How long a request waits for the store.", one_of=(*FETCH_POLICIES, OWN_CLASS)
     )
-    """Not at all, until all is read, or until a deadline. Whatever the policy, nothing is fetched that is
+    """A request does not wait, waits until all is read, or until a deadline. No policy fetches what is
     computed sooner."""
     fetch_deadline_s: float = setting(0.25, "Seconds a request waits for each 1,024 tokens.", seconds=True)
     """At least once this long. Most machines compute faster than a store that takes longer."""

@@ -28,9 +28,9 @@ class Entries(NamedTuple):
     encoding: str
     dim: int
     rope: int
-    """In `fp8_groups`, the number of channels at the end that stay bf16. In others 0."""
+    """In `fp8_groups`, the number of channels at the end that stay bf16. In other encodings 0."""
     group: int
-    """In `fp8_groups`, the number of other channels that share a scale. In others 0."""
+    """In `fp8_groups`, the number of other channels that share a scale. In other encodings 0."""
 
 
 def move_entries_plain(to: Entries, to_numbers: Tensor, source: Entries, source_numbers: Tensor) -> None:

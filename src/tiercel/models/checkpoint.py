@@ -48,7 +48,7 @@ class StoredTensor(NamedTuple):
     name: str
     file: Path
     dtype: str
-    """As safetensors names it: F32, BF16, F8_E4M3, I8, …"""
+    """The name in safetensors: F32, BF16, F8_E4M3, I8, …"""
     shape: tuple[int, ...]
 
 

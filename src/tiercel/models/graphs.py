@@ -29,7 +29,7 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Larger calls keep the device busy for longer than it takes to launch their kernels one by one."""
 
 LONGEST_FIRST, LONGEST_STEP = 16_384, 8
-"""Lengths of the longest text. Kernels that look for the best keys are launched for the most keys."""
+"""Lengths of the longest text: a kernel that looks for the best keys is launched for the most keys."""
 
 
 class Section(NamedTuple):

@@ -53,7 +53,7 @@ class Report:
     """Written bytes that were read at least once."""
     preemptions: int
     first_token: Times
-    """From a request's arrival to its first token."""
+    """Times from a request's arrival to its first token."""
     simulated_s: float
     """How long the traffic took."""
     wall_s: float

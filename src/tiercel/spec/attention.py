@@ -167,7 +167,7 @@ def index_parts(index_head_dim: int) -> tuple[Part, ...]:
 
 
 def _latent(kv_lora_rank: int, rope_dim: int, dtype: str) -> Part:
-    """In fp8 the latent has fp32 scales and the rotary channels stay bf16: 656 B at 512 + 64."""
+    """One latent. In fp8 it has fp32 scales and the rotary channels stay bf16: 656 B at 512 + 64."""
     check_positive("kv_lora_rank", kv_lora_rank)
     check_positive("rope_dim", rope_dim)
     if dtype != "fp8":

@@ -83,7 +83,7 @@ class V4Config(Dimensions):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
-        """From the object in `config.json`. Anything unusable is a `SpecError` that names it."""
+        """Read the object in `config.json`. A `SpecError` names what is unusable."""
         _check_architecture(config)
         _check_choices(config)
         rope_main, rope_compress = _ropes(config)
@@ -150,7 +150,7 @@ def _ratios(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _hash_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:
-    """From `mlp_layer_types`, or else the first `num_hash_layers`."""
+    """Which layers are hash layers: from `mlp_layer_types`, or else the first `num_hash_layers`."""
     if config.get("mlp_layer_types") is None:
         layers, hashed = whole(config, "num_hidden_layers"), whole(config, "num_hash_layers", least=0)
         return tuple(i < hashed for i in range(layers))

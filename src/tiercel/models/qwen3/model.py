@@ -69,7 +69,7 @@ class Qwen3Config(Dimensions):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
-        """From the object in `config.json`. Anything unusable is a `SpecError` that names it."""
+        """Read the object in `config.json`. A `SpecError` names what is unusable."""
         check_only(config, ONLY)
         if config.get("quantization_config") is not None:
             raise SpecError("quantization_config", config["quantization_config"], "is not supported")

@@ -120,7 +120,7 @@ class MessageReply(NamedEvents, ChatReply):
         }
 
     def _usage(self, usage: Usage) -> Fields:
-        """As Anthropic counts: a token of the prompt is read from the cache, written into it, or neither."""
+        """As Anthropic counts: a prompt's token is read from the cache, written into it, or neither."""
         kept = kept_tokens(usage, self.page_tokens)
         return {
             "input_tokens": usage.prompt_tokens - usage.cached_tokens - kept,

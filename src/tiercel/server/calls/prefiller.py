@@ -108,8 +108,8 @@ def is_elsewhere(prefiller: Prefiller | None, options: ServerOptions) -> bool:
 
 
 def transfer_params(prefiller: Prefiller) -> dict[str, Any]:
-    """For the answer of the server that has computed the prompt: vLLM's proxies put them into the request for
-    the other server. Pages are found by their keys, so there are no ids of blocks."""
+    """Fields in the answer of the server that computed the prompt: vLLM's proxies put them into the request
+    for the other server. Pages are found by their keys, so there are no ids of blocks."""
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,

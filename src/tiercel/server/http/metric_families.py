@@ -30,7 +30,7 @@ class Family:
     labels: tuple[str, ...] = ()
     """One label for each star."""
     since: str = ""
-    """For a counter, which never falls: since when it counts."""
+    """When a counter, which never falls, began to count."""
     states: tuple[str, ...] = ()
     """For a value that is one of these words: written as 1 for this word and 0 for the others."""
     words: tuple[str, ...] = ()

@@ -93,11 +93,11 @@ class ExplanationOut(BaseModel):
     reused_tokens: ReusedTokens
     """Tokens that each tier supplied. They were not computed."""
     computed_tokens: int
-    """All others."""
+    """All other tokens."""
     replayed_tokens: int
     """Computed tokens whose pages were found, but no tail after them."""
     found_tokens: int
-    """In pages that any tier has, reused or not."""
+    """Tokens in pages that any tier has, reused or not."""
     why_not_more: str
     summary: str
     share: str
