@@ -49,7 +49,7 @@ class Server:
             time.sleep(0.01)
 
     def kill(self) -> None:
-        """As by kill -9."""
+        """Kill the process, as kill -9 does."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
@@ -113,7 +113,7 @@ def redis_server(*, unix: bool = False, maxmemory: str | None = None) -> Iterato
 
 @contextmanager
 def mooncake_master(*flags: str) -> Iterator[MooncakeMaster]:
-    """`mooncake_master` on a free port. Somebody must give it memory: `mooncake_holder`, or a store with a
+    """`mooncake_master` on a free port. It needs memory from a `mooncake_holder`, or from a store with a
     `local_segment`."""
     with _running(lambda folder: MooncakeMaster(folder, flags=flags)) as master:
         yield master

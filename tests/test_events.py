@@ -134,7 +134,7 @@ def answered(socket, *envelope: bytes) -> list[int]:
 
 
 def kept(publisher, count: int):
-    """Wait until so many batches can be replayed."""
+    """Wait until `count` batches can be replayed."""
     with asking(publisher) as socket:
         while len(numbers := replayed(socket, 0)) < count:
             pass

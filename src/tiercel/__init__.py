@@ -1,7 +1,7 @@
 """tiercel: a tiered KV cache for hybrid-attention language models.
 
-The names below are the front door. They are imported when asked for, so that `tiercel.spec` and the command
-line never load torch.
+The names below are the public interface. They are imported when they are first used, so that `tiercel.spec`
+and the command line never load torch.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ A full collection visits every object that the collector tracks, in whatever thr
 wait for it. A cache of a million pages has millions of objects: that took more than a second. So the tree
 hides them. The rest of the process is collected as ever, and no setting of the collector is changed.
 
-Reference counts free what is hidden, as they free everything else. But a circle of hidden objects is never
-found. So who hides an object has to break the circles that it is part of (`tree.index`).
+Reference counts free hidden objects, as they free all others. But a circle of hidden objects is never found.
+So code that hides an object has to break its circles (`tree.index`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 
 def _untrack() -> Callable[[Any], None]:
-    """The function of CPython's C API; it may be called twice for an object. Other Pythons hide nothing."""
+    """A function that hides objects; it may be called twice for an object. Other Pythons hide nothing."""
     if platform.python_implementation() != "CPython":
         return lambda _: None
     untrack = ctypes.pythonapi.PyObject_GC_UnTrack
@@ -26,8 +26,8 @@ def _untrack() -> Callable[[Any], None]:
 
 
 hide = _untrack()
-"""The collector does not visit this object any more. (Not for a dict: it is tracked again when something is
-put into it.)"""
+"""Hides an object: the collector does not visit it any more. (Not for a dict: it is tracked again when
+something is put into it.)"""
 
 
 def hidden_list() -> list[Any]:

@@ -25,7 +25,7 @@ SAVE_POLICIES = ("through", "selective", "back")
 EVICT_POLICIES = ("value", "lru", "lfu", "slru", "priority")
 FETCH_POLICIES = ("best_effort", "wait", "deadline")
 OWN_CLASS = "module:Class"
-"""Stands for a class of the user's own, by its name."""
+"""Stands for the name of a user's own class."""
 
 AnyPolicy = TypeVar("AnyPolicy")
 
@@ -90,9 +90,9 @@ def make_policy(field: str, name: str, known: Mapping[str, type[AnyPolicy]], bas
 def setting(default: Any, help: str = "", **rules: Any) -> Any:
     """A field with rules. If it has a `help`, it is an option of the command line: its name, or `option`.
 
-    Rules: `one_of` these names; a whole number of at `least` so much, at `most` so much; `seconds`; `memory`:
-    bytes that may be written as 40GiB; `flag`: the form of an option that is on or off; `otherwise`: what
-    None comes to, for the help. A tuple of strings is an option that can be repeated.
+    Rules: `one_of` these names; a whole number from `least` to `most`; `seconds`; `memory`: bytes that may be
+    written as 40GiB; `flag`: the form of an option that is on or off; `otherwise`: what None means, for the
+    help. A tuple of strings is an option that can be repeated.
     """
     return field(default=default, metadata=rules | ({"help": help} if help else {}))
 
@@ -160,7 +160,7 @@ class CacheConfig:
     fetch: str = setting(
         "deadline", "How long a request waits for the store.", one_of=(*FETCH_POLICIES, OWN_CLASS)
     )
-    """Not at all, until all is read, or until a deadline. Whatever the policy, nothing is fetched that is
+    """A request does not wait, waits until all is read, or until a deadline. No policy fetches what is
     computed sooner."""
     fetch_deadline_s: float = setting(0.25, "Seconds a request waits for each 1,024 tokens.", seconds=True)
     """At least once this long. Most machines compute faster than a store that takes longer."""

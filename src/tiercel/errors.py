@@ -53,7 +53,7 @@ class AskError(InputError):
 
 
 class LengthError(AskError):
-    """A text with more tokens than there is room for. `tokens` may be less than it has, and is too many."""
+    """A text with more tokens than there is room for. `tokens`: at least this many."""
 
     def __init__(self, field: str, *, tokens: int, tokens_max: int) -> None:
         super().__init__(field, f"{tokens} tokens", f"the context is {tokens_max} tokens long")

@@ -4,7 +4,7 @@
     events ──► Ledger ──► encoded ──► queue ──► XPUB ──► every subscriber
                merged     numbered       └────► kept ◄── ROUTER ◄── subscribers that missed batches
 
-The format is that of vLLM and SGLang, so their routers can read it. An XPUB socket is a PUB socket that says
+The format is that of vLLM and SGLang, so their routers can read it. An XPUB socket is a PUB socket that tells
 who subscribes.
 """
 
@@ -46,12 +46,12 @@ RANK = 0
 """Data-parallel rank. It is always written, because older routers need it."""
 
 CONNECT = "connect:"
-"""Before an endpoint: the other side listens there. Without it the address is one of this machine."""
+"""Put before an endpoint: the other side listens there. Without it the address is one of this machine."""
 
 EVERYWHERE = ("*", "0.0.0.0", "::")  # noqa: S104 (they are recognized here, not listened on)
 
 END = b"\xff" * 8
-"""Instead of a number, at the end of a replay."""
+"""Sent instead of a number at the end of a replay."""
 
 
 class BlockStored(NamedTuple):
@@ -89,7 +89,7 @@ WireEvent = BlockStored | BlockRemoved | AllBlocksCleared
 def hash_of(key: bytes) -> int:
     """A page's name on the wire: the first 8 bytes of its key, as a signed number.
 
-    Signed, because SGLang's router reads nothing else; the first ones, because `tiercel store ls` shows them.
+    Signed, because SGLang's router reads nothing else. `tiercel store ls` shows the same first bytes.
     """
     return int.from_bytes(key[:8], "big", signed=True)
 
@@ -102,7 +102,7 @@ class Ledger:
         self._page_tokens = page_tokens
         self._tokens = struct.Struct(f"<{page_tokens}I")
         self.held: dict[Tier, dict[int, None]] = {tier: {} for tier in Tier}
-        """In order of arrival: parents before children."""
+        """Hashes in order of arrival: parents before children."""
 
     def tell(self, events: Sequence[Event | Cleared]) -> list[WireEvent]:
         """Events for the wire, in the same order. But a page is added to the event of its parent, if no other
@@ -143,7 +143,7 @@ class Ledger:
         return chain
 
     def _remove(self, event: Event, wire: list[WireEvent]) -> None:
-        """Only pages that were told are removed: some routers stop at a page they do not know."""
+        """Remove only pages that subscribers know: some routers stop at an unknown page."""
         page = hash_of(event.key)
         if page not in self.held[event.tier]:
             return
@@ -168,16 +168,16 @@ class Ledger:
 
 @dataclass(frozen=True)
 class EventStats:
-    """Batches of a publisher, and who is there to read them."""
+    """Batches of a publisher, and the number of its subscribers."""
 
     subscribers: int
     """Subscriptions that are open now."""
     batches: int
-    """Sent to at least one subscriber."""
+    """Batches sent to at least one subscriber."""
     unheard: int
-    """Sent when nobody had subscribed. A subscriber that comes later can ask for them (`replay_endpoint`)."""
+    """Batches sent without a subscriber. A later one can ask for them (`replay_endpoint`)."""
     dropped: int
-    """They found the queue full, or the publisher closed."""
+    """Batches that found the queue full, or the publisher closed."""
     errors: int
 
 
@@ -214,12 +214,12 @@ class EventPublisher:
         self._lock = threading.Lock()
         self.queued = self.sent = self.unheard = self.dropped = self.errors = 0
         self._subscriptions: Counter[bytes] = Counter()
-        """How many subscribers want the topics that begin so."""
+        """For each beginning of topics, how many subscribers want it."""
 
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._pub = self._socket(zmq.XPUB, QUEUE_BATCHES)
-            self._pub.setsockopt(zmq.XPUB_VERBOSER, 1)  # every subscription is told, not only the first
+            self._pub.setsockopt(zmq.XPUB_VERBOSER, 1)  # reports every subscription, not only the first
             self.connects = endpoint.startswith(CONNECT)
             self.endpoint = (_connect if self.connects else _bind)(self._pub, "kv_events", endpoint)
             """The real address: with the port that the system chose, if it chose one."""
@@ -311,12 +311,12 @@ class EventPublisher:
         return True
 
     def _subscribed(self) -> None:
-        """Takes in who has subscribed, and who has left."""
+        """Take in new subscriptions, and those that ended."""
         with suppress(self._zmq.Again):
             while True:
                 message = self._pub.recv(self._zmq.NOBLOCK)
                 if message[:1] not in (b"\x00", b"\x01"):
-                    continue  # whatever a subscriber sends besides
+                    continue  # other messages of a subscriber are ignored
                 self._subscriptions[message[1:]] += 1 if message[0] else -1
                 self._subscriptions = +self._subscriptions
 
@@ -370,8 +370,8 @@ def _connect(socket: zmq.Socket[bytes], field: str, endpoint: str) -> str:
 
 
 def _address_here(field: str, endpoint: str, host: str) -> str:
-    """A host as an address of this machine that can be bound. Raises if it is none: to connect instead would
-    send events to nobody, and say nothing."""
+    """A host as an address of this machine that can be bound. Raises if it is none: connecting instead would
+    send events nowhere, without an error."""
     name = host.strip("[]")
     if not name or name in EVERYWHERE or name in (each for _, each in sockets.if_nameindex()):
         return host

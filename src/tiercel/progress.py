@@ -12,15 +12,15 @@ from time import perf_counter
 log = logging.getLogger(__name__)
 
 PROGRESS_S = 1.0
-"""There is a bar for what takes longer."""
+"""Work that takes longer than this has a bar."""
 
 
 @contextmanager
 def progress(what: str, size: int, *, counted: str = "") -> Iterator[Callable[[int], None]]:
-    """Around something that is done to `size` bytes, or to `size` things of the kind that is `counted`. What
-    is yielded is called with the size of each part that is done, from any thread. There is a bar only if
-    stderr is a terminal."""
-    from rich import progress as rich  # here: a library should not load it to do nothing with it
+    """Wraps work on `size` bytes, or on `size` things of the kind that `counted` names. It yields a function:
+    call it, from any thread, with the size of each part that is done. There is a bar only if stderr is a
+    terminal."""
+    from rich import progress as rich  # here: a library should not load it without need
     from rich.console import Console
 
     sizes = rich.MofNCompleteColumn() if counted else rich.DownloadColumn()

@@ -68,7 +68,7 @@ class Crew(Executor):
                 self._start_if_short()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: ARG002
-        """What was submitted is done first."""
+        """End the threads after what was submitted is done."""
         with self._lock:
             if not self._closed:
                 self._closed = True

@@ -46,7 +46,7 @@ class Kind(IntEnum):
 
     @property
     def plural(self) -> str:
-        """As statistics name it."""
+        """The name in statistics."""
         return f"{self.name.lower()}s"
 
 

@@ -1,4 +1,4 @@
-"""Proof on a model that the tiers change nothing: the same conversations, cold and with every tier forced.
+"""Checks on a model that the tiers change nothing: the same conversations, cold and with every tier forced.
 
     cold      nothing is reused: every prompt is computed from its first token
     device    everything fits on the device
@@ -35,7 +35,7 @@ STORE_WAIT_S = 60.0
 
 @dataclass(frozen=True)
 class Report:
-    """How far the tiers changed anything. All zero and equal, or something is broken."""
+    """How far the tiers changed anything. If something is not zero or not equal, something is broken."""
 
     kl: float
     """Mean of exp(d) - 1 - d over answers' tokens, d the difference of logprobs; the largest of all runs."""
@@ -90,7 +90,7 @@ def k3(differences: Sequence[float]) -> float:
 
 
 def _squeezed(build: Build, engine: Engine, prompts: Sequence[Sequence[int]], exams: Sequence[Any]) -> Build:
-    """A device for the longest text and a little more."""
+    """A build whose device has room for the longest text and a little more."""
     longest = max(len(text) for text in [*prompts, *(context for context, _, _ in exams)])
     spec = engine.cache.spec
     pages = -(-longest // spec.page_tokens) + 3
@@ -175,7 +175,7 @@ def exams_of(engine: Engine, model: str) -> Iterable[Exam]:
 
 
 def score_of(engine: Engine, exams: Sequence[Exam]) -> float | None:
-    """The share of right answers; contexts are told first, all of them, then the questions are asked."""
+    """The share of right answers; all contexts are sent first, then the questions."""
     if not exams:
         return None
     for context, _, _ in exams[::FACTS]:

@@ -595,7 +595,7 @@ def test_a_full_device_makes_a_request_wait_without_a_trace():
 
 
 def full_device(running, **settings):
-    """Cold pages fill the device, and the host is full of others; so many requests run."""
+    """Cold pages fill the device, and the host is full of others; `running` requests run."""
     driver = make(held=True, device_pages=12, host_pages=12, evict="lru", save="back", **settings)
     for n in range(20, 23):
         driver.serve([n] * 33)

@@ -19,11 +19,11 @@ from tiercel.storage.record import RecordKey
 from tiercel.storage.redis import RedisStore
 
 LARGE_BYTES = 128 << 20
-"""Room for what any check puts."""
+"""Room for the values of any check."""
 
 
 class Emptied:
-    """A factory that answers one store, emptied, until somebody closes it: some take a second to close."""
+    """A factory that returns one store, emptied, until it is closed: some stores take a second to close."""
 
     def __init__(self, factory: Callable[[], Store]) -> None:
         self._factory = factory
@@ -140,6 +140,6 @@ BACK_ENDS = {
 
 @pytest.fixture(scope="session", params=BACK_ENDS)
 def back_end(request, tmp_path_factory):
-    """Its name and how it is opened."""
+    """The name of a back end, and how it is opened."""
     with ExitStack() as stack:
         yield request.param, BACK_ENDS[request.param](stack, tmp_path_factory.mktemp(request.param))

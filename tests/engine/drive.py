@@ -37,7 +37,7 @@ DRAFTED = SPEC.with_draft(deepseek_v4_mtp(CHECKPOINT.config, PAGE, "fp32", hidde
 
 
 class Always:
-    """Every text gets so many guesses in every step."""
+    """Every text gets this many guesses in every step."""
 
     def __init__(self, count):
         self.count = count
@@ -57,7 +57,7 @@ def make_engine(
     *, pages=64, tails=16, host_pages=0, model=DeepseekV4, cache=None, clock=monotonic, guesses=0, **options
 ):
     """`host_pages` of host memory; `cache`: other settings of the cache; `options`: the engine's; `guesses`:
-    so many for every text, unless it is 0."""
+    the number for every text; 0: none."""
     options = {"running_max": 8, "speculate": "off"} | options
     spec = DRAFTED if options["speculate"] == "mtp" else SPEC
     settings = CacheConfig(pages, tails, host_bytes=host_pages * spec.host_page_bytes)
@@ -72,14 +72,14 @@ def make_engine(
 
 
 def make_ask(name, prompt, count=8, **options):
-    """Greedy with logprobs; options that are the ask's own go there, all others are the sampling's."""
+    """A greedy ask with logprobs. Options are fields of the ask, or else of its sampling."""
     own = {key: options.pop(key) for key in list(options) if key in Ask.__dataclass_fields__}
     sampling = {"temperature": 0.0, "logprobs": 0, "ignore_eos": True} | options
     return Ask(name, tuple(prompt), Sampling(count, **sampling), **own)
 
 
 def words(count, seed=0):
-    """Tokens of a text nobody wrote."""
+    """Random tokens."""
     return [(seed * 7919 + i * i * 31 + i * 17) % 3800 + 200 for i in range(count)]
 
 
@@ -92,7 +92,7 @@ def one_loop(test):
 
 
 def steps_of(engine, overlap, executor):
-    """Queued steps are carried out at once here, as everything on a CPU: the order is that of a device."""
+    """Queued steps run at once here, as everything on a CPU; the order is that of a device."""
     if overlap == "queued":
         engine.runner = QueueRunner(engine.runner.model, None, engine.runner._drafter, TEXT.grammars)
         return queued_steps(engine, engine.runner.start)
@@ -106,7 +106,7 @@ def run(engine, *asks, overlap=False):
 
 
 def settle(engine):
-    """Nothing on its way, every invariant holds, and no place is held by nobody."""
+    """Nothing on its way, every invariant holds, and every place that is held has an owner."""
     while engine.cache.busy:
         engine.cache.step()
     engine.cache.check()

@@ -178,7 +178,7 @@ def listen(engine):
 
 
 def make_model(folder, vocab_size, longest=None):
-    """A draft of a model with so many tokens, alone, and one text of 9 tokens that it has followed."""
+    """A draft of a model with `vocab_size` tokens, alone, and one text of 9 tokens that it has followed."""
     opened = DraftFolder(str(folder))
     kernels = make_kernels()
     spec = opened.declare(16, "fp32")

@@ -118,7 +118,8 @@ def test_company_does_not_change_an_answer(cold, overlap):
 
 
 def test_a_text_resumed_by_replay_is_exact(cold):
-    """No tail is kept in so long a prompt, but the pages are there: the last tokens are computed again."""
+    """No tail is kept in a prompt of this length, but the pages are there: the last tokens are computed
+    again."""
     begin = words(12 * PAGE + 3)
     engine = make_engine(cache={"tail_every_pages": 64})
     run(engine, make_ask("a", begin))

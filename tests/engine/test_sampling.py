@@ -394,7 +394,7 @@ def test_the_logits_are_not_changed() -> None:
     assert torch.equal(row, before)
 
 
-# Not before so many tokens
+# Not before `min_tokens` tokens
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 1e30])

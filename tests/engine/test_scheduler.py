@@ -226,7 +226,7 @@ def test_a_step_that_is_not_quiet_is_noticed(one_by_one, fault):
 
 
 def quiet_after(steps, *asks, **options):
-    """How many steps are quiet once so many were taken."""
+    """How many steps are quiet after `steps` steps."""
     scheduler = Scheduler(make_cache(), EngineConfig(**{"running_max": 4} | options), lambda: 0.0)
     for ask in asks:
         scheduler.add(ask, None, frozenset())

@@ -15,7 +15,7 @@ from tiercel.kernels.draw import Draw
 
 
 def logits_of(rows: int, vocab: int, device: str, *, seed: int = 0, steps: int | None = None) -> torch.Tensor:
-    """`steps`: rounded to so many steps per unit, so that many are equal, also to 0 and -0."""
+    """`steps`: values are rounded to this many steps per unit, so that many are equal, also to 0 and -0."""
     found = rand(rows, vocab, seed=seed) * 3
     return (found if steps is None else (found * steps).round() / steps).to(device)
 

@@ -133,7 +133,7 @@ def snapshots(device):
 
 @pytest.fixture(params=[1, 2, 8])
 def programs(request, monkeypatch):
-    """For so many tails at once: with fewer programs than tails, a program takes several."""
+    """How many tails are taken at once: with fewer programs than tails, a program takes several."""
     monkeypatch.setattr(rings, "TAILS_AT_ONCE", request.param)
 
 

@@ -1,7 +1,7 @@
 """Texts whose rows lie encoded in rings and pages, and calls on them, as kernels for CUDA take them.
 
 What a token has is drawn from its text and position alone. Where it lies is drawn for each call: which ring,
-which places, where spans are cut. Bytes that nobody wrote are 0xFF, which is NaN in every encoding.
+which places, where spans are cut. Bytes that were not written are 0xFF, which is NaN in every encoding.
 """
 
 from typing import NamedTuple
@@ -66,7 +66,7 @@ def decode(parts, encoding, rope, group=0):
 
 
 def as_stored(x, encoding, rope=0, group=0):
-    """Numbers as they are read back."""
+    """Numbers after encoding and decoding."""
     return decode(encode(x, encoding, rope, group), encoding, rope, group)
 
 

@@ -104,7 +104,7 @@ def converted(reference: DeepseekV4ForCausalLM, dtype: torch.dtype) -> DeepseekV
 
 @torch.no_grad()
 def reference_logits(reference: DeepseekV4ForCausalLM, tokens: Tensor) -> Tensor:
-    """On the device of the reference; answered as fp32 on the CPU."""
+    """Logits of the reference, computed on its device; returned as fp32 on the CPU."""
     return reference(tokens[None].to(reference.device), use_cache=False).logits[0].float().cpu()
 
 

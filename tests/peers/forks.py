@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def _fork(engine: Engine, options: dict[str, Any]) -> tuple[int, TextIO, TextIO]:
-    """The process, where it is asked, and where it answers."""
+    """The process, the file for questions to it, and the file with its answers."""
     (asked, questions), (answers, told) = os.pipe(), os.pipe()
     pid = os.fork()
     if pid:
@@ -105,7 +105,7 @@ class Forks:
         return self.told()
 
     def wait(self) -> None:
-        """Until the texts are computed."""
+        """Wait until the texts are computed."""
         assert self.told() == "ready"
 
     def start(self) -> None:

@@ -1,4 +1,4 @@
-"""The pages of a cache that nobody drives at the moment, offered from this process."""
+"""The pages of a cache that no thread drives at the moment, offered from this process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tiercel.peers.offering import Offering, open_listener, where
 
 
 class Inline:
-    """Whoever asks does it, one after the other."""
+    """The asking thread does what it asks, one thread after the other."""
 
     def __init__(self) -> None:
         self._turn = threading.Lock()

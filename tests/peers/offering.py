@@ -109,7 +109,7 @@ class Offered:
         self.cache.landed(transfer)
 
     def fill(self):
-        """Another text takes every host page that it can get. Answers how many it got."""
+        """Another text takes every host page that it can get. Returns how many it got."""
         other = self.cache.chain([token + 5000 for token in TEXT] * 2)
         transfer = self.cache.land(other, 0, len(other.keys))
         self.cache.landed(transfer)

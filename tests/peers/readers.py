@@ -43,7 +43,7 @@ def pages(*depths: int) -> list[Record]:
 
 
 def read(store, records: list[Record]) -> list[bool]:
-    """What `get` answers. What it found is right, byte by byte."""
+    """What `get` returns. Checks what it found, byte by byte."""
     gets = [record.get() for record in records]
     answers = store.get(gets)
     for record, get, here in zip(records, gets, answers, strict=True):

@@ -33,7 +33,7 @@ class Roles:
         self.decode.pull_prompts(open_peers([url]), patience_s)
 
     def ask(self, ask: Ask) -> Answer:
-        """What the second engine answers. A router asks both at the same time."""
+        """The answer of the second engine. A router asks both at the same time."""
         named = self.named(ask)
 
         async def both() -> Answer:
@@ -43,7 +43,7 @@ class Roles:
         return asyncio.run(both())
 
     def named(self, ask: Ask) -> Ask:
-        """As a router writes it."""
+        """The ask as a router writes it."""
         return replace(ask, prefiller=Prefiller(HOST, self._port, ask.request_id))
 
     def settle(self) -> None:

@@ -56,13 +56,13 @@ def join(pid: int) -> None:
 
 
 def limit(pid: int, rate: str) -> None:
-    """What the process sends on the link."""
+    """Limit what the process sends on the link."""
     shaped = ("dev", "theirs", "root", "tbf", "rate", rate, "burst", "32kb", "latency", "100ms")
     do("nsenter", "--target", str(pid), "--net", "tc", "qdisc", "replace", *shaped)
 
 
 def cut_after(size: int) -> threading.Thread:
-    """Cuts the link when so many bytes have arrived on it."""
+    """Cuts the link when `size` bytes have arrived on it."""
     since = bytes_received()
 
     def cut() -> None:
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def is_cut(forks: Forks, truth: Answer, transport: str) -> None:
-    """The link, in the middle of a transfer."""
+    """The link is cut in the middle of a transfer."""
     engine = pulling(f"peer://{ADDRESS}?timeout_s=1&hold_s=3&transport={transport}")
     pages = (len(TEXT) - 1) // PAGE
     cutting = cut_after(pages * engine.cache.spec.page_bytes // 2)

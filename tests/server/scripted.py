@@ -28,9 +28,10 @@ WORDS = ("Hello", " world", "!", " and", " again", "one", " two", " three")
 TOKEN_BYTES_MOST = max(map(len, WORDS))
 EOS = 256 + len(WORDS)
 REUSE = Reuse(100, 16, 8, 4, 32, 3, 5, Why.NOT_CACHED)
-"""Of every request."""
+"""The reuse of every request."""
 GOODBYE = 50
-"""Turns of the loop a request takes to give back what it holds. Who does not wait for it cuts it off."""
+"""Turns of the loop that a request takes to release what it holds. A caller that does not wait cuts it
+off."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class ScriptedText:
     def __init__(self) -> None:
         self.grammars = Grammars(self)
         self.threads: set[threading.Thread] = set()
-        """That encoded a prompt."""
+        """Threads that encoded a prompt."""
 
     eos = frozenset({EOS})
     vocab_size = EOS + 1
@@ -134,7 +135,7 @@ STORE = StoreStats(
 
 @dataclass(frozen=True)
 class ScriptedStats(EngineStats):
-    """With fields that no table knows."""
+    """Statistics with fields that no table knows."""
 
     exact: bool = True
     device: str = "cpu"
@@ -146,38 +147,38 @@ class ScriptedService:
 
     script: tuple[str, ...] = ("Hello", " world", "!")
     text: Any = field(default_factory=ScriptedText)
-    """Or a model's own."""
+    """The text: scripted, or a model's own."""
     more_tokens: int = 0
-    """That the model draws and its tokenizer does not know."""
+    """Tokens that the model draws and its tokenizer does not know."""
     model_name: str = "scripted"
     context_tokens: int = 4096
     page_tokens: int = 128
     ready: bool = True
     failure: EngineError | None = None
     fail_first: Exception | None = None
-    """Instead of the first Delta."""
+    """Raised instead of the first Delta."""
     fail_after: tuple[int, Exception] | None = None
-    """After so many tokens."""
+    """(tokens, error): raised after this many tokens."""
     end: Finish | None = None
-    """How it ends, if not as it should."""
+    """How the answer ends, if not as it should."""
     hold_after: int | None = None
-    """After so many tokens it waits, for ever."""
+    """After this many tokens it waits for ever."""
     pages_in_use: int = 0
     store: StoreStats | None = None
     store_url: str = ""
     store_fails: StoreError | None = None
     store_tokens: int = 0
-    """Of what is cached, so many tokens come from the store."""
+    """This many of the cached tokens come from the store."""
     replayed_tokens: int = 0
-    """Of what is found, so many tokens are computed again."""
+    """This many of the found tokens are computed again."""
     asks: list[Ask] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
     holding: threading.Event = field(default_factory=threading.Event)
-    """It has come to where it waits."""
+    """Set when it waits."""
     ending: asyncio.Event = field(default_factory=asyncio.Event)
-    """Nobody waits any more: every answer ends."""
+    """Set to end every answer."""
     closed: threading.Event = field(default_factory=threading.Event)
-    """A request ended, one way or another."""
+    """Set when a request has ended, one way or another."""
     _seen: set[Any] = field(default_factory=set)
 
     @property
@@ -300,7 +301,7 @@ class ScriptedService:
         self.store = replace(self.store, records=0, bytes=0)
 
     async def _store_trouble(self) -> None:
-        """A while, for others to come in between; then perhaps a failure."""
+        """Pause, so that others come in between; then perhaps fail."""
         await asyncio.sleep(0)
         if self.store_fails:
             raise self.store_fails

@@ -66,7 +66,7 @@ def source(text):
 
 
 async def count(process, number):
-    """Wait for so many trials: each has been told what to try."""
+    """Wait for `number` trials that each know what to try."""
     async with asyncio.timeout(30):
         while len(process.begun) < number or not select.select(process.begun[number - 1 :], (), (), 0)[0]:
             await asyncio.sleep(0.001)

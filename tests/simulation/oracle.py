@@ -1,8 +1,8 @@
 """The stupid model: sets of keys and linear scans, told of what happens and comparing after every step.
 
 It keeps no tree. It knows which keys each tier can read (from the events), and how every page of a path was
-used (touching all of them, where the real tree touches one). From that it says what a match must answer and
-who must be evicted.
+used (touching all of them, where the real tree touches one). From that it says what a match must return and
+what must be evicted.
 """
 
 from __future__ import annotations
@@ -133,7 +133,8 @@ class Oracle:
             here = here.parent
 
     def rank(self, item: Item) -> Rank:
-        """Of a page by what the oracle has counted; a tail inherits nothing, so its own use will do."""
+        """The rank of a page by what the oracle has counted; a tail inherits nothing, so its own use will
+        do."""
         return self.tree.copies.rank(self.uses[item.key] if isinstance(item, Page) else item)
 
     def worth(self, item: Item, carrying: set[int], *, filed: bool) -> float:
@@ -175,7 +176,7 @@ class Oracle:
         return (1.0 + HIT * min(tail.hits, HITS_MOST)) * (len(path) - first) / freed
 
     def check_coldest(self, item: Item, line: list[Item]) -> None:
-        """Of all that may leave, this is the right one."""
+        """Check that this is the coldest of all that may leave."""
         if self.tree.worth is None:
             assert self.rank(item) == min(map(self.rank, line)), "somebody colder was passed over"
             return
@@ -211,7 +212,8 @@ class Oracle:
         assert [t.page for t in match.tails] == wanted[::-1]
 
     def check_victim(self, item: Page | Tail) -> None:
-        """Whoever leaves the device is unlocked, carries nobody, and is the coldest of its kind."""
+        """An item that leaves the device is unlocked, has no children there, and is the coldest of its
+        kind."""
         pages = list(self.tree.index.values())
         if isinstance(item, Tail):
             line = [p.tail for p in pages if p.tail and p.tail.device is not None]
@@ -248,7 +250,7 @@ class Oracle:
         self.check_coldest(item, line)
 
     def may_go(self, owner: object) -> list[Item]:
-        """What an owner has that nobody uses, reads or moves, and that nothing hangs on."""
+        """Items of an owner that are not used, read or moved, and that nothing hangs on."""
         pages = [page for page in self.tree.index.values() if page.owner is owner]
         carrying = {id(page.parent) for page in pages}
 
@@ -262,7 +264,7 @@ class Oracle:
         return line
 
     def check_owned_victim(self, item: Item) -> None:
-        """Whoever goes for its owner's limit is the coldest of that owner, and in nobody's way."""
+        """An item that goes for its owner's limit is the coldest of that owner, and is not in use."""
         line = self.may_go(item.owner)
         assert item in line, "I3: this may not go"
         self.check_coldest(item, line)

@@ -70,7 +70,7 @@ class ScriptedModel:
         self._texts: dict[bytes, list[int]] = {}
         self._rings: dict[int, list[int]] = {}
         self.faults = 0
-        """So many calls fail."""
+        """This many calls fail."""
         self.load_failed = False
         """A load of this step failed: what its texts read is anything."""
         self._lost: set[int] = set()
@@ -189,7 +189,7 @@ class ScriptedDrafter:
         self._random, self._right = random, random.choice([0.3, 0.8, 0.95])
 
     def begin(self, ring: int) -> None:
-        """It knows every text."""
+        """Nothing to do: it knows every text."""
 
     def guess(self, texts: Sequence[DraftText], counts: Sequence[int]) -> list[list[int]]:
         return [self._guess(text.tokens.tolist(), count) for text, count in zip(texts, counts, strict=True)]
@@ -273,7 +273,7 @@ class Stream:
         return self.queued
 
     def carry_out(self, count: int) -> None:
-        """The first `count` that were ever queued."""
+        """Carry out the first `count` of all that were ever queued."""
         while self._done < count:
             self._done += 1
             self._queue.popleft()()
@@ -605,7 +605,7 @@ class ScheduleWorld:
 
 
 def _truth(ask: Ask, ends: frozenset[int]) -> list[int]:
-    """What must be answered."""
+    """The tokens that must be drawn."""
     text, answer = list(ask.prompt), list[int]()
     while len(answer) < ask.sampling.max_tokens:
         answer.append(next_token(text))

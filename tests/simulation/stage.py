@@ -48,7 +48,7 @@ class Stage:
     ACTIONS: tuple[tuple[str, int], ...]
 
     def set_up(self, random: Random) -> None:
-        """Once there is a cache."""
+        """Called once there is a cache."""
         controller = self.cache.flights.controller
         self.copier = FaultyCopier(getattr(controller, "_copier", None))
         if isinstance(controller, LocalController):
@@ -69,7 +69,7 @@ class Stage:
         self.observer_fails = False
         self.host = HostRows(self.cache.host)
         self.writing: list[Transfer] = []
-        """Whose host pages somebody has yet to write."""
+        """Transfers whose host pages are still to be written."""
         self.leases: list[tuple[Lease, list[Any]]] = []
         """What peers read, and the bytes that they must find there."""
         self.seen: Counter[str] = Counter()

@@ -237,7 +237,7 @@ class World(Stage):
         return True
 
     def _serve_the_oldest(self) -> None:
-        """Everybody else gives way to it."""
+        """Everything else gives way to the oldest request."""
         oldest, *others = self.actors
         for actor in others:
             if actor.request is not None:

@@ -158,7 +158,7 @@ def test_what_can_not_be_removed_is_not_asked_for_again_until_it_was_written_aga
 
 
 class Flaky(MemoryStore):
-    """Fails so many times."""
+    """Fails a given number of times."""
 
     failures = 0
 

@@ -35,7 +35,7 @@ class Server:
         self.url = found[1]
 
     def stop(self, how=signal.SIGTERM, timeout_s=60):
-        """Exit code and what it said since it started."""
+        """Returns the exit code and all output since the start."""
         if self.process.poll() is None:
             self.process.send_signal(how)
         _, rest = self.process.communicate(timeout=timeout_s)
@@ -68,7 +68,7 @@ class Nursery:
         self._process.wait()
 
     def ask(self, what, *files):
-        """From any thread: each gets the answer to its own question."""
+        """May be called from any thread: each gets the answer to its own question."""
         with self._turn:
             socket.send_fds(self._link, [json.dumps(what).encode()], files)
             answer = self._link.recv(2**10)

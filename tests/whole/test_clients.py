@@ -56,7 +56,7 @@ def free_ports(count: int) -> list[str]:
 
 @contextmanager
 def router_of(*options: str, servers: int):
-    """SGLang's router before so many servers; its address."""
+    """SGLang's router before `servers` servers; its address."""
     port, metrics_port = free_ports(2)
     command = [HOME / "bin/python", "-m", "sglang_router.launch_router", "--host", "127.0.0.1"]
     command += ["--port", port, "--prometheus-port", metrics_port, *options]

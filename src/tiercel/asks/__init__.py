@@ -1,1 +1,1 @@
-"""What a server asks of an engine and is answered: plain values, and who answers. Without torch."""
+"""What a server asks of an engine and what it gets back: plain values, without torch."""

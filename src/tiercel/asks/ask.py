@@ -1,7 +1,4 @@
-"""What an engine is asked and what it answers: plain values.
-
-Ask ──► engine ──► Delta, Delta, …, the last one with `finish` ──► Answer
-"""
+"""What an engine is asked and what it returns: plain values."""
 
 from __future__ import annotations
 
@@ -28,13 +25,12 @@ class Sampling:
 
     max_tokens: int = 128
     min_tokens: int = 0
-    """No token that ends the answer is drawn before this number of tokens. A stop string may end it
-    sooner."""
+    """No token that ends the answer is drawn before this many tokens. A stop string may end it sooner."""
     temperature: float = 1.0
     """0 takes the best token."""
     top_p: float = 1.0
     top_k: int = 0
-    """0: all."""
+    """0: all tokens."""
     min_p: float = 0.0
     seed: int | None = None
     """The same seed and the same text give the same draw, whatever else runs."""
@@ -48,12 +44,12 @@ class Sampling:
     keep_stop: bool = False
     """Whether the text that stopped it is part of the answer."""
     skip_special_tokens: bool = True
-    """Whether special tokens have no text. A token that ends the answer never has."""
+    """Whether special tokens have no text. A token that ends the answer never has text."""
     logprobs: int | None = None
     """None: no logprobs. n: the logprob of each drawn token, and of the n best tokens."""
     grammar: Grammar | None = None
-    """Only tokens that it allows are drawn, and the answer ends where it is complete, whatever `ignore_eos`
-    and `min_tokens` say. Logprobs are those of all tokens."""
+    """Only tokens that the grammar allows are drawn, and the answer ends where the grammar is complete,
+    whatever `ignore_eos` and `min_tokens` say. Logprobs are over all tokens."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +85,7 @@ RANGES: Mapping[str, Allowed] = {
     "repetition_penalty": Allowed(0, FINITE, above=True),
     "logprobs": Allowed(0, 20, whole=True),
 }
-"""As OpenAI and SGLang have them, but for temperatures and repetition penalties above 2."""
+"""The limits of OpenAI and SGLang, except that temperatures and repetition penalties may be above 2."""
 
 
 def check_sampling(sampling: Sampling, vocab_size: int) -> None:
@@ -117,14 +113,14 @@ def _within(name: str, value: object, allowed: Allowed) -> None:
 
 
 def first_token(sampling: Sampling) -> Sampling:
-    """For a prompt that another server goes on from: one token, whatever it is."""
+    """The same sampling for one token only, for a prompt that another server goes on from."""
     return replace(sampling, max_tokens=1, min_tokens=0, stop=(), grammar=None)
 
 
 @dataclass(frozen=True)
 class Prefiller:
-    """The server that computes a prompt for another one, as a router names it. Both servers are told: for
-    the first it is its own address."""
+    """The server that computes a prompt for another one. A router names it to both servers: the first one
+    gets its own address."""
 
     host: str
     port: int
@@ -146,11 +142,11 @@ class Ask:
     prompt_logprobs_from: int | None = None
     """Logprobs of the prompt's tokens from this position on. Pages behind it are computed, not reused."""
     prefiller: Prefiller | None = None
-    """Who computes the prompt, if a router has said so. `EngineService` uses it, the engine does not."""
+    """Who computes the prompt, if a router named one. `EngineService` uses it, the engine does not."""
     for_others: bool = False
     """Another server goes on from the prompt: its pages are brought to the host at once."""
     tenant: str = ""
-    """Whose pages they are: their bytes are counted, and may be limited. Empty: nobody's. Required: asks of
+    """The owner of the pages: their bytes are counted, and may be limited. Empty: no owner. Required: asks of
     different tenants have different namespaces."""
     keys: Sequence[PageKey] | None = None
     """Names of the pages of the prompt and of its answer, where the tokens are not known (a replay)."""
@@ -174,11 +170,11 @@ class Finish(Enum):
     ABORT = "abort"
     ERROR = "error"
     GRAMMAR = "grammar"
-    """It can not follow its grammar any further."""
+    """The answer can not follow its grammar any further."""
 
 
 class Usage(NamedTuple):
-    """Tokens of one request, and how many of its prompt each tier supplied. The rest was computed."""
+    """Tokens of one request, and how many tokens of its prompt each tier supplied. The rest was computed."""
 
     prompt_tokens: int
     completion_tokens: int = 0
@@ -206,7 +202,7 @@ class Delta(NamedTuple):
     """The prompt's tokens with their logprobs, once, if they were asked for."""
     finish: Finish | None = None
     stopped_by: str | int | None = None
-    """The stop string or token that ended it."""
+    """The stop string or token that ended the answer."""
     error: str = ""
 
 
@@ -217,7 +213,7 @@ class Explanation:
     reuse: Reuse
     share: str
     accept_length: float | None = None
-    """Tokens per step of the steps that had guesses for it; None: there were none."""
+    """Tokens per step, of the steps with guesses for it; None: there was no such step."""
     times: RequestTimes | None = None
 
 
@@ -229,7 +225,7 @@ class QueueStats:
     loading: int
     running: int
     tokens: int
-    """Tokens of all of them: prompts, and answers so far."""
+    """Tokens of all these requests: prompts, and answers so far."""
 
 
 @dataclass(frozen=True)
@@ -245,11 +241,11 @@ class EngineStats(CacheStats):
     """Seconds of requests: in the queue, to the first token by source, from token to token."""
     events: EventStats | None = None
     shared: Mapping[str, int] | None = None
-    """What was offered to other servers, if it is: readers, leases, bytes sent."""
+    """For a server that offers its pages to others: readers, leases, bytes sent."""
 
     @property
     def accept_length_mean(self) -> float | None:
-        """Tokens per step with guesses, of all steps; None: there were none."""
+        """Mean number of tokens in a step with guesses; None: there was no such step."""
         steps = self.engine.get("guessing_steps", 0)
         return self.engine["guessing_tokens"] / steps if steps else None
 

@@ -1,6 +1,6 @@
-"""Who answers asks: the border between a server and an engine, whatever is behind it.
+"""The border between a server and an engine: `Service` is all that a server needs.
 
-`engine.service.EngineService` has an engine in a thread. A server needs no more than this.
+`engine.service.EngineService` runs an engine in a thread.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tiercel.text.text import Text
 
 
 class Service(Protocol):
-    """One model behind an event loop. The event loop calls."""
+    """One model, called from an event loop."""
 
     @property
     def model_name(self) -> str: ...
@@ -25,7 +25,7 @@ class Service(Protocol):
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of the longest text."""
+        """The most tokens that a text may have."""
 
     @property
     def page_tokens(self) -> int: ...
@@ -40,7 +40,7 @@ class Service(Protocol):
 
     @property
     def ready(self) -> bool:
-        """Whether asks are taken."""
+        """Whether new asks are accepted."""
 
     @property
     def failure(self) -> EngineError | None:
@@ -50,10 +50,10 @@ class Service(Protocol):
         """Gives the answer to `put` as it arrives, in this event loop; returns after the last Delta.
 
         Guaranteed: `AskError` or `QueueFull` is raised before the first Delta or never; only the last Delta
-        has `finish`; a prompt's logprobs come with the first Delta. Cancelling it ends the request at any
-        moment, and `put` is called no more. After that all memory is given back and the id is free. Required
-        of the caller: an id that is not in use; a `put` that raises nothing and takes little time, because
-        all answers of a step are given one after the other.
+        has `finish`; a prompt's logprobs come with the first Delta. Cancelling the call ends the request at
+        any moment, and `put` is called no more. After that all memory is given back and the id is free.
+        Required of the caller: an id that is not in use; a `put` that raises nothing and takes little time,
+        because all answers of a step are given one after the other.
         """
 
     def explain(self, request_id: str) -> Explanation | None:
@@ -65,7 +65,7 @@ class Service(Protocol):
         """Empty the cache; wait up to `timeout_s` for pages in use. Returns how many pages stayed."""
 
     def limit_tenants(self, bytes_most: Mapping[str, int | None]) -> None:
-        """How much each tenant may cache; None: there is no limit. Others that had one have none any more."""
+        """Limit the bytes that each tenant may cache. A tenant with None, or not named, has no limit."""
 
     async def attach_store(self, url: str) -> None:
         """Use a store from now on. Raises `ConfigError` or `StoreError`, and then nothing has happened.

@@ -15,10 +15,10 @@ SOURCES = ("device", "host", "store", "computed")
 """The slowest tier that the beginning of a text came from; from the fastest to the slowest."""
 
 QUEUE_BOUNDS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-"""Up to the time-outs of patient clients."""
+"""Bounds up to the time-outs of patient clients."""
 
 TOKEN_BOUNDS_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
-"""From the embedded model to a step that computes a long prompt beside the answers."""
+"""Bounds from the embedded model to a step that computes a long prompt beside the answers."""
 
 
 class StageTime(NamedTuple):
@@ -35,18 +35,18 @@ class RequestTimes:
 
     added_s: float
     store_s: float | None = None
-    """It first waited for the store."""
+    """When it first waited for the store."""
     matched_s: float | None = None
-    """The look into the cache that let it begin."""
+    """When the cache was searched with success: then it could begin."""
     begun_s: float | None = None
     running_s: float | None = None
-    """All that it reuses is on the device. It is equal to `begun_s` if nothing was loaded."""
+    """When all that it reuses was on the device. Equal to `begun_s` if nothing was loaded."""
     first_s: float | None = None
-    """Its first token was drawn."""
+    """When its first token was drawn."""
     ended_s: float | None = None
 
     def stages(self) -> Iterator[StageTime]:
-        """The stages that have ended, in their order."""
+        """The stages that have ended, in order."""
         marks = (
             ("queue", self.added_s),
             ("fetch", self.store_s),
@@ -63,7 +63,7 @@ class RequestTimes:
 
 @dataclass(frozen=True)
 class HistogramStats:
-    """How many values were at most each bound; the last count is of those above all bounds."""
+    """How many values were at most each bound. The last count: values above all bounds."""
 
     bounds: Sequence[float]
     counts: Sequence[int]
@@ -79,7 +79,7 @@ class Histogram:
         self._sum = 0.0
 
     def add(self, value: float, count: int = 1) -> None:
-        """The same value `count` times."""
+        """Count the same value `count` times."""
         self._counts[bisect_left(self.bounds, value)] += count
         self._sum += value * count
 
@@ -88,7 +88,7 @@ class Histogram:
 
 
 class EngineTimes:
-    """What is known of all requests."""
+    """Times of all requests together."""
 
     def __init__(self) -> None:
         self.queue = Histogram(QUEUE_BOUNDS_S)
@@ -96,7 +96,7 @@ class EngineTimes:
         self.inter_token = Histogram(TOKEN_BOUNDS_S)
 
     def drawn(self, now_s: float, gaps: Mapping[tuple[float, int], int]) -> None:
-        """A step ended. `gaps`: how many texts drew so many tokens, by the time of their last token before.
+        """A step ended. `gaps`: for each time of the last token before, how many texts drew how many tokens.
 
         Tokens of one step arrive together: each counts as an equal part of the time since the last one.
         """

@@ -1,4 +1,4 @@
-"""The front doors: `TieredCache` with its requests, `HostCache` with its transfers, and their outcomes."""
+"""The caches: `TieredCache` with its requests, `HostCache` with its transfers."""
 
 from tiercel.cache.host_cache import HostCache
 from tiercel.cache.request import Ended, Extended, Loaded, Request, RequestState, Transfer, Wait, WaitFor

@@ -1,4 +1,4 @@
-"""A look from outside: what a cache holds and has moved, in true bytes, and whether its counts are right."""
+"""What a cache holds and has moved, in true bytes, and checks that its counts are right."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LEAVES = {
     Tier.HOST: ("room", "limit", "path"),
     Tier.STORE: ("room",),
 }
-"""Why something leaves a tier."""
+"""Reasons why an item leaves a tier."""
 
 WORDS = {Direction.LOAD: "loaded", Direction.SAVE: "saved"}
 
@@ -56,7 +56,7 @@ class PoolStats:
 
 @dataclass(frozen=True)
 class CacheStats:
-    """Numbers that are kept as things change: the cost of `stats` does not depend on how much is cached."""
+    """Numbers updated with every change, so `stats` costs the same however much is cached."""
 
     identity: Mapping[str, str]
     cached_bytes: Mapping[str, Mapping[str, int]]
@@ -64,7 +64,7 @@ class CacheStats:
     cached_items: Mapping[str, Mapping[str, int]]
     """Pages and tails of each tier."""
     capacity_bytes: Mapping[str, int]
-    """What the pools of each tier hold when they are full."""
+    """Bytes of the pools of each tier."""
     tail_streams: Sequence[str]
     """The streams of tails; all others are streams of pages."""
     moved_bytes: Mapping[str, Mapping[str, int]]
@@ -74,14 +74,14 @@ class CacheStats:
     hit_tokens: Mapping[str, int]
     """Prompt tokens that each tier supplied. Tokens that were computed again are not among them."""
     compute_saved_s: float
-    """How long computing these tokens would have taken: the sum of what each request saved when it began."""
+    """How long computing these tokens would have taken: the sum over requests, estimated when each began."""
     evicted: Mapping[str, Mapping[str, Mapping[str, int]]]
-    """What left a tier: by tier, by pages and tails, and by why (`tree.copies`)."""
+    """What left a tier: by tier, by pages and tails, and by reason (`tree.copies`)."""
     pools: Mapping[str, PoolStats]
     compute_tokens_s: float | None
     """Recent speed of computing prompts; None: nothing was computed yet."""
     copier: str
-    """Who copies between device and host; empty without a host tier."""
+    """The way of copying between device and host; empty without a host tier."""
     store: StoreStats | None
     counters: Mapping[str, int]
     owners: Mapping[str, Mapping[str, int]] = field(default_factory=dict, kw_only=True)
@@ -127,7 +127,7 @@ def stats(cache: Core) -> CacheStats:
 
 
 def _evicted(tree: PrefixTree) -> dict[str, dict[str, dict[str, int]]]:
-    """All of them are there from the start, as 0."""
+    """All counters are there from the start, as 0."""
     return {
         tier.value: {
             kind.plural: {why: tree.copies.evicted[tier, kind, why] for why in whys} for kind in Kind
@@ -156,7 +156,7 @@ def _bytes_by_stream(spec: CacheSpec, pages: int, tails: int) -> dict[str, int]:
 
 
 def check(cache: Core) -> None:
-    """Every invariant of the tree, of the host pool and of what is fetched."""
+    """Check every invariant of the tree, of the host pool and of the fetches."""
     tree_check.check(cache.tree)
     _check_owners(cache.places.host, _host_owners(cache))
     for store in cache.stores.all():
@@ -179,14 +179,14 @@ def _host_owners(cache: Core) -> Iterator[int]:
             yield from move.host
     read = {*cache.leases.items(), *(item for store in cache.stores.all() for item in store.writes.items())}
     for item in read:
-        if item.gone and item.load is None:  # what a load reads too is counted there
+        if item.gone and item.load is None:  # a load that reads it was counted above
             yield from item.host or ()
     for store in cache.stores.all():
         yield from store.fetches.host_places()
 
 
 def check_device(cache: Core, requests: Iterable[Request]) -> None:
-    """The same for the pools of the device."""
+    """Check the invariants of the device pools."""
     owned: dict[Kind, list[int]] = {kind: [] for kind in Kind}
     for item in cache.tree.items():
         if item.device is not None:

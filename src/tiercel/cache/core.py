@@ -3,9 +3,9 @@
     Core ──┬── HostCache      + loads and saves between the host and places that another engine names
            └── TieredCache    + a device pool of its own, and requests
 
-A core is given its memories and who copies between them (`cache.memories`). Copies run elsewhere; whoever has
-the core publishes those that have landed, then calls `step`. Observers are called in `step` too: between two
-steps nothing changes. One thread drives a cache.
+A core is given its memories and the controller that copies between them (`cache.memories`). Copies run
+elsewhere; the owner of the core publishes those that have landed, then calls `step`. Observers are called in
+`step` too: between two steps nothing changes. One thread drives a cache.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tiercel.types import Kind, Namespace, PageKey
 log = logging.getLogger(__name__)
 
 Order = Callable[[int], Sequence[int]]
-"""From the number of places of a pool to the order in which the pool first gives them out."""
+"""For a number of places: the order in which a pool first gives them out."""
 Observer = Callable[[Sequence[Event | Cleared]], None]
 
 TRIM_ITEMS = 64
@@ -56,7 +56,7 @@ COUNTED = (
     *("loads", "loads_failed", "pages_loaded", "tails_loaded"),
     *("saves", "saves_failed", "pages_saved", "tails_saved"),
 )
-"""What a cache counts: all of it is there from the start."""
+"""What a cache counts: all counters are there from the start."""
 
 
 def nobody_computes(key: PageKey, kind: Kind) -> bool:  # noqa: ARG001
@@ -64,7 +64,7 @@ def nobody_computes(key: PageKey, kind: Kind) -> bool:  # noqa: ARG001
 
 
 class Core:
-    """What the tiers hold: how it is found, brought and kept.
+    """What the tiers hold of each text, and how it is found, fetched and kept.
 
     `device_places`: places for pages and for tails in a device pool of the cache's own. `computes`: whether a
     running request is going to share this page, or the tail at its end. Without an `identity` the model's
@@ -117,7 +117,7 @@ class Core:
         self.stores = Stores(*parts, self._landed)
         self.landings = Landings(self.places, self.stores)
         self._trimming = False
-        """More of an owner may have to leave than one step takes."""
+        """Whether owners may still be above their limits: one step evicts only a part."""
         self._observer: Observer | None = None
 
     # Finding
@@ -145,7 +145,7 @@ class Core:
     def find(
         self, chain: KeyChain, *, load: bool = True, replay: bool = False, reuse_most: int | None = None
     ) -> Found | Wait:
-        """What the tiers hold of a text, all of it readable now. Nothing is locked: use the answer before the
+        """What the tiers hold of a text, all of it readable now. Nothing is locked: use the result before the
         next call of the cache.
 
         `load=False` finds only what the device has; `replay=True` allows to resume without a tail where
@@ -162,7 +162,7 @@ class Core:
         return Wait(WaitFor.ARRIVING) if any(map(self._is_arriving, found.items)) else found
 
     def _is_arriving(self, item: Item) -> bool:
-        """Its load was sent already, or it is off the device and not readable on the host yet."""
+        """Whether its load was sent, or it is off the device and not readable on the host yet."""
         if item.device is None:
             return not item.on_host
         return item.load is not None and item.load != self.flights.batch
@@ -176,8 +176,8 @@ class Core:
             store.fetches.want(chain, useful, replay=replay, wait_s=wait_s)
 
     def pull(self, chain: KeyChain, upto: int, *, tail: bool) -> None:
-        """Have the first `upto` pages of a text read to the host, and the tail behind them: a peer says that
-        it has them. Required: no request of this chain waits."""
+        """Have a text's first `upto` pages and the tail behind them read to the host: a peer says that it has
+        them. Required: no request of this chain waits."""
         if store := self.stores.attached:
             store.fetches.pull(chain, upto, tail=tail)
 
@@ -204,7 +204,7 @@ class Core:
         return reuse
 
     def count(self, chain: KeyChain, reuse: Reuse) -> None:
-        """What a text reuses is readable. If it begins again it finds its own work, which is not counted."""
+        """Count what a text reuses. A text that begins again finds its own work, which is not counted."""
         if chain.counted:
             return
         chain.counted = True
@@ -222,7 +222,7 @@ class Core:
 
     def save_early(self, items: Iterable[Item], *, by_force: bool = False) -> None:
         """Copies into host memory that is free, or holds what device and store have; by force, also into
-        memory that holds what is older (`policy.save`)."""
+        memory that holds older items (`policy.save`)."""
         if not self.places.host.capacity:
             return
         make_room = self.tree.evict_host_oldest if by_force else self.tree.evict_spare
@@ -235,8 +235,8 @@ class Core:
                 self.tree.save_start(item, host)
 
     def step(self) -> None:
-        """Take in what stores answered; send what was queued since the last step, merged into one load and
-        one save; tell the observer. What has landed was published before."""
+        """Take in the results of the stores; send what was queued since the last step, merged into one load
+        and one save; tell the observer. What has landed was published before."""
         self.places.forget_promises()
         self.stores.step()
         self.trim()
@@ -253,18 +253,18 @@ class Core:
 
     @property
     def transfer_ended(self) -> Condition:
-        """Is notified when a transfer ends. Others may notify it, too, to wake who is in `wait_until`."""
+        """Notified when a transfer ends. Others may notify it too, to wake `wait_until`."""
         return self._landed
 
     def wait_until(self, woken: Callable[[], bool], timeout_s: float, *, store_s: float) -> None:
-        """`wait`, or until `woken` holds; `store_s`: the longest wait if only a store is waited for."""
+        """`wait`, or until `woken` holds; `store_s`: the longest wait if only a store is still working."""
         if not self._trimming and (self.busy or self.stores.detaching):
             longest_s = timeout_s if self.flights.busy or self.stores.detaching else store_s
             with self._landed:
                 self._landed.wait_for(lambda: woken() or self._has_landed(), longest_s)
 
     def owners(self) -> list[str]:
-        """Who has something in the cache, or a limit."""
+        """Owners that have something in the cache, or a limit."""
         return list(self.tree.owners.all)
 
     def _has_landed(self) -> bool:
@@ -288,7 +288,7 @@ class Core:
         self._trimming = True
 
     def trim(self) -> None:
-        """What owners have above their limits leaves, a part of it at a time."""
+        """Evict part of what owners have above their limits."""
         gone = self.tree.trim(TRIM_ITEMS) if self.tree.owners.all else 0
         self._trimming = gone == TRIM_ITEMS
         if gone:
@@ -319,7 +319,7 @@ class Core:
 
     def close(self, step: Callable[[], object], store_wait_s: float) -> None:
         """Wait for the transfers, and up to `store_wait_s` for writes to the store; release everything.
-        `step` is that of the whole cache."""
+        `step`: the step of the whole cache."""
         until = monotonic() + store_wait_s
         while monotonic() < until and self.stores.all():
             if not self.busy:

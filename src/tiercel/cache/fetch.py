@@ -25,8 +25,8 @@ from tiercel.types import Kind, PageKey
 READ_BYTES_MOST = 8 * 1024**2
 READ_BYTES_LEAST = 256 * 1024
 READS = 8
-"""A fetch is cut into this number of reads, within these sizes: enough to use every worker and to show
-progress, few enough that a read is large."""
+"""A fetch is cut into this many reads, within these sizes: enough to use every worker and to show progress,
+few enough that a read is large."""
 
 
 class FetchStage(Enum):
@@ -38,7 +38,7 @@ class FetchStage(Enum):
 
 @dataclass(eq=False)
 class Fetch:
-    """What is known of one text, and what is under way for it."""
+    """What is known of one text in the store, and the reads under way for it."""
 
     chain: KeyChain
     limit: int
@@ -51,10 +51,10 @@ class Fetch:
     moved_s: float
     """Time of the last progress."""
     stored: bool = True
-    """Whether what it brings is in a store of ours, and need not be written there again."""
+    """Whether its pages are in our own store, and need not be written there again."""
     stage: FetchStage = FetchStage.ASKING
     turn_s: float | None = None
-    """When the request could have begun without the fetch."""
+    """When the request could first have begun without the fetch."""
     why: Why | None = None
     """Why it brought less than the text has."""
     pages_stored: int = 0
@@ -66,7 +66,7 @@ class Fetch:
     reads: list[Operation] = field(default_factory=list)
     """Reads that are not published yet, in the order of the text."""
     landed: set[Operation] = field(default_factory=set)
-    """Those of them that have ended; they wait for the reads before them."""
+    """Reads that have ended and wait for the reads before them."""
     coming: set[PageKey] = field(default_factory=set)
     """Pages that reads under way bring."""
     bytes_held: int = 0
@@ -75,7 +75,7 @@ class Fetch:
     """All bytes that were sent for any fetch up to the end of this one."""
 
     def held(self, tree: PrefixTree, match: Match) -> Held:
-        """What the tree has of the text now, and what the store has besides."""
+        """What the tree has of the text now, and what the store has in addition."""
         stored = self.match.found + self.pages_stored - match.found
         path = self.chain.keys[: match.found]
         tails = frozenset(depth for depth, key in enumerate(path, 1) if tree.index[key].tail is not None)
@@ -109,7 +109,7 @@ class Fetch:
         return True
 
     def _insert(self, tree: PrefixTree, piece: RecordPlace) -> bool:
-        """Returns False if the page that it belongs to or continues has left."""
+        """Insert one record. Returns False if the page that it belongs to or continues has left."""
         if piece.kind is Kind.TAIL:
             page = tree.index.get(piece.key)
             if page is not None:
@@ -124,7 +124,7 @@ class Fetch:
         return parent is not None
 
     def end(self, tree: PrefixTree, why: Why | None = None) -> None:
-        """Nothing more is published. Places of reads under way come back when these have ended."""
+        """Publish nothing more. Places of reads under way come back when these reads have ended."""
         if self.stage is FetchStage.OVER:
             return
         self.stage = FetchStage.OVER
@@ -143,7 +143,7 @@ def give_back(tree: PrefixTree, pieces: Sequence[RecordPlace]) -> None:
 
 
 def cut(pieces: Sequence[RecordPlace], bytes_of: Callable[[RecordPlace], int]) -> Iterator[list[RecordPlace]]:
-    """One fetch as several reads."""
+    """Cut one fetch into several reads."""
     size = min(max(sum(map(bytes_of, pieces)) // READS, READ_BYTES_LEAST), READ_BYTES_MOST)
     batch: list[RecordPlace] = []
     filled = 0

@@ -50,11 +50,11 @@ _WHY = {
 
 @dataclass(eq=False)
 class Reading:
-    """What all fetches together read: the pages that come, the bytes, and how fast."""
+    """What all fetches together read: the pages, the bytes, and the rate."""
 
     rate: Rate
     coming: Counter[PageKey] = field(default_factory=Counter)
-    """How many fetches bring a page."""
+    """For each page, how many fetches bring it."""
     bytes_held: int = 0
     """Host memory that belongs to requests until they begin or leave."""
     bytes_sent: int = 0
@@ -76,7 +76,7 @@ class Reading:
         fetch.bytes_upto = self.bytes_sent
 
     def ended(self, read: Operation, size: int, *, in_vain: bool) -> None:
-        """A read has brought `size` bytes. `in_vain`: what it brought is damaged, and nobody repairs it."""
+        """A read has brought `size` bytes. `in_vain`: damaged, and the store can not be repaired."""
         if not read.late:
             self.bytes_ended += read.bytes
         started_s = read.began_s if read.started_s is None else read.started_s
@@ -91,7 +91,7 @@ class Reading:
                 del self.coming[key]
 
     def check(self, fetches: Collection[Fetch]) -> None:
-        """Raises an AssertionError where what is kept of all fetches is not what they say themselves."""
+        """Raises an AssertionError where the sums over all fetches differ from the fetches themselves."""
         assert self.coming == Counter(key for fetch in fetches for key in fetch.coming), "pages that come"
         assert self.bytes_held == sum(fetch.bytes_held for fetch in fetches), "bytes held by fetches"
 
@@ -113,12 +113,12 @@ class Fetches:
     slow: bool = False
     """Something was not fetched because the store is slow: the store should be measured again."""
     _under_way: dict[Operation, Fetch] = field(default_factory=dict)
-    """Asks and reads."""
+    """The fetch of each ask and read under way."""
     _planning: dict[Fetch, bool] = field(default_factory=dict)
-    """Fetches of which the store has said what it has, and whether they were looked at since: then they wait
+    """Fetches for which the store has told what it has, and whether each was looked at since: then it waits
     for room, or for another fetch."""
     _replan: bool = False
-    """Something has changed for those that were looked at."""
+    """Whether something has changed for fetches that were looked at."""
 
     def __post_init__(self) -> None:
         self._policy = make_fetch_policy(self.config.fetch)
@@ -160,8 +160,8 @@ class Fetches:
 
     def pull(self, chain: KeyChain, upto: int, *, tail: bool) -> None:
         """Read what is missing of a text's first `upto` pages, and of the tail behind them: a peer has just
-        said that they are there. Whether that is worth it is not asked: the peer computes the rest meanwhile.
-        `pulled` tells when it is over."""
+        said that they are there. It does not matter whether that is worth it: the peer computes the rest
+        meanwhile. `pulled` tells when it is over."""
         self.forget(chain)
         now, match = self.clock(), self.tree.match(chain.keys, upto)
         fetch = Fetch(chain, upto, False, match, now, now, self.mover.writes, FetchStage.PLANNING)
@@ -208,14 +208,14 @@ class Fetches:
         if isinstance(next_of(Moment(self.costs, fetching=fetching), self._policy), Keep):
             return False
         expected_s = self.costs.read.seconds(fetching.bytes_left) or 0.0
-        if fetching.still_s > max(expected_s, LEARN_S):  # this tells how fast the store is, too
+        if fetching.still_s > max(expected_s, LEARN_S):  # the wait also measures how fast the store is
             self.costs.read.observe(fetching.bytes_left / 2, fetching.still_s)
         self.counters["fetches_late"] += 1
         self._over(fetch, Why.STORE_LATE)
         return True
 
     def begun(self, chain: KeyChain, reuse: Reuse) -> Reuse:
-        """The request begins. Returns its reuse, with the store's reason why it is not more."""
+        """The request begins. Returns its reuse; if the store limited it, with the reason."""
         fetch = self.of.get(chain)
         self.forget(chain)
         if reuse.why not in (Why.NOT_CACHED, Why.NO_TAIL) or fetch is None or fetch.why is None:
@@ -240,7 +240,7 @@ class Fetches:
     # What to read
 
     def plan(self) -> None:
-        """Look at the fetches whose answers are new, and at all of them when something has changed."""
+        """Look at the fetches with new results, and at all fetches when something has changed."""
         replan, self._replan = self._replan, False
         for fetch, looked_at in [*self._planning.items()]:
             if (replan or not looked_at) and fetch in self._planning:
@@ -288,7 +288,7 @@ class Fetches:
         self._under_way.update(dict.fromkeys(reads, fetch))
 
     def _with_places(self, pieces: list[RecordPlace]) -> list[RecordPlace] | None:
-        """All of them with host pages of their own, or none."""
+        """The pieces with a host page each; None if there is not room for all."""
         placed: list[RecordPlace] = []
         for piece in pieces:
             host = self.places.take_host_by_force(self.spec.host_pages_of(piece.kind))

@@ -57,12 +57,12 @@ class Flights:
     def queue(
         self, direction: Direction, moves: Iterable[Move], waits: Request | Transfer | None = None
     ) -> None:
-        """To be sent by a next step. `waits` is answered when everything sent with it has landed."""
+        """Have a later step send these moves. `waits` is told when all sent with them has landed."""
         waiting = [] if waits is None else [waits]
         self._queued[direction].append(Flight(direction, list(moves), waiting))
 
     def landed(self) -> list[Flight]:
-        """What ended since the last call, each direction in the order it was sent. It is counted."""
+        """Count and return flights that ended, each direction in the order it was sent."""
         if not self._sent:
             return []
         assert self.controller is not None
@@ -88,12 +88,12 @@ class Flights:
         return self.controller is not None and self.controller.has_landed
 
     def send(self) -> None:
-        """One load of everything queued, and one save."""
+        """Send one load of everything queued, and one save."""
         for direction in Direction:
             self._send(direction)
 
     def send_loads(self) -> None:
-        """One load of everything queued, for a step that waits for it layer by layer."""
+        """Send one load of everything queued, for a step that waits for it layer by layer."""
         self._send(Direction.LOAD, layered=True)
 
     def _send(self, direction: Direction, *, layered: bool = False) -> None:
@@ -110,7 +110,7 @@ class Flights:
                 request.load = ticket.number
 
     def _take(self, direction: Direction) -> Flight:
-        """What was queued first, saves up to the budget. What somebody waits for stays together."""
+        """The moves queued first; saves up to the budget. Moves with a waiting caller stay together."""
         taken, queue, room = Flight(direction), self._queued[direction], self._save_step_bytes
         while queue and (direction is Direction.LOAD or room > 0):
             flight = queue.popleft()
@@ -127,7 +127,7 @@ class Flights:
         return taken
 
     def _fitting(self, moves: Sequence[Move], room: int) -> int:
-        """How many of the first moves are sent now: the last of them may go beyond the room."""
+        """How many of the first moves are sent now. The last one may go beyond `room`."""
         for count, move in enumerate(moves):
             if room <= 0:
                 return count

@@ -65,8 +65,8 @@ class HostCache:
         """What the host holds of a text, all of it readable now; `replay` and `reuse_most` are those of
         `Core.find`.
 
-        `hold`: it stays on the host until `load`, until the next `find` or `withdraw` of the same text, or
-        until `release`. Otherwise use the answer before the next call of the cache.
+        `hold`: what was found stays on the host until `load`, until the next `find` or `withdraw` of the same
+        text, or until `release`. Otherwise use the result before the next call of the cache.
         """
         self._unhold(chain)
         found = self.core.find(chain, replay=replay, reuse_most=reuse_most)
@@ -76,7 +76,6 @@ class HostCache:
         return found
 
     def withdraw(self, chain: KeyChain) -> None:
-        """A text that was looked for or announced is not needed any more."""
         self._unhold(chain)
         self.core.withdraw(chain)
 
@@ -107,7 +106,7 @@ class HostCache:
         return transfer
 
     def release(self, what: Found | Transfer) -> None:
-        """The caller no longer needs what `find` holds; or what a load holds, once the load has ended."""
+        """The caller no longer needs what `find` holds, or what a load that has ended holds."""
         if isinstance(what, Found):
             self._unhold(what.chain)
         else:
@@ -131,7 +130,6 @@ class HostCache:
         return transfer
 
     def landed(self, transfer: Transfer, error: TransferError | None = None) -> None:
-        """A writer has finished. With an error nothing of the transfer becomes readable."""
         self.core.landings.landed(transfer, error)
         if not transfer.writers:
             self._ended.append(Ended(transfer, transfer.error))
@@ -151,7 +149,6 @@ class HostCache:
 
     @property
     def busy(self) -> bool:
-        """Something is on its way, or is to be done by the next `step`."""
         return self.core.busy
 
     @property

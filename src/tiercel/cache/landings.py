@@ -1,4 +1,4 @@
-"""Host pages that somebody else fills: another engine, a peer."""
+"""Host pages that another engine or a peer fills."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Landings:
 
     def land(self, chain: KeyChain, first: int, pages: int, *, tails: Iterable[int] = ()) -> Transfer:
         """Reserve host pages that the caller writes: `pages` pages of a text from number `first` on, and the
-        tails at these boundaries, in pages. The transfer says where. Left out are pages that the host has
-        already or has no room for, and all of them if the text's pages before `first` are not cached.
+        tails at these boundaries (in pages). The transfer names the places. Left out are pages that the host
+        has already or has no room for, and all of them if the text's pages before `first` are not cached.
 
         They become readable when the writer calls `landed`; until then nobody else touches them.
         """

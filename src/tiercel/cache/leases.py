@@ -5,7 +5,7 @@ page are on the host, or none.
     take ──► the host copies stay ── end ──► they may leave again
 
 A lease holds places, not the tree: a page may leave the tree meanwhile, and its bytes stay where they are.
-Who took a lease ends it in time: nothing here looks at the clock.
+The caller that took a lease ends it in time: nothing here looks at the clock.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tiercel.types import HostPageId, Kind, PageKey
 
 @dataclass(frozen=True, eq=False)
 class Lease:
-    """Items whose host copies stay until the lease ends, and where each lies."""
+    """Items whose host copies stay until the lease ends, and the place of each."""
 
     items: tuple[Item, ...]
     places: tuple[tuple[HostPageId, ...], ...]
@@ -32,7 +32,7 @@ class Lease:
 
 @dataclass(eq=False)
 class Leases:
-    """The leases of one cache. The thread that drives the cache calls."""
+    """The leases of one cache. Only the thread that drives the cache calls it."""
 
     tree: PrefixTree
     spec: CacheSpec
@@ -44,7 +44,7 @@ class Leases:
         self._taken: set[Lease] = set()
         grains = [(kind, grain) for kind in Kind for grain in self.spec.grains(kind)]
         self.forms = [grain.form for _, grain in grains]
-        """Of its records: keys of another form are not there."""
+        """The forms of its records: keys of another form are not there."""
         self._kinds = {bytes(record_key(kind, grain.form, b"")): kind for kind, grain in grains}
 
     def look(self, keys: Sequence[RecordKey]) -> list[Readiness]:
@@ -64,7 +64,7 @@ class Leases:
         return Readiness.COMING if coming else Readiness.ABSENT
 
     def take(self, keys: Sequence[RecordKey]) -> Lease:
-        """Hold the host copies of these records. All of them are HERE."""
+        """Hold the host copies of these records. Required: all of them are HERE."""
         found = (self._item(self._kind(key), PageKey(page_key_of(key))) for key in keys)
         items = tuple(item for item in found if item is not None)
         assert len(items) == len(keys), "I2: a lease is taken of what is here"
@@ -75,7 +75,7 @@ class Leases:
         return lease
 
     def end(self, lease: Lease) -> None:
-        """Nobody reads its copies any more."""
+        """Let go of the copies: they are not read any more."""
         assert lease in self._taken, "I3: a lease ends once"
         self._taken.discard(lease)
         for item in lease.items:
@@ -89,7 +89,7 @@ class Leases:
         return len(self._taken)
 
     def _kind(self, key: RecordKey) -> Kind | None:
-        """What it is a record of. None: it is not of our form."""
+        """The kind of item that this is a record of. None: its form is not ours."""
         return self._kinds.get(start_of(key))
 
     def _item(self, kind: Kind | None, key: PageKey) -> Item | None:

@@ -1,4 +1,4 @@
-"""The memories of one cache, and who copies between them: made here, given to a cache.
+"""The memories of one cache, and the controller that copies between them: made here, given to a cache.
 
 own device       DeviceMemory ◄── a controller of this process ──► HostMemory
 another engine   BorrowedMemory ◄── the same ──► HostMemory
@@ -27,17 +27,17 @@ Executors = Mapping[Direction, Executor]
 
 @dataclass(frozen=True)
 class Memories:
-    """Without `host_pages` there is no host tier, and nobody copies."""
+    """Memories and their controller. Without `host_pages` there is no host tier and no controller."""
 
     device: Memory | None = None
-    """None: other processes have it, or nobody."""
+    """None: other processes have it, or there is none."""
     host: HostMemory | None = None
     """None: there is no host tier, or its places have no bytes."""
     host_pages: int = 0
     controller: Controller | None = None
 
     def close(self) -> None:
-        """For who has made them, and no cache of them."""
+        """Release them. Only for memories that were given to no cache."""
         if self.controller is not None:
             self.controller.close()
         if self.host is not None:
@@ -52,10 +52,10 @@ def make_memories(
     controller: Controller | None = None,
     executors: Executors | None = None,
 ) -> Memories:
-    """Device memory, host memory of the size that the settings name, and who copies between them.
+    """Make device memory, host memory of the size in the settings, and the controller that copies.
 
-    `device`: memory; or where it is made, with the places that the settings name; or None, if other processes
-    have it. `controller`: it copies instead of this process. `executors`: threads for the copies of a CPU.
+    `device`: memory; or the device to make it on; or None, if other processes have it. `controller`: it
+    copies instead of this process. `executors`: threads for the copies of a CPU.
     """
     make_evict_policy(config.evict)  # a wrong name is found before memory is made
     make_fetch_policy(config.fetch)

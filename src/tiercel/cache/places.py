@@ -35,13 +35,13 @@ class Places:
         self._spec = spec
         self._queue_saves = queue_saves
         self._promised: dict[object, int] = {}
-        """Device pages that were promised since the last step, by who waits for them."""
+        """Device pages that were promised since the last step, by the request that waits for them."""
         self._promised_pages = 0
 
     def take_host(self, count: int) -> tuple[HostPageId, ...] | None:
         """Host pages that are free."""
         given = self._tree.copies.actions.host
-        if given and self.host.free < count:  # only these: a settle for each page that is evicted would cost
+        if given and self.host.free < count:  # only these: to settle for each evicted page is too slow
             self._tree.copies.actions.host = []
             self.host.release(given)
         return tuple(self.host.take(count)) if self.host.free >= count else None
@@ -53,11 +53,11 @@ class Places:
         return host
 
     def reserve(self, asker: object, pages: int, tails: int, *, urgent: bool = False) -> Reservation | Wait:
-        """Device places, made free by eviction where they are short.
+        """Device places. Eviction frees some if too few are free.
 
         An asker that has to wait is promised its pages until the next step, when it asks again. So a page
-        that is leaving counts for one asker only, and every asker causes the evictions that it needs. Pages
-        that are free and promised to others are taken by an `urgent` asker only. Others are evicted then.
+        that is leaving counts for one asker only, and every asker causes the evictions that it needs. Only an
+        `urgent` asker takes free pages that are promised to others; then other pages are evicted for them.
         """
         self._promised_pages -= self._promised.pop(asker, 0)
         self._tree.evict(Kind.PAGE, pages - self._pages_to_come, self._saves_to)
@@ -85,7 +85,7 @@ class Places:
         return self.pages.free + self.pages_leaving - self._promised_pages
 
     def forget_promises(self) -> None:
-        """Copies may have landed since: who still waits asks again."""
+        """Copies may have landed since: a request that still waits asks again."""
         self._promised.clear()
         self._promised_pages = 0
 
@@ -94,7 +94,7 @@ class Places:
         return self.take_host if self.host.capacity else None
 
     def make_room_ahead(self) -> None:
-        """No request waits for places for tails, so an eighth is kept free for what one step writes."""
+        """Keep an eighth of the tail places free for one step's writes: no request waits for them."""
         if self.host.capacity and self._spec.tail_streams:
             self._make_room_for_tails(max(self._spec.pages_per_window, self.tails.capacity // 8))
             self.settle()
@@ -104,7 +104,7 @@ class Places:
         self._tree.evict(Kind.TAIL, short, self._saves_to, host_pages=self._spec.host_pages_per_tail)
 
     def own(self, moves: Sequence[Move]) -> bool:
-        """Whether all places of these moves are taken."""
+        """Whether the pools have given out all places of these moves."""
         pages = [move.device for move in moves if isinstance(move.item, Page)]
         tails = [move.device for move in moves if isinstance(move.item, Tail)]
         host = [page for move in moves for page in move.host]

@@ -1,4 +1,4 @@
-"""What a cache is asked for, requests and transfers, and what it answers: what was found, and outcomes."""
+"""What a cache works on (requests and transfers) and what its calls return (what was found, and outcomes)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tiercel.types import DevicePageId, DeviceTailId, place
 
 
 class WaitFor(Enum):
-    """What a request lacks. All but the last pass by themselves as requests end and transfers arrive."""
+    """What a request lacks. All but the last come by themselves, as requests end and transfers arrive."""
 
     DEVICE_PAGES = "device pages"
     LEAVING = "device pages that are free as soon as what leaves them has been saved"
@@ -55,19 +55,19 @@ class RequestState(Enum):
 
 @dataclass(eq=False)
 class Request:
-    """One running text: its page table, what of it is shared, what it holds locked."""
+    """One running text: its page table, which pages of it are shared, what it holds locked."""
 
     chain: KeyChain
     priority: int
     reuse: Reuse
     held: list[Item]
-    """What it has locked. First the deepest shared page: that protects the shared part of the table."""
+    """Locked items. First the deepest shared page: its lock protects the shared part of the table."""
     prompt_pages: int
     committed: int
-    """Shared pages of the table."""
+    """How many pages of the table are shared."""
     extended_tokens: int
     tails_upto: int
-    """In pages: places for tails up to here were asked for, or there is nothing to write there."""
+    """In pages: up to here, places for tails were asked for, or no tail is to be written."""
     table: list[DevicePageId]
     """Device pages of the text, shared ones first; behind `committed` they are this request's own."""
     resume_tails: tuple[Tail, ...]
@@ -131,7 +131,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Ended:
-    """A transfer ended. With an error, a load's targets hold anything, and nothing was saved."""
+    """A transfer ended. With an error, the targets of a load hold undefined bytes, and nothing was saved."""
 
     transfer: Transfer
     error: TransferError | None
@@ -152,7 +152,7 @@ class Found:
     tails: tuple[Tail, ...]
     branch: int
     pages_found: int
-    """In any tier; without a tail not all of them help."""
+    """Pages in any tier; without a tail not all of them help."""
     reuse: Reuse
 
     @property
@@ -161,7 +161,7 @@ class Found:
 
     @property
     def items(self) -> list[Item]:
-        """Everything it depends on: what else is on the way to `near` is there when `near` is."""
+        """Everything that the reuse depends on. Pages before `near` are there when `near` is."""
         near = [self.near] if self.near.parent else []
         return [*near, *self.far, *self.tails]
 
@@ -169,7 +169,7 @@ class Found:
 def find(
     tree: PrefixTree, spec: CacheSpec, chain: KeyChain, *, load: bool, replay: bool, most: int | None = None
 ) -> Found:
-    """The longest prefix to resume from, of `most` tokens; at least the last token is always computed."""
+    """The longest prefix to resume from, of at most `most` tokens. The last token is always computed."""
     whole, limit = pages_useful(chain, spec), pages_useful(chain, spec, most)
     match, page_tokens = tree.match(chain.keys, limit, device_only=not load), spec.page_tokens
     found_tokens = match.found * page_tokens
@@ -217,6 +217,6 @@ def pages_useful(chain: KeyChain, spec: CacheSpec, most: int | None = None) -> i
 
 
 def find_nothing(tree: PrefixTree, chain: KeyChain) -> Found:
-    """For a cache that is told to miss."""
+    """An empty result, for a cache that is told to miss."""
     reuse = Reuse(chain.tokens, 0, 0, 0, 0, 0, None, Why.FORCED_MISS)
     return Found(chain, tree.root, tree.root, [], (), 0, 0, reuse)

@@ -3,9 +3,9 @@
     the host has a new copy ──► writes: a backlog, sent in the background ──► stored
     a request lacks pages ──► fetches: ask ── fetch or compute? ── read into host pages ──► the tree has them
 
-No call here blocks: workers do the waiting (`transfer.mover`), and `step` takes in what they answered. When
-the store fails or does not answer, a breaker turns the tier off and tries it again later; requests go on
-without it.
+No call here blocks: workers do the waiting (`transfer.mover`), and `step` takes in their results. When the
+store fails or does not answer, a breaker turns the tier off and tries it again later; requests go on without
+it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ COUNTED = (
     *("writes_dropped", "writes_passed", "writes_lost", "writes_refused", "pages_written", "tails_written"),
     *("bytes_written", "bytes_read", "timeouts", "failures", "fetches", "fetches_late", "fetches_not_worth"),
 )
-"""What the store tier counts: all of it is there from the start."""
+"""What the store tier counts: all counters are there from the start."""
 
 BACKLOG_MOST = 1 << 16
 TRIES_MOST = 5
@@ -68,11 +68,11 @@ class Writes:
     counters: Counter[str]
     bytes_most: int
     backlog: deque[tuple[Item, int]] = field(default_factory=deque)
-    """What is to be written, and how often that was tried."""
+    """Items to write, and how often each was tried."""
     bytes_waiting: int = 0
     """Bytes of everything in the backlog."""
     epoch: int = 0
-    """Counts how often the store was emptied or left: a write that began before proves nothing."""
+    """Counts how often the store was emptied or left: a write that began before that proves nothing."""
     _under_way: dict[Operation, tuple[int, list[tuple[Item, int]]]] = field(default_factory=dict)
     _writing: set[Item] = field(default_factory=set)
 
@@ -93,7 +93,7 @@ class Writes:
         self.bytes_waiting += self._bytes_of(item)
 
     def forget(self) -> None:
-        """Nothing waits any more."""
+        """Drop the backlog."""
         self.backlog.clear()
         self.bytes_waiting = 0
 
@@ -101,7 +101,7 @@ class Writes:
         assert self.bytes_waiting == sum(self._bytes_of(item) for item, _ in self.backlog)
 
     def send(self, now_s: float) -> None:
-        """Begin as many writes as may be under way at a time."""
+        """Begin writes until the most that may be under way are."""
         writing = sum(write.bytes for write in self._under_way)
         while self.backlog and (not self._under_way or writing < self.bytes_most):
             if not self.breaker.allows(now_s):
@@ -130,7 +130,7 @@ class Writes:
         return batch
 
     def ended(self, write: Operation, *, left: bool) -> list[Item]:
-        """Update the tree. Returns, if the store was left meanwhile, what another store might want."""
+        """Update the tree. If the store was left meanwhile, returns what another store might want."""
         epoch, batch = self._under_way.pop(write)
         for (item, tries), answer in zip(batch, write.answers, strict=True):
             here = answer is Presence.HERE and write.error is None
@@ -147,7 +147,7 @@ class Writes:
                 self.counters[f"{item.kind.plural}_written"] += 1
                 self.counters["bytes_written"] += self._bytes_of(item)
             elif write.error is not None and tries < TRIES_MOST:
-                counts = self.breaker.state is BreakerState.WORKING  # if not, it is not this write's fault
+                counts = self.breaker.state is BreakerState.WORKING  # if not, the write is not to blame
                 self._wait(item, tries + counts)
             else:
                 self.counters["writes_lost" if write.error else "writes_refused"] += 1
@@ -183,7 +183,7 @@ class StoreTier:
     compute: Rate
     clock: Callable[[], float]
     returned: list[Item] = field(default_factory=list)
-    """What was being written when the store was left: another store might want it."""
+    """Items that were being written when the store was left: another store might want them."""
     _left: bool = False
     _closed: Future[None] | None = None
     _ended_s: dict[Work, float] = field(default_factory=dict)
@@ -200,7 +200,7 @@ class StoreTier:
         self.writes = Writes(*parts, self.breaker, self.counters, bytes_most)
         self._probe_s = self._numbers_s = self.clock()
         self._numbers: Operation | None = None
-        """The store is being asked how much it holds."""
+        """The operation that asks the store how much it holds, while it runs."""
         self._changed = False
         """Whether it was written to, or emptied, since it was last asked."""
         self.mover.submit(Work.PROBE)
@@ -232,12 +232,12 @@ class StoreTier:
             self.tree.copies.evicted[Tier.STORE, kind, "room"] += 1
 
     def _ask_numbers(self, now: float) -> None:
-        """Ask how much it holds, unless it is being asked, or fails."""
+        """Ask the store how much it holds, unless it is being asked, or fails."""
         if self._numbers is None and self.breaker.state is BreakerState.WORKING:
             self._numbers, self._numbers_s, self._changed = self.mover.submit(Work.STATS), now, False
 
     def _since(self, operation: Operation) -> float:
-        """When a thread began it. As long as none has: when its crew last finished another operation."""
+        """When a thread began the operation. If none has: when its crew last finished another operation."""
         if operation.started_s is not None:
             return operation.started_s
         return max(operation.began_s, self._ended_s.get(_crew(operation), 0.0))
@@ -270,7 +270,7 @@ class StoreTier:
                 self._unmark()
 
     def _damaged(self, piece: RecordPlace) -> None:
-        """What was damaged was removed from the store. If the host has a copy, it is written again."""
+        """A damaged record was removed from the store. If the host has a copy, write it again."""
         item = self._not_stored(piece.kind, piece.key)
         if item is not None and item.on_host and not self._left:
             self.writes.offer([item])
@@ -300,12 +300,12 @@ class StoreTier:
 
     @property
     def busy(self) -> bool:
-        """Something is under way, or could be. Operations that hang do not count: nobody waits for them."""
+        """Something is under way, or will be. Operations that hang do not count: nobody waits for them."""
         waits = self.writes.backlog and self.breaker.state is BreakerState.WORKING
         return bool(waits) or any(not operation.late for operation in self.mover.under_way)
 
     def clear(self) -> Operation:
-        """Remove every record. The operation says how it ended."""
+        """Remove every record. The returned operation tells how it ended."""
         return self.mover.submit(Work.CLEAR)
 
     def leave(self) -> None:
@@ -317,7 +317,7 @@ class StoreTier:
         self.writes.forget()
 
     def close(self) -> bool:
-        """After `leave`, when nothing is under way any more. Never blocks; returns whether it is closed."""
+        """Call it after `leave`. Closes the store once nothing is under way; returns whether it did."""
         if self._closed is None:
             self._closed = start(self.mover.close, "tiercel-store-close")
         return self._closed.done()

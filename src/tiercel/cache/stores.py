@@ -24,7 +24,7 @@ Clock = Callable[[], float]
 
 @dataclass(eq=False)
 class Stores:
-    """At most one store is attached. The thread that drives the cache calls, but for `mover_for`."""
+    """At most one attached store. Only the thread that drives the cache calls it, except for `mover_for`."""
 
     spec: CacheSpec
     config: CacheConfig
@@ -68,7 +68,7 @@ class Stores:
         return self.left if self.attached is None else [*self.left, self.attached]
 
     def offer(self, items: Iterable[Item]) -> None:
-        """Have the store write what of these is readable on the host."""
+        """Have the store write those items that are readable on the host."""
         if self.attached is not None:
             self.attached.writes.offer(item for item in items if item.on_host and not item.gone)
 

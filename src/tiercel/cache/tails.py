@@ -1,4 +1,4 @@
-"""Where tails are written: at boundaries of a prompt that deserve one, and behind it at the latest."""
+"""Where tails are written: at boundaries of a prompt that deserve one, and after the prompt at the latest."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def tails_after(spec: CacheSpec, found: Found) -> int:
 
 
 def tails_to_write(spec: CacheSpec, request: Request, upto: int) -> list[int]:
-    """Boundaries that were not asked for yet, up to token `upto`, whose tails are to be written: those of the
-    prompt, and after the prompt the latest."""
+    """Boundaries that were not asked for yet, up to token `upto`, whose tails are to be written: all
+    boundaries of the prompt, and the latest one after it."""
     window, first, last = spec.pages_per_window, request.tails_upto, upto // spec.page_tokens
     prompt = [b for b in range(first + 1, last + 1) if b in request.tail_boundaries]
     latest = range(max(first, request.prompt_pages, last - window) + 1, last + 1) if window else ()

@@ -65,7 +65,7 @@ class Sharing:
             self._computing.setdefault(key, request)
 
     def end(self, request: Request, first: int, upto: int) -> None:
-        """The request has shared these pages, or will not share them."""
+        """The request has shared these pages, or is not going to."""
         for key in request.chain.keys[first:upto]:
             if self._computing.get(key) is request:
                 del self._computing[key]
@@ -80,7 +80,7 @@ class Sharing:
     def pages_to_come(self, keys: Sequence[PageKey], found: Found, priority: int) -> int:
         """How many pages later a request could begin if it waited; 0: there is nothing to wait for.
 
-        `keys`: of the pages that would help the request.
+        `keys`: the keys of the pages that would help it.
         """
         first, here, limit = found.pages_found, found.page.depth, len(keys)
         request = self._computing.get(keys[first]) if first < limit else None
@@ -97,7 +97,7 @@ class Sharing:
 
 class TieredCache:
     """The tiers of one model's cache: device memory, host memory, store. Without `memories` the device is the
-    CPU. Without an `identity` the model's name identifies its numbers.
+    CPU. Without an `identity` the model's name identifies the cached numbers.
     """
 
     def __init__(
@@ -109,8 +109,8 @@ class TieredCache:
         identity: Identity | None = None,
         pool_order: Order | None = None,
     ) -> None:
-        """`memories` may have device memory that a cache before this one has used, with places for at least
-        as many pages and tails."""
+        """`memories` may have device memory that a cache before this one has used, if that has places for
+        enough pages and tails."""
         least = 2 * spec.pages_per_window
         if config.device_tails < least:
             why = f"{spec.model} keeps tails: a request needs {least} places for them"
@@ -201,8 +201,8 @@ class TieredCache:
         return self._start(found, held, places[len(found.far) :], priority, turn_ends, for_others)
 
     def leave_device(self, chain: KeyChain) -> int:
-        """Evict one text from the device, by name: what the host has too and nobody uses. Returns how many of
-        its pages stay on the device, for now: a save may be under way."""
+        """Evict the pages of one text that the host has too and that are not in use. Returns how many of its
+        pages stay on the device for now, because a save may be under way."""
         match = self.tree.match(chain.keys, len(chain.keys))
         if match.found:
             self.tree.leave_device(self.tree.index[chain.keys[match.found - 1]])
@@ -216,8 +216,8 @@ class TieredCache:
         return *self.tree.copies.changes, self.pages.free, self.places.pages_leaving, self.host_pages.free
 
     def load_under_way(self, request: Request) -> int | None:
-        """Send what is queued. The number of the load that a request waits for, if the device can wait for it
-        layer by layer (`Controller.ready`): then the request may be computed at once."""
+        """Send what is queued. Returns the number of the load that a request waits for if the device can wait
+        for it layer by layer (`Controller.ready`): then the request may be computed at once."""
         controller = self.core.controller
         if controller is None or not controller.in_order:
             return None
@@ -230,8 +230,8 @@ class TieredCache:
 
         Tails are kept at the request's boundaries, and after the prompt at the latest boundary, since any
         token may end the turn. Tails that find no place are left out and counted, the earliest first; they
-        never make a request wait. A replay leaves a tail where it ends: whoever replays calls `extend` before
-        the replay's first token is computed.
+        never make a request wait. A replay leaves a tail where it ends: a caller that replays calls `extend`
+        before the replay's first token is computed.
         """
         assert request.state is not RequestState.ENDED
         page_tokens = self.spec.page_tokens
@@ -274,7 +274,7 @@ class TieredCache:
         self.places.settle()
 
     def finish(self, request: Request) -> None:
-        """The text ended. The tail at its last boundary is kept: this is where the next turn goes on."""
+        """The text ended. The tail at its last boundary is kept: there the next turn goes on."""
         self._share_tails(request, everything=True)
         self._end(request)
         self.counters["requests_finished"] += 1
@@ -308,7 +308,6 @@ class TieredCache:
 
     @property
     def busy(self) -> bool:
-        """Something is on its way, or is to be done by the next `step`."""
         return self.core.busy
 
     @property
@@ -336,7 +335,6 @@ class TieredCache:
         self.places.settle()
 
     def check(self) -> None:
-        """Every invariant, counted again from nothing. For tests and for idle moments."""
         self.core.check()
         check_device(self.core, self.requests)
 

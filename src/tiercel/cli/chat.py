@@ -63,7 +63,7 @@ class Conversation:
         self.failed = False
 
     def hear(self, said: str) -> None:
-        """A line of the user: a command, or a message. Whatever goes wrong is told."""
+        """A line of the user: a command, or a message. Every error is printed."""
         import httpx
 
         word, _, rest = said.partition(" ")
@@ -132,7 +132,7 @@ def chat(
         for said in _lines():
             conversation.hear(said)
     if conversation.failed and not sys.stdin.isatty():
-        raise typer.Exit(2)  # a script can not see what was told
+        raise typer.Exit(2)  # a script can not read the message
 
 
 def _lines() -> Iterator[str]:

@@ -19,7 +19,7 @@ from tiercel.errors import ConfigError
 
 OWN_NAME = "config"
 OWN = {OWN_NAME, "named"}
-"""No options of a file."""
+"""Options that a file can not set."""
 
 
 class Kind(NamedTuple):
@@ -78,7 +78,7 @@ def _nearest(name: str, options: Collection[str]) -> str:
 
 
 def _checked(path: Path, name: str, value: Any, kind: Kind) -> Any:
-    """The parser of the command line would take a list as one word, and a word as a list of letters."""
+    """The command line's parser would take a list as one word, and a word as a list of letters."""
     if isinstance(value, dict) or (isinstance(value, list) and not kind.repeated):
         what = "a table" if isinstance(value, dict) else "a list"
         raise ConfigError(OWN_NAME, str(path), f"{name} is {what}, but the option takes one value")
@@ -89,7 +89,7 @@ def _checked(path: Path, name: str, value: Any, kind: Kind) -> Any:
 
 
 def _use(context: typer.Context, path: Path | None) -> Path | None:
-    """Called before the other options are read: what the file says is their default from now on."""
+    """Called before the other options are read: the file's values become their defaults."""
     if path is not None:
         assert context.command.callback is not None
         every = signature(context.command.callback).parameters

@@ -103,7 +103,7 @@ def _name(each: Field[Any]) -> str:
 
 
 def _check_environment(annotations: Iterable[Any]) -> None:
-    """An empty variable would be as none at all: where it should have had a key, the server would be open."""
+    """Refuse an empty variable: it would count as not set, and a server without a key would be open."""
     for each in annotations:
         for about in getattr(each, "__metadata__", ()):
             name = getattr(about, "envvar", None)

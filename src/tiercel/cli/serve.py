@@ -121,7 +121,7 @@ def _publisher(engine: Engine, options: ServerOptions, ending: ExitStack) -> Eve
 
 
 def _told(publisher: EventPublisher | None) -> Iterator[Choice]:
-    """Where KV events go."""
+    """The choices about where KV events go."""
     from tiercel.engine.build import Choice
     from tiercel.events import EVERYWHERE
 
@@ -136,7 +136,7 @@ def _told(publisher: EventPublisher | None) -> Iterator[Choice]:
 
 
 def say(text: str, options: ServerOptions) -> None:
-    """To people as it is; to programs that read the log as a line of it."""
+    """Print a text for people as it is, and for programs that read the log as a line of the log."""
     if options.log_format == "json":
         log.info("%s", text)
     else:
@@ -183,7 +183,7 @@ def _listen(service: EngineService, options: ServerOptions, traces: Traces | Non
         signal.signal(number, end)
     sys.setswitchinterval(SWITCH_S)
     gc.collect()
-    gc.freeze()  # what was loaded stays: the collector need not look at it again and again
+    gc.freeze()  # what was loaded stays: the collector need not visit it again
     listener = _bind(options.host, options.port)
     scheme = "http" if options.tls_cert is None else "https"
     address = f"{scheme}://{options.host}:{listener.getsockname()[1]}"

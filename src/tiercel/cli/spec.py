@@ -63,8 +63,8 @@ def spec(  # noqa: PLR0913
 
 
 def copies_on(device: str, declared: CacheSpec) -> dict[str, dict[str, str]]:
-    """For each layout of host memory and each copier: who copies between host and device, or why it can
-    not."""
+    """For each layout of host memory and each copier: how host and device memory are copied, or why they can
+    not be."""
     from tiercel.kernels.choice import check_device
     from tiercel.memory.buffers import DeviceMemory, HostMemory
     from tiercel.transfer.controller import make_controller

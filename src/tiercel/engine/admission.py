@@ -1,5 +1,5 @@
-"""Who is let in, who gives its places up, and how tasks end. Which positions are computed when is the
-scheduler's matter. No tensor is touched here."""
+"""Which task begins, which one gives its places up, and how tasks end. The scheduler decides which positions
+are computed when. No tensor is touched here."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Admission:
         )
 
     def _wait_s(self, task: Task) -> float:
-        """How long the prompts before it take to compute, as far as known."""
+        """Seconds to compute the prompts before this task, as far as known."""
         if self._cache.store is None:
             return 0.0
         return self._cache.compute.seconds(self.tokens_before(task)) or 0.0
@@ -89,7 +89,7 @@ class Admission:
         return tokens
 
     def abort(self, request_id: str) -> None:
-        """End a request, at any moment. It is not known any more: nothing happens."""
+        """End a request, at any moment. If it is not known any more, nothing happens."""
         task = self.tasks.get(request_id)
         if task is not None:
             task.aborted = True
@@ -98,7 +98,7 @@ class Admission:
     # Letting in
 
     def collect(self) -> None:
-        """What copies have brought. May be called at any moment."""
+        """Take in what copies have brought. May be called at any moment."""
         for loaded in self._cache.step():
             self._arrived(loaded)
 
@@ -120,7 +120,7 @@ class Admission:
 
     def resume_early(self) -> bool:
         """There is nothing else to compute: begin with what is being loaded, if the device can wait for it.
-        Where texts are computed already, they do not wait: the loading ones join them later."""
+        Texts that are computed already do not wait: the loading ones join them later."""
         loads = {
             id(seat.request): number
             for task in self.loading.values()
@@ -134,7 +134,7 @@ class Admission:
         return bool(loads)
 
     def end_aborted(self, busy: set[Task]) -> None:
-        """Tasks that were aborted end, unless a step under way computes them."""
+        """End tasks that were aborted, unless a step under way computes them."""
         marked, self._aborted = self._aborted, []
         for task in marked:
             if task in busy:
@@ -144,7 +144,7 @@ class Admission:
                 self.ended.append(Outcome(task, finish=Finish.ABORT))
 
     def admit(self, busy: set[Task]) -> bool:
-        """Tasks begin in their order, if need be in place of running ones of lower priority. Returns whether
+        """Let tasks begin in order, if need be in place of running ones of lower priority. Returns whether
         one has to wait because a task of the step under way (`busy`) can not stop now."""
         self._stalled = False
         self.waiting.ask_each(partial(self._let_in, busy=busy))
@@ -174,7 +174,7 @@ class Admission:
         return None
 
     def _begin(self, task: Task, instead_of: Task | None = None) -> Wait | None:
-        """`instead_of`: a running task that gives its ring up, where there is no other."""
+        """`instead_of`: a running task that gives up its ring if no ring is free."""
         times, now, fresh = task.times, self._clock(), not task.chain.counted
         if (refusal := self._refusal(task)) is not None:
             return refusal
@@ -200,7 +200,7 @@ class Admission:
         self._seats.take(task, request)
         reuse = request.reuse
         task.scores.clear()
-        if fresh:  # later it finds what it has computed itself
+        if fresh:  # a task that begins again finds what it has computed itself
             self.explained[task.ask.request_id] = Explained(reuse, task.guesses, times)
             task.reused = reuse.device_tokens, reuse.host_tokens, reuse.store_tokens, reuse.replay_tokens
             if len(self.explained) > EXPLAINED_MOST:
@@ -218,15 +218,15 @@ class Admission:
         return None
 
     def _refusal(self, task: Task) -> Wait | None:
-        """What a task that found no device pages would be told again, because nothing has changed."""
+        """The same refusal as before for a task that found no device pages, if nothing has changed."""
         if task.refused is None or task.refused[0] != self._cache.changes:
             return None
         return task.refused[1]
 
     @property
     def quiet(self) -> bool:
-        """Whether the next plans let nobody in and end nobody, as long as no ask and no abort comes, no text
-        ends and no page is asked for. Whatever lands meanwhile, no task waits for it."""
+        """Whether the next plans let no task in and end none, as long as no ask and no abort comes, no text
+        ends and no page is asked for. No task waits for what lands meanwhile."""
         first = self.waiting.first
         if self.loading or self._aborted or first is None:
             return not (self.loading or self._aborted)
@@ -235,7 +235,7 @@ class Admission:
         return not self._seats.free or (not self._cache.busy and self._refusal(first) is not None)
 
     def _loaded(self, task: Task) -> None:
-        """Its load has ended, or the device waits for it."""
+        """The task's load has ended, or the device waits for it."""
         if not task.drawn:
             task.times.running_s = self._clock()
         self._resume(task)
@@ -262,9 +262,9 @@ class Admission:
     # Ending
 
     def fail(self, task: Task, error: Exception) -> None:
-        """End one task with an error. It is in no step under way."""
+        """End one task with an error. Required: it is in no step under way."""
         finish = Finish.ERROR
-        if isinstance(error, GrammarError):  # of the client
+        if isinstance(error, GrammarError):  # the client's error
             finish = Finish.GRAMMAR
             log.warning("a request ends: %s", error, extra=task.named)
         else:
@@ -273,7 +273,7 @@ class Admission:
         self.ended.append(Outcome(task, finish=finish, error=str(error)))
 
     def end(self, task: Task, finish: Finish) -> None:
-        """A task gives everything up. It is not known any more."""
+        """End a task: it gives everything up and is forgotten."""
         seat = task.seat
         if task.stage is Stage.WAITING:
             self.waiting.remove(task)

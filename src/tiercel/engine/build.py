@@ -59,7 +59,7 @@ class Choice:
 
 
 def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice]]:
-    """The engine, and what was chosen for it. All input is checked first; an error names what is wrong."""
+    """The engine, and the choices made for it. All input is checked first; an error names what is wrong."""
     checkpoint = Checkpoint(folder_of(build.model))
     family = family_of(checkpoint.config)
     own = family.read(checkpoint.config)
@@ -81,7 +81,7 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
         spec = spec.with_draft(draft_spec)
     check_peers(build.peer)
     if build.device_bytes is not None:
-        _places(build.device_bytes, spec, config)  # too little is told before weights are read
+        _places(build.device_bytes, spec, config)  # fails for too little memory before weights are read
     text = Text(text_folder_of(build.model))
     check, fp8 = _memory_check(build), kernels.NAME == "cuda"
     if folder is not None:
@@ -121,7 +121,7 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
 
 
 def _with_defaults(build: Build, config: EngineConfig, family: Family) -> tuple[Build, EngineConfig]:
-    """What was not asked for. Device memory of a GPU is known when the weights are there."""
+    """Settings with their defaults. The device memory of a GPU is known only when the weights are there."""
     on_cpu = torch.device(build.device).type == "cpu"
     build = replace(
         build,
@@ -159,7 +159,7 @@ def _speculation(
 def _draft_speculation(
     config: EngineConfig, folder: DraftFolder, kernels: Kernels
 ) -> tuple[EngineConfig, Choice]:
-    """The model of a folder guesses."""
+    """Speculation with the model of a folder as the drafter."""
     if config.speculate not in ("auto", DRAFT_MODEL):
         why = f"excludes --speculate {config.speculate}: one of them says who guesses"
         raise ConfigError("draft", folder.name, why)
@@ -176,7 +176,7 @@ def _speculation_choice(chosen: str, config: EngineConfig, why: str) -> Choice:
 
 
 def _check_tokens(text: Text, folder: DraftFolder) -> None:
-    """A guess is a token, so both models must mean the same by it."""
+    """A guess is a token, so both models must have the same tokens."""
     if (difference := text.difference(text_folder_of(folder.name))) is not None:
         raise ConfigError("draft", folder.name, f"has another tokenizer: {difference}")
 
@@ -184,7 +184,7 @@ def _check_tokens(text: Text, folder: DraftFolder) -> None:
 def load_draft(
     folder: DraftFolder, device: str, kernels: Kernels, check: BytesCheck
 ) -> tuple[dict[str, Tensor], BytesCheck]:
-    """The draft's weights, and the check for those of the model, which counts both."""
+    """The draft's weights, and the check for the model's weights, which counts both."""
     size = 0
 
     def check_draft(parts: Mapping[str, int]) -> None:
@@ -201,7 +201,7 @@ def _places(device_bytes: int, spec: CacheSpec, config: EngineConfig) -> tuple[i
 
 
 def _device_bytes(device: str, spec: CacheSpec, config: EngineConfig) -> int:
-    """Half of what a GPU has left beside the weights, or all that running texts can ever fill."""
+    """Half of the memory that a GPU has left beside the weights, or all that running texts can ever fill."""
     half = torch.cuda.mem_get_info(device)[0] // 2
     if config.context_tokens is None:
         return half
@@ -210,8 +210,8 @@ def _device_bytes(device: str, spec: CacheSpec, config: EngineConfig) -> int:
 
 
 def _memory_check(build: Build) -> BytesCheck:
-    """Whether weights fit into what the device has free now. On a CPU it is not checked: its memory is lent
-    to others and comes back."""
+    """A check that weights fit into what the device has free now. On a CPU nothing is checked: its memory is
+    lent to others and comes back."""
     if torch.device(build.device).type != "cuda":
         return lambda _: None
     bytes_free, _ = torch.cuda.mem_get_info(build.device)
@@ -219,7 +219,7 @@ def _memory_check(build: Build) -> BytesCheck:
 
 
 def check_memory(model: str, weights: Mapping[str, int], *, cache_bytes: int, bytes_free: int) -> None:
-    """Refuses weights and a cache that the device has no room for. Says what takes how much."""
+    """Refuses weights and a cache that the device has no room for. The error says what takes how much."""
     need = {**weights, "cache": cache_bytes}
     if sum(need.values()) <= bytes_free:
         return
@@ -274,7 +274,7 @@ def _unread_choice(names: list[str]) -> list[Choice]:
 
 
 def _end_choice(text: Text, vocab_size: int) -> list[Choice]:
-    """A line only if some answers may have no end: no end token, or one that the model does not have."""
+    """A line only if some answers may never end: no end token, or one that the model does not have."""
     known = sorted(token for token in text.eos if 0 <= token < vocab_size)
     unknown = ", ".join(map(str, sorted(text.eos - set(known))))
     if known and not unknown:

@@ -64,20 +64,20 @@ class Build:
     """Without it pages are offered on a loopback address only."""
     role: str = setting("both", "Whether prompts are computed for others, or by others.", one_of=ROLES)
     """`prefill`: it computes prompts that other servers go on from, and must share its pages. `decode`:
-    requests name the peer that computes their prompts, and it must have one. `both`: as a request says."""
+    requests name the peer that computes their prompts. `both`: as a request says."""
     prefill_wait_s: float = setting(10.0, "Seconds that a peer may bring no page of a prompt.", seconds=True)
-    """Then the rest of the prompt is computed here."""
+    """After this time the rest of the prompt is computed here."""
     share_mooncake: str | None = setting(
         None, "Offer host pages through Mooncake too: tcp, or rdma and its devices as rdma:mlx5_0"
     )
     """None: only through our own sockets. Mooncake has no keys: for a network without strangers."""
     share: str = setting(BITS, "Whose stored pages are used: equal bits, or equal numbers.", one_of=SHARES)
-    """With whom stored pages are shared. `bits`: those who compute the same bits; so a hit changes nothing.
+    """Who shares stored pages. `bits`: servers that compute the same bits; so a hit changes nothing.
     `numbers`: also other kernels of the same arithmetic, as in a mixed fleet; last bits may differ."""
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """URLs of all that pages are fetched from, in the order in which they are asked."""
+        """URLs of all stores and peers that pages are fetched from, in the order in which they are asked."""
         return (*self.peer, *([self.store] if self.store is not None else []))
 
     def __post_init__(self) -> None:
@@ -138,7 +138,7 @@ class EngineConfig:
 
     @property
     def guesses_max(self) -> int:
-        """0: there are none. `auto` is decided where a model is opened; without that nobody guesses."""
+        """The most guesses for a text in a step; 0: none. `auto` counts as none until a model is opened."""
         return 0 if self.speculate in ("off", "auto") else self.draft_tokens_max
 
     def __post_init__(self) -> None:
@@ -148,12 +148,12 @@ class EngineConfig:
 def places_of(device_bytes: int, spec: CacheSpec, running_max: int, *, host_bytes: int) -> tuple[int, int]:
     """Places for pages and for tails in `device_bytes` of device memory.
 
-    Tails get a tenth of the device's bytes. Where the host has room for as much, they get at most the places
-    that running requests write to: each keeps its latest tail while it writes the next. More places would
-    hold tails of other texts, whatever these are worth. The host holds what is worth its bytes, pages and
+    Tails get a tenth of the device's bytes. If the host has room for as much, they get at most the places
+    that running requests write to: each request keeps its latest tail while it writes the next. More places
+    would hold tails of other texts, whatever their worth. The host holds what is worth its bytes, pages and
     tails in one pool.
 
-    A page without bytes, of a model that has windows only, counts as if it had those of a tail.
+    A page without bytes (the model has windows only) counts as large as a tail.
     """
     least, tails = 2 * spec.pages_per_window, 0
     if spec.tail_streams:

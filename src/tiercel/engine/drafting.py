@@ -1,4 +1,4 @@
-"""Who guesses what a text will go on with, before the model has computed it.
+"""Drafters guess what a text will go on with, before the model has computed it.
 
 `NgramDrafter` looks the last tokens up in the text so far: it needs no model and no memory of the cache.
 `ModelDrafter` asks the model's draft: layers or a head of its own, or a small model of another folder. A
@@ -23,7 +23,7 @@ Ints = NDArray[np.int64]
 Number = TypeVar("Number", int, Ints)
 
 MATCH_LEAST, MATCH_MOST = 2, 4
-"""Tokens that must be equal before a continuation is guessed, and so many that no longer match is sought.
+"""The least number of equal tokens before a continuation is guessed, and the longest match that is sought.
 One equal token is a guess that is mostly refused."""
 
 LOOKED_AT = 8
@@ -34,13 +34,13 @@ AT_ONCE = 32
 
 
 class DraftText(NamedTuple):
-    """A running text. The last of its tokens has been drawn and not been computed."""
+    """A running text. Its last token has been drawn but not computed."""
 
     ring: int
     tokens: Ints
     pages: Tensor
     longest: int
-    """It never has more tokens."""
+    """The most tokens that the text may have."""
 
 
 class Drafter(Protocol):
@@ -50,7 +50,7 @@ class Drafter(Protocol):
         """Another text takes this ring."""
 
     def guess(self, texts: Sequence[DraftText], counts: Sequence[int]) -> list[list[int]]:
-        """For each text at most so many tokens that may follow it."""
+        """For each text, tokens that may follow it: at most `counts[i]` of them."""
 
 
 class ModelDrafter:
@@ -63,8 +63,8 @@ class ModelDrafter:
         """`Model.resume` has told the draft."""
 
     def guess(self, texts: Sequence[DraftText], counts: Sequence[int]) -> list[list[int]]:
-        """Texts are asked for together, for the most guesses of any. Where a text's pages end before, it is
-        asked for as many as they have room for: a draft may write entries of guesses to the pages."""
+        """Asks for all texts together, for the largest count. A text whose pages end before is asked for as
+        many as they have room for: a draft may write entries of guesses to the pages."""
         most, reaches = max(counts), dict[int, list[int]]()
         spans = [Span(text.tokens[-1:], len(text.tokens) - 1, text.pages, text.ring) for text in texts]
         for i, span in enumerate(spans):
@@ -79,7 +79,7 @@ class ModelDrafter:
 
 
 class NgramDrafter:
-    """The last tokens of a text, looked up in the text itself: what followed them may follow again."""
+    """Looks the last tokens of a text up in the text itself: what followed them may follow again."""
 
     def __init__(self) -> None:
         self._indexes: dict[int, PairIndex] = {}
@@ -126,7 +126,7 @@ class PairIndex:
         return ((first * 0x9E3779B1 + second * 0x85EBCA77) & 0xFFFFFFFF) >> max(32 - self._bits, 0)
 
     def add(self, tokens: Ints) -> None:
-        """All pairs but the last: that one is looked up."""
+        """Add all pairs but the last: that one is looked up."""
         start, end = self._known, len(tokens) - 1
         if end <= start:
             return
@@ -171,7 +171,7 @@ class PairIndex:
 
 
 def make_drafter(kind: str, model: Model, page_tokens: int) -> Drafter | None:
-    """Who guesses, by a name of `--speculate`. `auto` has been decided before, or nobody guesses."""
+    """The drafter for a value of `--speculate`; None: no guesses. `auto` has been decided before."""
     if kind in ("off", "auto"):
         return None
     if kind == "ngram":

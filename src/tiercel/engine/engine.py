@@ -58,7 +58,7 @@ class Engine:
         self.tasks, self.counters = self.scheduler.tasks, self.scheduler.counters
 
     def check(self, ask: Ask) -> None:
-        """Whether an ask can ever be served. What is wrong is named."""
+        """Raises an error that names what is wrong if an ask can never be served."""
         check_sampling(ask.sampling, self.vocab_size)
         if ask.sampling.grammar is not None:
             try:
@@ -86,7 +86,7 @@ class Engine:
         self.scheduler.add(ask, stream, sampling.stop_tokens | (frozenset() if endless else self.text.eos))
 
     def abort(self, request_id: str) -> None:
-        """End a request, at any moment. It is not known any more: nothing happens."""
+        """End a request, at any moment. If it is not known any more, nothing happens."""
         self.scheduler.abort(request_id)
 
     @property
@@ -118,7 +118,7 @@ class Engine:
         )
 
     def emit(self, outcomes: Sequence[Outcome]) -> list[Delta]:
-        """What the askers are told. A text that can not be told ends with an error; nothing follows it."""
+        """Turn outcomes into Deltas. A text that fails here ends with an error; nothing follows it."""
         deltas: list[Delta] = []
         for outcome in outcomes:
             task = outcome.task
@@ -148,6 +148,5 @@ def _delta(outcome: Outcome) -> Delta:
 
 
 def _joined(first: Delta, then: Delta) -> Delta:
-    """Two Deltas of one request as one."""
     tokens, prompt = first.tokens + then.tokens, first.prompt + then.prompt
     return then._replace(tokens=tokens, text=first.text + then.text, prompt=prompt)

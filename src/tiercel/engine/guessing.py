@@ -1,4 +1,4 @@
-"""Guesses as the scheduler sees them: how many a text may get in a step, and what came of them."""
+"""Guesses from the scheduler's side: how many a text may get in a step, and how many were right."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tiercel.policy.resume import Reuse
 from tiercel.policy.speculate import LEVELS_MOST, GuessRecord, Speculation
 
 REST = 8
-"""If no text got a guess, nobody is asked for this number of steps: to ask takes time, too."""
+"""If no text got a guess, the policy is not asked for this many steps: asking takes time too."""
 
 FIRST_TOKENS = 8
-"""Accept lengths by tier are those of so many tokens after a text began: a draft that lost its part of the
-cache is wrong there, and then recovers."""
+"""Accept lengths by tier count this many tokens after a text began: a draft that lost its part of the cache
+is wrong there, and then recovers."""
 
 
 class GuessPolicy(Protocol):
-    """What `Speculation` is to the scheduler."""
+    """The part of `Speculation` that the scheduler uses."""
 
     def accepted(self, record: GuessRecord, *, asked: int, made: int, accepted: int) -> None: ...
 
@@ -33,7 +33,7 @@ class GuessPolicy(Protocol):
 
 
 class Explained(NamedTuple):
-    """What is told of a request when it is asked for."""
+    """What `explain` tells of a request."""
 
     reuse: Reuse
     guesses: GuessRecord
@@ -53,13 +53,13 @@ class Guessing:
     """Asks a policy, and counts."""
 
     def __init__(self, most: int, counters: Counter[str], clock: Callable[[], float]) -> None:
-        """`most`: guesses of one text in one step; 0: there are none."""
+        """`most`: the most guesses for one text in one step; 0: none."""
         self.most = min(most, LEVELS_MOST)
         self.policy: GuessPolicy = Speculation()
         self.first_tokens: Counter[str] = Counter()
         """Tokens that were drawn in the steps of `first_steps`, by source."""
         self.first_steps: Counter[str] = Counter()
-        """Steps with guesses, of the first tokens after texts began."""
+        """Steps with guesses among the first tokens after texts began."""
         self._counters, self._clock = counters, clock
         self._last_s: float | None = None
         """When the last step ended, if the next one followed at once."""
@@ -71,7 +71,7 @@ class Guessing:
         return self.most > 0 and not self._resting
 
     def choose(self, seats: Sequence[Seat], room: Sequence[int], tokens: int, others: int) -> list[int]:
-        """How many guesses each text gets: at most so many as there is `room` for, `tokens` altogether."""
+        """How many guesses each text gets: at most `room[i]`, and `tokens` altogether."""
         if tokens <= 0:
             return [0] * len(seats)
         records = [seat.task.guesses for seat in seats]
@@ -97,7 +97,7 @@ class Guessing:
             self.first_tokens[source] += tokens
 
     def stepped(self, step: Step, drawn: Drawn) -> None:
-        """A step was run. Only what follows at once, and computes no prompt, tells what steps take."""
+        """A step was run. It is timed only if it followed at once and computed no prompt."""
         last_s, now_s = self._last_s, self._clock()
         self._last_s = now_s if step.parts else None
         if not self.most or last_s is None or any(part.end - part.start > 1 for part in step.parts):
@@ -113,9 +113,9 @@ class Guessing:
         )
 
     def paused(self) -> None:
-        """There is no next step at once."""
+        """The next step does not follow at once."""
         self._last_s = None
 
     def accept_length(self) -> dict[str, float]:
-        """Tokens per step with guesses over the first tokens after texts began, by source."""
+        """For each source: tokens per step with guesses, over the first tokens after texts began."""
         return {source: self.first_tokens[source] / steps for source, steps in self.first_steps.items()}

@@ -47,7 +47,7 @@ def steps_of(
 
 
 def plain_steps(engine: Engine, rest: Rest | None = None) -> Iterator[list[Delta]]:
-    """One step after the other, for ever. The plain truth."""
+    """One step after the other, for ever: the plain form that the others must agree with."""
     scheduler, runner, rest = engine.scheduler, engine.runner, rest or partial(engine.cache.wait, WAIT_S)
     while True:
         step = scheduler.seal(scheduler.plan())
@@ -71,7 +71,7 @@ def overlapped_steps(
         step = scheduler.seal(ahead)
         if scheduler.stalled or not step.parts:  # it takes what this step gave back
             step = scheduler.replan(step)
-        if not step.parts:  # nothing to compute meanwhile: what is known is told now
+        if not step.parts:  # nothing to compute meanwhile: emit now
             deltas, outcomes = deltas + engine.emit(outcomes), []
             if not deltas:
                 rest()
@@ -83,16 +83,16 @@ def queued_steps(
 ) -> Iterator[list[Delta]]:
     """The next step is queued before the tokens of this one are known.
 
-    `start` queues a step and returns what waits for its result. Steps and copies are carried out in the order
-    they are queued: what a text gives up is written by nobody before its last step has ended. A text that
-    ends may be computed once more, for nothing.
+    `start` queues a step and returns a function that waits for its result. Steps and copies are carried out
+    in the order they are queued: places that a text gives up are not written before its last step has ended.
+    A text that ends may be computed once more, for nothing.
     """
     scheduler, rest = engine.scheduler, rest or partial(engine.cache.wait, WAIT_S)
     step = scheduler.seal(scheduler.plan())
     result = start(step)
     try:
         while True:
-            if scheduler.unsure:  # how far its texts get is known with its tokens
+            if scheduler.unsure:  # how far its texts get is known only with its tokens
                 outcomes = _advance(scheduler, step, result)
                 step = scheduler.seal(scheduler.plan())
                 result = start(step)
@@ -112,7 +112,7 @@ def queued_steps(
                 rest()
             yield deltas
     except GeneratorExit:
-        _advance(scheduler, step, result)  # nobody asks for more, and a step is under way
+        _advance(scheduler, step, result)  # nothing more was asked, and a step is under way
         raise
 
 

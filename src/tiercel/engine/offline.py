@@ -65,7 +65,7 @@ class Offline:
         return answer_all(self.engine, [Ask(str(i), tuple(text), how) for i, text in enumerate(texts)])
 
     def close(self) -> None:
-        """What is cached is written to the store, if there is one, and everything is given back."""
+        """Write what is cached to the store, if there is one, and release everything."""
         self.engine.cache.close()
 
     def __enter__(self) -> Self:

@@ -5,7 +5,7 @@
     pull                  read and verified, into host pages of our own
     begin                                        the request finds them on the host, and computes the rest
 
-What the peer does not tell in time is computed here: a request never fails because a peer did.
+Pages that the peer does not announce in time are computed here: a request never fails because a peer did.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from tiercel.types import Kind
 log = logging.getLogger(__name__)
 
 WATCHED_S = 3600.0
-"""No prompt takes longer. A peer that brings nothing is given up sooner, by `patience_s`."""
+"""The longest time for a prompt. A peer that brings nothing is given up sooner, by `patience_s`."""
 
 Address = tuple[str, int]
 
 
 class Pulls:
-    """Called from threads of their own; everything of the cache is asked of the thread that drives it."""
+    """Called from threads of its callers. Whatever needs the cache is asked of the thread that drives it."""
 
     def __init__(
         self,
@@ -45,15 +45,15 @@ class Pulls:
         peers: Mapping[Address, PeerStore],
         patience_s: float,
     ) -> None:
-        """`patience_s`: how long a peer may bring no page."""
+        """`patience_s`: the longest time without a new page from the peer."""
         self._cache, self._ask, self._peers, self._patience_s = cache, ask, peers, patience_s
         self._forms = forms_of(cache.spec, ALIGN_LEAST)
         self._reading: dict[KeyChain, Future[None]] = {}
-        """Texts of which something is being read, and who waits for it. Only the engine's thread uses it."""
+        """Texts whose pages are being read, and what waits for each. Only the engine's thread uses it."""
 
     def pull(self, ask: Ask, left: threading.Event) -> int:
         """Returns when the request may begin: all pages that help are on the host, or no more will come.
-        `left`: the asker has gone. Returns how many pages the peer had."""
+        `left`: whether the asker has gone. Returns how many pages the peer had."""
         assert ask.prefiller is not None
         peer = self._peers[ask.prefiller.host, ask.prefiller.port]
         chain: KeyChain = self._ask(lambda: self._cache.chain(ask.prompt, ask.namespace, ask.tenant)).result()
@@ -87,7 +87,7 @@ class Pulls:
         return pulled
 
     def _read(self, chain: KeyChain, upto: int, *, tail: bool) -> None:
-        """What was told is held by the peer until this returns."""
+        """Read pages that the peer announced. It holds them until this returns."""
 
         def start() -> Future[None]:
             self._cache.pull(chain, upto, tail=tail)
@@ -99,11 +99,11 @@ class Pulls:
     # In the engine's thread
 
     def step(self) -> None:
-        """Called after each step of the engine: who waits for something that is here now goes on."""
+        """Called after each step of the engine: wakes the pulls whose pages are here now."""
         for chain in [each for each in self._reading if self._cache.pulled(each)]:
             self._reading.pop(chain).set_result(None)
 
     def end(self, why: Exception) -> None:
-        """No step follows: nobody waits for one."""
+        """No step follows: wake every pull."""
         while self._reading:
             self._reading.popitem()[1].set_exception(why)

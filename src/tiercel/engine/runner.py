@@ -6,11 +6,11 @@ there, and the next step reads them there, before they are known here.
     guesses     … t₇ │ g₈ g₉ g₁₀          computed together, behind the token that was drawn last
     rows of logits r₇  r₈ r₉ r₁₀          r₇ draws g₈, r₈ draws g₉, r₉ draws another token: three tokens
 
-A row is drawn as if there were no guesses, so they change no answer. What was computed for the others is
+A row is drawn as if there were no guesses, so they change no answer. What was computed for wrong guesses is
 overwritten: everything lies by position.
 
-Masks of grammars depend on tokens that a forward has been given. So a device computes the forward while the
-masks of its rows are made here.
+A grammar's masks depend only on tokens that the forward was given. So the device computes the forward while
+the masks of its rows are made here.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ log = logging.getLogger(__name__)
 Ints = NDArray[np.int64]
 
 NO_TAILS: Mapping[int, int] = MappingProxyType({})
-"""What most spans have."""
+"""The tails of most spans."""
 
 
 class _Ring:
-    """One running text."""
+    """The state of one running text."""
 
     sampler: Sampler
 
@@ -63,7 +63,7 @@ class _Ring:
         """Why this text can not be computed."""
 
     def place(self, change: PageTable) -> None:
-        """A changed table is another tensor, `Span.pages`."""
+        """Apply a change of the page table. A changed table is another tensor, `Span.pages`."""
         end, places = change.first + len(change.places), torch.tensor(change.places, dtype=torch.int64)
         self.pages = torch.cat([self.pages[: change.first], places, self.pages[end:]])
 
@@ -90,12 +90,12 @@ class _Ring:
         self.count += 1
 
     def expect(self, position: int) -> None:
-        """The token there is drawn on the device. Until `append` brings it, the model finds it there."""
+        """The token there is drawn on the device. Until `append` brings it, the model reads it there."""
         self.tokens[position] = DRAWN_LAST
 
 
 class _Work(NamedTuple):
-    """One forward, and what is drawn of its logits. Lists take less time than an object for each text."""
+    """One forward, and what is drawn from its logits. Lists take less time than an object for each text."""
 
     drawn: Drawn
     parts: Sequence[StepPart]
@@ -146,12 +146,12 @@ class _Work(NamedTuple):
 
     @property
     def queued(self) -> bool:
-        """Tokens are drawn from the logits, and nothing else is done with them: they need not come here."""
+        """Whether logits are needed only to draw tokens: then they stay on the device."""
         each = ((self.parts[i], self.rings[i]) for i in self.asked)
         return all(ring.sampler.queued and part.score_from is None for part, ring in each)
 
     def chosen(self, logits: Tensor, rows: list[int]) -> Tensor:
-        """Some of the rows; often all."""
+        """Rows of the logits; often all of them."""
         return logits if len(rows) == len(self.rows) else logits[rows]
 
 
@@ -165,8 +165,8 @@ class LocalRunner:
         drafter: Drafter | None = None,
         grammars: Grammars | None = None,
     ) -> None:
-        """`ready` tells when the layers of a load may be read, by the load's number. `grammars`: of the
-        model's tokenizer, where answers may have grammars."""
+        """`ready` tells when the layers of a load may be read, by the load's number. `grammars`: those of the
+        model's tokenizer, if answers may have grammars."""
         self.model = model
         self._ready, self._drafter, self._grammars = ready, drafter, grammars
         self._rings: dict[int, _Ring] = {}
@@ -186,7 +186,7 @@ class LocalRunner:
         return drawn
 
     def _take(self, step: Step) -> _Work:
-        """The changes of a step, and what is to be computed and drawn."""
+        """Apply the changes of a step. Returns what is to be computed and drawn."""
         before = self._waits(step.loads)
         before(0)  # a text goes on from tails, which come with the first layer
         for change in step.changes:
@@ -216,7 +216,7 @@ class LocalRunner:
         return work
 
     def _guess(self, parts: Sequence[StepPart], rings: Sequence[_Ring]) -> dict[int, list[int]] | None:
-        """Guesses by the number of the part; None: none are wanted."""
+        """Guesses for each part; None: none are wanted."""
         wanted = [i for i, part in enumerate(parts) if part.guesses and rings[i].error is None]
         if not wanted or self._drafter is None:
             return None
@@ -280,8 +280,8 @@ class LocalRunner:
         known: Mapping[int, int],
         masks: Mapping[int, Mask],
     ) -> None:
-        """`known`: tokens that were drawn already, by row of logits; -1: the best is no number. What can not
-        be drawn or scored is the error of its own text."""
+        """`known`: tokens that were drawn already, by row of logits; -1: the best logit is no number. An
+        error in one row ends only its own text."""
         if not work.queued:
             logits = logits.cpu()  # all rows in one copy
         for i, end in work.ends().items():
@@ -331,16 +331,16 @@ class QueueRunner(LocalRunner):
         return self.start(step)()
 
     def start(self, step: Step) -> Callable[[], Drawn]:
-        """Queue a step. The answer waits for its tokens; results are asked for in the order of the steps."""
+        """Queue a step. The returned function waits for its tokens; call them in the order of the steps."""
         if any(part.guesses for part in step.parts):
-            self._before()  # who guesses must know the tokens
+            self._before()  # the drafter must know the tokens
         work = self._take(step)
         if not work.spans:
             return lambda: work.drawn
         clock = _Clock(self.model.last.device)
         try:
             logits = self._forward(step, work)
-        except Exception as error:  # noqa: BLE001 - it is told with the result
+        except Exception as error:  # noqa: BLE001 - the result raises it
             return partial(_raise, error)
         rings, results, drawing = work.rings, work.drawn.results, work.drawing()
         if any(rings[i].sampler.matcher for i, _, _ in drawing):
@@ -381,7 +381,7 @@ class QueueRunner(LocalRunner):
     def _queue_draws(
         self, work: _Work, drawing: Sequence[tuple[int, int, int]], logits: Tensor, masks: Masks | None
     ) -> Tensor:
-        """Draw a token from each of these rows, for the next step on the device; on its way to the host."""
+        """Draw a token from each of these rows, on the device, and queue their copy to the host."""
         draws: list[Draw] | None = None
         if not all(work.rings[i].sampler.greedy for i, _, _ in drawing):
             each = ((work.rings[i], position) for i, _, position in drawing)
@@ -393,7 +393,7 @@ class QueueRunner(LocalRunner):
 
 
 class _Clock:
-    """The time of a step on the device, or here if the device is a CPU."""
+    """The time of a step, on the device or on this CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -407,7 +407,7 @@ class _Clock:
         return event
 
     def stop(self, mark: Any) -> float:
-        """Wait for a mark. The seconds until then."""
+        """Wait for a mark. Returns the seconds until then."""
         if not self._cuda:
             return float(mark - self._start)
         mark.synchronize()
@@ -415,7 +415,6 @@ class _Clock:
 
 
 def _by_row(drawing: Sequence[tuple[int, int, int]], masks: Masks | None) -> dict[int, Mask]:
-    """Masks by row of logits."""
     return {} if masks is None else {row: mask for (_, row, _), mask in zip(drawing, masks, strict=True)}
 
 
@@ -424,14 +423,14 @@ def _raise(error: Exception) -> Drawn:
 
 
 def _rows(part: StepPart) -> int:
-    """How many of its last tokens need logits: those that are scored, and the last one if it draws."""
+    """How many of the part's last tokens need logits: those that are scored, and the last one if it draws."""
     if part.score_from is None:
         return int(part.draws)
     return max(int(part.draws), part.end - max(part.start, part.score_from))
 
 
 def _scores(part: StepPart, ring: _Ring, logits: Tensor) -> list[TokenOut]:
-    """Row i tells how likely the token after it was, as far as that is one of the prompt's."""
+    """Logprobs of the prompt: row i tells how likely the token after it was."""
     start = part.end - len(logits)
     following: list[int] = ring.tokens[start + 1 : min(part.end + 1, ring.prompt_tokens)].tolist()
     return token_logprobs(logits[: len(following)], following, ring.sampler.sampling.logprobs or 0)

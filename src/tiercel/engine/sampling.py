@@ -50,7 +50,7 @@ class Sampler:
         output: Sequence[int] = (),
         matcher: Matcher | None = None,
     ) -> None:
-        """`matcher`: of the sampling's grammar, for a new answer."""
+        """`matcher`: the sampling's grammar, at the start of an answer."""
         self.sampling, self.vocab_size, self.matcher = sampling, vocab_size, matcher
         self.seed = sampling.seed or 0
         self.greedy = sampling.temperature < TEMPERATURE_LEAST
@@ -67,10 +67,10 @@ class Sampler:
         self._bias = np.fromiter(sampling.logit_bias.values(), np.float32)
         self._ends = np.fromiter(sampling.stop_tokens if sampling.min_tokens else (), np.int64)
         self.raw = self._seen is None and self._less is None and not len(self._biased) and not len(self._ends)
-        """Tokens are drawn from the logits as they are, or as a mask leaves them: whoever has drawn one with
-        `how` need not call `draw`."""
+        """Whether tokens are drawn from the logits as they are, or as a mask leaves them: a caller that has
+        drawn one with `how` need not call `draw`."""
         self.queued = self.raw and sampling.logprobs is None
-        """Nothing else is done with the logits: they need not come to the host."""
+        """Whether nothing else is done with the logits: then they need not come to the host."""
         self.plain = self.queued and self.greedy and matcher is None
         for token in output:
             self._remember(token)
@@ -95,14 +95,14 @@ class Sampler:
         return Draw(self._sharpness, own.top_k, own.top_p, own.min_p, uniform(self.seed, index))
 
     def take(self, token: int, raw: Row | None) -> TokenOut:
-        """A token was drawn from this row, which may be missing where no logprobs are wanted."""
+        """A token was drawn from row `raw`, which may be missing if no logprobs are wanted."""
         top = self.sampling.logprobs
         out = TokenOut(token) if top is None or raw is None else _scored(raw, token, top)
         self._remember(token)
         return out
 
     def _adjusted(self, raw: Row, mask: Mask | None) -> Row:
-        """Penalties, bias, grammar and `min_tokens`: the same array if there are none."""
+        """The row after penalties, bias, grammar and `min_tokens`: the same array if there are none."""
         if self.raw:
             return raw if mask is None else mask_row(raw, mask)
         row = raw.copy()

@@ -1,4 +1,4 @@
-"""Decides what is computed when: who is let in, which positions a step computes, who gives its places up.
+"""Decides what is computed when: which tasks begin, which positions a step computes, which tasks give way.
 
     plan      what arrived, who is let in, which positions are computed next
     seal      … as a step, with what changed since the last one
@@ -32,7 +32,7 @@ PROMPT_TOKENS = 16
 """A step with more tokens per text than this is a prefill step: its time measures the prefill rate."""
 
 STEP_TOKENS = 512
-"""Of one step, where nothing else is asked for."""
+"""Tokens of one step, if nothing else is asked for."""
 
 AHEAD_TOKENS = 4
 """How many tokens before its page is full a text asks for the next one. What has to leave for it is saved
@@ -44,11 +44,11 @@ COUNTED = (
     *("begun_early", "guesses", "guesses_accepted", "guessing_steps", "guessing_tokens"),
     *("prompts_elsewhere", "pages_elsewhere", *(f"finished_{finish.value}" for finish in Finish)),
 )
-"""What the engine counts: all of it is there from the start, so that a rate over time has a first value."""
+"""What the engine counts: all counters are there from the start, so that a rate has a first value."""
 
 
 class Scheduler:
-    """One thread drives it."""
+    """Decides each step. One thread drives it."""
 
     def __init__(
         self, cache: TieredCache, config: EngineConfig, clock: Callable[[], float] = monotonic
@@ -73,7 +73,7 @@ class Scheduler:
         self._clock = clock
         self._ahead = min(AHEAD_TOKENS, self.page_tokens // 2)
         self._sealed: deque[list[Seat]] = deque()
-        """Who computes in each step that was sealed and has not advanced yet, part by part."""
+        """For each step that was sealed and has not advanced yet: the seat of each part."""
         self._standing: list[Seat] = []
         """Texts that the last plan left out: a page was promised to each, and was still leaving."""
 
@@ -83,7 +83,7 @@ class Scheduler:
 
     @property
     def unsure(self) -> bool:
-        """How many tokens a step under way draws is not known: it has guesses."""
+        """Whether the number of tokens that a step under way draws is unknown: it has guesses."""
         return any(seat.guesses for seats in self._sealed for seat in seats)
 
     # A step
@@ -101,11 +101,11 @@ class Scheduler:
         return parts
 
     def seal(self, parts: Sequence[StepPart]) -> Step:
-        """The step that computes what was planned, of tasks that still run, with all that changed."""
+        """The step that computes what was planned, for tasks that still run, with all that changed."""
         sealed, seats, page_tokens = [], [], self.page_tokens
         for planned in parts:
             seat = self.seats.in_ring.get(planned.ring)
-            if seat is not None and seat.planned == planned.end < seat.calm_upto:  # most of the time
+            if seat is not None and seat.planned == planned.end < seat.calm_upto:  # the common case
                 seats.append(seat)
                 sealed.append(planned)
                 continue
@@ -128,7 +128,7 @@ class Scheduler:
         return Step(changes, tuple(sealed), loads)
 
     def _moved(self, seat: Seat, part: StepPart) -> StepPart | None:
-        """A part as it was planned, behind the tokens that the step before drew. None: there is no room."""
+        """A planned part, moved behind the tokens that the step before drew. None: there is no room."""
         ahead, room = seat.planned - part.end, seat.request.extended_tokens - seat.planned
         if room < 0:
             seat.planned, self.stalled = part.start + ahead, True
@@ -152,9 +152,9 @@ class Scheduler:
         several times in a row, `quiet_steps` at most (`Drawn.steps`).
 
         Where the step was queued before the last one had advanced, some of its texts may have ended there.
-        What was computed for them is not looked at.
+        What was computed for them is dropped.
         """
-        if step.loads:  # the step has computed with what they brought
+        if step.loads:  # the step has computed with what these loads brought
             self.collect()
         outcomes, computed, steps = list[Outcome](), 0, drawn.steps
         now, gaps = self._clock(), Counter[tuple[float, int]]()
@@ -168,7 +168,7 @@ class Scheduler:
             before_s = task.drew_s
             if part.end < seat.calm_upto and before_s is not None and steps == 1 and isinstance(outs, tuple):
                 out = outs[0]
-                if out.token not in task.ends:  # most of the time
+                if out.token not in task.ends:  # the common case
                     task.tokens.append(out.token)
                     seat.computed = part.end
                     task.drew_s = now
@@ -202,7 +202,7 @@ class Scheduler:
     def _came_of(
         self, part: StepPart, outs: tuple[TokenOut, ...] | Exception | None, seat: Seat, drawn: Drawn
     ) -> list[Outcome]:
-        """What a part of a step meant for its text."""
+        """The outcomes of one part of a step for its text."""
         task = seat.task
         if isinstance(outs, Exception):
             self.admission.fail(task, outs)
@@ -217,8 +217,8 @@ class Scheduler:
         return self._go_on(task, seat, part.end, outs or ())
 
     def _go_on(self, task: Task, seat: Seat, end: int, outs: Sequence[TokenOut]) -> list[Outcome]:
-        """A text has been computed up to `end`, and goes on with these tokens, of which all but the last have
-        been computed, too; or it ends with one of them."""
+        """A text has been computed up to `end`. It goes on with these tokens (all but the last are computed
+        too), or ends with one of them."""
         outcomes: list[Outcome] = []
         for seat.computed, out in enumerate(outs or (None,), end):
             if seat.computed // self.page_tokens != seat.committed:
@@ -226,7 +226,7 @@ class Scheduler:
             if out is None:
                 break
             if task.simple and len(task.tokens) + 1 < task.longest and out.token not in task.ends:
-                task.tokens.append(out.token)  # most of the time
+                task.tokens.append(out.token)  # the common case
                 outcomes.append(Outcome(task, out))
                 continue
             try:
@@ -252,13 +252,13 @@ class Scheduler:
         return upto if extended >= task.longest else min(upto, extended - self._ahead + 1)
 
     def quiet_steps(self) -> int:
-        """How often the step that was sealed last may be run in a row, each time one token later: 1, or so
-        many that nothing but the drawn tokens can change meanwhile (`Drawn.steps`).
+        """How often the step that was sealed last may be run in a row, each time one token later. Meanwhile
+        nothing but the drawn tokens can change (`Drawn.steps`).
 
         More than 1: every running text draws one token in each run, no text fills a page, reaches its length
-        or asks for room, no guess is made, and nobody could begin. It is taken for granted that no ask and no
-        abort comes, and that `collect` is called between two runs, as `plan` would do it. That a drawn token
-        ends its text (`Task.ends`) can not be foreseen: what is drawn for the text after it is dropped.
+        or asks for room, no guess is made, and no task could begin. Required: no ask and no abort comes, and
+        `collect` is called between two runs, as `plan` would do. A drawn token may end its text
+        (`Task.ends`); what is drawn for that text afterwards is dropped.
         """
         seats = self._sealed[-1] if len(self._sealed) == 1 else []
         if len(seats) != len(self.running) or not self.admission.quiet:
@@ -288,7 +288,7 @@ class Scheduler:
         for task in self.running.copy():
             seat = task.seat
             if task.stage is not running or task.aborted or seat is None:
-                continue  # it was preempted for one before it, or ends once its step is done
+                continue  # it was preempted for a task before it, or ends once its step is done
             known = len(task.tokens)
             if busy and task in busy and seat.planned == known:
                 known += 1  # the token that is being drawn
@@ -318,8 +318,8 @@ class Scheduler:
         return parts
 
     def _with_guesses(self, parts: list[StepPart], tokens: int, others: int) -> list[StepPart]:
-        """Parts that draw one token each get guesses, `tokens` at most, as far as there is room: a guess
-        waits for nothing and preempts nobody."""
+        """Give guesses to parts that draw one token each: at most `tokens`, and only where there is room. A
+        guess waits for nothing and preempts nobody."""
         seats = [self.seats.in_ring[part.ring] for part in parts]
         room = [self._guesses_at(seat, part.end) for part, seat in zip(parts, seats, strict=True)]
         chosen = self.guessing.choose(seats, room, tokens, others)
@@ -331,8 +331,8 @@ class Scheduler:
         return parts
 
     def _guesses_at(self, seat: Seat, end: int) -> int:
-        """How many guesses make sense behind `end`: one token more is drawn than they are. None behind the
-        first token of a text, which has nothing to guess by, and while the prompt is scored."""
+        """How many guesses make sense behind `end`, as one more token is drawn than guessed. None behind the
+        first token of a text, and none while the prompt is scored."""
         return 0 if end == 1 or seat.task.scoring else max(0, seat.task.longest - 1 - end)
 
     def _room_for(self, task: Task, seat: Seat, busy: set[Task]) -> bool:
@@ -360,7 +360,7 @@ class Scheduler:
         return True
 
     def _serve_standing(self) -> None:
-        """Pages that were promised to running texts go to them before anybody is let in."""
+        """Give pages that were promised to running texts to them, before other tasks are let in."""
         standing, self._standing = self._standing, []
         for seat in standing:
             if seat.task.seat is seat and not seat.task.aborted:

@@ -1,10 +1,4 @@
-"""What running texts hold of the cache, each in a ring, and what a runner has to be told of it.
-
-    take ──► begin ──► add_pages ─► commit ─► add_pages ─► commit … ──► leave
-                └───────────┴──────────┴── changes, for the next step
-
-A ring is a number that a runner keeps a text's tokens, page table and sampler under.
-"""
+"""The rings of running texts: what each holds of the cache, and the changes that a runner has to be told."""
 
 from __future__ import annotations
 
@@ -15,7 +9,7 @@ from tiercel.types import place
 
 
 class Seats:
-    """The rings of one runner, and who is in them."""
+    """The rings of one runner, and the texts in them."""
 
     def __init__(self, cache: TieredCache, rings: int, context_tokens: int) -> None:
         self.free = list(range(rings))
@@ -51,13 +45,13 @@ class Seats:
             self._loads.append(load)
 
     def tell(self) -> tuple[tuple[Begin | PageTable, ...], tuple[int, ...]]:
-        """Changes and loads since the last time, for one step."""
+        """Changes and loads since the last call, for one step."""
         changes, self._changes = tuple(self._changes), []
         loads, self._loads = tuple(self._loads), []
         return changes, loads
 
     def tell_again(self, step: Step) -> None:
-        """This step was not run: the next one tells what it would have told."""
+        """This step was not run: the next one repeats its changes and loads."""
         self._changes[:0] = step.changes
         self._loads[:0] = step.loads
 
@@ -77,8 +71,8 @@ class Seats:
         return waits
 
     def extend_prompt(self, seat: Seat, end: int) -> None:
-        """A step is going to compute a prompt up to here: places for the tails that it writes. They are not
-        reserved before: a long prompt writes more tails than there are places."""
+        """A step is going to compute a prompt up to `end`: reserve places for the tails that it writes. This
+        is not done earlier, because a long prompt writes more tails than there are places."""
         if end > seat.request.extended_tokens or end <= seat.write_from:
             waits = self._extend(seat, end)
             assert waits is None, "the pages were reserved by `begin`"

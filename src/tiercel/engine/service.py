@@ -42,13 +42,13 @@ WATCHED_S = 0.02
 """While other servers watch: the time between two looks at what was saved."""
 
 PENDING_S = 0.5
-"""The longest wait between two steps while only a store is waited for: it may have to be given up, or tried
-again."""
+"""The longest wait between two steps while only a store is still working: it may have to be given up, or
+tried again."""
 
 
 class EngineService:
-    """An engine that others wait on: all that the server knows of one. Made in any thread, used from one
-    event loop, closed once. After a `failure` every call except `explain` raises it."""
+    """The `Service` of an engine in this process. Made in any thread, used from one event loop, closed once.
+    After a `failure` every call except `explain` raises it."""
 
     def __init__(
         self,
@@ -151,7 +151,6 @@ class EngineService:
         self._ask(lambda: self._engine.counters.update(prompts_elsewhere=1, pages_elsewhere=pages))
 
     async def flush(self, timeout_s: float) -> int:
-        """Empty the cache; wait up to `timeout_s` for pages in use. Returns how many pages stayed."""
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout_s
         while True:
@@ -161,7 +160,6 @@ class EngineService:
             await asyncio.sleep(0.01)
 
     def limit_tenants(self, bytes_most: Mapping[str, int | None]) -> None:
-        """How much each tenant may cache; None: there is no limit. Others that had one have none any more."""
 
         def limit() -> None:
             cache = self._engine.cache
@@ -171,7 +169,6 @@ class EngineService:
         self._ask(limit)
 
     def explain(self, request_id: str) -> Explanation | None:
-        """What a request reused. None: the request is not known, or forgotten."""
         return self._engine.explain(request_id)
 
     async def stats(self) -> EngineStats:
@@ -182,8 +179,6 @@ class EngineService:
     # The store
 
     async def attach_store(self, url: str) -> None:
-        """Use a store from now on. Raises `ConfigError` or `StoreError`, and then nothing has happened.
-        Required of the caller: no store is attached."""
         mover = await asyncio.wrap_future(start(lambda: self._open_store(url), "tiercel-store-open"))
         try:
             await asyncio.wrap_future(self._ask(lambda: self._engine.cache.stores.attach_mover(mover)))
@@ -201,13 +196,11 @@ class EngineService:
             raise
 
     async def detach_store(self) -> None:
-        """Detach the store and wait until it is closed, for `store_timeout_s` at most."""
         cache = self._engine.cache
         await asyncio.wrap_future(self._ask(cache.detach))
         await _until(lambda: not cache.stores.detaching, cache.config.store_timeout_s)
 
     async def clear_store(self) -> None:
-        """Have the store forget everything. Raises `StoreError`."""
         store = self._engine.cache.store
         if store is None:
             raise StoreError("no store is attached")
@@ -225,14 +218,14 @@ class EngineService:
         key: str = "",
         mooncake: str | None = None,
     ) -> None:
-        """Other servers may read our host pages from now on. Called once at most; `close` ends it. `at`: how
-        requests name this server, if it computes prompts for others."""
+        """Other servers may read our host pages from now on. Called once at most; `close` ends it. `at`: the
+        address by which requests name this server, if it computes prompts for others."""
         self._shared_at = at
         self._offering = Offering(self._engine.cache, self._ask, listener, key=key, mooncake=mooncake)
         self._offering.questions.abandoned = self._abandon
 
     def pull_prompts(self, peers: Mapping[Address, PeerStore], patience_s: float) -> None:
-        """Requests may name these peers as those that compute their prompts. `close` closes them."""
+        """Requests may name these peers to compute their prompts. `close` closes them."""
         self._peers = tuple(peers.values())
         self._pulls = Pulls(self._engine.cache, self._ask, peers, patience_s)
 
@@ -261,7 +254,6 @@ class EngineService:
         return finished
 
     def abort_all(self) -> None:
-        """End every answer, and begin none any more."""
         self._closing = self._ending = True
         for left in list(self._pulling):
             left.set()
@@ -341,8 +333,8 @@ class EngineService:
                 self._wake.notify_all()
 
     def _meanwhile(self, computing: Future[Drawn]) -> None:
-        """A step is computed elsewhere. Other servers that read our pages do not wait for it, and hear of
-        what is saved: a step of a prompt takes long."""
+        """A step is computed elsewhere. Serve other servers that read our pages meanwhile, because a step of
+        a prompt takes long."""
         if self._offering is None or not self._offering.questions.watched:
             return
         computing.add_done_callback(lambda _: self._notify())
@@ -355,8 +347,8 @@ class EngineService:
             self._offering.questions.step()
 
     def _rest(self) -> None:
-        """Nothing can be computed, and something is under way. If it is a store's, and no request waits, the
-        thread sleeps until it has ended or the inbox has something. (A CUDA device notifies nobody.)"""
+        """Nothing can be computed, and something is under way. If only a store works, and no request waits,
+        the thread sleeps until it has ended or the inbox has something. (A CUDA device notifies nobody.)"""
         store_s = WAIT_S if self._engine.tasks else PENDING_S
         self._engine.cache.wait_until(lambda: bool(self._inbox) or self._stopped, WAIT_S, store_s=store_s)
 
@@ -371,7 +363,7 @@ class EngineService:
                 self._wake.wait(PENDING_S if engine.cache.stores.pending else None)
 
     def _tell(self, deltas: list[Delta]) -> None:
-        """One call into each event loop for all its answers of a step."""
+        """Deliver deltas: one call into each event loop for all its answers of a step."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Listener, Delta]]] = {}
         for delta in deltas:
             found = self._answers.get(delta.request_id)
@@ -401,7 +393,7 @@ async def _until(there: Callable[[], bool], timeout_s: float) -> bool:
 
 @dataclass
 class _Listener:
-    """Who waits for an answer, in which event loop."""
+    """A caller that waits for an answer, and its event loop."""
 
     loop: asyncio.AbstractEventLoop
     put: Callable[[Delta], None]

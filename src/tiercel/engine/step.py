@@ -1,4 +1,4 @@
-"""A step as a value: what a runner is told, and what it answers. It can be printed, compared and sent.
+"""A step as a value: what a runner is told, and what it returns. It can be printed, compared and sent.
 
     scheduler ── Step ──► runner ── Drawn ──► scheduler
 
@@ -24,7 +24,7 @@ class Begin(NamedTuple):
     """The prompt, and what was drawn before."""
     prompt_tokens: int
     sampling: Sampling
-    """It has a seed."""
+    """The sampling, with a seed."""
     tails: tuple[tuple[int, int], ...]
     """(boundary, device place) of the tails the text goes on from, the earliest first."""
     write_from: int
@@ -46,7 +46,7 @@ class StepPart(NamedTuple):
     start: int
     end: int
     draws: bool
-    """The end of the text so far is reached: a token is drawn after it."""
+    """Whether the end of the text so far is reached: then a token is drawn."""
     score_from: int | None = None
     """Tokens of the prompt behind this position are scored."""
     tails: tuple[tuple[int, int], ...] = ()
@@ -66,11 +66,11 @@ class Step:
 
 
 class Drawn(NamedTuple):
-    """What a step came to."""
+    """The result of a step."""
 
     results: list[tuple[TokenOut, ...] | Exception | None]
-    """One for each part: the tokens drawn, why its text can not go on, or None where nothing is drawn. More
-    than one token is drawn where guesses were right: every token but the last has been computed."""
+    """For each part: the tokens drawn, the error that ends its text, or None if nothing is drawn. If guesses
+    were right, several tokens are drawn: all but the last have been computed."""
     scores: dict[int, list[TokenOut]]
     """For each ring: the prompt's tokens that follow the scored positions."""
     seconds: float
@@ -78,7 +78,7 @@ class Drawn(NamedTuple):
     guessed: Mapping[int, int] = MappingProxyType({})
     """For each ring: how many guesses were computed."""
     draft_s: float = 0.0
-    """How long it took to make them."""
+    """How long it took to make the guesses."""
     steps: int = 1
     """How often the step was run in a row (`Scheduler.quiet_steps`): each part drew one token in each run."""
 
@@ -90,10 +90,10 @@ class Runner(Protocol):
 
 
 def share(tokens: int, wanted: Sequence[int], piece: int) -> list[int]:
-    """How many tokens each text may compute of what it wants, first come first.
+    """How many tokens each text may compute.
 
-    Everyone gets a piece, in order, and what is left goes to the first: a short prompt does not wait for a
-    long one before it, and nobody waits for ever.
+    Each text gets a piece, in order, and what is left goes to the first: a short prompt does not wait for a
+    long one before it, and no text waits for ever.
     """
     given = []
     for want in wanted:

@@ -15,8 +15,8 @@ from tiercel.text.stream import TextStream
 from tiercel.tree.keys import KeyChain
 
 PRIORITY_S = 10.0
-"""What a level of priority counts, in seconds of waiting. So an urgent task goes before all that came in
-the last seconds, and nobody waits for ever behind a stream of urgent ones."""
+"""A level of priority counts as this many seconds of waiting. So an urgent task goes before those of the last
+seconds, and no task waits for ever behind a stream of urgent ones."""
 
 
 class Stage(Enum):
@@ -52,7 +52,7 @@ class Seat:
     guesses: int = 0
     """Guesses that the step under way may compute for it: it may draw one token more for each."""
     first_tokens: int = 0
-    """Drawn in steps with guesses, as long as they are counted (`Guessing.drew`)."""
+    """Tokens drawn in steps with guesses, as long as they are counted (`Guessing.drew`)."""
 
     @property
     def write_from(self) -> int:
@@ -83,24 +83,24 @@ class Task:
         """Tokens that end the answer."""
         seed = secrets.randbits(63) if ask.sampling.seed is None else ask.sampling.seed
         self.sampling = replace(ask.sampling, seed=seed, stop_tokens=ends)
-        """With a seed: after a preemption the same tokens are drawn. `stop_tokens` are all that end it."""
+        """It has a seed: the same tokens are drawn after a preemption. `stop_tokens` are all that end it."""
         self.stage = Stage.WAITING
         self.seat: Seat | None = None
         self.tokens = list(ask.prompt)
-        """Prompt and answer. The last one drawn is not computed yet."""
+        """Prompt and answer. The last drawn token is not computed yet."""
         self.prompt_tokens = len(ask.prompt)
         self.longest = self.prompt_tokens + ask.sampling.max_tokens
         self.simple = not ask.sampling.stop and ask.prompt_logprobs_from is None
-        """No stop string and no prompt logprobs: a drawn token needs no further work."""
+        """Without stop strings and prompt logprobs, a drawn token needs no further work."""
         self.load = True
         """False after a load failed: what is not on the device is computed instead."""
         self.aborted = False
         self.untold = False
-        """Its text could not be decoded. The client was told so, and gets no further delta."""
+        """Whether its text could not be decoded. The client got an error, and gets no further delta."""
         self.passed = False
-        """It could not begin because of `LET_OTHERS_BY`: tasks behind it may begin before it."""
+        """Whether it could not begin because of `LET_OTHERS_BY`: then tasks behind it may begin first."""
         self.refused: tuple[object, Wait] | None = None
-        """It found no device pages: the cache's `changes` then, and the answer."""
+        """If it found no device pages: the cache's `changes` at that time, and the refusal."""
         asked = ask.prompt_logprobs_from
         self.scoring = asked is not None and asked < self.prompt_tokens
         """Whether the prompt's logprobs are asked for and not known yet."""
@@ -115,7 +115,7 @@ class Task:
 
     @property
     def named(self) -> dict[str, str]:
-        """For the log: whose line it is."""
+        """The ids that a log line about this task carries."""
         return {"request_id": self.ask.request_id, "tenant": self.ask.tenant}
 
     def name_pages(self) -> KeyChain:
@@ -125,7 +125,7 @@ class Task:
         return self.chain
 
     def take(self, token: TokenOut) -> Outcome:
-        """The text goes on with a token, or ends."""
+        """Add a token: the text goes on, or ends."""
         sampling, drawn = self.ask.sampling, self.drawn
         prompt: tuple[TokenOut, ...] = ()
         if not drawn and self.ask.prompt_logprobs_from is not None:
@@ -157,12 +157,12 @@ class Task:
 
 
 class Outcome(NamedTuple):
-    """What a step meant for one task; text is made of it later."""
+    """What a step changed for one task. Text is made of it later."""
 
     task: Task
     token: TokenOut | None = None
     text: str | None = None
-    """Made already where a stop string may end the task."""
+    """The text, if it was made already because a stop string may end the task."""
     prompt: tuple[TokenOut, ...] = ()
     finish: Finish | None = None
     stopped_by: str | int | None = None

@@ -13,13 +13,13 @@ PASSED_MOST = 64
 
 
 class Waiting:
-    """The queue. It knows nothing of the cache: whether a task can begin is asked of the caller."""
+    """The queue. It knows nothing of the cache: the caller decides whether a task can begin."""
 
     def __init__(self) -> None:
         self._tasks: list[Task] = []
         self._tokens = self._passed = 0
         self.rounds = 0
-        """How often all were asked to begin. Tasks that let others by take turns by this number."""
+        """How often all tasks were asked to begin. Tasks that let others by take turns by this number."""
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -46,9 +46,9 @@ class Waiting:
         return self._tokens - len(task.tokens) - sum(len(each.tokens) for each in behind)
 
     def ask_each(self, let_in: Callable[[Task], bool]) -> None:
-        """Have tasks begin in their order. `let_in` returns False if the task waits for room: nobody passes
-        it. If it returns True and the task still waits, the task lets others by. Of these at most PASSED_MOST
-        are asked in one round, in turns, so that they cost little however many they are."""
+        """Have tasks begin in order. `let_in` returns False if the task waits for room: no task passes it. If
+        it returns True and the task still waits, others may pass it. At most PASSED_MOST such tasks are asked
+        in one round, in turns, so that many of them cost little."""
         self.rounds += 1
         turns, passed = self._passed // PASSED_MOST + 1, 0
         for task in self._tasks.copy():

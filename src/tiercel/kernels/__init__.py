@@ -1,1 +1,1 @@
-"""Hot functions with primitive arguments, each also in plain torch. Imports no room but `errors`."""
+"""Hot functions with primitive arguments, each also in plain torch. They import only `errors`."""

@@ -83,7 +83,7 @@ def make_kernels(
 ) -> Kernels:
     """The set of this name, or `auto`: the first of those `offered` by a model that this device can run.
 
-    `compute`: the numbers of activations and matrices. Only the CUDA kernels have a choice: bf16, or fp32 to
+    `compute`: the type of activations and matrices. Only the CUDA kernels have a choice: bf16, or fp32 to
     compare them with a CPU.
     """
     if name not in NAMES:
@@ -106,7 +106,7 @@ def make_kernels(
 
 
 def _refused(name: str, device: str, *, asked: bool) -> str:
-    """Why a set can not run there, or nothing. Triton's interpreter, for tests, must be asked for by name."""
+    """Why a set can not run there; empty: it can. Triton's interpreter (for tests) must be named."""
     if name == "native" and torch.device(device).type != "cpu":
         return f"run on the CPU, not on device {device}"
     if name == "native" and not native.AVAILABLE:
@@ -128,8 +128,8 @@ def check_device(name: str) -> None:
 
 
 def kernels_digest(kernels: Kernels, device: str = "cpu") -> str:
-    """Kernels with equal digests compute equal bits, as far as is known: the last bit of a result may depend
-    on the source, the compiler, the vector unit, torch's build, libm and the device."""
+    """Kernels with equal digests compute equal bits, as far as is known: the last bit may depend on the
+    source, the compiler, the vector unit, torch's build, libm and the device."""
     machine = [platform.machine(), " ".join(platform.libc_ver()), torch.__config__.show()]
     if torch.device(device).type == "cuda":
         machine.append(torch.cuda.get_device_name(device))

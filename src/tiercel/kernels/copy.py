@@ -1,4 +1,4 @@
-"""Rows between two memories that the CPU can address: in C, without the GIL; and the plain twin of it.
+"""Copies rows between two memories that the CPU can address: in C, without the GIL; and in a plain twin.
 
 A table of extents says which bytes of every place move (`transfer/extents.py`).
 """

@@ -28,9 +28,9 @@ class Entries(NamedTuple):
     encoding: str
     dim: int
     rope: int
-    """In `fp8_groups`, the number of channels at the end that stay bf16. In others 0."""
+    """In `fp8_groups`, the number of channels at the end that stay bf16. In other encodings 0."""
     group: int
-    """In `fp8_groups`, the number of other channels that share a scale. In others 0."""
+    """In `fp8_groups`, the number of other channels that share a scale. In other encodings 0."""
 
 
 def move_entries_plain(to: Entries, to_numbers: Tensor, source: Entries, source_numbers: Tensor) -> None:
@@ -98,7 +98,7 @@ def encode_fp8_index(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def _over_max(amax: Tensor) -> Tensor:
-    """amax / FP8_MAX, rounded once. By a number, torch on CUDA would multiply with the number's inverse."""
+    """amax / FP8_MAX, rounded once. torch on CUDA would multiply by the inverse of a plain number."""
     return amax / torch.full_like(amax, FP8_MAX)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 
 def digest_of(*words: str, files: Iterable[Path] = ()) -> str:
-    """A digest of the words and of what the files say. The names of the files do not matter."""
+    """A digest of `words` and of what the files say. The names of the files do not matter."""
     whole = hashlib.sha256()
     for part in (*words, *map(_file_digest, sorted(files))):
         whole.update(len(part.encode()).to_bytes(8, "little") + part.encode())
@@ -77,7 +77,7 @@ def _write(value: object, out: list[str]) -> None:
 
 @cache
 def _form(kind: str, fields: tuple[str, ...]) -> tuple[str, list[tuple[str, str]]]:
-    """How a node begins, and its fields by name and as they are written."""
+    """The beginning of a node's text, and for each field its name and how it is written."""
     return f"{kind}(", [(name, f"{name}=") for name in sorted(set(fields) - UNREAD)]
 
 

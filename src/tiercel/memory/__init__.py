@@ -1,1 +1,1 @@
-"""Where the bytes are: layouts, host memory, device and host buffers. Who owns a place is not known here."""
+"""Where the bytes are: layouts, host memory, device and host buffers. Places have no owners here."""

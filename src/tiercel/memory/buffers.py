@@ -49,19 +49,19 @@ class Memory:
     tails: int
     """Places for tails: 0 on the host, where tails use the places of pages."""
     rows: dict[RowName, tuple[Tensor, Pieces]]
-    """The flat bytes that the rows of each (stream, layer) lie in, and what a row is made of."""
+    """The flat bytes that the rows of each (stream, layer) lie in, and the pieces that a row is made of."""
 
     def places_of(self, kind: Kind) -> int:
         return {Kind.PAGE: self.pages, Kind.TAIL: self.tails}[kind]
 
     def column(self, stream: Stream, layer: int) -> Column:
-        """Where the rows of one layer are, if each lies together."""
+        """The rows of one layer, each of which lies together."""
         buffer, pieces = self.rows[stream.name, layer]
         assert len(pieces) == 1, f"a row of {stream.name} is {len(pieces)} pieces here"
         return Column(buffer, *pieces[0][1])
 
     def stream(self, role: str, layer: int) -> Stream:
-        """The stream that has this role in this layer. A `SpecError`: it is the memory of another model."""
+        """The stream that has this role in this layer. Raises `SpecError` for the memory of another model."""
         found = self.spec.find(role, layer)
         if found is None:
             raise SpecError("streams", self.spec.model, f"layer {layer} has no stream of the role {role}")
@@ -89,8 +89,8 @@ class DeviceMemory(Memory):
         self.flat_tails = self._allocate(spec.tail_streams, tails)
 
     def part(self, spec: CacheSpec, *, draft: bool = False) -> DeviceMemory:
-        """The same memory for the target alone, or for its draft alone, under the names and layers of its
-        own `spec`: the one that was given to `CacheSpec.with_draft`."""
+        """The memory of the target alone, or of its draft alone, under the names and layers of its own
+        `spec`: the one that was given to `CacheSpec.with_draft`."""
         own = copy(self)
         own.spec, own.rows = spec, {}
         streams = (stream for stream in self.spec.streams if stream.draft is draft)
@@ -174,7 +174,7 @@ class HostMemory(Memory):
 
     @property
     def path(self) -> str:
-        """Under this name another process of this user maps the same bytes, while this one has them."""
+        """Another process of this user can map the same bytes here, while this process has them."""
         return self._map.path
 
     @property
@@ -184,7 +184,7 @@ class HostMemory(Memory):
 
     def views(self, page_ids: Iterable[HostPageId], sizes: Sequence[int]) -> list[list[memoryview]]:
         """The first bytes of these host pages, in the order of their rows, as parts of these sizes, without a
-        copy: one view for bytes that lie together: a part, a row, or several that touch."""
+        copy. Bytes that lie together are one view."""
         memory, parts = self._map.view, self.ranges(page_ids, sizes)
         return [[memory[offset : offset + length] for offset, length in part] for part in parts]
 
@@ -218,6 +218,6 @@ class HostMemory(Memory):
 
 
 def _host_streams(spec: CacheSpec) -> Sequence[Stream]:
-    """What a host page is made of: of plain bytes to pour tails over, where a stage stores only tails."""
+    """The streams of a host page: plain bytes to pour tails over, where a stage stores only tails."""
     bare = Stream("bytes", layers=(0,), parts=(Part("bytes", spec.host_page_bytes),), keep=State())
     return spec.page_streams or (bare,)

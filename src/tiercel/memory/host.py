@@ -37,10 +37,10 @@ RESERVE_BYTES = 256 * 1024**2
 """Left for the rest of the machine: a budget that takes the last page ends some other process."""
 
 TOUCH_THREADS_MAX = 16
-"""As far as measured, 16 cores of an H200 machine: 1 thread 1.6 GB/s, 4: 6.7, 16: 22 (huge pages 50)."""
+"""Measured on 16 cores of an H200 machine: 1 thread 1.6 GB/s, 4: 6.7, 16: 22 (huge pages 50)."""
 
 TOUCH_PIECE_BYTES = 64 * 1024**2
-"""What one thread touches at once. Progress is counted in such pieces."""
+"""Bytes that one thread touches at once. Progress is counted in such pieces."""
 
 MBIND = {"x86_64": 237, "aarch64": 235}
 """The number of this system call, which glibc does not have."""
@@ -50,8 +50,8 @@ PREFERRED = 1
 class HostMap:
     """Zeroed bytes of the host, or those that another process shares under `path`.
 
-    `pin` makes them reachable for a CUDA device. `node` is the NUMA node that they should be on: as long as
-    it has room. `shared` maps bytes that other processes may map too.
+    `pin` makes them reachable for a CUDA device. `node` is the NUMA node that they should be on, while it has
+    room. `shared` maps bytes that other processes may map too.
     """
 
     def __init__(  # noqa: PLR0913
@@ -70,7 +70,7 @@ class HostMap:
             raise BudgetError(bytes_asked=size, bytes_available=available)
         self.size = size
         self.path = path
-        """Under which another process of this user maps the same bytes; empty where they are not shared."""
+        """Where another process of this user can map the same bytes; empty: they are not shared."""
         self._unregister: weakref.finalize[..., HostMap] | None = None
         self._file = -1
         try:
@@ -82,7 +82,7 @@ class HostMap:
             raise BudgetError(bytes_asked=size, bytes_available=available) from error
         try:
             if huge_pages:
-                with suppress(OSError):  # a kernel without them: small pages are only slower
+                with suppress(OSError):  # without huge pages it is only slower
                     self._map.madvise(mmap.MADV_HUGEPAGE)
             if node is not None:
                 _prefer_node(self._address, size, node)
@@ -161,7 +161,7 @@ def _touch(memory: mmap.mmap) -> None:
 
 
 def node_of(pci: str, root: Path = Path("/")) -> int | None:
-    """The NUMA node next to the PCI device of this address; None where the machine has no such thing."""
+    """The NUMA node next to the PCI device of this address; None: it is not known."""
     try:
         node = int((root / f"sys/bus/pci/devices/{pci}/numa_node").read_text())
     except (OSError, ValueError):  # a container may not see it

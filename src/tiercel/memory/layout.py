@@ -8,8 +8,8 @@ A layout says where the bytes of a record lie among those of the other places. W
     layer_first          k0:p0 k0:p1 │ k1:p0 k1:p1 │ v1:p0 v1:p1
     page_first_direct    p0: k0 k1 v1                │ p1: k0 k1 v1
 
-Every layout is linear in the place: the row of place p begins at `offset + p · stride`. Copiers, memories
-and stores ask for pieces and ranges; nobody outside this file asks which layout it is.
+Every layout is linear in the place: the row of place p begins at `offset + p · stride`. Copiers, memories and
+stores ask for pieces and ranges; no other file asks which layout it is.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Layout(ABC):
             (stream.name, layer): ((0, Piece(*self._lay(row), row.bytes)),)
             for stream, layer, row in record_rows(streams, page_tokens)
         }
-        """In record order."""
+        """The rows, in record order."""
 
     @abstractmethod
     def _lay(self, row: Range) -> tuple[int, int]:

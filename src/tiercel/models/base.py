@@ -1,4 +1,4 @@
-"""What a model is to an engine: it takes spans of texts, reads and writes device rows, and answers logits."""
+"""A model as an engine sees it: it takes spans of texts, reads and writes device rows, and returns logits."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from tiercel.kernels.draw import Draw
 from tiercel.spec.hf_fields import flag, number, whole
 
 DRAWN_LAST = -1
-"""In the place of a token: the one that was drawn last in the span's ring, in `QueueModel.last`."""
+"""Stands for the token that was drawn last in the span's ring (`QueueModel.last`)."""
 
 NO_GUESS = -1
-"""In the place of a guess: there is none, nor behind it."""
+"""Stands for a guess that is missing; all behind it are missing too."""
 
 BeforeLayer = Callable[[int], object]
 """Called before a layer is computed or queued: the layer's rows in the pages may still be on their way."""
 
 
 def at_once(_layer: int) -> None:
-    """Everything is there."""
+    """For calls without a load: every layer is there."""
 
 
 @dataclass(slots=True)  # not frozen: making a frozen one takes four times as long, for each text of a step
 class Span:
-    """Consecutive tokens of one text, positions start … start + len(tokens) - 1. Nobody changes a span."""
+    """Consecutive tokens of one text, positions start … start + len(tokens) - 1. A span never changes."""
 
     tokens: NDArray[np.int64] | Tensor
     """[n] int64, on the CPU. The last may be `DRAWN_LAST`."""
@@ -61,12 +61,12 @@ class Draft(Protocol):
         """
 
     def propose(self, spans: Sequence[Span], count: int) -> Tensor:
-        """[spans, count] int64: the best guesses after each span. A span has one token: the one that was
-        drawn last, which the target has not computed. The pages of a span reach so far that each of its
-        guesses but the last has an entry. `NO_GUESS`: a text gets fewer. Nothing of a guess is remembered."""
+        """[spans, count] int64: the best guesses after each span. A span has one token: the one drawn last,
+        which the target has not computed. Its pages have room for an entry of each guess but the last.
+        `NO_GUESS`: a text gets fewer. Nothing of a guess is remembered."""
 
     def restore(self, *tail: Any) -> None:
-        """A text goes on from a tail: (ring, place, boundary), or `CudaMtpDraft.restore`."""
+        """A text goes on from a tail: ring, place, boundary, or as in `CudaMtpDraft.restore`."""
 
 
 class Model(Protocol):
@@ -77,8 +77,8 @@ class Model(Protocol):
     """None: the model has none, or its cache has no streams for it."""
 
     def warm_up(self, longest: int, /) -> None:
-        """Prepare what makes calls fast on this device, for texts of at most this number of tokens. It may
-        take seconds, and is called once."""
+        """Prepare what makes calls fast on this device. `longest`: the most tokens of a text. It may take
+        seconds, and is called once."""
 
     def resume(self, ring: int, tails: Sequence[tuple[int, int]]) -> None:
         """A text goes on in this ring from the tails at (boundary, place), the earliest first.
@@ -109,10 +109,10 @@ class QueueModel(Model, Protocol):
         draws: Sequence[Draw] | None,
         masks: NDArray[np.int32] | None = None,
     ) -> Tensor:
-        """Draw a token from each row of the last call's logits: it is `last` of the row's ring now.
+        """Draw a token from each row of the last call's logits: it becomes `last` of the row's ring.
 
         `draws` None: the best tokens. `masks`: which tokens may be drawn (`kernels.draw.masked`); None: all.
-        Answers [rows] on the device; -1: the best is no number.
+        Returns [rows] on the device; -1: the best is no number.
         """
 
 
@@ -132,14 +132,14 @@ PARTS = {
     "embed_tokens.": "embeddings",
     "lm_head.": "embeddings",
 }
-"""What parameters are for, by a part of their names, the first that fits; all others are `other weights`."""
+"""The purpose of parameters, by the first fitting part of a name; all others are `other weights`."""
 
 BytesCheck = Callable[[Mapping[str, int]], None]
-"""Is given the bytes of the weights, by what they are for, and raises if that is too much."""
+"""Takes the bytes of the weights, by purpose, and raises if they are too many."""
 
 
 def bytes_by_part(sizes: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """The bytes of parameters, by what they are for."""
+    """The bytes of parameters, by their purpose."""
     found = dict[str, int]()
     for name, size in sizes:
         part = next((part for piece, part in PARTS.items() if piece in name), "other weights")

@@ -22,7 +22,7 @@ def rows_before(window: int) -> int:
 
 
 class NewEntries(NamedTuple):
-    """Entries that this call completes: the rows that make each, its page row, its position."""
+    """Entries that this call completes: for each, the rows that it is made of, its page row, its position."""
 
     rows: Tensor
     pages: Tensor
@@ -34,7 +34,7 @@ Made = TypeVar("Made")
 
 
 def _once(make: Callable[Asked, Made]) -> Callable[Asked, Made]:
-    """A list of a batch is made at its first use: all layers of a kind use the same lists."""
+    """Makes a list of a batch at its first use only: all layers of a kind use the same lists."""
 
     @wraps(make)
     def made(*args: Asked.args, **options: Asked.kwargs) -> Made:

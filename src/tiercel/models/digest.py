@@ -22,7 +22,7 @@ import xxhash
 
 BESIDE = ".tiercel-digests.json"
 READERS = 8
-"""Files at a time: enough for a fast disk."""
+"""Files that are read at a time: enough for a fast disk."""
 
 SETTLED_S = 2.0
 """Younger files are not remembered: their next change may have the same time stamp."""
@@ -33,7 +33,7 @@ State = tuple[int, ...]
 
 
 def weights_digest(files: Sequence[Path]) -> str:
-    """The digest of files of one folder. It changes with any bit of any file, and with the names. Raises
+    """The digest of files of one folder. It changes with any bit of any file, and with their names. Raises
     OSError."""
     places = _places(files[0].parent)
     known = {key: digest for place in places for key, digest in _load(place).items()}

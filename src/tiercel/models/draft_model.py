@@ -5,8 +5,8 @@
     target                       t₈   g₉   g₁₀   and these are the next span of both
 
 The draft's entries lie in the pages and tails of the target, so they come back with the prefix from every
-tier. Everything of a model lies by position: what the draft wrote for a guess that was refused is overwritten
-by the next forward, and its rings have a spare row for each guess.
+tier. All rows lie by position: what the draft wrote for a refused guess is overwritten by the next forward,
+and its rings have a spare row for each guess.
 
 Neither family knows of the other: each sees device memory under the names of its own declaration.
 """
@@ -49,7 +49,7 @@ NOTHING = torch.empty(0)
 
 
 class DraftFolder:
-    """The folder of a model that is to guess. What can not be used is a `ConfigError` that names it."""
+    """The folder of a model that guesses. A `ConfigError` names what can not be used."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -77,7 +77,7 @@ class DraftFolder:
         return replace(spec, streams=tuple(replace(each, weights=weights) for each in spec.streams))
 
     def load(self, device: str, kernels: Kernels, check: BytesCheck) -> dict[str, Tensor]:
-        """The weights, without those of a draft that the draft may have."""
+        """The weights. If the draft itself has a draft, that one's weights are left out."""
         return self._family.load(
             self._checkpoint, self._dimensions, device, kernels.dtype, draft=False, fp8=False, check=check
         )
@@ -90,7 +90,7 @@ class DraftFolder:
         kernels: Kernels,
         guesses_max: int,
     ) -> Model:
-        """The model, on memory for what `declare` told."""
+        """The model, on memory for the streams of `declare`."""
         return self._family.build(self._dimensions, weights, memory, running_max, kernels, guesses_max)
 
 
@@ -98,13 +98,13 @@ class DraftModel:
     """A model as a draft of another one."""
 
     def __init__(self, model: Model, vocab_size: int, longest: int | None = None) -> None:
-        """`vocab_size` of the target. `longest`: nothing is guessed behind this position of a text."""
+        """`vocab_size`: the target's. `longest`: nothing is guessed behind this position of a text."""
         self.model, self._vocab_size, self._longest = model, vocab_size, longest
 
     def follow(self, spans: Sequence[Span], x: Tensor, tokens: Tensor) -> None:  # noqa: ARG002
-        """Compute the same spans. Nothing is read of x, which the target computed.
+        """Compute the same spans. The target's x is not read.
 
-        A token that this model does not have is computed as its last one: any is as good.
+        A token that this model does not have is computed as its last token: any token is as good.
         """
         own = tokens.clamp(max=self.model.vocab_size - 1).split([len(span.tokens) for span in spans])
         self.model.forward(_with_tokens(spans, own), rows=())
@@ -139,12 +139,12 @@ def _with_tokens(spans: Sequence[Span], tokens: Sequence[Tensor]) -> list[Span]:
 
 
 class WithDraft:
-    """A target and its draft, to an engine one model. The draft follows every forward of the target."""
+    """A target and its draft, as one model. The draft follows every forward of the target."""
 
     draft: Draft | None
 
     def __init__(self, target: Model, draft: DraftModel, last_layer: int) -> None:
-        """`last_layer` of the draft, as the layers of both are numbered in the cache."""
+        """`last_layer`: the draft's last layer, by its number in the cache."""
         self.target, self.draft, self._draft = target, draft, draft
         self.vocab_size, self._last_layer = target.vocab_size, last_layer
         if isinstance(target, QueueModel):  # then this is one, too
@@ -170,7 +170,7 @@ class WithDraft:
         return logits
 
     def _tokens(self, spans: Sequence[Span]) -> Tensor:
-        """The flat tokens of spans. Those that the target drew and nobody has read yet are read here."""
+        """The flat tokens of spans. Tokens that are still on the target's device are read here."""
         tokens = torch.from_numpy(np.concatenate([span.tokens for span in spans]))
         unknown = tokens == DRAWN_LAST
         if unknown.any():

@@ -100,7 +100,7 @@ class EntryRows:
             own[where] = new
 
     def write_row(self, place: int, parts: Parts) -> None:
-        """A whole row, encoded already."""
+        """Write a whole row that is encoded already."""
         for own, data in zip(self._parts, parts, strict=True):
             own[place] = data
 
@@ -133,8 +133,8 @@ class Rings:
             self._k.put_rows(own, rows, data, tokens)
 
     def gather(self, new: Parts, rows: Tensor) -> Parts:
-        """Kept and new rows by their numbers, encoded; the kept ones come first. Those before the start of a
-        text, which nobody reads, are zeros: no byte of another text gets into a tail."""
+        """Kept and new rows by their numbers, encoded; the kept ones come first. Rows before the start of a
+        text, which are never read, are zeros: no byte of another text gets into a tail."""
         kept, before = len(self._parts[0]), rows < 0
         olds, news = rows[rows < kept].clamp(min=0), rows[rows >= kept] - kept
         pairs = zip(self._parts, new, strict=True)
@@ -144,7 +144,7 @@ class Rings:
         return gathered
 
     def restore(self, ring: int, end: int, parts: Parts) -> None:
-        """From the row of a tail: the entries up to position `end`."""
+        """Fill a ring from a tail's row: the entries up to position `end`."""
         count = min(self.rows, len(parts[0]))
         rows = ring * self.rows + torch.arange(end - count, end, device=parts[0].device) % self.rows
         for own, data in zip(self._parts, parts, strict=True):

@@ -34,7 +34,7 @@ EMBEDDED = "tiny-v4"
 
 FOLDERS = {EMBEDDED: "tiny_v4", "v4-flash-8e": "v4_flash_8e"}
 """Models by name. The second has the dimensions of V4-Flash with 8 experts, and random weights: it is for
-measurements, and answers nothing of sense."""
+measurements, and its answers make no sense."""
 
 SHARED_SOURCES = (
     "models/batch.py",
@@ -46,14 +46,14 @@ SHARED_SOURCES = (
     "models/rotary.py",
     "kernels/entries.py",
 )
-"""What all families compute with, besides the kernels."""
+"""Source files that all families compute with, besides the kernels."""
 
 
 class Load(Protocol):
     """Loads weights onto a device. `check` is given the bytes that they take, before a byte is read.
 
-    `draft`: with the parameters of the model's draft. `fp8`: the kernels multiply fp8, and what is stored as
-    fp8 may stay so.
+    `draft`: with the parameters of the model's draft. `fp8`: the kernels multiply fp8, so weights stored as
+    fp8 may stay fp8.
     """
 
     def __call__(  # noqa: PLR0913
@@ -96,7 +96,7 @@ class Family:
     draft: Callable[[Checkpoint, Any], DraftOffer | None] = lambda *_: None
     """The draft that a checkpoint has, whole."""
     draft_names: Callable[[Checkpoint], list[str]] = lambda _: []
-    """The tensors of a draft, of whatever kind."""
+    """The tensors of a draft of any kind."""
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
@@ -119,5 +119,5 @@ def folder_of(model: str) -> Path:
 
 
 def text_folder_of(model: str) -> Path:
-    """Where its tokenizer is. Random weights need none of their own."""
+    """The folder of the model's tokenizer. Random weights need none of their own."""
     return folder_of(EMBEDDED if model in FOLDERS else model)

@@ -29,7 +29,7 @@ class Size(NamedTuple):
     """How many rows of logits there are."""
     tails: int
     longest: int
-    """No text has more positions behind the call."""
+    """The most positions of any text behind the call."""
 
     @property
     def numbers(self) -> int:
@@ -44,7 +44,7 @@ class Numbers(NamedTuple):
     rows: Ints
     tails: Ints
     rings: int
-    """A ring of this number is no text's."""
+    """A ring that belongs to no text."""
     longest: int
 
     @property
@@ -98,7 +98,7 @@ def numbers_of(spans: Sequence[Span], rows: Sequence[int] | None, rings: int) ->
 
 
 class FlatBatch:
-    """What `Batch` is on a CPU. `table` [rings, most pages] has the page tables of running texts."""
+    """The form of `Batch` for a device. `table` [rings, most pages] has the page tables of running texts."""
 
     def __init__(self, numbers: Tensor, size: Size, table: Tensor) -> None:
         """`numbers`: on the device, as `Numbers.padded` made them for this size."""
@@ -113,7 +113,7 @@ class FlatBatch:
         self.longest = size.longest
 
     def behind(self, lag: int) -> FlatBatch:
-        """The same tokens, each `lag` positions earlier. What would stand before its text is padding."""
+        """The same tokens, each `lag` positions earlier. Positions before the text become padding."""
         other = copy(self)
         other.positions, other.end = (self.positions - lag).clamp(min=-1), self.end - lag
         other.flat = self.flat._replace(position=other.positions, start=self.flat.start - lag)
@@ -123,21 +123,21 @@ class FlatBatch:
 
 
 def send(numbers: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """To the device, without waiting for it."""
+    """Send numbers to the device, without waiting for it."""
     whole = torch.from_numpy(numbers)
     return whole.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else whole
 
 
 class PageTables:
-    """The page tables of running texts, on the device. What did not change is not sent again."""
+    """The page tables of running texts, on the device. Only changes are sent."""
 
     def __init__(self, rings: int, device: torch.device) -> None:
         self.table = torch.zeros(rings, 0, dtype=torch.int32, device=device)
-        """[rings, pages]. It grows with the longest text: then it is another tensor."""
+        """[rings, pages]. It grows with the longest text and is then another tensor."""
         self._sent: dict[int, Tensor] = {}
 
     def make_room(self, pages: int) -> None:
-        """For texts of so many pages. A recorded forward reads the table that there was when it was recorded:
+        """Make room for texts of `pages` pages. A recorded forward reads the table that it was recorded with:
         there must be room for the longest text before that."""
         missing = pages - self.table.shape[1]
         if missing > 0:

@@ -29,7 +29,7 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Larger calls keep the device busy for longer than it takes to launch their kernels one by one."""
 
 LONGEST_FIRST, LONGEST_STEP = 16_384, 8
-"""Lengths of the longest text. Kernels that look for the best keys are launched for the most keys."""
+"""Lengths of the longest text: a kernel that looks for the best keys is launched for the most keys."""
 
 
 class Section(NamedTuple):
@@ -37,8 +37,8 @@ class Section(NamedTuple):
 
     last_layer: int
     run: Callable[[FlatBatch, Any], Any]
-    """(batch, what the section before returned) → what the next section reads. The last one returns what a
-    forward does."""
+    """(batch, what the section before returned) → what the next section reads. The last one returns the
+    result of a forward."""
 
 
 class Recording:
@@ -47,7 +47,7 @@ class Recording:
     def __init__(
         self, numbers: Tensor, calls: Sequence[Callable[[Any], Any]], pool: Any, stream: torch.cuda.Stream
     ) -> None:
-        """Each call takes the answer of the call before. A pool lends memory again on one stream only."""
+        """Each call takes the result of the call before. A pool lends memory again on one stream only."""
         self._numbers = numbers
         self.graphs = [torch.cuda.CUDAGraph() for _ in calls]
         self.answer: Any = None
@@ -84,7 +84,7 @@ class Graphs:
         """The pool and the stream of all recordings of the model."""
         began = perf_counter()
         self._recordings = self._record_all()
-        """The smallest first."""
+        """The recordings, the smallest first."""
         tail = torch.tensor([-1, 0, 0], dtype=torch.int32, device=table.device)
         restore(tail)
         self._restore = Recording(tail, [lambda _: restore(tail)], *self.memory)
@@ -115,8 +115,8 @@ class Graphs:
         return Recording(numbers, calls, *self.memory)
 
     def run(self, numbers: Numbers, before: BeforeLayer) -> Any:
-        """What the last section answers for the padded call; None: no recording is large enough. It is
-        overwritten by the next call."""
+        """What the last section returns for the padded call; None: no recording is large enough. The next
+        call overwrites it."""
         tokens, rows, tails, longest = numbers.size
         assert longest <= self._most, "a text is longer than the page tables of recorded forwards"
         for size, recording in self._recordings:

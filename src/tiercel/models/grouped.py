@@ -4,9 +4,9 @@
     query           │ q, 0  of each head that reads this kv head
 
 The kernels' attention reads rows that are keys and values at once. So an entry is one head's key and value
-side by side (`spec.attention.kv_stream`), a query is filled up with zeros, and of an answer the second half
-counts. The kernels turn neighbouring channels and the weights turn halves, as in `transformers`: the channels
-of queries and keys are put in order once, at the start.
+side by side (`spec.attention.kv_stream`), a query is filled up with zeros, and only the second half of a
+result counts. The kernels rotate neighbouring channels, the weights are made for rotating halves, as in
+`transformers`: the channels of queries and keys are put in order once, at the start.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Numbers:
         self.heads = torch.arange(kv_heads, dtype=torch.int32, device=device)
 
     def first(self, tokens: Tensor) -> Tensor:
-        """Where the first head's entry of a token is: before it are the whole pages, with all their heads."""
+        """The number of a token's first entry: behind all heads of the whole pages before it."""
         return tokens + tokens // self.page_tokens * self.page_tokens * (len(self.heads) - 1)
 
     def of(self, tokens: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class Numbers:
         return self.first(tokens.long())[:, None] + self.heads * self.page_tokens
 
     def written(self, batch: Batch) -> Written | None:
-        """Where a batch without rings writes. None: all entries of this call are in the pages already."""
+        """Where a batch without rings writes. None: all its entries are in the pages already."""
         made = batch.new_entries(1, 1, 1, self.page_tokens)
         return None if made is None else Written(made.rows[:, 0], self.of(made.pages).flatten())
 
@@ -103,7 +103,7 @@ class Reach:
         self._heads = numbers.heads
         rows = batch.entries(1, page_tokens, in_place=True)
         self.read = None if in_place else numbers.of(rows[rows >= 0]).T.flatten()
-        """What is to be read out of the pages first, where attention can not read them itself."""
+        """Entries that are read out of the pages first, if attention can not read the pages itself."""
         if self.read is None:
             self._rows, self._steps = numbers.first(rows), self._heads * page_tokens
         else:
@@ -111,10 +111,10 @@ class Reach:
             self._steps = self._heads * (len(self.read) // kv_heads)
         self.written = numbers.written(batch)
         self._list: tuple[int, Tensor] | None = None
-        """The list made last, by its first token: where one is enough, every layer uses it."""
+        """The last list, with its first token: if one list is enough, every layer uses it."""
 
     def parts(self) -> Iterator[tuple[slice, Tensor]]:
-        """(queries, the entries each of them sees)"""
+        """Yields (queries, the entries each of them sees)."""
         heads, context = len(self._heads), self._rows.shape[1]
         tokens = max(1, NUMBERS_AT_ONCE // (heads * context))
         for first in range(0, len(self._span), tokens):
@@ -141,7 +141,7 @@ class Layer:
         memory: DeviceMemory,
         layer: int,
     ) -> None:
-        """`weights` of this layer; `layer` is its id in the memory."""
+        """`weights`: this layer's; `layer`: its id in the memory."""
         g, self._grouping, self._k = grouping, grouping, kernels
         own = {name.removesuffix(".weight"): weight for name, weight in weights.items()}
         stream = memory.stream(KEYS_VALUES, layer)
@@ -163,11 +163,11 @@ class Layer:
         """x [tokens, d] after this layer."""
         g, k = self._grouping, self._k
         x = x + self._attend(self.write(x, rotation, reach.written), rotation, reach)
-        asked = x.new_empty(len(x), 0, dtype=torch.int64)  # of experts: only the shared one
+        asked = x.new_empty(len(x), 0, dtype=torch.int64)  # experts: only the shared one
         return x + k.experts(k.norm(x, self._norms[1], g.eps), asked, asked.float(), self._mlp, math.inf)
 
     def write(self, x: Tensor, rotation: CosSin, written: Written | None) -> Tensor:
-        """Make the entries of x [tokens, d]. Returns its queries [tokens, heads, dim], not turned."""
+        """Make the entries of x [tokens, d]. Returns its queries [tokens, heads, dim], not rotated."""
         g, k = self._grouping, self._k
         made = k.linear(k.norm(x, self._norms[0], g.eps), self._input).split(self._widths, 1)
         heads: list[Tensor] = [part.unflatten(1, (-1, g.head_dim)) for part in made]
@@ -192,6 +192,6 @@ class Layer:
 
 
 def in_pairs(x: Tensor, heads: int) -> Tensor:
-    """Rows [heads · dim, …] of which i turns with i + dim / 2, in the order in which neighbours turn."""
+    """Rows [heads · dim, …] where i rotates with i + dim / 2, in the order in which neighbours rotate."""
     halves: Tensor = x.unflatten(0, (heads, 2, -1))
     return halves.transpose(1, 2).flatten(0, 2)

@@ -30,12 +30,12 @@ class Rope:
 
 
 def rope_kind(given: Mapping[str, Any]) -> object:
-    """`default`, `yarn`, … of the object `rope_scaling` or `rope_parameters` of a config."""
+    """The kind (`default`, `yarn`, …) that `rope_scaling` or `rope_parameters` of a config names."""
     return given.get("rope_type", given.get("type", "default"))
 
 
 def read_rope(given: Mapping[str, Any], theta: float) -> Rope:
-    """From the same object. The model itself reads or refuses what scales cos and sin."""
+    """The rotation from the same object. The model itself reads or refuses what scales cos and sin."""
     kind = rope_kind(given)
     if kind == "default":
         return Rope(theta)
@@ -53,7 +53,7 @@ def read_rope(given: Mapping[str, Any], theta: float) -> Rope:
 
 
 def attention_factor(given: Mapping[str, Any]) -> float:
-    """What YaRN multiplies cos and sin with: as it is told, or else by how far it stretches, as in
+    """What YaRN multiplies cos and sin with: the given factor, or one from the stretch, as in
     `transformers`."""
     if given.get("attention_factor") is not None:
         return number(given, "attention_factor")
@@ -65,8 +65,8 @@ def attention_factor(given: Mapping[str, Any]) -> float:
 
 
 def inverse_frequencies(rope: Rope, dim: int) -> Tensor:
-    """[dim / 2], on the CPU. YaRN mixes the plain and the stretched frequencies by how often they turn in the
-    original length."""
+    """[dim / 2], on the CPU. YaRN mixes the plain and the stretched frequencies by their number of turns in
+    the original length."""
     plain = 1.0 / rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
     if rope.factor == 1.0:
         return plain
@@ -78,7 +78,7 @@ def inverse_frequencies(rope: Rope, dim: int) -> Tensor:
 
 
 def _channel(rotations: float, rope: Rope, dim: int) -> float:
-    """The channel that makes so many turns in the original length."""
+    """The channel that makes `rotations` turns in the original length."""
     return dim * math.log(rope.original_length / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
 

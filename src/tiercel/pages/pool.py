@@ -7,8 +7,8 @@ place in the next generation, so an id kept after its release equals no live id 
     take 2         free: [.. 9g0 7g2]  →  owned: {7g2, 9g0}
     release 9g0    owned: {7g2}        →  free: [.. 9g1]
 
-The list is a stack, kept so that neighbours stay neighbours: what was released in some order is given out in
-that order again.
+The list is a stack. Ids are given out again in the order of their release, so that neighbours stay
+neighbours.
 
 A reservation acquires everything that an operation needs, or nothing. There is no other rollback of places in
 this package:
@@ -59,7 +59,7 @@ class PagePool(Generic[Id]):
         return len(self._free)
 
     def take(self, count: int) -> list[Id]:
-        """`count` places; the caller has looked at `free` (or goes through `reserve`)."""
+        """Take `count` places. Required: that many are free (or go through `reserve`)."""
         assert 0 <= count <= len(self._free), f"{count} of {len(self._free)} free places of {self.name}"
         if count == 0:
             return []
@@ -71,7 +71,7 @@ class PagePool(Generic[Id]):
         return taken
 
     def release(self, ids: Sequence[Id]) -> None:
-        """Give places back. Every id is owned now and named once."""
+        """Give places back. Required: every id is owned now and named once."""
         if not ids:
             return
         once = len(set(ids)) == len(ids) and self.own(ids)
@@ -84,7 +84,7 @@ class PagePool(Generic[Id]):
         self._free += cast(list[Id], following)
 
     def own(self, ids: Iterable[int]) -> bool:
-        """Whether each of these places is taken."""
+        """Whether all of these places are taken."""
         owned, capacity = self._owned, self.capacity
         return all((at := i & PLACE_MASK) < capacity and owned[at] == i for i in ids)
 

@@ -1,1 +1,1 @@
-"""Other servers: what this one offers them. (What they offer is a store, `storage.peer`.)"""
+"""What this server offers to other servers. (What they offer is a store, `storage.peer`.)"""

@@ -2,8 +2,8 @@
 
     listener ── accept ──► Reader: its thread asks the engine's thread, and sends host pages (`peers.reader`)
 
-No thread here touches the tree. Reading harms nobody: a reader that died or stopped costs its pages for the
-time of its lease, and nothing else.
+No thread here touches the tree. A reader that died or stopped holds its pages for the time of its lease, and
+nothing else.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from tiercel.storage.peer.link import Link
 log = logging.getLogger(__name__)
 
 READERS_MOST = 256
-"""Connections. A server that reads has a few."""
+"""The most connections. A server that reads has a few."""
 MOONCAKE_S = 5.0
-"""The time-outs of our side, which sends when it is asked to."""
+"""The time-outs of our side, which only sends."""
 Withdraw = Callable[[], None]
 PAUSE_S = 0.1
-"""When the process has no files left: others may be closed meanwhile."""
+"""The pause when the process has no files left: others may be closed meanwhile."""
 
 
 class Offering:
@@ -48,7 +48,7 @@ class Offering:
         key: str = "",
         mooncake: str | None = None,
     ) -> None:
-        """`mooncake`: offer them through Mooncake too, with this protocol: tcp, rdma, rdma:mlx5_0."""
+        """`mooncake`: offer the pages through Mooncake too, with this protocol: tcp, rdma, rdma:mlx5_0."""
         if cache.host is None:
             raise ConfigError("share_pages", None, "there are none: the host tier is off (--host-memory)")
         self.questions = Questions(cache.leases)
@@ -69,7 +69,7 @@ class Offering:
         return {"readers": len(self._readers), **self._offer.counters}
 
     def close(self) -> None:
-        """Readers lose their connections. When it returns, none of their threads reads a host page."""
+        """End all connections. When it returns, no thread of them reads a host page."""
         self._pause.set()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -118,7 +118,7 @@ class Offering:
 
 
 def _start_mooncake(host: HostMemory, listener: socket.socket, how: str) -> tuple[Withdraw, dict[str, Any]]:
-    """Registers our host memory with Mooncake. Returns how to end that, and what readers must know."""
+    """Register our host memory with Mooncake. Returns how to end that, and what readers must know."""
     from tiercel.storage.peer.mooncake import engine_of  # its library is large
 
     protocol, _, devices = how.partition(":")
@@ -135,7 +135,7 @@ def _start_mooncake(host: HostMemory, listener: socket.socket, how: str) -> tupl
 
 
 def where(listener: socket.socket) -> str:
-    """The address that it listens on, as `host:port`."""
+    """The address of a listener, as `host:port`."""
     host, port = listener.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 

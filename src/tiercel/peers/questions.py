@@ -25,7 +25,7 @@ from tiercel.types import PageKey
 
 
 class Finding(NamedTuple):
-    """Decided now: keys by their numbers in the question. The lease holds those that are HERE, in order."""
+    """What is decided: keys by their numbers in the question. The lease holds those HERE, in order."""
 
     states: dict[int, Readiness]
     lease: Lease | None
@@ -37,7 +37,8 @@ class Finding(NamedTuple):
 
 @dataclass(eq=False)
 class Watch:
-    """A question that waits. `Questions` appends to `news` and then wakes whoever waits for `wake`."""
+    """A question that waits. `Questions` appends to `news` and then wakes the thread that waits for
+    `wake`."""
 
     keys: Sequence[RecordKey]
     hold: bool
@@ -60,7 +61,7 @@ class Questions:
         self._leases = leases
         self._watches: dict[Watch, None] = {}
         self.abandoned: Callable[[set[PageKey]], None] = lambda _: None
-        """Told of pages that a reader waited for, which is gone, and that nobody else waits for."""
+        """Told of pages whose reader is gone, if no other reader waits for them."""
 
     @property
     def watched(self) -> bool:
@@ -80,7 +81,7 @@ class Questions:
             self._look(watch)
 
     def unwatch(self, watch: Watch) -> Finding:
-        """The reader waits no longer. What is there now is told; all else is ABSENT for it."""
+        """The reader waits no longer. Returns what is there now; all else is ABSENT for it."""
         self._watches.pop(watch, None)
         self._look(watch)
         states = dict.fromkeys(watch.undecided, Readiness.ABSENT)

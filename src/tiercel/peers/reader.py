@@ -32,13 +32,13 @@ from tiercel.storage.record import RecordKey
 T = TypeVar("T")
 
 MESSAGE_S = 5.0
-"""For one message. They are short."""
+"""The time limit of one message. Messages are short."""
 ANSWER_S = 30.0
-"""The engine answers between two steps. If it has not by then, it hangs."""
+"""The engine answers between two steps. If it takes longer than this, it hangs."""
 IDLE_S = 600.0
 """A connection that asks nothing for this time is closed. Its reader opens another."""
 LEASE_MOST_S = 60.0
-"""A reader may ask for less. More would let one that stopped keep pages for long."""
+"""The longest lease. A longer one would let a reader that stopped keep pages for long."""
 ALIVE_S = 0.25
 """How often a reader that waits is told that we are still there, while there is no news."""
 
@@ -63,7 +63,7 @@ class Offer:
     counters: Counter[str] = field(default_factory=Counter)
 
     def asked(self, what: Callable[[], T]) -> T:
-        """The answer of the thread that drives the cache. It comes, or `what` is never done."""
+        """The result of `what`, run in the cache's thread. After a time-out `what` is never run."""
         future = self.ask(what)
         try:
             try:
@@ -77,7 +77,7 @@ class Offer:
 
 
 class Held(NamedTuple):
-    """A lease, until when, and its records by their numbers in the question."""
+    """A lease, its end, and its records by their numbers in the question."""
 
     until_s: float
     lease: Lease
@@ -94,7 +94,7 @@ class Reader:
         self._next = 1
 
     def run(self) -> None:
-        """Answer until the connection ends."""
+        """Answer questions until the connection ends."""
         self._greet()
         while True:
             self._wait_for_question()
@@ -110,7 +110,7 @@ class Reader:
                 raise StoreError(f"{kind.name} is no question")
 
     def close(self) -> None:
-        """Ends every lease."""
+        """End every lease."""
         self.link.close()
         for number in list(self._leases):
             self._end(number)
@@ -131,7 +131,7 @@ class Reader:
         link.send(Message.WELCOME, wire.Welcome(own, offer.forms, offer.transports).pack())
 
     def _wait_for_question(self) -> None:
-        """Leases whose time is over end meanwhile."""
+        """Wait for a question. Meanwhile leases end when their time is over."""
         until_s, arrived = monotonic() + IDLE_S, False
         while not arrived:
             next_s = min((until_s, *(held.until_s for held in self._leases.values())))
@@ -151,7 +151,7 @@ class Reader:
         self._tell(question, finding, hold_s, last=True)
 
     def _watch(self, question: wire.Find, hold_s: float) -> None:
-        """Tell what comes, until all is decided or the wait is over."""
+        """Send what is decided, until all is decided or the wait is over."""
         questions, watch, left = self._offer.questions, Watch(question.keys, hold_s > 0), False
         try:
             self._offer.asked(lambda: questions.watch(watch))
@@ -163,12 +163,12 @@ class Reader:
         finally:
             if not left:
                 self._offer.asked(lambda: questions.leave(watch))
-            for finding in watch.news:  # that could not be told: `close` ends its lease
+            for finding in watch.news:  # not sent any more: `close` ends the lease
                 self._hold(question.keys, finding, hold_s)
             watch.close()
 
     def _tell_news(self, watch: Watch, question: wire.Find, hold_s: float, until_s: float) -> None:
-        """The reader may end leases meanwhile, or go."""
+        """Send news of a watch. The reader may end leases meanwhile, or leave."""
         while True:
             self._tell_all(watch, question, hold_s)
             left_s = until_s - monotonic()
@@ -204,7 +204,7 @@ class Reader:
         self.link.send(Message.FOUND, wire.Found(entries, number, last).pack())
 
     def _read(self, question: wire.Read) -> None:
-        """Send the bytes, from host memory; then the lease has ended."""
+        """Send the bytes from host memory; then end the lease."""
         held = self._leases.get(question.lease)
         if held is None:
             self._done(question.lease)
@@ -217,7 +217,7 @@ class Reader:
             item, places = held.lease.items[at[number]], held.lease.places[at[number]]
             views += self._offer.records.views(held.keys[number], item, places)
         size = sum(map(len, views))
-        self.link.within(held.until_s - monotonic())  # beyond that others may write there
+        self.link.within(held.until_s - monotonic())  # afterwards others may write there
         self.link.send(Message.BYTES, wire.pack_bytes(size))
         self.link.send_all(views)
         self._offer.counters["bytes_sent"] += size
@@ -234,7 +234,7 @@ class Reader:
     # Leases
 
     def _hold(self, keys: Sequence[RecordKey], finding: Finding, hold_s: float) -> int:
-        """The number of its lease; 0: it has none."""
+        """Hold what was found. Returns the number of the lease; 0: there is none."""
         if finding.lease is None:
             return 0
         number, self._next = self._next, self._next + 1
@@ -244,7 +244,7 @@ class Reader:
         return number
 
     def _limit(self) -> None:
-        """A message takes a few seconds at most, and no longer than any lease: then the connection ends."""
+        """Set the time limit of a message: a few seconds, and no longer than any lease."""
         self._end_old()
         now = monotonic()
         self.link.within(min((MESSAGE_S, *(held.until_s - now for held in self._leases.values()))))

@@ -16,7 +16,7 @@ from tiercel.tree.node import Item
 from tiercel.types import HostPageId
 
 CHECKSUMS_MOST = 1 << 16
-"""Checksums that are remembered: to make one is to read the whole page."""
+"""Checksums that are remembered: making one reads the whole page."""
 
 
 class Described(NamedTuple):
@@ -26,20 +26,20 @@ class Described(NamedTuple):
 
 
 class Records:
-    """For any thread that has a lease on what it asks for."""
+    """Any thread may use it that has a lease on the items."""
 
     def __init__(self, host: HostMemory, spec: CacheSpec) -> None:
         self._host, self._spec = host, spec
         self._forms = {ALIGN_LEAST: forms_of(spec, ALIGN_LEAST)}
-        """By the alignment that readers ask for."""
+        """The forms, by the alignment that readers ask for."""
         self._checksums: OrderedDict[tuple[HostPageId, bytes], bytes] = OrderedDict()
-        """By the first host page and the form: an id is never used again for other bytes."""
+        """Checksums by first host page and form: an id is never used again for other bytes."""
         self._lock = threading.Lock()
 
     def describe(
         self, key: RecordKey, item: Item, places: tuple[HostPageId, ...], *, align: int, pieces: bool
     ) -> Described:
-        """`pieces`: tell where its bytes are, too."""
+        """The record's description. `pieces`: with the places of its bytes."""
         if align not in self._forms:
             self._forms[align] = forms_of(self._spec, align)
         number, sizes = self._part(key, item)
@@ -49,12 +49,12 @@ class Records:
         return Described(form.payload_bytes, header, ranges)
 
     def views(self, key: RecordKey, item: Item, places: tuple[HostPageId, ...]) -> list[memoryview]:
-        """Its bytes in the order of the record."""
+        """The record's bytes, in order."""
         number, sizes = self._part(key, item)
         return self._host.views(places, sizes)[number]
 
     def _part(self, key: RecordKey, item: Item) -> tuple[int, list[int]]:
-        """Which of the item's records it is, and the sizes of these records up to it."""
+        """The record's number among those of the item, and the sizes of these records up to it."""
         forms = self._forms[ALIGN_LEAST][item.kind]
         number = next(i for i, form in enumerate(forms) if form.digest == form_of(key))
         return number, [form.payload_bytes for form in forms[: number + 1]]

@@ -24,7 +24,7 @@ class BreakerState(Enum):
 
 
 class Breaker:
-    """It takes the time as an argument. While it is trying, one operation runs, and its result decides."""
+    """The time is an argument. While the breaker is trying, one operation runs, and its result decides."""
 
     def __init__(self) -> None:
         self.state = BreakerState.WORKING

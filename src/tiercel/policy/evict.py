@@ -48,17 +48,17 @@ class Lru(EvictPolicy):
 
 
 class Value(Lru):
-    """What is worth least first (`policy.worth`). In a tree without tails, least recently used first: there
-    every page saves one page."""
+    """Least worth first (`policy.worth`). In a tree without tails, least recently used first: there every
+    page saves one page."""
 
 
 AGE = 20_000
-"""Uses of a tree, about so many as a few hundred requests make: after so many, what was found often and is
-not found any more counts for half, or is protected no longer."""
+"""A number of uses of a tree, about those of a few hundred requests. An item that was found often and then
+not for this many uses counts half, or is no longer protected."""
 
 
 class Lfu(EvictPolicy):
-    """Least often found first, where hits count for half after every `AGE` uses of others."""
+    """Least often found first, where hits count half after every `AGE` uses of others."""
 
     def rank(self, use: Used) -> Rank:
         return use.used + round(AGE * log2(1 + use.hits))

@@ -39,12 +39,12 @@ class Rate:
             self._seconds = fades * self._seconds + seconds
 
     def forget(self) -> None:
-        """As if nothing had been observed."""
+        """Forget all observations."""
         self._amount = self._seconds = 0.0
 
     @property
     def per_s(self) -> float | None:
-        """None: nothing was observed yet."""
+        """Amount per second; None: nothing was observed yet."""
         return self._amount / self._seconds if self._seconds else None
 
     def seconds(self, amount: float) -> float | None:
@@ -54,8 +54,8 @@ class Rate:
 
 @dataclass(frozen=True)
 class Held:
-    """Where a text's pages and the boundaries with tails are, once the store has answered. Counts are in
-    pages. Nearer tiers are device and host."""
+    """Where a text's pages and the boundaries with tails are, once the store has told what it has. Counts are
+    in pages. Nearer tiers are device and host."""
 
     boundary: int
     """The last boundary that the nearer tiers can resume from."""
@@ -86,7 +86,7 @@ class Wanted:
     tails: tuple[int, ...]
     spared: int
     rest: Refusal | None = None
-    """Why not more of what the store has; None: it is all of it."""
+    """Why it is not all that the store has; None: it is all."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def _tails(boundary: int, pages_per_window: int, held: Held) -> set[int]:
 def _tails_on_the_way(
     wanted: Wanted, boundaries: list[int], held: Held, pages_per_window: int
 ) -> tuple[int, ...]:
-    """The wanted tails, and those at up to three earlier boundaries: then a fetch that is cut short still
+    """The wanted tails, and those at up to three earlier boundaries: so a fetch that is cut short still
     helps."""
     if not wanted.tails:
         return ()
@@ -233,7 +233,7 @@ class FetchPolicy(ABC):
 
 
 class BestEffort(FetchPolicy):
-    """Not at all: only what was prefetched early enough is there."""
+    """Does not wait: only what was prefetched early enough is there."""
 
     def waits(self, fetch: Fetching) -> bool:  # noqa: ARG002
         return False
@@ -245,7 +245,7 @@ class WaitForAll(FetchPolicy):
 
 
 class Deadline(FetchPolicy):
-    """Until the deadline, and only as long as that is worth it."""
+    """Waits until the deadline, and only as long as that is worth it."""
 
     def waits(self, fetch: Fetching) -> bool:
         return fetch.left_s > 0 and fetch.worth_waiting
@@ -270,11 +270,11 @@ class Moment:
     costs: Costs
     store_works: bool = True
     held: Held | None = None
-    """What is where; None: the store has not answered, or reads are under way."""
+    """Where pages and tails are; None: the store has not answered, or reads are under way."""
     other_brings: bool = False
-    """Another fetch is bringing the page after those that were found."""
+    """Whether another fetch is bringing the page after those that were found."""
     turn: bool = False
-    """The request could begin now without the fetch."""
+    """Whether the request could begin now without the fetch."""
     wait_s: float = 0.0
     """How long the request will wait in any case."""
     bytes_ahead: int = 0
@@ -282,7 +282,7 @@ class Moment:
     bytes_most: int = 0
     """Host memory that a fetch may take now."""
     fetching: Fetching | None = None
-    """The request asks whether it should go on waiting."""
+    """Given if the request asks whether it should go on waiting."""
 
 
 @dataclass(frozen=True)
@@ -317,5 +317,5 @@ def next_of(moment: Moment, policy: FetchPolicy) -> Keep | Wanted | GiveUp:
     if not isinstance(wanted, Refusal):
         return wanted
     if wanted is Refusal.NO_ROOM and not moment.turn:
-        return Keep()  # others may have begun by the time it is its turn
+        return Keep()  # other requests may have begun when its turn comes
     return GiveUp(wanted)

@@ -37,8 +37,8 @@ def tail_boundaries(
     """The boundaries, in pages, that get a tail, and why. They lie after the resumed pages.
 
     They are the ends of messages, turns and named break points (`turn_ends`, in tokens), the page where this
-    text branches off from cached ones (0: none), the end of the prompt, and every `every_pages` pages; and
-    before each of them the tails that a window longer than a page reads too.
+    text branches off from cached ones (0: none), the end of the prompt, and every `every_pages` pages; and,
+    for a window longer than a page, the boundaries before each of these that it reads too.
     """
     wanted = dict.fromkeys(range(every_pages, total_pages + 1, every_pages), Boundary.EVERY)
     wanted |= dict.fromkeys((tokens // page_tokens for tokens in turn_ends), Boundary.TURN)

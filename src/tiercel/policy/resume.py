@@ -1,4 +1,4 @@
-"""Where a request resumes, and the answer to "what was reused, from which tier, and why not more"."""
+"""Where a request resumes, and what it reused, from which tier, and why not more."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def choose_resume(*, found: int, boundary: int, page_tokens: int, replay_cost: i
 def tokens_by_tier(
     near: int, fetched: Sequence[bool], *, page_tokens: int, replay_tokens: int
 ) -> tuple[int, int, int]:
-    """Tokens that device, host and store supply. Of the reused pages the first `near` are on the device;
-    `fetched` tells of each page after them whether it is on the host because the store brought it. The last
-    `replay_tokens` of all are computed again, so no tier supplies them."""
+    """Tokens that device, host and store supply. The first `near` reused pages are on the device. `fetched`
+    has, for each page after them, whether the store brought it to the host. The last `replay_tokens` tokens
+    are computed again, so no tier supplies them."""
     left = (near + len(fetched)) * page_tokens - replay_tokens
     device = min(left, near * page_tokens)
     whole, part = divmod(left - device, page_tokens)
@@ -86,12 +86,12 @@ class Reuse:
 
     @property
     def computed_tokens(self) -> int:
-        """Tokens of the prompt that are computed, the replayed ones with them."""
+        """Tokens of the prompt that are computed, including the replayed ones."""
         return self.prompt_tokens - self.cached_tokens
 
     @property
     def tokens(self) -> int:
-        """Tokens of all reused pages, the replayed ones with them: nothing before here is written again."""
+        """Tokens of all reused pages, the replayed ones included: nothing before is written again."""
         return self.cached_tokens + self.replay_tokens
 
     def __str__(self) -> str:

@@ -4,13 +4,13 @@
     selective    as soon as it is found a first time, at the latest at eviction
     back         at eviction
 
-What leaves the device without a copy is copied then, whatever the policy: most of what is found on the host
-was found nowhere before.
+Whatever leaves the device without a copy is copied then, under every policy: most of what is found on the
+host had no hit before.
 
 An early copy takes free host memory only, or the memory of something that device and store hold too. If the
-host is full, the copy is made at eviction: a second copy must not displace the only copy of something else.
-A prompt that is computed for another server is copied at once, whatever the policy, and displaces what is
-older: the other server reads it on the host.
+host is full, the copy is made at eviction: a second copy must not displace the only copy of something else. A
+prompt that is computed for another server is copied at once, under every policy, and displaces older items:
+the other server reads it on the host.
 """
 
 from __future__ import annotations

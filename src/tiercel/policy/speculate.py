@@ -1,11 +1,11 @@
 """How many guesses a text gets in a step: as many as make tokens come faster, down to none.
 
-    a step        seconds it takes with so many rows, measured: without guesses, and with guesses
-    a guess       how likely it is accepted, measured: for its text, with what is known of all texts before
+    a step        its measured seconds for a number of rows: without guesses, and with guesses
+    a guess       its measured chance to be accepted: for its text, starting from that of all texts
 
 A guess is added if tokens per second rise with it; there are none if all of them together bring less than
-`WORTH`, which is what can not be measured. Where no guess is worth it one is still tried now and
-then, so rarely that trying costs less than `TRIED_SHARE` of the time: texts and loads change.
+`WORTH`, the share that can not be measured. Where no guess is worth it one is still tried now and then,
+because texts and loads change. Trying costs less than `TRIED_SHARE` of the time.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from math import inf
 from statistics import median_low
 
 LEVELS_MOST = 8
-"""No text gets more guesses in one step."""
+"""The most guesses of one text in one step."""
 
 WORTH = 1.02
-"""Tokens per second over those without guesses. Steps of one kind differ by more than this."""
+"""The least gain: tokens per second over those without guesses. Steps of one kind differ by more."""
 
 TRIED_SHARE = 0.005
 """The share of all time that trying may cost."""
@@ -30,18 +30,18 @@ TRIED_FIRST = 8
 """Tries at the start that are free: there is nothing to decide by."""
 
 PLAIN_FIRST, PLAIN_EVERY, PLAIN_RUN = 16, 256, 6
-"""Where texts get guesses, after so many steps some have none, one after the other: what these take must be
-known. At first sooner, then ever later: the first steps of a process are slow."""
+"""While texts get guesses, some steps in a row have none, so that their time is known: the first after 16
+steps, later ones less and less often, because the first steps of a process are slow."""
 
 UNSETTLED = 2
-"""So many steps behind one with guesses do not count as steps without: a device is one step ahead only where
-steps have no guesses. Where a guess was tried, they are part of what trying costs."""
+"""This many steps after one with guesses do not count as steps without: a device is one step ahead only while
+steps have no guesses. After a trial they are part of its cost."""
 
 FORGET_TEXT, FORGET_ALL = 0.9, 0.998
-"""What a try counts after the next one: a text's own last ten count, and the last 500 of all."""
+"""The weight of a try after the next one: a text's last ten tries count, and the last 500 of all."""
 
 FIRST = 0.6
-"""How often a guess is right, before anything is known: high, so that it is found out."""
+"""The assumed chance of a guess before anything is known: high, so that guesses are tried."""
 
 PRIOR_TRIES = 2.0
 """What is known of all texts counts as this number of tries of a text."""
@@ -50,12 +50,12 @@ MEASURED = 5
 """The median of the last measurements counts: a slow step is an accident."""
 
 ROW_SHARE = 0.3
-"""The share of a step's time that twice the rows cost more, before it is measured."""
+"""The assumed extra time of a step with twice the rows, as a share, before it is measured."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """How often something came true lately."""
+    """How often something was true lately."""
 
     tries: float = 0.0
     hits: float = 0.0
@@ -69,8 +69,8 @@ class Tally:
 
 
 class SecondsTable:
-    """Seconds by a count, as measured lately; between two counts and beyond them along a line. A count takes
-    no longer than a larger one: if it was measured so, an accident was measured."""
+    """Recently measured seconds for each count; between two counts and beyond them along a line. A count
+    never takes longer than a larger one: a measurement that says so was an accident."""
 
     def __init__(self) -> None:
         self._measured: dict[int, deque[float]] = {}
@@ -89,7 +89,7 @@ class SecondsTable:
             self._seconds[each] = least = min(least, self._medians[each])
 
     def above(self, count: int) -> float:
-        """What the next larger count that was measured takes: this one takes no longer."""
+        """The seconds of the next larger count that was measured: `count` takes no longer."""
         right = bisect_left(self._counts, count)
         return self._seconds[self._counts[right]] if right < len(self._counts) else inf
 
@@ -112,14 +112,14 @@ class SecondsTable:
 
 @dataclass
 class GuessRecord:
-    """What came of the guesses of one text."""
+    """How many guesses of one text were right."""
 
     levels: list[Tally] = field(default_factory=lambda: [Tally() for _ in range(LEVELS_MOST)])
     """Whether the first, second, … guess was accepted, where all before it were."""
     made: Tally = field(default_factory=Tally)
-    """How many of the guesses that were asked for there were."""
+    """How many of the guesses that were asked for were made."""
     steps_without: int = 0
-    """Steps since it had a guess."""
+    """Steps since the text had a guess."""
     steps: int = 0
     """Steps with guesses."""
     tokens: int = 0
@@ -127,12 +127,12 @@ class GuessRecord:
 
     @property
     def accept_length(self) -> float | None:
-        """Tokens per step; None: it had no guesses."""
+        """Tokens per step; None: the text had no guesses."""
         return self.tokens / self.steps if self.steps else None
 
 
 class Speculation:
-    """Chooses for all texts of a step, and learns from what came of it. It takes no time itself."""
+    """Chooses guesses for all texts of a step, and learns from the results. It reads no clock."""
 
     def __init__(self) -> None:
         self._all = GuessRecord()
@@ -140,11 +140,11 @@ class Speculation:
         self._total_s = self._tried_s = 0.0
         self._tries = 0
         self._trial_s: float | None = None
-        """While a guess is tried, and until steps are as before: what they took before."""
+        """While a guess is tried, and until steps are as before: the seconds of a step before the trial."""
         self._since_plain, self._plain_after, self._plain_run = 0, 0, 0
 
     def accepted(self, record: GuessRecord, *, asked: int, made: int, accepted: int) -> None:
-        """Takes note of how many guesses of a text were right. One that was asked for and not made counts as
+        """Count how many guesses of a text were right. A guess that was asked for and not made counts as
         wrong."""
         record.steps += 1
         record.tokens += accepted + 1
@@ -158,8 +158,8 @@ class Speculation:
     def stepped(
         self, *, rows: int, seconds: float, texts: int = 0, asked: int = 0, draft_s: float = 0.0
     ) -> None:
-        """How long a step took that computed so many rows. `texts` had guesses, `asked` at most each, which
-        took `draft_s` to make."""
+        """A step with `rows` rows took `seconds`. `texts` texts had guesses, at most `asked` each; making
+        them took `draft_s`."""
         self._total_s += seconds
         if self._trial_s is not None:
             self._tried_s += max(seconds - self._trial_s, 0.0)
@@ -178,12 +178,12 @@ class Speculation:
             self._plain_after = min(max(2 * self._plain_after, PLAIN_FIRST), PLAIN_EVERY)
 
     def choose(self, records: Sequence[GuessRecord], most: Sequence[int], others: int = 0) -> list[int]:
-        """How many guesses each text gets, at most so many. `others`: rows of the step besides one for each
-        text; they count as tokens, too."""
+        """How many guesses each text gets: at most `most[i]`. `others`: rows of the step besides one for each
+        text; they count as tokens too."""
         chosen, rows = [0] * len(records), len(records) + others
         plain_s = self._plain.at(rows)
         if plain_s is None or self._since_plain >= self._plain_after:
-            return chosen  # steps without guesses tell what they take
+            return chosen  # steps without guesses are measured first
         plain_s = min(plain_s, self._guessing.above(rows))  # the machine may have become faster meanwhile
         if plain_s > 0.0:
             chosen = self._fastest(records, most, rows, plain_s)
@@ -196,12 +196,12 @@ class Speculation:
     def _fastest(
         self, records: Sequence[GuessRecord], most: Sequence[int], rows: int, plain_s: float
     ) -> list[int]:
-        """Level by level: the first guess of so many texts, the second one of so many of these, …"""
+        """Level by level: how many texts get a first guess, how many of these a second one, …"""
         chosen = best = [0] * len(records)
         best_rate, tokens, draft_s, more = WORTH * rows / plain_s, float(rows), 0.0, 0.0
         likely, prior = dict.fromkeys(range(len(records)), 1.0), FIRST
         for level in range(max(most, default=0)):
-            prior = self._all.levels[level].rate(prior, PRIOR_TRIES)  # not known: as on the level before
+            prior = self._all.levels[level].rate(prior, PRIOR_TRIES)  # unknown: as on the level before
             rates = ((p, i, records[i].levels[level]) for i, p in likely.items() if most[i] > level)
             gains = sorted(((p * own.rate(prior, PRIOR_TRIES), i) for p, i, own in rates), reverse=True)
             if not gains:
@@ -223,8 +223,8 @@ class Speculation:
         rows: int,
         so_far: tuple[float, float, float],
     ) -> tuple[float, int, float, float, float]:
-        """How many of the texts whose next guess is the likeliest get it: (tokens per second, texts, and what
-        the step comes to: tokens, seconds of guessing, rows more)."""
+        """How many texts get one more guess, the likeliest first. Returns (tokens per second, texts, and of
+        the whole step: tokens, seconds of guessing, rows more)."""
         (tokens, draft_s, more), made = so_far, self._all.made.rate(1.0, 1.0)
         found: tuple[float, int, float, float, float] | None = None
         for i, (gain, text) in enumerate(gains, 1):
@@ -252,7 +252,7 @@ class Speculation:
         rows: int,
         plain_s: float,
     ) -> list[int]:
-        """One guess for the text that had none for the longest time, if all tries together cost little."""
+        """One guess for the text that had none for the longest time, if all trials together cost little."""
         left_out = [i for i, count in enumerate(chosen) if not count and most[i]]
         if not left_out:
             return chosen

@@ -1,7 +1,7 @@
 """What a cached page or tail is worth: expected reuse × pages that need not be computed ÷ pages of memory.
 
     expected reuse   (1 + hits) ÷ age × the chance of its class
-    pages saved      for a tail: the distance to the tail before it, which is resumed from if this one goes
+    pages saved      for a tail: the distance to the tail before it, where texts resume if this one is evicted
     pages freed      the memory of the tail, and of the pages that only this tail makes reachable
 
     ■ ■ ■ ■ ■ ■ ■ ■ ■ ■                classes of tails:
@@ -10,10 +10,10 @@
                       ▲
                       3
 
-A text is mostly continued at its end, and new texts leave others at forks: their chance is 1. How much less
-likely somebody resumes from a tail that one text has passed depends on the traffic and on why the tail was
-kept there (`Boundary`). So this chance is learned: hits of such tails per e-fold of age, divided by those of
-tails at ends.
+A text is mostly continued at its end, and new texts leave others at forks: their chance is 1. A tail that one
+text has passed is less likely: how much depends on the traffic and on why the tail was kept there
+(`Boundary`). So this chance is learned: hits of such tails per e-fold of age, divided by the same for tails
+at ends.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from math import log
 from tiercel.policy.placement import Boundary
 
 HIT = 0.7
-"""What a hit adds to the worth of something that was never found."""
+"""What a hit adds to the worth of an item that was never found."""
 
 HITS_MOST = 3
-"""More hits do not count: what was popular long ago must leave some day."""
+"""More hits do not count: an item that was popular long ago must leave some day."""
 
 FIRST_CHANCE, FIRST_HITS = 0.1, 5.0
 """The chance of a passed tail before anything is known, and how many expected hits this counts for."""
@@ -60,7 +60,7 @@ class Chances:
         """How often the chances were computed."""
 
     def of(self, boundary: Boundary, texts: int) -> Chance:
-        """For a tail with so many texts after it."""
+        """The chance for a tail with `texts` texts after it."""
         return self.passed[boundary] if texts == 1 else self.fork if texts else self.end
 
     def observe(self, chance: Chance, *, used: int, since: int, now: int, hit: bool) -> None:

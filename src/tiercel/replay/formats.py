@@ -6,8 +6,7 @@
     token ids      JSON lines: `prompt_token_ids` or `input_ids`, `output_len` or `output_ids`, `timestamp`
 
 Results of SGLang's `bench_serving` and of `vllm bench serve` hold lengths and times, but not which prompts
-begin alike: they are refused. What a file can not tell is an error that names the file, the line, and what is
-missing.
+begin alike: they are refused. An error names the file, the line, and what is missing.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ Lines = Iterable[tuple[int, Mapping[str, Any]]]
 def read_trace(files: Sequence[str | Path], page_tokens: int, *, session_every_s: float = 0.0) -> Trace:
     """All requests of these files, in the order of their times.
 
-    Each file begins at its own time 0. `session_every_s`: each following file begins so much later. Names of
-    blocks mean the same within a file only, except in Mooncake's.
+    Each file begins at its own time 0. `session_every_s`: each following file begins this much later. Equal
+    names of blocks mean equal blocks only within one file, except in Mooncake's.
     """
     if not files:
         raise TraceError("trace", "no file was named")
@@ -118,7 +117,7 @@ def tokens_of(file: Path, line: int, row: Mapping[str, Any], name: str, *, least
 
 
 def _ids(file: Path, line: int, row: Mapping[str, Any], tokens: int, block_tokens: int) -> list[int]:
-    """`hash_ids`: one for each block of a prompt of so many tokens; a last block that is not full may have
+    """`hash_ids`: one for each block of a prompt of `tokens` tokens; a last block that is not full may have
     none."""
     ids = row.get("hash_ids")
     if not isinstance(ids, list) or not all(isinstance(each, int) for each in ids):

@@ -27,8 +27,7 @@ class Clock:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.ends: list[Callable[[], float | None]] = []
-        """One for each thing that takes time on this clock: when the first part of it that is under way
-        ends."""
+        """For each thing that takes time on this clock: when its next piece ends."""
 
     def __call__(self) -> float:
         return self.now_s
@@ -39,7 +38,7 @@ class Clock:
 
 
 class Pipe:
-    """Something that is done piece by piece, in order, at a rate."""
+    """Work that is done piece by piece, in order, at a rate."""
 
     def __init__(self, clock: Clock, bytes_s: float) -> None:
         self._clock, self._bytes_s = clock, bytes_s
@@ -95,7 +94,7 @@ class ClockController:
 
 
 def null_cache(spec: CacheSpec, config: CacheConfig, clock: Clock, link_bytes_s: float) -> TieredCache:
-    """A `TieredCache` of any size that takes no memory."""
+    """A `TieredCache` of any size without memory for bytes."""
     pages = config.host_bytes // spec.host_page_bytes
     least = max(1, spec.host_pages_per_tail)
     if config.host_bytes and pages < least:

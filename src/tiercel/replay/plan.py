@@ -36,7 +36,7 @@ class Point:
 
 
 def default_host_sizes(trace: Trace, spec: CacheSpec) -> list[int]:
-    """Doubling up to what every page of the trace takes together."""
+    """Sizes that double, up to the size of all pages of the trace."""
     pages = len({key for request in trace.requests for key in request.keys})
     least = spec.host_page_bytes * max(1, spec.host_pages_per_tail)
     largest = max(pages * spec.host_page_bytes, least)

@@ -14,7 +14,7 @@ TIERS = ("device", "host", "store")
 
 
 def check_plot(file: str) -> None:
-    """Before anything takes long: whether a picture can be drawn into this file."""
+    """Raises an error if no picture can be drawn into this file. Called before anything takes long."""
     _figure(file)
     if not Path(file).parent.is_dir():
         raise ConfigError("--plot", file, "its folder does not exist")

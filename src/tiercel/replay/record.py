@@ -4,8 +4,8 @@
     {"time_s": 3.2, "pages": ["5f0c…", …], "prompt_tokens": …, "output_tokens": …, "turn_ends": […], …}
 
 Nothing of a text is in the file. Pages are named by a keyed hash of their keys; its salt is random, is made
-at each start, and is never written: so nobody, with the file or with the server's secrets, can test whether a
-text was asked for. Pages of two starts therefore have different names.
+at each start, and is never written: so neither the file nor the server's secrets can show whether a text was
+asked for. Pages of two starts therefore have different names.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NAME_BYTES = 8
 
 
 def open_trace(file: str | Path) -> TextIO:
-    """To append to. A server opens its trace before it reads weights: so a wrong path is told at once."""
+    """Open a trace to append to. A server does so before it reads weights: a wrong path fails early."""
     try:
         return Path(file).open("a", encoding="utf-8")
     except OSError as error:
@@ -39,7 +39,7 @@ def open_trace(file: str | Path) -> TextIO:
 
 
 class Recorder:
-    """Appends to one file, in a thread of its own. Whatever fails there is logged once, and no request is
+    """Appends to one file, in a thread of its own. An error there is logged once, and no request is
     affected."""
 
     def __init__(

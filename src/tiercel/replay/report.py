@@ -1,4 +1,4 @@
-"""What a replay came to: hits by tier, what was lost and why, bytes moved, times."""
+"""The results of a replay: hits by tier, losses and their reasons, bytes moved, times."""
 
 from __future__ import annotations
 
@@ -26,40 +26,40 @@ class Times:
 
 @dataclass(frozen=True)
 class Report:
-    """The prompts' tokens are either reused (`hit_tokens`), or replayed, or lost, or new, or the rest behind
-    the last full page, which no cache can keep."""
+    """The prompts' tokens are either reused (`hit_tokens`), or replayed, or lost, or new, or behind the last
+    full page, where no cache can keep them."""
 
     policy: str
     requests: int
     refused: int
-    """Longer than what fits on the device."""
+    """Requests longer than what fits on the device."""
     tokens_asked: int
     """Tokens of all prompts."""
     hit_tokens: Mapping[str, int]
     """Tokens that each tier supplied: device, host, store. They were not computed."""
     replayed_tokens: int
-    """In pages that were found, but computed again because there was no tail after them."""
+    """Tokens in pages that were found, but computed again because there was no tail after them."""
     new_tokens: int
-    """In pages that no request had before: a cache without an end would miss them too."""
+    """Tokens in pages that no request had before: a cache of unlimited size would miss them too."""
     lost_tokens: Mapping[str, int]
-    """In pages that an earlier request had, by the reason why they were not reused."""
+    """Tokens in pages that an earlier request had, by the reason why they were not reused."""
     loaded_bytes: int
-    """From host to device."""
+    """Bytes from host to device."""
     saved_bytes: int
-    """From device to host."""
+    """Bytes from device to host."""
     store_written_bytes: int
     store_read_bytes: int
     store_used_bytes: int
     """Written bytes that were read at least once."""
     preemptions: int
     first_token: Times
-    """From a request's arrival to its first token."""
+    """Times from a request's arrival to its first token."""
     simulated_s: float
     """How long the traffic took."""
     wall_s: float
     """How long the replay took."""
     counters: Mapping[str, int] = field(default_factory=dict)
-    """Those of the cache."""
+    """Counters of the cache."""
 
     @property
     def hits(self) -> int:
@@ -72,7 +72,7 @@ class Report:
 
     @property
     def hit_ratio_most(self) -> float:
-        """What a cache without an end would have reached."""
+        """The hit ratio of a cache of unlimited size."""
         most = self.hits + self.replayed_tokens + sum(self.lost_tokens.values())
         return most / self.tokens_asked if self.tokens_asked else 0.0
 
@@ -86,7 +86,6 @@ class Report:
         return self.requests / self.wall_s if self.wall_s else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         ratios = {tier: tokens / max(1, self.tokens_asked) for tier, tokens in self.hit_tokens.items()}
         own = asdict(self)
         return own | {

@@ -5,7 +5,7 @@
 
 A step takes the time of its prompt tokens and, if answers are drawn, the time of one token. Steps that draw
 answers only are taken together, as far as the scheduler says that nothing can change
-(`Scheduler.quiet_steps`) and no request arrives. So a replay hardly takes longer if more tokens are drawn.
+(`Scheduler.quiet_steps`) and no request arrives. So longer answers hardly make a replay slower.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tiercel.text.stream import TextStream
 from tiercel.types import PageKey
 
 POLL_S = 0.005
-"""The time between two looks at a request that waits for the store, besides whenever the store answers."""
+"""The time between two looks at a request that waits for the store, unless the store answers before."""
 
 DEFAULT_POLICY = CacheConfig().evict
 
@@ -60,9 +60,9 @@ class Rates:
 
     prefill_tokens_s: float = 15_000.0
     token_s: float = 0.015
-    """A step that draws a token for each running answer, however many they are."""
+    """The time of a step that draws a token for each running answer, whatever their number."""
     link_bytes_s: float = 55e9
-    """Between host and device, each direction."""
+    """Between host and device, in each direction."""
     store_read_bytes_s: float = 3e9
     store_write_bytes_s: float = 3e9
 
@@ -72,7 +72,7 @@ class Rates:
                 raise ConfigError(name, value, "must be more than 0")
 
     def measured(self, trace: Trace) -> Rates:
-        """With the rates of the server that wrote the trace, as far as its lines tell them."""
+        """The rates of the server that wrote the trace, as far as its lines have them."""
         rows = [(each, each.recorded) for each in trace.requests if each.recorded is not None]
         computed = [
             (each.prompt_tokens - said.device_tokens - said.host_tokens - said.store_tokens, said.prefill_s)
@@ -120,7 +120,7 @@ class Replayer:
         """When the last answer ended."""
 
     def run(self, progress: Callable[[int], None] = lambda _: None) -> None:
-        """Until every request has ended. `progress` is called with how many have, now and then."""
+        """Run until every request has ended. `progress` is called now and then with the number that have."""
         ended, scheduler = 0, self.scheduler
         while self._arrivals or scheduler.tasks:
             self._take_arrivals()
@@ -158,14 +158,14 @@ class Replayer:
             self._arrive(number, request, request.time_s)
 
     def _pass(self, until_s: float) -> None:
-        """Time passes, and what is under way goes on."""
+        """Let time pass, and what is under way go on."""
         while (next_s := self.clock.next_s()) is not None and next_s < until_s:
             self.clock.now_s = max(self.clock.now_s, next_s)
             self.scheduler.collect()
         self.clock.now_s = max(self.clock.now_s, until_s)
 
     def _let_land(self) -> None:
-        """Everything under way ends."""
+        """Let everything under way end."""
         self.scheduler.collect()
         while (next_s := self.clock.next_s()) is not None:
             self.clock.now_s = max(self.clock.now_s, next_s)
@@ -193,7 +193,7 @@ class Replayer:
         return step
 
     def _compute(self, step: Step) -> None:
-        """Run a step; or, if it draws answers only, all steps up to the next one that matters."""
+        """Run a step; or, if it draws answers only, all steps up to the next one that changes something."""
         prompts = list(takewhile(lambda part: not _is_answer(part), reversed(step.parts)))
         answers, tokens = len(step.parts) - len(prompts), sum(part.end - part.start for part in prompts)
         steps = 1 if prompts else self._steps_together()
@@ -205,7 +205,7 @@ class Replayer:
         self.scheduler.advance(step, Drawn(results, {}, seconds * steps, steps=steps))
 
     def _steps_together(self) -> int:
-        """How many steps draw answers only, before one of them matters or a request arrives."""
+        """How many steps draw answers only, until one of them changes something or a request arrives."""
         steps = self.scheduler.quiet_steps()
         if steps > 1 and self._arrivals and not self._one_at_a_time:
             left_s = self._arrivals[0][1].time_s - self.clock.now_s
@@ -213,8 +213,8 @@ class Replayer:
         return steps
 
     def _pass_steps(self, steps: int, seconds: float) -> None:
-        """Before each step but the first, what has landed is taken in, as `plan` does it. When nothing is
-        under way, nothing changes any more."""
+        """Before each step but the first, take in what has landed, as `plan` does. When nothing is under way,
+        nothing changes any more."""
         while steps > 1:
             self.clock.now_s += seconds
             steps -= 1
@@ -287,7 +287,7 @@ def replay(
     serving: Serving = Serving(),  # noqa: B008 - a frozen value
     progress: Callable[[int], None] = lambda _: None,
 ) -> Report:
-    """Serve a trace with tiers of these sizes. `policy`: what leaves first. `progress`: as `Replayer.run`.
+    """Serve a trace with tiers of these sizes. `policy`: the eviction policy. `progress`: as `Replayer.run`.
 
     Device memory is split into places for pages and for tails as the engine splits it.
     """

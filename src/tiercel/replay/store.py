@@ -1,4 +1,4 @@
-"""A store that keeps names only, within a size, and answers on a clock."""
+"""A store that keeps names only, within a size, and works on a clock."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class NullStore:
         return True
 
     def write(self, piece: RecordPlace, size: int) -> bool:
-        """Returns whether the store has the record now."""
+        """Write a record. Returns whether the store has it now."""
         if self.has(piece):
             return True
         if size > self.size:
@@ -114,7 +114,7 @@ class ClockMover:
         return ended
 
     def _answers(self, operation: Operation) -> list[Presence]:
-        """What the store says when the operation ends."""
+        """What the store returns when the operation ends."""
         pieces, store = operation.pieces, self.store
         if operation.cancelled:
             return [Presence.MISSING] * len(pieces)

@@ -18,7 +18,7 @@ from tiercel.progress import progress
 from tiercel.types import PageKey
 
 CONTINUES_TOKENS = 512
-"""A shorter prompt may be what many conversations begin with: it does not tell which of them went on."""
+"""Many conversations may begin with a shorter prompt: it does not show which of them went on."""
 
 
 TOLD_EVERY = 1000
@@ -41,7 +41,7 @@ class Text(NamedTuple):
 
     time_s: float
     scope: Hashable
-    """Within it, and not beyond, equal names mean equal blocks."""
+    """Equal names mean equal blocks only within one scope."""
     blocks: Sequence[Hashable]
     """The last one may be shorter than the others."""
     block_tokens: int
@@ -81,8 +81,8 @@ class Trace:
 
 @dataclass
 class _Names:
-    """Names of pages: numbers, each for one page after one other page. The first page of a text comes after
-    the name of its scope."""
+    """Names of pages: a number for each pair of a page and the page before it. The first page of a text comes
+    after the name of its scope."""
 
     numbers: dict[Hashable, int] = field(default_factory=dict)
     keys: list[PageKey] = field(default_factory=list)
@@ -95,7 +95,7 @@ class _Names:
 
 
 def make_trace(texts: Iterable[Text], page_tokens: int) -> Trace:
-    """The requests of all texts, with pages of so many tokens. Answers that have no names get those of the
+    """The requests of all texts, with pages of `page_tokens` tokens. Answers without names get those of the
     request that goes on from them (`_with_answers`)."""
     ordered = sorted(texts, key=lambda text: text.time_s)
     names, requests = _Names(), list[TraceRequest]()
@@ -131,17 +131,17 @@ def _page_keys(text: Text, blocks: Sequence[Hashable], page_tokens: int, names: 
 def _with_answers(texts: Sequence[Text]) -> list[Sequence[Hashable]]:
     """The blocks of prompts and answers.
 
-    A trace that names the blocks of prompts only does not tell what an answer's blocks are called. The next
-    request that contains a prompt's last full block and is longer goes on from this prompt and its answer: so
-    its blocks are those of the answer, as far as it has them. What is left gets names of its own.
+    A trace may name the blocks of prompts only, not those of answers. The next request that contains a
+    prompt's last full block and is longer goes on from this prompt and its answer: so its blocks are those of
+    the answer, as far as it has them. The other blocks get new names.
 
     The search goes backwards in time, so that for each block the nearest later request is known.
     """
     following: dict[Hashable, dict[Hashable, int]] = {}
     """For each scope and block: the nearest later text with this block."""
     longer: dict[int, int | None] = {}
-    """For a text, the next one that goes on from it. Who is not longer is passed over once, not by everybody
-    before it."""
+    """For a text, the next one that goes on from it. A text that is not longer is passed over once, not again
+    by every text before it."""
     answers: list[Sequence[Hashable]] = [()] * len(texts)
     fresh = 0
     for number in range(len(texts) - 1, -1, -1):

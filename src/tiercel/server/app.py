@@ -36,13 +36,13 @@ def create_app(
     service: Service, options: ServerOptions, traces: Traces | None = None, pace: Pace | None = None
 ) -> FastAPI:
     """A new application. Two in one process share nothing. The caller starts and stops the service. `pace`:
-    of the connections that its requests come from."""
+    the pace of the connections that requests come from."""
     app = FastAPI(
         title="tiercel",
         summary="A language model on a tiered KV cache: OpenAI's calls and SGLang's.",
         version=version("tiercel"),
         redirect_slashes=False,
-        docs_url=None,  # FastAPI's pages load scripts from elsewhere; `page` has an own one
+        docs_url=None,  # FastAPI's pages load scripts from elsewhere; `page` has its own
         redoc_url=None,
     )
     metrics = Metrics()

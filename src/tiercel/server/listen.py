@@ -35,14 +35,14 @@ FILES_BESIDE = 256
 """Open files besides connections: weights, stores, libraries."""
 
 HELD = 2
-"""Connections that may wait at the door, for each that may be open."""
+"""How many connections may wait at the door, for each that may be open."""
 
 FAREWELL_S = 5.0
-"""For sending the rest of the answers after they were aborted."""
+"""Time to send the rest of the answers after they were aborted."""
 
 CANCELLED_S = 1.0
-"""For requests that did not end in that time, such as one whose grammar is still tried: they are cancelled,
-and answered with a 503."""
+"""Time for requests that did not end by then, such as one whose grammar is still tried: they are cancelled,
+and get a 503."""
 
 
 class Server(uvicorn.Server):
@@ -92,8 +92,8 @@ class Server(uvicorn.Server):
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.read_again)
 
     def read_again(self) -> None:
-        """Read the files of keys and certificates again. New connections get the new certificate; what can
-        not be used is logged, and stays as it was."""
+        """Read the files of keys and certificates again. New connections get the new certificate. A file that
+        can not be used is logged and has no effect."""
         tenants, tls = self._options.tenants, self.config.ssl
         if tenants is not None and tenants.read_again():
             self._service.limit_tenants(tenants.cache_limits)
@@ -110,7 +110,7 @@ class Server(uvicorn.Server):
         ending = asyncio.get_running_loop().call_later(self._shutdown_s, self._service.abort_all)
         await super().shutdown(sockets)
         ending.cancel()
-        if unanswered := self.server_state.tasks:  # uvicorn has cancelled them; each says so to its client
+        if unanswered := self.server_state.tasks:  # uvicorn has cancelled them; each tells its client
             await asyncio.wait(unanswered, timeout=CANCELLED_S)
         for connection in [*self.server_state.connections]:
             connection.transport.abort()

@@ -92,11 +92,11 @@ class ServerOptions:
     batch_max: int = setting(64, least=1)
     """Prompts in one call. More prompts need more calls, which queue fairly."""
     headers_s: float = setting(10.0, seconds=True)
-    """From the connection, or the first byte of a request, to the end of the headers: they fit one packet."""
+    """Time from the connection, or a request's first byte, to the end of its headers: they fit one packet."""
     body_s: float = setting(60.0, seconds=True)
-    """For the body: enough for the longest one at 1 Mbit/s."""
+    """Time for the body: enough for the longest one at 1 Mbit/s."""
     idle_s: float = setting(75.0, seconds=True)
-    """Between two requests. Longer than the 60 s of most proxies, so that the proxy closes first."""
+    """Time between two requests. Longer than the 60 s of most proxies, so that the proxy closes first."""
     write_s: float = setting(60.0, seconds=True)
     """How long a client may read nothing of its answer."""
 

@@ -65,7 +65,7 @@ class Recurrence:
 
     @property
     def conv_values(self) -> int:
-        """The newest input is not kept: it comes with the next token."""
+        """Values of the convolution's state. The newest input is not kept: it comes with the next token."""
         return self.conv_channels * (self.conv_kernel - 1)
 
 
@@ -84,10 +84,10 @@ def mha(
 
 
 def kv_stream(layers: tuple[int, ...], kv_heads: int, head_dim: int, dtype: str) -> Stream:
-    """Keys and values as attention here reads them: a head's key and value are one row, and its rows of a
-    page lie together, a part for each head.
+    """Keys and values as our attention reads them: a head's key and value are one row, and all rows of one
+    head in a page lie together.
 
-    (Where a token's heads lie together, rows of one head are far apart: attention took twice as long.)
+    (If instead all heads of a token lie together, attention takes twice as long.)
     """
     head = values(2 * head_dim, dtype)
     others = (replace(head, name=f"{dtype}.{i}") for i in range(1, kv_heads))
@@ -162,7 +162,7 @@ def index_parts(index_head_dim: int) -> tuple[Part, ...]:
 
 
 def _latent(kv_lora_rank: int, rope_dim: int, dtype: str) -> Part:
-    """In fp8 the latent has fp32 scales and the rotary channels stay bf16: 656 B at 512 + 64."""
+    """One latent. In fp8 it has fp32 scales and the rotary channels stay bf16: 656 B at 512 + 64."""
     check_positive("kv_lora_rank", kv_lora_rank)
     check_positive("rope_dim", rope_dim)
     if dtype != "fp8":

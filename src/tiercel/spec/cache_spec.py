@@ -47,7 +47,7 @@ class Grain:
     of: int
     """How many grains all layers of the model are cut into. Some may have no bytes of this kind."""
     streams: tuple[Stream, ...]
-    """Only with the layers of this grain."""
+    """The streams, with the layers of this grain only."""
     form: bytes
     bytes: int
 
@@ -63,9 +63,9 @@ class CacheSpec:
     page_tokens: int
     streams: tuple[Stream, ...]
     shard: str = ""
-    """Which part of every entry, where ranks cut entries, such as `0/8`. Equal streams, other bytes."""
+    """The part of every entry, if ranks cut entries, such as `0/8`. Streams are equal, bytes differ."""
     whole: CacheSpec | None = field(default=None, compare=False, repr=False)
-    """If this is a stage: the spec of the whole model. Some answers depend on all layers."""
+    """If this is a stage: the spec of the whole model. Some results depend on all layers."""
 
     def __post_init__(self) -> None:
         for name in ("model", "shard"):
@@ -116,8 +116,8 @@ class CacheSpec:
 
     @cached_property
     def cut(self) -> tuple[range, ...]:
-        """The layers of each grain, about the same bytes of a page in each. The cut is that of the whole
-        model, for pages and for tails: every stage of it, and every process, computes the same."""
+        """The layers of each grain, with about the same bytes of a page in each. The cut is that of the whole
+        model, for pages and tails: every stage and every process computes the same one."""
         if self.whole is not None:
             return self.whole.cut
         streams = self.page_streams or self.tail_streams
@@ -144,7 +144,7 @@ class CacheSpec:
 
     def _cut_streams(self, kind: Kind) -> Iterator[Grain]:
         if kind is Kind.PAGE and not self.page_streams:
-            yield Grain(0, 1, (), self.form, 0)  # what a page of a stage has that stores only tails
+            yield Grain(0, 1, (), self.form, 0)  # a page without bytes, of a stage that stores only tails
         for number, layers in enumerate(self.cut):
             streams = _with_layers(self.streams_of(kind), layers)
             if streams:
@@ -196,7 +196,7 @@ class CacheSpec:
 
     @property
     def host_pages_per_tail(self) -> int:
-        """A tail takes whole host pages, so that pages and tails share one budget without a split."""
+        """Host pages of a tail. It takes whole pages, so that pages and tails share one budget."""
         return -(-self.tail_bytes // self.host_page_bytes)
 
     def host_pages_of(self, kind: Kind) -> int:
@@ -234,14 +234,14 @@ class CacheSpec:
         return replay and replay + max(0, self.pages_per_window - 1) * self.page_tokens
 
     def stage(self, first: int, last: int) -> CacheSpec:
-        """The same declaration for layers first … last - 1. Layer ids stay global."""
+        """The declaration of layers first … last - 1. Layer ids stay global."""
         kept = _with_layers(self.streams, range(first, last))
         if not kept:
             raise SpecError("stage", (first, last), f"no stream has layers there; layers are {self.layers}")
         return replace(self, streams=kept, whole=self.whole or self)
 
     def only(self, names: Iterable[str]) -> CacheSpec:
-        """The same declaration for some of its streams: what one pool holds."""
+        """The declaration of some of its streams: those that one pool holds."""
         names = set(names)
         for name in sorted(names - {stream.name for stream in self.streams}):
             raise SpecError("streams", name, "is not a stream of this declaration")
@@ -249,10 +249,10 @@ class CacheSpec:
         return replace(self, streams=kept, whole=self.whole or self)
 
     def with_draft(self, draft: CacheSpec) -> CacheSpec:
-        """Target and draft in one page, so that they can not part. Draft layers follow the target's.
+        """Target and draft in one page, so that they are never separated. Draft layers follow the target's.
 
-        A draft's entry belongs to the newest token it has seen. A head that pairs the hidden state of token
-        t with token t + 1 therefore writes entry t + 1, and a page never depends on a token outside it.
+        A draft's entry belongs to the newest token it has seen. A head that pairs the hidden state of token t
+        with token t + 1 therefore writes entry t + 1, and a page never depends on a token outside it.
         """
         if self.whole is not None:
             raise SpecError("draft", draft.model, "is added to the whole model, before its stages are taken")
@@ -267,7 +267,7 @@ class CacheSpec:
 
     @cached_property
     def form(self) -> bytes:
-        """16 bytes that change with anything that changes how the bytes lie. The model's name does not."""
+        """16 bytes that change whenever the bytes lie differently. The model's name is not part of it."""
         # Keys are not sorted: the order of an entry's parts is the order of its bytes.
         text = json.dumps([FORMAT_VERSION, {**self.to_dict(), "model": ""}], separators=(",", ":"))
         return hashlib.sha256(text.encode()).digest()[:FORM_BYTES]

@@ -60,8 +60,8 @@ def _keep_text(keep: Keep) -> str:
 
 
 def _fit(spec: CacheSpec, field: str, memory: int | None, tail_bytes: int) -> Figures | None:
-    """What one memory holds if it holds nothing else: pages, or tails, not both. A spec
-    without pages has 0 pages, and one without tails 0 tails."""
+    """What one memory holds if it holds only pages, or only tails. A spec without pages has 0 pages, and one
+    without tails 0 tails."""
     if memory is None:
         return None
     if memory < 0:

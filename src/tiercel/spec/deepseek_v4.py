@@ -131,7 +131,7 @@ def _entry(config: Mapping[str, Any], format: str) -> _Entry:
 
 
 def rope_dim(config: Mapping[str, Any]) -> int:
-    """How many channels of a head turn with the position."""
+    """How many channels of a head rotate with the position."""
     head_dim, factor = whole(config, "head_dim"), config.get("partial_rotary_factor")
     if config.get("qk_rope_head_dim") is None and isinstance(factor, int | float):
         field, rope = "partial_rotary_factor", int(head_dim * factor)

@@ -41,7 +41,7 @@ def flag(config: Mapping[str, Any], name: str) -> bool:
 
 
 def check_only(config: Mapping[str, Any], choices: Mapping[str, object]) -> None:
-    """Settings that a model has fixed: a config may leave one out, and may not have another value."""
+    """Refuses values other than these. A config may leave such a setting out."""
     for name, choice in choices.items():
         given = config.get(name)
         if given is not None and given != choice:

@@ -28,7 +28,7 @@ class Identity:
 
     @property
     def share(self) -> str:
-        """`bits`: pages are shared among equal kernels. `numbers`: among all kernels of this arithmetic."""
+        """Who shares pages. `bits`: equal kernels. `numbers`: all kernels of this arithmetic."""
         return BITS if self.kernels else NUMBERS
 
     @cached_property

@@ -71,8 +71,8 @@ class Stream:
     row_align: int = 1
     encoding: str = "opaque"
     rope: int = 0
-    """Only `fp8_groups`: the number of channels, at the end of an entry, that are bf16. These channels turn
-    with the position."""
+    """Only `fp8_groups`: the number of channels, at the end of an entry, that are bf16. These channels are
+    rotated by the position."""
     group: int = 0
     """Only `fp8_groups`: the number of other channels that share a scale."""
     weights: str = ""
@@ -138,7 +138,7 @@ class Stream:
         return sum(part.bytes for part in self.parts)
 
     def entries_per_row(self, page_tokens: int) -> int:
-        """A window longer than a page is kept as one row per page; a shorter one is one short row."""
+        """A window longer than a page has one row per page; a shorter window is one short row."""
         match self.keep:
             case Prefix():
                 tokens = page_tokens

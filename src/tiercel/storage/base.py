@@ -6,19 +6,19 @@ A store may read the header of a record, but need not: the reader verifies every
 A store guarantees
 - **A value is there in full or not at all.** When `get` returns True, it has filled every byte of one `put`
   of this key. This holds while other threads put, delete or clear, and after any crash.
-- **A miss is an answer, not an error.** A key is missed if it was never put, was deleted or evicted, or if
-  its value is damaged or has another length than the caller asks for. The rest of the batch is answered.
+- **A miss is a result, not an error.** A key is missed if it was never put, was deleted or evicted, or if
+  its value is damaged or has another length than the caller asks for. The rest of the batch is served.
 - **A value that is there can be read**, also while others put it again. If a value can not be read now but
   perhaps later, the store raises StoreError. So when `get` returns False and `contains` then returns True,
   the value is lost, and the caller deletes it: after that the key is not there, and the next `put` writes it.
 - **When `put` returns True, the value is kept**: in a durable store it is on the disk.
-- **A full store is an answer, not an error**: it evicts values, or `put` returns False.
+- **A full store is a result, not an error**: it evicts values, or `put` returns False.
 - Every other failure is a `StoreError`. The store can be used again afterwards.
 - Any number of threads may call at the same time. A call that waits does not hold the GIL.
 - `close` may be called twice. After it, every other call raises `StoreError`.
 
-A store that can not be written to (`writes` is False) answers a `put` with False and raises StoreError for
-`delete` and `clear`. What it answers is never repaired; the time that it took counts against the store.
+A store that can not be written to (`writes` is False) returns False from `put` and raises StoreError for
+`delete` and `clear`. Damaged values in it are never repaired; the time of reading them counts against it.
 
 A caller must
 - leave its buffers unchanged until the call returns. The store does not use them after that.

@@ -16,7 +16,7 @@ How Mooncake 0.3.13 behaves (all of it was observed):
 - A call returns when every piece of every record has ended, also if one has failed: a piece without progress
   ends by our time-outs. But after 60 s the call returns in any case, and **a holder that still sends, slowly,
   goes on writing into the memory of the call**. So that memory is never the caller's, and staging memory of a
-  call that took so long is not used again.
+  call that took this long is not used again.
 - The master knows where every record is. Without a master a call of the client takes 4 s, so the store asks
   for its health first and fails at once; an absent master is noticed within a second. When it is back, calls
   work again within a second, but **a master that was restarted has forgotten every record**.
@@ -61,14 +61,14 @@ protocols gather pieces themselves (not measured): 0."""
 _GIVES_UP_S = 50.0
 """Less than the 60 s after which Mooncake no longer waits. A call that takes longer may not have ended."""
 _GIVEN_UP_MOST = 64
-"""Areas of staging memory that such calls may keep."""
+"""The most areas of staging memory that such calls may keep."""
 
 _Area = tuple[memoryview, int]
 _Value = TypeVar("_Value", Get, Put)
 
 
 class _Code(IntEnum):
-    """Answers of the client that this store handles."""
+    """Codes of the client that this store handles."""
 
     OK = 0
     NO_ROOM = -200
@@ -102,7 +102,7 @@ class MooncakeStore(Store):
         records are outside the host budget, and are lost when this process ends. Some process must give
         memory, or every `put` returns False. `host`: this machine's name for the others; by default its
         address in a connection to the master. `device`: names of RDMA devices, for `protocol=rdma`.
-        `metrics_port`: of the master, for `keys`."""
+        `metrics_port`: the master's, for `keys`."""
         if replicas < 1:
             raise ConfigError("replicas", replicas, "must be at least 1")
         self._closed = True
@@ -219,7 +219,7 @@ class MooncakeStore(Store):
 
     @contextmanager
     def _laid(self, values: Sequence[_Value], *, in_place: bool) -> Iterator[list[_Laid]]:
-        """Each value as pieces in registered memory: in place where that may be, or in staging memory."""
+        """Each value as pieces in registered memory: in place if possible, or in staging memory."""
         places = [
             [(part, self._in_place(part) if in_place else None) for part in value.parts] for value in values
         ]
@@ -261,7 +261,7 @@ class _Laid(NamedTuple):
 
 
 _given_up: list[_Area] = []
-"""Areas that Mooncake may still write to, of all stores of this process. They stay mapped."""
+"""Areas of all stores of this process that Mooncake may still write to. They stay mapped."""
 
 
 class _Staging:

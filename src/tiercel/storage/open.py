@@ -56,7 +56,7 @@ def open_stores(url: str | None, peers: Sequence[str], *, key: str = "") -> Stor
 
 
 def open_peers(urls: Sequence[str], *, key: str = "") -> dict[tuple[str, int], PeerStore]:
-    """Peers by host and port. They need not be there yet."""
+    """Peers by host and port. The peers need not run yet."""
     check_peers(urls)
     found = dict[tuple[str, int], PeerStore]()
     for url in urls:

@@ -28,7 +28,7 @@ from tiercel.types import Kind
 MAGIC = b"tiercel\n"
 VERSION = 3
 VERSIONS = (2, VERSION)
-"""Records of version 2 hold a whole page or tail. They are told apart and verified, but no longer used."""
+"""Records of version 2 hold a whole page or tail. They are recognized and verified, but no longer used."""
 ALIGN_LEAST = 64
 KEY_BYTES = 49
 _FIXED = struct.Struct("<8sHBxIQ16s32s16sIHH16x8s8x")
@@ -85,7 +85,7 @@ def kind_of(key: RecordKey) -> tuple[Kind, int] | None:
 
 
 def is_older(key: RecordKey) -> bool:
-    """Whether it is the key of a record of an older format version: nobody reads it any more."""
+    """Whether it is the key of a record of an older format version, which is no longer read."""
     kind = kind_of(key)
     return kind is not None and kind[1] < VERSION
 
@@ -116,7 +116,7 @@ class Form:
     """What all records of one grain in one cache and one store have in common: all but key and payload."""
 
     kind: Kind
-    digest: bytes  # of the declaration of these layers (`Grain.form`)
+    digest: bytes  # the digest of the declaration of these layers (`Grain.form`)
     streams: tuple[tuple[str, tuple[int, ...], int], ...]
     """Name, layers and bytes per row, in the order of the payload."""
     payload_bytes: int

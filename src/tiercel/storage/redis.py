@@ -4,9 +4,9 @@ The names of records begin with `tiercel:2:`, so the database may be shared: oth
 listed or deleted. When the server's memory is full, its `maxmemory-policy` decides: with `noeviction` a `put`
 returns False, with `allkeys-lru` the server evicts something (and does not say what).
 
-Another client may write anything under our names. It is a miss: no more bytes of it are read than were asked
-for, `put` replaces it and `delete` removes it. `keys` lists what is not a string with 0 bytes, so `check`
-finds it.
+Another client may write anything under our names. Such a value is a miss: no more bytes of it are read than
+were asked for, `put` replaces it and `delete` removes it. `keys` lists what is not a string with 0 bytes, so
+`check` finds it.
 
 Nothing is retried here: the caller decides. After the server was away, the next call connects again.
 """
@@ -40,8 +40,8 @@ class RedisStore(Store):
     """Values in a Redis or Valkey server. Several processes may use one database."""
 
     def __init__(self, url: str, *, db: int = 0, timeout_s: float = 5.0) -> None:
-        """`url`: as the client library reads it. `db`: if the URL has none. `timeout_s`: for a connection,
-        and for every wait for more bytes of an answer."""
+        """`url`: as the client library reads it. `db`: used if the URL has none. `timeout_s`: for a
+        connection, and for every wait for more bytes."""
         self._closed = False
         try:
             self._client = redis.Redis.from_url(
@@ -78,7 +78,7 @@ class RedisStore(Store):
     def _each(
         self, batches: Iterable[Sequence[_Item]], ask: Callable[[redis.client.Pipeline, _Item], Any]
     ) -> Iterator[tuple[_Item, Any]]:
-        """Each item with its answer. One round trip for each batch."""
+        """Yields each item with the server's reply. One round trip for each batch."""
         with self._asking() as client:
             for some in batches:
                 pipe = client.pipeline(transaction=False)
@@ -160,7 +160,7 @@ def _scan(client: redis.Redis) -> Iterator[list[bytes]]:
 
 
 def _value(answer: Any) -> Any:
-    """An answer. None: the value is not a string. False: the server's memory is full. Raises other errors."""
+    """A reply. None: the value is not a string. False: the server's memory is full. Raises other errors."""
     if isinstance(answer, OutOfMemoryError):
         return False
     if isinstance(answer, ResponseError) and str(answer).startswith("WRONGTYPE"):

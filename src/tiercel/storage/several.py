@@ -1,6 +1,6 @@
 """Several places to read from as one store: peers first, in order, then the store that is written to.
 
-    contains    each is asked once, for what those before it do not have
+    contains    each place is asked once, for keys that those before it do not have
     get         from the first that has it
     put, delete, clear, keys …    the last one, the store
 
@@ -38,7 +38,7 @@ class SeveralStores(Store):
             peer.align = self.align  # a batch has headers of one length, whoever answers
         self._clock = clock
         self._brought: dict[RecordKey, None] = {}
-        """What a peer answered. If it is damaged, the store's own record is not to blame."""
+        """Keys that a peer supplied. If a value is damaged, the store's own record is not to blame."""
 
     def contains(self, keys: Sequence[RecordKey]) -> list[bool]:
         return self._ask(keys, lambda store, some: store.contains(some), lambda _: None)
@@ -60,7 +60,7 @@ class SeveralStores(Store):
         ask: Callable[[Store, Sequence[Question]], list[bool]],
         peer_has: Callable[[Question], None],
     ) -> list[bool]:
-        """Raises StoreError if nobody could be asked, or the store has failed."""
+        """Raises StoreError if no place could be asked, or the store has failed."""
         answers, left, failure = [False] * len(questions), list(range(len(questions))), None
         asked = self._store is not None
         for peer, breaker in self._read if left else ():

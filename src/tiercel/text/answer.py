@@ -118,7 +118,7 @@ class AnswerReader:
             yield
 
     def _json_call(self) -> Generator[None, None, bool]:
-        """A call is told when it is complete."""
+        """A call in the JSON format. It is sent when it is complete."""
         while END_CALL not in self._held and not self._final:
             yield
         written, found = self._until((END_CALL,), final=True)
@@ -193,7 +193,7 @@ class AnswerReader:
                 yield
 
     def _tag(self) -> tuple[str | None, ...] | None:
-        """The next tag, which is taken from the text; None: more text is needed to tell; (): no tag."""
+        """Take the next tag from the text; None: more text is needed; (): there is no tag."""
         self._tagged = ""
         if found := TAG.match(self._held):
             self._tagged, self._held = found[0], self._held[found.end() :]

@@ -19,7 +19,7 @@ from tiercel.text.answer import CALL, CALLS, DSML, END_CALL, END_CALLS, END_INVO
 from tiercel.text.grammar import json_rule
 
 Function = Mapping[str, Any]
-"""As in a request: `name`, perhaps `parameters` and `strict`."""
+"""A function as a request has it: `name`, perhaps `parameters` and `strict`."""
 
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 PLAIN = {"type", "description", "title", "default", "examples"}
@@ -28,8 +28,8 @@ WRITTEN_OUT = {"type", "properties", "required", "additionalProperties", "descri
 """Keywords of parameters that DeepSeek's format writes one by one. Other parameters are one JSON object."""
 SHARED = {"$defs", "definitions"}
 CALLS_MOST = 32
-"""Calls of a forced answer. Nothing else can end it but the model's wish, and some models repeat a call until
-no token is left. OpenAI names no limit; agents that call for more than a few results at once are rare."""
+"""The most calls of a forced answer. Only the model ends it, and some models repeat a call until no token is
+left. OpenAI names no limit; agents that call for more than a few results at once are rare."""
 STRING, NO_STRING = '"true">', '"false">'
 LINE, BREAK = "\n", "\n\n"
 WORDS = r"WORDS: /(.|\n)*/"
@@ -105,7 +105,7 @@ def _invocation(rule: str, name: str, schema: Mapping[str, Any], how: Callable[.
 
 
 def _refers_to_root(schema: Any) -> bool:
-    """Whether a reference leads to something that is no shared definition."""
+    """Whether a reference leads to anything but a shared definition."""
     if isinstance(schema, Mapping):
         target = schema.get("$ref")
         elsewhere = isinstance(target, str) and not target.startswith(("#/$defs/", "#/definitions/"))

@@ -49,7 +49,7 @@ class Conversation:
 
 
 class ChatFormat:
-    """How a conversation is written for a model. This one is of a model without a format: it writes none."""
+    """How a conversation is written for a model. This one writes nothing: for models without a format."""
 
     control: tuple[str, ...] = ()
     """Control tokens, besides those of `text.CONTROL_LOOKS`."""

@@ -42,7 +42,7 @@ RELENTLESS = (
 )
 RELEASE = {"low": "", "high": THOROUGH, "max": RELENTLESS}
 PREVIEW = {"low": "", "high": "", "max": THOROUGH}
-"""For checkpoints from before July 2026: they were trained with these."""
+"""Efforts of checkpoints from before July 2026, which were trained with these."""
 EFFORTS = {
     "minimal": "low",
     "low": "low",
@@ -54,7 +54,7 @@ EFFORTS = {
 }
 """Values of `reasoning_effort`, as DeepSeek's API maps them. `none` turns thinking off."""
 EFFORT = "high"
-"""The API's default. Thinking is on by default, too."""
+"""The API's default. Thinking is on by default."""
 
 TOOLS = f"""\
 ## Tools

@@ -8,10 +8,9 @@ llguidance does the work. A special token is no text: no grammar allows it, exce
 answer, where the grammar is complete. A matcher is a function of the tokens it has taken, so an answer that
 was preempted goes on as before.
 
-Every answer waits for the masks of every other one, so their time is limited: an answer whose masks take
-more CPU time than `ANSWER_S` and `TOKEN_S` allow ends with an error, and its grammar is refused for a while.
-What compiling takes is not limited here: a server tries a client's grammar in another process first
-(`trial.py`).
+Every answer waits for the masks of every other one, so their time is limited: an answer whose masks take more
+CPU time than `ANSWER_S` and `TOKEN_S` allow ends with an error, and its grammar is refused for a while. The
+time to compile is not limited here: a server tries a client's grammar in another process first (`trial.py`).
 """
 
 from __future__ import annotations
@@ -58,8 +57,8 @@ LIMITS: Mapping[str, Any] = {
     "max_items_in_row": 20_000,
     "verbose_errors": False,
 }
-"""So one mask of an absurd regular expression takes 20 ms, after which its answer ends with an error. (Its
-first mask may take 0.3 s.) A state takes 1 to 2 kB for each answer. x86-64, llguidance 1.9.1, 2026-11-17."""
+"""So one mask of an absurd regular expression takes 20 ms, and then its answer ends with an error. (The first
+mask may take 0.3 s.) A state takes 1 to 2 kB for each answer. x86-64, llguidance 1.9.1, 2026-11-17."""
 ANSWER_S, TOKEN_S = 0.05, 0.002
 """CPU time that all masks of one answer may take: at first, and more for each of its tokens. With a
 vocabulary of 129,280 a mask of JSON takes 0.05 to 0.2 ms, the slowest of twenty useful grammars 0.7 ms, and
@@ -69,7 +68,7 @@ REFUSED_S, PAUSE_S = 300.0, 10.0
 REFUSED_MOST = 1024
 ALONE, BATCH_S = 8, 0.01
 """An answer's first masks are computed alone, so that their time is known; later ones together with others,
-until they take so long together."""
+until together they take `BATCH_S`."""
 
 QUOTED = re.compile(r"\s*(\d+ \||\^+$)")
 AT_SCHEMA = "at 1(8): failed to compile JSON schema: "
@@ -85,14 +84,14 @@ class Grammar:
     """What an answer has to look like: a plain value, made by the functions below."""
 
     source: str
-    """In the language of llguidance."""
+    """The grammar in the language of llguidance."""
     after: int | None = None
     """The answer is free up to this token: the end of the model's thoughts. None: the grammar begins at
     once."""
     owner: str = ""
-    """Whose grammar it is, of those that share a server."""
+    """Whose grammar it is, among the users of a server."""
     compiled: Compiled | None = field(default=None, compare=False, repr=False)
-    """Keeps it compiled as long as something asks for it."""
+    """Keeps the grammar compiled while an ask has it."""
 
 
 def json_schema(schema: Mapping[str, Any], *, lenient: bool = False) -> str:
@@ -101,7 +100,7 @@ def json_schema(schema: Mapping[str, Any], *, lenient: bool = False) -> str:
 
 
 def json_rule(schema: Mapping[str, Any], *, lenient: bool = False) -> str:
-    """The same as a part of a rule."""
+    """JSON that a schema allows, as a part of a rule."""
     try:
         _check_size(schema)
         return f"%json {json.dumps({**schema, 'x-guidance': {**JSON_OPTIONS, 'lenient': lenient}})}"
@@ -125,7 +124,7 @@ def regex(pattern: str) -> str:
 
 
 def choice(texts: Sequence[str]) -> str:
-    """One of these texts. As one terminal: a mask of 6,000 texts takes 0.2 ms, and 27 ms as a rule."""
+    """One of these texts. A mask of 6,000 texts takes 0.2 ms as one terminal, 27 ms as a rule."""
     return f"start: TEXT\nTEXT: {' | '.join(map(json.dumps, texts))}"
 
 
@@ -168,11 +167,11 @@ class Grammars:
         self._lock = threading.Lock()
         self._compiled: OrderedDict[str, Compiled] = OrderedDict()
         self._until_s: OrderedDict[tuple[str, str], float] = OrderedDict()
-        """Until when something is refused: ("source", a grammar's) or ("owner", whose new grammars)."""
+        """Until when something is refused: ("source", a source) or new grammars of ("owner", a name)."""
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
-        """It takes half a second for a vocabulary of 129,280, once."""
+        """Makes the tokenizer for llguidance once: it takes half a second for a vocabulary of 129,280."""
         from llguidance import LLTokenizer, TokenizerWrapper
 
         tokens = _Tokens(self.text)
@@ -186,7 +185,7 @@ class Grammars:
 
     def check(self, grammar: Grammar, bytes_known: int = 0) -> Compiled:
         """The compiled grammar, which is kept. Raises `GrammarError` if the grammar can not be used.
-        `bytes_known`: what it takes."""
+        `bytes_known`: its memory, if that is known."""
         if self._wait_s("source", grammar.source) > 0:
             raise GrammarError(TOO_SLOW)
         return grammar.compiled or self._find(grammar.source, bytes_known)
@@ -197,7 +196,7 @@ class Grammars:
             return source in self._compiled
 
     def matcher(self, grammar: Grammar, ends: frozenset[int]) -> Matcher:
-        """For a new answer. `ends`: the tokens that end it."""
+        """A matcher for a new answer. `ends`: the tokens that end it."""
         inner = (grammar.compiled or self._find(grammar.source)).inner.deep_copy()
         words = (self._tokenizer.vocab_size + 31) // 32
         time_left = MaskTime(lambda: self._refuse(grammar))
@@ -275,7 +274,7 @@ class _Tokens:
         self._tokens_within = lru_cache(FORCED_MOST)(text.tokens_within)
 
     def __call__(self, text: str) -> list[int]:
-        """For text that a grammar leaves no choice about: the model sees the tokens it was trained on."""
+        """Tokens of text that a grammar leaves no choice about: those that the model was trained on."""
         return self._tokens_within(text)
 
 
@@ -296,7 +295,7 @@ class MaskTime:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Within the block, this thread has it."""
+        """Within the block, the thread's CPU time is counted."""
         began_s = time.thread_time()
         try:
             yield
@@ -325,14 +324,14 @@ class Matcher:
         words: int,
         time_left: MaskTime,
     ) -> None:
-        """`more_ends`: those ends that llguidance does not know. `words`: of a mask of llguidance."""
+        """`more_ends`: ends that llguidance does not know. `words`: the words of its masks."""
         self._inner, self._after, self.words = inner, after, words
         self._ends, self._more_ends = ends, more_ends
         self._ended = False
         self.time = time_left
 
     def copy(self) -> Matcher:
-        """For the same answer."""
+        """A matcher in the same state, for the same answer."""
         copy = Matcher(
             self._inner.deep_copy(), self._after, self._ends, self._more_ends, self.words, self.time
         )
@@ -381,8 +380,8 @@ class Matcher:
         return count
 
     def _write(self, mask: NDArray[np.int32], found: NDArray[np.int32]) -> None:
-        """`found`: what llguidance allows, where the grammar has begun."""
-        if not self.begun or self.time.over or self._inner.is_error():  # `take` tells the error
+        """`found`: what llguidance allows, if the grammar has begun."""
+        if not self.begun or self.time.over or self._inner.is_error():  # `take` raises the error
             mask[:] = -1
             if self._after is not None:  # thoughts end before the answer does
                 for token in self._ends:
@@ -400,7 +399,7 @@ BITS = (np.uint32(1) << np.arange(32, dtype=np.uint32)).view(np.int32)
 
 
 class Asked(NamedTuple):
-    """Masks that are wanted: of the next token, and of the token after each guess."""
+    """Masks that are wanted: for the next token, and for the token after each guess."""
 
     matcher: Matcher
     row: int
@@ -427,7 +426,7 @@ def fill_masks(masks: Masks, asked: Sequence[Asked]) -> None:
 
 
 def _compute(matchers: Sequence[Matcher], found: Masks) -> None:
-    """What llguidance allows next, for each matcher a row. A matcher without time left computes nothing."""
+    """What llguidance allows next, one row for each matcher. A matcher without time left computes nothing."""
     several = len(matchers) > 1 and (os.cpu_count() or 1) >= CORES_LEAST
     together = [each for each in enumerate(matchers) if several and not each[1].time.alone]
     for i, matcher in enumerate(matchers):

@@ -45,7 +45,7 @@ class TextStream:
         return self._given(self.decode(token))
 
     def decode(self, token: int) -> str:
-        """What a token adds to the text. Stop strings are not looked for."""
+        """What a token adds to the text, without a search for stop strings."""
         return "" if token in self._hidden else self._utf8.decode(self._text.piece_bytes(token))
 
     def finish(self) -> str:

@@ -144,7 +144,7 @@ class Generation(Extension):
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
-    """As in Hugging Face's templates: no HTML escapes."""
+    """JSON without HTML escapes, as in Hugging Face's templates."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **how)
 
 

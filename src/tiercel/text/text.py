@@ -38,7 +38,7 @@ CONTROL_LOOKS = ("<|", "<｜", "｜")
 SHOWN = (THINK, END_THINK, DSML, CALL, END_CALL)
 """Tokens that are shown in an answer, even if the tokenizer calls them special."""
 ENDS_SOUGHT = 128
-"""A message's end is found by rendering the messages up to it. Only this many ends are sought, the newest:
+"""A message's end is found by rendering the messages up to it. Only the newest ends are sought, this many:
 earlier requests of the conversation found the others."""
 ENDS_MESSAGES = 1 << 15
 """How many messages all these renderings have together: 128 ends of 300 messages, 8 of 4,000. About 50 ms."""
@@ -206,7 +206,7 @@ class Text:
         tokens = tuple(token for _, encoding in segments for token in encoding.ids)
         thinks = rendered.rstrip().endswith(THINK)
         if tokens_max is not None and len(tokens) > tokens_max:
-            return Prompt(tokens, (), thinks)  # for the caller to refuse: nobody needs its ends
+            return Prompt(tokens, (), thinks)  # the caller refuses it: its ends are not needed
         ends = set(marks.ends(rendered)[-ENDS_SOUGHT:])
         everyone = range(len(shaped))
         named = [index for index in everyone if messages[index].get("cache_control")]
@@ -226,8 +226,8 @@ class Text:
         return Prompt(tokens, turn_ends, thinks)
 
     def _check_messages(self, messages: Sequence[Message], tokens_max: int | None) -> None:
-        """Refuses a conversation that can not fit before it is rendered. Of each message at least a token is
-        read, and what is said in it; but templates may trim it, and leave out what an assistant thought."""
+        """Refuses a conversation that can not fit before it is rendered. A message gives at least one token,
+        and the tokens of its text; but templates may trim it, and leave out an assistant's thoughts."""
         if tokens_max is None:
             return
         if len(messages) > tokens_max:
@@ -258,7 +258,7 @@ class Text:
 
     def _within(self, text: str, field: str) -> list[tuple[str, Encoding]]:
         """The tokens of a text that goes on from another one, in one or two parts. If the tokenizer puts a
-        space before texts, there is none before this one; but after a control token, as everywhere."""
+        space before texts, this one gets none; after a control token it does, as everywhere."""
         encoding = self._encode(text, field=field)
         if self._inner is None:
             return [(text, encoding)]
@@ -316,7 +316,7 @@ def _tokens_before(segments: Sequence[tuple[str, Encoding]], positions: Iterable
 
 
 def _words(message: Message) -> Iterator[str]:
-    """What anybody but an assistant says. The message is not checked yet."""
+    """The text of a message, unless an assistant wrote it. The message is not checked yet."""
     match message:
         case {"role": "assistant"}:
             return

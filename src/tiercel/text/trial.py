@@ -4,7 +4,7 @@
        ▲                                                              │
        └─────────────── the source, or what is wrong ◄────────────────┘
 
-Whoever writes a grammar decides how long it takes to compile, how much memory that needs, and whether
+The author of a grammar decides how long it takes to compile, how much memory that needs, and whether
 llguidance survives it. So every trial is a process with a limit of CPU time, of memory and of stack. It is
 killed when the server closes its socket. What a trial could do within its limits, the server can do as well.
 
@@ -44,15 +44,15 @@ s."""
 BYTES_MOST = 128 << 20
 """Memory that a trial may need besides the vocabulary."""
 STACK_BYTES = 1 << 20
-"""Less than a thread of the server has: what is nested too deeply for that ends the trial, not the server."""
+"""Less than a thread of the server has: too deep nesting ends the trial, not the server."""
 TOKENS_WALKED, CHOICES = 48, 8
-"""A trial follows the grammar for so many tokens: their masks must not take too long either. For each it
-chooses so often, until it has a token that does not end the answer."""
+"""A trial follows the grammar for `TOKENS_WALKED` tokens: their masks must not take too long either. For each
+token it tries up to `CHOICES` times to find one that does not end the answer."""
 NICE = 5
-"""A trial gets a third of what another process gets, where both want the core. At 10 (a tenth), good grammars
-had no time on a machine that was busy with other work."""
+"""A trial gets a third of the time of another process that wants the same core. At 10 (a tenth), good
+grammars had no time on a machine that was busy with other work."""
 LOOKS_MS = 20
-"""How often it is looked whether a trial has ended without an answer."""
+"""How often the host looks whether a trial has ended without a result."""
 ENDED = {
     signal.SIGPROF: f"it takes more than {CPU_S:g} s to compile",
     signal.SIGSEGV: "it is nested too deeply",
@@ -73,7 +73,7 @@ def send(connection: socket.socket, message: bytes) -> None:
 
 
 def receive(connection: socket.socket) -> bytes:
-    """Empty: the other end has closed it."""
+    """Receive a message. Empty: the other end has closed the connection."""
     head = _exactly(connection, 4)
     return _exactly(connection, struct.unpack("<I", head)[0]) if head else b""
 
@@ -104,7 +104,7 @@ class Pieces:
         return self.pieces[token]
 
     def tokens_within(self, text: str) -> list[int]:
-        """Any tokens that make up the text. (They need not be those that the tokenizer would choose.)"""
+        """Any tokens that make up the text. (The tokenizer might choose others.)"""
         raw, tokens, ids = text.encode(), [], self._ids
         while raw:
             lengths = range(min(self._longest, len(raw)), 0, -1)
@@ -223,7 +223,7 @@ def _limit() -> None:
 
 
 def _run_trial(connection: socket.socket, grammars: Grammars) -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a panic of llguidance is no line of the server's log
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # keep a panic of llguidance out of the server's log
     os.nice(NICE)
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-1:])
     recipe = json.loads(receive(connection))
@@ -254,7 +254,7 @@ class Host:
         """The process and the socket of each trial, by the socket's number."""
 
     def run(self) -> None:
-        """Until the server closes its end."""
+        """Run until the server closes its end."""
         while True:
             for number, _ in self._poll.poll(LOOKS_MS if self._trials else None):
                 if number == self._control.fileno():
@@ -262,7 +262,7 @@ class Host:
                     if not numbers:
                         return self._end_all()
                     self._start(socket.socket(fileno=numbers[0]))
-                elif number in self._trials:  # nobody waits for it any more
+                elif number in self._trials:  # its client has left
                     os.kill(self._trials[number][0], signal.SIGKILL)
                     self._reap(number, os.waitpid(self._trials[number][0], 0)[1])
             for number, (process, _) in list(self._trials.items()):

@@ -1,1 +1,1 @@
-"""Moving bytes between pools: plans, copiers, the controller. Never whose bytes they are."""
+"""Moving bytes between pools: plans, copiers, the controller. Owners of bytes are not known here."""

@@ -9,9 +9,9 @@
 Loads do not wait for saves nor saves for loads. Within a direction transfers may end in any order, and are
 published in the order they were submitted, so a later page is never visible before an earlier one.
 
-A controller merges nothing (one plan is one step's work) and never asks who owns an id: places stay
-reserved until `poll` has named their ticket. `LocalController` copies in threads of this process;
-`transfer.cuda` queues copies on a device; `transfer.remote` hands plans to processes that have the memory.
+A controller merges nothing (one plan is one step's work) and knows no owners of ids: places stay reserved
+until `poll` has named their ticket. `LocalController` copies in threads of this process; `transfer.cuda`
+queues copies on a device; `transfer.remote` hands plans to processes that have the memory.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Ticket:
     number: int
     plan: Plan
     layered: bool = False
-    """Who reads it waits for it at once, layer by layer (`Controller.ready`)."""
+    """Its reader waits for it at once, layer by layer (`Controller.ready`)."""
 
 
 @dataclass(frozen=True)
 class Done:
-    """A plan that ended. With an error its targets hold anything; without, every byte is there."""
+    """A plan that ended. With an error its targets hold undefined bytes; without, every byte is there."""
 
     ticket: Ticket
     error: TransferError | None
@@ -63,11 +63,11 @@ class Ready(Protocol):
 
 
 class Controller(Protocol):
-    """Who carries out plans. `submit`, `poll` and `close` belong to one thread."""
+    """Carries out plans. One thread calls `submit`, `poll` and `close`."""
 
     @property
     def how(self) -> str:
-        """Who copies, for people: what `auto` came to."""
+        """The way of copying, in words: what `auto` chose."""
 
     @property
     def in_order(self) -> bool:
@@ -79,7 +79,7 @@ class Controller(Protocol):
         """Plans under way and plans that have ended."""
 
     def submit(self, plan: Plan, *, layered: bool = False) -> Ticket:
-        """Have a plan carried out. Never blocks. `layered`: who reads it waits for it at once, layer by layer
+        """Have a plan carried out. Never blocks. `layered`: its reader waits for it at once, layer by layer
         (`ready`)."""
 
     def poll(self) -> list[Done]:
@@ -110,7 +110,7 @@ class Tickets:
         self._given = 0
 
     def give(self, plan: Plan, *, layered: bool = False) -> Ticket:
-        """A ticket for a plan. Whatever becomes of it, `end` is called once."""
+        """A ticket for a plan. `end` is called once, whatever happens."""
         ticket = Ticket(self._given, plan, layered)
         self._queues[plan.direction].append(ticket)
         self._given += 1
@@ -188,7 +188,7 @@ class LocalController:
             executor.shutdown(wait=True)
 
     def _land(self, ticket: Ticket, future: Future[Seconds]) -> None:
-        """A transfer ended in whatever way: by itself, by an error (I13), or cancelled by its executor."""
+        """A transfer has ended: by itself, with an error (I13), or cancelled by its executor."""
         if future.cancelled():
             self.tickets.end(ticket, CancelledError())
         elif (error := future.exception()) is not None:
@@ -198,7 +198,7 @@ class LocalController:
 
 
 def carry(copier: Copier, plan: Plan) -> Seconds:
-    """Do what a plan says. Returns the time of pages and of tails."""
+    """Carry out a plan. Returns the time of pages and of tails."""
     seconds = {kind.plural: 0.0 for kind in Kind}
     for leg in plan.legs:
         start = perf_counter()

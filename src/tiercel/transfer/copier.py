@@ -1,10 +1,10 @@
-"""Who moves bytes between a memory near attention and host memory, whoever allocated the former.
+"""Copiers move bytes between host memory and a memory near attention, whoever allocated that.
 
     reference    follows every piece that the memories name, in Python. `direct` is compared with it.
     direct       one call of C for all pages or tails of a leg.
 
-A copier moves what both memories hold: a device without some streams, or with the layers of one rank, gets
-its own.
+A copier moves what both memories hold: a device that has only some streams, or the layers of one rank, gets
+only those.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Copier(ABC):
     Calls for different places may run in several threads at once. A call that raises may have written part of
     its targets, never anything else.
 
-    Required of the caller: sources are written and complete before the call; nobody reads or writes the
+    Required of the caller: sources are written and complete before the call; nothing else reads or writes the
     targets until it returns; both memories outlive the copier.
 
     Forbidden to a copier: to keep views of host memory between calls (they would keep closed memory mapped),

@@ -52,7 +52,7 @@ FIRST_RANGES, MORE_RANGES = 32, 4
 and the link does not wait while 512 ranges are queued, which takes 300 µs."""
 
 STAGING_BYTES = 64 * 1024**2
-"""For each direction, where rows go through a staging buffer."""
+"""The size of a staging buffer, one for each direction."""
 
 STAGED_BYTES_LEAST = 4 * 1024**2
 """Fewer bytes are moved by one kernel: it needs one launch instead of two calls."""
@@ -77,7 +77,7 @@ class Attributes(ctypes.Structure):
 
 
 class CopyEngines:
-    """`cudaMemcpyBatchAsync`, or a plain asynchronous copy for each range where that fails its test."""
+    """`cudaMemcpyBatchAsync`, or a plain asynchronous copy for each range if that fails its test."""
 
     ANY_ORDER = 3
     """Sources may be read in any order. (The order of the stream was refused by driver 580.)"""
@@ -148,8 +148,8 @@ class CopyEngines:
 class Events:
     """The layers of a plan in groups, and the event behind each group: (last layer, event).
 
-    `groups` queues a group when the group is taken from it. Who waits layer by layer computes the first
-    layers while the next are being queued; `queue_all` is for all others.
+    `groups` queues a group when the group is taken from it. A reader that waits layer by layer computes the
+    first layers while the next are being queued; `queue_all` is for all others.
     """
 
     def __init__(self, groups: Iterable[tuple[int, torch.cuda.Event]] = ()) -> None:
@@ -189,7 +189,7 @@ class Events:
 
 
 class _Flight(NamedTuple):
-    """A plan that is queued: the event before its first copy, and the bytes of pages and of tails."""
+    """A queued plan: the event before its first copy, and the bytes of pages and of tails."""
 
     begun: torch.cuda.Event
     ready: Events
@@ -272,7 +272,7 @@ class _Queue:
         return torch.empty(STAGING_BYTES, dtype=torch.uint8, device=self._device)
 
     def dma(self, near: Ints, far: Ints, sizes: Ints) -> None:
-        """Between addresses."""
+        """Queue copies between addresses."""
         to, source = (near, far) if self.load else (far, near)
         first, count = 0, FIRST_RANGES
         while first < len(sizes):
@@ -309,7 +309,7 @@ class CudaController:
 
     A copy begins after all that its submitter has queued on its current stream by then: the kernels that
     wrote the rows of a save, and the last readers of the targets of a load. That stream waits for a copy only
-    where `Events.wait` is called. Whoever knows an earlier event sets `after`: copies wait for that instead.
+    where `Events.wait` is called. With `after`, copies wait for that earlier event instead.
     """
 
     in_order = True
@@ -352,7 +352,7 @@ class CudaController:
         return sum(queue.launches for queue in self._queued.values())
 
     def submit(self, plan: Plan, *, layered: bool = False) -> Ticket:
-        """Queue a plan as a whole; of a layered one the first group, the others when they are waited for."""
+        """Queue a whole plan; for a layered one the first group now, the others when they are waited for."""
         ticket = self.tickets.give(plan, layered=layered)
         for flight in self._flying.values():  # plans are carried out in order
             flight.ready.queue_all()
@@ -372,7 +372,7 @@ class CudaController:
         return ticket
 
     def _before(self) -> torch.cuda.Event | None:
-        """What copies wait for. An idle stream has nothing to wait for."""
+        """The event that copies wait for. An idle stream has nothing to wait for."""
         current = torch.cuda.current_stream(self.device.device)
         return self.after or (None if current.query() else current.record_event())
 
@@ -392,7 +392,7 @@ class CudaController:
     def _queue_leg(
         self, queue: _Queue, moves: _Moves, places: LegPlaces, large: list[tuple[Ints, Ints, Ints]]
     ) -> None:
-        """Ranges for the copy engines are added to `large`: all legs travel in one call."""
+        """Ranges for the copy engines are added to `large`: all legs are sent in one call."""
         bytes_total = len(places.near) * moves.item_bytes
         if self.way != "kernel" and moves.large:
             large.append(ranges(moves.table, places))
@@ -404,12 +404,12 @@ class CudaController:
             queue.kernel(moves.kernel, *places, PROGRAMS)
 
     def ready(self, number: int) -> Events:
-        """What has ended, in whatever way, need not be waited for."""
+        """When layers may be read. A load that has ended, in whatever way, need not be waited for."""
         flight = self._flying.get(number)
         return flight.ready if flight else Events()
 
     def _settle(self) -> None:
-        """End what has passed its last event."""
+        """End plans that have passed their last event."""
         for queue in self.tickets.under_way():
             for ticket in queue:
                 flight = self._flying.get(ticket.number)
@@ -438,6 +438,6 @@ class CudaController:
 
 
 def _seconds(flight: _Flight) -> Seconds:
-    """The device's time, by bytes."""
+    """The device's time, divided by bytes."""
     took_s = flight.begun.elapsed_time(flight.ready.events[-1][1]) / 1e3
     return {name: took_s * size / max(1, sum(flight.sizes.values())) for name, size in flight.sizes.items()}

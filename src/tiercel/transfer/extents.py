@@ -3,8 +3,8 @@
     near   `near + device place · near_stride`     an address in device memory, ours or borrowed
     far    `far + host place · far_stride`         an offset in host memory
 
-A page has one host place. A tail has several, and `page` says which of them. Where both sides keep a page in
-the same order the whole page is one extent. Where the device keeps each layer apart it has an extent a row.
+A page has one host place. A tail has several, and `page` says which of them. If both sides keep a page in the
+same order, the whole page is one extent. If the device keeps each layer apart, each row is an extent.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Extent(NamedTuple):
     size: int
 
     def follows(self, other: Extent) -> bool:
-        """Whether it begins where `other` ends, on both sides and in every place."""
+        """Whether this extent begins where `other` ends, on both sides and in every place."""
         same = self.page == other.page and self[1::3] == other[1::3]
         return same and (self.near, self.far) == (other.near + other.size, other.far + other.size)
 

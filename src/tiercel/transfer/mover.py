@@ -1,15 +1,15 @@
 """Between host memory and a store: operations in, worker threads, ended operations out.
 
-    queued ── a thread takes it ──► running ──► ended: answers, or an error
+    queued ── a thread takes it ──► running ──► ended: results, or an error
        └── cancelled, nobody waits ───────────► ended: nothing was done
 
-Others speak of pages and tails. A store keeps each as several records (`CacheSpec.grains`), which are asked
-for, read and written together. A page is there if all its records are. If one is missing, the others stay:
-only that one is written again. Every record that is read is verified (I9).
+The rest of the code has pages and tails. A store keeps each as several records (`CacheSpec.grains`), which
+are asked for, read and written together. A page is there if all its records are. If one is missing, the
+others stay: only that one is written again. Every record that is read is verified (I9).
 
-A worker survives whatever a store raises (I13): the operation is tried again after a moment, and then it has
-failed. A call that never returns keeps its thread and its host pages, and nothing else: another thread takes
-its place (`threads.Crew`), and the caller decides by the clock.
+A worker survives all errors of a store (I13): the operation is tried once more after a moment, and then it
+has failed. A call that never returns keeps its thread and its host pages, and nothing else: another thread
+takes its place (`threads.Crew`), and the caller decides by the clock.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class RecordPlace(NamedTuple):
 
 @dataclass(eq=False)
 class Operation:
-    """Something asked of a store. It ends with one answer for each piece, or with an error."""
+    """One operation on a store. It ends with one result for each piece, or with an error."""
 
     work: Work
     pieces: Sequence[RecordPlace]
@@ -77,11 +77,11 @@ class Operation:
     error: StoreError | None = None
     cancelled: bool = False
     late: bool = False  # it took longer than the caller waits: the caller has counted it as failed already
-    read_s: float | None = None  # of a probe: how long the read of its page took
+    read_s: float | None = None  # for a probe: how long the read of its page took
     future: Future[None] | None = None
 
     def cancel(self) -> None:
-        """Nobody waits for it any more. If no thread has taken it, it ends at once."""
+        """Its result is not needed any more. If no thread has taken it, it ends at once."""
         self.cancelled = True
         if self.future is not None:
             self.future.cancel()
@@ -98,7 +98,7 @@ class Workers:
 
     @staticmethod
     def threads() -> Workers:
-        """Four reads at a time keep a disk busy. Of two writes one computes a checksum while one waits."""
+        """Four reads keep a disk busy. Of two writes, one computes a checksum while the other waits."""
         askers, readers = Crew(1, "tiercel-store-ask"), Crew(4, "tiercel-store-read")
         return Workers(askers, readers, Crew(2, "tiercel-store-write"))
 
@@ -107,7 +107,7 @@ class Workers:
 
 
 class Mover(Protocol):
-    """Who runs operations on a store: `StoreMover`, or a replay's clock. One thread calls all but `close`."""
+    """Runs operations on a store: `StoreMover`, or a replay's clock. One thread calls all but `close`."""
 
     @property
     def writes(self) -> bool:
@@ -136,7 +136,7 @@ class Mover(Protocol):
         """Never blocks."""
 
     def give_up_on(self, operation: Operation) -> None:
-        """It hangs."""
+        """The operation hangs."""
 
     def poll(self) -> list[Operation]:
         """What ended since the last poll."""
@@ -172,15 +172,14 @@ class StoreMover:
         self.under_way: set[Operation] = set()
         self.flaws: Counter[str] = Counter()  # of records that were read
         self._not_removed: set[RecordKey] = set()
-        """Damaged, and the store could not remove them. They count as missing until they are written."""
+        """Damaged records that the store could not remove. They count as missing until they are written."""
         self.numbers: dict[str, Any] = {}  # the store's own statistics, as last asked for
-        self.removed: deque[tuple[Kind, PageKey]] = deque()  # of which the store evicted records
+        self.removed: deque[tuple[Kind, PageKey]] = deque()  # whose records the store evicted
         self._kinds = {form.start: kind for kind, forms in self.forms.items() for form in forms}
         self._lost: dict[tuple[Kind, PageKey], int] = {}
-        """Of what lost a record and was not written since: how many other records it has left."""
+        """Pages and tails that lost a record and were not written since: how many records each has left."""
 
     def submit(self, work: Work, pieces: Sequence[RecordPlace] = ()) -> Operation:
-        """Never blocks."""
         moved = pieces if work in (Work.READ, Work.WRITE) else ()
         size = sum(self._spec.item_bytes(piece.kind) for piece in moved)
         operation = Operation(work, pieces, size, self._clock())
@@ -195,14 +194,13 @@ class StoreMover:
         return operation
 
     def give_up_on(self, operation: Operation) -> None:
-        """It hangs. If it has a thread, that thread is replaced."""
+        """The operation hangs. If it has a thread, that thread is replaced."""
         operation.late = True
         crew = self._workers.of(operation.work)
         if operation.started_s is not None and isinstance(crew, Crew):
             crew.grow()
 
     def poll(self) -> list[Operation]:
-        """What ended since the last poll."""
         ended = []
         while self._ended:
             ended.append(self._ended.popleft())
@@ -210,12 +208,11 @@ class StoreMover:
         return ended
 
     def keys(self, piece: RecordPlace) -> list[RecordKey]:
-        """Of all its records."""
+        """The keys of all its records."""
         return [form.key(piece.key) for form in self.forms[piece.kind]]
 
     @property
     def landed(self) -> bool:
-        """Whether there is something to poll."""
         return bool(self._ended)
 
     def close(self) -> None:
@@ -290,8 +287,8 @@ class StoreMover:
         return answers
 
     def _remove(self, damaged: Sequence[RecordKey]) -> None:
-        """If the store can not remove them (it is full, or open for reading only), the read does not fail. A
-        store that can not be written to is not asked: what it answers may be right the next time."""
+        """Remove damaged records. If that fails (the store is full, or open for reading only), the read does
+        not fail. A store that can not be written to is not asked: its next read may be right."""
         try:
             if damaged and self.writes:
                 self._store.delete(damaged)
@@ -334,7 +331,7 @@ class StoreMover:
         return whole
 
     def _tell_removed(self, keys: Sequence[RecordKey]) -> None:
-        """Which pages and tails lost a record to the store's eviction: each is told once until it is written
+        """Note which pages and tails lost a record to the store's eviction: each once until it is written
         again, however many of its records leave."""
         for key in keys:
             kind = self._kinds.get(start_of(key))
@@ -359,7 +356,7 @@ class StoreMover:
 
     def _probe(self, operation: Operation) -> list[Presence]:
         if not self.writes:
-            return []  # only a fetch can tell how fast it is
+            return []  # only a fetch can measure its rate
         key, records = PageKey(os.urandom(32)), list[tuple[RecordKey, bytes, bytearray]]()
         for form in self.forms[Kind.PAGE] or self.forms[Kind.TAIL]:
             payload = bytearray(form.payload_bytes)
@@ -393,7 +390,7 @@ class StoreMover:
 
 
 def _presence(records: Iterable[bool]) -> Presence:
-    """Of a page or tail, by whether each of its records is there."""
+    """The presence of a page or tail, given which of its records are there."""
     return Presence.HERE if all(records) else Presence.MISSING
 
 

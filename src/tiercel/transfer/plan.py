@@ -56,7 +56,7 @@ class Plan:
 
     @staticmethod
     def of(direction: Direction, pages: Iterable[Pair] = (), tails: Iterable[Pair] = ()) -> Plan:
-        """From pairs: at most one leg of each kind."""
+        """A plan from pairs: at most one leg of each kind."""
         kinds = (Kind.PAGE, tuple(pages)), (Kind.TAIL, tuple(tails))
         legs = (
             Leg(kind, tuple(d for d, _ in pairs), tuple(h for _, h in pairs))

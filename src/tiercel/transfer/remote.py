@@ -8,9 +8,9 @@
     all ranks said so ─► poll() ─► [Done]
 
 The caller carries tickets and acks: an engine has its own way to its workers. A plan has failed when one rank
-says so, and has ended when all ranks have spoken: until then some rank may still be writing. A rank copies
-with a controller of its own: in threads, or queued on its device, where a step may wait for a load layer by
-layer (`RankWorker.ready`).
+says so, and has ended when all ranks have sent an ack: until then some rank may still be writing. A rank
+copies with a controller of its own: in threads, or queued on its device, where a step may wait for a load
+layer by layer (`RankWorker.ready`).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from tiercel.transfer.plan import Plan
 from tiercel.types import Kind
 
 DEVICE_S = 0.001
-"""A device that copies tells nobody that it has ended: it is asked this often."""
+"""A device does not notify when a copy has ended: it is asked this often."""
 
 
 @dataclass(frozen=True)
 class Ack:
-    """One rank is done with a plan. With an error, its part of the targets holds anything."""
+    """One rank is done with a plan. With an error, its part of the targets holds undefined bytes."""
 
     number: int
     rank: int
@@ -39,17 +39,17 @@ class Ack:
 
 
 class RankWorker:
-    """One process that has the memory. Whatever a copy raises is told by its ack (I13)."""
+    """One process that has the memory. An error of a copy is in its ack (I13)."""
 
     def __init__(self, number: int, controller: Controller) -> None:
         self.number = number
         self._controller = controller
         self._theirs: dict[int, int] = {}
-        """Numbers of the tickets that were handed over, by the numbers of our own."""
+        """For the number of each of our own tickets: the number of the ticket that was handed over."""
         self._refused: list[Ack] = []
 
     def start(self, ticket: Ticket) -> None:
-        """Begin what a ticket says. Never blocks."""
+        """Begin the plan of a ticket. Never blocks."""
         try:
             own = self._controller.submit(ticket.plan, layered=ticket.layered)
         except Exception as error:  # noqa: BLE001 - the ack tells it to the process that decides
@@ -75,14 +75,14 @@ class RankWorker:
                 landed.wait(at_once_s)
 
     def ready(self, number: int) -> Ready:
-        """When the layers of the load with this ticket's number may be read. What has ended, in whatever way,
-        need not be waited for."""
+        """When the layers of the load with this ticket's number may be read. A load that has ended, in
+        whatever way, need not be waited for."""
         own = next((own for own, theirs in self._theirs.items() if theirs == number), -1)
         return self._controller.ready(own)
 
 
 class RemoteController:
-    """Tickets out, acks in. All calls belong to one thread. `in_order`: what all ranks are."""
+    """Tickets out, acks in. All calls belong to one thread. `in_order`: whether it holds for all ranks."""
 
     def __init__(self, ranks: int, *, in_order: bool = False) -> None:
         self.tickets = Tickets()
@@ -107,7 +107,7 @@ class RemoteController:
         raise NotImplementedError(f"load {number}: each rank has its own answer (`RankWorker.ready`)")
 
     def take(self) -> list[Ticket]:
-        """What every rank is to do now, in this order."""
+        """The tickets that every rank is to carry out now, in this order."""
         tickets, self._untaken = self._untaken, []
         return tickets
 
@@ -126,10 +126,10 @@ class RemoteController:
             self.tickets.end(ticket, None, _slowest([each.seconds for each in acks.values()]))
 
     def close(self) -> None:
-        """The ranks are not ours to wait for: what none of them took is not done, what they do ends there."""
+        """Does not wait for the ranks: plans that none of them took are not done, the others end there."""
         self._untaken = []
 
 
 def _slowest(of_ranks: list[Seconds]) -> Mapping[str, float]:
-    """The slowest rank counts: they copy at the same time."""
+    """The time of the slowest rank: they copy at the same time."""
     return {kind.plural: max(each.get(kind.plural, 0.0) for each in of_ranks) for kind in Kind}

@@ -1,1 +1,1 @@
-"""Which prefix: page keys, the prefix tree over pages and tails in both tiers, and what may leave it."""
+"""The prefix tree over pages and tails in both tiers: page keys, and what may leave it."""

@@ -29,12 +29,12 @@ SWEEP_ENTRIES = 4
 """How many entries are looked at when one is added, during a sweep."""
 
 Entry = tuple[Any, int, Item]
-"""A rank, a serial number (no two entries are equal), and whose they are."""
+"""A rank, a serial number (so that no two entries are equal), and the item."""
 
 
 class Heap:
-    """Entries, the least first. They can be swept a few at a time: `old` is what a sweep has not looked at.
-    Its last entry can be taken away without moving the others."""
+    """Entries, the least first. They can be swept a few at a time: `old` has the entries that a sweep has not
+    looked at. Its last entry can be taken away without moving the others."""
 
     __slots__ = ("fresh", "old")
 
@@ -62,11 +62,11 @@ class Heap:
         heappush(self.fresh, entry)
 
     def pop(self) -> None:
-        """Drop the first."""
+        """Drop the first entry."""
         heappop(self._part())
 
     def replace(self, entry: Entry) -> None:
-        """Another entry for the first."""
+        """Put another entry in the place of the first."""
         hide(entry)
         heapreplace(self._part(), entry)
 
@@ -83,7 +83,7 @@ class EvictOrder(ABC):
 
     @abstractmethod
     def offer(self, item: Item) -> None:
-        """To be called whenever an item may have become ready."""
+        """Called whenever an item may have become ready."""
 
     @abstractmethod
     def coldest(self) -> Item | None:
@@ -91,7 +91,7 @@ class EvictOrder(ABC):
 
     @abstractmethod
     def pop(self) -> Item | None:
-        """The same, and it is no candidate any more."""
+        """The next to leave; it is no candidate any more."""
 
     @abstractmethod
     def _heaps(self) -> Iterable[Heap]: ...
@@ -105,7 +105,7 @@ class EvictOrder(ABC):
         """How many entries there are, those of no use included."""
 
     def _sweep_some(self) -> None:
-        """An entry was added."""
+        """Sweep a few entries, because one was added."""
         if self._sweeping:
             self._sweep(SWEEP_ENTRIES)
         elif len(self) > self._sweep_at:
@@ -127,7 +127,7 @@ class EvictOrder(ABC):
             self._file_again(sweeping[-1], sweeping[-1].old.pop())
 
     def sweep(self) -> None:
-        """Drop all that may not leave now."""
+        """Drop all entries that may not leave now."""
         while self._sweeping:
             self._sweep(SWEEP_ENTRIES)
         self._begin_sweep()
@@ -224,15 +224,15 @@ class Candidates(EvictOrder):
 class Doubles:
     """What device and host can both read: the first host copies to leave when the host is full.
 
-    Those that the store has as well go before the others, and may go for less: nothing is lost with them.
-    The latest goes first: the device will not need its host copy for longest.
+    Those that the store has too go before the others, even for items that are worth less: nothing is lost
+    with them. The latest goes first: the device will need its host copy last.
     """
 
     def __init__(self) -> None:
         self._others, self._stored = Queue(0), Queue(1)
 
     def add(self, item: Item) -> None:
-        """Also when it has become known whether the store has the item."""
+        """Add an item; also called when it becomes known whether the store has it."""
         self.discard(item)
         (self._stored if item.stored else self._others).add(item)
 
@@ -272,7 +272,7 @@ class Queue:
         self._which = which
         self._rows: dict[int, list[Item | None]] = {}
         self._items: dict[int, int] = {}
-        """How many items are left of each row."""
+        """For each row, how many items are left."""
 
     def add(self, item: Item) -> None:
         number = next(reversed(self._rows), 0)

@@ -1,4 +1,4 @@
-"""A look at the tree: its invariants counted again, what each tier can read, a picture for a failing test."""
+"""Checks the tree: its invariants counted again, what each tier can read, a picture for failing tests."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _check_item(tree: PrefixTree, item: Item) -> None:
 
 
 def readable(tree: PrefixTree) -> list[Event | Cleared]:
-    """Everything a tier can read, as if it had just been told."""
+    """Everything a tier can read, as events."""
     return [
         event(True, tier, item)
         for item in tree.items()

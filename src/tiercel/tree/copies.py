@@ -43,9 +43,9 @@ from tiercel.tree.valued import Worth, make_order
 from tiercel.types import HostPageId, Kind, PageKey, Tier
 
 STORE_LEAST = 0.01
-"""What a tail must be worth to be written to a store. A new tail at the end of a text is worth 0.2 to 0.9. So
-only tails are left out that were learned to be found almost never: 5 to 10 % of the bytes. (With 0.1 it is
-18 %, and 1 % of hits is lost where the store has room for everything: docs/log.md.)"""
+"""The least worth of a tail that is written to a store. A new tail at the end of a text is worth 0.2 to 0.9.
+So only tails of classes that are almost never found are left out: 5 to 10 % of the bytes. (With 0.1 it is 18
+%, and 1 % of hits is lost where the store has room for everything: docs/log.md.)"""
 
 
 class Copies:
@@ -70,7 +70,7 @@ class Copies:
         """What items are worth; None: the policy looks at their use alone."""
         if isinstance(evict, Value) and pages_per_window:
             tail_pages = tail_in_pages(item_bytes or {})
-            copies = proxy(self)  # pages know their owner, its order and so this: they must not keep it
+            copies = proxy(self)  # pages know their owner and its order: they must not keep this alive
             self.worth = Worth(pages_per_window, tail_pages, replay_pages, lambda: copies.clock)
         ordered = partial(make_order, evict, self.worth)
         self.device = {kind: ordered(may_leave_device, "in_device") for kind in Kind}
@@ -80,9 +80,9 @@ class Copies:
         """Device places that come free when the saves under way end."""
         self.on_device: dict[Kind, int] = dict.fromkeys(Kind, 0)
         self.on_host: dict[Kind, int] = dict.fromkeys(Kind, 0)
-        """What each tier can read, counted as it changes: nobody walks the tree to tell."""
+        """What each tier can read, counted as it changes: no call walks the tree for it."""
         self.evicted: Counter[tuple[Tier, Kind, str]] = Counter()
-        """What left a tier, and why: for `room`, for an owner's `limit`, for other tails of its `path`."""
+        """How many items left a tier, and why: `room`, an owner's `limit`, or other tails of its `path`."""
         self._why: str | None = "room"
         """Why something leaves now; None: that is no eviction."""
         self.rank: Callable[[Any], Any] = self.worth or evict.rank
@@ -100,7 +100,7 @@ class Copies:
 
     @property
     def changes(self) -> tuple[int, int]:
-        """How often something was used or came, and how often something may have become free to leave."""
+        """Two counters: items used or added, and items that may have become free to leave."""
         return self.clock, self._offers
 
     def lock(self, item: Item) -> None:
@@ -125,7 +125,7 @@ class Copies:
         return Move(item, device, item.host)
 
     def load_done(self, move: Move, ok: bool) -> None:
-        """The load ended. If it failed, the host copy is what it was. Children come before their parents."""
+        """The load ended. If it failed, the host copy stays as it was. Children come before their parents."""
         item = move.item
         if item.gone:
             self._give_device(item, move.device)
@@ -157,12 +157,12 @@ class Copies:
         self.arrive_done(move.item, move.host, ok)
 
     def arrive_start(self, item: Item, host: tuple[HostPageId, ...]) -> None:
-        """Somebody is going to fill `host`, from no place of ours."""
+        """Another engine or a peer is going to fill `host`."""
         assert item.host is None and not item.gone, "I1: a host copy is written once"
         item.host, item.save = host, FOREIGN
 
     def arrive_done(self, item: Item, host: tuple[HostPageId, ...], ok: bool) -> None:
-        """Nobody writes `host` any more. If not all of it is there, what no other tier holds is lost."""
+        """`host` is not written any more. If it is not whole, what no other tier holds is lost."""
         if item.gone:
             self.actions.host.extend(host)
             return
@@ -181,7 +181,7 @@ class Copies:
             self.offer(item)
 
     def read_start(self, item: Item) -> None:
-        """Somebody reads the host copy, a store or a peer: it stays until all of them have ended."""
+        """A store or a peer reads the host copy: it stays until all of them have ended."""
         assert item.on_host and not item.gone, "I2: stores and peers are given a readable copy"
         item.readers += 1
         self.doubles.discard(item)
@@ -199,7 +199,7 @@ class Copies:
         self.offer(item)
 
     def mark_stored(self, item: Item, stored: bool = True) -> None:
-        """Whether the store has it, as far as is known."""
+        """Note whether the store has an item, as far as is known."""
         if item.stored != stored:
             item.stored = stored
             if item in self.doubles:
@@ -208,14 +208,14 @@ class Copies:
                 self.tell(True, Tier.STORE, item)
 
     def worth_keeping(self, item: Item) -> bool:
-        """Whether a store should have it. A tail that hardly anybody will resume from is not worth its bytes;
-        a request that finds the tail makes it worth more."""
+        """Whether a store should have an item. A tail that hardly any text will resume from is not worth its
+        bytes; a request that finds the tail makes it worth more."""
         if self.worth is None or isinstance(item, Page):
             return True
         return self.worth.young(item) >= STORE_LEAST
 
     def is_saved(self, item: Item) -> bool:
-        """Whether it is copied to the host at all: its owner may be one that keeps nothing."""
+        """Whether an item is copied to the host at all: its owner may keep nothing."""
         return item.owner is None or item.owner.keeps
 
     def unsaved(self, page: Page) -> list[Page]:
@@ -229,7 +229,7 @@ class Copies:
     # Leaving
 
     def offer(self, item: Item) -> None:
-        """The item may leave a tier now, as far as its caller knows."""
+        """The item may be free to leave a tier now."""
         self._offers += 1
         self.device[item.kind].offer(item)
         self.host.offer(item)
@@ -244,12 +244,12 @@ class Copies:
                 item.owner.offer(item.page)
 
     def followed(self, page: Page) -> None:
-        """More or fewer pages follow this one."""
+        """The number of pages that follow this one has changed."""
         if self.worth is not None and page.tail is not None and self.worth.followed(page.tail):
             self.offer(page.tail)
 
     def off_device(self, item: Item) -> None:
-        """Off the device. The place is given back, unless a save still reads it: then by `save_done`."""
+        """Take an item off the device. Its place comes free now, or in `save_done` if a save reads it."""
         if item.save == item.device:
             self.leaving[item.kind] += 1
         else:
@@ -266,7 +266,7 @@ class Copies:
 
     @contextmanager
     def leaving_for(self, why: str | None) -> Iterator[None]:
-        """Whatever leaves inside leaves for this reason."""
+        """Everything that leaves inside the block leaves for this reason."""
         before, self._why = self._why, why
         try:
             yield
@@ -280,7 +280,7 @@ class Copies:
             self._give_host(item)
 
     def drop(self, item: Item) -> None:
-        """Forget an item altogether; with a page, all pages below it, of which the device holds none."""
+        """Forget an item altogether; for a page, also all pages below it (the device has none of them)."""
         if isinstance(item, Tail):
             self.remove_tail(item)
             return
@@ -314,7 +314,7 @@ class Copies:
         self.offer_to_owner(parent)
 
     def remove_tail(self, tail: Tail) -> None:
-        """Places that a transfer still uses are given back when it ends."""
+        """Remove a tail. Places that a transfer still uses are given back when it ends."""
         assert tail.lock == 0, "I3: a tail in use is not removed"
         if tail.load is None:
             if tail.device is not None:
@@ -329,7 +329,7 @@ class Copies:
         self.offer(tail.page)
 
     def _give_host(self, item: Item) -> None:
-        """The host places, unless a load, a store or a peer still reads them: then when that ended."""
+        """Give the host places back: now, or when no load, store or peer reads them any more."""
         if item.host is not None and item.load is None and not item.readers:
             self.actions.host.extend(item.host)
             item.host = None

@@ -1,9 +1,9 @@
 """The pages of a tree by key.
 
-A large dict is copied when it is full: 44 ms for 700,000 pages, in which nobody is served. So the keys are in
-256 small dicts, by their first byte (keys are digests, so all of them are about equally long). They hold row
-numbers, not pages: a dict of bytes and numbers is nothing that the garbage collector visits, and the lists of
-rows are hidden from it (`collector`). One long list would be copied, too, when it is full: 4 ms.
+A large dict is copied when it is full: 44 ms for 700,000 pages, in which no request is served. So the keys
+are in 256 small dicts, by their first byte (keys are digests, so all of them are about equally long). They
+hold row numbers, not pages: the garbage collector does not visit a dict of bytes and numbers, and the lists
+of rows are hidden from it (`collector`). One long list would be copied, too, when it is full: 4 ms.
 
     shards   0a: {0a31…: 2}            0b: {}   0c: {0cf2…: 0, 0c77…: 1}  …
     rows     0a: [None, None, page]    0b: []   0c: [page, page]          …    None: free for the next page
@@ -20,12 +20,12 @@ from tiercel.types import PageKey
 
 
 class Index(Mapping[PageKey, Page]):
-    """Pages in no order that counts."""
+    """The pages; their order has no meaning."""
 
     def __init__(self) -> None:
         self.shards: list[dict[PageKey, int]] = [{} for _ in range(256)]
         self.rows: list[list[Page | None]] = [hidden_list() for _ in range(256)]
-        """For those who can not afford a call for each page: `rows[key[0]][shards[key[0]][key]]`."""
+        """For callers that can not afford a call for each page: `rows[key[0]][shards[key[0]][key]]`."""
         self._free: list[list[int]] = [hidden_list() for _ in range(256)]
         self._parts = [*zip(self.shards, self.rows, self._free, strict=True)]
 
@@ -65,13 +65,13 @@ class Index(Mapping[PageKey, Page]):
 
     def __del__(self) -> None:
         """The tree is not used any more. A page and its tail know each other, and so do a page and its owner
-        (by the owner's order): the collector does not see them, so they are parted here."""
+        (by the owner's order): the collector does not see them, so they are separated here."""
         for page in self.values():
             page.tail = page.owner = None
 
 
 class _Pages(ValuesView[Page]):
-    """Without a lookup for each."""
+    """All pages, without a lookup for each."""
 
     _mapping: Index
 

@@ -49,10 +49,10 @@ class KeyChain:
     ) -> None:
         self.page_tokens = page_tokens
         self.owner = owner
-        """Whose pages they will be (`tree.owners`); no part of the keys. Empty: nobody's."""
+        """The owner of the pages (`tree.owners`); no part of the keys. Empty: no owner."""
         self.keys: list[PageKey] = []
         self.texts: list[bytes] | None = [] if keep_tokens else None
-        """The tokens of each page, for those who are to be told of them."""
+        """The tokens of each page, for observers that want them."""
         self.tokens = 0
         if not (isinstance(namespace, tuple) and all(isinstance(word, str) for word in namespace)):
             raise TokenError("namespace", namespace, "must be a tuple of words")
@@ -66,7 +66,7 @@ class KeyChain:
         """A text whose pages have names already. `keys` are those of the text and of what may follow it; the
         caller may append to them before `extend`. Tokens are only counted: a full page has its key.
 
-        Whoever gives names gives the same name only to the same numbers of the same model.
+        Required: equal keys mean equal numbers of the same model.
         """
         chain = cls(b"", (), page_tokens, owner=owner)
         chain._given = keys
@@ -126,8 +126,8 @@ def _token_bytes(tokens: Tokens) -> bytes:
 @lru_cache(maxsize=1024)
 def _seeded(identity: bytes, page_tokens: int, namespace: Namespace) -> hashlib._Hash:
     """A hash to copy from: most texts of a server share a few namespaces. Every part carries its length, so
-    that no two namespaces run together; the number of words is told before them, so that no word is taken for
-    tokens. (Without a namespace it is not told: such keys are as they were before.)"""
+    that no two namespaces run together; the number of words comes before them, so that no word is taken for
+    tokens. (Without a namespace there is no number: such keys stay as they were.)"""
     version = _VERSION + b" of %d" % len(namespace) if namespace else _VERSION
     parts = [version, identity, page_tokens.to_bytes(4, "little"), *(word.encode() for word in namespace)]
     return hashlib.sha256(_parts(*parts))

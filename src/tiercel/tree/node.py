@@ -14,7 +14,7 @@ slow again.
 
 The number is the batch that a load travels with. The id is the device place that a save reads: the page may
 leave the device before the save ends, and may even be back at another place by then. FOREIGN stands for a
-place that is not ours: somebody else fills the host copy.
+place that is not ours: another engine or a peer fills the host copy.
 
 The garbage collector does not visit pages and tails (`collector`). Those that have left the tree are part of
 no circle: a page that is gone knows no tail.
@@ -54,7 +54,7 @@ class Cached:
     readers: int = field(default=0, init=False)
     """Writes to the store and leases of peers that read the host copy: it stays until they have ended."""
     stored: bool = field(default=False, init=False)
-    """The store has had it. Whether the store still has it is not known: the store is not ours alone."""
+    """The store had it. Whether it still does is not known: others use the store too."""
     gone: bool = field(default=False, init=False)
     in_device: int = field(default=0, init=False)
     in_host: int = field(default=0, init=False)
@@ -62,7 +62,7 @@ class Cached:
     """Its place in the order of what may leave the device, the host, or all tiers for its owner; 0: in none.
     (In fields, because a table of a million places is copied whenever it is full.)"""
     double: int = field(default=0, init=False)
-    """Its place among what device and host can both read."""
+    """Its place among the items that device and host can both read."""
 
     @property
     def on_device(self) -> bool:
@@ -76,7 +76,7 @@ class Cached:
 
 
 class ItemOwner(Protocol):
-    """Whoever is told of the bytes of pages and tails (`tree.owners`)."""
+    """Is told of the bytes of pages and tails (`tree.owners`)."""
 
     @property
     def keeps(self) -> bool: ...
@@ -98,11 +98,11 @@ class Page(Cached):
     hits_given: int = field(default=0, init=False)
     """Hits that the parent has inherited already."""
     tokens: bytes = field(default=b"", init=False)
-    """Its tokens, if somebody wants to be told of them."""
+    """Its tokens, if an observer wants them."""
     fetched: bool = field(default=False, init=False)
     """The store brought it, and no request has used it since."""
     owner: ItemOwner | None = field(default=None, init=False)
-    """Whose page it is; None: nobody's."""
+    """Whose page it is; None: no owner."""
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -113,7 +113,7 @@ class Tail(Cached):
     page: Page
     boundary: Boundary
     chance: Chance | None = field(default=None, init=False)
-    """Its class, if its worth is asked for (`policy.worth`), and since when it has this class."""
+    """Its class, if its worth is used (`policy.worth`), and since when it has this class."""
     since: int = field(default=0, init=False)
 
     @property
@@ -154,7 +154,7 @@ def may_leave_device(item: Item) -> bool:
 
 
 def may_leave_host(item: Item) -> bool:
-    """Only what the host alone holds, and of pages only leaves without a tail in use."""
+    """Whether only the host holds the item and, if it is a page, it is a leaf without a tail in use."""
     if item.device is not None or item.children or item.readers or not (item.on_host and idle(item)):
         return False
     return isinstance(item, Tail) or item.tail is None or idle(item.tail)

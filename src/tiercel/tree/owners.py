@@ -1,10 +1,10 @@
-"""Whose pages and tails they are: bytes by owner, counted as they change, and limits of them.
+"""Owners of pages and tails: the bytes of each, counted as they change, and their limits.
 
 An owner is a tenant of a server. All that it caches is in namespaces of its own, so a page has one owner, the
 same as the page before it. Bytes are counted in each tier where something can be read.
 
-An owner above its limit loses what is coldest of its own, from both tiers at once, until it is below. What a
-request holds or a copy moves stays until that has ended; so does what leads to it.
+An owner above its limit loses its own coldest items, from both tiers at once, until it is below. Items that a
+request holds or a copy moves stay until that has ended; so do the pages before them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ ItemBytes = Mapping[tuple[Tier, Kind], int]
 """Bytes of a page and of a tail in each tier."""
 
 MakeOrder = Callable[[Callable[[Any], bool], str], EvictOrder]
-"""The items for which something holds, in the order of the tree's policy."""
+"""Makes the order, by the tree's policy, of the items for which a condition holds."""
 
 
 def tail_in_pages(item_bytes: ItemBytes) -> float:
-    """How many pages on the host take as many bytes as a tail."""
+    """The bytes of a tail on the host, counted in pages."""
     page_bytes = item_bytes.get((Tier.HOST, Kind.PAGE), 1) or 1  # a stage of a model may keep tails only
     return item_bytes.get((Tier.HOST, Kind.TAIL), 1) / page_bytes
 
@@ -39,7 +39,7 @@ def may_go(item: Item) -> bool:
 
 
 class Owner:
-    """One owner. The order of what may go is kept without a limit, too: nobody walks the tree to set one."""
+    """One owner. The order of what may go is kept even without a limit, so that setting one walks no tree."""
 
     def __init__(self, order: EvictOrder, item_bytes: ItemBytes) -> None:
         self.bytes = {Tier.DEVICE: 0, Tier.HOST: 0}
@@ -60,7 +60,7 @@ class Owner:
         self.bytes[tier] += items * self._item_bytes[tier, kind]
 
     def offer(self, item: Item) -> None:
-        """To be called whenever an item of this owner may have become free to go."""
+        """Called whenever an item of this owner may have become free to go."""
         self.order.offer(item)
 
 
@@ -81,5 +81,5 @@ class Owners:
         return self._item_bytes[tier, item.kind]
 
     def over(self) -> list[Owner]:
-        """Those above their limits."""
+        """Owners above their limits."""
         return [owner for owner in self.all.values() if owner.over]

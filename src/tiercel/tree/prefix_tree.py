@@ -40,7 +40,7 @@ ArrivingPage = tuple[PageKey, tuple[HostPageId, ...], bytes]
 """A page that comes to the host: its key, its places there, its tokens."""
 
 TakeHost = Callable[[int], tuple[HostPageId, ...] | None]
-"""From a number to as many host pages, or None when fewer are free."""
+"""Takes this many host pages; None when fewer are free."""
 
 
 class Match(NamedTuple):
@@ -55,7 +55,7 @@ class Match(NamedTuple):
     page: Page
     """The page that ends at `boundary` (the root when it is 0)."""
     tails: tuple[Tail, ...]
-    """The tails a resume at `boundary` reads, the last one first."""
+    """The tails that a resume at `boundary` reads, the last one first."""
     branch: int
     """Where this text leaves the others: a boundary that deserves a tail; 0 when it does not branch off."""
 
@@ -139,7 +139,7 @@ class PrefixTree:
         that are in the tree now. `hold`: the last of them is locked, before it could become a candidate.
 
         A page that is on the device already gives the new copy back; one that was only on the host takes it.
-        A page that a load is bringing ends the answer early: the caller keeps its copies and comes again.
+        The result ends before a page that a load is bringing: the caller keeps its copies and calls again.
         """
         assert parent is self.root or parent.on_device
         self.copies.clock += 1
@@ -187,13 +187,13 @@ class PrefixTree:
         return pages
 
     def _owner_after(self, parent: Page, name: str) -> ItemOwner | None:
-        """Whose a page after `parent` is: the first page of a text has the owner of this name."""
+        """The owner of a page after `parent`; the first page of a text has the owner with this name."""
         return parent.owner if parent is not self.root or not name else self.owners.named(name)
 
     def insert_tail(
         self, page: Page, device: DeviceTailId, priority: int = 0, boundary: Boundary = Boundary.TURN
     ) -> Tail:
-        """Hang a tail on a page; where one is readable or arriving already, the new copy is given back."""
+        """Hang a tail on a page. If one is readable or arriving already, the new copy is given back."""
         self.copies.clock += 1
         tail = page.tail
         if tail is None:
@@ -214,14 +214,14 @@ class PrefixTree:
     def insert_arriving(
         self, parent: Page, brought: Sequence[ArrivingPage], *, owner: str = ""
     ) -> list[Page]:
-        """Pages that somebody brings to the host (until `arrive_done`), which has no copy of them yet."""
+        """Add pages that are brought to the host (until `arrive_done`), which has no copy of them yet."""
         pages = self._grow(parent, brought, owner=owner)
         for page, (_, host, _) in zip(pages, brought, strict=True):
             self.arrive_start(page, host)
         return pages
 
     def insert_arriving_tail(self, page: Page, host: tuple[HostPageId, ...]) -> Tail:
-        """The same for a tail."""
+        """Add a tail that is brought to the host."""
         tail = self._grow_tail(page)
         self.arrive_start(tail, host)
         return tail
@@ -229,14 +229,14 @@ class PrefixTree:
     def insert_fetched(
         self, parent: Page, fetched: Sequence[ArrivingPage], *, stored: bool = True, owner: str = ""
     ) -> None:
-        """Pages that the store has brought to the host, after `parent`, which is in the tree. `stored`: the
-        store is ours, and keeps them."""
+        """Add pages that the store has brought to the host, after `parent`, which is in the tree. `stored`:
+        the store is ours, and keeps them."""
         pages = self._grow(parent, fetched, fetched=True, owner=owner)
         for page, (_, host, _) in zip(pages, fetched, strict=True):
             self._fetched(page, host, stored)
 
     def insert_fetched_tail(self, page: Page, host: tuple[HostPageId, ...], *, stored: bool = True) -> None:
-        """The same for a tail."""
+        """Add a tail that the store has brought to the host."""
         self._fetched(self._grow_tail(page), host, stored)
 
     def _grow(
@@ -276,7 +276,7 @@ class PrefixTree:
         return tail
 
     def _fetched(self, item: Item, host: tuple[HostPageId, ...], stored: bool) -> None:
-        """A host copy that is readable at once; where there is one already, the new one is given back."""
+        """Add a host copy that is readable at once. If there is one already, the new one is given back."""
         if stored:
             self.mark_stored(item)
         if item.host is not None:
@@ -286,7 +286,7 @@ class PrefixTree:
         self.arrive_done(item, host, True)
 
     def _adopt(self, item: Item, device: Any) -> None:
-        """Something that was only on the host gets fresh bytes on the device, without a copy."""
+        """An item that was only on the host gets computed bytes on the device, without a load."""
         item.device = device
         self.copies.tell(True, Tier.DEVICE, item)
         if item.on_host and not item.readers:
@@ -307,7 +307,7 @@ class PrefixTree:
         return count
 
     def _evict(self, item: Item, host_pages: int, take_host: TakeHost | None) -> bool:
-        """False when it has to wait for saves: when they have ended, something colder leaves the host."""
+        """Evict an item. False: it waits for saves, after which something colder leaves the host."""
         assert item.device is not None
         if item.host is None:
             host = None
@@ -327,14 +327,14 @@ class PrefixTree:
 
     def _waits_for_saves(self, item: Item) -> bool:
         """Whether a save under way brings something that will leave the host for this item. If pages follow
-        the item there, which are lost with it, this is anything; else something colder. The coldest leave the
-        device first, so a look at the oldest save is enough."""
+        the item on the host, which would be lost with it, anything will do; else only something colder. The
+        coldest leave the device first, so a look at the oldest save is enough."""
         oldest = next(iter(self.copies.saving), None)
         return oldest is not None and (item.children > 0 or self.copies.rank(oldest) < self.copies.rank(item))
 
     def leave_device(self, page: Page) -> None:
-        """Take a page, those before it and their tails off the device, the last first: what the host has
-        too, up to the first that is in use or is followed by another text there."""
+        """Take a page, those before it and their tails off the device, the last first, as far as the host has
+        them too. It stops at the first that is in use or that another text goes on from."""
         while page is not self.root:
             for item in (page.tail, page):
                 if item is not None and item.device is not None:
@@ -345,7 +345,7 @@ class PrefixTree:
             page = parent_of(page)
 
     def _host_for(self, item: Item, count: int, take_host: TakeHost) -> tuple[HostPageId, ...] | None:
-        """Host pages for something about to leave the device. It displaces doubles, and what is colder."""
+        """Host pages for an item about to leave the device. It displaces doubles and colder items."""
         item.lock += 1  # a tail must not displace the page it hangs on
         # Pages that follow it on the host are worth nothing without it: then whatever is coldest leaves.
         rival = None if item.children else item
@@ -355,8 +355,8 @@ class PrefixTree:
         return host
 
     def evict_host(self, *, for_item: Item | None = None) -> bool:
-        """Take one thing off the host: the latest double, or else the coldest that only the host has. For
-        another item, only what is not hotter than this item."""
+        """Take one item off the host: the latest double, or else the coldest that only the host has.
+        `for_item`: only one that is not hotter than this item."""
         if (double := self.doubles.pop()) is not None:
             self.copies.off_host(double)
             return True
@@ -369,14 +369,14 @@ class PrefixTree:
         return True
 
     def evict_spare(self) -> bool:
-        """Take one thing off the host that both device and store have."""
+        """Take one item off the host that both device and store have."""
         if (spare := self.doubles.pop_stored()) is not None:
             self.copies.off_host(spare)
         return spare is not None
 
     def evict_host_oldest(self) -> bool:
-        """Take one thing off the host: the coldest that only the host has, or else the oldest double. So what
-        was saved last, for somebody who will read it on the host, stays."""
+        """Take one item off the host: the coldest that only the host has, or else the oldest double. So the
+        latest saves stay, which another server will read there."""
         if (coldest := self.host.coldest()) is not None:
             self.copies.drop(coldest)
             return True
@@ -385,8 +385,8 @@ class PrefixTree:
         return double is not None
 
     def cap_tails(self, page: Page) -> None:
-        """Keeps to the limit of tails from the root to `page`: the coldest go, but none that a resume there
-        reads. Tails where texts part are needed by others: where only the use counts, they go last."""
+        """Enforce the limit of tails from the root to `page`: the coldest go, but none that a resume there
+        reads. Tails where texts part are needed by others: if only the use counts, they go last."""
         tails: list[Tail] = []
         here: Page | None = page
         while here is not None:
@@ -407,12 +407,12 @@ class PrefixTree:
                     self.copies.remove_tail(tail)
 
     def limit(self, owner: str, bytes_most: int | None) -> None:
-        """From now on an owner may cache `bytes_most` in both tiers together; None: there is no limit."""
+        """Set the bytes that an owner may cache in both tiers together; None: there is no limit."""
         self.owners.named(owner).bytes_most = bytes_most
 
     def trim(self, most: int) -> int:
-        """What is coldest of owners above their limits is forgotten, as far as it may go, and at most `most`
-        items. Returns how many were."""
+        """Forget the coldest items of owners above their limits, as far as they may go, at most `most` of
+        them. Returns how many."""
         gone = 0
         with self.copies.leaving_for("limit"):
             for owner in self.owners.over():
@@ -427,7 +427,7 @@ class PrefixTree:
         return gone
 
     def _forget(self, item: Item) -> None:
-        """Its owner has too much, and this is the coldest."""
+        """Forget the coldest item of an owner that has too much."""
         self.copies.drop(item)
 
     def flush(self) -> int:
@@ -445,7 +445,7 @@ class PrefixTree:
 
 
 def resumable(page: Page, pages_per_window: int, device_only: bool) -> tuple[Tail, ...]:
-    """The tails of the deepest page with one on it and on enough pages before it, the last first. I6."""
+    """The tails to resume from: of the deepest page that has enough of them, the last first. I6."""
     run: list[Tail] = []
     here: Page | None = page
     while here is not None:

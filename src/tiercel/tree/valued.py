@@ -28,7 +28,7 @@ from tiercel.tree.candidates import Candidates, Entry, EvictOrder, Heap
 from tiercel.tree.node import Item, Page, Tail
 
 FAR = 32
-"""Pages: a tail counts as at most so far from the tail before it. So no look at a tail takes long. (More
+"""The most pages between a tail and the one before it that count. So no look at a tail takes long. (More
 pages change no hit ratio by more than 0.2 %.)"""
 
 STEPS = 2
@@ -81,8 +81,8 @@ class Worth:
         return item.chance, weight(hits=item.hits, saved=saved, freed=freed), item.used
 
     def _saved(self, page: Page) -> int:
-        """Pages from the tail before this page to its end. The tails that are read together with the tail on
-        this page do not count as before it."""
+        """Pages from the tail before this page to its end. Tails that are read together with the tail on this
+        page are not counted as tails before it."""
         here, distance, window = page.parent, 1, self._window
         while distance < self.far and here is not None and here.parent is not None:
             if here.tail is not None and distance >= window:
@@ -98,12 +98,12 @@ class Worth:
         tail.since = self.now()
 
     def used(self, tail: Tail, *, hit: bool) -> None:
-        """To be called before `tail.used` changes."""
+        """Called before `tail.used` changes."""
         self._observe(tail, hit)
         tail.since = self.now()
 
     def followed(self, tail: Tail) -> bool:
-        """More or fewer texts go on after this tail. Returns whether its class is another one now."""
+        """More or fewer texts go on after this tail. Returns whether its class has changed."""
         changed = self.chances.of(tail.boundary, tail.page.children) is not tail.chance
         if changed:
             self._observe(tail, hit=False)
@@ -126,7 +126,7 @@ class Worth:
 
 
 def _alone(page: Page, most: int) -> int:
-    """How many pages at the end of a text, at most so many, belong to no other text."""
+    """How many pages at the end of a text belong to no other text, counted up to `most`."""
     here, count = page.parent, 1
     while count < most and here is not None and here.children == 1:
         count += 1
@@ -163,17 +163,17 @@ class Valued(EvictOrder):
         self._buckets: dict[tuple[Chance, int], Bucket] = {}
         """One bucket for each chance and step of the weight. There are some tens of them, and they stay."""
         self._filled: dict[int, Bucket] = {}
-        """Those with items, without the one of the unreachable."""
+        """Buckets with items, without the one of the unreachable."""
         self._first: Bucket | None = None
         """The bucket of the item that was coldest when the buckets were last compared. A path leaves page by
         page, and a page often enters the bucket that the page after it has left."""
         self._first_at = (0, 0, 0)
-        """When that was: the clock, how often chances were computed; and the last use of that item."""
+        """At that comparison: the clock, how often chances were computed, the last use of that item."""
         self._serial = 0
         self._entries = 0
 
     def offer(self, item: Item) -> None:
-        """Also to be called when the worth of an item has changed."""
+        """Offer an item; also called when its worth has changed."""
         if not self.ready(item):
             return
         bucket, used = self._weigh(item)
@@ -205,7 +205,7 @@ class Valued(EvictOrder):
         return first
 
     def _is_right(self, bucket: Bucket) -> bool:
-        """Whether the first entry of a bucket is as it should be. If not, it is corrected."""
+        """Whether the first entry of a bucket is right. If not, it is corrected."""
         used, serial, item = bucket.first()
         if getattr(item, self._place) != bucket.number:
             self._pop(bucket)
@@ -270,7 +270,7 @@ class Valued(EvictOrder):
         return self._unreachable, *self._filled.values()
 
     def _file_again(self, heap: Heap, entry: Entry) -> None:
-        """What waits is weighed again."""
+        """An entry that waits is weighed again."""
         assert isinstance(heap, Bucket)
         self._popped(heap)
         item = entry[2]

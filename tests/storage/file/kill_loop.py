@@ -27,7 +27,7 @@ from tiercel.storage.file.direct import ALIGN
 ROOT = Path(__file__).parents[3]
 NAMES = [name for thread in range(THREADS) for name in names_of(thread)]
 ROOMY, TIGHT = 64 * SIZE, 8 * SEGMENT_BYTES + 4 * ALIGN
-"""One store in which nothing has to go, and one in which something always has."""
+"""Sizes: a store in which nothing must be evicted, and one in which something always must."""
 
 
 class State(Enum):
@@ -45,7 +45,7 @@ class Ledger:
         self.gone_while_put: set[str] = set()
         """What the store let go before the put of it was answered."""
         self.busy: dict[str, list[str]] = {}
-        """What each thread is at."""
+        """What each thread is doing."""
 
     def hear(self, line: str) -> None:
         word, *words = line.split()

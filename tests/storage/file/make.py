@@ -112,7 +112,7 @@ def files_of(path: Path) -> list[str]:
 
 
 def bytes_of(path: Path) -> int:
-    """Of all segments, as the file system counts."""
+    """Bytes of all segments, as the file system counts."""
     return sum((path / name).stat().st_size for name in files_of(path))
 
 
@@ -125,7 +125,7 @@ def aligned(data: bytes) -> memoryview:
 
 class Watched(direct.Calls):
     """The operating system with a listener: `before` is asked before every call that changes something, by
-    name; it may raise, or answer how many bytes of a write are let through."""
+    name; it may raise, or return how many bytes of a write are let through."""
 
     CHANGES = ("pwritev", "fdatasync", "fsync", "fallocate", "ftruncate", "unlink")
 
@@ -160,7 +160,7 @@ class Watched(direct.Calls):
 
 
 def failing(call: str, code: int, times: int = 10**9):
-    """A listener that lets a call fail so many times."""
+    """A listener that lets a call fail `times` times."""
     left = [times]
 
     def before(name: str) -> None:

@@ -66,7 +66,7 @@ class Disk(direct.Calls):
         self.count = 0
         self.dead = False
         self.files: dict[int, File] = {}
-        """By inode."""
+        """Files by inode."""
         self.safe: dict[str, File] = {}
         """Names that are safe."""
         self.changes: list[tuple[str, File | None]] = []

@@ -31,7 +31,7 @@ from tiercel.storage.file.index import Index
 
 THREADS = 3
 NAMES = 30
-"""Of each thread: few, so that they are put, deleted and put again."""
+"""Names of each thread: few, so that they are put, deleted and put again."""
 
 
 def names_of(thread: int) -> list[str]:
@@ -62,7 +62,7 @@ NAMES_OF = {key_of(name): name for thread in range(THREADS) for name in names_of
 
 
 def tell_what_goes() -> None:
-    """Who listens must know of an eviction even if this process is killed in the middle of it."""
+    """The listener must know of an eviction even if this process is killed in the middle of it."""
     evict = Index.evict
 
     def told(index, segment):

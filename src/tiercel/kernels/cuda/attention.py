@@ -7,14 +7,14 @@ softmax:
     rows of a query   │ its window, oldest first, padded to whole tiles │ its entries, in the order named │
     a tile            addresses ─► words ─► numbers ─► scores ─► weights ─► sum of weighted rows
 
-What these rows are, and which lie in one tile, follows from the query alone, and one program sums them all in
+The rows, and which of them lie in one tile, follow from the query alone, and one program sums them all in
 order: so a token has the same bits in a prefill and in a decode. If the rows were ever split between
 programs, the split would be part of the order of sums, and would have to follow from the query alone too.
 
 A row is cut into pieces of equal channels, each of one type: e4m3 of one group, bf16 or fp32. Bytes wait in
-registers as words of four, while the tile before them is multiplied. A thread reads what it later writes to
-shared memory, 8 neighbouring channels of a piece: numbers change their thread nowhere in between. All pieces
-of a row are then one operand.
+registers as words of four, while the tile before them is multiplied. A thread reads the 8 neighbouring
+channels of a piece that it later writes to shared memory, so no number moves to another thread in between.
+All pieces of a row are then one operand.
 
 The plain twin is `reference.attention`, on decoded rows.
 """
@@ -59,7 +59,7 @@ NUMBERS = {"fp32": 4, "bf16": 2, "fp8_groups": 2}
 def _count(
     here, chosen, PER_ROW: tl.constexpr, LISTED: tl.constexpr, RATIO: tl.constexpr
 ):  # fmt: skip
-    """Entries of a query, or the length of its list up to the last number."""
+    """How many entries a query has, or the length of its list up to the last number."""
     count = 0
     if LISTED > 0:
         listed = tl.arange(0, triton.next_power_of_2(LISTED))
@@ -72,7 +72,7 @@ def _count(
 
 @triton.jit
 def _listed(e, count, chosen, LISTED: tl.constexpr):
-    """(e, or the numbers at e in a list; whether there is such an entry)."""
+    """Returns (e, or the numbers at e in a list; whether there is such an entry)."""
     far = (e >= 0) & (e < count)
     if LISTED > 0:
         e = tl.load(chosen + e, mask=far, other=-1)
@@ -85,7 +85,7 @@ def _there(  # noqa: PLR0913
     tile, here, count, chosen,
     WINDOW: tl.constexpr, PER_ROW: tl.constexpr, LISTED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Whether there is a row, for each of a tile."""
+    """For each row of a tile: whether it exists."""
     lane = tile * ROWS + tl.arange(0, ROWS)
     there = (lane < WINDOW) & (here - (WINDOW - 1) + lane >= 0)
     if PER_ROW > 0:
@@ -95,8 +95,8 @@ def _there(  # noqa: PLR0913
 
 @triton.jit
 def _read_piece(value, there, AT: tl.constexpr, WIDTH: tl.constexpr, PIECE: tl.constexpr):
-    """WIDTH tensors of words [rows, PIECE / 4]. Pairs of words go to them in turn, so that 8 neighbouring
-    channels are in two columns whatever their width is: a thread reads pairs."""
+    """Returns WIDTH tensors of words [rows, PIECE / 4]. Pairs of words go to them in turn: 8 neighbouring
+    channels are in two columns, whatever their width, because a thread reads pairs."""
     word = (value + AT).to(tl.pointer_type(tl.int32), bitcast=True)[:, None]
     column = tl.arange(0, PIECE // 4)[None, :]
     words = ()
@@ -111,7 +111,7 @@ def _read(  # noqa: PLR0913
     value, scale, there,
     NOPE: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """(words of the pieces, words of exponents). What is not there is zeros: its memory may hold anything."""
+    """(words of the pieces, words of exponents). Missing rows are zeros: their memory may hold anything."""
     words = ()
     for i in tl.static_range(NOPE // PIECE):
         words += _read_piece(value, there, i * PIECE, 1, PIECE)
@@ -132,7 +132,7 @@ def _fetch(  # noqa: PLR0913
     LISTED: tl.constexpr, ROWS: tl.constexpr, NOPE: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
     PIECE: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """(words of the pieces, words of exponents) of the rows of a tile."""
+    """Returns (words of the pieces, words of exponents) of the rows of a tile."""
     lane = tile * ROWS + tl.arange(0, ROWS)
     at = here - (WINDOW - 1) + lane
     ring_rows: tl.constexpr = (WINDOW - 1 if WINDOW > 1 else 1) + SPARE
@@ -155,8 +155,8 @@ def _fetch(  # noqa: PLR0913
 
 @triton.jit
 def _join(parts, N: tl.constexpr):
-    """N tensors [...], N a power of two → [..., 2, 2, and so on]: the bits of a part's number, the
-    highest first."""
+    """N tensors [...], N a power of two → [..., 2, 2, and so on]. The new axes are the bits of a part's
+    number, the highest first."""
     if N == 1:
         whole = parts[0]
     else:
@@ -177,7 +177,7 @@ def _interleave(parts, N: tl.constexpr):
 
 @triton.jit
 def _decode_bytes(words, power, OPERAND: tl.constexpr):
-    """e4m3 · power. The bytes are put in order first: then pairs of them are converted as they lie."""
+    """e4m3 · power. The bytes are put in order first, so that pairs of them are converted as they lie."""
     numbers = ()
     for i in tl.static_range(4):
         half = (words >> (16 * (i // 2))).to(tl.uint16)
@@ -188,7 +188,7 @@ def _decode_bytes(words, power, OPERAND: tl.constexpr):
 
 @triton.jit
 def _decode_wide(words, WIDTH: tl.constexpr, OPERAND: tl.constexpr):
-    """bf16 or fp32, from the tensors of words of `_read_piece`."""
+    """Numbers of bf16 or fp32, from the tensors of words of `_read_piece`."""
     parts = ()
     for i in tl.static_range(WIDTH):
         if WIDTH == 2:
@@ -235,8 +235,8 @@ def _products(  # noqa: PLR0913
 ):  # fmt: skip
     """query · rows, [heads, rows].
 
-    A loop of one round: the compiler looks for products that follow from this one, and then has both groups
-    of four warps compute all of them; it does not look past the end of a loop.
+    The loop has one round. Without it the compiler finds the products that follow from this one, and has both
+    groups of four warps compute all of them. It does not look past the end of a loop.
     """
     products = tl.zeros([HEADS_TILE, ROWS], tl.float32)
     for _ in tl.range(tile, tl.minimum(tile + 1, end), num_stages=1):
@@ -275,7 +275,7 @@ def _attention(  # noqa: PLR0913
     for i in tl.static_range(PARTS):
         query += (tl.load(q + cells + i * WIDE, mask=mask, other=0).to(OPERAND),)
         acc += (tl.zeros([HEADS_TILE, WIDE], tl.float32),)
-    # the sink is a score without a value: with it in front, the maximum is finite whatever follows
+    # the sink is a score without a value: it comes first, so the maximum is always finite
     most = tl.load(sinks + head, mask=head < HEADS, other=0) * LOG2_E
     total = tl.full([HEADS_TILE], 1.0, tl.float32)
     begin = tl.maximum(WINDOW - 1 - here, 0) // ROWS
@@ -296,7 +296,7 @@ def _attention(  # noqa: PLR0913
             PIECES,
         )  # fmt: skip
         scores = _products(query, rows, tile, end, HEADS_TILE, ROWS, PARTS)
-        # read again, in the layout of scores: `there` would have to be moved between threads
+        # read again in the layout of scores: otherwise `there` would have to move between threads
         seen = _there(tile, here, count, chosen, WINDOW, PER_ROW, LISTED, ROWS)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         top = tl.maximum(most, tl.max(scores, 1) * scale)

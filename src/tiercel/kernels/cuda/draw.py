@@ -62,7 +62,7 @@ def _best(values, numbers, tokens, parts, WIDTH: tl.constexpr):
 
 def masked(logits: Tensor, masks: Tensor) -> Tensor:
     """The rows with -inf for every token that may not be drawn. `masks` int32 [rows, words]: bit t % 32 of
-    word t // 32 tells whether token t may be."""
+    word t // 32 tells whether token t may be drawn."""
     rows, vocab = logits.shape
     assert logits.stride(1) == 1 and masks.stride(1) == 1 and 32 * masks.shape[1] >= vocab
     found = torch.empty(rows, vocab, dtype=torch.float32, device=logits.device)
@@ -117,13 +117,13 @@ def _keys(row, first, vocab, WIDTH: tl.constexpr):
 
 @triton.jit
 def _fold(value, WIDTH: tl.constexpr):
-    """Sums of neighbours: a sum that grows with the row needs few registers."""
+    """Sums of neighbours, so that a sum over a row needs few registers."""
     return tl.sum(tl.reshape(value, [WIDTH // 4, 4]), 1)
 
 
 @triton.jit
 def _above(row, vocab, least, top, sharpness, WIDTH: tl.constexpr):
-    """The weights of the logits above this key, how many they are, and how many logits have the key."""
+    """The sum of the weights above this key, their number, and how many logits have the key."""
     weights = tl.zeros([WIDTH // 4], tl.float64)
     above = tl.zeros([WIDTH // 4], tl.int32)
     equal = tl.zeros([WIDTH // 4], tl.int32)
@@ -138,8 +138,8 @@ def _above(row, vocab, least, top, sharpness, WIDTH: tl.constexpr):
 
 @triton.jit
 def _cut(row, vocab, low, high, wanted, top, sharpness, WEIGHED: tl.constexpr, WIDTH: tl.constexpr):
-    """The largest key in [low, high) from which on there is as much as is wanted: weights, or logits. There
-    is as much from `low` on. Three keys between the two are tried at once."""
+    """The largest key in [low, high) such that the logits from it on make up what is wanted: a sum of
+    weights, or a number. Those from `low` on do. Three keys between the two are tried at once."""
     while high - low > 1:
         gap = high - low
         one, two, three = low + gap // 4, low + gap // 2, low + gap * 3 // 4
@@ -174,8 +174,8 @@ def _weight_of(key, top, sharpness):
 
 @triton.jit
 def _kept(row, first, vocab, least, dropped, tied, top, sharpness, min_p, WIDTH: tl.constexpr):
-    """The weights that remain, and how many of the logits with the least key are left. Of these the last ones
-    are dropped."""
+    """The weights that remain, and how many of the logits with the least key are left. The last of these are
+    dropped."""
     value, key = _keys(row, first, vocab, WIDTH)
     weight = tl.exp((value - top) * sharpness)
     stays = (key >= least) & (weight >= min_p)
@@ -197,7 +197,7 @@ def _sample(logits, step, draws, draws_step, best, tokens, vocab, WIDTH: tl.cons
         top = tl.load(row + token) + 0.0
         bits = top.to(tl.int32, bitcast=True)
         high = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 1
-        # Logits from `least` on are kept; of those with that key, `equal` in all, `ties`.
+        # Logits from `least` on are kept. Of the `equal` logits with that key, `ties` are kept.
         least, ties, equal = high * 0 + LOWEST, 0, 0
         if (top_k > 0.0) & (top_k < vocab):
             least = _cut(row, vocab, least, high, top_k, top, sharpness, False, WIDTH)

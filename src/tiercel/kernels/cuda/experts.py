@@ -1,9 +1,9 @@
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
-"""Experts on CUDA, in Triton: routing, and the weighted sum of what the chosen experts answer.
+"""Experts on CUDA, in Triton: routing, and the weighted sum of the outputs of the chosen experts.
 
 A choice is one (token, expert) pair. A token has topk choices and one more, the shared expert, which is the
-last of the matrices: choice c of token t has the number t · (topk + 1) + c. Without waiting for the device
-nobody knows how many tokens ask an expert, so the launches depend on shapes only:
+last of the matrices: choice c of token t has the number t · (topk + 1) + c. The number of tokens of an expert
+is known only on the device, so the launches depend on shapes only:
 
     _order    sorts the numbers of choices by expert, and cuts each expert's share into tiles:
 
@@ -31,11 +31,11 @@ from torch import Tensor
 from tiercel.kernels.cuda.matrix import Tile, Weight, first_scale, token_tile, weight_tile
 
 FP32 = Tile(64, 32, 64, 8, 2)
-"""Without tensor cores. A program multiplies two tiles of n rows: n is half of what it is in `matrix.py`."""
+"""No tensor cores. A program multiplies two tiles of n rows: n is half of that in `matrix.py`."""
 FEW, FEW_FP8 = Tile(64, 16, 64, 4, 4), Tile(64, 16, 128, 4, 4)
-"""Weights stream, as in `matrix.py`."""
+"""For few tokens: weights stream, as in `matrix.py`."""
 SOME = Tile(64, 64, 64, 4, 4)
-"""Two or three programs fit a multiprocessor. (Of 9 experts, larger tiles make 1.1 programs for each.)"""
+"""Two or three programs fit a multiprocessor. (With 9 experts, larger tiles give 1.1 programs for each.)"""
 MANY = Tile(128, 128, 64, 8, 4)
 """Two tiles of sums take 128 registers per thread, and bf16 weights 192 KB of shared memory."""
 
@@ -43,7 +43,7 @@ FEW_MOST, SOME_MOST = 8, 64
 """Choices per expert, on the average of all experts, up to which each of these tiles is used."""
 
 CHOICES_AT_ONCE = 2048
-"""Each program of `_order` reads all choices, so many at once: 65,536 in 32 steps."""
+"""Each program of `_order` reads all choices, this many at once: 65,536 in 32 steps."""
 ADD_TILE = 1024
 
 
@@ -82,7 +82,7 @@ def experts(
 ) -> Tensor:
     """The weighted sum of the chosen experts, plus the shared expert, which is the last of the matrices.
 
-    `matrices`: [experts, 2 · inner, d] and [experts, d, inner]. An expert -1 is none: it is not asked.
+    `matrices`: [experts, 2 · inner, d] and [experts, d, inner]. An expert -1 is none.
     """
     gate_up, down = matrices
     (tokens, topk), (count, d, inner) = chosen.shape, down.shape
@@ -98,7 +98,7 @@ def experts(
 
 
 def _tile_for(tokens: int, choices: float, dtype: torch.dtype, stored: torch.dtype) -> Tile:
-    """The tile for so many choices per expert on the average. No expert has more than there are tokens."""
+    """The tile for the average number of choices per expert, which is at most the number of tokens."""
     if dtype == torch.float32:
         return FP32
     if choices <= FEW_MOST or tokens <= FEW.t:
@@ -201,7 +201,7 @@ def _order(  # noqa: PLR0913
     chosen, order, tiles, choices, most,
     TOPK: tl.constexpr, EXPERTS: tl.constexpr, BINS: tl.constexpr, T_TILE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One expert: its choices, and its tiles."""
+    """One program for each expert: its choices, and its tiles."""
     expert = tl.program_id(0)
     lane = tl.arange(0, WIDTH)
     counts = tl.zeros([BINS], dtype=tl.int32)
@@ -247,7 +247,7 @@ def _ask(  # noqa: PLR0913
     place = tl.load(tiles + most + tile) + tl.arange(0, T_TILE)
     end = tl.load(tiles + 2 * most + tile)
     there = place < end
-    # Beyond the last choice, its row is read again. (All programs reading one row would wait for each other.)
+    # Beyond the last choice, its row is read again. (Programs that all read one row wait for each other.)
     place = tl.minimum(place, end - 1)
     number = tl.load(order + place)
     source, target = (number // CHOICES, place) if GATED else (place, number)
@@ -280,7 +280,7 @@ def _ask(  # noqa: PLR0913
 
 @triton.jit
 def _add(answers, chosen, weights, y, d, TOPK: tl.constexpr, TILE: tl.constexpr):
-    """One token: its answers, weighted and added in order."""
+    """One token: the outputs of its experts, weighted and added in order."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * TILE + tl.arange(0, TILE)
     answers += token * (TOPK + 1) * d + at

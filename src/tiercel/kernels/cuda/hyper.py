@@ -242,7 +242,7 @@ def _read(  # noqa: PLR0913
     MIXED: tl.constexpr,
     ITERATIONS: tl.constexpr,
 ):
-    """MIXED: how many tokens a program balances, and these programs come first; 0: there are none."""
+    """MIXED: how many tokens a program balances. These programs come first; 0: there are none."""
     program = tl.program_id(0).to(tl.int64)
     balancing = 0
     if MIXED:
@@ -281,7 +281,7 @@ def hyper_write(x: Tensor, y: Tensor, place: Tensor, mix: Tensor) -> Tensor:
 def hyper_write_read(
     x: Tensor, y: Tensor, place: Tensor, mix: Tensor, site: Site
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The streams after y, as `hyper_write` makes them, and what `hyper_read` answers for the next site."""
+    """The streams after y, as `hyper_write` makes them, and what `hyper_read` returns for the next site."""
     out = torch.empty_like(x)
     _check_written(x, y, place, mix)
     return out, *_finish(out, _parts(x, site, (y, place, mix, out)), site)
@@ -301,12 +301,12 @@ def _check_written(x: Tensor, y: Tensor, place: Tensor, mix: Tensor) -> None:
 
 
 def _wide(site: Site) -> int:
-    """Sums of a token: the rows of fn and the squares. A product of tensor cores has 16 columns or more."""
+    """How many sums a token has: the rows of fn and the squares. Tensor cores need 16 columns or more."""
     return max(int(triton.next_power_of_2(len(site.base) + 1)), 16)
 
 
 def _parts(x: Tensor, site: Site, written: tuple[Tensor, Tensor, Tensor, Tensor] | None = None) -> Tensor:
-    """The sums of each segment. `written`: y, place, mix, and where the streams go that are read then."""
+    """The sums of each segment. `written`: y, place, mix, and where the written streams go."""
     tokens, n, dim = x.shape
     weight: Weight = site.fn
     fn, wide, segments = weight.data, _wide(site), triton.cdiv(dim, CHANNELS)

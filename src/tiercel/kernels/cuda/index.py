@@ -10,7 +10,7 @@
 Step 2 leaves little more than k candidates, wherever the good keys are, unless many of them fall into one
 group; then step 3 only takes longer. So the scores are read twice from far. If they are few, all are
 candidates, and they are read once. A bound is found by bisection between the least and the largest score, in
-registers: it ends when it has parted exactly k scores from the rest.
+registers: it ends when exactly k scores are on one side.
 
 A score is summed over heads in one order, and does not depend on the tile or on the tokens beside it. The
 plain twin is `reference.best_rows`.
@@ -31,7 +31,7 @@ SCRATCH_BYTES = 64 << 20
 """Scores of a part of the tokens, about what the L2 cache of an H200 holds (60 MB): they are read twice."""
 GROUPS_LEAST = 4096
 """Groups of step 1, and scores that a program of 8 warps reads at once: 64 bytes for each thread. With 8
-groups for each of 512 chosen, about 700 candidates are left. Up to so many scores need no groups."""
+groups for each of 512 chosen, about 700 candidates are left. Up to this many scores need no groups."""
 CANDIDATES = 1024
 """Candidates read at once in step 3."""
 TYPES = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp8_row": tl.uint8}
@@ -62,8 +62,8 @@ def _read_keys(  # noqa: PLR0913
     ROW_BYTES: tl.constexpr, PER_ROW: tl.constexpr, VALUE: tl.constexpr, DIM: tl.constexpr,
     TYPE: tl.constexpr, SCALED: tl.constexpr, OPERAND: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """(keys e below `bound` [e, channels], a factor for each). TYPE: that of the stored numbers. SCALED: they
-    are e4m3 with an fp32 scale."""
+    """(keys e below `bound` [e, channels], a factor for each). TYPE: the type of the stored numbers. SCALED:
+    they are e4m3 with an fp32 scale."""
     place = tl.load(pages + e // PER_ROW, mask=e < bound, other=0)
     row, inner = keys + place.to(tl.int64) * ROW_BYTES, e % PER_ROW
     channel = tl.arange(0, CHANNELS)
@@ -96,7 +96,7 @@ def _score(  # noqa: PLR0913
     OPERAND: tl.constexpr, HEADS_TILE: tl.constexpr, CHANNELS: tl.constexpr, KEYS: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """scores [tokens, width]. Those of tokens that see k keys at most are not needed, and not written."""
+    """scores [tokens, width]. Tokens that see k keys or fewer need no scores, and none are written."""
     token = tl.program_id(0) * TOGETHER
     lane = token + tl.arange(0, TOGETHER)
     rings = tl.load(ring + lane, mask=lane < tokens, other=-1)
@@ -133,7 +133,7 @@ def _score(  # noqa: PLR0913
 
 @triton.jit
 def _read_scores(scores, at, n, TILE: tl.constexpr):
-    """(numbers, scores) from `at` on; `LEAST` from n on. Memory is read by 16 or not: such loads are wide."""
+    """(numbers, scores) from `at` on; `LEAST` from n on. Loads take whole groups of 16: they are wide."""
     lane = tl.multiple_of(at, 16) + tl.arange(0, TILE)
     score = tl.load(scores + lane, mask=lane < (n + 15) // 16 * 16, other=LEAST)
     return lane, tl.where(lane < n, score, LEAST)
@@ -154,9 +154,9 @@ def _bisect(  # noqa: PLR0913
     """(a bound, how many scores are larger).
 
     From the bound on there are k of the n scores, or up to `most`, or the bound is the k-th largest. The
-    second is of use only in the last case; it is 0 if there are exactly k. All scores are `low` or more, and
-    less than `high`. HELD: `scores` is a tile of them, the rest of which is less; otherwise memory, where
-    `numbers` lists them.
+    number of larger scores is of use only in the last case; it is 0 if there are exactly k. All scores are
+    `low` or more, and less than `high`. HELD: `scores` is a tile of them, the rest of which is less;
+    otherwise memory, where `numbers` lists them.
     """
     low, high, enough, larger = low.to(tl.int64), high.to(tl.int64), n, tl.full([], 0, tl.int32)
     while (enough > most) & (high - low > 1):
@@ -204,7 +204,7 @@ def _candidates(scores, spare, visible, K: tl.constexpr, GROUPS: tl.constexpr):
 
 @triton.jit
 def _put(out, to, e, mask, pages, PER_ROW: tl.constexpr):
-    """The numbers in the pages of entries e."""
+    """Write the numbers that entries e have in the pages."""
     place = tl.load(pages + e // PER_ROW, mask=mask, other=0)
     tl.store(out + to, place * PER_ROW + e % PER_ROW, mask=mask)
 

@@ -39,7 +39,7 @@ SEGMENT_ROWS, SEGMENT_PROGRAMS, SEGMENT_LEAST = 128, 128, 512
 multiprocessor, but none is shorter than 512. They are the order of sums: another value gives other bits."""
 
 SMALL_ROWS = 256
-"""Up to so many tokens, segments are computed by programs of their own. Beyond it there are tiles enough."""
+"""Up to this many tokens, segments are computed by programs of their own. Above, there are enough tiles."""
 
 GROUP: tl.constexpr = tl.constexpr(8)
 """Tiles of W that are walked together: 8 · 128 rows of W and the tokens beside them stay in the L2 cache."""
@@ -58,8 +58,8 @@ class Tile(NamedTuple):
 FP32 = Tile(128, 64, 64, 8, 2)
 """Without tensor cores: the largest tile whose operands fit the registers."""
 FEW, FEW_FP8 = Tile(128, 16, 64, 4, 4), Tile(128, 16, 128, 4, 4)
-"""Up to 16 tokens weights stream: 16 KB of them in each stage, and three programs fit a multiprocessor. (Of
-fp8, 128 rows of W and not 64: a fifth fewer instructions per weight, and they are the limit.)"""
+"""Up to 16 tokens weights stream: 16 KB of them in each stage, and three programs fit a multiprocessor. (fp8
+takes 128 rows of W, not 64: a fifth fewer instructions per weight, and instructions are the limit.)"""
 SOME = Tile(128, 64, 64, 4, 4)
 """Up to `SMALL_ROWS`: x is read once per 128 rows of W, or it would take more of the L2 cache than W does."""
 MANY = Tile(128, 256, 64, 8, 4)

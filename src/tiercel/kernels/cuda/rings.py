@@ -104,9 +104,9 @@ def _snapshot(  # noqa: PLR0913
     WORDS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """One of the last COUNT entries, of every tail that this program takes, until there are no more. An entry
-    lies in pieces: piece i has WORDS[i] words from ROW_AT[i] on in a row, and from TAIL_AT[i] + number ·
-    TAIL_STEP[i] on in a tail."""
+    """One program copies one of the last COUNT entries for one tail after the other. An entry lies in pieces:
+    piece i has WORDS[i] words from ROW_AT[i] on in a row, and from TAIL_AT[i] + number · TAIL_STEP[i] on in a
+    tail."""
     number = PER_ROW - COUNT + tl.program_id(1)
     tail = tl.program_id(0)
     move = moves + tail * MOVE_STRIDE
@@ -131,12 +131,12 @@ def _snapshot(  # noqa: PLR0913
 
 
 def write_tails(recent: tuple[Rows, Rows], tails: Entries, moves: Tensor, ring_rows: int) -> None:
-    """Write the rows of tails: of each, the positions before its boundary, from the ring or from this call.
+    """Write the rows of tails: the positions before each boundary, from the ring or from this call.
 
     moves int32 [tails, 5]: place of the tail (-1: padding, behind the last tail), boundary, ring, start of
-    the span, flat number of the span's first token. Of a compressor's rows a tail has the first channels
-    only: later entries use no others. Positions before the text leave their bytes as they are. Of streams a
-    tail has the last position only, which is always new: the rings of bf16 streams, fp32, are not given.
+    the span, flat number of the span's first token. A tail holds only the first channels of a compressor's
+    rows: later entries use no others. Positions before the text leave their bytes as they are. It holds only
+    the last position of streams, which is always new: their rings are not given.
     """
     _move(recent[0], recent[1], tails, moves, ring_rows, tails.per_row)
 
@@ -232,7 +232,7 @@ def _words(rows: Rows) -> Tensor:
 
 
 def _as_numbers(words: Tensor, source: Tensor) -> Tensor:
-    """Where numbers are converted and not bytes copied, words are fp32."""
+    """Words as fp32 where numbers are converted, not copied as bytes."""
     return words.view(torch.float32) if source.dtype == torch.bfloat16 else words
 
 

@@ -51,8 +51,8 @@ def check_rows(*tensors: Tensor) -> None:
 
 @triton.jit
 def _e4m3(x):
-    """fp32 as e4m3, cut to ±448, to the nearest, ties to even. Written out: Triton's interpreter can not.
-    Below 2^-6 it is a multiple of 2^-9, and a sum with 2^14 rounds to those."""
+    """fp32 as e4m3, cut to ±448, rounded to the nearest, ties to even. Written out, because Triton's
+    interpreter can not convert. Below 2^-6 it is a multiple of 2^-9, and a sum with 2^14 rounds to those."""
     sign = (x.to(tl.uint32, bitcast=True) >> 24) & 0x80
     size = tl.minimum(tl.abs(x), E4M3_MOST)
     bits = size.to(tl.uint32, bitcast=True)
@@ -79,7 +79,7 @@ def _store_entries(  # noqa: PLR0913
     ROPE: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """x [ROWS, WIDE], of which DIM channels are real, into the entries of these numbers, where `there`."""
+    """Write x [ROWS, WIDE], of which DIM channels are real, into the entries `entry` where `there`."""
     row = rows + (entry // PER_ROW).to(tl.int64) * STRIDE
     value = (row + entry % PER_ROW * VALUE)[:, None]
     scale = row + PER_ROW * VALUE + entry % PER_ROW * SCALE
@@ -112,7 +112,6 @@ def _store_entries(  # noqa: PLR0913
 
 
 def encoding_of(entries: Entries) -> dict[str, Any]:
-    """The constants of `_store_entries`."""
     rows, sizes, nope = entries.rows, entries.sizes, entries.dim - entries.rope
     assert rows.dtype == torch.uint8 and rows.stride(1) == 1, rows.dtype
     assert not any(step % 4 for step in (rows.data_ptr(), rows.stride(0), *sizes)), "words of 4 bytes"
@@ -161,7 +160,7 @@ def _rotated(  # noqa: PLR0913
     PAIRS: tl.constexpr,
     BACK: tl.constexpr,
 ):
-    """The last channels of x [ROWS, WIDE] in pairs, each row by the angles in row `at` of the tables."""
+    """x [ROWS, WIDE], its last channels rotated in pairs by the angles in row `at` of the tables."""
     a, b = tl.split(tl.reshape(x, (ROWS, WIDE // 2, 2)))
     pair = tl.arange(0, WIDE // 2)[None, :] - (DIM // 2 - PAIRS)
     rotates = (pair >= 0) & (pair < PAIRS)
@@ -202,7 +201,7 @@ def _norm_rotate(  # noqa: PLR0913
     ROPE: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """`count` rows, one for each head of each token; into `out`, or encoded into `rows`."""
+    """Process `count` rows, one for each head of each token; into `out`, or encoded into `rows`."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = row < count
     channel = tl.arange(0, WIDE)[None, :]
@@ -245,7 +244,7 @@ def _launch(x: Tensor, rotation: CosSin | None, out: Tensor, made: dict[str, Any
 
 
 def norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
-    """x [tokens, dim]. `dtype`: of the result, if not x's."""
+    """x [tokens, dim]. `dtype`: the type of the result; None: x's."""
     out = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
     _launch(x[:, None, :], None, out, {"DIM": x.shape[1], **NOT_ENCODED}, eps=eps, weight=weight)
     return out
@@ -261,7 +260,7 @@ def norm_rotate(
 
 
 def store_window(kv: Tensor, rotation: CosSin, eps: float, weight: Tensor, new: Entries) -> None:
-    """kv [tokens, dim], normed and rotated, into the first rows of `new`: a row is the entry of a token."""
+    """Norm and rotate kv [tokens, dim] into the first rows of `new`: a row is the entry of a token."""
     assert new.per_row == 1 and len(new.rows) >= len(kv) and new.dim == kv.shape[1]
     _launch(kv[:, None, :], rotation, new.rows, encoding_of(new), eps=eps, weight=weight)
 

@@ -41,7 +41,7 @@ ONLY: Mapping[str, object] = {
 """Settings of other models that this model has fixed."""
 
 FP8_BLOCK = (128, 128)
-"""One scale per so many rows and columns of an fp8 weight: `quantization_config.weight_block_size`."""
+"""Rows and columns of an fp8 weight under one scale: `quantization_config.weight_block_size`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ class V4Config(Dimensions):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
-        """From the object in `config.json`. Anything unusable is a `SpecError` that names it."""
+        """Read the object in `config.json`. A `SpecError` names what is unusable."""
         _check_architecture(config)
         _check_choices(config)
         rope_main, rope_compress = _ropes(config)
@@ -150,7 +150,7 @@ def _ratios(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _hash_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:
-    """From `mlp_layer_types`, or else the first `num_hash_layers`."""
+    """Which layers are hash layers: from `mlp_layer_types`, or else the first `num_hash_layers`."""
     if config.get("mlp_layer_types") is None:
         layers, hashed = whole(config, "num_hidden_layers"), whole(config, "num_hash_layers", least=0)
         return tuple(i < hashed for i in range(layers))
@@ -159,7 +159,7 @@ def _hash_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:
 
 
 def _check_scale(compress: Mapping[str, Any]) -> None:
-    """Nothing scales cos and sin here. `transformers` does, unless the object says that it is by 1."""
+    """Refuses a config that makes `transformers` scale cos and sin: nothing scales them here."""
     if rope_kind(compress) == "yarn" and (factor := attention_factor(compress)) != 1.0:
         given = compress.get("attention_factor")
         why = "is not supported" if given else f"means {factor:.3f}, as in `transformers`: not supported"
@@ -167,7 +167,7 @@ def _check_scale(compress: Mapping[str, Any]) -> None:
 
 
 def _check_channels(config: Mapping[str, Any], rope: Mapping[str, Any], field: str) -> None:
-    """All layers turn as many channels of a head."""
+    """Refuses layers that rotate different numbers of channels."""
     if (share := rope.get("partial_rotary_factor")) is None:
         return
     given = number({field: share}, field) * whole(config, "head_dim")
@@ -177,8 +177,8 @@ def _check_channels(config: Mapping[str, Any], rope: Mapping[str, Any], field: s
 
 def _ropes(config: Mapping[str, Any]) -> tuple[Rope, Rope]:
     """Rotations of window layers, which are plain in every form, and of layers that compress: YaRN if its
-    numbers are given, else plain. `rope_parameters` may have an object for each; a flat object is for the
-    second."""
+    numbers are given, else plain. `rope_parameters` may have an object for each; a flat object is for layers
+    that compress."""
     given: Any = config.get("rope_parameters")
     kinds: list[Any] = []
     if isinstance(given, Mapping):
@@ -193,6 +193,6 @@ def _ropes(config: Mapping[str, Any]) -> tuple[Rope, Rope]:
     for name, own in {"main": main, "compress": compress}.items() if nested else ():
         _check_channels(config, own, f"rope_parameters.{name}.partial_rotary_factor")
     theta = number(main if "rope_theta" in main else config, "rope_theta")
-    own = nested and "rope_theta" in compress  # in the flat form it is that of the window layers
+    own = nested and "rope_theta" in compress  # in the flat form it belongs to the window layers
     compress_theta = number(compress, "rope_theta") if own else number(config, "compress_rope_theta")
     return Rope(theta), read_rope(compress, compress_theta)

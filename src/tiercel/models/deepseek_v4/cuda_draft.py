@@ -1,4 +1,4 @@
-"""The MTP draft on CUDA. It does what `draft.py` does on a CPU, which says what is kept where.
+"""The MTP draft on CUDA. It does what `draft.py` does on a CPU; that file says what is kept where.
 
 Every token makes its entry at once. Nothing waits for the device, and every shape follows from the shape of a
 call: `follow` is part of a recorded forward, and `propose` is recorded itself, one graph for each guess.
@@ -28,7 +28,7 @@ from tiercel.models.rotary import Rotary
 from tiercel.spec.deepseek_v4 import HIDDEN
 
 NOWHERE = -(2**20)
-"""The start of no text: its guesses stand before every text, too."""
+"""The start of a text that does not exist: its guesses stand before every text too."""
 
 
 class Chain(NamedTuple):
@@ -37,7 +37,7 @@ class Chain(NamedTuple):
     tokens: Tensor
     """int64 [texts, 1 + guesses]: the token that was drawn last, and the guesses behind it."""
     x: Tensor
-    """[texts, tokens of the last module's call, n, d]: the streams that it answered."""
+    """[texts, tokens of the last module's call, n, d]: the streams that it returned."""
 
 
 class CudaModule(MtpLayer):
@@ -90,7 +90,7 @@ class CudaMtpDraft:
     """All MTP layers of a checkpoint. `weights` are all of the model's: embedding and head are shared."""
 
     def __init__(self, setup: Setup, weights: Weights, lm_head: Matrix, rotary: Rotary) -> None:
-        """`rotary`: that of the target's layers which compress nothing."""
+        """`rotary`: the one of the target's window layers."""
         count = modules_of(setup.memory.spec)
         self.modules = [CudaModule(setup, i, weights, rotary) for i in range(count)]
         self._k, self._lm_head, self._rotary = setup.kernels, lm_head, rotary
@@ -108,7 +108,7 @@ class CudaMtpDraft:
             streams = module.follow(batch, streams, tokens, read=module is not self.modules[-1])
 
     def restore(self, moves: Tensor) -> None:
-        """Texts go on from tails. `moves` is that of `kernels.cuda.rings.restore`."""
+        """Texts go on from tails. `moves`: see `kernels.cuda.rings.restore`."""
         for module in self.modules:
             module.restore(moves)
 
@@ -164,8 +164,8 @@ class CudaMtpDraft:
 
     @torch.inference_mode()
     def record(self, memory: tuple[Any, torch.cuda.Stream]) -> None:
-        """Record guesses for a few numbers of texts. `memory` is that of other recordings: one of all runs at
-        a time. What is read is made for the longest text already."""
+        """Record guesses for a few numbers of texts. They share `memory` with other recordings: only one runs
+        at a time. Required: all that is read was made for the longest text."""
         sizes = [self._rings]
         while sizes[-1] > 1:
             sizes.append(1 << (sizes[-1] - 1).bit_length() - 1)
@@ -180,7 +180,7 @@ class CudaMtpDraft:
 
 
 def _padded(asked: Ints, texts: int) -> Ints:
-    """[3, texts or fewer] → all numbers in a row, for so many texts."""
+    """[3, texts or fewer] → all numbers in a row, padded to `texts`."""
     numbers = np.zeros((3, texts), np.int32)
     numbers[1], numbers[:, : asked.shape[1]] = NOWHERE, asked
     return numbers.ravel()

@@ -1,6 +1,6 @@
 """What one layer keeps in the cache, on CUDA: kernels read and write pages, rings and tails in place.
 
-It does what `rows.py` does on a CPU, which says what is kept where. Nothing waits for the device, and
+It does what `rows.py` does on a CPU; that file says what is kept where. Nothing waits for the device, and
 everything that a call queues has a shape that its spans alone decide.
 """
 
@@ -89,7 +89,7 @@ class CudaRows:
         return self._tails._replace(rows=rows, per_row=1)
 
     def restore(self, moves: Tensor) -> None:
-        """Rings go on from tails. `moves` is that of `kernels.cuda.rings.restore`."""
+        """Rings go on from tails. `moves`: see `kernels.cuda.rings.restore`."""
         restore(self._kept, self._tails, moves, self._ring_rows)
         for compressor in self._compressors:
             compressor.restore(moves)
@@ -130,7 +130,7 @@ class CudaRows:
         return out
 
     def store(self, batch: FlatBatch, kv: Tensor, rotation: CosSin) -> None:
-        """Write the window entries that `attend` would, of a layer without compressors."""
+        """Write the same window entries as `attend`, for a layer without compressors."""
         assert not self._compressors
         self._remember(batch, self._encode(kv, rotation))
 

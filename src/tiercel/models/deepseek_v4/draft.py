@@ -12,8 +12,8 @@ Entry i of module j needs token i + 1 + j. It belongs to that token, the newest 
 the tail holds the entries up to b - 2 - j, which no token outside the page has touched, and the streams
 beside token b - 1, from which the next entry is made.
 
-An entry needs the input of its module only, so a module computes its attention and experts only where
-somebody reads its streams.
+An entry needs the input of its module only, so a module computes its attention and experts only where its
+streams are read.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ NO_PAGES = torch.empty(0, dtype=torch.int64)
 
 
 MERGED_MOST = 8
-"""So many tokens of a text that have made no entries yet go through a layer with the one that is guessed
-after. More of them make entries only, which is less to compute."""
+"""Up to this many tokens of a text without entries go through a layer together with the token that is guessed
+after. More tokens make entries only, which is less to compute."""
 
 
 class Call:
@@ -70,7 +70,7 @@ class Call:
 
 
 class MtpLayer:
-    """One MTP layer: its parameters, and what they compute of each token."""
+    """One MTP layer: its parameters, and what it computes for each token."""
 
     def __init__(self, setup: Setup, number: int, weights: Weights, rotary: Rotary) -> None:
         self._config, self._k, self.number = setup.config, setup.kernels, number
@@ -98,8 +98,8 @@ class Module(MtpLayer):
     """An MTP layer on a CPU, and what its next entries are made of: for the last tokens of each text the
     token and the target's streams, in rings, by position as in `Rings`.
 
-    Nobody reads the entries of the last module until it guesses or a tail is written: until then its tokens
-    make none. A token that waits costs a row in a ring, and where many wait they make their entries together.
+    The entries of the last module are read only when it guesses or a tail is written. Until then its tokens
+    make none: a token that waits takes a row in a ring, and many make their entries together.
     """
 
     def __init__(self, setup: Setup, number: int, weights: Weights, rotary: Rotary) -> None:
@@ -116,8 +116,7 @@ class Module(MtpLayer):
         self._streams = torch.zeros(rows, c.hc_mult, c.hidden_size, device=device)
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self._made = np.zeros(setup.rings, np.int64)
-        """For each ring: tokens before this position have made their entries, as far as these are still
-        read."""
+        """For each ring: tokens before this position have made all entries that are still read."""
 
     def keep(self, call: Call, x: Tensor, tokens: Tensor) -> None:
         """Remember the streams x of a call's tokens, in rings and tails. Entries are made when they are
@@ -186,11 +185,11 @@ class Module(MtpLayer):
         return before
 
     def _waiting(self, rings: Ints, ends: Ints) -> Ints:
-        """The first token of each text that has to make its entry: none before it is read behind `ends`."""
+        """The first token of each text that has to make its entry: earlier entries are not read."""
         return np.maximum(np.minimum(self._made[rings], ends), np.maximum(ends - self._back, 0))
 
     def catch_up(self, rings: Ints, ends: Ints) -> None:
-        """The tokens before `ends` make their entries, as far as these are read."""
+        """Make the entries of the tokens before `ends`, as far as these are read."""
         firsts = np.maximum(self._waiting(rings, ends), self._lag)
         chosen = firsts < ends
         if chosen.any():
@@ -198,9 +197,9 @@ class Module(MtpLayer):
         self._made[rings] = ends
 
     def go_on(self, rings: Ints, ends: Ints, x: Tensor, tokens: Tensor) -> Tensor:
-        """The streams of `tokens` [texts, n], which stand from position `ends` on, beside those of the tokens
-        before them: the first's are in the ring, the others' are x [texts, n - 1, …]. Tokens that wait go
-        along. The first tokens of a text have no streams: they are zeros."""
+        """The streams of `tokens` [texts, n], at positions from `ends` on, beside the streams of the tokens
+        before them: for the first token from the ring, for the others x [texts, n - 1, …]. Tokens that wait
+        make their entries too. Streams before a text are zeros."""
         texts, count = tokens.shape
         positions = ends[:, None] + np.arange(count)
         rows = torch.from_numpy(rings[:, None] * self.ring_rows + positions % self.ring_rows)
@@ -227,7 +226,7 @@ class Module(MtpLayer):
         return streams
 
     def _ring_spans(self, rings: Ints, firsts: Ints, ends: Ints) -> tuple[list[Span], Tensor, Tensor]:
-        """Tokens firsts … ends - 1 of texts, out of the rings: spans, streams before them, tokens."""
+        """Tokens firsts … ends - 1 of texts, from the rings: spans, streams before them, tokens."""
         lengths = ends - firsts
         positions = np.arange(lengths.sum()) + (firsts - lengths.cumsum() + lengths).repeat(lengths)
         of_ring = rings.repeat(lengths) * self.ring_rows
@@ -306,7 +305,7 @@ class MtpDraft:
         return tokens[:, 1:]
 
     def _chain(self, module: Module, rings: Ints, positions: Ints, x: Tensor, tokens: Tensor) -> Tensor:
-        """The last module goes on from its own streams, one token of each text."""
+        """The last module goes on from its own streams, by one token for each text."""
         starts, numbers = (positions - module.number - 1).tolist(), tokens.numpy()
         spans = [Span(numbers[i : i + 1], starts[i], NO_PAGES, ring) for i, ring in enumerate(rings.tolist())]
         return module.run(spans, x, tokens)[:, None]
@@ -318,7 +317,7 @@ class MtpDraft:
 
 
 def products_of(config: V4Config) -> tuple[int, int]:
-    """Products of a token that the target computes, and of a guess of its MTP layer."""
+    """Multiplications of a token in the target, and of a guess in its MTP layer."""
     target = guess = config.vocab_size * config.hidden_size
     for name, each in parameters(config).items():
         products = prod(each.shape) * (len(each.shape) > 1 and not each.integer)

@@ -39,7 +39,7 @@ class Rows(Protocol):
     """The cached rows of one layer: `LayerRows`, or `CudaRows`."""
 
     def restore(self, *tail: Any) -> None:
-        """A ring goes on from a tail: (ring, place, boundary), or `CudaRows.restore`."""
+        """A ring goes on from a tail: ring, place, boundary, or as in `CudaRows.restore`."""
 
     def attend(
         self,
@@ -67,11 +67,11 @@ class Attention:
         self.restore = self._rows.restore
         draft = layer >= self._config.layers
         self._kv = self._k.pack(*joined(weights, KEYS_VALUES)) if draft else None
-        """Packed alone too: `store` needs nothing else."""
+        """Also packed alone: `store` needs nothing else."""
         self._take_weights(weights, 0 if draft else self._config.ratios[layer])
 
     def _take_weights(self, w: Weights, ratio: int) -> None:
-        """Everything that reads the same input is one matrix."""
+        """Join the matrices that read the same input."""
         c, k = self._config, self._k
         self._input = k.pack(*joined(w, INPUT))
         self._widths = [len(w["q_a_proj.weight"]), len(w["kv_proj.weight"])]
@@ -86,7 +86,7 @@ class Attention:
         self._out = k.pack(*joined(w, OUT))
 
     def __call__(self, h: Tensor, rotation: CosSin, batch: AnyBatch) -> Tensor:
-        """h [tokens, d], normed; `rotation` of the layer's kind at these positions."""
+        """h [tokens, d], normed; `rotation`: the layer's kind, at these positions."""
         c, k = self._config, self._k
         q_low, kv, *rows = k.linear(h, self._input, wide=True).split(self._widths, 1)
         queries = k.linear(k.norm(q_low, self._q_norm, c.rms_norm_eps), self._queries)
@@ -101,7 +101,7 @@ class Attention:
         return k.linear(k.linear_groups(out, self._out_low), self._out)
 
     def store(self, h: Tensor, rotation: CosSin, batch: AnyBatch) -> None:
-        """Write the entries that a call writes, of a draft's layer, and answer nothing."""
+        """Write the entries of a call for a draft's layer, and return nothing."""
         assert self._kv is not None, "the layer is a draft's"
         self._rows.store(batch, self._k.linear(h, self._kv, wide=True), rotation)
 
@@ -120,7 +120,7 @@ def site_of(config: V4Config, kernels: Kernels, weights: Weights, norm: Tensor) 
     `norm` is the weight of the norm behind it.
     """
     n, scale = config.hc_mult, weights["scale"]
-    if len(scale) == 3:  # of collapse, place and mix; the head has the first only
+    if len(scale) == 3:  # collapse, place and mix; the head has only the first
         scale = scale.repeat_interleave(torch.tensor([n, n, n * n], device=scale.device))
     fn, eps = kernels.pack(weights["fn"]), config.rms_norm_eps
     return Site(fn, scale, weights["base"], norm, n, config.hc_sinkhorn_iters, config.hc_eps, eps)
@@ -150,7 +150,7 @@ class Experts:
 
 
 class Layer:
-    """A layer of the target, or, with a number after its last one, of the draft."""
+    """A layer of the target; with a number after its last one, a layer of the draft."""
 
     def __init__(self, setup: Setup, layer: int, weights: Weights, rotary: Rotary) -> None:
         config, self._k = setup.config, setup.kernels

@@ -23,7 +23,7 @@ from tiercel.models.deepseek_v4.config import FP8_BLOCK
 from tiercel.models.deepseek_v4.quantized import FP8, Shape, scales_of
 
 SCALE = "_scale"
-"""Behind the name of an fp8 matrix: the name of its scales."""
+"""Added to the name of an fp8 matrix: the name of its scales."""
 
 INPUT = (
     "q_a_proj.weight",
@@ -47,7 +47,7 @@ MATRICES = {ATTENTION: (INPUT, QUERIES, OUT_LOW, OUT), MLP: (GATE_UP, DOWN)}
 
 
 class Group(NamedTuple):
-    """Parameters that lie together, or one that is alone."""
+    """Parameters that lie together, or a single one."""
 
     shapes: Mapping[str, Shape]
     dtype: torch.dtype
@@ -75,7 +75,7 @@ def _views(shapes: Mapping[str, Shape], dtype: torch.dtype, device: str) -> dict
 
 
 def grouped(names: Iterable[str]) -> tuple[list[list[str]], list[str]]:
-    """(the parameters of each matrix, those that belong to none)"""
+    """Returns (the parameters of each matrix, those that belong to none)."""
     rest = dict.fromkeys(names)
     layers = dict.fromkeys(name.partition(ATTENTION)[0] for name in rest if ATTENTION in name)
     wholes = [

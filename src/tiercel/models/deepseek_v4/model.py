@@ -1,4 +1,4 @@
-"""DeepSeek V4 on cached pages: takes spans, reads and writes device pages and recent rows, answers logits."""
+"""DeepSeek V4 on cached pages: takes spans, reads and writes device pages and recent rows, returns logits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Hidden(NamedTuple):
-    """Between two layers."""
+    """The state between two layers."""
 
     x: Tensor
     """The streams [tokens, n, d]."""
@@ -67,7 +67,7 @@ class DeepseekV4:
         self._setup = setup = Setup(config, k, memory, rings, guesses_max)
         self._embedding = weights["model.embed_tokens.weight"]
         self.last = torch.zeros(rings + 1, dtype=torch.int64, device=memory.device)
-        """One more than there are rings: what is drawn for no text."""
+        """One more than there are rings, for tokens drawn for no text."""
         self._lm_head = k.pack(weights["lm_head.weight"])
         head = part_of(weights, "model.hc_head.hc_")
         self._head = site_of(config, k, head, weights["model.norm.weight"])
@@ -78,7 +78,7 @@ class DeepseekV4:
             for i, ratio in enumerate(config.ratios)
         ]
         self.draft = _make_draft(setup, weights, self._lm_head, self._rotaries[0])
-        """There when the cache declaration has the draft's streams; then it follows every call."""
+        """It exists if the cache declaration has the draft's streams; then it follows every call."""
         self._tables: PageTables | None = None
         self._graphs: Graphs | None = None
         self._recorded: Recorded | None = None
@@ -88,7 +88,7 @@ class DeepseekV4:
 
     def warm_up(self, longest: int) -> None:
         """Record forwards and resumptions as CUDA graphs, where kernels run on a GPU. What they read is made
-        for the longest text now: it does not move."""
+        for the longest text now, because it must not move."""
         if self._tables is None or self.last.device.type != "cuda":
             return
         spec = self._setup.memory.spec
@@ -102,8 +102,8 @@ class DeepseekV4:
             cast("CudaMtpDraft", self.draft).record(self._graphs.memory)
 
     def _sections(self, spec: CacheSpec) -> list[Section]:
-        """The layers in groups, as they are loaded. The first section begins, the last one answers. (What a
-        draft reads is in tails, which come with the first layers.)"""
+        """The layers in groups, as they are loaded. The first section begins, the last one returns logits.
+        (What a draft reads is in tails, which come with the first layers.)"""
         groups, count = spec.layer_groups(), len(self.layers)
 
         def run(layers: range, batch: FlatBatch, state: Hidden | None) -> Hidden | Recorded:
@@ -118,7 +118,7 @@ class DeepseekV4:
     def forward(
         self, spans: Sequence[Span], rows: Sequence[int] | None = None, before: BeforeLayer = at_once
     ) -> Tensor:
-        """Logits of these flat tokens; None: of the last token of each span."""
+        """Logits of these flat tokens; None: the last token of each span."""
         if self._tables is None:
             batch = Batch(spans, self._setup.rings, self._embedding.device)
             state = self._compute(range(len(self.layers)), batch, self._begin(batch), before)
@@ -175,8 +175,8 @@ class DeepseekV4:
         draws: Sequence[Draw] | None,
         masks: npt.NDArray[np.int32] | None = None,
     ) -> Tensor:
-        """A token of each row, now also `last` of the row's ring. A recorded forward has drawn the best of
-        all tokens."""
+        """A token of each row; it becomes `last` of the row's ring. A recorded forward has drawn the best
+        tokens already."""
         if masks is not None:
             logits = self.kernels.masked(logits, send(masks, logits.device))
         if self._recorded is not None and logits is self._recorded.logits:

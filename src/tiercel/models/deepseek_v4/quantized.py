@@ -57,7 +57,7 @@ def scales_of(shape: Shape, block: tuple[int, int]) -> Shape:
 
 
 def may_stay(dtype: str, scale_dtype: str) -> bool:
-    """Whether numbers of this dtype may become fp8 with scales of 128 x 128, by the headers."""
+    """Whether numbers of this dtype may become fp8 with scales of 128 x 128, judged by the headers."""
     return BLOCKS.get(dtype) == FP8_BLOCK or (dtype in BLOCKS and scale_dtype in EXPONENTS)
 
 
@@ -99,7 +99,7 @@ def dequantize(target: Tensor, values: Tensor, scale: Tensor, block: tuple[int, 
         for own in zip(target, values, scale, strict=True):
             dequantize(*own, block)
         return
-    # Stored bytes are the fewest: these are sent to the device, and not what they become.
+    # Stored bytes are sent to the device and converted there: they are the fewest.
     target.copy_(_fp4_numbers(values, target) if block == FP4_BLOCK else values.to(target.device))
     rows, columns = block
     across = _spread(scale, 1, columns)[:, : target.shape[1]]
@@ -115,7 +115,7 @@ def _spread(scale: Tensor, dim: int, count: int) -> Tensor:
 
 
 def _fp4_numbers(values: Tensor, like: Tensor) -> Tensor:
-    """Two numbers of each byte, in the shape and on the device of `like`; fp32."""
+    """The two fp4 numbers of each byte as fp32, in the shape and on the device of `like`."""
     index = values.view(torch.uint8).flatten().to(like.device).to(torch.int32)
     return _fp4_pairs(like.device).index_select(0, index).view(like.shape)
 

@@ -45,7 +45,7 @@ class Setup(NamedTuple):
 
     @property
     def lists(self) -> ListKernels:
-        """`LayerRows` is made for sets that have lists only."""
+        """The kernels. `LayerRows` needs a set that finds rows by lists."""
         return cast("ListKernels", self.kernels)
 
     def rows(self, role: str, layer: int) -> EntryRows:
@@ -54,12 +54,12 @@ class Setup(NamedTuple):
         return EntryRows(self.lists, rows, stream, self.memory.spec.page_tokens)
 
     def make_rings(self, rows: int, codec: Codec) -> Rings:
-        """For so many rows that are needed."""
+        """Rings with room for `rows` rows."""
         return Rings(self.lists, self.rings, rows + self.guesses_max, codec, self.memory.device)
 
 
 class Index(NamedTuple):
-    """What the indexer asks with: q [tokens, heads, dim], turned; weights [tokens, heads]."""
+    """The indexer's queries: q [tokens, heads, dim], rotated; weights [tokens, heads]."""
 
     q: Tensor
     weights: Tensor
@@ -107,7 +107,7 @@ class Compressor:
         recent.keep(batch, data)
 
     def _write_tail(self, place: int, rows: Tensor) -> None:
-        """Later entries use only the first channels of open rows."""
+        """Write the open rows of a tail: later entries use only their first channels."""
         assert self._tails is not None
         halves = rows.unflatten(1, (2, self._channels))[:, :, : self._dim].flatten(1)
         self._tails.write_row(place, self._tails.codec.encode(halves))
@@ -162,14 +162,14 @@ class LayerRows:
     ) -> Tensor:
         """Write what the tokens of this call add, and attend to what each of them sees.
 
-        q [tokens, heads, dim]; kv [tokens, dim], neither normed nor turned; `rows`: those that each
-        compressor makes entries of; `index`: of a sparse layer.
+        q [tokens, heads, dim]; kv [tokens, dim], neither normed nor rotated; `rows`: what each compressor
+        makes entries of; `index`: only for a sparse layer.
         """
         new = self._encode(kv, rotation)
         recent = self._recent.read(), self._recent.codec.decode(new)
         for compressor, own_rows in zip(self._compressors, rows, strict=True):
             compressor.extend(batch, own_rows)
-        entries = recent[1]  # none of them is chosen where nothing is compressed
+        entries = recent[1]  # where nothing is compressed, none of them is chosen
         if index is not None:
             chosen = self._best_rows(batch, index)
         elif self._compressors:
@@ -185,7 +185,7 @@ class LayerRows:
         return out
 
     def store(self, batch: Batch, kv: Tensor, rotation: CosSin) -> None:
-        """Write the window entries that `attend` would, of a layer without compressors."""
+        """Write the same window entries as `attend`, for a layer without compressors."""
         assert not self._compressors
         self._remember(batch, self._encode(kv, rotation))
 
@@ -210,6 +210,6 @@ class LayerRows:
         for i, span in enumerate(batch.spans):
             for boundary, place in span.tails.items():
                 assert boundary > span.start, "a tail is written by the span that reaches it"
-                # of a window longer than a page, the tails before it have the rest
+                # if a window is longer than a page, the tails before have the rest
                 numbers = batch.recent_before(boundary, self._tails.per_row, i, self._recent.rows)
                 self._tails.write_row(place, self._recent.gather(new, numbers))

@@ -49,19 +49,19 @@ class WeightPiece(NamedTuple):
     """What one stored tensor fills: a parameter, or some rows of one expert of it."""
 
     name: str
-    """As a checkpoint has it, without `model.`"""
+    """The name in a checkpoint, without `model.`"""
     shape: Shape
     expert: int | None = None
     first_row: int = 0
 
     def of(self, whole: Tensor) -> Tensor:
-        """The part of the parameter that it fills."""
+        """The part of the parameter that this piece fills."""
         if self.expert is None:
             return whole
         return whole[self.expert].narrow(0, self.first_row, self.shape[0])
 
     def scale_of(self, whole: Tensor) -> Tensor:
-        """Its part of the scales of an fp8 parameter."""
+        """The part of an fp8 parameter's scales that this piece fills."""
         rows, _ = shape = scales_of(self.shape[-2:], FP8_BLOCK)
         return self._replace(shape=shape, first_row=self.first_row // self.shape[0] * rows).of(whole)
 
@@ -72,11 +72,11 @@ class Parameter(NamedTuple):
     name: str
     shape: Shape
     pieces: tuple[WeightPiece, ...]
-    """In what form a checkpoint may have it: whole, under one of several names, or expert by expert."""
+    """The forms that a checkpoint may have it in: whole, under one of several names, or expert by expert."""
     integer: bool = False
 
     def dtype(self, matrices: torch.dtype) -> torch.dtype:
-        """Hyper-connections and position biases are no matrices of activations: they stay fp32."""
+        """Hyper-connections and position biases stay fp32: they are no matrices of activations."""
         if self.integer:
             return torch.int64
         small = len(self.shape) < 2 or self.name.endswith(("fn", "position_bias"))
@@ -87,7 +87,7 @@ Row = tuple[str, str, Shape]
 """A parameter inside a layer: its name here, its original name, its shape."""
 
 ALSO = {"attn.kv_norm.weight": "attn.norm.weight"}
-"""What `transformers` writes in place of an original name (its renaming does not come back the same)."""
+"""Names that `transformers` writes instead of original ones (its renaming is not reversible)."""
 
 
 def parameters(config: V4Config, *, draft: bool = True) -> dict[str, Parameter]:
@@ -151,7 +151,7 @@ def _layer(config: V4Config, prefix: str, ratio: int, *, hashed: bool) -> Iterat
 
 
 def _compressor(config: V4Config, owner: str, ratio: int, dim: int) -> list[Row]:
-    """Where entries overlap a token has two roles, each with its own channels."""
+    """If entries overlap, a token counts in two of them, each with its own channels."""
     here, original = f"self_attn.compressor.{owner}", f"attn.{owner}compressor."
     channels = 2 * dim if ratio == SPARSE_RATIO else dim
     return [
@@ -176,7 +176,7 @@ def _experts(prefix: str, name: str, shape: Shape, first_rows: Mapping[str, int]
 
 
 def _named(prefix: str, rows: Iterable[Row]) -> Iterator[Parameter]:
-    """Parameters of what `prefix` names: `model.` is part of their own name, but not in an MTP layer."""
+    """Parameters below `prefix`: `model.` is part of their own name, but not in an MTP layer."""
     model = "" if prefix.startswith(DRAFT) else "model."
     for here, original, shape in rows:
         names = sorted({here, original, ALSO.get(original, here)})
@@ -201,7 +201,7 @@ def plan_weights(
 ) -> tuple[dict[str, Parameter], list[Reading]]:
     """All parameters, and what is to be read for them in the order of the files' bytes; from headers alone.
 
-    Two things go by the checkpoint, not by its config, as in `transformers`: without any `mtp.` tensor it has
+    As in `transformers`, the checkpoint decides two things, not its config: without any `mtp.` tensor it has
     no draft, and with a head of its own its embeddings are not tied. One error names all that is wrong.
     """
     drafted = draft_names(checkpoint)
@@ -226,13 +226,13 @@ def plan_weights(
 
 
 def draft_names(checkpoint: Checkpoint) -> list[str]:
-    """The tensors of a draft, of whatever kind."""
+    """The tensors of a draftof any kind."""
     return [name for name in checkpoint.tensors if _bare(name).startswith(DRAFT)]
 
 
 def has_mtp(checkpoint: Checkpoint, config: V4Config) -> bool:
-    """Whether a checkpoint has all MTP layers that its config tells of, and no other draft. Random weights
-    have what the config tells of."""
+    """Whether a checkpoint has all MTP layers that its config names, and no other draft. Random weights have
+    those that the config names."""
     if checkpoint.random_seed is not None:
         return config.mtp_layers > 0
     if not draft_names(checkpoint):
@@ -249,7 +249,7 @@ def _bare(name: str) -> str:
 
 
 def _take_scale(stored: StoredTensor, loose: dict[str, StoredTensor]) -> StoredTensor | None:
-    """The scales of a quantized tensor, out of what has no other use."""
+    """The scales of a quantized tensor, taken from the tensors that have no other use."""
     if stored.dtype not in BLOCKS:
         return None
     names = [f"{stored.name}_scale_inv", f"{stored.name.removesuffix('.weight')}.scale"]
@@ -259,7 +259,7 @@ def _take_scale(stored: StoredTensor, loose: dict[str, StoredTensor]) -> StoredT
 def _coverage(
     wanted: Mapping[str, Parameter], readings: Iterable[Reading]
 ) -> tuple[list[tuple[str, str]], list[str]]:
-    """(what nothing fills, what fills something that is filled already)"""
+    """Returns (what nothing fills, what fills something that is filled already)."""
     filled: dict[str, list[Reading]] = {name: [] for name in wanted}
     for each in readings:
         filled[each.parameter.name].append(each)
@@ -279,7 +279,7 @@ def _coverage(
 
 
 def _unfit(reading: Reading) -> str:
-    """Why a tensor can not be what its name says, or nothing."""
+    """Why a tensor does not fit its name; empty: it does."""
     parameter, piece, stored, scale = reading
     block = None if parameter.integer or len(piece.shape) < 2 else BLOCKS.get(stored.dtype)
     known = INTEGERS if parameter.integer else FLOATS
@@ -309,7 +309,7 @@ def make_groups(
 ) -> list[tuple[Group, list[Reading]]]:
     """How all parameters lie in memory, and what fills them, in the order in which a checkpoint has them.
 
-    `fp8`: what is one matrix stays fp8 if all of it is fp8 or fp4. Else it is dequantized, all of it.
+    `fp8`: a matrix stays fp8 if all its parts are fp8 or fp4. Otherwise all of it is dequantized.
     """
     stored = dict[str, list[Reading]]()
     for each in readings:
@@ -325,8 +325,8 @@ def make_groups(
 
 
 def _may_stay(reading: Reading, config: V4Config) -> bool:
-    """Whether it can be fp8 with scales of 128 x 128. Pieces of a matrix are put together at multiples of 128
-    rows only: otherwise numbers of two pieces would share a scale."""
+    """Whether a tensor can be fp8 with scales of 128 x 128. Pieces of a matrix are put together at multiples
+    of 128 rows only: otherwise numbers of two pieces would share a scale."""
     parameter, piece, stored, scale = reading
     rows = piece.shape[-2] // (config.o_groups if parameter.name.endswith(OUT_LOW) else 1)
     return scale is not None and rows % FP8_BLOCK[0] == 0 and quantized.may_stay(stored.dtype, scale.dtype)
@@ -377,7 +377,7 @@ def _load(
     device: str,
     matrices: torch.dtype,
 ) -> dict[str, Tensor]:
-    """What is one matrix. If it can not be fp8 exactly, it is read again, as the type of matrices."""
+    """Load one matrix. If it can not be fp8 exactly, it is read again, as `matrices`."""
     weights = group.allocate(device)
     for parameter, piece, stored, scaled_by in readings:
         target, values = piece.of(weights[parameter.name]), checkpoint.read(stored.name)
@@ -412,8 +412,8 @@ def random_weights(
     *,
     draft: bool = False,
 ) -> dict[str, Tensor]:
-    """Weights from a seed, made on the device. Values keep the size of what passes them. A draft's come last:
-    those of the model are the same with it."""
+    """Weights from a seed, made on the device, scaled so that activations keep their size. A draft's weights
+    come last: the model's are the same with and without it."""
     chance = torch.Generator(device).manual_seed(seed)
     wanted = parameters(config, draft=draft)
     groups = make_groups(wanted, (), matrices, config, fp8=False)

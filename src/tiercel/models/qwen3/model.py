@@ -1,4 +1,4 @@
-"""Qwen3 on cached pages: takes spans, writes their keys and values to the pages, reads them, answers logits.
+"""Qwen3 on cached pages: takes spans, writes their keys and values to the pages, reads them, returns logits.
 
 Every layer reads the whole prefix, and all of it is in pages: there are no rings and no tails.
 
@@ -69,7 +69,7 @@ class Qwen3Config(Dimensions):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
-        """From the object in `config.json`. Anything unusable is a `SpecError` that names it."""
+        """Read the object in `config.json`. A `SpecError` names what is unusable."""
         check_only(config, ONLY)
         if config.get("quantization_config") is not None:
             raise SpecError("quantization_config", config["quantization_config"], "is not supported")
@@ -86,7 +86,7 @@ class Qwen3Config(Dimensions):
 
 
 def _rope(config: Mapping[str, Any]) -> tuple[Rope, float]:
-    """Plain or YaRN, and the factor of cos and sin. As in `transformers`, `rope_scaling` goes before
+    """Plain or YaRN, and the factor of cos and sin. As in `transformers`, `rope_scaling` overrides
     `rope_parameters`."""
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(given, Mapping):
@@ -188,7 +188,7 @@ class Qwen3:
     def forward(
         self, spans: Sequence[Span], rows: Sequence[int] | None = None, before: BeforeLayer = at_once
     ) -> Tensor:
-        """Logits of these flat tokens; None: of the last token of each span."""
+        """Logits of these flat tokens; None: the last token of each span."""
         batch = Batch(spans, 0, self._embedding.device)
         rotation = self._rotary.at(batch.positions, batch.longest)
         in_place = self.layers[0].entries.in_place

@@ -32,7 +32,7 @@ class Abort:
     request_id: str
 
     def concerns(self, ask: Ask) -> bool:
-        """Ids of several prompts, or of several answers, are derived from the request's."""
+        """Whether it ends this ask. Ids of several prompts or answers are derived from the request's id."""
         return ask.request_id == self.request_id or ask.request_id.startswith(f"{self.request_id}.")
 
 
@@ -84,7 +84,7 @@ class Answering:
         for new in arrived:
             if isinstance(new, tuple):
                 index, delta = new
-                if index in self._open:  # nothing is told after an abort
+                if index in self._open:  # nothing more is sent after an abort
                     yield self._added(index, delta)
             elif isinstance(new, Abort):
                 yield from self._aborted(new)
@@ -168,7 +168,7 @@ class Answering:
 
 
 def _usage(groups: Sequence[Sequence[Ask]], answers: Sequence[Answer]) -> Usage:
-    """Tokens of a call: a prompt that is asked n times is counted once, every answer is."""
+    """Tokens of a call. A prompt that is asked n times is counted once, every answer each time."""
     firsts, index = [], 0
     for group in groups:
         firsts.append(answers[index].usage)

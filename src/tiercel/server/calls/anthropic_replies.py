@@ -21,7 +21,7 @@ from tiercel.server.calls.reply import NamedEvents, finish_reason, to_json
 from tiercel.server.http.errors import ApiError, anthropic_body
 
 SIGNATURE = "tiercel"
-"""The signature of all thoughts. Clients send thoughts back only with a signature; here nobody checks it."""
+"""The signature of all thoughts. Clients send thoughts back only with a signature; here it is not checked."""
 
 
 # --- the answers: only for the schema ---
@@ -99,7 +99,7 @@ class MessageReply(NamedEvents, ChatReply):
         return json.dumps(anthropic_body(error), separators=(",", ":"))
 
     def _steps(self, delta: Delta, answer: Answer) -> Iterator[Step]:
-        """What a Delta does to the blocks. The last one ends the open block."""
+        """What a Delta does to the blocks. The last Delta ends the open block."""
         final = answer.finish is not None
         said = self._read(0, delta.text, final=final)
         called = self._readers[0].called
@@ -120,7 +120,7 @@ class MessageReply(NamedEvents, ChatReply):
         }
 
     def _usage(self, usage: Usage) -> Fields:
-        """As Anthropic counts: a token of the prompt is read from the cache, written into it, or neither."""
+        """As Anthropic counts: a prompt's token is read from the cache, written into it, or neither."""
         kept = kept_tokens(usage, self.page_tokens)
         return {
             "input_tokens": usage.prompt_tokens - usage.cached_tokens - kept,
@@ -137,14 +137,14 @@ class MessageReply(NamedEvents, ChatReply):
             case "length":
                 reason = "max_tokens"
             case "abort":
-                reason = "pause_turn"  # of Anthropic's reasons the one that lets the client go on from here
+                reason = "pause_turn"  # the one of Anthropic's reasons that lets the client go on from here
             case _:
                 reason = "tool_use" if self._readers[0].called else "end_turn"
         return {"stop_reason": reason, "stop_sequence": None}
 
 
 def _content(block: Block) -> Fields:
-    """A whole block. A call that is not complete has none."""
+    """A whole block; nothing for a call that is not complete."""
     match block.kind:
         case Kind.TEXT:
             return {"type": "text", "text": block.written}

@@ -115,7 +115,7 @@ def _stop(fields: SamplingFields, field: str, options: ServerOptions) -> tuple[s
 
 
 def _bias(fields: SamplingFields, field: str, vocab_size: int) -> dict[int, float]:
-    """The bias by token id. (JSON keys are strings.)"""
+    """Bias by token id. (JSON keys are strings.)"""
     by_token = {int(token): value for token, value in (fields.logit_bias or {}).items()}
     for token in by_token:
         if token >= vocab_size:
@@ -144,7 +144,7 @@ def _check(service: Service, ask: Ask, spelling: Mapping[str, str]) -> None:
 
 
 def _siblings(ask: Ask, n: int, n_max: int, field: str) -> tuple[Ask, ...]:
-    """The same ask n times, with other ids and seeds. Only the first asks for the prompt's logprobs."""
+    """The same ask n times, with different ids and seeds. Only the first asks for the prompt's logprobs."""
     if n > n_max:
         raise refusal(field, n, f"must be at most {n_max}")
     others = (
@@ -160,7 +160,7 @@ def _siblings(ask: Ask, n: int, n_max: int, field: str) -> tuple[Ask, ...]:
 
 
 def _derived(seed: int | None, index: int) -> int | None:
-    """A digest, not a sum: the second answer of seed 1 must not be the first of seed 2."""
+    """A digest, not a sum: the second answer of seed 1 must not be the first answer of seed 2."""
     if seed is None:
         return None
     digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()

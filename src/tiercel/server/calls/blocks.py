@@ -30,7 +30,7 @@ class Block:
     name: str = ""
     """The name of the tool that is called."""
     written: str = ""
-    """So far: text, or JSON of the arguments."""
+    """The text so far, or the JSON of the arguments."""
     complete: bool = False
     id: str = field(default_factory=lambda: secrets.token_hex(12))
 
@@ -55,7 +55,7 @@ class Blocks:
         return self._open.kind if self._open else None
 
     def add(self, said: AnswerDelta, *, called: bool) -> Iterator[Step]:
-        """`called`: whether every call up to here is complete."""
+        """Add new parts. `called`: whether every call up to here is complete."""
         yield from self._grown(Kind.THOUGHTS, said.reasoning, called)
         going_on = [part for part in said.calls if part.name is None]
         for part in going_on:
@@ -96,7 +96,7 @@ def thought_tokens(text: Text, tokens: Sequence[TokenOut], blocks: Iterable[Bloc
 
 
 def tokens_of(text: Text, tokens: Sequence[TokenOut], written: str) -> int:
-    """How many of the first tokens write this."""
+    """How many of the first tokens write the text `written`."""
     left, count = len(written.encode()), 0
     for out in tokens:
         if left <= 0:

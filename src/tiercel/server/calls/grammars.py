@@ -25,7 +25,7 @@ from tiercel.text.trial import Recipe
 
 NO_THOUGHTS_END = "the end of this model's thoughts is not one token: turn thinking off"
 CODE = "invalid_grammar"
-"""No schema can express which grammars can be used."""
+"""Its own code, because no schema can express which grammars can be used."""
 
 SchemaText = str | dict[str, Any]
 """A JSON schema, or its text."""
@@ -104,7 +104,7 @@ STRUCTURED: Mapping[str, tuple[str, type | tuple[type, ...]]] = {
 }
 """The fields of `structured_outputs`: their recipes and their types."""
 STRUCTURED_HINTS = {"disable_any_whitespace", "disable_fallback", "whitespace_pattern"}
-"""What these ask for changes no valid answer into an invalid one."""
+"""Hints: they make no valid answer invalid."""
 
 
 def _given(body: NamedGrammars) -> Iterator[Given]:
@@ -144,14 +144,14 @@ def _only(body: NamedGrammars) -> Given | None:
 
 
 class Trying(NamedTuple):
-    """Who asks, and how a recipe is tried for them."""
+    """The owner of a recipe, and how it is tried."""
 
     owner: str
     tried: Callable[[Recipe], Awaitable[tuple[Outcome, Compiled | None]]]
 
 
 async def text_grammar(body: NamedGrammars, trying: Trying, prefix: str = "") -> Grammar | None:
-    """For a text that is continued. `prefix`: of the fields' names in an error."""
+    """The grammar of a text that is continued. `prefix`: put before field names in errors."""
     given = _only(body)
     return None if given is None else await _checked(given._replace(field=prefix + given.field), trying)
 
@@ -179,7 +179,7 @@ class ChatTools(NamedTuple):
 async def chat_grammar(
     body: GrammarFields, tools: ChatTools, text: Text, trying: Trying, *, thinks: bool
 ) -> Grammar | None:
-    """For an answer in a conversation. `thinks`: it begins with thoughts, which are free."""
+    """The grammar of an answer in a conversation. `thinks`: it begins with thoughts, which are free."""
     given = await _call_grammar(_only(body), tools, text, trying)
     if given is None:
         return None
@@ -189,7 +189,7 @@ async def chat_grammar(
 
 
 async def _call_grammar(given: Given | None, tools: ChatTools, text: Text, trying: Trying) -> Given | None:
-    """The grammar of calls, where they are forced or a function is strict; or else what was `given`."""
+    """The grammar of calls, if they are forced or a function is strict; otherwise what was `given`."""
     functions, choice = tools.functions, tools.choice
     if choice not in (None, "none", "auto"):
         if isinstance(choice, NamedChoice):
@@ -215,7 +215,7 @@ async def _call_grammar(given: Given | None, tools: ChatTools, text: Text, tryin
 
 
 def _calls(functions: list[dict[str, Any]], recipe: Recipe) -> Given:
-    """If the whole can not be used, the first function with parameters that can not is named."""
+    """The recipe for calls. If it can not be used, the error names the first function to blame."""
     parts = [_recipe("json", parameters_of(each), lenient=not each.get("strict")) for each in functions]
     fields = tuple(f"tools[{i}].function.parameters" for i in range(len(functions)))
     return Given("tools", functions, {**recipe, "parts": parts}, fields)

@@ -4,8 +4,8 @@
     id of an item    ──► the turn that has it
 
 All of it is in memory, and gone when the server ends. A turn is found only with the owner and the salt of the
-request that made it. Above `bytes_max` the owner that has most loses what it has not used for longest: nobody
-can push out what others have.
+request that made it. Above `bytes_max` the owner that has most loses its least recently used turns: no owner
+can push out those of others.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 TURN_BYTES = 1024
-"""For the objects and ids of a turn, about: so that very short turns are limited too."""
+"""About the bytes of a turn's objects and ids, so that very short turns are limited too."""
 
 
 class Whose(NamedTuple):
@@ -45,7 +45,7 @@ class Turn:
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Its size in bytes."""
         return TURN_BYTES + len(self.asked) + sum(map(len, self.said.values()))
 
 
@@ -79,7 +79,7 @@ class Items:
                 self._remove(next(iter(self._turns[most])))
 
     def item(self, whose: Whose, item_id: str) -> bytes | None:
-        """An item of an answer, or None: nobody said it to this client, or it was forgotten."""
+        """An item of an answer, or None: it never was in an answer to this client, or it was forgotten."""
         with self._lock:
             name = self._homes.get((whose, item_id))
             turn = None if name is None else self._used(name)

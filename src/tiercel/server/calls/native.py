@@ -287,7 +287,7 @@ class Growing:
 
 
 def _triples(text: Text | None, tokens: Iterable[TokenOut]) -> list[Triple]:
-    """`text` None: the triples have no text."""
+    """SGLang's triples. Without `text` they have no text."""
     return [_triple(text, out.token, out.logprob) for out in tokens]
 
 
@@ -368,7 +368,7 @@ class Native:
         return asks.group_of(self.api, ask, item.params, SPELLING)
 
     def _start(self, item: Item, tokens: int, *, merged: bool) -> int | None:
-        """`merged`: where another server computes the prompt, the router puts its logprobs before ours."""
+        """`merged`: the router puts the logprobs of a prompt that another server computes before ours."""
         if merged and is_elsewhere(item.prefiller, self.api.options):
             return None
         if item.logprob and item.start > tokens:

@@ -171,8 +171,8 @@ class OpenAI:
         return JSONResponse(self._card(model))
 
     def _named(self, request: Request, body: OpenAIRequest) -> str:
-        """The engine's id of the request, which is in use until the answer is sent. The model's name is
-        checked, and set if the client gave none."""
+        """The engine's id of the request, reserved until the answer is sent. Also checks the model's name,
+        and sets it if the client gave none."""
         if body.model is None:
             body.model = self.service.model_name
         self.api.check_model(body.model)
@@ -207,7 +207,7 @@ class OpenAI:
         )
 
     def _prefillers(self, body: OpenAIRequest, count: int, own_id: str) -> list[Prefiller | None]:
-        """For each of `count` prompts."""
+        """The prefiller of each of `count` prompts."""
         options = self.api.options
         by_transfer = prefiller.by_transfer(body.kv_transfer_params, asks.public_id(own_id), options)
         return [by_transfer or each for each in prefiller.by_bootstrap(body, count, options)]

@@ -23,7 +23,7 @@ LEAST = -9999.0
 
 
 def usage_of(answers: Sequence[Answer], n: int) -> Fields:
-    """Each prompt counts once, however many answers it has. Its first answer says what was cached."""
+    """The usage of a call. A prompt counts once; its first answer says what was cached."""
     firsts = answers[::n]
     prompt = sum(answer.usage.prompt_tokens for answer in firsts)
     completion = sum(answer.usage.completion_tokens for answer in answers)
@@ -41,7 +41,7 @@ def cached_by_tier(usage: Usage) -> Fields:
 
 @dataclass
 class OpenAIReply(DataEvents):
-    """What chat and completions share. There are n answers for each prompt, in the order of the prompts."""
+    """The common part of chat and completions: n answers for each prompt, in the order of the prompts."""
 
     event: ClassVar[str]
     """The kind of object that an event of a stream is."""
@@ -50,7 +50,7 @@ class OpenAIReply(DataEvents):
     text: Text
     body: OpenAIRequest
     handover: Prefiller | None = field(default=None, kw_only=True)
-    """Told to a router that asked for the prompt to be computed for another server."""
+    """For a router that asked for the prompt to be computed for another server."""
     created: int = field(default_factory=lambda: int(time.time()), kw_only=True)
     _heads: dict[str, str] = field(default_factory=dict, kw_only=True)
 
@@ -83,7 +83,7 @@ class OpenAIReply(DataEvents):
         return bool(self.body.stream_options and self.body.stream_options.include_usage)
 
     def _usage_so_far(self, answer: Answer) -> Fields:
-        """For an event of a stream: the usage up to now, null if usage comes at the end, or no field."""
+        """For an event: the usage so far, null if usage comes at the end, or no field."""
         if self.body.stream_options and self.body.stream_options.continuous_usage_stats:
             return {"usage": usage_of([answer], 1)}
         return {"usage": None} if self._tells_usage else {}

@@ -54,7 +54,7 @@ class BootstrapFields(Body):
 
 
 def by_bootstrap(fields: BootstrapFields, count: int, options: ServerOptions) -> list[Prefiller | None]:
-    """For each of `count` prompts."""
+    """The prefiller of each of `count` prompts."""
     hosts = each("bootstrap_host", fields.bootstrap_host, None, count)
     ports = each("bootstrap_port", fields.bootstrap_port, None, count)
     rooms = each("bootstrap_room", fields.bootstrap_room, None, count)
@@ -75,7 +75,7 @@ def by_bootstrap(fields: BootstrapFields, count: int, options: ServerOptions) ->
 
 
 def by_transfer(params: KvTransferParams | None, request_id: str, options: ServerOptions) -> Prefiller | None:
-    """For all prompts of a request."""
+    """The prefiller for all prompts of a request."""
     if params is None or not (params.do_remote_prefill or params.do_remote_decode):
         return None
     if params.do_remote_prefill and params.do_remote_decode:
@@ -108,8 +108,8 @@ def is_elsewhere(prefiller: Prefiller | None, options: ServerOptions) -> bool:
 
 
 def transfer_params(prefiller: Prefiller) -> dict[str, Any]:
-    """For the answer of the server that has computed the prompt: vLLM's proxies put it into the request for
-    the other one. Pages are found by their keys, so there are no ids of blocks."""
+    """Fields in the answer of the server that computed the prompt: vLLM's proxies put them into the request
+    for the other server. Pages are found by their keys, so there are no ids of blocks."""
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -133,8 +133,8 @@ def each(field: str, value: T | Sequence[T] | None, default: T, count: int) -> l
 
 
 def _allowed(field: str, host: str, port: int | None, options: ServerOptions) -> tuple[str, int]:
-    """The address, if this server was started with it. Names are compared, not looked up: a request makes
-    this server connect to nobody else."""
+    """The address, if this server was started with it. Names are compared, not looked up: so a request can
+    not make this server connect to any other."""
     own = () if options.pages_address is None else (options.pages_address,)
     addresses = [parse_address("prefillers", each) for each in (*options.prefillers, *own)]
     if not addresses:

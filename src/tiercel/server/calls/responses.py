@@ -204,12 +204,12 @@ class ResponsesRequest(PassedOn):
 
     @property
     def summarised(self) -> bool:
-        """Whether thoughts are told as a summary: clients that ask for one look for them there."""
+        """Whether thoughts are sent as a summary: clients that ask for one look for them there."""
         return bool(self.reasoning and (self.reasoning.summary or self.reasoning.generate_summary))
 
     @property
     def encrypted(self) -> bool:
-        """Whether thoughts are also told as `encrypted_content`, which clients send back as it is."""
+        """Whether thoughts are also sent as `encrypted_content`, which clients send back unchanged."""
         return ENCRYPTED in (self.include or ())
 
     @property
@@ -219,7 +219,7 @@ class ResponsesRequest(PassedOn):
         return self.input
 
     def translated(self, earlier: Earlier | None = None) -> Translated:
-        """As a chat. `earlier`: what it may refer to."""
+        """The request as a chat. `earlier`: what it may refer to."""
         messages = _messages(self, earlier or Earlier(Items(0), Whose("", ""), 0))
         logged = LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
         fields: Fields = self.passed_on() | {
@@ -251,7 +251,7 @@ def _response_format(asked: Format) -> Fields:
 
 
 class Earlier:
-    """What one request may refer to. It may name a long item many times: what it gets is limited."""
+    """What one request may refer to. It may name a long item many times, so the total is limited."""
 
     def __init__(self, items: Items, whose: Whose, bytes_max: int) -> None:
         self._items = items
@@ -338,8 +338,8 @@ def _answer(
     origin: str,
     item: InputMessage | CallItem | ReasoningItem,
 ) -> Fields:
-    """Thoughts, words and calls of one answer are several items, but one message of a chat: `answer`, which
-    is begun anew where the item can not belong to it."""
+    """Thoughts, words and calls of one answer are several items, but one message of a chat: `answer`, or a
+    new one if the item can not belong to it."""
     closed = answer is None or answer["content"] or "tool_calls" in answer
     if answer is None or (closed and not isinstance(item, CallItem)):
         answer = messages.assistant(origin)
@@ -373,7 +373,7 @@ def encoded(thoughts: str) -> str:
 
 
 def decoded(content: str) -> str:
-    """Thoughts of this server; those of another one can not be read and are left out."""
+    """Thoughts of this server. Those of another server can not be read; they are left out."""
     try:
         return base64.b64decode(content, validate=True).decode()
     except ValueError:

@@ -77,12 +77,12 @@ class ResponsesReply(NamedEvents, ChatReply):
     echoed: Fields = field(kw_only=True)
     """Fields of the request that the response repeats."""
     summarised: bool = field(kw_only=True)
-    """Whether thoughts are told as a summary."""
+    """Whether thoughts are sent as a summary."""
     page_tokens: int = field(kw_only=True)
     encoded: Callable[[str], str] | None = field(kw_only=True)
     """Writes thoughts as `encrypted_content`, if the client asked for it."""
     ended_with: Callable[[Fields], None] = field(kw_only=True)
-    """Is told the response before the client is: the client's next request may refer to it."""
+    """Called with the response before the client gets it: the client's next request may refer to it."""
     _blocks: Blocks = field(default_factory=Blocks)
     _tokens: dict[int, list[TokenOut]] = field(default_factory=dict)
     """The tokens of each text, for its logprobs."""
@@ -121,7 +121,7 @@ class ResponsesReply(NamedEvents, ChatReply):
         return self._event("response.failed", response=response)
 
     def _steps(self, delta: Delta, answer: Answer) -> Iterator[Step]:
-        """What a Delta does to the blocks. The last one ends the open block."""
+        """What a Delta does to the blocks. The last Delta ends the open block."""
         final = answer.finish is not None
         said = self._read(0, delta.text, final=final)
         called = self._readers[0].called
@@ -150,7 +150,7 @@ class ResponsesReply(NamedEvents, ChatReply):
         return self._logged(new)
 
     def _give_tokens(self) -> None:
-        """New tokens belong to the block that is open now. Only those of texts are told."""
+        """New tokens belong to the block that is open now. Only tokens of texts are sent."""
         if self._blocks.open_kind is None:
             return
         block = self._blocks.all[-1]
@@ -199,7 +199,7 @@ class ResponsesReply(NamedEvents, ChatReply):
         return to_json({"type": kind, "sequence_number": self._sent - 1, **fields})
 
     def _item(self, block: Block) -> Fields:
-        """A block as an item of the response's output, as far as it has come."""
+        """A block as an item of the response's output, as far as it is complete."""
         status = "completed" if block.complete else "incomplete"
         if self._blocks.open_kind is not None and block is self._blocks.all[-1]:
             status = "in_progress"

@@ -24,7 +24,7 @@ Responses = dict[int | str, dict[str, Any]]
 
 
 def body(model: type[BaseModel]) -> dict[str, Any]:
-    """For a route's `openapi_extra`."""
+    """A request's model, for a route's `openapi_extra`."""
     content = {"application/json": {"schema": {"$ref": REF.format(model=model.__name__)}}}
     return {"requestBody": {"required": True, "content": content}}
 
@@ -32,10 +32,11 @@ def body(model: type[BaseModel]) -> dict[str, Any]:
 def gives(
     model: Any, *problems: int, media_type: str | None = None, error: type[BaseModel] = ErrorBody
 ) -> Responses:
-    """For a route's `responses`: the model, perhaps another media type, and the error codes.
+    """The `responses` of a route: the model, perhaps another media type, and the error codes.
 
-    Errors are references: FastAPI would build a validator for each, which was most of the time that it takes
-    to make an application. `install` has their models."""
+    Errors are references: FastAPI would build a validator for each, which took most of the time to make an
+    application. `install` has their models.
+    """
     answer: dict[str, Any] = {"description": "The answer"}
     if model is not None:
         answer["model"] = model

@@ -34,7 +34,7 @@ ToolName = Annotated[str, Field(pattern=r'^[^"<>\x00-\x20]{1,128}$')]
 
 
 def one_of(names: Sequence[str]) -> BeforeValidator:
-    """For the field `type` of the object that stands for every unknown type."""
+    """A validator for the field `type` of the object that stands for every unknown type."""
 
     def check(kind: Any) -> Any:
         if kind is not None and kind not in names:
@@ -46,7 +46,7 @@ def one_of(names: Sequence[str]) -> BeforeValidator:
 
 
 def by_type(names: Sequence[str]) -> Discriminator:
-    """Objects are told apart by their field `type`; the first name stands for every other type."""
+    """Tells objects apart by their field `type`; the first name stands for every other type."""
 
     def kind(given: Any) -> str:
         found = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)

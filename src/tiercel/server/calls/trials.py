@@ -4,8 +4,8 @@
       │
       └── its owner's turn ──► trial in the other process ──► compiled here ──► outcome, remembered
 
-Each owner (an API key, a tenant, or else an address) has one trial at a time, so nobody keeps the others from
-theirs. A trial ends when its client leaves. Nothing here occupies a thread that serves calls.
+Each owner (an API key, a tenant, or else an address) has one trial at a time, so no owner blocks the others.
+A trial ends when its client leaves. Nothing here occupies a thread that serves calls.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from tiercel.text.trial import Recipe, pieces_of, send
 from tiercel.threads import Crew, start
 
 AT_ONCE = 4
-"""Trials of all owners. Each may take 128 MiB."""
+"""The most trials of all owners at a time. Each may take 128 MiB."""
 WAITING_MOST = 32
 """How many requests of one owner may wait for their turn."""
 DEADLINE_S = 30.0
 """A trial ends after this time. It has 1 s of CPU time, on a core that may be busy."""
 REMEMBERED, REMEMBERED_S = 256, 300.0
-"""How many outcomes are remembered, and how long that of a grammar that can not be used."""
+"""How many outcomes are remembered, and for how long if the grammar can not be used."""
 PROGRAM = "from tiercel.text.trial import main; main()"
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
@@ -62,7 +62,7 @@ class Trials:
     """The trials of one server. One event loop uses it."""
 
     def __init__(self, grammars: Grammars, off_loop: Callable[..., Awaitable[bytes]]) -> None:
-        """`off_loop` does short work in a thread."""
+        """`off_loop` runs short work in a thread."""
         self._grammars, self._off_loop = grammars, off_loop
         self._compiler = Crew(1, "tiercel-grammar")
         self._known: OrderedDict[bytes, tuple[Outcome, float]] = OrderedDict()
@@ -73,8 +73,8 @@ class Trials:
         self._process: TrialProcess | None = None
 
     async def grammar(self, recipe: Recipe, owner: str) -> tuple[Outcome, Compiled | None]:
-        """The outcome, and the compiled grammar if it can be used. Raises `QueueFull`, or `ApiError` if this
-        can not be known now. Cancelling it ends the trial."""
+        """The outcome, and the compiled grammar if it can be used. Raises `QueueFull`, or `ApiError` if the
+        outcome can not be known now. Cancelling the call ends the trial."""
         try:
             written = await self._off_loop(_written, recipe)
         except GrammarError as error:
@@ -148,7 +148,7 @@ class Trials:
                 writer.transport.abort()
 
     async def _hand_over(self, connection: socket.socket) -> None:
-        """To the other process, which is started if it does not run."""
+        """Give a connection to the other process, which is started if it does not run."""
         async with self._starting:
             if self._process is None or not self._process.alive:
                 text = self._grammars.text
@@ -183,7 +183,7 @@ class TrialProcess:
 
 
 def _end(child: subprocess.Popen[bytes], control: socket.socket) -> None:
-    control.close()  # it ends its trials, and then itself
+    control.close()  # the process ends its trials, and then itself
     try:
         child.wait(ENDS_S)
     except subprocess.TimeoutExpired:
@@ -192,7 +192,7 @@ def _end(child: subprocess.Popen[bytes], control: socket.socket) -> None:
 
 
 ENDS_S = 0.2
-"""A process that waits for work ends at once."""
+"""The time to end: a process that waits for work ends at once."""
 
 
 def _later(status: int, why: str, code: str, retry_s: int = 1) -> ApiError:
@@ -201,7 +201,7 @@ def _later(status: int, why: str, code: str, retry_s: int = 1) -> ApiError:
 
 
 def _written(recipe: Recipe) -> bytes:
-    """As JSON. A recipe that must become too long is refused without walking all of it."""
+    """The recipe as JSON. One that must become too long is refused before all of it is walked."""
     left, todo = SOURCE_BYTES_MOST, list[Any](recipe.values())
     while todo:
         each = todo.pop()

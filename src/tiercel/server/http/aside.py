@@ -3,9 +3,9 @@
     small requests   ──► 4 threads      they never wait for large ones
     large requests   ──► 2 threads      one for each owner, at most
 
-Where threads are short, owners (API keys, tenants, or else addresses) take turns. So who sends many requests
-at once waits for its own, and who sends large ones keeps one thread from the others, not all. Work on large
-requests holds the interpreter, so the pace counts it: while others are there, an owner's next one is later.
+If no thread is free, owners (API keys, tenants, or else addresses) take turns. So an owner of many requests
+waits for its own, and an owner of large requests occupies one thread, not all. Work on large requests holds
+the interpreter, so the pace counts it: while other owners have requests, an owner's next one is delayed.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ Tokenizing does not."""
 
 
 class Turns:
-    """A few threads. Each owner has a line of its own, and the lines take turns. One event loop uses it."""
+    """Threads. Each owner has its own line (a queue), and the lines take turns. One event loop uses it."""
 
     def __init__(self, threads: int, name: str, *, each: int, pace: Pace | None = None) -> None:
-        """`each`: how many threads one owner may have at a time. `pace`: what the work counts for."""
+        """`each`: how many threads one owner may have at a time. `pace`: counts the time of the work."""
         self._pace = pace
         self._threads = ThreadPoolExecutor(threads, name)
         self._free = threads
         self._each = each
         self._running: Counter[str] = Counter()
         self._lines: dict[str, deque[asyncio.Future[None]]] = {}
-        """Who waits, by owner. The first line is the next."""
+        """Waiting requests, by owner. The first line is served next."""
 
     async def run(self, owner: str, work: Callable[..., T], *given: Any) -> T:
         loop = asyncio.get_running_loop()
@@ -71,7 +71,7 @@ class Turns:
 
     def _rested(self, owner: str) -> None:
         self._running[owner] -= 1
-        self._running += Counter()  # forgets who has none
+        self._running += Counter()  # drop owners with no work
         if line := self._lines.pop(owner, None):
             self._lines[owner] = line  # behind the others
         self._give_turns()
@@ -84,7 +84,7 @@ class Turns:
                 if line:
                     self._lines[owner] = line  # behind the others
                 if turn.done():
-                    continue  # whoever waited has left
+                    continue  # the waiting request has left
                 turn.set_result(None)
                 self._free -= 1
                 self._running[owner] += 1

@@ -58,8 +58,8 @@ EACH_MAX = 1024
 limit."""
 
 DETAILS_MAX = 64
-"""How many of the errors of a body are looked at, to tell one. An object has few fields, and of a list only
-the first mistake counts, so there are hardly ever more."""
+"""How many errors of a body are looked at, to report one. An object has few fields, and of a list only the
+first mistake counts, so there are hardly ever more."""
 
 
 class Body(BaseModel):
@@ -128,8 +128,8 @@ def limit(**keywords: str) -> FieldInfo:
 
 
 def few(most: int) -> BeforeValidator:
-    """For a list, or an object with any names: its length is checked before its values. (pydantic does it
-    after that.)"""
+    """A validator for a list, or an object with any names: checks the length before the values. (pydantic
+    does it afterwards.)"""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict | list) and len(value) > most:
@@ -225,7 +225,7 @@ async def read_body(
 ) -> Checked:
     """The validated body. Unknown fields are refused if `strict`, or else noted in the visit.
 
-    Whether the body is large is noted in the visit, too, before the work is `run`.
+    The visit also notes whether the body is large, before the work is `run`.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -275,7 +275,7 @@ def check_count(raw: bytes, limits: BodyLimits) -> None:
 
 
 def parse(raw: bytes, model: type[Checked], limits: BodyLimits, ignored: set[str] | None) -> Checked:
-    """Unknown fields are added to `ignored`; None: they are refused."""
+    """Parse and validate. Unknown fields are added to `ignored`; None: they are refused."""
     check_count(raw, limits)
     try:
         data = from_json(raw, allow_inf_nan=False)
@@ -288,7 +288,7 @@ def parse(raw: bytes, model: type[Checked], limits: BodyLimits, ignored: set[str
 
 
 def checked(data: Any, model: type[Checked], ignored: set[str] | None = None) -> Checked:
-    """Data that is no longer JSON, validated as `parse` does."""
+    """Validate data that is no longer JSON, as `parse` does."""
     try:
         return model.model_validate(data, context=ignored)
     except ValidationError as error:

@@ -4,9 +4,9 @@
        ▲                                     │
        └── x-request-id, count, 500, access log, trace ◄─┘
 
-A HEAD is answered as a GET, without the body: load balancers probe with it.
+A HEAD gets the answer of a GET without its body: load balancers probe with it.
 
-It is plain ASGI, because it must see the end of a streamed answer.
+The border is plain ASGI, because it must see the end of a streamed answer.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Visit:
     address: str = ""
     """The address of the client's machine, or of the last proxy."""
     large: bool = False
-    """Its body is so long that work on it is done beside the event loop, in threads for such requests."""
+    """Whether its body is long: work on it is done beside the event loop, in threads for such requests."""
     started_s: float = field(default_factory=time.perf_counter)
     first_token_s: float | None = None
     status: int | None = None
@@ -75,7 +75,7 @@ class Visit:
     tenant: Tenant | None = None
     """Whose API key it was, if keys come from a file."""
     admitted: bool = False
-    """The tenant's limits let it in."""
+    """Whether the tenant's limits let it in."""
     asks: Sequence[Ask] = ()
     usage: Usage = Usage(0)
     """Tokens of all its answers."""
@@ -122,7 +122,7 @@ class Visit:
 
     @property
     def payer(self) -> str:
-        """Who takes turns with others where something is short."""
+        """The owner, or else the address: those who take turns if something is short."""
         return self.owner or self.address
 
     def token_seen(self) -> None:
@@ -136,7 +136,7 @@ class Visit:
 
 @dataclass(frozen=True)
 class VisitNames(Mapping[str, str]):
-    """Request id and tenant of a visit for the log: they become known while the request is read."""
+    """Request id and tenant of a visit, for the log. They become known while the request is read."""
 
     visit: Visit
 
@@ -152,7 +152,7 @@ class VisitNames(Mapping[str, str]):
 
 
 PROBES = ("/health", "/ready", "/metrics")
-"""Somebody calls these all the time: their lines are for the level debug, unless they fail."""
+"""Probes call these all the time: their lines have the level debug, unless they fail."""
 
 
 def log_access(scope: Scope, visit: Visit) -> None:
@@ -265,7 +265,7 @@ class Border:
             self.traces.ended(scope, visit, call)
 
     def _warn(self, ignored: Sequence[str]) -> str:
-        """Logs each name once; returns all for a header. Names come from clients: short, ASCII, few."""
+        """Logs each name once; returns all for a header. Clients choose them, so they are cut."""
         names = [re.sub(r"[^\w.-]", "?", name[:NAME_CHARS], flags=re.ASCII) for name in ignored[:NAMES_TOLD]]
         for name in names:
             if name not in self._warned and len(self._warned) < NAMES_LOGGED:

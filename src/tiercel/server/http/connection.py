@@ -29,10 +29,10 @@ from tiercel.server.options import ServerOptions
 log = logging.getLogger("tiercel.server")
 
 READ_BYTES = 32 << 10
-"""At most, of one connection in one turn of the event loop."""
+"""The most bytes of one connection in one turn of the event loop."""
 
 HEADERS_MAX, EARLY_MAX = 128, 8
-"""Headers of a request; requests that a client may send before the first of them is answered."""
+"""The most headers of a request; the most requests that a client may send before the first is answered."""
 
 LOG_EVERY_S = 60.0
 """One log line counts all connections closed since the line before."""
@@ -79,7 +79,7 @@ class Connection(HttpToolsProtocol):
         owners: Owners,
         **named: Any,
     ) -> None:
-        """`waiting`: all connections that wait for their clients, the one that does for longest first."""
+        """`waiting`: all connections that wait for their clients, the longest wait first."""
         super().__init__(*given, **named)
         self._options = options
         self._ended = ended
@@ -95,7 +95,7 @@ class Connection(HttpToolsProtocol):
         self._begins = False
         """Whether a request is whole enough to begin, and its owner's turn has not come."""
         self._refused: tuple[int, str, str] | None = None
-        """Status, reason and code of what ends the connection, if something in what it sent does."""
+        """Status, reason and code of the error that ends the connection, if what it sent is wrong."""
         self._pause: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
@@ -137,8 +137,8 @@ class Connection(HttpToolsProtocol):
         self._follow()
 
     def _parse(self, data: bytes) -> bytes:
-        """Parses what was received. Returns what is to be parsed next: where a request asks for another
-        protocol, such as HTTP/2, the parser stops after its headers, and is given them again without that."""
+        """Parses what was received. Returns what is to be parsed next: if a request asks for another
+        protocol, such as HTTP/2, the parser stops after the headers; it gets them again without that."""
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -219,7 +219,7 @@ class Connection(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         """The server ends. Requests that have not begun are refused. A client of an idle TLS connection may
-        not say goodbye for a long time."""
+        take long to close it."""
         idle = self._phase is Phase.IDLE
         self.pipeline.clear()
         if self._cycles:

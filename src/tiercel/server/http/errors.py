@@ -81,7 +81,7 @@ class ApiError(TiercelError):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self, path: str = "") -> Response:
-        """`path`: of the call, which decides about the shape."""
+        """`path`: the call's, which decides about the shape."""
         body = anthropic_body(self) if path.startswith(MESSAGES_PATH) else self.body()
         # ASCII escapes: a message may quote bytes that are not UTF-8.
         return Response(json.dumps(body), self.status, self.headers, "application/json")
@@ -115,7 +115,7 @@ def conflict(param: str, value: object, why: str) -> ApiError:
 
 
 def translate(error: Exception | asyncio.CancelledError) -> ApiError:
-    """The answer for an error. Unexpected errors are logged here, and only here."""
+    """The error answer for an exception. Unexpected errors are logged here, and only here."""
     match error:
         case ApiError():
             return error

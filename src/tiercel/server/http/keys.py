@@ -42,13 +42,13 @@ def given_key(headers: Mapping[str, str]) -> bytes:
 
 
 def _name(given: bytes, tenant: Tenant | None) -> str:
-    """A digest: it may be logged."""
+    """The name of a key: a digest, so it may be logged."""
     owner = given if tenant is None else f"tenant {tenant.name}".encode()
     return hashlib.blake2b(owner, digest_size=8).hexdigest()
 
 
 class Owners:
-    """Whose requests these are, before anything is done with them."""
+    """The owner of each request, before anything is done with it."""
 
     def __init__(self, options: ServerOptions) -> None:
         keys = [*options.api_key, *([options.admin_key] if options.admin_key else ())]
@@ -56,7 +56,7 @@ class Owners:
         self._tenants = options.tenants
 
     def find(self, headers: Mapping[str, str], address: str) -> str:
-        """The owner of a key that is right, or else the address: wrong keys are not owners of their own."""
+        """The owner of a right key, or else the address: a wrong key is no owner."""
         given = given_key(headers)
         if given and self._tenants is not None and (tenant := self._tenants.find(given)) is not None:
             return _name(given, tenant)
@@ -122,14 +122,14 @@ def _host_of(url: str) -> str:
 
 
 def user(options: ServerOptions) -> list[Dependency]:
-    """For calls that want an answer."""
+    """The check of calls that want an answer."""
     if not (options.api_key or options.tenants):
         return []
     return [Depends(BearerKey(options.api_key, scheme_name="API key", tenants=options.tenants))]
 
 
 def user_or_admin(options: ServerOptions) -> list[Dependency]:
-    """For calls that users make about their own requests, and the operator about all of them."""
+    """The check of calls that users make about their own requests, and the operator about all."""
     if not (options.admin_key and (options.api_key or options.tenants)):
         return user(options)
     either = (*options.api_key, options.admin_key)
@@ -137,7 +137,7 @@ def user_or_admin(options: ServerOptions) -> list[Dependency]:
 
 
 def optional(options: ServerOptions) -> list[Dependency]:
-    """For a call that needs no key and tells more with one. A wrong key is refused."""
+    """The check of a call that needs no key and tells more with one. A wrong key is refused."""
 
     async def check(request: Request) -> None:
         if {"authorization", "x-api-key"} & {*request.headers}:
@@ -147,7 +147,7 @@ def optional(options: ServerOptions) -> list[Dependency]:
 
 
 async def check_admin(request: Request, options: ServerOptions) -> None:
-    """For a call that is an admin call only with some of its fields."""
+    """The check of a call that is an admin call only with some of its fields."""
     await _check(request, admin(options))
 
 
@@ -158,7 +158,7 @@ async def _check(request: Request, dependencies: Sequence[Dependency]) -> None:
 
 
 def admin(options: ServerOptions) -> list[Dependency]:
-    """For calls that act on the server itself."""
+    """The check of calls that act on the server itself."""
     own = Depends(_own_origin)
     if options.admin_key:
         return [own, Depends(BearerKey([options.admin_key], scheme_name="admin key"))]

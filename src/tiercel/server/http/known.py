@@ -5,7 +5,7 @@ These values and null are accepted; any other value is refused, and the error na
 `any`: every value is accepted, because the field is a hint, a label, or for another call. Supported fields
 are fields of the request's class.
 
-Known is every field of OpenAI's client 2.54, of SGLang's `GenerateReqInput`, `SamplingParams`,
+Known are all fields of OpenAI's client 2.54, of SGLang's `GenerateReqInput`, `SamplingParams`,
 `ChatCompletionRequest` and `CompletionRequest` (main of October 2026), of the same types in sglang-router
 0.3.2, and of vLLM's `ChatCompletionRequest` and `CompletionRequest` (main of October 2026). The tests have
 them with their defaults: `tests/server/recorded.py`.

@@ -30,7 +30,7 @@ CURRENT: ContextVar[Mapping[str, str]] = ContextVar("tiercel request")
 
 
 def whose(record: logging.LogRecord) -> dict[str, str]:
-    """Request id and tenant of a line: given with the line (`extra`), or those of the request at work. The
+    """Request id and tenant of a line: given with the line (`extra`), or those of the current request. The
     engine's ids have a part that is not the client's (`asks.own_id`): it is left out."""
     current = CURRENT.get({})
     found = {name: getattr(record, name, None) or current.get(name) for name in ("request_id", "tenant")}
@@ -43,7 +43,7 @@ def _time(record: logging.LogRecord) -> str:
 
 
 class TextFormat(logging.Formatter):
-    """For people."""
+    """The format for people."""
 
     def format(self, record: logging.LogRecord) -> str:
         named = " ".join(whose(record).values())
@@ -53,7 +53,7 @@ class TextFormat(logging.Formatter):
 
 
 class JsonFormat(logging.Formatter):
-    """For programs: one object on each line. `fields` of a line are members of it."""
+    """The format for programs: one object on each line. `fields` of a line are members of it."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -68,7 +68,7 @@ class JsonFormat(logging.Formatter):
 
 
 class LineWriter(logging.Handler):
-    """Formats where a line is logged, and writes in a thread of its own."""
+    """Formats in the thread that logs, and writes in a thread of its own."""
 
     def __init__(self, stream: IO[str] | None = None) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class LineWriter(logging.Handler):
                 self._stream.write(f"{line}\n")
                 self._stream.flush()
             except (OSError, ValueError):
-                self._dropped += 1  # nobody reads the log any more
+                self._dropped += 1  # the log is not read any more
 
 
 def start_logging(how: str, level: str) -> LineWriter:

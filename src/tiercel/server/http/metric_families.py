@@ -4,7 +4,7 @@ A key of `FAMILIES` is the way to a number; a star stands for a name that become
 
     "cached_bytes.*.*"   {"cached_bytes": {"host": {"kv": 5}}}   →   …_cached_bytes{tier="host",stream="kv"} 5
 
-Where the value is `None`, the number is left out, because another metric tells it.
+If the value is `None`, the number is left out, because another metric has it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class Family:
     """How one number, or the numbers with the same name, become a metric."""
 
     name: str
-    """Without the prefix, and without the `_total` of a counter."""
+    """The name without the prefix, and without the `_total` of a counter."""
     about: str
     """What is counted, and in which unit."""
     labels: tuple[str, ...] = ()
-    """One for each star."""
+    """One label for each star."""
     since: str = ""
-    """For a counter, which never falls: since when it counts."""
+    """When a counter, which never falls, began to count."""
     states: tuple[str, ...] = ()
     """For a value that is one of these words: written as 1 for this word and 0 for the others."""
     words: tuple[str, ...] = ()
@@ -59,7 +59,7 @@ def _counted(way: str, start: str, texts: Mapping[str, str | None], since: str) 
 
 
 def _now(way: str, start: str, texts: Mapping[str, str]) -> dict[str, Family | None]:
-    """The same for numbers that rise and fall."""
+    """Gauges of one mapping: numbers that rise and fall."""
     return {f"{way}.{key}": Family(f"{start}{key}", text) for key, text in texts.items()}
 
 

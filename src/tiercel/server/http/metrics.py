@@ -70,7 +70,7 @@ def histograms(times: Mapping[str, Any]) -> Iterator[HistogramMetricFamily]:
 
 
 class StatsCollector(Collector):
-    """Writes the engine's statistics of the moment the page was requested."""
+    """Writes the engine's statistics at the moment of the request."""
 
     def __init__(self) -> None:
         self.stats: Mapping[str, Any] = {}
@@ -124,7 +124,7 @@ class ShownRegistry(CollectorRegistry):
             metric.samples = [
                 each
                 for each in metric.samples
-                if not each.name.endswith("_created")  # all began with the process, which tells its start
+                if not each.name.endswith("_created")  # all began with the process, whose start is a metric
                 and ("tenant" not in each.labels or self.shown(each.labels["tenant"]))
             ]
             if metric.samples:

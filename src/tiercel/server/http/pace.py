@@ -1,12 +1,12 @@
-"""How fast clients come in: so that one client does not use all the time of the event loop.
+"""Limits how fast clients come in, so that one client does not use all the time of the event loop.
 
     connections ──► Door ──► requests ──► Pace ──► application
 
 Every connection and every request takes a part of a millisecond of the event loop, whatever becomes of it.
 
-The door lets in 200 connections a second, after a pause 512 at once. Where more come, addresses take turns.
-Of one address, its newest and its oldest take turns: most who come now need not wait behind a crowd that came
-before, and nobody waits for ever.
+The door lets in 200 connections a second, after a pause 512 at once. If more come, addresses take turns.
+Within an address, its newest and its oldest connection take turns: a new one need not wait behind a crowd,
+and none waits for ever.
 
 The pace counts the time that requests of each owner take (an API key, a tenant, or else an address). While
 another owner has a request open, an owner gets only a part of the event loop's time: what it sends is read
@@ -26,7 +26,7 @@ from typing import Any
 log = logging.getLogger("tiercel.server")
 
 TAKEN_AT_ONCE, LET_IN_AT_ONCE = 64, 16
-"""In one turn of the event loop: taken from the system, and let in. So there is time for the others' work."""
+"""Connections in one turn of the event loop: taken from the system, and let in. So other work gets time."""
 
 LET_IN_PER_S, LET_IN_AFTER_A_PAUSE = 200.0, 512
 """A connection that says little takes 0.3 ms of the event loop (a 2 GHz core)."""
@@ -35,22 +35,22 @@ BACKLOG = 2048
 """Connections that the system keeps for us until we take them."""
 
 RETRY_S = 1.0
-"""After an error, such as too many open files."""
+"""The pause after an error, such as too many open files."""
 
 OWNER_MS_PER_S, OWNER_MS_AFTER_A_PAUSE = 150.0, 50
-"""The event loop's time for requests of one owner while others are there."""
+"""The event loop's time for requests of one owner while other owners have requests."""
 
 REQUEST_MS = 1.0
-"""What any request takes: 0.7 on a 2 GHz core, more where it is busy. So 150 requests of an owner begin in a
-second while others are there."""
+"""The time of any request: 0.7 on a 2 GHz core, more if it is busy. So 150 requests of an owner begin in a
+second while other owners have requests."""
 
 OWNERS_KEPT = 1024
-"""More owners without an open request are forgotten."""
+"""The most owners without an open request that are remembered."""
 
 
 class Bucket:
-    """`per_s` units a second, and `at_once` units after a pause. It may be overdrawn, and is empty until that
-    has come back."""
+    """`per_s` units a second, and `at_once` units after a pause. It may be overdrawn; then it is empty until
+    the debt is paid."""
 
     def __init__(self, per_s: float, at_once: int, now_s: float) -> None:
         self._per_s, self._most = per_s, at_once
@@ -78,16 +78,16 @@ class Door:
         tls: ssl.SSLContext | None,
         held_max: int,
     ) -> None:
-        """`listeners` belong to the door. If more than `held_max` connections wait, one of the address with
-        most of them is closed: the one that came first."""
+        """`listeners` belong to the door. If more than `held_max` connections wait, the oldest one of the
+        address with the most is closed."""
         self.sockets = listeners
         self._protocol, self._tls = protocol, tls
         self._loop = asyncio.get_running_loop()
         self._bucket = Bucket(LET_IN_PER_S, LET_IN_AFTER_A_PAUSE, self._loop.time())
         self._held: dict[str, deque[socket.socket]] = {}
-        """Who waits at the door, by address: the oldest first. The first address is the next."""
+        """Connections that wait at the door, by address, the oldest first. The first address is next."""
         self._newest = False
-        """Whether the last one was the newest of its address."""
+        """Whether the last connection let in was the newest of its address."""
         self._held_count, self._held_max = 0, held_max
         self._timer: asyncio.TimerHandle | None = None
         self._coming: dict[asyncio.Task[None], socket.socket] = {}
@@ -173,12 +173,12 @@ class Pace:
     def __init__(self) -> None:
         self._open: Counter[str] = Counter()
         self._buckets: dict[str, Bucket] = {}
-        """Milliseconds."""
+        """Milliseconds of each owner."""
         self._lines: dict[str, deque[Callable[[], bool]]] = {}
         """Requests that wait to begin, by owner."""
 
     def spend(self, owner: str, seconds: float) -> float:
-        """Counts work for an owner. Returns for how long there should be no more of it, in seconds."""
+        """Counts work for an owner. Returns how many seconds its next work should wait."""
         bucket, now_s = self._bucket(owner), asyncio.get_running_loop().time()
         if self._others(owner) or not bucket.wait_s(now_s):
             bucket.take(1e3 * seconds)  # an owner that was alone owes nothing

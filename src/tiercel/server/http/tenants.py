@@ -74,7 +74,7 @@ class Tenant:
         self.limit_to(limits)
 
     def limit_to(self, limits: TenantLimits) -> None:
-        """New limits. A minute whose limit is the same goes on."""
+        """Set new limits. A minute with an unchanged limit goes on."""
         for name in ("requests_per_minute", "tokens_per_minute"):
             most = getattr(limits, name)
             if most is None:
@@ -108,7 +108,7 @@ def digest_of(key: bytes) -> str:
 
 
 class Tenants:
-    """The tenants of a file. They are found by the digest of a key: the time it takes tells nothing."""
+    """The tenants of a file. They are found by the digest of a key: so the time of a search tells nothing."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -133,7 +133,7 @@ class Tenants:
         self._by_digest = {digest: self.by_name[name] for digest, name in by_digest.items()}
 
     def read_again(self) -> bool:
-        """The same for a running server: a file that can not be used is logged."""
+        """`read` for a running server: a file that can not be used is logged. Returns whether it was read."""
         try:
             self.read()
         except ConfigError as error:

@@ -58,7 +58,7 @@ class Traces:
         self._provider.shutdown()
 
     def ended(self, scope: Scope, visit: Visit, call: str) -> None:
-        """The answer of a call was sent, or was given up. Calls that ask the engine nothing have no span."""
+        """The answer of a call was sent or given up. Calls without an ask have no span."""
         if not visit.asks:
             return
         from opentelemetry.trace import SpanKind, set_span_in_context
@@ -135,4 +135,4 @@ _STAGES: dict[str, Any] = {
         "tiercel.tokens.computed": known.reuse.computed_tokens,
     },
 }
-"""What the span of a stage tells besides its times."""
+"""What the span of a stage has besides its times."""

@@ -1,1 +1,1 @@
-"""What is going on: health, statistics, the page."""
+"""The state of a running server: health, statistics, the page."""

@@ -3,8 +3,8 @@
     first event    the whole state, and the server's clock
     other events   a JSON merge patch (RFC 7396): what is new or different; null: it is gone
 
-The numbers are those of `/metrics`. Nothing is computed while nobody listens, and once a second however many
-do. It is an admin call, because it tells about the requests of all users.
+The numbers are those of `/metrics`. Nothing is computed without a listener; otherwise once a second for all
+listeners together. It is an admin call, because it tells about the requests of all users.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Feed:
                     await asyncio.wait_for(self._ending.wait(), EVERY_S)
 
     async def state(self) -> State:
-        """All that the page shows. Listeners of the same second get the same."""
+        """All that the page shows. All listeners get the same state within a second."""
         async with self._turn:
             if time.monotonic() - self._made_s >= EVERY_S / 2:
                 service = self.api.service

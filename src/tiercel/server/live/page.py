@@ -32,7 +32,7 @@ HEADERS = {
     "x-content-type-options": "nosniff",
     "cache-control": "no-cache",
 }
-"""Only files of this server; no script in the HTML; no other page around it."""
+"""What browsers allow: only files of this server, no script in the HTML, no other page around it."""
 
 
 async def _file(content: bytes, media_type: str) -> Response:

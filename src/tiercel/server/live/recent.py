@@ -84,7 +84,7 @@ class Recent:
         self._forget()
 
     def json(self) -> dict[str, Any]:
-        """Intervals by their begin, requests by their number: two answers differ in few entries."""
+        """Intervals by their start, requests by their number, so that two results differ in few entries."""
         self._forget()
         return {
             "intervals": {str(at): each.json() for at, each in self._intervals.items()},
@@ -100,7 +100,7 @@ class Recent:
             del self._intervals[at]
 
     def _why(self, answers: Sequence[Answer]) -> str:
-        """The words of `/v1/cache/explain`, for the first prompt of a call."""
+        """Why not more was reused, as `/v1/cache/explain` says it, for the first prompt of a call."""
         known = self._explain(answers[0].request_id)
         if known is None:
             return "the request ended before it was let in"

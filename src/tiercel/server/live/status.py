@@ -93,11 +93,11 @@ class ExplanationOut(BaseModel):
     reused_tokens: ReusedTokens
     """Tokens that each tier supplied. They were not computed."""
     computed_tokens: int
-    """All others."""
+    """All other tokens."""
     replayed_tokens: int
     """Computed tokens whose pages were found, but no tail after them."""
     found_tokens: int
-    """In pages that any tier has, reused or not."""
+    """Tokens in pages that any tier has, reused or not."""
     why_not_more: str
     summary: str
     share: str
@@ -109,7 +109,7 @@ class ExplanationOut(BaseModel):
 
 def stats_json(stats: EngineStats, tenant: Tenant | None = None) -> dict[str, Any]:
     """The statistics as JSON. Without a store `store` has only `attached`; without KV events there is no
-    `events`. A tenant is told of no other tenant."""
+    `events`. A tenant sees no other tenant."""
     fields = asdict(stats) | {"store": store_json(stats.store)}
     if tenant is not None:
         fields["owners"] = {name: held for name, held in fields["owners"].items() if name == tenant.name}

@@ -120,7 +120,7 @@ class StoreCalls:
                 return await self.status()
 
     def _url(self) -> str:
-        """Without its password, whatever the service says."""
+        """The store's URL without its password, whatever the service says."""
         return hide(self.service.store_url, self.service.store_url)
 
 

@@ -42,7 +42,7 @@ def run_checks(subject: Subject, checks: Sequence[Callable[..., None]] = CHECKS)
 
 
 def apply(check: Callable[..., None], subject: Subject) -> None:
-    """Most checks take an empty store, some the subject."""
+    """Run one check: most take an empty store, some the subject."""
     check(subject.open() if "store" in signature(check).parameters else subject)
 
 

@@ -175,7 +175,7 @@ def any_bytes_may_be_a_key(store: Store) -> None:
 
 
 def what_was_deleted_is_gone_and_counted(store: Store) -> None:
-    """The answer counts each key once, if it was there; other keys stay; a deleted key can be put again."""
+    """`delete` counts each key once, if it was there; other keys stay; a deleted key can be put again."""
     samples = [maker(store)(number) for number in range(4)]
     keep(store, samples[:3])
     keys = [samples[0].key, samples[3].key, samples[1].key, samples[0].key]

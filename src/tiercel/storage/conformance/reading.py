@@ -1,5 +1,5 @@
-"""The half of the contract that a store keeps which can only be read. Every public function is a check: it
-takes the subject, whose records somebody else has put there. It raises AssertionError."""
+"""The half of the contract for stores that can only be read. Every public function is a check: it takes the
+subject, whose records others have put there. It raises AssertionError."""
 
 from __future__ import annotations
 

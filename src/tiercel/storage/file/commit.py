@@ -23,7 +23,7 @@ from tiercel.storage.record import RecordKey, View
 
 
 class Record(NamedTuple):
-    """Something to append: a record with its key, or a note with the key it is about."""
+    """What is appended: a record with its key, or a note with the key it is about."""
 
     key: RecordKey
     size: int
@@ -36,18 +36,18 @@ class Job:
 
     keys: Sequence[RecordKey]
     sizes: Sequence[int]
-    kind: int  # of notes; 0 for records
+    kind: int  # the kind of notes; 0 for records
     views: Sequence[View]  # the bytes to write: the records, each padded
     done: bool = False
     error: OSError | None = None
-    by_itself: bool = False  # A write that it shared with other jobs failed. It is tried again without them.
+    by_itself: bool = False  # a write shared with other jobs failed, and this job is tried again alone
 
     def __post_init__(self) -> None:
         self.room = sum(map(len, self.views))
 
 
 class GroupCommit:
-    """The queue of jobs, and whose turn it is. Reading does not need a turn."""
+    """The queue of jobs, and which thread may write now. Reading needs no turn."""
 
     def __init__(self, lock: Condition, write: Callable[[Sequence[Job]], None]) -> None:
         """`write` writes the first jobs of the queue, as many as it can, and marks them done."""
@@ -80,7 +80,7 @@ class GroupCommit:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """A turn of one's own: no job is written meanwhile."""
+        """Take a turn: no job is written meanwhile."""
         with self._lock:
             self._lock.wait_for(lambda: not self._busy)
             self._busy = True

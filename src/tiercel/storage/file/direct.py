@@ -76,7 +76,7 @@ _DAMAGE = frozenset((errno.EIO, errno.EBADMSG, errno.EILSEQ, errno.ENODATA, errn
 
 
 def is_damage(error: OSError) -> bool:
-    """Whether the disk can not read these bytes. Others may still be readable."""
+    """Whether an error means that the disk can not read these bytes. Others may still be readable."""
     return error.errno in _DAMAGE
 
 

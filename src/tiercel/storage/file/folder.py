@@ -99,7 +99,7 @@ class Folder:
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
 
     def _takes_direct_io(self) -> bool:
-        """Try it with the lock file: the file system decides, for all files in the same way."""
+        """Whether the file system takes direct I/O, for all files alike. It is tried with the lock file."""
         with suppress(OSError):
             os.close(direct.calls.open(str(self.path / _LOCK), os.O_RDONLY | os.O_DIRECT | direct.NO_LINKS))
             return True

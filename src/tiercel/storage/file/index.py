@@ -60,7 +60,7 @@ class Use:
 
 
 class Uses(NamedTuple):
-    """What was saved: for each segment the last use and the hits of its first rows."""
+    """What the file of uses holds: for each segment the last use and the hits of its first rows."""
 
     clock: int
     of: Mapping[int, tuple[np.ndarray, np.ndarray]]

@@ -50,7 +50,7 @@ class Log:
         self.lock = Condition()
         self.limits = limits
         self.evicted = 0
-        self.damaged = 0  # records that were found damaged, and are not used
+        self.damaged = 0  # damaged records that were found, and are not used
         self.doubtful: set[RecordKey] = set()
         self.lanes = Lanes(queued=folder.direct_io)
         self.readers = Crew(READERS - 1, "tiercel-file-store")
@@ -90,8 +90,8 @@ class Log:
             self._settle()
 
     def _settle(self) -> None:
-        """Seal what a crash left open. Evict down to the size. Resume the last segment if it is less than
-        half full, and if at its full size there is still room for another segment."""
+        """Seal segments that a crash left open. Evict down to the size. Resume the last segment if it is less
+        than half full, and if at its full size there is still room for another segment."""
         self._folder.sync()  # a killed process may have created or removed files
         for segment in list(self.index.segments.values()):
             self._retire(segment)
@@ -121,7 +121,7 @@ class Log:
     # Appending
 
     def append(self, records: Sequence[Record], kind: int = 0) -> int:
-        """Write records, or notes of one kind, durably and in this order; then they are in the index. Answers
+        """Write records, or notes of one kind, durably and in this order; then they are in the index. Returns
         how many were written: there was no room for the others."""
         done = 0
         most = min(self.lanes.size, self.limits.segment_bytes // 4)  # more would leave segments less full
@@ -282,7 +282,7 @@ class Log:
         self._remove(segment)
 
     def _may_go(self, segment: Segment, left: int) -> bool:
-        """Whether it may be evicted before older segments. Its REMOVED notes about them are then written
+        """Whether a segment may be evicted before older ones. Its REMOVED notes about them are then written
         again; a CLEARED note can not be."""
         return Note.CLEARED not in segment.table.notes and ALIGN * len(self._notes(segment)) <= left
 
@@ -305,7 +305,7 @@ class Log:
         return [key for key in keys if key not in self.index]
 
     def _carry(self, segment: Segment, cold: Any | None, into: Segment, left: int) -> None:
-        """Move what stays of a segment into another, durably: its warm records, and notes still needed."""
+        """Move the warm records of a segment, and notes still needed, into another, durably."""
         rank, sizes = self._policy.rank, segment.table.sizes
         notes = self._notes(segment)
         if notes:

@@ -37,7 +37,7 @@ Request = tuple[int, int, Sequence[Any]]  # file, offset, and the views to fill
 
 
 class Queue:
-    """For one thread at a time. `read` returns when all its reads have ended."""
+    """One thread uses it at a time. `read` returns when all its reads have ended."""
 
     def __init__(self) -> None:
         """Raises OSError where the kernel or a sandbox does not allow it."""

@@ -33,7 +33,7 @@ to scan after a crash: 0.1 s for this size."""
 
 SEGMENTS_MOST = 512  # each segment is an open file, and a process may by default have 1024
 SEGMENTS_LEAST = 8
-"""A small store has shorter segments: what is evicted at once, and what stays free, is an eighth of it."""
+"""A small store has shorter segments: an eighth of it is evicted at once, and an eighth stays free."""
 
 SIZE_LEAST = SEGMENTS_LEAST * 16 * ALIGN
 
@@ -75,7 +75,7 @@ class Standing(NamedTuple):
 
     bytes_on_disk: int
     carried: int  # bytes to write again if all its live records and notes stay
-    ranks: Sequence[Any]  # of a sample of its records (`policy.evict.Rank`)
+    ranks: Sequence[Any]  # ranks of a sample of its records (`policy.evict.Rank`)
     dead: int  # how many records of the sample are dead
 
     @property

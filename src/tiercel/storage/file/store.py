@@ -28,7 +28,7 @@ from tiercel.storage.file.segment import HEADER_MOST, OtherVersion, Reader, Segm
 from tiercel.storage.record import ALIGN_LEAST, MAGIC, Flaw, Note, RecordKey, flaw_of, parse
 
 STRETCH_BYTES = 2 * 1024**2
-"""Neighbouring records are read in one call of up to so many bytes: efficient for the disk, and small enough
+"""Neighbouring records are read in one call, up to this many bytes: efficient for the disk, and small enough
 to share a batch among threads."""
 
 _GLANCE = 2 * ALIGN_LEAST  # the first bytes of a record, with its key
@@ -43,8 +43,8 @@ class Stretch(NamedTuple):
 
 
 class FileStore(Store):
-    """Records in files. One process writes to a folder. Others may open it to read: they see what was there
-    when they opened it."""
+    """Records in files. One process writes to a folder. Others may open it to read: they see the records that
+    were there when they opened it."""
 
     align: int = ALIGN
 
@@ -171,7 +171,7 @@ class FileStore(Store):
     # Writing
 
     def put(self, values: Sequence[Put]) -> list[bool]:
-        """A record that is listed is read. If it is not whole, it is written anew."""
+        """Keep values. If a record is there already, it is read; if it is not whole, it is written again."""
         with self._call("writing records", changes=True):
             listed = [value for value in values if value.key in self._index]
             whole = self._whole([value for value in listed if value.key not in self._log.doubtful])
@@ -187,7 +187,7 @@ class FileStore(Store):
             return [value.key not in records for value in values]
 
     def _whole(self, values: Iterable[Put]) -> set[RecordKey]:
-        """Which of these values the disk holds, every byte right."""
+        """Those of these values that the disk holds with every byte right."""
         whole = set[RecordKey]()
         for some in trips({value.key: value for value in values}.values(), self._log.lanes.size):
             wanted = [Get(value.key, [memoryview(bytearray(value.bytes))]) for value in some]
@@ -241,7 +241,7 @@ class FileStore(Store):
             }
 
     def check(self) -> Checked:
-        """Every segment from front to back."""
+        """Read every segment from front to back."""
         records, bad = 0, list[tuple[RecordKey, Flaw]]()
         with self._call("checking"):
             with self._log.lock:
@@ -278,7 +278,7 @@ class FileStore(Store):
 
     @contextmanager
     def _call(self, what: str, *, changes: bool = False) -> Iterator[None]:
-        """Around every call: refuse it after `close`, let `close` wait for it, translate errors."""
+        """Around every call: refuses it after `close`, lets `close` wait for it, translates errors."""
         if os.getpid() != self._process:
             raise StoreError(f"the store is open in process {self._process}, of which this is a fork")
         if changes and self._read_only:
@@ -301,7 +301,7 @@ _opened: WeakSet[FileStore] = WeakSet()
 
 
 def _leave_to_parent() -> None:
-    """In a forked process: close its copies of the files, so that the lock ends with the parent's store."""
+    """In a forked process: closes its copies of the files, so that the lock ends with the parent's store."""
     for store in _opened:
         store._folder.close()
         for segment in store._index.segments.values():
@@ -329,8 +329,8 @@ def _record(value: Put) -> Record:
 
 
 def _is_answer(wanted: Get) -> bool:
-    """Whether the first bytes are those of a record with this key: one place in a file must not be mistaken
-    for another. The caller verifies the rest."""
+    """Whether the first bytes are those of a record with this key, and not of another place in the file. The
+    caller verifies the rest."""
     key, parts = wanted
     start = bytes(parts[0][:_GLANCE]) if len(parts[0]) >= _GLANCE else b"".join(parts)[:_GLANCE]
     return start.startswith(MAGIC) and key[1:] in start

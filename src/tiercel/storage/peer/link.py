@@ -1,7 +1,7 @@
 """One connection between a reader and a server that offers its pages: messages and bytes, each within a time.
 
-The time is that of all that is done until it is set again, however often a byte arrives meanwhile. Bytes are
-received by the caller's own thread: when a call has returned, or raised, nobody writes into its memory.
+The time covers all that is done until it is set again, however often a byte arrives meanwhile. Bytes are
+received by the caller's own thread: when a call has returned, or raised, nothing writes into its memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PIECES_MOST = 1024
 
 
 class LinkLost(StoreError):
-    """The connection is of no use any more: it was closed, or the other side took too long."""
+    """The connection can not be used any more: it was closed, or the other side took too long."""
 
 
 class Link:
@@ -41,7 +41,7 @@ class Link:
         self.send_all([memoryview(HEAD.pack(len(body), kind) + body)])
 
     def send_all(self, views: Sequence[memoryview]) -> None:
-        """Bytes from where they lie, without a copy of ours."""
+        """Send bytes from where they lie, without a copy."""
         left = [view for view in views if len(view)]
         while left:
             self._limit(socket.SO_SNDTIMEO)
@@ -63,7 +63,7 @@ class Link:
         return Message(kind), bytes(body)
 
     def receive_into(self, views: Sequence[memoryview]) -> None:
-        """Fill all of them."""
+        """Fill all views."""
         left = [view for view in views if len(view)]
         while left:
             self._limit(socket.SO_RCVTIMEO)
@@ -76,7 +76,7 @@ class Link:
             left = _after(left, size)
 
     def wait(self, seconds: float, other: int) -> tuple[bool, bool]:
-        """Wait until another file can be read, or something has arrived here. Which of them has happened."""
+        """Wait until another file can be read, or something has arrived here. Returns which."""
         poll, own = select.poll(), self._socket.fileno()
         if own < 0:
             raise LinkLost("the connection was closed")
@@ -108,7 +108,7 @@ class Link:
             raise LinkLost(_why(error)) from error
 
     def close(self) -> None:
-        """May be called again. Whoever sends or receives meanwhile gets a `LinkLost`."""
+        """May be called again. A thread that sends or receives meanwhile gets a `LinkLost`."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

@@ -1,16 +1,15 @@
 """Mooncake's Transfer Engine as a transport: one-sided reads from memory that the peer has registered.
 
 Mooncake is configured by environment variables (`storage.mooncake.set_environment`): connections are kept,
-and the two time-outs that end a transfer are ours. It has no keys: whoever reaches its port can read and
-write the memory that is registered. So a server offers it only where it was asked to, for a network without
-strangers.
+and the two time-outs that end a transfer are ours. It has no keys: anyone who reaches its port can read and
+write registered memory. So a server offers it only where it was asked to, for a network without strangers.
 
-A read that failed must not write later: its memory has another owner by then. Mooncake's own call for a
-batch returns as soon as one piece has failed, or after 30 s, and the other pieces go on writing (that was
-seen). So every piece is a batch of its own, and a read returns, or raises, when each of them has ended.
-Mooncake ends a piece that makes too little progress: less than 64 KiB in `timeout_s`. A peer that sends on
-and on, slowly, keeps the thread of its read and the memory until the read ends; nobody else waits for it, and
-nothing more is asked of that peer (`PeerStore`).
+A read that failed must not write later: its memory has another owner by then. Mooncake's own call for a batch
+returns as soon as one piece has failed, or after 30 s, and the other pieces go on writing (that was seen). So
+every piece is a batch of its own, and a read returns, or raises, when each of them has ended. Mooncake ends a
+piece that makes too little progress: less than 64 KiB in `timeout_s`. A peer that goes on sending slowly
+keeps the thread of its read and the memory until the read ends; no other call waits for it, and nothing more
+is asked of that peer (`PeerStore`).
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from tiercel.storage.peer.wire import End, Message, pack_bytes
 STAGING_BYTES = 8 << 20
 POLL_S = 0.0002
 _NO_BATCH = (0, 2**64 - 1)
-"""Answers of the engine that could not begin a read."""
+"""Results of an engine that could not begin a read."""
 _ENDED_WELL = 1
 _ENDED = (_ENDED_WELL, -1)
-"""States of a read that does nothing more. In every other it may still write."""
+"""States of a read that does nothing more. In every other state it may still write."""
 
 
 class MooncakeTransport(Transport):
-    """Reads of one store. Its memory is registered, too; what is not goes through staging memory."""
+    """Reads of one store. Memory that is not registered is read through staging memory."""
 
     places = True
 
@@ -101,8 +100,8 @@ class MooncakeTransport(Transport):
 
 
 class MooncakeEngine:
-    """Mooncake's Transfer Engine under one name of this machine, for all that is read and offered. It is
-    never closed: that takes a second in which no thread of the interpreter runs."""
+    """Mooncake's Transfer Engine under one name of this machine, for all reads and offers. It is never
+    closed: that takes a second in which no thread of the interpreter runs."""
 
     def __init__(self, host: str, protocol: str, device: str, timeout_s: float) -> None:
         set_environment(host, timeout_s)
@@ -118,11 +117,11 @@ class MooncakeEngine:
 
     @property
     def port(self) -> int:
-        """Where others find it."""
+        """The port where others find it."""
         return int(self._engine.get_rpc_port())
 
     def register(self, memory: memoryview) -> range:
-        """Its addresses. Others may have registered the same memory."""
+        """Register memory. Returns its addresses. The same memory may be registered twice."""
         start = address_of(memory)
         own = range(start, start + len(memory))
         with self._lock:
@@ -157,7 +156,7 @@ class MooncakeEngine:
             raise StoreError(f"mooncake: a read from {session} failed")
 
     def take(self, size: int) -> memoryview:
-        """Staging memory, until it is given back."""
+        """Staging memory. The caller gives it back."""
         with self._lock:
             for area in self._idle:
                 if len(area) >= size:
@@ -177,7 +176,7 @@ _engines_lock = Lock()
 
 
 def engine_of(host: str, protocol: str, device: str, timeout_s: float) -> MooncakeEngine:
-    """The one of this process. The first who asks decides about its time-outs."""
+    """The engine of this process. The first call decides about its time-outs."""
     with _engines_lock:
         name = host, protocol, device
         if name not in _engines:
@@ -189,8 +188,8 @@ def crossed(
     targets: Sequence[tuple[int, int]], sources: Sequence[tuple[int, int]]
 ) -> tuple[list[int], list[int], list[int]]:
     """The fewest reads that bring the sources, one after the other, into the targets, one after the other:
-    where to, where from, how many bytes. What touches on both sides is one read, also where it is far apart
-    in the records: the same rows of neighbouring pages."""
+    where to, where from, how many bytes. Pieces that touch on both sides are one read, even if they are far
+    apart in the records: the same rows of neighbouring pages."""
     if sum(size for _, size in targets) != sum(size for _, size in sources):
         raise StoreError("it describes places of another length than its records have")
     pairs, number, skip = list[tuple[int, int, int]](), 0, 0

@@ -1,7 +1,7 @@
-"""Another server's host pages as a store: this side pulls, and nobody else ever writes into its memory.
+"""Another server's host pages as a store: this side pulls, and no other side ever writes into its memory.
 
     contains    one question for all keys
-    get         find: hold what is there ─► read its bytes into the parts ─► the lease ends, and did it hold?
+    get         find: hold what is there ─► read its bytes into the parts ─► the lease ends; it must have held
     watch       the same question, with a time to wait: what is being computed is told as it comes
 
 The peer need not be there when the store is opened, and may come, go and come back: connections are opened
@@ -9,7 +9,7 @@ when they are needed, and a connection that broke since its last use is opened a
 not answer, or sends too slowly, is given up after `timeout_s`: a `StoreError`, and the next call tries again.
 
 What is read is not trusted: its reader verifies every record. The worst a peer can do is be slow. A read of
-Mooncake can not be ended from here: while one takes longer than its time, the peer is asked nothing more.
+Mooncake can not be ended from here: while one takes too long, the peer is asked nothing more.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ T = TypeVar("T")
 
 
 class News(NamedTuple):
-    """What `watch` heard. Often nothing: then the peer has said that it is still there."""
+    """What `watch` heard. Often nothing: then the peer only shows that it is alive."""
 
     here: list[RecordKey]
     absent: list[RecordKey]
-    """These do not come: nobody computes them any more, or the wait is over."""
+    """These do not come: they are not computed any more, or the wait is over."""
 
 
 class PeerStore(Store):
@@ -78,8 +78,8 @@ class PeerStore(Store):
         timeout_s: float = 5.0,
         hold_s: float = 30.0,
     ) -> None:
-        """`key`: the one that the server was started with; by default that of the environment variable
-        TIERCEL_SHARE_KEY. `protocol` and `device`: of Mooncake. `hold_s`: a read that takes longer fails,
+        """`key`: the one that the server was started with; by default the environment variable
+        TIERCEL_SHARE_KEY. `protocol` and `device`: for Mooncake. `hold_s`: a read that takes longer fails,
         since the peer holds its pages no longer."""
         if transport not in TRANSPORTS:
             raise ConfigError("transport", transport, f"must be one of {', '.join(TRANSPORTS)}")
@@ -140,7 +140,7 @@ class PeerStore(Store):
         raise StoreError("a peer does not list what it holds")
 
     def stats(self) -> dict[str, Any]:
-        """`boot`: the start of the peer's process that was met last."""
+        """`boot`: names the last known start of the peer's process."""
         self._check_open()
         own = {"records": None, "bytes": None, "boot": self._boot.hex(), "transport": self._name}
         return own | dict(self._counters)
@@ -168,8 +168,8 @@ class PeerStore(Store):
         `wait_s` are over: a record does not come if the request that computed it has ended without it.
 
         What was told stays on the peer's host until the next is asked for (for `hold_s` at most), so the
-        caller can `get` it in the body of its loop. To leave the loop ends the watch on both sides. Raises
-        StoreError if the peer is lost; what was told before has been right.
+        caller can `get` it in the body of its loop. Leaving the loop ends the watch on both sides. Raises
+        StoreError if the peer is lost; earlier news stay true.
         """
         self._check_reads()
         with self._lock:
@@ -244,7 +244,7 @@ class PeerStore(Store):
     # Connections
 
     def _call(self, do: Callable[[_Peer], T]) -> T:
-        """On a connection that nobody uses. If an old one has broken since its last use, on another."""
+        """Call `do` with a free connection; if that has broken since its last use, with another."""
         while True:
             self._check_open()
             self._check_reads()
@@ -338,20 +338,20 @@ class PeerStore(Store):
 
 
 class _Peer:
-    """A connection that was greeted."""
+    """A connection after the greeting."""
 
     def __init__(self, link: Link, own_host: str, boot: bytes, welcome: Welcome) -> None:
         self.link, self.own_host, self.boot, self.welcome = link, own_host, boot, welcome
 
     def offer(self, transport: str) -> Any:
-        """What the peer says of a transport."""
+        """What the peer said about a transport."""
         if transport not in self.welcome.transports:
             known = ", ".join(map(str, self.welcome.transports))
             raise StoreError(f"it does not offer the transport {transport}, but {known}")
         return self.welcome.transports[transport]
 
     def works(self) -> bool:
-        """Whether nothing has arrived since the last answer: not even the end of the connection."""
+        """Whether nothing has arrived since the last answer, not even the end of the connection."""
         try:
             return not self.link.arrived(0)
         except LinkLost:

@@ -4,7 +4,7 @@
     mooncake    we read them with Mooncake's Transfer Engine, one-sided, from memory that the peer registered;
                 TCP, or RDMA where there is such a network
 
-A transport moves bytes and nothing else. What was read is verified by whoever asked for it (I9).
+A transport moves bytes and nothing else. The caller verifies what was read (I9).
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class Transport(ABC):
     """Reads records that a lease holds. One for each store; any number of threads may read."""
 
     places: bool
-    """Whether it must know where the bytes are."""
+    """Whether the transport must know where the bytes are."""
 
     def register(self, memory: memoryview) -> None:  # noqa: B027 - tcp needs nothing
         """Most bytes will be read into this memory."""
 
     @abstractmethod
     def read(self, link: Link, offer: Any, lease: int, wanted: Sequence[Wanted]) -> End:
-        """Fill the parts of all; then the lease has ended. `offer`: what the peer said of this transport."""
+        """Fill all parts; then the lease has ended. `offer`: what the peer said of this transport."""
 
     def close(self) -> None:  # noqa: B027
-        """Nobody reads any more."""
+        """Called when no read is under way any more."""
 
 
 class TcpTransport(Transport):

@@ -5,7 +5,7 @@
                  ◄── HELLO              which start of the server this is (boot), a challenge
     PROOF ──►                           that the reader has the key, and a challenge of its own
                  ◄── WELCOME | REFUSED  that the server has the key; the forms of its records; its transports
-    FIND ──►                            which of these records are there? hold them for so long; wait so long
+    FIND ──►                            which of these records are there? with times to hold them and to wait
                  ◄── FOUND …            each with its header and where its bytes are; several, if it waits
     READ ──►                            send these records of that lease            (transport=tcp)
                  ◄── BYTES, the bytes   in the order of the records
@@ -33,11 +33,11 @@ MAGIC = b"tiercel peer 2\n\0"
 BOOT_BYTES = 16
 NONCE_BYTES = 32
 KEYS_MOST = 1 << 16
-"""In one question."""
+"""The most keys in one question."""
 ALIGN_MOST = 1 << 16
 BODY_MOST = 64 << 20
 GREETING_MOST = 4096
-"""Of a message of somebody who has not shown the key."""
+"""The longest message of a client that has not shown the key."""
 
 HEAD = struct.Struct("<IB")
 _FIND = struct.Struct("<BddII")
@@ -93,7 +93,7 @@ def proof(key: str, who: bytes, hello: Hello, nonce: bytes) -> bytes:
 class Welcome(NamedTuple):
     proof: bytes
     forms: Sequence[bytes]
-    """Of the records that are offered (`Grain.form`): keys of another form are not there."""
+    """The forms of the records that are offered (`Grain.form`). Keys of another form are not there."""
     transports: dict[str, Any]
     """Name of each transport, and what a reader must know to use it."""
 
@@ -114,15 +114,15 @@ class Welcome(NamedTuple):
 
 
 class Find(NamedTuple):
-    """Which of these records are there? With `hold_s` what is there is held, and comes with its header and
-    its places. With `wait_s` those that are not there yet are waited for."""
+    """Which of these records are there? With `hold_s`, records that are there are held, and come with their
+    headers and places. With `wait_s`, the server waits for those that are not there yet."""
 
     keys: Sequence[RecordKey]
     hold_s: float = 0.0
     wait_s: float = 0.0
     places: bool = False
     align: int = ALIGN_LEAST
-    """Of the payload in a record: headers have a multiple of this."""
+    """The alignment of payloads: headers have a multiple of this."""
 
     def pack(self) -> bytes:
         own = _FIND.pack(self.places, self.hold_s, self.wait_s, self.align, len(self.keys))
@@ -154,8 +154,8 @@ class Entry(NamedTuple):
 
 
 class Found(NamedTuple):
-    """An answer. A question without `wait_s` gets one, with every key. Another gets several: each has the
-    keys that were decided since the one before, none of them COMING; the last one says so."""
+    """An answer. A question without `wait_s` gets one, with every key. A question with `wait_s` gets several:
+    each has the keys decided since the one before, none of them COMING; the last one is marked."""
 
     entries: Sequence[Entry]
     lease: int = 0
@@ -171,7 +171,7 @@ class Found(NamedTuple):
 
     @staticmethod
     def parse(body: bytes, keys: int) -> Found:
-        """`keys`: how many were asked for. Each is answered once at most."""
+        """`keys`: how many were asked for. Each may occur once."""
         try:
             lease, last, count = _FOUND.unpack_from(body)
             entries = list(_entries(body, count))
@@ -218,7 +218,7 @@ class Read(NamedTuple):
 
 
 class End(NamedTuple):
-    """A lease has ended. `held`: until now it held, so nothing that was read has been changed meanwhile."""
+    """A lease has ended. `held`: it held until now, so no byte that was read has changed meanwhile."""
 
     lease: int
     held: bool = True
