@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from tiercel.cli.serve import _bind
+from tiercel.engine.build import open_engine
+from tiercel.engine.config import Build, EngineConfig
+from tiercel.models.families import folder_of
 
 COMMAND = Path(sys.executable).with_name("tiercel")
 
@@ -49,6 +52,19 @@ def test_who_copies_on_a_device_is_told_for_every_layout_and_copier() -> None:
         "page_first": "direct",
     }
     assert "on a CPU it must be one of" in copies["layer_first"]["kernel"]
+
+
+def test_a_model_is_named_as_for_serving(tmp_path: Path) -> None:
+    """The embedded model by name; a folder, or the config in it. The sizes are those of its engine."""
+    tables = [
+        json.loads(run("spec", model, "--page-tokens", "128", "--format", "fp32", "--json").stdout)
+        for model in ("tiny-v4", folder_of("tiny-v4"), folder_of("tiny-v4") / "config.json")
+    ]
+    assert tables[0] == tables[1] == tables[2]
+    spec = open_engine(Build(), EngineConfig())[0].cache.spec
+    sizes = [tables[0][f"bytes_per_{what}"] for what in ("page", "tail", "token")]
+    assert sizes == [spec.page_bytes, spec.tail_bytes, spec.page_bytes // 128]
+    assert "no preset" in run("spec", tmp_path).stderr
 
 
 def test_a_stream_nobody_wrote_code_for_is_declared_in_json(tmp_path: Path) -> None:

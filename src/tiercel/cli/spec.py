@@ -12,6 +12,7 @@ from rich.table import Table
 
 from tiercel.config import COPIERS, LAYOUT_NAMES, parse_bytes
 from tiercel.errors import ConfigError
+from tiercel.models.families import FOLDERS, folder_of
 from tiercel.spec import CacheSpec, capacity_of, load
 from tiercel.spec.capacity import Figures
 
@@ -22,7 +23,9 @@ SIZES = ("bytes_per_page", "bytes_per_tail", "bytes_per_token")
 
 Source = Annotated[
     str,
-    typer.Argument(metavar="NAME_OR_JSON", help="A preset, a Hugging Face config.json or a spec in JSON."),
+    typer.Argument(
+        metavar="MODEL", help="A preset, tiny-v4, the folder of a model, its config.json or a spec in JSON."
+    ),
 ]
 
 
@@ -37,7 +40,7 @@ def spec(  # noqa: PLR0913
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """What a model stores, and how many tokens fit in a given memory."""
-    declared = load(source, page_tokens, format, draft)
+    declared = load(folder_of(source) if source in FOLDERS else source, page_tokens, format, draft)
     figures = capacity_of(
         declared,
         device_bytes=None if device_memory is None else parse_bytes(device_memory, "--device-memory"),

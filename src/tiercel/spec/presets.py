@@ -45,7 +45,7 @@ PRESETS: Mapping[str, Config] = {
 def load(
     name_or_path: str | Path, page_tokens: int | None = None, format: str | None = None, draft: bool = False
 ) -> CacheSpec:
-    """A preset, or a file that is a Hugging Face config or a spec declaration.
+    """A preset, a folder with a `config.json`, or a file that is a Hugging Face config or a spec declaration.
 
     The model is named after the preset or the file (`config.json`: after its folder). A declaration has its
     bytes and its draft streams already: only its page size may be changed.
@@ -63,6 +63,7 @@ def load(
 
 
 def _read_file(path: Path) -> tuple[str, Config]:
+    path = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(path.read_text())
     except OSError as error:
