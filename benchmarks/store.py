@@ -46,7 +46,7 @@ from tiercel.storage.file.direct import ALIGN
 from tiercel.storage.file.room import segment_bytes_for
 from tiercel.storage.file.segment import Segment, Table, packed_bytes
 from tiercel.storage.record import Form, RecordKey, record_key
-from tiercel.transfer.mover import Presence, RecordPlace, StoreMover, Work
+from tiercel.transfer.mover import ItemPlace, Presence, StoreMover, Work
 from tiercel.types import HostPageId, Kind, PageKey
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
@@ -185,7 +185,7 @@ def measure_items(folder: Path, spec: CacheSpec, kind: Kind, name: str, figures:
         mover = StoreMover(store, spec, host, landed=landed)
         ids = [HostPageId(place) for place in range(host.pages)]
         places = [tuple(ids[at : at + count]) for at in range(0, len(ids) - count + 1, count)]
-        items = [RecordPlace(kind, PageKey(random.randbytes(32)), own) for own in places]
+        items = [ItemPlace(kind, PageKey(random.randbytes(32)), own) for own in places]
         step = max(1, BATCH_BYTES // spec.item_bytes(kind))
 
         def do(work: Work) -> None:

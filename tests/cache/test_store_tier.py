@@ -21,7 +21,7 @@ from tiercel.storage.base import Put
 from tiercel.storage.file import FileStore
 from tiercel.storage.memory import MemoryStore
 from tiercel.storage.record import page_key_of
-from tiercel.transfer.mover import RecordPlace, Work, Workers
+from tiercel.transfer.mover import ItemPlace, Work, Workers
 from tiercel.tree.node import Cleared, Event
 from tiercel.types import Kind, Tier
 
@@ -181,7 +181,7 @@ def test_a_request_that_leaves_in_any_phase_leaves_nothing_behind(steps):
 def test_the_longest_legal_boundary_counts_not_the_least_of_pages_and_tails():
     """A tail at page 4 is lost, the one at 2 is there: two pages are fetched, not none and not four."""
     first = filled(WINDOW, tail_every_pages=2)
-    lost = RecordPlace(Kind.TAIL, first.cache.chain(TEXT).keys[3])
+    lost = ItemPlace(Kind.TAIL, first.cache.chain(TEXT).keys[3])
     assert first.store.delete([first.cache.store.mover.keys(lost)[-1]]) == 1
     again = first.restart(tail_every_pages=2)
     request = again.begin_loaded(TEXT)
@@ -537,7 +537,7 @@ def test_what_a_store_lets_go_of_another_part_is_still_there_of_this_one():
     other, driver = filled(two, store=store), filled(one, store=store)
     page = driver.cache.tree.index[driver.cache.chain(TEXT).keys[3]]
     for who, stored in ((other, True), (driver, False)):
-        store.gone = (*who.cache.store.mover.keys(RecordPlace(Kind.PAGE, page.key)), b"a strange name")
+        store.gone = (*who.cache.store.mover.keys(ItemPlace(Kind.PAGE, page.key)), b"a strange name")
         driver.serve([int(stored)] * 9)  # something is written, and the store tells
         assert not store.gone and page.stored is stored
 

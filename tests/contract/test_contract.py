@@ -10,7 +10,7 @@ from tiercel.memory.buffers import HostMemory
 from tiercel.storage.conformance import apply
 from tiercel.storage.conformance.checks import CHECKS
 from tiercel.storage.conformance.samples import Inapplicable
-from tiercel.transfer.mover import Presence, RecordPlace, StoreMover, Work, Workers
+from tiercel.transfer.mover import ItemPlace, Presence, StoreMover, Work, Workers
 from tiercel.types import HostPageId, Kind, PageKey
 
 INAPPLICABLE = {
@@ -41,7 +41,7 @@ def test_what_is_listed_and_can_not_be_read_is_removed_counted_and_written_again
 
     def do(work: Work, first_place: int) -> list[Presence]:
         pieces = [
-            RecordPlace(Kind.PAGE, PageKey(bytes([number]) * 32), (HostPageId(first_place + number),))
+            ItemPlace(Kind.PAGE, PageKey(bytes([number]) * 32), (HostPageId(first_place + number),))
             for number in range(3)
         ]
         operation = mover.submit(work, pieces)
@@ -53,7 +53,7 @@ def test_what_is_listed_and_can_not_be_read_is_removed_counted_and_written_again
     all_here = [Presence.HERE] * 3
     try:
         assert do(Work.WRITE, 0) == all_here
-        subject.spoil(store, mover.keys(RecordPlace(Kind.PAGE, PageKey(bytes([1]) * 32)))[-1])
+        subject.spoil(store, mover.keys(ItemPlace(Kind.PAGE, PageKey(bytes([1]) * 32)))[-1])
         assert do(Work.ASK, 0) == all_here, "listed"
         assert do(Work.READ, 10) == [Presence.HERE, Presence.DAMAGED, Presence.HERE]
         assert mover.flaws == {"unreadable": 1} or mover.flaws == {"foreign": 1}

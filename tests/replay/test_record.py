@@ -12,12 +12,12 @@ from tiercel.replay.record import Recorder, open_trace
 from tiercel.replay.run import Serving, replay_places
 
 
-def record(file, engine, prompts):
+def record(file, engine, prompts, count=4):
     recorder = Recorder(open_trace(file), model="tiny", page_tokens=engine.page_tokens)
     engine.scheduler.finished = recorder.ended
     answers = []
     for number, prompt in enumerate(prompts):
-        ask = make_ask(str(number), prompt, 4, turn_ends=(150,), namespace=("somebody",))
+        ask = make_ask(str(number), prompt, count, turn_ends=(150,), namespace=("somebody",))
         answers += run(engine, ask)
         settle(engine)
     recorder.close()
@@ -50,6 +50,13 @@ def test_a_replay_of_a_servers_trace_reuses_what_the_server_did(tmp_path):
         (usage.device_tokens, usage.host_tokens) for usage in usages
     ]
     assert all(each.prefill_s > 0 for each in said) and trace.requests[0].turn_ends == (128,)
+
+
+def test_an_answer_of_one_token_has_its_times_too(tmp_path):
+    file = tmp_path / "out.jsonl"
+    record(file, make_engine(), [words(20)], count=1)
+    (request,) = read_trace([file], SPEC.page_tokens).requests
+    assert request.recorded.prefill_s > 0
 
 
 def test_a_trace_holds_no_keys_no_tokens_and_no_namespace(tmp_path):

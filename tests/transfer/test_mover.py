@@ -12,7 +12,7 @@ from tiercel.errors import StoreError
 from tiercel.memory.buffers import HostMemory
 from tiercel.storage.memory import MemoryStore
 from tiercel.storage.record import VERSION, kind_of, parse
-from tiercel.transfer.mover import Presence, RecordPlace, StoreMover, Work, Workers
+from tiercel.transfer.mover import ItemPlace, Presence, StoreMover, Work, Workers
 from tiercel.types import HostPageId, Kind, PageKey
 
 V4 = SPECS["compressed"]
@@ -36,7 +36,7 @@ class Rig:
         return operation
 
     def piece(self, *places, kind=Kind.PAGE, key=KEY):
-        return RecordPlace(kind, key, tuple(HostPageId(place) for place in places))
+        return ItemPlace(kind, key, tuple(HostPageId(place) for place in places))
 
     def fill(self, piece, seed):
         for view in self.host.views(piece.host, [self.size(piece)])[0]:
@@ -227,7 +227,7 @@ def test_real_workers_read_while_others_write_and_the_store_is_closed_at_the_end
     host = HostMemory(V4, "page_first_direct", 20 * V4.host_page_bytes)
     landed, store = Condition(), MemoryStore()
     mover = StoreMover(store, V4, host, landed=landed)
-    pieces = [RecordPlace(Kind.PAGE, PageKey(bytes([i]) * 32), (HostPageId(i),)) for i in range(20)]
+    pieces = [ItemPlace(Kind.PAGE, PageKey(bytes([i]) * 32), (HostPageId(i),)) for i in range(20)]
     for piece in pieces:
         mover.submit(Work.WRITE, [piece])
     ended = []

@@ -17,7 +17,7 @@ from enum import Enum
 
 from tiercel.policy.fetch import Held, Wanted
 from tiercel.policy.resume import Why
-from tiercel.transfer.mover import Operation, Presence, RecordPlace
+from tiercel.transfer.mover import ItemPlace, Operation, Presence
 from tiercel.tree.keys import KeyChain
 from tiercel.tree.prefix_tree import Match, PrefixTree
 from tiercel.types import Kind, PageKey
@@ -82,14 +82,14 @@ class Fetch:
         gone = match.found < self.match.found  # the store was not asked for pages that have left since
         return Held(match.boundary, match.found, 0 if gone else max(0, stored), tails, self.tails_stored)
 
-    def pieces(self, held: Held, wanted: Wanted) -> Iterator[RecordPlace]:
+    def pieces(self, held: Held, wanted: Wanted) -> Iterator[ItemPlace]:
         """What is to be read, in the order of the text: a tail follows its page."""
         tails = set(wanted.tails)
         for depth, key in enumerate(self.chain.keys[: wanted.upto], 1):
             if depth > held.found:
-                yield RecordPlace(Kind.PAGE, key)
+                yield ItemPlace(Kind.PAGE, key)
             if depth in tails:
-                yield RecordPlace(Kind.TAIL, key)
+                yield ItemPlace(Kind.TAIL, key)
 
     def publish(self, tree: PrefixTree) -> bool:
         """Insert what has landed at the front. Returns False if the rest can not be used any more."""
@@ -108,7 +108,7 @@ class Fetch:
                 give_back(tree, [piece])
         return True
 
-    def _insert(self, tree: PrefixTree, piece: RecordPlace) -> bool:
+    def _insert(self, tree: PrefixTree, piece: ItemPlace) -> bool:
         """Insert one record. Returns False if the page that it belongs to or continues has left."""
         if piece.kind is Kind.TAIL:
             page = tree.index.get(piece.key)
@@ -137,15 +137,15 @@ class Fetch:
         self.reads = []
 
 
-def give_back(tree: PrefixTree, pieces: Sequence[RecordPlace]) -> None:
+def give_back(tree: PrefixTree, pieces: Sequence[ItemPlace]) -> None:
     for piece in pieces:
         tree.copies.actions.host.extend(piece.host)
 
 
-def cut(pieces: Sequence[RecordPlace], bytes_of: Callable[[RecordPlace], int]) -> Iterator[list[RecordPlace]]:
+def cut(pieces: Sequence[ItemPlace], bytes_of: Callable[[ItemPlace], int]) -> Iterator[list[ItemPlace]]:
     """Cut one fetch into several reads."""
     size = min(max(sum(map(bytes_of, pieces)) // READS, READ_BYTES_LEAST), READ_BYTES_MOST)
-    batch: list[RecordPlace] = []
+    batch: list[ItemPlace] = []
     filled = 0
     for piece in pieces:
         if batch and filled + bytes_of(piece) > size:

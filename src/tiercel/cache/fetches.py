@@ -29,7 +29,7 @@ from tiercel.policy.fetch import (
 )
 from tiercel.policy.resume import Reuse, Why
 from tiercel.spec.cache_spec import CacheSpec
-from tiercel.transfer.mover import Mover, Operation, Presence, RecordPlace, Work
+from tiercel.transfer.mover import ItemPlace, Mover, Operation, Presence, Work
 from tiercel.tree.keys import KeyChain
 from tiercel.tree.prefix_tree import PrefixTree
 from tiercel.types import HostPageId, Kind, PageKey
@@ -148,9 +148,9 @@ class Fetches:
         elif not self.breaker.allows(now):
             self._over(fetch, Why.STORE_OFF)
         else:
-            pages = [RecordPlace(Kind.PAGE, key) for key in chain.keys[match.found : limit]]
+            pages = [ItemPlace(Kind.PAGE, key) for key in chain.keys[match.found : limit]]
             tails = [
-                RecordPlace(Kind.TAIL, key)
+                ItemPlace(Kind.TAIL, key)
                 for key in chain.keys[match.boundary : limit]
                 if self._lacks_tail(key)
             ]
@@ -287,9 +287,9 @@ class Fetches:
         self.reading.begin(fetch, reads)
         self._under_way.update(dict.fromkeys(reads, fetch))
 
-    def _with_places(self, pieces: list[RecordPlace]) -> list[RecordPlace] | None:
+    def _with_places(self, pieces: list[ItemPlace]) -> list[ItemPlace] | None:
         """The pieces with a host page each; None if there is not room for all."""
-        placed: list[RecordPlace] = []
+        placed: list[ItemPlace] = []
         for piece in pieces:
             host = self.places.take_host_by_force(self.spec.host_pages_of(piece.kind))
             if host is None:
@@ -298,7 +298,7 @@ class Fetches:
             placed.append(piece._replace(host=host))
         return placed
 
-    def _bytes_of(self, piece: RecordPlace) -> int:
+    def _bytes_of(self, piece: ItemPlace) -> int:
         return self.spec.item_bytes(piece.kind)
 
     # What the store answered

@@ -24,7 +24,7 @@ from tiercel.policy.breaker import Breaker, BreakerState
 from tiercel.policy.fetch import Rate
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.threads import start
-from tiercel.transfer.mover import Mover, Operation, Presence, RecordPlace, Work
+from tiercel.transfer.mover import ItemPlace, Mover, Operation, Presence, Work
 from tiercel.tree.node import Cleared, Event, Item, Tail
 from tiercel.tree.prefix_tree import PrefixTree
 from tiercel.types import Kind, PageKey, Tier
@@ -166,9 +166,9 @@ class Writes:
         return iter(self._writing)
 
 
-def _piece(item: Item) -> RecordPlace:
+def _piece(item: Item) -> ItemPlace:
     page = item.page if isinstance(item, Tail) else item
-    return RecordPlace(item.kind, page.key, item.host or ())
+    return ItemPlace(item.kind, page.key, item.host or ())
 
 
 @dataclass(eq=False)
@@ -269,7 +269,7 @@ class StoreTier:
             case Work.CLEAR if operation.error is None:
                 self._unmark()
 
-    def _damaged(self, piece: RecordPlace) -> None:
+    def _damaged(self, piece: ItemPlace) -> None:
         """A damaged record was removed from the store. If the host has a copy, write it again."""
         item = self._not_stored(piece.kind, piece.key)
         if item is not None and item.on_host and not self._left:

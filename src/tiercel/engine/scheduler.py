@@ -175,11 +175,12 @@ class Scheduler:
                     calm_s.append(before_s)
                     outcomes.append(Outcome(task, out))
                     continue
+            if before_s is None and isinstance(outs, tuple):
+                task.times.first_s = now  # also if this token ends the answer
             came = self._came_of(part, outs, seat, drawn)
             if came:
                 task.drew_s = now
                 if before_s is None:
-                    task.times.first_s = now
                     self.times.first_token[source_of(seat.request.reuse)].add(now - task.times.added_s)
                 else:
                     gaps[before_s, len(came)] += 1

@@ -251,9 +251,8 @@ class Replayer:
             self.lost[reuse.why.value] += lost
 
     def _ended(self, task: Task) -> None:
-        first_s = self.clock.now_s if task.drew_s is None else task.times.first_s
-        assert first_s is not None
-        self.first_token_s.append(first_s - self._arrived_s.pop(task))
+        assert task.times.first_s is not None
+        self.first_token_s.append(task.times.first_s - self._arrived_s.pop(task))
         keys, page_tokens = task.ask.keys or (), self.scheduler.page_tokens
         self._seen.update(keys[task.prompt_tokens // page_tokens : (task.longest - 1) // page_tokens])
 

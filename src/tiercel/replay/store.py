@@ -10,7 +10,7 @@ from typing import Any
 
 from tiercel.replay.null import Clock, Pipe
 from tiercel.spec.cache_spec import CacheSpec
-from tiercel.transfer.mover import Operation, Presence, RecordPlace, Work
+from tiercel.transfer.mover import ItemPlace, Operation, Presence, Work
 from tiercel.types import Kind, PageKey
 
 
@@ -28,16 +28,16 @@ class NullStore:
         self.bytes = self.bytes_written = self.bytes_read = 0
         self.bytes_of_use = 0
         """Written bytes that were read at least once."""
-        self.removed: list[RecordPlace] = []
+        self.removed: list[ItemPlace] = []
         self._records: OrderedDict[tuple[Kind, PageKey], _Record] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._records)
 
-    def has(self, piece: RecordPlace) -> bool:
+    def has(self, piece: ItemPlace) -> bool:
         return piece[:2] in self._records
 
-    def read(self, piece: RecordPlace) -> bool:
+    def read(self, piece: ItemPlace) -> bool:
         record = self._records.get(piece[:2])
         if record is None:
             return False
@@ -47,7 +47,7 @@ class NullStore:
             self.bytes_of_use += record.size
         return True
 
-    def write(self, piece: RecordPlace, size: int) -> bool:
+    def write(self, piece: ItemPlace, size: int) -> bool:
         """Write a record. Returns whether the store has it now."""
         if self.has(piece):
             return True
@@ -56,7 +56,7 @@ class NullStore:
         while self.bytes + size > self.size:
             (kind, key), oldest = self._records.popitem(last=False)
             self.bytes -= oldest.size
-            self.removed.append(RecordPlace(kind, key))
+            self.removed.append(ItemPlace(kind, key))
         self._records[piece[:2]] = _Record(size)
         self.bytes += size
         self.bytes_written += size
@@ -87,7 +87,7 @@ class ClockMover:
         self.removed: deque[tuple[Kind, PageKey]] = deque()
         clock.ends.append(self._next_s)
 
-    def submit(self, work: Work, pieces: Sequence[RecordPlace] = ()) -> Operation:
+    def submit(self, work: Work, pieces: Sequence[ItemPlace] = ()) -> Operation:
         now_s = self._clock.now_s
         size = sum(self._spec.item_bytes(piece.kind) for piece in pieces) if work in self._pipes else 0
         operation = Operation(work, pieces, size, now_s)

@@ -55,7 +55,7 @@ class Presence(Enum):
     counts as missing until it is written again."""
 
 
-class RecordPlace(NamedTuple):
+class ItemPlace(NamedTuple):
     """One page or tail, and the host pages it is read into or written from."""
 
     kind: Kind
@@ -68,7 +68,7 @@ class Operation:
     """One operation on a store. It ends with one result for each piece, or with an error."""
 
     work: Work
-    pieces: Sequence[RecordPlace]
+    pieces: Sequence[ItemPlace]
     bytes: int  # of the pieces that are read or written
     began_s: float
     started_s: float | None = None  # when a thread took it
@@ -132,7 +132,7 @@ class Mover(Protocol):
     def landed(self) -> bool:
         """Whether there is something to poll."""
 
-    def submit(self, work: Work, pieces: Sequence[RecordPlace] = ()) -> Operation:
+    def submit(self, work: Work, pieces: Sequence[ItemPlace] = ()) -> Operation:
         """Never blocks."""
 
     def give_up_on(self, operation: Operation) -> None:
@@ -179,7 +179,7 @@ class StoreMover:
         self._lost: dict[tuple[Kind, PageKey], int] = {}
         """Pages and tails that lost a record and were not written since: how many records each has left."""
 
-    def submit(self, work: Work, pieces: Sequence[RecordPlace] = ()) -> Operation:
+    def submit(self, work: Work, pieces: Sequence[ItemPlace] = ()) -> Operation:
         moved = pieces if work in (Work.READ, Work.WRITE) else ()
         size = sum(self._spec.item_bytes(piece.kind) for piece in moved)
         operation = Operation(work, pieces, size, self._clock())
@@ -207,7 +207,7 @@ class StoreMover:
             self.under_way.discard(ended[-1])
         return ended
 
-    def keys(self, piece: RecordPlace) -> list[RecordKey]:
+    def keys(self, piece: ItemPlace) -> list[RecordKey]:
         """The keys of all its records."""
         return [form.key(piece.key) for form in self.forms[piece.kind]]
 
@@ -374,7 +374,7 @@ class StoreMover:
             self._store.delete([name for name, *_ in records])
         return []
 
-    def _records(self, piece: RecordPlace) -> Iterator[tuple[Form, list[memoryview]]]:
+    def _records(self, piece: ItemPlace) -> Iterator[tuple[Form, list[memoryview]]]:
         """The form of each record, and its bytes in host memory."""
         forms = self.forms[piece.kind]
         return zip(forms, self._host.views(piece.host, [form.payload_bytes for form in forms]), strict=True)
