@@ -1,0 +1,89 @@
+"""Which faults each slow file of tests notices: what may be cut from a file is what no fault needs.
+
+    python -m tests.mutants tests/engine/test_exact.py tests/engine/test_store.py
+
+The faults are those of the simulations, and some in a model. A file runs once with each, in a process of its own
+(`-p tests.mutants`, TIERCEL_MUTANT). A file that hangs has noticed, too.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import patch
+
+from tiercel.models.base import at_once
+from tiercel.models.deepseek_v4.model import DeepseekV4
+from tiercel.models.entries import Rings
+
+VARIABLE = "TIERCEL_MUTANT"
+TIMEOUT_S = 300
+
+real_restore, real_gather, real_forward = Rings.restore, Rings.gather, DeepseekV4.forward
+
+
+def a_ring_goes_on_one_row_off(self, ring, end, parts):
+    real_restore(self, ring, end + 1, parts)
+
+
+def a_tail_misses_its_last_row(self, new, rows):
+    return tuple(part.roll(1, 0) for part in real_gather(self, new, rows))
+
+
+def layers_are_computed_before_their_bytes_come(self, spans, rows=None, before=at_once):
+    logits = real_forward(self, spans, rows)
+    before(len(self.layers) - 1)
+    return logits
+
+
+OF_MODELS = {
+    a_ring_goes_on_one_row_off: (Rings, "restore"),
+    a_tail_misses_its_last_row: (Rings, "gather"),
+    layers_are_computed_before_their_bytes_come: (DeepseekV4, "forward"),
+}
+
+
+def mutants():
+    """Every fault by its name: (where it goes, the name there, the fault)."""
+    from tests.simulation import test_mutants, test_schedule
+
+    known = {**test_mutants.MUTANTS, **test_schedule.MUTANTS, **OF_MODELS}
+    return {mutant.__name__: (*where, mutant) for mutant, where in known.items()}
+
+
+def pytest_configure():
+    if name := os.environ.get(VARIABLE):
+        owner, attribute, mutant = mutants()[name]
+        if isinstance(vars(owner).get(attribute), property):
+            mutant = property(mutant)
+        patch.object(owner, attribute, mutant).start()
+
+
+def notices(file, name):
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "tests.mutants", "-p", "no:cacheprovider", file]
+    environment = {**os.environ, VARIABLE: name, "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, timeout=TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return True
+    assert done.returncode in (0, 1), done.stdout.decode() + done.stderr.decode()
+    return done.returncode == 1
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("files", nargs="+")
+    parser.add_argument("--at-once", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--only", nargs="*", help="Some faults, by name.")
+    options = parser.parse_args()
+    pairs = [(file, name) for file in options.files for name in options.only or ["", *mutants()]]
+    with ThreadPoolExecutor(options.at_once) as processes:
+        for (file, name), noticed in zip(
+            pairs, processes.map(lambda pair: notices(*pair), pairs), strict=True
+        ):
+            print(file, name or "(no fault)", "notices" if noticed else "-", flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
