@@ -2,8 +2,8 @@
 
     python -m tests.mutants tests/engine/test_exact.py tests/engine/test_store.py
 
-The faults are those of the simulations, and some in a model. A file runs once with each, in a process of its own
-(`-p tests.mutants`, TIERCEL_MUTANT). A file that hangs has noticed, too.
+The faults are those of the simulations, and some in a model. A file runs once with each, in a process of its
+own (`-p tests.mutants`, TIERCEL_MUTANT). A file that hangs has noticed, too.
 """
 
 import argparse
