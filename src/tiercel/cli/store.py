@@ -14,7 +14,6 @@ import typer
 
 from tiercel.errors import ConfigError, StoreError, TiercelError
 from tiercel.storage.base import Store
-from tiercel.storage.open import open_store, shown
 from tiercel.storage.record import VERSION, RecordKey, form_of, is_older, kind_of, page_key_of
 
 app = typer.Typer(no_args_is_help=True, help="Look into a store, check it, compact it.")
@@ -117,6 +116,8 @@ def conformance(
 
 
 def _open(url: str, *, read_only: bool) -> Store:
+    from tiercel.storage.open import open_store
+
     return open_store(url, read_only=read_only)
 
 
@@ -150,6 +151,8 @@ def _shown(value: Any) -> str:
 
 def _check_empty(url: str) -> None:
     """Refuses a store that can not be opened, or that has records: the checks would remove them."""
+    from tiercel.storage.open import shown
+
     try:
         with _open(url, read_only=False) as store:
             records = store.stats()["records"]
