@@ -12,6 +12,7 @@ import pytest
 import typer.main
 
 from tiercel.cli.commands import app
+from tiercel.engine.config import SPECULATE
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "tiercel"
@@ -147,3 +148,8 @@ def test_every_thread_has_a_line_on_the_page_of_threads():
         threads |= {*named.findall(path.read_text())}
     page = (ROOT / "docs" / "threads.md").read_text()
     assert threads == {*re.findall(r"`(tiercel-[a-z-]+)`", page)}
+
+
+def test_everybody_who_can_guess_is_told():
+    named = f"`--speculate {'|'.join(SPECULATE)}`"
+    assert named in (ROOT / "docs" / "server.md").read_text(), f"docs/server.md must have {named}"

