@@ -99,9 +99,11 @@ def test_every_call_is_counted_from_the_start_and_those_that_give_tokens_are_tim
     paths = create_app(ScriptedService(), LOOPBACK).openapi()["paths"]
     for path in {*paths} - {"/v1/models/{model}"}:  # FastAPI and the schema write this one differently
         assert samples[f"tiercel_http_requests_total[('call', '{path}'), ('status', '200')]"] == 0
+    posts = {path: each["post"]["responses"]["200"] for path, each in paths.items() if "post" in each}
+    streamed = {path for path, answer in posts.items() if "text/event-stream" in answer.get("content", {})}
+    assert {"/generate", "/v1/messages"} <= streamed and "/abort_request" not in streamed
     timed = {name for name in samples if name.startswith("tiercel_time_to_first_token_seconds_count")}
-    calls = ("/generate", "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
-    assert timed == {f"tiercel_time_to_first_token_seconds_count[('call', '{each}')]" for each in calls}
+    assert timed == {f"tiercel_time_to_first_token_seconds_count[('call', '{each}')]" for each in streamed}
 
 
 def test_a_metric_without_a_value_is_left_out():
