@@ -245,7 +245,7 @@ def run_in(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_one_that_does_not_keep_it_fails_and_says_where(tmp_path: Path) -> None:
-    done = run_in(tmp_path, "conformance", "mine:Forgetful", "made", "--durable", "--json")
+    done = run_in(tmp_path, "conformance", "mine:Forgetful?path=made", "--durable", "--json")
     assert done.returncode == 1
     outcomes = {each["check"]: each for each in json.loads(done.stdout)}
     assert outcomes["a_value_comes_back_as_it_was_put"]["outcome"] == "failed"
@@ -262,10 +262,11 @@ def test_a_class_in_the_current_folder_is_found_by_every_command(tmp_path: Path)
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("mine", "can not be loaded"),
+        ("mine", "is none of file:"),
+        ("mine:Forgetful", "missing a required argument: 'path'"),
         ("mine:Nobody", "can not be loaded"),
         ("nowhere:Store", "can not be loaded"),
-        (":", "can not be loaded"),
+        (":", "is none of file:"),
         ("json:dumps", "is not a class derived from"),
         ("mine:Shut", "it does not open"),
         ("mine:Full", "holds 7 records"),

@@ -3,6 +3,7 @@ the options of the commands and the names of the source."""
 
 import ast
 import re
+from collections.abc import Iterable
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import typer.main
 
 from tiercel.cli.commands import app
+from tiercel.engine.config import SPECULATE
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "tiercel"
@@ -65,9 +67,13 @@ def options() -> frozenset[str]:
 @cache
 def defined() -> frozenset[str]:
     """What the source defines: modules, classes, functions, arguments, variables, fields."""
+    modules = (path.relative_to(SOURCE.parent).with_suffix("").parts for path in SOURCE.rglob("*.py"))
+    return names_in(SOURCE.rglob("*.py")) | {*chain.from_iterable(modules)}
+
+
+def names_in(paths: Iterable[Path]) -> frozenset[str]:
     found = set[str]()
-    for path in SOURCE.rglob("*.py"):
-        found.update(path.relative_to(SOURCE.parent).with_suffix("").parts)
+    for path in paths:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 found.add(node.name)
@@ -126,13 +132,16 @@ def test_options_that_are_named_exist(document):
 
 @every_document
 def test_names_that_are_named_exist(document):
-    """`docs/record-format.md` names fields of a format, which the source has by their places only."""
+    """In the source, or in a file of tests that the document names. `docs/record-format.md` names fields of a
+    format, which the source has by their places only."""
     if document.name == "record-format.md":
         return
+    tests = (each for each in quoted(document) if re.fullmatch(r"tests/.*\.py", each))
+    in_tests = names_in(ROOT / each for each in tests)
     for each in quoted(document):
         name = re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(\(\))?", each)
         if name and each not in OTHERS and not each.startswith(("tiercel_", "TIERCEL_")):
-            assert is_there(each) or is_file(each) or is_module(each), each
+            assert each in in_tests or is_there(each) or is_file(each) or is_module(each), each
 
 
 def is_module(name: str) -> bool:
@@ -147,3 +156,8 @@ def test_every_thread_has_a_line_on_the_page_of_threads():
         threads |= {*named.findall(path.read_text())}
     page = (ROOT / "docs" / "threads.md").read_text()
     assert threads == {*re.findall(r"`(tiercel-[a-z-]+)`", page)}
+
+
+def test_everybody_who_can_guess_is_told():
+    named = f"`--speculate {'|'.join(SPECULATE)}`"
+    assert named in (ROOT / "docs" / "server.md").read_text(), f"docs/server.md must have {named}"

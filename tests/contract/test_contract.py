@@ -4,12 +4,14 @@ from threading import Condition
 
 import pytest
 
+from tests.contract.conftest import BACK_ENDS
 from tests.simulation.copies import HeldCopies
 from tests.simulation.specs import SPECS
 from tiercel.memory.buffers import HostMemory
 from tiercel.storage.conformance import apply
 from tiercel.storage.conformance.checks import CHECKS
 from tiercel.storage.conformance.samples import Inapplicable
+from tiercel.storage.open import _SCHEMES
 from tiercel.transfer.mover import ItemPlace, Presence, StoreMover, Work, Workers
 from tiercel.types import HostPageId, Kind, PageKey
 
@@ -18,6 +20,17 @@ INAPPLICABLE = {
     ("mooncake_own", "what_was_kept_outlives_the_store"),
 }
 """What does not concern a back end, and why that is right: these keep records in the process itself."""
+
+
+ELSEWHERE = {"peer": "tests/peers: it can only be read"}
+"""Stores whose contract is checked in another place."""
+
+
+def test_every_store_is_put_to_the_test():
+    checked = {each.partition("_")[0] for each in BACK_ENDS} | {*ELSEWHERE}
+    classes = {scheme.store for name, scheme in _SCHEMES.items() if name in checked}
+    forgotten = {name for name, scheme in _SCHEMES.items() if scheme.store not in classes}
+    assert not forgotten, f"{forgotten}: write how it is opened in BACK_ENDS of tests/contract/conftest.py"
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

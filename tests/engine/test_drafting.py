@@ -10,11 +10,12 @@ import torch
 from tests.engine.drive import PAGE, make_engine
 from tiercel.config import CacheConfig
 from tiercel.engine.build import open_engine
-from tiercel.engine.config import Build, EngineConfig
+from tiercel.engine.config import GUESSERS, Build, EngineConfig
 from tiercel.engine.drafting import (
     LOOKED_AT,
     MATCH_LEAST,
     MATCH_MOST,
+    TEXT_DRAFTERS,
     DraftText,
     ModelDrafter,
     NgramDrafter,
@@ -95,7 +96,9 @@ def test_who_guesses_goes_by_the_model():
     plain, drafted = (make_engine(speculate=kind).runner.model for kind in ("ngram", "mtp"))
     assert make_drafter("off", drafted, PAGE) is None
     assert make_drafter("auto", drafted, PAGE) is None, "it is decided where a model is opened"
-    assert isinstance(make_drafter("ngram", plain, PAGE), NgramDrafter)
+    for name, drafter in TEXT_DRAFTERS.items():
+        assert name in GUESSERS, f"say in GUESSERS of engine/config.py what {name} does"
+        assert isinstance(make_drafter(name, plain, PAGE), drafter)
     assert isinstance(make_drafter("mtp", drafted, PAGE), ModelDrafter)
     with pytest.raises(ConfigError, match="speculate = 'mtp': needs a model with a draft"):
         make_drafter("mtp", plain, PAGE)

@@ -23,6 +23,7 @@ from tests.engine.drive import (
     words,
 )
 from tiercel.asks.ask import Finish
+from tiercel.engine.drafting import TEXT_DRAFTERS
 
 CODE = TEXT.encode(inspect.getsource(ArgumentParser))
 """Like what the embedded model was trained on."""
@@ -38,6 +39,9 @@ SAMPLINGS = {
     "stop tokens": {"stop_tokens": frozenset(CODE[:40:3])},
     "ends": {"ignore_eos": False, "logit_bias": {2: 3.0}},
 }
+
+
+KINDS = ["mtp", *TEXT_DRAFTERS]
 
 
 def asks(sampling, count=40):
@@ -58,13 +62,14 @@ def told(answer):
 
 @one_loop
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("kind", ["mtp", "ngram"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_answer_is_the_same_with_guesses(truths, kind, sampling, overlap):
     engine = make_engine(speculate=kind, guesses=3)
     answers = run(engine, *asks(sampling), overlap=overlap)
     assert [told(each) for each in answers] == [told(each) for each in truths[sampling]]
     counters = engine.counters
-    assert counters["guesses"] > counters["guesses_accepted"] > 0
+    right = counters["guesses_accepted"]
+    assert counters["guesses"] > right > 0, "the texts of PROMPTS must show right guesses and wrong ones"
     assert counters["tokens_drawn"] == sum(len(answer.tokens) for answer in answers)
     settle(engine)
 
@@ -97,7 +102,7 @@ def test_no_more_tokens_come_than_were_asked_for(count):
 
 
 @one_loop
-@pytest.mark.parametrize("kind", ["mtp", "ngram"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_preempted_texts_go_on_exactly_with_guesses(kind, overlap):
     prompts = [words(PAGE + 10, seed=i) for i in range(3)]
     cold = make_engine(cache={"force_miss": True})
@@ -167,7 +172,15 @@ def test_a_draft_that_came_back_with_its_prefix_guesses_as_one_that_was_computed
     settle(engine)
 
 
-@pytest.mark.parametrize(("kind", "guesses", "least"), [("mtp", 1, 1.6), ("mtp", 3, 2.2), ("ngram", 3, 1.5)])
+ACCEPTED = [("mtp", 1, 1.6), ("mtp", 3, 2.2), ("ngram", 3, 1.5)]
+"""Who guesses, how many tokens, and how many tokens a step must then give at least."""
+
+
+def test_every_drafter_is_measured():
+    assert not {*KINDS} - {kind for kind, _, _ in ACCEPTED}, "add it to ACCEPTED"
+
+
+@pytest.mark.parametrize(("kind", "guesses", "least"), ACCEPTED)
 def test_guesses_of_code_are_mostly_right(kind, guesses, least):
     engine = make_engine(speculate=kind, guesses=guesses)
     run(engine, *(make_ask(str(i), prompt, 48) for i, prompt in enumerate(PROMPTS)))

@@ -15,7 +15,7 @@ from tiercel.kernels import native, reference
 from tiercel.kernels.choice import check_device, make_kernels
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.models.base import Span
-from tiercel.models.families import family_of
+from tiercel.models.families import FAMILIES, family_of
 from tiercel.spec import deepseek_v4_mtp
 
 TOKENS, PAGE = 300, 128
@@ -33,13 +33,17 @@ def run(config, spec, weights):
     return torch.cat([first, model.forward([Span(TEXT[PAGE:], PAGE, pages, 1)])])
 
 
+REFERENCES = {"deepseek_v4": lambda: make_v4(Shape(hash_layers=1)), "qwen3": make_reference}
+"""A small model of each family, from `transformers`."""
+
+
 @pytest.mark.parametrize(
     ("name", "format"),
-    [(name, format) for name in ("deepseek_v4", "qwen3") for format in ("fp32", "bf16")]
-    + [("deepseek_v4", "fp8")],
+    [(name, format) for name in FAMILIES for format in ("fp32", "bf16")] + [("deepseek_v4", "fp8")],
 )
 def test_nothing_is_made_on_the_default_device(name, format):
-    theirs = make_reference() if name == "qwen3" else make_v4(Shape(hash_layers=1))
+    assert name in REFERENCES, f"add a small model of {name} to REFERENCES"
+    theirs = REFERENCES[name]()
     config, weights = theirs.config.to_dict(), dict(theirs.state_dict())
     spec = family_of(config).declare(config, PAGE, format)
     if name == "deepseek_v4":

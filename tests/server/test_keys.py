@@ -1,29 +1,26 @@
 """Goal: who has no key gets nothing, and learns nothing. Method: every call, with and without."""
 
+import re
+
 import pytest
 
 from tests.server.scripted import ScriptedService, call, talking
 from tiercel.server.app import create_app
 from tiercel.server.options import ServerOptions
 
-USERS = [
-    ("POST", "/v1/chat/completions"),
-    ("POST", "/v1/completions"),
-    ("POST", "/v1/responses"),
-    ("POST", "/v1/messages"),
-    ("POST", "/v1/messages/count_tokens"),
-    ("POST", "/tokenize"),
-    ("POST", "/v1/detokenize"),
-    ("POST", "/abort_request"),
-    ("POST", "/generate"),
-    ("GET", "/v1/models"),
-    ("GET", "/v1/models/scripted"),
-    ("GET", "/get_server_info"),
-    ("GET", "/server_info"),
-    ("GET", "/get_model_info"),
-    ("GET", "/v1/cache/stats"),
-    ("GET", "/v1/cache/explain/x"),
-]
+KEYS = ServerOptions(api_key=("user",), admin_key="admin")
+PATHS = create_app(ScriptedService(), KEYS).openapi()["paths"]
+
+
+def calls_with(*keys):
+    """Every call that needs one of these keys: its method and path."""
+    wanted = [{key: []} for key in keys]
+    every = ((path, method, call) for path, each in PATHS.items() for method, call in each.items())
+    found = [(path, method.upper()) for path, method, call in every if call.get("security", []) == wanted]
+    return [(method, re.sub(r"{.*?}", "x", path)) for path, method in found]
+
+
+USERS = calls_with("API key")
 PUBLIC = ["/health", "/ready", "/metrics", "/openapi.json"]
 WRONG = [
     {},
@@ -39,6 +36,12 @@ WRONG = [
 
 def flush(options, headers=None, service=None):
     return call("POST", "/flush_cache", service, options, headers=headers)
+
+
+def test_every_call_says_who_may_make_it():
+    anybody = {path for _, path in calls_with()} - {*PUBLIC}
+    assert not anybody, f"{anybody}: give keys.user or keys.admin as dependencies, or add it to PUBLIC here"
+    assert len(USERS) > 18 and len(ADMIN) > 4
 
 
 @pytest.mark.parametrize("headers", WRONG, ids=str)
@@ -62,13 +65,7 @@ def test_probes_need_no_key(path):
     assert call("GET", path, options=ServerOptions(api_key=("secret",))).status_code == 200
 
 
-ADMIN = [
-    ("POST", "/flush_cache"),
-    ("GET", "/v1/cache/store"),
-    ("PUT", "/v1/cache/store"),
-    ("DELETE", "/v1/cache/store"),
-    ("POST", "/v1/cache/store/clear"),
-]
+ADMIN = calls_with("admin key")
 """Calls that act on the server itself, or tell where its store is."""
 
 

@@ -1,6 +1,8 @@
 """Goal: the OpenAPI schema is true. Method: schemathesis makes requests from it, good and bad."""
 
 import os
+import re
+from pathlib import Path
 
 import pytest
 import schemathesis
@@ -36,6 +38,15 @@ EXAMPLES = int(os.environ.get("TIERCEL_EXAMPLES", "8"))
 """Of each call, good and bad; `make soak` has more."""
 
 always = {"deadline": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
+
+
+def test_every_call_is_in_the_table_of_calls():
+    """Whatever its parameters are called, and with or without `/v1`."""
+    table = (Path(__file__).parents[2] / "docs" / "calls.md").read_text()
+    told = {re.sub(r"{.*?}", "{}", path) for path in re.findall(r"(?<=[` ])/[^`\s]+(?=`)", table)}
+    paths = {re.sub(r"{.*?}", "{}", path) for path in SCHEMA.raw_schema["paths"]}
+    missing = {path for path in paths if not {path, path.removeprefix("/v1")} & told}
+    assert not missing, f"add {missing} to the table of docs/calls.md, and who makes it"
 
 
 def is_excused(response) -> bool:

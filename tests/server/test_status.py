@@ -6,9 +6,10 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.server.scripted import REUSE, STORE, ScriptedService, call, served, talking
+from tests.server.scripted import LOOPBACK, REUSE, STORE, ScriptedService, call, served, talking
 from tiercel.asks.ask import Finish
 from tiercel.errors import EngineError, QueueFull
+from tiercel.server.app import create_app
 from tiercel.server.http.metrics import StatsCollector
 
 
@@ -91,6 +92,18 @@ def test_requests_are_counted_by_call_and_status_and_the_first_token_is_timed():
     assert samples["tiercel_http_request_seconds_count[('call', '/generate')]"] == 3
     assert samples["tiercel_time_to_first_token_seconds_count[('call', '/generate')]"] == 2
     assert samples["tiercel_http_requests_open[]"] == 1
+
+
+def test_every_call_is_counted_from_the_start_and_those_that_give_tokens_are_timed():
+    samples = samples_of(call("GET", "/metrics").text)
+    paths = create_app(ScriptedService(), LOOPBACK).openapi()["paths"]
+    for path in {*paths} - {"/v1/models/{model}"}:  # FastAPI and the schema write this one differently
+        assert samples[f"tiercel_http_requests_total[('call', '{path}'), ('status', '200')]"] == 0
+    posts = {path: each["post"]["responses"]["200"] for path, each in paths.items() if "post" in each}
+    streamed = {path for path, answer in posts.items() if "text/event-stream" in answer.get("content", {})}
+    assert {"/generate", "/v1/messages"} <= streamed and "/abort_request" not in streamed
+    timed = {name for name in samples if name.startswith("tiercel_time_to_first_token_seconds_count")}
+    assert timed == {f"tiercel_time_to_first_token_seconds_count[('call', '{each}')]" for each in streamed}
 
 
 def test_a_metric_without_a_value_is_left_out():

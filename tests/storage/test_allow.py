@@ -3,7 +3,12 @@
 import pytest
 
 from tiercel.errors import ConfigError
-from tiercel.storage.open import check_allow, why_not
+from tiercel.storage.open import _PATHS, _PORTS, _SCHEMES, check_allow, why_not
+
+
+def test_every_scheme_has_places_that_can_be_allowed():
+    unknown = _SCHEMES.keys() - {*_PATHS, *_PORTS, "memory"}
+    assert not unknown, f"add {unknown} to _PATHS or _PORTS of storage/open.py, and its URLs to this file"
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -18,6 +19,11 @@ from tiercel.cli.spec import spec
 from tiercel.cli.store import app as store
 from tiercel.cli.verify import verify
 from tiercel.errors import TiercelError
+
+SPINS = "3000"
+"""How often a thread of OpenMP looks for work before it sleeps. The default is 300,000: where other programs
+use the cores, a thread that looks keeps the one that computes from its core. It is read when torch is
+imported."""
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 for command in (serve, chat, verify, spec, key, replay, plan):
@@ -42,6 +48,8 @@ def tiercel(
 
 
 def main() -> None:
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     try:
         app()
     except TiercelError as error:

@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from typing import Annotated, Any
 
 import typer
 
-from tiercel.config import load_class
 from tiercel.errors import ConfigError, StoreError, TiercelError
 from tiercel.storage.base import Store
 from tiercel.storage.record import VERSION, RecordKey, form_of, is_older, kind_of, page_key_of
@@ -85,10 +84,12 @@ def compact(url: Url, as_json: AsJson = False) -> None:
 
 @app.command()
 def conformance(
-    source: Annotated[str, typer.Argument(metavar="MODULE:CLASS", help="A class derived from Store.")],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(help="Arguments of the class, as strings. The store must be empty.")
-    ] = None,
+    url: Annotated[
+        str,
+        typer.Argument(
+            metavar="URL", help="Such as module:Class?option=value, or any other store. It must be empty."
+        ),
+    ],
     durable: Annotated[
         bool, typer.Option("--durable", help="Check that records are still there after reopening.")
     ] = False,
@@ -99,7 +100,8 @@ def conformance(
     from tiercel.storage.conformance.checks import CHECKS
     from tiercel.storage.conformance.samples import Subject
 
-    make = _factory(source, arguments or [])
+    _check_empty(url)
+    make = partial(_open, url, read_only=False)
     subject = Subject(open=lambda: _emptied(make()), open_again=make if durable else None)
     results = []
     for each in CHECKS:
@@ -147,21 +149,19 @@ def _shown(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
 
 
-def _factory(source: str, arguments: list[str]) -> Callable[[], Store]:
-    """Opens a user's own store. A store with records is refused, because the checks empty it."""
+def _check_empty(url: str) -> None:
+    """Refuses a store that can not be opened, or that has records: the checks would remove them."""
+    from tiercel.storage.open import shown
+
     try:
-        kind = load_class(source, Store)
-        with kind(*arguments) as store:
+        with _open(url, read_only=False) as store:
             records = store.stats()["records"]
     except TiercelError:
         raise
-    except ImportError as error:
-        raise ConfigError("MODULE:CLASS", source, str(error)) from error
-    except Exception as error:
-        raise ConfigError("MODULE:CLASS", source, f"can not be opened: {error}") from error
+    except Exception as error:  # of a class of the user's own
+        raise ConfigError("store", shown(url), f"can not be opened: {error}") from error
     if records:
-        raise ConfigError("MODULE:CLASS", source, f"holds {records:,} records; the checks would remove them")
-    return lambda: kind(*arguments)
+        raise ConfigError("store", shown(url), f"holds {records:,} records; the checks would remove them")
 
 
 def _emptied(store: Store) -> Store:

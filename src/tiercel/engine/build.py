@@ -12,7 +12,7 @@ from torch import Tensor
 from tiercel.cache import TieredCache
 from tiercel.cache.memories import make_memories
 from tiercel.config import LAYOUT_NAMES, CacheConfig
-from tiercel.engine.config import DRAFT_MODEL, MTP, Build, EngineConfig, places_of
+from tiercel.engine.config import DRAFT_MODEL, GUESSERS, MTP, Build, EngineConfig, places_of
 from tiercel.engine.engine import Engine
 from tiercel.engine.scheduler import STEP_TOKENS
 from tiercel.errors import ConfigError
@@ -39,11 +39,6 @@ from tiercel.text.text import Text
 CPU_BYTES = 256 * 2**20
 CUDA_STEP_TOKENS = 8192
 
-GUESSERS = {
-    "mtp": "the model's MTP layers guess",
-    "ngram": "the text so far guesses",
-    "off": "--speculate ngram turns it on",
-}
 GUESS_SHARE_MOST = 0.1
 """What a guess of the model's own draft may take, of what a token takes, unless that draft is asked for.
 Above it a guess is worth less than one that the text so far makes for nothing."""

@@ -20,7 +20,14 @@ MTP = "mtp"
 DRAFT_MODEL = "draft"
 """The model of `Build.draft`."""
 ROLES = ("both", "prefill", "decode")
-SPECULATE = ("auto", MTP, DRAFT_MODEL, "ngram", "off")
+GUESSERS = {
+    MTP: "the model's MTP layers guess",
+    DRAFT_MODEL: "the model of --draft guesses",
+    "ngram": "the text so far guesses",
+    "off": "--speculate ngram turns it on",
+}
+"""Who guesses, by name, and what a user is told of it."""
+SPECULATE = ("auto", *GUESSERS)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -170,12 +170,16 @@ class PairIndex:
         return start
 
 
+TEXT_DRAFTERS: Mapping[str, Callable[[], Drafter]] = {"ngram": NgramDrafter}
+"""Drafters that need no more than the text, by their name in `engine.config.GUESSERS`."""
+
+
 def make_drafter(kind: str, model: Model, page_tokens: int) -> Drafter | None:
     """The drafter for a value of `--speculate`; None: no guesses. `auto` has been decided before."""
     if kind in ("off", "auto"):
         return None
-    if kind == "ngram":
-        return NgramDrafter()
+    if kind in TEXT_DRAFTERS:
+        return TEXT_DRAFTERS[kind]()
     if model.draft is None:
         raise ConfigError("speculate", kind, "needs a model with a draft, and a cache that has room for it")
     return ModelDrafter(model.draft, page_tokens)

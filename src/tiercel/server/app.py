@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.metadata import version
 
 from fastapi import FastAPI
@@ -11,13 +12,8 @@ from starlette.middleware.cors import CORSMiddleware
 
 from tiercel.asks.service import Service
 from tiercel.server.calls import anthropic, native, openai_api, responses, schema, tokens
-from tiercel.server.calls.anthropic import CountRequest, MessagesRequest
 from tiercel.server.calls.anthropic_replies import AnthropicErrorBody
-from tiercel.server.calls.native import GenerateRequest
-from tiercel.server.calls.protocol import ChatRequest, CompletionRequest
 from tiercel.server.calls.reply import Api
-from tiercel.server.calls.responses import ResponsesRequest
-from tiercel.server.calls.tokens import DetokenizeRequest, TokenizeRequest
 from tiercel.server.http import errors
 from tiercel.server.http.aside import Aside
 from tiercel.server.http.border import Border
@@ -27,8 +23,6 @@ from tiercel.server.http.traces import Traces
 from tiercel.server.live import feed, page, status
 from tiercel.server.live.recent import Recent
 from tiercel.server.operations import aborts, store
-from tiercel.server.operations.aborts import AbortRequest
-from tiercel.server.operations.store import AttachRequest
 from tiercel.server.options import ServerOptions
 
 
@@ -47,13 +41,14 @@ def create_app(
     )
     metrics = Metrics()
     api = Api(service, options, metrics, Aside(pace or Pace()))
-    for room in (openai_api, responses, anthropic, native, tokens, aborts, status, store):
-        app.include_router(room.router(api))
+    rooms = (openai_api, responses, anthropic, native, tokens, aborts, status, store)
     recent = Recent(service.explain)
     app.state.feed = feed.Feed(api, recent)
-    app.include_router(feed.router(app.state.feed))
-    app.include_router(page.router())
-    _expect_calls(app, metrics, options)
+    routers = [*(room.router(api) for room in rooms), feed.router(app.state.feed), page.router()]
+    for router in routers:
+        app.include_router(router)
+    routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
+    _expect_calls(routes, metrics, options)
     app.add_middleware(
         Border, metrics=metrics, ended=recent.add, access_log=options.access_log, traces=traces
     )
@@ -66,21 +61,12 @@ def create_app(
             expose_headers=["x-request-id", "x-ignored-fields", "retry-after"],
         )
     errors.install(app)
-    models: list[type[BaseModel]] = [ChatRequest, CompletionRequest, GenerateRequest, AttachRequest]
-    models += [ResponsesRequest, MessagesRequest, CountRequest]
-    models += [TokenizeRequest, DetokenizeRequest, AbortRequest, errors.ErrorBody, AnthropicErrorBody]
+    models: list[type[BaseModel]] = [*schema.bodies_of(routes), errors.ErrorBody, AnthropicErrorBody]
     schema.install(app, models, schema.limits_of(api))
     return app
 
 
-def _expect_calls(app: FastAPI, metrics: Metrics, options: ServerOptions) -> None:
-    routes = [route for route in app.routes if isinstance(route, APIRoute)]
-    answers = [
-        route.path for route in routes if "POST" in (route.methods or ()) and not _draws_nothing(route)
-    ]
+def _expect_calls(routes: Sequence[APIRoute], metrics: Metrics, options: ServerOptions) -> None:
+    answers = [route.path for route in routes if schema.can_stream(route)]
     names = options.tenants.by_name if options.tenants else ()
     metrics.expect([route.path for route in routes], answers=answers, tenants=names)
-
-
-def _draws_nothing(route: APIRoute) -> bool:
-    return bool({"status", "store", "tokens"} & {*route.tags})

@@ -139,7 +139,7 @@ def _convert(name: str, text: str, kind: Any) -> str | int | float:
 
 def _path(split: SplitResult) -> tuple[str]:
     if split.netloc or not split.path.startswith("/"):
-        raise ValueError("write a path as file:///var/cache, with three slashes")
+        raise ValueError(f"write a path as {split.scheme}:///var/cache, with three slashes")
     return (unquote(split.path),)
 
 

@@ -312,7 +312,7 @@ def router(api: Api) -> APIRouter:
     routes = APIRouter(tags=["Anthropic"], dependencies=keys.user(api.options))
     problems = (400, 401, 404, 413, 429, 503)
     for path, call, body, answer, media in (
-        ("", calls.create, MessagesRequest, MessageOut, "text/event-stream"),
+        ("", calls.create, MessagesRequest, MessageOut, schema.STREAM),
         ("/count_tokens", calls.count_tokens, CountRequest, TokenCountOut, None),
     ):
         routes.add_api_route(
@@ -320,6 +320,6 @@ def router(api: Api) -> APIRouter:
             call,
             methods=["POST"],
             responses=gives(answer, *problems, media_type=media, error=AnthropicErrorBody),
-            openapi_extra=schema.body(body),
+            openapi_extra=schema.Reads(body),
         )
     return routes

@@ -407,7 +407,7 @@ def router(api: Api) -> APIRouter:
         "/generate",
         Native(api).generate,
         methods=["POST"],
-        responses=gives(Generated | list[Generated], 400, 401, 413, 429, 503, media_type="text/event-stream"),
-        openapi_extra=schema.body(GenerateRequest),
+        responses=gives(Generated | list[Generated], 400, 401, 413, 429, 503, media_type=schema.STREAM),
+        openapi_extra=schema.Reads(GenerateRequest),
     )
     return routes

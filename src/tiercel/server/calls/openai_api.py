@@ -235,8 +235,8 @@ def router(api: Api) -> APIRouter:
             path,
             call,
             methods=["POST"],
-            responses=gives(answer, 400, 401, 404, 413, 429, 503, media_type="text/event-stream"),
-            openapi_extra=schema.body(body),
+            responses=gives(answer, 400, 401, 404, 413, 429, 503, media_type=schema.STREAM),
+            openapi_extra=schema.Reads(body),
         )
     routes.add_api_route("/models", calls.models, responses=gives(ModelList, 401))
     routes.add_api_route("/models/{model:path}", calls.model, responses=gives(ModelCard, 401, 404))

@@ -453,7 +453,7 @@ def router(api: Api) -> APIRouter:
         "/responses",
         Responses(api).create,
         methods=["POST"],
-        responses=gives(ResponseOut, 400, 401, 404, 413, 429, 503, media_type="text/event-stream"),
-        openapi_extra=schema.body(ResponsesRequest),
+        responses=gives(ResponseOut, 400, 401, 404, 413, 429, 503, media_type=schema.STREAM),
+        openapi_extra=schema.Reads(ResponsesRequest),
     )
     return routes

@@ -6,27 +6,34 @@ FastAPI does not know the request models, because `body` reads the requests: the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from tiercel.server.calls.reply import Api
 from tiercel.server.http.errors import ErrorBody
 
+STREAM = "text/event-stream"
+"""The media type of a call that can stream its answer."""
+
 REF = "#/components/schemas/{model}"
 
 Responses = dict[int | str, dict[str, Any]]
 
 
-def body(model: type[BaseModel]) -> dict[str, Any]:
-    """A request's model, for a route's `openapi_extra`."""
-    content = {"application/json": {"schema": {"$ref": REF.format(model=model.__name__)}}}
-    return {"requestBody": {"required": True, "content": content}}
+class Reads(dict[str, Any]):
+    """For a route's `openapi_extra`: the call reads a body of this model."""
+
+    def __init__(self, model: type[BaseModel]) -> None:
+        content = {"application/json": {"schema": {"$ref": REF.format(model=model.__name__)}}}
+        super().__init__(requestBody={"required": True, "content": content})
+        self.model = model
 
 
 def gives(
@@ -63,6 +70,17 @@ def limits_of(api: Api) -> dict[str, Any]:
         "token_id": service.vocab_size - 1,
         "unknown_fields": not options.strict,
     }
+
+
+def can_stream(route: APIRoute) -> bool:
+    """Whether a call gives tokens: then it can also stream them."""
+    return STREAM in route.responses.get(200, {}).get("content", {})
+
+
+def bodies_of(routes: Sequence[APIRoute]) -> list[type[BaseModel]]:
+    """The models of all bodies."""
+    extras = (route.openapi_extra for route in routes)
+    return list(dict.fromkeys(extra.model for extra in extras if isinstance(extra, Reads)))
 
 
 def install(app: FastAPI, models: list[type[BaseModel]], limits: Mapping[str, Any]) -> None:

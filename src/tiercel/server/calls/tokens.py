@@ -168,6 +168,6 @@ def router(api: Api) -> APIRouter:
                 methods=["POST"],
                 include_in_schema=not prefix,
                 responses=gives(answer, 400, 401, 404, 413, 503),
-                openapi_extra=schema.body(body),
+                openapi_extra=schema.Reads(body),
             )
     return routes

@@ -273,17 +273,22 @@ def router(api: Api) -> APIRouter:
         response_class=Response,
         responses=gives(None, 400, 401, 403, media_type="text/plain"),
     )
-    users = APIRouter(dependencies=keys.user(api.options))
+    user = keys.user(api.options)
     for path in ("/get_server_info", "/server_info"):
-        users.add_api_route(path, status.server_info, responses=gives(ServerInfo, 401))
+        routes.add_api_route(path, status.server_info, dependencies=user, responses=gives(ServerInfo, 401))
     for path in ("/get_model_info", "/model_info"):
-        users.add_api_route(path, status.model_info, responses=gives(ModelInfo, 401))
-    users.add_api_route("/health_generate", status.health_generate, responses=gives(Health, 401, 429, 503))
-    users.add_api_route("/get_load", status.get_load, responses=gives(list[Load], 401))
-    users.add_api_route("/v1/loads", status.loads, responses=gives(Loads, 401))
-    users.add_api_route("/v1/cache/stats", status.stats, responses=gives(dict[str, Any], 401))
-    users.add_api_route(
-        "/v1/cache/explain/{request_id}", status.explain, responses=gives(ExplanationOut, 401, 404)
+        routes.add_api_route(path, status.model_info, dependencies=user, responses=gives(ModelInfo, 401))
+    well = gives(Health, 401, 429, 503)
+    routes.add_api_route("/health_generate", status.health_generate, dependencies=user, responses=well)
+    routes.add_api_route("/get_load", status.get_load, dependencies=user, responses=gives(list[Load], 401))
+    routes.add_api_route("/v1/loads", status.loads, dependencies=user, responses=gives(Loads, 401))
+    routes.add_api_route(
+        "/v1/cache/stats", status.stats, dependencies=user, responses=gives(dict[str, Any], 401)
     )
-    routes.include_router(users)
+    routes.add_api_route(
+        "/v1/cache/explain/{request_id}",
+        status.explain,
+        dependencies=user,
+        responses=gives(ExplanationOut, 401, 404),
+    )
     return routes

@@ -64,6 +64,6 @@ def router(api: Api) -> APIRouter:
         Aborts(api).abort,
         methods=["POST"],
         responses=gives(Aborted, 400, 401, 403, 413, 503),
-        openapi_extra=schema.body(AbortRequest),
+        openapi_extra=schema.Reads(AbortRequest),
     )
     return routes

@@ -156,7 +156,7 @@ def router(api: Api) -> APIRouter:
         calls.attach,
         methods=["PUT"],
         responses=gives(StoreStatus, 400, 401, 403, 409, 413, 502, 503),
-        openapi_extra=schema.body(AttachRequest),
+        openapi_extra=schema.Reads(AttachRequest),
     )
     changed = gives(StoreStatus, 401, 403, 404, 502, 503)
     routes.add_api_route("/store", calls.detach, methods=["DELETE"], responses=changed)
