@@ -107,7 +107,9 @@ def test_two_servers_one_of_which_reads_the_pages_of_the_other():
 
 @pytest.mark.parametrize("command", [line for line in COMMANDS if "conformance" in line or " spec " in line])
 def test_other_commands_run(command):
-    command = command.replace("my_package.my_module:MyStore", "tiercel.storage.memory:MemoryStore")
+    command = command.replace(
+        "my_package.my_module:MyStore?path=/somewhere/empty", "tiercel.storage.memory:MemoryStore"
+    )
     assert run(command.replace(".venv/bin/tiercel", TIERCEL), shell=True)
 
 
