@@ -76,10 +76,12 @@ class Pulling:
         self.asked += 1
         return self._real_ask(what)
 
+    def ask(self, pages=3):
+        return make_ask("pulled", words(pages * PAGE + 1), prefiller=Prefiller(*AT, "room"))
+
     def pull(self, pages=3):
         """Returns when a read is under way and the engine's thread sleeps."""
-        ask = make_ask("pulled", words(pages * PAGE + 1), prefiller=Prefiller(*AT, "room"))
-        pulled = start(lambda: self.service._pulls.pull(ask, threading.Event()), "pull")
+        pulled = start(lambda: self.service._pulls.pull(self.ask(pages), threading.Event()), "pull")
         assert self.store.begun.wait(30) and self.sleeping.wait(30)
         return pulled
 
@@ -124,3 +126,12 @@ def test_who_waits_goes_on_without_the_pages_when_the_engine_stops(monkeypatch):
     assert pulled.result(30) == 0
     pulling.store.may_end.set()
     assert closed.result(30)
+
+
+def test_who_asks_when_the_engine_has_stopped_is_refused(monkeypatch):
+    pulling = Pulling(monkeypatch, False)
+    pulling.store.may_end.set()
+    assert pulling.service.close(0.0)
+    with pytest.raises(EngineError, match="has stopped"):
+        start(lambda: pulling.service._pulls.pull(pulling.ask(), threading.Event()), "pull").result(30)
+    assert pulling.service.failure is None, "it did not fail"

@@ -46,6 +46,9 @@ PENDING_S = 0.5
 tried again."""
 
 
+STOPPED = "the engine has stopped"
+
+
 class EngineService:
     """The `Service` of an engine in this process. Made in any thread, used from one event loop, closed once.
     After a `failure` every call except `explain` raises it."""
@@ -71,6 +74,8 @@ class EngineService:
         """Notified when the inbox has something new, an answer has gone on, or a transfer has ended."""
         self._closing = self._ending = self._stopped = False
         self.failure: EngineError | None = None
+        self._refusal: EngineError | None = None
+        """Why the engine's thread does nothing more: the failure, or that it has stopped."""
         """Why nothing is served any more."""
         self._offering: Offering | None = None
         self._shared_at: Address | None = None
@@ -273,18 +278,18 @@ class EngineService:
             if not future.set_running_or_notify_cancel():
                 return  # the caller has gone
             try:
-                if self.failure is not None:
-                    raise self.failure
+                if self._refusal is not None:
+                    raise self._refusal
                 future.set_result(what())
             except Exception as error:  # noqa: BLE001 - the caller gets it
                 future.set_exception(error)
 
         with self._wake:
-            if self.failure is None:
+            if self._refusal is None:
                 self._inbox.append(do)
                 self._wake.notify_all()
             else:
-                future.set_exception(self.failure)
+                future.set_exception(self._refusal)
         return future
 
     def _stop(self) -> None:
@@ -301,19 +306,25 @@ class EngineService:
                     self._step(steps)
         except Exception as error:  # noqa: BLE001 - no task is to blame, so the engine stops
             self._fail(error)
+        self._refuse(self.failure or EngineError(STOPPED))
         if self._pulls is not None:
-            self._pulls.end(self.failure or StoreError("the engine has stopped"))
+            self._pulls.end(self.failure or StoreError(STOPPED))
+
+    def _refuse(self, why: EngineError) -> None:
+        """From now on, whatever is asked of the engine's thread is refused; also what waits already."""
+        with self._wake:
+            self._refusal = why
+            self._wake.notify_all()
+        while self._inbox:
+            self._inbox.popleft()()
 
     def _fail(self, error: Exception) -> None:
         """The engine's state may be wrong, and wrong bytes must not be served: every open answer ends with an
         error, and every later call is refused at once."""
         open_ids = ", ".join(self._answers) or "no request"
         log.critical("the engine failed and serves no more; this ends %s", open_ids, exc_info=error)
-        with self._wake:
-            self.failure = EngineError("the engine failed and serves no more; the log says why")
-            self._wake.notify_all()
-        while self._inbox:
-            self._inbox.popleft()()
+        self.failure = EngineError("the engine failed and serves no more; the log says why")
+        self._refuse(self.failure)
         for name in list(self._answers):
             task = self._engine.tasks.get(name)
             usage = task.usage if task is not None else Usage(0)
