@@ -166,23 +166,14 @@ class Scheduler:
             if task.seat is not seat:
                 continue
             before_s = task.drew_s
-            if part.end < seat.calm_upto and before_s is not None and isinstance(outs, tuple):
+            if part.end < seat.calm_upto and before_s is not None and steps == 1 and isinstance(outs, tuple):
                 out = outs[0]
-                if steps == 1 and out.token not in task.ends:  # the common case
+                if out.token not in task.ends:  # the common case
                     task.tokens.append(out.token)
                     seat.computed = part.end
                     task.drew_s = now
                     calm_s.append(before_s)
                     outcomes.append(Outcome(task, out))
-                    continue
-                if steps > 1 and task.ends.isdisjoint(tokens := [each.token for each in outs]):
-                    task.tokens += tokens
-                    seat.computed = part.end + steps - 1
-                    seat.planned += steps - 1
-                    task.drew_s = now
-                    gaps[before_s, steps] += 1
-                    computed += steps
-                    outcomes += [Outcome(task, each) for each in outs]
                     continue
             if before_s is None and isinstance(outs, tuple):
                 task.times.first_s = now  # also if this token ends the answer
