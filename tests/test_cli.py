@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -52,6 +53,22 @@ def test_who_copies_on_a_device_is_told_for_every_layout_and_copier() -> None:
         "page_first": "direct",
     }
     assert "on a CPU it must be one of" in copies["layer_first"]["kernel"]
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"),
+    [({}, "3000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None")],
+)
+def test_threads_of_openmp_spin_little_unless_a_user_says_otherwise(
+    given: dict[str, str], spins: str
+) -> None:
+    """It is set before torch is imported, which reads it then."""
+    tell = "lambda: print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
+    program = f"import os, sys; from tiercel.cli import commands; commands.app = {tell}; commands.main()"
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("GOMP_", "OMP_"))}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=clean | given, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [spins, "False"]
 
 
 def test_a_model_is_named_as_for_serving(tmp_path: Path) -> None:

@@ -45,7 +45,6 @@ PENDING_S = 0.5
 """The longest wait between two steps while only a store is still working: it may have to be given up, or
 tried again."""
 
-
 STOPPED = "the engine has stopped"
 
 
