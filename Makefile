@@ -4,7 +4,7 @@ BIN := .venv/bin
 
 .PHONY: serve test test-gpu sanitize check soak bench clean
 
-.venv/installed: pyproject.toml constraints.txt setup.py src/tiercel/kernels/native.c
+.venv/installed: pyproject.toml constraints.txt setup.py $(wildcard src/tiercel/kernels/*.[ch])
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[check]"
@@ -14,7 +14,7 @@ BIN := .venv/bin
 serve: .venv/serve
 	$(BIN)/tiercel serve $(ARGS)
 
-.venv/serve: pyproject.toml constraints.txt setup.py src/tiercel/kernels/native.c
+.venv/serve: pyproject.toml constraints.txt setup.py $(wildcard src/tiercel/kernels/*.[ch])
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable .

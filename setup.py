@@ -18,7 +18,9 @@ class BuildNamed(build_ext):
         compiling = [*self.compiler.compiler_so, *extension.extra_compile_args, *extension.define_macros]
         linking = [*self.compiler.linker_so, *extension.extra_link_args]  # -ffast-math counts here, too
         linking = [each for each in linking if not each.startswith(("-L", "-Wl,"))]  # where libraries are
-        name = digest_of(repr(compiling), repr(linking), files=map(Path, extension.sources))
+        name = digest_of(
+            repr(compiling), repr(linking), files=map(Path, extension.sources + extension.depends)
+        )
         extension.define_macros.append(("BUILT_FROM", f'"{name}"'))
         super().build_extension(extension)
 
@@ -28,7 +30,8 @@ setup(
     ext_modules=[
         Extension(
             "tiercel.kernels._native",
-            ["src/tiercel/kernels/native.c"],
+            ["src/tiercel/kernels/native.c", "src/tiercel/kernels/grouped.c"],
+            depends=["src/tiercel/kernels/vector.h"],
             extra_compile_args=["-O3", TUNE, "-fopenmp", "-ffp-contract=off"],
             extra_link_args=["-fopenmp"],
             optional=True,

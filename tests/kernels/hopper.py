@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from tiercel.kernels.cuda import hyper, rings, rows
+from tiercel.kernels.cuda import grouped, hyper, rings, rows
 from tiercel.kernels.cuda.attention import attention
 from tiercel.kernels.cuda.draw import greedy, sample
 from tiercel.kernels.cuda.experts import experts, route
@@ -77,6 +77,28 @@ def call_all() -> None:
     call_on_entries()
     call_hyper(tokens=3, n=4, d=4096)
     call_rows(tokens=3)
+    call_grouped()
+
+
+def call_grouped() -> None:
+    """The shapes of Qwen3-8B, and a small one in fp32 whose pages are no power of two."""
+    for tokens, kv_heads, dim, page, dtype in (
+        (8, 8, 128, 128, BF16),
+        (1024, 8, 128, 128, BF16),
+        (8, 2, 48, 24, torch.float32),
+    ):
+        size, name = 2 * dim * dtype.itemsize, "bf16" if dtype == BF16 else "fp32"
+        memory = torch.empty(2, kv_heads * page * size, dtype=torch.uint8)
+        entries = Entries(memory, kv_heads * page, (size,), name, 2 * dim, 0, 0)
+        flat = Flat(*(ints(tokens) for _ in range(4)), pages=ints(4, 16))
+        both = torch.empty(tokens, 2, kv_heads, dim, dtype=dtype)
+        turn = torch.empty(tokens, dim // 2), torch.empty(tokens, dim // 2)
+        key, value = both.unbind(1)
+        grouped.store_heads(key, value, turn, entries, flat, ints(tokens), eps=EPS, weight=torch.empty(dim))
+        q = torch.empty(tokens, 4 * kv_heads, dim, dtype=dtype)
+        grouped.grouped_attention(q, entries, kv_heads, flat, 0.1, 2048)
+    grouped.route_softmax(torch.empty(8, 128), 8, normed=True, position=ints(8))
+    grouped.gated(torch.empty(8, 2 * 12288, dtype=BF16))
 
 
 def call_hyper(tokens: int, n: int, d: int) -> None:

@@ -103,7 +103,7 @@ def test_choices_are_sorted_by_expert_and_cut_into_tiles(device):
         source = torch.Generator().manual_seed(tokens)
         chosen = torch.randint(-1, count - 1, (tokens, topk), generator=source)  # nobody asks the last one
         tile = tile_for(tokens, tokens * topk / count, BF16, BF16)
-        order = ordered(chosen.to(device), count + 1, tile)
+        order = ordered(chosen.to(device), count + 1, tile, shared=True)
         everyone = torch.cat([chosen, torch.full((tokens, 1), count)], dim=1).flatten()
         expected, tiles = [], []
         for expert in range(count + 1):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
@@ -14,8 +13,10 @@ from torch import Tensor
 
 from tiercel.errors import ConfigError
 from tiercel.kernels import native, reference
+from tiercel.kernels.entries import Entries, Flat
 from tiercel.kernels.meaning import digest_of
-from tiercel.kernels.reference import CosSin, Matrix, Recent, Site
+from tiercel.kernels.reference import CosSin, Matrix, Site
+from tiercel.kernels.reference.rows import Rows
 
 NAMES = ("auto", "native", "cuda", "reference")
 COMPUTE = ("auto", "fp32", "bf16")
@@ -26,6 +27,12 @@ class Kernels(Protocol):
 
     NAME: str
     EXACT: bool
+    FP8_MATRICES: bool
+    """Whether `linear`, `linear_groups` and `experts` take fp8 matrices with scales."""
+    QUEUES: bool
+    """Whether calls are queued on a device: nothing is read back within a forward."""
+    SOURCES: tuple[Path, ...]
+    """The Python files of the set. `built_from` is about the rest."""
     dtype: torch.dtype
     """The type of activations, and of the matrices that `pack` takes."""
 
@@ -50,38 +57,94 @@ class Kernels(Protocol):
     def masked(self, logits: Tensor, masks: Tensor) -> Tensor: ...
     def greedy(self, logits: Tensor) -> Tensor: ...
     def sample(self, logits: Tensor, draws: Tensor, best: Tensor) -> Tensor: ...
-    def route(
-        self, logits: Tensor, chosen: Tensor | None, bias: Tensor | None, k: int, factor: float
+    def route(  # noqa: PLR0913
+        self,
+        logits: Tensor,
+        chosen: Tensor | None,
+        bias: Tensor | None,
+        k: int,
+        factor: float,
+        position: Tensor | None = ...,
     ) -> tuple[Tensor, Tensor]: ...
-    def experts(
-        self, x: Tensor, chosen: Tensor, weights: Tensor, matrices: tuple[Matrix, Matrix], limit: float
+    def experts(  # noqa: PLR0913
+        self,
+        x: Tensor,
+        chosen: Tensor,
+        weights: Tensor,
+        matrices: tuple[Matrix, Matrix],
+        limit: float,
+        *,
+        shared: bool = ...,
     ) -> Tensor: ...
-
-
-class ListKernels(Kernels, Protocol):
-    """A set that finds rows by lists of their numbers, for models on a CPU and for `reference` anywhere."""
-
-    def put_rows(self, target: Tensor, to: Tensor, source: Tensor, rows: Tensor | None = None) -> None: ...
-    def compress(self, recent: Recent, rows: Tensor, bias: Tensor, dim: int) -> Tensor: ...
-    def best_rows(
-        self, q: Tensor, weights: Tensor, keys: Tensor, rows: Tensor, span: Tensor, visible: Tensor, k: int
-    ) -> Tensor: ...
-    def attention(
+    def route_softmax(
+        self, logits: Tensor, k: int, *, normed: bool, position: Tensor | None = ...
+    ) -> tuple[Tensor, Tensor]: ...
+    def gated(self, x: Tensor) -> Tensor: ...
+    def store_heads(  # noqa: PLR0913
+        self,
+        key: Tensor,
+        value: Tensor,
+        rotation: CosSin,
+        entries: Entries,
+        flat: Flat,
+        write_from: Tensor,
+        *,
+        eps: float,
+        weight: Tensor | None,
+    ) -> None: ...
+    def grouped_attention(  # noqa: PLR0913
         self,
         q: Tensor,
-        recent: Recent,
-        window: Tensor,
-        entries: Tensor,
-        chosen: Tensor,
+        entries: Entries,
+        kv_heads: int,
+        flat: Flat,
+        scale: float,
+        longest: int,
+        *,
+        sinks: Tensor | None = ...,
+        window: int = ...,
+    ) -> Tensor: ...
+    def store_window(
+        self, kv: Tensor, rotation: CosSin, eps: float, weight: Tensor, new: Entries
+    ) -> None: ...
+    def compress_store(  # noqa: PLR0913
+        self,
+        recent: tuple[Tensor, Tensor],
+        bias: Tensor,
+        weight: Tensor,
+        eps: float,
+        table: CosSin,
+        pages: Entries,
+        flat: Flat,
+        write_from: Tensor,
+        ring_rows: int,
+    ) -> None: ...
+    def keep(self, kept: Rows, new: Rows, flat: Flat, end: Tensor, ring_rows: int) -> None: ...
+    def write_tails(
+        self, recent: tuple[Rows, Rows], tails: Entries, moves: Tensor, ring_rows: int
+    ) -> None: ...
+    def restore(self, kept: Rows, tails: Entries, moves: Tensor, ring_rows: int) -> None: ...
+    def row_before(self, kept: Tensor, new: Tensor, flat: Flat, ring_rows: int) -> Tensor: ...
+    def best_rows(  # noqa: PLR0913
+        self, q: Tensor, weights: Tensor, keys: Entries, ratio: int, flat: Flat, k: int, most: int
+    ) -> Tensor: ...
+    def attention(  # noqa: PLR0913
+        self,
+        q: Tensor,
+        recent: tuple[Entries, Entries],
+        window: int,
+        entries: Entries | None,
+        chosen: Tensor | None,
+        ratio: int,
+        flat: Flat,
         sinks: Tensor,
         scale: float,
+        spare: int = ...,
     ) -> Tensor: ...
 
 
-def make_kernels(
-    name: str = "auto", device: str = "cpu", compute: str = "auto", offered: Sequence[str] = NAMES[1:]
-) -> Kernels:
-    """The set of this name, or `auto`: the first of those `offered` by a model that this device can run.
+def make_kernels(name: str = "auto", device: str = "cpu", compute: str = "auto") -> Kernels:
+    """The set of this name, or `auto`: the first that this device can run.
 
     `compute`: the type of activations and matrices. Only the CUDA kernels have a choice: bf16, or fp32 to
     compare them with a CPU.
@@ -90,12 +153,11 @@ def make_kernels(
         raise ConfigError("kernels", name, f"must be one of {', '.join(NAMES)}")
     if compute not in COMPUTE:
         raise ConfigError("compute", compute, f"must be one of {', '.join(COMPUTE)}")
-    wanted = [each for each in offered if name in ("auto", each)]
+    wanted = NAMES[1:] if name == "auto" else (name,)
     refused = {each: _refused(each, device, asked=name == each) for each in wanted}
     found = next((each for each in wanted if not refused[each]), None)
     if found is None:
-        why = refused.get(name, f"this model runs on {', '.join(offered)} only")
-        raise ConfigError("kernels", name, why)
+        raise ConfigError("kernels", name, refused[name])
     if found == "cuda":
         from tiercel.kernels.cuda.kernels import CudaKernels  # here: Triton takes a second to import
 
@@ -133,8 +195,4 @@ def kernels_digest(kernels: Kernels, device: str = "cpu") -> str:
     machine = [platform.machine(), " ".join(platform.libc_ver()), torch.__config__.show()]
     if torch.device(device).type == "cuda":
         machine.append(torch.cuda.get_device_name(device))
-    here = Path(__file__).parent
-    sources = (
-        [here / f"{kernels.NAME}.py"] if kernels.NAME != "cuda" else sorted((here / "cuda").glob("*.py"))
-    )
-    return digest_of(kernels.NAME, *kernels.built_from(), *machine, files=sources)
+    return digest_of(kernels.NAME, *kernels.built_from(), *machine, files=kernels.SOURCES)

@@ -33,15 +33,61 @@ class Entries(NamedTuple):
     """In `fp8_groups`, the number of other channels that share a scale. In other encodings 0."""
 
 
+ITEM = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""The encodings whose bytes are the numbers."""
+
+
+def encode(x: Tensor, how: Entries) -> tuple[Tensor, ...]:
+    """[n, dim] numbers → one [n, bytes] tensor for each part."""
+    match how.encoding:
+        case "fp8_row":
+            return encode_fp8_index(x)
+        case "fp8_groups":
+            return encode_fp8(x, how.rope, how.group, how.sizes[1])
+    return encode_plain(x, ITEM[how.encoding])
+
+
+def decode(parts: tuple[Tensor, ...], how: Entries) -> Tensor:
+    """One [n, bytes] tensor for each part → [n, dim] fp32."""
+    match how.encoding:
+        case "fp8_row":
+            return decode_fp8_index(parts)
+        case "fp8_groups":
+            return decode_fp8(parts, how.rope, how.group)
+    return decode_plain(parts, ITEM[how.encoding])
+
+
+def parts_of(entries: Entries) -> tuple[Tensor, ...]:
+    """Views [rows, per_row, bytes], one for each part."""
+    wide = [entries.per_row * size for size in entries.sizes]
+    split = entries.rows[:, : sum(wide)].split(wide, 1)
+    each = zip(split, entries.sizes, strict=True)
+    return tuple(part.unflatten(1, (entries.per_row, size)) for part, size in each)
+
+
+def read_entries(entries: Entries, numbers: Tensor) -> Tensor:
+    """[n, dim] fp32: the entries of these numbers."""
+    where = numbers // entries.per_row, numbers % entries.per_row
+    return decode(tuple(part[where] for part in parts_of(entries)), entries)
+
+
+def read_rows(entries: Entries, rows: Tensor) -> Tensor:
+    """[n · per_row, dim] fp32: all entries of these rows."""
+    return decode(tuple(part[rows].flatten(0, 1) for part in parts_of(entries)), entries)
+
+
+def write_entries(entries: Entries, numbers: Tensor, x: Tensor) -> None:
+    where = numbers // entries.per_row, numbers % entries.per_row
+    for part, data in zip(parts_of(entries), encode(x, entries), strict=True):
+        part[where] = data
+
+
 def move_entries_plain(to: Entries, to_numbers: Tensor, source: Entries, source_numbers: Tensor) -> None:
     """Entry source_numbers[i] becomes entry to_numbers[i]. -1 on either side: nothing moves."""
     both = (to_numbers >= 0) & (source_numbers >= 0)
-    here, there, at = to_numbers[both], source_numbers[both], 0
-    for size in to.sizes:
-        part = slice(at, at + to.per_row * size)
-        new, old = (each.rows[:, part].unflatten(1, (to.per_row, size)) for each in (to, source))
-        new[here // to.per_row, here % to.per_row] = old[there // to.per_row, there % to.per_row]
-        at = part.stop
+    here, there = to_numbers[both], source_numbers[both]
+    for new, old in zip(parts_of(to), parts_of(source), strict=True):
+        new[here // to.per_row, here % to.per_row] = old[there // source.per_row, there % source.per_row]
 
 
 class Flat(NamedTuple):

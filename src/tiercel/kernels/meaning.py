@@ -29,7 +29,7 @@ def digest_of(*words: str, files: Iterable[Path] = ()) -> str:
 
 @cache  # a process runs the source that it has loaded, and a file takes some ms
 def _file_digest(file: Path) -> str:
-    meaning = {".py": python_meaning, ".c": c_meaning}[file.suffix]
+    meaning = {".py": python_meaning, ".c": c_meaning, ".h": c_meaning}[file.suffix]
     return hashlib.sha256(meaning(file.read_bytes()).encode()).hexdigest()
 
 

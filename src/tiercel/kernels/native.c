@@ -13,38 +13,7 @@
        panel 0   w[0..15][0]  w[0..15][1]  …  w[0..15][k-1]
        panel 1   w[16..31][0] …                                    rows past n are zero
 */
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-
-#if defined(__AVX512F__) || (defined(__AVX__) && defined(__FMA__))
-#include <immintrin.h>
-#elif defined(__ARM_NEON) && defined(__aarch64__)
-#include <arm_neon.h>
-#endif
-#if defined(__AVX512F__)
-#define LANES 16
-#define FMA(a, b, c) _mm512_fmadd_ps(a, b, c)
-#elif defined(__AVX__) && defined(__FMA__)
-#define LANES 8
-#define FMA(a, b, c) _mm256_fmadd_ps(a, b, c)
-#elif defined(__ARM_NEON) && defined(__aarch64__)
-#define LANES 4
-#define FMA(a, b, c) vfmaq_f32(c, a, b)
-#else
-#define LANES 4
-#define FMA(a, b, c) ((a) * (b) + (c)) /* two roundings, everywhere on this machine */
-#endif
-#define PANEL 16
-#define PV (PANEL / LANES)
-#define UNROLL _Pragma("GCC unroll 16") /* without it gcc 12 keeps accumulators in memory: half the speed */
-#define INLINE static inline __attribute__((always_inline))
-#define PARALLEL_WORK 2000000 /* multiply-adds that are worth a second thread: 0.1 ms; waking a thread takes 10 us or more */
-
-typedef int64_t i64;
-typedef float vec __attribute__((vector_size(4 * LANES)));
-#define SPLAT(a) ((a) - (vec){0}) /* a in every lane; a - 0 is a, also for -0 */
+#include "vector.h"
 
 /* What this was built from (setup.py: the source and the whole command), and by which compiler. */
 const char *built_from(void) { return BUILT_FROM " " __VERSION__; }
@@ -58,88 +27,59 @@ i64 lanes(void) {
     return first[0] == 0.0f ? -LANES : LANES;
 }
 
-INLINE vec load(const float *p) {
-    vec v;
-    memcpy(&v, p, sizeof v);
-    return v;
-}
+/* Matrix products
 
-INLINE void store(float *p, vec v) { memcpy(p, &v, sizeof v); }
+   Few rows are read as they lie: the time is that of reading the matrix. Many rows are first packed in tiles of
+   TALL rows, DEEP columns at a time. Then each panel of the matrix is read once for all of them, from the L2
+   cache, and a tile of results stays in registers:
 
-/* exp to about 1 ulp, without a branch, so that the compiler can vectorize loops over it. */
-INLINE float exp_of(float x) {
-    x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
-    float n = __builtin_rintf(x * 1.44269504088896341f);
-    float r = __builtin_fmaf(n, -0.693359375f, x);
-    r = __builtin_fmaf(n, 2.12194440e-4f, r);
-    float p = 1.9875691500e-4f;
-    p = __builtin_fmaf(p, r, 1.3981999507e-3f);
-    p = __builtin_fmaf(p, r, 8.3334519073e-3f);
-    p = __builtin_fmaf(p, r, 4.1665795894e-2f);
-    p = __builtin_fmaf(p, r, 1.6666665459e-1f);
-    p = __builtin_fmaf(p, r, 5.0000001201e-1f);
-    p = __builtin_fmaf(p * r, r, r) + 1.0f;
-    union { int32_t i; float f; } two = {.i = ((int32_t)n + 127) << 23};
-    return p * two.f;
-}
+       packed    x[0..11][0]  x[0..11][1]  …  x[0..11][k-1]       rows past the last are not read
 
-INLINE float sigmoid(float x) { return 1.0f / (1.0f + exp_of(-x)); }
+   Each result is one chain of fused multiply-adds over k in either way. After DEEP columns the chain waits in y.
+*/
 
-/* A sum in 16 interleaved parts. */
-INLINE float sum_of(const float part[PANEL]) {
-    float total = 0;
-    for (int i = 0; i < PANEL; i++) total += part[i];
-    return total;
-}
-
-INLINE float dot(const float *a, const float *b, i64 n) {
-    float part[PANEL] = {0};
-    i64 i = 0;
-    for (; i + PANEL <= n; i += PANEL)
-        for (int l = 0; l < PANEL; l++) part[l] = __builtin_fmaf(a[i + l], b[i + l], part[l]);
-    for (int l = 0; i < n; i++, l++) part[l] = __builtin_fmaf(a[i], b[i], part[l]);
-    return sum_of(part);
-}
-
-INLINE float inverse_rms(const float *x, i64 n, float eps) { return 1.0f / sqrtf(dot(x, x, n) / n + eps); }
-
-/* Matrix products */
-
-#define TILE(ROWS, PANELS)                                                                                   \
-    static void tile_##ROWS##x##PANELS(const float *x, i64 xs, const float *w, i64 k, float *y, i64 ys,      \
-                                       i64 columns) {                                                        \
+/* Row r of x begins at r · xs, or, packed, at r. More: the chains go on from what is in y. */
+#define TILE(NAME, ROWS, PANELS, XS, XK)                                                                     \
+    static void NAME(const float *x, i64 xs, const float *w, i64 ws, i64 k, float *y, i64 ys, i64 columns,   \
+                     int more) {                                                                             \
         vec acc[ROWS][PANELS * PV];                                                                          \
+        float cut[ROWS][PANELS * PANEL], *to = y;                                                            \
+        i64 ts = ys;                                                                                         \
+        if (columns < PANELS * PANEL) {                                                                      \
+            to = cut[0], ts = PANELS * PANEL;                                                                \
+            if (more) for (int r = 0; r < ROWS; r++) memcpy(cut[r], y + r * ys, sizeof(float) * columns);    \
+        }                                                                                                    \
         UNROLL for (int r = 0; r < ROWS; r++)                                                                \
-            UNROLL for (int v = 0; v < PANELS * PV; v++) acc[r][v] = SPLAT(0.0f);                            \
+            UNROLL for (int v = 0; v < PANELS * PV; v++)                                                     \
+                acc[r][v] = more ? load(to + r * ts + v * LANES) : SPLAT(0.0f);                              \
         for (i64 i = 0; i < k; i++) {                                                                        \
             vec b[PANELS * PV];                                                                              \
             UNROLL for (int v = 0; v < PANELS * PV; v++)                                                     \
-                b[v] = load(w + (v / PV * k + i) * PANEL + v % PV * LANES);                                  \
+                b[v] = load(w + v / PV * ws + i * PANEL + v % PV * LANES);                                   \
             UNROLL for (int r = 0; r < ROWS; r++) {                                                          \
-                vec a = SPLAT(x[r * xs + i]);                                                                \
+                vec a = SPLAT(x[r * XS + i * XK]);                                                           \
                 UNROLL for (int v = 0; v < PANELS * PV; v++) acc[r][v] = FMA(b[v], a, acc[r][v]);            \
             }                                                                                                \
         }                                                                                                    \
-        float whole[ROWS][PANELS * PANEL];                                                                   \
         UNROLL for (int r = 0; r < ROWS; r++)                                                                \
-            UNROLL for (int v = 0; v < PANELS * PV; v++) store(whole[r] + v * LANES, acc[r][v]);             \
-        for (int r = 0; r < ROWS; r++)                                                                       \
-            memcpy(y + r * ys, whole[r], sizeof(float) * (columns < PANELS * PANEL ? columns : PANELS * PANEL)); \
+            UNROLL for (int v = 0; v < PANELS * PV; v++) store(to + r * ts + v * LANES, acc[r][v]);          \
+        if (columns < PANELS * PANEL)                                                                        \
+            for (int r = 0; r < ROWS; r++) memcpy(y + r * ys, cut[r], sizeof(float) * columns);              \
     }
-TILE(6, 1)
-TILE(4, 1)
-TILE(2, 2)
-TILE(2, 1)
-TILE(1, 4)
-TILE(1, 1)
+#define FEW(ROWS, PANELS) TILE(few_##ROWS##x##PANELS, ROWS, PANELS, xs, 1)
+FEW(6, 1)
+FEW(4, 1)
+FEW(2, 2)
+FEW(2, 1)
+FEW(1, 4)
+FEW(1, 1)
 
 /* Tiles of ROWS rows from column c on: the last panel of one may be cut. */
 #define TILES(ROWS, PANELS)                                                                                  \
     for (; c < to && (PANELS == 1 || to - c >= PANELS * PANEL); c += PANELS * PANEL)                         \
-        tile_##ROWS##x##PANELS(x + r * xs, xs, w + c * k, k, y + r * ys + c, ys, to - c);
+        few_##ROWS##x##PANELS(x + r * xs, xs, w + c * k, k * PANEL, k, y + r * ys + c, ys, to - c, 0);
 
-/* y[rows, from .. to) = x[rows, k] · wᵀ; from is a multiple of 16. */
-static void product(const float *x, i64 xs, const float *w, float *y, i64 ys, i64 rows, i64 k, i64 from, i64 to) {
+static void few_rows(const float *x, i64 xs, const float *w, float *y, i64 ys, i64 rows, i64 k, i64 from, i64 to) {
     for (i64 r = 0, take; r < rows; r += take) {
         i64 c = from, left = rows - r;
         take = left >= 6 ? 6 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
@@ -150,26 +90,80 @@ static void product(const float *x, i64 xs, const float *w, float *y, i64 ys, i6
     }
 }
 
-#define ROWS_AT_ONCE 48
+#if LANES == 16
+#define TALL 12 /* rows and 2 panels: 24 of 32 registers, 14 loads for 24 multiply-adds */
+#define BROAD 2
+#else
+#define TALL 6
+#define BROAD 1
+#endif
+#define DEEP 1024
+#define PACKED(NAME, ROWS) TILE(NAME, ROWS, 1, 1, TALL) TILE(NAME##_broad, ROWS, BROAD, 1, TALL)
+PACKED(tall, TALL)
+PACKED(four, 4)
+PACKED(two, 2)
+PACKED(one, 1)
+
+/* y[rows, columns] of up to BROAD panels. x is packed; w and y begin at the first column. */
+static void many_rows(const float *x, const float *w, i64 ws, i64 deep, float *y, i64 ys, i64 rows, i64 columns,
+                      int more) {
+    int broad = columns > PANEL;
+    for (i64 left = rows, take; left > 0; left -= take) {
+        take = left >= TALL ? TALL : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+        (take == TALL ? broad ? tall_broad : tall
+         : take == 4  ? broad ? four_broad : four
+         : take == 2  ? broad ? two_broad : two
+                      : broad ? one_broad : one)(x, 1, w, ws, deep, y, ys, columns, more);
+        x += take == TALL ? TALL * deep : take, y += take * ys;
+    }
+}
+
+/* Up to TALL rows of x, side by side. Each cache line is read once: rows may lie whole pages apart. */
+static void pack_rows(const float *x, i64 xs, i64 rows, i64 deep, float *packed) {
+    float some[TALL][PANEL] = {{0}};
+    for (i64 i = 0; i < deep; i += PANEL) {
+        i64 take = deep - i < PANEL ? deep - i : PANEL;
+        for (i64 r = 0; r < rows; r++) memcpy(some[r], x + r * xs + i, sizeof(float) * take);
+        for (i64 j = 0; j < take; j++)
+            UNROLL for (int r = 0; r < TALL; r++) packed[(i + j) * TALL + r] = some[r][j];
+    }
+}
+
+/* y[rows, from .. to) = x[rows, k] · wᵀ; from is a multiple of 16. */
+static void product(const float *x, i64 xs, const float *w, float *y, i64 ys, i64 rows, i64 k, i64 from, i64 to) {
+    if (rows < TALL || !k) {
+        few_rows(x, xs, w, y, ys, rows, k, from, to);
+        return;
+    }
+    i64 tiles = (rows + TALL - 1) / TALL;
+    float *packed = malloc(sizeof(float) * tiles * TALL * (k < DEEP ? k : DEEP));
+    for (i64 begin = 0; begin < k; begin += DEEP) {
+        i64 deep = k - begin < DEEP ? k - begin : DEEP;
+        for (i64 r = 0; r < rows; r += TALL)
+            pack_rows(x + r * xs + begin, xs, rows - r < TALL ? rows - r : TALL, deep, packed + r * deep);
+        for (i64 c = from; c < to; c += BROAD * PANEL)
+            many_rows(packed, w + c * k + begin * PANEL, k * PANEL, deep, y + c, ys, rows,
+                      to - c < BROAD * PANEL ? to - c : BROAD * PANEL, begin > 0);
+    }
+    free(packed);
+}
+
+#define ROWS_AT_ONCE 144
 
 void linear(const float *x, i64 xs, const float *w, float *y, i64 ys, i64 rows, i64 k, i64 n) {
-    /* An even number of parts, so that two threads share the work evenly. Few rows: each takes half the panels. */
-    i64 row_parts = rows > ROWS_AT_ONCE ? (rows + 2 * ROWS_AT_ONCE - 1) / (2 * ROWS_AT_ONCE) * 2 : 1;
-    i64 height = (rows + row_parts - 1) / row_parts;
-    height = row_parts > 1 ? (height + 5) / 6 * 6 : height;
-    i64 width = row_parts > 1 ? n : ((n + 1) / 2 + 63) / 64 * 64;
-    i64 column_parts = width ? (n + width - 1) / width : 0;
+    /* Parts of equal size, as many for each thread. Where rows alone do not make them, columns are cut, too. */
+    i64 threads = omp_get_max_threads(), row_parts = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+    i64 height = row_parts ? (rows + row_parts - 1) / row_parts : 0;
+    height = row_parts > 1 ? (height + TALL - 1) / TALL * TALL : height;
+    i64 least = rows < TALL ? 64 : 256; /* packing rows takes the time of some columns */
+    i64 width = row_parts % threads ? ((n + threads - 1) / threads + 63) / 64 * 64 : n;
+    width = width < least ? least : width;
+    i64 column_parts = (n + width - 1) / width;
 #pragma omp parallel for schedule(dynamic) if (rows * k * n > PARALLEL_WORK)
     for (i64 part = 0; part < row_parts * column_parts; part++) {
         i64 r = part / column_parts * height, c = part % column_parts * width;
         i64 take = rows - r < height ? rows - r : height;
-        if (take <= 0) continue;
-        /* all rows of a part for each panel: both stay in the L1 cache */
-        i64 end = c + width < n ? c + width : n;
-        if (take < 12) product(x + r * xs, xs, w, y + r * ys, ys, take, k, c, end);
-        else
-            for (i64 at = c; at < end; at += PANEL)
-                product(x + r * xs, xs, w, y + r * ys, ys, take, k, at, at + PANEL < end ? at + PANEL : end);
+        if (take > 0) product(x + r * xs, xs, w, y + r * ys, ys, take, k, c, c + width < n ? c + width : n);
     }
 }
 
@@ -351,20 +345,22 @@ static void ask_expert(const float *x, i64 rows, const float *gate_up, const flo
     product(wide, 2 * inner, down, y, d, rows, inner, 0, d);
 }
 
-/* y = the sum of the chosen experts, in their order, and of the shared expert, the last of the weights. */
+/* y = the sum of the chosen experts, in their order, and of the shared expert, if there is one: the last of the
+   weights. An expert -1 is none. */
 void experts(const float *x, const i64 *chosen, const float *weights, const float *gate_up, const float *down, float *y,
-             i64 rows, i64 count, i64 k, i64 d, i64 inner, float limit) {
+             i64 rows, i64 count, i64 k, i64 d, i64 inner, float limit, i64 shared) {
     i64 gate_up_size = (2 * inner + PANEL - 1) / PANEL * PANEL * d, down_size = (d + PANEL - 1) / PANEL * PANEL * inner;
     i64 asks = rows * k;
     float *answers = malloc(sizeof(float) * asks * d);
     i64 *order = malloc(sizeof(i64) * asks), *first = calloc(count + 2, sizeof(i64));
-    for (i64 a = 0; a < asks; a++) first[chosen[a] + 1]++;
+    for (i64 a = 0; a < asks; a++) if (chosen[a] >= 0) first[chosen[a] + 1]++;
     for (i64 e = 0; e < count; e++) first[e + 1] += first[e];
     i64 *next = malloc(sizeof(i64) * count);
     memcpy(next, first, sizeof(i64) * count);
-    for (i64 a = 0; a < asks; a++) order[next[chosen[a]]++] = a;
+    for (i64 a = 0; a < asks; a++) if (chosen[a] >= 0) order[next[chosen[a]]++] = a;
     i64 parts = 0, (*part)[3] = malloc(sizeof(*part) * (asks + (rows + TOKENS_AT_ONCE - 1) / TOKENS_AT_ONCE));
-    for (i64 r = 0; r < rows; r += TOKENS_AT_ONCE, parts++)
+    if (!shared) memset(y, 0, sizeof(float) * rows * d);
+    for (i64 r = 0; shared && r < rows; r += TOKENS_AT_ONCE, parts++)
         part[parts][0] = count, part[parts][1] = r, part[parts][2] = r + TOKENS_AT_ONCE < rows ? r + TOKENS_AT_ONCE : rows;
     for (i64 e = 0; e < count; e++)
         for (i64 a = first[e]; a < first[e + 1]; a += TOKENS_AT_ONCE, parts++)
@@ -389,52 +385,125 @@ void experts(const float *x, const i64 *chosen, const float *weights, const floa
 #pragma omp for
         for (i64 t = 0; t < rows; t++)
             for (i64 j = 0; j < k; j++)
-                for (i64 c = 0; c < d; c++)
+                for (i64 c = 0; chosen[t * k + j] >= 0 && c < d; c++)
                     y[t * d + c] = __builtin_fmaf(weights[t * k + j], answers[(t * k + j) * d + c], y[t * d + c]);
         free(wide);
     }
     free(part), free(next), free(first), free(order), free(answers);
 }
 
-/* target[to[i]] = source[from[i]], rows of bytes; without `from`: source[i]. */
-void put_rows(char *target, i64 ts, const i64 *to, const char *source, i64 ss, const i64 *from, i64 count, i64 bytes) {
-    for (i64 i = 0; i < count; i++) memcpy(target + to[i] * ts, source + (from ? from[i] : i) * ss, bytes);
+/* Rows of the cache. `flat` says where each token of a call stands, as in `entries.py`. */
+
+typedef struct {
+    const int32_t *position, *start, *first, *ring, *pages;
+    i64 tokens, pages_each;
+} flat;
+
+/* fp32 entries in memory, `per_row` in a row. */
+typedef struct {
+    char *rows;
+    i64 row_bytes, per_row, bytes;
+} entries;
+
+INLINE void *entry_at(const entries *all, i64 number) {
+    if (all->row_bytes == all->per_row * all->bytes) return all->rows + number * all->bytes;
+    return all->rows + number / all->per_row * all->row_bytes + number % all->per_row * all->bytes;
 }
 
-/* A row of a window: below `olds` it is in the first pool, otherwise in the second; -1 is no row. */
-INLINE const float *row_of(const float *old, i64 os, i64 olds, const float *new, i64 ns, int32_t row) {
-    return row < olds ? old + row * os : new + (row - olds) * ns;
+/* The number in the pages of entry e of a token's text. */
+INLINE i64 number_of(const flat *f, i64 token, i64 per_row, i64 e) {
+    return (i64)f->pages[f->ring[token] * f->pages_each + e / per_row] * per_row + e % per_row;
 }
 
-/* Entries of a compressor: for each channel, values weighted by the softmax of the gates over `width` rows.
-   A row is kv then gate, `channels` each. With overlap the first half of the rows use their first channels,
-   the second half their last. */
-void compress(const float *old, i64 os, i64 olds, const float *new, i64 ns, const int32_t *rows, const float *bias,
-              float *y, i64 entries, i64 width, i64 ratio, i64 dim, i64 channels) {
-#pragma omp parallel for if (entries * width * dim * 16 > PARALLEL_WORK)
-    for (i64 e = 0; e < entries; e++) {
-        float *most = malloc(sizeof(float) * 2 * dim), *sum = most + dim, *out = y + e * dim;
-        for (i64 c = 0; c < dim; c++) most[c] = -INFINITY, sum[c] = 0, out[c] = 0;
-        for (int pass = 0; pass < 2; pass++)
-            for (i64 j = 0; j < width; j++) {
-                int32_t row = rows[e * width + j];
-                if (row < 0) continue;
-                i64 shift = width > ratio && j >= ratio ? dim : 0;
-                const float *kv = row_of(old, os, olds, new, ns, row) + shift, *gate = kv + channels;
-                const float *b = bias + j % ratio * channels + shift;
-                if (!pass) for (i64 c = 0; c < dim; c++) {
-                    float g = gate[c] + b[c];
-                    most[c] = g > most[c] ? g : most[c];
-                }
-                else for (i64 c = 0; c < dim; c++) {
-                    float share = exp_of(gate[c] + b[c] - most[c]);
-                    sum[c] += share;
-                    out[c] = __builtin_fmaf(share, kv[c], out[c]);
-                }
+/* The first n entries of a token's text. */
+static void walk_pages(const entries *all, const flat *f, i64 token, i64 n, const float **row) {
+    const int32_t *page = f->pages + f->ring[token] * f->pages_each;
+    for (i64 e = 0; e < n; page++) {
+        const char *at = all->rows + *page * all->row_bytes;
+        for (i64 end = e + all->per_row < n ? e + all->per_row : n; e < end; e++, at += all->bytes)
+            row[e] = (const float *)at;
+    }
+}
+
+/* Recent rows: what rings of `ring_rows` rows keep, and the rows of this call. Strides are in bytes. */
+typedef struct {
+    const char *kept, *new;
+    i64 kept_bytes, new_bytes, ring_rows;
+} recent;
+
+INLINE const float *recent_at(const recent *r, const flat *f, i64 token, i64 position) {
+    i64 own = position - f->start[token];
+    if (own >= 0) return (const float *)(r->new + (f->first[token] + own) * r->new_bytes);
+    return (const float *)(r->kept + (f->ring[token] * r->ring_rows + position % r->ring_rows) * r->kept_bytes);
+}
+
+/* Copies the last `ring_rows` rows of every span into its ring. */
+void keep(char *kept, i64 kept_bytes, const char *new, i64 new_bytes, const flat *f, const int32_t *end, i64 ring_rows,
+          i64 bytes) {
+    for (i64 t = 0; t < f->tokens; t++) {
+        i64 at = f->position[t];
+        if (at < 0 || at < end[t] - ring_rows) continue;
+        memcpy(kept + (f->ring[t] * ring_rows + at % ring_rows) * kept_bytes, new + t * new_bytes, bytes);
+    }
+}
+
+/* Writes fp32 rows x into the entries of these numbers. */
+void put_entries(char *rows, i64 row_bytes, i64 per_row, const i64 *numbers, const char *x, i64 count, i64 bytes) {
+    entries all = {rows, row_bytes, per_row, bytes};
+    for (i64 i = 0; i < count; i++) memcpy(entry_at(&all, numbers[i]), x + i * bytes, bytes);
+}
+
+/* One entry of a compressor: for each channel, values weighted by the softmax of the gates over `width` rows up
+   to position `at`. A row is kv then gate, `channels` each. With overlap the first half of the rows use their
+   first channels, the second half their last. */
+static void compress_one(const recent *r, const flat *f, i64 token, const float *bias, float *most, float *out,
+                         i64 width, i64 ratio, i64 dim, i64 channels) {
+    float *sum = most + dim;
+    i64 begin = f->position[token] - (width - 1);
+    for (i64 c = 0; c < dim; c++) most[c] = -INFINITY, sum[c] = 0, out[c] = 0;
+    for (int pass = 0; pass < 2; pass++)
+        for (i64 j = begin < 0 ? -begin : 0; j < width; j++) {
+            i64 shift = width > ratio && j >= ratio ? dim : 0;
+            const float *kv = recent_at(r, f, token, begin + j) + shift, *gate = kv + channels;
+            const float *b = bias + j % ratio * channels + shift;
+            if (!pass) for (i64 c = 0; c < dim; c++) {
+                float g = gate[c] + b[c];
+                most[c] = g > most[c] ? g : most[c];
             }
-        for (i64 c = 0; c < dim; c++) out[c] /= sum[c];
+            else for (i64 c = 0; c < dim; c++) {
+                float share = exp_of(gate[c] + b[c] - most[c]);
+                sum[c] += share;
+                out[c] = __builtin_fmaf(share, kv[c], out[c]);
+            }
+        }
+    for (i64 c = 0; c < dim; c++) out[c] /= sum[c];
+}
+
+/* The entries that end with a token of this call, and not before `write_from`: y [returned count, dim], their
+   numbers in the pages, the positions of their first tokens. */
+i64 compress(const char *kept, i64 kept_bytes, const char *new, i64 new_bytes, i64 ring_rows, const flat *f,
+             const int32_t *write_from, const float *bias, float *y, i64 *numbers, i64 *firsts, i64 per_row, i64 width,
+             i64 ratio, i64 dim, i64 channels) {
+    recent r = {kept, new, kept_bytes, new_bytes, ring_rows};
+    i64 count = 0;
+    for (i64 t = 0; t < f->tokens; t++) {
+        i64 at = f->position[t];
+        if (at < 0 || (at + 1) % ratio || at < write_from[t]) continue;
+        numbers[count] = t, firsts[count++] = at + 1 - ratio;
+    }
+    if (!count) return 0;
+#pragma omp parallel if (count * width * dim * 16 > PARALLEL_WORK)
+    {
+        float *most = malloc(sizeof(float) * 2 * dim);
+#pragma omp for
+        for (i64 e = 0; e < count; e++) {
+            i64 token = numbers[e];
+            compress_one(&r, f, token, bias, most, y + e * dim, width, ratio, dim, channels);
+            numbers[e] = number_of(f, token, per_row, f->position[token] / ratio);
+        }
         free(most);
     }
+    return count;
 }
 
 /* The lightning indexer: the k best of the first `visible` keys of each query, ascending; -1: fewer keys.
@@ -472,8 +541,8 @@ static uint64_t kth_best(uint64_t *rank, i64 n, i64 k) {
 #define HEADS_AT_ONCE 16
 #define KEYS_AT_ONCE 4
 
-static void index_scores(const float *q, const float *weights, const float *keys, const int32_t *rows, i64 n, i64 heads,
-                         i64 dim, float *scores) {
+static void index_scores(const float *q, const float *weights, const float **keys, i64 n, i64 heads, i64 dim,
+                         float *scores) {
     i64 groups = (heads + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE;
     float *turned = calloc(groups * HEADS_AT_ONCE * (dim + 1), sizeof(float));
     float *shares = turned + groups * HEADS_AT_ONCE * dim;
@@ -484,7 +553,7 @@ static void index_scores(const float *q, const float *weights, const float *keys
     }
     for (i64 first = 0; first < n; first += KEYS_AT_ONCE) {
         const float *key[KEYS_AT_ONCE];
-        for (int i = 0; i < KEYS_AT_ONCE; i++) key[i] = keys + rows[first + i < n ? first + i : n - 1] * dim;
+        for (int i = 0; i < KEYS_AT_ONCE; i++) key[i] = keys[first + i < n ? first + i : n - 1];
         float total[KEYS_AT_ONCE] = {0};
         for (i64 g = 0; g < groups; g++) {
             vec acc[KEYS_AT_ONCE][PV];
@@ -510,24 +579,25 @@ static void index_scores(const float *q, const float *weights, const float *keys
     free(turned);
 }
 
-void best_rows(const float *q, const float *weights, i64 ws, const float *keys, const int32_t *rows, i64 most,
-               const i64 *span, const i64 *visible, int32_t *best, i64 queries, i64 heads, i64 dim, i64 k) {
-#pragma omp parallel for schedule(dynamic, 8) if (queries * most * heads * dim > PARALLEL_WORK)
-    for (i64 t = 0; t < queries; t++) {
-        i64 n = visible[t];
-        const int32_t *own = rows + span[t] * most;
+void best_rows(const float *q, const float *weights, i64 ws, char *rows, i64 row_bytes, i64 per_row, i64 ratio,
+               const flat *f, int32_t *best, i64 heads, i64 dim, i64 k, i64 most) {
+    entries keys = {rows, row_bytes, per_row, sizeof(float) * dim};
+#pragma omp parallel for schedule(dynamic, 8) if (f->tokens * most * heads * dim > PARALLEL_WORK)
+    for (i64 t = 0; t < f->tokens; t++) {
+        i64 n = (f->position[t] + 1) / ratio, taken = 0;
         int32_t *out = best + t * k;
-        i64 taken = 0;
-        if (n <= k) for (; taken < n; taken++) out[taken] = own[taken];
+        if (n <= k) for (; taken < n; taken++) out[taken] = (int32_t)number_of(f, t, per_row, taken);
         else {
-            float *scores = malloc(sizeof(float) * n);
-            uint64_t *rank = malloc(sizeof(uint64_t) * n);
-            index_scores(q + t * heads * dim, weights + t * ws, keys, own, n, heads, dim, scores);
-            for (i64 i = 0; i < n; i++) rank[i] = rank_of(scores[i], i);
+            uint64_t *rank = malloc((sizeof(uint64_t) + sizeof(float *) + sizeof(float)) * n);
+            const float **key = (const float **)(rank + n);
+            float *scores = (float *)(key + n);
+            walk_pages(&keys, f, t, n, key);
+            index_scores(q + t * heads * dim, weights + t * ws, key, n, heads, dim, scores);
+            for (i64 e = 0; e < n; e++) rank[e] = rank_of(scores[e], e);
             uint64_t least = kth_best(rank, n, k);
-            for (i64 i = 0; i < n && taken < k; i++)
-                if (rank_of(scores[i], i) >= least) out[taken++] = own[i];
-            free(rank), free(scores);
+            for (i64 e = 0; e < n && taken < k; e++)
+                if (rank_of(scores[e], e) >= least) out[taken++] = (int32_t)number_of(f, t, per_row, e);
+            free(rank);
         }
         for (; taken < k; taken++) out[taken] = -1;
     }
@@ -608,18 +678,39 @@ static void attend(const float *q, const float **row, i64 count, const float *si
     }
 }
 
-void attention(const float *q, const float *old, i64 os, i64 olds, const float *new, i64 ns, const int32_t *window,
-               i64 width, const float *entries, const int32_t *chosen, i64 k, const float *sinks, float scale, float *out,
-               i64 queries, i64 heads, i64 dim) {
-#pragma omp parallel for schedule(dynamic, 8) if (queries * (width + k) * heads * dim > PARALLEL_WORK)
-    for (i64 t = 0; t < queries; t++) {
-        const float **row = malloc(sizeof(float *) * (width + k) + sizeof(float) * HEADS_TOGETHER * (width + k));
-        i64 count = 0;
-        for (i64 j = 0; j < width; j++)
-            if (window[t * width + j] >= 0) row[count++] = row_of(old, os, olds, new, ns, window[t * width + j]);
-        for (i64 j = 0; j < k; j++)
-            if (chosen[t * k + j] >= 0) row[count++] = entries + (i64)chosen[t * k + j] * dim;
-        attend(q + t * heads * dim, row, count, sinks, scale, heads, dim, (float *)(row + width + k), out + t * heads * dim);
+/* How many entries a query may see: those that ended with its token or before, or its list. */
+INLINE i64 far_of(const flat *f, i64 token, const int32_t *chosen, i64 k, i64 ratio) {
+    if (f->position[token] < 0 || !ratio) return 0;
+    return chosen ? k : (f->position[token] + 1) / ratio;
+}
+
+/* `ratio` 0: there are no entries. `chosen` [tokens, k]: the entries that a query sees; without it, all. */
+void attention(const float *q, const char *kept, i64 kept_bytes, const char *new, i64 new_bytes, i64 ring_rows,
+               i64 window, char *rows, i64 row_bytes, i64 per_row, const int32_t *chosen, i64 k, i64 ratio,
+               const flat *f, const float *sinks, float scale, float *out, i64 heads, i64 dim) {
+    recent r = {kept, new, kept_bytes, new_bytes, ring_rows};
+    entries all = {rows, row_bytes, per_row, sizeof(float) * dim};
+    i64 far = 0;
+    for (i64 t = 0; t < f->tokens; t++) {
+        i64 own = far_of(f, t, chosen, k, ratio);
+        far = own > far ? own : far;
+    }
+#pragma omp parallel if (f->tokens * (window + far) * heads * dim > PARALLEL_WORK)
+    {
+        const float **row = malloc((sizeof(float *) + sizeof(float) * HEADS_TOGETHER) * (window + far));
+        float *score = (float *)(row + window + far);
+#pragma omp for schedule(dynamic, 8)
+        for (i64 t = 0; t < f->tokens; t++) {
+            i64 count = 0, here = f->position[t], own = far_of(f, t, chosen, k, ratio);
+            for (i64 at = here < window ? 0 : here - window + 1; at <= here; at++)
+                row[count++] = recent_at(&r, f, t, at);
+            if (chosen) {
+                for (i64 j = 0; j < own; j++)
+                    if (chosen[t * k + j] >= 0) row[count++] = entry_at(&all, chosen[t * k + j]);
+            } else
+                walk_pages(&all, f, t, own, row + count), count += own;
+            attend(q + t * heads * dim, row, count, sinks, scale, heads, dim, score, out + t * heads * dim);
+        }
         free(row);
     }
 }

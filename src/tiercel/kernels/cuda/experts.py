@@ -77,10 +77,17 @@ def route(  # noqa: PLR0913
     return chosen, weights
 
 
-def experts(
-    x: Tensor, chosen: Tensor, weights: Tensor, matrices: tuple[Weight, Weight], limit: float
+def experts(  # noqa: PLR0913
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    matrices: tuple[Weight, Weight],
+    limit: float,
+    *,
+    shared: bool = True,
 ) -> Tensor:
-    """The weighted sum of the chosen experts, plus the shared expert, which is the last of the matrices.
+    """The weighted sum of the chosen experts, plus that of the shared one, if there is one: it is the last of
+    the matrices.
 
     `matrices`: [experts, 2 · inner, d] and [experts, d, inner]. An expert -1 is none.
     """
@@ -90,10 +97,12 @@ def experts(
     assert weights.shape == chosen.shape and chosen.is_contiguous() and weights.is_contiguous()
     y = torch.empty(tokens, d, dtype=x.dtype, device=x.device)
     if tokens:
-        tile = _tile_for(tokens, tokens * topk / (count - 1), x.dtype, gate_up.data.dtype)
-        order = _ordered(chosen, count, tile)
+        tile = _tile_for(tokens, tokens * topk / (count - shared), x.dtype, gate_up.data.dtype)
+        order = _ordered(chosen, count, tile, shared=shared)
         answers = _asked(_asked(x, gate_up, order, limit), down, order)
-        _add[tokens, triton.cdiv(d, ADD_TILE)](answers, chosen, weights, y, d, TOPK=topk, TILE=ADD_TILE)
+        _add[tokens, triton.cdiv(d, ADD_TILE)](
+            answers, chosen, weights, y, d, TOPK=topk, SHARED=int(shared), TILE=ADD_TILE
+        )
     return y
 
 
@@ -116,17 +125,17 @@ class Order(NamedTuple):
     per_token: int
 
 
-def _ordered(chosen: Tensor, experts: int, tile: Tile) -> Order:
+def _ordered(chosen: Tensor, experts: int, tile: Tile, *, shared: bool) -> Order:
     (tokens, topk), device = chosen.shape, chosen.device
-    choices = tokens * (topk + 1)
+    choices = tokens * (topk + shared)
     most = min(choices, choices // tile.t + experts)
     numbers = torch.empty(choices, dtype=torch.int32, device=device)
     tiles = torch.empty(3, most, dtype=torch.int32, device=device)
     _order[(experts,)](
-        chosen, numbers, tiles, choices, most, TOPK=topk, EXPERTS=experts,
+        chosen, numbers, tiles, choices, most, TOPK=topk, SHARED=int(shared), EXPERTS=experts,
         BINS=triton.next_power_of_2(experts + 1), T_TILE=tile.t, WIDTH=CHOICES_AT_ONCE, num_warps=8,
     )  # fmt: skip
-    return Order(numbers, tiles, tile, topk + 1)
+    return Order(numbers, tiles, tile, topk + shared)
 
 
 def _asked(x: Tensor, weight: Weight, order: Order, limit: float | None = None) -> Tensor:
@@ -188,9 +197,12 @@ def _route(  # noqa: PLR0913
 
 
 @triton.jit
-def _experts_of(chosen, number, choices, TOPK: tl.constexpr, EXPERTS: tl.constexpr, NONE: tl.constexpr):
+def _experts_of(  # noqa: PLR0913
+    chosen, number, choices,
+    TOPK: tl.constexpr, SHARED: tl.constexpr, EXPERTS: tl.constexpr, NONE: tl.constexpr,
+):  # fmt: skip
     """The expert of each choice; NONE, if it is none."""
-    token, place = number // (TOPK + 1), number % (TOPK + 1)
+    token, place = number // (TOPK + SHARED), number % (TOPK + SHARED)
     routed = (number < choices) & (place < TOPK)
     expert = tl.load(chosen + token * TOPK + place, mask=routed, other=EXPERTS - 1).to(tl.int32)
     return tl.where((number < choices) & (expert >= 0), expert, NONE)
@@ -199,7 +211,8 @@ def _experts_of(chosen, number, choices, TOPK: tl.constexpr, EXPERTS: tl.constex
 @triton.jit(do_not_specialize=["choices", "most"])
 def _order(  # noqa: PLR0913
     chosen, order, tiles, choices, most,
-    TOPK: tl.constexpr, EXPERTS: tl.constexpr, BINS: tl.constexpr, T_TILE: tl.constexpr, WIDTH: tl.constexpr,
+    TOPK: tl.constexpr, SHARED: tl.constexpr, EXPERTS: tl.constexpr, BINS: tl.constexpr, T_TILE: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One program for each expert: its choices, and its tiles."""
     expert = tl.program_id(0)
@@ -207,7 +220,7 @@ def _order(  # noqa: PLR0913
     counts = tl.zeros([BINS], dtype=tl.int32)
     at = 0
     while at < choices:
-        counts += tl.histogram(_experts_of(chosen, at + lane, choices, TOPK, EXPERTS, BINS - 1), BINS)
+        counts += tl.histogram(_experts_of(chosen, at + lane, choices, TOPK, SHARED, EXPERTS, BINS - 1), BINS)
         at += WIDTH
     number = tl.arange(0, BINS)
     count = tl.sum(tl.where(number == expert, counts, 0), 0)
@@ -215,7 +228,9 @@ def _order(  # noqa: PLR0913
     tile = tl.sum(tl.where(number < expert, tl.cdiv(counts, T_TILE), 0), 0)
     row, at = first, 0
     while (at < choices) & (row < first + count):
-        own = (_experts_of(chosen, at + lane, choices, TOPK, EXPERTS, BINS - 1) == expert).to(tl.int32)
+        own = (_experts_of(chosen, at + lane, choices, TOPK, SHARED, EXPERTS, BINS - 1) == expert).to(
+            tl.int32
+        )
         tl.store(order + row + tl.cumsum(own, 0) - own, at + lane, mask=own > 0)
         row += tl.sum(own, 0)
         at += WIDTH
@@ -279,15 +294,18 @@ def _ask(  # noqa: PLR0913
 
 
 @triton.jit
-def _add(answers, chosen, weights, y, d, TOPK: tl.constexpr, TILE: tl.constexpr):
+def _add(  # noqa: PLR0913
+    answers, chosen, weights, y, d, TOPK: tl.constexpr, SHARED: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
     """One token: the outputs of its experts, weighted and added in order."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    answers += token * (TOPK + 1) * d + at
+    answers += token * (TOPK + SHARED) * d + at
     total = tl.zeros([TILE], dtype=tl.float32)
     for i in tl.static_range(TOPK):
         asked = tl.load(chosen + token * TOPK + i) >= 0
         answer = tl.load(answers + i * d, mask=(at < d) & asked, other=0.0).to(tl.float32)
         total += tl.where(asked, tl.load(weights + token * TOPK + i), 0.0) * answer
-    total += tl.load(answers + TOPK * d, mask=at < d, other=0.0).to(tl.float32)
+    if SHARED:
+        total += tl.load(answers + TOPK * d, mask=at < d, other=0.0).to(tl.float32)
     tl.store(y + token * d + at, total.to(y.dtype.element_ty), mask=at < d)

@@ -1,14 +1,14 @@
-"""The kernel set for CUDA: what `reference.py` defines, in Triton. Rows in the cache are read and written in
-place (`attention`, `index`, `rows`, `rings`), so this set has no functions on lists of rows."""
+"""The kernel set for CUDA: what `reference/` defines, in Triton."""
 
 from __future__ import annotations
 
 from importlib.metadata import version
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from tiercel.kernels.cuda import draw, experts, hyper, matrix, rows
+from tiercel.kernels.cuda import attention, draw, experts, grouped, hyper, index, matrix, rings, rows
 from tiercel.kernels.cuda.matrix import Weight
 
 
@@ -17,6 +17,9 @@ class CudaKernels:
 
     NAME = "cuda"
     EXACT = True
+    FP8_MATRICES = True
+    QUEUES = True
+    SOURCES = tuple(Path(__file__).parent.glob("*.py"))
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         self.dtype = dtype
@@ -33,6 +36,18 @@ class CudaKernels:
     sample = staticmethod(draw.sample)
     route = staticmethod(experts.route)
     experts = staticmethod(experts.experts)
+    store_window = staticmethod(rows.store_window)
+    compress_store = staticmethod(rows.compress_store)
+    keep = staticmethod(rings.keep)
+    write_tails = staticmethod(rings.write_tails)
+    restore = staticmethod(rings.restore)
+    row_before = staticmethod(rings.row_before)
+    best_rows = staticmethod(index.best_rows)
+    attention = staticmethod(attention.attention)
+    route_softmax = staticmethod(grouped.route_softmax)
+    gated = staticmethod(grouped.gated)
+    store_heads = staticmethod(grouped.store_heads)
+    grouped_attention = staticmethod(grouped.grouped_attention)
 
     def built_from(self) -> tuple[str, ...]:
         return version("triton"), str(self.dtype)

@@ -20,10 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tiercel.kernels.entries import Entries, Flat
-
-Rows = Entries | Tensor
-"""Encoded rows, one entry each; or fp32 rows: a compressor's [rows, 2 · channels], kv and then gate, or a
-model's streams. New streams may be bf16."""
+from tiercel.kernels.reference.rows import Rows
 
 WORDS_OF_WARP = 2048
 """Words of a row for each warp: 64 for a thread. A window row is 584 bytes: one warp, and many rows are
@@ -36,9 +33,10 @@ TAILS_AT_ONCE = 8
 
 
 @triton.jit
-def _copy(source, target, WORDS: tl.constexpr, WIDE: tl.constexpr):
+def _copy(source, target, there, WORDS: tl.constexpr, WIDE: tl.constexpr):
+    """Zeros where there is no source."""
     word = tl.arange(0, WIDE)
-    value = tl.load(source + word, mask=word < WORDS)
+    value = tl.load(source + word, mask=(word < WORDS) & there, other=0)
     tl.store(target + word, value.to(target.dtype.element_ty), mask=word < WORDS)
 
 
@@ -61,7 +59,7 @@ def _keep(  # noqa: PLR0913
     if (at < 0) | (at < tl.load(end + token) - RING_ROWS):
         return
     row = tl.load(ring + token).to(tl.int64) * RING_ROWS + at % RING_ROWS
-    _copy(new + token * NEW_STRIDE, kept + row * KEPT_STRIDE, WORDS, WIDE)
+    _copy(new + token * NEW_STRIDE, kept + row * KEPT_STRIDE, True, WORDS, WIDE)
 
 
 def keep(kept: Rows, new: Rows, flat: Flat, end: Tensor, ring_rows: int) -> None:
@@ -113,7 +111,8 @@ def _snapshot(  # noqa: PLR0913
     place = tl.load(move).to(tl.int64)
     while place >= 0:
         at = tl.load(move + 1) - PER_ROW + number
-        if at >= 0:
+        there = at >= 0
+        if there | (not RESTORE):
             row = kept + (tl.load(move + 2).to(tl.int64) * RING_ROWS + at % RING_ROWS) * KEPT_STRIDE
             if not RESTORE:
                 start, first = tl.load(move + 3), tl.load(move + 4).to(tl.int64)
@@ -122,9 +121,9 @@ def _snapshot(  # noqa: PLR0913
                 own = row + ROW_AT[i]
                 saved = tails + place * TAIL_STRIDE + TAIL_AT[i] + number * TAIL_STEP[i]
                 if RESTORE:
-                    _copy(saved, own, WORDS[i], WIDE[i])
+                    _copy(saved, own, there, WORDS[i], WIDE[i])
                 else:
-                    _copy(own, saved, WORDS[i], WIDE[i])
+                    _copy(own, saved, there, WORDS[i], WIDE[i])
         tail += tl.num_programs(0)
         move += tl.num_programs(0) * MOVE_STRIDE
         place = tl.load(move, mask=tail < count, other=-1).to(tl.int64)
@@ -135,8 +134,8 @@ def write_tails(recent: tuple[Rows, Rows], tails: Entries, moves: Tensor, ring_r
 
     moves int32 [tails, 5]: place of the tail (-1: padding, behind the last tail), boundary, ring, start of
     the span, flat number of the span's first token. A tail holds only the first channels of a compressor's
-    rows: later entries use no others. Positions before the text leave their bytes as they are. It holds only
-    the last position of streams, which is always new: their rings are not given.
+    rows: later entries use no others. Positions before the text are zeros: no byte of another text is
+    in a tail. It holds only the last position of streams, which is always new: their rings are not given.
     """
     _move(recent[0], recent[1], tails, moves, ring_rows, tails.per_row)
 

@@ -6,9 +6,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from tests.kernels.devices import every_device
+from tests.kernels.devices import every_set, skip_unless_computed
 from tiercel.kernels.cuda import rings
-from tiercel.kernels.cuda.rings import keep, restore, row_before, write_tails
 from tiercel.kernels.entries import Entries, Flat
 
 FORGOTTEN = 2**31 - 1
@@ -78,13 +77,13 @@ def make_rows(kind, ring_rows, spans, device):
     return tuple(plain(count, 16, device, seed=i) for i, count in enumerate(counts))
 
 
-@every_device
-def test_a_ring_keeps_the_last_rows_of_its_span_and_nothing_else(device):
+@every_set
+def test_a_ring_keeps_the_last_rows_of_its_span_and_nothing_else(kernels, device):
     for kind, ring_rows in (("encoded", 7), ("plain", 8)):
         kept, new = make_rows(kind, ring_rows, SPANS, device)
         flat, end = flat_of(SPANS, device)
         expected, old = memory_of(kept).clone(), memory_of(new).clone()
-        keep(kept, new, flat, end, ring_rows)
+        kernels.keep(kept, new, flat, end, ring_rows)
         done = memory_of(kept).clone()
         memory_of(kept).copy_(expected)
         for first, span in zip(firsts_of(SPANS), SPANS, strict=True):
@@ -137,34 +136,32 @@ def programs(request, monkeypatch):
     monkeypatch.setattr(rings, "TAILS_AT_ONCE", request.param)
 
 
-@every_device
+@every_set
 @pytest.mark.usefixtures("programs")
-def test_a_tail_has_the_rows_before_its_boundary(device):
+def test_a_tail_has_the_rows_before_its_boundary(kernels, device):
     for ring_rows, kept, new, tails in snapshots(device):
         before = memory_of(tails).clone()
-        write_tails((kept, new), tails, moves_of(SPANS, device), ring_rows)
+        kernels.write_tails((kept, new), tails, moves_of(SPANS, device), ring_rows)
         done = memory_of(tails).clone()
         memory_of(tails).copy_(before)
         for place, boundary, i in MOVES:
             span, first = SPANS[i], firsts_of(SPANS)[i]
             for number in range(tails.per_row if place >= 0 else 0):
                 p = boundary - tails.per_row + number
-                if p < 0:
-                    continue
                 old = p < span.start
                 rows = kept if old else new
                 row = span.ring * ring_rows + p % ring_rows if old else first + p - span.start
-                for mine, tail in pieces_of(rows, row, tails, place, number):
-                    tail.copy_(mine)
+                for mine, tail in pieces_of(rows, 0 if p < 0 else row, tails, place, number):
+                    tail.copy_(torch.zeros_like(mine) if p < 0 else mine)
         assert torch.equal(done, memory_of(tails)) and not torch.equal(done, before)
 
 
-@every_device
-def test_a_ring_goes_on_from_a_tail(device):
+@every_set
+def test_a_ring_goes_on_from_a_tail(kernels, device):
     for ring_rows, kept, _, tails in snapshots(device):
         before, source = memory_of(kept).clone(), memory_of(tails).clone()
         moves = torch.tensor([(2, 48, 3), (0, 16, 1), (-1, 8, 0)], dtype=torch.int32, device=device)
-        restore(kept, tails, moves, ring_rows)
+        kernels.restore(kept, tails, moves, ring_rows)
         done = memory_of(kept).clone()
         memory_of(kept).copy_(before)
         for place, boundary, ring in ((2, 48, 3), (0, 16, 1)):
@@ -177,26 +174,30 @@ def test_a_ring_goes_on_from_a_tail(device):
         assert torch.equal(memory_of(tails), source)
 
 
-@every_device
-def test_no_tails_are_no_work(device):
+@every_set
+def test_no_tails_are_no_work(kernels, device):
     ring_rows, kept, new, tails = next(iter(snapshots(device)))
     before = memory_of(kept).clone(), memory_of(tails).clone()
-    write_tails((kept, new), tails, moves_of(SPANS, device)[:0], ring_rows)
-    restore(kept, tails, moves_of(SPANS, device)[:0], ring_rows)
+    kernels.write_tails((kept, new), tails, moves_of(SPANS, device)[:0], ring_rows)
+    kernels.restore(kept, tails, moves_of(SPANS, device)[:0], ring_rows)
     assert torch.equal(memory_of(kept), before[0]) and torch.equal(memory_of(tails), before[1])
 
 
-@every_device
+@every_set
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_streams_lie_in_rings_and_tails_as_fp32(device, dtype):
+def test_streams_lie_in_rings_and_tails_as_fp32(kernels, device, dtype):
     """A row for each token; a tail has the last one before its boundary, which is new."""
+    skip_unless_computed(kernels, dtype)
     ring_rows, numbers = 3, 20
     (flat, end), firsts = flat_of(SPANS, device), firsts_of(SPANS)
     random = torch.Generator().manual_seed(0)
     kept = torch.randn(RINGS * ring_rows, numbers, generator=random).to(dtype).float().to(device)
     new = torch.randn(len(end), numbers, generator=random).to(device, dtype)
     tails = encoded(PLACES, (4 * numbers,), device, seed=3)._replace(encoding="fp32")
-    before, expected = row_before(kept, new, flat, ring_rows), torch.zeros(len(end), numbers, device=device)
+    before, expected = (
+        kernels.row_before(kept, new, flat, ring_rows),
+        torch.zeros(len(end), numbers, device=device),
+    )
     after, snapshots = kept.clone(), memory_of(tails).clone()
     for first, span in zip(firsts, SPANS, strict=True):
         for p in range(max(span.start, 0), span.end):
@@ -207,9 +208,9 @@ def test_streams_lie_in_rings_and_tails_as_fp32(device, dtype):
             if span.remembered and p >= span.end - ring_rows:
                 after[span.ring * ring_rows + p % ring_rows] = new[row].float()
     assert before.dtype == dtype and torch.equal(before.float(), expected)
-    keep(kept, new, flat, end, ring_rows)
+    kernels.keep(kept, new, flat, end, ring_rows)
     assert torch.equal(kept, after)
-    write_tails((new, new), tails, moves_of(SPANS, device), ring_rows)
+    kernels.write_tails((new, new), tails, moves_of(SPANS, device), ring_rows)
     done = memory_of(tails).clone()
     memory_of(tails).copy_(snapshots)
     for place, boundary, i in MOVES:
@@ -217,6 +218,6 @@ def test_streams_lie_in_rings_and_tails_as_fp32(device, dtype):
             row = new[firsts[i] + boundary - 1 - SPANS[i].start].float()
             tails.rows[place, : 4 * numbers] = row.view(torch.uint8)
     assert torch.equal(done, memory_of(tails)) and not torch.equal(done, snapshots)
-    restore(kept, tails, torch.tensor([[2, 48, 3]], dtype=torch.int32, device=device), ring_rows)
+    kernels.restore(kept, tails, torch.tensor([[2, 48, 3]], dtype=torch.int32, device=device), ring_rows)
     own = kept[3 * ring_rows + 47 % ring_rows]
     assert torch.equal(own.view(torch.uint8), tails.rows[2, : 4 * numbers])

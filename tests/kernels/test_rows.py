@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from tests.kernels import texts
-from tests.kernels.devices import every_device, rand
+from tests.kernels.devices import every_device, every_exact_set, every_set, rand, skip_unless_computed
 from tests.kernels.texts import group_of, sizes_of
 from tiercel.kernels import reference
-from tiercel.kernels.cuda.rows import compress_store, norm, norm_rotate, store_window
+from tiercel.kernels.cuda.rows import norm, norm_rotate
 from tiercel.kernels.entries import Entries, Flat
+from tiercel.kernels.reference.rows import compress
 
 TYPES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 every_type = pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -91,11 +92,12 @@ def test_a_rotated_row_does_not_depend_on_its_company(device, dtype):
     assert torch.equal(norm_rotate(x[3:5], (turn[0][3:5], turn[1][3:5]), eps=EPS, weight=weight), whole[3:5])
 
 
-@every_device
+@every_set
 @every_type
 @pytest.mark.parametrize("encoding", ["fp8_groups", "bf16", "fp32", "fp8_row"])
-def test_window_rows_have_the_bytes_of_the_encoding(device, dtype, encoding):
+def test_window_rows_have_the_bytes_of_the_encoding(kernels, device, dtype, encoding):
     """bf16 rows are whole numbers: their squares add up exactly in any order."""
+    skip_unless_computed(kernels, dtype)
     for dim, pairs in [(512, 32)] if device == "cuda" else [(128, 8), (24, 4)]:
         kv = rand(9, dim).to(device) * torch.logspace(-5, 3, dim, device=device)
         kv[3], kv[4, : dim // 2] = 0, -0.0
@@ -103,25 +105,27 @@ def test_window_rows_have_the_bytes_of_the_encoding(device, dtype, encoding):
             kv = kv.clamp(-60, 60).round()
         turn, weight = turn_of(9, pairs, device), rand(dim).to(device)
         new, memory = make_entries(12, 1, encoding, dim, 2 * pairs, device)
-        store_window(kv.to(dtype), turn, EPS, weight, new)
-        expected = norm_rotate(kv[:, None, :], turn, eps=EPS, weight=weight)[:, 0, :]
+        kernels.store_window(kv.to(dtype), turn, EPS, weight, new)
+        expected = kernels.norm_rotate(kv[:, None, :], turn, eps=EPS, weight=weight)[:, 0, :]
         assert torch.equal(bytes_of(new, range(9)), encode(expected, encoding, 2 * pairs))
         new.rows[:9, : sum(new.sizes)] = UNTOUCHED
         assert (memory == UNTOUCHED).all()
 
 
-@every_device
+@every_set
 @pytest.mark.parametrize("group", [8, 32])
-def test_groups_are_as_large_as_the_entries_say(device, group):
+def test_groups_are_as_large_as_the_entries_say(kernels, device, group):
     kv, turn = rand(3, 128).to(device) * torch.logspace(-5, 3, 128, device=device), turn_of(3, 16, device)
     new, _ = make_entries(3, 1, "fp8_groups", 128, 32, device, group)
-    store_window(kv, turn, EPS, torch.ones(128, device=device), new)
-    expected = norm_rotate(kv[:, None, :], turn, eps=EPS, weight=torch.ones(128, device=device))[:, 0, :]
+    kernels.store_window(kv, turn, EPS, torch.ones(128, device=device), new)
+    expected = kernels.norm_rotate(kv[:, None, :], turn, eps=EPS, weight=torch.ones(128, device=device))[
+        :, 0, :
+    ]
     assert torch.equal(bytes_of(new, range(3)), encode(expected, "fp8_groups", 32, group))
 
 
-@every_device
-def test_fp8_rounds_to_the_nearest_and_to_the_even_between_two(device):
+@every_set
+def test_fp8_rounds_to_the_nearest_and_to_the_even_between_two(kernels, device):
     """All numbers between two of e4m3, in groups of 16 beside 448. The norm divides by 2^20 exactly."""
     steps = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     between = torch.cat([(steps[1:] + steps[:-1]) / 2, torch.zeros(210 - 126)]).view(14, 15)
@@ -130,7 +134,7 @@ def test_fp8_rounds_to_the_nearest_and_to_the_even_between_two(device):
     kv = torch.cat([kv, torch.zeros(8, 16)], dim=1).to(device)
     new, _ = make_entries(8, 1, "fp8_groups", 128, 16, device)
     turn = torch.ones(8, 8, device=device), torch.zeros(8, 8, device=device)
-    store_window(kv, turn, 2.0**40, torch.ones(128, device=device), new)
+    kernels.store_window(kv, turn, 2.0**40, torch.ones(128, device=device), new)
     assert torch.equal(bytes_of(new, range(8)), encode(kv * 2.0**-20, "fp8_groups", 16))
 
 
@@ -167,8 +171,8 @@ RINGS = 4
 class Case:
     """Texts of one kind of compressor."""
 
-    def __init__(self, kind, device):
-        self.kind, self.device = kind, device
+    def __init__(self, kind, kernels, device):
+        self.kind, self.kernels, self.device = kind, kernels, device
         self.width, self.channels = kind.ratio * (1 + kind.overlap), kind.dim * (1 + kind.overlap)
         self.length = 5 * kind.ratio + 3
         self.texts = [rand(self.length, 2 * self.channels, seed=seed).to(device) for seed in range(3)]
@@ -179,8 +183,7 @@ class Case:
         """Its entries by the plain twins."""
         kind, entries = self.kind, torch.arange(self.length // self.kind.ratio, device=self.device)
         rows = entries[:, None] * kind.ratio + torch.arange(kind.ratio - self.width, kind.ratio).to(entries)
-        recent = self.texts[text], self.texts[text][:0]
-        x = reference.compress(recent, rows.clamp(min=-1).int(), self.bias, kind.dim)
+        x = compress(self.texts[text][rows.clamp(min=0)], rows < 0, self.bias, kind.dim)
         turn = tuple(each[entries * kind.ratio] for each in self.table)
         return reference.norm_rotate(x[:, None, :], turn, eps=EPS, weight=self.weight)[:, 0, :]
 
@@ -212,7 +215,9 @@ class Case:
         write_from = numbers.pop("write_from")
         where = Flat(**numbers, pages=places.int().to(device))
         recent = kept, torch.cat([torch.stack(new), torch.zeros(len(new), 8, device=device)], 1)[:, :-8]
-        compress_store(recent, self.bias, self.weight, EPS, self.table, pages, where, write_from, ring_rows)
+        self.kernels.compress_store(
+            recent, self.bias, self.weight, EPS, self.table, pages, where, write_from, ring_rows
+        )
         found, untouched = {}, memory.clone()
         view = pages._replace(rows=untouched[:, 12:-16])
         for span in spans:
@@ -227,8 +232,8 @@ class Case:
         return found
 
 
-def cases(device):
-    return [Case(kind, device) for kind in (FLASH if device == "cuda" else SMALL)]
+def cases(kernels, device):
+    return [Case(kind, kernels, device) for kind in (FLASH if device == "cuda" else SMALL)]
 
 
 def some_spans(case):
@@ -244,9 +249,9 @@ def some_spans(case):
     ]
 
 
-@every_device
-def test_entries_are_compressed_as_by_the_plain_twins_and_go_where_they_belong(device):
-    for case in cases(device):
+@every_set
+def test_entries_are_compressed_as_by_the_plain_twins_and_go_where_they_belong(kernels, device):
+    for case in cases(kernels, device):
         found = case.run(some_spans(case), "fp32")
         texts = [case.expected(text) for text in range(3)]
         assert {(0, 0), (1, 2), (2, 2)} <= found.keys() and not {(1, 1), (2, 1)} & found.keys()
@@ -254,19 +259,19 @@ def test_entries_are_compressed_as_by_the_plain_twins_and_go_where_they_belong(d
             torch.testing.assert_close(data.view(torch.float32), texts[text][e], atol=2e-5, rtol=2e-5)
 
 
-@every_device
+@every_set
 @pytest.mark.parametrize("encoding", ["bf16", "fp8_groups", "fp8_row"])
-def test_entries_have_the_bytes_of_the_encoding(device, encoding):
-    for case in cases(device):
+def test_entries_have_the_bytes_of_the_encoding(kernels, device, encoding):
+    for case in cases(kernels, device):
         plain, found = (case.run(some_spans(case)[2:], each) for each in ("fp32", encoding))
         for key, data in plain.items():
             x = data.view(torch.float32)[None]
             assert torch.equal(found[key], encode(x, encoding, 2 * case.kind.pairs)[0]), key
 
 
-@every_device
-def test_an_entry_does_not_depend_on_how_its_text_is_cut(device):
-    for case in cases(device):
+@every_exact_set
+def test_an_entry_does_not_depend_on_how_its_text_is_cut(kernels, device):
+    for case in cases(kernels, device):
         ratio, end = case.kind.ratio, case.length
         whole = case.run([Span(0, 0, end, ring=0)], "fp32")
         for cut in (ratio, 2 * ratio - 1, 4 * ratio + 1):
@@ -281,10 +286,10 @@ def test_an_entry_does_not_depend_on_how_its_text_is_cut(device):
             assert all(torch.equal(apart[key], whole[key]) for key in whole)
 
 
-@every_device
+@every_set
 @pytest.mark.parametrize("x", [-200.0, 0.0, 80.0])
-def test_gates_far_apart_do_not_overflow(device, x):
-    case = Case(Kind(4, False, 16, 4, 1), device)
+def test_gates_far_apart_do_not_overflow(kernels, device, x):
+    case = Case(Kind(4, False, 16, 4, 1), kernels, device)
     case.texts[0][:, 16:] = 0
     case.texts[0][1::4, 16:] = x
     found, expected = case.run([Span(0, 0, 8, ring=0)], "fp32"), case.expected(0)

@@ -8,11 +8,10 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from tests.kernels.devices import every_device, on_gpu
+from tests.kernels.devices import CUDA, every_exact_set, every_set, on_gpu, skip_unless_computed
 from tests.kernels.texts import PADDING, Call, Span, as_stored
-from tiercel.kernels import reference
 from tiercel.kernels.cuda import index
-from tiercel.kernels.cuda.index import best_rows
+from tiercel.kernels.reference.rows import top_numbers
 
 
 class Shape(NamedTuple):
@@ -54,7 +53,7 @@ def text_of(shape, text):
     return q, whole(-1, 2, queries, shape.heads, seed=text + 200), keys
 
 
-def run(shape, spans, encoding, dtype, device, seed=0, text=text_of):
+def run(shape, spans, encoding, dtype, kernels, device, seed=0, text=text_of):
     """(the call, the chosen numbers in pages on the CPU)."""
     most = -(-shape.length // shape.ratio)
     call = Call(spans, per_row=shape.per_row, ratio=shape.ratio, entries_most=most, device=device, seed=seed)
@@ -63,7 +62,7 @@ def run(shape, spans, encoding, dtype, device, seed=0, text=text_of):
     for i, own, position in call.tokens():
         q[i], weights[i] = (each[position % len(each)] for each in text(shape, own)[:2])
     keys = call.pages(lambda own: text(shape, own)[2], encoding, 0)
-    out = best_rows(
+    out = kernels.best_rows(
         q.to(device, dtype),
         torch.cat([weights, q[:, 0]], dim=1).to(device, dtype)[:, : shape.heads],
         keys,
@@ -81,22 +80,15 @@ def expected(shape, call, encoding, text=text_of):
     for i, own, position in call.tokens():
         q, weights, keys = text(shape, own)
         position %= len(q)
-        visible = call.visible[i : i + 1].long()
         number = call.numbers(call.ring[i], torch.arange(len(keys)))
-        best = reference.best_rows(
-            q[position : position + 1],
-            weights[position : position + 1],
-            as_stored(keys, encoding),
-            torch.arange(len(keys))[None].int(),
-            torch.zeros(1, dtype=torch.long),
-            visible,
-            shape.k,
-        )[0]
-        yield i, torch.where(best < 0, -1, number[best.clamp(min=0).long()]).int()
+        products = torch.relu(q[position] @ as_stored(keys, encoding).T)
+        best = top_numbers((weights[position] @ products)[None], call.visible[i : i + 1].long(), shape.k)[0]
+        yield i, torch.where(best < 0, -1, number[best.clamp(min=0)]).int()
 
 
-def check(shape, spans, encoding, dtype, device, text=text_of):
-    call, out = run(shape, spans, encoding, dtype, device, text=text)
+def check(shape, spans, encoding, dtype, kernels, device, text=text_of):
+    skip_unless_computed(kernels, dtype)
+    call, out = run(shape, spans, encoding, dtype, kernels, device, text=text)
     for i, want in expected(shape, call, encoding, text):
         assert torch.equal(out[i], want), (call.texts[i], call.positions[i])
 
@@ -111,7 +103,7 @@ MIXED = [
 """Tokens that see more keys than they may choose, as many, fewer, none; padding between them."""
 
 
-@every_device
+@every_set
 @pytest.mark.parametrize(
     ("encoding", "dtype"),
     [
@@ -121,14 +113,14 @@ MIXED = [
         ("fp8_row", torch.bfloat16),
     ],
 )
-def test_it_chooses_what_its_twin_chooses_ties_included(encoding, dtype, device):
-    check(SMALL, MIXED, encoding, dtype, device)
+def test_it_chooses_what_its_twin_chooses_ties_included(encoding, dtype, kernels, device):
+    check(SMALL, MIXED, encoding, dtype, kernels, device)
 
 
-@every_device
-def test_scores_need_not_all_fit_into_the_scratch_memory(device, monkeypatch):
+@every_set
+def test_scores_need_not_all_fit_into_the_scratch_memory(kernels, device, monkeypatch):
     monkeypatch.setattr(index, "SCRATCH_BYTES", 2000)
-    check(SMALL, [Span(0, 20, 38, 1), Span(1, 300, 302, 2)], "bf16", torch.float32, device)
+    check(SMALL, [Span(0, 20, 38, 1), Span(1, 300, 302, 2)], "bf16", torch.float32, kernels, device)
 
 
 def in_one_group(shape, text):
@@ -150,18 +142,18 @@ def all_negative(shape, text):
     return q, -1 - weights.abs(), keys
 
 
-@every_device
+@every_set
 @pytest.mark.parametrize("text", [in_one_group, all_equal, all_negative])
-def test_it_is_exact_where_candidates_are_many(text, device):
+def test_it_is_exact_where_candidates_are_many(text, kernels, device):
     """The second span sees no more keys than there are groups: they all are candidates."""
     spans = [Span(0, 300, 302, 2), Span(1, 39, 66, 1), Span(2, 419, 420, 3)]
-    check(SMALL, spans, "bf16", torch.float32, device, text=text)
+    check(SMALL, spans, "bf16", torch.float32, kernels, device, text=text)
 
 
-@every_device
-def test_short_texts_need_no_scores(device):
+@every_set
+def test_short_texts_need_no_scores(kernels, device):
     """Then `most` is no more than k."""
-    check(SMALL, [Span(0, 30, 34, 1), Span(1, 0, 3, 2)], "fp8_row", torch.float32, device)
+    check(SMALL, [Span(0, 30, 34, 1), Span(1, 0, 3, 2)], "fp8_row", torch.float32, kernels, device)
 
 
 def rough(shape, text):
@@ -170,11 +162,12 @@ def rough(shape, text):
     return tuple(torch.randn(each.shape, generator=random) for each in text_of(shape, text))
 
 
-def same_choice(shape, calls, encoding, dtype, device, text=rough):
+def same_choice(shape, calls, encoding, dtype, kernels, device, text=rough):
     """Each token, which sees more than k keys, has the choice that it has in the first call."""
+    skip_unless_computed(kernels, dtype)
     known = {}
     for seed, spans in enumerate(calls):
-        call, out = run(shape, spans, encoding, dtype, device, seed=seed, text=text)
+        call, out = run(shape, spans, encoding, dtype, kernels, device, seed=seed, text=text)
         for i, own, position in call.tokens():
             entry = torch.full((call.places * call.per_row + 1,), -1)
             seen = torch.arange(int(call.visible[i]))
@@ -184,15 +177,15 @@ def same_choice(shape, calls, encoding, dtype, device, text=rough):
             assert sorted(chosen) == chosen and chosen[0] >= 0
 
 
-@every_device
+@every_exact_set
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_choice_does_not_depend_on_the_call(dtype, device):
+def test_a_choice_does_not_depend_on_the_call(dtype, kernels, device):
     calls = [
         [Span(0, 300, 303, 0), Span(1, 200, 202, 1)],
         [Span(0, 301, 302, 3)],
         [Span(1, 201, 202, 0), Span(PADDING, 0, 1), Span(0, 302, 303, 2)],
     ]
-    same_choice(SMALL, calls, "fp8_row", dtype, device)
+    same_choice(SMALL, calls, "fp8_row", dtype, kernels, device)
 
 
 # The shapes of V4-Flash
@@ -202,7 +195,7 @@ def test_a_choice_does_not_depend_on_the_call(dtype, device):
 @every_encoding
 def test_flash_chooses_what_its_twin_chooses(encoding, device):
     spans = [Span(0, 39_990, 40_000, 2), Span(1, 2040, 2056, 0), Span(2, 9_000, 9_003, 3)]
-    check(FLASH, spans, encoding, torch.bfloat16, device)
+    check(FLASH, spans, encoding, torch.bfloat16, CUDA, device)
 
 
 @pytest.mark.parametrize("device", [on_gpu])
@@ -214,4 +207,4 @@ def test_a_flash_choice_does_not_depend_on_the_call(encoding, device):
         [Span(1, at, at + 1, at % 4) for at in range(2100, 2104)],
         [Span(PADDING, 0, 3), Span(1, 2060, 2200, 0), Span(0, 39_550, 39_650, 2)],
     ]
-    same_choice(FLASH, calls, encoding, torch.bfloat16, device)
+    same_choice(FLASH, calls, encoding, torch.bfloat16, CUDA, device)

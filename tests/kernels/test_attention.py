@@ -1,6 +1,6 @@
-"""Goal: attention on encoded rows is its plain twin on decoded ones, and a token's bits do not depend on its
-company. Method: random texts in rings and pages with NaN around; then the same tokens cut, ordered and placed
-otherwise."""
+"""Goal: attention on encoded rows in rings and pages is attention on decoded ones, and a token's bits do not
+depend on its company. Method: random texts in rings and pages with NaN around; then the same tokens cut,
+ordered and placed otherwise."""
 
 from functools import cache
 from typing import NamedTuple
@@ -8,10 +8,10 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from tests.kernels.devices import every_device, on_gpu
+from tests.kernels.devices import CUDA, every_exact_set, every_set, on_gpu, skip_unless_computed
 from tests.kernels.texts import PADDING, Call, Span, as_stored, rand
-from tiercel.kernels import reference
-from tiercel.kernels.cuda.attention import attention
+from tiercel.kernels.entries import Flat
+from tiercel.kernels.reference.rows import attend
 
 ENCODINGS = ["fp32", "bf16", "fp8_groups"]
 every_encoding = pytest.mark.parametrize("encoding", ENCODINGS)
@@ -60,7 +60,7 @@ def text_of(shape, text):
     return q, draw(shape, text, 1, n, shape.dim), draw(shape, text, 2, entries, shape.dim), lists
 
 
-def run(shape, spans, kind, encoding, dtype, device, spare=0, **where):
+def run(shape, spans, kind, encoding, dtype, kernels, device, spare=0, **where):
     """(the call, the result [tokens, heads, dim] on the CPU). `spare`: rows of a ring for refused guesses."""
     most = -(-shape.length // shape.ratio)
     call = Call(spans, per_row=shape.per_row, ratio=shape.ratio, entries_most=most, device=device, **where)
@@ -75,7 +75,7 @@ def run(shape, spans, kind, encoding, dtype, device, spare=0, **where):
     recent = call.recent(lambda text: text_of(shape, text)[1], ring_rows, encoding, shape.rope, shape.group)
     entries = call.pages(lambda text: text_of(shape, text)[2], encoding, shape.rope, shape.group)
     sinks = draw(shape, 7, 3, shape.heads).to(device)
-    out = attention(
+    out = kernels.attention(
         q.to(device, dtype),
         recent,
         shape.window,
@@ -100,20 +100,15 @@ def expected(shape, text, position, kind, encoding, dtype):
     rows, entries = (
         as_stored(each, encoding, shape.rope, shape.group).to(dtype).float() for each in (rows[near], entries)
     )
-    numbers = torch.arange(len(near))[None].int()
-    return reference.attention(
-        q[position : position + 1].to(dtype).float(),
-        (rows, rows[:0]),
-        numbers,
-        entries,
-        far[None].int(),
-        draw(shape, 7, 3, shape.heads),
-        shape.dim**-0.5,
-    )[0]
+    seen = torch.cat([rows, entries[far[far >= 0]]])[None]
+    none = torch.zeros(seen.shape[:2], dtype=torch.bool)
+    own = q[position : position + 1].to(dtype).float()
+    return attend(own, seen, none, draw(shape, 7, 3, shape.heads), shape.dim**-0.5)[0]
 
 
-def check(shape, spans, kind, encoding, dtype, device, spare=0):
-    call, out = run(shape, spans, kind, encoding, dtype, device, spare)
+def check(shape, spans, kind, encoding, dtype, kernels, device, spare=0):
+    skip_unless_computed(kernels, dtype)
+    call, out = run(shape, spans, kind, encoding, dtype, kernels, device, spare)
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
     for i, text, position in call.tokens():
         want = expected(shape, text, position, kind, encoding, dtype)
@@ -124,69 +119,79 @@ MIXED = [Span(0, 40, 43, 2), Span(PADDING, 0, 1), Span(1, 0, 1, 0), Span(2, 149,
 """In the middle and at the start of texts, one token alone, padding between them."""
 
 
-@every_device
+@every_set
 @types
 @pytest.mark.parametrize("kind", ["window", "chosen", "all"])
-def test_it_is_its_plain_twin_on_rows_in_rings_and_pages(kind, encoding, dtype, device):
-    check(SMALL, MIXED, kind, encoding, dtype, device)
+def test_it_is_its_plain_twin_on_rows_in_rings_and_pages(kind, encoding, dtype, kernels, device):
+    check(SMALL, MIXED, kind, encoding, dtype, kernels, device)
 
 
-@every_device
+@every_set
 @pytest.mark.parametrize("window", [1, 2, 16, 17])
-def test_a_window_may_be_short_or_end_with_a_tile(window, device):
-    check(SMALL._replace(window=window), MIXED, "all", "bf16", torch.float32, device)
+def test_a_window_may_be_short_or_end_with_a_tile(window, kernels, device):
+    check(SMALL._replace(window=window), MIXED, "all", "bf16", torch.float32, kernels, device)
 
 
-@every_device
+@every_set
 @pytest.mark.parametrize("window", [1, 17])
-def test_a_ring_may_have_rows_to_spare(window, device):
-    check(SMALL._replace(window=window), MIXED, "window", "bf16", torch.float32, device, spare=4)
+def test_a_ring_may_have_rows_to_spare(window, kernels, device):
+    check(SMALL._replace(window=window), MIXED, "window", "bf16", torch.float32, kernels, device, spare=4)
 
 
-@every_device
+@every_set
 @pytest.mark.parametrize("heads", [1, 17])
-def test_heads_may_fill_a_group_or_not(heads, device):
-    check(SMALL._replace(heads=heads), MIXED[:2], "chosen", "fp8_groups", torch.float32, device)
+def test_heads_may_fill_a_group_or_not(heads, kernels, device):
+    check(SMALL._replace(heads=heads), MIXED[:2], "chosen", "fp8_groups", torch.float32, kernels, device)
 
 
-@every_device
-def test_a_group_may_be_wider_than_a_piece(device):
+@every_set
+def test_a_group_may_be_wider_than_a_piece(kernels, device):
     """64 channels share an exponent; 16 rope channels leave pieces of 16."""
-    check(SMALL._replace(dim=80), MIXED[:3], "all", "fp8_groups", torch.float32, device)
+    check(SMALL._replace(dim=80), MIXED[:3], "all", "fp8_groups", torch.float32, kernels, device)
 
 
-@every_device
-def test_a_group_may_be_smaller_than_the_channels_allow(device):
+@every_set
+def test_a_group_may_be_smaller_than_the_channels_allow(kernels, device):
     """16 channels share an exponent, where 64 could: pieces are no wider than a group."""
-    check(SMALL._replace(dim=128, rope=64, group=16), MIXED[:3], "all", "fp8_groups", torch.float32, device)
+    check(
+        SMALL._replace(dim=128, rope=64, group=16),
+        MIXED[:3],
+        "all",
+        "fp8_groups",
+        torch.float32,
+        kernels,
+        device,
+    )
 
 
-def same_bits(shape, whole, others, kind, encoding, dtype, device):
+def same_bits(shape, whole, others, kind, encoding, dtype, kernels, device):
     """The tokens of `others`, calls of few spans, have the bits that they have in the call `whole`."""
-    call, out = run(shape, whole, kind, encoding, dtype, device)
+    skip_unless_computed(kernels, dtype)
+    call, out = run(shape, whole, kind, encoding, dtype, kernels, device)
     known = {(text, position): out[i] for i, text, position in call.tokens()}
     assert all(each.isfinite().all() for each in known.values())
     for seed, spans in enumerate(others, 1):
-        call, out = run(shape, spans, kind, encoding, dtype, device, seed=seed)
+        call, out = run(shape, spans, kind, encoding, dtype, kernels, device, seed=seed)
         for i, text, position in call.tokens():
             assert torch.equal(out[i], known[text, position]), (seed, text, position)
 
 
-@every_device
+@every_exact_set
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["chosen", "all"])
-def test_a_token_has_the_same_bits_whatever_is_computed_with_it(kind, dtype, device):
+def test_a_token_has_the_same_bits_whatever_is_computed_with_it(kind, dtype, kernels, device):
     whole = [Span(0, 66, 72, 0), Span(1, 20, 22, 1)]
     others = [[Span(0, 68, 69, 3)], [Span(PADDING, 0, 1), Span(1, 21, 22, 0), Span(0, 70, 72, 2)]]
-    same_bits(SMALL, whole, others, kind, "fp8_groups", dtype, device)
+    same_bits(SMALL, whole, others, kind, "fp8_groups", dtype, kernels, device)
 
 
-@every_device
-def test_a_call_without_tokens_is_one(device):
+@every_set
+def test_a_call_without_tokens_is_one(kernels, device):
     call = Call([Span(0, 3, 4)], per_row=2, ratio=4, entries_most=4, device=device)
     recent = call.recent(lambda _: rand(8, 32, seed=0), 3, "bf16", 16)
-    q = torch.empty(0, 2, 32, device=device)
-    assert attention(q, recent, 4, None, None, 4, call.flat, torch.zeros(2), 1.0).shape == q.shape
+    q, none = torch.empty(0, 2, 32, device=device), call.flat.position[:0]
+    flat = Flat(none, none, none, none, call.flat.pages)
+    assert kernels.attention(q, recent, 4, None, None, 4, flat, torch.zeros(2), 1.0).shape == q.shape
 
 
 # The shapes of V4-Flash
@@ -198,7 +203,7 @@ def test_a_call_without_tokens_is_one(device):
 def test_flash_is_its_plain_twin(kind, encoding, device):
     spans = [Span(0, 2500, 2510, 2), Span(1, 0, 3, 0), Span(2, 130, 135, 3)]
     shape = FLASH_HEAVY if kind == "all" else FLASH
-    check(shape, spans, kind, encoding, torch.bfloat16, device)
+    check(shape, spans, kind, encoding, torch.bfloat16, CUDA, device)
 
 
 @pytest.mark.parametrize("device", [on_gpu])
@@ -212,4 +217,4 @@ def test_flash_has_the_same_bits_whatever_is_computed_with_it(kind, encoding, de
         [Span(PADDING, 0, 3), Span(1, 150, 160, 0), Span(0, 2450, 2500, 2)],
     ]
     shape = FLASH_HEAVY if kind == "all" else FLASH
-    same_bits(shape, whole, others, kind, encoding, torch.bfloat16, device)
+    same_bits(shape, whole, others, kind, encoding, torch.bfloat16, CUDA, device)
