@@ -12,7 +12,7 @@ from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
 from tiercel.models.base import Weights
 from tiercel.models.deepseek_v4.config import V4Config
-from tiercel.models.deepseek_v4.weights import parameters
+from tiercel.models.deepseek_v4.weights import WEIGHTS
 
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 VOCAB = 256
@@ -89,7 +89,7 @@ def our_config(reference: DeepseekV4ForCausalLM) -> V4Config:
 
 def our_weights(reference: DeepseekV4ForCausalLM, device: str, matrices: torch.dtype) -> Weights:
     """In the types that they have when they are loaded from a folder."""
-    wanted, own = parameters(our_config(reference), draft=False), reference.state_dict()
+    wanted, own = WEIGHTS.of(our_config(reference), draft=False), reference.state_dict()
     return {name: own[name].to(device, each.dtype(matrices)) for name, each in wanted.items()}
 
 

@@ -18,8 +18,8 @@ from tiercel.memory.buffers import DeviceMemory
 from tiercel.models import graphs
 from tiercel.models.base import DRAWN_LAST, Span
 from tiercel.models.deepseek_v4.config import V4Config
-from tiercel.models.deepseek_v4.model import FAMILY, DeepseekV4
-from tiercel.models.deepseek_v4.weights import random_weights
+from tiercel.models.deepseek_v4.model import build
+from tiercel.models.deepseek_v4.weights import WEIGHTS
 from tiercel.models.flat import FlatBatch, Size, numbers_of, send
 from tiercel.spec import deepseek_v4
 
@@ -67,13 +67,13 @@ def make(
     rings: int = 3,
     guesses_max: int = 0,
 ):
-    own, set_ = V4Config.from_hf(config), make_kernels(kernels, device, compute, FAMILY.kernels)
+    own, set_ = V4Config.from_hf(config), make_kernels(kernels, device, compute)
     weights = {
         name: weight.to(device, set_.dtype) if weight.dtype == torch.bfloat16 else weight.to(device)
-        for name, weight in random_weights(own, 3, matrices=torch.bfloat16).items()
+        for name, weight in WEIGHTS.random(own, 3, torch.bfloat16).read().items()
     }
     memory = DeviceMemory(deepseek_v4(config, PAGE, format), pages=40, tails=6, device=device)
-    return DeepseekV4(own, weights, memory, rings, set_, guesses_max), memory
+    return build(own, weights, memory, rings, set_, guesses_max), memory
 
 
 def texts(vocab: int, *lengths: int) -> list[Tensor]:
@@ -173,20 +173,19 @@ def test_padding_changes_nothing(device: str) -> None:
         logits = plain.forward(spans, rows)
         best = plain.draw(logits[-2:] if rows else logits, [span.ring for span in spans], None)
         numbers = numbers_of(spans, rows, 3)
-        assert padded._tables is not None
-        padded._tables.send(spans)
+        padded.tables.send(spans)
         size = Size(4, 3, 2, 1024)
-        batch = FlatBatch(send(numbers.padded(size), memory.device), size, padded._tables.table)
+        batch = FlatBatch(send(numbers.padded(size), memory.device), size, padded.tables.table)
         answer: Any = None
         with torch.inference_mode():
-            for section in padded._sections(memory.spec):
+            for section in padded.sections():
                 answer = section.run(batch, answer)
         assert torch.equal(answer.logits[: len(logits)], logits)
         assert torch.equal(answer.best[: len(logits)][-2:], best) and torch.equal(
             padded.last[:3], plain.last[:3]
         )
     assert all(map(torch.equal, bytes_of(memory), bytes_of(its_memory)))
-    assert len(padded._sections(memory.spec)) > 1
+    assert len(padded.sections()) > 1
 
 
 @pytest.mark.parametrize("device", [on_gpu])
@@ -212,7 +211,7 @@ def test_a_recorded_forward_is_the_forward(
         found.append(model.forward([Span(tokens[0][:2], 128, pages[0], 1)]).clone())
         found += [each.clone() for each in bytes_of(memory)]
         seen.append(found)
-        assert waited[-1] == len(model.layers) - 1
+        assert waited[-1] == model.layers.count - 1
     assert len(seen[0]) == len(seen[1]) and all(map(torch.equal, *seen))
 
 

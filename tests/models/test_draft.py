@@ -15,7 +15,7 @@ from tiercel.kernels import reference as k
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.models.base import Span, part_of
 from tiercel.models.deepseek_v4.layer import Experts, site_of
-from tiercel.models.deepseek_v4.model import DeepseekV4
+from tiercel.models.deepseek_v4.model import build
 from tiercel.models.rotary import Rotary
 from tiercel.spec import deepseek_v4, deepseek_v4_mtp
 
@@ -56,7 +56,7 @@ class Drafted:
         spec = replace(spec, streams=tuple(replace(each, name=name_of(each)) for each in spec.streams))
         self.memory = DeviceMemory(spec, pages=8, tails=4)
         own = our_config(reference)
-        self.model = DeepseekV4(own, weights, self.memory, rings=3, guesses_max=guesses_max)
+        self.model = build(own, weights, self.memory, rings=3, guesses_max=guesses_max)
         self.pages = torch.tensor([4, 2, 7])
         self.logits, self.streams = [], []
         follow = self.model.draft.follow
@@ -336,4 +336,4 @@ def test_a_draft_without_its_hidden_stream_is_refused(case):
     config = reference.config.to_dict()
     spec = deepseek_v4(config, PAGE, "fp32").with_draft(deepseek_v4_mtp(config, PAGE, "fp32"))
     with pytest.raises(SpecError, match=r"draft = .*has no stream `hidden`"):
-        DeepseekV4(our_config(reference), weights, DeviceMemory(spec, pages=2, tails=2), rings=1)
+        build(our_config(reference), weights, DeviceMemory(spec, pages=2, tails=2), rings=1)

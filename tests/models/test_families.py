@@ -14,12 +14,12 @@ from tiercel.errors import WeightsError
 from tiercel.kernels import entries
 from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.deepseek_v4.config import V4Config
-from tiercel.models.deepseek_v4.weights import random_weights
+from tiercel.models.deepseek_v4.weights import WEIGHTS
 from tiercel.models.families import FAMILIES, family_of, folder_of, sources_of, text_folder_of
 from tiercel.spec import load
 from tiercel.text.text import Text
 
-READERS = {"__init__", "base", "checkpoint", "digest", "families"}
+READERS = {"__init__", "base", "checkpoint", "digest", "families", "opening", "wish"}
 """What finds, checks and names models. What these modules read is in the digests of weights and config."""
 
 
@@ -54,7 +54,7 @@ def test_every_module_that_a_model_computes_with_is_among_its_sources(name):
 
 def test_kernels_and_files_have_words_of_their_own():
     names = {path.name for path in sources_of(make_config())}
-    assert {"layer.py", "batch.py", "rotary.py", "entries.py", "weights.py"} <= names
+    assert {"layer.py", "frame.py", "rotary.py", "entries.py", "weights.py"} <= names
     assert not names & {f"{name}.py" for name in ("native", "reference", "choice", *READERS - {"__init__"})}
 
 
@@ -67,8 +67,8 @@ def test_the_model_for_measurements_has_the_cache_of_v4_flash_and_weights_from_a
     assert (own.layers, own.experts, own.experts_per_token) == (43, 8, 6)
     assert Text(text_folder_of("v4-flash-8e")).decode([129_000]) == "", "most of its tokens have no text"
     small = V4Config.from_hf(make_config())
-    first, again, other = (random_weights(small, seed) for seed in (0, 0, 1))
-    drafted = random_weights(small, 0, draft=True)
+    first, again, other = (WEIGHTS.random(small, seed).read() for seed in (0, 0, 1))
+    drafted = WEIGHTS.random(small, 0, draft=True).read()
     assert all(torch.equal(first[name], each[name]) for each in (again, drafted) for name in first)
     assert {name.partition(".")[0] for name in drafted.keys() - first.keys()} == {"mtp"}
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])

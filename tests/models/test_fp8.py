@@ -15,16 +15,17 @@ from tests.kernels.devices import every_device
 from tests.models.folders import make_config, write_folder
 from tests.models.test_weights import FP4_NAMES, FP8_NAMES, Tensors, blocks, fp4, fp8, in_original_form
 from tests.models.test_weights import quantized as quantize
-from tiercel.errors import ConfigError, WeightsError
+from tiercel.errors import WeightsError
 from tiercel.kernels.choice import make_kernels
 from tiercel.memory.buffers import DeviceMemory
+from tiercel.models import quantized
 from tiercel.models.base import Span
 from tiercel.models.checkpoint import Checkpoint
-from tiercel.models.deepseek_v4 import quantized
 from tiercel.models.deepseek_v4.config import V4Config
-from tiercel.models.deepseek_v4.matrices import GATE_UP, INPUT, QUERIES, SCALE, joined
-from tiercel.models.deepseek_v4.model import FAMILY, DeepseekV4
-from tiercel.models.deepseek_v4.weights import load_weights, random_weights
+from tiercel.models.deepseek_v4.model import build
+from tiercel.models.deepseek_v4.weights import GATE_UP, INPUT, QUERIES, WEIGHTS
+from tiercel.models.frame import Frame
+from tiercel.models.loading import SCALE, Plan, joined
 from tiercel.spec import deepseek_v4
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -62,21 +63,25 @@ def make_folder(path: Path, config: dict[str, Any] = ROUND, names: Any = NAMES, 
 
 
 def make_tensors(config: dict[str, Any] = ROUND, names: Any = NAMES) -> Tensors:
-    weights = random_weights(V4Config.from_hf(config), 5, draft=True)
+    weights = WEIGHTS.random(V4Config.from_hf(config), 5, draft=True).read()
     return quantize(in_original_form(weights), names)[0]
 
 
-def load(folder: Path, device: str = "cpu", **options: Any) -> Tensors:
+def plan(folder: Path, **options: Any) -> Plan:
     checkpoint = Checkpoint(folder)
-    return load_weights(checkpoint, V4Config.from_hf(checkpoint.config), device, BF16, **options)
+    return WEIGHTS.plan(checkpoint, V4Config.from_hf(checkpoint.config), BF16, **options)
 
 
-def run(weights: Tensors, device: str) -> tuple[DeepseekV4, Tensor]:
+def load(folder: Path, device: str = "cpu", **options: Any) -> Tensors:
+    return plan(folder, **options).read(device)
+
+
+def run(weights: Tensors, device: str) -> tuple[Frame, Tensor]:
     """The logits of a text of 17 tokens. A device computes one more: up to 16, fp8 has tiles of its own.
     (Their sums have the same order, but inside a tile Triton's interpreter adds in an order of its own.)"""
-    own, kernels = V4Config.from_hf(ROUND), make_kernels("cuda", device, "bf16", FAMILY.kernels)
+    own, kernels = V4Config.from_hf(ROUND), make_kernels("cuda", device, "bf16")
     memory = DeviceMemory(deepseek_v4(ROUND, 128, "bf16"), pages=2, tails=1, device=device)
-    model = DeepseekV4(own, weights, memory, 1, kernels)
+    model = build(own, weights, memory, 1, kernels)
     tokens, pages = torch.arange(18) * 7 % 24, torch.tensor([1])
     logits = [model.forward([Span(tokens[:17], 0, pages, 0)], [0, 16])]
     if device == "cuda":
@@ -105,7 +110,7 @@ def test_the_logits_are_those_of_weights_that_were_dequantized(tmp_path: Path, d
     stays, plain = (load(folder, device, fp8=each) for each in (True, False))
     (model, logits), (_, expected) = run(stays, device), run(plain, device)
     assert logits.isfinite().all() and torch.equal(logits, expected)
-    first, second = model.layers
+    first, second = model.layers._layers  # type: ignore[attr-defined]
     attention, experts = first.attention, first.experts
     for matrix in (
         attention._input,
@@ -197,21 +202,19 @@ def test_fp8_that_is_no_number_is_named(tmp_path: Path, spoiled: str) -> None:
 
 @pytest.mark.parametrize("fp8_stays", [False, True])
 def test_the_bytes_are_told_before_anything_is_read(tmp_path: Path, fp8_stays: bool) -> None:
-    folder, told = make_folder(tmp_path), list[dict[str, int]]()
-    weights = load(folder, fp8=fp8_stays, check=lambda parts: told.append(dict(parts)))
+    planned = plan(make_folder(tmp_path), fp8=fp8_stays)
+    told, weights = planned.bytes, planned.read()
     memory = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in weights.values()}
-    assert len(told) == 1 and sum(told[0].values()) == sum(memory.values())
-    assert set(told[0]) == {"attention", "experts", "feed-forward", "embeddings", "other weights"}
+    assert sum(told.values()) == sum(memory.values())
+    assert set(told) == {"attention", "experts", "feed-forward", "embeddings", "other weights"}
     experts = 2 * 4 * 3 * 128 * 128  # of two layers: three experts and the shared one, three matrices each
-    assert told[0]["experts"] == (experts + experts // 128**2 * 4 if fp8_stays else 2 * experts)
-
-    def refuse(_: object) -> None:
-        raise ConfigError("model", "x", "is too large")
+    assert told["experts"] == (experts + experts // 128**2 * 4 if fp8_stays else 2 * experts)
 
     name = "layers.0.attn.wo_b.scale"
     spoiled = make_folder(tmp_path / "spoiled", **{name: torch.full((1, 2), 255, dtype=torch.uint8)})
-    with pytest.raises(ConfigError, match="is too large"):
-        load(spoiled, fp8=fp8_stays, check=refuse)
+    assert plan(spoiled, fp8=fp8_stays).bytes == told
+    with pytest.raises(WeightsError, match="holds NaN or Inf"):
+        load(spoiled, fp8=fp8_stays)
 
 
 def test_what_is_one_matrix_is_not_copied(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from tiercel.config import CacheConfig
 from tiercel.kernels.choice import make_kernels
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.models.base import Span
-from tiercel.models.deepseek_v4.model import DeepseekV4
+from tiercel.models.deepseek_v4.model import build
 from tiercel.spec import deepseek_v4
 
 TOLERANCE = 1e-4
@@ -59,7 +59,7 @@ class Ours:
         self.memory = DeviceMemory(spec, pages=16, tails=9, device=device)
         chosen = make_kernels(kernels, device, compute)
         weights = our_weights(reference, device, chosen.dtype)
-        self.model = DeepseekV4(our_config(reference), weights, self.memory, rings=4, kernels=chosen)
+        self.model = build(our_config(reference), weights, self.memory, rings=4, kernels=chosen)
         self.pages = torch.tensor([5, 3, 9, 1, 14, 12, 0])
 
     def run(self, tokens, cuts, *, ring=0, start=0, **options):
@@ -236,7 +236,7 @@ def test_a_text_that_went_to_the_host_and_came_back_goes_on_bit_by_bit(case):
     cache = TieredCache(
         spec, CacheConfig(device_pages=6, device_tails=4, host_bytes=64 * spec.host_page_bytes)
     )
-    model = DeepseekV4(our_config(reference), reference.state_dict(), cache.device, rings=2)
+    model = build(our_config(reference), reference.state_dict(), cache.device, rings=2)
     serve(cache, model, tokens[:520])
     warm, reuse = serve(cache, model, tokens)
     assert reuse.device_tokens == 512

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.models.qwen3 import YARN, make_reference, random_tokens, reference_logits
+from tests.models.qwen3 import YARN, make_moe_reference, make_reference, random_tokens, reference_logits
 from tiercel.errors import SpecError, WeightsError
 from tiercel.kernels.choice import make_kernels
 from tiercel.memory.buffers import DeviceMemory
@@ -14,7 +14,9 @@ from tiercel.models import grouped
 from tiercel.models.base import Span
 from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.families import family_of
-from tiercel.models.qwen3.model import Qwen3, Qwen3Config, declare, load_weights
+from tiercel.models.qwen3.config import Qwen3Config, declare
+from tiercel.models.qwen3.model import build
+from tiercel.models.qwen3.weights import WEIGHTS
 
 TOLERANCE = 1e-4
 PAGE = 32
@@ -28,6 +30,16 @@ SHAPES = {
     "YaRN": {"rope_parameters": YARN},
     "YaRN, its factor of two": {"rope_parameters": {**YARN, "mscale": 2.0, "mscale_all_dim": 0.5}},
     "YaRN, its factor given": {"rope_parameters": {**YARN, "attention_factor": 0.7, "beta_fast": 4}},
+}
+MOE_SHAPES = {
+    "experts": {},
+    "experts, tied": {"tie_word_embeddings": True},
+    "weights as they are": {"norm_topk_prob": False},
+    "one expert of a token": {"num_experts_per_tok": 1, "norm_topk_prob": False},
+    "all experts": {"num_experts_per_tok": 5},
+    "experts in every layer": {"mlp_only_layers": [], "num_experts": 17, "num_experts_per_tok": 4},
+    "experts in every second layer": {"decoder_sparse_step": 2, "mlp_only_layers": []},
+    "experts and YaRN": {"rope_parameters": YARN, "moe_intermediate_size": 8, "num_key_value_heads": 3},
 }
 CUTS = {
     "in one": [TOKENS],
@@ -46,7 +58,7 @@ class Ours:
         self.memory = DeviceMemory(declare(config, PAGE, format), pages=40, tails=0)
         self.memory.flat_pages.fill_(255)  # NaN in every format: what was not written must not be read
         own, weights = Qwen3Config.from_hf(config), dict(reference.state_dict())
-        self.model = Qwen3(own, weights, self.memory, 0, kernels=make_kernels(kernels))
+        self.model = build(own, weights, self.memory, 4, make_kernels(kernels))
 
     def run(self, tokens, cuts, start=0, pages=PAGES, **options):
         """Logits of tokens start …, computed in pieces that end at the cuts."""
@@ -58,9 +70,10 @@ class Ours:
         return torch.cat(logits)
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(scope="module", params=[*SHAPES, *MOE_SHAPES])
 def case(request):
-    reference, tokens = make_reference(**SHAPES[request.param]), random_tokens(TOKENS)
+    name, tokens = request.param, random_tokens(TOKENS)
+    reference = make_reference(**SHAPES[name]) if name in SHAPES else make_moe_reference(**MOE_SHAPES[name])
     return reference, tokens, reference_logits(reference, tokens)
 
 
@@ -92,30 +105,24 @@ def test_the_bits_do_not_depend_on_where_a_text_is_cut(case, format):
 
 
 @pytest.mark.parametrize("format", ["fp32", "bf16"])
-def test_the_bits_do_not_depend_on_company(format):
+@pytest.mark.parametrize("make", [make_reference, make_moe_reference])
+def test_the_bits_do_not_depend_on_company(make, format):
     """Texts of several lengths in one call: some begin, some go on, one decodes."""
-    reference, ours = make_reference(), Ours(make_reference(), format)
+    reference, ours = make(), Ours(make(), format)
     texts = [random_tokens(200), random_tokens(70), (random_tokens(130) + 9) % 256]
     pages = [PAGES, torch.tensor([23, 21, 27]), torch.tensor([30, 31, 39, 38, 37])]
     starts = [150, 0, 129]
-    for text, own, start in zip(texts, pages, starts, strict=True):
+    for ring, (text, own, start) in enumerate(zip(texts, pages, starts, strict=True)):
         if start:
-            ours.model.forward([Span(text[:start], 0, own, 0)])
-    spans = [Span(t[s:], s, own, 0) for t, own, s in zip(texts, pages, starts, strict=True)]
+            ours.model.forward([Span(text[:start], 0, own, ring)])
+    each = enumerate(zip(texts, pages, starts, strict=True))
+    spans = [Span(text[start:], start, own, ring) for ring, (text, own, start) in each]
     rows = range(sum(len(span.tokens) for span in spans))
     together = ours.model.forward(spans, rows).split([len(span.tokens) for span in spans])
     for text, start, logits in zip(texts, starts, together, strict=True):
         alone = Ours(reference, format).run(text, [len(text)])
         assert torch.equal(logits, alone[start:])
     assert torch.equal(ours.model.forward(spans), torch.stack([logits[-1] for logits in together]))
-
-
-@pytest.mark.parametrize("format", ["fp32", "bf16"])
-def test_lists_of_rows_may_be_made_part_by_part(monkeypatch, format):
-    reference, tokens = make_reference(), random_tokens(TOKENS)
-    whole = Ours(reference, format).run(tokens, [TOKENS])
-    monkeypatch.setattr(grouped, "NUMBERS_AT_ONCE", 7 * 2 * TOKENS)
-    assert torch.equal(Ours(reference, format).run(tokens, [100, TOKENS]), whole)
 
 
 def test_a_replay_writes_nothing_and_reads_the_same():
@@ -174,7 +181,7 @@ def test_both_forms_of_a_config_are_one_model():
         "layer_types": ["full_attention"] * 28,
     }
     assert flat == Qwen3Config.from_hf(nested) and flat.digest == Qwen3Config.from_hf(nested).digest
-    assert family_of({"architectures": ["Qwen3ForCausalLM"]}).build is Qwen3
+    assert family_of({"architectures": ["Qwen3ForCausalLM"]}).build is build
 
 
 @pytest.mark.parametrize(
@@ -231,7 +238,7 @@ def test_a_format_it_does_not_have_is_refused(format):
 
 def loaded(folder):
     checkpoint = Checkpoint(folder)
-    return load_weights(checkpoint, Qwen3Config.from_hf(checkpoint.config))
+    return WEIGHTS.plan(checkpoint, Qwen3Config.from_hf(checkpoint.config)).read()
 
 
 @pytest.mark.parametrize("tied", [True, False])

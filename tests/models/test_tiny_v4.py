@@ -15,8 +15,8 @@ from tiercel.memory.buffers import DeviceMemory
 from tiercel.models.base import Span
 from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.deepseek_v4.config import V4Config
-from tiercel.models.deepseek_v4.model import DeepseekV4
-from tiercel.models.deepseek_v4.weights import load_weights
+from tiercel.models.deepseek_v4.model import build
+from tiercel.models.deepseek_v4.weights import WEIGHTS
 from tiercel.spec import deepseek_v4, deepseek_v4_mtp
 
 FOLDER = Path(tiercel.models.__file__).parent / "tiny_v4"
@@ -28,7 +28,7 @@ def tiny():
     checkpoint = Checkpoint(FOLDER)
     config = V4Config.from_hf(checkpoint.config)
     memory = DeviceMemory(deepseek_v4(checkpoint.config, PAGE, "fp32"), pages=16, tails=2)
-    model = DeepseekV4(config, load_weights(checkpoint, config), memory, rings=2)
+    model = build(config, WEIGHTS.plan(checkpoint, config).read(), memory, rings=2)
     return model, memory, Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
 
 
@@ -76,7 +76,9 @@ class Drafting:
         spec = deepseek_v4(checkpoint.config, PAGE, "fp32")
         spec = spec.with_draft(deepseek_v4_mtp(checkpoint.config, PAGE, "fp32", hidden=True))
         self.memory = DeviceMemory(spec, pages=4, tails=1)
-        self.model = DeepseekV4(config, load_weights(checkpoint, config), self.memory, rings=2, guesses_max=1)
+        self.model = build(
+            config, WEIGHTS.plan(checkpoint, config).read(), self.memory, rings=2, guesses_max=1
+        )
         self.tail = self.memory.view("draft_window", config.layers)[0]
 
     def agreed(self, text, *, lose, tokens=8):

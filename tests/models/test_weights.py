@@ -22,7 +22,7 @@ from tests.models.folders import make_config, write_folder, write_shards
 from tiercel.errors import SpecError, WeightsError
 from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.deepseek_v4.config import V4Config
-from tiercel.models.deepseek_v4.weights import load_weights, parameters
+from tiercel.models.deepseek_v4.weights import WEIGHTS, parameters
 from tiercel.spec import deepseek_v4
 
 Tensors = dict[str, Tensor]
@@ -30,7 +30,7 @@ Tensors = dict[str, Tensor]
 
 def load(folder: Path, **options: Any) -> Tensors:
     checkpoint = Checkpoint(folder)
-    return load_weights(checkpoint, V4Config.from_hf(checkpoint.config), **options)
+    return WEIGHTS.plan(checkpoint, V4Config.from_hf(checkpoint.config), **options).read()
 
 
 def check_equal(loaded: Tensors, expected: Tensors) -> None:
@@ -176,7 +176,7 @@ def model() -> DeepseekV4ForCausalLM:
 
 
 def test_the_table_is_the_state_dict_of_transformers(model: DeepseekV4ForCausalLM) -> None:
-    own = parameters(V4Config.from_hf(model.config.to_dict()), draft=False)
+    own = WEIGHTS.of(V4Config.from_hf(model.config.to_dict()), draft=False)
     state = model.state_dict()
     assert {name: each.shape for name, each in own.items()} == {n: tuple(t.shape) for n, t in state.items()}
     assert {name for name, each in own.items() if each.integer} == {n for n in state if n.endswith("tid2eid")}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ from tiercel.kernels.draw import Draw
 from tiercel.spec.hf_fields import flag, number, whole
 
 DRAWN_LAST = -1
-"""Stands for the token that was drawn last in the span's ring (`QueueModel.last`)."""
+"""Stands for the token that was drawn last in the span's ring (`Model.last`)."""
 
 NO_GUESS = -1
 """Stands for a guess that is missing; all behind it are missing too."""
@@ -53,28 +53,23 @@ class Span:
 class Draft(Protocol):
     """Guesses what a model will draw. Its entries lie in the pages, tails and rings of the model."""
 
-    def follow(self, call: Any, x: Tensor, tokens: Tensor, /) -> None:
-        """Called in every forward of the target: make the draft's entries.
-
-        `call`: its spans, or a `FlatBatch` where kernels find rows by themselves. x [tokens, …]: what the
-        target has computed for each token, before it is turned into logits.
-        """
-
     def propose(self, spans: Sequence[Span], count: int) -> Tensor:
-        """[spans, count] int64: the best guesses after each span. A span has one token: the one drawn last,
-        which the target has not computed. Its pages have room for an entry of each guess but the last.
-        `NO_GUESS`: a text gets fewer. Nothing of a guess is remembered."""
-
-    def restore(self, *tail: Any) -> None:
-        """A text goes on from a tail: ring, place, boundary, or as in `CudaMtpDraft.restore`."""
+        """[spans, count] int64 on the host: the best guesses after each span. A span has one token: the one
+        drawn last, which the target has not computed. Its pages have room for an entry of each guess but the
+        last. `NO_GUESS`: a text gets fewer. Nothing of a guess is remembered."""
 
 
 class Model(Protocol):
     """A model with its weights, on the device memory of one cache. It knows nothing of scheduling."""
 
     vocab_size: int
-    draft: Draft | None
-    """None: the model has none, or its cache has no streams for it."""
+    last: Tensor
+    """[rings or more] int64 on the device: the token that was drawn last in each ring; -1: there was none. A
+    model can go on with such a token before it is known: `DRAWN_LAST`."""
+
+    @property
+    def draft(self) -> Draft | None:
+        """None: the model has none, or its cache has no streams for it."""
 
     def warm_up(self, longest: int, /) -> None:
         """Prepare what makes calls fast on this device. `longest`: the most tokens of a text. It may take
@@ -93,14 +88,6 @@ class Model(Protocol):
 
         What is queued on a device is read before the next call.
         """
-
-
-@runtime_checkable
-class QueueModel(Model, Protocol):
-    """A model that can go on with tokens which it drew itself: they are on the device and not known yet."""
-
-    last: Tensor
-    """[rings or more] int64 on the device: the token that was drawn last in each ring; -1: there was none."""
 
     def draw(
         self,
@@ -123,28 +110,6 @@ Weights = Mapping[str, Tensor]
 def part_of(weights: Weights, prefix: str) -> Weights:
     """The parameters below a prefix."""
     return {name[len(prefix) :]: tensor for name, tensor in weights.items() if name.startswith(prefix)}
-
-
-PARTS = {
-    "self_attn.": "attention",
-    "experts.": "experts",
-    "mlp.": "feed-forward",
-    "embed_tokens.": "embeddings",
-    "lm_head.": "embeddings",
-}
-"""The purpose of parameters, by the first fitting part of a name; all others are `other weights`."""
-
-BytesCheck = Callable[[Mapping[str, int]], None]
-"""Takes the bytes of the weights, by purpose, and raises if they are too many."""
-
-
-def bytes_by_part(sizes: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """The bytes of parameters, by their purpose."""
-    found = dict[str, int]()
-    for name, size in sizes:
-        part = next((part for piece, part in PARTS.items() if piece in name), "other weights")
-        found[part] = found.get(part, 0) + size
-    return found
 
 
 def named(name: str) -> Any:

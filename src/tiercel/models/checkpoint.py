@@ -92,7 +92,10 @@ class Checkpoint:
 
     def refuse(self, faults: Mapping[str, Sequence[tuple[str, str]]]) -> None:
         """Raises one error that names everything that is wrong: kind of fault → (tensor, why)."""
-        refuse(self.folder, faults)
+        texts = [f"{what}: {listed([n + why for n, why in own])}" for what, own in faults.items() if own]
+        if texts:
+            tensors = [name for own in faults.values() for name, _ in own]
+            raise WeightsError(self.folder, "; ".join(texts), tensors)
 
     def digest(self) -> str:
         """A name for the weights: changes with any bit of any file of tensors. The bytes are read once."""
@@ -104,8 +107,20 @@ class Checkpoint:
             raise WeightsError(self.folder, f"can not be read: {error}") from error
 
     def _open(self, file: Path) -> dict[str, StoredTensor]:
-        self._files[file], stored = open_file(file)
-        return stored
+        """Open a file of tensors. Returns what it holds in the order of its bytes."""
+        try:
+            _check_is_itself(file)
+            opened: Any = safe_open(file, framework="pt")
+            slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
+        except FileNotFoundError as error:
+            raise WeightsError(file, "is missing") from error
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(file, f"is no whole safetensors file: {error}") from error
+        self._files[file] = opened
+        return {
+            name: StoredTensor(name, file, each.get_dtype(), tuple(each.get_shape()))
+            for name, each in slices.items()
+        }
 
     def _open_indexed(self, index: Path) -> dict[str, StoredTensor]:
         """What all files hold. The index must agree with them, tensor for tensor."""
@@ -121,37 +136,6 @@ class Checkpoint:
                 raise WeightsError(file, f"holds what {INDEX} does not say: {listed(stray)}", stray)
             tensors |= held
         return tensors
-
-
-def open_file(file: Path) -> tuple[Any, dict[str, StoredTensor]]:
-    """An open file of tensors, and what it holds in the order of its bytes."""
-    try:
-        _check_is_itself(file)
-        opened: Any = safe_open(file, framework="pt")
-        slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
-    except FileNotFoundError as error:
-        raise WeightsError(file, "is missing") from error
-    except (SafetensorError, OSError) as error:
-        raise WeightsError(file, f"is no whole safetensors file: {error}") from error
-    return opened, {
-        name: StoredTensor(name, file, each.get_dtype(), tuple(each.get_shape()))
-        for name, each in slices.items()
-    }
-
-
-def refuse(where: Path, faults: Mapping[str, Sequence[tuple[str, str]]]) -> None:
-    """Raises one error that names everything that is wrong in `where`: kind of fault → (tensor, why)."""
-    texts = [f"{what}: {listed([n + why for n, why in found])}" for what, found in faults.items() if found]
-    if texts:
-        tensors = [name for found in faults.values() for name, _ in found]
-        raise WeightsError(where, "; ".join(texts), tensors)
-
-
-def unfit(stored: StoredTensor, shape: tuple[int, ...]) -> str:
-    """Why a tensor of plain numbers does not fit its name; empty: it does."""
-    if stored.shape == shape and stored.dtype in FLOATS:
-        return ""
-    return f" is {list(stored.shape)} of {stored.dtype}, must be {list(shape)} of {', '.join(FLOATS)}"
 
 
 def check_finite(values: Tensor, stored: StoredTensor) -> None:

@@ -20,78 +20,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tiercel.errors import ConfigError, SpecError, WeightsError
-from tiercel.kernels.choice import Kernels
-from tiercel.kernels.draw import greedy
-from tiercel.kernels.meaning import digest_of
-from tiercel.memory.buffers import DeviceMemory
 from tiercel.models.base import (
     DRAWN_LAST,
     NO_GUESS,
     BeforeLayer,
-    BytesCheck,
-    Dimensions,
-    Draft,
     Model,
-    QueueModel,
     Span,
     at_once,
 )
-from tiercel.models.checkpoint import Checkpoint
-from tiercel.models.families import family_of, folder_of, sources_of
-from tiercel.spec.cache_spec import CacheSpec
-from tiercel.spec.hf_fields import whole
 
-LONGEST = "max_position_embeddings"
-
-NOTHING = torch.empty(0)
-"""The draft reads nothing of what the target computed."""
-
-
-class DraftFolder:
-    """The folder of a model that guesses. A `ConfigError` names what can not be used."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        try:
-            self._checkpoint = Checkpoint(folder_of(name))
-            self._config = self._checkpoint.config
-            self._family = family_of(self._config)
-            self._dimensions: Dimensions = self._family.read(self._config)
-            made_for = self._config.get(LONGEST) is not None
-            self.longest = whole(self._config, LONGEST) if made_for else None
-            """The tokens of the longest text that the model was made for."""
-        except (SpecError, WeightsError) as error:
-            raise ConfigError("draft", name, str(error)) from error
-
-    def declare(self, page_tokens: int, format: str) -> CacheSpec:
-        """What the model caches. Its streams name weights and arithmetic: pages with another draft's entries
-        have another form."""
-        weights = digest_of(
-            self._checkpoint.digest(), self._dimensions.digest, files=sources_of(self._config)
-        )
-        try:
-            spec = self._family.declare(self._config, page_tokens, format)
-        except SpecError as error:
-            raise ConfigError("draft", self.name, f"can not be cached with the model: {error}") from error
-        return replace(spec, streams=tuple(replace(each, weights=weights) for each in spec.streams))
-
-    def load(self, device: str, kernels: Kernels, check: BytesCheck) -> dict[str, Tensor]:
-        """The weights. If the draft itself has a draft, that one's weights are left out."""
-        return self._family.load(
-            self._checkpoint, self._dimensions, device, kernels.dtype, draft=False, fp8=False, check=check
-        )
-
-    def build(
-        self,
-        weights: dict[str, Tensor],
-        memory: DeviceMemory,
-        running_max: int,
-        kernels: Kernels,
-        guesses_max: int,
-    ) -> Model:
-        """The model, on memory for the streams of `declare`."""
-        return self._family.build(self._dimensions, weights, memory, running_max, kernels, guesses_max)
+DRAWN = np.array([DRAWN_LAST])
 
 
 class DraftModel:
@@ -101,80 +39,60 @@ class DraftModel:
         """`vocab_size`: the target's. `longest`: nothing is guessed behind this position of a text."""
         self.model, self._vocab_size, self._longest = model, vocab_size, longest
 
-    def follow(self, spans: Sequence[Span], x: Tensor, tokens: Tensor) -> None:  # noqa: ARG002
-        """Compute the same spans. The target's x is not read.
+    def hear(self, last: Tensor) -> None:
+        """`last`: the tokens that the target has drawn, which may not be known yet."""
+        torch.clamp(last, max=self.model.vocab_size - 1, out=self.model.last)
 
-        A token that this model does not have is computed as its last token: any token is as good.
-        """
-        own = tokens.clamp(max=self.model.vocab_size - 1).split([len(span.tokens) for span in spans])
-        self.model.forward(_with_tokens(spans, own), rows=())
+    def follow(self, spans: Sequence[Span]) -> None:
+        """Compute the same spans as the target."""
+        self.model.forward([self._known(span) for span in spans], rows=())
+
+    def _known(self, span: Span) -> Span:
+        """A token that this model does not have is computed as its last token: any token is as good."""
+        return replace(span, tokens=np.minimum(span.tokens, self.model.vocab_size - 1))
 
     def propose(self, spans: Sequence[Span], count: int) -> Tensor:
-        """[spans, count] int64: the best guesses after each span, from forwards of one token of each text."""
-        guesses = torch.full((len(spans), count), NO_GUESS)
-        last = self.model.vocab_size - 1
-        tokens = [torch.as_tensor(span.tokens).clamp(max=last) for span in spans]
-        going = dict(enumerate(_with_tokens(spans, tokens)))
-        for step in range(count):
+        """[spans, count] int64: the best guesses after each span, from forwards of one token of each text.
+        All of them are queued; then they are read."""
+        made, going = list[tuple[list[int], Tensor]](), dict(enumerate(map(self._known, spans)))
+        for _ in range(count):
             if self._longest is not None:
                 going = {i: span for i, span in going.items() if span.start < self._longest}
             if not going:
                 break
-            best = greedy(self.model.forward(list(going.values()))).cpu()
-            best[best >= self._vocab_size] = NO_GUESS
-            guesses[list(going), step] = best
-            going = {
-                i: Span(token, span.start + 1, span.pages, span.ring)
-                for token, (i, span) in zip(best.split(1), going.items(), strict=True)
-                if int(token) != NO_GUESS
-            }
-        return guesses
-
-    def restore(self, ring: int, place: int, boundary: int) -> None:
-        self.model.resume(ring, [(boundary, place)])
-
-
-def _with_tokens(spans: Sequence[Span], tokens: Sequence[Tensor]) -> list[Span]:
-    return [replace(span, tokens=own) for span, own in zip(spans, tokens, strict=True)]
+            logits = self.model.forward(list(going.values()))
+            tokens = self.model.draw(logits, [span.ring for span in going.values()], None)
+            made.append((list(going), tokens.clone()))
+            going = {i: Span(DRAWN, span.start + 1, span.pages, span.ring) for i, span in going.items()}
+        guesses = torch.full((len(spans), count), NO_GUESS)
+        for step, (texts, tokens) in enumerate(made):
+            guesses[texts, step] = tokens.cpu()
+        none = ((guesses < 0) | (guesses >= self._vocab_size)).cummax(dim=1).values
+        return guesses.masked_fill(none, NO_GUESS)
 
 
 class WithDraft:
-    """A target and its draft, as one model. The draft follows every forward of the target."""
-
-    draft: Draft | None
+    """A target and its draft, as one model. The draft computes every span of the target, too."""
 
     def __init__(self, target: Model, draft: DraftModel, last_layer: int) -> None:
         """`last_layer`: the draft's last layer, by its number in the cache."""
-        self.target, self.draft, self._draft = target, draft, draft
-        self.vocab_size, self._last_layer = target.vocab_size, last_layer
-        if isinstance(target, QueueModel):  # then this is one, too
-            self.last, self.draw = target.last, target.draw
+        self.target, self.draft, self._last_layer = target, draft, last_layer
+        self.vocab_size, self.last, self.draw = target.vocab_size, target.last, target.draw
 
     def warm_up(self, longest: int) -> None:
         self.target.warm_up(longest)
-        self._draft.model.warm_up(longest)
+        self.draft.model.warm_up(longest)
 
     def resume(self, ring: int, tails: Sequence[tuple[int, int]]) -> None:
         self.target.resume(ring, tails)
-        for boundary, place in tails:
-            self._draft.restore(ring, place, boundary)
+        self.draft.model.resume(ring, tails)
 
     def forward(
         self, spans: Sequence[Span], rows: Sequence[int] | None = None, before: BeforeLayer = at_once
     ) -> Tensor:
         """Logits of the target."""
-        tokens = self._tokens(spans)
+        self.draft.hear(self.last)  # a recorded forward draws the next tokens
         logits = self.target.forward(spans, rows, before)
         before(self._last_layer)
-        self._draft.follow(spans, NOTHING, tokens)
+        self.draft.follow(spans)
         return logits
-
-    def _tokens(self, spans: Sequence[Span]) -> Tensor:
-        """The flat tokens of spans. Tokens that are still on the target's device are read here."""
-        tokens = torch.from_numpy(np.concatenate([span.tokens for span in spans]))
-        unknown = tokens == DRAWN_LAST
-        if unknown.any():
-            assert isinstance(self.target, QueueModel)
-            rings = [span.ring for span in spans for _ in span.tokens]
-            tokens = torch.where(unknown, self.target.last.cpu()[rings].clamp(min=0), tokens)
-        return tokens

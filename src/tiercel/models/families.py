@@ -10,23 +10,24 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.hf_fields import family_name
 
 if TYPE_CHECKING:  # the command line reads names here, and torch takes seconds to import
-    import torch
     from torch import Tensor
 
     from tiercel.kernels.choice import Kernels
     from tiercel.memory.buffers import DeviceMemory
-    from tiercel.models.base import BytesCheck, Model
+    from tiercel.models.base import Model
     from tiercel.models.checkpoint import Checkpoint
+    from tiercel.models.loading import WeightSpec
 
 FAMILIES = {
     "deepseek_v4": "tiercel.models.deepseek_v4.model",
     "qwen3": "tiercel.models.qwen3.model",
+    "qwen3_moe": "tiercel.models.qwen3.model",
 }
 
 EMBEDDED = "tiny-v4"
@@ -37,36 +38,18 @@ FOLDERS = {EMBEDDED: "tiny_v4", "v4-flash-8e": "v4_flash_8e"}
 measurements, and its answers make no sense."""
 
 SHARED_SOURCES = (
-    "models/batch.py",
     "models/draft_model.py",
     "models/flat.py",
+    "models/frame.py",
     "models/graphs.py",
-    "models/entries.py",
     "models/grouped.py",
+    "models/loading.py",
+    "models/quantized.py",
     "models/rotary.py",
+    "models/rows.py",
     "kernels/entries.py",
 )
 """Source files that all families compute with, besides the kernels."""
-
-
-class Load(Protocol):
-    """Loads weights onto a device. `check` is given the bytes that they take, before a byte is read.
-
-    `draft`: with the parameters of the model's draft. `fp8`: the kernels multiply fp8, so weights stored as
-    fp8 may stay fp8.
-    """
-
-    def __call__(  # noqa: PLR0913
-        self,
-        checkpoint: Checkpoint,
-        config: Any,
-        device: str,
-        matrices: torch.dtype,
-        *,
-        draft: bool,
-        fp8: bool,
-        check: BytesCheck,
-    ) -> dict[str, Tensor]: ...
 
 
 class DraftOffer(NamedTuple):
@@ -86,17 +69,14 @@ class Family:
     """`config.json` → `Dimensions`."""
     declare: Callable[[Mapping[str, Any], int, str], CacheSpec]
     """(`config.json`, page tokens, format of entries) → what is cached."""
-    load: Load
+    weights: WeightSpec
+    """Which weights there are."""
     build: Callable[[Any, dict[str, Tensor], DeviceMemory, int, Kernels, int], Model]
     """(dimensions, weights, device memory, running requests at most, kernels, guesses at most) → a model."""
     format: str = "bf16"
     """How entries are kept on a GPU, unless something else is asked for."""
-    kernels: tuple[str, ...] = ("native", "reference")
-    """The kernel sets that the model can run on, best first."""
     draft: Callable[[Checkpoint, Any], DraftOffer | None] = lambda *_: None
     """The draft that a checkpoint has, whole."""
-    draft_names: Callable[[Checkpoint], list[str]] = lambda _: []
-    """The tensors of a draft of any kind."""
 
 
 def family_of(config: Mapping[str, Any]) -> Family:

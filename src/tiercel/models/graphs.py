@@ -71,13 +71,13 @@ class Graphs:
     def __init__(
         self,
         sections: Sequence[Section],
-        restore: Callable[[Tensor], None],
+        restore: Callable[[Tensor], None] | None,
         table: Tensor,
         page_tokens: int,
         rows_most: int,
     ) -> None:
-        """Takes seconds. `restore` reads three numbers: place of a tail, its boundary, a ring. There is no
-        recording for more than `rows_most` rows of logits."""
+        """Takes seconds. `restore` reads three numbers: place of a tail, its boundary, a ring; None: there
+        are no tails. There is no recording for more than `rows_most` rows of logits."""
         self._sections, self._table, self._rows_most = sections, table, rows_most
         self._most = table.shape[1] * page_tokens
         self.memory = torch.cuda.graph_pool_handle(), torch.cuda.Stream(table.device)
@@ -85,9 +85,11 @@ class Graphs:
         began = perf_counter()
         self._recordings = self._record_all()
         """The recordings, the smallest first."""
-        tail = torch.tensor([-1, 0, 0], dtype=torch.int32, device=table.device)
-        restore(tail)
-        self._restore = Recording(tail, [lambda _: restore(tail)], *self.memory)
+        self._restore: Recording | None = None
+        if restore is not None:
+            tail = torch.tensor([-1, 0, 0], dtype=torch.int32, device=table.device)
+            restore(tail)
+            self._restore = Recording(tail, [lambda _: restore(tail)], *self.memory)
         torch.cuda.synchronize(table.device)
         log.info("%d forwards recorded in %.1f s", len(self._recordings), perf_counter() - began)
 
@@ -129,5 +131,6 @@ class Graphs:
         return None
 
     def resume(self, tail: Ints) -> None:
+        assert self._restore is not None, "there are no tails"
         self._restore.fill(tail)
         self._restore.graphs[0].replay()

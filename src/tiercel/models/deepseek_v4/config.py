@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from tiercel.errors import SpecError
 from tiercel.models.base import Dimensions, named
+from tiercel.models.quantized import FP8_BLOCK
 from tiercel.models.rotary import Rope, attention_factor, read_rope, rope_kind
 from tiercel.spec.deepseek_v4 import HEAVY, RATES, SPARSE, compress_rates, kinds_of, mtp_layers, rope_dim
 from tiercel.spec.hf_fields import check_only, number, per_layer, whole
@@ -39,9 +40,6 @@ ONLY: Mapping[str, object] = {
     "first_k_dense_replace": 0,
 }
 """Settings of other models that this model has fixed."""
-
-FP8_BLOCK = (128, 128)
-"""Rows and columns of an fp8 weight under one scale: `quantization_config.weight_block_size`."""
 
 
 @dataclass(frozen=True, kw_only=True)

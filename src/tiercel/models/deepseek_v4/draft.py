@@ -13,74 +13,63 @@ the tail holds the entries up to b - 2 - j, which no token outside the page has 
 beside token b - 1, from which the next entry is made.
 
 An entry needs the input of its module only, so a module computes its attention and experts only where its
-streams are read.
+streams are read. On a device each token makes its entry at once: nothing may wait there, `follow` is part of
+a recorded forward, and `propose` is recorded itself, one graph for each guess. On a CPU the tokens of the
+last module wait (`Waiting`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import prod
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from tiercel.errors import SpecError
-from tiercel.kernels.reference import Matrix, greedy
+from tiercel.kernels.reference import Matrix
 from tiercel.models.base import Span, Weights, part_of
-from tiercel.models.batch import Batch, Ints, rows_before
 from tiercel.models.deepseek_v4.config import V4Config
 from tiercel.models.deepseek_v4.layer import Layer, site_of
 from tiercel.models.deepseek_v4.rows import Setup
 from tiercel.models.deepseek_v4.weights import DRAFT, parameters
+from tiercel.models.flat import FlatBatch, Ints, Size, numbers_of, send
+from tiercel.models.graphs import Recording
 from tiercel.models.rotary import Rotary
+from tiercel.models.rows import entries_of, rows_before
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.deepseek_v4 import HIDDEN, WINDOW
 
 NO_PAGES = torch.empty(0, dtype=torch.int64)
 """A draft's window lies in rings alone."""
 
-
-MERGED_MOST = 8
-"""Up to this many tokens of a text without entries go through a layer together with the token that is guessed
-after. More tokens make entries only, which is less to compute."""
+NOWHERE = -(2**20)
+"""The start of a text that does not exist: its guesses stand before every text too."""
 
 
-class Call:
-    """The spans of one call, and where their streams are."""
+class Module:
+    """One MTP layer, and the streams beside which its next entries are made."""
 
-    def __init__(self, spans: Sequence[Span]) -> None:
-        self.spans = spans
-        self.lengths = np.array([len(span.tokens) for span in spans])
-        self.starts = np.array([span.start for span in spans])
-        self.rings = np.array([span.ring for span in spans])
-        self.ends, self.first = self.starts + self.lengths, self.lengths.cumsum() - self.lengths
-
-    def kept(self, ring_rows: int) -> tuple[Tensor, Tensor]:
-        """(flat tokens, ring rows): what rings remember of this call."""
-        positions = np.arange(self.lengths.sum()) + (self.starts - self.first).repeat(self.lengths)
-        kept = (positions >= (self.ends - ring_rows).repeat(self.lengths)).nonzero()[0]
-        rows = self.rings.repeat(self.lengths)[kept] * ring_rows + positions[kept] % ring_rows
-        return torch.from_numpy(kept), torch.from_numpy(rows)
-
-    def tails(self) -> list[tuple[int, int]]:
-        """(flat token before the boundary, place)"""
-        each = zip(self.spans, self.first.tolist(), strict=True)
-        return [(at + b - span.start - 1, place) for span, at in each for b, place in span.tails.items()]
-
-
-class MtpLayer:
-    """One MTP layer: its parameters, and what it computes for each token."""
-
-    def __init__(self, setup: Setup, number: int, weights: Weights, rotary: Rotary) -> None:
-        self._config, self._k, self.number = setup.config, setup.kernels, number
-        c, k = setup.config, setup.kernels
+    def __init__(self, setup: Setup, number: int, weights: Weights, rotary: Rotary, *, back: int = 0) -> None:
+        """`back`: how many streams more are kept of each text than guesses may refuse."""
+        c, k, self.number = setup.config, setup.kernels, number
+        self._config, self._k, self._rotary = c, k, rotary
         w = part_of(weights, f"{DRAFT}{number}.")
         self._norms = [w["enorm.weight"], w["hnorm.weight"]]
         self._projections = [k.pack(w[f"{name}.weight"]) for name in ("e_proj", "h_proj")]
         self._head = site_of(c, k, part_of(w, "hc_head.hc_"), w["norm.weight"])
-        self._embedding, self._rotary = weights["model.embed_tokens.weight"], rotary
+        self._embedding = weights["model.embed_tokens.weight"]
         self.layer = Layer(setup, c.layers + number, w, rotary)
+        self.lag = number + 1
+        self._tails = entries_of(setup.memory, HIDDEN, c.layers + number)
+        self.ring_rows = back + setup.guesses_max + 1
+        shape = setup.rings * self.ring_rows, c.hc_mult * c.hidden_size
+        self.kept = torch.zeros(shape, device=setup.memory.device)
+        """The streams beside the last tokens of each text. Any guess may be the last that is accepted."""
 
     def enter(self, x: Tensor, tokens: Tensor) -> Tensor:
         """What the layer reads: tokens beside the streams x of the tokens before them."""
@@ -90,169 +79,125 @@ class MtpLayer:
         streams: Tensor = x.unflatten(0, (len(tokens), -1))
         return streams + k.linear(embedded, self._projections[0])[:, None, :]
 
+    def follow(self, batch: FlatBatch, x: Tensor, tokens: Tensor, *, read: bool) -> Tensor | None:
+        """Make the entries of a call's tokens beside the streams x of the tokens before them. Returns this
+        module's streams beside these tokens, if they are read."""
+        before = self.before(batch, x)
+        self.remember(batch, x)
+        own = batch.behind(self.lag)
+        if read:
+            return self.run(own, before, tokens)
+        self.store(own, before, tokens)
+        return None
+
+    def before(self, batch: FlatBatch, x: Tensor) -> Tensor:
+        """The streams beside the token before each token of a call."""
+        return self._k.row_before(self.kept, x.flatten(1), batch.flat, self.ring_rows).view_as(x)
+
+    def remember(self, batch: FlatBatch, x: Tensor) -> None:
+        """Keep the streams of a call in rings and tails."""
+        rows = x.flatten(1)
+        self._k.write_tails((rows, rows), self._tails, batch.tails, self.ring_rows)
+        self._k.keep(self.kept, rows, batch.flat, batch.end, self.ring_rows)
+
+    def run(self, batch: FlatBatch, x: Tensor, tokens: Tensor) -> Tensor:
+        """The streams of tokens beside the streams of the tokens before them."""
+        return self.layer(self.enter(x, tokens), tokens, self._rotation(batch), batch)
+
+    def store(self, batch: FlatBatch, x: Tensor, tokens: Tensor) -> None:
+        """Make the same entries as `run`."""
+        self.layer.store(self.enter(x, tokens), self._rotation(batch), batch)
+
+    def _rotation(self, batch: FlatBatch) -> tuple[Tensor, Tensor]:
+        return self._rotary.at(batch.positions, batch.longest)
+
     def logits(self, x: Tensor, lm_head: Matrix) -> Tensor:
         return self._k.linear(self._k.hyper_head(x, self._head), lm_head, wide=True)
 
+    def last(self, rows: Tensor) -> Tensor:
+        """[n, streams, d] of these rows of rings."""
+        streams: Tensor = self.kept[rows].to(self._k.dtype).unflatten(1, (self._config.hc_mult, -1))
+        return streams
 
-class Module(MtpLayer):
-    """An MTP layer on a CPU, and what its next entries are made of: for the last tokens of each text the
-    token and the target's streams, in rings, by position as in `Rings`.
+    def restore(self, moves: Tensor) -> None:
+        self._k.restore(self.kept, self._tails, moves, self.ring_rows)
+        own = moves.clone()
+        own[:, 1] -= self.lag
+        self.layer.attention.restore(own)
 
-    The entries of the last module are read only when it guesses or a tail is written. Until then its tokens
-    make none: a token that waits takes a row in a ring, and many make their entries together.
-    """
+
+class Waiting:
+    """The last module on a CPU. Its entries are read only when it guesses or a tail is written. Until then
+    its tokens make none: a token that waits takes a row in a ring, and many make their entries together."""
 
     def __init__(self, setup: Setup, number: int, weights: Weights, rotary: Rotary) -> None:
-        super().__init__(setup, number, weights, rotary)
         c = setup.config
-        self._rings, self._lag = setup.rings, number + 1
-        self._tails = setup.rows(HIDDEN, c.layers + number)
         self._back = rows_before(c.window)
         """How many tokens before the next one have entries that are read."""
+        self.module = Module(setup, number, weights, rotary, back=self._back)
+        self._k, self._rings = setup.kernels, setup.rings
         window = setup.memory.stream(WINDOW, c.layers + number)
         self._in_tail = window.entries_per_row(setup.memory.spec.page_tokens)
-        self.ring_rows = self._back + setup.guesses_max + 1
-        rows, device = setup.rings * self.ring_rows, setup.memory.device
-        self._streams = torch.zeros(rows, c.hc_mult, c.hidden_size, device=device)
-        self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._tokens = torch.zeros(setup.rings * self.module.ring_rows, 1)
+        """The tokens in the rings: int32 as fp32, because rings keep fp32."""
         self._made = np.zeros(setup.rings, np.int64)
         """For each ring: tokens before this position have made all entries that are still read."""
 
-    def keep(self, call: Call, x: Tensor, tokens: Tensor) -> None:
-        """Remember the streams x of a call's tokens, in rings and tails. Entries are made when they are
-        read."""
-        self._made[call.rings] = np.minimum(self._made[call.rings], call.starts)
-        if any(span.tails for span in call.spans):
-            self._write_tails(call, x, tokens)
-        self._remember(call, x, tokens)
+    def follow(self, batch: FlatBatch, x: Tensor, tokens: Tensor) -> None:
+        """Remember the streams x of a call's tokens. Entries are made when they are read."""
+        rings, flat = batch.rings.numpy(), batch.flat
+        self._made[rings] = np.minimum(self._made[rings], flat.start.numpy())
+        if len(batch.tails):
+            self._store_tails(batch, x, tokens)
+        self.module.remember(batch, x)
+        numbers = tokens.int().view(torch.float32)[:, None]
+        self._k.keep(self._tokens, numbers, flat, batch.end, self.module.ring_rows)
 
-    def _remember(self, call: Call, x: Tensor, tokens: Tensor) -> None:
-        kept, rows = call.kept(self.ring_rows)
-        self._streams[rows], self._tokens[rows] = x[kept], tokens[kept]
-
-    def _write_tails(self, call: Call, x: Tensor, tokens: Tensor) -> None:
+    def _store_tails(self, batch: FlatBatch, x: Tensor, tokens: Tensor) -> None:
         """Make the entries that the tails of a call hold, and write them."""
-        self._write_hidden(call, x)
-        chosen = np.array([bool(span.tails) for span in call.spans])
-        self.catch_up(call.rings[chosen], call.starts[chosen])
-        spans, there = list[Span](), list[Ints]()
-        before = self._before(call, x)
-        for span, first in zip(call.spans, call.first.tolist(), strict=True):
-            if not span.tails:
-                continue
-            end = max(span.tails)
-            start = max(self._lag, min(span.tails) - self._in_tail, span.start)
-            if start < end:
-                tails = {boundary - self._lag: place for boundary, place in span.tails.items()}
-                own = span.tokens[start - span.start : end - span.start]
-                spans.append(Span(own, start - self._lag, NO_PAGES, span.ring, tails))
-                there.append(np.arange(first + start - span.start, first + end - span.start))
-            self._made[span.ring] = end
+        lag, texts = self.module.lag, dict[int, tuple[int, int, dict[int, int]]]()
+        for place, boundary, ring, start, first in batch.tails.tolist():
+            texts.setdefault(ring, (start, first, {}))[2][boundary] = place
+        self.catch_up(np.array(list(texts)), np.array([start for start, *_ in texts.values()]))
+        spans, there = list[Span](), list[npt.NDArray[np.int64]]()
+        for ring, (start, first, tails) in texts.items():
+            end, begin = max(tails), max(lag, min(tails) - self._in_tail, start)
+            if begin < end:
+                numbers = np.arange(first + begin - start, first + end - start, dtype=np.int64)
+                moved = {boundary - lag: place for boundary, place in tails.items()}
+                spans.append(Span(tokens[numbers], begin - lag, NO_PAGES, ring, moved))
+                there.append(numbers)
+            self._made[ring] = end
         if spans:
             rows = torch.from_numpy(np.concatenate(there))
-            self._store(spans, before[rows], tokens[rows])
-
-    def follow(self, call: Call, x: Tensor, tokens: Tensor) -> Tensor:
-        """Make the entries of a call's tokens beside the streams x of the tokens before them. Returns this
-        module's streams beside these tokens: the next module reads them."""
-        before, streams = self._before(call, x), torch.zeros_like(x)
-        spans, chosen = list[Span](), np.zeros(len(x), np.bool_)
-        for span, first in zip(call.spans, call.first.tolist(), strict=True):
-            drop = max(0, self._lag - span.start)  # the first tokens of a text have no streams before them
-            tails = {boundary - self._lag: place for boundary, place in span.tails.items()}
-            if drop < len(span.tokens):
-                spans.append(
-                    Span(span.tokens[drop:], span.start - self._lag + drop, NO_PAGES, span.ring, tails)
-                )
-                chosen[first + drop : first + len(span.tokens)] = True
-        if spans:
-            there = torch.from_numpy(chosen)
-            streams[there] = self.run(spans, before[there], tokens[there])
-        self._write_hidden(call, x)
-        self._remember(call, x, tokens)
-        self._made[call.rings] = call.ends
-        return streams
-
-    def _write_hidden(self, call: Call, x: Tensor) -> None:
-        for token, place in call.tails():
-            self._tails.write_row(place, self._tails.codec.encode(x[token].flatten()[None]))
-
-    def _before(self, call: Call, x: Tensor) -> Tensor:
-        """The streams of the token before each token of a call."""
-        before = torch.cat([x[:1], x[:-1]])
-        rows = call.rings * self.ring_rows + (call.starts - 1) % self.ring_rows
-        before[torch.from_numpy(call.first)] = self._streams[torch.from_numpy(rows)]
-        return before
-
-    def _waiting(self, rings: Ints, ends: Ints) -> Ints:
-        """The first token of each text that has to make its entry: earlier entries are not read."""
-        return np.maximum(np.minimum(self._made[rings], ends), np.maximum(ends - self._back, 0))
+            self._store(spans, self.module.before(batch, x)[rows], tokens[rows])
 
     def catch_up(self, rings: Ints, ends: Ints) -> None:
         """Make the entries of the tokens before `ends`, as far as these are read."""
-        firsts = np.maximum(self._waiting(rings, ends), self._lag)
-        chosen = firsts < ends
-        if chosen.any():
-            self._store(*self._ring_spans(rings[chosen], firsts[chosen], ends[chosen]))
-        self._made[rings] = ends
-
-    def go_on(self, rings: Ints, ends: Ints, x: Tensor, tokens: Tensor) -> Tensor:
-        """The streams of `tokens` [texts, n], at positions from `ends` on, beside the streams of the tokens
-        before them: for the first token from the ring, for the others x [texts, n - 1, …]. Tokens that wait
-        make their entries too. Streams before a text are zeros."""
-        texts, count = tokens.shape
-        positions = ends[:, None] + np.arange(count)
-        rows = torch.from_numpy(rings[:, None] * self.ring_rows + positions % self.ring_rows)
-        self._tokens[rows] = tokens
-        if count > 1:
-            self._streams[rows[:, :-1]] = x
-        firsts = self._waiting(rings, ends)
-        if (ends - firsts).max() > MERGED_MOST:
-            self.catch_up(rings, ends)
-            firsts = ends
-        self._made[rings] = ends
-        firsts, upto = np.maximum(firsts, self._lag), ends + count
-        there = firsts < upto
-        streams = self._streams.new_zeros(texts, count, *self._streams.shape[1:])
-        if not there.any():
-            return streams
-        made = self.run(*self._ring_spans(rings[there], firsts[there], upto[there]))
-        behind = (upto - firsts)[there].cumsum()
-        if (upto - firsts >= count).all():
-            return made[torch.from_numpy(behind[:, None] - count + np.arange(count))]
-        lengths = np.minimum(upto - firsts, count)
-        for i, end in zip(there.nonzero()[0].tolist(), behind.tolist(), strict=True):
-            streams[i, count - lengths[i] :] = made[end - lengths[i] : end]
-        return streams
-
-    def _ring_spans(self, rings: Ints, firsts: Ints, ends: Ints) -> tuple[list[Span], Tensor, Tensor]:
-        """Tokens firsts … ends - 1 of texts, from the rings: spans, streams before them, tokens."""
-        lengths = ends - firsts
+        firsts = np.maximum(
+            np.minimum(self._made[rings], ends), np.maximum(ends - self._back, self.module.lag)
+        )
+        waits, self._made[rings] = firsts < ends, ends
+        if not waits.any():
+            return
+        rings, firsts, lengths = rings[waits], firsts[waits], (ends - firsts)[waits]
         positions = np.arange(lengths.sum()) + (firsts - lengths.cumsum() + lengths).repeat(lengths)
-        of_ring = rings.repeat(lengths) * self.ring_rows
-        tokens = self._tokens[torch.from_numpy(of_ring + positions % self.ring_rows)]
-        streams = self._streams[torch.from_numpy(of_ring + (positions - 1) % self.ring_rows)]
+        rows, ring_rows = rings.repeat(lengths) * self.module.ring_rows, self.module.ring_rows
+        tokens = self._tokens.view(torch.int32)[torch.from_numpy(rows + positions % ring_rows), 0]
+        x = self.module.last(torch.from_numpy(rows + (positions - 1) % ring_rows))
         each = zip(tokens.split(lengths.tolist()), firsts.tolist(), rings.tolist(), strict=True)
-        spans = [Span(own, first - self._lag, NO_PAGES, ring) for own, first, ring in each]
-        return spans, streams, tokens
-
-    def run(self, spans: Sequence[Span], x: Tensor, tokens: Tensor) -> Tensor:
-        """The streams of tokens beside the streams of the tokens before them."""
-        batch = Batch(spans, self._rings, x.device)
-        return self.layer(self.enter(x, tokens), tokens, self._turn(batch), batch)
+        self._store(
+            [Span(own, first - self.module.lag, NO_PAGES, ring) for own, first, ring in each], x, tokens
+        )
 
     def _store(self, spans: Sequence[Span], x: Tensor, tokens: Tensor) -> None:
-        batch = Batch(spans, self._rings, x.device)
-        self.layer.store(self.enter(x, tokens), self._turn(batch), batch)
+        numbers = numbers_of(spans, (), self._rings)
+        whole = torch.from_numpy(numbers.padded(numbers.size))
+        self.module.store(FlatBatch(whole, numbers.size, NO_PAGES.int().view(1, 0)), x, tokens)
 
-    def _turn(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        return self._rotary.at(batch.positions, batch.longest)
-
-    def restore(self, ring: int, place: int, boundary: int) -> None:
-        self.layer.attention.restore(ring, place, boundary - self._lag)
-        row = ring * self.ring_rows + (boundary - 1) % self.ring_rows
-        self._streams[row] = self._tails.codec.decode(self._tails.read_row(place)).view_as(self._streams[row])
-        self._made[ring] = boundary
+    def restore(self, moves: Tensor) -> None:
+        self.module.restore(moves)
+        self._made[moves[:, 2].numpy()] = moves[:, 1].numpy()
 
 
 def modules_of(spec: CacheSpec) -> int:
@@ -264,56 +209,131 @@ def modules_of(spec: CacheSpec) -> int:
     raise SpecError("draft", spec.model, why)
 
 
+class Chain(NamedTuple):
+    """The guesses so far of a call of `propose`."""
+
+    tokens: Tensor
+    """int64 [texts, 1 + guesses]: the token that was drawn last, and the guesses behind it."""
+    x: Tensor
+    """[texts, tokens of the last module's call, n, d]: the streams that it returned."""
+
+
 class MtpDraft:
-    """All MTP layers of a checkpoint, on a CPU; `cuda_draft.py` has the same for CUDA. `weights` are all of
-    the model's: embedding and head are shared."""
+    """All MTP layers of a checkpoint. `weights` are all of the model's: embedding and head are shared."""
 
-    def __init__(self, setup: Setup, weights: Weights, lm_head: Matrix) -> None:
-        c, memory = setup.config, setup.memory
-        rotary = Rotary(c.rope_main, c.rope_dim, memory.device)
-        self.modules = [Module(setup, i, weights, rotary) for i in range(modules_of(memory.spec))]
-        self._lm_head, self._guesses_max = lm_head, setup.guesses_max
+    def __init__(self, setup: Setup, weights: Weights, lm_head: Matrix, rotary: Rotary) -> None:
+        """`rotary`: the one of the target's window layers."""
+        last = modules_of(setup.memory.spec) - 1
+        self.modules = [Module(setup, i, weights, rotary) for i in range(last)]
+        self._waiting: Waiting | None = None
+        if setup.kernels.QUEUES:
+            self.modules.append(Module(setup, last, weights, rotary))
+        else:
+            self._waiting = Waiting(setup, last, weights, rotary)
+            self.modules.append(self._waiting.module)
+        self._k, self._lm_head, self._rotary = setup.kernels, lm_head, rotary
+        self._rings, self._guesses_max, self._device = setup.rings, setup.guesses_max, setup.memory.device
+        self._no_pages = torch.zeros(1, 1, dtype=torch.int32, device=self._device)
+        self._recordings: list[tuple[Tensor, Recording]] = []
+        """Guesses [texts, most guesses] and what makes them, one column by each graph. Few texts first."""
 
-    def follow(self, spans: Sequence[Span], x: Tensor, tokens: Tensor) -> None:
-        """The target computed the streams x [tokens, n, d]."""
-        call = Call(spans)
+    @torch.inference_mode()
+    def follow(self, batch: FlatBatch, x: Tensor, tokens: Tensor) -> None:
+        """Make the entries of the streams x [tokens, n, d] that the target computed."""
+        streams: Tensor | None = x
+        for module in self.modules:
+            assert streams is not None
+            read = module is not self.modules[-1]
+            if not read and self._waiting is not None:
+                self._waiting.follow(batch, streams, tokens)
+            else:
+                streams = module.follow(batch, streams, tokens, read=read)
+
+    @torch.inference_mode()
+    def restore(self, moves: Tensor) -> None:
+        """Texts go on from tails. `moves`: see `kernels.reference.rows.restore`."""
         for module in self.modules[:-1]:
-            x = module.follow(call, x, tokens)
-        self.modules[-1].keep(call, x, tokens)
+            module.restore(moves)
+        (self._waiting or self.modules[-1]).restore(moves)
 
     @torch.inference_mode()
     def propose(self, spans: Sequence[Span], count: int) -> Tensor:
-        """[spans, count]: the guesses after each span. A span has one token: the one that was drawn last and
-        that the target has not computed.
+        """[spans, count] on the host: the guesses after each span. A span has one token: the one that was
+        drawn last and that the target has not computed.
 
-        The entries of guesses lie in spare rows of the rings. `follow` writes these positions again.
+        The entries of guesses lie in spare rows of the rings. `follow` writes these positions again. All
+        guesses are queued; one copy waits for them.
         """
         assert count <= self._guesses_max, "a ring has a spare row for each guess"
-        starts = np.array([span.start for span in spans])
-        rings = np.array([span.ring for span in spans])
-        tokens = torch.from_numpy(np.array([int(span.tokens[0]) for span in spans]))[:, None]
-        x = newest = torch.empty(len(spans), 0, device=tokens.device)
-        for j in range(count):
-            module = self.modules[min(j, len(self.modules) - 1)]
-            if j < len(self.modules):
-                x = module.go_on(rings, starts, x, tokens)
-            else:
-                x = self._chain(module, rings, starts + j, newest, tokens[:, -1])
-            newest = x[:, -1].contiguous()
-            best = greedy(module.logits(newest, self._lm_head)).clamp(min=0)
-            tokens = torch.cat([tokens, best[:, None]], 1)
-        return tokens[:, 1:]
+        texts = len(spans)
+        asked = np.array([(span.ring, span.start, int(span.tokens[0])) for span in spans], np.int32).T
+        for guesses, recording in self._recordings:
+            if texts <= len(guesses):
+                recording.fill(_padded(asked, len(guesses)))
+                for graph in recording.graphs[:count]:
+                    graph.replay()
+                return guesses[:texts, :count].cpu()
+        if self._waiting is not None:
+            self._waiting.catch_up(asked[0], asked[1])
+        self._rotary.table(int(asked[1].max()) + count)
+        numbers = send(asked.ravel(), self._device)
+        guesses = torch.empty(texts, count, dtype=torch.int64, device=self._device)
+        chain: Chain | None = None
+        for i in range(count):
+            chain = self._guess(i, numbers, guesses, chain)
+        return guesses.cpu()
 
-    def _chain(self, module: Module, rings: Ints, positions: Ints, x: Tensor, tokens: Tensor) -> Tensor:
-        """The last module goes on from its own streams, by one token for each text."""
-        starts, numbers = (positions - module.number - 1).tolist(), tokens.numpy()
-        spans = [Span(numbers[i : i + 1], starts[i], NO_PAGES, ring) for i, ring in enumerate(rings.tolist())]
-        return module.run(spans, x, tokens)[:, None]
+    def _guess(self, i: int, numbers: Tensor, guesses: Tensor, chain: Chain | None) -> Chain:
+        """Write guess i of every text. numbers int32 [3 · texts]: the ring of each text, the position of its
+        last token, that token."""
+        rings, start, token = numbers.view(3, -1)
+        tokens = token.long()[:, None] if chain is None else chain.tokens
+        if i < len(self.modules):  # all tokens since the last call, beside the streams of the module before
+            module, begin, asked = self.modules[i], start - 1 - i, tokens
+            x = module.last(rings * module.ring_rows + (start - 1) % module.ring_rows)[:, None]
+            x = x if chain is None else torch.cat([x, chain.x], 1)
+        else:
+            assert chain is not None
+            module, begin, asked = self.modules[-1], start + i - len(self.modules), tokens[:, -1:]
+            x = chain.x[:, -1:]
+        batch = self._batch(rings, begin, asked)
+        x = module.run(batch, x.flatten(0, 1), asked.flatten())
+        x = x.masked_fill((batch.positions < 0)[:, None, None], 0.0).unflatten(0, asked.shape)
+        best = self._k.greedy(module.logits(x[:, -1].contiguous(), self._lm_head)).clamp(min=0)
+        guesses[:, i] = best
+        return Chain(torch.cat([tokens, best[:, None]], 1), x)
+
+    def _batch(self, rings: Tensor, start: Tensor, tokens: Tensor) -> FlatBatch:
+        """One span of each text, from position `start` on. What stands before the text is padding."""
+        texts, count = tokens.shape
+        first = torch.arange(texts, dtype=torch.int32, device=self._device) * count
+        position = start[:, None] + torch.arange(count, dtype=torch.int32, device=self._device)
+        own = torch.stack([start, first, rings, start + count, start])[:, :, None].expand(5, texts, count)
+        of_tokens = [position.clamp(min=-1)[None], own, tokens.int()[None]]
+        return FlatBatch(torch.cat(of_tokens).flatten(), Size(texts * count, 0, 0, 0), self._no_pages)
 
     @torch.inference_mode()
-    def restore(self, ring: int, place: int, boundary: int) -> None:
-        for module in self.modules:
-            module.restore(ring, place, boundary)
+    def record(self, memory: tuple[Any, torch.cuda.Stream]) -> None:
+        """Record guesses for a few numbers of texts. They share `memory` with other recordings: only one runs
+        at a time. Required: all that is read was made for the longest text."""
+        sizes = [self._rings]
+        while sizes[-1] > 1:
+            sizes.append(1 << (sizes[-1] - 1).bit_length() - 1)
+        for texts in sizes if self._guesses_max else ():  # the most first: others use the same memory
+            numbers = send(_padded(np.empty((3, 0), np.int32), texts), self._device).clone()
+            guesses = torch.zeros(texts, self._guesses_max, dtype=torch.int64, device=self._device)
+            calls = [partial(self._guess, i, numbers, guesses) for i in range(self._guesses_max)]
+            chain = None
+            for call in calls:  # compiles kernels
+                chain = call(chain)
+            self._recordings.insert(0, (guesses, Recording(numbers, calls, *memory)))
+
+
+def _padded(asked: Ints, texts: int) -> Ints:
+    """[3, texts or fewer] → all numbers in a row, padded to `texts`."""
+    numbers = np.zeros((3, texts), np.int32)
+    numbers[1], numbers[:, : asked.shape[1]] = NOWHERE, asked
+    return numbers.ravel()
 
 
 def products_of(config: V4Config) -> tuple[int, int]:

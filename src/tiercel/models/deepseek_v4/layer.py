@@ -7,9 +7,6 @@ heavy (ratio 128)  and all compressed entries
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, cast
-
 import torch
 from torch import Tensor
 
@@ -17,45 +14,11 @@ from tiercel.kernels.choice import Kernels
 from tiercel.kernels.reference import CosSin, Site
 from tiercel.models.base import Weights, part_of
 from tiercel.models.deepseek_v4.config import SPARSE_RATIO, V4Config
-from tiercel.models.deepseek_v4.matrices import (
-    DOWN,
-    GATE_UP,
-    INPUT,
-    KEYS_VALUES,
-    OUT,
-    OUT_LOW,
-    QUERIES,
-    joined,
-)
 from tiercel.models.deepseek_v4.rows import Index, LayerRows, Setup, compressors_of
+from tiercel.models.deepseek_v4.weights import DOWN, GATE_UP, INPUT, KEYS_VALUES, OUT, OUT_LOW, QUERIES
 from tiercel.models.flat import FlatBatch
+from tiercel.models.loading import joined
 from tiercel.models.rotary import Rotary
-
-if TYPE_CHECKING:
-    from tiercel.kernels.cuda.kernels import CudaKernels
-
-
-class Rows(Protocol):
-    """The cached rows of one layer: `LayerRows`, or `CudaRows`."""
-
-    def restore(self, *tail: Any) -> None:
-        """A ring goes on from a tail: ring, place, boundary, or as in `CudaRows.restore`."""
-
-    def attend(
-        self,
-        batch: Any,
-        q: Tensor,
-        kv: Tensor,
-        rotation: CosSin,
-        rows: Sequence[Tensor],
-        index: Index | None,
-    ) -> Tensor: ...
-
-    def store(self, batch: Any, kv: Tensor, rotation: CosSin) -> None: ...
-
-
-AnyBatch = Any
-"""`Batch`, or `FlatBatch` where the rows are `CudaRows`."""
 
 
 class Attention:
@@ -63,7 +26,7 @@ class Attention:
 
     def __init__(self, setup: Setup, layer: int, weights: Weights, rotary: Rotary) -> None:
         self._config, self._k = setup.config, setup.kernels
-        self._rows = _make_rows(setup, layer, weights, rotary)
+        self._rows = LayerRows(setup, layer, weights, rotary)
         self.restore = self._rows.restore
         draft = layer >= self._config.layers
         self._kv = self._k.pack(*joined(weights, KEYS_VALUES)) if draft else None
@@ -85,7 +48,7 @@ class Attention:
         self._out_low = k.pack_all(*(each.unflatten(0, (c.o_groups, -1)) for each in joined(w, OUT_LOW)))
         self._out = k.pack(*joined(w, OUT))
 
-    def __call__(self, h: Tensor, rotation: CosSin, batch: AnyBatch) -> Tensor:
+    def __call__(self, h: Tensor, rotation: CosSin, batch: FlatBatch) -> Tensor:
         """h [tokens, d], normed; `rotation`: the layer's kind, at these positions."""
         c, k = self._config, self._k
         q_low, kv, *rows = k.linear(h, self._input, wide=True).split(self._widths, 1)
@@ -100,18 +63,10 @@ class Attention:
         out = k.norm_rotate(out, rotation, back=True).flatten(1)
         return k.linear(k.linear_groups(out, self._out_low), self._out)
 
-    def store(self, h: Tensor, rotation: CosSin, batch: AnyBatch) -> None:
+    def store(self, h: Tensor, rotation: CosSin, batch: FlatBatch) -> None:
         """Write the entries of a call for a draft's layer, and return nothing."""
         assert self._kv is not None, "the layer is a draft's"
         self._rows.store(batch, self._k.linear(h, self._kv, wide=True), rotation)
-
-
-def _make_rows(setup: Setup, layer: int, weights: Weights, rotary: Rotary) -> Rows:
-    if setup.kernels.NAME != "cuda":
-        return LayerRows(setup, layer, weights, rotary)
-    from tiercel.models.deepseek_v4.cuda_rows import CudaRows  # here: Triton takes a second to import
-
-    return CudaRows(setup, layer, weights, rotary)
 
 
 def site_of(config: V4Config, kernels: Kernels, weights: Weights, norm: Tensor) -> Site:
@@ -137,15 +92,13 @@ class Experts:
         gate_up, down = joined(weights, GATE_UP), joined(weights, DOWN)  # the shared expert is the last
         self._matrices = kernels.pack_all(*gate_up), kernels.pack_all(*down)
 
-    def __call__(self, x: Tensor, tokens: Tensor, batch: AnyBatch = None) -> Tensor:
+    def __call__(self, x: Tensor, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """`positions`: -1 is padding, which asks no expert."""
         c, k = self._config, self._k
         chosen = None if self._by_token is None else self._by_token[tokens]
         logits = k.linear(x, self._gate, wide=True)
         asked = logits, chosen, self._bias, c.experts_per_token, c.routed_scaling_factor
-        if isinstance(batch, FlatBatch):  # it may be padded, and padding asks no expert
-            chosen, weights = cast("CudaKernels", k).route(*asked, batch.positions)
-        else:
-            chosen, weights = k.route(*asked)
+        chosen, weights = k.route(*asked, positions)
         return k.experts(x, chosen, weights, self._matrices, c.swiglu_limit)
 
 
@@ -159,13 +112,13 @@ class Layer:
         self.attention = Attention(setup, layer, part_of(weights, "self_attn."), rotary)
         self.experts = Experts(config, self._k, part_of(weights, "mlp."))
 
-    def __call__(self, x: Tensor, tokens: Tensor, rotation: CosSin, batch: AnyBatch) -> Tensor:
+    def __call__(self, x: Tensor, tokens: Tensor, rotation: CosSin, batch: FlatBatch) -> Tensor:
         """The streams [tokens, n, d] after this layer."""
         seen, place, mix = self._k.hyper_read(x, self._sites[0])
         x = self._k.hyper_write(x, self.attention(seen, rotation, batch), place, mix)
         seen, place, mix = self._k.hyper_read(x, self._sites[1])
-        return self._k.hyper_write(x, self.experts(seen, tokens, batch), place, mix)
+        return self._k.hyper_write(x, self.experts(seen, tokens, batch.positions), place, mix)
 
-    def store(self, x: Tensor, rotation: CosSin, batch: AnyBatch) -> None:
+    def store(self, x: Tensor, rotation: CosSin, batch: FlatBatch) -> None:
         """Write the entries of a draft's layer: they need its input only."""
         self.attention.store(self._k.hyper_read(x, self._sites[0])[0], rotation, batch)

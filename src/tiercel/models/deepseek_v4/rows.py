@@ -1,4 +1,4 @@
-"""What one layer keeps in the cache, on a CPU: lists of rows are made for each call, entries are decoded.
+"""What one layer keeps in the cache: kernels read and write pages, rings and tails in place.
 
     every layer        window entries: in tails, and of running texts in rings
     sparse (ratio 4)   compressed entries and the keys of the indexer: in pages; open rows in rings and tails
@@ -11,25 +11,30 @@ page table is the only thing between them.
 A request keeps in rings what its next tokens need: per layer the last w - 1 window entries, encoded as in a
 tail; per compressor (kv, gate) of the last 8 or 128 tokens. A call whose last tokens are guesses may be
 followed by one that begins earlier: a ring has a spare row for each guess, so that a refused guess overwrites
-no row that is still needed. `cuda_rows.py` has the same for CUDA.
+no row that is still needed.
+
+Whatever is read back was encoded before, also within one call: a value never depends on whether it has been
+through the cache. Nothing waits for a device, and everything that a call queues has a shape that its spans
+alone decide.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tiercel.kernels.choice import Kernels, ListKernels
+from tiercel.kernels.choice import Kernels
+from tiercel.kernels.entries import Entries
 from tiercel.kernels.reference import CosSin
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.models.base import Weights, part_of
-from tiercel.models.batch import Batch, rows_before
 from tiercel.models.deepseek_v4.config import SPARSE_RATIO, V4Config
-from tiercel.models.entries import Codec, EntryRows, Parts, Rings, plain_codec
+from tiercel.models.flat import FlatBatch
 from tiercel.models.rotary import Rotary
+from tiercel.models.rows import entries_of, rows_before
 from tiercel.spec.deepseek_v4 import ENTRIES, INDEX, STATE_OF, WINDOW
 
 
@@ -42,20 +47,6 @@ class Setup(NamedTuple):
     rings: int
     guesses_max: int = 0
     """How many guesses of a text a call may compute that are refused later: spare rows of every ring."""
-
-    @property
-    def lists(self) -> ListKernels:
-        """The kernels. `LayerRows` needs a set that finds rows by lists."""
-        return cast("ListKernels", self.kernels)
-
-    def rows(self, role: str, layer: int) -> EntryRows:
-        stream = self.memory.stream(role, layer)
-        rows = self.memory.view(stream.name, layer)
-        return EntryRows(self.lists, rows, stream, self.memory.spec.page_tokens)
-
-    def make_rings(self, rows: int, codec: Codec) -> Rings:
-        """Rings with room for `rows` rows."""
-        return Rings(self.lists, self.rings, rows + self.guesses_max, codec, self.memory.device)
 
 
 class Index(NamedTuple):
@@ -79,81 +70,64 @@ class Compressor:
     """
 
     def __init__(self, setup: Setup, layer: int, role: str, weights: Weights, rotary: Rotary) -> None:
-        self._k, self._eps, self._rotary = setup.lists, setup.config.rms_norm_eps, rotary
+        self._k, self._eps, self._rotary = setup.kernels, setup.config.rms_norm_eps, rotary
         self._norm, self._bias = weights["kv_norm.weight"], weights["position_bias"]
-        self.pages = setup.rows(role, layer)
+        self.ratio, channels = self._bias.shape
+        self._ring_rows = self.ratio * channels // len(self._norm) + setup.guesses_max
+        self.pages = entries_of(setup.memory, role, layer)
         keeps = setup.memory.spec.find(STATE_OF[role], layer) is not None
-        self._tails = setup.rows(STATE_OF[role], layer) if keeps else None
+        self._tails = entries_of(setup.memory, STATE_OF[role], layer) if keeps else None
         """The rows of entries that a boundary leaves open, if it can leave any."""
-        self.ratio, self._channels = self._bias.shape
-        self._dim = len(self._norm)
-        self._width = self.ratio * self._channels // self._dim
-        self._recent = setup.make_rings(self._width, plain_codec(4 * 2 * self._channels))
+        shape = setup.rings * self._ring_rows, 2 * channels
+        self._kept = torch.zeros(shape, device=setup.memory.device)
 
-    def extend(self, batch: Batch, rows: Tensor) -> None:
+    def extend(self, batch: FlatBatch, rows: Tensor) -> None:
         """Write the entries that end in this call, and the open rows of its tails."""
-        recent = self._recent
-        made = batch.new_entries(self.ratio, self._width, recent.rows, self.pages.per_row)
-        if made is not None:
-            entry = self._k.compress((recent.read(), rows), made.rows, self._bias, self._dim)
-            rotation = self._rotary.at(made.positions, batch.longest)
-            entry = self._k.norm_rotate(entry[:, None, :], rotation, eps=self._eps, weight=self._norm)
-            self.pages.write(made.pages, entry[:, 0, :])
-        data = recent.codec.encode(rows)
-        for i, span in enumerate(batch.spans if self._tails else ()):
-            for boundary, place in span.tails.items():
-                numbers = batch.recent_before(boundary, self.ratio, i, recent.rows)
-                self._write_tail(place, recent.codec.decode(recent.gather(data, numbers)))
-        recent.keep(batch, data)
+        table = self._rotary.table(batch.longest)
+        both, how = (self._kept, rows), (self._bias, self._norm, self._eps, table)
+        where = batch.flat, batch.write_from, self._ring_rows
+        self._k.compress_store(both, *how, self.pages, *where)
+        if self._tails is not None:
+            self._k.write_tails(both, self._tails, batch.tails, self._ring_rows)
+        self._k.keep(*both, batch.flat, batch.end, self._ring_rows)
 
-    def _write_tail(self, place: int, rows: Tensor) -> None:
-        """Write the open rows of a tail: later entries use only their first channels."""
-        assert self._tails is not None
-        halves = rows.unflatten(1, (2, self._channels))[:, :, : self._dim].flatten(1)
-        self._tails.write_row(place, self._tails.codec.encode(halves))
-
-    def restore(self, ring: int, place: int, boundary: int) -> None:
-        if self._tails is None:
-            return
-        halves = self._tails.codec.decode(self._tails.read_row(place)).unflatten(1, (2, self._dim))
-        rows = halves.new_zeros(len(halves), 2, self._channels)
-        rows[:, :, : self._dim] = halves
-        self._recent.restore(ring, boundary, self._recent.codec.encode(rows.flatten(1)))
-
-    def entries(self, batch: Batch, *, in_place: bool) -> Tensor:
-        """The pool that `batch.entries` numbers."""
-        if in_place:
-            return self.pages.all()
-        rows = batch.entries(self.ratio, self.pages.per_row, in_place=True)
-        return self.pages.read(rows[rows >= 0].long())
+    def restore(self, moves: Tensor) -> None:
+        if self._tails is not None:
+            self._k.restore(self._kept, self._tails, moves, self._ring_rows)
 
 
 class LayerRows:
     """The cached rows of one layer, and attention on them."""
 
     def __init__(self, setup: Setup, layer: int, weights: Weights, rotary: Rotary) -> None:
-        self._config, self._k = setup.config, setup.lists
-        draft = layer >= self._config.layers
-        ratio = 0 if draft else self._config.ratios[layer]
-        self._tails = setup.rows(WINDOW, layer)
-        self._recent = setup.make_rings(rows_before(self._config.window), self._tails.codec)
+        c, self._config, self._k = setup.config, setup.config, setup.kernels
+        draft = layer >= c.layers
+        self._tails = entries_of(setup.memory, WINDOW, layer)
+        self._spare = setup.guesses_max
+        self._ring_rows = rows_before(c.window) + self._spare
+        self._row_bytes = -(-sum(self._tails.sizes) // 16) * 16
+        """Rows begin at multiples of 16 bytes: loads are that wide."""
+        kept = setup.rings * self._ring_rows, self._row_bytes
+        self._kept = self._rows(torch.zeros(kept, dtype=torch.uint8, device=setup.memory.device))
         self._compressors = [
             Compressor(setup, layer, role, part_of(weights, prefix), rotary)
-            for role, prefix in compressors_of(ratio).items()
+            for role, prefix in compressors_of(0 if draft else c.ratios[layer]).items()
         ]
-        self._in_place = all(each.pages.in_place for each in self._compressors)
-        self._norm, self._sinks = weights["kv_norm.weight"], weights["sinks"]
-        self._scale = self._config.head_dim**-0.5
+        self._norm, self._sinks, self._scale = weights["kv_norm.weight"], weights["sinks"], c.head_dim**-0.5
 
-    def restore(self, ring: int, place: int, boundary: int) -> None:
-        """The ring goes on from the tail at this place."""
-        self._recent.restore(ring, boundary, self._tails.read_row(place))
+    def _rows(self, rows: Tensor) -> Entries:
+        """Window entries, one to a row. Rows that a text has not reached are never read."""
+        return self._tails._replace(rows=rows, per_row=1)
+
+    def restore(self, moves: Tensor) -> None:
+        """Rings go on from tails. `moves`: see `kernels.reference.rows.restore`."""
+        self._k.restore(self._kept, self._tails, moves, self._ring_rows)
         for compressor in self._compressors:
-            compressor.restore(ring, place, boundary)
+            compressor.restore(moves)
 
     def attend(
         self,
-        batch: Batch,
+        batch: FlatBatch,
         q: Tensor,
         kv: Tensor,
         rotation: CosSin,
@@ -165,51 +139,32 @@ class LayerRows:
         q [tokens, heads, dim]; kv [tokens, dim], neither normed nor rotated; `rows`: what each compressor
         makes entries of; `index`: only for a sparse layer.
         """
-        new = self._encode(kv, rotation)
-        recent = self._recent.read(), self._recent.codec.decode(new)
+        k, flat = self._k, batch.flat
+        both = self._kept, self._encode(kv, rotation)
         for compressor, own_rows in zip(self._compressors, rows, strict=True):
             compressor.extend(batch, own_rows)
-        entries = recent[1]  # where nothing is compressed, none of them is chosen
-        if index is not None:
-            chosen = self._best_rows(batch, index)
-        elif self._compressors:
-            own = self._compressors[0]
-            chosen = batch.seen_entries(own.ratio, own.pages.per_row, in_place=self._in_place)
-        else:
-            chosen = kv.new_empty(len(kv), 0, dtype=torch.int32)
+        chosen, entries, ratio = None, None, 1
         if self._compressors:
-            entries = self._compressors[0].entries(batch, in_place=self._in_place)
-        window = batch.window(self._config.window, self._recent.rows)
-        out = self._k.attention(q, recent, window, entries, chosen, self._sinks, self._scale)
-        self._remember(batch, new)
+            entries, ratio = self._compressors[0].pages, self._compressors[0].ratio
+        if index is not None:
+            keys, best = self._compressors[1].pages, self._config.index_topk
+            chosen = k.best_rows(index.q, index.weights, keys, ratio, flat, best, batch.longest // ratio)
+        how = flat, self._sinks, self._scale, self._spare
+        out = k.attention(q, both, self._config.window, entries, chosen, ratio, *how)
+        self._remember(batch, both)
         return out
 
-    def store(self, batch: Batch, kv: Tensor, rotation: CosSin) -> None:
+    def store(self, batch: FlatBatch, kv: Tensor, rotation: CosSin) -> None:
         """Write the same window entries as `attend`, for a layer without compressors."""
         assert not self._compressors
-        self._remember(batch, self._encode(kv, rotation))
+        self._remember(batch, (self._kept, self._encode(kv, rotation)))
 
-    def _encode(self, kv: Tensor, rotation: CosSin) -> Parts:
-        eps = self._config.rms_norm_eps
-        kv = self._k.norm_rotate(kv[:, None, :], rotation, eps=eps, weight=self._norm)[:, 0, :]
-        return self._recent.codec.encode(kv)
+    def _encode(self, kv: Tensor, rotation: CosSin) -> Entries:
+        shape = kv.shape[0], self._row_bytes
+        new = self._rows(torch.empty(shape, dtype=torch.uint8, device=kv.device))
+        self._k.store_window(kv, rotation, self._config.rms_norm_eps, self._norm, new)
+        return new
 
-    def _remember(self, batch: Batch, new: Parts) -> None:
-        self._write_tails(batch, new)
-        self._recent.keep(batch, new)
-
-    def _best_rows(self, batch: Batch, index: Index) -> Tensor:
-        """The rows of the compressed entries that the indexer finds best for each token."""
-        own, keys = self._compressors
-        rows = batch.entries(own.ratio, own.pages.per_row, in_place=self._in_place)
-        found = keys.entries(batch, in_place=self._in_place)
-        visible, most = batch.visible(own.ratio), self._config.index_topk
-        return self._k.best_rows(index.q, index.weights, found, rows, batch.span, visible, most)
-
-    def _write_tails(self, batch: Batch, new: Parts) -> None:
-        for i, span in enumerate(batch.spans):
-            for boundary, place in span.tails.items():
-                assert boundary > span.start, "a tail is written by the span that reaches it"
-                # if a window is longer than a page, the tails before have the rest
-                numbers = batch.recent_before(boundary, self._tails.per_row, i, self._recent.rows)
-                self._tails.write_row(place, self._recent.gather(new, numbers))
+    def _remember(self, batch: FlatBatch, both: tuple[Entries, Entries]) -> None:
+        self._k.write_tails(both, self._tails, batch.tails, self._ring_rows)
+        self._k.keep(*both, batch.flat, batch.end, self._ring_rows)

@@ -20,11 +20,12 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
 from tiercel.models.checkpoint import StoredTensor, check_finite
-from tiercel.models.deepseek_v4.config import FP8_BLOCK
 
 Shape = tuple[int, ...]
 
 FP8 = torch.float8_e4m3fn
+FP8_BLOCK = (128, 128)
+"""Rows and columns of an fp8 weight under one scale: `quantization_config.weight_block_size`."""
 
 SCALES = ("F8_E8M0", "F32", "BF16", "U8")
 """U8 is e8m0 too, from before safetensors had a name for it."""
