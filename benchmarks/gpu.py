@@ -53,7 +53,7 @@ class Bench:
     @property
     def limits(self) -> Limits:
         own = self.model.model
-        return Limits(own.config, self.model.spec, own.kernels.dtype)
+        return Limits(own.layers.config, self.model.spec, own.kernels.dtype)
 
     def share(self, rate: float, limit: float) -> float | None:
         """Of the device's limit. There is none for a CPU."""

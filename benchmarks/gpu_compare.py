@@ -18,7 +18,7 @@ from torch import Tensor
 from tiercel.kernels.choice import make_kernels
 from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.deepseek_v4.config import SPARSE_RATIO, V4Config
-from tiercel.models.deepseek_v4.weights import load_weights, parameters
+from tiercel.models.deepseek_v4.weights import WEIGHTS
 from tiercel.models.families import folder_of
 from tiercel.spec.cache_spec import CacheSpec
 
@@ -85,7 +85,7 @@ class Limits:
         missed = (1 - c.experts_per_token / c.experts) ** batch
         return [
             (each.name, prod(each.shape), 1 - missed if "mlp.experts" in each.name else 1.0)
-            for each in parameters(c, draft=False).values()
+            for each in WEIGHTS.of(c, draft=False).values()
             if len(each.shape) > 1 and not each.integer
         ]
 
@@ -153,7 +153,7 @@ def make_theirs(model: str, device: str) -> Any:
     checkpoint = Checkpoint(folder_of(model))
     dtype = make_kernels(device=device).dtype
     config = DeepseekV4Config.from_dict(dict(checkpoint.config))
-    weights = load_weights(checkpoint, V4Config.from_hf(checkpoint.config), device, dtype, draft=False)
+    weights = WEIGHTS.plan(checkpoint, V4Config.from_hf(checkpoint.config), dtype, draft=False).read(device)
     for name, tensor in weights.items():
         if tensor.is_floating_point() and "hc" not in name:
             weights[name] = tensor.to(dtype)

@@ -34,7 +34,6 @@ from tiercel.storage.open import open_store
 GIB = 1024**3
 RUNNING = 64
 STEP_TOKENS = {"cpu": 512, "cuda": 8192}
-FORMATS = {"cpu": "fp32", "cuda": "fp8"}
 REST_S = 120.0
 """Copies and writes to a store end sooner, or something is broken."""
 
@@ -140,7 +139,7 @@ class OneModel:
         self.name, self.device = name, torch.device(device)
         kind = self.device.type
         self.step_tokens = STEP_TOKENS[kind]
-        build = Build(model=name, device=device, format=FORMATS[kind], device_bytes=device_bytes)
+        build = Build(model=name, device=device, device_bytes=device_bytes)
         config = EngineConfig(running_max=RUNNING, step_tokens=self.step_tokens, speculate="off")
         self._first = open_engine(build, config)[0]
         assert isinstance(self._first.runner, LocalRunner)

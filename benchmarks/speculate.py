@@ -40,8 +40,8 @@ from tiercel.memory.buffers import DeviceMemory
 from tiercel.models.base import Span
 from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.deepseek_v4.config import V4Config
-from tiercel.models.deepseek_v4.model import DeepseekV4
-from tiercel.models.deepseek_v4.weights import load_weights
+from tiercel.models.deepseek_v4.model import build
+from tiercel.models.deepseek_v4.weights import WEIGHTS
 from tiercel.models.families import EMBEDDED, folder_of
 from tiercel.spec import deepseek_v4, deepseek_v4_mtp
 
@@ -60,14 +60,14 @@ class Drafting:
         folder = folder or folder_of(EMBEDDED)
         checkpoint = Checkpoint(folder)
         config = V4Config.from_hf(checkpoint.config)
-        weights = load_weights(checkpoint, config)
+        weights = WEIGHTS.plan(checkpoint, config).read()
         spec = deepseek_v4(checkpoint.config, PAGE, "fp32")
         if draft == "mtp":
             spec = spec.with_draft(deepseek_v4_mtp(checkpoint.config, PAGE, "fp32", hidden=True))
         pages = -(-(PROMPT + NEW + 2 * GUESSES) // PAGE)
         self._pages = torch.arange(texts * pages).view(texts, pages)
         memory = DeviceMemory(spec, pages=texts * pages, tails=1)
-        self._model = DeepseekV4(config, weights, memory, texts, guesses_max=GUESSES)
+        self._model = build(config, weights, memory, texts, guesses_max=GUESSES)
         drafter = make_drafter(draft, self._model, PAGE)
         assert drafter is not None
         self._drafter, self.folder, self.texts = drafter, folder, texts

@@ -9,6 +9,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
+from unittest.mock import patch
 
 from tests.engine.drive import Always
 
@@ -17,7 +19,7 @@ from tiercel.asks.ask import Ask, Sampling
 from tiercel.config import CacheConfig
 from tiercel.engine.build import open_engine
 from tiercel.engine.config import Build, EngineConfig
-from tiercel.models.base import Draft
+from tiercel.models.draft_model import DraftModel
 
 Prompts = Sequence[list[int]]
 
@@ -134,12 +136,10 @@ def accept_after(prompts: Prompts, kind: str, device: str) -> dict[str, float]:
     return {name.format(kind): length / cold for name, length in lengths.items()}
 
 
-def _without_restore(draft: Draft, running: RunningEngine, prompts: Prompts) -> float:
-    draft.restore = lambda *_: None  # type: ignore[method-assign]
-    try:
+def _without_restore(draft: Any, running: RunningEngine, prompts: Prompts) -> float:
+    owner, name = (draft.model, "resume") if isinstance(draft, DraftModel) else (draft, "restore")
+    with patch.object(owner, name, lambda *_: None):
         return _first(running, prompts)
-    finally:
-        del draft.restore
 
 
 def _first(running: RunningEngine, prompts: Prompts) -> float:

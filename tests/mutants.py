@@ -13,34 +13,36 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import patch
 
+import torch
+
+from tiercel.kernels import native
 from tiercel.models.base import at_once
-from tiercel.models.deepseek_v4.model import DeepseekV4
-from tiercel.models.entries import Rings
+from tiercel.models.frame import Frame
 
 VARIABLE = "TIERCEL_MUTANT"
 TIMEOUT_S = 300
 
-real_restore, real_gather, real_forward = Rings.restore, Rings.gather, DeepseekV4.forward
+real_restore, real_tails, real_forward = native.restore, native.write_tails, Frame.forward
 
 
-def a_ring_goes_on_one_row_off(self, ring, end, parts):
-    real_restore(self, ring, end + 1, parts)
+def a_ring_goes_on_one_row_off(kept, tails, moves, ring_rows):
+    real_restore(kept, tails, moves + torch.tensor([0, 1, 0], dtype=torch.int32), ring_rows)
 
 
-def a_tail_misses_its_last_row(self, new, rows):
-    return tuple(part.roll(1, 0) for part in real_gather(self, new, rows))
+def a_tail_misses_its_last_row(recent, tails, moves, ring_rows):
+    real_tails(recent, tails, moves - torch.tensor([0, 1, 0, 0, 0], dtype=torch.int32), ring_rows)
 
 
 def layers_are_computed_before_their_bytes_come(self, spans, rows=None, before=at_once):
     logits = real_forward(self, spans, rows)
-    before(len(self.layers) - 1)
+    before(self.layers.count - 1)
     return logits
 
 
 OF_MODELS = {
-    a_ring_goes_on_one_row_off: (Rings, "restore"),
-    a_tail_misses_its_last_row: (Rings, "gather"),
-    layers_are_computed_before_their_bytes_come: (DeepseekV4, "forward"),
+    a_ring_goes_on_one_row_off: (native, "restore"),
+    a_tail_misses_its_last_row: (native, "write_tails"),
+    layers_are_computed_before_their_bytes_come: (Frame, "forward"),
 }
 
 

@@ -29,7 +29,13 @@ every_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path:
 OTHERS = {
     *("openai", "instructor", "bind_tools", "with_structured_output", "generateObject", "Output.object"),
     *("Mode.TOOLS", "Mode.JSON", "Mode.JSON_SCHEMA", "bench_serving", "bench_multiturn", "xgrammar"),
-    *("sglang.bench_serving", "Qwen3ForCausalLM", "DeepseekV4ForCausalLM", "latest_reminder"),
+    *(
+        "sglang.bench_serving",
+        "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "DeepseekV4ForCausalLM",
+        "latest_reminder",
+    ),
     *("encoding/encoding_dsv4.py", "backendConfigs", "EXTERNAL", "Authorization", "Origin"),
     *("process_cpu_seconds_total", "process_resident_memory_bytes", "process_virtual_memory_bytes"),
     *("process_start_time_seconds", "process_open_fds", "process_max_fds", "gc.freeze"),

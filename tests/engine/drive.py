@@ -18,16 +18,16 @@ from tiercel.engine.loop import overlapped_steps, plain_steps, queued_steps
 from tiercel.engine.offline import answer_all
 from tiercel.engine.runner import QueueRunner
 from tiercel.models.checkpoint import Checkpoint
+from tiercel.models.deepseek_v4 import weights
 from tiercel.models.deepseek_v4.config import V4Config
-from tiercel.models.deepseek_v4.model import DeepseekV4
-from tiercel.models.deepseek_v4.weights import load_weights
+from tiercel.models.deepseek_v4.model import build
 from tiercel.spec import deepseek_v4, deepseek_v4_mtp
 from tiercel.text.text import Text
 
 FOLDER = Path(tiercel.models.__file__).parent / "tiny_v4"
 CHECKPOINT = Checkpoint(FOLDER)
 CONFIG = V4Config.from_hf(CHECKPOINT.config)
-WEIGHTS = load_weights(CHECKPOINT, CONFIG)
+WEIGHTS = weights.WEIGHTS.plan(CHECKPOINT, CONFIG).read()
 TEXT = Text(FOLDER)
 PAGE = 128
 SPEC = deepseek_v4(CHECKPOINT.config, PAGE, "fp32")
@@ -54,17 +54,19 @@ class Always:
 
 
 def make_engine(
-    *, pages=64, tails=16, host_pages=0, model=DeepseekV4, cache=None, clock=monotonic, guesses=0, **options
+    *, pages=64, tails=16, host_pages=0, change=None, cache=None, clock=monotonic, guesses=0, **options
 ):
     """`host_pages` of host memory; `cache`: other settings of the cache; `options`: the engine's; `guesses`:
-    the number for every text; 0: none."""
+    the number for every text; 0: none; `change`: is given the model."""
     options = {"running_max": 8, "speculate": "off"} | options
     spec = DRAFTED if options["speculate"] == "mtp" else SPEC
     settings = CacheConfig(pages, tails, host_bytes=host_pages * spec.host_page_bytes)
     settings = replace(settings, **(cache or {}))
     config = EngineConfig(cache=settings, **options)
     own = TieredCache(spec, settings)
-    made = model(CONFIG, WEIGHTS, own.device, config.running_max, guesses_max=config.guesses_max)
+    made = build(CONFIG, WEIGHTS, own.device, config.running_max, guesses_max=config.guesses_max)
+    if change is not None:
+        change(made)
     engine = Engine(made, own, TEXT, config, clock)
     if guesses:
         engine.scheduler.guessing.policy = Always(guesses)

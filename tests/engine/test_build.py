@@ -21,12 +21,11 @@ from tests.models.test_weights import (
     quantized,
 )
 from tiercel.config import CacheConfig
-from tiercel.engine.build import _speculation, check_memory, open_engine
+from tiercel.engine.build import open_engine, who_guesses
 from tiercel.engine.config import Build, EngineConfig, places_of
-from tiercel.errors import ConfigError, WeightsError
+from tiercel.errors import ConfigError, SpecError, WeightsError
 from tiercel.kernels.choice import make_kernels
-from tiercel.models.checkpoint import Checkpoint
-from tiercel.models.families import family_of, folder_of
+from tiercel.models.opening import Folder, Opened, check_memory
 from tiercel.spec.attention import mha
 from tiercel.spec.presets import load
 
@@ -172,17 +171,12 @@ def test_on_cuda_a_draft_that_costs_little_guesses_and_nobody_else_unless_asked_
         ("tiny-v4", "mtp"),
         ("tiny-v4", "ngram"),
     ):
-        checkpoint = Checkpoint(folder_of(model))
-        family = family_of(checkpoint.config)
-        config = EngineConfig(speculate=asked)
-        found = _speculation(config, family, checkpoint, family.read(checkpoint.config), kernels)
-        told[model, asked] = found[0].speculate, found[1] is not None, found[2].why
-    assert told["v4-flash-8e", "auto"][:2] == told["tiny-v4", "mtp"][:2] == ("mtp", True)
-    assert told["tiny-v4", "ngram"][:2] == ("ngram", False)
-    assert (
-        told["tiny-v4", "auto"][:2] == ("off", False)
-        and "43% of a token with mtp" in told["tiny-v4", "auto"][2]
-    )
+        opened = Opened(128, "fp8", device, kernels, Folder(model))
+        config, choice = who_guesses(EngineConfig(speculate=asked), opened)
+        told[model, asked] = config.speculate, choice.why
+    assert told["v4-flash-8e", "auto"][0] == told["tiny-v4", "mtp"][0] == "mtp"
+    assert told["tiny-v4", "ngram"][0] == "ngram"
+    assert told["tiny-v4", "auto"][0] == "off" and "43% of a token with mtp" in told["tiny-v4", "auto"][1]
 
 
 def test_a_draft_that_costs_much_is_used_only_if_it_is_asked_for():
@@ -217,6 +211,33 @@ def test_weights_that_are_no_numbers_do_not_start(tmp_path):
     spoiled = {"lm_head.weight": torch.full((VOCAB, 32), float("nan"))}
     with pytest.raises(WeightsError, match=r"lm_head\.weight holds NaN"):
         open_on(make_folder(tmp_path, spoiled))
+
+
+@pytest.mark.parametrize(
+    ("build", "engine", "field"),
+    [
+        ({"kernels": "abacus"}, {}, "kernels"),
+        ({"kernels": "reference", "exact": True}, {}, "exact"),
+        ({"format": "int4"}, {}, "format"),
+        ({"draft": "nowhere"}, {}, "draft"),
+        ({"device_bytes": 1000}, {}, "device_bytes"),
+        ({"store": "memory:"}, {}, "store"),
+        ({"peer": ("file:///x",)}, {}, "peer"),
+        ({}, {"speculate": "mtp"}, "speculate"),
+        ({}, {"speculate": "draft"}, "speculate"),
+        ({"draft": "tiny-v4"}, {"speculate": "ngram"}, "draft"),
+        ({"model": "long"}, {}, "max_position_embeddings"),
+    ],
+)
+def test_what_can_be_refused_is_refused_before_weights_are_read(tmp_path, build, engine, field):
+    spoiled = {"lm_head.weight": torch.full((VOCAB, 32), float("nan"))}
+    folder = make_folder(tmp_path, spoiled)
+    if build.get("model") == "long":
+        config = make_config(vocab_size=VOCAB, max_position_embeddings="long")
+        (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises((ConfigError, SpecError)) as refused:
+        open_engine(Build(**{**build, "model": str(folder)}), EngineConfig(**engine))
+    assert refused.value.field == field
 
 
 @pytest.mark.parametrize(

@@ -26,13 +26,16 @@ from tests.engine.drive import (
 from tests.engine.test_build import make_folder
 from tests.models.qwen3 import write_qwen3
 from tiercel.config import CacheConfig
-from tiercel.engine.build import check_memory, load_draft, open_engine
+from tiercel.engine.build import open_engine
 from tiercel.engine.config import Build, EngineConfig
 from tiercel.errors import ConfigError
 from tiercel.kernels.choice import make_kernels
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.models.base import NO_GUESS, Span
-from tiercel.models.draft_model import DraftFolder, DraftModel
+from tiercel.models.checkpoint import Checkpoint
+from tiercel.models.draft_model import DraftModel
+from tiercel.models.opening import DraftFolder, check_memory, open_model
+from tiercel.models.wish import Wish
 
 MIB = 1024**2
 GUESSES = 3
@@ -183,10 +186,11 @@ def make_model(folder, vocab_size, longest=None):
     kernels = make_kernels()
     spec = opened.declare(16, "fp32")
     memory = DeviceMemory(spec, pages=4, tails=0)
-    model = opened.build(opened.load("cpu", kernels, lambda _: None), memory, 1, kernels, 4)
+    weights = opened.plan(kernels).read()
+    model = opened.family.build(opened.dimensions, weights, memory, 1, kernels, 4)
     draft = DraftModel(model, vocab_size, longest)
     tokens, pages = torch.arange(10), torch.tensor([2, 0])
-    draft.follow([Span(tokens[:9].numpy(), 0, pages, 0)], torch.empty(0), tokens[:9])
+    draft.follow([Span(tokens[:9].numpy(), 0, pages, 0)])
     return draft, Span(tokens[9:].numpy(), 9, pages, 0)
 
 
@@ -234,16 +238,17 @@ def test_pages_with_the_entries_of_another_draft_are_not_taken(folders, tmp_path
     assert identities[0] == identities[1] and answers[0] == answers[1] == answers[2]
 
 
-def test_both_models_are_counted_before_the_second_is_read(folders):
-    folder, kernels = DraftFolder(str(folders["small"])), make_kernels()
-    size = sum(each.nbytes for each in folder.load("cpu", kernels, lambda _: None).values())
-    check = partial(check_memory, "big", cache_bytes=0, bytes_free=size + 10)
-    _, check_both = load_draft(folder, "cpu", kernels, check)
-    check_both({"attention": 10})
-    with pytest.raises(ConfigError, match=r"model = 'big': .*: draft 0.0 GB, attention 0.0 GB"):
-        check_both({"attention": 11})
-    with pytest.raises(ConfigError, match="model = 'big': .*: draft 0.0 GB, cache"):
-        load_draft(folder, "cpu", kernels, partial(check, bytes_free=size - 1))
+def test_both_models_are_counted_before_one_is_read(folders, monkeypatch):
+    opened = open_model(Wish(str(folders["qwen3"]), draft=str(folders["small"])))
+    loaded = opened.load(lambda _: None)
+    sizes = [sum(each.nbytes for each in own.values()) for own in (loaded.draft_weights, loaded.weights)]
+    check = partial(check_memory, "both", cache_bytes=0)
+    opened.load(partial(check, bytes_free=sum(sizes)))
+    read = []
+    monkeypatch.setattr(Checkpoint, "read", lambda _, name: read.append(name))
+    with pytest.raises(ConfigError, match=r"model = 'both': .* GB, .*draft 0.0 GB, .* GB"):
+        opened.load(partial(check, bytes_free=sum(sizes) - 1))
+    assert not read
 
 
 def other_tokens(path):

@@ -26,7 +26,6 @@ from tiercel.engine.loop import plain_steps
 from tiercel.engine.step import share
 from tiercel.engine.task import PRIORITY_S
 from tiercel.errors import AskError, QueueFull
-from tiercel.models.deepseek_v4.model import DeepseekV4
 
 
 def finishes(deltas):
@@ -318,22 +317,22 @@ def test_an_abort_at_any_moment_gives_everything_back(after, overlap):
     settle(engine)
 
 
-class Failing(DeepseekV4):
-    """Raises at its third call."""
+def fail_once(model):
+    """It raises at its third call."""
+    forward, calls = model.forward, []
 
-    calls = 0
-
-    def forward(self, spans, rows=None, before=None):
-        Failing.calls += 1
-        if Failing.calls == 3:
+    def failing(spans, rows=None, before=None):
+        calls.append(spans)
+        if len(calls) == 3:
             raise RuntimeError("out of something")
-        return super().forward(spans, rows)
+        return forward(spans, rows)
+
+    model.forward = failing
 
 
 @LOOPS
 def test_a_failing_step_ends_its_texts_and_nothing_else(overlap):
-    Failing.calls = 0
-    engine = make_engine(model=Failing)
+    engine = make_engine(change=fail_once)
     [failed] = run(engine, make_ask("a", words(20)), overlap=overlap)
     assert failed.error == "out of something"
     [well] = run(engine, make_ask("b", words(20)), overlap=overlap)
@@ -342,13 +341,17 @@ def test_a_failing_step_ends_its_texts_and_nothing_else(overlap):
 
 
 def test_logits_that_are_no_numbers_end_one_text():
-    class Sick(DeepseekV4):
-        def forward(self, spans, rows=None, before=None):
-            logits = super().forward(spans, rows).clone()
+    def spoil(model):
+        forward = model.forward
+
+        def sick(spans, rows=None, before=None):
+            logits = forward(spans, rows).clone()
             logits[0] = float("nan")
             return logits
 
-    engine = make_engine(model=Sick)
+        model.forward = sick
+
+    engine = make_engine(change=spoil)
     sick, well = run(engine, make_ask("a", words(20), logprobs=None), make_ask("b", words(21), logprobs=None))
     assert "nan" in sick.error and not sick.tokens
     assert not well.error or well.tokens, "the other one goes on until it is first itself"

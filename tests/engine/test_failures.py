@@ -23,7 +23,7 @@ from tiercel.asks.ask import Finish
 from tiercel.engine.sampling import Sampler
 from tiercel.engine.service import EngineService
 from tiercel.errors import EngineError
-from tiercel.models.deepseek_v4.model import DeepseekV4
+from tiercel.models.frame import Frame
 from tiercel.text.stream import TextStream
 
 
@@ -85,8 +85,8 @@ def test_a_text_that_can_not_be_told_ends_alone_and_only_once(overlap):
 def test_a_tail_that_can_not_be_restored_ends_its_text_alone(overlap):
     engine, text = make_engine(), words(2 * PAGE + 5)
     [first] = run(engine, make_ask("first", text, 4))
-    resume = DeepseekV4.resume
-    with patch.object(DeepseekV4, "resume", lambda *args: broken() if args[2] else resume(*args)):
+    resume = Frame.resume
+    with patch.object(Frame, "resume", lambda *args: broken() if args[2] else resume(*args)):
         ends = ends_of(engine, overlap, make_ask("a", text, 4), make_ask("b", words(9, 1), 4))
     assert ends == {"a": [(Finish.ERROR, "the test broke this")], "b": [(Finish.LENGTH, "")]}
     settle(engine)
@@ -97,7 +97,7 @@ def test_a_tail_that_can_not_be_restored_ends_its_text_alone(overlap):
 @LOOPS
 def test_a_step_that_can_not_be_computed_ends_its_texts_and_the_next_are_served(overlap):
     engine = make_engine()
-    with patch.object(DeepseekV4, "forward", broken):
+    with patch.object(Frame, "forward", broken):
         ends = answer_both(engine, overlap)
     assert ends == {name: [(Finish.ERROR, "the test broke this")] for name in ("a", "b")}
     assert answer_both(engine, overlap) == {name: [(Finish.LENGTH, "")] for name in ("a", "b")}

@@ -18,7 +18,7 @@ from tests.kernels.devices import on_gpu
 from tiercel.asks.ask import Answer, Delta, Finish
 from tiercel.engine.build import open_engine
 from tiercel.engine.config import Build, EngineConfig
-from tiercel.models.deepseek_v4.model import DeepseekV4
+from tiercel.models.frame import Frame
 
 LARGE = {"cpu": 1500, "cuda": 6000}
 """Tokens of a prompt that takes too much. On a GPU: a few tensors of 12 MB each, and more."""
@@ -30,14 +30,14 @@ larger ones."""
 @contextmanager
 def little_memory(device: str) -> Iterator[None]:
     if device == "cpu":
-        real = DeepseekV4.forward
+        real = Frame.forward
 
         def forward(model, spans, *rest):
             if sum(len(span.tokens) for span in spans) > LARGE["cpu"] // 2:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
             return real(model, spans, *rest)
 
-        with patch.object(DeepseekV4, "forward", forward):
+        with patch.object(Frame, "forward", forward):
             yield
         return
     torch.cuda.synchronize()
@@ -107,7 +107,7 @@ def test_what_a_failed_step_held_is_free_for_the_next(overlap, caplog) -> None:
 
     gc.disable()  # a device has no memory for what waits to be collected
     try:
-        with patch.object(DeepseekV4, "forward", forward):
+        with patch.object(Frame, "forward", forward):
             [answer] = run(engine, make_ask("a", words(9), 4), overlap=overlap)
         assert answer.finish is Finish.ERROR and held
         assert not any(each() is not None for each in held)

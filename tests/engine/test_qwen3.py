@@ -22,13 +22,18 @@ def folder(tmp_path_factory):
     return write_qwen3(tmp_path_factory.mktemp("qwen3"), tie_word_embeddings=True)
 
 
+@pytest.fixture(scope="module", params=[False, True], ids=["dense", "experts"])
+def either(request, tmp_path_factory):
+    return write_qwen3(tmp_path_factory.mktemp("qwen3"), moe=request.param)
+
+
 def build_of(folder, **options):
     return Build(str(folder), **{"page_tokens": 32, "device_bytes": 16 * MIB, **options})
 
 
 @pytest.mark.parametrize("format", ["fp32", "bf16"])
-def test_no_tier_changes_a_bit(folder, format):
-    report = verify(build_of(folder, format=format), CONFIG)
+def test_no_tier_changes_a_bit(either, format):
+    report = verify(build_of(either, format=format), CONFIG)
     assert report.holds(kl=0.0, dlogprob=0.0), report
     assert report.share == "bits"
     assert min(report.cached_tokens["device"], report.cached_tokens["host"]) > 2000
@@ -49,13 +54,13 @@ def test_broken_host_pages_are_noticed(folder):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_many_on_scarce_pages_answer_as_each_alone(folder, overlap):
+def test_many_on_scarce_pages_answer_as_each_alone(either, overlap):
     """Texts begin alike and are decoded together, preempted where pages are short."""
     prompts = [[*words(70, seed=i % 2), *words(20 + 9 * i, seed=10 + i)] for i in range(8)]
-    cold, _ = open_engine(build_of(folder), replace(CONFIG, cache=replace(CONFIG.cache, force_miss=True)))
+    cold, _ = open_engine(build_of(either), replace(CONFIG, cache=replace(CONFIG.cache, force_miss=True)))
     truth = [run(cold, make_ask("alone", prompt, 40))[0] for prompt in prompts]
     page = cold.cache.spec.page_bytes
-    engine, _ = open_engine(build_of(folder, device_bytes=16 * page), CONFIG)
+    engine, _ = open_engine(build_of(either, device_bytes=16 * page), CONFIG)
     for _ in range(2):
         asks = [make_ask(str(i), prompt, 40) for i, prompt in enumerate(prompts)]
         for answer, expected in zip(run(engine, *asks, overlap=overlap), truth, strict=True):
@@ -64,6 +69,27 @@ def test_many_on_scarce_pages_answer_as_each_alone(folder, overlap):
         settle(engine)
     assert engine.cache.counters["tokens_device"] > 0 and engine.cache.counters["tokens_host"] > 0
     engine.cache.close(), cold.cache.close()
+
+
+def test_no_family_finds_the_pages_of_another_in_one_store(folder, tmp_path):
+    """The same tokens to every model of these tests, with and without a draft: only who wrote a page finds
+    it."""
+    moe = write_qwen3(tmp_path / "moe", moe=True)
+    store, config = f"file://{tmp_path}/store?size=1GiB", replace(CONFIG.cache, fetch="wait")
+    builds = [
+        build_of(folder, store=store, page_tokens=128),
+        build_of(moe, store=store, page_tokens=128),
+        build_of("tiny-v4", store=store, page_tokens=128),
+        build_of(folder, store=store, page_tokens=128, draft=str(moe)),
+        build_of(folder, store=store, page_tokens=128, format="bf16"),
+    ]
+    for found in (0, 256):
+        for build in builds:
+            engine, _ = open_engine(build, replace(CONFIG, cache=config))
+            engine.cache.compute.observe = lambda *_: None  # what is stored is read, however fast this is
+            [answer] = run(engine, make_ask("a", words(300)))
+            assert answer.usage.store_tokens == found, build
+            engine.cache.close(60)
 
 
 def test_another_rope_finds_nothing_in_the_store(folder, tmp_path):

@@ -117,11 +117,16 @@ def test_options_of_the_build_are_part_of_what_kernels_are(tmp_path):
     before = name()
     names = [before, name(CFLAGS="-fno-trapping-math"), name(LDFLAGS="-ffast-math")]
     assert name(LDFLAGS="-L/elsewhere") == before
+    header = source / "tiercel" / "kernels" / "vector.h"
+    header.write_text(header.read_text() + "/* A comment. */\n")
+    assert name() == before
+    header.write_text(header.read_text() + "#define MORE 1\n")
+    names.append(before := name())
     text = setup.read_text()
     setup.write_text(f"# A comment.\n\n{text}")
     assert name() == before
     setup.write_text(text.replace("-ffp-contract=off", "-ffp-contract=fast"))
-    assert len({*names, name()}) == 4
+    assert len({*names, name()}) == 5
 
 
 def test_every_source_that_computes_is_part_of_whose_numbers_they_are(tmp_path, store):

@@ -23,13 +23,13 @@ from tiercel.config import CacheConfig, is_loopback, parse_address
 from tiercel.engine.config import HOST_MEMORY, Build, EngineConfig
 from tiercel.errors import ConfigError
 from tiercel.models.families import FOLDERS, folder_of
+from tiercel.models.wish import Choice
 from tiercel.server.http.logs import start_logging
 from tiercel.server.http.tenants import Tenants
 from tiercel.server.options import ServerOptions
 from tiercel.storage.open import shown, why_not
 
 if TYPE_CHECKING:
-    from tiercel.engine.build import Choice
     from tiercel.engine.engine import Engine
     from tiercel.engine.service import EngineService
     from tiercel.events import EventPublisher
@@ -122,7 +122,6 @@ def _publisher(engine: Engine, options: ServerOptions, ending: ExitStack) -> Eve
 
 def _told(publisher: EventPublisher | None) -> Iterator[Choice]:
     """The choices about where KV events go."""
-    from tiercel.engine.build import Choice
     from tiercel.events import EVERYWHERE
 
     if publisher is None:

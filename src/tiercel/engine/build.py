@@ -1,13 +1,11 @@
-"""Opens a model's folder and builds an engine on it. Every choice that is made is listed with its reason."""
+"""Builds an engine on a model's folder. Every choice that is made is listed with its reason."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from tiercel.cache import TieredCache
 from tiercel.cache.memories import make_memories
@@ -16,179 +14,94 @@ from tiercel.engine.config import DRAFT_MODEL, GUESSERS, MTP, Build, EngineConfi
 from tiercel.engine.engine import Engine
 from tiercel.engine.scheduler import STEP_TOKENS
 from tiercel.errors import ConfigError
-from tiercel.kernels.choice import Kernels, check_device, kernels_digest, make_kernels
-from tiercel.kernels.meaning import digest_of
 from tiercel.memory.buffers import DeviceMemory
-from tiercel.models.base import BytesCheck, Dimensions
-from tiercel.models.checkpoint import Checkpoint
-from tiercel.models.draft_model import DraftFolder, DraftModel, WithDraft
-from tiercel.models.families import (
-    EMBEDDED,
-    DraftOffer,
-    Family,
-    family_of,
-    folder_of,
-    sources_of,
-    text_folder_of,
-)
+from tiercel.models.families import text_folder_of
+from tiercel.models.opening import Opened, check_device_memory, open_model
+from tiercel.models.wish import Choice
 from tiercel.spec.cache_spec import CacheSpec
-from tiercel.spec.identity import BITS, Identity
+from tiercel.spec.identity import BITS, NUMBERS
 from tiercel.storage.open import check_peers, hide, open_stores, shown
 from tiercel.text.text import Text
 
 CPU_BYTES = 256 * 2**20
 CUDA_STEP_TOKENS = 8192
+SHARE_WHY = {
+    BITS: "with kernels of the same bits only",
+    NUMBERS: "other kernels' pages are taken: last bits may differ",
+}
 
 GUESS_SHARE_MOST = 0.1
 """What a guess of the model's own draft may take, of what a token takes, unless that draft is asked for.
 Above it a guess is worth less than one that the text so far makes for nothing."""
 
 
-@dataclass(frozen=True)
-class Choice:
-    """One line of what was chosen, and why."""
-
-    what: str
-    value: str
-    why: str
-
-
 def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice]]:
     """The engine, and the choices made for it. All input is checked first; an error names what is wrong."""
-    checkpoint = Checkpoint(folder_of(build.model))
-    family = family_of(checkpoint.config)
-    own = family.read(checkpoint.config)
-    check_device(build.device)
-    kernels = make_kernels(build.kernels, build.device, build.compute, family.kernels)
-    if build.exact and not kernels.EXACT:
-        why = f"the {kernels.NAME} kernels add in an order that depends on the batch"
-        raise ConfigError("exact", build.exact, why)
-    build, config = _with_defaults(build, config, family)
-    assert build.page_tokens and build.format
-    folder = None if build.draft is None else DraftFolder(build.draft)
-    if folder is None:
-        config, offer, speculation = _speculation(config, family, checkpoint, own, kernels)
-    else:
-        (config, speculation), offer = _draft_speculation(config, folder, kernels), None
-    spec = target_spec = family.declare(checkpoint.config, build.page_tokens, build.format)
-    if (draft := offer or folder) is not None:
-        draft_spec = draft.declare(build.page_tokens, build.format)
-        spec = spec.with_draft(draft_spec)
+    opened = open_model(build)
+    config, speculation = who_guesses(config, opened)
+    opened = replace(opened, own_draft=config.speculate == MTP)
+    config = replace(
+        config,
+        step_tokens=config.step_tokens or (STEP_TOKENS if build.on_cpu else CUDA_STEP_TOKENS),
+        context_tokens=config.context_tokens or opened.target.longest,
+    )
+    spec, device_bytes = opened.spec, build.device_bytes or (CPU_BYTES if build.on_cpu else None)
     check_peers(build.peer)
-    if build.device_bytes is not None:
-        _places(build.device_bytes, spec, config)  # fails for too little memory before weights are read
-    text = Text(text_folder_of(build.model))
-    check, fp8 = _memory_check(build), kernels.NAME == "cuda"
-    if folder is not None:
-        _check_tokens(text, folder)
-        draft_weights, check = load_draft(folder, build.device, kernels, check)
-    mtp = offer is not None
-    weights = family.load(checkpoint, own, build.device, kernels.dtype, draft=mtp, fp8=fp8, check=check)
-    longest = config.context_tokens or checkpoint.config.get("max_position_embeddings")
-    config = replace(config, context_tokens=longest)
-    device_bytes = build.device_bytes or _device_bytes(build.device, spec, config)
-    build = replace(build, device_bytes=device_bytes)
-    pages, tails = _places(device_bytes, spec, config)
-    settings = replace(config.cache, device_pages=pages, device_tails=tails)
-    identity = _identity(build, checkpoint, own, kernels)
-    memory = DeviceMemory(spec, pages, tails, build.device)
-    memories = make_memories(spec, settings, memory)
-    try:
-        cache = TieredCache(spec, settings, memories, identity=identity)
-    except BaseException:
-        memories.close()
-        raise
-    if build.sources:
-        _attach(cache, build)
-    how = config.running_max, kernels, config.guesses_max
-    if folder is None:
-        model = family.build(own, weights, memory, *how)
-    else:
-        target = family.build(own, weights, memory.part(target_spec), *how)
-        guesser = folder.build(draft_weights, memory.part(draft_spec, draft=True), *how)
-        draft_model = DraftModel(guesser, target.vocab_size, folder.longest)
-        model = WithDraft(target, draft_model, spec.layers[-1])
+    if build.sources and not config.cache.host_bytes:
+        hidden = hide(build.sources[0], build.sources[0])
+        raise ConfigError("store", hidden, "needs a host tier to read into: give it host memory")
+    if device_bytes is not None:
+        _places(device_bytes, spec, config)  # fails for too little memory before weights are read
+    text = _open_text(opened)
+    loaded = opened.load(partial(check_device_memory, build, cache_bytes=device_bytes or 0))
+    device_bytes = device_bytes or _device_bytes(build.device, spec, config)
+    memory = DeviceMemory(spec, *_places(device_bytes, spec, config), build.device)
+    cache = _open_cache(build, config.cache, opened, memory)
+    model = loaded.build(memory, config.running_max, config.guesses_max)
     engine = Engine(model, cache, text, config)
     model.warm_up(engine.context_tokens)
-    choices = _choices(build, config, engine, kernels.NAME, exact=kernels.EXACT)
-    unread = [] if mtp else family.draft_names(checkpoint)
-    return engine, [*choices, speculation, *_unread_choice(unread), *_end_choice(text, own.vocab_size)]
+    choices = [*opened.choices(), *_choices(build, engine, device_bytes), speculation]
+    return engine, [*choices, *opened.unread(), *_end_choice(text, engine.vocab_size)]
 
 
-def _with_defaults(build: Build, config: EngineConfig, family: Family) -> tuple[Build, EngineConfig]:
-    """Settings with their defaults. The device memory of a GPU is known only when the weights are there."""
-    on_cpu = torch.device(build.device).type == "cpu"
-    build = replace(
-        build,
-        page_tokens=build.page_tokens or (128 if build.model == EMBEDDED else 256),
-        format=build.format or ("fp32" if on_cpu else family.format),
-        device_bytes=build.device_bytes or (CPU_BYTES if on_cpu else None),
-    )
-    tokens = config.step_tokens or (STEP_TOKENS if on_cpu else CUDA_STEP_TOKENS)
-    return build, replace(config, step_tokens=tokens)
+def who_guesses(config: EngineConfig, opened: Opened) -> tuple[EngineConfig, Choice]:
+    """Who guesses: the model that was given for it, or what was asked for, or else what costs little."""
+    asked, draft = config.speculate, opened.draft
+    if draft is None:
+        chosen, why = _guesser(asked, opened)
+    elif asked not in ("auto", DRAFT_MODEL):
+        why = f"excludes --speculate {asked}: one of them says who guesses"
+        raise ConfigError("draft", draft.name, why)
+    else:
+        upto = f"; it was made for texts of {draft.longest:,} tokens" if draft.longest is not None else ""
+        chosen, why = DRAFT_MODEL, f"the model {draft.name} guesses{upto}"
+    value = chosen if chosen == "off" else f"{chosen}, up to {config.draft_tokens_max} tokens"
+    return replace(config, speculate=chosen), Choice("speculation", value, why)
 
 
-def _speculation(
-    config: EngineConfig, family: Family, checkpoint: Checkpoint, own: Dimensions, kernels: Kernels
-) -> tuple[EngineConfig, DraftOffer | None, Choice]:
-    """Who guesses: what was asked for, or else what costs little."""
-    asked, cuda = config.speculate, kernels.NAME == "cuda"
+def _guesser(asked: str, opened: Opened) -> tuple[str, str]:
+    """Who guesses without a model that is given for it, and why."""
     if asked == DRAFT_MODEL:
         raise ConfigError("speculate", asked, "needs a model that guesses: --draft FOLDER")
-    offer = family.draft(checkpoint, own) if asked in ("auto", MTP) else None
+    offer = opened.target.offer if asked in ("auto", MTP) else None
     if asked == MTP and offer is None:
         raise ConfigError("speculate", asked, f"the model has no {asked} draft that is read here")
-    chosen, more = asked, ""
-    if asked == "auto":
-        chosen = "off" if cuda else "ngram"
-        if offer is None:
-            more = "; the model has no draft that is read here"
-        elif offer.share <= GUESS_SHARE_MOST:
-            chosen = MTP
-        else:
-            more = f"; a guess takes {offer.share:.0%} of a token with {MTP}"
-    choice = _speculation_choice(chosen, config, GUESSERS[chosen] + more)
-    return replace(config, speculate=chosen), offer if chosen == MTP else None, choice
+    if asked != "auto":
+        return asked, GUESSERS[asked]
+    if offer is not None and offer.share <= GUESS_SHARE_MOST:
+        return MTP, GUESSERS[MTP]
+    chosen, more = "off" if opened.kernels.QUEUES else "ngram", "the model has no draft that is read here"
+    if offer is not None:
+        more = f"a guess takes {offer.share:.0%} of a token with {MTP}"
+    return chosen, f"{GUESSERS[chosen]}; {more}"
 
 
-def _draft_speculation(
-    config: EngineConfig, folder: DraftFolder, kernels: Kernels
-) -> tuple[EngineConfig, Choice]:
-    """Speculation with the model of a folder as the drafter."""
-    if config.speculate not in ("auto", DRAFT_MODEL):
-        why = f"excludes --speculate {config.speculate}: one of them says who guesses"
-        raise ConfigError("draft", folder.name, why)
-    if kernels.NAME == "cuda":
-        raise ConfigError("draft", folder.name, "the cuda kernels do not compute drafts")
-    upto = f"; it was made for texts of {folder.longest:,} tokens" if folder.longest is not None else ""
-    choice = _speculation_choice(DRAFT_MODEL, config, f"the model {folder.name} guesses{upto}")
-    return replace(config, speculate=DRAFT_MODEL), choice
-
-
-def _speculation_choice(chosen: str, config: EngineConfig, why: str) -> Choice:
-    value = chosen if chosen == "off" else f"{chosen}, up to {config.draft_tokens_max} tokens"
-    return Choice("speculation", value, why)
-
-
-def _check_tokens(text: Text, folder: DraftFolder) -> None:
-    """A guess is a token, so both models must have the same tokens."""
-    if (difference := text.difference(text_folder_of(folder.name))) is not None:
-        raise ConfigError("draft", folder.name, f"has another tokenizer: {difference}")
-
-
-def load_draft(
-    folder: DraftFolder, device: str, kernels: Kernels, check: BytesCheck
-) -> tuple[dict[str, Tensor], BytesCheck]:
-    """The draft's weights, and the check for the model's weights, which counts both."""
-    size = 0
-
-    def check_draft(parts: Mapping[str, int]) -> None:
-        nonlocal size
-        size = sum(parts.values())
-        check({"draft": size})
-
-    weights = folder.load(device, kernels, check_draft)
-    return weights, lambda parts: check({**parts, "draft": size})
+def _open_text(opened: Opened) -> Text:
+    """The model's text. A guess is a token, so a model that guesses must have the same tokens."""
+    text, draft = Text(text_folder_of(opened.target.name)), opened.draft
+    if draft is not None and (difference := text.difference(text_folder_of(draft.name))) is not None:
+        raise ConfigError("draft", draft.name, f"has another tokenizer: {difference}")
+    return text
 
 
 def _places(device_bytes: int, spec: CacheSpec, config: EngineConfig) -> tuple[int, int]:
@@ -204,56 +117,18 @@ def _device_bytes(device: str, spec: CacheSpec, config: EngineConfig) -> int:
     return min(half, config.running_max * (pages * spec.host_page_bytes + tails * spec.tail_bytes))
 
 
-def _memory_check(build: Build) -> BytesCheck:
-    """A check that weights fit into what the device has free now. On a CPU nothing is checked: its memory is
-    lent to others and comes back."""
-    if torch.device(build.device).type != "cuda":
-        return lambda _: None
-    bytes_free, _ = torch.cuda.mem_get_info(build.device)
-    return partial(check_memory, build.model, cache_bytes=build.device_bytes or 0, bytes_free=bytes_free)
-
-
-def check_memory(model: str, weights: Mapping[str, int], *, cache_bytes: int, bytes_free: int) -> None:
-    """Refuses weights and a cache that the device has no room for. The error says what takes how much."""
-    need = {**weights, "cache": cache_bytes}
-    if sum(need.values()) <= bytes_free:
-        return
-    parts = ", ".join(f"{part} {_gb(size)}" for part, size in sorted(need.items(), key=lambda each: -each[1]))
-    room = bytes_free - sum(weights.values())
-    change = f"--device-memory {max(room, 0) // 2**20}MiB would fit"
-    if room <= 0:
-        change = "the weights alone do not fit: use a device with more memory, or smaller weights"
-    total = f"needs {_gb(sum(need.values()))} on the device, and {_gb(bytes_free)} are free"
-    raise ConfigError("model", model, f"{total}: {parts}; {change}")
-
-
-def _gb(size: int) -> str:
-    return f"{size / 1e9:.1f} GB"
-
-
-def _identity(build: Build, checkpoint: Checkpoint, own: Dimensions, kernels: Kernels) -> Identity:
-    return Identity(
-        weights=checkpoint.digest(),
-        arithmetic=digest_of(own.digest, str(build.format), files=sources_of(checkpoint.config)),
-        kernels=kernels_digest(kernels, build.device) if build.share == BITS else "",
-    )
-
-
-def _attach(cache: TieredCache, build: Build) -> None:
-    url = build.sources[0]
-    if cache.host is None:
-        raise ConfigError("store", hide(url, url), "needs a host tier to read into: give it host memory")
-    store = open_stores(build.store, build.peer, key=build.share_key or "")
-    assert store is not None
-    cache.attach(store)
-
-
-def _share_choice(share: str) -> Choice:
-    equal, other = (
-        "with kernels of the same bits only",
-        "other kernels' pages are taken: last bits may differ",
-    )
-    return Choice("share", share, equal if share == BITS else other)
+def _open_cache(build: Build, config: CacheConfig, opened: Opened, memory: DeviceMemory) -> TieredCache:
+    config = replace(config, device_pages=memory.pages, device_tails=memory.tails)
+    identity = opened.identity(build.share)
+    memories = make_memories(opened.spec, config, memory)
+    try:
+        cache = TieredCache(opened.spec, config, memories, identity=identity)
+    except BaseException:
+        memories.close()
+        raise
+    if (store := open_stores(build.store, build.peer, key=build.share_key or "")) is not None:
+        cache.attach(store)
+    return cache
 
 
 def _store_choice(build: Build, cache: CacheConfig) -> Choice:
@@ -261,11 +136,6 @@ def _store_choice(build: Build, cache: CacheConfig) -> Choice:
         return Choice("store tier", "off", "--store URL or --peer URL turns it on")
     late = f", {cache.fetch_deadline_s} s per 1,024 tokens" if cache.fetch == "deadline" else ""
     return Choice("store tier", ", ".join(map(shown, build.sources)), f"fetch {cache.fetch}{late}")
-
-
-def _unread_choice(names: list[str]) -> list[Choice]:
-    example = f"{len(names):,} tensors are not read, {names[0]} among them" if names else ""
-    return [Choice("own draft", "not used", example)] if names else []
 
 
 def _end_choice(text: Text, vocab_size: int) -> list[Choice]:
@@ -279,36 +149,22 @@ def _end_choice(text: Text, vocab_size: int) -> list[Choice]:
     return [Choice("end of an answer", value, why if unknown else "only stop strings and max_tokens end one")]
 
 
-def _why_longest(engine: Engine) -> str:
-    made_for = engine.config.context_tokens == engine.context_tokens
-    return "what the model was made for" if made_for else "what fits on the device"
-
-
-def _choices(
-    build: Build, config: EngineConfig, engine: Engine, kernels: str, *, exact: bool
-) -> list[Choice]:
-    cache: CacheConfig = engine.cache.config
-    spec = engine.cache.spec
+def _choices(build: Build, engine: Engine, device_bytes: int) -> list[Choice]:
+    config, cache = engine.config, engine.cache.config
     controller = engine.cache.controller
     layout = LAYOUT_NAMES[cache.layout]
     if layout != cache.layout:
         layout = f"{cache.layout} (the same bytes as {layout})"
     host = f"{cache.host_bytes:,} B, {layout}, {controller.how}" if controller else "off"
-    why = {"native": "built at installation", "cuda": "in Triton, for this device"}
-    same = "a text's bits do not depend on what else is computed" if exact else "sums depend on the batch"
-    device = f"{cache.device_pages} pages of {spec.page_tokens} tokens, {cache.device_tails} tails"
+    made_for = config.context_tokens == engine.context_tokens
+    longest = "what the model was made for" if made_for else "what fits on the device"
+    device = f"{cache.device_pages} pages of {engine.page_tokens} tokens, {cache.device_tails} tails"
     return [
-        Choice(
-            "model", build.model, f"{spec.model}, {len(spec.layers)} layers, {engine.vocab_size:,} tokens"
-        ),
-        Choice("entries", str(build.format), f"{spec.bytes_per_token:,.0f} B per token"),
-        Choice("kernels", kernels, why.get(kernels, "the native ones were not built, or not asked for")),
-        Choice("exact", "on" if exact else "off", same),
-        Choice("device tier", device, f"{build.device_bytes:,} B"),
+        Choice("device tier", device, f"{device_bytes:,} B"),
         Choice("host tier", host, f"save {cache.save}, evict {cache.evict}"),
         _store_choice(build, cache),
-        _share_choice(build.share),
-        Choice("longest text", f"{engine.context_tokens:,} tokens", _why_longest(engine)),
+        Choice("share", build.share, SHARE_WHY[build.share]),
+        Choice("longest text", f"{engine.context_tokens:,} tokens", longest),
         Choice("steps", "overlapped" if config.overlap else "plain", f"{config.step_tokens} tokens each"),
         Choice("requests", f"{config.running_max} running", f"{config.waiting_max} may wait"),
     ]

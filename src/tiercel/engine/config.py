@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from tiercel.config import CacheConfig, check_settings, is_loopback, parse_address, setting
 from tiercel.errors import ConfigError
-from tiercel.models.families import EMBEDDED
+from tiercel.models.wish import Wish
 from tiercel.policy.speculate import LEVELS_MOST
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.identity import BITS, SHARES
@@ -30,19 +30,10 @@ GUESSERS = {
 SPECULATE = ("auto", *GUESSERS)
 
 
-@dataclass(frozen=True)
-class Build:
+@dataclass(frozen=True, kw_only=True)
+class Build(Wish):
     """What to serve, and in which memory. The rest of the cache's settings are in `engine.cache`."""
 
-    model: str = EMBEDDED
-    page_tokens: int | None = setting(None, "Tokens of one page.", least=1, otherwise="256; tiny-v4: 128")
-    """None: 128 for the embedded model, whose texts are short, else 256."""
-    format: str | None = setting(
-        None, "How entries are kept: fp32, bf16, fp8.", otherwise="fp32 on a CPU, else the model's"
-    )
-    """How entries are kept. None: fp32 on a CPU, where nothing else is faster; else `Family.format`."""
-    device: str = setting("cpu", "Where the model runs: cpu, cuda, cuda:1, …")
-    """The torch device of weights, pages, tails and rings. The native kernels are for the CPU only."""
     device_bytes: int | None = setting(
         None,
         "Device memory for pages and tails.",
@@ -53,15 +44,8 @@ class Build:
     )
     """Device memory for pages and tails, which attention reads. None: 256 MiB of a CPU's memory; half of
     what a GPU has left beside the weights, or what running texts can fill. Steps take memory too."""
-    kernels: str = setting("auto", "Kernels: auto, native, cuda, reference.")
-    compute: str = setting("auto", "Numbers that CUDA kernels compute with: bf16, or fp32.")
-    """auto: fp32 on a CPU, bf16 on CUDA. Sums are fp32 everywhere."""
-    exact: bool = setting(False, "Refuse to start if bits depend on the batch.", flag="--exact")
-    """Refuse to start on kernels whose bits depend on the batch. False: the start table names them."""
     store: str | None = setting(None, "The third tier: file:///path?size=200GiB, redis://…, mooncake://…")
     """URL of a store (`storage.open`); None: there is no third tier."""
-    draft: str | None = setting(None, "A small model that guesses: a folder, with the same tokenizer.")
-    """A folder of any family, or the name of a model. Its entries are part of every page and tail."""
     peer: tuple[str, ...] = setting(
         (), "Another server whose host pages are read: peer://host:port. Repeatable."
     )
@@ -88,7 +72,7 @@ class Build:
         return (*self.peer, *([self.store] if self.store is not None else []))
 
     def __post_init__(self) -> None:
-        check_settings(self)
+        super().__post_init__()
         if self.share_key is not None and (not self.share_key or self.share_key != self.share_key.strip()):
             raise ConfigError("share_key", "…", "must not be empty or begin or end with a blank")
         if self.share_pages is not None:

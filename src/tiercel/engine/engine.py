@@ -28,7 +28,7 @@ from tiercel.engine.scheduler import Scheduler
 from tiercel.engine.step import Runner
 from tiercel.engine.task import Outcome
 from tiercel.errors import AskError, GrammarError
-from tiercel.models.base import Model, QueueModel
+from tiercel.models.base import Model
 from tiercel.text.stream import TextStream
 from tiercel.text.text import Text
 
@@ -50,7 +50,7 @@ class Engine:
         ready = cache.controller.ready if cache.controller else None
         drafter = make_drafter(config.speculate, model, cache.spec.page_tokens)
         self.runner: Runner = LocalRunner(model, ready, drafter, text.grammars)
-        if isinstance(model, QueueModel) and model.last.is_cuda:
+        if model.last.is_cuda:
             self.runner = QueueRunner(model, ready, drafter, text.grammars)
         self.cache, self.text, self.config = cache, text, config
         self.vocab_size = model.vocab_size

@@ -34,7 +34,7 @@ from tiercel.engine.sampling import Sampler, token_logprobs
 from tiercel.engine.step import Begin, Drawn, PageTable, Step, StepPart
 from tiercel.errors import LogitsError, TiercelError
 from tiercel.kernels.draw import Draw, Mask, greedy
-from tiercel.models.base import DRAWN_LAST, BeforeLayer, Model, QueueModel, Span, at_once
+from tiercel.models.base import DRAWN_LAST, BeforeLayer, Model, Span, at_once
 from tiercel.text.grammar import Asked, Grammars, Masks, Matcher, fill_masks
 from tiercel.transfer.controller import Ready
 
@@ -314,11 +314,11 @@ class QueueRunner(LocalRunner):
     """Queues steps on the model's device, which draws their tokens. A step is waited for here if it has
     guesses, if a sampler adjusts logits, or if logprobs are wanted."""
 
-    model: QueueModel
+    model: Model
 
     def __init__(
         self,
-        model: QueueModel,
+        model: Model,
         ready: Callable[[int], Ready] | None = None,
         drafter: Drafter | None = None,
         grammars: Grammars | None = None,
