@@ -32,8 +32,9 @@ test-gpu: .venv/installed
 
 # On a machine with a GPU and NVIDIA's compute-sanitizer: small calls of every kernel read and write inside
 # tensors, and threads do not race. Without torch's cache each tensor is an allocation: what is beyond is noticed.
-SANITIZED := $(BIN)/python -m pytest tests/models/test_cuda.py tests/models/test_cuda_draft.py tests/kernels \
-	-k "plain_kernels or padding or test_cuda_rings or test_cuda_draw or scratch or full_row or fp8_weights"
+SANITIZED := $(BIN)/python -m pytest tests/models/test_cuda.py tests/models/test_cuda_draft.py \
+	tests/models/test_cuda_qwen3.py tests/kernels \
+	-k "plain_kernels or padding or test_rings or test_cuda_draw or scratch or full_row or fp8_weights or of_transformers"
 sanitize: export TIERCEL_GPU = 1
 sanitize: export PYTORCH_NO_CUDA_MEMORY_CACHING = 1
 sanitize: .venv/installed

@@ -24,10 +24,6 @@ FIRST_SHARES = 0.08, 0.2
 """The shares of a page's bytes in the first groups of layers (`CacheSpec.layer_groups`). While a model
 computes the layers of a group, the next groups arrive: a small first group is there early. Each group costs a
 load of 512 pages 0.3 ms of CPU."""
-EQUAL_SHARES = (1 / 12,) * 11
-"""The same for large pages. They arrive more slowly than a model computes: what is computed behind the last
-group counts, and a load has few of them."""
-LARGE_PAGE_BYTES = 8 * 1024**2
 
 DRAFT = "draft_"
 """The names of a draft's streams begin with it, for people: `Stream.draft` tells programs."""
@@ -103,11 +99,9 @@ class CacheSpec:
         """Every layer id that owns bytes, ascending."""
         return tuple(sorted({layer for stream in self.streams for layer in stream.layers}))
 
-    def layer_groups(self, shares: Sequence[float] | None = None) -> list[range]:
+    def layer_groups(self, shares: Sequence[float] = FIRST_SHARES) -> list[range]:
         """Consecutive layers that are loaded and waited for together: each group has a share of a page's
-        bytes, the last group has the rest. None: shares that suit the size of a page."""
-        if shares is None:
-            shares = EQUAL_SHARES if self.page_bytes >= LARGE_PAGE_BYTES else FIRST_SHARES
+        bytes, the last group has the rest."""
         sizes = dict.fromkeys(self.layers, 0)
         for stream in self.page_streams or self.tail_streams:
             for layer in stream.layers:
