@@ -131,7 +131,7 @@ def test_options_of_the_build_are_part_of_what_kernels_are(tmp_path):
 
 def test_every_source_that_computes_is_part_of_whose_numbers_they_are(tmp_path, store):
     assert reused(ROOT / "src", store, "reference") == 0
-    for changed in ("kernels/reference.py", "models/deepseek_v4/layer.py"):
+    for changed in ("kernels/reference/rows.py", "models/deepseek_v4/layer.py"):
         other = copy_of(tmp_path / changed, said={changed: "MORE = 1"})
         assert reused(other, store, "reference") == 0, changed
     other = copy_of(tmp_path / "server", comments=True, said={"server/app.py": "MORE = 1"})
