@@ -13,10 +13,9 @@ import torch
 from tests.kernels.texts import rand
 from tiercel.kernels import native
 from tiercel.kernels.cuda import grouped as cuda_grouped
-from tiercel.kernels.entries import Entries, Flat
+from tiercel.kernels.entries import ITEM, Entries, Flat
 from tiercel.kernels.native import grouped as native_grouped
 from tiercel.kernels.reference import grouped, norm_rotate
-from tiercel.kernels.reference.grouped import DTYPES
 
 
 class Set(NamedTuple):
@@ -100,7 +99,7 @@ class World:
     def __init__(self, shape, kernels, encoding, *, seed=0, texts=3):
         self.kernels, device, self.dtype = kernels
         self.shape, self.device = shape, device
-        size = 2 * shape.dim * DTYPES[encoding].itemsize
+        size = 2 * shape.dim * ITEM[encoding].itemsize
         per_row, pages = shape.kv_heads * shape.page_tokens, -(-shape.length // shape.page_tokens)
         memory = torch.full((texts * pages + 1, per_row * size + 64), 0xFF, dtype=torch.uint8, device=device)
         rows = memory[:, 16 : 16 + per_row * size]
@@ -139,7 +138,7 @@ class World:
     def stored(self, text, length):
         """[2, positions, kv heads, dim]: what is in the pages."""
         shape, pages = self.shape, self.table[self.rings[text], : -(-length // self.shape.page_tokens)]
-        rows = self.entries.rows.cpu()[pages.long()].view(DTYPES[self.entries.encoding]).float()
+        rows = self.entries.rows.cpu()[pages.long()].view(ITEM[self.entries.encoding]).float()
         rows = rows.view(len(pages), shape.kv_heads, shape.page_tokens, 2, shape.dim)
         return rows.permute(3, 0, 2, 1, 4).flatten(1, 2)[:, :length]
 

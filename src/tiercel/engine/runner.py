@@ -314,8 +314,6 @@ class QueueRunner(LocalRunner):
     """Queues steps on the model's device, which draws their tokens. A step is waited for here if it has
     guesses, if a sampler adjusts logits, or if logprobs are wanted."""
 
-    model: Model
-
     def __init__(
         self,
         model: Model,

@@ -98,7 +98,7 @@ def numbers_of(spans: Sequence[Span], rows: Sequence[int] | None, rings: int) ->
 
 
 class FlatBatch:
-    """The form of `Batch` for a device. `table` [rings, most pages] has the page tables of running texts."""
+    """The flat tokens of one forward. `table` [rings, most pages] has the page tables of running texts."""
 
     def __init__(self, numbers: Tensor, size: Size, table: Tensor) -> None:
         """`numbers`: on the device, as `Numbers.padded` made them for this size."""

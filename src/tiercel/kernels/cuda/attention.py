@@ -16,7 +16,7 @@ registers as words of four, while the tile before them is multiplied. A thread r
 channels of a piece that it later writes to shared memory, so no number moves to another thread in between.
 All pieces of a row are then one operand.
 
-The plain twin is `reference.attention`, on decoded rows.
+`kernels/reference/rows.py` says what it computes.
 """
 
 from __future__ import annotations
@@ -325,12 +325,6 @@ def attention(  # noqa: PLR0913
     scale: float,
     spare: int = 0,
 ) -> Tensor:
-    """q [tokens, heads, dim] → the same shape and type.
-
-    `recent`: kept and new rows; a ring has `spare` rows more than the window needs. `chosen`, int32
-    [tokens, k]: numbers in `entries`, -1: none; without it, a query sees all entries of its text that ended
-    with its token or before. sinks [heads], fp32.
-    """
     (tokens, heads, dim), (kept, new) = q.shape, recent
     far = kept if entries is None else entries
     nope = dim - far.rope if far.encoding == "fp8_groups" else 0

@@ -14,7 +14,7 @@ the model's shape, so they do not depend on the call. `_project` can write the s
 which saves a pass over them: `hyper_write_read`.
 
 With bf16 streams the products run on tensor cores: fn is cut into three bf16 numbers that add up to it, so
-every product is exact. With fp32 streams they are fp32. The plain twins are in `reference.py`.
+every product is exact. With fp32 streams they are fp32. The plain twins are in `kernels/reference/`.
 """
 
 from __future__ import annotations

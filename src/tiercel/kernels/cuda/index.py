@@ -13,7 +13,7 @@ candidates, and they are read once. A bound is found by bisection between the le
 registers: it ends when exactly k scores are on one side.
 
 A score is summed over heads in one order, and does not depend on the tile or on the tokens beside it. The
-plain twin is `reference.best_rows`.
+plain twin is in `kernels/reference/rows.py`.
 """
 
 from __future__ import annotations
@@ -267,11 +267,6 @@ def _select(  # noqa: PLR0913
 def best_rows(  # noqa: PLR0913
     q: Tensor, weights: Tensor, keys: Entries, ratio: int, flat: Flat, k: int, most: int
 ) -> Tensor:
-    """int32 [tokens, k]: the numbers in `keys` of each query's k best keys, ascending in its text; -1: fewer.
-
-    score = sum over heads of weight · ReLU(q · key). q [tokens, heads, dim], weights [tokens, heads]. A query
-    sees the keys that ended with its token or before; `most`: no query sees more. Ties go to the earlier key.
-    """
     tokens, heads, dim = q.shape
     assert q.is_contiguous() and weights.stride(1) == 1
     out = torch.empty(tokens, k, dtype=torch.int32, device=q.device)

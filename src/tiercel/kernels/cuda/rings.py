@@ -8,6 +8,7 @@
 
 Rows are copied as the bytes they are; streams of bf16 are fp32 in rings and tails. Position p of a text lies
 in row ring · ring_rows + p % ring_rows, and a tail holds the positions before its boundary, the newest last.
+`kernels/reference/rows.py` says what each function does.
 """
 
 from __future__ import annotations
@@ -63,11 +64,6 @@ def _keep(  # noqa: PLR0913
 
 
 def keep(kept: Rows, new: Rows, flat: Flat, end: Tensor, ring_rows: int) -> None:
-    """Copy the last `ring_rows` rows of every span into its ring.
-
-    end int32 [tokens]: the position after the token's span. A ring does not remember a span whose end is
-    given as 2^31 - 1.
-    """
     source = _words(new)
     target, words = _as_numbers(_words(kept), source), source.shape[1]
     assert target.shape[1] == words, "rows of one kind"
@@ -130,21 +126,10 @@ def _snapshot(  # noqa: PLR0913
 
 
 def write_tails(recent: tuple[Rows, Rows], tails: Entries, moves: Tensor, ring_rows: int) -> None:
-    """Write the rows of tails: the positions before each boundary, from the ring or from this call.
-
-    moves int32 [tails, 5]: place of the tail (-1: padding, behind the last tail), boundary, ring, start of
-    the span, flat number of the span's first token. A tail holds only the first channels of a compressor's
-    rows: later entries use no others. Positions before the text are zeros: no byte of another text is
-    in a tail. It holds only the last position of streams, which is always new: their rings are not given.
-    """
     _move(recent[0], recent[1], tails, moves, ring_rows, tails.per_row)
 
 
 def restore(kept: Rows, tails: Entries, moves: Tensor, ring_rows: int) -> None:
-    """Copy the newest entries of tails into rings: as many as a ring has rows.
-
-    moves int32 [tails, 3 or more]: place of the tail (-1: padding, behind the last tail), boundary, ring.
-    """
     _move(kept, None, tails, moves, ring_rows, min(ring_rows, tails.per_row))
 
 
@@ -188,9 +173,6 @@ def _row_before(  # noqa: PLR0913
 
 
 def row_before(kept: Tensor, new: Tensor, flat: Flat, ring_rows: int) -> Tensor:
-    """For each token the row of the token before it: of this call, or for a span's first token from the ring.
-    Zeros for the first token of a text, and for padding. kept: fp32 [rings · ring_rows, n]; new [tokens, n].
-    """
     (tokens, numbers), out = new.shape, torch.empty_like(new)
     assert kept.is_contiguous() and new.is_contiguous() and kept.shape[1] == numbers
     if tokens:

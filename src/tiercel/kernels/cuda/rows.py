@@ -5,8 +5,8 @@
     store_window         kv of a token  → the encoded row of the token
     compress_store       recent rows    → the encoded entry in its page, where a token ends one
 
-The plain twins are in `reference.py`, the encodings in `kernels/entries.py`. All numbers between a load and a
-store are fp32.
+`kernels/reference/` says what each function does, `kernels/entries.py` how entries are encoded. All numbers
+between a load and a store are fp32.
 
 The compiler orders the sum of a row by the shape of a tile, the number of warps and the width of a load. So
 all of them come from the model's shapes: tiles and strides are constants of a compiled kernel, rows begin at
@@ -260,7 +260,6 @@ def norm_rotate(
 
 
 def store_window(kv: Tensor, rotation: CosSin, eps: float, weight: Tensor, new: Entries) -> None:
-    """Norm and rotate kv [tokens, dim] into the first rows of `new`: a row is the entry of a token."""
     assert new.per_row == 1 and len(new.rows) >= len(kv) and new.dim == kv.shape[1]
     _launch(kv[:, None, :], rotation, new.rows, encoding_of(new), eps=eps, weight=weight)
 
@@ -387,13 +386,6 @@ def compress_store(  # noqa: PLR0913
     write_from: Tensor,
     ring_rows: int,
 ) -> None:
-    """For every token whose position ends an entry, and is not below `write_from`: compress the rows of its
-    window, norm, rotate at the position of the entry's first token, and encode it into its page.
-
-    recent: fp32 rows [rings · ring_rows, 2 · channels] that are kept, and [tokens, 2 · channels] of this
-    call; bias [ratio, channels]; weight [dim]; `table`: (cos, sin) of all positions; write_from: int32
-    [tokens].
-    """
     kept, new = recent
     (ratio, channels), dim, (cos, sin) = bias.shape, len(weight), table
     width, wide = ratio * channels // dim, max(triton.next_power_of_2(dim), 2)

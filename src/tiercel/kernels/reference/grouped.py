@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - its usual name
 
-from tiercel.kernels.entries import Entries, Flat
+from tiercel.kernels.entries import ITEM, Entries, Flat, write_entries
 from tiercel.kernels.reference.layers import CosSin, norm_rotate
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 QUERIES_AT_ONCE = 256
 """Scores of [heads, 256, keys] are computed together."""
@@ -33,7 +31,7 @@ class HeadEntries(NamedTuple):
 
 def head_entries(entries: Entries, kv_heads: int, dim: int) -> HeadEntries:
     """Refuses entries that do not hold a key and a value of `dim` for each head."""
-    dtype = DTYPES.get(entries.encoding)
+    dtype = ITEM.get(entries.encoding)
     size = 0 if dtype is None else 2 * dim * dtype.itemsize
     rows, step = entries.rows, entries.rows.stride(0)
     fits = entries.sizes == (size,) and not entries.per_row % kv_heads and rows.dtype is torch.uint8
@@ -63,12 +61,12 @@ def store_heads(  # noqa: PLR0913
     _, kv_heads, dim = key.shape
     how = head_entries(entries, kv_heads, dim)
     made = norm_rotate(key, rotation, eps=None if weight is None else eps, weight=weight)
-    both = torch.cat([made, value], dim=2).to(how.dtype).contiguous().view(torch.uint8)
-    for token in torch.where((flat.position >= 0) & (flat.position >= write_from))[0].tolist():
-        at = int(flat.position[token])
-        place = int(flat.pages[int(flat.ring[token]), at // how.page_tokens])
-        row = entries.rows[place, : entries.per_row * entries.sizes[0]]
-        row.view(kv_heads, how.page_tokens, -1)[:, at % how.page_tokens] = both[token]
+    tokens = ((flat.position >= 0) & (flat.position >= write_from)).nonzero()[:, 0]
+    at = flat.position[tokens].long()
+    place = flat.pages[flat.ring[tokens].long(), at // how.page_tokens].long()
+    first = place * entries.per_row + at % how.page_tokens
+    numbers = first[:, None] + torch.arange(kv_heads, device=at.device) * how.page_tokens
+    write_entries(entries, numbers.flatten(), torch.cat([made, value], dim=2)[tokens].flatten(0, 1))
 
 
 def grouped_attention(  # noqa: PLR0913
