@@ -4,6 +4,7 @@ Qwen3 in a folder as `transformers` saves it; every run of `verify`; many at onc
 from dataclasses import replace
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.engine.drive import logprobs_of, make_ask, run, settle, tokens_of, words
 from tests.models.qwen3 import YARN, write_qwen3
@@ -72,12 +73,17 @@ def test_many_on_scarce_pages_answer_as_each_alone(either, overlap):
 
 
 def test_no_family_finds_the_pages_of_another_in_one_store(folder, tmp_path):
-    """The same tokens to every model of these tests, with and without a draft: only who wrote a page finds
-    it."""
+    """The same tokens to every model of these tests, with and without a draft, and to one that differs in a
+    single weight: only who wrote a page finds it."""
     moe = write_qwen3(tmp_path / "moe", moe=True)
+    shaken = write_qwen3(tmp_path / "shaken", tie_word_embeddings=True)
+    weights = load_file(shaken / "model.safetensors")
+    weights["model.norm.weight"][0] += 1
+    save_file(weights, shaken / "model.safetensors", {"format": "pt"})
     store, config = f"file://{tmp_path}/store?size=1GiB", replace(CONFIG.cache, fetch="wait")
     builds = [
         build_of(folder, store=store, page_tokens=128),
+        build_of(shaken, store=store, page_tokens=128),
         build_of(moe, store=store, page_tokens=128),
         build_of("tiny-v4", store=store, page_tokens=128),
         build_of(folder, store=store, page_tokens=128, draft=str(moe)),
