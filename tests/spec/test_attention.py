@@ -140,3 +140,10 @@ def test_sizes_that_can_not_be_stored_are_refused_by_field_and_value(
     with pytest.raises(SpecError) as refused:
         build()
     assert message in str(refused.value)
+
+
+def test_layers_of_large_pages_arrive_evenly_and_the_last_group_is_small():
+    groups = mha("qwen3-8b", 256, 36, kv_heads=8, head_dim=128, dtype="bf16").layer_groups()
+    assert [layer for group in groups for layer in group] == list(range(36))
+    assert [len(group) for group in groups] == [3] * 11 + [2, 1]
+    assert len(mha("small", 64, 36, kv_heads=1, head_dim=64, dtype="bf16").layer_groups()) == 3

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -125,7 +126,21 @@ class FlatBatch:
 def send(numbers: npt.NDArray[Any], device: torch.device) -> Tensor:
     """Send numbers to the device, without waiting for it."""
     whole = torch.from_numpy(numbers)
-    return whole.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else whole
+    if device.type != "cuda":
+        return whole
+    target = torch.empty_like(whole, device=device)
+    send_to(numbers, target)
+    return target
+
+
+def send_to(numbers: npt.NDArray[Any], target: Tensor) -> None:
+    """Send numbers to a tensor on a GPU, without waiting for it."""
+    if find_spec("triton") is None:
+        target.copy_(torch.from_numpy(numbers).pin_memory(), non_blocking=True)
+        return
+    from tiercel.kernels.pull import letters_to  # here: Triton takes a second to import
+
+    letters_to(target.device).send(np.ascontiguousarray(numbers), target)
 
 
 class PageTables:

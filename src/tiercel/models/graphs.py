@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tiercel.models.base import BeforeLayer
-from tiercel.models.flat import FlatBatch, Ints, Numbers, Size, no_numbers, send
+from tiercel.models.flat import FlatBatch, Ints, Numbers, Size, no_numbers, send, send_to
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Recording:
         torch.cuda.current_stream(numbers.device).wait_stream(stream)
 
     def fill(self, numbers: Ints) -> None:
-        self._numbers.copy_(torch.from_numpy(numbers).pin_memory(), non_blocking=True)
+        send_to(numbers, self._numbers)
 
 
 class Graphs:

@@ -24,6 +24,10 @@ FIRST_SHARES = 0.08, 0.2
 """The shares of a page's bytes in the first groups of layers (`CacheSpec.layer_groups`). While a model
 computes the layers of a group, the next groups arrive: a small first group is there early. Each group costs a
 load of 512 pages 0.3 ms of CPU."""
+EVEN_SHARES = (1 / 12,) * 11 + (1 / 24,)
+"""The same for large pages. These arrive more slowly than a model computes, and only the layers of the last
+group are computed after the load: the last group is small."""
+LARGE_PAGE_BYTES = 8 * 1024**2
 
 DRAFT = "draft_"
 """The names of a draft's streams begin with it, for people: `Stream.draft` tells programs."""
@@ -99,9 +103,11 @@ class CacheSpec:
         """Every layer id that owns bytes, ascending."""
         return tuple(sorted({layer for stream in self.streams for layer in stream.layers}))
 
-    def layer_groups(self, shares: Sequence[float] = FIRST_SHARES) -> list[range]:
+    def layer_groups(self, shares: Sequence[float] | None = None) -> list[range]:
         """Consecutive layers that are loaded and waited for together: each group has a share of a page's
-        bytes, the last group has the rest."""
+        bytes, the last group has the rest. None: shares that suit the size of a page."""
+        if shares is None:
+            shares = EVEN_SHARES if self.page_bytes >= LARGE_PAGE_BYTES else FIRST_SHARES
         sizes = dict.fromkeys(self.layers, 0)
         for stream in self.page_streams or self.tail_streams:
             for layer in stream.layers:

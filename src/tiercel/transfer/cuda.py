@@ -31,7 +31,6 @@ from torch import Tensor
 
 from tiercel.errors import ConfigError, TransferError
 from tiercel.memory.buffers import HostMemory, Memory
-from tiercel.spec.cache_spec import FIRST_SHARES
 from tiercel.transfer.controller import Done, Seconds, Ticket, Tickets
 from tiercel.transfer.extents import Extents, Ints, LegPlaces, extents_of, ranges
 from tiercel.transfer.plan import Direction, Plan
@@ -320,7 +319,7 @@ class CudaController:
         host: HostMemory,
         way: str = "auto",
         *,
-        shares: Sequence[float] = FIRST_SHARES,
+        shares: Sequence[float] | None = None,
         grouped_bytes: int = GROUPED_BYTES_LEAST,
     ) -> None:
         if way not in WAYS:
