@@ -42,9 +42,8 @@ class Letters:
         words = target.nbytes // 4
         if not words:
             return
-        data = torch.from_numpy(numbers).view(torch.uint8).flatten()
-        buffer, event = self._free(len(data))
-        buffer[: len(data)] = data
+        buffer, event = self._free(numbers.nbytes)
+        buffer.numpy()[: numbers.nbytes] = numbers.reshape(-1).view("uint8")
         own = target.view(torch.int32)
         _pull[(triton.cdiv(words, TILE),)](buffer.data_ptr(), own, words, TILE=TILE)
         event.record()
