@@ -6,7 +6,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cached_property
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from tiercel.asks.times import HistogramStats, RequestTimes
 from tiercel.cache.audit import CacheStats
@@ -150,6 +154,11 @@ class Ask:
     different tenants have different namespaces."""
     keys: Sequence[PageKey] | None = None
     """Names of the pages of the prompt and of its answer, where the tokens are not known (a replay)."""
+
+    @cached_property
+    def prompt_array(self) -> npt.NDArray[np.int64]:
+        """The prompt as an array. A long tuple is converted once: that takes 1 ms for 32,000 tokens."""
+        return np.asarray(self.prompt)
 
 
 class TokenOut(NamedTuple):

@@ -64,7 +64,7 @@ class Admission:
             raise QueueFull(waiting=len(self.waiting), waiting_max=self._config.waiting_max)
         now = self._clock()
         order = now - PRIORITY_S * ask.priority, self._number
-        chain = self._cache.chain(ask.prompt, ask.namespace, ask.tenant, keys=ask.keys)
+        chain = self._cache.chain(ask.prompt_array, ask.namespace, ask.tenant, keys=ask.keys)
         task = Task(ask, order, chain, stream, ends, now)
         self._number += 1
         self.tasks[ask.request_id] = task
