@@ -1,6 +1,7 @@
 # The commands of this repository. They work from a fresh clone with only Python 3.11+, gcc, make and git.
 PYTHON ?= python3
 BIN := .venv/bin
+export PYTHONDONTWRITEBYTECODE = # tests start hundreds of processes: modules are compiled once for all of them
 
 .PHONY: serve test test-gpu sanitize check soak bench clean
 
@@ -50,8 +51,8 @@ check: .venv/installed
 # All cases of tests that rotate; minutes of 64 clients, hundreds of requests made from the schema for each call, thousands of kills of a file store, a Mooncake store that is too slow, hundreds of faults
 # of peers, prompts of every length; then the simulation with fresh seeds, until stopped or until one fails.
 soak: .venv/installed
-	TIERCEL_ALL=1 $(BIN)/pytest -n auto --dist worksteal tests/engine tests/models
-	TIERCEL_ASKS_EACH=200 $(BIN)/pytest --timeout 3600 tests/whole/test_server.py -k 64_clients
+	TIERCEL_ALL=1 $(BIN)/pytest -n auto --dist worksteal tests/engine tests/models tests/replay
+	TIERCEL_ALL=1 TIERCEL_ASKS_EACH=200 $(BIN)/pytest --timeout 3600 tests/whole/test_server.py -k "64_clients or verify"
 	TIERCEL_EXAMPLES=200 $(BIN)/pytest --timeout 3600 tests/server/test_schema.py tests/whole/test_schema.py
 	$(BIN)/python -m tests.storage.file.kill_loop --kills 5000
 	unshare --map-root-user --net $(BIN)/python -m tests.storage.slow_holder

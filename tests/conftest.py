@@ -9,6 +9,7 @@ machines with a GPU run all (TIERCEL_ALL).
 Tests of whole servers come first: they wait for processes, and other tests use the cores meanwhile.
 """
 
+import gc
 import os
 from collections import defaultdict
 from zlib import crc32
@@ -30,6 +31,11 @@ if not torch.cuda.is_available():
 def pytest_configure() -> None:
     if os.environ.get("TIERCEL_GPU") and not torch.cuda.is_available():
         raise pytest.UsageError("TIERCEL_GPU is set, and torch sees no CUDA device")
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # thousands of tests and modules stay: the collector need not visit them again
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,15 +1,25 @@
 """Triton's interpreter (3.6), where it differs from a device: it multiplies bf16 matrices as if their bytes
 were integers, cuts fp32 to bf16 where a device rounds, and takes no loaded number as the bound of a `for`,
-because NumPy no longer makes an integer of an array of one. It also takes milliseconds for each call of one
-jitted function by another, because it prepares the whole language again: once for a launch is enough."""
+because NumPy no longer makes an integer of an array of one.
+
+And where it is slow: it takes milliseconds for each call of one jitted function by another, because it
+prepares the whole language again, and once for a launch is enough. It describes the shape and type of each
+number anew: here equal ones are described once. It looks for integers that overflow, and tells what it found
+only where `debug` is set."""
+
+from functools import cache
 
 import numpy as np
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle, _patch_lang
 
 _cast, _dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
-_patch_tensor = interpreter._patch_lang_tensor
+_patch_tensor, _np_dtype = interpreter._patch_lang_tensor, interpreter._get_np_dtype
+_make_block, _broadcast = tl.block_type.__init__, TritonSemantic.broadcast_impl_value
+_np_dtypes = dict[str, np.dtype]()
+_blocks = dict[tuple[str, tuple[int, ...]], tl.block_type]()
 _prepared = set[str]()
 
 
@@ -46,7 +56,42 @@ def call(function: InterpretedFunction, *arguments: object, **named: object) -> 
     return function.rewrite()(*arguments, **named)
 
 
+def np_dtype(of: tl.dtype) -> np.dtype:
+    if (found := _np_dtypes.get(of.name)) is None:
+        found = _np_dtypes[of.name] = _np_dtype(of)
+    return found
+
+
+def make_block(block: tl.block_type, of: tl.dtype, shape: list[object] | tl.tuple) -> None:
+    key = of.name, tuple(getattr(size, "value", size) for size in shape)
+    if (known := _blocks.get(key)) is None:
+        _make_block(block, of, shape)
+        known = _blocks[key] = block
+    block.__dict__.update(known.__dict__, element_ty=of)
+
+
+@cache
+def described(shape: tuple[int, ...]) -> tuple[tl.constexpr, tl.tuple]:
+    return tl.constexpr(int(np.prod(shape))), tl.tuple([tl.constexpr(size) for size in shape])
+
+
+def make_tensor(tensor: tl.tensor, handle: TensorHandle, type: tl.dtype) -> None:
+    tensor.handle, tensor.type, tensor.dtype = handle, type, type.scalar
+    tensor.numel, tensor.shape = described(tuple(type.shape) if type.is_block() else ())
+
+
+def broadcast(semantic: TritonSemantic, a: tl.tensor, b: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    if a.shape is b.shape:
+        return a, b
+    return _broadcast(semantic, a, b)
+
+
 def repair() -> None:
     InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot = cast, dot
     InterpretedFunction.__call__ = call
     interpreter._patch_lang_tensor = patch_tensor
+    interpreter._get_np_dtype = np_dtype
+    tl.block_type.__init__, tl.tensor.__init__ = make_block, make_tensor
+    TritonSemantic.broadcast_impl_value = broadcast
+    if not interpreter.InterpreterOptions.debug:
+        TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None

@@ -3,6 +3,7 @@
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from time import monotonic
 
@@ -105,6 +106,18 @@ def run(engine, *asks, overlap=False):
     """Answers in the order of the asks."""
     with ThreadPoolExecutor(1) as executor:
         return answer_all(engine, asks, steps_of(engine, overlap, executor))
+
+
+@cache
+def cold_engine():
+    """It reuses nothing."""
+    return make_engine(cache={"force_miss": True})
+
+
+@cache
+def truth_of(prompt, count=8):
+    """The cold answer to a prompt (a tuple), computed once for all tests of a process."""
+    return run(cold_engine(), make_ask("t", prompt, count))[0]
 
 
 def settle(engine):

@@ -8,12 +8,14 @@ import torch
 from tests.engine.drive import (
     LOOPS,
     PAGE,
+    cold_engine,
     logprobs_of,
     make_ask,
     make_engine,
     run,
     settle,
     tokens_of,
+    truth_of,
     words,
 )
 from tiercel.verify import EXAMS, answer_one, exams_of, k3, score_of
@@ -24,7 +26,7 @@ SMALL = {"pages": 6, "tails": 4, "host_pages": 400}
 
 @pytest.fixture(scope="module")
 def cold():
-    return make_engine(cache={"force_miss": True})
+    return cold_engine()
 
 
 def differences(answer, truth):
@@ -87,14 +89,14 @@ def test_a_decode_is_a_prefill_replay(cold):
 
 
 @pytest.mark.parametrize("where", ["device", "host"])
-def test_conversations_that_branch_and_take_turns_are_exact(cold, where):
+def test_conversations_that_branch_and_take_turns_are_exact(where):
     """Three beginnings, three branches each, three turns, one after the other in turn."""
     engine = make_engine(pages=200, tails=64) if where == "device" else make_engine(**SMALL)
     texts = [words(PAGE + 40, seed=i % 3) + words(9, seed=20 + i) for i in range(9)]
     reused = 0
     for turn in range(3):
         for i, text in enumerate(texts):
-            [truth] = run(cold, make_ask("t", text))
+            truth = truth_of(tuple(text))
             [answer] = run(engine, make_ask("a", text))
             assert differences(answer, truth) == [0.0] * 8, (turn, i)
             reused += answer.usage.device_tokens if where == "device" else answer.usage.host_tokens
@@ -107,9 +109,9 @@ def test_conversations_that_branch_and_take_turns_are_exact(cold, where):
 
 
 @LOOPS
-def test_company_does_not_change_an_answer(cold, overlap):
+def test_company_does_not_change_an_answer(overlap):
     prompts = [words(20 + 61 * i, seed=i) for i in range(12)]
-    truths = [run(cold, make_ask("t", prompt))[0] for prompt in prompts]
+    truths = [truth_of(tuple(prompt)) for prompt in prompts]
     engine = make_engine(running_max=5)
     answers = run(engine, *(make_ask(str(i), prompt) for i, prompt in enumerate(prompts)), overlap=overlap)
     for answer, truth in zip(answers, truths, strict=True):
@@ -144,7 +146,7 @@ def test_a_text_resumed_by_replay_is_exact(cold):
 
 
 @LOOPS
-def test_a_preempted_text_goes_on_exactly(cold, overlap):
+def test_a_preempted_text_goes_on_exactly(overlap):
     """Three answers outgrow the device together; who came last gives way and comes back."""
     prompts = [words(PAGE + 10, seed=i) for i in range(3)]
     engine = make_engine(pages=8, tails=6, host_pages=100)
@@ -152,8 +154,7 @@ def test_a_preempted_text_goes_on_exactly(cold, overlap):
     answers = run(engine, *asks, overlap=overlap)
     assert engine.counters["preemptions"] > 0
     for prompt, answer in zip(prompts, answers, strict=True):
-        [truth] = run(cold, make_ask("t", prompt, 2 * PAGE))
-        assert differences(answer, truth) == [0.0] * (2 * PAGE)
+        assert differences(answer, truth_of(tuple(prompt), 2 * PAGE)) == [0.0] * (2 * PAGE)
     settle(engine)
 
 

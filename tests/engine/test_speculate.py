@@ -20,6 +20,7 @@ from tests.engine.drive import (
     run,
     settle,
     tokens_of,
+    truth_of,
     words,
 )
 from tiercel.asks.ask import Finish
@@ -105,8 +106,7 @@ def test_no_more_tokens_come_than_were_asked_for(count):
 @pytest.mark.parametrize("kind", KINDS)
 def test_preempted_texts_go_on_exactly_with_guesses(kind, overlap):
     prompts = [words(PAGE + 10, seed=i) for i in range(3)]
-    cold = make_engine(cache={"force_miss": True})
-    truths = [run(cold, make_ask("t", prompt, 2 * PAGE))[0] for prompt in prompts]
+    truths = [truth_of(tuple(prompt), 2 * PAGE) for prompt in prompts]
     engine = make_engine(pages=8, tails=6, host_pages=100, speculate=kind)
     texts = [[*prompt, *tokens_of(truth)] for prompt, truth in zip(prompts, truths, strict=True)]
     guess_with(engine, OracleDrafter(texts, 0.7, Random(1)))

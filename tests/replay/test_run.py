@@ -216,6 +216,7 @@ class Overlapping:
             return Clocked(self.trace, self.spec, self.serving, self.store_bytes).run()
 
 
+@pytest.mark.rotate("policy")
 @pytest.mark.parametrize("store", ["no store", "a fast store", "a slow and small store"])
 @pytest.mark.parametrize("policy", ["lru", "value"])
 @pytest.mark.parametrize("name", ["full attention", "short window", "compressed"])

@@ -70,7 +70,7 @@ class Stage:
         self.host = HostRows(self.cache.host)
         self.writing: list[Transfer] = []
         """Transfers whose host pages are still to be written."""
-        self.leases: list[tuple[Lease, list[Any]]] = []
+        self.leases: list[tuple[Lease, list[memoryview], list[bytes]]] = []
         """What peers read, and the bytes that they must find there."""
         self.seen: Counter[str] = Counter()
         self.cache.watch(self._observe)
@@ -119,7 +119,7 @@ class Stage:
     def _lease(self, random: Random) -> None:
         """A peer takes a lease on some of what the host has; or one of them ends."""
         if self.leases and random.random() < 0.4:
-            lease, _ = self.leases.pop(random.randrange(len(self.leases)))
+            lease, *_ = self.leases.pop(random.randrange(len(self.leases)))
             self.cache.leases.end(lease)
             return
         here = [item for item in self.cache.tree.items() if item.on_host]
@@ -127,19 +127,22 @@ class Stage:
         if items:
             lease = self.cache.leases.take([self._record_key(item) for item in items])
             assert list(lease.items) == items
-            self.leases.append((lease, self._leased(lease)))
+            views = self._leased(lease)
+            self.leases.append((lease, views, [*map(bytes, views)]))
             self.seen["leases"] = self.seen.get("leases", 0) + 1
 
     def _record_key(self, item: Item) -> RecordKey:
         page = item if isinstance(item, Page) else item.page
         return record_key(item.kind, self.spec.grains(item.kind)[-1].form, page.key)
 
-    def _leased(self, lease: Lease) -> list[Any]:
+    def _leased(self, lease: Lease) -> list[memoryview]:
+        """Where the peer reads."""
         sizes = [
             self.spec.page_bytes if isinstance(item, Page) else self.spec.tail_bytes for item in lease.items
         ]
         pairs = zip(lease.places, sizes, strict=True)
-        return [b"".join(*self.cache.host.views(places, [size])) for places, size in pairs]
+        parts = [self.cache.host.views(places, [size])[0] for places, size in pairs]
+        return [view for part in parts for view in part]
 
     def copier_writes(self, transfer: Transfer, row: tuple[str, int]) -> bool:
         """Whether a copy brings this row of a transfer."""
@@ -195,8 +198,8 @@ class Stage:
         if beside.random() < 0.05:
             self._lease(beside)
         self.check()
-        for lease, before in self.leases:
-            assert self._leased(lease) == before, "I3: somebody wrote where a peer reads"
+        for _, views, before in self.leases:
+            assert views == before, "I3: somebody wrote where a peer reads"
 
     def run(self, numbers: Iterable[int]) -> None:
         for number in numbers:

@@ -261,9 +261,19 @@ def quiet():
     logging.disable(logging.NOTSET)
 
 
-def caught_within(seeds, steps=600, make=World, tight=False):
-    """The first seed that fails; `tight`: of those whose worlds have hardly any room."""
-    for seed in range(seeds):
+RARE = {
+    all_tails_save_the_same: 22,
+    nothing_read_is_verified: 20,
+    only_the_payload_is_verified: 37,
+    a_tail_that_is_gone_keeps_its_place: 228,
+    what_is_missing_counts_as_read: 12,
+}
+"""Faults that few seeds notice, and one that does. It is tried first: the search from 0 takes ten seconds."""
+
+
+def caught_within(seeds, steps=600, make=World, tight=False, first=0):
+    """A seed that fails, `first` before all others; `tight`: of those whose worlds have hardly any room."""
+    for seed in (first, *range(seeds)):
         world = make(seed)
         if tight and not world.tight:
             continue
@@ -279,7 +289,8 @@ def test_the_simulation_catches(mutant):
     owner, name = MUTANTS[mutant]
     rare = mutant is a_tail_that_is_gone_keeps_its_place  # it takes a load that lands after its tail has left
     with patch.object(owner, name, mutant):
-        assert caught_within(seeds=1600 if rare else 160, tight=rare) is not None
+        first = RARE.get(mutant, 0)
+        assert caught_within(seeds=1600 if rare else 160, tight=rare, first=first) is not None
 
 
 @pytest.mark.parametrize("mutant", FOREIGN_MUTANTS, ids=lambda mutant: mutant.__name__)
@@ -290,8 +301,9 @@ def test_the_foreign_engine_catches(mutant):
 
 
 def test_the_simulation_catches_a_miss_that_counts_as_read():
-    with patch.dict(StoreMover._DO, {Work.READ: what_is_missing_counts_as_read}):
-        assert caught_within(seeds=160) is not None
+    mutant = what_is_missing_counts_as_read
+    with patch.dict(StoreMover._DO, {Work.READ: mutant}):
+        assert caught_within(seeds=160, first=RARE[mutant]) is not None
 
 
 def test_the_simulation_catches_a_row_that_is_not_copied():
@@ -303,5 +315,5 @@ def test_the_simulation_catches_a_row_that_is_not_copied():
 
 
 def test_without_a_fault_nothing_is_caught():
-    assert caught_within(seeds=10) is None
-    assert caught_within(seeds=10, make=ForeignWorld) is None
+    assert caught_within(seeds=3) is None
+    assert caught_within(seeds=3, make=ForeignWorld) is None

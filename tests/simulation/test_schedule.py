@@ -22,10 +22,11 @@ from tiercel.engine.seats import Seats
 from tiercel.engine.step import Begin
 
 STEPS = 1000
-COUNTED = 40
+COUNTED = 30
 """The first seeds are run by the test that counts what happens."""
 SEEDS_PER_TEST = 10
 BLOCKS = 2
+"""Seed 49 is among them: no other one below 50 notices `who_is_computed_may_be_preempted`."""
 
 
 @pytest.fixture(autouse=True)
@@ -253,12 +254,16 @@ MUTANTS = {
 }
 
 
+RARE = {who_is_computed_may_be_preempted: 49}
+"""As in `test_mutants`."""
+
+
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_the_simulation_catches(mutant):
-    owner, name = MUTANTS[mutant]
+    (owner, name), first = MUTANTS[mutant], RARE.get(mutant, 0)
     mutant = property(mutant) if isinstance(vars(owner).get(name), property) else mutant
     with patch.object(owner, name, mutant):
-        for seed in range(360):
+        for seed in (first, *range(360)):
             world = ScheduleWorld(seed)
             try:
                 world.run(numbers_of(seed, 400))

@@ -1,6 +1,6 @@
 """Goal: no sequence of requests, evictions, faults and full pools breaks an invariant or serves a wrong byte.
 
-Method: `world` runs whole caches from seeds, 60,000 steps here and as many as you like with `make soak`.
+Method: `world` runs whole caches from seeds, 50,000 steps here and as many as you like with `make soak`.
 Hypothesis searches runs of its own and shrinks what it finds.
 """
 
@@ -18,9 +18,9 @@ from tests.simulation.world import World
 
 STEPS = 1000
 SEEDS_PER_TEST = 10
-COUNTED, FOREIGN_COUNTED, BLOCKS = 5, 3, 6
+COUNTED, FOREIGN_COUNTED, BLOCKS = 4, 3, 5
 """Blocks of seeds that the tests run which count what happens: the first ones; all of the foreign engine.
-And all blocks."""
+And all blocks. Of the faults of `test_mutants`, all but one are noticed by a seed below 40."""
 
 
 @pytest.fixture(autouse=True)

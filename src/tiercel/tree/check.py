@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from tiercel.tree.node import Cleared, Event, Item, Page, Tail, event, parent_of
 from tiercel.tree.owners import Owner, may_go
@@ -28,27 +29,28 @@ def check(tree: PrefixTree) -> None:
         assert page.tail is None or page.tail.page is page
     for page in (tree.root, *tree.index.values()):
         assert page.children == children[page] and page.children_device == children_device[page]
-    for item in tree.items():
+    items = [*tree.items()]
+    for item in items:
         _check_item(tree, item)
-    doubles = {item for item in tree.items() if item.on_device and item.on_host and not item.readers}
+    doubles = {item for item in items if item.on_device and item.on_host and not item.readers}
     assert doubles == set(tree.doubles), "a double is what both tiers can read, no more and no less"
     tree.doubles.check()
     for kind in Kind:
         counted = tree.copies.on_device[kind], tree.copies.on_host[kind]
-        items = [item for item in tree.items() if item.kind is kind]
-        held = sum(item.on_device for item in items), sum(item.on_host for item in items)
+        of_kind = [item for item in items if item.kind is kind]
+        held = sum(item.on_device for item in of_kind), sum(item.on_host for item in of_kind)
         assert counted == held, "what is counted is what can be read"
-    _check_owners(tree)
+    _check_owners(tree, items)
     owned = [owner.order for owner in tree.owners.all.values()]
     for order in (*tree.device.values(), tree.host, *owned):
         for item in order:
             assert not (item.gone and order.ready(item)), f"I3: gone, but may be evicted: {_row(item)}"
 
 
-def _check_owners(tree: PrefixTree) -> None:
+def _check_owners(tree: PrefixTree, items: Sequence[Item]) -> None:
     """Bytes by owner counted again; nothing that may go is left out of an order."""
     counted = {id(owner): dict.fromkeys(owner.bytes, 0) for owner in tree.owners.all.values()}
-    for item in tree.items():
+    for item in items:
         page = item.page if isinstance(item, Tail) else item
         owner, above = item.owner, parent_of(page)
         assert above is tree.root or above.owner is page.owner, "a text has one owner"

@@ -76,4 +76,4 @@ class _Pages(ValuesView[Page]):
     _mapping: Index
 
     def __iter__(self) -> Iterator[Page]:
-        return (page for rows in self._mapping.rows for page in rows if page is not None)
+        return (page for page in chain.from_iterable(self._mapping.rows) if page is not None)
