@@ -26,7 +26,7 @@ from tiercel.kernels.cuda.experts import experts, route
 from tiercel.kernels.cuda.index import best_rows
 from tiercel.kernels.cuda.matrix import linear, pack, pack_all
 from tiercel.kernels.entries import Entries, Flat
-from tiercel.kernels.reference import Site
+from tiercel.kernels.reference.hyper import Site
 
 HOPPER = SimpleNamespace(
     get_current_target=lambda: GPUTarget("cuda", 90, 32),
@@ -105,10 +105,10 @@ def call_hyper(tokens: int, n: int, d: int) -> None:
     x, y, norm = torch.empty(tokens, n, d, dtype=BF16), torch.empty(tokens, d, dtype=BF16), torch.empty(d)
     each = torch.empty(n * (n + 2))
     site = Site(pack(torch.empty(len(each), n * d)), each, each, norm, n, 20, EPS, EPS)
-    _, place, mix = hyper.hyper_read(x, site)
-    hyper.hyper_write(x, y, place, mix)
-    hyper.hyper_write_read(x, y, place, mix, site)
-    hyper.hyper_head(x, replace(site, fn=pack(torch.empty(n, n * d)), scale=each[:1], base=each[:n]))
+    _, place, mix = hyper.read(x, site)
+    hyper.write(x, y, place, mix)
+    hyper.write_read(x, y, place, mix, site)
+    hyper.head(x, replace(site, fn=pack(torch.empty(n, n * d)), scale=each[:1], base=each[:n]))
 
 
 def ints(*shape: int) -> torch.Tensor:

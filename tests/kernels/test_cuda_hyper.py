@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tests.kernels.devices import every_device, rand
-from tiercel.kernels import reference
-from tiercel.kernels.cuda.hyper import hyper_head, hyper_read, hyper_write, hyper_write_read
+from tiercel.kernels.cuda import hyper
 from tiercel.kernels.cuda.matrix import pack
-from tiercel.kernels.reference import Site
+from tiercel.kernels.reference import hyper as plain_hyper
+from tiercel.kernels.reference.hyper import Site
 
 TYPES = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
 """The type of the streams, and how far an answer of this type may be off."""
@@ -51,17 +51,17 @@ def test_a_site_reads_and_writes_as_its_plain_twin(device, dtype):
     for n, d in shapes(device):
         x, y = streams(6, n, d, dtype, device)
         site = make_site(n, d, device)
-        seen, place, mix = hyper_read(x, site)
+        seen, place, mix = hyper.read(x, site)
         assert seen.dtype == dtype and place.dtype == mix.dtype == torch.float32
-        theirs = reference.hyper_read(x.float(), plain(site))
+        theirs = plain_hyper.read(x.float(), plain(site))
         close(seen, theirs[0], dtype)
         close(place, theirs[1], torch.float32)
         close(mix, theirs[2], torch.float32)
-        out = hyper_write(x, y, place, mix)
+        out = hyper.write(x, y, place, mix)
         assert out.dtype == dtype
-        close(out, reference.hyper_write(x.float(), y.float(), place, mix), dtype)
+        close(out, plain_hyper.write(x.float(), y.float(), place, mix), dtype)
         head = make_site(n, d, device, head=True)
-        close(hyper_head(x, head), reference.hyper_head(x.float(), plain(head)), dtype)
+        close(hyper.head(x, head), plain_hyper.head(x.float(), plain(head)), dtype)
 
 
 @every_device
@@ -70,17 +70,17 @@ def test_writing_and_reading_at_once_are_both_bit_by_bit(device, dtype):
     for n, d in shapes(device):
         x, y = streams(5, n, d, dtype, device)
         site = make_site(n, d, device)
-        _, place, mix = hyper_read(x, site)
-        out = hyper_write(x, y, place, mix)
-        both = hyper_write_read(x, y, place, mix, replace(site, base=site.base + 0.1))
-        apart = (out, *hyper_read(out, replace(site, base=site.base + 0.1)))
+        _, place, mix = hyper.read(x, site)
+        out = hyper.write(x, y, place, mix)
+        both = hyper.write_read(x, y, place, mix, replace(site, base=site.base + 0.1))
+        apart = (out, *hyper.read(out, replace(site, base=site.base + 0.1)))
         for mine, other in zip(both, apart, strict=True):
             assert torch.equal(mine, other)
 
 
 def everything(x, y, site):
-    seen, place, mix = hyper_read(x, site)
-    answers = [seen, place, mix, *hyper_write_read(x, y, place, mix, site)]
+    seen, place, mix = hyper.read(x, site)
+    answers = [seen, place, mix, *hyper.write_read(x, y, place, mix, site)]
     return torch.cat([each.flatten(1).float() for each in answers], dim=1)
 
 
@@ -91,10 +91,10 @@ def test_a_token_does_not_depend_on_its_company(device, dtype):
     n, d = (4, 4096) if device == "cuda" else (4, 32)
     x, y = streams(67, n, d, dtype, device)
     site, head = make_site(n, d, device), make_site(n, d, device, head=True)
-    whole, last = everything(x, y, site), hyper_head(x[60:], head)
+    whole, last = everything(x, y, site), hyper.head(x[60:], head)
     for take in ([0], [66], [5, 2, 66, 63]):
         assert torch.equal(everything(x[take], y[take], site), whole[take]), take
-    assert torch.equal(hyper_head(x[[66]], head), last[[6]])
+    assert torch.equal(hyper.head(x[[66]], head), last[[6]])
     if device == "cuda":
         order = torch.randperm(67, generator=torch.Generator().manual_seed(0))
         assert torch.equal(everything(x[order], y[order], site), whole[order])
@@ -113,5 +113,5 @@ def test_a_token_of_nan_reaches_no_other(device):
 @every_device
 def test_no_tokens_are_no_work(device):
     x, y = streams(0, 4, 64, torch.bfloat16, device)
-    seen, place, mix = hyper_read(x, make_site(4, 64, device))
-    assert seen.shape == (0, 64) and hyper_write(x, y, place, mix).shape == x.shape
+    seen, place, mix = hyper.read(x, make_site(4, 64, device))
+    assert seen.shape == (0, 64) and hyper.write(x, y, place, mix).shape == x.shape

@@ -241,6 +241,7 @@ SHAPES = {
     "no groups": Shape(heads=5, kv_heads=5, dim=24, pairs=10, length=150),
     "large groups": Shape(heads=64, kv_heads=1, dim=16, pairs=4, length=60),
     "odd pages": Shape(page_tokens=7),
+    "odd channels": Shape(heads=6, dim=18, pairs=8, length=140),
     "long pages": Shape(page_tokens=512),
     "window": Shape(window=37),
     "long window": Shape(window=40, sinks=True, heads=3, kv_heads=1),
@@ -260,7 +261,8 @@ def cases(sets):
                 SHAPES[name], encoding, *own.values, marks=own.marks, id=f"{name}-{encoding}-{own.id}"
             )
             for name, encoding, own in every
-            if not own.values[0].interpreted or (name, encoding) in INTERPRETED
+            if (name, encoding) in INTERPRETED or not own.values[0].interpreted
+            if name != "odd channels" or own.values[0].device == "cpu"  # a GPU reads 16 bytes at a time
         ],
     )
 
@@ -340,18 +342,24 @@ def test_entries_that_do_not_hold_heads_are_refused(kernels):
             world.call([Span(0, 0, 3)])
 
 
-@pytest.mark.parametrize("kernels", EXACT[:1])
-def test_a_token_is_not_touched_by_what_follows_it(kernels):
-    """Its weight for them is zero, but zero times infinity is not."""
+@pytest.mark.parametrize("kernels", EXACT)
+@pytest.mark.parametrize("broken", [float("inf"), float("nan")])
+def test_a_token_is_not_touched_by_what_follows_it(kernels, broken):
+    """Its weight for them is zero, but zero times infinity is not. Who sees a broken token is told so, even
+    if only one number of a value is broken: the last of token 30."""
     shape = Shape(length=40)
     _, raw, _ = text_of(shape, 0)
-    known = run(shape, [[Span(0, 0, 30)]], kernels, "fp32")
-    raw[30:] = float("inf")
+    known = run(shape, [[Span(0, 0, 40)]], kernels, "fp32")
+    raw[30, -1], raw[31:, shape.kv_heads * shape.dim :], raw[32:, 0] = broken, broken, float("nan")
     try:
-        found = run(shape, [[Span(0, 0, 40)]], kernels, "fp32")
+        for calls in ([[Span(0, 0, 40)]], [[Span(0, 0, 25)], [Span(0, 25, 40)]]):
+            for (text, at), own in run(shape, calls, kernels, "fp32").items():
+                if at < 30:
+                    assert torch.equal(bits(own), bits(known[text, at])), at
+                else:
+                    assert not own[-1].isfinite().all(), "the last head reads the last kv head"
     finally:
         text_of.cache_clear()
-    assert all(found[where].isfinite().all() for where in known)
 
 
 # Experts without a shared one, and the middle of an MLP

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiercel.kernels.reference import rows as k
-from tiercel.kernels.reference.layers import sinkhorn
+from tiercel.kernels.reference.hyper import sinkhorn
 
 
 def test_attention_is_over_the_rows_a_query_sees_with_a_sink():

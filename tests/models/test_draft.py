@@ -12,9 +12,11 @@ from torch.nn import functional as F  # noqa: N812
 from tests.models.reference import Shape, make_reference, our_config, random_tokens
 from tiercel.errors import SpecError
 from tiercel.kernels import reference as k
+from tiercel.kernels.reference import hyper
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.models.base import Span, part_of
-from tiercel.models.deepseek_v4.layer import Experts, site_of
+from tiercel.models.deepseek_v4.hyper import site_of
+from tiercel.models.deepseek_v4.layer import Experts
 from tiercel.models.deepseek_v4.model import build
 from tiercel.models.rotary import Rotary
 from tiercel.spec import deepseek_v4, deepseek_v4_mtp
@@ -119,7 +121,7 @@ def dense_module(config, weights, x, tokens, number):
     x = x + F.linear(embedded, w["e_proj.weight"])[:, None]
     n = len(x)
     site = site_of(config, k, part_of(w, "attn_hc."), w["input_layernorm.weight"])
-    h, place, mix = k.hyper_read(x, site)
+    h, place, mix = hyper.read(x, site)
     a = part_of(w, "self_attn.")
     turn = Rotary(config.rope_main, config.rope_dim).at(torch.arange(n), n)
     q = F.linear(k.norm(F.linear(h, a["q_a_proj.weight"]), a["q_a_norm.weight"], eps), a["q_b_proj.weight"])
@@ -135,12 +137,12 @@ def dense_module(config, weights, x, tokens, number):
     low = torch.einsum(
         "tgi,goi->tgo", attended, a["o_a_proj.weight"].view(config.o_groups, config.o_lora_rank, -1)
     )
-    x = k.hyper_write(x, F.linear(low.flatten(1), a["o_b_proj.weight"]), place, mix)
+    x = hyper.write(x, F.linear(low.flatten(1), a["o_b_proj.weight"]), place, mix)
     site = site_of(config, k, part_of(w, "ffn_hc."), w["post_attention_layernorm.weight"])
-    seen, place, mix = k.hyper_read(x, site)
-    x = k.hyper_write(x, Experts(config, k, part_of(w, "mlp."))(seen, tokens[1:]), place, mix)
+    seen, place, mix = hyper.read(x, site)
+    x = hyper.write(x, Experts(config, k, part_of(w, "mlp."))(seen, tokens[1:]), place, mix)
     head = site_of(config, k, part_of(w, "hc_head.hc_"), w["norm.weight"])
-    return x, F.linear(k.hyper_head(x, head), weights["lm_head.weight"])
+    return x, F.linear(hyper.head(x, head), weights["lm_head.weight"])
 
 
 def distance(ours, theirs):

@@ -3,17 +3,21 @@ a model imports, held against the list of its sources."""
 
 import ast
 import json
+from inspect import getfile, signature
 from pathlib import Path
 
 import pytest
 import torch
 
 import tiercel.models
+from tests.kernels.devices import CUDA
 from tests.models.folders import make_config
 from tiercel.errors import WeightsError
-from tiercel.kernels import entries
+from tiercel.kernels import entries, native, reference
+from tiercel.kernels.choice import Kernels
 from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.deepseek_v4.config import V4Config
+from tiercel.models.deepseek_v4.hyper import Hyper, hyper_of
 from tiercel.models.deepseek_v4.weights import WEIGHTS
 from tiercel.models.families import FAMILIES, family_of, folder_of, sources_of, text_folder_of
 from tiercel.spec import load
@@ -56,6 +60,16 @@ def test_kernels_and_files_have_words_of_their_own():
     names = {path.name for path in sources_of(make_config())}
     assert {"layer.py", "frame.py", "rotary.py", "entries.py", "weights.py"} <= names
     assert not names & {f"{name}.py" for name in ("native", "reference", "choice", *READERS - {"__init__"})}
+
+
+@pytest.mark.parametrize("kernels", [CUDA, native, reference], ids=lambda each: each.NAME)
+def test_hyper_connections_are_v4s_own_and_part_of_whose_numbers_they_are(kernels):
+    own, twins = hyper_of(kernels), hyper_of(reference)
+    names = [name for name in vars(Hyper) if not name.startswith("_")]
+    assert names == ["read", "write", "head"]
+    assert all(signature(getattr(own, name)) == signature(getattr(twins, name)) for name in names)
+    assert not [name for name in (*dir(Kernels), *dir(kernels)) if name.startswith("hyper_")]
+    assert Path(getfile(own.read)) in kernels.SOURCES
 
 
 def test_the_model_for_measurements_has_the_cache_of_v4_flash_and_weights_from_a_seed():

@@ -15,7 +15,7 @@ from tiercel.errors import ConfigError
 from tiercel.kernels import native, reference
 from tiercel.kernels.entries import Entries, Flat
 from tiercel.kernels.meaning import digest_of
-from tiercel.kernels.reference import CosSin, Matrix, Site
+from tiercel.kernels.reference import CosSin, Matrix
 from tiercel.kernels.reference.rows import Rows
 
 NAMES = ("auto", "native", "cuda", "reference")
@@ -23,7 +23,7 @@ COMPUTE = ("auto", "fp32", "bf16")
 
 
 class Kernels(Protocol):
-    """The functions of a kernel set; `reference` documents them. Matrices are opaque."""
+    """The functions of a kernel set that families share; `reference` documents them. Matrices are opaque."""
 
     NAME: str
     EXACT: bool
@@ -51,9 +51,6 @@ class Kernels(Protocol):
         weight: Tensor | None = ...,
         back: bool = ...,
     ) -> Tensor: ...
-    def hyper_read(self, x: Tensor, site: Site) -> tuple[Tensor, Tensor, Tensor]: ...
-    def hyper_write(self, x: Tensor, y: Tensor, place: Tensor, mix: Tensor) -> Tensor: ...
-    def hyper_head(self, x: Tensor, site: Site) -> Tensor: ...
     def masked(self, logits: Tensor, masks: Tensor) -> Tensor: ...
     def greedy(self, logits: Tensor) -> Tensor: ...
     def sample(self, logits: Tensor, draws: Tensor, best: Tensor) -> Tensor: ...

@@ -11,7 +11,8 @@
 
    A chunk is summed key by key, each query over the keys that it sees only. So a query's bits follow from its
    own keys: neither the other queries of a tile nor the threads count. Chunks of one tile may be computed by
-   several threads; they are added in order afterwards.
+   several threads; they are added in order afterwards. Few queries lie in lanes in another way, so that lanes are
+   not empty: scores and sums of weights are made of four parts, which are lanes there and vectors here.
 */
 #include "vector.h"
 
@@ -29,6 +30,7 @@
 #endif
 #define TILE_QUERIES 96
 #define MANY_QUERIES (LANES == 8 ? 6 : 12)
+#define FEW_QUERIES (LANES == 16 ? 8 : 0) /* up to so many are taken in fours */
 
 typedef struct {
     const char *rows;
@@ -42,16 +44,15 @@ typedef struct {
 } Tile;
 
 typedef struct {
-    const float *q;
-    const int32_t *position;
-    const float *sinks;
+    const float *q, *sinks;
+    const flat *flat;
     float scale;
     i64 window, heads, group; /* window 0: there is none */
 } Queries;
 
 /* The work memory of one thread. */
 typedef struct {
-    float *turned;     /* [dim][lanes] */
+    float *turned;     /* [4][dim / 4][lanes]: channels 0, 4, 8, …, then 1, 5, 9, … */
     float *score;      /* [CHUNK][lanes] */
     float *most, *sum; /* [lanes] of a chunk */
     float *weighted;   /* [queries][dim] of a chunk */
@@ -59,13 +60,14 @@ typedef struct {
     int32_t *low, *high;
     const float *key[CHUNK + 1];
     i64 lanes, queries;
+    int few; /* `turned` is [fours][dim / 4][4 queries][4 channels], `score` [fours][CHUNK][4 queries] */
 } Work;
 
 static Work *make_work(i64 queries, i64 dim, i64 bf16) {
-    i64 lanes = (queries + LANES - 1) / LANES * LANES;
+    i64 lanes = (queries + LANES - 1) / LANES * LANES, whole = (dim + 3) / 4 * 4;
     Work *work = malloc(sizeof(Work));
-    float *all = malloc(sizeof(float) * (lanes * (dim + CHUNK + 2) + queries * dim + (bf16 ? CHUNK * 2 * dim : 0)));
-    work->turned = all, work->score = all + lanes * dim, work->most = work->score + lanes * CHUNK;
+    float *all = malloc(sizeof(float) * (lanes * (whole + CHUNK + 2) + queries * dim + (bf16 ? CHUNK * 2 * dim : 0)));
+    work->turned = all, work->score = all + lanes * whole, work->most = work->score + lanes * CHUNK;
     work->sum = work->most + lanes, work->weighted = work->sum + lanes, work->wide = work->weighted + queries * dim;
     work->low = malloc(sizeof(int32_t) * 2 * lanes), work->high = work->low + lanes;
     return work;
@@ -76,12 +78,19 @@ static void free_work(Work *work) { free(work->turned), free(work->low), free(wo
 /* The queries of a tile side by side, scaled, and which keys each of them sees. */
 static void take_queries(const Queries *all, const Tile *tile, i64 head, i64 dim, Work *work) {
     i64 group = all->group, queries = tile->tokens * group, lanes = (queries + LANES - 1) / LANES * LANES;
-    work->queries = queries, work->lanes = lanes;
+    i64 quarter = (dim + 3) / 4;
+    work->queries = queries, work->lanes = lanes, work->few = queries <= FEW_QUERIES;
+    if (work->few) memset(work->turned, 0, sizeof(float) * 4 * quarter * lanes);
     for (i64 i = 0; i < lanes; i++) {
         i64 token = tile->token + i / group;
         const float *q = all->q + (token * all->heads + head * group + i % group) * dim;
-        for (i64 c = 0; c < dim; c++) work->turned[c * lanes + i] = i < queries ? q[c] * all->scale : 0.0f;
-        int32_t end = i < queries ? all->position[token] + 1 : 0;
+        if (!work->few)
+            for (i64 c = 0; c < dim; c++)
+                work->turned[(c % 4 * quarter + c / 4) * lanes + i] = i < queries ? q[c] * all->scale : 0.0f;
+        else if (i < queries)
+            for (i64 c = 0; c < dim; c++)
+                work->turned[(i / 4 * quarter + c / 4) * 16 + i % 4 * 4 + c % 4] = q[c] * all->scale;
+        int32_t end = i < queries ? all->flat->position[token] + 1 : 0;
         work->high[i] = end, work->low[i] = all->window && end > all->window ? end - (int32_t)all->window : 0;
     }
 }
@@ -107,25 +116,33 @@ static void find_keys(const Pages *pages, const int32_t *table, i64 head, i64 fr
     work->key[to - from] = work->key[to - from - 1] + 2 * dim;
 }
 
-/* Dot products of some lanes with some keys: each is one chain over the channels. Meanwhile keys and values
-   further on are fetched, piece by piece: they follow each other in a page. */
+/* Dot products of some lanes with some keys. Each is four chains, over channels 0, 4, 8, …, over 1, 5, 9, …, and
+   so on, which are added in order. Meanwhile keys and values further on are fetched, piece by piece: they follow
+   each other in a page. */
 #define SCORES(VECS, COUNT)                                                                                  \
     static void scores_##VECS##x##COUNT(const float *turned, i64 lanes, const float *const *key, i64 dim,    \
                                         float *score) {                                                      \
-        vec acc[COUNT][VECS];                                                                                \
-        UNROLL for (int j = 0; j < COUNT; j++)                                                               \
-            UNROLL for (int v = 0; v < VECS; v++) acc[j][v] = SPLAT(0.0f);                                   \
-        for (i64 c = 0; c < dim; c++) {                                                                      \
-            vec q[VECS];                                                                                     \
-            __builtin_prefetch(key[COUNT] + c * 2 * COUNT);                                                  \
-            UNROLL for (int v = 0; v < VECS; v++) q[v] = load(turned + c * lanes + v * LANES);               \
-            UNROLL for (int j = 0; j < COUNT; j++) {                                                         \
-                vec a = SPLAT(key[j][c]);                                                                    \
-                UNROLL for (int v = 0; v < VECS; v++) acc[j][v] = FMA(q[v], a, acc[j][v]);                   \
+        i64 quarter = (dim + 3) / 4;                                                                         \
+        for (i64 r = 0; r < 4; r++) {                                                                        \
+            const float *own = turned + r * quarter * lanes;                                                 \
+            vec acc[COUNT][VECS];                                                                            \
+            UNROLL for (int j = 0; j < COUNT; j++)                                                           \
+                UNROLL for (int v = 0; v < VECS; v++) acc[j][v] = SPLAT(0.0f);                               \
+            for (i64 c = r; c < dim; c += 4, own += lanes) {                                                 \
+                vec q[VECS];                                                                                 \
+                __builtin_prefetch(key[COUNT] + c * 2 * COUNT);                                              \
+                UNROLL for (int v = 0; v < VECS; v++) q[v] = load(own + v * LANES);                          \
+                UNROLL for (int j = 0; j < COUNT; j++) {                                                     \
+                    vec a = SPLAT(key[j][c]);                                                                \
+                    UNROLL for (int v = 0; v < VECS; v++) acc[j][v] = FMA(q[v], a, acc[j][v]);               \
+                }                                                                                            \
             }                                                                                                \
+            UNROLL for (int j = 0; j < COUNT; j++)                                                           \
+                UNROLL for (int v = 0; v < VECS; v++) {                                                      \
+                    float *to = score + j * lanes + v * LANES;                                               \
+                    store(to, r ? load(to) + acc[j][v] : acc[j][v]);                                         \
+                }                                                                                            \
         }                                                                                                    \
-        UNROLL for (int j = 0; j < COUNT; j++)                                                               \
-            UNROLL for (int v = 0; v < VECS; v++) store(score + j * lanes + v * LANES, acc[j][v]);           \
     }
 #define SCORES_OF(VECS, COUNT) SCORES(VECS, COUNT)
 SCORES_OF(LANE_VECS, KEYS)
@@ -179,12 +196,12 @@ INLINE vec exp_below(vec x) {
     return p * (vec)two;
 }
 
-/* Scores become weights; for each lane the most and the sum, over the keys that it sees. `whole`: all lanes that
-   count see all keys. */
+/* Scores become weights; for each lane the most and the sum, over the keys that it sees: the sum of those at
+   positions 0, 4, 8, …, then 1, 5, 9, …, and so on. `whole`: all lanes that count see all keys. */
 INLINE void weigh_lanes(Work *work, i64 lane, i64 from, i64 count, const int whole) {
     ints low, high;
     memcpy(&low, work->low + lane, sizeof low), memcpy(&high, work->high + lane, sizeof high);
-    vec most = SPLAT(LEAST), sum = SPLAT(0.0f);
+    vec most = SPLAT(LEAST), sum[4] = {SPLAT(0.0f), SPLAT(0.0f), SPLAT(0.0f), SPLAT(0.0f)};
     for (i64 j = 0; j < count; j++) {
         float *score = work->score + j * work->lanes + lane;
         vec own = load(score);
@@ -196,10 +213,10 @@ INLINE void weigh_lanes(Work *work, i64 lane, i64 from, i64 count, const int who
         float *score = work->score + j * work->lanes + lane;
         vec weight = exp_below(load(score) - most);
         if (!whole) weight = pick((low <= (int32_t)(from + j)) & (high > (int32_t)(from + j)), weight, SPLAT(0.0f));
-        sum += weight;
+        sum[(from + j) % 4] += weight;
         store(score, weight);
     }
-    store(work->most + lane, most), store(work->sum + lane, sum);
+    store(work->most + lane, most), store(work->sum + lane, sum[0] + sum[1] + sum[2] + sum[3]);
 }
 
 static void weigh(Work *work, i64 from, i64 count) {
@@ -209,6 +226,83 @@ static void weigh(Work *work, i64 from, i64 count) {
         if (whole) weigh_lanes(work, lane, from, count, 1);
         else weigh_lanes(work, lane, from, count, 0);
 }
+
+/* Few queries are taken in fours, with the same operations: else most lanes would be empty, and a decode would
+   compute longer than it reads. */
+#if LANES == 16
+/* Dot products of four queries with eight keys: the lanes of a vector are the four chains of each query. */
+static void score_four(const float *turned, const float *const key[9], i64 dim, float *score) {
+    const __m512i turn = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    vec acc[8];
+    UNROLL for (int k = 0; k < 8; k++) acc[k] = SPLAT(0.0f);
+    i64 c = 0;
+    for (; c + 4 <= dim; c += 4) {
+        vec q = load(turned + c * 4);
+        UNROLL for (int l = 0; l < 4; l++) __builtin_prefetch(key[8] + (c + l) * 16);
+        UNROLL for (int k = 0; k < 8; k++) acc[k] = FMA(q, _mm512_broadcast_f32x4(_mm_loadu_ps(key[k] + c)), acc[k]);
+    }
+    for (int k = 0; c < dim && k < 8; k++) {
+        __m128 last = _mm_maskz_loadu_ps((1 << (dim - c)) - 1, key[k] + c);
+        acc[k] = FMA(load(turned + c * 4), _mm512_broadcast_f32x4(last), acc[k]);
+    }
+    UNROLL for (int k = 0; k < 8; k += 4) { /* [key][query][chain] to [chain][query][key] */
+        __m512d a = (__m512d)_mm512_unpacklo_ps(acc[k], acc[k + 1]), b = (__m512d)_mm512_unpackhi_ps(acc[k], acc[k + 1]);
+        __m512d d = (__m512d)_mm512_unpacklo_ps(acc[k + 2], acc[k + 3]);
+        __m512d e = (__m512d)_mm512_unpackhi_ps(acc[k + 2], acc[k + 3]);
+        vec sum = (vec)_mm512_unpacklo_pd(a, d) + (vec)_mm512_unpackhi_pd(a, d);
+        sum = sum + (vec)_mm512_unpacklo_pd(b, e) + (vec)_mm512_unpackhi_pd(b, e);
+        store(score + k * 4, _mm512_permutexvar_ps(turn, sum));
+    }
+}
+
+/* Scores become weights, as in `weigh_lanes`: the lanes of a vector are four keys, and of each the queries. */
+static void weigh_four(Work *work, i64 four, i64 from, i64 count, float *score) {
+    float each[16];
+    ints low, high, at;
+    for (i64 l = 0; l < 16; l++) {
+        i64 query = four * 4 + l % 4, end = work->high[query];
+        low[l] = work->low[query], at[l] = (int32_t)(from + l / 4);
+        high[l] = (int32_t)(end < from + count ? end : from + count);
+    }
+    vec most = SPLAT(LEAST), sum = SPLAT(0.0f);
+    for (i64 j = 0; j < count; j += 4) {
+        vec own = load(score + j * 4);
+        ints here = at + (int32_t)j;
+        most = pick((low <= here) & (high > here) & (own > most), own, most);
+    }
+    store(each, most);
+    for (i64 l = 4; l < 16; l++) each[l % 4] = each[l] > each[l % 4] ? each[l] : each[l % 4];
+    for (i64 l = 4; l < 16; l++) each[l] = each[l % 4];
+    most = load(each), memcpy(work->most + four * 4, each, sizeof(float) * 4);
+    for (i64 j = 0; j < count; j += 4) {
+        ints here = at + (int32_t)j;
+        vec weight = pick((low <= here) & (high > here), exp_below(load(score + j * 4) - most), SPLAT(0.0f));
+        sum += weight;
+        store(score + j * 4, weight);
+    }
+    store(each, sum);
+    for (i64 i = 0; i < 4; i++) {
+        float *total = work->sum + four * 4 + i;
+        *total = 0;
+        for (i64 part = 0; part < 4; part++) *total += each[(part + 4 - from % 4) % 4 * 4 + i];
+    }
+}
+
+static void weigh_few(Work *work, i64 from, i64 count, i64 dim) {
+    for (i64 four = 0; four * 4 < work->queries; four++) {
+        float *score = work->score + four * CHUNK * 4;
+        for (i64 j = 0; j < count; j += 8) {
+            const float *key[9];
+            for (i64 k = 0; k < 8; k++) key[k] = work->key[j + k < count ? j + k : count - 1];
+            key[8] = work->key[j + 8 < count ? j + 8 : count];
+            score_four(work->turned + four * ((dim + 3) / 4) * 16, key, dim, score + j * 4);
+        }
+        weigh_four(work, four, from, count, score);
+    }
+}
+#else
+static void weigh_few(Work *work, i64 from, i64 count, i64 dim) { (void)work, (void)from, (void)count, (void)dim; }
+#endif
 
 /* Sums of weighted values for some queries, which share each read. Each is one chain over the keys, and goes on
    from what is in `out`. */
@@ -238,8 +332,8 @@ VALUES(values_one_narrow, 1, 1)
 
 /* `many` queries from number `query` on, keys from j to `end` of the chunk. */
 static void add_values(Work *work, i64 query, i64 many, i64 j, i64 end, i64 dim) {
-    i64 vecs = many == MANY_QUERIES ? 2 : many == 4 ? FEW_VECS : 4, wide, lanes = work->lanes, c = 0;
-    const float *weight = work->score + j * lanes + query;
+    i64 vecs = many == MANY_QUERIES ? 2 : many == 4 ? FEW_VECS : 4, wide, lanes = work->few ? 4 : work->lanes, c = 0;
+    const float *weight = work->score + (work->few ? (query / 4 * CHUNK + j) * 4 + query % 4 : j * lanes + query);
     float *out = work->weighted + query * dim;
     for (; end > j && dim - c >= LANES; c += wide * LANES) {
         wide = dim - c >= vecs * LANES ? vecs : 1;
@@ -281,8 +375,8 @@ static void attend_chunk(const Pages *pages, const Tile *tile, i64 head, i64 chu
     i64 from = chunk * CHUNK, to = from + CHUNK;
     from = from < tile->begin ? tile->begin : from, to = to > tile->end ? tile->end : to;
     find_keys(pages, tile->pages, head, from, to, work);
-    score_keys(work, to - from, pages->dim);
-    weigh(work, from, to - from);
+    if (work->few) weigh_few(work, from, to - from, pages->dim);
+    else score_keys(work, to - from, pages->dim), weigh(work, from, to - from);
     sum_values(work, from, to - from, pages->dim);
 }
 
@@ -322,19 +416,20 @@ static i64 chunks_of(const Tile *tile) { return (tile->end - 1) / CHUNK - tile->
 
 /* Cuts tokens into tiles; padding is in none. Returns how many there are; `work`: their multiply-adds;
    `parts`: their chunks; `tallest`: the most tokens of one. */
-static i64 make_tiles(const Queries *all, const int32_t *first, const int32_t *ring, const int32_t *table, i64 most_pages,
-                      i64 tokens, i64 dim, Tile *tile, i64 *parts, i64 *work, i64 *tallest) {
+static i64 make_tiles(const Queries *all, i64 dim, Tile *tile, i64 *parts, i64 *work, i64 *tallest) {
+    const flat *f = all->flat;
     i64 count = 0, tall = TILE_QUERIES / all->group > 1 ? TILE_QUERIES / all->group : 1;
     *parts = *work = *tallest = 0;
-    for (i64 t = 0, take; t < tokens; t += take) {
+    for (i64 t = 0, take; t < f->tokens; t += take) {
+        i64 at = f->position[t], next = t + 1;
         take = 1;
-        if (all->position[t] < 0) continue;
-        while (take < tall && t + take < tokens && first[t + take] == first[t] && ring[t + take] == ring[t] &&
-               all->position[t + take] == all->position[t] + take)
-            take++;
-        i64 at = all->position[t], end = at + take;
+        if (at < 0) continue;
+        while (take < tall && next < f->tokens && f->first[next] == f->first[t] && f->ring[next] == f->ring[t] &&
+               f->position[next] == at + take)
+            take++, next++;
+        i64 end = at + take;
         i64 begin = all->window && at + 1 > all->window ? at + 1 - all->window : 0;
-        tile[count] = (Tile){t, take, begin, end, *parts, table + ring[t] * most_pages};
+        tile[count] = (Tile){t, take, begin, end, *parts, pages_of(f, t)};
         *parts += chunks_of(tile + count), *work += (end - begin) * take * all->heads * 2 * dim, count++;
         *tallest = take > *tallest ? take : *tallest;
     }
@@ -343,17 +438,15 @@ static i64 make_tiles(const Queries *all, const int32_t *first, const int32_t *r
 
 /* q [tokens, heads, dim] sees the keys of its text up to its own position, or the last `window` of them. */
 void grouped_attention(const float *q, float *out, const char *rows, i64 row_bytes, i64 bf16, i64 page_tokens,
-                       const int32_t *position, const int32_t *first, const int32_t *ring, const int32_t *table,
-                       i64 most_pages, const float *sinks, float scale, i64 window, i64 tokens, i64 heads, i64 kv_heads,
-                       i64 dim) {
+                       const flat *f, const float *sinks, float scale, i64 window, i64 heads, i64 kv_heads, i64 dim) {
     Pages pages = {rows, row_bytes, bf16, page_tokens, kv_heads, dim};
-    Queries all = {q, position, sinks, scale, window, heads, heads / kv_heads};
-    Tile *tile = malloc(sizeof(Tile) * (tokens + 1));
+    Queries all = {q, sinks, f, scale, window, heads, heads / kv_heads};
+    Tile *tile = malloc(sizeof(Tile) * (f->tokens + 1));
     i64 parts, work_all, tallest;
-    i64 tiles = make_tiles(&all, first, ring, table, most_pages, tokens, dim, tile, &parts, &work_all, &tallest);
+    i64 tiles = make_tiles(&all, dim, tile, &parts, &work_all, &tallest);
     i64 queries = tallest * all.group, size = queries * (dim + 2);
-    for (i64 t = 0; t < tokens; t++)
-        if (position[t] < 0) memset(out + t * heads * dim, 0, sizeof(float) * heads * dim);
+    for (i64 t = 0; t < f->tokens; t++)
+        if (f->position[t] < 0) memset(out + t * heads * dim, 0, sizeof(float) * heads * dim);
     /* Few tiles: each chunk is a part of its own, and waits to be added. */
     int split = tiles * kv_heads < 4 * omp_get_max_threads() && parts > tiles && work_all > PARALLEL_WORK;
     float *partial = split ? malloc(sizeof(float) * parts * kv_heads * size) : NULL;
@@ -404,16 +497,15 @@ INLINE uint16_t bf16_of(float x) { /* rounded to the nearest, of two to the even
 
 void store_heads(const float *key, i64 ks, const float *value, i64 vs, const float *cosine, const float *sine,
                  const float *weight, float eps, char *rows, i64 row_bytes, i64 bf16, i64 page_tokens,
-                 const int32_t *position, const int32_t *ring, const int32_t *table, i64 most_pages,
-                 const int32_t *write_from, i64 tokens, i64 kv_heads, i64 dim, i64 pairs) {
-#pragma omp parallel if (tokens * kv_heads * dim > PARALLEL_WORK)
+                 const flat *f, const int32_t *write_from, i64 kv_heads, i64 dim, i64 pairs) {
+#pragma omp parallel if (f->tokens * kv_heads * dim > PARALLEL_WORK)
     {
         float *made = malloc(sizeof(float) * 2 * dim);
 #pragma omp for
-        for (i64 t = 0; t < tokens; t++) {
-            i64 at = position[t];
+        for (i64 t = 0; t < f->tokens; t++) {
+            i64 at = f->position[t];
             if (at < 0 || at < write_from[t]) continue;
-            char *page = rows + table[ring[t] * most_pages + at / page_tokens] * row_bytes;
+            char *page = rows + pages_of(f, t)[at / page_tokens] * row_bytes;
             for (i64 h = 0; h < kv_heads; h++) {
                 const float *in = key + t * ks + h * dim;
                 float scale = weight ? inverse_rms(in, dim, eps) : 1.0f, *turned = made + dim - 2 * pairs;

@@ -29,9 +29,9 @@ i64 lanes(void) {
 
 /* Matrix products
 
-   Few rows are read as they lie: the time is that of reading the matrix. Many rows are first packed in tiles of
-   TALL rows, DEEP columns at a time. Then each panel of the matrix is read once for all of them, from the L2
-   cache, and a tile of results stays in registers:
+   Few rows are read as they lie: the time is that of reading the matrix. More are first packed in tiles of TALL
+   rows, DEEP columns at a time. Then each panel of the matrix is read once for all of them, from the L2 cache,
+   while the panels behind it are fetched, and a tile of results stays in registers:
 
        packed    x[0..11][0]  x[0..11][1]  …  x[0..11][k-1]       rows past the last are not read
 
@@ -54,6 +54,8 @@ i64 lanes(void) {
                 acc[r][v] = more ? load(to + r * ts + v * LANES) : SPLAT(0.0f);                              \
         for (i64 i = 0; i < k; i++) {                                                                        \
             vec b[PANELS * PV];                                                                              \
+            if (XK == ROWS) /* a tile of TALL rows */                                                        \
+                UNROLL for (int p = 0; p < PANELS; p++) __builtin_prefetch(w + (PANELS + p) * ws + i * PANEL); \
             UNROLL for (int v = 0; v < PANELS * PV; v++)                                                     \
                 b[v] = load(w + v / PV * ws + i * PANEL + v % PV * LANES);                                   \
             UNROLL for (int r = 0; r < ROWS; r++) {                                                          \
@@ -66,6 +68,7 @@ i64 lanes(void) {
         if (columns < PANELS * PANEL)                                                                        \
             for (int r = 0; r < ROWS; r++) memcpy(y + r * ys, cut[r], sizeof(float) * columns);              \
     }
+#define FEW_ROWS 6 /* with more, the matrix would be read twice */
 #define FEW(ROWS, PANELS) TILE(few_##ROWS##x##PANELS, ROWS, PANELS, xs, 1)
 FEW(6, 1)
 FEW(4, 1)
@@ -131,7 +134,7 @@ static void pack_rows(const float *x, i64 xs, i64 rows, i64 deep, float *packed)
 
 /* y[rows, from .. to) = x[rows, k] · wᵀ; from is a multiple of 16. */
 static void product(const float *x, i64 xs, const float *w, float *y, i64 ys, i64 rows, i64 k, i64 from, i64 to) {
-    if (rows < TALL || !k) {
+    if (rows <= FEW_ROWS || !k) {
         few_rows(x, xs, w, y, ys, rows, k, from, to);
         return;
     }
@@ -155,7 +158,7 @@ void linear(const float *x, i64 xs, const float *w, float *y, i64 ys, i64 rows, 
     i64 threads = omp_get_max_threads(), row_parts = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
     i64 height = row_parts ? (rows + row_parts - 1) / row_parts : 0;
     height = row_parts > 1 ? (height + TALL - 1) / TALL * TALL : height;
-    i64 least = rows < TALL ? 64 : 256; /* packing rows takes the time of some columns */
+    i64 least = rows <= FEW_ROWS ? 64 : 256; /* packing rows takes the time of some columns */
     i64 width = row_parts % threads ? ((n + threads - 1) / threads + 63) / 64 * 64 : n;
     width = width < least ? least : width;
     i64 column_parts = (n + width - 1) / width;
@@ -328,7 +331,12 @@ void route(const float *logits, i64 ls, const float *bias, i64 *chosen, float *w
     free(score);
 }
 
-#define TOKENS_AT_ONCE 24
+/* How many tokens one thread takes to an expert at once. The more, the less often its matrices are read; but each
+   thread should get a few parts of the work. */
+static i64 together_of(i64 asks) {
+    i64 share = asks / (4 * omp_get_max_threads()) / TALL * TALL;
+    return share < 24 ? 24 : share > 96 ? 96 : share;
+}
 
 /* One expert for a few tokens: gate and up, the gated product, down. `wide` has space for 2 · inner per token. */
 static void ask_expert(const float *x, i64 rows, const float *gate_up, const float *down, float *wide, float *y, i64 d,
@@ -350,7 +358,7 @@ static void ask_expert(const float *x, i64 rows, const float *gate_up, const flo
 void experts(const float *x, const i64 *chosen, const float *weights, const float *gate_up, const float *down, float *y,
              i64 rows, i64 count, i64 k, i64 d, i64 inner, float limit, i64 shared) {
     i64 gate_up_size = (2 * inner + PANEL - 1) / PANEL * PANEL * d, down_size = (d + PANEL - 1) / PANEL * PANEL * inner;
-    i64 asks = rows * k;
+    i64 asks = rows * k, together = together_of(asks);
     float *answers = malloc(sizeof(float) * asks * d);
     i64 *order = malloc(sizeof(i64) * asks), *first = calloc(count + 2, sizeof(i64));
     for (i64 a = 0; a < asks; a++) if (chosen[a] >= 0) first[chosen[a] + 1]++;
@@ -358,18 +366,18 @@ void experts(const float *x, const i64 *chosen, const float *weights, const floa
     i64 *next = malloc(sizeof(i64) * count);
     memcpy(next, first, sizeof(i64) * count);
     for (i64 a = 0; a < asks; a++) if (chosen[a] >= 0) order[next[chosen[a]]++] = a;
-    i64 parts = 0, (*part)[3] = malloc(sizeof(*part) * (asks + (rows + TOKENS_AT_ONCE - 1) / TOKENS_AT_ONCE));
+    i64 parts = 0, (*part)[3] = malloc(sizeof(*part) * (asks + (rows + together - 1) / together));
     if (!shared) memset(y, 0, sizeof(float) * rows * d);
-    for (i64 r = 0; shared && r < rows; r += TOKENS_AT_ONCE, parts++)
-        part[parts][0] = count, part[parts][1] = r, part[parts][2] = r + TOKENS_AT_ONCE < rows ? r + TOKENS_AT_ONCE : rows;
+    for (i64 r = 0; shared && r < rows; r += together, parts++)
+        part[parts][0] = count, part[parts][1] = r, part[parts][2] = r + together < rows ? r + together : rows;
     for (i64 e = 0; e < count; e++)
-        for (i64 a = first[e]; a < first[e + 1]; a += TOKENS_AT_ONCE, parts++)
+        for (i64 a = first[e]; a < first[e + 1]; a += together, parts++)
             part[parts][0] = e, part[parts][1] = a,
-            part[parts][2] = a + TOKENS_AT_ONCE < first[e + 1] ? a + TOKENS_AT_ONCE : first[e + 1];
+            part[parts][2] = a + together < first[e + 1] ? a + together : first[e + 1];
 #pragma omp parallel if (rows * (k + 1) * d * inner * 3 > PARALLEL_WORK)
     {
-        float *wide = malloc(sizeof(float) * TOKENS_AT_ONCE * 2 * (inner + d));
-        float *in = wide + TOKENS_AT_ONCE * 2 * inner, *out = in + TOKENS_AT_ONCE * d;
+        float *wide = malloc(sizeof(float) * together * 2 * (inner + d));
+        float *in = wide + together * 2 * inner, *out = in + together * d;
 #pragma omp for schedule(dynamic)
         for (i64 p = 0; p < parts; p++) {
             i64 e = part[p][0], from = part[p][1], many = part[p][2] - from;
@@ -392,14 +400,7 @@ void experts(const float *x, const i64 *chosen, const float *weights, const floa
     free(part), free(next), free(first), free(order), free(answers);
 }
 
-/* Rows of the cache. `flat` says where each token of a call stands, as in `entries.py`. */
-
-typedef struct {
-    const int32_t *position, *start, *first, *ring, *pages;
-    i64 tokens, pages_each;
-} flat;
-
-/* fp32 entries in memory, `per_row` in a row. */
+/* Rows of the cache: fp32 entries in memory, `per_row` in a row. */
 typedef struct {
     char *rows;
     i64 row_bytes, per_row, bytes;
@@ -412,12 +413,12 @@ INLINE void *entry_at(const entries *all, i64 number) {
 
 /* The number in the pages of entry e of a token's text. */
 INLINE i64 number_of(const flat *f, i64 token, i64 per_row, i64 e) {
-    return (i64)f->pages[f->ring[token] * f->pages_each + e / per_row] * per_row + e % per_row;
+    return (i64)pages_of(f, token)[e / per_row] * per_row + e % per_row;
 }
 
 /* The first n entries of a token's text. */
 static void walk_pages(const entries *all, const flat *f, i64 token, i64 n, const float **row) {
-    const int32_t *page = f->pages + f->ring[token] * f->pages_each;
+    const int32_t *page = pages_of(f, token);
     for (i64 e = 0; e < n; page++) {
         const char *at = all->rows + *page * all->row_bytes;
         for (i64 end = e + all->per_row < n ? e + all->per_row : n; e < end; e++, at += all->bytes)

@@ -1,5 +1,5 @@
-/* What the C files of the kernels share: vectors of the machine's width, and sums and functions in one order
-   of operations. Each of them rounds alike in every file: -ffp-contract=off, fused where FMA or fmaf stands. */
+/* What the C files of the kernels share: where tokens stand, vectors of the machine's width, and sums and
+   functions in one order of operations. Each of them rounds alike in every file: -ffp-contract=off, fused where FMA or fmaf stands. */
 #ifndef TIERCEL_VECTOR_H
 #define TIERCEL_VECTOR_H
 #include <math.h>
@@ -35,6 +35,14 @@
 typedef int64_t i64;
 typedef float vec __attribute__((vector_size(4 * LANES)));
 #define SPLAT(a) ((a) - (vec){0}) /* a in every lane; a - 0 is a, also for -0 */
+
+/* Where each token of a call stands, and the pages of the texts, as in `entries.py`. */
+typedef struct {
+    const int32_t *position, *start, *first, *ring, *pages;
+    i64 tokens, pages_each;
+} flat;
+
+INLINE const int32_t *pages_of(const flat *f, i64 token) { return f->pages + f->ring[token] * f->pages_each; }
 
 INLINE vec load(const float *p) {
     vec v;

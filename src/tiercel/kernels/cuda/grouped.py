@@ -19,8 +19,9 @@ Tiles begin at every T-th token of a span. Programs do not know where spans begi
 and computes the tiles that begin there. Scores are logarithms to base 2. Products and sums are not fused by
 the compiler, so that both ways round alike.
 
-One thing is not kept apart: if a value of a later token of the same text is no number, earlier tokens of its
-tile get none either (0 · NaN is NaN).
+Values in pages are finite, because a tile multiplies each of them by the weight 0 of those tokens that do not
+see it, and 0 · NaN is NaN. If a token has another value, zeros are stored and its key is NaN: who sees the
+token gets NaN.
 """
 
 from __future__ import annotations
@@ -310,8 +311,10 @@ def _store(  # noqa: PLR0913
         k = _normed(k, weight, eps, WIDE, DIM, True, True)
     if PAIRS:
         k = _rotated(k, cos, sin, token, there, ROWS, WIDE, DIM, PAIRS, False)
-    tl.store(rows + to, k.to(rows.dtype.element_ty), mask=mask)
-    tl.store(rows + to + DIM, v.to(rows.dtype.element_ty), mask=mask)
+    v = v.to(rows.dtype.element_ty)
+    finite = (tl.max(tl.where(tl.abs(v.to(tl.float32)) < float("inf"), 0, 1), 1) == 0)[:, None]
+    tl.store(rows + to, tl.where(finite, k, float("nan")).to(rows.dtype.element_ty), mask=mask)
+    tl.store(rows + to + DIM, tl.where(finite, v, 0.0).to(rows.dtype.element_ty), mask=mask)
 
 
 def store_heads(  # noqa: PLR0913

@@ -11,10 +11,10 @@ A read is two kernels, for one token as for thousands:
 
 `fn` is most of what a read loads, and segments load it in parallel. A token's sums run over the segments of
 the model's shape, so they do not depend on the call. `_project` can write the streams before it reads them,
-which saves a pass over them: `hyper_write_read`.
+which saves a pass over them: `write_read`.
 
 With bf16 streams the products run on tensor cores: fn is cut into three bf16 numbers that add up to it, so
-every product is exact. With fp32 streams they are fp32. The plain twins are in `kernels/reference/`.
+every product is exact. With fp32 streams they are fp32. The plain twins are in `kernels/reference/hyper.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tiercel.kernels.cuda.matrix import Weight
 from tiercel.kernels.cuda.rows import UNFUSED, check_rows
-from tiercel.kernels.reference import Site
+from tiercel.kernels.reference.hyper import Site
 
 TOKENS = 64
 """Tokens of a program of `_project`: the least height of Hopper's products (wgmma). Few tokens fill it with
@@ -34,7 +34,7 @@ zeros, which costs nothing beside loading fn."""
 
 CHANNELS = 32
 """Channels of a segment, of each stream. V4-Flash has 128 segments: almost every multiprocessor of an H200
-loads 12 KB of fn. Twice as many would spill registers in `hyper_write_read`."""
+loads 12 KB of fn. Twice as many would spill registers in `write_read`."""
 
 MIXED_TOKENS = 4
 """Tokens whose mixing matrices one program balances: 40 dependent sums take as long for four as for one."""
@@ -259,14 +259,14 @@ def _read(  # noqa: PLR0913
         )  # fmt: skip
 
 
-def hyper_read(x: Tensor, site: Site) -> tuple[Tensor, Tensor, Tensor]:
+def read(x: Tensor, site: Site) -> tuple[Tensor, Tensor, Tensor]:
     """x [tokens, n, d] → the site's input, normed [tokens, d], in x's type; fp32: the weights of its output
     for each stream [tokens, n], the matrix that mixes the streams [tokens, n, n]. `site.fn` is fp32, packed.
     """
     return _finish(x, _parts(x, site), site)
 
 
-def hyper_write(x: Tensor, y: Tensor, place: Tensor, mix: Tensor) -> Tensor:
+def write(x: Tensor, y: Tensor, place: Tensor, mix: Tensor) -> Tensor:
     """The streams after the site's output y [tokens, d]."""
     (tokens, n, dim), out = x.shape, torch.empty_like(x)
     _check_written(x, y, place, mix)
@@ -278,16 +278,16 @@ def hyper_write(x: Tensor, y: Tensor, place: Tensor, mix: Tensor) -> Tensor:
     return out
 
 
-def hyper_write_read(
+def write_read(
     x: Tensor, y: Tensor, place: Tensor, mix: Tensor, site: Site
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The streams after y, as `hyper_write` makes them, and what `hyper_read` returns for the next site."""
+    """The streams after y, as `write` makes them, and what `read` returns for the next site."""
     out = torch.empty_like(x)
     _check_written(x, y, place, mix)
     return out, *_finish(out, _parts(x, site, (y, place, mix, out)), site)
 
 
-def hyper_head(x: Tensor, site: Site) -> Tensor:
+def head(x: Tensor, site: Site) -> Tensor:
     """Collapses the streams [tokens, n, d] to [tokens, d] and norms them: the last step of a model."""
     return _finish(x, _parts(x, site), site)[0]
 

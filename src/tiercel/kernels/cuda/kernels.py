@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tiercel.kernels.cuda import attention, draw, experts, grouped, hyper, index, matrix, rings, rows
+from tiercel.kernels.cuda import attention, draw, experts, grouped, index, matrix, rings, rows
 from tiercel.kernels.cuda.matrix import Weight
 
 
@@ -28,9 +28,6 @@ class CudaKernels:
     pack_all = staticmethod(matrix.pack_all)
     linear_groups = staticmethod(matrix.linear_groups)
     norm_rotate = staticmethod(rows.norm_rotate)
-    hyper_read = staticmethod(hyper.hyper_read)
-    hyper_write = staticmethod(hyper.hyper_write)
-    hyper_head = staticmethod(hyper.hyper_head)
     masked = staticmethod(draw.masked)
     greedy = staticmethod(draw.greedy)
     sample = staticmethod(draw.sample)

@@ -13,9 +13,6 @@ from tiercel.kernels.native.grouped import route_softmax as route_softmax
 from tiercel.kernels.native.grouped import store_heads as store_heads
 from tiercel.kernels.native.layers import PackedMatrix as PackedMatrix
 from tiercel.kernels.native.layers import experts as experts
-from tiercel.kernels.native.layers import hyper_head as hyper_head
-from tiercel.kernels.native.layers import hyper_read as hyper_read
-from tiercel.kernels.native.layers import hyper_write as hyper_write
 from tiercel.kernels.native.layers import linear as linear
 from tiercel.kernels.native.layers import linear_groups as linear_groups
 from tiercel.kernels.native.layers import norm as norm

@@ -30,7 +30,6 @@ def store_heads(  # noqa: PLR0913
     (tokens, kv_heads, dim), (cos, sin) = key.shape, rotation
     pairs, how = cos.shape[1], head_entries(entries, kv_heads, dim)
     steps = step_of(key, (tokens, kv_heads, dim)), step_of(value, (tokens, kv_heads, dim))
-    pass_flat(flat, tokens)
     dense(write_from, (tokens,), torch.int32)
     for angles in rotation:
         dense(angles, (tokens, min(pairs, dim // 2)))
@@ -38,7 +37,7 @@ def store_heads(  # noqa: PLR0913
         dense(weight, (dim,))
     call(
         "store_heads", tokens, key, steps[0], value, steps[1], cos, sin, weight, eps, *_memory(entries, how),
-        flat.position, flat.ring, flat.pages, flat.pages.stride(0), write_from, tokens, kv_heads, dim, pairs,
+        pass_flat(flat, tokens), write_from, kv_heads, dim, pairs,
     )  # fmt: skip
 
 
@@ -56,15 +55,14 @@ def grouped_attention(  # noqa: PLR0913
     tokens, heads, dim = q.shape
     how = head_entries(entries, kv_heads, dim)
     dense(q, (tokens, heads, dim))
-    pass_flat(flat, tokens)
     if sinks is not None:
         dense(sinks, (heads,))
     if heads % kv_heads:
         raise ValueError(f"{heads} heads can not share {kv_heads} kv heads")
     out = torch.empty(tokens, heads, dim)
     call(
-        "grouped_attention", tokens, q, out, *_memory(entries, how), flat.position, flat.first, flat.ring,
-        flat.pages, flat.pages.stride(0), sinks, scale, window, tokens, heads, kv_heads, dim,
+        "grouped_attention", tokens, q, out, *_memory(entries, how), pass_flat(flat, tokens), sinks,
+        scale, window, heads, kv_heads, dim,
     )  # fmt: skip
     return out
 

@@ -1,4 +1,4 @@
-"""Matrices, norms, hyper-connections and experts in C.
+"""Matrices, norms and experts in C.
 
 Each function checks the dtype, shape and strides of its tensors and passes pointers to C.
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tiercel.kernels.native.library import call, dense, step_of
-from tiercel.kernels.reference.layers import CosSin, Site
+from tiercel.kernels.reference.layers import CosSin
 
 PANEL = 16
 
@@ -24,7 +24,7 @@ class PackedMatrix(NamedTuple):
     k: int
 
 
-def _panels(weight: PackedMatrix, n: int, k: int, many: int | None = None) -> Tensor:
+def panels_of(weight: PackedMatrix, n: int, k: int, many: int | None = None) -> Tensor:
     """The memory of a packed matrix. Refuses a matrix that is not [n, k], or not one of `many`."""
     if (weight.n, weight.k) != (n, k) or (many is not None and weight.panels.shape[0] != many):
         given = f"{len(weight.panels)} panels of matrices {[weight.n, weight.k]}"
@@ -94,44 +94,6 @@ def norm_rotate(
     return y
 
 
-# Hyper-connections
-
-
-def hyper_read(x: Tensor, site: Site) -> tuple[Tensor, Tensor, Tensor]:
-    rows, n, d = x.shape
-    outs = 2 * n + n * n
-    dense(x, (rows, n, d))
-    dense(site.scale, (outs,))
-    dense(site.base, (outs,))
-    dense(site.weight, (d,))
-    weights = _panels(site.fn, outs, n * d), site.scale, site.base, site.weight
-    out = torch.empty(rows, d), torch.empty(rows, n), torch.empty(rows, n, n)
-    call("hyper_read", rows, x, *weights, *out, rows, n, d, site.iterations, site.hc_eps, site.eps)
-    return out
-
-
-def hyper_write(x: Tensor, y: Tensor, place: Tensor, mix: Tensor) -> Tensor:
-    rows, n, d = x.shape
-    dense(x, (rows, n, d))
-    dense(y, (rows, d))
-    dense(place, (rows, n))
-    dense(mix, (rows, n, n))
-    out = torch.empty(rows, n, d)
-    call("hyper_write", rows, x, y, place, mix, out, rows, n, d)
-    return out
-
-
-def hyper_head(x: Tensor, site: Site) -> Tensor:
-    rows, n, d = x.shape
-    dense(x, (rows, n, d))
-    dense(site.base, (n,))
-    dense(site.weight, (d,))
-    weights = _panels(site.fn, n, n * d), site.scale.item(), site.base, site.weight
-    out = torch.empty(rows, d)
-    call("hyper_head", rows, x, *weights, out, rows, n, d, site.hc_eps, site.eps)
-    return out
-
-
 # Experts
 
 
@@ -170,7 +132,7 @@ def experts(  # noqa: PLR0913
     dense(x, (rows, d))
     dense(chosen, (rows, k), torch.int64)
     dense(weights, (rows, k))
-    panels = _panels(gate_up, 2 * inner, d, many=count), _panels(down, d, inner)
+    panels = panels_of(gate_up, 2 * inner, d, many=count), panels_of(down, d, inner)
     y = torch.empty(rows, d)
     call("experts", rows, x, chosen, weights, *panels, y, rows, count - shared, k, d, inner, limit, shared)
     return y

@@ -34,8 +34,8 @@ SIGNATURES = {
     "compress": "pipiippppppiiiii",
     "best_rows": "ppipiiippiiii",
     "attention": "ppipiiipiipiippfpii",
-    "store_heads": "pipipppfpiiipppipiiii",
-    "grouped_attention": "pppiiippppipfiiiii",
+    "store_heads": "pipipppfpiiippiii",
+    "grouped_attention": "pppiiippfiiii",
     "route_softmax": "pipppiiii",
     "gated": "pipii",
 }

@@ -21,7 +21,7 @@ from tiercel.kernels.reference.rows import Rows
 
 
 class _FlatOfC(ctypes.Structure):
-    """`flat` in native.c."""
+    """`flat` in vector.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in Flat._fields),

@@ -16,11 +16,7 @@ from tiercel.kernels.reference.grouped import route_softmax as route_softmax
 from tiercel.kernels.reference.grouped import store_heads as store_heads
 from tiercel.kernels.reference.layers import CosSin as CosSin
 from tiercel.kernels.reference.layers import Matrix as Matrix
-from tiercel.kernels.reference.layers import Site as Site
 from tiercel.kernels.reference.layers import experts as experts
-from tiercel.kernels.reference.layers import hyper_head as hyper_head
-from tiercel.kernels.reference.layers import hyper_read as hyper_read
-from tiercel.kernels.reference.layers import hyper_write as hyper_write
 from tiercel.kernels.reference.layers import linear as linear
 from tiercel.kernels.reference.layers import linear_groups as linear_groups
 from tiercel.kernels.reference.layers import norm as norm

@@ -1,8 +1,7 @@
-"""Matrices, norms, hyper-connections and experts in plain torch."""
+"""Matrices, norms and experts in plain torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,20 +13,6 @@ Matrix = Any
 
 CosSin = tuple[Tensor, Tensor]
 """(cos, sin) of the rotary angles, [tokens, pairs] each."""
-
-
-@dataclass(frozen=True)
-class Site:
-    """One hyper-connection: how a site reads the n streams. `weight` belongs to the norm after it."""
-
-    fn: Matrix
-    scale: Tensor
-    base: Tensor
-    weight: Tensor
-    streams: int
-    iterations: int
-    hc_eps: float
-    eps: float
 
 
 def pack(weight: Tensor) -> Matrix:
@@ -51,10 +36,10 @@ def linear_groups(x: Tensor, weights: Matrix) -> Tensor:
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return weight * _rms(x, eps)
+    return weight * rms(x, eps)
 
 
-def _rms(x: Tensor, eps: float) -> Tensor:
+def rms(x: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
@@ -63,7 +48,7 @@ def norm_rotate(
 ) -> Tensor:
     """x [tokens, heads, dim]: norms each head if `eps` is given, and rotates its last channels in pairs."""
     if eps is not None:
-        x = _rms(x, eps)
+        x = rms(x, eps)
     if weight is not None:
         x = weight * x
     cos, sin = (each[:, None, :] for each in rotation)
@@ -72,42 +57,6 @@ def norm_rotate(
     a, b = turned[..., 0::2], turned[..., 1::2]
     pairs = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
     return torch.cat([still, pairs], dim=-1)
-
-
-# Hyper-connections
-
-
-def hyper_read(x: Tensor, site: Site) -> tuple[Tensor, Tensor, Tensor]:
-    """x [tokens, n, d] → the site's input, normed [tokens, d]; the weights of its output for each stream
-    [tokens, n]; the matrix that mixes the streams [tokens, n, n]."""
-    n = site.streams
-    mixed = F.linear(_rms(x.flatten(1), site.eps), site.fn) * site.scale + site.base
-    collapse, place, mix = mixed.split([n, n, n * n], dim=1)
-    seen = torch.matmul((torch.sigmoid(collapse) + site.hc_eps)[:, None, :], x).squeeze(1)
-    mix = torch.softmax(mix.unflatten(1, (n, n)), -1) + site.hc_eps
-    mix = sinkhorn(mix, site.iterations, site.hc_eps)
-    return norm(seen, site.weight, site.eps), 2 * torch.sigmoid(place), mix
-
-
-def sinkhorn(mix: Tensor, iterations: int, eps: float) -> Tensor:
-    """Scales rows and columns of [tokens, n, n] in turn towards a sum of one, columns last."""
-    mix = mix / (mix.sum(1, keepdim=True) + eps)
-    for _ in range(iterations - 1):
-        mix = mix / (mix.sum(2, keepdim=True) + eps)
-        mix = mix / (mix.sum(1, keepdim=True) + eps)
-    return mix
-
-
-def hyper_write(x: Tensor, y: Tensor, place: Tensor, mix: Tensor) -> Tensor:
-    """The streams after the site's output y [tokens, d]."""
-    return place[..., None] * y[:, None, :] + torch.matmul(mix.transpose(1, 2), x)
-
-
-def hyper_head(x: Tensor, site: Site) -> Tensor:
-    """Collapses the streams [tokens, n, d] to [tokens, d] and norms them: the last step of a model."""
-    mixed = F.linear(_rms(x.flatten(1), site.eps), site.fn)
-    collapse = torch.sigmoid(mixed * site.scale + site.base) + site.hc_eps
-    return norm(torch.matmul(collapse[:, None, :], x).squeeze(1), site.weight, site.eps)
 
 
 # Experts

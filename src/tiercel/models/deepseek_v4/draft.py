@@ -34,7 +34,8 @@ from tiercel.errors import SpecError
 from tiercel.kernels.reference import Matrix
 from tiercel.models.base import Span, Weights, part_of
 from tiercel.models.deepseek_v4.config import V4Config
-from tiercel.models.deepseek_v4.layer import Layer, site_of
+from tiercel.models.deepseek_v4.hyper import hyper_of, site_of
+from tiercel.models.deepseek_v4.layer import Layer
 from tiercel.models.deepseek_v4.rows import Setup
 from tiercel.models.deepseek_v4.weights import DRAFT, parameters
 from tiercel.models.flat import FlatBatch, Ints, Size, numbers_of, send
@@ -57,7 +58,7 @@ class Module:
     def __init__(self, setup: Setup, number: int, weights: Weights, rotary: Rotary, *, back: int = 0) -> None:
         """`back`: how many streams more are kept of each text than guesses may refuse."""
         c, k, self.number = setup.config, setup.kernels, number
-        self._config, self._k, self._rotary = c, k, rotary
+        self._config, self._k, self._hyper, self._rotary = c, k, hyper_of(k), rotary
         w = part_of(weights, f"{DRAFT}{number}.")
         self._norms = [w["enorm.weight"], w["hnorm.weight"]]
         self._projections = [k.pack(w[f"{name}.weight"]) for name in ("e_proj", "h_proj")]
@@ -112,7 +113,7 @@ class Module:
         return self._rotary.at(batch.positions, batch.longest)
 
     def logits(self, x: Tensor, lm_head: Matrix) -> Tensor:
-        return self._k.linear(self._k.hyper_head(x, self._head), lm_head, wide=True)
+        return self._k.linear(self._hyper.head(x, self._head), lm_head, wide=True)
 
     def last(self, rows: Tensor) -> Tensor:
         """[n, streams, d] of these rows of rings."""

@@ -7,13 +7,13 @@ heavy (ratio 128)  and all compressed entries
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from tiercel.kernels.choice import Kernels
-from tiercel.kernels.reference import CosSin, Site
+from tiercel.kernels.reference import CosSin
 from tiercel.models.base import Weights, part_of
 from tiercel.models.deepseek_v4.config import SPARSE_RATIO, V4Config
+from tiercel.models.deepseek_v4.hyper import hyper_of, site_of
 from tiercel.models.deepseek_v4.rows import Index, LayerRows, Setup, compressors_of
 from tiercel.models.deepseek_v4.weights import DOWN, GATE_UP, INPUT, KEYS_VALUES, OUT, OUT_LOW, QUERIES
 from tiercel.models.flat import FlatBatch
@@ -69,18 +69,6 @@ class Attention:
         self._rows.store(batch, self._k.linear(h, self._kv, wide=True), rotation)
 
 
-def site_of(config: V4Config, kernels: Kernels, weights: Weights, norm: Tensor) -> Site:
-    """A hyper-connection: how a layer's attention or experts read the streams, or how the head reads them.
-
-    `norm` is the weight of the norm behind it.
-    """
-    n, scale = config.hc_mult, weights["scale"]
-    if len(scale) == 3:  # collapse, place and mix; the head has only the first
-        scale = scale.repeat_interleave(torch.tensor([n, n, n * n], device=scale.device))
-    fn, eps = kernels.pack(weights["fn"]), config.rms_norm_eps
-    return Site(fn, scale, weights["base"], norm, n, config.hc_sinkhorn_iters, config.hc_eps, eps)
-
-
 class Experts:
     """Hash or score routed experts and one shared expert."""
 
@@ -106,19 +94,19 @@ class Layer:
     """A layer of the target; with a number after its last one, a layer of the draft."""
 
     def __init__(self, setup: Setup, layer: int, weights: Weights, rotary: Rotary) -> None:
-        config, self._k = setup.config, setup.kernels
+        config, k, self._hyper = setup.config, setup.kernels, hyper_of(setup.kernels)
         norms = {"attn": weights["input_layernorm.weight"], "ffn": weights["post_attention_layernorm.weight"]}
-        self._sites = [site_of(config, self._k, part_of(weights, f"{at}_hc."), n) for at, n in norms.items()]
+        self._sites = [site_of(config, k, part_of(weights, f"{at}_hc."), n) for at, n in norms.items()]
         self.attention = Attention(setup, layer, part_of(weights, "self_attn."), rotary)
-        self.experts = Experts(config, self._k, part_of(weights, "mlp."))
+        self.experts = Experts(config, k, part_of(weights, "mlp."))
 
     def __call__(self, x: Tensor, tokens: Tensor, rotation: CosSin, batch: FlatBatch) -> Tensor:
         """The streams [tokens, n, d] after this layer."""
-        seen, place, mix = self._k.hyper_read(x, self._sites[0])
-        x = self._k.hyper_write(x, self.attention(seen, rotation, batch), place, mix)
-        seen, place, mix = self._k.hyper_read(x, self._sites[1])
-        return self._k.hyper_write(x, self.experts(seen, tokens, batch.positions), place, mix)
+        seen, place, mix = self._hyper.read(x, self._sites[0])
+        x = self._hyper.write(x, self.attention(seen, rotation, batch), place, mix)
+        seen, place, mix = self._hyper.read(x, self._sites[1])
+        return self._hyper.write(x, self.experts(seen, tokens, batch.positions), place, mix)
 
     def store(self, x: Tensor, rotation: CosSin, batch: FlatBatch) -> None:
         """Write the entries of a draft's layer: they need its input only."""
-        self.attention.store(self._k.hyper_read(x, self._sites[0])[0], rotation, batch)
+        self.attention.store(self._hyper.read(x, self._sites[0])[0], rotation, batch)

@@ -12,7 +12,8 @@ from tiercel.models.base import Weights, part_of
 from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.deepseek_v4.config import V4Config
 from tiercel.models.deepseek_v4.draft import MtpDraft, products_of
-from tiercel.models.deepseek_v4.layer import Layer, site_of
+from tiercel.models.deepseek_v4.hyper import hyper_of, site_of
+from tiercel.models.deepseek_v4.layer import Layer
 from tiercel.models.deepseek_v4.rows import Setup
 from tiercel.models.deepseek_v4.weights import WEIGHTS
 from tiercel.models.families import DraftOffer, Family
@@ -28,7 +29,7 @@ class V4Layers:
     def __init__(self, setup: Setup, weights: Weights) -> None:
         config, k, device = setup.config, setup.kernels, setup.memory.device
         self.config, self.vocab_size, self.count = config, config.vocab_size, config.layers
-        self._k, self._embedding = k, weights["model.embed_tokens.weight"]
+        self._k, self._hyper, self._embedding = k, hyper_of(k), weights["model.embed_tokens.weight"]
         self._lm_head = k.pack(weights["lm_head.weight"])
         head = part_of(weights, "model.hc_head.hc_")
         self._head = site_of(config, k, head, weights["model.norm.weight"])
@@ -50,7 +51,7 @@ class V4Layers:
         return self._layers[layer](state.x, state.tokens, rotation, batch)
 
     def logits(self, x: Tensor) -> Tensor:
-        return self._k.linear(self._k.hyper_head(x, self._head), self._lm_head, wide=True)
+        return self._k.linear(self._hyper.head(x, self._head), self._lm_head, wide=True)
 
     def restore(self, moves: Tensor) -> None:
         for layer in self._layers:
