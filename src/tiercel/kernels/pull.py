@@ -1,8 +1,8 @@
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 """Small numbers of the host, which a kernel on the device reads for itself (Triton).
 
-A copy would wait for other copies: an engine that copied gigabytes of a load left the 7 KB of a step's
-numbers waiting until the load was over (docs/log.md). A kernel reads them beside it.
+A copy would wait for other copies: while a copy engine moved gigabytes of a load, the 7 KB of a step's
+numbers waited until the load was over (docs/log.md). A kernel reads the numbers while the load goes on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _pull(source, target, words, TILE: tl.constexpr):
     tl.store(target + word, tl.load(there, mask=word < words), mask=word < words)
 
 
-class Letters:
+class PinnedBuffers:
     """Pinned buffers of one device. A buffer is used again when the kernel that reads it has ended."""
 
     def __init__(self) -> None:
@@ -37,7 +37,8 @@ class Letters:
         self._lock = Lock()
 
     def send(self, numbers: npt.NDArray[Any], target: Tensor) -> None:
-        """Queue on the current stream: `target`, on the device, gets these numbers. They may change then."""
+        """Queue on the current stream: `target`, on the device, gets these numbers. The caller may
+        change its array afterwards."""
         assert numbers.nbytes == target.nbytes and not target.nbytes % 4 and target.is_contiguous()
         words = target.nbytes // 4
         if not words:
@@ -59,5 +60,5 @@ class Letters:
 
 
 @cache
-def letters_to(_device: torch.device) -> Letters:
-    return Letters()
+def buffers_of(_device: torch.device) -> PinnedBuffers:
+    return PinnedBuffers()

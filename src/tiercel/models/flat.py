@@ -138,9 +138,9 @@ def send_to(numbers: npt.NDArray[Any], target: Tensor) -> None:
     if find_spec("triton") is None:
         target.copy_(torch.from_numpy(numbers).pin_memory(), non_blocking=True)
         return
-    from tiercel.kernels.pull import letters_to  # here: Triton takes a second to import
+    from tiercel.kernels.pull import buffers_of  # here: Triton takes a second to import
 
-    letters_to(target.device).send(np.ascontiguousarray(numbers), target)
+    buffers_of(target.device).send(np.ascontiguousarray(numbers), target)
 
 
 class PageTables:
