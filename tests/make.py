@@ -8,7 +8,7 @@ from tiercel.policy.evict import make_evict_policy
 from tiercel.spec.identity import Identity
 from tiercel.tree.keys import KeyChain
 from tiercel.tree.prefix_tree import PrefixTree
-from tiercel.types import DevicePageId, DeviceTailId, HostPageId, Kind, PageKey
+from tiercel.types import DevicePageId, HostPageId, PageKey
 
 IDENTITY = Identity("model").digest
 
@@ -37,8 +37,8 @@ class TreeDriver:
         ids = [DevicePageId(next(self.ids)) for _ in keys[start:]]
         self.tree.insert(page, keys[start:], ids, priority)
 
-    def add_tail(self, text: str) -> None:
-        self.tree.insert_tail(self.page(text), DeviceTailId(next(self.ids)))
+    def add_tail(self, text: str, *, places: int = 1) -> None:
+        self.tree.insert_tail(self.page(text), tuple(DevicePageId(next(self.ids)) for _ in range(places)))
 
     def page(self, text: str):
         return self.tree.index[make_keys(text)[-1]]
@@ -63,7 +63,7 @@ class TreeDriver:
         return tuple(HostPageId(next(self.ids)) for _ in range(n))
 
     def evict(self, n: int = 1, *, finish_saves: bool = True) -> int:
-        going = self.tree.evict(Kind.PAGE, n, self.take_host)
+        going = self.tree.evict(n, self.take_host)
         if finish_saves:
             self.finish_saves()
         return going

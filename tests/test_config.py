@@ -33,7 +33,7 @@ def test_what_is_not_a_size_is_refused(text):
         ("device_pages", -1),
         ("device_pages", "8"),
         ("device_pages", True),
-        ("device_tails", -1),
+        ("staging_tails", -1),
         ("host_bytes", -1),
         ("tail_every_pages", 0),
         ("tails_per_path", 0),

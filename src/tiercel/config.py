@@ -128,9 +128,10 @@ class CacheConfig:
     """How one cache is run. What a model stores is not here: that is `CacheSpec`."""
 
     device_pages: int = setting(0, least=0)
-    """Places for pages on the device. 0 where another engine owns the device memory (`HostCache`)."""
-    device_tails: int = setting(0, least=0)
-    """Places for tails on the device. 0 is right only for a spec without tails."""
+    """Whole pages that the device has room for. A tail takes `CacheSpec.units_per_tail` of their units. 0 if
+    another engine owns the device memory (`HostCache`)."""
+    staging_tails: int = setting(0, least=0)
+    """Tails that a step can write (`transfer.staging`). 0 is right only for a spec without tails."""
     host_bytes: int = setting(
         0,
         "Host memory for pages and tails; 0 turns the host tier off.",

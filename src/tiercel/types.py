@@ -20,7 +20,6 @@ PageKey = NewType("PageKey", bytes)
 """Content name of a page: the digest of everything from the start of the text to the page's end."""
 
 DevicePageId = NewType("DevicePageId", int)
-DeviceTailId = NewType("DeviceTailId", int)
 HostPageId = NewType("HostPageId", int)
 
 Namespace = tuple[str, ...]

@@ -30,6 +30,7 @@ def test_tokens_that_are_computed_again_are_no_hits_of_any_tier():
     driver = Driver(WINDOW, tail_every_pages=9)
     driver.serve(TEXT)
     drop_tails(driver)
+    driver.cache.places.settle()
     driver.push_out(pages=5)
     request = driver.begin_loaded(TEXT, replay=True)
     reuse = request.reuse

@@ -31,7 +31,7 @@ class Engine:
         self.spec = spec
         held = spec if only is None else spec.only(only)
         self.memory = make_borrowed(held, 12, 6)
-        config = CacheConfig(host_bytes=host_pages * spec.host_page_bytes, **settings)
+        config = CacheConfig(host_bytes=host_pages * spec.place_bytes, **settings)
         self.cache = HostCache(spec, config, make_memories(spec, config, self.memory))
         self.bytes = Bytes(spec, self.memory)
         self.rows = HostRows(self.cache.host)
@@ -293,7 +293,7 @@ def test_pages_that_do_not_land_are_forgotten():
 
 
 def test_what_lands_in_a_tiered_cache_is_loaded_by_the_next_request():
-    config = CacheConfig(8, 4, host_bytes=40 * V4.host_page_bytes)
+    config = CacheConfig(24, 4, host_bytes=40 * V4.place_bytes)
     cache = TieredCache(V4, config)
     bytes_ = Bytes(V4, cache.device)
     cache.landed(land(cache, HostRows(cache.host), bytes_, TEXT, tails=[4]))
@@ -316,7 +316,7 @@ def test_what_lands_in_a_tiered_cache_is_loaded_by_the_next_request():
 def test_ranks_carry_out_what_the_cache_decides():
     """Two ranks with half of the layers each. (`test_remote` runs ranks in processes of their own.)"""
     stages = V4.stage(0, 1), V4.stage(1, 3)
-    config = CacheConfig(host_bytes=40 * V4.host_page_bytes, host_shared=True)
+    config = CacheConfig(host_bytes=40 * V4.place_bytes, host_shared=True)
     controller = RemoteController(ranks=2)
     cache = HostCache(V4, config, make_memories(V4, config, None, controller=controller))
     ranks, writers = [], []
@@ -355,10 +355,10 @@ def test_ranks_carry_out_what_the_cache_decides():
 
 def test_a_tiered_cache_has_its_device_memory_in_other_processes():
     """A rank with all the layers. It waits for a load layer by layer, where its controller can."""
-    config = CacheConfig(8, 4, host_bytes=40 * V4.host_page_bytes, host_shared=True)
+    config = CacheConfig(24, 4, host_bytes=40 * V4.place_bytes, host_shared=True)
     controller = RemoteController(ranks=1, in_order=True)
     cache = TieredCache(V4, config, make_memories(V4, config, None, controller=controller))
-    memory = DeviceMemory(V4, 8, 4)
+    memory = DeviceMemory(V4, 24, 4)
     host = HostMemory(V4, config.layout, config.host_bytes, path=cache.host.path)
     copies, bytes_ = LayerByLayer(make_controller("direct", memory, host)), Bytes(V4, memory)
     rank = RankWorker(0, copies)
@@ -385,9 +385,8 @@ def test_a_tiered_cache_has_its_device_memory_in_other_processes():
     cache.finish(first)
     settle()
     assert cache.leave_device(cache.chain(TEXT)) == 0
-    for here in range(8):
+    for here in range(24):
         bytes_.poison(here, tail=False)
-        bytes_.poison(here % 4, tail=True)
     again = cache.begin(cache.chain(TEXT))
     number = cache.load_under_way(again)
     assert again.reuse.host_tokens == 16 and number is not None

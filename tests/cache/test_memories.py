@@ -32,7 +32,7 @@ def opened(monkeypatch):
 
 
 def settings(**more):
-    return CacheConfig(8, host_bytes=8 * SPEC.host_page_bytes, **more)
+    return CacheConfig(8, host_bytes=8 * SPEC.place_bytes, **more)
 
 
 @pytest.mark.parametrize("wrong", [{"evict": "no.such:Policy"}, {"fetch": "no.such:Policy"}])

@@ -2,6 +2,7 @@
 name their text."""
 
 import time
+from unittest.mock import patch
 
 import pytest
 
@@ -11,6 +12,7 @@ from tests.simulation.specs import SPECS
 from tiercel.cache import Loaded, Request, RequestState, TieredCache, Wait, WaitFor
 from tiercel.cache.audit import PoolStats
 from tiercel.cache.memories import Memories, make_memories
+from tiercel.cache.request import rows_of
 from tiercel.config import CacheConfig
 from tiercel.errors import BudgetError, ConfigError
 from tiercel.policy.resume import Why
@@ -29,10 +31,12 @@ class Driver:
     """A cache and a one-request-at-a-time engine that writes bytes which name their text."""
 
     def __init__(self, spec=PLAIN, *, host_pages=40, held=False, identity=None, **settings):
-        settings = {"device_pages": 8, "device_tails": 4 * spec.pages_per_window} | settings
+        beside = -(-4 * spec.pages_per_window * spec.units_per_tail // spec.frame_units)
+        settings = {"device_pages": 8, "staging_tails": spec.pages_per_window} | settings
+        settings["device_pages"] += beside  # a place for each page, and those of four tails
         self.copies = {direction: HeldCopies() for direction in Direction}
         self.spec = spec
-        config = CacheConfig(host_bytes=host_pages * spec.host_page_bytes, **settings)
+        config = CacheConfig(host_bytes=host_pages * spec.place_bytes, **settings)
         memories = make_memories(spec, config, executors=self.copies if held else None)
         self.cache = TieredCache(spec, config, memories, identity=identity)
         self.bytes = Bytes(spec, self.cache.device)
@@ -96,8 +100,19 @@ class Driver:
         self.cache.check()
 
     def push_out(self, pages=8):
-        """Fill the device with another text, so that everything else leaves it."""
-        self.serve([9] * (pages * self.spec.page_tokens))
+        """Fill the device with another text of so many pages, so that everything else leaves it; with tails,
+        take the places for a moment."""
+        if not self.spec.tail_streams:
+            self.serve([9] * (pages * self.spec.page_tokens))
+            return
+        for _ in range(9):
+            room = self.cache.places.reserve(self, self.cache.config.device_pages - 8 + pages)
+            if not isinstance(room, Wait):
+                with room:
+                    return
+            self.cache.step()
+            self.settle()
+        raise AssertionError(room)
 
 
 def make(spec=PLAIN, **settings):
@@ -154,7 +169,7 @@ def test_saves_start_oldest_first_within_the_budget_of_a_step(budget, plans):
     for _ in range(10):
         driver.cache.step()
     sent = [plan_of(task).legs[0].device for _, task in driver.copies[Direction.SAVE].held]
-    assert list(map(len, sent)) == plans and [page for leg in sent for page in leg] == computed
+    assert list(map(len, sent)) == plans and [page for leg in sent for (page,) in leg] == computed
     driver.settle()
     assert driver.cache.counters["pages_saved"] == 9
 
@@ -173,7 +188,7 @@ def test_a_cache_takes_over_the_device_memory_of_the_one_before_it_and_knows_not
     first.compute(request, range(12))
     first.cache.finish(request)
     first.settle()
-    config = CacheConfig(device_pages=6, device_tails=4)
+    config = CacheConfig(device_pages=6, staging_tails=1)
     second = TieredCache(WINDOW, config, make_memories(WINDOW, config, first.cache.device))
     assert second.device is first.cache.device and second.pages.capacity == 6
     found = second.begin(second.chain(range(12)))
@@ -181,7 +196,7 @@ def test_a_cache_takes_over_the_device_memory_of_the_one_before_it_and_knows_not
     second.abort(found)
     second.check()
     with pytest.raises(AssertionError, match="places"):
-        TieredCache(WINDOW, CacheConfig(device_pages=9, device_tails=4), Memories(first.cache.device))
+        TieredCache(WINDOW, CacheConfig(device_pages=99, staging_tails=4), Memories(first.cache.device))
 
 
 def test_a_text_seen_before_comes_from_the_device():
@@ -309,7 +324,7 @@ def test_a_cache_told_to_miss_finds_nothing():
 
 
 def test_tails_stand_at_message_ends_the_prompt_end_and_branch_points():
-    driver = make(WINDOW, tail_every_pages=99, device_pages=16, device_tails=8)
+    driver = make(WINDOW, tail_every_pages=99, device_pages=16, staging_tails=8)
     driver.serve(TEXT, turn_ends=[7])
     assert boundaries(driver) == [1, 4]
     driver.serve(TEXT[:12] + [50] * 6)
@@ -341,28 +356,117 @@ def test_a_window_of_three_pages_keeps_three_tails_and_resumes():
     assert request.reuse.tokens == 16 and len(request.resume_tails) == 3
 
 
-def test_tails_without_a_place_are_left_out_the_earliest_first_and_counted():
-    driver = make(WINDOW, device_tails=2, tail_every_pages=1)
-    driver.serve(TEXT)
-    assert boundaries(driver) == [3, 4] and driver.cache.counters["tails_skipped"] == 2
-    held = driver.begin_loaded([7] * 9)
-    driver.cache.extend(held, 9)
-    driver.serve([8] * 9)
-    assert driver.cache.counters["tails_skipped"] == 4, "another request holds both places"
-
-
-def test_a_tail_that_is_skipped_is_counted_once_however_often_it_is_tried(monkeypatch):
-    """There is no room for the tails, and then, for a moment, none for the pages either."""
-    driver = make(WINDOW, device_tails=2, tail_every_pages=1)
+def test_no_tail_is_skipped_on_the_smallest_device_that_holds_the_text():
+    driver = make(WINDOW, device_pages=3, tail_every_pages=1)
+    assert driver.cache.pages_most == 5, "four full pages and one that is not"
     request = driver.begin_loaded(TEXT)
-    answers = iter([None, Wait(WaitFor.DEVICE_PAGES, 1)] * 2)
-    places = driver.cache.places
-    real = places.reserve
-    monkeypatch.setattr(places, "reserve", lambda *needs, **how: next(answers, None) or real(*needs, **how))
-    for _ in range(2):
-        assert driver.cache.extend(request, 18) == Wait(WaitFor.DEVICE_PAGES, 1)
-    assert len(driver.cache.extend(request, 18).tails) == 2
-    assert driver.cache.counters["tails_skipped"] == 2
+    for upto in (*range(4, 17, 4), 18):
+        driver.compute(request, TEXT, upto=upto)
+    driver.cache.finish(request)
+    assert boundaries(driver) == [1, 2, 3, 4]
+
+
+def test_a_request_waits_for_the_place_of_a_tail_as_for_that_of_a_page():
+    driver = make(WINDOW, device_pages=1, tail_every_pages=1, host_pages=0)
+    first, second = driver.begin_loaded([7] * 9), driver.begin_loaded([8] * 5)
+    driver.cache.extend(first, 9)
+    assert driver.cache.pages.free == 0
+    assert driver.cache.extend(second, 5) == Wait(WaitFor.DEVICE_PAGES, 3)
+    driver.cache.abort(first)
+    assert list(driver.cache.extend(second, 5).tails) == [4]
+
+
+def test_a_text_begins_only_if_there_is_room_for_its_first_tail_as_well():
+    driver = make(WINDOW, device_pages=1, tail_every_pages=99, host_pages=0)
+    first = driver.begin_loaded([7] * 9, room_for=9)
+    free = driver.cache.pages.free
+    assert free == 2, "room for two pages, or for one page and its tail"
+    assert driver.begin([8] * 5, room_for=5) == Wait(WaitFor.DEVICE_PAGES, 1)
+    second = driver.begin([8] * 3, room_for=3)
+    assert isinstance(second, Request) and driver.cache.pages.free == free - 1, "nothing is kept for the tail"
+    for request in (first, second):
+        driver.cache.abort(request)
+
+
+def test_pages_that_become_sparse_are_on_the_host_as_long_as_a_text_reads_them():
+    driver = make(SPECS["two pools"], held=False)
+    driver.serve(TEXT)
+    request = driver.begin_loaded(TEXT)
+    pages = [driver.cache.tree.index[key] for key in request.chain.keys[:4]]
+    wide = len(driver.cache.pages.owned_ids())
+    driver.cache.shed(pages[:3])
+    assert len(driver.cache.pages.owned_ids()) == wide - 3
+    assert [len(places) for places in request.table[:4]] == [1, 1, 1, 2]
+    assert rows_of(request.table[:4], 2)[1][:3] == (-1, -1, -1)
+    while driver.cache.tree.evict_host():
+        pass
+    assert [page.on_host for page in pages] == [True, True, True, False], "only the last one was a double"
+    driver.cache.places.settle()
+    driver.cache.check()
+    driver.cache.finish(request)
+
+
+def test_a_text_that_is_loaded_sparse_takes_no_place_in_the_second_pool():
+    driver = make(SPECS["two pools"], device_pages=12)
+    driver.serve(TEXT)
+    assert driver.cache.leave_device(driver.cache.chain(TEXT)) == 0
+    request = driver.begin_loaded(TEXT, sparse=True)
+    assert [len(places) for places in request.table] == [1] * 4 and request.reuse.host_tokens == 16
+    driver.cache.finish(request)
+
+
+def test_no_more_leaves_than_frees_a_body_while_it_is_being_saved():
+    driver = make(SPECS["two pools"], held=True, device_pages=8, save="back", tail_every_pages=99)
+    for n in range(3):
+        driver.serve([n] * 17)
+    cache, request = driver.cache, driver.begin_loaded([9])
+    while not isinstance(waits := cache.extend(request, len(request.table) * 4 + 1), Wait):
+        assert cache.pages.leaving == 0
+    assert waits.what is WaitFor.LEAVING
+    left = cache.pages.leaving
+    for _ in range(3):
+        assert cache.extend(request, len(request.table) * 4 + 1) == waits and cache.pages.leaving == left
+    driver.settle()
+    assert not isinstance(cache.extend(request, len(request.table) * 4 + 1), Wait)
+
+
+def test_a_text_whose_own_units_break_the_frames_that_it_needs_is_packed_when_it_begins():
+    driver = make(SPECS["two pools"], device_pages=4)
+    cache, pages = driver.cache, driver.cache.pages
+    heads, units = pages.take(9), pages.take(21)
+    pages.release(units[::3])  # one unit of each broken body
+    with patch.object(cache, "check"):  # it would miss the owners of these
+        driver.serve(TEXT[:5])
+    pages.release([each for each in (*heads, *units) if pages.own([each])])
+    assert pages.free == 9 * 4 - 4 - 5 and pages.lack(0, 3) == 1, (
+        "its page and its tail stand in seven frames"
+    )
+    wanted = [*TEXT, *range(60, 66)]
+    assert cache.begin(cache.chain(wanted), room_for=24) == Wait(WaitFor.LEAVING, 6)
+    request = driver.begin_loaded(wanted, room_for=24)
+    assert request.reuse.tokens == 4 and len(request.table) == 6, "its tail left, and has come back"
+    cache.abort(request)
+    cache.check()
+
+
+def test_a_tail_that_a_text_keeps_for_itself_goes_to_the_host_before_others_wait():
+    driver = make(WINDOW, device_pages=2, tail_every_pages=99)
+    first = driver.begin_loaded([7] * 4)
+    driver.compute(first, [7] * 9, upto=4)
+    first.chain.extend([7] * 5)
+    driver.compute(first, [7] * 9, upto=9)
+    assert list(first.tails) == [2], "no prompt ends there: the text keeps it until it ends"
+    other = driver.begin_loaded([8] * 5)
+    room = driver.cache.extend(other, 5)
+    assert room == Wait(WaitFor.LEAVING, 1) and not first.tails
+    driver.settle()
+    assert not isinstance(driver.cache.extend(other, 5), Wait)
+    tail = driver.cache.tree.index[first.chain.keys[1]].tail
+    assert tail.on_host and tail.device is None
+    driver.cache.finish(first)
+    driver.cache.abort(other)
+    driver.settle()
+    assert driver.serve([7] * 9).tokens == 8
 
 
 @pytest.mark.parametrize("save", ["through", "back"])
@@ -371,7 +475,8 @@ def test_the_last_tail_of_every_text_is_kept_also_when_the_host_is_full(save):
     for n in range(30):
         driver.serve([n] * 9)
         driver.cache.step()
-    assert driver.cache.counters["tails_skipped"] == 0
+        last = driver.cache.tree.index[driver.cache.chain([n] * 9).keys[-1]]
+        assert last.tail is not None
 
 
 def boundaries(driver):
@@ -612,11 +717,11 @@ def test_a_page_that_is_leaving_is_promised_to_one_request_only():
     for request in requests[1:]:
         for _ in range(2):  # who asks twice is promised one page, not two
             assert cache.extend(request, 4) == Wait(WaitFor.LEAVING, 1)
-    assert cache.places.pages_leaving == 4
+    assert cache.pages.leaving == 4
     driver.settle()
     for request in requests[1:]:
         assert not isinstance(cache.extend(request, 4), Wait)
-    assert cache.pages.free == 0 and cache.places.pages_leaving == 0
+    assert cache.pages.free == 0 and cache.pages.leaving == 0
 
 
 def test_pages_that_another_request_waits_for_are_taken_only_at_need():
@@ -624,11 +729,22 @@ def test_pages_that_another_request_waits_for_are_taken_only_at_need():
     cache = driver.cache
     assert cache.extend(large, 12) == Wait(WaitFor.LEAVING, 2), "it needs three, and one is free"
     assert cache.extend(small, 4, early=True) == Wait(WaitFor.LEAVING, 3)
-    assert cache.places.pages_leaving == 3, "three and one are needed, and one is free"
+    assert cache.pages.leaving == 3, "three and one are needed, and one is free"
     assert not isinstance(cache.extend(small, 4), Wait), "it can not go on without"
     assert cache.extend(large, 12) == Wait(WaitFor.LEAVING, 3)
     driver.settle()
     assert not isinstance(cache.extend(large, 12), Wait)
+
+
+def test_what_leaves_for_a_text_that_waits_is_given_to_one_that_runs():
+    """Nothing more could leave. If the running text were refused, it would give way to the waiting one."""
+    driver, [running] = full_device(1)
+    cache = driver.cache
+    assert cache.begin(cache.chain([7] * 44), room_for=44) == Wait(WaitFor.LEAVING, 10)
+    assert cache.pages.leaving == 10
+    assert cache.extend(running, 8) == Wait(WaitFor.LEAVING, 1)
+    driver.settle()
+    assert not isinstance(cache.extend(running, 8), Wait)
 
 
 def test_who_needs_more_than_can_leave_is_promised_nothing():
@@ -639,7 +755,7 @@ def test_who_needs_more_than_can_leave_is_promised_nothing():
     assert not isinstance(cache.extend(first, 9 * 4), Wait)
     assert cache.extend(second, 4 * 4) == Wait(WaitFor.DEVICE_PAGES, 4)
     assert cache.extend(first, 10 * 4) == Wait(WaitFor.LEAVING, 1), "these three are still to be had"
-    assert cache.places.pages_leaving == 3
+    assert cache.pages.leaving == 3
 
 
 def test_a_text_larger_than_the_device_is_told_so():
@@ -680,12 +796,12 @@ def test_statistics_count_true_bytes_per_tier_and_stream():
         things = 4 if stream in V4.page_streams else tails
         assert stats.cached_bytes["host"][stream.name] == things * V4.bytes_of(stream)
         assert stats.moved_bytes["saved"][stream.name] == things * V4.bytes_of(stream)
-    assert stats.pools["device pages"] == PoolStats(capacity=8, free=4)
+    pages = 8 + 4 * V4.places_per_tail
+    assert stats.pools["device pages"] == PoolStats(pages, free=pages - 4 - tails * V4.places_per_tail)
     assert stats.cached_items["host"] == {"pages": 4, "tails": tails}
     assert stats.tail_streams == [stream.name for stream in V4.tail_streams]
-    tail_places = stats.pools["device tails"].capacity
-    assert stats.capacity_bytes["device"] == 8 * V4.page_bytes + tail_places * V4.tail_bytes
-    assert stats.capacity_bytes["host"] == stats.pools["host pages"].capacity * V4.host_page_bytes
+    assert stats.capacity_bytes["device"] == pages * V4.page_bytes
+    assert stats.capacity_bytes["host"] == stats.pools["host pages"].capacity * V4.place_bytes
     assert stats.counters["tokens_asked"] == 18
 
 
@@ -769,7 +885,8 @@ def test_a_flush_leaves_what_a_request_holds():
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"spec": WINDOW, "device_tails": 1}, ConfigError, "device_tails = 1"),
+        ({"spec": LONG, "staging_tails": 2}, ConfigError, "staging_tails = 2"),
+        ({"spec": WINDOW, "device_pages": -2}, ConfigError, "device_pages = 2: a page and its tails take 3"),
         ({"host_pages": 0, "copier": "nobody"}, ConfigError, "copier = 'nobody'"),
         ({"spec": SPECS["recurrent"], "host_pages": 1}, ConfigError, "host_bytes = .* a tail takes 2"),
         ({"layout": "page_last"}, ConfigError, "layout = 'page_last'"),

@@ -48,7 +48,7 @@ def test_what_is_listed_and_can_not_be_read_is_removed_counted_and_written_again
     """By whoever reads through the store, whatever happened to the value."""
     _, subject = back_end
     spec, store, hands = SPECS["in records"], subject.open(), HeldCopies()
-    host = HostMemory(spec, "page_first_direct", 20 * spec.host_page_bytes)
+    host = HostMemory(spec, "page_first_direct", 20 * spec.place_bytes)
     workers = Workers(hands, hands, hands, retry_after_s=())
     mover = StoreMover(store, spec, host, landed=Condition(), workers=workers)
 

@@ -54,14 +54,17 @@ class Always:
         return [min(self.count, each) for each in most]
 
 
-def make_engine(
-    *, pages=64, tails=16, host_pages=0, change=None, cache=None, clock=monotonic, guesses=0, **options
+def make_engine(  # noqa: PLR0913
+    *, pages=64, host_pages=0, change=None, cache=None, clock=monotonic, guesses=0, second=(), **options
 ):
-    """`host_pages` of host memory; `cache`: other settings of the cache; `options`: the engine's; `guesses`:
-    the number for every text; 0: none; `change`: is given the model."""
+    """Room for a text of so many `pages` and its tails; `host_pages` of host memory; `cache`: other settings
+    of the cache; `options`: the engine's; `guesses`: the number for every text; 0: none; `change`: is given
+    the model; `second`: streams in a second device pool."""
     options = {"running_max": 8, "speculate": "off"} | options
-    spec = DRAFTED if options["speculate"] == "mtp" else SPEC
-    settings = CacheConfig(pages, tails, host_bytes=host_pages * spec.host_page_bytes)
+    spec = replace(DRAFTED if options["speculate"] == "mtp" else SPEC, second=second)
+    tails = 2 * spec.pages_per_window * spec.units_per_tail
+    places, staging = pages - (-tails // spec.frame_units), 3 * spec.pages_per_window
+    settings = CacheConfig(places, staging, host_bytes=host_pages * spec.place_bytes)
     settings = replace(settings, **(cache or {}))
     config = EngineConfig(cache=settings, **options)
     own = TieredCache(spec, settings)
@@ -72,6 +75,13 @@ def make_engine(
     if guesses:
         engine.scheduler.guessing.policy = Always(guesses)
     return engine
+
+
+def bytes_for(pages, spec):
+    """Device memory for a text of so many `pages` and its tails, and no more."""
+    tails = 2 * spec.pages_per_window * spec.places_per_tail
+    staging = spec.pages_per_window + 1 if spec.tail_streams else 0
+    return (pages + tails) * spec.place_bytes + staging * spec.tail_bytes
 
 
 def make_ask(name, prompt, count=8, **options):
@@ -97,7 +107,9 @@ def one_loop(test):
 def steps_of(engine, overlap, executor):
     """Queued steps run at once here, as everything on a CPU; the order is that of a device."""
     if overlap == "queued":
-        engine.runner = QueueRunner(engine.runner.model, None, engine.runner._drafter, TEXT.grammars)
+        engine.runner = QueueRunner(
+            engine.runner.model, None, engine.runner._drafter, TEXT.grammars, engine.runner._staging
+        )
         return queued_steps(engine, engine.runner.start)
     return overlapped_steps(engine, executor) if overlap else plain_steps(engine)
 

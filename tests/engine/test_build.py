@@ -20,6 +20,7 @@ from tests.models.test_weights import (
     make_weights,
     quantized,
 )
+from tiercel.cache import Wait
 from tiercel.config import CacheConfig
 from tiercel.engine.build import open_engine, who_guesses
 from tiercel.engine.config import Build, EngineConfig, places_of
@@ -48,7 +49,7 @@ def with_tokenizer(path):
 
 
 def open_on(folder, *, host_bytes=0, **build):
-    cache = CacheConfig(device_pages=1, device_tails=1, host_bytes=host_bytes)
+    cache = CacheConfig(device_pages=1, staging_tails=1, host_bytes=host_bytes)
     build = {"page_tokens": 128, "device_bytes": 16 * MIB} | build
     config = EngineConfig(cache=cache, running_max=2, replay=False)
     return open_engine(Build(model=str(folder), **build), config)
@@ -64,6 +65,15 @@ SHAPES = {
 }
 
 
+def empty_device(engine):
+    """Everything goes to the host: somebody takes all places for a moment."""
+    cache = engine.cache
+    while isinstance(room := cache.places.reserve(engine, cache.pages.capacity), Wait):
+        cache.step()
+    with room:
+        pass
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_text_goes_on_from_what_is_cached_as_if_nothing_were(tmp_path, shape):
     folder = make_folder(tmp_path, **SHAPES[shape])
@@ -71,9 +81,10 @@ def test_a_text_goes_on_from_what_is_cached_as_if_nothing_were(tmp_path, shape):
     cold = [run(open_on(folder)[0], make_ask("cold", prompt))[0] for prompt in prompts]
     plenty, _ = open_on(folder)
     spec = plenty.cache.spec
-    little = 2 * spec.pages_per_window * spec.tail_bytes + 9 * spec.host_page_bytes
+    window = spec.pages_per_window
+    little = (7 + 2 * window * spec.places_per_tail) * spec.place_bytes + (window + 1) * spec.tail_bytes
     scarce, _ = open_on(folder, device_bytes=little, host_bytes=16 * MIB)
-    assert scarce.cache.config.device_pages < 16
+    assert scarce.cache.pages_most < 16
     for engine in (plenty, scarce):
         reused = [0, 0]
         for name, (prompt, expected) in enumerate(zip(prompts * 2, cold * 2, strict=True)):
@@ -83,27 +94,26 @@ def test_a_text_goes_on_from_what_is_cached_as_if_nothing_were(tmp_path, shape):
             reused[0] += done.usage.device_tokens
             reused[1] += done.usage.host_tokens
             settle(engine)
+            if engine is scarce:
+                empty_device(engine)
         assert reused[engine is scarce] >= 384
         engine.cache.close()
 
 
 def test_a_model_without_tails_gets_pages_only():
     spec = mha("gqa", 16, layers=2, kv_heads=2, head_dim=8)
-    assert places_of(10 * spec.page_bytes, spec, 64, host_bytes=0) == (10, 0)
+    assert places_of(10 * spec.page_bytes, spec) == (10, 0)
     with pytest.raises(ConfigError, match="device_bytes"):
-        places_of(spec.page_bytes, spec, 64, host_bytes=0)
+        places_of(spec.page_bytes, spec)
 
 
-def test_the_device_keeps_the_tails_that_the_host_has_no_room_for():
-    spec, device = load("deepseek-v4-flash"), 64 * 10**9
-    tenth = device // 10
-    few, many = 2 * spec.pages_per_window * 64, tenth // spec.tail_bytes
-    assert few < many
-    for host, expected in ((0, many), (tenth - 1, many), (tenth, few), (device, few)):
-        pages, tails = places_of(device, spec, 64, host_bytes=host)
-        assert tails == expected
-        used = pages * spec.host_page_bytes + tails * spec.tail_bytes
-        assert device - spec.host_page_bytes < used <= device
+@pytest.mark.parametrize(("device", "staging"), [(64 * 10**9, 64), (16 * 10**9, 21), (64 * MIB, 2)])
+def test_staging_places_take_a_two_hundredth_of_the_device_and_pages_all_else(device, staging):
+    spec = load("deepseek-v4-flash")
+    pages, tails = places_of(device, spec)
+    assert tails == staging
+    used = pages * spec.place_bytes + tails * spec.tail_bytes
+    assert device - spec.place_bytes < used <= device
 
 
 # What a device has room for
@@ -139,7 +149,7 @@ def test_a_draft_nobody_asks_for_is_named_once_and_not_read(tmp_path):
 
 
 def speculation_of(folder, asked="auto", **build):
-    config = EngineConfig(cache=CacheConfig(device_pages=1, device_tails=1), running_max=2, speculate=asked)
+    config = EngineConfig(cache=CacheConfig(device_pages=1, staging_tails=1), running_max=2, speculate=asked)
     engine, choices = open_engine(
         Build(model=str(folder), page_tokens=128, device_bytes=16 * MIB, **build), config
     )

@@ -15,6 +15,7 @@ from tests.engine.drive import (
     PAGE,
     TEXT,
     Always,
+    bytes_for,
     logprobs_of,
     make_ask,
     make_engine,
@@ -25,13 +26,14 @@ from tests.engine.drive import (
 )
 from tests.engine.test_build import make_folder
 from tests.models.qwen3 import write_qwen3
+from tests.models.spans import one_pool
 from tiercel.config import CacheConfig
 from tiercel.engine.build import open_engine
 from tiercel.engine.config import Build, EngineConfig
 from tiercel.errors import ConfigError
 from tiercel.kernels.choice import make_kernels
 from tiercel.memory.buffers import DeviceMemory
-from tiercel.models.base import NO_GUESS, Span
+from tiercel.models.base import NO_GUESS
 from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.draft_model import DraftModel
 from tiercel.models.opening import DraftFolder, check_memory, open_model
@@ -134,13 +136,14 @@ def test_models_of_any_family_guess_for_each_other(folders, model, draft, replay
     open_pair = partial(open_with, folders[draft], folders.get(model, model), page_tokens=PAGE)
     plain, _ = open_with(None, folders.get(model, model), page_tokens=PAGE, speculate="off")
     cold, _ = open_pair(cache={"force_miss": True})
-    few = 5 * cold.cache.spec.page_bytes + 2 * cold.cache.spec.tail_bytes
-    warm, _ = open_pair(device_bytes=few, cache={"host_bytes": 64 * MIB})
+    warm, _ = open_pair(
+        device_bytes=bytes_for(5, cold.cache.spec), cache={"host_bytes": 64 * MIB, "evict": "lru"}
+    )
     begun = words(2 * PAGE + 9)
     begun[7] = plain.vocab_size - 1  # a token that `small` has not
     whole, sampled = make_ask("whole", begun), make_ask("sampled", begun, 12, **SAMPLED)
     page = make_ask("page", [*begun[:PAGE], *words(5, seed=1)])
-    other = make_ask("other", words(warm.cache.config.device_pages * PAGE - 8, seed=2))
+    others = [make_ask(str(i), words(warm.cache.pages_most * PAGE - 8, seed=i)) for i in (2, 3)]
     known = {}
     for ask in (whole, page, sampled):
         heard = listen(cold)
@@ -148,17 +151,18 @@ def test_models_of_any_family_guess_for_each_other(folders, model, draft, replay
         assert told(answer) == told(truth) and heard
         known[ask.request_id] = told(answer), heard
     reused = []
-    for ask in (whole, whole, page, other, sampled):
+    for ask in (whole, whole, page, *others, sampled):
         heard = listen(warm)
         [answer] = run(warm, ask)
         settle(warm)
         reused.append((answer.usage.device_tokens, answer.usage.host_tokens))
-        if ask is not other:  # a text that was found may be asked for guesses one token earlier
+        if ask not in others:  # a text that was found may be asked for guesses one token earlier
             assert (told(answer), heard[-len(known[ask.request_id][1]) :]) == known[ask.request_id]
     assert reused == [
         (0, 0),
         (2 * PAGE, 0),
         (0 if replayed is None else PAGE - replayed, 0),
+        (0, 0),
         (0, 0),
         (0, 2 * PAGE),
     ]
@@ -190,8 +194,8 @@ def make_model(folder, vocab_size, longest=None):
     model = opened.family.build(opened.dimensions, weights, memory, 1, kernels, 4)
     draft = DraftModel(model, vocab_size, longest)
     tokens, pages = torch.arange(10), torch.tensor([2, 0])
-    draft.follow([Span(tokens[:9].numpy(), 0, pages, 0)])
-    return draft, Span(tokens[9:].numpy(), 9, pages, 0)
+    draft.follow([one_pool(tokens[:9].numpy(), 0, pages, 0)])
+    return draft, one_pool(tokens[9:].numpy(), 9, pages, 0)
 
 
 def test_a_guess_is_a_token_of_the_target(folders):

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.engine.drive import PAGE, TEXT, Always, make_ask, settle, tokens_of
+from tests.engine.drive import PAGE, TEXT, Always, bytes_for, make_ask, settle, tokens_of, words
 from tests.peers.inline import offered
 from tests.peers.roles import roles
 from tests.servers import mooncake_holder, mooncake_master, redis_server
@@ -149,8 +149,7 @@ class Truth:
     def opened(self, source, **options):
         """An engine with this draft, whose texts come from `source` when they are asked for again: for the
         host, its device has room for little more than one text."""
-        spec = self.cold.engine.cache.spec
-        small = {"device_bytes": 4 * spec.page_bytes + 2 * spec.tail_bytes} if source == "host" else {}
+        small = {"device_bytes": bytes_for(4, self.cold.engine.cache.spec)} if source == "host" else {}
         return opened(self.draft, **small, **options)
 
 
@@ -258,10 +257,10 @@ def test_a_draft_guesses_the_same_where_another_server_computed_the_prompt(truth
 
 @cases("truth, source", "device", "host")
 def test_a_draft_guesses_the_same_after_a_preemption(truth, source):
-    """A text is preempted right behind the end of a page that it has decoded. An urgent text takes its place,
+    """A text is preempted right behind the end of a page that it has decoded. Urgent texts take its place,
     and on a small device its pages, too."""
     before_page = 6
-    with truth.opened(source) as engine, opened(truth.draft, force_miss=True) as other:
+    with truth.opened(source, evict="lru") as engine, opened(truth.draft, force_miss=True) as other:
         warm, cold = Guesser(engine), Guesser(other)
         for i, prompt in enumerate(PROMPTS[:2]):
             name, count = f"text {i}", 2 * before_page + ANSWER
@@ -269,9 +268,11 @@ def test_a_draft_guesses_the_same_after_a_preemption(truth, source):
             steps, task = plain_steps(engine), engine.scheduler.tasks[name]
             while len(task.tokens) <= REUSED + 1:
                 next(steps)
-            begin = len(task.tokens)
-            engine.add(make_ask("urgent", (prompt[::-1] * 2)[: 4 * PAGE - 1], 1, priority=1))
-            warm.ear.guesses = {}
+            for seed in (2 * i, 2 * i + 1):
+                engine.add(make_ask(f"urgent {seed}", words(4 * PAGE - 1, seed), 1, priority=1))
+            while engine.counters["preemptions"] == i:  # it goes on until there is room for the first of them
+                next(steps)
+            begin, warm.ear.guesses = len(task.tokens), {}
             while engine.scheduler.tasks:
                 next(steps)
             settle(engine)

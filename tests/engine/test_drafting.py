@@ -110,8 +110,8 @@ def test_a_draft_writes_only_to_the_pages_that_a_text_has():
     engine, _ = open_engine(Build(device_bytes=16 * 2**20, draft=EMBEDDED), config)
     memory, drafter = engine.cache.device, engine.runner._drafter  # type: ignore[attr-defined]
     texts = [
-        DraftText(0, np.arange(40), torch.tensor([3, 1]), 200),
-        DraftText(1, np.arange(PAGE), torch.tensor([2]), 200),
+        DraftText(0, np.arange(40), torch.tensor([[3, 1]]), 200),
+        DraftText(1, np.arange(PAGE), torch.tensor([[2]]), 200),
     ]
     memory.flat_pages.fill_(1)
     together = drafter.guess(texts, [4, 1])

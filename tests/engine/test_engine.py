@@ -113,16 +113,17 @@ def test_who_has_waited_long_enough_goes_before_who_is_more_urgent():
 @one_loop
 @pytest.mark.parametrize("short_of", ["rings", "pages"])
 def test_an_urgent_ask_takes_the_room_of_a_running_one_that_is_less_so(overlap, short_of):
-    few = {"running_max": 1} if short_of == "rings" else {"pages": 4}
+    few = {"running_max": 1} if short_of == "rings" else {"pages": 12}
     engine, order, texts = make_engine(**few), [], {}
-    alone = run(make_engine(), make_ask("slow", words(2 * PAGE + 9), 60))[0].text
-    engine.add(make_ask("slow", words(2 * PAGE + 9), 60))
+    long = 11 * PAGE  # two of these do not fit, also if nobody keeps tails
+    alone = run(make_engine(), make_ask("slow", words(long + 9), 60))[0].text
+    engine.add(make_ask("slow", words(long + 9), 60))
     with ThreadPoolExecutor(1) as executor:
         steps = steps_of(engine, overlap, executor)
         while not engine.counters["tokens_drawn"]:
             next(steps)
-        engine.add(make_ask("equal", words(2 * PAGE, 2), 2))
-        engine.add(make_ask("urgent", words(2 * PAGE, 1), 2, priority=1))
+        engine.add(make_ask("equal", words(long, 2), 2))
+        engine.add(make_ask("urgent", words(long, 1), 2, priority=1))
         while len(order) < 3:
             for delta in next(steps):
                 texts[delta.request_id] = texts.get(delta.request_id, "") + delta.text
@@ -152,15 +153,15 @@ def test_what_a_request_has_computed_itself_is_not_told_as_cached():
 
 @LOOPS
 def test_who_waits_for_pages_asks_again_only_when_something_has_changed(overlap, monkeypatch):
-    engine, ends = make_engine(pages=4), {}
-    engine.add(make_ask("first", words(2 * PAGE + 9), 60))
+    engine, ends = make_engine(pages=12), {}
+    engine.add(make_ask("first", words(11 * PAGE + 9), 60))
     asked, begin = [], engine.cache.begin
     monkeypatch.setattr(engine.cache, "begin", lambda *a, **k: asked.append(begin(*a, **k)) or asked[-1])
     with ThreadPoolExecutor(1) as executor:
         steps = steps_of(engine, overlap, executor)
         while not engine.counters["tokens_drawn"]:
             next(steps)
-        engine.add(make_ask("second", words(2 * PAGE, 2), 2))
+        engine.add(make_ask("second", words(11 * PAGE, 2), 2))
         while len(ends) < 2:
             ends |= finishes(next(steps))
     assert engine.counters["steps"] > 60 and len(asked) <= 6
@@ -298,7 +299,7 @@ def test_logprobs_of_a_prompt_do_not_depend_on_the_cache_nor_on_how_it_is_cut():
 @one_loop
 @pytest.mark.parametrize("after", range(0, 12, 2))
 def test_an_abort_at_any_moment_gives_everything_back(after, overlap):
-    engine = make_engine(pages=12, tails=4, host_pages=100, step_tokens=PAGE, running_max=2)
+    engine = make_engine(pages=12, host_pages=100, step_tokens=PAGE, running_max=2)
     run(engine, make_ask("warm", words(4 * PAGE)), make_ask("other", words(5 * PAGE, seed=1)))
     asks = [make_ask(str(i), words(4 * PAGE + 9, seed=i % 2), 40) for i in range(4)]
     for ask in asks:
@@ -359,7 +360,7 @@ def test_logits_that_are_no_numbers_end_one_text():
 
 
 def test_a_load_that_fails_is_computed_instead():
-    engine = make_engine(pages=8, tails=4, host_pages=100)
+    engine = make_engine(pages=8, host_pages=100)
     text = words(3 * PAGE + 5)
     [truth] = run(engine, make_ask("a", text))
     run(engine, make_ask("other", words(6 * PAGE, seed=4)))
@@ -393,8 +394,8 @@ def test_a_flush_forgets_everything_that_is_not_in_use():
 
 
 def test_a_long_prompt_takes_places_for_tails_step_by_step():
-    engine = make_engine(tails=6, host_pages=400, cache={"tail_every_pages": 1}, step_tokens=2 * PAGE)
+    engine = make_engine(host_pages=400, cache={"tail_every_pages": 1}, step_tokens=2 * PAGE)
     run(engine, make_ask("a", words(20 * PAGE), 2))
     settle(engine)
     counted = engine.cache.counters
-    assert counted["tails_skipped"] == 0 and counted["tails_saved"] >= 19
+    assert counted["tails_saved"] >= 19

@@ -12,6 +12,7 @@ from tests.engine.drive import (
     logprobs_of,
     make_ask,
     make_engine,
+    one_loop,
     run,
     settle,
     tokens_of,
@@ -20,7 +21,7 @@ from tests.engine.drive import (
 )
 from tiercel.verify import EXAMS, answer_one, exams_of, k3, score_of
 
-SMALL = {"pages": 6, "tails": 4, "host_pages": 400}
+SMALL = {"pages": 6, "host_pages": 400}
 """A device for one of the texts below: what was asked before comes back from the host."""
 
 
@@ -34,21 +35,27 @@ def differences(answer, truth):
     return [mine - own for mine, own in zip(logprobs_of(answer), logprobs_of(truth), strict=True)]
 
 
-def test_a_prefill_hit_is_exact_on_both_tiers(cold):
+POOLS = pytest.mark.parametrize(
+    "second", [(), ("c128",), ("c4", "c4_index")], ids=["one pool", "c128 apart", "c4 apart"]
+)
+
+
+@POOLS
+def test_a_prefill_hit_is_exact_on_both_tiers(cold, second):
     """Texts that begin alike: the second reuses the first's pages."""
     begin = words(3 * PAGE + 20)
-    first, second = [*begin, 300, 301, 302], [*begin, 400, 401]
-    [truth] = run(cold, make_ask("t", second))
-    near = make_engine()
+    first, other = [*begin, 300, 301, 302], [*begin, 400, 401]
+    [truth] = run(cold, make_ask("t", other))
+    near = make_engine(second=second)
     run(near, make_ask("a", first, turn_ends=(3 * PAGE,)))
-    [hit] = run(near, make_ask("b", second))
+    [hit] = run(near, make_ask("b", other))
     assert (hit.usage.device_tokens, hit.usage.host_tokens) == (3 * PAGE, 0)
     assert differences(hit, truth) == [0.0] * 8
-    far = make_engine(**SMALL)
+    far = make_engine(**SMALL, second=second)
     run(far, make_ask("a", first, turn_ends=(3 * PAGE,)))
     for i in range(3):
         run(far, make_ask(f"other{i}", words(5 * PAGE, seed=i + 5)))
-    [hit] = run(far, make_ask("b", second))
+    [hit] = run(far, make_ask("b", other))
     assert (hit.usage.device_tokens, hit.usage.host_tokens) == (0, 3 * PAGE)
     assert differences(hit, truth) == [0.0] * 8
     settle(near), settle(far)
@@ -91,7 +98,7 @@ def test_a_decode_is_a_prefill_replay(cold):
 @pytest.mark.parametrize("where", ["device", "host"])
 def test_conversations_that_branch_and_take_turns_are_exact(where):
     """Three beginnings, three branches each, three turns, one after the other in turn."""
-    engine = make_engine(pages=200, tails=64) if where == "device" else make_engine(**SMALL)
+    engine = make_engine(pages=200) if where == "device" else make_engine(**SMALL)
     texts = [words(PAGE + 40, seed=i % 3) + words(9, seed=20 + i) for i in range(9)]
     reused = 0
     for turn in range(3):
@@ -145,11 +152,12 @@ def test_a_text_resumed_by_replay_is_exact(cold):
     settle(engine)
 
 
-@LOOPS
-def test_a_preempted_text_goes_on_exactly(overlap):
+@POOLS
+@one_loop
+def test_a_preempted_text_goes_on_exactly(overlap, second):
     """Three answers outgrow the device together; who came last gives way and comes back."""
     prompts = [words(PAGE + 10, seed=i) for i in range(3)]
-    engine = make_engine(pages=8, tails=6, host_pages=100)
+    engine = make_engine(pages=8, host_pages=100, second=second)
     asks = [make_ask(str(i), prompt, 2 * PAGE) for i, prompt in enumerate(prompts)]
     answers = run(engine, *asks, overlap=overlap)
     assert engine.counters["preemptions"] > 0
@@ -167,7 +175,7 @@ def exams(cold):
 
 
 def test_the_second_pass_from_the_host_scores_as_the_first_one_cold(exams):
-    engine = make_engine(pages=14, tails=4, host_pages=600)
+    engine = make_engine(pages=14, host_pages=600)
     first = score_of(engine, exams)
     second = score_of(engine, exams)
     assert engine.cache.counters["tokens_host"] > 20 * PAGE
@@ -177,7 +185,7 @@ def test_the_second_pass_from_the_host_scores_as_the_first_one_cold(exams):
 
 def test_broken_host_pages_lower_the_score_and_raise_the_kl(cold, exams):
     """The control: if this comparison did not notice flipped bytes, the ones above would prove nothing."""
-    engine = make_engine(pages=14, tails=4, host_pages=600)
+    engine = make_engine(pages=14, host_pages=600)
     whole = score_of(engine, exams)
     for i in range(3):
         answer_one(engine, words(8 * PAGE, seed=90 + i), 0)  # nothing of the exams stays on the device

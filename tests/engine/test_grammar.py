@@ -165,15 +165,16 @@ def test_a_guess_that_the_grammar_forbids_is_not_computed():
 
 
 def test_a_preempted_answer_goes_on_in_its_grammar():
-    """Each answer needs a second page, and there are three pages for two answers."""
+    """Each answer needs a second page and a tail. There are three answers, and room for three pages and two
+    tails."""
     many = [
         make_ask(f"{i}", words(110, i), 60, temperature=1.0, logprobs=None, seed=i, grammar=GRAMMAR)
-        for i in range(2)
+        for i in range(3)
     ]
     calm = [tokens(each) for each in run(make_engine(), *many)]
     assert all(len(each) > 20 for each in calm)
     for overlap in (False, True, "queued"):
-        engine = make_engine(pages=3, tails=4)
+        engine = make_engine(pages=3)
         assert [tokens(each) for each in run(engine, *many, overlap=overlap)] == calm
         assert engine.counters["preemptions"] > 0
 

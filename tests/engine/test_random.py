@@ -57,7 +57,6 @@ def engine_of(random, speculate):
     clock.now_s = 0.0  # type: ignore[attr-defined]
     return make_engine(
         pages=random.randint(4, 9),
-        tails=random.randint(3, 6),
         host_pages=random.choice([0, 12, 60]),
         running_max=random.randint(1, 4),
         step_tokens=random.choice([PAGE, 2 * PAGE]),
@@ -112,7 +111,7 @@ def test_a_queued_step_takes_no_longer_because_its_result_is_asked_for_late(logp
     monkeypatch.setattr(runner, "perf_counter", lambda: now[0])
     engine = make_engine()
     engine.add(make_ask("a", words(9), 2, logprobs=logprobs))
-    queue = runner.QueueRunner(engine.runner.model)
+    queue = runner.QueueRunner(engine.runner.model, staging=engine.runner._staging)
     result = queue.start(engine.scheduler.seal(engine.scheduler.plan()))
     now[0] = 1000.0
     assert result().seconds == 0.0

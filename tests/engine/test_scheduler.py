@@ -20,7 +20,7 @@ from tiercel.engine.seats import Seats
 from tiercel.engine.step import Begin, Drawn, PageTable, Step
 from tiercel.engine.task import Stage, Task
 from tiercel.engine.waiting import PASSED_MOST, Waiting
-from tiercel.spec import CacheSpec
+from tiercel.spec import CacheSpec, Part, Stream, Window
 
 PAGE = 16
 SPEC = CacheSpec("mha", PAGE, (K, V))
@@ -93,11 +93,11 @@ def test_a_ring_is_taken_told_of_once_and_given_back():
     assert seats.in_ring == {seat.ring: seat} and len(seats.free) == 1 and task.seat is seat
     seats.begin(seat)
     (begin, table), loads = seats.tell()
-    assert isinstance(begin, Begin) and isinstance(table, PageTable) and len(table.places) == 2
+    assert isinstance(begin, Begin) and isinstance(table, PageTable) and len(table.rows[0]) == 2
     assert loads == () and seats.tell() == ((), ())
     assert seats.add_pages(seat, 32) is None
     [more], _ = seats.tell()
-    assert (more.first, len(more.places)) == (2, 1), "only what is new"
+    assert (more.first, len(more.rows[0])) == (2, 1), "only what is new"
     seats.tell_again(Step((more,)))
     assert seats.tell() == ((more,), ())
     cache.abort(seat.request)
@@ -269,3 +269,72 @@ def test_a_token_that_ends_a_text_ends_it_within_quiet_steps():
     assert scheduler.tasks["b"].tokens[-5:] == [0, 1, 2, 3, 4]
     [part] = scheduler.plan()
     assert (part.start, part.end) == (7, 8)
+
+
+# Tails
+
+
+WINDOW = CacheSpec("window", PAGE, (K, Stream("window", (1,), (Part("x", 40),), Window(PAGE))))
+
+
+def make_scheduler(texts, *, staging, spare=0, host_pages=0):
+    """Room for texts of two pages, each with its tails."""
+    places = texts * (2 + 2 * WINDOW.places_per_tail) + spare
+    config = CacheConfig(places, staging, host_bytes=host_pages * WINDOW.place_bytes, tail_every_pages=99)
+    cache = TieredCache(WINDOW, config)
+    return Scheduler(cache, EngineConfig(config, running_max=texts, step_tokens=texts * PAGE))
+
+
+def run_to_the_end(scheduler, steps=400):
+    """Run to the end. Returns the steps."""
+    done = []
+    while scheduler.tasks:
+        step = scheduler.seal(scheduler.plan())
+        drawn = [(TokenOut(0),) if part.draws else None for part in step.parts]
+        scheduler.advance(step, Drawn(drawn, {}, 0.01))
+        done.append(step)
+        assert len(done) < steps, "they do not end"
+    return done
+
+
+def test_texts_that_reach_a_boundary_together_write_their_tails_in_turns_and_none_is_skipped():
+    scheduler = make_scheduler(64, staging=2)
+    for number in range(64):
+        ask = make_ask(str(number), PAGE - 3, 8, first=100 * number)
+        scheduler.add(ask, None, frozenset())
+    chains = [task.chain for task in scheduler.tasks.values()]
+    steps = run_to_the_end(scheduler)
+    written = [len(part.tails) for step in steps for part in step.parts]
+    assert sum(written) == 64 and max(sum(len(part.tails) for part in step.parts) for step in steps) == 2
+    index = scheduler.cache.tree.index
+    assert all(index[chain.keys[0]].tail is not None for chain in chains)
+    assert len(steps) <= 64 // 2 + 10, "who has its tail goes on at once"
+
+
+def test_a_prompt_that_passes_more_boundaries_than_a_step_can_write_is_computed_in_pieces():
+    scheduler = make_scheduler(4, staging=1)
+    ends = tuple(range(PAGE, 5 * PAGE, PAGE))
+    scheduler.add(make_ask("long", 5 * PAGE + 2, 2, turn_ends=ends), None, frozenset())
+    (task,) = scheduler.tasks.values()
+    chain, steps = task.chain, run_to_the_end(scheduler)
+    assert [part.end for step in steps for part in step.parts if not part.draws] == [
+        *(page * PAGE - 1 for page in (2, 3, 4, 5)),
+    ]
+    index = scheduler.cache.tree.index
+    assert all(index[key].tail is not None for key in chain.keys[:5])
+
+
+def test_guesses_end_before_a_boundary_whose_tail_has_no_staging_place():
+    scheduler = make_scheduler(2, staging=1)
+    for name, first in (("a", 0), ("b", 500)):
+        scheduler.add(make_ask(name, PAGE - 3, 8, first=first), None, frozenset())
+    drawn = scheduler.seal(scheduler.plan())
+    scheduler.advance(drawn, Drawn([(TokenOut(0),)] * 2, {}, 0.01))
+    for seat in scheduler.seats.in_ring.values():
+        scheduler.seats.add_pages(seat, PAGE)
+    parts = [part._replace(guesses=5) for part in scheduler.plan()]
+    step = scheduler.seal(parts)
+    assert [(part.end, part.guesses, len(part.tails)) for part in step.parts] == [
+        (PAGE - 2, 5, 1),
+        (PAGE - 2, 1, 0),
+    ]

@@ -107,7 +107,7 @@ def test_no_more_tokens_come_than_were_asked_for(count):
 def test_preempted_texts_go_on_exactly_with_guesses(kind, overlap):
     prompts = [words(PAGE + 10, seed=i) for i in range(3)]
     truths = [truth_of(tuple(prompt), 2 * PAGE) for prompt in prompts]
-    engine = make_engine(pages=8, tails=6, host_pages=100, speculate=kind)
+    engine = make_engine(pages=6, host_pages=100, speculate=kind)
     texts = [[*prompt, *tokens_of(truth)] for prompt, truth in zip(prompts, truths, strict=True)]
     guess_with(engine, OracleDrafter(texts, 0.7, Random(1)))
     asked = [make_ask(str(i), prompt, 2 * PAGE) for i, prompt in enumerate(prompts)]
@@ -138,7 +138,7 @@ def test_a_text_is_resumed_where_guesses_were_refused(crossings, overlap, where)
     for prompt, truth, turn, after in crossings:
         text, begin = [*prompt, *tokens_of(truth)], len(prompt)
         pages = {"pages": 64} if where == "device" else {"pages": 5, "host_pages": 100}
-        engine = make_engine(speculate="mtp", tails=4, **pages)
+        engine = make_engine(speculate="mtp", **pages)
         guess_with(engine, OracleDrafter([text], 0.6, Random(begin)))
         [answer] = run(engine, make_ask("a", prompt, 12), overlap=overlap)
         assert answer.tokens == truth.tokens
@@ -154,7 +154,7 @@ def test_a_text_is_resumed_where_guesses_were_refused(crossings, overlap, where)
 def test_a_draft_that_came_back_with_its_prefix_guesses_as_one_that_was_computed():
     """Guess by guess: the draft's window and streams are part of the tail."""
     prompt = [1, *CODE[: 2 * PAGE + 30]]
-    engine = make_engine(speculate="mtp", guesses=3, pages=6, tails=4, host_pages=100)
+    engine = make_engine(speculate="mtp", guesses=3, pages=6, host_pages=100)
     heard = []
     propose = engine.runner.model.draft.propose
     engine.runner.model.draft.propose = lambda *asked: heard.append(propose(*asked)) or heard[-1]

@@ -20,10 +20,12 @@ from tests.engine.drive import (
     make_ask,
     make_engine,
     run,
+    settle,
     steps_of,
     tokens_of,
     words,
 )
+from tiercel.cache import Wait
 from tiercel.engine.build import open_engine
 from tiercel.engine.config import Build, EngineConfig
 from tiercel.engine.service import EngineService
@@ -32,6 +34,7 @@ from tiercel.errors import ConfigError, StoreError
 from tiercel.models import digest
 from tiercel.storage.memory import MemoryStore
 from tiercel.storage.open import open_store
+from tiercel.types import Kind, Tier
 from tiercel.verify import EXAMS, answer_one, exams_of, score_of
 
 MIB = 1024**2
@@ -68,6 +71,34 @@ def test_a_conversation_goes_on_after_a_restart_from_the_store_bit_for_bit(cold,
     assert tokens_of(hit) == tokens_of(truth) and logprobs_of(hit) == logprobs_of(truth)
     assert again.explain("b").reuse.store_tokens == hit.usage.store_tokens
     again.cache.check()
+    again.cache.close()
+
+
+@pytest.mark.parametrize("evict", ["value", "lru"])
+def test_the_tail_that_a_conversation_goes_on_from_is_in_the_store(url, evict):
+    """Four conversations pass through a device and a host that hold two of them. An engine that has only
+    the store goes on at the end of the last turn of each."""
+    small = make_engine(pages=4, host_pages=20, cache={"evict": evict})
+    small.cache.attach(open_store(url))
+    texts = [words(120 + i, seed=i) for i in range(4)]
+    for turn in range(2):
+        for i, text in enumerate(texts):
+            [answer] = run(small, make_ask(f"{i} {turn}", text, 12))
+            settle(small)
+            text += [*tokens_of(answer), *words(PAGE - 12, seed=100 + turn)]
+    while isinstance(room := small.cache.places.reserve(small, small.cache.pages.capacity), Wait):
+        settle(small)  # everything leaves the device
+    with room:
+        pass
+    settle(small)
+    assert small.cache.tree.copies.evicted[Tier.HOST, Kind.TAIL, "room"] >= len(texts)
+    small.cache.close()
+    again = stored_engine(url)
+    for i, text in enumerate(texts):
+        again.cache.compute.forget()  # computing may be sooner than a store on a busy machine
+        [hit] = run(again, make_ask(str(i), text, 1))
+        written = len(text) - (PAGE - 12) - 1  # the last token of an answer is not computed
+        assert hit.usage.store_tokens == written // PAGE * PAGE, again.explain(str(i))
     again.cache.close()
 
 

@@ -42,7 +42,7 @@ def test_every_stage_comes_after_the_one_before_and_every_token_is_counted_once(
 
 
 def test_what_is_loaded_from_the_host_has_a_stage_for_it():
-    engine = make_engine(pages=4, tails=4, host_pages=60, clock=ticking())
+    engine = make_engine(pages=4, host_pages=60, clock=ticking())
     first = words(2 * PAGE + 5, 1)
     run(engine, make_ask("first", first, 2))
     run(engine, make_ask("other", words(3 * PAGE, 2), 2))

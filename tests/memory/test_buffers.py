@@ -22,8 +22,8 @@ def test_device_views_are_the_flat_bytes_row_after_row(spec) -> None:
         flat.copy_(torch.arange(flat.numel()) % 251)
         rows = [(layer, stream) for layer in spec.layers for stream in streams if layer in stream.layers]
         views = [device.view(stream.name, layer) for layer, stream in rows]
-        joined = torch.cat([view.flatten() for view in views]) if views else flat[:0]
-        assert torch.equal(joined, flat)
+        if views:  # a place of a model with windows only is plain bytes
+            assert torch.equal(torch.cat([view.flatten() for view in views]), flat)
 
 
 def test_a_device_view_is_not_a_copy() -> None:
@@ -55,18 +55,18 @@ def test_no_tails_are_no_bytes() -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_host_memory_holds_as_many_pages_as_the_budget_pays(spec, name: str) -> None:
-    with HostMemory(spec, name, 5 * spec.host_page_bytes - 1) as host:
+    with HostMemory(spec, name, 5 * spec.place_bytes - 1) as host:
         assert host.pages == 4
-        assert host.flat.numel() == 4 * spec.host_page_bytes
+        assert host.flat.numel() == 4 * spec.place_bytes
         names = [(stream.name, layer) for stream in spec.tail_streams for layer in stream.layers]
         poured = [piece for name in names for _, piece in host.rows[name][1]]
         assert sum(piece.bytes for piece in poured) == spec.tail_bytes
-        assert spec.tail_bytes <= spec.host_pages_per_tail * spec.host_page_bytes
+        assert spec.tail_bytes <= spec.places_per_tail * spec.place_bytes
 
 
 def test_a_budget_below_one_page_is_refused() -> None:
     with pytest.raises(ConfigError, match="one host page takes"):
-        HostMemory(V4, "page_first_direct", V4.host_page_bytes - 1)
+        HostMemory(V4, "page_first_direct", V4.place_bytes - 1)
 
 
 def test_a_budget_above_the_machine_is_refused() -> None:
@@ -129,8 +129,8 @@ def test_borrowed_rows_are_where_their_owner_has_them() -> None:
     ("wrong", "why"),
     [
         ({("k", 3): None}, "no tensor was given"),
-        ({("k", 3): torch.zeros(5, 9, dtype=torch.uint8)}, "a row is 8 B together"),
-        ({("k", 3): torch.zeros(5, 2, 8, dtype=torch.uint8)[:, :, ::2]}, "a row is 8 B together"),
+        ({("k", 3): torch.zeros(5, 9, dtype=torch.uint8)}, "a row is 8 B, in whole places"),
+        ({("k", 3): torch.zeros(5, 2, 8, dtype=torch.uint8)[:, :, ::2]}, "a row is 8 B, in whole places"),
         ({("k", 3): torch.zeros(4, 8, dtype=torch.uint8)}, "as many places each"),
     ],
 )

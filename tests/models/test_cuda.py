@@ -5,6 +5,7 @@ and small dimensions; on a GPU with more of both, where bits are compared too.""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from tests.kernels.devices import every_device, on_gpu
 from tests.models.folders import make_config
+from tests.models.spans import one_pool
 from tiercel.kernels.choice import make_kernels
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.models import graphs
@@ -66,13 +68,15 @@ def make(
     config=CONFIG,
     rings: int = 3,
     guesses_max: int = 0,
+    second: tuple[str, ...] = (),
 ):
     own, set_ = V4Config.from_hf(config), make_kernels(kernels, device, compute)
     weights = {
         name: weight.to(device, set_.dtype) if weight.dtype == torch.bfloat16 else weight.to(device)
         for name, weight in WEIGHTS.random(own, 3, torch.bfloat16).read().items()
     }
-    memory = DeviceMemory(deepseek_v4(config, PAGE, format), pages=40, tails=6, device=device)
+    spec = replace(deepseek_v4(config, PAGE, format), second=second)
+    memory = DeviceMemory(spec, pages=40, tails=6, device=device)
     return build(own, weights, memory, rings, set_, guesses_max), memory
 
 
@@ -108,14 +112,14 @@ def test_the_model_is_the_one_of_the_plain_kernels(
     for kernels, numbers in (("reference", "auto"), ("cuda", compute)):
         model, memory = make(kernels, device if kernels == "cuda" else "cpu", format, numbers, config)
         both = model.forward(
-            [Span(first[:9], 120, pages[0], 2, {128: 5}), Span(second[:5], 0, pages[1], 0)], range(14)
+            [one_pool(first[:9], 120, pages[0], 2, {128: 5}), one_pool(second[:5], 0, pages[1], 0)], range(14)
         )
         model.resume(1, [(128, 5)])  # a third text goes on from that tail
         after = model.forward(
             [
-                Span(second[5:], 5, pages[1], 0),
-                Span(first[9:10], 129, pages[0], 2),
-                Span(first[8:10], 128, pages[0], 1, write_from=128),
+                one_pool(second[5:], 5, pages[1], 0),
+                one_pool(first[9:10], 129, pages[0], 2),
+                one_pool(first[8:10], 128, pages[0], 1, write_from=128),
             ],
             range(4),
         )
@@ -129,20 +133,33 @@ def test_the_model_is_the_one_of_the_plain_kernels(
 
 
 @every_device
+def test_two_pools_give_the_bits_of_one(device: str) -> None:
+    """A page's entries lie in units and bodies of other frames: the same logits. On a GPU also recorded."""
+    (tokens,), found = texts(24, 10), []
+    units = torch.tensor([[4, 9], [7, 3]])
+    for second, pages in (((), units[:1]), (("c128",), units), (("c4", "c4_index"), units)):
+        model, _ = make("cuda", device, "fp8", second=second)
+        model.warm_up(2 * PAGE)
+        model.forward([Span(tokens[:8], 124, pages, 1)])
+        found.append(model.forward([Span(tokens[8:], 132, pages, 1)], range(2)).clone())
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@every_device
 def test_refused_guesses_leave_no_trace(device: str) -> None:
     """Tokens one by one over the end of a page, with and without wrong tokens behind them: the same logits,
     and the same bytes in the page and the tail."""
     (text,), pages = texts(24, 5), torch.tensor([4, 9])
     (plain, its_memory), (guessing, memory) = make("cuda", device), make("cuda", device, guesses_max=1)
     for model in (plain, guessing):
-        model.forward([Span(text[:1], 126, pages, 1)])
+        model.forward([one_pool(text[:1], 126, pages, 1)])
     for i in (1, 2):
         at, tails = 126 + i, {128: 5}
         own = {b: place for b, place in tails.items() if at < b <= at + 1}
-        expected = plain.forward([Span(text[i : i + 1], at, pages, 1, own)])
+        expected = plain.forward([one_pool(text[i : i + 1], at, pages, 1, own)])
         tokens = torch.cat([text[i : i + 1], (text[i + 1 : i + 2] + 5) % 24])
         own = {b: place for b, place in tails.items() if at < b <= at + 2}
-        logits = guessing.forward([Span(tokens, at, pages, 1, own)], range(2))
+        logits = guessing.forward([one_pool(tokens, at, pages, 1, own)], range(2))
         assert torch.equal(logits[0], expected[0])
     for stream in memory.spec.streams:
         place = 4 if stream in memory.spec.page_streams else 5
@@ -155,11 +172,11 @@ def spans_of(tokens: Sequence[Tensor], pages: Sequence[Tensor]) -> list[tuple[li
     """Calls of a few tokens: two texts begin, one writes a tail, both go on with what was drawn for them, and
     a third one begins beside them."""
     drawn = torch.tensor([DRAWN_LAST])
-    first = Span(tokens[0][:2], 127, pages[0], 2, {128: 5})
+    first = one_pool(tokens[0][:2], 127, pages[0], 2, {128: 5})
     return [
-        ([first, Span(tokens[1][:1], 0, pages[1], 0)], None),
-        ([Span(drawn, 129, pages[0], 2), Span(drawn, 1, pages[1], 0)], None),
-        ([Span(tokens[1][:2], 0, pages[2], 1), Span(drawn, 130, pages[0], 2)], [1, 2]),
+        ([first, one_pool(tokens[1][:1], 0, pages[1], 0)], None),
+        ([one_pool(drawn, 129, pages[0], 2), one_pool(drawn, 1, pages[1], 0)], None),
+        ([one_pool(tokens[1][:2], 0, pages[2], 1), one_pool(drawn, 130, pages[0], 2)], [1, 2]),
     ]
 
 
@@ -201,14 +218,14 @@ def test_a_recorded_forward_is_the_forward(
     seen = []
     for model, memory in both:
         waited: list[int] = []
-        found = [model.forward([Span(tokens[0][:125], 0, pages[0], 2)], None, waited.append).clone()]
+        found = [model.forward([one_pool(tokens[0][:125], 0, pages[0], 2)], None, waited.append).clone()]
         for spans, rows in spans_of(tokens, pages):
             logits = model.forward(spans, rows, waited.append)
             found.append(logits.clone())
             if rows is None:
                 found.append(model.draw(logits, [span.ring for span in spans], None).clone())
         model.resume(1, [(128, 5)])
-        found.append(model.forward([Span(tokens[0][:2], 128, pages[0], 1)]).clone())
+        found.append(model.forward([one_pool(tokens[0][:2], 128, pages[0], 1)]).clone())
         found += [each.clone() for each in bytes_of(memory)]
         seen.append(found)
         assert waited[-1] == model.layers.count - 1
@@ -227,7 +244,9 @@ def test_no_bit_depends_on_the_cut_or_the_batch(device: str, compute: str, forma
         model, _ = make("cuda", device, format, compute, LARGE)
         found, start = [], 0
         for end in cuts:
-            found.append(model.forward([Span(tokens[0][start:end], start, pages[0], 1)], range(end - start)))
+            found.append(
+                model.forward([one_pool(tokens[0][start:end], start, pages[0], 1)], range(end - start))
+            )
             start = end
         return torch.cat(found)
 
@@ -236,7 +255,7 @@ def test_no_bit_depends_on_the_cut_or_the_batch(device: str, compute: str, forma
     assert torch.equal(run([1, 130, 131, 132, 133, 300, 511, 512, 640, *range(641, length + 1)]), whole)
     model, _ = make("cuda", device, format, compute, LARGE, rings=count)
     table = torch.arange(count + 6)
-    spans = [Span(each[:40], 0, table[i : i + 1], i) for i, each in enumerate(tokens)]
+    spans = [one_pool(each[:40], 0, table[i : i + 1], i) for i, each in enumerate(tokens)]
     beside = model.forward(spans, range(40 * count))
     assert torch.equal(beside[:40], whole[:40])
     assert torch.equal(model.forward(spans[::-1], range(40 * count))[-40:], whole[:40])

@@ -19,6 +19,7 @@ from torch import Tensor
 from tests.engine.drive import FOLDER, guess_with, make_ask, run, tokens_of
 from tests.kernels.devices import every_device, on_gpu
 from tests.models.folders import make_config
+from tests.models.spans import one_pool
 from tests.models.test_cuda import LARGE, bytes_of, kl, texts
 from tests.models.test_fp8 import ROUND, load, make_folder
 from tiercel.config import CacheConfig
@@ -103,7 +104,7 @@ class Drafted:
         batch = FlatBatch(
             send(numbers.padded(size), torch.device(self.device)),
             size,
-            torch.zeros(RINGS, 1, dtype=torch.int32, device=self.device),
+            torch.zeros(1, RINGS, 1, dtype=torch.int32, device=self.device),
         )
         x = torch.cat([x, torch.full((padding, *x.shape[1:]), float("nan"))])
         self.draft.follow(batch, x.to(self.device, self.dtype), batch.tokens.long())
@@ -124,7 +125,7 @@ class Drafted:
     def propose(self, count: int, *texts: tuple[int, int, Tensor]) -> tuple[Tensor, Tensor]:
         """(guesses, the logits of each) after these texts: (ring, tokens that were computed, all tokens)."""
         self.told = []
-        spans = [Span(tokens[at : at + 1], at, NO_PAGES, ring) for ring, at, tokens in texts]
+        spans = [one_pool(tokens[at : at + 1], at, NO_PAGES, ring) for ring, at, tokens in texts]
         return self.draft.propose(spans, count), torch.stack(self.told, 1).cpu()
 
 
@@ -144,17 +145,17 @@ def decoded(memory: DeviceMemory, stream: str, tail: Tensor) -> Tensor:
 
 def span(text: tuple[Tensor, Tensor], start: int, end: int, ring: int = 0, tails: Any = None) -> Span:
     due = {b: place for b, place in (tails or {}).items() if start < b <= end}
-    return Span(text[0][start:end], start, NO_PAGES, ring, due)
+    return one_pool(text[0][start:end], start, NO_PAGES, ring, due)
 
 
 def test_a_batch_behind_another_is_that_of_earlier_spans() -> None:
     """One span is in the middle of its text, one begins it: what would be before the text is padding."""
     tokens, lag, batches = text_of(6)[0], 2, []
     for earlier in (0, lag):
-        middle = Span(tokens[:4], 6 - earlier, NO_PAGES, 2, {8 - earlier: 3, 10 - earlier: 1})
-        numbers = numbers_of([middle, Span(tokens[4:], -earlier, NO_PAGES, 1)], None, RINGS)
+        middle = one_pool(tokens[:4], 6 - earlier, NO_PAGES, 2, {8 - earlier: 3, 10 - earlier: 1})
+        numbers = numbers_of([middle, one_pool(tokens[4:], -earlier, NO_PAGES, 1)], None, RINGS)
         size = numbers.size._replace(tokens=8, tails=3)
-        table = torch.zeros(RINGS, 1, dtype=torch.int32)
+        table = torch.zeros(1, RINGS, 1, dtype=torch.int32)
         batches.append(FlatBatch(send(numbers.padded(size), torch.device("cpu")), size, table))
     own, expected = batches[0].behind(lag), batches[1]
     assert own.positions.tolist() == [4, 5, 6, 7, -1, -1, -1, -1] and own.flat.position is own.positions
@@ -260,7 +261,7 @@ def test_padding_changes_nothing_of_a_model_with_a_draft(device: str) -> None:
     """The sections of a recorded forward on padded numbers, and a padded call for guesses."""
     tokens, pages = text_of(140)[0], torch.tensor([4, 9])
     (plain, its_memory), (padded, memory) = (make(device, "fp32", "fp32", CONFIG) for _ in range(2))
-    spans = [Span(tokens[123:129], 123, pages, 2, {128: 5}), Span(tokens[:2], 0, pages, 0)]
+    spans = [one_pool(tokens[123:129], 123, pages, 2, {128: 5}), one_pool(tokens[:2], 0, pages, 0)]
     plain.forward(spans)
     padded.tables.send(spans)
     size = Size(11, 3, 4, 1024)
@@ -270,7 +271,7 @@ def test_padding_changes_nothing_of_a_model_with_a_draft(device: str) -> None:
         for section in padded.sections():
             state = section.run(batch, state)
     assert all(map(torch.equal, bytes_of(memory), bytes_of(its_memory)))
-    asked = [Span(tokens[129:130], 129, pages, 2), Span(tokens[2:3], 2, pages, 0)]
+    asked = [one_pool(tokens[129:130], 129, pages, 2), one_pool(tokens[2:3], 2, pages, 0)]
     expected, draft, chain = plain.draft.propose(asked, 2), padded.draft, None
     guesses = torch.zeros(5, 2, dtype=torch.int64, device=device)
     numbers = _padded(np.array([[2, 0], [129, 2], tokens[[129, 2]].tolist()], np.int32), 5)
@@ -302,14 +303,14 @@ def test_what_is_recorded_is_what_is_launched(
     assert len(both[1][0].draft._recordings) == 3 and not both[0][0].draft._recordings
     seen = []
     for model, memory in both:
-        model.forward([Span(a[:120], 0, pages[0], 2), Span(b[:1], 0, pages[1], 0)])
-        found = [model.draft.propose([Span(b[1:2], 1, pages[1], 0)], 3)]
-        model.forward([Span(a[120:130], 120, pages[0], 2, {128: 5}), Span(b[1:6], 1, pages[1], 0)])
-        asked = [Span(a[130:131], 130, pages[0], 2), Span(b[6:7], 6, pages[1], 0)]
+        model.forward([one_pool(a[:120], 0, pages[0], 2), one_pool(b[:1], 0, pages[1], 0)])
+        found = [model.draft.propose([one_pool(b[1:2], 1, pages[1], 0)], 3)]
+        model.forward([one_pool(a[120:130], 120, pages[0], 2, {128: 5}), one_pool(b[1:6], 1, pages[1], 0)])
+        asked = [one_pool(a[130:131], 130, pages[0], 2), one_pool(b[6:7], 6, pages[1], 0)]
         found += [model.draft.propose(asked, count) for count in (1, 3, 2)]
         model.resume(1, [(128, 5)])
-        model.forward([Span(a[128:130], 128, pages[0], 1, write_from=128)])
-        found.append(model.draft.propose([Span(a[130:131], 130, pages[0], 1)], 3))
+        model.forward([one_pool(a[128:130], 128, pages[0], 1, write_from=128)])
+        found.append(model.draft.propose([one_pool(a[130:131], 130, pages[0], 1)], 3))
         assert torch.equal(found[-1][0], found[2][0]), "from the tail as from the text"
         seen.append([*found, *(each.clone() for each in bytes_of(memory))])
     assert len(seen[0]) == len(seen[1]) and all(map(torch.equal, *seen))
@@ -350,7 +351,7 @@ def test_answers_on_the_queued_loop_are_those_without_guesses(device: str, tmp_p
     asks = [make_ask(str(i), text_of(3 + i, i)[0].tolist(), 4 - i, logprobs=None) for i in range(2)]
     found = []
     for speculate in ("off", "mtp"):
-        settings = CacheConfig(device_pages=1, device_tails=1)
+        settings = CacheConfig(device_pages=1, staging_tails=1)
         engine, _ = open_engine(
             build, EngineConfig(settings, running_max=2, speculate=speculate, draft_tokens_max=2)
         )

@@ -20,13 +20,14 @@ from tests.models.qwen3 import (
     reference_logits,
     write_qwen3,
 )
+from tests.models.spans import one_pool
 from tiercel.config import CacheConfig
 from tiercel.engine.build import open_engine
 from tiercel.engine.config import Build, EngineConfig
 from tiercel.kernels.choice import make_kernels
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.models import graphs
-from tiercel.models.base import DRAWN_LAST, Span
+from tiercel.models.base import DRAWN_LAST
 from tiercel.models.frame import Frame
 from tiercel.models.qwen3.config import Qwen3Config, declare
 from tiercel.models.qwen3.model import build
@@ -55,7 +56,9 @@ def make(
 def cut(model: Frame, tokens: Tensor, cuts: list[int], pages: Tensor, ring: int = 1) -> Tensor:
     found, start = [], 0
     for end in cuts:
-        found.append(model.forward([Span(tokens[start:end], start, pages, ring)], range(end - start)).cpu())
+        found.append(
+            model.forward([one_pool(tokens[start:end], start, pages, ring)], range(end - start)).cpu()
+        )
         start = end
     return torch.cat(found)
 
@@ -86,7 +89,7 @@ def test_no_bit_depends_on_the_cut_or_the_batch(device: str, kind: str, format: 
     cuts = [1, 130, 131, 132, 133, 300, 511, 512, 640, *range(641, length + 1)]
     assert torch.equal(cut(make(reference, device, format, compute)[0], texts[0], cuts, pages), whole)
     model, _ = make(reference, device, format, compute, rings=count)
-    spans = [Span(each[:60], 0, torch.tensor([i, 20 + i]), i) for i, each in enumerate(texts)]
+    spans = [one_pool(each[:60], 0, torch.tensor([i, 20 + i]), i) for i, each in enumerate(texts)]
     beside = model.forward(spans, range(60 * count)).cpu()
     assert torch.equal(beside[:60], whole[:60])
     assert torch.equal(model.forward(spans[::-1], range(60 * count))[-60:].cpu(), whole[:60])
@@ -102,9 +105,9 @@ def test_a_recorded_forward_is_the_forward(device: str, kind: str, monkeypatch: 
     both[1][0].warm_up(60 * PAGE)
     seen = []
     for model, memory in both:
-        found = [model.forward([Span(tokens[:125], 0, pages, 2)]).clone()]
+        found = [model.forward([one_pool(tokens[:125], 0, pages, 2)]).clone()]
         for start in range(125, 135):
-            logits = model.forward([Span(drawn, start, pages, 2), Span(tokens[:3], 0, pages[8:], 0)])
+            logits = model.forward([one_pool(drawn, start, pages, 2), one_pool(tokens[:3], 0, pages[8:], 0)])
             found += [logits.clone(), model.draw(logits, [2, 0], None).clone()]
         seen.append([*found, memory.flat_pages.clone()])
     assert all(map(torch.equal, *seen))

@@ -7,6 +7,7 @@ import torch
 from tests.models.qwen3 import make_moe_reference, make_reference, random_tokens
 from tests.models.reference import Shape
 from tests.models.reference import make_reference as make_v4
+from tests.models.spans import one_pool
 from tests.models.test_draft import make_weights
 from tiercel.engine.build import open_engine
 from tiercel.engine.config import Build, EngineConfig
@@ -14,7 +15,6 @@ from tiercel.errors import ConfigError
 from tiercel.kernels import native, reference
 from tiercel.kernels.choice import check_device, make_kernels
 from tiercel.memory.buffers import DeviceMemory
-from tiercel.models.base import Span
 from tiercel.models.families import FAMILIES, family_of
 from tiercel.spec import deepseek_v4_mtp
 
@@ -28,9 +28,9 @@ def run(config, spec, weights):
     memory = DeviceMemory(spec, pages=4, tails=2)
     model = family.build(family.read(config), weights, memory, 2, reference, 0)
     pages, tails = torch.tensor([2, 0, 3], device="cpu"), {PAGE: 1} if spec.tail_streams else {}
-    first = model.forward([Span(TEXT[:200], 0, pages, 0, tails)], range(200))
+    first = model.forward([one_pool(TEXT[:200], 0, pages, 0, tails)], range(200))
     model.resume(1, [(PAGE, 1)] if tails else [])
-    return torch.cat([first, model.forward([Span(TEXT[PAGE:], PAGE, pages, 1)])])
+    return torch.cat([first, model.forward([one_pool(TEXT[PAGE:], PAGE, pages, 1)])])
 
 
 REFERENCES = {

@@ -10,11 +10,12 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from tests.models.reference import Shape, make_reference, our_config, random_tokens
+from tests.models.spans import one_pool
 from tiercel.errors import SpecError
 from tiercel.kernels import reference as k
 from tiercel.kernels.reference import hyper
 from tiercel.memory.buffers import DeviceMemory
-from tiercel.models.base import Span, part_of
+from tiercel.models.base import part_of
 from tiercel.models.deepseek_v4.hyper import site_of
 from tiercel.models.deepseek_v4.layer import Experts
 from tiercel.models.deepseek_v4.model import build
@@ -82,13 +83,13 @@ class Drafted:
         self.streams = []
         for end in cuts:
             due = {b: p for b, p in (tails or {}).items() if start < b <= end}
-            self.model.forward([Span(tokens[start:end], start, self.pages, ring, tails=due)])
+            self.model.forward([one_pool(tokens[start:end], start, self.pages, ring, tails=due)])
             start = end
 
     def propose(self, tokens, at, count=1, ring=0):
         """(guesses, their logits) after token `at`, which the target has not computed."""
         self.logits = []
-        span = Span(tokens[at : at + 1], at, self.pages, ring)
+        span = one_pool(tokens[at : at + 1], at, self.pages, ring)
         return self.model.draft.propose([span], count)[0].tolist(), [each[0] for each in self.logits]
 
 
@@ -230,13 +231,13 @@ def test_whenever_texts_are_guessed_the_bits_are_the_same(case, modules, seed):
     drafted, random = Drafted(reference, weights, modules), Random(seed)
     places, at = torch.tensor([[4, 2], [7, 5]]), [0, 0]
     for i in (0, 1):
-        drafted.model.forward([Span(texts[i][:100], 0, places[i], i)])
+        drafted.model.forward([one_pool(texts[i][:100], 0, places[i], i)])
         at[i] = 100
     while max(at) < 190:
         guessed = random.choice([[], [], [0], [1], [0, 1]])
         if guessed:
             drafted.logits = []
-            spans = [Span(texts[i][at[i] : at[i] + 1], at[i], places[i], i) for i in guessed]
+            spans = [one_pool(texts[i][at[i] : at[i] + 1], at[i], places[i], i) for i in guessed]
             guesses = drafted.model.draft.propose(spans, 3)
             for row, i in enumerate(guessed):
                 expected, logits = truth[i][at[i]]
@@ -250,7 +251,7 @@ def test_whenever_texts_are_guessed_the_bits_are_the_same(case, modules, seed):
             own = texts[i][at[i] : at[i] + right + wrong].clone()
             own[right:] = (own[right:] + 7) % 256
             tails = {PAGE: i} if at[i] < PAGE <= at[i] + len(own) else {}
-            spans.append(Span(own, at[i], places[i], i, tails))
+            spans.append(one_pool(own, at[i], places[i], i, tails))
             at[i] = min(at[i] + right, 199)
         drafted.model.forward(spans)
 

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from tests.kernels.devices import every_device
 from tests.models.folders import make_config, write_folder
+from tests.models.spans import one_pool
 from tests.models.test_weights import FP4_NAMES, FP8_NAMES, Tensors, blocks, fp4, fp8, in_original_form
 from tests.models.test_weights import quantized as quantize
 from tiercel.errors import WeightsError
 from tiercel.kernels.choice import make_kernels
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.models import quantized
-from tiercel.models.base import Span
 from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.deepseek_v4.config import V4Config
 from tiercel.models.deepseek_v4.model import build
@@ -83,9 +83,9 @@ def run(weights: Tensors, device: str) -> tuple[Frame, Tensor]:
     memory = DeviceMemory(deepseek_v4(ROUND, 128, "bf16"), pages=2, tails=1, device=device)
     model = build(own, weights, memory, 1, kernels)
     tokens, pages = torch.arange(18) * 7 % 24, torch.tensor([1])
-    logits = [model.forward([Span(tokens[:17], 0, pages, 0)], [0, 16])]
+    logits = [model.forward([one_pool(tokens[:17], 0, pages, 0)], [0, 16])]
     if device == "cuda":
-        logits.append(model.forward([Span(tokens[17:], 17, pages, 0)]))
+        logits.append(model.forward([one_pool(tokens[17:], 17, pages, 0)]))
     return model, torch.cat(logits)
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tests.models.qwen3 import make_reference, random_tokens, reference_logits, write_qwen3
+from tests.models.spans import one_pool
 from tiercel.errors import ConfigError
 from tiercel.memory.buffers import DeviceMemory
-from tiercel.models.base import Span
 from tiercel.models.draft_model import WithDraft
 from tiercel.models.opening import open_model
 from tiercel.models.wish import Wish
@@ -22,7 +22,7 @@ def test_a_model_computes_without_an_engine(tmp_path):
     loaded = opened.load(told.append)
     model = loaded.build(DeviceMemory(opened.spec, pages=4, tails=0), running_max=1, guesses_max=0)
     tokens = random_tokens(90)
-    logits = model.forward([Span(tokens, 0, torch.tensor([2, 0, 3]), 0)], range(90))
+    logits = model.forward([one_pool(tokens, 0, torch.tensor([2, 0, 3]), 0)], range(90))
     expected = reference_logits(make_reference(vocab_size=4096), tokens)
     assert (logits - expected).abs().max() < 1e-4
     assert len(told) == 1 and sum(told[0].values()) == sum(each.nbytes for each in loaded.weights.values())

@@ -7,6 +7,8 @@ All shapes fit the CUDA kernels with entries of fp32 and bf16. With fp8 they do 
 then, and products take multiples of 16. (`test_cuda` has shapes that fit.)
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -23,13 +25,17 @@ from tests.models.reference import (
     random_tokens,
     reference_logits,
 )
-from tiercel.cache import Loaded, Request, TieredCache
+from tests.models.spans import one_pool
+from tiercel.cache import Loaded, TieredCache, Wait, WaitFor
+from tiercel.cache.request import rows_of
 from tiercel.config import CacheConfig
 from tiercel.kernels.choice import make_kernels
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.models.base import Span
 from tiercel.models.deepseek_v4.model import build
 from tiercel.spec import deepseek_v4
+from tiercel.transfer.staging import Staging
+from tiercel.types import place as row_of
 
 TOLERANCE = 1e-4
 PAGE = 128
@@ -67,7 +73,7 @@ class Ours:
         logits = []
         for end in cuts:
             tails = {b: p for b, p in options.get("tails", {}).items() if start < b <= end}
-            span = Span(tokens[start:end], start, self.pages, ring, **options | {"tails": tails})
+            span = one_pool(tokens[start:end], start, self.pages, ring, **options | {"tails": tails})
             logits.append(self.model.forward([span], range(len(span.tokens))).cpu())
             start = end
         return torch.cat(logits)
@@ -155,8 +161,8 @@ def test_a_window_may_be_as_short_as_the_token_itself(window):
 def test_a_text_goes_on_from_a_tail_at_every_boundary(case, device):
     reference, tokens, expected = case
     ours = Ours(reference, device=device)
-    ours.model.forward([Span(tokens[:300], 0, ours.pages, 0, tails={128: 2, 256: 5})])
-    ours.model.forward([Span(tokens[300:512], 300, ours.pages, 0, tails={384: 7, 512: 1})])
+    ours.model.forward([one_pool(tokens[:300], 0, ours.pages, 0, tails={128: 2, 256: 5})])
+    ours.model.forward([one_pool(tokens[300:512], 300, ours.pages, 0, tails={384: 7, 512: 1})])
     for boundary, place in ((128, 2), (256, 5), (384, 7), (512, 1)):
         ours.model.resume(1, [(boundary, place)])
         steps = [boundary + n for n in (1, 2, 3, 4, 5, 60)]
@@ -198,7 +204,7 @@ def test_a_text_goes_on_without_a_tail_after_an_exact_replay(case, device):
     ours.run(random_tokens(200, seed=9), [200], ring=2)  # somebody else's rows are in the ring
     ours.memory.flat_pages.copy_(pages)
     start = 512 - replay
-    ours.model.forward([Span(tokens[start:512], start, ours.pages, 2, write_from=512)])
+    ours.model.forward([one_pool(tokens[start:512], start, ours.pages, 2, write_from=512)])
     assert torch.equal(ours.memory.flat_pages, pages), "a replay writes no entry"
     assert distance(ours.run(tokens, [513, 520, TOKENS], ring=2, start=512), expected[512:]) < TOLERANCE
 
@@ -207,7 +213,7 @@ def test_a_replay_that_is_too_short_is_noticed(case):
     reference, tokens, expected = case
     ours = Ours(reference)
     ours.run(tokens, [512])
-    ours.model.forward([Span(tokens[508:512], 508, ours.pages, 2, write_from=512)])
+    ours.model.forward([one_pool(tokens[508:512], 508, ours.pages, 2, write_from=512)])
     assert distance(ours.run(tokens, [TOKENS], ring=2, start=512), expected[512:]) > 100 * TOLERANCE
 
 
@@ -216,31 +222,36 @@ def test_two_texts_share_pages_and_run_in_one_batch(case, device):
     other = torch.cat([tokens[:256], random_tokens(200, seed=3)])
     expected_other = reference_logits(reference, other)
     ours = Ours(reference, device=device)
-    ours.model.forward([Span(tokens[:300], 0, ours.pages, 0, tails={256: 4})])
+    ours.model.forward([one_pool(tokens[:300], 0, ours.pages, 0, tails={256: 4})])
     ours.model.resume(1, [(256, 4)])
     other_pages = torch.cat([ours.pages[:2], torch.tensor([7, 8])])
     batch = [
-        Span(tokens[300:TOKENS], 300, ours.pages, 0),
-        Span(other[256:400], 256, other_pages, 1),
+        one_pool(tokens[300:TOKENS], 300, ours.pages, 0),
+        one_pool(other[256:400], 256, other_pages, 1),
     ]
     logits = ours.model.forward(batch, range(sum(len(span.tokens) for span in batch)))
     assert distance(logits[:300], expected[300:]) < TOLERANCE
     assert distance(logits[300:], expected_other[256:400]) < TOLERANCE
-    step = [Span(other[400:401], 400, other_pages, 1)]
+    step = [one_pool(other[400:401], 400, other_pages, 1)]
     assert distance(ours.model.forward(step)[0], expected_other[400]) < TOLERANCE
 
 
-def test_a_text_that_went_to_the_host_and_came_back_goes_on_bit_by_bit(case):
+@pytest.mark.parametrize("second", [(), ("c128",), ("c4", "c4_index")], ids=["one pool", "c128", "c4"])
+def test_a_text_that_went_to_the_host_and_came_back_goes_on_bit_by_bit(case, second):
     reference, tokens, expected = case
     spec = deepseek_v4(reference.config.to_dict(), PAGE, "fp32")
-    cache = TieredCache(
-        spec, CacheConfig(device_pages=6, device_tails=4, host_bytes=64 * spec.host_page_bytes)
-    )
+    if not {*second} < {stream.name for stream in spec.page_streams} and second:
+        pytest.skip("these layers are not in two pools")
+    spec = replace(spec, second=second)
+    pages = -(-TOKENS // PAGE) + -(-2 * spec.units_per_tail // spec.frame_units)  # room for one text
+    config = CacheConfig(pages, staging_tails=4, host_bytes=64 * spec.place_bytes, evict="lru")
+    cache = TieredCache(spec, config)
     model = build(our_config(reference), reference.state_dict(), cache.device, rings=2)
     serve(cache, model, tokens[:520])
     warm, reuse = serve(cache, model, tokens)
     assert reuse.device_tokens == 512
-    serve(cache, model, random_tokens(700, seed=5))
+    for seed in (5, 6):
+        serve(cache, model, random_tokens(TOKENS, seed))
     cold, reuse = serve(cache, model, tokens)
     assert (reuse.device_tokens, reuse.host_tokens) == (0, 512)
     assert torch.equal(cold, warm), "device or host: the same bytes, the same logits"
@@ -250,23 +261,27 @@ def test_a_text_that_went_to_the_host_and_came_back_goes_on_bit_by_bit(case):
 
 def serve(cache, model, tokens):
     """One request from begin to finish; answers the logits it computed and what it reused."""
-    chain = cache.chain(tokens)
+    chain, staging = cache.chain(tokens), Staging(cache.device)
     request = cache.begin(chain)
-    while not isinstance(request, Request):
+    while isinstance(request, Wait):
+        assert request.what is not WaitFor.LARGER_DEVICE
         cache.step()
         request = cache.begin(chain)
     while request.state.value == "loading":
         assert all(isinstance(each, Loaded) and each.error is None for each in cache.step())
-    start = request.reuse.tokens
-    for tail in request.resume_tails:
-        model.resume(0, [(start, tail.device & 0xFFFFFFFF)])
+    start, kept = request.reuse.tokens, request.tail_places(PAGE)
+    staging.collect([(i, places) for i, (_, places) in enumerate(kept)])
+    model.resume(0, [(boundary, i) for i, (boundary, _) in enumerate(kept)])
     room = cache.extend(request, len(tokens))
-    while not hasattr(room, "tails"):
+    while isinstance(room, Wait):
+        assert room.what is not WaitFor.LARGER_DEVICE
         cache.step()
         room = cache.extend(request, len(tokens))
-    tails = {boundary: tail & 0xFFFFFFFF for boundary, tail in room.tails.items()}
-    pages = torch.from_numpy(request.places()).long()
-    logits = model.forward([Span(tokens[start:], start, pages, 0, tails=tails)], range(len(tokens) - start))
+    tails = {boundary: i for i, boundary in enumerate(room.tails)}
+    pages = torch.tensor(rows_of(request.table, len(cache.spec.pools)))
+    span = Span(tokens[start:], start, pages, 0, tails=tails)
+    logits = model.forward([span], range(len(tokens) - start))
+    staging.pour([(i, tuple(map(row_of, room.tails[boundary]))) for boundary, i in tails.items()])
     cache.commit(request, len(tokens))
     cache.finish(request)
     while cache.flights.busy:

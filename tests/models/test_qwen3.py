@@ -7,11 +7,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.models.qwen3 import YARN, make_moe_reference, make_reference, random_tokens, reference_logits
+from tests.models.spans import one_pool
 from tiercel.errors import SpecError, WeightsError
 from tiercel.kernels.choice import make_kernels
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.models import grouped
-from tiercel.models.base import Span
 from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.families import family_of
 from tiercel.models.qwen3.config import Qwen3Config, declare
@@ -64,7 +64,7 @@ class Ours:
         """Logits of tokens start …, computed in pieces that end at the cuts."""
         logits = []
         for end in cuts:
-            span = Span(tokens[start:end], start, pages, 0, **options)
+            span = one_pool(tokens[start:end], start, pages, 0, **options)
             logits.append(self.model.forward([span], range(end - start)))
             start = end
         return torch.cat(logits)
@@ -114,9 +114,9 @@ def test_the_bits_do_not_depend_on_company(make, format):
     starts = [150, 0, 129]
     for ring, (text, own, start) in enumerate(zip(texts, pages, starts, strict=True)):
         if start:
-            ours.model.forward([Span(text[:start], 0, own, ring)])
+            ours.model.forward([one_pool(text[:start], 0, own, ring)])
     each = enumerate(zip(texts, pages, starts, strict=True))
-    spans = [Span(text[start:], start, own, ring) for ring, (text, own, start) in each]
+    spans = [one_pool(text[start:], start, own, ring) for ring, (text, own, start) in each]
     rows = range(sum(len(span.tokens) for span in spans))
     together = ours.model.forward(spans, rows).split([len(span.tokens) for span in spans])
     for text, start, logits in zip(texts, starts, together, strict=True):

@@ -11,8 +11,8 @@ import torch
 from tokenizers import Tokenizer
 
 import tiercel.models
+from tests.models.spans import one_pool
 from tiercel.memory.buffers import DeviceMemory
-from tiercel.models.base import Span
 from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.deepseek_v4.config import V4Config
 from tiercel.models.deepseek_v4.model import build
@@ -54,12 +54,12 @@ def score(model, context, asked, *, break_pages=None):
     right = 0
     for question, answer in asked:
         pages = torch.arange(16)
-        model.forward([Span(torch.tensor(context), 0, pages, 0)])
+        model.forward([one_pool(torch.tensor(context), 0, pages, 0)])
         if break_pages is not None:
             break_pages()
         tokens, at, said = question, len(context), []
         for _ in answer:
-            logits = model.forward([Span(torch.tensor(tokens), at, pages, 0)])
+            logits = model.forward([one_pool(torch.tensor(tokens), at, pages, 0)])
             at += len(tokens)
             tokens = [int(logits[0].argmax())]
             said += tokens
@@ -83,13 +83,13 @@ class Drafting:
 
     def agreed(self, text, *, lose, tokens=8):
         """Of the tokens after a tail at the first boundary, how many the draft says as the model will."""
-        self.model.forward([Span(text[:PAGE], 0, torch.arange(4), 0, tails={PAGE: 0})])
+        self.model.forward([one_pool(text[:PAGE], 0, torch.arange(4), 0, tails={PAGE: 0})])
         if lose:
             self.tail.zero_()
         self.model.resume(1, [(PAGE, 0)])
         agreed = 0
         for at in range(PAGE, PAGE + tokens):
-            span = Span(text[at : at + 1], at, torch.arange(4), 1)
+            span = one_pool(text[at : at + 1], at, torch.arange(4), 1)
             guess = self.model.draft.propose([span], 1)
             agreed += int(guess == self.model.forward([span]).argmax())
         return agreed

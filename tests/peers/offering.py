@@ -55,7 +55,7 @@ class Offered:
         mooncake: str | None = None,
     ) -> None:
         self.spec = SPECS[spec]
-        config = CacheConfig(host_bytes=host_pages * self.spec.host_page_bytes, layout=layout)
+        config = CacheConfig(host_bytes=host_pages * self.spec.place_bytes, layout=layout)
         memory = make_borrowed(self.spec, 2, 2)
         order = None if shuffle is None else lambda n: random.Random(shuffle).sample(range(n), n)
         self.cache = HostCache(self.spec, config, make_memories(self.spec, config, memory), pool_order=order)

@@ -89,7 +89,7 @@ def test_host_pages_stay_reserved_as_long_as_bytes_may_come():
         store._transport = late
         puller = Puller(store, host_pages=32, store_timeout_s=0.2)
         with closing(puller.cache):
-            reserved = 8 + 2 * puller.spec.host_pages_per_tail
+            reserved = 8 + 2 * puller.spec.places_per_tail
             chain = puller.cache.chain(EIGHT)
             while isinstance(found := puller.cache.find(chain), Wait):
                 puller.cache.step()

@@ -52,7 +52,7 @@ class Puller:
     def __init__(self, store, *, spec=SPEC, layout=LAYOUTS[0], host_pages=64, **settings):
         self.spec = SPECS[spec]
         settings = {"fetch": "wait", "store_timeout_s": 5.0} | settings
-        config = CacheConfig(host_bytes=host_pages * self.spec.host_page_bytes, layout=layout, **settings)
+        config = CacheConfig(host_bytes=host_pages * self.spec.place_bytes, layout=layout, **settings)
         order = lambda count: list(range(count))[::-1]  # noqa: E731
         self.cache = HostCache(
             self.spec,
@@ -145,7 +145,7 @@ def test_a_text_that_the_peer_does_not_have_is_one_question(peer):
 def test_a_small_host_pool_takes_what_fits_into_half_of_it(peer):
     with pulling(peer.address, host_pages=12) as puller:
         assert puller.pull().pages == 4
-        assert puller.cache.host_pages.free == 12 - 4 - puller.spec.host_pages_per_tail
+        assert puller.cache.host_pages.free == 12 - 4 - puller.spec.places_per_tail
 
 
 def test_a_host_pool_that_others_hold_takes_nothing_and_nothing_is_lost(peer):

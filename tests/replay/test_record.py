@@ -38,7 +38,7 @@ PROMPTS = [
 
 def test_a_replay_of_a_servers_trace_reuses_what_the_server_did(tmp_path):
     file = tmp_path / "out.jsonl"
-    engine = make_engine(pages=10, tails=6, host_pages=14)
+    engine = make_engine(pages=6, host_pages=40)
     usages = record(file, engine, PROMPTS)
     trace = read_trace([file], SPEC.page_tokens)
     serving = Serving(one_at_a_time=True, batch=8, step_tokens=512, cache=engine.cache.config)

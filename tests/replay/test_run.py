@@ -69,7 +69,7 @@ def served(asked, spec, config, *, batch=8, step_tokens=16):
     return tiers, sum(each.replay_tokens for each in reused), counted
 
 
-MOVED = ("pages_saved", "tails_saved", "pages_loaded", "tails_loaded", "tails_skipped", "requests_finished")
+MOVED = ("pages_saved", "tails_saved", "pages_loaded", "tails_loaded", "requests_finished")
 
 
 @pytest.mark.parametrize("policy", ["lru", "slru", "value"])
@@ -79,9 +79,9 @@ def test_a_replay_counts_what_the_cache_does_with_bytes(tmp_path, name, policy):
     for seed in range(6):
         asked = conversations(seed, 60)
         config = CacheConfig(
-            device_pages=24,
-            device_tails=8 * max(1, spec.pages_per_window) if spec.tail_streams else 0,
-            host_bytes=(30 if seed % 2 else 200) * spec.host_page_bytes,
+            device_pages=24 + 2 * spec.pages_per_window * spec.places_per_tail,
+            staging_tails=2 * spec.pages_per_window,
+            host_bytes=(30 if seed % 2 else 200) * spec.place_bytes,
             evict=policy,
         )
         serving = Serving(FAST, batch=8, one_at_a_time=True, step_tokens=16, cache=config)
@@ -100,8 +100,8 @@ def doubted_refusal(self, task):
     """Asks the cache again where it need not: a refusal must still hold, and asking must change nothing."""
     refusal = real_refusal(self, task)
     if refusal is not None:
-        task.refused, leaving = None, self._cache.places.pages_leaving
-        assert self._begin(task) is not None and self._cache.places.pages_leaving == leaving
+        task.refused, leaving = None, self._cache.pages.leaving
+        assert self._begin(task) is not None and self._cache.pages.leaving == leaving
         task.refused = self._cache.changes, refusal
     return refusal
 
@@ -189,10 +189,10 @@ class Overlapping:
     """Requests that overlap, of one seed: replayed, and step by step."""
 
     def __init__(self, tmp_path, spec, policy, store, seed):
-        random, self.spec, page_bytes = Random(seed), spec, spec.host_page_bytes
+        random, self.spec, page_bytes = Random(seed), spec, spec.place_bytes
         config = CacheConfig(
-            device_pages=24,
-            device_tails=8 * max(1, spec.pages_per_window) if spec.tail_streams else 0,
+            device_pages=24 + 2 * spec.pages_per_window * spec.places_per_tail,
+            staging_tails=2 * spec.pages_per_window,
             host_bytes=random.choice([15, 30, 200]) * page_bytes,
             save_step_bytes=random.choice([2, 1000]) * page_bytes,
             evict=policy,
@@ -246,7 +246,10 @@ def test_every_token_of_a_prompt_is_reused_replayed_lost_new_or_behind_the_last_
     spec = SPECS["compressed"]
     asked = conversations(1, 80)
     trace = trace_of(tmp_path, asked, spec.page_tokens)
-    config = CacheConfig(device_pages=24, device_tails=8 * spec.pages_per_window)
+    config = CacheConfig(
+        device_pages=24 + 2 * spec.pages_per_window * spec.places_per_tail,
+        staging_tails=spec.pages_per_window,
+    )
     report = replay_places(trace, spec, Serving(FAST, cache=config, one_at_a_time=True))
     useful = sum((len(prompt) - 1) // spec.page_tokens * spec.page_tokens for prompt, _ in asked)
     assert report.tokens_asked == sum(len(prompt) for prompt, _ in asked)
@@ -299,14 +302,14 @@ def test_requests_that_come_faster_than_they_are_computed_wait_and_share_what_is
 def test_where_the_device_is_short_requests_give_way_and_all_of_them_end(tmp_path):
     asked = [([number] * 1000, [7] * 1500) for number in range(2, 8)]
     trace = trace_of(tmp_path, asked, 256, every_s=0.0)
-    config = CacheConfig(device_pages=18, device_tails=8, host_bytes=GB)
+    config = CacheConfig(device_pages=18 + 2 * FLASH.places_per_tail, staging_tails=2, host_bytes=GB)
     report = replay_places(trace, FLASH, Serving(cache=config, batch=6))
     assert report.preemptions > 0 and report.counters["requests_finished"] == 6
 
 
 def test_a_text_that_does_not_fit_on_the_device_is_counted_as_refused(tmp_path):
     asked = [([1] * 300, [2]), ([1] * 9000, [2])]
-    config = CacheConfig(device_pages=8, device_tails=4)
+    config = CacheConfig(device_pages=8 + 2 * FLASH.places_per_tail, staging_tails=2)
     report = replay_places(trace_of(tmp_path, asked, 256), FLASH, Serving(cache=config))
     assert (report.requests, report.refused) == (1, 1)
 

@@ -14,9 +14,13 @@ import numpy as np
 
 from tiercel.memory.buffers import HostMemory, Memory
 from tiercel.spec.cache_spec import CacheSpec
-from tiercel.types import PageKey, place
+from tiercel.types import TAG_SHIFT, PageKey, place
 
 POISON = 0xEE
+WIDE = 2
+"""The tag of places in the second pool."""
+
+Ids = int | tuple[int, ...]
 
 Text = bytes
 """A namespace and the tokens up to a boundary."""
@@ -34,11 +38,13 @@ class Bytes:
 
     def __init__(self, spec: CacheSpec, device: Memory) -> None:
         self.spec = spec
-        self.rows = {
+        self.columns = {
             (stream.name, layer): device.view(stream.name, layer).numpy()
             for stream in device.spec.streams
             for layer in stream.layers
         }
+        """What kernels see: a tail in one piece."""
+        self.rows = {row: (flat.numpy(), pieces) for row, (flat, pieces) in device.rows.items()}
         self._prepare()
 
     def _prepare(self) -> None:
@@ -59,24 +65,52 @@ class Bytes:
                     start = end
         return rows
 
-    def write(self, page_id: int, key: PageKey, text: Text, *, tail: bool) -> None:
+    def pieces(self, row: tuple[str, int], ids: Ids):
+        """The bytes of one row of a page or tail, piece by piece."""
+        flat, pieces = self.rows[row]
+        ids = ids if isinstance(ids, tuple) else (ids,)
+        for part, piece in pieces:
+            if part < len(ids):  # a sparse page has no place in the second pool
+                offset, size = piece.at(place(ids[part]))
+                yield flat[offset : offset + size]
+
+    def write(self, ids: Ids, key: PageKey, text: Text, *, tail: bool) -> None:
         assert self.texts.setdefault(key, text) == text, "I8: two texts share a key"
         for row, data in self.expected(text, tail):
             if row in self.rows:
-                self.rows[row][place(page_id)] = data
+                at = 0
+                for piece in self.pieces(row, ids):
+                    piece[:], at = data[at : at + len(piece)], at + len(piece)
 
-    def check(self, page_id: int, text: Text, *, tail: bool, who: str) -> None:
+    def check(self, ids: Ids, text: Text, *, tail: bool, who: str) -> None:
         for row, data in self.expected(text, tail):
             if row not in self.rows:
                 continue
-            got = self.rows[row][place(page_id)]
-            kind = "tail" if tail else "page"
-            assert (got == data).all(), f"I2: wrong bytes in {row} of {kind} of {text!r} ({who})"
+            at, kind = 0, "tail" if tail else "page"
+            for piece in self.pieces(row, ids):
+                wanted, at = data[at : at + len(piece)], at + len(piece)
+                assert (piece == wanted).all(), f"I2: wrong bytes in {row} of {kind} of {text!r} ({who})"
 
-    def poison(self, page_id: int, *, tail: bool) -> None:
+    def poison(self, ids: Ids, *, tail: bool) -> None:
         for row, _ in self.expected(b"", tail):
             if row in self.rows:
-                self.rows[row][place(page_id)] = POISON
+                for piece in self.pieces(row, ids):
+                    self.fill(piece)
+
+    def poison_place(self, page_id: int) -> None:
+        """A place that a pool got back, whatever was there."""
+        if not self.spec.second:
+            self.poison(page_id, tail=False)
+            return
+        (flat, _), at, unit = next(iter(self.rows.values())), place(page_id), self.spec.unit_bytes
+        if page_id >> TAG_SHIFT == WIDE:
+            frame = self.spec.frame_units * unit
+            self.fill(flat[at * frame + unit : (at + 1) * frame])
+        else:
+            self.fill(flat[at * unit : (at + 1) * unit])
+
+    def fill(self, piece) -> None:
+        piece[:] = POISON
 
 
 class HostRows:

@@ -8,12 +8,12 @@ from random import Random
 import numpy as np
 import torch
 
-from tests.simulation.bytes import POISON, Bytes, Text
+from tests.simulation.bytes import POISON, Bytes, Ids, Text
 from tests.simulation.world import World
 from tiercel.spec import CacheSpec
 from tiercel.transfer.cuda import WAYS
 from tiercel.transfer.plan import Plan
-from tiercel.types import PageKey, place
+from tiercel.types import PageKey
 
 DELAY_CYCLES = 400_000
 CHECKED_PAGES = 2
@@ -27,35 +27,35 @@ class CudaBytes(Bytes):
         self.compute = torch.cuda.Stream()
         self.wrong = torch.zeros(1, dtype=torch.int64, device="cuda")
         self.spec = spec
-        self.rows = {
-            (stream.name, layer): device.view(stream.name, layer)
-            for stream in device.spec.streams
-            for layer in stream.layers
-        }
+        self.rows = dict(device.rows)
         torch.cuda.synchronize()
         self._prepare()
 
     def _put(self, row: torch.Tensor, data: np.ndarray) -> None:
         row.copy_(torch.from_numpy(data.copy()).pin_memory(), non_blocking=True)
 
-    def write(self, page_id: int, key: PageKey, text: Text, *, tail: bool) -> None:
+    def write(self, ids: Ids, key: PageKey, text: Text, *, tail: bool) -> None:
         assert self.texts.setdefault(key, text) == text, "I8: two texts share a key"
         with torch.cuda.stream(self.compute):
             for row, data in self.expected(text, tail):
-                self._put(self.rows[row][place(page_id)], data)
+                at = 0
+                for piece in self.pieces(row, ids):
+                    self._put(piece, data[at : at + len(piece)])
+                    at += len(piece)
 
-    def check(self, page_id: int, text: Text, *, tail: bool, who: str) -> None:
+    def check(self, ids: Ids, text: Text, *, tail: bool, who: str) -> None:
         with torch.cuda.stream(self.compute):
             for row, data in self.expected(text, tail):
-                got = self.rows[row][place(page_id)]
-                wanted = torch.empty_like(got)
-                self._put(wanted, data)
-                self.wrong += (got != wanted).sum()
+                at = 0
+                for got in self.pieces(row, ids):
+                    wanted = torch.empty_like(got)
+                    self._put(wanted, data[at : at + len(got)])
+                    self.wrong += (got != wanted).sum()
+                    at += len(got)
 
-    def poison(self, page_id: int, *, tail: bool) -> None:
+    def fill(self, piece: torch.Tensor) -> None:
         with torch.cuda.stream(self.compute):
-            for row, _ in self.expected(b"", tail):
-                self.rows[row][place(page_id)] = POISON
+            piece.fill_(POISON)
 
     def look(self) -> None:
         with torch.cuda.stream(self.compute):

@@ -117,15 +117,13 @@ class ForeignWorld(Stage):
         }
 
     def _make_cache(self, random: Random) -> HostCache:
-        least = max(1, self.spec.host_pages_per_tail)
+        least = max(1, self.spec.places_per_tail)
         self.roomy = random.random() < 0.4
         """Most of what is saved reaches the store, and is waited for."""
         config = CacheConfig(
             fetch="wait" if self.roomy else random.choice(FETCH_POLICIES),
             store_writing_bytes=random.choice([1, 10_000, 1 << 20]),
-            host_bytes=self.spec.host_page_bytes
-            * least
-            * (30 if self.roomy else random.choice([2, 5, 8, 16])),
+            host_bytes=self.spec.place_bytes * least * (30 if self.roomy else random.choice([2, 5, 8, 16])),
             layout=random.choice(LAYOUTS),
             copier=random.choice(["reference", "direct"]),
             evict=random.choice([*EVICT_POLICIES, f"{Indifferent.__module__}:Indifferent"]),

@@ -30,10 +30,6 @@ class Use:
 class WatchedCopies(Copies):
     oracle: Oracle
 
-    def load_done(self, move, ok):
-        super().load_done(move, ok)
-        assert not move.item.gone or move.item.device is None, "I3: what is gone still names its place"
-
     def tell(self, stored, tier, item):
         page = item.page if isinstance(item, Tail) else item
         self.oracle.hear(Event(stored, tier, item.kind, page.key))
@@ -76,9 +72,9 @@ class WatchedTree(PrefixTree):
             self.oracle.use_path(pages[-1], self.copies.clock, priority, hit=False)
         return pages
 
-    def _evict(self, item, host_pages, take_host):
+    def _evict(self, item, take_host):
         self.oracle.check_victim(item)
-        return super()._evict(item, host_pages, take_host)
+        return super()._evict(item, take_host)
 
     def _forget(self, item):
         self.oracle.check_owned_victim(item)
@@ -145,7 +141,7 @@ class Oracle:
             return 0.0
         use, chance = tail or self.uses[item.key], tail.chance if tail else tree.worth.chances.end
         if filed:
-            lines = (tree.device[item.kind], tree.host, getattr(item.owner, "order", None))
+            lines = (tree.device, tree.host, getattr(item.owner, "order", None))
             weight = max(line.weight_of(item) for line in lines if line and item in line)
         else:
             exact = self._weight_of_tail(tail) if tail else 1.0 + HIT * min(use.hits, HITS_MOST)
@@ -212,19 +208,15 @@ class Oracle:
         assert [t.page for t in match.tails] == wanted[::-1]
 
     def check_victim(self, item: Page | Tail) -> None:
-        """An item that leaves the device is unlocked, has no children there, and is the coldest of its
-        kind."""
+        """An item that leaves the device is unlocked, nothing hangs on it there, and it is the coldest."""
         pages = list(self.tree.index.values())
-        if isinstance(item, Tail):
-            line = [p.tail for p in pages if p.tail and p.tail.device is not None]
-            line = [tail for tail in line if tail.lock == 0 and tail.load is None]
-        else:
-            carrying = {id(p.parent) for p in pages if p.device is not None}
-            line = [
-                p
-                for p in pages
-                if p.device is not None and p.load is None and p.lock == 0 and id(p) not in carrying
-            ]
+        tails = [page.tail for page in pages if page.tail and page.tail.device is not None]
+        carrying = {id(p.parent) for p in pages if p.device is not None} | {id(t.page) for t in tails}
+        line: list[Item] = [
+            each
+            for each in (*pages, *tails)
+            if each.device is not None and each.load is None and each.lock == 0 and id(each) not in carrying
+        ]
         assert item in line, "I3: this may not leave the device"
         self.check_coldest(item, line)
 

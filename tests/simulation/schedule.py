@@ -42,11 +42,14 @@ from tiercel.text.stream import TextPiece
 from tiercel.transfer.controller import LocalController
 from tiercel.transfer.mover import Workers
 from tiercel.transfer.plan import Direction
-from tiercel.types import Kind
+from tiercel.transfer.staging import Staging
 
 VOCABULARY = 11
 LONGEST = 48
 STEPS_TO_END = 3000
+
+Places = tuple[int, ...]
+"""The places of a page, one in each pool of the device; the staging place of a tail."""
 
 
 class ScriptedFaultError(RuntimeError):
@@ -97,7 +100,7 @@ class ScriptedModel:
 
     def _restore(self, ring: int, tails: Sequence[tuple[int, int]]) -> None:
         for boundary, place in tails:
-            text = self._read(place, tail=True)
+            text = self._read((place,), tail=True)
             assert len(text) == boundary, f"I2: a tail at {boundary} holds the text up to {len(text)}"
             self._rings[ring] = text
 
@@ -120,7 +123,8 @@ class ScriptedModel:
         return logits
 
     def _span(self, span: Span) -> list[int]:
-        page_tokens, pages, tokens = self.page_tokens, span.pages.tolist(), span.tokens.tolist()
+        page_tokens, tokens = self.page_tokens, span.tokens.tolist()
+        pages = [tuple(places) for places in span.pages.T.tolist()]
         before = self._before(span, pages)
         assert len(before) >= span.start, f"I2: {len(before)} tokens are known before {span.start}"
         text, drawn = before[: span.start], list[int]()
@@ -137,11 +141,11 @@ class ScriptedModel:
                 if len(text) > span.write_from:
                     self._write(pages[len(text) // page_tokens - 1], text, tail=False)
                 if len(text) in span.tails:
-                    self._write(span.tails[len(text)], text, tail=True)
+                    self._write((span.tails[len(text)],), text, tail=True)
         self._rings[span.ring] = text
         return drawn
 
-    def _before(self, span: Span, pages: list[int]) -> list[int]:
+    def _before(self, span: Span, pages: Sequence[Places]) -> list[int]:
         """The text so far: from the ring, or at a replay or without tails from the pages."""
         known = self._rings.get(span.ring)
         if known is not None and 0 <= len(known) - span.start <= self.guesses_max:
@@ -152,20 +156,23 @@ class ScriptedModel:
         assert replays or not (whole and self.spec.tail_streams), "a text goes on without its tails"
         return self._read(pages[whole - 1], tail=False) if whole else []
 
-    def _read(self, place: int, *, tail: bool) -> list[int]:
-        found = self._texts.get(self._rows(place, tail=tail))
-        assert found is not None, f"I2: nobody wrote what is at place {place} ({'tail' if tail else 'page'})"
+    def _read(self, places: Places, *, tail: bool) -> list[int]:
+        found = self._texts.get(self._rows(places, tail=tail))
+        assert found is not None, f"I2: nobody wrote what is at {places} ({'tail' if tail else 'page'})"
         return list(found)
 
-    def _write(self, place: int, text: list[int], *, tail: bool) -> None:
+    def _write(self, places: Places, text: list[int], *, tail: bool) -> None:
         for row, data in self.bytes.expected(bytes(text), tail):
-            self.bytes.rows[row][place] = data
-        self._texts[self._rows(place, tail=tail)] = list(text)
+            self._row(row, places)[:] = data
+        self._texts[self._rows(places, tail=tail)] = list(text)
 
-    def _rows(self, place: int, *, tail: bool) -> bytes:
+    def _rows(self, places: Places, *, tail: bool) -> bytes:
         streams = self.spec.tail_streams if tail else self.spec.page_streams
-        rows = (self.bytes.rows[stream.name, layer][place] for stream in streams for layer in stream.layers)
+        rows = (self._row((stream.name, layer), places) for stream in streams for layer in stream.layers)
         return bytes([tail]) + b"".join(row.tobytes() for row in rows)
+
+    def _row(self, row: tuple[str, int], places: Places) -> Any:
+        return self.bytes.columns[row][places[self.spec.pool_of(self.spec.stream(row[0]))]]
 
     def _maybe_fail(self) -> None:
         if self.faults:
@@ -327,14 +334,15 @@ class Asked:
 
 
 class WatchedScheduler(Scheduler):
-    """Every running text that can be served advances: each that does not has a page of its own leaving."""
+    """Every running text that can be served advances: each that does not has a page of its own leaving. The
+    last one may wait for a load as well, after which the loaded text gives way to it."""
 
     def plan(self) -> list[StepPart]:
         parts = super().plan()
         stand = 0 if self.stalled else self._standing_still({part.ring for part in parts})
-        tree, leaving = self.cache.tree, self.cache.places.pages_leaving
-        if stand > leaving:
-            coldest = tree.device[Kind.PAGE].coldest()
+        tree, leaving = self.cache.tree, self.cache.pages.leaving
+        if stand > leaving + bool(self.admission.loading):
+            coldest = tree.device.coldest()
             waits = coldest is not None and tree._waits_for_saves(coldest)
             assert waits, f"{stand} texts stand still, and {leaving} pages are leaving"
         return parts
@@ -384,7 +392,9 @@ class ScheduleWorld:
         self.scheduler = WatchedScheduler(self.cache, config, lambda: self.now_s)
         self.scheduler.guessing.policy = RandomPolicy(Random(random.getrandbits(32)))
         drafter = ScriptedDrafter(Random(random.getrandbits(32)))
-        self.runner = SlowRunner(self.model, controller.ready if controller else None, drafter)
+        staging = Staging(self.cache.device) if self.spec.tail_streams else None  # type: ignore[arg-type]
+        ready = controller.ready if controller else None
+        self.runner = SlowRunner(self.model, ready, drafter, staging=staging)
         self.steps: Iterator[list[Outcome]] = {  # type: ignore[assignment]
             "plain": lambda: plain_steps(self),  # type: ignore[arg-type]
             "overlapped": lambda: overlapped_steps(self, LateExecutor(random)),  # type: ignore[arg-type]
@@ -402,11 +412,12 @@ class ScheduleWorld:
         self.log: list[str] = []
 
     def _make_cache(self, random: Random) -> TieredCache:
-        spec, least = self.spec, max(1, self.spec.host_pages_per_tail)
+        spec, least = self.spec, max(1, self.spec.places_per_tail)
+        tails = random.choice([2, 3, 7]) * spec.pages_per_window
         config = CacheConfig(
-            device_pages=random.choice([2, 4, 6, 9, 14]),
-            device_tails=random.choice([2, 3, 7]) * spec.pages_per_window,
-            host_bytes=spec.host_page_bytes * least * random.choice([0, 2, 8, 30]),
+            device_pages=random.choice([2, 4, 6, 9, 14]) - (-tails * spec.units_per_tail // spec.frame_units),
+            staging_tails=random.choice([1, 2, 7]) * spec.pages_per_window,
+            host_bytes=spec.place_bytes * least * random.choice([0, 2, 8, 30]),
             layout=random.choice(LAYOUTS),
             copier="reference",
             save=random.choice(SAVE_POLICIES),
@@ -420,22 +431,22 @@ class ScheduleWorld:
         return TieredCache(spec, config, memories, pool_order=shuffled)
 
     def _poison_what_is_freed(self) -> None:
-        for pool, tail in ((self.cache.pages, False), (self.cache.tails, True)):
+        real = self.cache.pages.release
 
-            def release(ids, tail=tail, real=pool.release):
-                ids = list(ids)
-                poison = partial(self._poison, ids, tail)
-                if self.loop == "queued":
-                    self.stream.add(poison)
-                else:
-                    poison()
-                real(ids)
+        def release(ids):
+            ids = list(ids)
+            poison = partial(self._poison, ids)
+            if self.loop == "queued":
+                self.stream.add(poison)
+            else:
+                poison()
+            real(ids)
 
-            pool.release = release  # type: ignore[method-assign]
+        self.cache.pages.release = release  # type: ignore[method-assign]
 
-    def _poison(self, ids: Sequence[Any], tail: bool) -> None:
+    def _poison(self, ids: Sequence[Any]) -> None:
         for page_id in ids:
-            self.model.bytes.poison(page_id, tail=tail)
+            self.model.bytes.poison_place(page_id)
 
     def _start(self, step: Step) -> Callable[[], Drawn]:
         """Queue a step. It is carried out now, when something behind it is, or when its result is needed."""

@@ -43,3 +43,17 @@ SPECS = {
     ).stage(2, 3),
 }
 SPECS["in records"] = in_records(SPECS["compressed"])
+SPECS["two pools"] = CacheSpec(
+    "sparse",
+    4,
+    (
+        K,
+        Stream("v", (0, 2), (Part("bf16", 14),)),
+        PACKED,
+        Stream("window", (0, 2), (Part("x", 40),), Window(4)),
+    ),
+    second=("v", "packed"),
+)
+SPECS["two pools, even"] = CacheSpec(
+    "even", 4, (K, V, Stream("state", (1,), (Part("fp32", 200),), State())), second=("k",)
+)

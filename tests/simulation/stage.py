@@ -80,7 +80,7 @@ class Stage:
         """Some caches limit what one owner may keep, to nothing, a little or much of the device."""
         random = Random(f"limits of {setup}")
         if random.random() < 0.5:
-            most = random.choice([0, 2, 5, 20]) * self.spec.host_page_bytes
+            most = random.choice([0, 2, 5, 20]) * self.spec.place_bytes
             self.cache.limit("a", most)
 
     def check_limits(self) -> None:
@@ -169,7 +169,7 @@ class Stage:
     def _poison_what_is_freed(self) -> None:
         def release_host(ids, real=self.cache.host_pages.release):
             for page_id in ids:
-                for view in self.cache.host.views([page_id], [self.spec.host_page_bytes])[0]:
+                for view in self.cache.host.views([page_id], [self.spec.place_bytes])[0]:
                     view[:] = bytes([POISON]) * len(view)
             real(ids)
 

@@ -42,11 +42,11 @@ class Scene(World):
 
         self.spec = SPECS["compressed"]
         config = CacheConfig(
-            device_pages=6,
-            device_tails=2,
-            host_bytes=40 * self.spec.host_page_bytes,
+            device_pages=6 + 2 * self.spec.places_per_tail,
+            staging_tails=2,
+            host_bytes=40 * self.spec.place_bytes,
             copier="reference",
-            tail_every_pages=2,
+            tail_every_pages=4,
         )
         with patch.object(cache_module, "PrefixTree", WatchedTree):
             memories = make_memories(self.spec, config, executors=self.copies)
@@ -145,8 +145,8 @@ def play(fault, install):
 def failing_allocations(scene, fault):
     real = places_module.reserve  # type: ignore[attr-defined]
 
-    def reserve(*needs):
-        return Short(needs[0][0].name, 1) if fault.due() else real(*needs)
+    def reserve(pool, *counts):
+        return Short(pool.name, 1) if fault.due() else real(pool, *counts)
 
     return patch.object(places_module, "reserve", reserve)
 
@@ -211,7 +211,7 @@ def test_a_fault_in_a_load_is_the_request_s_alone_and_the_next_try_is_right():
     scene.try_begin(actor)
     assert actor.request.state is RequestState.LOADING
     scene.cache.step()
-    scene.copier.copies_until_fault = 1
+    scene.copier.copies_until_fault = 0
     scene.copies[Direction.LOAD].run(0)
     (loaded,) = scene.cache.step()
     assert loaded.error is not None and loaded.error.__cause__ is not None

@@ -217,18 +217,18 @@ def a_step_with_guesses_is_not_waited_for(self):
     return False
 
 
-def wrong_guesses_are_kept(self, part, guesses):
-    span = real_span(self, part, guesses)
+def wrong_guesses_are_kept(self, part, guesses, staged):
+    span = real_span(self, part, guesses, staged)
     self.count += len(guesses) > 1
     return span
 
 
-def a_page_that_is_leaving_counts_for_everybody(self):
-    return self.pages.free + self.pages_leaving
+def a_page_that_is_leaving_counts_for_everybody(self, running):
+    return (0,) * self._pools
 
 
 MUTANTS = {
-    a_page_that_is_leaving_counts_for_everybody: (Places, "_pages_to_come"),
+    a_page_that_is_leaving_counts_for_everybody: (Places, "_before"),
     refused_guesses_count_as_computed: (Scheduler, "_go_on"),
     only_one_token_of_a_step_is_taken: (Scheduler, "_go_on"),
     the_plan_stays_where_it_was: (Scheduler, "_moved"),

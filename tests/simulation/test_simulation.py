@@ -64,7 +64,7 @@ def test_the_simulation_reaches_what_it_is_meant_to_test():
         "loads_failed", "saves_failed",
         "tokens_store", "pages_written", "tails_written", "bytes_read", "flaws", "failures", "timeouts",
         "fetches_late", "fetches_not_worth", "writes_refused", "writes_passed",
-        "requests_finished", "requests_aborted", "requests_preempted", "observer_errors", "tails_skipped",
+        "requests_finished", "requests_aborted", "requests_preempted", "observer_errors",
         "landings", "leases",
     ):  # fmt: skip
         assert seen.get(name, 0) >= 10, f"{name} hardly ever happens"

@@ -13,7 +13,7 @@ from random import Random
 from unittest.mock import patch
 
 import tiercel.cache.core as cache_module
-from tests.simulation.bytes import Bytes, Text, text_of
+from tests.simulation.bytes import Bytes, HostRows, Text, text_of
 from tests.simulation.copies import HeldCopies
 from tests.simulation.oracle import WatchedTree
 from tests.simulation.specs import SPECS
@@ -39,7 +39,7 @@ class Actor:
     options: dict[str, object]
     request: Request | None = None
     written: int = 0
-    tails_due: dict[int, int] = field(default_factory=dict)
+    tails_due: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def text(self, pages: int) -> Text:
         return text_of(self.namespace, self.tokens[: pages * self.chain.page_tokens])
@@ -57,7 +57,7 @@ class World(Stage):
         self.bytes = self.make_bytes()
         self.set_up(random)
         self.limit_owners(setup)
-        self.tokens_max = min(TOKENS_MAX, self.cache.pages.capacity * self.spec.page_tokens)
+        self.tokens_max = min(TOKENS_MAX, self.cache.pages_most * self.spec.page_tokens)
         self.actors: list[Actor] = []
         self.texts: list[tuple[list[int], tuple[str, ...]]] = [([], ())]
 
@@ -65,18 +65,21 @@ class World(Stage):
         return Bytes(self.spec, self.cache.device)
 
     def _make_cache(self, random: Random) -> TieredCache:
-        least = max(1, self.spec.host_pages_per_tail)
+        least = max(1, self.spec.places_per_tail)
+        frame = self.spec.frame_units
         roomy = self.roomy = random.random() < 0.4
         """Most of what is computed reaches the host, and so the store."""
         tight = self.tight = not roomy and random.random() < 0.25
         tails = 2 if tight else random.choice([2, 3, 7])
+        beside = -(-tails * self.spec.pages_per_window * self.spec.units_per_tail // frame)
         config = CacheConfig(
             fetch=random.choice(FETCH_POLICIES),
             store_writing_bytes=random.choice([1, 10_000, 1 << 20]),
             save_step_bytes=random.choice([1, 1, 1 << 20]),
-            device_pages=14 if roomy else random.randint(4, 8) if tight else random.choice([2, 6, 9, 9, 14]),
-            device_tails=tails * self.spec.pages_per_window,
-            host_bytes=self.spec.host_page_bytes
+            device_pages=beside
+            + (14 if roomy else random.randint(4, 8) if tight else random.choice([2, 6, 9, 9, 14])),
+            staging_tails=self.spec.pages_per_window,
+            host_bytes=self.spec.place_bytes
             * least
             * (30 if roomy else random.randint(1, 3) if tight else random.choice([0, 2, 8, 16, 30])),
             layout=random.choice(LAYOUTS),
@@ -92,15 +95,14 @@ class World(Stage):
             return TieredCache(self.spec, config, memories, pool_order=shuffled)
 
     def _poison_what_is_freed(self) -> None:
-        for pool, tail in ((self.cache.pages, False), (self.cache.tails, True)):
+        real = self.cache.pages.release
 
-            def release(ids, pool=pool, tail=tail, real=pool.release):
-                for page_id in ids:
-                    self.bytes.poison(page_id, tail=tail)
-                real(ids)
+        def release(ids):
+            for page_id in ids:
+                self.bytes.poison_place(page_id)
+            real(ids)
 
-            pool.release = release  # type: ignore[method-assign]
-
+        self.cache.pages.release = release  # type: ignore[method-assign]
         super()._poison_what_is_freed()
 
     # One step
@@ -121,6 +123,7 @@ class World(Stage):
         ("store_fault", 2),
         ("store_change", 1),
         ("leave", 1),
+        ("shed", 4),
         ("land", 1),
         ("landed", 3),
     )
@@ -147,6 +150,7 @@ class World(Stage):
             "load": random.random() < 0.9,
             "replay": random.random() < 0.2,
             "for_others": len(tokens) % 4 == 0,
+            "sparse": len(tokens) % 3 == 0,
         }
         self.actors.append(Actor(tokens, namespace, self.chain_of(tokens, namespace), options))
 
@@ -188,6 +192,13 @@ class World(Stage):
             for pages, key in enumerate(actor.chain.keys, 1):
                 self.bytes.texts.setdefault(key, actor.text(pages))
             self._land(actor.chain, random)
+
+    def _do_shed(self, random: Random) -> None:
+        """Pages become sparse: nobody reads their second places any more."""
+        tree = self.cache.tree
+        whole = [page for page in tree.index.values() if page.on_device and tree.copies.is_whole(page)]
+        if self.spec.second and (both := [page for page in whole if page.on_host]):
+            self.cache.shed(random.sample(both, random.randint(1, len(both))))
 
     def _do_leave(self, random: Random) -> None:
         """A client leaves while it waits."""
@@ -247,16 +258,22 @@ class World(Stage):
         if oldest.request is None or oldest.request.state is not RequestState.RUNNING:
             return
         self._read(oldest)
-        if self._compute(oldest, len(oldest.tokens)):
-            self.cache.commit(oldest.request, len(oldest.tokens))
-            self.cache.finish(oldest.request)
-            self.actors.remove(oldest)
+        page_tokens, end = self.spec.page_tokens, len(oldest.tokens)
+        while oldest.written < end:  # page by page: there may be no room for all tails at once
+            upto = min(end, (oldest.written // page_tokens + 1) * page_tokens)
+            if not self._compute(oldest, upto):
+                return
+            self.cache.commit(oldest.request, upto)
+        self.cache.finish(oldest.request)
+        self.actors.remove(oldest)
 
     def _read(self, actor: Actor) -> None:
         request = actor.request
         assert request is not None
         for page in range(actor.written // self.spec.page_tokens):
             self.bytes.check(request.table[page], actor.text(page + 1), tail=False, who="a request's table")
+            if self._is_sparse(request.table[page]):
+                self._check_host(self.cache.tree.index[actor.chain.keys[page]], "a request's table")
         if len(request.held) > 1:
             for tail in request.resume_tails:
                 assert tail.device is not None
@@ -337,6 +354,8 @@ class World(Stage):
     def check_page(self, page: Page) -> None:
         if page.device is not None and page.load is None:
             self.bytes.check(page.device, self.bytes.texts[page.key], tail=False, who="the tree")
+            if self._is_sparse(page.device):
+                self._check_host(page, "the tree")
         if page.fetched and page.on_host:
             assert page.key in self.bytes.texts, "I9: a page nobody has written came from the store"
             record = b"".join(row for _, row in self.bytes.expected(self.bytes.texts[page.key], False))
@@ -344,6 +363,15 @@ class World(Stage):
             assert b"".join(views) == record, "I9: wrong bytes came from the store"
         if page.tail is not None and page.tail.device is not None and page.tail.load is None:
             self.bytes.check(page.tail.device, self.bytes.texts[page.key], tail=True, who="the tree")
+
+    def _is_sparse(self, device: object) -> bool:
+        return isinstance(device, tuple) and len(device) < len(self.spec.pools)
+
+    def _check_host(self, page: Page, who: str) -> None:
+        """What a sparse page has on the host only is there to be read."""
+        assert page.on_host, f"I2: a part of {page.key!r} is nowhere ({who})"
+        expected = self.bytes.expected(self.bytes.texts[page.key], False)
+        HostRows(self.cache.host).check(expected, page.host, tail=False, who=who)
 
     def _snapshot(self) -> object:
         """Everything a caller could notice; the order of the lines and the clock are not part of it."""
@@ -355,13 +383,13 @@ class World(Stage):
                     items.append(
                         (page.key, kind, item.device, item.host, item.load, item.save, item.lock, item.hits)
                     )
-        pools = [pool.owned_ids() for pool in (self.cache.pages, self.cache.tails, self.cache.host_pages)]
+        pools = [pool.owned_ids() for pool in (self.cache.pages, self.cache.host_pages)]
         return items, pools, list(self.cache.flights.moves())
 
     def wind_down(self) -> None:
         """No fault happens any more: every request that is left gets through. Then no place is missing."""
         self.calm_down()
-        largest = self.cache.pages.capacity * self.spec.page_tokens
+        largest = self.cache.pages_most * self.spec.page_tokens
         for actor in list(self.actors):
             if actor.request is not None and actor.request.state is not RequestState.RUNNING:
                 self.cache.abort(actor.request)
@@ -384,7 +412,7 @@ class World(Stage):
             self._run_all()
         self.check()
         assert self.cache.flush() == 0, self.cache.show()
-        for pool in (self.cache.pages, self.cache.tails, self.cache.host_pages):
+        for pool in (self.cache.pages, self.cache.host_pages):
             assert pool.free == pool.capacity, f"I4: {pool.name} lost places"
         assert self.cache.counters["observer_errors"] == 0 or self.events
         self._keep_counters()

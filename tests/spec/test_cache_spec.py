@@ -46,7 +46,7 @@ def test_a_state_alone_needs_one_boundary_and_pages_alone_need_none() -> None:
 
 def test_a_tail_takes_whole_host_pages() -> None:
     spec = make_spec(make_stream("a", parts=(Part("x", 1),)), make_stream("b", keep=State(entries=7)))
-    assert (spec.page_bytes, spec.tail_bytes, spec.host_pages_per_tail) == (128, 280, 3)
+    assert (spec.page_bytes, spec.tail_bytes, spec.places_per_tail) == (128, 280, 3)
 
 
 # Replay
@@ -305,5 +305,44 @@ def test_every_stream_is_of_one_kind_and_sizes_are_told_by_kind():
     spec = load("deepseek-v4-flash")
     assert sum((spec.streams_of(kind) for kind in Kind), ()) == spec.page_streams + spec.tail_streams
     assert [spec.item_bytes(kind) for kind in Kind] == [spec.page_bytes, spec.tail_bytes]
-    assert [spec.host_pages_of(kind) for kind in Kind] == [1, spec.host_pages_per_tail]
+    assert [spec.places_of(kind) for kind in Kind] == [1, spec.places_per_tail]
     assert [kind.plural for kind in Kind] == ["pages", "tails"]
+
+
+# A second pool of the device
+
+
+@pytest.mark.parametrize(
+    ("model", "unit", "frame", "tail", "most"),
+    [("deepseek-v4-flash", 262_080, 4, 14, 0.051), ("deepseek-v4-pro", 374_400, 4, 14, 0.048)],
+)
+def test_a_frame_of_two_pools_has_the_units_that_leave_the_least_unused(model, unit, frame, tail, most):
+    spec = replace(load(model), second=("c4",))
+    assert (spec.unit_bytes, spec.frame_units, spec.units_per_tail) == (unit, frame, tail)
+    assert spec.page_bytes < spec.frame_bytes < spec.page_bytes * (1 + most)
+
+
+def test_with_one_pool_a_unit_is_a_page():
+    spec = load("deepseek-v4-flash")
+    assert (spec.unit_bytes, spec.frame_units, spec.units_per_tail) == (spec.page_bytes, 1, 4)
+    assert len(spec.pools) == 1 and {spec.pool_of(stream) for stream in spec.page_streams} == {0}
+
+
+def test_a_second_pool_changes_no_stored_byte():
+    spec = load("deepseek-v4-flash")
+    apart = replace(spec, second=("c4",))
+    assert apart.form == spec.form and apart.grains(Kind.PAGE) == spec.grains(Kind.PAGE)
+    assert [stream.name for stream in apart.pools[1]] == ["c4"]
+    assert apart.pool_of(apart.stream("c4")) == 1
+
+
+@pytest.mark.parametrize("second", [("window",), ("nothing",), ("c4", "c4_index", "c128")])
+def test_a_second_pool_has_some_streams_of_a_page_and_not_all(second):
+    with pytest.raises(SpecError, match="second"):
+        replace(load("deepseek-v4-flash"), second=second)
+
+
+def test_a_stage_without_streams_of_one_pool_has_one_pool():
+    spec = replace(load("deepseek-v4-flash"), second=("c4",))
+    assert spec.stage(3, 4).second == () and spec.stage(2, 4).second == ("c4",)
+    assert spec.only(["c4", "window"]).second == ()

@@ -58,15 +58,15 @@ def test_totals_are_those_of_the_spec() -> None:
 
 def test_only_whole_pages_hold_tokens() -> None:
     table = capacity_of(make_spec(), device_bytes=80 * 3 + 79, host_bytes=79)
-    assert table["device"] == fit(bytes=319, pages=3, tokens=24, tails=3)
+    assert table["device"] == fit(bytes=319, pages=3, tokens=24, tails=1)
     assert table["host"] == fit(bytes=79, pages=0, tokens=0, tails=0)
 
 
-def test_a_tail_on_the_host_takes_whole_pages() -> None:
+def test_a_tail_takes_whole_pages() -> None:
     table = capacity_of(make_spec(), device_bytes=360, host_bytes=360)
     assert table["device"] is not None
     assert table["host"] is not None
-    assert (table["device"]["tails"], table["host"]["tails"]) == (4, 2)
+    assert (table["device"]["tails"], table["host"]["tails"]) == (2, 2)
 
 
 def test_memory_that_was_not_given_is_not_guessed() -> None:

@@ -7,10 +7,11 @@ import torch
 
 from tests.memory.specs import SPECS, V4
 from tests.transfer.borrowed import make_borrowed
-from tests.transfer.rig import DEVICE_PAGES, DEVICE_TAILS, Rig, device_page, device_tail, host_page
+from tests.transfer.rig import DEVICE_PAGES, DEVICE_TAILS, Rig, device_page, host_page, pieces_of
 from tiercel.config import COPIERS as CONFIGURED
 from tiercel.config import LAYOUT_NAMES
 from tiercel.errors import ConfigError
+from tiercel.memory.buffers import Memory
 from tiercel.spec import CacheSpec
 from tiercel.transfer.copier import COPIERS, Copier, make_copier
 from tiercel.transfer.cuda import WAYS
@@ -68,12 +69,13 @@ def test_direct_writes_the_very_bytes_that_reference_writes(spec: CacheSpec, lay
 def test_places_that_do_not_exist_are_bugs(copier_name: str) -> None:
     rig = Rig(V4, "layer_first")
     copier = make_copier(copier_name, rig.device, rig.host)
-    tail = tuple(host_page(i) for i in range(V4.host_pages_per_tail))
+    tail = tuple(host_page(i) for i in range(V4.places_per_tail))
+    near = tuple(device_page(i) for i in range(V4.places_per_tail))
     for leg in (
-        Leg(Kind.PAGE, (device_page(9),), ((host_page(0),),)),
-        Leg(Kind.PAGE, (device_page(0),), ((host_page(rig.host.pages),),)),
-        Leg(Kind.TAIL, (device_tail(5),), (tail,)),
-        Leg(Kind.TAIL, (device_tail(0),), ((*tail[1:], host_page(rig.host.pages)),)),
+        Leg(Kind.PAGE, ((device_page(rig.device.pages),),), ((host_page(0),),)),
+        Leg(Kind.PAGE, ((device_page(0),),), ((host_page(rig.host.pages),),)),
+        Leg(Kind.TAIL, ((*near[1:], device_page(rig.device.pages)),), (tail,)),
+        Leg(Kind.TAIL, (near,), ((*tail[1:], host_page(rig.host.pages)),)),
     ):
         with pytest.raises(AssertionError):
             copier.copy(SAVE, leg)
@@ -117,43 +119,49 @@ def test_what_a_borrowed_memory_saves_another_memory_loads_and_back(
 ) -> None:
     rig, theirs = Rig(spec, layout), make_borrowed(spec, DEVICE_PAGES, DEVICE_TAILS)
     before = {name: buffer.clone() for name, (buffer, _) in theirs.rows.items()}
-    carry(make_copier(copier_name, theirs, rig.host), rig.save_plan())
+    carry(make_copier(copier_name, theirs, rig.host), rig.save_plan(theirs=True))
     carry(make_copier(copier_name, rig.device, rig.host), rig.load_plan())
-    for stream, layer, moves in rows_moved(rig):
-        for source, target in moves:
-            ours, row = rig.device.view(stream, layer)[target], theirs.view(stream, layer)[source]
-            assert torch.equal(ours, row) and row.any()
+    for name, layer, source, _, ours in rows_moved(rig):
+        row = bytes_of(theirs, name, layer, source)
+        assert torch.equal(bytes_of(rig.device, name, layer, ours), row) and row.any()
     again = make_borrowed(spec, DEVICE_PAGES, DEVICE_TAILS)
-    carry(make_copier(copier_name, again, rig.host), rig.load_plan())
-    for stream, layer, moves in rows_moved(rig):
-        for source, target in moves:
-            again.view(stream, layer)[target] = theirs.view(stream, layer)[target]
-            assert torch.equal(theirs.view(stream, layer)[source], rig.device.view(stream, layer)[target])
+    carry(make_copier(copier_name, again, rig.host), rig.load_plan(theirs=True))
+    for name, layer, source, target, _ in rows_moved(rig):
+        assert torch.equal(bytes_of(theirs, name, layer, source), bytes_of(again, name, layer, target))
+        again.view(name, layer)[target[0]] = theirs.view(name, layer)[target[0]]
     for name, bytes_before in before.items():
         assert torch.equal(again.rows[name][0], bytes_before), "a byte beside the rows"
 
 
-def rows_moved(rig: Rig) -> Iterator[tuple[str, int, list[tuple[int, int]]]]:
-    """(stream, layer, (from, to) of every row) of the round trip."""
-    for streams, there, back in (
-        (rig.spec.page_streams, rig.pages, rig.pages_back),
-        (rig.spec.tail_streams, rig.tails, rig.tails_back),
-    ):
+def bytes_of(memory: Memory, name: str, layer: int, places: tuple[int, ...]) -> torch.Tensor:
+    return torch.cat(pieces_of(memory, name, layer, places))
+
+
+Places = tuple[int, ...]
+
+
+def rows_moved(rig: Rig) -> Iterator[tuple[str, int, Places, Places, Places]]:
+    """(stream, layer, from, to, to in our own device memory) of every row of a round trip of others."""
+    pages = [((a,), (b,), (b,)) for (a, _), (b, _) in zip(rig.pages, rig.pages_back, strict=True)]
+    each = zip(rig.their_tails, rig.their_tails_back, rig.tails_back, strict=True)
+    tails = [(a, b, ours) for (a, _), (b, _), (ours, _) in each]
+    for streams, moves in ((rig.spec.page_streams, pages), (rig.spec.tail_streams, tails)):
         for stream in streams:
             for layer in stream.layers:
-                yield stream.name, layer, [(a, b) for (a, _), (b, _) in zip(there, back, strict=True)]
+                for move in moves:
+                    yield stream.name, layer, *move
 
 
 @every_copier
 def test_a_memory_with_some_of_the_layers_moves_those(copier_name: str) -> None:
     rig = Rig(V4, "page_first_direct")
     carry(make_copier(copier_name, rig.device, rig.host), rig.save_plan())
+    carry(make_copier(copier_name, rig.device, rig.host), rig.load_plan())
     half = make_borrowed(V4.stage(1, 3), DEVICE_PAGES, DEVICE_TAILS)
     host_before = rig.host.flat.clone()
     copier = make_copier(copier_name, half, rig.host)
-    carry(copier, rig.load_plan())
-    for stream, layer, moves in rows_moved(rig):
+    carry(copier, rig.load_plan(theirs=True))
+    for name, layer, _, target, ours in rows_moved(rig):
         if layer in (1, 2):
-            for source, target in moves:
-                assert torch.equal(half.view(stream, layer)[target], rig.device.view(stream, layer)[source])
+            assert torch.equal(bytes_of(half, name, layer, target), bytes_of(rig.device, name, layer, ours))
     assert torch.equal(rig.host.flat, host_before)

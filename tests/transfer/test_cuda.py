@@ -11,7 +11,7 @@ import torch
 
 from tests.memory.specs import FLASH, SPECS
 from tests.transfer.borrowed import make_borrowed
-from tests.transfer.rig import DEVICE_PAGES, DEVICE_TAILS, Rig, device_page, device_tail, host_page
+from tests.transfer.rig import DEVICE_PAGES, DEVICE_TAILS, Rig, device_page, host_page, pieces_of
 from tiercel.config import LAYOUT_NAMES
 from tiercel.memory.buffers import BorrowedMemory, DeviceMemory, HostMemory, Memory
 from tiercel.spec import CacheSpec, load, mha, mla
@@ -61,15 +61,15 @@ def test_borrowed_rows_are_moved_as_the_cpu_moves_them(spec: CacheSpec, layout: 
     rig = Rig(spec, layout, device="cuda")
     theirs = make_borrowed(spec, DEVICE_PAGES, DEVICE_TAILS, device="cuda")
     controller = CudaController(theirs, rig.host, way)
-    finish(controller, controller.submit(rig.save_plan()))
+    finish(controller, controller.submit(rig.save_plan(theirs=True)))
     saved = rig.host.flat.clone()
     rig.poison(seed=0)
     twin = make_borrowed(spec, DEVICE_PAGES, DEVICE_TAILS)
     reference = make_copier("reference", twin, rig.host)
-    for leg in rig.save_plan().legs:
+    for leg in rig.save_plan(theirs=True).legs:
         reference.copy(SAVE, leg)
     assert torch.equal(rig.host.flat, saved)
-    back = rig.load_plan()
+    back = rig.load_plan(theirs=True)
     finish(controller, controller.submit(back))
     for leg in back.legs:
         reference.copy(LOAD, leg)
@@ -109,28 +109,39 @@ COUNTS = [(name, count) for name in LARGE for count in (1, 63, 64, 65, 128)]
 def test_hundreds_of_pages_come_back(name: str, count: int, owner: str, way: str) -> None:
     """From one device memory to the host, and from there into another one, at other places."""
     spec, pages, chance = LARGE[name], count + 10, random.Random(count)
-    tails, tail_pages = (2, spec.host_pages_per_tail) if spec.tail_streams else (0, 0)
-    host = HostMemory(spec, "page_first_direct", (pages + tail_pages) * spec.host_page_bytes, pin=True)
+    tails, tail_pages = (2, spec.places_per_tail) if spec.tail_streams else (0, 0)
+    host = HostMemory(spec, "page_first_direct", (pages + tail_pages) * spec.place_bytes, pin=True)
     make = layer_first if owner == "borrowed" else lambda *sizes: DeviceMemory(*sizes, device="cuda")
-    source, target = make(spec, pages, tails), make(spec, pages, tails)
+    own = owner == "own"  # then a tail is kept in places of pages
+    more = 2 * tail_pages if own else 0
+    source, target = make(spec, pages + more, tails), make(spec, pages + more, tails)
     words = torch.Generator(device="cuda").manual_seed(count)
-    for stream in spec.streams:
-        for layer in stream.layers:
-            source.view(stream.name, layer).random_(0, 256, generator=words)
+    for flat, _ in source.rows.values():
+        flat.random_(0, 256, generator=words)
+    near = (
+        [tuple(range(first, first + tail_pages)) for first in (pages, pages + tail_pages)]
+        if own
+        else [(1,), (0,)]
+    )
     there, middle, back = (chance.sample(range(pages), count) for _ in range(3))
     tail = tuple(host_page(place) for place in range(pages, pages + tail_pages))
-    for memory, direction, places, tail_place in ((source, SAVE, there, 1), (target, LOAD, back, 0)):
+    for memory, direction, places, tail_place in (
+        (source, SAVE, there, near[0]),
+        (target, LOAD, back, near[1]),
+    ):
         controller = CudaController(memory, host, way)
-        pairs = [(device_page(d), (host_page(h),)) for d, h in zip(places, middle, strict=True)]
-        ends = [(device_tail(tail_place), tail)] if tails else []
+        pairs = [((device_page(d),), (host_page(h),)) for d, h in zip(places, middle, strict=True)]
+        ends = [(tuple(map(device_page, tail_place)), tail)] if tails else []
         finish(controller, controller.submit(Plan.of(direction, pairs, ends)))
         spent = controller.tickets.seconds[direction]
         assert spent["pages"] > 0 and (spent["tails"] > 0) == bool(tails)
     for stream in spec.streams:
-        rows = (there, back) if stream in spec.page_streams else ([1], [0])
-        for layer in stream.layers:
-            near, far = (m.view(stream.name, layer)[r] for m, r in zip((source, target), rows, strict=True))
-            assert torch.equal(near, far), (stream.name, layer)
+        pages_moved = zip(((place,) for place in there), ((place,) for place in back), strict=True)
+        for here, gone in pages_moved if stream in spec.page_streams else [near]:
+            for layer in stream.layers:
+                each = ((source, here), (target, gone))
+                left, right = (torch.cat(pieces_of(m, stream.name, layer, at)) for m, at in each)
+                assert torch.equal(left, right), (stream.name, layer)
     host.close()
 
 
@@ -178,7 +189,7 @@ class Stage:
     """Pages whose bytes are a number, written and checked by kernels on a compute stream full of delays."""
 
     def __init__(self, way: str, memory: Memory, chance: random.Random) -> None:
-        self.host = HostMemory(SPEC, "page_first_direct", (PLACES + 8) * SPEC.host_page_bytes, pin=True)
+        self.host = HostMemory(SPEC, "page_first_direct", (PLACES + 8) * SPEC.place_bytes, pin=True)
         self.memory, self.chance, self.implicit = memory, chance, False
         self.controller = CudaController(memory, self.host, way, shares=(0.4,), grouped_bytes=0)
         grouped = isinstance(memory, DeviceMemory) and way != "kernel"
@@ -210,7 +221,7 @@ class Stage:
                     self.wrong += (view[place] != number).sum()
 
     def submit(self, direction: Direction, pairs: list[tuple[int, int]], after: torch.cuda.Event) -> Ticket:
-        plan = Plan.of(direction, [(device_page(d), (host_page(h),)) for d, h in pairs])
+        plan = Plan.of(direction, [((device_page(d),), (host_page(h),)) for d, h in pairs])
         self.controller.after = None if self.implicit else after
         self.delay()
         with torch.cuda.stream(self.compute):

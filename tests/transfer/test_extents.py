@@ -42,10 +42,10 @@ def in_triton(table: Extents, places: LegPlaces, host: int, load: bool) -> None:
 
 def by_ranges(table: Extents, places: LegPlaces, host: int, load: bool) -> None:
     """As a copy engine is told: one (address, address, bytes) for each extent of each item."""
-    whole = np.array([[0, 0, 0, 0, 0, 0]], np.int64)
+    whole, one = np.zeros((1, 7), np.int64), np.zeros((1, 1), np.int64)
     for near, far, size in zip(*ranges(table, places), strict=True):
-        whole[0] = near, 0, 0, far, 0, size
-        copy_extents_plain(whole, np.zeros(1, np.int64), np.zeros((1, 1), np.int64), host, load=load)
+        whole[0] = near, 0, 0, far, 0, 0, size
+        copy_extents_plain(whole, one, one, host, load=load)
 
 
 MOVES = [in_c, plain, by_ranges] + ([] if torch.cuda.is_available() else [in_triton])
@@ -80,11 +80,11 @@ def test_extents_move_what_the_reference_moves(spec: CacheSpec, layout: str, mov
 @moves
 def test_a_borrowed_device_is_moved_whatever_its_strides(spec: CacheSpec, move: Move) -> None:
     rig, theirs = Rig(spec, "page_first_direct"), make_borrowed(spec, DEVICE_PAGES, DEVICE_TAILS)
-    carry(theirs, rig.host, rig.save_plan(), move)
+    carry(theirs, rig.host, rig.save_plan(theirs=True), move)
     saved = rig.host.flat.clone()
     rig.poison(seed=0)
     reference = make_copier("reference", theirs, rig.host)
-    for leg in rig.save_plan().legs:
+    for leg in rig.save_plan(theirs=True).legs:
         reference.copy(Direction.SAVE, leg)
     assert torch.equal(rig.host.flat, saved)
 
@@ -93,16 +93,16 @@ def test_layers_are_cut_into_groups_that_make_the_whole() -> None:
     rig = Rig(SPECS["v4"], "page_first_direct")
     whole = extents_of(rig.device, rig.host, Kind.PAGE)
     parts = [extents_of(rig.device, rig.host, Kind.PAGE, layers=range(i, i + 1)) for i in range(6)]
-    assert sum(part[:, 5].sum() for part in parts) == whole[:, 5].sum() == SPECS["v4"].page_bytes
+    assert sum(part[:, 6].sum() for part in parts) == whole[:, 6].sum() == SPECS["v4"].page_bytes
 
 
 def test_where_both_sides_agree_a_flash_page_is_one_extent() -> None:
-    host = HostMemory(FLASH, "page_first_direct", 2 * FLASH.host_page_bytes)
+    host = HostMemory(FLASH, "page_first_direct", 2 * FLASH.place_bytes)
     device = DeviceMemory(FLASH, 2, 1)
     assert len(extents_of(device, host, Kind.PAGE)) == 62  # layer first: a row each
-    mirror = HostMemory(FLASH, "page_first_direct", 2 * FLASH.host_page_bytes)
+    mirror = HostMemory(FLASH, "page_first_direct", 2 * FLASH.place_bytes)
     (extent,) = extents_of(mirror, host, Kind.PAGE)
-    assert extent[5] == FLASH.page_bytes
+    assert extent[6] == FLASH.page_bytes
     host.close(), mirror.close()
 
 
@@ -110,5 +110,5 @@ def test_where_both_sides_agree_a_flash_page_is_one_extent() -> None:
 def test_the_kernel_takes_the_widest_word_that_fits(shift: int) -> None:
     from tiercel.kernels.move import Mover
 
-    table = np.array([[4096 + shift, 1024, 0, 2048, 1024, 64]], np.int64)
+    table = np.array([[4096 + shift, 1024, 1, 2048, 1024, 3, 64]], np.int64)
     assert Mover(table, "cpu").word == (shift or 8)

@@ -23,7 +23,7 @@ class Rig:
     spec = V4
 
     def __init__(self, store=None, layout="page_first_direct", retries=(0.0,)):
-        self.host = HostMemory(self.spec, layout, 20 * self.spec.host_page_bytes)
+        self.host = HostMemory(self.spec, layout, 20 * self.spec.place_bytes)
         self.store = store or MemoryStore()
         self.hands = HeldCopies()
         workers = Workers(self.hands, self.hands, self.hands, retry_after_s=retries)
@@ -52,7 +52,7 @@ class Rig:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", Kind)
 def test_what_is_written_from_some_places_is_read_into_others(layout, kind):
-    rig, count = Rig(layout=layout), V4.host_pages_of(kind)
+    rig, count = Rig(layout=layout), V4.places_of(kind)
     there = rig.piece(*range(count), kind=kind)
     back = rig.piece(*range(10, 10 + count), kind=kind)
     rig.fill(there, 3)
@@ -224,7 +224,7 @@ def test_workers_that_are_gone_fail_the_operation():
 
 
 def test_real_workers_read_while_others_write_and_the_store_is_closed_at_the_end():
-    host = HostMemory(V4, "page_first_direct", 20 * V4.host_page_bytes)
+    host = HostMemory(V4, "page_first_direct", 20 * V4.place_bytes)
     landed, store = Condition(), MemoryStore()
     mover = StoreMover(store, V4, host, landed=landed)
     pieces = [ItemPlace(Kind.PAGE, PageKey(bytes([i]) * 32), (HostPageId(i),)) for i in range(20)]

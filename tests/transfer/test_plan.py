@@ -4,28 +4,33 @@ import pickle
 
 import pytest
 
-from tests.transfer.rig import device_page, device_tail, host_page
+from tests.transfer.rig import device_page, host_page
 from tiercel.transfer.plan import Direction, Leg, Plan
-from tiercel.types import DevicePageId, DeviceTailId, Kind
+from tiercel.types import Kind
 
 LOAD, SAVE = Direction.LOAD, Direction.SAVE
 
 
 def make_page_leg(*pairs: tuple[int, int]) -> Leg:
-    return Leg(Kind.PAGE, tuple(device_page(d) for d, _ in pairs), tuple((host_page(h),) for _, h in pairs))
-
-
-def make_tail_leg(*pairs: tuple[int, tuple[int, ...]]) -> Leg:
     return Leg(
-        Kind.TAIL, tuple(device_tail(d) for d, _ in pairs), tuple(tuple(map(host_page, h)) for _, h in pairs)
+        Kind.PAGE, tuple((device_page(d),) for d, _ in pairs), tuple((host_page(h),) for _, h in pairs)
+    )
+
+
+def make_tail_leg(*pairs: tuple[tuple[int, ...], tuple[int, ...]]) -> Leg:
+    device, host = (tuple(each) for each in zip(*pairs, strict=True))
+    return Leg(
+        Kind.TAIL,
+        tuple(tuple(map(device_page, places)) for places in device),
+        tuple(tuple(map(host_page, places)) for places in host),
     )
 
 
 def test_a_plan_of_pairs_has_a_leg_for_each_kind() -> None:
-    pages = [(device_page(1), (host_page(2),)), (device_page(4), (host_page(0),))]
-    tails = [(device_tail(3), (host_page(5), host_page(6)))]
+    pages = [((device_page(1),), (host_page(2),)), ((device_page(4),), (host_page(0),))]
+    tails = [((device_page(3), device_page(7)), (host_page(5), host_page(6)))]
     plan = Plan.of(LOAD, pages, tails)
-    assert plan.legs == (make_page_leg((1, 2), (4, 0)), make_tail_leg((3, (5, 6))))
+    assert plan.legs == (make_page_leg((1, 2), (4, 0)), make_tail_leg(((3, 7), (5, 6))))
     assert Plan.of(SAVE).legs == ()
 
 
@@ -35,26 +40,26 @@ def test_a_plan_that_writes_a_place_twice_is_a_bug() -> None:
         Plan(SAVE, (two_to_one,))
     assert Plan(LOAD, (two_to_one,)).legs == (two_to_one,)
     with pytest.raises(AssertionError, match="I1"):
-        Plan(SAVE, (make_page_leg((1, 5)), make_tail_leg((1, (4, 5)))))
+        Plan(SAVE, (make_page_leg((1, 5)), make_tail_leg(((1, 6), (4, 5)))))
 
 
 def test_a_leg_with_a_side_missing_is_a_bug() -> None:
     with pytest.raises(AssertionError, match="I7"):
-        Leg(Kind.PAGE, (device_page(1),), ())
+        Leg(Kind.PAGE, ((device_page(1),),), ())
     with pytest.raises(AssertionError, match="I7"):
         Leg(Kind.TAIL, (), ((host_page(1),),))
 
 
 def test_a_callers_places_for_pages_and_tails_may_have_the_same_numbers() -> None:
-    plan = Plan.of(LOAD, [(DevicePageId(3), (host_page(1),))], [(DeviceTailId(3), (host_page(2),))])
+    plan = Plan.of(LOAD, [((3,), (host_page(1),))], [((3,), (host_page(2),))])
     assert len(plan.legs) == 2
     with pytest.raises(AssertionError, match="I1"):
-        Plan.of(LOAD, [(DevicePageId(3), (host_page(1),)), (DevicePageId(3), (host_page(2),))])
+        Plan.of(LOAD, [((3,), (host_page(1),)), ((4, 3), (host_page(2),))])
 
 
 def test_a_plan_survives_pickling_whether_it_was_looked_at_or_not() -> None:
     plan = Plan.of(
-        SAVE, [(device_page(1), (host_page(2),))], [(device_tail(3), (host_page(5), host_page(6)))]
+        SAVE, [((device_page(1),), (host_page(2),))], [((device_page(3),), (host_page(5), host_page(6)))]
     )
     again = pickle.loads(pickle.dumps(plan))
     assert again == plan and again.direction is SAVE

@@ -24,7 +24,7 @@ class Rig(test_mover.Rig):
     spec = SPEC
 
     def item(self, kind, first=0, key=KEY):
-        return self.piece(*range(first, first + SPEC.host_pages_of(kind)), kind=kind, key=key)
+        return self.piece(*range(first, first + SPEC.places_of(kind)), kind=kind, key=key)
 
     def written(self, kind, key=KEY):
         item = self.item(kind, key=key)

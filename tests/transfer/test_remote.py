@@ -84,7 +84,7 @@ def test_plans_are_carried_out_by_processes_that_map_the_same_host_memory() -> N
     with HostMemory(V4, LAYOUT, size, shared=True) as host:
         ranks = Ranks(host.path, size)
         controller = RemoteController(ranks=len(STAGES))
-        for plan in (rig.save_plan(), rig.load_plan()):
+        for plan in (rig.save_plan(theirs=True), rig.load_plan(theirs=True)):
             ticket = controller.submit(pickle.loads(pickle.dumps(plan)))
             ranks.carry_out(controller)
             (done,) = controller.poll()
@@ -97,7 +97,7 @@ def test_plans_are_carried_out_by_processes_that_map_the_same_host_memory() -> N
         before = make_borrowed(stage, DEVICE_PAGES, DEVICE_TAILS, seed=number)
         for stream in stage.streams:
             pages = stream in stage.page_streams
-            there, back = (rig.pages, rig.pages_back) if pages else (rig.tails, rig.tails_back)
+            there, back = (rig.pages, rig.pages_back) if pages else (rig.their_tails, rig.their_tails_back)
             for layer in stream.layers:
                 rows = before.view(stream.name, layer).clone()
                 for (source, _), (target, _) in zip(there, back, strict=True):
@@ -111,7 +111,8 @@ def expected_host(rig: Rig, size: int) -> torch.Tensor:
         for number, stage in enumerate(STAGES):
             memory = make_borrowed(stage, DEVICE_PAGES, DEVICE_TAILS, seed=number)
             carry(
-                RankWorker(number, make_controller("reference", memory, host)), make_ticket(rig.save_plan())
+                RankWorker(number, make_controller("reference", memory, host)),
+                make_ticket(rig.save_plan(theirs=True)),
             )
         return host.flat.clone()
 
@@ -127,7 +128,7 @@ def make_ticket(plan: Plan) -> Ticket:
 
 
 def make_plan(direction: Direction, place: int) -> Plan:
-    return Plan.of(direction, [(device_page(place), (host_page(place),))])
+    return Plan.of(direction, [((device_page(place),), (host_page(place),))])
 
 
 def test_a_plan_ends_when_every_rank_said_so_and_fails_when_one_did() -> None:
@@ -166,10 +167,10 @@ def test_a_rank_survives_a_controller_that_takes_no_plan_and_tells_it(monkeypatc
         raise AssertionError("I7: no place of ours")
 
     monkeypatch.setattr(controller, "submit", refuse)
-    ack = carry(rank, make_ticket(rig.save_plan()))
+    ack = carry(rank, make_ticket(rig.save_plan(theirs=True)))
     assert (ack.number, ack.rank) == (0, 1) and "I7" in ack.error
     monkeypatch.setattr(controller, "submit", taking)
-    assert carry(rank, make_ticket(rig.save_plan())).error == ""
+    assert carry(rank, make_ticket(rig.save_plan(theirs=True))).error == ""
 
 
 def test_a_rank_survives_a_copy_that_fails_and_tells_it() -> None:
@@ -178,4 +179,4 @@ def test_a_rank_survives_a_copy_that_fails_and_tells_it() -> None:
     wrong = make_plan(SAVE, 10_000)
     ack = carry(rank, make_ticket(wrong))
     assert (ack.number, ack.rank) == (0, 1) and "AssertionError" in ack.error
-    assert carry(rank, make_ticket(rig.save_plan())).error == ""
+    assert carry(rank, make_ticket(rig.save_plan(theirs=True))).error == ""

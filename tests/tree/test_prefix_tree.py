@@ -6,7 +6,7 @@ import pytest
 from tests.make import TreeDriver, make_keys
 from tiercel.tree.candidates import SWEEP_AT_LEAST
 from tiercel.tree.check import check, show
-from tiercel.types import DevicePageId, DeviceTailId, Kind
+from tiercel.types import DevicePageId
 
 
 def make_tree(**options):
@@ -93,15 +93,15 @@ def test_near_the_start_of_a_text_a_long_window_needs_only_what_there_is():
 
 
 def test_a_device_only_match_wants_its_tails_on_the_device():
-    tree = make_tree(pages_per_window=1, host_pages=9)
+    tree = make_tree(pages_per_window=1)
     tree.add("abcd")
     tree.add_tail("ab")
     tree.add_tail("abcd")
-    tree.tree.evict(Kind.TAIL, 1, tree.take_host, host_pages=2)
+    tree.tree.evict(1, tree.take_host)
     tree.finish_saves()
     assert tree.match("abcd").boundary == 4
     assert tree.match("abcd", device_only=True).boundary == 4, "the older tail went first"
-    tree.tree.evict(Kind.TAIL, 1, tree.take_host, host_pages=2)
+    tree.tree.evict(1, tree.take_host)
     assert tree.match("abcd", device_only=True).boundary == 0
 
 
@@ -114,7 +114,7 @@ def test_a_path_keeps_at_most_so_many_tails_and_the_coldest_gives_way():
     tree.add_tail("abcd")
     tree.tree.cap_tails(tree.page("abcd"))
     assert [bool(tree.page("abcd"[:n]).tail) for n in (1, 2, 4)] == [True, False, True]
-    assert len(tree.tree.copies.actions.tails) == 1
+    assert len(tree.tree.copies.actions.device) == 1
     check(tree.tree)
 
 
@@ -158,37 +158,46 @@ def test_the_tails_a_resume_reads_never_give_way_to_each_other(evict):
     assert tree.match("abcdefgh").boundary == 8 and tree.match("abcde").boundary == 0
 
 
-def test_tails_are_evicted_apart_from_pages():
+def test_a_tail_leaves_the_device_before_its_page():
     tree = make_tree(pages_per_window=1)
     tree.add("ab")
     tree.add_tail("ab")
-    tree.tree.evict(Kind.TAIL, 1)
+    places = list(tree.page("ab").tail.device)
+    tree.tree.evict(1)
     assert tree.page("ab").tail is None and tree.on("device", "a", "ab") == ["a", "ab"]
-    assert tree.tree.copies.actions.tails and not tree.tree.copies.actions.pages
+    assert tree.tree.copies.actions.device == places
+    check(tree.tree)
+
+
+def test_a_tail_takes_its_places_with_it_and_one_eviction_may_be_enough():
+    tree = make_tree(pages_per_window=1, tail_places=3)
+    tree.add("ab")
+    tree.add_tail("ab", places=3)
+    assert tree.tree.evict(2) == 3, "a tail leaves whole"
+    assert len(tree.tree.copies.actions.device) == 3 and tree.on("device", "a", "ab") == ["a", "ab"]
+    assert tree.tree.evict(2) == 2
 
 
 def test_a_page_takes_its_tail_with_it():
     tree = make_tree(pages_per_window=1)
     tree.add("ab")
     tree.add_tail("ab")
-    tree.tree.evict(Kind.PAGE, 1)
-    assert len(tree.tree.copies.actions.tails) == 1 and len(tree.tree.copies.actions.pages) == 1
+    tree.tree.copies.drop(tree.page("ab"))
+    assert len(tree.tree.copies.actions.device) == 2
+    check(tree.tree)
 
 
-def test_a_tail_whose_page_goes_while_it_is_loading_gives_its_place_back_once():
+def test_a_page_stays_on_the_device_while_its_tail_arrives():
     driver = make_tree(pages_per_window=1, host_pages=1)
     tree = driver.tree
     driver.add("a")
     driver.add_tail("a")
-    tail = driver.page("a").tail
-    tree.evict(Kind.TAIL, 1, driver.take_host, host_pages=1)
-    driver.finish_saves()
-    given = list(tree.copies.actions.tails)
-    load = tree.load_start(tail, DeviceTailId(next(driver.ids)), batch=1)
-    assert driver.evict() == 1, "there is no host page for the page, so the page and its tail are gone"
-    tree.load_done(load, ok=True)
-    assert tree.evict(Kind.TAIL, 1, driver.take_host, host_pages=1) == 0, "nothing is left to evict"
-    assert tree.copies.actions.tails == [*given, load.device]
+    driver.evict()
+    load = tree.load_start(driver.page("a").tail, (DevicePageId(next(driver.ids)),), batch=1)
+    check(tree)
+    assert driver.evict() == 0
+    tree.load_done(load, ok=False)
+    assert driver.evict() == 1
     check(tree)
 
 
@@ -200,7 +209,7 @@ def test_a_duplicate_is_given_back_and_the_first_copy_stays():
     tree.add("ab")
     keys, first = make_keys("abc"), tree.page("ab").device
     pages = tree.tree.insert(tree.tree.root, keys, [901, 902, 903])
-    assert tree.tree.copies.actions.pages == [901, 902]
+    assert tree.tree.copies.actions.device == [901, 902]
     assert [page.device for page in pages][1:] == [first, 903]
 
 
@@ -208,10 +217,10 @@ def test_a_page_that_was_only_on_the_host_takes_the_fresh_copy():
     tree = make_tree(host_pages=9)
     tree.add("abc")
     tree.evict(2)
-    freed = len(tree.tree.copies.actions.pages)
+    freed = len(tree.tree.copies.actions.device)
     tree.add("abc")
     assert tree.on("device", "ab", "abc") == tree.on("host", "ab", "abc") == ["ab", "abc"]
-    assert len(tree.tree.copies.actions.pages) == freed
+    assert len(tree.tree.copies.actions.device) == freed
     check(tree.tree)
 
 
@@ -224,7 +233,7 @@ def test_a_fresh_copy_may_come_while_the_old_one_is_still_being_saved():
     tree.add("ab")
     tree.finish_saves()
     assert tree.on("device", "ab") == tree.on("host", "ab") == ["ab"]
-    assert tree.tree.copies.actions.pages == [old], "the old place is free only now"
+    assert tree.tree.copies.actions.device == [old], "the old place is free only now"
     check(tree.tree)
 
 
@@ -234,7 +243,7 @@ def test_an_insert_stops_before_a_page_that_is_arriving():
     tree.evict(2)
     tree.tree.load_start(tree.page("ab"), 77, batch=5)
     pages = tree.tree.insert(tree.page("a"), make_keys("abc")[1:], [901, 902])
-    assert pages == [] and tree.tree.copies.actions.pages.count(901) == 0
+    assert pages == [] and tree.tree.copies.actions.device.count(901) == 0
     check(tree.tree)
 
 
@@ -327,7 +336,7 @@ def test_a_page_with_a_host_copy_gives_its_place_back_at_once():
     tree.save("ab")
     device = tree.page("ab").device
     tree.evict(1, finish_saves=False)
-    assert tree.tree.copies.actions.pages == [device] and not tree.tree.copies.actions.saves
+    assert tree.tree.copies.actions.device == [device] and not tree.tree.copies.actions.saves
     assert tree.on("host", "a", "ab") == ["a", "ab"]
 
 
@@ -336,10 +345,10 @@ def test_a_page_without_one_gives_its_place_back_when_the_copy_ended():
     tree.add("ab")
     device = tree.page("ab").device
     tree.evict(1, finish_saves=False)
-    assert tree.tree.copies.actions.pages == [] and len(tree.tree.copies.actions.saves) == 1
+    assert tree.tree.copies.actions.device == [] and len(tree.tree.copies.actions.saves) == 1
     assert tree.match("ab").found == 2, "still in the tree, on its way"
     tree.finish_saves()
-    assert tree.tree.copies.actions.pages == [device] and tree.on("host", "ab") == ["ab"]
+    assert tree.tree.copies.actions.device == [device] and tree.on("host", "ab") == ["ab"]
 
 
 def test_a_whole_cold_path_can_leave_in_one_go():
@@ -355,7 +364,7 @@ def test_a_whole_cold_path_can_leave_in_one_go():
 def test_without_a_host_a_page_is_gone():
     tree = make_tree()
     tree.add("ab")
-    tree.tree.evict(Kind.PAGE, 1)
+    tree.tree.evict(1)
     assert tree.match("ab").found == 1
 
 
@@ -456,10 +465,10 @@ def test_the_host_evicts_leaves_only():
 
 
 def test_pages_and_tails_share_the_host():
-    tree = make_tree(host_pages=3, pages_per_window=1)
+    tree = make_tree(host_pages=3, pages_per_window=1, tail_places=3)
     tree.add("ab")
-    tree.add_tail("ab")
-    tree.tree.evict(Kind.TAIL, 1, tree.take_host, host_pages=3)
+    tree.add_tail("ab", places=3)
+    tree.tree.evict(1, tree.take_host)
     tree.finish_saves()
     assert tree.host_free == 0 and tree.page("ab").tail.on_host
     tree.tree.lock(tree.page("ab"))
@@ -483,7 +492,7 @@ def test_a_load_that_fails_leaves_the_host_copy_as_it_was():
     for move in reversed(moves):
         tree.tree.load_done(move, ok=False)
     assert tree.match("ab").device == 0 and tree.on("host", "a", "ab") == ["a", "ab"]
-    assert set(tree.tree.copies.actions.pages) >= {500, 501}
+    assert set(tree.tree.copies.actions.device) >= {500, 501}
     check(tree.tree)
 
 
@@ -537,7 +546,7 @@ def test_a_flush_with_transfers_pending_loses_no_place():
     tree.finish_saves()
     assert tree.tree.flush() == 0
     assert (
-        len(tree.tree.copies.actions.pages) == 2 and tree.host_free + len(tree.tree.copies.actions.host) == 9
+        len(tree.tree.copies.actions.device) == 2 and tree.host_free + len(tree.tree.copies.actions.host) == 9
     )
 
 
@@ -563,7 +572,7 @@ def test_the_check_finds_seeded_faults(fault):
     elif fault == "doubles":
         tree.tree.doubles.pop()
     else:
-        tree.tree.device[Kind.PAGE].pop()
+        tree.tree.device.pop()
     with pytest.raises(AssertionError):
         check(tree.tree)
 
@@ -574,7 +583,7 @@ def test_what_is_gone_is_not_kept_alive_by_the_line_it_stood_in():
         tree.add(chr(n + 300))
         tree.add_tail(chr(n + 300))
         tree.tree.copies.drop(tree.page(chr(n + 300)))
-    for line in (*tree.tree.device.values(), tree.tree.host):
+    for line in (tree.tree.device, tree.tree.host):
         assert len(line) <= 1.25 * SWEEP_AT_LEAST
 
 
@@ -585,7 +594,7 @@ def test_being_used_without_end_does_not_lengthen_the_line():
         tree.find("ab")
         tree.tree.lock(tree.page("ab"))
         tree.tree.unlock(tree.page("ab"))
-    assert len(tree.tree.device[Kind.PAGE]) <= 1
+    assert len(tree.tree.device) <= 1
 
 
 # Copies

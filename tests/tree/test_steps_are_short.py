@@ -38,7 +38,7 @@ def grow(tree: TreeDriver, texts: int, *, owner: str = "") -> None:
         tree.add_tail(text)
         tree.save(text)
     tree.evict(texts)
-    tree.tree.evict(Kind.TAIL, texts // 3, tree.take_host)
+    tree.tree.evict(texts // 3, tree.take_host)
     tree.finish_saves()
 
 

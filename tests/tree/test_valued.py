@@ -12,7 +12,6 @@ from tiercel.policy.placement import Boundary
 from tiercel.policy.worth import FIRST_CHANCE, Chances
 from tiercel.tree.check import check
 from tiercel.tree.valued import unreachable
-from tiercel.types import Kind
 
 
 def make_tree(**options) -> TreeDriver:
@@ -46,7 +45,7 @@ def test_a_passed_tail_leaves_before_an_older_end():
     tree.add("abcd")
     tree.add_tail("ab")
     tree.add_tail("abcd")
-    assert tree.tree.device[Kind.TAIL].pop() is tree.page("ab").tail
+    assert tree.tree.device.pop() is tree.page("ab").tail
 
 
 def test_an_end_becomes_a_passed_tail_when_the_text_goes_on():
@@ -55,9 +54,10 @@ def test_an_end_becomes_a_passed_tail_when_the_text_goes_on():
     tree.add_tail("ab")
     tree.add("pq")
     tree.add_tail("pq")
-    assert tree.tree.device[Kind.TAIL].coldest() is tree.page("ab").tail
+    assert tree.tree.device.coldest() is tree.page("ab").tail
     tree.add("pqrs")
-    assert tree.tree.device[Kind.TAIL].coldest() is tree.page("pq").tail
+    tree.tree.lock(tree.page("pqrs"))  # no tail reaches it: it would leave first
+    assert tree.tree.device.coldest() is tree.page("pq").tail
 
 
 def test_a_tail_where_two_texts_part_stays_longer_than_one_that_a_text_has_passed():
@@ -66,7 +66,7 @@ def test_a_tail_where_two_texts_part_stays_longer_than_one_that_a_text_has_passe
     tree.add("abcXY")
     for text in ("abc", "abcdef", "abcdefgh", "abcXY"):
         tree.add_tail(text)
-    assert tree.tree.device[Kind.TAIL].pop() is tree.page("abcdef").tail
+    assert tree.tree.device.pop() is tree.page("abcdef").tail
 
 
 def test_the_tail_before_inherits_the_use_of_one_that_leaves():
@@ -80,25 +80,25 @@ def test_the_tail_before_inherits_the_use_of_one_that_leaves():
 
 
 def test_what_is_worth_less_than_all_on_the_host_is_not_saved():
-    tree = make_tree(host_pages=2)
+    tree = make_tree(host_pages=3)
     tree.add("pq")
     tree.add_tail("pq")
-    tree.evict(2)
-    assert tree.on("host", "p", "pq") == ["p", "pq"]
+    tree.evict(3)
+    assert tree.on("host", "p", "pq") == ["p", "pq"] and tree.page("pq").tail.on_host
     tree.add("ab")
     tree.evict(2)
     assert tree.on("host", "p", "pq") == ["p", "pq"] and not tree.on("host", "a", "ab")
 
 
 def test_a_page_that_leaves_the_device_keeps_the_pages_after_it_on_the_host():
-    tree = make_tree(host_pages=3)
+    tree = make_tree(host_pages=4)
     tree.add("abcd")
     for _ in range(20):
         tree.add_tail("abcd")  # its end was used lately, its first page was not
-    tree.evict(3)
+    tree.evict(4)
     assert tree.on("host", "ab", "abc", "abcd") == ["ab", "abc", "abcd"]
     tree.evict()
-    assert tree.on("host", "a", "ab", "abc", "abcd") == ["a", "ab", "abc"], "the coldest made room"
+    assert tree.on("host", "a", "ab", "abc", "abcd") == ["a", "ab", "abc", "abcd"], "the tail made room"
 
 
 def test_a_tree_without_tails_evicts_least_recently_used_pages():
@@ -170,9 +170,9 @@ def test_what_no_tail_reaches_is_always_first(seed):
         elif action < 0.9:
             tree.find(text)
         else:
-            line, pages = tree.tree.device[Kind.PAGE], tree.tree.index.values()
+            line, pages = tree.tree.device, tree.tree.index.values()
             if line.coldest() is not None:
-                tree.tree.evict(Kind.TAIL, random.randint(0, 1))  # what was coldest may not be so any more
+                tree.tree.evict(random.randint(0, 1))  # what was coldest may not be so any more
             useless = [page for page in pages if unreachable(page) and line.ready(page)]
             if useless:
                 assert (first := line.coldest()) in useless

@@ -29,8 +29,9 @@ class Server:
             self.process = Forked(options)
         self.told = ""
         while (found := re.search(r"listening on (https?://\S+)", self.told)) is None:
-            line = self.process.stderr.readline()
-            assert line, f"the server ended: {self.told}"
+            if not (line := self.process.stderr.readline()):
+                self.stop()  # closes its pipe, which else fails a later test
+                raise AssertionError(f"the server ended: {self.told}")
             self.told += line
         self.url = found[1]
 

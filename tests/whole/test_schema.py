@@ -17,7 +17,7 @@ from tests.whole.process import running
 
 @pytest.fixture(scope="module")
 def server():
-    with running("--device-memory", "700KiB", "--host-memory", "8MiB") as own:
+    with running("--device-memory", "1144KiB", "--host-memory", "8MiB") as own:
         yield own
 
 

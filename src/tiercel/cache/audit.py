@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from tiercel.cache.request import all_ids
+from tiercel.pages.frames import Frames
 from tiercel.pages.pool import PagePool
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.transfer.plan import Direction
 from tiercel.tree import check as tree_check
+from tiercel.tree.node import ids_of
 from tiercel.tree.owners import ItemBytes, Owner
 from tiercel.tree.prefix_tree import PrefixTree
 from tiercel.types import Kind, Tier
@@ -92,7 +96,7 @@ def stats(cache: Core) -> CacheStats:
     counters, controller = cache.counters, cache.controller
     device, host = cache.tree.copies.on_device, cache.tree.copies.on_host
     seconds = controller.tickets.seconds if controller else {}
-    pages, tails, host_pages = pools = cache.places.pages, cache.places.tails, cache.places.host
+    pages, host_pages = pools = cache.places.pages, cache.places.host
     device_spec = cache.device_spec
     return CacheStats(
         identity={**asdict(cache.identity), "share": cache.identity.share},
@@ -105,8 +109,8 @@ def stats(cache: Core) -> CacheStats:
             "host": {"pages": host[Kind.PAGE], "tails": host[Kind.TAIL]},
         },
         capacity_bytes={
-            "device": pages.capacity * device_spec.page_bytes + tails.capacity * device_spec.tail_bytes,
-            "host": host_pages.capacity * cache.spec.host_page_bytes,
+            "device": pages.capacity * device_spec.unit_bytes,
+            "host": host_pages.capacity * cache.spec.place_bytes,
         },
         tail_streams=[stream.name for stream in cache.spec.tail_streams],
         moved_bytes={
@@ -164,7 +168,7 @@ def check(cache: Core) -> None:
         store.writes.check()
 
 
-def _check_owners(pool: PagePool[Any], owned: Iterable[int]) -> None:
+def _check_owners(pool: PagePool[Any] | Frames[Any], owned: Iterable[int]) -> None:
     """I4: a place has one owner, the tree, a request or a transfer."""
     pool.check()
     assert sorted(owned) == sorted(pool.owned_ids()), f"I4: owners of {pool.name}"
@@ -186,16 +190,15 @@ def _host_owners(cache: Core) -> Iterator[int]:
 
 
 def check_device(cache: Core, requests: Iterable[Request]) -> None:
-    """Check the invariants of the device pools."""
-    owned: dict[Kind, list[int]] = {kind: [] for kind in Kind}
+    """Check the invariants of the device pool."""
+    owned: list[int] = []
     for item in cache.tree.items():
         if item.device is not None:
-            owned[item.kind].append(item.device)
+            owned += ids_of(item.device)
     for request in requests:
-        owned[Kind.PAGE] += request.table[request.committed :]
-        owned[Kind.TAIL] += request.tails.values()
+        owned += all_ids(request.table[request.committed :])
+        owned += chain.from_iterable(request.tails.values())
     for move in cache.flights.moves():
         if move.item.gone or move.item.device != move.device:
-            owned[move.item.kind].append(move.device)
-    _check_owners(cache.places.pages, owned[Kind.PAGE])
-    _check_owners(cache.places.tails, owned[Kind.TAIL])
+            owned += move.near
+    _check_owners(cache.places.pages, owned)

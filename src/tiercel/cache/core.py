@@ -52,7 +52,7 @@ TRIM_ITEMS = 64
 COUNTED = (
     *("requests", "requests_finished", "requests_preempted", "requests_aborted", "requests_failed"),
     *("tokens_asked", "tokens_device", "tokens_host", "tokens_store", "tokens_replayed"),
-    *("tails_skipped", "observer_errors"),
+    "observer_errors",
     *("loads", "loads_failed", "pages_loaded", "tails_loaded"),
     *("saves", "saves_failed", "pages_saved", "tails_saved"),
 )
@@ -66,7 +66,7 @@ def nobody_computes(key: PageKey, kind: Kind) -> bool:  # noqa: ARG001
 class Core:
     """What the tiers hold of each text, and how it is found, fetched and kept.
 
-    `device_places`: places for pages and for tails in a device pool of the cache's own. `computes`: whether a
+    `device_places`: places in a device pool of the cache's own. `computes`: whether a
     running request is going to share this page, or the tail at its end. Without an `identity` the model's
     name identifies the cached numbers.
     """
@@ -77,12 +77,12 @@ class Core:
         config: CacheConfig,
         memories: Memories,
         *,
-        device_places: tuple[int, int] = (0, 0),
+        device_places: int = 0,
         identity: Identity | None = None,
         pool_order: Order | None = None,
         computes: Callable[[PageKey, Kind], bool] = nobody_computes,
     ) -> None:
-        if not (memories.host_pages or any(device_places)):
+        if not (memories.host_pages or device_places):
             raise ConfigError("host_bytes", 0, "is all the memory that a cache without a device pool has")
         self.spec, self.config = spec, config
         self.identity = identity or Identity(spec.model)
@@ -94,6 +94,8 @@ class Core:
             tails_per_path=config.tails_per_path,
             item_bytes=audit.item_bytes(self.device_spec, spec),
             replay_pages=None if spec.replay_tokens is None else spec.replay_tokens // spec.page_tokens + 1,
+            tail_places=spec.places_per_tail,
+            pools=len(spec.pools),
         )
         self.host = memories.host
         self.controller = memories.controller
@@ -101,7 +103,7 @@ class Core:
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
         self.flights = Flights(self.controller, self.counters, spec, config.save_step_bytes)
         queue_saves = partial(self.flights.queue, Direction.SAVE)
-        counts = (*device_places, memories.host_pages)
+        counts = device_places, memories.host_pages
         self.places = Places(self.tree, spec, counts, pool_order or range, queue_saves)
         self.leases = Leases(self.tree, spec, self.places, computes)
         """Host copies that other servers read."""
@@ -228,7 +230,7 @@ class Core:
         make_room = self.tree.evict_host_oldest if by_force else self.tree.evict_spare
         for item in items:
             if item.host is None and item.load is None and (by_force or self.tree.is_saved(item)):
-                count = self.spec.host_pages_of(item.kind)
+                count = self.spec.places_of(item.kind)
                 while (host := self.places.take_host(count)) is None:
                     if not make_room():
                         return
@@ -240,7 +242,6 @@ class Core:
         self.places.forget_promises()
         self.stores.step()
         self.trim()
-        self.places.make_room_ahead()
         self.flights.send()
         if self.tree.copies.events:
             self._notify()

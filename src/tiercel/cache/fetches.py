@@ -122,7 +122,7 @@ class Fetches:
 
     def __post_init__(self) -> None:
         self._policy = make_fetch_policy(self.config.fetch)
-        self._bytes_most = self.places.host.capacity * self.spec.host_page_bytes // 2
+        self._bytes_most = self.places.host.capacity * self.spec.place_bytes // 2
         self.costs = Costs(
             page_tokens=self.spec.page_tokens,
             page_bytes=self.spec.page_bytes,
@@ -291,7 +291,7 @@ class Fetches:
         """The pieces with a host page each; None if there is not room for all."""
         placed: list[ItemPlace] = []
         for piece in pieces:
-            host = self.places.take_host_by_force(self.spec.host_pages_of(piece.kind))
+            host = self.places.take_host_by_force(self.spec.places_of(piece.kind))
             if host is None:
                 give_back(self.tree, placed)
                 return None

@@ -101,8 +101,8 @@ class Flights:
             return
         assert self.controller is not None
         self.batch += direction is Direction.LOAD
-        pages = [(m.device, m.host) for m in flight.moves if isinstance(m.item, Page)]
-        tails = [(m.device, m.host) for m in flight.moves if isinstance(m.item, Tail)]
+        pages = [(m.near, m.host) for m in flight.moves if isinstance(m.item, Page)]
+        tails = [(m.near, m.host) for m in flight.moves if isinstance(m.item, Tail)]
         ticket = self.controller.submit(Plan.of(direction, pages, tails), layered=layered)
         self._sent[ticket.number] = flight
         for request in flight.waiting:

@@ -26,6 +26,9 @@ from tiercel.transfer.plan import Direction
 from tiercel.tree.keys import KeyChain
 from tiercel.tree.node import Item, Move
 
+Place = int | tuple[int, ...]
+"""Where the engine keeps a page or tail: one place, or several if its rows are in several pieces."""
+
 
 class HostCache:
     """Pages and tails on the host. It does not know which of them are on the device as well. Without an
@@ -82,10 +85,10 @@ class HostCache:
     def load(
         self,
         found: Found,
-        places: Sequence[int],
+        places: Sequence[Place],
         *,
         first: int = 0,
-        tails: Sequence[int] = (),
+        tails: Sequence[Place] = (),
         hold: bool = False,
         priority: int = 0,
     ) -> Transfer | Wait:
@@ -115,7 +118,12 @@ class HostCache:
             self._let_go(what)
 
     def save(
-        self, chain: KeyChain, first: int, places: Sequence[int], *, tails: Mapping[int, int] | None = None
+        self,
+        chain: KeyChain,
+        first: int,
+        places: Sequence[Place],
+        *,
+        tails: Mapping[int, Place] | None = None,
     ) -> Transfer:
         """Copy pages of a text, from number `first` on, and tails by their boundary in pages, out of the
         caller's places. Host pages are reserved as by `land`; the transfer says what moves.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tiercel.cache.places import Places
 from tiercel.cache.request import Transfer
@@ -28,7 +29,7 @@ class Landings:
 
         They become readable when the writer calls `landed`; until then nobody else touches them.
         """
-        return self.arrive(chain, first, [0] * pages, dict.fromkeys(tails, 0))
+        return self.arrive(chain, first, [0] * pages, dict.fromkeys(tails, (0,)))
 
     def landed(self, transfer: Transfer, error: TransferError | None = None) -> None:
         """A writer has finished. With an error nothing of the transfer becomes readable."""
@@ -45,7 +46,7 @@ class Landings:
         self.places.settle()
 
     def arrive(
-        self, chain: KeyChain, first: int, places: Sequence[int], tails: Mapping[int, int]
+        self, chain: KeyChain, first: int, places: Sequence[Any], tails: Mapping[int, Any]
     ) -> Transfer:
         """Reserve host pages for what comes from these device places, as far as there is room."""
         tree, keys, transfer = self.stores.tree, chain.keys[: first + len(places)], Transfer()
@@ -74,13 +75,13 @@ class Landings:
         self.places.settle()
         return transfer
 
-    def _arrive_tail(self, chain: KeyChain, boundary: int, place: int, transfer: Transfer) -> None:
+    def _arrive_tail(self, chain: KeyChain, boundary: int, place: Any, transfer: Transfer) -> None:
         tree = self.stores.tree
         page = tree.index.get(chain.keys[boundary - 1])
         if page is None or (page.tail is not None and page.tail.host is not None):
             return
         tree.lock(page)
-        host = self.places.take_host_by_force(self.stores.spec.host_pages_per_tail)
+        host = self.places.take_host_by_force(self.stores.spec.places_per_tail)
         if host is not None:
             transfer.moves.append(Move(tree.insert_arriving_tail(page, host), place, host))
             tree.cap_tails(page)

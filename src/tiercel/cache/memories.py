@@ -61,7 +61,7 @@ def make_memories(
     make_fetch_policy(config.fetch)
     assert device is not None or controller is not None, "memory of other processes needs a controller"
     if isinstance(device, str):
-        device = DeviceMemory(spec, config.device_pages, config.device_tails, device)
+        device = DeviceMemory(spec, config.device_pages, config.staging_tails, device)
     if not config.host_bytes:
         return Memories(device)
     host = _host_memory(spec, config, device)
@@ -86,8 +86,8 @@ def _host_memory(spec: CacheSpec, config: CacheConfig, device: Memory | None) ->
         node=None if cuda is None else node_of(pci_address(cuda)),
         shared=config.host_shared,
     )
-    if host.pages < spec.host_pages_per_tail:
+    if host.pages < spec.places_per_tail:
         host.close()
-        why = f"a tail takes {spec.host_pages_per_tail} host pages of {spec.host_page_bytes:,} B"
+        why = f"a tail takes {spec.places_per_tail} host pages of {spec.place_bytes:,} B"
         raise ConfigError("host_bytes", config.host_bytes, why)
     return host

@@ -4,39 +4,51 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from tiercel.cache.request import Wait, WaitFor
+from tiercel.cache.request import PagePlaces, TailPlaces, Wait, WaitFor
+from tiercel.pages.frames import Frames
 from tiercel.pages.pool import PagePool, Reservation, Short, reserve
 from tiercel.spec.cache_spec import CacheSpec
-from tiercel.tree.node import Actions, Move, Page, Tail
+from tiercel.tree.node import Actions, Move
 from tiercel.tree.prefix_tree import PrefixTree
-from tiercel.types import DevicePageId, DeviceTailId, HostPageId, Kind
+from tiercel.types import DevicePageId, HostPageId
+
+Counts = tuple[int, ...]
+"""How many places of each pool of the device."""
 
 
 class Places:
-    """The pools of both tiers, and the tree that decides what is evicted. Without a device pool, or without
-    a host tier, the pool has no places.
+    """The pool of each tier, and the tree that decides what is evicted. Without a device pool, or without
+    a host tier, the pool has no places. Pages and tails share a pool: what they are worth decides how many of
+    each it holds. (Two device pools are `Frames`: two kinds of places in one memory.)
 
-    `order` is the order in which a pool first gives out its places.
+    `counts`: whole pages that the device has room for, and host pages. `order` is the order in which a pool
+    first gives out its places.
     """
 
     def __init__(
         self,
         tree: PrefixTree,
         spec: CacheSpec,
-        counts: tuple[int, int, int],
+        counts: tuple[int, int],
         order: Callable[[int], Sequence[int]],
         queue_saves: Callable[[Iterable[Move]], None],
     ) -> None:
-        pages, tails, host = counts
-        self.pages = PagePool[DevicePageId]("device pages", pages, tag=1, order=order(pages))
-        self.tails = PagePool[DeviceTailId]("device tails", tails, tag=2, order=order(tails))
+        pages, host = counts
+        self.pages: PagePool[DevicePageId] | Frames[DevicePageId]
+        if spec.second:
+            self.pages = Frames("device units", pages, spec.frame_units, tags=(1, 2), order=order(pages))
+        else:
+            self.pages = PagePool("device pages", pages, tag=1, order=order(pages))
         self.host = PagePool[HostPageId]("host pages", host, tag=3, order=order(host))
         self._tree = tree
-        self._spec = spec
+        self._pools, self._tail_units = len(spec.pools), spec.units_per_tail
         self._queue_saves = queue_saves
-        self._promised: dict[object, int] = {}
-        """Device pages that were promised since the last step, by the request that waits for them."""
-        self._promised_pages = 0
+        self._promised: dict[object, tuple[bool, Counts]] = {}
+        """Device places that were promised since the last step, by who waits for them, and whether that is a
+        running text."""
+        self._promised_to: dict[bool, Counts] = {}
+        """All that is promised to running texts (True), and to prompts that wait."""
+        self.forget_promises()
 
     def take_host(self, count: int) -> tuple[HostPageId, ...] | None:
         """Host pages that are free."""
@@ -52,72 +64,95 @@ class Places:
             pass
         return host
 
-    def reserve(self, asker: object, pages: int, tails: int, *, urgent: bool = False) -> Reservation | Wait:
-        """Device places. Eviction frees some if too few are free.
+    def reserve(
+        self,
+        asker: object,
+        pages: int,
+        tails: int = 0,
+        *,
+        sparse: int = 0,
+        running: bool = False,
+        urgent: bool = False,
+    ) -> Reservation | Wait:
+        """Device places for pages and tails (`deal` tells which is whose). Eviction frees some if too few are
+        free. `sparse`: how many of the pages get no place in the second pool.
 
-        An asker that has to wait is promised its pages until the next step, when it asks again. So a page
+        An asker that has to wait is promised its places until the next step, when it asks again. So a place
         that is leaving counts for one asker only, and every asker causes the evictions that it needs. Only an
-        `urgent` asker takes free pages that are promised to others; then other pages are evicted for them.
+        `urgent` asker takes free places that are promised to others; then other places are freed for them. A
+        `running` text comes before prompts that wait: it takes what is leaving for these.
         """
-        self._promised_pages -= self._promised.pop(asker, 0)
-        self._tree.evict(Kind.PAGE, pages - self._pages_to_come, self._saves_to)
-        self._make_room_for_tails(tails)
+        wanted: Counts = (pages + tails * self._tail_units, pages - sparse)[: self._pools]
+        if (before := self._promised.pop(asker, None)) is not None:
+            self._promise(*before, -1)
+        asks, with_others = any(wanted), _sum(wanted, self._before(running))
+        while (
+            asks
+            and (lack := self.pages.lack(*with_others, later=True)) > 0
+            and self._tree.evict(lack, self._saves_to)
+        ):
+            self.settle()
         self.settle()
-        missing = pages - self.pages.free + (0 if urgent else self._promised_pages)
-        if pages and missing > 0:
+        missing = self.pages.lack(*(wanted if urgent else with_others))
+        if asks and missing > 0:
             # If something may still be evicted, it waits for host memory, which saves are filling.
-            if pages > self._pages_to_come and self._tree.device[Kind.PAGE].coldest() is None:
+            if lack > 0 and self._tree.device.coldest() is None:
                 return Wait(WaitFor.DEVICE_PAGES, missing)
-            self._promised[asker] = pages
-            self._promised_pages += pages
+            self._promised[asker] = running, wanted
+            self._promise(running, wanted)
             return Wait(WaitFor.LEAVING, missing)
-        room = reserve((self.pages, pages), (self.tails, tails))
-        return Wait(WaitFor.DEVICE_TAILS, room.missing) if isinstance(room, Short) else room
+        room = reserve(self.pages, *wanted)
+        return Wait(WaitFor.DEVICE_PAGES, room.missing) if isinstance(room, Short) else room
 
-    @property
-    def pages_leaving(self) -> int:
-        """Device pages that are free again as soon as their copies have landed."""
-        return self._tree.copies.leaving[Kind.PAGE]
+    def deal(
+        self, ids: Sequence[DevicePageId], pages: int, tails: int, sparse: int = 0
+    ) -> tuple[list[PagePlaces], list[TailPlaces]]:
+        """The places of each page and of each tail, from those that were reserved for all of them. The first
+        pages are the sparse ones."""
+        each = self._tail_units
+        end = pages + tails * each
+        firsts, seconds = ids[:pages], ids[end:]
+        whole: list[PagePlaces] = [*firsts]
+        if self._pools > 1:
+            whole = [(first,) for first in firsts[:sparse]]
+            whole += zip(firsts[sparse:], seconds, strict=True)
+        return whole, [tuple(ids[at : at + each]) for at in range(pages, end, each or 1)]
 
-    @property
-    def _pages_to_come(self) -> int:
-        """Pages that are free or leaving, less those that were promised."""
-        return self.pages.free + self.pages_leaving - self._promised_pages
+    def _before(self, running: bool) -> Counts:
+        """What was promised to those that an asker does not come before."""
+        return self._promised_to[True] if running else _sum(self._promised_to[True], self._promised_to[False])
+
+    def _promise(self, running: bool, counts: Counts, sign: int = 1) -> None:
+        self._promised_to[running] = _sum(self._promised_to[running], counts, sign)
 
     def forget_promises(self) -> None:
         """Copies may have landed since: a request that still waits asks again."""
         self._promised.clear()
-        self._promised_pages = 0
+        self._promised_to = dict.fromkeys((True, False), (0,) * self._pools)
 
     @property
     def _saves_to(self) -> Callable[[int], tuple[HostPageId, ...] | None] | None:
         return self.take_host if self.host.capacity else None
 
-    def make_room_ahead(self) -> None:
-        """Keep an eighth of the tail places free for one step's writes: no request waits for them."""
-        if self.host.capacity and self._spec.tail_streams:
-            self._make_room_for_tails(max(self._spec.pages_per_window, self.tails.capacity // 8))
-            self.settle()
-
-    def _make_room_for_tails(self, tails: int) -> None:
-        short = min(tails, self.tails.capacity) - self.tails.free - self._tree.copies.leaving[Kind.TAIL]
-        self._tree.evict(Kind.TAIL, short, self._saves_to, host_pages=self._spec.host_pages_per_tail)
-
     def own(self, moves: Sequence[Move]) -> bool:
         """Whether the pools have given out all places of these moves."""
-        pages = [move.device for move in moves if isinstance(move.item, Page)]
-        tails = [move.device for move in moves if isinstance(move.item, Tail)]
+        device = [page for move in moves for page in move.near]
         host = [page for move in moves for page in move.host]
-        return self.pages.own(pages) and self.tails.own(tails) and self.host.own(host)
+        return self.pages.own(device) and self.host.own(host)
 
     def settle(self) -> None:
         """Carry out what the tree decided."""
         actions = self._tree.copies.actions
-        if actions.pages or actions.tails or actions.host or actions.saves:
+        if actions.device or actions.host or actions.saves:
             self._tree.copies.actions = Actions()
-            self.pages.release(actions.pages)
-            self.tails.release(actions.tails)
+            if actions.leaving:
+                self.pages.leave(actions.leaving)
+            self.pages.release(actions.device)
             self.host.release(actions.host)
             if actions.saves:
                 assert self.own(actions.saves), "I3: a save of a place that was given back"
                 self._queue_saves(actions.saves)
+
+
+def _sum(counts: Counts, others: Counts, sign: int = 1) -> Counts:
+    return tuple(count + sign * other for count, other in zip(counts, others, strict=True))

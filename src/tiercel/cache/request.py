@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-
-import numpy as np
-import numpy.typing as npt
+from typing import cast
 
 from tiercel.errors import TransferError
 from tiercel.policy.placement import Boundary
 from tiercel.policy.resume import Reuse, Why, choose_resume, tokens_by_tier
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.tree.keys import KeyChain
-from tiercel.tree.node import Item, Move, Page, Tail
+from tiercel.tree.node import Item, Move, Page, Tail, ids_of
 from tiercel.tree.prefix_tree import PrefixTree
-from tiercel.types import DevicePageId, DeviceTailId, place
+from tiercel.types import DevicePageId, place
+
+PagePlaces = DevicePageId | tuple[DevicePageId, ...]
+"""Where a page is on the device. With two pools: its place in each, or in the first alone."""
+
+TailPlaces = tuple[DevicePageId, ...]
+"""The device places that a tail is kept in."""
 
 
 class WaitFor(Enum):
@@ -24,7 +28,6 @@ class WaitFor(Enum):
 
     DEVICE_PAGES = "device pages"
     LEAVING = "device pages that are free as soon as what leaves them has been saved"
-    DEVICE_TAILS = "device places for tails"
     ARRIVING = "a transfer that is bringing or taking what it wants to reuse"
     STORE = "what the store is bringing, as long as that is sooner than computing it"
     COMPUTING = "pages that another request is computing, which is sooner than computing them twice"
@@ -42,9 +45,9 @@ class Wait:
 
 @dataclass(frozen=True)
 class Extended:
-    """There is room. `tails` maps a boundary, in tokens, to the place where its tail is to be written."""
+    """There is room. `tails` maps a boundary, in tokens, to the places where its tail is to be kept."""
 
-    tails: dict[int, DeviceTailId]
+    tails: dict[int, TailPlaces]
 
 
 class RequestState(Enum):
@@ -68,8 +71,8 @@ class Request:
     extended_tokens: int
     tails_upto: int
     """In pages: up to here, places for tails were asked for, or no tail is to be written."""
-    table: list[DevicePageId]
-    """Device pages of the text, shared ones first; behind `committed` they are this request's own."""
+    table: list[PagePlaces]
+    """Device places of the text's pages, shared ones first; behind `committed` they are the request's own."""
     resume_tails: tuple[Tail, ...]
     """Tails to continue from, the last first: read them before the first `commit`."""
     tail_boundaries: dict[int, Boundary]
@@ -77,7 +80,7 @@ class Request:
     for_others: bool = False
     """Other servers read its prompt on the host."""
     state: RequestState = RequestState.RUNNING
-    tails: dict[int, DeviceTailId] = field(default_factory=dict)
+    tails: dict[int, TailPlaces] = field(default_factory=dict)
     """Places for tails not shared yet, by boundary in pages."""
     written_tokens: int = 0
     load: int | None = None
@@ -89,14 +92,24 @@ class Request:
         assert isinstance(self.held[0], Page)
         return self.held[0]
 
-    def tail_places(self, page_tokens: int) -> list[tuple[int, int]]:
-        """(boundary in tokens, device row) of the tails to continue from, the earliest first."""
+    def tail_places(self, page_tokens: int) -> list[tuple[int, tuple[int, ...]]]:
+        """(boundary in tokens, device rows) of the tails to continue from, the earliest first."""
         at = ((tail.page.depth, tail.device) for tail in reversed(self.resume_tails))
-        return [(depth * page_tokens, place(device)) for depth, device in at if device is not None]
+        return [(depth * page_tokens, tuple(map(place, ids))) for depth, ids in at if ids is not None]
 
-    def places(self) -> npt.NDArray[np.int32]:
-        """The page table as row numbers of device memory."""
-        return np.fromiter(map(place, self.table), np.int32, len(self.table))
+
+def rows_of(table: Sequence[PagePlaces], pools: int) -> tuple[tuple[int, ...], ...]:
+    """A part of a page table as row numbers of device memory: a row for each pool. A page without a place in
+    the second pool has -1 there."""
+    if pools == 1:
+        return (tuple(map(place, cast(Sequence[int], table))),)
+    both = [(*map(place, ids_of(places)), -1)[:2] for places in table]
+    return tuple(first for first, _ in both), tuple(second for _, second in both)
+
+
+def all_ids(table: Iterable[PagePlaces]) -> list[DevicePageId]:
+    """All places of these pages."""
+    return [each for places in table for each in ids_of(places)]
 
 
 @dataclass(frozen=True)

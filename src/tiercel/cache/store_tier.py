@@ -195,7 +195,7 @@ class StoreTier:
         self.fetches = Fetches(
             *parts, self.config, self.places, self.compute, self.clock, self.breaker, self.counters
         )
-        host_bytes = self.places.host.capacity * self.spec.host_page_bytes
+        host_bytes = self.places.host.capacity * self.spec.place_bytes
         bytes_most = min(self.config.store_writing_bytes, host_bytes // 2)
         self.writes = Writes(*parts, self.breaker, self.counters, bytes_most)
         self._probe_s = self._numbers_s = self.clock()
@@ -263,7 +263,7 @@ class StoreTier:
                     if answer is Presence.DAMAGED:
                         self._damaged(piece)
             case Work.PROBE if operation.read_s is not None:
-                self.fetches.costs.read.observe(self.spec.host_page_bytes, operation.read_s)
+                self.fetches.costs.read.observe(self.spec.place_bytes, operation.read_s)
             case Work.PROBE if not self.mover.writes:
                 self.fetches.costs.read.forget()  # the next fetch measures it
             case Work.CLEAR if operation.error is None:

@@ -14,7 +14,8 @@ What it has below the device (keys, tree, host, store) is `cache.core`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from tiercel.cache.audit import check_device
 from tiercel.cache.core import Core, Order
@@ -24,75 +25,26 @@ from tiercel.cache.request import (
     Extended,
     Found,
     Loaded,
+    PagePlaces,
     Request,
     RequestState,
     Wait,
     WaitFor,
+    all_ids,
     pages_useful,
 )
+from tiercel.cache.sharing import Sharing
 from tiercel.cache.store_tier import StoreTier
 from tiercel.cache.tails import tails_after, tails_of_prompt, tails_to_write
 from tiercel.config import CacheConfig
 from tiercel.errors import ConfigError
 from tiercel.pages.pool import Reservation
-from tiercel.policy.fetch import window
 from tiercel.policy.placement import Boundary
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.identity import Identity
 from tiercel.transfer.plan import Direction
 from tiercel.tree.keys import KeyChain
-from tiercel.tree.node import Item, Tail
-from tiercel.types import DevicePageId, Kind, PageKey
-
-
-@dataclass
-class Sharing:
-    """Which pages of prompts running requests are computing now, so that no page is computed twice.
-
-    request 1   ■ ■ ■ □ □ □ □ ▲       three pages are shared, four are being computed, a tail is kept at 7
-    request 2   ■ ■ ■ □ □ □ □ ·       the same text: request 2 can begin at 3 now, or wait and begin at 7
-
-    Waiting is sooner than computing when request 1 is not less urgent: request 1 is ahead, so it has less
-    left to compute, and every step computes some of it. A request that waits holds no place. When request 1
-    ends early, request 2 begins with what is there.
-    """
-
-    pages_per_window: int
-    _computing: dict[PageKey, Request] = field(default_factory=dict)
-
-    def begin(self, request: Request) -> None:
-        for key in request.chain.keys[request.committed : request.prompt_pages]:
-            self._computing.setdefault(key, request)
-
-    def end(self, request: Request, first: int, upto: int) -> None:
-        """The request has shared these pages, or is not going to."""
-        for key in request.chain.keys[first:upto]:
-            if self._computing.get(key) is request:
-                del self._computing[key]
-
-    def computes(self, key: PageKey, kind: Kind) -> bool:
-        """Whether a request is going to share this page, or the tail at its end."""
-        request = self._computing.get(key)
-        if request is None or kind is Kind.PAGE:
-            return request is not None
-        return request.chain.keys.index(key) + 1 in request.tail_boundaries
-
-    def pages_to_come(self, keys: Sequence[PageKey], found: Found, priority: int) -> int:
-        """How many pages later a request could begin if it waited; 0: there is nothing to wait for.
-
-        `keys`: the keys of the pages that would help it.
-        """
-        first, here, limit = found.pages_found, found.page.depth, len(keys)
-        request = self._computing.get(keys[first]) if first < limit else None
-        if request is None or request.priority < priority:
-            return 0
-        last = first + 1
-        while last < limit and self._computing.get(keys[last]) is request:
-            last += 1
-        tails = {*range(here + 1), *(b for b in request.tail_boundaries if b > request.committed)}
-        while last > here and not tails.issuperset(window(last, self.pages_per_window)):
-            last -= 1
-        return max(0, last - here)
+from tiercel.tree.node import Item, Page, Tail
 
 
 class TieredCache:
@@ -109,24 +61,29 @@ class TieredCache:
         identity: Identity | None = None,
         pool_order: Order | None = None,
     ) -> None:
-        """`memories` may have device memory that a cache before this one has used, if that has places for
-        enough pages and tails."""
-        least = 2 * spec.pages_per_window
-        if config.device_tails < least:
-            why = f"{spec.model} keeps tails: a request needs {least} places for them"
-            raise ConfigError("device_tails", config.device_tails, why)
-        if not config.device_pages:
-            raise ConfigError("device_pages", 0, "must be places for at least one page")
+        """`memories` may have device memory that a cache before this one has used, if that has enough
+        places."""
+        if config.staging_tails < spec.pages_per_window:
+            why = f"{spec.model} keeps tails: a text reads and writes {spec.pages_per_window} at once"
+            raise ConfigError("staging_tails", config.staging_tails, why)
+        tails = 2 * spec.pages_per_window * spec.units_per_tail
+        self.pages_most = config.device_pages - -(-tails // spec.frame_units)
+        """Pages of the longest text. It reads tails and writes others, and needs places for both."""
+        if self.pages_most < 1:
+            why = f"a page and its tails take {config.device_pages + 1 - self.pages_most}"
+            raise ConfigError("device_pages", config.device_pages, why)
         memories = memories or make_memories(spec, config)
-        places, device = (config.device_pages, config.device_tails), memories.device
-        roomy = device is None or (device.pages >= places[0] and device.tails >= places[1])
+        device = memories.device
+        roomy = device is None or (
+            device.pages >= config.device_pages * spec.frame_units and device.tails >= config.staging_tails
+        )
         assert roomy, "the device memory has fewer places than the cache is to use"
         self.sharing = Sharing(spec.pages_per_window)
         self.core = core = Core(
             spec,
             config,
             memories,
-            device_places=places,
+            device_places=config.device_pages,
             identity=identity,
             pool_order=pool_order,
             computes=self.sharing.computes,
@@ -134,11 +91,12 @@ class TieredCache:
         self.spec, self.config, self.identity = spec, config, core.identity
         self.device, self.host = device, core.host
         self.tree, self.places, self.flights = core.tree, core.places, core.flights
-        self.pages, self.tails, self.host_pages = core.places.pages, core.places.tails, core.places.host
+        self.pages, self.host_pages = core.places.pages, core.places.host
         self.counters, self.compute = core.counters, core.compute
         self.leases, self.stores, self.controller = core.leases, core.stores, core.controller
         self.transfer_ended = core.transfer_ended
-        self.requests: set[Request] = set()
+        self.requests: dict[Request, None] = {}
+        """In the order in which they began."""
         self._ended: list[Loaded] = []
         # What the core and its parts do by themselves has the same name here.
         self.chain, self.find = core.chain, core.find
@@ -163,16 +121,19 @@ class TieredCache:
         reuse_most: int | None = None,
         room_for: int = 0,
         for_others: bool = False,
+        sparse: bool = False,
     ) -> Request | Wait:
         """Reuse what the tiers hold of a prompt.
 
         `turn_ends` are token positions after which this text may be continued differently: message ends and
         break points. `load`, `replay` and `reuse_most` are those of `find`.
-        `room_for`: the tokens for which device pages are reserved at once: `extend` up to there never waits.
+        `room_for`: the tokens for which device pages are reserved at once: `extend` up to there waits for no
+        page. The text begins only if there is room for its first tails as well: else it would soon give way.
         `for_others`: other servers will read the prompt's pages and tails on the host.
+        `sparse`: what is loaded gets no place in the second pool of the device, if there is one.
         """
         pages_needed = -(-max(chain.tokens, room_for) // self.spec.page_tokens)
-        too_large = pages_needed - self.pages.capacity
+        too_large = pages_needed - self.pages_most
         if too_large > 0:
             return Wait(WaitFor.LARGER_DEVICE, too_large)
         found = self.find(chain, load=load, replay=replay, reuse_most=reuse_most)
@@ -187,18 +148,24 @@ class TieredCache:
         room: Reservation | Wait | None = None
         try:
             own = max(0, -(-room_for // self.spec.page_tokens) - found.page.depth)
-            room = self.places.reserve(chain, len(found.far) + own, len(tails_far))
+            far = len(found.far)
+            apart = far if sparse and self.spec.second else 0
+            tails = len(tails_far) + (self.spec.pages_per_window if room_for else 0)
+            room = self._reserve(chain, far + own, tails, sparse=apart)
         finally:
             if not isinstance(room, Reservation):
                 self.core.unlock(held)
         if isinstance(room, Wait):
+            if room.what is WaitFor.DEVICE_PAGES and not self.requests:
+                return self._make_way(chain, pages_needed, tails)
             return room
         with room:
-            places = room.ids(self.pages)
-            self._start_loads(found.far, places[: len(found.far)])
-            self._start_loads(tails_far, room.ids(self.tails))
+            pages, kept = self.places.deal(room.ids, far + own, tails, apart)
+            self._start_loads(found.far, pages[:far])
+            self._start_loads(tails_far, kept[: len(tails_far)])
             room.keep()
-        return self._start(found, held, places[len(found.far) :], priority, turn_ends, for_others)
+        self.pages.release(all_ids(kept[len(tails_far) :]))
+        return self._start(found, held, pages[far:], priority, turn_ends, for_others)
 
     def leave_device(self, chain: KeyChain) -> int:
         """Evict the pages of one text that the host has too and that are not in use. Returns how many of its
@@ -209,11 +176,22 @@ class TieredCache:
             self.places.settle()
         return self.tree.match(chain.keys, len(chain.keys)).device
 
+    def shed(self, pages: Iterable[Page]) -> None:
+        """These pages give back their places in the second pool of the device: they are on the host, too.
+        Tables of running texts know it at once. Required: no step reads these places any more."""
+        for page in pages:
+            before = page.device
+            self.tree.shed(page)
+            for request in self.requests:
+                if page.depth <= request.committed and request.table[page.depth - 1] == before:
+                    request.table[page.depth - 1] = page.device
+        self.places.settle()
+
     @property
     def changes(self) -> tuple[int, ...]:
         """Numbers that stay as they are while nothing is shared and nothing comes free. A prompt that found
         no device pages finds none until they change."""
-        return *self.tree.copies.changes, self.pages.free, self.places.pages_leaving, self.host_pages.free
+        return *self.tree.copies.changes, self.pages.free, self.pages.leaving, self.host_pages.free
 
     def load_under_way(self, request: Request) -> int | None:
         """Send what is queued. Returns the number of the load that a request waits for if the device can wait
@@ -224,37 +202,73 @@ class TieredCache:
         self.flights.send_loads()
         return request.load
 
-    def extend(self, request: Request, upto: int, *, early: bool = False) -> Extended | Wait:
-        """Room for positions below `upto`: device pages, and places for the tails to keep on the way.
-        `early`: the room is not needed yet, so free pages that others wait for are left to them.
+    def extend(
+        self, request: Request, upto: int, *, tails_upto: int | None = None, early: bool = False
+    ) -> Extended | Wait:
+        """Room for positions below `upto`: device pages, and places for the tails to keep on the way, or up
+        to `tails_upto`. `early`: the room is not needed yet, so free pages that others wait for are left to
+        them.
 
         Tails are kept at the request's boundaries, and after the prompt at the latest boundary, since any
-        token may end the turn. Tails that find no place are left out and counted, the earliest first; they
-        never make a request wait. A replay leaves a tail where it ends: a caller that replays calls `extend`
-        before the replay's first token is computed.
+        token may end the turn. A request waits for their places as it waits for pages: no tail is skipped. A
+        replay leaves a tail where it ends: a caller that replays calls `extend` before the replay's first
+        token is computed.
         """
         assert request.state is not RequestState.ENDED
-        page_tokens = self.spec.page_tokens
+        page_tokens, tails_upto = self.spec.page_tokens, upto if tails_upto is None else tails_upto
         pages = max(0, -(-upto // page_tokens) - len(request.table))
-        if pages + len(request.table) > self.pages.capacity:
-            return Wait(WaitFor.LARGER_DEVICE, pages + len(request.table) - self.pages.capacity)
-        boundaries = tails_to_write(self.spec, request, upto)
-        skipped, room = 0, self.places.reserve(request, pages, len(boundaries), urgent=not early)
-        if isinstance(room, Wait) and room.what is WaitFor.DEVICE_TAILS:
-            skipped = len(boundaries) - self.tails.free
-            boundaries = boundaries[skipped:]
-            room = self.places.reserve(request, pages, len(boundaries), urgent=not early)
+        if pages + len(request.table) > self.pages_most:
+            return Wait(WaitFor.LARGER_DEVICE, pages + len(request.table) - self.pages_most)
+        boundaries = tails_to_write(self.spec, request, tails_upto)
+        room = self._reserve(request, pages, len(boundaries), early=early)
         if isinstance(room, Wait):
             return room
         with room:
-            request.table.extend(room.ids(self.pages))
-            new = dict(zip(boundaries, room.ids(self.tails), strict=True))
+            own, tails = self.places.deal(room.ids, pages, len(boundaries))
+            request.table.extend(own)
+            new = dict(zip(boundaries, tails, strict=True))
             room.keep()
-        self.counters["tails_skipped"] += skipped
         request.tails.update(new)
         request.extended_tokens = max(request.extended_tokens, upto)
-        request.tails_upto = max(request.tails_upto, upto // page_tokens)
+        request.tails_upto = max(request.tails_upto, tails_upto // page_tokens)
         return Extended({boundary * page_tokens: tail for boundary, tail in new.items()})
+
+    def _reserve(
+        self, asker: KeyChain | Request, pages: int, tails: int, *, early: bool | None = None, sparse: int = 0
+    ) -> Reservation | Wait:
+        """Places for a prompt that begins (`early` is None), or for a running text. Where nothing else may
+        leave the device, tails that running texts keep for themselves may."""
+        reserve = partial(
+            self.places.reserve,
+            asker,
+            pages,
+            tails,
+            sparse=sparse,
+            running=early is not None,
+            urgent=early is False,
+        )
+        room = reserve()
+        if isinstance(room, Wait) and room.what is WaitFor.DEVICE_PAGES and not early:
+            return reserve() if self._share_all_tails() else room
+        return room
+
+    def _make_way(self, chain: KeyChain, pages: int, tails: int) -> Wait:
+        """Nobody else holds a place, and yet a text finds no room beside what it would reuse: where a device
+        has two pools, its own units may break too many bodies. They leave, and are packed when it begins."""
+        room = self._reserve(chain, pages, tails)
+        if isinstance(room, Wait):
+            return room
+        with room:
+            return Wait(WaitFor.LEAVING, pages)
+
+    def _share_all_tails(self) -> bool:
+        """Share the tails that running texts keep for themselves: then these can go to the host, or leave.
+        Returns whether there were any."""
+        held = sum(len(request.tails) for request in self.requests)
+        for request in self.requests:
+            if request.state is RequestState.RUNNING:
+                self._share_tails(request, everything=True)
+        return sum(len(request.tails) for request in self.requests) < held
 
     def commit(self, request: Request, upto: int) -> None:
         """Positions below `upto` are written, and so are the tails at boundaries up to there: share them.
@@ -340,7 +354,7 @@ class TieredCache:
 
     # How a request begins
 
-    def _start_loads(self, items: Sequence[Item], places: Sequence[int]) -> None:
+    def _start_loads(self, items: Sequence[Item], places: Sequence[Any]) -> None:
         pairs = zip(items, places, strict=True)
         moves = [self.tree.load_start(item, device, self.flights.batch) for item, device in pairs]
         assert self.places.own(moves), "I3: a load of a place that was given back"
@@ -350,7 +364,7 @@ class TieredCache:
         self,
         found: Found,
         held: list[Item],
-        own: Sequence[DevicePageId],
+        own: Sequence[PagePlaces],
         priority: int,
         turn_ends: Iterable[int],
         for_others: bool,
@@ -381,7 +395,7 @@ class TieredCache:
             self.core.save_early([*path, *found.tails], by_force=True)
         elif page is not tree.root and self.core.saves_after == 1:
             self.core.save_early([*tree.unsaved(page), *found.tails])
-        self.requests.add(request)
+        self.requests[request] = None
         if not self.config.force_miss:
             self.sharing.begin(request)
         self.counters["requests"] += 1
@@ -423,7 +437,7 @@ class TieredCache:
                 why = request.tail_boundaries.get(boundary, Boundary.ANSWER)
                 shared.append(self.tree.insert_tail(page, place, request.priority, why))
             elif boundary <= ready[-1] - self.spec.pages_per_window:
-                self.tails.release([request.tails.pop(boundary)])
+                self.pages.release(request.tails.pop(boundary))
         if shared:
             self.tree.cap_tails(shared[-1].page)
             if self.core.saves_after == 0 or request.for_others:
@@ -433,11 +447,11 @@ class TieredCache:
     def _end(self, request: Request) -> None:
         assert request.state is not RequestState.ENDED, "I3: a request ends once"
         request.state = RequestState.ENDED
-        self.requests.discard(request)
+        self.requests.pop(request, None)
         self.sharing.end(request, request.committed, request.prompt_pages)
         self.core.unlock(request.held)
-        self.pages.release(request.table[request.committed :])
-        self.tails.release(list(request.tails.values()))
+        self.pages.release(all_ids(request.table[request.committed :]))
+        self.pages.release([page for tail in request.tails.values() for page in tail])
         request.held, request.table, request.tails = [], [], {}
         request.resume_tails = ()
         self.places.settle()

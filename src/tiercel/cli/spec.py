@@ -74,7 +74,7 @@ def copies_on(device: str, declared: CacheSpec) -> dict[str, dict[str, str]]:
 
     check_device(device)
     near = DeviceMemory(declared, 2, 2 if declared.tail_streams else 0, device)
-    least = declared.host_page_bytes * max(2, declared.host_pages_per_tail)
+    least = declared.place_bytes * max(2, declared.places_per_tail)
     ways: dict[str, dict[str, str]] = {}
     for layout in LAYOUT_NAMES:
         with HostMemory(declared, layout, least, pin=near.device.type == "cuda") as host:

@@ -10,7 +10,7 @@ import torch
 from tiercel.cache import TieredCache
 from tiercel.cache.memories import make_memories
 from tiercel.config import LAYOUT_NAMES, CacheConfig
-from tiercel.engine.config import DRAFT_MODEL, GUESSERS, MTP, Build, EngineConfig, places_of
+from tiercel.engine.config import DRAFT_MODEL, GUESSERS, MTP, STAGING_MOST, Build, EngineConfig, places_of
 from tiercel.engine.engine import Engine
 from tiercel.engine.scheduler import STEP_TOKENS
 from tiercel.errors import ConfigError
@@ -51,11 +51,11 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
         hidden = hide(build.sources[0], build.sources[0])
         raise ConfigError("store", hidden, "needs a host tier to read into: give it host memory")
     if device_bytes is not None:
-        _places(device_bytes, spec, config)  # fails for too little memory before weights are read
+        places_of(device_bytes, spec)  # fails for too little memory before weights are read
     text = _open_text(opened)
     loaded = opened.load(partial(check_device_memory, build, cache_bytes=device_bytes or 0))
     device_bytes = device_bytes or _device_bytes(build.device, spec, config)
-    memory = DeviceMemory(spec, *_places(device_bytes, spec, config), build.device)
+    memory = DeviceMemory(spec, *places_of(device_bytes, spec), build.device)
     cache = _open_cache(build, config.cache, opened, memory)
     model = loaded.build(memory, config.running_max, config.guesses_max)
     engine = Engine(model, cache, text, config)
@@ -104,21 +104,18 @@ def _open_text(opened: Opened) -> Text:
     return text
 
 
-def _places(device_bytes: int, spec: CacheSpec, config: EngineConfig) -> tuple[int, int]:
-    return places_of(device_bytes, spec, config.running_max, host_bytes=config.cache.host_bytes)
-
-
 def _device_bytes(device: str, spec: CacheSpec, config: EngineConfig) -> int:
     """Half of the memory that a GPU has left beside the weights, or all that running texts can ever fill."""
     half = torch.cuda.mem_get_info(device)[0] // 2
     if config.context_tokens is None:
         return half
     pages, tails = -(-config.context_tokens // spec.page_tokens), max(4, 2 * spec.pages_per_window)
-    return min(half, config.running_max * (pages * spec.host_page_bytes + tails * spec.tail_bytes))
+    each = pages * spec.frame_bytes + tails * spec.units_per_tail * spec.unit_bytes
+    return min(half, config.running_max * each + STAGING_MOST * spec.tail_bytes)
 
 
 def _open_cache(build: Build, config: CacheConfig, opened: Opened, memory: DeviceMemory) -> TieredCache:
-    config = replace(config, device_pages=memory.pages, device_tails=memory.tails)
+    config = replace(config, device_pages=memory.frames, staging_tails=memory.tails)
     identity = opened.identity(build.share)
     memories = make_memories(opened.spec, config, memory)
     try:
@@ -158,9 +155,13 @@ def _choices(build: Build, engine: Engine, device_bytes: int) -> list[Choice]:
     host = f"{cache.host_bytes:,} B, {layout}, {controller.how}" if controller else "off"
     made_for = config.context_tokens == engine.context_tokens
     longest = "what the model was made for" if made_for else "what fits on the device"
-    device = f"{cache.device_pages} pages of {engine.page_tokens} tokens, {cache.device_tails} tails"
+    each = engine.cache.spec.units_per_tail
+    device, size = f"{cache.device_pages} pages of {engine.page_tokens} tokens", f"{device_bytes:,} B"
+    if each:
+        device += f"; a tail takes {each}"
+        size += f"; a step writes up to {cache.staging_tails} tails"
     return [
-        Choice("device tier", device, f"{device_bytes:,} B"),
+        Choice("device tier", device, size),
         Choice("host tier", host, f"save {cache.save}, evict {cache.evict}"),
         _store_choice(build, cache),
         Choice("share", build.share, SHARE_WHY[build.share]),

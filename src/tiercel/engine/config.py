@@ -94,7 +94,7 @@ class Build(Wish):
 class EngineConfig:
     """How requests share a model."""
 
-    cache: CacheConfig = field(default_factory=lambda: CacheConfig(device_pages=256, device_tails=64))
+    cache: CacheConfig = field(default_factory=lambda: CacheConfig(device_pages=256, staging_tails=16))
     running_max: int = setting(64, "Requests that compute at once.", least=1)
     """Requests that compute at the same time. Each has rows of its own beside the pages. Tested up to 512,
     with device and host full: a step takes 6 to 7 µs of planning for each."""
@@ -136,23 +136,25 @@ class EngineConfig:
         check_settings(self)
 
 
-def places_of(device_bytes: int, spec: CacheSpec, running_max: int, *, host_bytes: int) -> tuple[int, int]:
-    """Places for pages and for tails in `device_bytes` of device memory.
+STAGING_MOST = 64
+STAGING_SHARE = 0.005
 
-    Tails get a tenth of the device's bytes. If the host has room for as much, they get at most the places
-    that running requests write to: each request keeps its latest tail while it writes the next. More places
-    would hold tails of other texts, whatever their worth. The host holds what is worth its bytes, pages and
-    tails in one pool.
+
+def places_of(device_bytes: int, spec: CacheSpec) -> tuple[int, int]:
+    """Places in `device_bytes` of device memory, for pages and tails; and staging places for tails.
+
+    A step can write as many tails as there are staging places. They get a two-hundredth of the memory, for
+    64 tails at most: more of it costs hits. A small device gets one more than a text reads or writes at once.
 
     A page without bytes (the model has windows only) counts as large as a tail.
     """
-    least, tails = 2 * spec.pages_per_window, 0
+    window, staging = spec.pages_per_window, 0
     if spec.tail_streams:
-        tenth = device_bytes // 10
-        most = least * running_max if host_bytes >= tenth else device_bytes
-        tails = max(least, min(tenth // spec.tail_bytes, most))
-    pages = (device_bytes - tails * spec.tail_bytes) // spec.host_page_bytes
-    if pages < 2:
-        need = 2 * spec.host_page_bytes + least * spec.tail_bytes
+        share = int(device_bytes * STAGING_SHARE) // spec.tail_bytes
+        staging = max(window + 1, min(share, STAGING_MOST))
+    least = 2 + -(-2 * window * spec.units_per_tail // spec.frame_units)
+    pages = (device_bytes - staging * spec.tail_bytes) // spec.frame_bytes
+    if pages < least:
+        need = least * spec.frame_bytes + staging * spec.tail_bytes
         raise ConfigError("device_bytes", device_bytes, f"two pages and their tails take {need:,} B")
-    return pages, tails
+    return pages, staging

@@ -68,7 +68,7 @@ class ModelDrafter:
         most, reaches = max(counts), dict[int, list[int]]()
         spans = [Span(text.tokens[-1:], len(text.tokens) - 1, text.pages, text.ring) for text in texts]
         for i, span in enumerate(spans):
-            reach = len(span.pages) * self._page_tokens - span.start
+            reach = span.pages.shape[1] * self._page_tokens - span.start
             reaches.setdefault(min(most, reach), []).append(i)
         guesses: list[list[int]] = [[]] * len(spans)
         for reach, texts_there in reaches.items():

@@ -28,9 +28,11 @@ from tiercel.engine.scheduler import Scheduler
 from tiercel.engine.step import Runner
 from tiercel.engine.task import Outcome
 from tiercel.errors import AskError, GrammarError
+from tiercel.memory.buffers import DeviceMemory
 from tiercel.models.base import Model
 from tiercel.text.stream import TextStream
 from tiercel.text.text import Text
+from tiercel.transfer.staging import Staging
 
 log = logging.getLogger(__name__)
 
@@ -49,9 +51,11 @@ class Engine:
         self.scheduler = Scheduler(cache, config, clock)
         ready = cache.controller.ready if cache.controller else None
         drafter = make_drafter(config.speculate, model, cache.spec.page_tokens)
-        self.runner: Runner = LocalRunner(model, ready, drafter, text.grammars)
+        memory = cache.device
+        staging = Staging(memory) if isinstance(memory, DeviceMemory) and memory.tails else None
+        self.runner: Runner = LocalRunner(model, ready, drafter, text.grammars, staging)
         if model.last.is_cuda:
-            self.runner = QueueRunner(model, ready, drafter, text.grammars)
+            self.runner = QueueRunner(model, ready, drafter, text.grammars, staging)
         self.cache, self.text, self.config = cache, text, config
         self.vocab_size = model.vocab_size
         self.page_tokens, self.context_tokens = cache.spec.page_tokens, self.scheduler.context_tokens

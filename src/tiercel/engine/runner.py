@@ -37,6 +37,7 @@ from tiercel.kernels.draw import Draw, Mask, greedy
 from tiercel.models.base import DRAWN_LAST, BeforeLayer, Model, Span, at_once
 from tiercel.text.grammar import Asked, Grammars, Masks, Matcher, fill_masks
 from tiercel.transfer.controller import Ready
+from tiercel.transfer.staging import Staged, Staging
 
 log = logging.getLogger(__name__)
 
@@ -57,24 +58,28 @@ class _Ring:
         self.longest = begin.prompt_tokens + begin.sampling.max_tokens
         self.tokens: Ints = np.empty(self.longest + 1, np.int64)
         self.tokens[: self.count] = begin.tokens
-        self.pages = torch.empty(0, dtype=torch.int64)
+        self.pages = torch.empty(1, 0, dtype=torch.int64)  # a row for each pool comes with the first pages
         self.write_from = begin.write_from
         self.error: Exception | None = None
         """Why this text can not be computed."""
 
     def place(self, change: PageTable) -> None:
         """Apply a change of the page table. A changed table is another tensor, `Span.pages`."""
-        end, places = change.first + len(change.places), torch.tensor(change.places, dtype=torch.int64)
-        self.pages = torch.cat([self.pages[: change.first], places, self.pages[end:]])
+        rows = torch.tensor(change.rows, dtype=torch.int64)
+        known, end = self.pages.expand(len(rows), -1), change.first + rows.shape[1]
+        self.pages = torch.cat([known[:, : change.first], rows, known[:, end:]], dim=1)
 
-    def span(self, part: StepPart, guesses: Sequence[int]) -> Span:
+    def span(self, part: StepPart, guesses: Sequence[int], staged: list[Staged]) -> Span:
+        """What is computed. The tails that it writes are added to `staged`."""
         end = part.end + len(guesses)
         if guesses:
             self.tokens[part.end : end] = guesses
         tokens = self.tokens[part.start : end]
         tails = NO_TAILS
         if part.tails:  # there may be fewer guesses than there is room for
-            tails = {boundary: place for boundary, place in part.tails if boundary <= end}
+            due = [(boundary, kept) for boundary, kept in part.tails if boundary <= end]
+            tails = {boundary: len(staged) + i for i, (boundary, _) in enumerate(due)}
+            staged += [(len(staged) + i, kept) for i, (_, kept) in enumerate(due)]
         return Span(tokens, part.start, self.pages, part.ring, tails, self.write_from)
 
     def draft_text(self, part: StepPart) -> DraftText:
@@ -109,6 +114,8 @@ class _Work(NamedTuple):
     """The numbers of the parts that these rows are for."""
     guesses: Mapping[int, Sequence[int]]
     """The guesses of each part, by its number."""
+    staged: list[Staged]
+    """The tails that the forward writes, and where they are kept."""
 
     def count(self, i: int) -> int:
         """How many of the last tokens of a part need logits."""
@@ -164,11 +171,12 @@ class LocalRunner:
         ready: Callable[[int], Ready] | None = None,
         drafter: Drafter | None = None,
         grammars: Grammars | None = None,
+        staging: Staging | None = None,
     ) -> None:
         """`ready` tells when the layers of a load may be read, by the load's number. `grammars`: those of the
-        model's tokenizer, if answers may have grammars."""
+        model's tokenizer, if answers may have grammars. `staging`: of the model's memory, if it has tails."""
         self.model = model
-        self._ready, self._drafter, self._grammars = ready, drafter, grammars
+        self._ready, self._drafter, self._grammars, self._staging = ready, drafter, grammars, staging
         self._rings: dict[int, _Ring] = {}
 
     def run(self, step: Step) -> Drawn:
@@ -201,14 +209,14 @@ class LocalRunner:
         if guesses is not None:
             guessed = {step.parts[i].ring: len(own) for i, own in guesses.items()}
             drawn = drawn._replace(guessed=guessed, draft_s=perf_counter() - began_s)
-        work = _Work(drawn, step.parts, rings, before, [], [], [], guesses or {})
+        work = _Work(drawn, step.parts, rings, before, [], [], [], guesses or {}, [])
         end = 0
         for i, (part, ring) in enumerate(zip(step.parts, rings, strict=True)):
             if ring.error is not None:
                 work.drawn.results[i] = ring.error
                 continue
             own = work.guesses.get(i, ())
-            work.spans.append(ring.span(part, own))
+            work.spans.append(ring.span(part, own, work.staged))
             end += part.end - part.start + len(own)
             if wanted := work.count(i):
                 work.asked.append(i)
@@ -244,7 +252,10 @@ class LocalRunner:
 
     def _forward(self, step: Step, work: _Work) -> Tensor:
         try:
-            return self.model.forward(work.spans, work.rows, work.before)
+            logits = self.model.forward(work.spans, work.rows, work.before)
+            if self._staging is not None:
+                self._staging.pour(work.staged)
+            return logits
         except Exception as error:
             log.exception("a step could not be computed")
             for part in step.parts:  # the next step may be queued already: these texts are not computed there
@@ -261,7 +272,10 @@ class LocalRunner:
             ring.sampler = Sampler(
                 begin.sampling, prompt, self.model.vocab_size, output, self._matcher(begin.sampling)
             )
-            self.model.resume(begin.ring, begin.tails)
+            staged = list(enumerate(kept for _, kept in begin.tails))
+            if self._staging is not None:
+                self._staging.collect(staged)
+            self.model.resume(begin.ring, [(boundary, i) for i, (boundary, _) in enumerate(begin.tails)])
         except Exception as error:  # noqa: BLE001 - whatever a model raises: this text ends
             log.exception("a text could not be resumed")
             ring.error = error
@@ -320,8 +334,9 @@ class QueueRunner(LocalRunner):
         ready: Callable[[int], Ready] | None = None,
         drafter: Drafter | None = None,
         grammars: Grammars | None = None,
+        staging: Staging | None = None,
     ) -> None:
-        super().__init__(model, ready, drafter, grammars)
+        super().__init__(model, ready, drafter, grammars, staging)
         self._before: Callable[[], object] = lambda: None
         """Takes the tokens of the last step that was queued."""
 

@@ -55,7 +55,7 @@ class Scheduler:
     ) -> None:
         self.cache, self.config = cache, config
         self.page_tokens = cache.spec.page_tokens
-        fits = cache.pages.capacity * self.page_tokens
+        fits = cache.pages_most * self.page_tokens
         self.context_tokens = min(fits, config.context_tokens or fits)
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
         self.times = EngineTimes()
@@ -103,6 +103,7 @@ class Scheduler:
     def seal(self, parts: Sequence[StepPart]) -> Step:
         """The step that computes what was planned, for tasks that still run, with all that changed."""
         sealed, seats, page_tokens = [], [], self.page_tokens
+        staging = self.cache.config.staging_tails
         for planned in parts:
             seat = self.seats.in_ring.get(planned.ring)
             if seat is not None and seat.planned == planned.end < seat.calm_upto:  # the common case
@@ -112,13 +113,14 @@ class Scheduler:
             part = planned if seat is None else self._moved(seat, planned)
             if seat is None or part is None:
                 continue  # its task ended with the step before, or drew more tokens than there is room for
-            seats.append(seat)
-            seat.guesses = part.guesses
             first, last = part.start // page_tokens + 1, (part.end + part.guesses) // page_tokens
             if first <= last:
-                tails = seat.request.tails.items()
-                due = ((b * page_tokens, place(tail)) for b, tail in tails if first <= b <= last)
-                part = part._replace(tails=tuple(due))
+                part = self._with_tails(seat, part, staging)
+                if part is None:
+                    continue
+                staging -= len(part.tails)
+            seats.append(seat)
+            seat.guesses = part.guesses
             sealed.append(part)
         if seats:
             self._sealed.append(seats)
@@ -127,9 +129,24 @@ class Scheduler:
         changes, loads = self.seats.tell()
         return Step(changes, tuple(sealed), loads)
 
+    def _with_tails(self, seat: Seat, part: StepPart, staging: int) -> StepPart | None:
+        """A part that passes boundaries, with the tails it writes. If there are fewer staging places, the
+        part ends before the next tail, and the text goes on a step later. None: nothing is left of it."""
+        page_tokens, end = self.page_tokens, part.end + part.guesses
+        due = [b for b in sorted(seat.request.tails) if part.start < b * page_tokens <= end]
+        if len(due) > staging:
+            end, due = due[staging] * page_tokens - 1, due[:staging]
+            cut = min(part.end, end)
+            part = part._replace(end=cut, draws=part.draws and cut == part.end, guesses=max(0, end - cut))
+            seat.planned = cut
+            if cut <= part.start:
+                return None
+        tails = ((b * page_tokens, tuple(map(place, seat.request.tails[b]))) for b in due)
+        return part._replace(tails=tuple(tails))
+
     def _moved(self, seat: Seat, part: StepPart) -> StepPart | None:
         """A planned part, moved behind the tokens that the step before drew. None: there is no room."""
-        ahead, room = seat.planned - part.end, seat.request.extended_tokens - seat.planned
+        ahead, room = seat.planned - part.end, self.seats.reach(seat) - seat.planned
         if room < 0:
             seat.planned, self.stalled = part.start + ahead, True
             return None
@@ -302,21 +319,33 @@ class Scheduler:
                 scored = task.score_from if task.scoring else None
                 parts.append(StepPart(seat.ring, seat.planned, known, True, scored))
                 seat.planned = known
-        in_ring = self.seats.in_ring
+        in_ring, more = self.seats.in_ring, list[StepPart]()
         parts = [part for part in parts if part.ring in in_ring]  # others were preempted meanwhile
-        step_tokens, answers = self.config.step_tokens or STEP_TOKENS, len(parts)
-        tokens = max(step_tokens - answers, self.page_tokens)
+        step_tokens = (self.config.step_tokens or STEP_TOKENS) - len(parts)
+        tokens = max(step_tokens, self.page_tokens)
         shares = share(tokens, [missing for _, _, missing in prompts], self.page_tokens)
         for (task, seat, missing), count in zip(prompts, shares, strict=True):
             if count and task.stage is running:
-                end = seat.planned + count
-                self.seats.extend_prompt(seat, end)
-                parts.append(StepPart(seat.ring, seat.planned, end, count == missing, task.score_from))
-                seat.planned = end
-                step_tokens -= count
-        if answers and (self.guessing.awake() or self.unsure):
-            parts[:answers] = self._with_guesses(parts[:answers], step_tokens - answers, sum(shares))
-        return parts
+                last = seat.planned + missing
+                end = self._prompt_end(task, seat, seat.planned + count, busy)
+                if end > seat.planned:
+                    more.append(StepPart(seat.ring, seat.planned, end, end == last, task.score_from))
+                    seat.planned = end
+                    step_tokens -= count
+        parts = [part for part in parts if part.ring in in_ring]  # prompts may preempt too, for their tails
+        if parts and (self.guessing.awake() or self.unsure):
+            parts = self._with_guesses(parts, step_tokens, sum(shares))
+        return parts + more
+
+    def _prompt_end(self, task: Task, seat: Seat, end: int, busy: set[Task]) -> int:
+        """How far a prompt is computed: `end`, or less where tails wait for places. If it could not go on at
+        all, the last running task gives way, as for pages."""
+        while True:
+            end_now, waits = self.seats.extend_prompt(seat, end)
+            if end_now > seat.planned or waits is None or waits.what is WaitFor.LEAVING:
+                return end_now
+            if not self._preempt_last(task, busy):
+                return seat.planned
 
     def _with_guesses(self, parts: list[StepPart], tokens: int, others: int) -> list[StepPart]:
         """Give guesses to parts that draw one token each: at most `tokens`, and only where there is room. A
@@ -326,7 +355,7 @@ class Scheduler:
         chosen = self.guessing.choose(seats, room, tokens, others)
         for i, (part, seat, count) in enumerate(zip(parts, seats, chosen, strict=True)):
             upto = min(part.end + seat.guesses + count, seat.task.longest)
-            if upto > seat.request.extended_tokens:
+            if upto > self.seats.reach(seat):
                 self.seats.add_pages(seat, seat.request.extended_tokens, early=True)
             parts[i] = part._replace(guesses=count)
         return parts
@@ -344,21 +373,26 @@ class Scheduler:
             return True
         if seat.planned < extended < task.longest:
             self.seats.add_pages(seat, extended, early=True)
-        while seat.planned >= seat.request.extended_tokens:
+        while seat.planned >= self.seats.reach(seat):
             waits = self.seats.add_pages(seat, seat.planned)
             if waits is None:
                 return True
             if waits.what is WaitFor.LEAVING:
                 self._standing.append(seat)
                 return False
-            last = self.running[-1]
-            if last in busy:
-                self.stalled = True
-                return False
-            self.admission.preempt(last)
-            if last is task:
+            if not self._preempt_last(task, busy):
                 return False
         return True
+
+    def _preempt_last(self, task: Task, busy: set[Task]) -> bool:
+        """Preempt the last running task for this one. False: it is this task itself, or it can not stop. A
+        task whose pages are being loaded came later: it runs, and can be preempted, as soon as they are."""
+        last = self.running[-1]
+        if last in busy or (last is task and self.admission.loading):
+            self.stalled = self.stalled or last in busy
+            return False
+        self.admission.preempt(last)
+        return last is not task
 
     def _serve_standing(self) -> None:
         """Give pages that were promised to running texts to them, before other tasks are let in."""

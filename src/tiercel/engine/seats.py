@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tiercel.cache import Request, TieredCache, Wait
+from tiercel.cache.request import PagePlaces, rows_of
+from tiercel.cache.tails import tails_to_write
 from tiercel.engine.step import Begin, PageTable, Step
 from tiercel.engine.task import Seat, Task
-from tiercel.types import place
 
 
 class Seats:
@@ -15,6 +18,7 @@ class Seats:
         self.free = list(range(rings))
         self.in_ring: dict[int, Seat] = {}
         self._cache, self._page_tokens = cache, cache.spec.page_tokens
+        self._pools = len(cache.spec.pools)
         self._context_tokens = context_tokens
         self._changes: list[Begin | PageTable] = []
         self._loads: list[int] = []
@@ -34,10 +38,10 @@ class Seats:
 
     def begin(self, seat: Seat) -> None:
         """All that the text reuses is on the device, or is there before a step reads it."""
-        task, table = seat.task, tuple(map(place, seat.request.table))
+        task, table = seat.task, seat.request.table
         tails, tokens = tuple(seat.request.tail_places(self._page_tokens)), tuple(task.tokens)
         begin = Begin(seat.ring, tokens, task.prompt_tokens, task.sampling, tails, seat.write_from)
-        self._changes += begin, PageTable(seat.ring, 0, table)
+        self._changes += begin, self._page_table(seat, 0, table)
 
     def wait_for(self, load: int) -> None:
         """The next step reads what this load brings."""
@@ -61,24 +65,41 @@ class Seats:
         """The end of the page that this position lies in."""
         return min((position // self._page_tokens + 1) * self._page_tokens, self._context_tokens)
 
-    def add_pages(self, seat: Seat, upto: int, *, early: bool = False) -> Wait | None:
-        """Room up to the end of the page that position `upto` lies in; or what the text waits for."""
+    def reach(self, seat: Seat) -> int:
+        """Positions below this one can be computed: there is room for them, and for the tails on the way."""
+        request = seat.request
+        return min(request.extended_tokens, (request.tails_upto + 1) * self._page_tokens - 1)
+
+    def add_pages(self, seat: Seat, position: int, *, early: bool = False) -> Wait | None:
+        """Room up to the end of the page that a position lies in, and for the tail behind the position; or
+        what the text waits for."""
         table = seat.request.table
         first = len(table)
-        waits = self._extend(seat, upto, early=early)
-        if waits is None:
-            self._changes.append(PageTable(seat.ring, first, tuple(map(place, table[first:]))))
+        waits = self._extend(seat, self.page_end(position), position + 1, early=early)
+        if waits is None and first < len(table):
+            self._changes.append(self._page_table(seat, first, table[first:]))
         return waits
 
-    def extend_prompt(self, seat: Seat, end: int) -> None:
+    def extend_prompt(self, seat: Seat, end: int) -> tuple[int, Wait | None]:
         """A step is going to compute a prompt up to `end`: reserve places for the tails that it writes. This
-        is not done earlier, because a long prompt writes more tails than there are places."""
-        if end > seat.request.extended_tokens or end <= seat.write_from:
-            waits = self._extend(seat, end)
-            assert waits is None, "the pages were reserved by `begin`"
+        is not done earlier, because a long prompt writes many tails. If there is no room for all of them,
+        the step ends behind the first tail, or before it. Returns that end, and what the text waits for."""
+        request, page_tokens = seat.request, self._page_tokens
+        asked = end <= request.extended_tokens and end // page_tokens <= request.tails_upto
+        if (asked and end > seat.write_from) or (waits := self._extend_prompt(seat, end)) is None:
+            return end, None
+        first = min(tails_to_write(self._cache.spec, request, end), default=0) * page_tokens
+        assert first, "pages were reserved by `begin`: only tails are waited for"
+        if first < end and (waits := self._extend_prompt(seat, first)) is None:
+            return first, None
+        self._extend_prompt(seat, first - 1)
+        return first - 1, waits
 
-    def _extend(self, seat: Seat, upto: int, *, early: bool = False) -> Wait | None:
-        extended = self._cache.extend(seat.request, self.page_end(upto), early=early)
+    def _extend_prompt(self, seat: Seat, end: int) -> Wait | None:
+        return self._extend(seat, self.page_end(end), end)
+
+    def _extend(self, seat: Seat, upto: int, tails_upto: int, *, early: bool = False) -> Wait | None:
+        extended = self._cache.extend(seat.request, upto, tails_upto=tails_upto, early=early)
         return extended if isinstance(extended, Wait) else None
 
     def commit(self, seat: Seat) -> None:
@@ -92,4 +113,7 @@ class Seats:
         self._cache.commit(request, seat.computed)
         shared = request.table[first : seat.committed]
         if shared != own:
-            self._changes.append(PageTable(seat.ring, first, tuple(map(place, shared))))
+            self._changes.append(self._page_table(seat, first, shared))
+
+    def _page_table(self, seat: Seat, first: int, pages: Sequence[PagePlaces]) -> PageTable:
+        return PageTable(seat.ring, first, rows_of(pages, self._pools))

@@ -15,6 +15,9 @@ from typing import NamedTuple, Protocol
 
 from tiercel.asks.ask import Sampling, TokenOut
 
+TailPlaces = tuple[int, tuple[int, ...]]
+"""The boundary of a tail, and the device places it is kept in."""
+
 
 class Begin(NamedTuple):
     """A text takes a ring, for the first time or after it was preempted."""
@@ -25,8 +28,8 @@ class Begin(NamedTuple):
     prompt_tokens: int
     sampling: Sampling
     """The sampling, with a seed."""
-    tails: tuple[tuple[int, int], ...]
-    """(boundary, device place) of the tails the text goes on from, the earliest first."""
+    tails: tuple[TailPlaces, ...]
+    """The tails that the text goes on from, the earliest first."""
     write_from: int
     """Positions below this are in the pages already: a replay does not write them again."""
 
@@ -36,7 +39,8 @@ class PageTable(NamedTuple):
 
     ring: int
     first: int
-    places: tuple[int, ...]
+    rows: tuple[tuple[int, ...], ...]
+    """The places of the pages, a row for each pool of the device."""
 
 
 class StepPart(NamedTuple):
@@ -49,8 +53,8 @@ class StepPart(NamedTuple):
     """Whether the end of the text so far is reached: then a token is drawn."""
     score_from: int | None = None
     """Tokens of the prompt behind this position are scored."""
-    tails: tuple[tuple[int, int], ...] = ()
-    """(boundary, device place) of the tails to write."""
+    tails: tuple[TailPlaces, ...] = ()
+    """The tails to write."""
     guesses: int = 0
     """How many guesses may be computed behind the end: there is room for them."""
 

@@ -35,8 +35,9 @@ def _move(  # noqa: PLR0913
     table,
     tiles,
     near_places,
+    near_parts,
     far_places,
-    pages,
+    far_parts,
     host,
     tile_count,
     total,
@@ -44,17 +45,18 @@ def _move(  # noqa: PLR0913
     WORDS_PER_TILE: tl.constexpr,
     LOAD: tl.constexpr,
 ):
-    """table [extents, 6], sizes in words; tiles [tiles, 2]: extent, first word."""
+    """table [extents, 7], sizes in words; tiles [tiles, 2]: extent, first word."""
     work = tl.program_id(0).to(tl.int64)
     while work < total:
         item = work // tile_count
         tile = tiles + 2 * (work % tile_count)
-        extent = table + 6 * tl.load(tile)
-        near = tl.load(extent) + tl.load(near_places + item) * tl.load(extent + 1)
-        place = tl.load(far_places + item * pages + tl.load(extent + 2))
+        extent = table + 7 * tl.load(tile)
+        place = tl.load(near_places + item * near_parts + tl.load(extent + 2))
+        near = tl.load(extent) + place * tl.load(extent + 1)
+        place = tl.load(far_places + item * far_parts + tl.load(extent + 5))
         far = host + tl.load(extent + 3) + place * tl.load(extent + 4)
         word = tl.load(tile + 1) + tl.arange(0, WORDS_PER_TILE)
-        mask = word < tl.load(extent + 5)
+        mask = word < tl.load(extent + 6)
         here = near.to(tl.pointer_type(WORD)) + word
         there = far.to(tl.pointer_type(WORD)) + word
         if LOAD:
@@ -70,26 +72,27 @@ class Mover:
     def __init__(self, extents: NDArray[np.int64], device: torch.device | str, host: int = 0) -> None:
         """`host`: the address that far offsets count from. The widest word that fits every number is used."""
         bits = (
-            int(np.bitwise_or.reduce(np.delete(extents, 2, axis=1), axis=None)) | host if len(extents) else 0
+            int(np.bitwise_or.reduce(np.delete(extents, [2, 5], axis=1), axis=None)) | host
+            if len(extents)
+            else 0
         )
         self.word = next(size for size in WORDS if bits % size == 0)
         self._tile = TILE_BYTES // self.word
         table = extents.copy()
-        table[:, 5] //= self.word
-        tiles = [(i, first) for i, size in enumerate(table[:, 5]) for first in range(0, size, self._tile)]
+        table[:, 6] //= self.word
+        tiles = [(i, first) for i, size in enumerate(table[:, 6]) for first in range(0, size, self._tile)]
         self._host, self._count = host, len(tiles)
         self._table = torch.from_numpy(table).to(device)
         self._tiles = torch.tensor(tiles, dtype=torch.int64).reshape(-1, 2).to(device)
 
     def __call__(self, near: Tensor, far: Tensor, programs: int, *, load: bool) -> None:
-        """Queue one launch. near [items], far [items, pages], int64 on the device."""
+        """Queue one launch. near and far [items, parts], int64 on the device."""
         total = self._count * len(near)
         if not total:
             return
-        pages = far.shape[1]
         words: Any = WORDS[self.word]
         _move[(min(programs, total),)](
-            self._table, self._tiles, near, far, pages, self._host, self._count, total,
+            self._table, self._tiles, near, near.shape[1], far, far.shape[1], self._host, self._count, total,
             words, self._tile, load, num_warps=8,
         )  # fmt: skip
 

@@ -59,6 +59,13 @@ class PinnedBuffers:
         return torch.empty(room, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()
 
 
+def pull(numbers: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """Queue on the current stream: these numbers on the device. They may change then."""
+    target = torch.empty(numbers.shape, dtype=torch.from_numpy(numbers).dtype, device=device)
+    buffers_of(device).send(numbers, target)
+    return target
+
+
 @cache
 def buffers_of(_device: torch.device) -> PinnedBuffers:
     return PinnedBuffers()

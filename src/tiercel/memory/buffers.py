@@ -3,10 +3,15 @@
     DeviceMemory      our own: layer first on the CPU, where kernels want the rows of a layer together;
                       on CUDA in the order of the host: copy engines move whole pages (docs/log.md)
     BorrowedMemory    somebody else's tensors, one for each stream and layer, each with a stride of its own
-    HostMemory        one buffer of host pages; a page takes one, a tail takes `spec.host_pages_per_tail`
+    HostMemory        one buffer of host pages
 
-A page or tail has a place in a memory, on the host a tail has several. A row of it is made of pieces of those
-places: one where a row lies together (then all rows of a layer are a column), several where it does not.
+A page has one place in a memory; on a device with two pools it has one in each (`CacheSpec.units`). A tail
+has `spec.places_per_tail` places of pages (there: `spec.units_per_tail` units), in any order, and its bytes
+are poured over them. A row is made of pieces of those places: one where a row lies together, several
+where it does not.
+
+Kernels read and write rows that lie together: all rows of a layer are a column. Pages lie like that on the
+device. Tails do in a few staging places beside the pages: a step writes them there (`transfer.staging`).
 
 All hold bytes only. Which place is whose is decided elsewhere.
 
@@ -21,7 +26,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tiercel.errors import ConfigError, SpecError
 from tiercel.memory.host import HostMap
-from tiercel.memory.layout import Piece, Pieces, Range, RowName, joined, make_layout, pour_tails
+from tiercel.memory.layout import (
+    Layout,
+    Piece,
+    Pieces,
+    Range,
+    RowName,
+    joined,
+    make_layout,
+    pour_tails,
+    record_rows,
+)
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.stream import Part, State, Stream
 from tiercel.types import HostPageId, Kind, place
@@ -40,6 +55,10 @@ class Column(NamedTuple):
     row_bytes: int
 
 
+Row = tuple["Tensor", Pieces]
+"""The flat bytes that a row lies in, and the pieces it is made of."""
+
+
 class Memory:
     """The rows of the streams of `spec`: a copier between two memories moves what both hold."""
 
@@ -47,16 +66,19 @@ class Memory:
     device: torch.device
     pages: int
     tails: int
-    """Places for tails: 0 on the host, where tails use the places of pages."""
-    rows: dict[RowName, tuple[Tensor, Pieces]]
-    """The flat bytes that the rows of each (stream, layer) lie in, and the pieces that a row is made of."""
+    """Places for tails that lie together."""
+    rows: dict[RowName, Row]
+    """The row of each (stream, layer), as copiers see it."""
+    columns: dict[RowName, Row]
+    """The same for kernels, each row in one piece."""
 
-    def places_of(self, kind: Kind) -> int:
-        return {Kind.PAGE: self.pages, Kind.TAIL: self.tails}[kind]
+    def places_of(self, kind: Kind) -> int:  # noqa: ARG002 - borrowed memory has some for each kind
+        """The places that pages, or tails, are kept in."""
+        return self.pages
 
     def column(self, stream: Stream, layer: int) -> Column:
         """The rows of one layer, each of which lies together."""
-        buffer, pieces = self.rows[stream.name, layer]
+        buffer, pieces = self.columns[stream.name, layer]
         assert len(pieces) == 1, f"a row of {stream.name} is {len(pieces)} pieces here"
         return Column(buffer, *pieces[0][1])
 
@@ -71,54 +93,71 @@ class Memory:
         """[places, row_bytes] of one layer, without a copy."""
         stream = self.spec.stream(stream_name)
         buffer, offset, stride, row_bytes = self.column(stream, layer)
-        places = self.places_of(stream.kind)
+        places = self.tails
+        if stream.kind is Kind.PAGE:
+            places = self.pages // (self.spec.frame_units if self.spec.pool_of(stream) else 1)
         return buffer[offset:].as_strided((places, row_bytes), (stride, 1))
 
 
 class DeviceMemory(Memory):
-    """Pages and tails where attention reads them."""
+    """Room for `pages` whole pages where attention reads them; tails are poured over their places. Besides,
+    `tails` staging places.
+
+    With two pools, a place of a page is a unit, and a page takes a unit and a body (`pages.frames`). Then the
+    memory is page first on a CPU too."""
 
     def __init__(self, spec: CacheSpec, pages: int, tails: int, device: str = "cpu") -> None:
         import torch
 
         self.spec = spec
         self.device = torch.device(device)
-        self.pages, self.tails = pages, tails
-        self.rows = {}
-        self.flat_pages = self._allocate(spec.page_streams, pages)
-        self.flat_tails = self._allocate(spec.tail_streams, tails)
+        self.frames, self.pages, self.tails = pages, pages * spec.frame_units, tails
+        if spec.second:
+            kept = make_layout("page_first_direct", _bare(spec.unit_bytes), spec.page_tokens, self.pages)
+            rows = frame_rows(spec)
+        else:
+            kept = self._layout(_place_streams(spec), self.pages)
+            rows = kept.rows
+        self.flat_pages = self._allocate(kept)
+        staging = self._layout(spec.tail_streams, tails)
+        self.flat_tails = self._allocate(staging)
+        rows = rows | pour_tails(kept, spec.tail_streams, spec.page_tokens)
+        self.rows = {name: (self.flat_pages, pieces) for name, pieces in rows.items()}
+        self.columns = self.rows | {name: (self.flat_tails, row) for name, row in staging.rows.items()}
 
     def part(self, spec: CacheSpec, *, draft: bool = False) -> DeviceMemory:
         """The memory of the target alone, or of its draft alone, under the names and layers of its own
         `spec`: the one that was given to `CacheSpec.with_draft`."""
         own = copy(self)
-        own.spec, own.rows = spec, {}
+        own.spec, own.rows, own.columns = spec, {}, {}
         streams = (stream for stream in self.spec.streams if stream.draft is draft)
         for stream, here in zip(spec.streams, streams, strict=True):
             for layer, layer_here in zip(stream.layers, here.layers, strict=True):
                 own.rows[stream.name, layer] = self.rows[here.name, layer_here]
+                own.columns[stream.name, layer] = self.columns[here.name, layer_here]
         return own
 
-    def _allocate(self, streams: Sequence[Stream], places: int) -> Tensor:
+    def _layout(self, streams: Sequence[Stream], places: int) -> Layout:
+        name = "layer_first" if self.device.type == "cpu" else "page_first_direct"
+        return make_layout(name, streams, self.spec.page_tokens, places)
+
+    def _allocate(self, layout: Layout) -> Tensor:
         import torch
 
-        name = "layer_first" if self.device.type == "cpu" else "page_first_direct"
-        layout = make_layout(name, streams, self.spec.page_tokens, places)
-        flat = torch.zeros(layout.bytes_total, dtype=torch.uint8, device=self.device)
-        self.rows |= {name: (flat, pieces) for name, pieces in layout.rows.items()}
-        return flat
+        return torch.zeros(layout.bytes_total, dtype=torch.uint8, device=self.device)
 
 
 class BorrowedMemory(Memory):
     """Tensors that another owner has allocated. The owner decides which place is whose.
 
     `rows` names a tensor for each stream and layer: [places, …], of any type, with any stride between places,
-    a row's bytes together. Several may be views of one buffer.
+    the bytes of a place together. Several may be views of one buffer. A row may take several places: as many
+    as its bytes are times those of a place.
     """
 
     def __init__(self, spec: CacheSpec, rows: Mapping[RowName, Tensor]) -> None:
         self.spec = spec
-        self.rows = {}
+        self.rows = self.columns = {}
         places: dict[Kind, set[int]] = {kind: set() for kind in Kind}
         for stream in spec.streams:
             for layer in stream.layers:
@@ -133,17 +172,24 @@ class BorrowedMemory(Memory):
         self.pages, self.tails = (max(places[kind], default=0) for kind in (Kind.PAGE, Kind.TAIL))
         self.device = next(iter(self.rows.values()))[0].device
 
+    def places_of(self, kind: Kind) -> int:
+        return {Kind.PAGE: self.pages, Kind.TAIL: self.tails}[kind]
 
-def _borrow(stream: Stream, layer: int, tensor: Tensor, row_bytes: int) -> tuple[Tensor, Pieces]:
+
+def _borrow(stream: Stream, layer: int, tensor: Tensor, row_bytes: int) -> Row:
     """The rows of a tensor as bytes of the storage below it."""
     import torch
 
     size = tensor.element_size()
-    if not len(tensor) or tensor[0].numel() * size != row_bytes or not tensor[0].is_contiguous():
+    own = tensor[0].numel() * size if len(tensor) else 0
+    if not own or row_bytes % own or not tensor[0].is_contiguous():
         what = f"{tuple(tensor.shape)} {tensor.dtype} with strides {tensor.stride()}"
-        raise ConfigError(f"rows of {stream.name}, layer {layer}", what, f"a row is {row_bytes} B together")
+        raise ConfigError(
+            f"rows of {stream.name}, layer {layer}", what, f"a row is {row_bytes} B, in whole places"
+        )
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-    return flat, ((0, Piece(int(tensor.storage_offset()) * size, tensor.stride(0) * size, row_bytes)),)
+    piece = Piece(int(tensor.storage_offset()) * size, tensor.stride(0) * size, own)
+    return flat, tuple((part, piece) for part in range(row_bytes // own))
 
 
 def pci_address(device: torch.device) -> str:
@@ -162,15 +208,15 @@ class HostMemory(Memory):
 
         self.spec = spec
         self.device = torch.device("cpu")
-        self.pages, self.tails = bytes_budget // spec.host_page_bytes, 0
+        self.pages, self.tails = bytes_budget // spec.place_bytes, 0
         if self.pages < 1:
-            raise ConfigError("host_bytes", bytes_budget, f"one host page takes {spec.host_page_bytes:,} B")
-        self.layout = make_layout(layout_name, _host_streams(spec), spec.page_tokens, self.pages)
+            raise ConfigError("host_bytes", bytes_budget, f"one host page takes {spec.place_bytes:,} B")
+        self.layout = make_layout(layout_name, _place_streams(spec), spec.page_tokens, self.pages)
         self._map = HostMap(self.layout.bytes_total, **options)
         # Over a view, not over the map: the view keeps the bytes mapped as long as a tensor lives.
         self.flat: Tensor = torch.frombuffer(self._map.view, dtype=torch.uint8)
         rows = self.layout.rows | pour_tails(self.layout, spec.tail_streams, spec.page_tokens)
-        self.rows = {name: (self.flat, pieces) for name, pieces in rows.items()}
+        self.rows = self.columns = {name: (self.flat, pieces) for name, pieces in rows.items()}
 
     @property
     def path(self) -> str:
@@ -207,7 +253,7 @@ class HostMemory(Memory):
         """Give the memory back. May be called again. Nothing may be copying."""
         import torch
 
-        self.flat, self.rows = torch.empty(0, dtype=torch.uint8), {}
+        self.flat, self.rows, self.columns = torch.empty(0, dtype=torch.uint8), {}, {}
         self._map.close()
 
     def __enter__(self) -> HostMemory:
@@ -217,7 +263,21 @@ class HostMemory(Memory):
         self.close()
 
 
-def _host_streams(spec: CacheSpec) -> Sequence[Stream]:
-    """The streams of a host page: plain bytes to pour tails over, where a stage stores only tails."""
-    bare = Stream("bytes", layers=(0,), parts=(Part("bytes", spec.host_page_bytes),), keep=State())
-    return spec.page_streams or (bare,)
+def frame_rows(spec: CacheSpec) -> dict[RowName, Pieces]:
+    """The rows of a page in two pools. Its first place is a unit, its second is a body: all units of a frame
+    but the first."""
+    unit, rows = spec.unit_bytes, dict[RowName, Pieces]()
+    for part, (first, stride) in enumerate(((0, unit), (unit, unit * spec.frame_units))):
+        for stream, layer, (offset, size) in record_rows(spec.pools[part], spec.page_tokens):
+            rows[stream.name, layer] = ((part, Piece(first + offset, stride, size)),)
+    return rows
+
+
+def _place_streams(spec: CacheSpec) -> Sequence[Stream]:
+    """The streams of a place: those of a page. A stage that stores only tails has plain bytes to pour them
+    over."""
+    return spec.page_streams or _bare(spec.place_bytes)
+
+
+def _bare(size: int) -> Sequence[Stream]:
+    return (Stream("bytes", layers=(0,), parts=(Part("bytes", size),), keep=State()),)

@@ -1,7 +1,8 @@
 """Where every byte of a page is: pure arithmetic over places, no memory.
 
-A place holds one page (or, on the device, one tail). Its record is its rows, layer by layer, in each the
-streams in the order of the declaration: [layer][stream][row]. So consecutive layers of a record lie together.
+A place holds one page or a part of a tail; a staging place holds one tail. Its record is its rows, layer by
+layer, in each the streams in the order of the declaration: [layer][stream][row]. So consecutive layers of a
+record lie together.
 A layout says where the bytes of a record lie among those of the other places. With two streams, `k` of layers
 0 and 1 and `v` of layer 1, and places p0 and p1:
 
@@ -149,24 +150,24 @@ def make_layout(name: str, streams: Sequence[Stream], page_tokens: int, places: 
     return LAYOUTS[LAYOUT_NAMES[name]](streams, page_tokens, places)
 
 
-def pour_tails(host: Layout, streams: Sequence[Stream], page_tokens: int) -> dict[RowName, Pieces]:
-    """The row of every (stream, layer) of a tail: its record is poured over the bytes of whole host pages.
+def pour_tails(pages: Layout, streams: Sequence[Stream], page_tokens: int) -> dict[RowName, Pieces]:
+    """The row of every (stream, layer) of a tail: its record is poured over the bytes of whole places.
 
     record       │ window 0 │ window 1 │ window 2 │ state 0 │ state 1 │
-    host pages   │ page 7           │ page 2           │ page 9 ┄┄┄┄┄┄┄┄│      any ids; the end stays unused
+    places       │ place 7          │ place 2          │ place 9 ┄┄┄┄┄┄┄│      any ids; the end stays unused
 
-    So pages and tails share one pool of host pages in every layout. A row may end in one page and go on in
+    So pages and tails share one pool in every layout. A row may end in one place and go on in
     the next, and a page may itself be several ranges.
     """
     rows = record_rows(streams, page_tokens)
-    return {(stream.name, layer): tuple(_pour(host, *row)) for stream, layer, row in rows}
+    return {(stream.name, layer): tuple(_pour(pages, *row)) for stream, layer, row in rows}
 
 
-def _pour(host: Layout, offset: int, size: int) -> Iterator[tuple[int, Piece]]:
+def _pour(pages: Layout, offset: int, size: int) -> Iterator[tuple[int, Piece]]:
     """The pieces of the row that lies at `offset` in the record."""
     while size:
-        page, skip = divmod(offset, host.place_bytes)
-        take = min(size, host.place_bytes - skip)
-        for piece in host.cut(skip, take):
-            yield page, piece
+        part, skip = divmod(offset, pages.place_bytes)
+        take = min(size, pages.place_bytes - skip)
+        for piece in pages.cut(skip, take):
+            yield part, piece
         offset, size = offset + take, size - take

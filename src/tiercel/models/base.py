@@ -37,8 +37,8 @@ class Span:
 
     start: int
     pages: Tensor
-    """[pages] int64, on the CPU: device places of the text's pages, enough for the span's end. It is never
-    written again: a table that changed is another tensor."""
+    """[pools, pages] int64, on the CPU: device places of the text's pages, enough for the span's end. It is
+    never written again: a table that changed is another tensor."""
 
     ring: int
     """The request's own number. The ring of this number keeps the request's recent rows between calls."""

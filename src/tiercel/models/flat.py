@@ -99,7 +99,8 @@ def numbers_of(spans: Sequence[Span], rows: Sequence[int] | None, rings: int) ->
 
 
 class FlatBatch:
-    """The flat tokens of one forward. `table` [rings, most pages] has the page tables of running texts."""
+    """The flat tokens of one forward. `table` [pools, rings, most pages] has the page tables of running
+    texts."""
 
     def __init__(self, numbers: Tensor, size: Size, table: Tensor) -> None:
         """`numbers`: on the device, as `Numbers.padded` made them for this size."""
@@ -110,14 +111,21 @@ class FlatBatch:
         one that no text has."""
         self.tails = tails.view(-1, 5)
         self.rings = ring
-        self.flat = Flat(self.positions, start, first, ring, table)
+        self.pools = tuple(Flat(self.positions, start, first, ring, pages) for pages in table)
+        """Where each token stands, with the page tables of each device pool."""
         self.longest = size.longest
+
+    @property
+    def flat(self) -> Flat:
+        """Where each token stands, for a kernel that reads no second pool."""
+        return self.pools[0]
 
     def behind(self, lag: int) -> FlatBatch:
         """The same tokens, each `lag` positions earlier. Positions before the text become padding."""
         other = copy(self)
         other.positions, other.end = (self.positions - lag).clamp(min=-1), self.end - lag
-        other.flat = self.flat._replace(position=other.positions, start=self.flat.start - lag)
+        start = self.flat.start - lag
+        other.pools = tuple(flat._replace(position=other.positions, start=start) for flat in self.pools)
         other.tails = self.tails.clone()
         other.tails[:, 1::2] -= lag  # boundary and start
         return other
@@ -146,27 +154,28 @@ def send_to(numbers: npt.NDArray[Any], target: Tensor) -> None:
 class PageTables:
     """The page tables of running texts, on the device. Only changes are sent."""
 
-    def __init__(self, rings: int, device: torch.device) -> None:
-        self.table = torch.zeros(rings, 0, dtype=torch.int32, device=device)
-        """[rings, pages]. It grows with the longest text and is then another tensor."""
+    def __init__(self, pools: int, rings: int, device: torch.device) -> None:
+        self.table = torch.zeros(pools, rings, 0, dtype=torch.int32, device=device)
+        """[pools, rings, pages]. It grows with the longest text and is then another tensor."""
         self._sent: dict[int, Tensor] = {}
 
     def make_room(self, pages: int) -> None:
         """Make room for texts of `pages` pages. A recorded forward reads the table that it was recorded with:
         there must be room for the longest text before that."""
-        missing = pages - self.table.shape[1]
+        missing = pages - self.table.shape[2]
         if missing > 0:
-            self.table = torch.cat([self.table, self.table.new_zeros(len(self.table), missing)], dim=1)
+            more = self.table.new_zeros(*self.table.shape[:2], missing)
+            self.table = torch.cat([self.table, more], dim=2)
 
     def send(self, spans: Sequence[Span]) -> None:
         changed = [span for span in spans if self._sent.get(span.ring) is not span.pages]
         if not changed:
             return
         self._sent.update((span.ring, span.pages) for span in changed)
-        widest = max(len(span.pages) for span in changed)
+        widest = max(span.pages.shape[1] for span in changed)
         self.make_room(widest)
-        pages = np.zeros((len(changed), widest + 1), np.int32)
-        for row, span in zip(pages, changed, strict=True):
-            row[0], row[1 : len(span.pages) + 1] = span.ring, span.pages
+        pages = np.zeros((len(self.table), len(changed), widest + 1), np.int32)
+        for i, span in enumerate(changed):
+            pages[:, i, 0], pages[:, i, 1 : span.pages.shape[1] + 1] = span.ring, span.pages[: len(pages)]
         sent = send(pages.ravel(), self.table.device).view(pages.shape)
-        self.table[sent[:, 0].long(), :widest] = sent[:, 1:]
+        self.table[:, sent[0, :, 0].long(), :widest] = sent[:, :, 1:]

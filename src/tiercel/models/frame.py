@@ -94,7 +94,7 @@ class Frame:
         self._rings, self._guesses_max = rings, guesses_max
         self.last = torch.zeros(rings + 1, dtype=torch.int64, device=memory.device)
         """One more than there are rings, for tokens drawn for no text."""
-        self.tables = PageTables(rings, memory.device)
+        self.tables = PageTables(len(memory.spec.pools), rings, memory.device)
         self._graphs: Graphs | None = None
         self._recorded: Recorded | None = None
         """What the last forward left, if it was a recorded one."""
@@ -108,7 +108,7 @@ class Frame:
         self.tables.make_room(-(-longest // page_tokens))
         table = self.tables.table
         for rotary in self.layers.rotaries:  # guesses may stand behind the end of the longest text
-            rotary.table(table.shape[1] * page_tokens + self._guesses_max)
+            rotary.table(table.shape[2] * page_tokens + self._guesses_max)
         rows = (
             self._rings * 2 if self._guesses_max else self._rings
         )  # a guess for each text, or more for some

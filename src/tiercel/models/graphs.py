@@ -79,7 +79,7 @@ class Graphs:
         """Takes seconds. `restore` reads three numbers: place of a tail, its boundary, a ring; None: there
         are no tails. There is no recording for more than `rows_most` rows of logits."""
         self._sections, self._table, self._rows_most = sections, table, rows_most
-        self._most = table.shape[1] * page_tokens
+        self._most = table.shape[2] * page_tokens
         self.memory = torch.cuda.graph_pool_handle(), torch.cuda.Stream(table.device)
         """The pool and the stream of all recordings of the model."""
         began = perf_counter()
@@ -107,7 +107,7 @@ class Graphs:
 
     def _record(self, size: Size, *, warm: bool) -> Recording:
         """`warm`: run everything once, so that kernels are compiled before they are recorded."""
-        numbers = send(no_numbers(len(self._table)).padded(size), self._table.device).clone()
+        numbers = send(no_numbers(self._table.shape[1]).padded(size), self._table.device).clone()
         batch = FlatBatch(numbers, size, self._table)
         calls = [partial(section.run, batch) for section in self._sections]
         state = None

@@ -77,6 +77,7 @@ class Attention:
     ) -> None:
         g, self._grouping, self._k = grouping, grouping, kernels
         self._entries = heads_of(memory, g.kv_heads, layer)
+        self._pool = memory.spec.pool_of(memory.stream(KEYS_VALUES, layer))
         self._scale = g.head_dim**-0.5 * g.attention_factor**2
         queries = in_pairs(weights["q_proj.weight"], g.heads)
         keys = in_pairs(weights["k_proj.weight"], g.kv_heads)
@@ -90,10 +91,11 @@ class Attention:
         g, k = self._grouping, self._k
         made = k.linear(h, self._input).split(self._widths, 1)
         q, key, value = (part.unflatten(1, (-1, g.head_dim)) for part in made)
-        where = self._entries, batch.flat, batch.write_from
+        flat = batch.pools[self._pool]
+        where = self._entries, flat, batch.write_from
         k.store_heads(key, value, rotation, *where, eps=g.eps, weight=self._k_norm)
         q = k.norm_rotate(q, rotation, eps=g.eps, weight=self._q_norm)
-        how = g.kv_heads, batch.flat, self._scale, batch.longest
+        how = g.kv_heads, flat, self._scale, batch.longest
         return k.linear(k.grouped_attention(q, self._entries, *how).flatten(1), self._out)
 
 

@@ -1,4 +1,4 @@
-"""A pool: numbered places in one tier, and reservations over any set of pools. It knows who owns a place, not
+"""A pool: numbered places in one tier, and reservations of them. It knows who owns a place, not
 what is in it.
 
 The free list holds ids that are ready to be given out. Releasing an id puts its successor there, the same
@@ -13,18 +13,18 @@ neighbours.
 A reservation acquires everything that an operation needs, or nothing. There is no other rollback of places in
 this package:
 
-    room = reserve((device_pages, 3), (device_tails, 1))    Short: nothing was taken
+    room = reserve(device_pages, 3)        Short: nothing was taken
     with room:
-        ...                                                 may raise
-        room.keep()                                         ownership passes to the caller
-                                                            left without keep: all is back in its pools
+        ...                                may raise
+        room.keep()                        ownership passes to the caller
+                                           left without keep: all is back in the pool
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from tiercel.collector import hidden_list
 from tiercel.types import GENERATION_ONE, PLACE_MASK, TAG_SHIFT
@@ -53,10 +53,20 @@ class PagePool(Generic[Id]):
         self._owned += [0] * capacity
         """The id of each place that is taken; 0: it is free. (A set of a million ids is copied now and then,
         when it is full.)"""
+        self._leaving: set[Id] = set()
 
     @property
     def free(self) -> int:
         return len(self._free)
+
+    @property
+    def leaving(self) -> int:
+        """Places that are released as soon as what is in them has been saved."""
+        return len(self._leaving)
+
+    def lack(self, count: int, *, later: bool = False) -> int:
+        """How many places are missing for so many. `later`: when all that leaves has left."""
+        return count - len(self._free) - (len(self._leaving) if later else 0)
 
     def take(self, count: int) -> list[Id]:
         """Take `count` places. Required: that many are free (or go through `reserve`)."""
@@ -70,10 +80,18 @@ class PagePool(Generic[Id]):
             owned[page_id & PLACE_MASK] = page_id
         return taken
 
+    def leave(self, ids: Sequence[Id]) -> None:
+        """These places will be released as soon as they have been saved."""
+        once = self._leaving.isdisjoint(ids) and self.own(ids)
+        assert once, f"I3: what leaves {self.name} is owned, and leaves once"
+        self._leaving.update(ids)
+
     def release(self, ids: Sequence[Id]) -> None:
         """Give places back. Required: every id is owned now and named once."""
         if not ids:
             return
+        if self._leaving:
+            self._leaving.difference_update(ids)
         once = len(set(ids)) == len(ids) and self.own(ids)
         assert once, f"I3: {self.name} does not own each of {[hex(i) for i in ids]} once"
         owned = self._owned
@@ -100,6 +118,25 @@ class PagePool(Generic[Id]):
         assert own, f"I7: foreign id in {self.name}"
 
 
+def following(page_id: Id) -> Id:
+    """The id of the same place in the next generation."""
+    return cast(Id, (page_id + GENERATION_ONE) & _LOW_MASK | page_id & ~_LOW_MASK)
+
+
+class Pool(Protocol):
+    """Places of one tier: a `PagePool`, or `Frames`, which counts two kinds of them."""
+
+    name: str
+
+    @property
+    def lack(self) -> Callable[..., int]: ...
+
+    @property
+    def take(self) -> Callable[..., list[Any]]: ...
+
+    def release(self, ids: Sequence[Any]) -> None: ...
+
+
 @dataclass(frozen=True)
 class Short:
     """The outcome of a reservation that does not fit: which pool lacks how many places."""
@@ -111,14 +148,14 @@ class Short:
 class Reservation:
     """Places held by one operation. Spent after `keep` or the end of its `with`: any later use is a bug."""
 
-    def __init__(self, parts: list[tuple[PagePool[Any], list[Any]]]) -> None:
-        self._parts = parts
-        self._held = True
+    def __init__(self, pool: Pool, ids: list[Any]) -> None:
+        self._pool, self._ids, self._held = pool, ids, True
 
-    def ids(self, pool: PagePool[Any]) -> list[Any]:
-        """What was taken from a pool, in the order it was asked for."""
+    @property
+    def ids(self) -> list[Any]:
+        """What was taken, in the order it was asked for."""
         assert self._held, "the reservation is spent"
-        return [page_id for owner, ids in self._parts if owner is pool for page_id in ids]
+        return self._ids
 
     def keep(self) -> None:
         """The operation succeeded: its places belong to the caller now."""
@@ -131,15 +168,10 @@ class Reservation:
     def __exit__(self, *_: object) -> None:
         if self._held:
             self._held = False
-            for pool, ids in self._parts:
-                pool.release(ids)
+            self._pool.release(self._ids)
 
 
-def reserve(*needs: tuple[PagePool[Any], int]) -> Reservation | Short:
-    """All of the needs, or `Short` for the first pool that lacks places; then nothing was taken."""
-    wanted: dict[int, int] = {}
-    for pool, count in needs:
-        wanted[id(pool)] = wanted.get(id(pool), 0) + count
-        if wanted[id(pool)] > pool.free:
-            return Short(pool.name, wanted[id(pool)] - pool.free)
-    return Reservation([(pool, pool.take(count)) for pool, count in needs])
+def reserve(pool: Pool, *counts: int) -> Reservation | Short:
+    """All these places, or `Short`: then nothing was taken."""
+    missing = pool.lack(*counts)
+    return Short(pool.name, missing) if missing > 0 else Reservation(pool, pool.take(*counts))

@@ -95,10 +95,10 @@ class ClockController:
 
 def null_cache(spec: CacheSpec, config: CacheConfig, clock: Clock, link_bytes_s: float) -> TieredCache:
     """A `TieredCache` of any size without memory for bytes."""
-    pages = config.host_bytes // spec.host_page_bytes
-    least = max(1, spec.host_pages_per_tail)
+    pages = config.host_bytes // spec.place_bytes
+    least = max(1, spec.places_per_tail)
     if config.host_bytes and pages < least:
-        why = f"a page and a tail take {least * spec.host_page_bytes:,} B"
+        why = f"a page and a tail take {least * spec.place_bytes:,} B"
         raise ConfigError("host_bytes", config.host_bytes, why)
     controller = ClockController(spec, clock, link_bytes_s) if pages else None
     return TieredCache(spec, config, Memories(host_pages=pages, controller=controller))

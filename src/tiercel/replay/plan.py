@@ -38,8 +38,8 @@ class Point:
 def default_host_sizes(trace: Trace, spec: CacheSpec) -> list[int]:
     """Sizes that double, up to the size of all pages of the trace."""
     pages = len({key for request in trace.requests for key in request.keys})
-    least = spec.host_page_bytes * max(1, spec.host_pages_per_tail)
-    largest = max(pages * spec.host_page_bytes, least)
+    least = spec.place_bytes * max(1, spec.places_per_tail)
+    largest = max(pages * spec.place_bytes, least)
     return sorted({max(least, largest >> shift) for shift in range(POINTS)})
 
 

@@ -290,11 +290,11 @@ def replay(
 
     Device memory is split into places for pages and for tails as the engine splits it.
     """
-    pages, tails = places_of(sizes.device_bytes, spec, serving.batch, host_bytes=sizes.host_bytes)
+    pages, tails = places_of(sizes.device_bytes, spec)
     config = replace(
         serving.cache,
         device_pages=pages,
-        device_tails=tails,
+        staging_tails=tails,
         host_bytes=sizes.host_bytes,
         evict=policy,
     )

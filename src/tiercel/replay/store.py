@@ -126,7 +126,7 @@ class ClockMover:
             case Work.WRITE:
                 there = [store.write(piece, self._spec.item_bytes(piece.kind)) for piece in pieces]
             case Work.PROBE:
-                operation.read_s = self._spec.host_page_bytes / self._read_bytes_s
+                operation.read_s = self._spec.place_bytes / self._read_bytes_s
                 there = []
             case Work.CLEAR:
                 store.clear()

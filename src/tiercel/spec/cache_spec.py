@@ -37,6 +37,9 @@ GRAINS_MOST = 4
 GRAIN_BYTES_LEAST = 128 * 1024
 """A page is cut into fewer records if they would be smaller than this: small records are slow everywhere."""
 
+UNIT_ALIGN = 64
+"""Where a device has two pools, its units are multiples of this many bytes."""
+
 FORM_BYTES = 16
 FORMAT_VERSION = 3
 """Part of the form: raise it when the meaning of stored bytes changes."""
@@ -68,6 +71,9 @@ class CacheSpec:
     streams: tuple[Stream, ...]
     shard: str = ""
     """The part of every entry, if ranks cut entries, such as `0/8`. Streams are equal, bytes differ."""
+    second: tuple[str, ...] = ()
+    """Names of page streams that the device keeps in a pool of their own: a page may be on the device without
+    them, and is read on the host then. No stored byte depends on it."""
     whole: CacheSpec | None = field(default=None, compare=False, repr=False)
     """If this is a stage: the spec of the whole model. Some results depend on all layers."""
 
@@ -86,6 +92,9 @@ class CacheSpec:
             if stream.role and any(self.find(stream.role, layer) is not stream for layer in stream.layers):
                 raise SpecError("streams", stream.name, f"a layer has two streams of the role {stream.role}")
             stream.row_bytes(self.page_tokens)  # refuses entries that do not divide a row
+        first = [stream.name for stream in self.page_streams if stream.name not in self.second]
+        if self.second and (not first or not {*self.second} <= {stream.name for stream in self.page_streams}):
+            raise SpecError("second", self.second, "must name some streams of a page, not all of them")
 
     def streams_of(self, kind: Kind) -> tuple[Stream, ...]:
         return tuple(stream for stream in self.streams if stream.kind is kind)
@@ -154,7 +163,7 @@ class CacheSpec:
         for number, layers in enumerate(self.cut):
             streams = _with_layers(self.streams_of(kind), layers)
             if streams:
-                own = replace(self, streams=streams)
+                own = replace(self, streams=streams, second=())
                 yield Grain(number, len(self.cut), streams, own.form, own.item_bytes(kind))
 
     def stream(self, name: str) -> Stream:
@@ -196,18 +205,64 @@ class CacheSpec:
         return self.page_bytes / self.page_tokens
 
     @property
-    def host_page_bytes(self) -> int:
-        """The unit of host memory: one page. (A stage that owns no PREFIX stream has only tails.)"""
+    def place_bytes(self) -> int:
+        """The unit of memory: one page. (A stage that owns no PREFIX stream has only tails.)"""
         return self.page_bytes or self.tail_bytes
 
     @property
-    def host_pages_per_tail(self) -> int:
-        """Host pages of a tail. It takes whole pages, so that pages and tails share one budget."""
-        return -(-self.tail_bytes // self.host_page_bytes)
+    def places_per_tail(self) -> int:
+        """Places of a tail. It takes whole ones, so that pages and tails share one pool in each tier."""
+        return -(-self.tail_bytes // self.place_bytes)
 
-    def host_pages_of(self, kind: Kind) -> int:
-        """How many host pages one item takes."""
-        return {Kind.PAGE: 1, Kind.TAIL: self.host_pages_per_tail}[kind]
+    def places_of(self, kind: Kind) -> int:
+        """How many places one page or tail takes."""
+        return {Kind.PAGE: 1, Kind.TAIL: self.places_per_tail}[kind]
+
+    @cached_property
+    def pools(self) -> tuple[tuple[Stream, ...], ...]:
+        """The streams of a page in each pool of the device."""
+        own = tuple(stream for stream in self.page_streams if stream.name not in self.second)
+        return (own, tuple(stream for stream in self.page_streams if stream.name in self.second))[
+            : 1 + bool(self.second)
+        ]
+
+    def pool_of(self, stream: Stream) -> int:
+        """The number of the device pool that a stream of a page lies in."""
+        return int(stream.name in self.second)
+
+    @cached_property
+    def units(self) -> tuple[int, int]:
+        """(bytes of a unit, units of a frame) of the device, whose memory is made of frames. With one pool,
+        a frame is a unit, and a unit is a page. With two, the first pool's part of a page takes one unit, and
+        the second pool's part takes all others of a frame:
+
+            frame   │ unit │ unit   unit   unit │
+                     first   second pool                   as many units as leave the least unused
+        """
+        if not self.second:
+            return self.place_bytes, 1
+        first, second = (sum(map(self.bytes_of, streams)) for streams in self.pools)
+        most = -(-second // first)
+        sizes = ((_aligned(max(first, -(-second // wide))), 1 + wide) for wide in range(1, most + 1))
+        return min(sizes, key=lambda each: (each[0] * each[1], each[1]))
+
+    @property
+    def unit_bytes(self) -> int:
+        return self.units[0]
+
+    @property
+    def frame_units(self) -> int:
+        return self.units[1]
+
+    @property
+    def frame_bytes(self) -> int:
+        """What a whole page takes on the device."""
+        return self.unit_bytes * self.frame_units
+
+    @property
+    def units_per_tail(self) -> int:
+        """Units of a tail on the device: any of them, as on the host."""
+        return -(-self.tail_bytes // self.unit_bytes)
 
     @cached_property
     def pages_per_window(self) -> int:
@@ -244,7 +299,7 @@ class CacheSpec:
         kept = _with_layers(self.streams, range(first, last))
         if not kept:
             raise SpecError("stage", (first, last), f"no stream has layers there; layers are {self.layers}")
-        return replace(self, streams=kept, whole=self.whole or self)
+        return replace(self, streams=kept, second=self._second_of(kept), whole=self.whole or self)
 
     def only(self, names: Iterable[str]) -> CacheSpec:
         """The declaration of some of its streams: those that one pool holds."""
@@ -252,7 +307,14 @@ class CacheSpec:
         for name in sorted(names - {stream.name for stream in self.streams}):
             raise SpecError("streams", name, "is not a stream of this declaration")
         kept = tuple(stream for stream in self.streams if stream.name in names)
-        return replace(self, streams=kept, whole=self.whole or self)
+        return replace(self, streams=kept, second=self._second_of(kept), whole=self.whole or self)
+
+    def _second_of(self, kept: Sequence[Stream]) -> tuple[str, ...]:
+        """What stays in the second pool when only some streams are kept: nothing if one pool would be
+        empty."""
+        names = {stream.name for stream in kept if stream.kind is Kind.PAGE}
+        second = tuple(name for name in self.second if name in names)
+        return second if len(second) < len(names) else ()
 
     def with_draft(self, draft: CacheSpec) -> CacheSpec:
         """Target and draft in one page, so that they are never separated. Draft layers follow the target's.
@@ -293,6 +355,11 @@ class CacheSpec:
         _check_list("spec.streams", data["streams"])
         streams = [_stream_from_dict(f"streams[{i}]", item) for i, item in enumerate(data["streams"])]
         return CacheSpec(**{**data, "streams": tuple(streams)})
+
+
+def _aligned(size: int) -> int:
+    """Rows begin at the same multiples in every unit."""
+    return -(-size // UNIT_ALIGN) * UNIT_ALIGN
 
 
 def _with_layers(streams: Iterable[Stream], layers: range) -> tuple[Stream, ...]:

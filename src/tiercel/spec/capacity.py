@@ -17,7 +17,7 @@ def capacity_of(
 ) -> Figures:
     """Everything as JSON writes it. `device` and `host` are None if their memory was not given.
 
-    Device memory has separate places for tails; on the host a tail takes whole pages.
+    A tail takes whole places.
     """
     return {
         "model": spec.model,
@@ -29,8 +29,8 @@ def capacity_of(
         "bytes_per_token": spec.page_bytes // spec.page_tokens,
         "pages_per_window": spec.pages_per_window,
         "replay_tokens": spec.replay_tokens,
-        "device": _fit(spec, "device_bytes", device_bytes, spec.tail_bytes),
-        "host": _fit(spec, "host_bytes", host_bytes, spec.host_pages_per_tail * spec.host_page_bytes),
+        "device": _fit(spec, "device_bytes", device_bytes, spec.units_per_tail * spec.unit_bytes),
+        "host": _fit(spec, "host_bytes", host_bytes, spec.places_per_tail * spec.place_bytes),
     }
 
 

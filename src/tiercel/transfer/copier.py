@@ -16,7 +16,7 @@ from tiercel.errors import ConfigError
 from tiercel.kernels.copy import copy_extents
 from tiercel.memory.buffers import HostMemory, Memory
 from tiercel.spec.stream import Stream
-from tiercel.transfer.extents import LegPlaces, extents_of, shared_rows
+from tiercel.transfer.extents import LegPlaces, extents_of, moved, shared_rows
 from tiercel.transfer.plan import Direction, Leg
 from tiercel.types import Kind
 
@@ -60,7 +60,9 @@ class ReferenceCopier(Copier):
         for stream, layer in shared_rows(self.device, self.host, leg.kind):
             places = (each.tolist() for each in LegPlaces.of(leg, self.device, self.host))
             for here, there in zip(*places, strict=True):
-                near = _ranges(self.device, stream, layer, [here])
+                if any(part >= len(here) for part, _ in self.device.rows[stream.name, layer][1]):
+                    continue  # a page that moves without its second place
+                near = _ranges(self.device, stream, layer, here)
                 far = _ranges(self.host, stream, layer, there)
                 sources, targets = (far, near) if direction is Direction.LOAD else (near, far)
                 data = b"".join(sources)
@@ -89,6 +91,7 @@ class DirectCopier(Copier):
         extents = self._extents[leg.kind]
         if len(extents):
             places, address = LegPlaces.of(leg, self.device, self.host), self.host.flat.data_ptr()
+            extents = moved(extents, places.near)
             copy_extents(extents, *places, address, load=direction is Direction.LOAD)
 
 

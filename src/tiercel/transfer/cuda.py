@@ -32,7 +32,7 @@ from torch import Tensor
 from tiercel.errors import ConfigError, TransferError
 from tiercel.memory.buffers import HostMemory, Memory
 from tiercel.transfer.controller import Done, Seconds, Ticket, Tickets
-from tiercel.transfer.extents import Extents, Ints, LegPlaces, extents_of, ranges
+from tiercel.transfer.extents import Extents, Ints, LegPlaces, extents_of, moved, ranges
 from tiercel.transfer.plan import Direction, Plan
 from tiercel.types import Kind
 
@@ -198,32 +198,40 @@ class _Flight(NamedTuple):
 class _Moves:
     """The extents of a page or tail, of all layers or of a group, and the three ways to move them."""
 
-    def __init__(self, device: Memory, host: HostMemory, kind: Kind, layers: range | None = None) -> None:
-        self.host, self._device = host, device.device
-        self.table = extents_of(device, host, kind, layers)
+    def __init__(self, device: Memory, host: HostMemory, table: Extents) -> None:
+        self.host, self._memory, self._device = host, device, device.device
+        self.table = table
         self.large = self._mean(self.table) >= DMA_BYTES_LEAST
+
+    def of(self, places: LegPlaces) -> _Moves:
+        """The same for items that have only their first place on the device, if these do."""
+        return self if moved(self.table, places.near) is self.table else self._first
+
+    @cached_property
+    def _first(self) -> _Moves:
+        return _Moves(self._memory, self.host, self.table[self.table[:, 2] == 0])
 
     @staticmethod
     def _mean(table: Extents) -> float:
-        return float(table[:, 5].mean()) if len(table) else float("inf")
+        return float(table[:, 6].mean()) if len(table) else float("inf")
 
     @cached_property
     def item_bytes(self) -> int:
-        return -(-int(self.table[:, 5].sum()) // 16) * 16
+        return -(-int(self.table[:, 6].sum()) // 16) * 16
 
     @cached_property
     def staged(self) -> tuple[Extents, Extents]:
         """Two tables: between host and staging buffer, and between staging buffer and device."""
         to_host, to_device, at = list[list[int]](), self.table.copy(), 0
-        for row, (_, _, page, far, stride, size) in zip(to_device, self.table.tolist(), strict=True):
-            last = to_host[-1] if to_host else [0, 0, -1, 0, 0, 0]
-            if (page, far, stride) == (last[2], last[3] + last[5], last[4]):
-                last[5] += size
+        for row, (_, _, _, far, stride, part, size) in zip(to_device, self.table.tolist(), strict=True):
+            last = to_host[-1] if to_host else [0, 0, 0, 0, 0, -1, 0]
+            if (part, far, stride) == (last[5], last[3] + last[6], last[4]):
+                last[6] += size
             else:
-                to_host.append([at, self.item_bytes, page, far, stride, size])
-            row[2:5] = 0, at, self.item_bytes
+                to_host.append([at, self.item_bytes, 0, far, stride, part, size])
+            row[3:6] = at, self.item_bytes, 0
             at += size
-        return np.array(to_host, np.int64).reshape(-1, 6), to_device
+        return np.array(to_host, np.int64).reshape(-1, 7), to_device
 
     @cached_property
     def kernel(self) -> Mover:
@@ -294,11 +302,11 @@ class _Queue:
         scatter, count = self._scatters[id(moves)], STAGING_BYTES // moves.item_bytes
         for first in range(0, len(places.near), count):
             near, far = (each[first : first + count] for each in places)
-            numbers = np.arange(len(near))
+            numbers = np.arange(len(near))[:, None]
             here, there, sizes = ranges(moves.staged[0], LegPlaces(numbers, far))
             if self.load:
                 self.dma(here + staging.data_ptr(), there + base, sizes)
-            self.kernel(scatter, near, numbers[:, None], SCATTER_PROGRAMS)
+            self.kernel(scatter, near, numbers, SCATTER_PROGRAMS)
             if not self.load:
                 self.dma(here + staging.data_ptr(), there + base, sizes)
 
@@ -330,18 +338,17 @@ class CudaController:
         engines = CopyEngines()
         self._queued = {direction: _Queue(direction, engines, device.device) for direction in Direction}
         self._flying: dict[int, _Flight] = {}
-        whole = {kind: _Moves(device, host, kind) for kind in Kind}
+        whole = {kind: _Moves(device, host, extents_of(device, host, kind)) for kind in Kind}
         self._whole = [_Group(LAST_LAYER, whole)]
         self._groups = list[_Group]()
         for layers in host.spec.layer_groups(shares):
             moves = {} if self._groups else dict(whole)
-            moves[Kind.PAGE] = _Moves(device, host, Kind.PAGE, layers)
+            moves[Kind.PAGE] = _Moves(device, host, extents_of(device, host, Kind.PAGE, layers))
             self._groups.append(_Group(layers[-1], moves))
         if way == "kernel" or not all(group.moves[Kind.PAGE].large for group in self._groups):
             self._groups = self._whole
         self._grouped_bytes = grouped_bytes
         pages = whole[Kind.PAGE]
-        self._bytes = {kind: moves.item_bytes for kind, moves in whole.items()}
         staged = "staged" if pages.may_stage and way != "kernel" else "kernel"
         self.how = "copy engines" if way != "kernel" and pages.large else staged
 
@@ -364,7 +371,9 @@ class CudaController:
         except Exception as error:  # noqa: BLE001 - whatever it is, the plan has failed (I13)
             self.tickets.end(ticket, error)
             return ticket
-        sizes = {kind.plural: len(places.near) * self._bytes[kind] for kind, places in legs}
+        sizes = dict.fromkeys((kind.plural for kind in Kind), 0)
+        for kind, places in legs:
+            sizes[kind.plural] += len(places.near) * self._whole[0].moves[kind].of(places).item_bytes
         grouped = layered and sum(sizes.values()) >= self._grouped_bytes
         ready = Events(self._queue_groups(queue, legs, self._groups if grouped else self._whole))
         self._flying[ticket.number] = _Flight(begun, ready, sizes)
@@ -382,7 +391,7 @@ class CudaController:
             large = list[tuple[Ints, Ints, Ints]]()
             for kind, places in legs:
                 if (moves := group.moves.get(kind)) is not None:
-                    self._queue_leg(queue, moves, places, large)
+                    self._queue_leg(queue, moves.of(places), places, large)
             if large:
                 near, far, lengths = (np.concatenate(each) for each in zip(*large, strict=True))
                 queue.dma(near, far + self.host.flat.data_ptr(), lengths)

@@ -3,40 +3,42 @@
     near   `near + device place · near_stride`     an address in device memory, ours or borrowed
     far    `far + host place · far_stride`         an offset in host memory
 
-A page has one host place. A tail has several, and `page` says which of them. If both sides keep a page in the
-same order, the whole page is one extent. If the device keeps each layer apart, each row is an extent.
+A page has one place on each side. A tail has several, and `near_part` and `far_part` say which. If both
+sides keep a page in the same order, the whole page is one extent. If the device keeps each layer apart, each
+row is an extent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tiercel.memory.buffers import HostMemory, Memory
+from tiercel.memory.buffers import HostMemory, Memory, Row
 from tiercel.spec.stream import Stream
 from tiercel.transfer.plan import Leg
 from tiercel.types import PLACE_MASK, Kind
 
 Ints = NDArray[np.int64]
 Extents = Ints
-"""[extents, 6]: the fields of `Extent`."""
+"""[extents, 7]: the fields of `Extent`."""
 
 
 class Extent(NamedTuple):
     near: int
     near_stride: int
-    page: int
+    near_part: int
     far: int
     far_stride: int
+    far_part: int
     size: int
 
     def follows(self, other: Extent) -> bool:
         """Whether this extent begins where `other` ends, on both sides and in every place."""
-        same = self.page == other.page and self[1::3] == other[1::3]
+        same = self[1:3] == other[1:3] and self[4:6] == other[4:6]
         return same and (self.near, self.far) == (other.near + other.size, other.far + other.size)
 
 
@@ -54,9 +56,15 @@ def extents_of(
     found: list[Extent] = []
     for stream, layer in shared_rows(device, host, kind):
         if layers is None or layer in layers:
-            found += _cut(device, host, stream, layer)
+            row = stream.name, layer
+            found += cut_row(device.rows[row], host.rows[row])
+    return join(found)
+
+
+def join(found: Iterable[Extent]) -> Extents:
+    """Extents as a table. Neighbours are joined."""
     joined: list[Extent] = []
-    for each in sorted(found, key=lambda extent: (extent.page, extent.far)):
+    for each in sorted(found, key=lambda extent: (extent.far_part, extent.far)):
         if joined and each.follows(joined[-1]):
             joined[-1] = joined[-1]._replace(size=joined[-1].size + each.size)
         else:
@@ -64,39 +72,46 @@ def extents_of(
     return np.array(joined, np.int64).reshape(-1, len(Extent._fields))
 
 
-def _cut(device: Memory, host: HostMemory, stream: Stream, layer: int) -> Iterator[Extent]:
+def cut_row(here: Row, there: Row) -> Iterator[Extent]:
     """One row, cut wherever a piece of either side ends."""
-    (buffer, nears), (_, fars) = device.rows[stream.name, layer], host.rows[stream.name, layer]
+    (buffer, nears), (_, fars) = here, there
     base = buffer.data_ptr()
     sizes = [sum(piece.bytes for _, piece in pieces) for pieces in (nears, fars)]
-    assert sizes[0] == sizes[1], f"a row of {stream.name} has {sizes[0]} and {sizes[1]} bytes"
+    assert sizes[0] == sizes[1], f"a row has {sizes[0]} bytes here and {sizes[1]} there"
     left, right = list(nears[::-1]), list(fars[::-1])
     while left:
-        (_, near), (page, far) = left.pop(), right.pop()
+        (near_part, near), (far_part, far) = left.pop(), right.pop()
         size = min(near.bytes, far.bytes)
-        yield Extent(base + near.offset, near.stride, page, far.offset, far.stride, size)
-        for rest, index, piece in ((left, 0, near), (right, page, far)):
+        yield Extent(base + near.offset, near.stride, near_part, far.offset, far.stride, far_part, size)
+        for rest, index, piece in ((left, near_part, near), (right, far_part, far)):
             if piece.bytes > size:
                 rest.append((index, piece._replace(offset=piece.offset + size, bytes=piece.bytes - size)))
 
 
 class LegPlaces(NamedTuple):
-    """The places of a leg: [items] on the device, [items, host pages of an item] on the host."""
+    """The places of a leg: [items, places of an item] on the device and on the host."""
 
     near: Ints
     far: Ints
 
     @classmethod
     def of(cls, leg: Leg, device: Memory, host: HostMemory) -> LegPlaces:
-        near = np.fromiter(leg.device, np.int64, len(leg.device)) & PLACE_MASK
-        far = np.fromiter(chain.from_iterable(leg.host), np.int64) & PLACE_MASK
+        near, far = (
+            np.fromiter(chain.from_iterable(each), np.int64) & PLACE_MASK for each in (leg.device, leg.host)
+        )
         most = device.places_of(leg.kind)
         assert near.max(initial=0) < most and far.max(initial=0) < host.pages, f"I7: no such place: {leg}"
-        return cls(near, far.reshape(len(near), len(leg.host[0]) if leg.host else 1))
+        near, far = (each.reshape(len(leg.device), -1) for each in (near, far))
+        return cls(near, far)
+
+
+def moved(table: Extents, near: Ints) -> Extents:
+    """The extents of a leg whose items have these places on the device: a page may be without its second."""
+    return table if near.shape[1] > table[:, 2].max(initial=0) else table[table[:, 2] < near.shape[1]]
 
 
 def ranges(table: Extents, places: LegPlaces) -> tuple[Ints, Ints, Ints]:
     """(near addresses, far offsets, sizes) of every extent of every item, item by item."""
-    near = table[:, 0] + places.near[:, None] * table[:, 1]
-    far = table[:, 3] + places.far[:, table[:, 2]] * table[:, 4]
-    return near.ravel(), far.ravel(), np.broadcast_to(table[:, 5], near.shape).ravel()
+    near = table[:, 0] + places.near[:, table[:, 2]] * table[:, 1]
+    far = table[:, 3] + places.far[:, table[:, 5]] * table[:, 4]
+    return near.ravel(), far.ravel(), np.broadcast_to(table[:, 6], near.shape).ravel()

@@ -3,9 +3,10 @@ process that has the memories can carry it out.
 
     Plan(LOAD)
     ├── Leg of pages    device page 3 ◄─ host page 8,  device page 4 ◄─ host page 9
-    └── Leg of tails    device tail 1 ◄─ host pages 5, 2, 7
+    └── Leg of tails    device pages 6, 1, 2 ◄─ host pages 5, 2, 7
 
-A leg pairs the ids of two pools; the direction is the plan's. Ids become places in `transfer.extents` only.
+A leg pairs the places of two pools; the direction is the plan's. A tail takes several places on either side.
+Ids become places in `transfer.extents` only.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from enum import Enum
 
 from tiercel.types import HostPageId, Kind
 
-Pair = tuple[int, tuple[HostPageId, ...]]
-"""The device id of a page or tail, and its host pages: one for a page, several for a tail."""
+Pair = tuple[tuple[int, ...], tuple[HostPageId, ...]]
+"""The device places of a page or tail, and its host pages: one for a page, mostly several for a tail."""
 
 
 class Direction(Enum):
@@ -29,10 +30,11 @@ class Direction(Enum):
 
 @dataclass(frozen=True)
 class Leg:
-    """Whole pages, or whole tails: `device[i]` is paired with the host pages `host[i]`."""
+    """Pages, or tails: the places `device[i]` are paired with the host pages `host[i]`. All have equally many
+    places on the device. A page that has fewer places than the device has pools moves in part."""
 
     kind: Kind
-    device: tuple[int, ...]
+    device: tuple[tuple[int, ...], ...]
     host: tuple[tuple[HostPageId, ...], ...]
 
     def __post_init__(self) -> None:
@@ -49,18 +51,22 @@ class Plan:
     def __post_init__(self) -> None:
         targets: list[object]
         if self.direction is Direction.LOAD:  # a caller may use the same numbers for its pages and its tails
-            targets = [(leg.kind, device) for leg in self.legs for device in leg.device]
+            targets = [(leg.kind, device) for leg in self.legs for places in leg.device for device in places]
         else:
             targets = [host for leg in self.legs for hosts in leg.host for host in hosts]
         assert len(targets) == len(set(targets)), "I1: a plan writes a place twice"
 
     @staticmethod
     def of(direction: Direction, pages: Iterable[Pair] = (), tails: Iterable[Pair] = ()) -> Plan:
-        """A plan from pairs: at most one leg of each kind."""
-        kinds = (Kind.PAGE, tuple(pages)), (Kind.TAIL, tuple(tails))
-        legs = (
-            Leg(kind, tuple(d for d, _ in pairs), tuple(h for _, h in pairs))
-            for kind, pairs in kinds
-            if pairs
+        """A plan from pairs: a leg of each kind, two if some pages are whole and some are not."""
+        legs: dict[tuple[Kind, int], list[Pair]] = {}
+        for kind, pairs in ((Kind.PAGE, pages), (Kind.TAIL, tails)):
+            for pair in pairs:
+                legs.setdefault((kind, len(pair[0])), []).append(pair)
+        return Plan(
+            direction,
+            tuple(
+                Leg(kind, tuple(d for d, _ in pairs), tuple(h for _, h in pairs))
+                for (kind, _), pairs in legs.items()
+            ),
         )
-        return Plan(direction, tuple(legs))

@@ -26,14 +26,19 @@ def check(tree: PrefixTree) -> None:
             assert parent is tree.root or parent.device is not None, "I6: the device holds a prefix"
             arrived = page.load is not None or parent.load is None
             assert arrived, "I2: a readable page below one that is arriving"
-        assert page.tail is None or page.tail.page is page
+        tail = page.tail
+        assert tail is None or tail.page is page
+        if tail is not None and tail.device is not None:
+            children_device[page] += 1
+            assert page.device is not None, "I6: the device holds a tail with its page"
     for page in (tree.root, *tree.index.values()):
         assert page.children == children[page] and page.children_device == children_device[page]
     items = [*tree.items()]
     for item in items:
         _check_item(tree, item)
-    doubles = {item for item in items if item.on_device and item.on_host and not item.readers}
-    assert doubles == set(tree.doubles), "a double is what both tiers can read, no more and no less"
+    both = [item for item in items if item.on_device and item.on_host and not item.readers]
+    doubles = {item for item in both if isinstance(item, Tail) or _places(item) == tree.copies.pools}
+    assert doubles == set(tree.doubles), "a double is what both tiers can read whole, no more and no less"
     tree.doubles.check()
     for kind in Kind:
         counted = tree.copies.on_device[kind], tree.copies.on_host[kind]
@@ -42,7 +47,7 @@ def check(tree: PrefixTree) -> None:
         assert counted == held, "what is counted is what can be read"
     _check_owners(tree, items)
     owned = [owner.order for owner in tree.owners.all.values()]
-    for order in (*tree.device.values(), tree.host, *owned):
+    for order in (tree.device, tree.host, *owned):
         for item in order:
             assert not (item.gone and order.ready(item)), f"I3: gone, but may be evicted: {_row(item)}"
 
@@ -70,9 +75,15 @@ def _check_item(tree: PrefixTree, item: Item) -> None:
     assert item.load is None or item.device is not None
     assert item.save is None or item.host is not None
     assert item.load is None or item.on_host, "I2: a load reads a readable copy"
+    whole = isinstance(item, Tail) or item.device is None or _places(item) == tree.copies.pools
+    assert whole or item.on_host, "I2: a part of a sparse page is on the host only"
     assert not item.readers or item.on_host, "I2: stores and peers are given a readable copy"
-    for order in (tree.device[item.kind], tree.host):
+    for order in (tree.device, tree.host):
         assert item in order or not order.ready(item), f"may leave a tier, but is no candidate: {_row(item)}"
+
+
+def _places(page: Page) -> int:
+    return len(page.device) if isinstance(page.device, tuple) else 1
 
 
 def readable(tree: PrefixTree) -> list[Event | Cleared]:

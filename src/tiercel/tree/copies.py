@@ -33,6 +33,7 @@ from tiercel.tree.node import (
     Tail,
     depth_of,
     event,
+    ids_of,
     inherit,
     may_leave_device,
     may_leave_host,
@@ -60,7 +61,13 @@ class Copies:
         pages_per_window: int,
         item_bytes: ItemBytes | None,
         replay_pages: int | None,
+        tail_places: int,
+        pools: int,
     ) -> None:
+        self.places = {Kind.PAGE: 1, Kind.TAIL: tail_places}
+        """Places of one item on the host."""
+        self.pools = pools
+        """How many pools the device has: so many places has a page there, if it is whole."""
         self.root = Page(None, 0, 0, PageKey(b""), None, 0)
         self.index = Index()
         self.actions = Actions()
@@ -73,11 +80,9 @@ class Copies:
             copies = proxy(self)  # pages know their owner and its order: they must not keep this alive
             self.worth = Worth(pages_per_window, tail_pages, replay_pages, lambda: copies.clock)
         ordered = partial(make_order, evict, self.worth)
-        self.device = {kind: ordered(may_leave_device, "in_device") for kind in Kind}
+        self.device = ordered(may_leave_device, "in_device")
         self.host = ordered(may_leave_host, "in_host")
         self.owners = Owners(ordered, item_bytes)
-        self.leaving: dict[Kind, int] = dict.fromkeys(Kind, 0)
-        """Device places that come free when the saves under way end."""
         self.on_device: dict[Kind, int] = dict.fromkeys(Kind, 0)
         self.on_host: dict[Kind, int] = dict.fromkeys(Kind, 0)
         """What each tier can read, counted as it changes: no call walks the tree for it."""
@@ -118,27 +123,20 @@ class Copies:
         """A load is going to fill `device` from the host copy."""
         assert item.device is None and item.on_host and item.host, "I2: a load reads a readable copy"
         item.device, item.load = device, batch
-        if isinstance(item, Page):
-            parent = parent_of(item)
-            assert parent is self.root or parent.device is not None, "I6: the device holds a prefix"
-            parent.children_device += 1
+        parent = parent_of(item) if isinstance(item, Page) else item.page
+        assert parent is self.root or parent.device is not None, "I6: the device holds a prefix"
+        parent.children_device += 1
         return Move(item, device, item.host)
 
     def load_done(self, move: Move, ok: bool) -> None:
         """The load ended. If it failed, the host copy stays as it was. Children come before their parents."""
         item = move.item
-        if item.gone:
-            self._give_device(item, move.device)
-            item.device = item.load = None
-            self._give_host(item)
-            return
-        if ok:
-            if not item.readers:
-                self.doubles.add(item)
-            self.tell(True, Tier.DEVICE, item)
-        else:
+        if not ok:
             self.off_device(item)
         item.load = None
+        if ok:
+            self.add_double(item)
+            self.tell(True, Tier.DEVICE, item)
         self.offer(item)
 
     def save_start(self, item: Item, host: tuple[HostPageId, ...]) -> None:
@@ -152,8 +150,7 @@ class Copies:
         """The save ended. What was evicted meanwhile gives its place back now, and is lost if it failed."""
         del self.saving[move.item]
         if move.item.device != move.device:
-            self._give_device(move.item, move.device)
-            self.leaving[move.item.kind] -= 1
+            self.actions.device += ids_of(move.device)
         self.arrive_done(move.item, move.host, ok)
 
     def arrive_start(self, item: Item, host: tuple[HostPageId, ...]) -> None:
@@ -169,8 +166,7 @@ class Copies:
         item.save = None
         if ok:
             self.tell(True, Tier.HOST, item)
-            if item.device is not None:
-                self.doubles.add(item)
+            self.add_double(item)
         else:
             item.host = None
             self.actions.host.extend(host)
@@ -194,8 +190,7 @@ class Copies:
         if item.gone:
             self._give_host(item)
             return
-        if item.on_device:
-            self.doubles.add(item)
+        self.add_double(item)
         self.offer(item)
 
     def mark_stored(self, item: Item, stored: bool = True) -> None:
@@ -231,7 +226,7 @@ class Copies:
     def offer(self, item: Item) -> None:
         """The item may be free to leave a tier now."""
         self._offers += 1
-        self.device[item.kind].offer(item)
+        self.device.offer(item)
         self.host.offer(item)
         if isinstance(item, Tail):
             self.host.offer(item.page)
@@ -251,18 +246,38 @@ class Copies:
     def off_device(self, item: Item) -> None:
         """Take an item off the device. Its place comes free now, or in `save_done` if a save reads it."""
         if item.save == item.device:
-            self.leaving[item.kind] += 1
+            self.actions.leaving += ids_of(item.device)
         else:
-            self._give_device(item, item.device)
+            self.actions.device += ids_of(item.device)
         item.device = None
         self.doubles.discard(item)
         if item.load is None:
             self.tell(False, Tier.DEVICE, item)
         if isinstance(item, Page):
-            parent = parent_of(item)
-            parent.children_device -= 1
-            inherit(parent, item)
-            self.device[Kind.PAGE].offer(parent)
+            inherit(parent := parent_of(item), item)
+        else:
+            parent = item.page
+        parent.children_device -= 1
+        self.device.offer(parent)
+
+    def shed(self, page: Page) -> None:
+        """A page gives back its place in the second pool of the device: it is sparse from now on, and that
+        part is read on the host. Required: no step reads the place any more."""
+        assert page.on_device and page.on_host and self.is_whole(page), "I2: the host has what leaves"
+        first, second = page.device
+        page.device = (first,)
+        self.actions.device.append(second)
+        self.doubles.discard(page)
+
+    def is_whole(self, item: Item) -> bool:
+        """Whether the device has all of an item that is there, and the host copy is not needed."""
+        return isinstance(item, Tail) or len(ids_of(item.device)) == self.pools
+
+    def add_double(self, item: Item) -> None:
+        """Note an item that both tiers can read: its host copy may leave first. That follows from its copies:
+        the host copy of a sparse page is the only one of a part of it."""
+        if item.on_device and item.on_host and not item.readers and self.is_whole(item):
+            self.doubles.add(item)
 
     @contextmanager
     def leaving_for(self, why: str | None) -> Iterator[None]:
@@ -306,7 +321,7 @@ class Copies:
             self.off_device(page)
         else:
             inherit(parent, page)
-            self.device[Kind.PAGE].offer(parent)
+            self.device.offer(parent)
         if page.host is not None:
             self.off_host(page)
         if parent.host is not None:
@@ -315,13 +330,10 @@ class Copies:
 
     def remove_tail(self, tail: Tail) -> None:
         """Remove a tail. Places that a transfer still uses are given back when it ends."""
-        assert tail.lock == 0, "I3: a tail in use is not removed"
-        if tail.load is None:
-            if tail.device is not None:
-                self.off_device(tail)
-            self.off_host(tail)
-        else:
-            self.tell(False, Tier.HOST, tail)
+        assert tail.lock == 0 and tail.load is None, "I3: a tail in use is not removed"
+        if tail.device is not None:
+            self.off_device(tail)
+        self.off_host(tail)
         tail.gone = True
         if self.worth is not None:
             self.worth.left(tail)
@@ -329,13 +341,10 @@ class Copies:
         self.offer(tail.page)
 
     def _give_host(self, item: Item) -> None:
-        """Give the host places back: now, or when no load, store or peer reads them any more."""
-        if item.host is not None and item.load is None and not item.readers:
+        """Give the host places back: now, or when no store or peer reads them any more."""
+        if item.host is not None and not item.readers:
             self.actions.host.extend(item.host)
             item.host = None
-
-    def _give_device(self, item: Item, device: Any) -> None:
-        (self.actions.pages if isinstance(item, Page) else self.actions.tails).append(device)
 
     def tell(self, stored: bool, tier: Tier, item: Item) -> None:
         if tier is not Tier.STORE:

@@ -9,17 +9,22 @@ slow again.
 
     device   load     meaning                       host   save     meaning
     None     None     not on the device             None   None     not on the host
-    id       number   a load is filling it          ids    id       a save is filling it
-    id       None     readable                      ids    None     readable
+    ids      number   a load is filling it          ids    ids      a save is filling it
+    ids      None     readable                      ids    None     readable
 
-The number is the batch that a load travels with. The id is the device place that a save reads: the page may
-leave the device before the save ends, and may even be back at another place by then. FOREIGN stands for a
-place that is not ours: another engine or a peer fills the host copy.
+On the device, a page has one id and a tail a tuple of them. Where the device has two pools, a page has a
+tuple too: its place in the first pool, and mostly one in the second. A page without the second is sparse: a
+part of it is read on the host.
+
+The number is the batch that a load travels with. The ids of `save` are the device places that a save reads:
+the page may leave the device before the save ends, and may even be back at another place by then. FOREIGN
+stands for a place that is not ours: another engine or a peer fills the host copy.
 
 The garbage collector does not visit pages and tails (`collector`). Those that have left the tree are part of
 no circle: a page that is gone knows no tail.
 
-A page with `device` set has a parent with `device` set: what the device holds of a text is a prefix of it.
+A page with `device` set has a parent with `device` set: what the device holds of a text is a prefix of it. A
+tail with `device` set hangs on a page with `device` set: of both, the tail leaves the device first.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from tiercel.policy.placement import Boundary
 from tiercel.policy.worth import Chance
-from tiercel.types import DevicePageId, DeviceTailId, HostPageId, Kind, PageKey, Tier
+from tiercel.types import DevicePageId, HostPageId, Kind, PageKey, Tier
 
 FOREIGN = -1
 
@@ -45,12 +50,12 @@ class Cached:
     priority: int
     host: tuple[HostPageId, ...] | None = field(default=None, init=False)
     load: int | None = field(default=None, init=False)
-    save: int | None = field(default=None, init=False)
+    save: Any = field(default=None, init=False)
     hits: int = field(default=0, init=False)
     lock: int = field(default=0, init=False)
     children: int = field(default=0, init=False)
     children_device: int = field(default=0, init=False)
-    """Children that the device holds. A tail has none."""
+    """Children that the device holds, the page's own tail among them. A tail has none."""
     readers: int = field(default=0, init=False)
     """Writes to the store and leases of peers that read the host copy: it stays until they have ended."""
     stored: bool = field(default=False, init=False)
@@ -144,6 +149,11 @@ def inherit(parent: Page, page: Page) -> None:
     page.hits_given = page.hits
 
 
+def ids_of(device: Any) -> tuple[DevicePageId, ...]:
+    """The places of a page or tail on the device, all in a tuple."""
+    return device if isinstance(device, tuple) else (device,)
+
+
 def idle(item: Item) -> bool:
     """Held by no request and moved by no copy between device and host."""
     return item.lock == 0 and item.load is None and item.save is None
@@ -167,8 +177,14 @@ class Move(NamedTuple):
     """One page or tail on its way between the tiers, and the places it goes between."""
 
     item: Item
-    device: int
+    device: Any
+    """The id of a page, or the ids of a tail; a page may have several ids too."""
     host: tuple[HostPageId, ...]
+
+    @property
+    def near(self) -> tuple[int, ...]:
+        """All its places on the device."""
+        return ids_of(self.device)
 
 
 class Event(NamedTuple):
@@ -200,7 +216,9 @@ class Cleared(NamedTuple):
 class Actions:
     """What the tree has decided and someone else must do."""
 
-    pages: list[DevicePageId] = field(default_factory=list)
-    tails: list[DeviceTailId] = field(default_factory=list)
+    device: list[DevicePageId] = field(default_factory=list)
+    """Places to be given back."""
+    leaving: list[DevicePageId] = field(default_factory=list)
+    """Places that will be given back when a save has ended."""
     host: list[HostPageId] = field(default_factory=list)
     saves: list[Move] = field(default_factory=list)

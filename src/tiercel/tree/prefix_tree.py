@@ -29,12 +29,13 @@ from tiercel.tree.node import (
     Tail,
     depth_of,
     idle,
+    ids_of,
     inherit,
     may_leave_device,
     parent_of,
 )
 from tiercel.tree.owners import ItemBytes, Owner
-from tiercel.types import DevicePageId, DeviceTailId, HostPageId, Kind, PageKey, Tier
+from tiercel.types import DevicePageId, HostPageId, Kind, PageKey, Tier
 
 ArrivingPage = tuple[PageKey, tuple[HostPageId, ...], bytes]
 """A page that comes to the host: its key, its places there, its tokens."""
@@ -71,8 +72,11 @@ class PrefixTree:
         tails_per_path: int = 64,
         item_bytes: ItemBytes | None = None,
         replay_pages: int | None = None,
+        tail_places: int = 1,
+        pools: int = 1,
     ) -> None:
-        self.copies = copies = Copies(evict, pages_per_window, item_bytes, replay_pages)
+        """`tail_places`: how many places a tail takes on the host. `pools`: how many pools the device has."""
+        self.copies = copies = Copies(evict, pages_per_window, item_bytes, replay_pages, tail_places, pools)
         self.root, self.index = copies.root, copies.index
         self.device, self.host, self.doubles = copies.device, copies.host, copies.doubles
         self.owners, self.worth = copies.owners, copies.worth
@@ -84,7 +88,7 @@ class PrefixTree:
         self.save_start, self.save_done = copies.save_start, copies.save_done
         self.arrive_start, self.arrive_done = copies.arrive_start, copies.arrive_done
         self.read_start, self.read_done = copies.read_start, copies.read_done
-        self.mark_stored, self.unsaved = copies.mark_stored, copies.unsaved
+        self.mark_stored, self.unsaved, self.shed = copies.mark_stored, copies.unsaved, copies.shed
         self.worth_keeping, self.is_saved = copies.worth_keeping, copies.is_saved
 
     # Finding
@@ -128,7 +132,7 @@ class PrefixTree:
         self,
         parent: Page,
         keys: Sequence[PageKey],
-        ids: Sequence[DevicePageId],
+        ids: Sequence[Any],
         priority: int = 0,
         tokens: Sequence[bytes] = (),
         owner: str = "",
@@ -170,7 +174,7 @@ class PrefixTree:
                 elif page.load is not None:
                     break
                 else:
-                    self.copies.actions.pages.append(device)
+                    self.copies.actions.device += ids_of(device)
                 page.used = clock
                 if priority > page.priority:
                     page.priority = priority
@@ -182,7 +186,7 @@ class PrefixTree:
         if pages:
             parent.lock += hold
             self.copies.followed(first)
-            self.device[Kind.PAGE].offer(parent)
+            self.device.offer(parent)
             self.copies.offer_to_owner(parent)
         return pages
 
@@ -191,7 +195,11 @@ class PrefixTree:
         return parent.owner if parent is not self.root or not name else self.owners.named(name)
 
     def insert_tail(
-        self, page: Page, device: DeviceTailId, priority: int = 0, boundary: Boundary = Boundary.TURN
+        self,
+        page: Page,
+        device: tuple[DevicePageId, ...],
+        priority: int = 0,
+        boundary: Boundary = Boundary.TURN,
     ) -> Tail:
         """Hang a tail on a page. If one is readable or arriving already, the new copy is given back."""
         self.copies.clock += 1
@@ -199,15 +207,17 @@ class PrefixTree:
         if tail is None:
             tail = self._hang(Tail(device, self.copies.clock, priority, page, boundary))
             self.copies.tell(True, Tier.DEVICE, tail)
+            page.children_device += 1
         elif tail.device is None:
             self._adopt(tail, device)
+            page.children_device += 1
         else:
-            self.copies.actions.tails.append(device)
+            self.copies.actions.device += device
         if self.worth is not None:
             self.worth.used(tail, hit=False)
         tail.used = self.copies.clock
         tail.priority = max(tail.priority, priority)
-        self.device[Kind.TAIL].offer(tail)
+        self.device.offer(tail)
         self.copies.offer_to_owner(tail)
         return tail
 
@@ -289,30 +299,33 @@ class PrefixTree:
         """An item that was only on the host gets computed bytes on the device, without a load."""
         item.device = device
         self.copies.tell(True, Tier.DEVICE, item)
-        if item.on_host and not item.readers:
-            self.doubles.add(item)
+        self.copies.add_double(item)
 
     # Evicting: only leaves leave, and nothing that is locked or on its way
 
-    def evict(self, kind: Kind, count: int, take_host: TakeHost | None = None, *, host_pages: int = 1) -> int:
-        """Take up to `count` pages (or tails) off the device, coldest leaves first. Returns how many left.
+    def evict(self, places: int, take_host: TakeHost | None = None) -> int:
+        """Free at least so many places of the device: pages and tails leave, coldest leaves first. Returns
+        how many places come free, which may be fewer. With two pools: places of the first.
 
-        Each goes to the host: it is there already, or it is saved into `host_pages` from `take_host`.
-        Otherwise it is gone. `save_done` gives back the places of those that are being saved.
+        Each item goes to the host: it is there already, or it is saved into pages from `take_host`. Otherwise
+        it is gone. `save_done` gives back the places of those that are being saved.
         """
-        for gone in range(count):
-            item = self.device[kind].pop()
-            if item is None or not self._evict(item, host_pages, take_host):
-                return gone
-        return count
+        gone = 0
+        while gone < places:
+            item = self.device.pop()
+            size = len(item.device) if isinstance(item, Tail) else 1
+            if item is None or not self._evict(item, take_host):
+                break
+            gone += size
+        return gone
 
-    def _evict(self, item: Item, host_pages: int, take_host: TakeHost | None) -> bool:
+    def _evict(self, item: Item, take_host: TakeHost | None) -> bool:
         """Evict an item. False: it waits for saves, after which something colder leaves the host."""
         assert item.device is not None
         if item.host is None:
             host = None
             if take_host is not None and self.is_saved(item):
-                host = self._host_for(item, host_pages, take_host)
+                host = self._host_for(item, take_host)
                 if host is None and self._waits_for_saves(item):
                     self.copies.offer(item)
                     return False
@@ -344,11 +357,11 @@ class PrefixTree:
                     self.copies.offer(item)
             page = parent_of(page)
 
-    def _host_for(self, item: Item, count: int, take_host: TakeHost) -> tuple[HostPageId, ...] | None:
+    def _host_for(self, item: Item, take_host: TakeHost) -> tuple[HostPageId, ...] | None:
         """Host pages for an item about to leave the device. It displaces doubles and colder items."""
         item.lock += 1  # a tail must not displace the page it hangs on
         # Pages that follow it on the host are worth nothing without it: then whatever is coldest leaves.
-        rival = None if item.children else item
+        rival, count = None if item.children else item, self.copies.places[item.kind]
         while (host := take_host(count)) is None and self.evict_host(for_item=rival):
             pass
         item.lock -= 1  # not `unlock`: the item has left the candidates and must not be offered again
@@ -439,7 +452,7 @@ class PrefixTree:
                     self.copies.remove_tail(tail)
                 if page.children == 0 and page.tail is None and idle(page):
                     self.copies.remove(page)
-        for order in (*self.device.values(), self.host, *(owner.order for owner in self.owners.all.values())):
+        for order in (self.device, self.host, *(owner.order for owner in self.owners.all.values())):
             order.sweep()
         return len(self.index)
 

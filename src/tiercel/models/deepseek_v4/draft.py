@@ -45,7 +45,7 @@ from tiercel.models.rows import entries_of, rows_before
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.deepseek_v4 import HIDDEN, WINDOW
 
-NO_PAGES = torch.empty(0, dtype=torch.int64)
+NO_PAGES = torch.empty(1, 0, dtype=torch.int64)
 """A draft's window lies in rings alone."""
 
 NOWHERE = -(2**20)
@@ -194,7 +194,7 @@ class Waiting:
     def _store(self, spans: Sequence[Span], x: Tensor, tokens: Tensor) -> None:
         numbers = numbers_of(spans, (), self._rings)
         whole = torch.from_numpy(numbers.padded(numbers.size))
-        self.module.store(FlatBatch(whole, numbers.size, NO_PAGES.int().view(1, 0)), x, tokens)
+        self.module.store(FlatBatch(whole, numbers.size, NO_PAGES.int()[None]), x, tokens)
 
     def restore(self, moves: Tensor) -> None:
         self.module.restore(moves)
@@ -234,7 +234,7 @@ class MtpDraft:
             self.modules.append(self._waiting.module)
         self._k, self._lm_head, self._rotary = setup.kernels, lm_head, rotary
         self._rings, self._guesses_max, self._device = setup.rings, setup.guesses_max, setup.memory.device
-        self._no_pages = torch.zeros(1, 1, dtype=torch.int32, device=self._device)
+        self._no_pages = torch.zeros(1, 1, 1, dtype=torch.int32, device=self._device)
         self._recordings: list[tuple[Tensor, Recording]] = []
         """Guesses [texts, most guesses] and what makes them, one column by each graph. Few texts first."""
 

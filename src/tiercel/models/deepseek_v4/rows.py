@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tiercel.errors import SpecError
 from tiercel.kernels.choice import Kernels
 from tiercel.kernels.entries import Entries
 from tiercel.kernels.reference import CosSin
@@ -75,6 +76,7 @@ class Compressor:
         self.ratio, channels = self._bias.shape
         self._ring_rows = self.ratio * channels // len(self._norm) + setup.guesses_max
         self.pages = entries_of(setup.memory, role, layer)
+        self.pool = setup.memory.spec.pool_of(setup.memory.stream(role, layer))
         keeps = setup.memory.spec.find(STATE_OF[role], layer) is not None
         self._tails = entries_of(setup.memory, STATE_OF[role], layer) if keeps else None
         """The rows of entries that a boundary leaves open, if it can leave any."""
@@ -85,7 +87,7 @@ class Compressor:
         """Write the entries that end in this call, and the open rows of its tails."""
         table = self._rotary.table(batch.longest)
         both, how = (self._kept, rows), (self._bias, self._norm, self._eps, table)
-        where = batch.flat, batch.write_from, self._ring_rows
+        where = batch.pools[self.pool], batch.write_from, self._ring_rows
         self._k.compress_store(both, *how, self.pages, *where)
         if self._tails is not None:
             self._k.write_tails(both, self._tails, batch.tails, self._ring_rows)
@@ -114,6 +116,11 @@ class LayerRows:
             for role, prefix in compressors_of(0 if draft else c.ratios[layer]).items()
         ]
         self._norm, self._sinks, self._scale = weights["kv_norm.weight"], weights["sinks"], c.head_dim**-0.5
+        pools = {compressor.pool for compressor in self._compressors} or {0}
+        if len(pools) > 1:
+            why = "the indexer numbers entries by its own page table: both are in one pool"
+            raise SpecError("second", setup.memory.spec.second, why)
+        (self._pool,) = pools
 
     def _rows(self, rows: Tensor) -> Entries:
         """Window entries, one to a row. Rows that a text has not reached are never read."""
@@ -139,7 +146,7 @@ class LayerRows:
         q [tokens, heads, dim]; kv [tokens, dim], neither normed nor rotated; `rows`: what each compressor
         makes entries of; `index`: only for a sparse layer.
         """
-        k, flat = self._k, batch.flat
+        k, flat = self._k, batch.pools[self._pool]
         both = self._kept, self._encode(kv, rotation)
         for compressor, own_rows in zip(self._compressors, rows, strict=True):
             compressor.extend(batch, own_rows)

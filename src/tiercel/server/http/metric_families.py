@@ -81,7 +81,6 @@ CACHE = {
     "tokens_store": None,
     "tokens_replayed": "Prompt tokens that were computed although their pages were found, because no tail "
     "follows these pages (exact replay). They are not among hit_tokens",
-    "tails_skipped": "Tails that were not kept because the device had no free place for them",
     "observer_errors": "Batches of cache events that could not be told because the observer failed",
     "loads": "Copies from the host to the device that ended well. One copy moves many pages and tails",
     "loads_failed": "Copies from the host to the device that failed",
