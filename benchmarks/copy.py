@@ -24,7 +24,7 @@ from tiercel.memory.layout import LAYOUTS
 from tiercel.spec import CacheSpec, load
 from tiercel.transfer.copier import COPIERS, Copier, make_copier
 from tiercel.transfer.plan import Direction, Leg, Plan
-from tiercel.types import DevicePageId, DeviceTailId, HostPageId
+from tiercel.types import DevicePageId, HostPageId
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Bench:
         for flat in (device.flat_pages, device.flat_tails):
             flat.fill_(1)
         for layout in LAYOUTS:
-            with HostMemory(self.spec, layout, self.sizes.places * self.spec.host_page_bytes) as host:
+            with HostMemory(self.spec, layout, self.sizes.places * self.spec.place_bytes) as host:
                 for name in COPIERS:
                     yield from self.copier(f"{layout}.{name}", make_copier(name, device, host))
 
@@ -104,16 +104,20 @@ class Bench:
                 yield Rate(f"{direction.value}{what}_gb_s.{name}", rate)
 
     def legs(self) -> Iterator[tuple[str, Leg, int]]:
-        """(word in the key, leg, bytes). Tails take host pages anywhere, as after some hours."""
+        """(word in the key, leg, bytes). Tails take pages anywhere, as after some hours."""
         random.seed(0)
-        pages, places, each = self.sizes.pages, self.sizes.places, self.spec.host_pages_per_tail
+        pages, places, each = self.sizes.pages, self.sizes.places, self.spec.places_per_tail
         scattered = [random.sample(range(0, places, 2), pages) for _ in range(2)]
         anywhere = iter(random.sample(range(places), self.sizes.tails * each))
-        tails = [(i, tuple(next(anywhere) for _ in range(each))) for i in range(self.sizes.tails)]
+        there = iter(random.sample(range(places), self.sizes.tails * each))
+        tails = [
+            tuple(tuple(next(side) for _ in range(each)) for side in (there, anywhere))
+            for _ in range(self.sizes.tails)
+        ]
         yield "", page_leg(*scattered), pages * self.spec.page_bytes
         near = page_leg(range(pages), range(places - pages, places))
         yield "_neighbours", near, pages * self.spec.page_bytes
-        pairs = [(DeviceTailId(device), tuple(map(HostPageId, host))) for device, host in tails]
+        pairs = [(device, tuple(map(HostPageId, host))) for device, host in tails]
         leg = Plan.of(Direction.SAVE, tails=pairs).legs[0]
         yield "_tails", leg, self.sizes.tails * self.spec.tail_bytes
 
@@ -128,7 +132,7 @@ class Bench:
 
 
 def page_leg(device: Sequence[int], host: Sequence[int]) -> Leg:
-    pairs = ((DevicePageId(d), (HostPageId(h),)) for d, h in zip(device, host, strict=True))
+    pairs = (((DevicePageId(d),), (HostPageId(h),)) for d, h in zip(device, host, strict=True))
     return Plan.of(Direction.SAVE, pages=pairs).legs[0]
 
 

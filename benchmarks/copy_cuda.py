@@ -47,7 +47,7 @@ class Sizes:
 
 QUICK = Sizes(32, 100, 110, 512, GIB // 4, GIB // 4, (64,), 256)
 
-Pairs = list[tuple[int, tuple[HostPageId, ...]]]
+Pairs = list[tuple[tuple[int, ...], tuple[HostPageId, ...]]]
 
 
 def measure(*, quick: bool = False) -> dict[str, object]:
@@ -55,7 +55,7 @@ def measure(*, quick: bool = False) -> dict[str, object]:
     spec = load("deepseek-v4-flash")
     result: dict[str, object] = {"pin_gb_s": pin_rate(spec, sizes)}
     hosts = {
-        layout: HostMemory(spec, layout, sizes.host_pages * spec.host_page_bytes, pin=True, huge_pages=True)
+        layout: HostMemory(spec, layout, sizes.host_pages * spec.place_bytes, pin=True, huge_pages=True)
         for layout in LAYOUTS
     }
     devices: dict[str, Memory] = {
@@ -63,15 +63,16 @@ def measure(*, quick: bool = False) -> dict[str, object]:
         "borrowed": rows_apart(spec, sizes),
     }
     chance = random.Random(0)
-    places = chance.sample(range(sizes.device_pages), 2 * sizes.pages)
-    host_places = iter(chance.sample(range(sizes.host_pages), 2 * sizes.pages + spec.host_pages_per_tail))
+    each = spec.places_per_tail
+    places = chance.sample(range(sizes.device_pages), 2 * sizes.pages + each)
+    host_places = iter(chance.sample(range(sizes.host_pages), 2 * sizes.pages + each))
 
     def take(count: int) -> tuple[HostPageId, ...]:
         return tuple(map(HostPageId, itertools.islice(host_places, count)))
 
-    pages: Pairs = [(place, take(1)) for place in places[: sizes.pages]]
-    others: Pairs = [(place, take(1)) for place in places[sizes.pages :]]
-    tail: Pairs = [(1, take(spec.host_pages_per_tail))]
+    pages: Pairs = [((place,), take(1)) for place in places[: sizes.pages]]
+    others: Pairs = [((place,), take(1)) for place in places[sizes.pages : -each]]
+    tail: Pairs = [(tuple(places[-each:]), take(each))]
     host = hosts["page_first_direct"]
     flat, large = (
         host.flat[: sizes.pages * spec.page_bytes],

@@ -28,7 +28,6 @@ from tiercel.engine.engine import Engine
 from tiercel.engine.loop import steps_of
 from tiercel.engine.runner import LocalRunner, QueueRunner
 from tiercel.engine.step import Drawn, Step
-from tiercel.pages.pool import Reservation
 from tiercel.storage.open import open_store
 
 GIB = 1024**3
@@ -156,14 +155,22 @@ class OneModel:
         store: str | None = None,
         overlap: bool = True,
     ) -> RunningEngine:
-        """An engine with so many places on the device (None, or more tails than there are: all of them) and
-        on the host."""
-        first, most_tails = self._first, self._first.cache.tails.capacity
+        """An engine with places for so many pages and tails on the device (None: all that there are) and on
+        the host."""
+        first, each = self._first, self.spec.places_per_tail
+        most = first.cache.pages.capacity
         settings = CacheConfig(
-            device_pages=pages or first.cache.pages.capacity,
-            device_tails=min(tails or most_tails, most_tails),
-            host_bytes=host_pages * self.spec.host_page_bytes,
+            device_pages=min(pages + (tails or 64) * each, most) if pages else most,
+            staging_tails=first.cache.config.staging_tails,
+            host_bytes=host_pages * self.spec.place_bytes,
         )
+        return self.with_cache(settings, store=store, overlap=overlap)
+
+    def with_cache(
+        self, settings: CacheConfig, *, store: str | None = None, overlap: bool = True
+    ) -> RunningEngine:
+        """An engine with a cache of these settings, which is to fit into the device memory of the model."""
+        first = self._first
         memories = make_memories(self.spec, settings, first.cache.device)
         cache = TieredCache(self.spec, settings, memories, identity=first.cache.identity)
         config = replace(first.config, cache=settings, overlap=overlap)
@@ -182,7 +189,7 @@ class OneModel:
 
     def host_pages_of(self, tokens: int, tails: int) -> int:
         """Host pages for a text and so many tails."""
-        return self.pages_of(tokens) + tails * self.spec.host_pages_per_tail
+        return self.pages_of(tokens) + tails * self.spec.places_per_tail
 
 
 class RunningEngine:
@@ -257,17 +264,13 @@ class RunningEngine:
                 raise RuntimeError(f"copies did not end within {REST_S:.0f} s")
 
     def empty_device(self) -> None:
-        """Everything cached leaves the device. Tails go first: a page goes after its tail."""
+        """Everything cached leaves the device."""
         self.rest()
-        cache = self.cache
-        for pages, tails in ((0, cache.tails.capacity), (cache.pages.capacity, 0)):
-            room = cache.places.reserve(self, pages, tails)
-            while isinstance(room, Wait):
-                self.rest()
-                room = cache.places.reserve(self, pages, tails)
-            assert isinstance(room, Reservation)
-            with room:
-                pass
+        places, count = self.cache.places, self.cache.pages.capacity
+        while isinstance(room := places.reserve(self, count), Wait):
+            self.rest()
+        with room:
+            pass
         self.rest()
 
     def empty_device_and_host(self) -> None:

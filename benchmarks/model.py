@@ -135,7 +135,7 @@ class Ours:
 
     def span(self, text: int, tokens: torch.Tensor, start: int) -> Span:
         pages = torch.arange(text * self.pages, (text + 1) * self.pages)
-        return Span(tokens, start, pages, text)
+        return Span(tokens, start, pages[None], text)
 
 
 def seconds(call: Callable[[], object]) -> float:

@@ -52,9 +52,9 @@ def make_cache(pages: int, evict: str, clock: Clock) -> TieredCache:
     )
     device = pages // 5
     config = CacheConfig(
-        device_pages=device,
-        device_tails=device // 2,
-        host_bytes=pages * spec.host_page_bytes,
+        device_pages=device * 3 // 2,  # so many pages, and tails for half of them
+        staging_tails=8,
+        host_bytes=pages * spec.place_bytes,
         evict=evict,
         save_step_bytes=1 << 40,
     )

@@ -83,7 +83,7 @@ TRANSPORTS = ("tcp", "mooncake")
 
 def offer(pages: int, layout: str, host: str) -> None:
     """Until its parent closes its input."""
-    config = CacheConfig(host_bytes=pages * SPEC.host_page_bytes, layout=layout)
+    config = CacheConfig(host_bytes=pages * SPEC.place_bytes, layout=layout)
     memories = make_memories(SPEC, config, make_borrowed(SPEC.stage(2, 3), 1, 1))
     cache = HostCache(SPEC, config, memories)
     assert cache.host is not None
@@ -121,7 +121,7 @@ class Pages:
     """Host pages to read into, and the records that go there."""
 
     def __init__(self, keys: list[bytes], layout: str) -> None:
-        self.host = HostMemory(SPEC, layout, len(keys) * SPEC.host_page_bytes)
+        self.host = HostMemory(SPEC, layout, len(keys) * SPEC.place_bytes)
         self.forms = forms_of(SPEC, ALIGN_LEAST)[Kind.PAGE]
         self._keys = keys
         each = BATCH_BYTES // SPEC.page_bytes

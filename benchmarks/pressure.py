@@ -39,9 +39,9 @@ class Pressure:
         self.clock, self._asked = Clock(), 0
         pages = cold_pages + running * (PROMPT + 1)
         config = CacheConfig(
-            device_pages=pages,
-            device_tails=2 * running * SPEC.pages_per_window,
-            host_bytes=cold_pages * SPEC.host_page_bytes,
+            device_pages=pages + 2 * running * SPEC.pages_per_window * SPEC.places_per_tail,
+            staging_tails=64,
+            host_bytes=cold_pages * SPEC.place_bytes,
             evict=evict,
         )
         self.cache = null_cache(SPEC, config, self.clock, LINK_BYTES_S)
@@ -52,7 +52,7 @@ class Pressure:
             self.ask(COLD_TEXT * PAGE_TOKENS + 1, 1)
             while self.scheduler.tasks:
                 self.step()
-        assert self.cache.host_pages.free < SPEC.host_pages_per_tail and self.cache.pages.free < COLD_TEXT
+        assert self.cache.host_pages.free < SPEC.places_per_tail and self.cache.pages.free < COLD_TEXT
         for i in range(running):  # they need their pages at different times
             self.ask(PROMPT * PAGE_TOKENS + 7 * i % 200, 5000)
         for _ in range(8 * running):

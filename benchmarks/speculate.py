@@ -79,13 +79,13 @@ class Drafting:
             self._drafter.begin(ring)  # what was said of the text before it does not count
         guesses, said = (
             [],
-            [self._step([Span(torch.tensor(t), 0, self._pages[i], i) for i, t in enumerate(texts)])],
+            [self._step([Span(torch.tensor(t), 0, self._pages[i, None], i) for i, t in enumerate(texts)])],
         )
         for _ in range(count):
             for text, token in zip(texts, said[-1].tolist(), strict=True):
                 text.append(token)
             spans = [
-                Span(torch.tensor(text[-1:]), len(text) - 1, self._pages[i], i)
+                Span(torch.tensor(text[-1:]), len(text) - 1, self._pages[i, None], i)
                 for i, text in enumerate(texts)
             ]
             guesses.append(self._guess(spans, texts))

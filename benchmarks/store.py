@@ -178,7 +178,7 @@ def measure_store(store: Store, name: str, pages: Pages, figures: Figures) -> No
 
 def measure_items(folder: Path, spec: CacheSpec, kind: Kind, name: str, figures: Figures) -> None:
     """Pages or tails of a model, through the mover and its threads."""
-    landed, count = threading.Condition(), spec.host_pages_of(kind)
+    landed, count = threading.Condition(), spec.places_of(kind)
     with HostMemory(spec, "page_first_direct", figures.sizes.bytes) as host:
         host.mapped[:] = random.randbytes(MIB) * (len(host.mapped) // MIB) + bytes(len(host.mapped) % MIB)
         store = FileStore(folder, 2 * GIB)

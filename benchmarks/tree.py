@@ -31,7 +31,7 @@ from tiercel.spec.attention import mha
 from tiercel.tree.keys import KeyChain
 from tiercel.tree.node import Actions
 from tiercel.tree.prefix_tree import PrefixTree
-from tiercel.types import DevicePageId, DeviceTailId, Kind, PageKey
+from tiercel.types import DevicePageId, PageKey
 
 CAPACITY_TOKENS = 2_000_000
 PROMPT_PAGES = 512
@@ -75,8 +75,8 @@ def serve(requests: list[Any], page_tokens: int) -> tuple[float, float]:
         tree.lock(page)
         need = len(keys) - match.boundary
         if need > pool.free:
-            tree.evict(Kind.PAGE, need - pool.free)
-            pool.release(tree.copies.actions.pages)
+            tree.evict(need - pool.free)
+            pool.release(tree.copies.actions.device)
             tree.copies.actions = Actions()
         tree.insert(page, keys[match.boundary :], pool.take(need))
         tree.unlock(page)
@@ -124,7 +124,7 @@ def match_us(sizes: Sizes, tail_every: int | None) -> float:
     tree, texts = big_tree(sizes, pages_per_window=0 if tail_every is None else 1)
     for keys in texts:
         for page in range(tail_every, PROMPT_PAGES, tail_every) if tail_every else ():
-            tree.insert_tail(tree.index[keys[page - 1]], DeviceTailId(0))
+            tree.insert_tail(tree.index[keys[page - 1]], (DevicePageId(0),))
     fresh = random_keys(10**6)
     prompts = [keys[:400] + fresh[400:] for keys in texts]
 
@@ -154,24 +154,24 @@ def evict_us(sizes: Sizes) -> float:
 
     def once() -> None:
         for _ in range(calls):
-            tree.evict(Kind.PAGE, 1)
+            tree.evict(1)
 
     return median(sizes, lambda: timed(once, calls=calls))
 
 
-def evict_with_tails_us(sizes: Sizes, kind: Kind, evict: str) -> float:
-    """One page, or one tail, at a time from 195 texts of 512 pages with a tail every 16 pages."""
+def evict_with_tails_us(sizes: Sizes, evict: str) -> float:
+    """One page or tail at a time from 195 texts of 512 pages with a tail every 16 pages."""
     tree, calls, ids = make_tree(1, evict), sizes.calls, count(1 << 56)
     for text in range(sizes.pages // PROMPT_PAGES):
         page = tree.root
         for key in random_keys(text):
             page = tree.insert(page, [key], [DevicePageId(next(ids))])[0]
             if page.depth % 16 == 0:
-                tree.insert_tail(page, DeviceTailId(next(ids)))
+                tree.insert_tail(page, (DevicePageId(next(ids)),))
 
     def once() -> None:
         for _ in range(calls):
-            tree.evict(kind, 1)
+            tree.evict(1)
 
     return median(sizes, lambda: timed(once, calls=calls))
 
@@ -196,14 +196,14 @@ def python_bytes_per_page(sizes: Sizes, tail_every: int = 0) -> float:
     gc.collect()
     tracemalloc.start()
     pool: PagePool[DevicePageId] = PagePool("device pages", sizes.pages, tag=1)
-    tails: PagePool[DeviceTailId] = PagePool(
-        "device tails", sizes.pages // tail_every if tail_every else 0, tag=2
+    tails: PagePool[DevicePageId] = PagePool(
+        "device pages of tails", sizes.pages // tail_every if tail_every else 0, tag=2
     )
     tree, pages = make_tree(1 if tail_every else 0), 0
     for seed in range(sizes.pages // PROMPT_PAGES):
         path = tree.insert(tree.root, random_keys(seed), pool.take(PROMPT_PAGES))
         for page in path[tail_every - 1 :: tail_every] if tail_every else ():
-            tree.insert_tail(page, *tails.take(1))
+            tree.insert_tail(page, tuple(tails.take(1)))
         pages += PROMPT_PAGES
     size, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -227,11 +227,7 @@ def measure(page_sizes: list[int], sizes: Sizes) -> dict[str, Any]:
         "match_us_no_tail_found": match_us(sizes, tail_every=10**9),
         "insert_us_per_page": insert_us(sizes),
         "evict_us": evict_us(sizes),
-        **{
-            f"evict_{kind.name.lower()}_with_tails_us_{evict}": evict_with_tails_us(sizes, kind, evict)
-            for kind in Kind
-            for evict in ("lru", "value")
-        },
+        **{f"evict_with_tails_us_{evict}": evict_with_tails_us(sizes, evict) for evict in ("lru", "value")},
         "idle_step_us": idle_step_us(sizes),
         "python_bytes_per_page": python_bytes_per_page(sizes),
         "python_bytes_per_page_tail_every_16": python_bytes_per_page(sizes, 16),
