@@ -348,6 +348,13 @@ def test_the_end_of_the_answer_gets_a_tail_and_the_boundaries_before_it_do_not()
     assert driver.serve([*TEXT, 1, 2]).tokens == 16
 
 
+@pytest.mark.parametrize(("evict", "tails"), [("value", 8), ("lru", 4), ("slru", 4)])
+def test_a_policy_that_looks_at_the_use_alone_keeps_few_tails_of_a_text(evict, tails):
+    driver = make(WINDOW, tail_every_pages=1, device_pages=40, evict=evict)
+    driver.serve(range(33))
+    assert boundaries(driver) == list(range(9 - tails, 9))
+
+
 def test_a_window_of_three_pages_keeps_three_tails_and_resumes():
     driver = make(LONG, tail_every_pages=99)
     driver.serve(TEXT)
