@@ -338,3 +338,16 @@ def test_guesses_end_before_a_boundary_whose_tail_has_no_staging_place():
         (PAGE - 2, 5, 1),
         (PAGE - 2, 1, 0),
     ]
+
+
+def test_what_makes_room_for_a_plan_is_saved_while_the_plan_is_computed():
+    """And not only when the next plan begins: a text that waits begins one step earlier."""
+    config = CacheConfig(6, host_bytes=40 * SPEC.place_bytes, save="back")
+    scheduler = Scheduler(TieredCache(SPEC, config), EngineConfig(config, running_max=2))
+    scheduler.add(make_ask("first", 5 * PAGE, 1), None, frozenset())
+    run_to_the_end(scheduler)
+    scheduler.add(make_ask("other", 4 * PAGE, 1, first=500), None, frozenset())
+    assert not scheduler.plan() and scheduler.cache.pages.leaving == 4
+    scheduler.cache.wait(5.0)
+    assert scheduler.cache.flights.has_landed
+    assert scheduler.plan()

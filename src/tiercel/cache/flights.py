@@ -92,6 +92,10 @@ class Flights:
         for direction in Direction:
             self._send(direction)
 
+    def send_saves(self) -> None:
+        """Send one save of what is queued, for places that somebody waits for."""
+        self._send(Direction.SAVE)
+
     def send_loads(self) -> None:
         """Send one load of everything queued, for a step that waits for it layer by layer."""
         self._send(Direction.LOAD, layered=True)

@@ -46,9 +46,8 @@ class Places:
         self._promised: dict[object, tuple[bool, Counts]] = {}
         """Device places that were promised since the last step, by who waits for them, and whether that is a
         running text."""
-        self._promised_to: dict[bool, Counts] = {}
+        self._promised_to: dict[bool, Counts] = dict.fromkeys((True, False), (0,) * self._pools)
         """All that is promised to running texts (True), and to prompts that wait."""
-        self.forget_promises()
 
     def take_host(self, count: int) -> tuple[HostPageId, ...] | None:
         """Host pages that are free."""
@@ -85,16 +84,12 @@ class Places:
         wanted: Counts = (pages + tails * self._tail_units, pages - sparse)[: self._pools]
         if (before := self._promised.pop(asker, None)) is not None:
             self._promise(*before, -1)
-        asks, with_others = any(wanted), _sum(wanted, self._before(running))
-        while (
-            asks
-            and (lack := self.pages.lack(*with_others, later=True)) > 0
-            and self._tree.evict(lack, self._saves_to)
-        ):
-            self.settle()
-        self.settle()
+        if not any(wanted):
+            return Reservation(self.pages, [])
+        with_others = _sum(wanted, self._before(running))
+        lack = self._make_room(with_others)
         missing = self.pages.lack(*(wanted if urgent else with_others))
-        if asks and missing > 0:
+        if missing > 0:
             # If something may still be evicted, it waits for host memory, which saves are filling.
             if lack > 0 and self._tree.device.coldest() is None:
                 return Wait(WaitFor.DEVICE_PAGES, missing)
@@ -102,7 +97,18 @@ class Places:
             self._promise(running, wanted)
             return Wait(WaitFor.LEAVING, missing)
         room = reserve(self.pages, *wanted)
-        return Wait(WaitFor.DEVICE_PAGES, room.missing) if isinstance(room, Short) else room
+        if isinstance(room, Short):
+            return Wait(WaitFor.DEVICE_PAGES, room.missing)
+        if urgent and self._promised:
+            self._make_room(self._before(False))  # for those that it took places from
+        return room
+
+    def _make_room(self, counts: Counts) -> int:
+        """Evict until so many places are free when all that leaves has left. Returns how many are missing."""
+        while (lack := self.pages.lack(*counts, later=True)) > 0 and self._tree.evict(lack, self._saves_to):
+            self.settle()
+        self.settle()
+        return lack
 
     def deal(
         self, ids: Sequence[DevicePageId], pages: int, tails: int, sparse: int = 0
@@ -127,8 +133,9 @@ class Places:
 
     def forget_promises(self) -> None:
         """Copies may have landed since: a request that still waits asks again."""
-        self._promised.clear()
-        self._promised_to = dict.fromkeys((True, False), (0,) * self._pools)
+        if self._promised:
+            self._promised.clear()
+            self._promised_to = dict.fromkeys((True, False), (0,) * self._pools)
 
     @property
     def _saves_to(self) -> Callable[[int], tuple[HostPageId, ...] | None] | None:
