@@ -88,11 +88,10 @@ class Core:
         self.identity = identity or Identity(spec.model)
         self.device_spec = memories.device.spec if memories.device is not None else spec
         """What the device's pools hold: all streams, or some of them. (For ranks: all of them together.)"""
-        evict = make_evict_policy(config.evict)
         self.tree = PrefixTree(
-            evict=evict,
+            evict=make_evict_policy(config.evict),
             pages_per_window=spec.pages_per_window,
-            tails_per_path=config.tails_per_path or evict.tails_per_path,
+            tails_per_path=config.tails_per_path,
             item_bytes=audit.item_bytes(self.device_spec, spec),
             replay_pages=None if spec.replay_tokens is None else spec.replay_tokens // spec.page_tokens + 1,
             tail_places=spec.places_per_tail,

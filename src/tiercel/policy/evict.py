@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from math import log2
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from tiercel.config import EVICT_POLICIES, make_policy
 
@@ -36,11 +36,6 @@ class Used(Protocol):
 class EvictPolicy(ABC):
     """Contract: `rank` is a pure function, and never falls when `used`, `hits` or `priority` rise."""
 
-    tails_per_path: ClassVar[int] = 4
-    """Tails of one text, at most. A text goes on from its last one. A policy that looks at the use alone
-    keeps the older ones as long as pages of the same age, though a tail of DeepSeek V4 takes four places:
-    with 64 of them `lru` found up to 4 points less of real traces (docs/log.md)."""
-
     @abstractmethod
     def rank(self, use: Used) -> Rank: ...
 
@@ -55,9 +50,6 @@ class Lru(EvictPolicy):
 class Value(Lru):
     """Least worth first (`policy.worth`). In a tree without tails, least recently used first: there every
     page saves one page."""
-
-    tails_per_path = 64
-    """It knows what each of them is worth: this bounds the walk over a path only."""
 
 
 AGE = 20_000
