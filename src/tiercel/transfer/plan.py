@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from itertools import chain
 
 from tiercel.types import HostPageId, Kind
 
@@ -49,24 +50,20 @@ class Plan:
     legs: tuple[Leg, ...]
 
     def __post_init__(self) -> None:
-        targets: list[object]
-        if self.direction is Direction.LOAD:  # a caller may use the same numbers for its pages and its tails
-            targets = [(leg.kind, device) for leg in self.legs for places in leg.device for device in places]
-        else:
-            targets = [host for leg in self.legs for hosts in leg.host for host in hosts]
-        assert len(targets) == len(set(targets)), "I1: a plan writes a place twice"
+        loads = self.direction is Direction.LOAD
+        for kind in Kind:  # a caller may use the same numbers for its pages and its tails
+            written = [
+                leg.device if loads else leg.host for leg in self.legs if leg.kind is kind or not loads
+            ]
+            places = list(chain.from_iterable(chain.from_iterable(written)))
+            assert len(places) == len(set(places)), "I1: a plan writes a place twice"
 
     @staticmethod
     def of(direction: Direction, pages: Iterable[Pair] = (), tails: Iterable[Pair] = ()) -> Plan:
         """A plan from pairs: a leg of each kind, two if some pages are whole and some are not."""
-        legs: dict[tuple[Kind, int], list[Pair]] = {}
-        for kind, pairs in ((Kind.PAGE, pages), (Kind.TAIL, tails)):
-            for pair in pairs:
-                legs.setdefault((kind, len(pair[0])), []).append(pair)
-        return Plan(
-            direction,
-            tuple(
-                Leg(kind, tuple(d for d, _ in pairs), tuple(h for _, h in pairs))
-                for (kind, _), pairs in legs.items()
-            ),
-        )
+        legs: list[Leg] = []
+        for kind, pairs in ((Kind.PAGE, list(pages)), (Kind.TAIL, list(tails))):
+            for places in sorted({len(device) for device, _ in pairs}):
+                device, host = zip(*(pair for pair in pairs if len(pair[0]) == places), strict=True)
+                legs.append(Leg(kind, device, host))
+        return Plan(direction, tuple(legs))
