@@ -280,7 +280,8 @@ WINDOW = CacheSpec("window", PAGE, (K, Stream("window", (1,), (Part("x", 40),), 
 def make_scheduler(texts, *, staging, spare=0, host_pages=0):
     """Room for texts of two pages, each with its tails."""
     places = texts * (2 + 2 * WINDOW.places_per_tail) + spare
-    config = CacheConfig(places, staging, host_bytes=host_pages * WINDOW.place_bytes, tail_every_pages=99)
+    host_bytes = host_pages * WINDOW.place_bytes
+    config = CacheConfig(places, staging, host_bytes, tail_every_pages=99, tails_per_path=99)
     cache = TieredCache(WINDOW, config)
     return Scheduler(cache, EngineConfig(config, running_max=texts, step_tokens=texts * PAGE))
 

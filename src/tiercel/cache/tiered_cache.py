@@ -94,7 +94,7 @@ class TieredCache:
         self.pages, self.host_pages = core.places.pages, core.places.host
         self.counters, self.compute = core.counters, core.compute
         self.leases, self.stores, self.controller = core.leases, core.stores, core.controller
-        self.transfer_ended = core.transfer_ended
+        self.transfer_ended, self.send_saves = core.transfer_ended, core.flights.send_saves
         self.requests: dict[Request, None] = {}
         """In the order in which they began."""
         self._ended: list[Loaded] = []

@@ -98,7 +98,7 @@ class Scheduler:
         parts = self._choose(busy)
         if not parts and not busy and self.admission.resume_early():
             parts = self._choose(busy)
-        self.cache.flights.send_saves()  # what makes room for this plan is gone by the next one
+        self.cache.send_saves()  # what makes room for this plan is gone by the next one
         return parts
 
     def seal(self, parts: Sequence[StepPart]) -> Step:
