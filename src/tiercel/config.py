@@ -158,7 +158,7 @@ class CacheConfig:
     tails_per_path: int = setting(4, least=1)
     """Tails between the root and a page, at most. If there would be more, the coldest is removed; a tail
     where texts part goes last. A text goes on from its last one, and a tail of DeepSeek V4 takes four places:
-    with 64 tails every policy finds less of real traces, up to 4 points (docs/log.md)."""
+    with 64 tails the default policy finds up to a point less of real traces (docs/log.md)."""
     fetch: str = setting(
         "deadline", "How long a request waits for the store.", one_of=(*FETCH_POLICIES, OWN_CLASS)
     )
