@@ -764,6 +764,20 @@ def test_what_a_running_text_takes_from_one_that_waits_is_freed_for_that_at_once
     assert isinstance(cache.begin(chain, room_for=8), Request)
 
 
+def test_pages_that_are_being_saved_already_leave_one_by_one_as_they_are_needed():
+    driver = make(held=True, device_pages=8)
+    cache = driver.cache
+    first = driver.begin_loaded([7] * 32)
+    driver.compute(first, [7] * 32)
+    cache.finish(first)
+    cache.step()
+    assert cache.pages.free == 0 and len(cache.tree.copies.saving) == 8, "their saves have not landed"
+    other = cache.begin(cache.chain([8]))
+    assert cache.extend(other, 1) == Wait(WaitFor.LEAVING, 1) and cache.pages.leaving == 1
+    driver.settle()
+    assert not isinstance(cache.extend(other, 1), Wait) and cache.pages.free == 0
+
+
 def test_who_needs_more_than_can_leave_is_promised_nothing():
     driver, (first, second) = full_device(2)
     cache = driver.cache

@@ -150,10 +150,9 @@ class Places:
     def settle(self) -> None:
         """Carry out what the tree decided."""
         actions = self._tree.copies.actions
-        if actions.device or actions.host or actions.saves:
+        if actions.device or actions.leaving or actions.host or actions.saves:
             self._tree.copies.actions = Actions()
-            if actions.leaving:
-                self.pages.leave(actions.leaving)
+            self.pages.leave(actions.leaving)
             self.pages.release(actions.device)
             self.host.release(actions.host)
             if actions.saves:

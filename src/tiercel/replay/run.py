@@ -288,13 +288,13 @@ def replay(
 ) -> Report:
     """Serve a trace with tiers of these sizes. `policy`: the eviction policy. `progress`: as `Replayer.run`.
 
-    Device memory is split into places for pages and for tails as the engine splits it.
+    Device memory is split into places and staging places as the engine splits it.
     """
-    pages, tails = places_of(sizes.device_bytes, spec)
+    pages, staging = places_of(sizes.device_bytes, spec)
     config = replace(
         serving.cache,
         device_pages=pages,
-        staging_tails=tails,
+        staging_tails=staging,
         host_bytes=sizes.host_bytes,
         evict=policy,
     )
