@@ -107,7 +107,7 @@ def test_no_more_tokens_come_than_were_asked_for(count):
 def test_preempted_texts_go_on_exactly_with_guesses(kind, overlap):
     prompts = [words(PAGE + 10, seed=i) for i in range(3)]
     truths = [truth_of(tuple(prompt), 2 * PAGE) for prompt in prompts]
-    engine = make_engine(pages=6, host_pages=100, speculate=kind)
+    engine = make_engine(pages=4, host_pages=100, speculate=kind)
     texts = [[*prompt, *tokens_of(truth)] for prompt, truth in zip(prompts, truths, strict=True)]
     guess_with(engine, OracleDrafter(texts, 0.7, Random(1)))
     asked = [make_ask(str(i), prompt, 2 * PAGE) for i, prompt in enumerate(prompts)]
