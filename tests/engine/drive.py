@@ -64,7 +64,7 @@ def make_engine(  # noqa: PLR0913
     spec = replace(DRAFTED if options["speculate"] == "mtp" else SPEC, second=second)
     tails = 2 * spec.pages_per_window * spec.units_per_tail
     places, staging = pages - (-tails // spec.frame_units), 3 * spec.pages_per_window
-    settings = CacheConfig(places, staging, host_bytes=host_pages * spec.place_bytes)
+    settings = CacheConfig(places, staging, host_bytes=host_pages * spec.place_bytes, staged_pages=pages)
     settings = replace(settings, **(cache or {}))
     config = EngineConfig(cache=settings, **options)
     own = TieredCache(spec, settings)

@@ -19,13 +19,14 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from tiercel.kernels.cuda import grouped, hyper, rings, rows
+from tiercel.kernels.cuda import grouped, hot, hyper, rings, rows
 from tiercel.kernels.cuda.attention import attention
 from tiercel.kernels.cuda.draw import greedy, sample
 from tiercel.kernels.cuda.experts import experts, route
 from tiercel.kernels.cuda.index import best_rows
 from tiercel.kernels.cuda.matrix import linear, pack, pack_all
-from tiercel.kernels.entries import Entries, Flat
+from tiercel.kernels.entries import Entries, Flat, Numbering
+from tiercel.kernels.hot import HostRows, HotRows
 from tiercel.kernels.reference.hyper import Site
 
 HOPPER = SimpleNamespace(
@@ -77,7 +78,24 @@ def call_all() -> None:
     call_on_entries()
     call_hyper(tokens=3, n=4, d=4096)
     call_rows(tokens=3)
+    call_hot(tokens=3)
     call_grouped()
+
+
+def call_hot(tokens: int) -> None:
+    flat, to = (
+        Flat(*(ints(tokens) for _ in range(4)), pages=ints(4, 16)),
+        Numbering(ints(4, 16), 700, 65, 7000),
+    )
+    rows = rows_of(37440, 64, (576, 8), "fp8_groups", 512)
+    source = HostRows(1 << 40, 1 << 20, ints(4, 16))
+    for k in (64, 512, 2048):
+        made = HotRows.make(
+            layers=2, rings=4, places=32, per_row=64, entries=4096, tokens=tokens, k=k, device="cpu"
+        )
+        hot.resolve(ints(tokens, k), flat, ints(tokens), made, 1, to, 64, 4)
+    hot.gather(made, flat, k, source, rows, to)
+    hot.stage(ints(8, 2), ints(1), source, rows, to)
 
 
 def call_grouped() -> None:

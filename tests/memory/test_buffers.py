@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from tests.memory.specs import SPECS, V4
+from tests.memory.specs import FLASH, SPECS, V4, in_records
+from tests.transfer.rig import pieces_of
 from tiercel.errors import BudgetError, ConfigError
 from tiercel.memory.buffers import BorrowedMemory, DeviceMemory, HostMemory
 from tiercel.memory.layout import LAYOUTS
 from tiercel.spec import CacheSpec, Part, State, Stream, mha
-from tiercel.types import PLACE_BITS, TAG_SHIFT, HostPageId
+from tiercel.types import PLACE_BITS, TAG_SHIFT, HostPageId, Kind
 
 
 def make_host_id(place: int) -> HostPageId:
@@ -103,6 +106,106 @@ def test_a_view_that_outlives_host_memory_still_has_its_bytes() -> None:
     record[:] = bytes([3]) * len(record)
     host.close()
     assert sum(record) == 3 * V4.page_bytes
+
+
+# Two pools
+
+
+APART = replace(V4, second=("c4",))
+
+
+@pytest.mark.parametrize("spec", [APART, replace(FLASH, second=("c4",))], ids=["v4", "flash"])
+@pytest.mark.parametrize("staged", [0, 5])
+def test_a_row_of_the_second_pool_is_found_by_its_number(spec: CacheSpec, staged: int) -> None:
+    memory, stream = DeviceMemory(spec, pages=3, tails=1, staged=staged), spec.stream("c4")
+    memory.flat_pages.random_(0, 256)
+    rows = memory.sparse_rows(stream)
+    assert rows.stride(0) == memory.row_step == spec.row_step(stream)
+    assert rows.data_ptr() == memory.flat_pages.data_ptr()
+    last = (len(rows) - 1) * memory.row_step + rows.shape[1]
+    assert 0 <= memory.flat_pages.numel() - last < memory.row_step, "as many as fit"
+    for layer in stream.layers:
+        (step, first), view = memory.sparse_place(stream, layer), memory.view("c4", layer)
+        assert len(view) == 3
+        for place in range(3):
+            row = rows[place * step + first]
+            assert row.data_ptr() == view[place].data_ptr() and torch.equal(row, view[place])
+
+
+def test_staged_rows_lie_behind_the_frames_and_belong_to_nobody_else() -> None:
+    memory, stream = DeviceMemory(APART, pages=3, tails=1, staged=5), APART.stream("c4")
+    row_bytes = APART.row_bytes(stream)
+    frames = 3 * APART.frame_bytes
+    assert (memory.frames, memory.pages) == (3, 3 * APART.frame_units)
+    assert memory.flat_pages.numel() == frames + 5 * row_bytes
+    rows, step = memory.sparse_rows(stream), row_bytes // memory.row_step
+    for number in range(5):
+        rows[memory.staged_first + number * step] = number + 1
+    assert not memory.flat_pages[:frames].any()
+    own = memory.flat_pages[frames:].view(5, row_bytes)
+    assert torch.equal(own, torch.arange(1, 6, dtype=torch.uint8)[:, None].expand(5, row_bytes))
+    for _, pieces in memory.rows.values():
+        ends = (piece.offset + (memory.pages - 1) * piece.stride + piece.bytes for _, piece in pieces)
+        stride = max(piece.stride for _, piece in pieces)
+        assert stride == APART.frame_bytes or max(ends) <= frames, "a unit, or a piece of a tail"
+    assert memory.view("c4", 1).shape[0] == 3
+
+
+def test_a_part_of_memory_has_the_rows_of_the_whole_by_number() -> None:
+    both = DeviceMemory(APART.with_draft(replace(V4, second=())), pages=3, tails=2, staged=2)
+    part = both.part(APART)
+    stream = APART.stream("c4")
+    whole = both.spec.stream("c4")
+    assert part.sparse_place(stream, 1) == both.sparse_place(whole, 1)
+    assert part.sparse_rows(stream).shape == both.sparse_rows(whole).shape
+    assert part.staged_first == both.staged_first
+
+
+def test_a_target_sees_as_many_bodies_as_the_whole_memory_has() -> None:
+    draft = mha("draft", V4.page_tokens, 9, kv_heads=2, head_dim=8)
+    both = DeviceMemory(APART.with_draft(draft), pages=3, tails=2)
+    part = both.part(APART)
+    assert part.spec.frame_units != both.spec.frame_units
+    assert len(part.view("c4", 1)) == 3 and len(part.view("c128", 2)) == both.pages
+
+
+def test_staged_rows_are_those_of_one_stream() -> None:
+    for spec in (V4, replace(V4, second=("c4", "c4_index"))):
+        with pytest.raises(AssertionError, match="one stream"):
+            DeviceMemory(spec, pages=3, tails=1, staged=1)
+    assert DeviceMemory(V4, pages=3, tails=1).row_step == 0
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("spec", [V4, APART], ids=["one pool", "two pools"])
+def test_where_a_row_is_on_the_host(spec: CacheSpec, name: str) -> None:
+    with HostMemory(spec, name, 4 * spec.page_bytes) as host:
+        host.flat.random_(0, 256)
+        for stream in spec.page_streams:
+            for layer in stream.layers:
+                address, stride = host.where(stream, layer)
+                for place in range(4):
+                    assert address + place * stride == host.view(stream.name, layer)[place].data_ptr()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("spec", [V4, APART, in_records(APART)], ids=["one pool", "two pools", "records"])
+def test_the_views_of_a_page_or_tail_are_its_record(spec: CacheSpec, kind: Kind, name: str) -> None:
+    with HostMemory(spec, name, 9 * spec.page_bytes) as host:
+        host.flat.random_(0, 256)
+        places = tuple(range(8, -1, -1))[: spec.places_of(kind)]
+        rows = [
+            torch.cat(pieces_of(host, stream.name, layer, places))
+            for layer in spec.layers
+            for stream in spec.streams_of(kind)
+            if layer in stream.layers
+        ]
+        sizes = [grain.bytes for grain in spec.grains(kind)]
+        parts = host.views(map(make_host_id, places), sizes, kind)
+        assert [sum(map(len, part)) for part in parts] == sizes
+        record = b"".join(view for part in parts for view in part)
+        assert record == torch.cat(rows).numpy().tobytes()
 
 
 # Borrowed

@@ -11,6 +11,7 @@ from tiercel.config import LAYOUTS as CONFIGURED
 from tiercel.errors import ConfigError
 from tiercel.memory.layout import LAYOUTS, Layout, Range, joined, make_layout, pour_tails
 from tiercel.spec import Part, Stream
+from tiercel.types import Kind
 
 PAGE_TOKENS = 4
 ALL = tuple(LAYOUTS)
@@ -35,7 +36,12 @@ def page_streams(draw: st.DrawFn) -> list[Stream]:
 
 
 layouts = st.builds(
-    make_layout, st.sampled_from(ALL), page_streams(), st.just(PAGE_TOKENS), places=st.integers(1, 4)
+    make_layout,
+    st.sampled_from(ALL),
+    page_streams(),
+    st.just(PAGE_TOKENS),
+    places=st.integers(1, 4),
+    second=st.sampled_from([(), ("s0",), ("s1", "s2")]),
 )
 
 
@@ -67,7 +73,24 @@ def test_the_ranges_of_a_place_are_the_bytes_of_its_rows(layout: Layout) -> None
         assert joined(ranges) == ranges
         assert bytes_of(ranges) == rows
         if layout.name == "page_first_direct":
-            assert ranges == (Range(place * layout.place_bytes, layout.place_bytes),)
+            whole = (Range(place * layout.place_bytes, layout.place_bytes),)
+            assert layout.place_ranges(place, Kind.TAIL) == whole
+            assert layout.second or ranges == whole
+
+
+@given(layouts)
+def test_the_rows_of_a_pool_lie_together_in_their_own_order(layout: Layout) -> None:
+    if layout.name != "page_first_direct":
+        return
+    starts = {
+        apart: [
+            piece.offset
+            for (name, _), ((_, piece),) in layout.rows.items()
+            if (name in layout.second) is apart
+        ]
+        for apart in (False, True)
+    }
+    assert starts[False] + starts[True] == sorted(starts[False] + starts[True])
 
 
 @given(layouts, st.data())
@@ -75,7 +98,7 @@ def test_a_cut_is_that_part_of_the_place(layout: Layout, data: st.DataObject) ->
     start = data.draw(st.integers(0, layout.place_bytes))
     size = data.draw(st.integers(0, layout.place_bytes - start))
     place = data.draw(st.integers(0, layout.places - 1))
-    whole = bytes_of(layout.place_ranges(place))
+    whole = bytes_of(layout.place_ranges(place, Kind.TAIL))
     assert bytes_of(piece.at(place) for piece in layout.cut(start, size)) == whole[start : start + size]
 
 
@@ -85,7 +108,7 @@ def test_a_tail_is_poured_over_its_host_pages_in_order(
 ) -> None:
     tail_bytes = sum(len(stream.layers) * stream.row_bytes(PAGE_TOKENS) for stream in tail_streams)
     needed = -(-tail_bytes // layout.place_bytes)
-    host = make_layout(layout.name, layout.streams, PAGE_TOKENS, needed + 2)
+    host = make_layout(layout.name, layout.streams, PAGE_TOKENS, needed + 2, layout.second)
     rows = pour_tails(host, tail_streams, PAGE_TOKENS)
     places = data.draw(st.permutations(range(needed + 2)))[:needed]
     poured = [
@@ -95,7 +118,7 @@ def test_a_tail_is_poured_over_its_host_pages_in_order(
         for index, piece in rows.get((stream.name, layer), ())
         for byte in bytes_of([piece.at(places[index])])
     ]
-    pages = [byte for place in places for byte in bytes_of(host.place_ranges(place))]
+    pages = [byte for place in places for byte in bytes_of(host.place_ranges(place, Kind.TAIL))]
     assert poured == pages[:tail_bytes]
 
 
@@ -106,14 +129,15 @@ V = Stream("v", (1,), (Part("bf16", 7),))
 def test_the_drawing_of_the_layouts() -> None:
     """k0 k1 v1 of places 0 and 1, two entries each: 20, 20 and 14 bytes a row."""
 
-    def starts(name: str, place: int) -> list[int]:
-        layout = make_layout(name, (K, V), 2, 2)
+    def starts(name: str, place: int, second: tuple[str, ...] = ()) -> list[int]:
+        layout = make_layout(name, (K, V), 2, 2, second)
         rows = [layout.rows[name] for name in (("k", 0), ("k", 1), ("v", 1))]
         return [piece.at(place).offset for ((_, piece),) in rows]
 
     assert starts("layer_first", 0) == [0, 40, 80]
     assert starts("layer_first", 1) == [20, 60, 94]
     assert starts("page_first_direct", 1) == starts("page_first", 1) == [54, 74, 94]
+    assert starts("page_first_direct", 0, ("k",)) == [14, 34, 0]
 
 
 def test_consecutive_layers_of_a_page_lie_together() -> None:
@@ -131,6 +155,18 @@ def test_consecutive_layers_of_a_page_lie_together() -> None:
 def test_a_flash_page_is_one_record_of_998208_bytes() -> None:
     layout = make_layout("page_first_direct", FLASH.page_streams, FLASH.page_tokens, 10)
     assert layout.place_ranges(3) == (Range(3 * 998_208, 998_208),)
+
+
+def test_with_c4_apart_a_flash_page_is_two_ranges_and_its_record_takes_of_both_in_turn() -> None:
+    layout = make_layout("page_first_direct", FLASH.page_streams, FLASH.page_tokens, 10, ("c4",))
+    first, start = 211_968, 3 * 998_208
+    ranges = layout.place_ranges(3)
+    c4 = [each for each in ranges if each.offset >= start + first]
+    assert ranges[:2] == (Range(start + first, 37_440), Range(start, 8_448 + 1_728))
+    assert c4 == [Range(start + first + 37_440 * i, 37_440) for i in range(21)]
+    assert layout.place_ranges(3, Kind.TAIL) == (Range(start, 998_208),)
+    one = make_layout("page_first_direct", FLASH.page_streams, FLASH.page_tokens, 10)
+    assert list(layout.rows) == list(one.rows), "record order"
 
 
 def test_a_flash_page_is_a_range_for_each_row_layer_first() -> None:

@@ -2,14 +2,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tiercel.models
 from tiercel.errors import SpecError
-from tiercel.spec import PREFIX, CacheSpec, Keep, Part, State, Stream, Window
+from tiercel.memory.buffers import frame_rows
+from tiercel.spec import PREFIX, CacheSpec, Keep, Part, State, Stream, Window, deepseek_v4
 from tiercel.spec.presets import load
 from tiercel.types import Kind
 
@@ -320,6 +323,40 @@ def test_a_frame_of_two_pools_has_the_units_that_leave_the_least_unused(model, u
     spec = replace(load(model), second=("c4",))
     assert (spec.unit_bytes, spec.frame_units, spec.units_per_tail) == (unit, frame, tail)
     assert spec.page_bytes < spec.frame_bytes < spec.page_bytes * (1 + most)
+
+
+TINY = json.loads((Path(tiercel.models.__file__).parent / "tiny_v4" / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("spec", "step"),
+    [
+        (load("deepseek-v4-flash"), 37_440),
+        (load("deepseek-v4-pro"), 37_440),
+        (deepseek_v4(TINY, 128, "fp32"), 1_024),
+    ],
+    ids=["flash", "pro", "tiny"],
+)
+def test_rows_of_the_second_pool_begin_at_multiples_of_a_step(spec, step):
+    spec = replace(spec, second=("c4",))
+    stream = spec.stream("c4")
+    assert spec.row_step(stream) == step
+    assert spec.unit_bytes % step == spec.row_bytes(stream) % step == spec.frame_bytes % step == 0
+    assert all(piece.offset % step == 0 for _, ((_, piece),) in rows_of(spec, "c4"))
+
+
+def test_a_step_suits_every_row_of_a_second_pool_with_several_streams():
+    spec = replace(load("deepseek-v4-flash"), second=("c4_index", "c4"))
+    step = spec.row_step(spec.stream("c4"))
+    assert step == spec.row_step(spec.stream("c4_index"))
+    for name in spec.second:
+        assert all(
+            piece.offset % step == piece.stride % step == 0 for _, ((_, piece),) in rows_of(spec, name)
+        )
+
+
+def rows_of(spec, name):
+    return [(key, pieces) for key, pieces in frame_rows(spec).items() if key[0] == name]
 
 
 def test_with_one_pool_a_unit_is_a_page():

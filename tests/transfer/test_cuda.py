@@ -5,12 +5,14 @@ kernel in the place of attention counts bytes that are not there yet or not ther
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.memory.specs import FLASH, SPECS
 from tests.transfer.borrowed import make_borrowed
+from tests.transfer.parts import APART, LOADS, Parts
 from tests.transfer.rig import DEVICE_PAGES, DEVICE_TAILS, Rig, device_page, host_page, pieces_of
 from tiercel.config import LAYOUT_NAMES
 from tiercel.memory.buffers import BorrowedMemory, DeviceMemory, HostMemory, Memory
@@ -76,6 +78,45 @@ def test_borrowed_rows_are_moved_as_the_cpu_moves_them(spec: CacheSpec, layout: 
     for stream in spec.streams:
         for layer in stream.layers:
             assert torch.equal(theirs.rows[stream.name, layer][0].cpu(), twin.rows[stream.name, layer][0])
+    rig.host.close()
+
+
+@pytest.mark.parametrize("spec", APART.values(), ids=APART)
+@every_layout
+@every_way
+@pytest.mark.parametrize("which", LOADS.values(), ids=LOADS)
+def test_parts_of_pages_come_back_alone(
+    spec: CacheSpec, layout: str, way: str, which: tuple[str, ...]
+) -> None:
+    rig = Parts(spec, layout, device="cuda")
+    controller = CudaController(rig.device, rig.host, way, shares=(0.4,), grouped_bytes=0)
+    saved = rig.device.flat_pages.clone()
+    finish(controller, controller.submit(rig.save()))
+    assert torch.equal(rig.device.flat_pages, saved)
+    there = rig.host.flat.clone()
+    for layered in (False, True):
+        rig.device.flat_pages.random_(0, 256)
+        plan, moves = rig.load(which)
+        wanted = rig.after(saved, rig.device.flat_pages, moves)
+        finish(controller, controller.submit(plan, layered=layered))
+        assert torch.equal(rig.device.flat_pages, wanted) and torch.equal(rig.host.flat, there)
+    rig.host.close()
+
+
+@every_way
+def test_with_two_pools_flash_pages_are_moved_in_groups_by_the_copy_engines(way: str) -> None:
+    spec = replace(FLASH, second=("c4",))
+    rig = Parts(spec, "page_first_direct", device="cuda")
+    controller = CudaController(rig.device, rig.host, way, grouped_bytes=0)
+    engines = way != "kernel"
+    assert (controller.how == "copy engines") == engines and len(controller._groups) == (3 if engines else 1)
+    saved = rig.device.flat_pages.clone()
+    finish(controller, controller.submit(rig.save()))
+    rig.device.flat_pages.random_(0, 256)
+    plan, moves = rig.load(LOADS["some of each"])
+    wanted = rig.after(saved, rig.device.flat_pages, moves)
+    finish(controller, controller.submit(plan, layered=True))
+    assert torch.equal(rig.device.flat_pages, wanted)
     rig.host.close()
 
 

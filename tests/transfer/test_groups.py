@@ -1,12 +1,21 @@
-"""Goal: a load for a step is queued group by group, in order, and an error in the middle is not lost. Method:
-groups that tell when they are queued, and events that tell when they are waited for. No GPU is needed."""
+"""Goal: a load for a step is queued group by group, in order, and an error in the middle is not lost. Pages
+of real models are left to the copy engines. Method: groups that tell when they are queued, and events that
+tell when they are waited for; memories without bytes. No GPU is needed."""
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from tiercel.errors import TransferError
-from tiercel.transfer.cuda import Events
+from tiercel.memory.buffers import BorrowedMemory, DeviceMemory, HostMemory, Memory
+from tiercel.spec import CacheSpec
+from tiercel.spec.presets import PRESETS, load
+from tiercel.transfer.cuda import Events, are_large
+from tiercel.transfer.extents import Extents, extents_of
+from tiercel.types import Kind
 
 
 class Event:
@@ -56,6 +65,53 @@ def test_behind_an_error_nothing_is_queued_and_the_error_is_told(broken):
     for _, event in events.events:
         event.passed = True  # type: ignore[attr-defined]
     assert events.done(), "it ends, with its error"
+
+
+# What is left to the copy engines
+
+
+def tables(spec: CacheSpec, device: Memory, layout: str = "page_first_direct") -> list[Extents]:
+    """The extents of a whole page, and of each group of its layers."""
+    with HostMemory(spec, layout, 4 * spec.place_bytes) as host:
+        return [extents_of(device, host, Kind.PAGE, each) for each in (None, *spec.layer_groups())]
+
+
+def borrowed(spec: CacheSpec) -> BorrowedMemory:
+    rows = {
+        (stream.name, layer): torch.empty(3, spec.row_bytes(stream), dtype=torch.uint8)
+        for stream in spec.streams
+        for layer in stream.layers
+    }
+    return BorrowedMemory(spec, rows)
+
+
+@pytest.mark.parametrize("draft", [False, True])
+@pytest.mark.parametrize("second", [(), ("c4",)], ids=["one pool", "c4 apart"])
+@pytest.mark.parametrize("model", PRESETS)
+def test_pages_and_their_groups_of_layers_are_left_to_the_copy_engines(model, second, draft):
+    spec = replace(load(model, draft=draft), second=second)
+    device = DeviceMemory(spec, 2, 1, "meta")  # as on CUDA
+    whole, *groups = tables(spec, device)
+    assert len(groups) == 3 and all(map(are_large, (whole, *groups)))
+    with HostMemory(spec, "page_first_direct", 4 * spec.place_bytes) as host:
+        assert are_large(extents_of(device, host, Kind.TAIL))
+
+
+@pytest.mark.parametrize("model", PRESETS)
+def test_rows_that_lie_alone_are_left_to_the_kernel(model):
+    spec = load(model)
+    assert not any(map(are_large, tables(spec, borrowed(spec))))
+    assert not any(map(are_large, tables(spec, DeviceMemory(spec, 2, 1, "meta"), "layer_first")))
+
+
+def test_it_is_the_size_around_an_average_byte_that_counts():
+    def made(*sizes: int) -> Extents:
+        table = np.zeros((len(sizes), 7), np.int64)
+        table[:, 6] = sizes
+        return table
+
+    assert not are_large(made(37_440)) and not are_large(made(*[37_440] * 21, *[8_448] * 21))
+    assert are_large(made(40_960)) and are_large(made(18_624, 74_880)) and are_large(made())
 
 
 def test_nothing_to_wait_for_is_done():

@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from tests.transfer.rig import device_page, host_page
-from tiercel.transfer.plan import Direction, Leg, Plan
+from tiercel.transfer.plan import NO_PLACE, Direction, Leg, Plan
 from tiercel.types import Kind
 
 LOAD, SAVE = Direction.LOAD, Direction.SAVE
@@ -55,6 +55,28 @@ def test_a_callers_places_for_pages_and_tails_may_have_the_same_numbers() -> Non
     assert len(plan.legs) == 2
     with pytest.raises(AssertionError, match="I1"):
         Plan.of(LOAD, [((3,), (host_page(1),)), ((4, 3), (host_page(2),))])
+
+
+def test_pages_that_move_in_different_parts_are_in_different_legs() -> None:
+    near = [(1, 21), (NO_PLACE, 22), (3,), (NO_PLACE, 24), (5, 25)]
+    plan = Plan.of(LOAD, [(device, (host_page(i),)) for i, device in enumerate(near)])
+    assert [leg.device for leg in plan.legs] == [
+        ((3,),),
+        ((1, 21), (5, 25)),
+        ((NO_PLACE, 22), (NO_PLACE, 24)),
+    ]
+    assert [leg.host for leg in plan.legs] == [
+        ((host_page(2),),),
+        ((host_page(0),), (host_page(4),)),
+        ((host_page(1),), (host_page(3),)),
+    ]
+
+
+def test_a_part_that_does_not_move_is_no_place_that_is_written_twice() -> None:
+    pairs = [((NO_PLACE, 7), (host_page(1),)), ((NO_PLACE, 8), (host_page(2),))]
+    assert len(Plan.of(LOAD, pairs).legs) == 1
+    with pytest.raises(AssertionError, match="I1"):
+        Plan.of(LOAD, [*pairs, ((NO_PLACE, 7), (host_page(3),))])
 
 
 def test_a_plan_survives_pickling_whether_it_was_looked_at_or_not() -> None:

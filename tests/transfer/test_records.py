@@ -3,15 +3,24 @@ pages and tails are several records each, the reference store, and every record 
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
 
+import pytest
+import torch
+
+from tests.memory.specs import V4, in_records
 from tests.simulation.specs import SPECS
 from tests.transfer import test_mover
+from tests.transfer.rig import pieces_of
 from tests.transfer.test_mover import KEY, OTHER
 from tiercel.config import LAYOUTS
+from tiercel.peers.records import Records
+from tiercel.spec import CacheSpec
 from tiercel.storage.memory import MemoryStore
-from tiercel.storage.record import Header, parse
-from tiercel.transfer.mover import Presence, Work
+from tiercel.storage.record import ALIGN_LEAST, Header, parse
+from tiercel.transfer.mover import ItemPlace, Presence, Work
 from tiercel.types import Kind
 
 SPEC = SPECS["in records"]
@@ -89,6 +98,62 @@ def test_two_records_of_a_page_that_were_exchanged_are_found(kind) -> None:
     values = rig.store._values
     values[first], values[last] = values[last], values[first]
     assert rig.do(Work.READ, rig.item(kind, 10)).answers in ([DAMAGED], [MISSING])
+
+
+# Two pools
+
+
+ONE, TWO = in_records(V4), in_records(replace(V4, second=("c4",)))
+
+
+def rig_of(spec: CacheSpec, layout: str, store: MemoryStore | None = None) -> test_mover.Rig:
+    return type("Own", (test_mover.Rig,), {"spec": spec})(store=store, layout=layout)
+
+
+def rows_of(rig: test_mover.Rig, item: ItemPlace) -> dict[tuple[str, int], torch.Tensor]:
+    """The rows of a page or tail, wherever its memory has them."""
+    return {
+        (stream.name, layer): torch.cat(pieces_of(rig.host, stream.name, layer, item.host))
+        for stream in rig.spec.streams_of(item.kind)
+        for layer in stream.layers
+    }
+
+
+@pytest.mark.parametrize(("writer", "reader"), [(ONE, TWO), (TWO, ONE), (TWO, TWO)])
+@pytest.mark.parametrize("layouts", [*product(LAYOUTS, LAYOUTS)], ids=lambda both: " to ".join(both))
+@pytest.mark.parametrize("kind", Kind)
+def test_stored_bytes_do_not_depend_on_pools(writer, reader, layouts, kind) -> None:
+    store, count = MemoryStore(), V4.places_of(kind)
+    here, there = rig_of(writer, layouts[0], store), rig_of(reader, layouts[1], store)
+    item = here.piece(*range(count - 1, -1, -1), kind=kind)
+    here.host.flat.random_(0, 256)
+    assert here.do(Work.WRITE, item).answers == [HERE]
+    assert len(store._values) == len(ONE.grains(kind)) > 1
+    back = there.piece(*range(9, 9 + count), kind=kind)
+    assert there.do(Work.READ, back).answers == [HERE]
+    written, read = rows_of(here, item), rows_of(there, back)
+    assert written.keys() == read.keys() and all(torch.equal(written[row], read[row]) for row in written)
+    again = rig_of(reader, layouts[1])
+    again.host.flat.copy_(there.host.flat)
+    assert again.do(Work.WRITE, back).answers == [HERE]
+    assert again.store._values == store._values, "the same records under the same names"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", Kind)
+def test_a_peer_is_told_where_the_bytes_of_a_record_are(kind, layout) -> None:
+    rig = rig_of(TWO, layout)
+    item = rig.piece(*range(V4.places_of(kind)), kind=kind)
+    rig.host.flat.random_(0, 256)
+    assert rig.do(Work.WRITE, item).answers == [HERE]
+    records, own = Records(rig.host, TWO), SimpleNamespace(kind=kind)
+    for name in rig.mover.keys(item):
+        value = rig.store._values[name]
+        payload = value[parse(value).header_bytes :]
+        assert b"".join(records.views(name, own, item.host)) == payload
+        described = records.describe(name, own, item.host, align=ALIGN_LEAST, pieces=True)
+        memory = rig.host.mapped
+        assert b"".join(memory[at : at + size] for at, size in described.pieces) == payload
 
 
 def test_all_records_of_a_batch_go_in_one_call() -> None:

@@ -4,12 +4,13 @@ Method: every declaration with tails, random places; on a GPU too, where there i
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.kernels.devices import on_gpu
-from tests.memory.specs import SPECS
+from tests.memory.specs import SPECS, V4
 from tests.transfer.rig import pieces_of
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.spec import CacheSpec
@@ -52,6 +53,27 @@ def test_what_is_poured_is_collected_and_nothing_else_is_touched(spec: CacheSpec
             view = memory.view(stream.name, layer)
             assert torch.equal(view[[0, 2]], view[[3, 1]])
     staging.pour([])
+
+
+@pytest.mark.parametrize("device", ["cpu", on_gpu])
+def test_tails_use_the_frames_only(device: str) -> None:
+    """Staged rows of the second pool lie behind them."""
+    spec = replace(V4, second=("c4",))
+    memory = DeviceMemory(spec, 2 * spec.units_per_tail, 2, device, staged=7)
+    frames = memory.frames * spec.frame_bytes
+    memory.flat_pages[frames:].fill_(9)
+    memory.flat_tails.random_(0, 256)
+    wanted, staging = memory.flat_tails.clone(), Staging(memory)
+    kept = [
+        tuple(range(memory.pages - n * spec.units_per_tail, memory.pages)[: spec.units_per_tail])
+        for n in (1, 2)
+    ]
+    staging.pour(list(enumerate(kept)))
+    memory.flat_tails.zero_()
+    staging.collect(list(enumerate(kept)))
+    assert torch.equal(memory.flat_tails, wanted)
+    assert memory.flat_pages.numel() - frames == 7 * spec.row_bytes(spec.stream("c4"))
+    assert bool((memory.flat_pages[frames:] == 9).all()), "the last units of the last frame are the end"
 
 
 def test_a_place_that_is_not_there_is_a_bug() -> None:

@@ -189,15 +189,21 @@ def _host_owners(cache: Core) -> Iterator[int]:
         yield from store.fetches.host_places()
 
 
-def check_device(cache: Core, requests: Iterable[Request]) -> None:
-    """Check the invariants of the device pool."""
-    owned: list[int] = []
+def check_device(cache: Core, requests: Iterable[Request], others: Iterable[int] = ()) -> None:
+    """Check the invariants of the device pool. `others`: places that belong to no page and no text."""
+    owned: list[int] = [*others]
     for item in cache.tree.items():
         if item.device is not None:
             owned += ids_of(item.device)
     for request in requests:
         owned += all_ids(request.table[request.committed :])
         owned += chain.from_iterable(request.tails.values())
+        owned += request.hot
+        sparse = {
+            at for at, places in enumerate(request.table[: request.committed]) if len(ids_of(places)) == 1
+        }
+        assert cache.places.pools == 1 or sparse == request.sparse, "I2: a text knows its sparse pages"
+        assert not sparse or request.hot, "I2: a text that reads sparse pages has hot rows"
     for move in cache.flights.moves():
         if move.item.gone or move.item.device != move.device:
             owned += move.near

@@ -61,7 +61,8 @@ def make_memories(
     make_fetch_policy(config.fetch)
     assert device is not None or controller is not None, "memory of other processes needs a controller"
     if isinstance(device, str):
-        device = DeviceMemory(spec, config.device_pages, config.staging_tails, device)
+        staged = 2 * config.staged_pages if spec.selective else 0
+        device = DeviceMemory(spec, config.device_pages, config.staging_tails, device, staged)
     if not config.host_bytes:
         return Memories(device)
     host = _host_memory(spec, config, device)

@@ -41,12 +41,12 @@ class Places:
             self.pages = PagePool("device pages", pages, tag=1, order=order(pages))
         self.host = PagePool[HostPageId]("host pages", host, tag=3, order=order(host))
         self._tree = tree
-        self._pools, self._tail_units = len(spec.pools), spec.units_per_tail
+        self.pools, self._tail_units = len(spec.pools), spec.units_per_tail
         self._queue_saves = queue_saves
         self._promised: dict[object, tuple[bool, Counts]] = {}
         """Device places that were promised since the last step, by who waits for them, and whether that is a
         running text."""
-        self._promised_to: dict[bool, Counts] = dict.fromkeys((True, False), (0,) * self._pools)
+        self._promised_to: dict[bool, Counts] = dict.fromkeys((True, False), (0,) * self.pools)
         """All that is promised to running texts (True), and to prompts that wait."""
 
     def take_host(self, count: int) -> tuple[HostPageId, ...] | None:
@@ -69,29 +69,31 @@ class Places:
         pages: int,
         tails: int = 0,
         *,
-        sparse: int = 0,
+        bodies: int | None = None,
         running: bool = False,
         urgent: bool = False,
     ) -> Reservation | Wait:
         """Device places for pages and tails (`deal` tells which is whose). Eviction frees some if too few are
-        free. `sparse`: how many of the pages get no place in the second pool.
+        free. `bodies`: places in the second pool; None: as many as pages.
 
         An asker that has to wait is promised its places until the next step, when it asks again. So a place
         that is leaving counts for one asker only, and every asker causes the evictions that it needs. Only an
         `urgent` asker takes free places that are promised to others; then other places are freed for them. A
         `running` text comes before prompts that wait: it takes what is leaving for these.
         """
-        wanted: Counts = (pages + tails * self._tail_units, pages - sparse)[: self._pools]
+        seconds = pages if bodies is None else bodies
+        wanted: Counts = (pages + tails * self._tail_units, seconds)[: self.pools]
         if (before := self._promised.pop(asker, None)) is not None:
             self._promise(*before, -1)
         if not any(wanted):
             return Reservation(self.pages, [])
         with_others = _sum(wanted, self._before(running))
-        lack = self._make_room(with_others)
+        lack = self.make_room(with_others)
         missing = self.pages.lack(*(wanted if urgent else with_others))
         if missing > 0:
             # If something may still be evicted, it waits for host memory, which saves are filling.
-            if lack > 0 and self._tree.device.coldest() is None:
+            alone = self.pages.lack(*wanted, later=True)  # what others were promised is theirs for one step
+            if lack > 0 and self._tree.device.coldest() is None and alone > 0:
                 return Wait(WaitFor.DEVICE_PAGES, missing)
             self._promised[asker] = running, wanted
             self._promise(running, wanted)
@@ -100,10 +102,10 @@ class Places:
         if isinstance(room, Short):
             return Wait(WaitFor.DEVICE_PAGES, room.missing)
         if urgent and self._promised:
-            self._make_room(self._before(False))  # for those that it took places from
+            self.make_room(self._before(False))  # for those that it took places from
         return room
 
-    def _make_room(self, counts: Counts) -> int:
+    def make_room(self, counts: Counts) -> int:
         """Evict until so many places are free when all that leaves has left. Returns how many are missing."""
         while (lack := self.pages.lack(*counts, later=True)) > 0 and self._tree.evict(lack, self._saves_to):
             self.settle()
@@ -111,18 +113,26 @@ class Places:
         return lack
 
     def deal(
-        self, ids: Sequence[DevicePageId], pages: int, tails: int, sparse: int = 0
-    ) -> tuple[list[PagePlaces], list[TailPlaces]]:
-        """The places of each page and of each tail, from those that were reserved for all of them. The first
-        pages are the sparse ones."""
+        self, ids: Sequence[DevicePageId], pages: int, tails: int, sparse: int = 0, bodies: int | None = None
+    ) -> tuple[list[PagePlaces], list[TailPlaces], list[DevicePageId]]:
+        """The places of each page and of each tail, from those that were reserved for all of them; and the
+        places of the second pool that are left. The first pages are the sparse ones, the next `bodies` are
+        whole; None: all of them."""
         each = self._tail_units
         end = pages + tails * each
-        firsts, seconds = ids[:pages], ids[end:]
+        firsts, seconds = ids[:pages], list(ids[end:])
+        upto = pages if bodies is None else min(pages, sparse + bodies)
         whole: list[PagePlaces] = [*firsts]
-        if self._pools > 1:
-            whole = [(first,) for first in firsts[:sparse]]
-            whole += zip(firsts[sparse:], seconds, strict=True)
-        return whole, [tuple(ids[at : at + each]) for at in range(pages, end, each or 1)]
+        if self.pools > 1:
+            both = zip(firsts[sparse:upto], seconds[: upto - sparse], strict=True)
+            whole = [*((first,) for first in firsts[:sparse]), *both, *((first,) for first in firsts[upto:])]
+            del seconds[: upto - sparse]
+        return whole, [tuple(ids[at : at + each]) for at in range(pages, end, each or 1)], seconds
+
+    @property
+    def waits(self) -> bool:
+        """Whether somebody was promised places since the last step."""
+        return bool(self._promised)
 
     def _before(self, running: bool) -> Counts:
         """What was promised to those that an asker does not come before."""
@@ -135,7 +145,7 @@ class Places:
         """Copies may have landed since: a request that still waits asks again."""
         if self._promised:
             self._promised.clear()
-            self._promised_to = dict.fromkeys((True, False), (0,) * self._pools)
+            self._promised_to = dict.fromkeys((True, False), (0,) * self.pools)
 
     @property
     def _saves_to(self) -> Callable[[int], tuple[HostPageId, ...] | None] | None:

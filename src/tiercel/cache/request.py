@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import cast
@@ -85,6 +85,18 @@ class Request:
     written_tokens: int = 0
     load: int | None = None
     """The number of the transfer that brings what it reuses, once the transfer was sent."""
+    sparse: set[int] = field(default_factory=set)
+    """The numbers of its shared pages that are without a place in the second pool (`cache.residency`)."""
+    left: int = 0
+    """Pages before this number are sparse."""
+    hot: tuple[DevicePageId, ...] = ()
+    """Places of the second pool for single entries of its sparse pages."""
+    hot_changed: bool = False
+    changed: set[int] = field(default_factory=set)
+    """Numbers of pages whose places are others than the last step was told."""
+    bare: int = 0
+    """How many pages at the end of the table have no place in the second pool yet. They get one before they
+    are computed."""
 
     @property
     def page(self) -> Page:
@@ -98,13 +110,19 @@ class Request:
         return [(depth * page_tokens, tuple(map(place, ids))) for depth, ids in at if ids is not None]
 
 
-def rows_of(table: Sequence[PagePlaces], pools: int) -> tuple[tuple[int, ...], ...]:
+def rows_of(
+    table: Sequence[PagePlaces], pools: int, host: Callable[[int], int] | None = None
+) -> tuple[tuple[int, ...], ...]:
     """A part of a page table as row numbers of device memory: a row for each pool. A page without a place in
-    the second pool has -1 there."""
+    the second pool has -1 there. `host`: tells where such a page is on the host, by its number in this part;
+    that is one more row, with -1 for all other pages."""
     if pools == 1:
         return (tuple(map(place, cast(Sequence[int], table))),)
     both = [(*map(place, ids_of(places)), -1)[:2] for places in table]
-    return tuple(first for first, _ in both), tuple(second for _, second in both)
+    rows = tuple(first for first, _ in both), tuple(second for _, second in both)
+    if host is None:
+        return rows
+    return *rows, tuple(host(i) if second < 0 else -1 for i, (_, second) in enumerate(both))
 
 
 def all_ids(table: Iterable[PagePlaces]) -> list[DevicePageId]:

@@ -13,9 +13,9 @@ What it has below the device (keys, tree, host, store) is `cache.core`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeGuard
 
 from tiercel.cache.audit import check_device
 from tiercel.cache.core import Core, Order
@@ -33,18 +33,42 @@ from tiercel.cache.request import (
     all_ids,
     pages_useful,
 )
+from tiercel.cache.residency import Residency
 from tiercel.cache.sharing import Sharing
 from tiercel.cache.store_tier import StoreTier
 from tiercel.cache.tails import tails_after, tails_of_prompt, tails_to_write
 from tiercel.config import CacheConfig
 from tiercel.errors import ConfigError
+from tiercel.memory.buffers import DeviceMemory
 from tiercel.pages.pool import Reservation
 from tiercel.policy.placement import Boundary
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.identity import Identity
 from tiercel.transfer.plan import Direction
 from tiercel.tree.keys import KeyChain
-from tiercel.tree.node import Item, Page, Tail
+from tiercel.tree.node import Item, Tail, ids_of
+
+
+FIRST_PAGES = 2
+"""A text that begins with sparse pages has places of the second pool for so many that it computes. It gets
+more as they are computed."""
+
+
+class _Way(NamedTuple):
+    """How the pages of a text are on the device when places are reserved for them."""
+
+    sparse: int
+    """The first so many are without a place in the second pool."""
+    bodies: int
+    """Places of the second pool for the others; if they are fewer, the last pages get theirs later."""
+    hot: int = 0
+    """Places of the second pool for hot rows."""
+    shed: bool = False
+    """Whether pages of running texts become sparse for it."""
+
+
+def _lacks(room: Reservation | Wait) -> TypeGuard[Wait]:
+    return isinstance(room, Wait) and room.what is WaitFor.DEVICE_PAGES
 
 
 class TieredCache:
@@ -67,10 +91,11 @@ class TieredCache:
             why = f"{spec.model} keeps tails: a text reads and writes {spec.pages_per_window} at once"
             raise ConfigError("staging_tails", config.staging_tails, why)
         tails = 2 * spec.pages_per_window * spec.units_per_tail
-        self.pages_most = config.device_pages - -(-tails // spec.frame_units)
-        """Pages of the longest text. It reads tails and writes others, and needs places for both."""
-        if self.pages_most < 1:
-            why = f"a page and its tails take {config.device_pages + 1 - self.pages_most}"
+        self._whole_most = config.device_pages - -(-tails // spec.frame_units)
+        """Pages of the longest text that is whole on the device. It reads tails and writes others, and needs
+        places for both."""
+        if self._whole_most < 1:
+            why = f"a page and its tails take {config.device_pages + 1 - self._whole_most}"
             raise ConfigError("device_pages", config.device_pages, why)
         memories = memories or make_memories(spec, config)
         device = memories.device
@@ -97,6 +122,12 @@ class TieredCache:
         self.transfer_ended, self.send_saves = core.transfer_ended, core.flights.send_saves
         self.requests: dict[Request, None] = {}
         """In the order in which they began."""
+        self.residency = self._make_residency() if config.sparse != "off" else None
+        """None: all pages of running texts are whole on the device."""
+        self.pages_most = self._whole_most
+        """Pages of the longest text."""
+        if self.residency is not None:
+            self.pages_most = max(self._whole_most, self.residency.pages_most(config.device_pages, tails))
         self._ended: list[Loaded] = []
         # What the core and its parts do by themselves has the same name here.
         self.chain, self.find = core.chain, core.find
@@ -107,6 +138,24 @@ class TieredCache:
         self.wait, self.wait_until, self.flush = core.wait, core.wait_until, core.flush
         self.limit, self.owners = core.limit, core.owners
         self.watch, self.stats, self.show = core.watch, core.stats, core.show
+
+    def _make_residency(self) -> Residency | None:
+        """It exists where pages may be without their part in the second pool while texts read them."""
+        if not self.spec.selective or not self.host_pages.capacity:
+            return None
+        if isinstance(self.device, DeviceMemory):
+            self.device.host = self.host
+        return Residency(
+            self.spec,
+            self.tree,
+            self.places,
+            self.flights,
+            self.requests,
+            self.counters,
+            partial(self.core.save_early, by_force=True),
+            always=self.config.sparse == "always",
+            staged_pages=self.config.staged_pages,
+        )
 
     # A request's life
 
@@ -121,7 +170,6 @@ class TieredCache:
         reuse_most: int | None = None,
         room_for: int = 0,
         for_others: bool = False,
-        sparse: bool = False,
     ) -> Request | Wait:
         """Reuse what the tiers hold of a prompt.
 
@@ -130,7 +178,6 @@ class TieredCache:
         `room_for`: the tokens for which device pages are reserved at once: `extend` up to there waits for no
         page. The text begins only if there is room for its first tails as well: else it would soon give way.
         `for_others`: other servers will read the prompt's pages and tails on the host.
-        `sparse`: what is loaded gets no place in the second pool of the device, if there is one.
         """
         pages_needed = -(-max(chain.tokens, room_for) // self.spec.page_tokens)
         too_large = pages_needed - self.pages_most
@@ -145,13 +192,17 @@ class TieredCache:
         held: list[Item] = [found.page, found.near, *found.tails]
         self.core.lock(held)
         tails_far = [tail for tail in found.tails if tail.device is None]
-        room: Reservation | Wait | None = None
+        own = max(0, -(-room_for // self.spec.page_tokens) - found.page.depth)
+        tails = len(tails_far) + (self.spec.pages_per_window if room_for else 0)
+        way, room = _Way(0, 0), Wait(WaitFor.DEVICE_PAGES)
         try:
-            own = max(0, -(-room_for // self.spec.page_tokens) - found.page.depth)
-            far = len(found.far)
-            apart = far if sparse and self.spec.second else 0
-            tails = len(tails_far) + (self.spec.pages_per_window if room_for else 0)
-            room = self._reserve(chain, far + own, tails, sparse=apart)
+            for way in self._ways(found, own):
+                room = self._reserve(chain, len(found.far) + own, tails, way)
+                if not _lacks(room):
+                    break
+            if isinstance(room, Reservation) and self._lacks_hot(found, way):
+                with room:  # what it begins with became sparse to make room for it: it needs hot rows
+                    room = Wait(WaitFor.LEAVING)
         finally:
             if not isinstance(room, Reservation):
                 self.core.unlock(held)
@@ -160,12 +211,46 @@ class TieredCache:
                 return self._make_way(chain, pages_needed, tails)
             return room
         with room:
-            pages, kept = self.places.deal(room.ids, far + own, tails, apart)
+            far = len(found.far)
+            pages, kept, hot = self.places.deal(room.ids, far + own, tails, way.sparse, way.bodies)
             self._start_loads(found.far, pages[:far])
             self._start_loads(tails_far, kept[: len(tails_far)])
             room.keep()
         self.pages.release(all_ids(kept[len(tails_far) :]))
-        return self._start(found, held, pages[far:], priority, turn_ends, for_others)
+        request = self._start(found, held, pages[far:], priority, turn_ends, for_others)
+        if self.residency is not None:
+            request.bare = far + own - way.sparse - way.bodies
+            self.residency.begin(request, hot)
+        return request
+
+    def _ways(self, found: Found, own: int) -> Iterator[_Way]:
+        """In which ways a text may begin, one after the other: with all of its pages whole, or, where pages
+        may be sparse, with what is loaded sparse; then pages of others become sparse for it. `own`: pages
+        that it will compute."""
+        residency, far = self.residency, len(found.far)
+        if residency is None:
+            yield _Way(0, far + own)
+            return
+        sparse = self._sparse(found)
+        if not residency.always and found.page.depth + own <= self._whole_most:
+            yield _Way(0, far + own, residency.hot_places(sparse, residency.guesses_max))
+        if sparse + far <= self.config.staged_pages:
+            first = min(own, FIRST_PAGES)
+            for guesses in residency.guesses:
+                hot = residency.hot_places(sparse + far, guesses)
+                yield _Way(far, first, hot)
+            yield _Way(far, first, hot, shed=True)
+
+    def _sparse(self, found: Found) -> int:
+        """How many pages of what was found are sparse on the device."""
+        keys = found.chain.keys[: found.page.depth - len(found.far)]
+        return sum(len(ids_of(self.tree.index[key].device)) == 1 for key in keys)
+
+    def _lacks_hot(self, found: Found, way: _Way) -> bool:
+        """Whether a text would begin with fewer hot rows than it needs."""
+        if self.residency is None:
+            return False
+        return way.hot < self.residency.hot_places(self._sparse(found) + way.sparse)
 
     def leave_device(self, chain: KeyChain) -> int:
         """Evict the pages of one text that the host has too and that are not in use. Returns how many of its
@@ -175,17 +260,6 @@ class TieredCache:
             self.tree.leave_device(self.tree.index[chain.keys[match.found - 1]])
             self.places.settle()
         return self.tree.match(chain.keys, len(chain.keys)).device
-
-    def shed(self, pages: Iterable[Page]) -> None:
-        """These pages give back their places in the second pool of the device: they are on the host, too.
-        Tables of running texts know it at once. Required: no step reads these places any more."""
-        for page in pages:
-            before = page.device
-            self.tree.shed(page)
-            for request in self.requests:
-                if page.depth <= request.committed and request.table[page.depth - 1] == before:
-                    request.table[page.depth - 1] = page.device
-        self.places.settle()
 
     @property
     def changes(self) -> tuple[int, ...]:
@@ -216,46 +290,68 @@ class TieredCache:
         """
         assert request.state is not RequestState.ENDED
         page_tokens, tails_upto = self.spec.page_tokens, upto if tails_upto is None else tails_upto
-        pages = max(0, -(-upto // page_tokens) - len(request.table))
-        if pages + len(request.table) > self.pages_most:
-            return Wait(WaitFor.LARGER_DEVICE, pages + len(request.table) - self.pages_most)
+        wanted, known = -(-upto // page_tokens), len(request.table)
+        pages = max(0, wanted - known)
+        if pages + known > self.pages_most:
+            return Wait(WaitFor.LARGER_DEVICE, pages + known - self.pages_most)
         boundaries = tails_to_write(self.spec, request, tails_upto)
-        room = self._reserve(request, pages, len(boundaries), early=early)
+        way = _Way(pages, max(0, wanted - known + request.bare), shed=True)
+        room = self._reserve(request, pages, len(boundaries), way, early=early)
         if isinstance(room, Wait):
             return room
         with room:
-            own, tails = self.places.deal(room.ids, pages, len(boundaries))
+            own, tails, seconds = self.places.deal(room.ids, pages, len(boundaries), pages)
             request.table.extend(own)
             new = dict(zip(boundaries, tails, strict=True))
             room.keep()
+        for at, second in enumerate(seconds, known - request.bare):
+            request.table[at] = (*ids_of(request.table[at]), second)
+            if at < known:
+                request.changed.add(at)
+        request.bare = len(request.table) - max(wanted, known - request.bare) if self.spec.second else 0
         request.tails.update(new)
         request.extended_tokens = max(request.extended_tokens, upto)
         request.tails_upto = max(request.tails_upto, tails_upto // page_tokens)
         return Extended({boundary * page_tokens: tail for boundary, tail in new.items()})
 
     def _reserve(
-        self, asker: KeyChain | Request, pages: int, tails: int, *, early: bool | None = None, sparse: int = 0
+        self,
+        asker: KeyChain | Request,
+        pages: int,
+        tails: int,
+        way: _Way | None = None,
+        *,
+        early: bool | None = None,
     ) -> Reservation | Wait:
         """Places for a prompt that begins (`early` is None), or for a running text. Where nothing else may
-        leave the device, tails that running texts keep for themselves may."""
+        leave the device, tails that running texts keep for themselves may, and then parts of their pages."""
         reserve = partial(
             self.places.reserve,
             asker,
             pages,
             tails,
-            sparse=sparse,
+            bodies=None if way is None else way.bodies + way.hot,
             running=early is not None,
             urgent=early is False,
         )
         room = reserve()
-        if isinstance(room, Wait) and room.what is WaitFor.DEVICE_PAGES and not early:
-            return reserve() if self._share_all_tails() else room
+        if early or not _lacks(room):
+            return room
+        if self._share_all_tails() and not _lacks(room := reserve()):
+            return room
+        if self.residency is None or way is None or not way.shed:
+            return room
+        if self.residency.make_room(room.missing) and _lacks(room := reserve()):
+            return Wait(WaitFor.LEAVING, room.missing)  # what is being saved leaves then
         return room
 
     def _make_way(self, chain: KeyChain, pages: int, tails: int) -> Wait:
         """Nobody else holds a place, and yet a text finds no room beside what it would reuse: where a device
         has two pools, its own units may break too many bodies. They leave, and are packed when it begins."""
-        room = self._reserve(chain, pages, tails)
+        way = None
+        if self.residency is not None:
+            way = _Way(pages, min(pages, FIRST_PAGES), self.residency.hot_places(pages))
+        room = self._reserve(chain, pages, tails, way)
         if isinstance(room, Wait):
             return room
         with room:
@@ -312,6 +408,8 @@ class TieredCache:
         Returns each request whose loads ended, once."""
         for flight in self.flights.landed():
             self._publish(flight)
+        if self.residency is not None:
+            self.residency.step()
         self.core.step()
         ended, self._ended = self._ended, []
         return ended
@@ -333,8 +431,14 @@ class TieredCache:
         """Children before parents, so that a failed load takes a path apart."""
         ok, loads = landed.error is None, landed.direction is Direction.LOAD
         end = self.tree.load_done if loads else self.tree.save_done
+        residency = self.residency
         for move in reversed(landed.moves) if loads else landed.moves:
+            if residency is not None and loads and residency.is_back(move):
+                residency.came_back(move, ok)
+                continue
             end(move, ok)
+            if residency is not None and not loads:
+                residency.saved(move, ok)
         if ok and not loads:
             self.stores.offer(move.item for move in landed.moves)
         for request in landed.waiting:
@@ -350,7 +454,7 @@ class TieredCache:
 
     def check(self) -> None:
         self.core.check()
-        check_device(self.core, self.requests)
+        check_device(self.core, self.requests, () if self.residency is None else self.residency.owned())
 
     # How a request begins
 
@@ -407,6 +511,13 @@ class TieredCache:
     def _share_pages(self, request: Request, pages: int) -> None:
         first = request.committed
         texts = request.chain.texts
+        if self.residency is not None:
+            for at in range(first, pages):
+                known = self.tree.index.get(request.chain.keys[at])
+                if known is not None and known.load is not None:
+                    break
+                if known is not None and known.device is not None:
+                    request.table[at] = self.residency.adopt(known, ids_of(request.table[at]))
         shared = self.tree.insert(
             request.page,
             request.chain.keys[first:pages],
@@ -449,6 +560,8 @@ class TieredCache:
         request.state = RequestState.ENDED
         self.requests.pop(request, None)
         self.sharing.end(request, request.committed, request.prompt_pages)
+        if self.residency is not None:
+            self.residency.end(request)
         self.core.unlock(request.held)
         self.pages.release(all_ids(request.table[request.committed :]))
         self.pages.release([page for tail in request.tails.values() for page in tail])

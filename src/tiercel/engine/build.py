@@ -10,7 +10,18 @@ import torch
 from tiercel.cache import TieredCache
 from tiercel.cache.memories import make_memories
 from tiercel.config import LAYOUT_NAMES, CacheConfig
-from tiercel.engine.config import DRAFT_MODEL, GUESSERS, MTP, STAGING_MOST, Build, EngineConfig, places_of
+from tiercel.engine.config import (
+    DRAFT_MODEL,
+    GUESSERS,
+    MTP,
+    STAGED_AREAS,
+    STAGING_MOST,
+    Build,
+    EngineConfig,
+    places_of,
+    staged_bytes,
+    staged_pages_of,
+)
 from tiercel.engine.engine import Engine
 from tiercel.engine.scheduler import STEP_TOKENS
 from tiercel.errors import ConfigError
@@ -45,6 +56,7 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
         step_tokens=config.step_tokens or (STEP_TOKENS if build.on_cpu else CUDA_STEP_TOKENS),
         context_tokens=config.context_tokens or opened.target.longest,
     )
+    opened, sparse = who_is_sparse(config.cache, opened, build)
     spec, device_bytes = opened.spec, build.device_bytes or (CPU_BYTES if build.on_cpu else None)
     check_peers(build.peer)
     if build.sources and not config.cache.host_bytes:
@@ -55,13 +67,31 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
     text = _open_text(opened)
     loaded = opened.load(partial(check_device_memory, build, cache_bytes=device_bytes or 0))
     device_bytes = device_bytes or _device_bytes(build.device, spec, config)
-    memory = DeviceMemory(spec, *places_of(device_bytes, spec), build.device)
-    cache = _open_cache(build, config.cache, opened, memory)
+    staged = staged_pages_of(device_bytes, spec, config.context_tokens)
+    places = places_of(device_bytes - staged_bytes(staged, spec), spec)
+    memory = DeviceMemory(spec, *places, build.device, STAGED_AREAS * staged)
+    cache = _open_cache(build, replace(config.cache, staged_pages=staged), opened, memory)
     model = loaded.build(memory, config.running_max, config.guesses_max)
     engine = Engine(model, cache, text, config)
     model.warm_up(engine.context_tokens)
-    choices = [*opened.choices(), *_choices(build, engine, device_bytes), speculation]
+    choices = [*opened.choices(), *_choices(build, engine, device_bytes), *sparse, speculation]
     return engine, [*choices, *opened.unread(), *_end_choice(text, engine.vocab_size)]
+
+
+def who_is_sparse(config: CacheConfig, opened: Opened, build: Build) -> tuple[Opened, list[Choice]]:
+    """Whether entries that attention selects may stay on the host, and why."""
+    asked, selects = config.sparse, opened.spec.apart.selective
+    if asked == "always" and not (selects and config.host_bytes):
+        why = "there is no host memory" if selects else f"{opened.spec.model} selects no entries"
+        raise ConfigError("sparse", asked, f"needs entries that may stay on the host: {why}")
+    if not selects:
+        return opened, []
+    if asked == "off" or not config.host_bytes:
+        return opened, [Choice("sparse", "off", "pages of running texts are whole on the device")]
+    if asked == "auto" and build.on_cpu:
+        return opened, [Choice("sparse", "off", "a CPU's memory is no smaller for one tier than for the other")]
+    when = "as soon as they are saved" if asked == "always" else "where the device has no room for them"
+    return replace(opened, apart=True), [Choice("sparse", asked, f"selected entries stay on the host {when}")]
 
 
 def who_guesses(config: EngineConfig, opened: Opened) -> tuple[EngineConfig, Choice]:

@@ -140,6 +140,25 @@ STAGING_MOST = 64
 STAGING_SHARE = 0.005
 
 
+STAGED_SHARE = 0.05
+"""The most of the device memory that the rows of sparse pages are staged in."""
+STAGED_AREAS = 2
+"""While the rows of a layer are read, those of the next one are staged."""
+
+
+def staged_pages_of(device_bytes: int, spec: CacheSpec, context_tokens: int | None) -> int:
+    """How many sparse pages a step can read whole: those of the longest text. 0: no page is ever sparse."""
+    if not spec.selective:
+        return 0
+    (stream,) = spec.pools[1]
+    most = int(device_bytes * STAGED_SHARE) // (STAGED_AREAS * spec.row_bytes(stream))
+    return most if context_tokens is None else min(most, -(-context_tokens // spec.page_tokens))
+
+
+def staged_bytes(staged_pages: int, spec: CacheSpec) -> int:
+    return STAGED_AREAS * staged_pages * spec.row_bytes(spec.pools[1][0]) if staged_pages else 0
+
+
 def places_of(device_bytes: int, spec: CacheSpec) -> tuple[int, int]:
     """Places in `device_bytes` of device memory, for pages and tails; and staging places for tails.
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from tiercel.asks.ask import Sampling, TokenOut
 from tiercel.engine.drafting import Drafter, DraftText
 from tiercel.engine.sampling import Sampler, token_logprobs
-from tiercel.engine.step import Begin, Drawn, PageTable, Step, StepPart
+from tiercel.engine.step import Begin, Drawn, HotPlaces, PageTable, Step, StepPart
 from tiercel.errors import LogitsError, TiercelError
 from tiercel.kernels.draw import Draw, Mask, greedy
 from tiercel.models.base import DRAWN_LAST, BeforeLayer, Model, Span, at_once
@@ -59,6 +59,8 @@ class _Ring:
         self.tokens: Ints = np.empty(self.longest + 1, np.int64)
         self.tokens[: self.count] = begin.tokens
         self.pages = torch.empty(1, 0, dtype=torch.int64)  # a row for each pool comes with the first pages
+        self.sparse = 0
+        """How many of its pages are without a place in the second pool."""
         self.write_from = begin.write_from
         self.error: Exception | None = None
         """Why this text can not be computed."""
@@ -68,6 +70,7 @@ class _Ring:
         rows = torch.tensor(change.rows, dtype=torch.int64)
         known, end = self.pages.expand(len(rows), -1), change.first + rows.shape[1]
         self.pages = torch.cat([known[:, : change.first], rows, known[:, end:]], dim=1)
+        self.sparse = int((self.pages[2:] >= 0).sum())
 
     def span(self, part: StepPart, guesses: Sequence[int], staged: list[Staged]) -> Span:
         """What is computed. The tails that it writes are added to `staged`."""
@@ -80,7 +83,7 @@ class _Ring:
             due = [(boundary, kept) for boundary, kept in part.tails if boundary <= end]
             tails = {boundary: len(staged) + i for i, (boundary, _) in enumerate(due)}
             staged += [(len(staged) + i, kept) for i, (_, kept) in enumerate(due)]
-        return Span(tokens, part.start, self.pages, part.ring, tails, self.write_from)
+        return Span(tokens, part.start, self.pages, part.ring, tails, self.write_from, self.sparse)
 
     def draft_text(self, part: StepPart) -> DraftText:
         return DraftText(part.ring, self.tokens[: part.end], self.pages, self.longest)
@@ -200,6 +203,8 @@ class LocalRunner:
         for change in step.changes:
             if isinstance(change, Begin):
                 self._begin(change)
+            elif isinstance(change, HotPlaces):
+                self.model.take_hot(*change)
             else:
                 self._rings[change.ring].place(change)
         rings = [self._rings[part.ring] for part in step.parts]

@@ -74,6 +74,10 @@ class Scheduler:
         self._ahead = min(AHEAD_TOKENS, self.page_tokens // 2)
         self._sealed: deque[list[Seat]] = deque()
         """For each step that was sealed and has not advanced yet: the seat of each part."""
+        self._staged: set[int] = set()
+        """Host pages whose rows the planned step stages."""
+        if cache.residency is not None:
+            cache.residency.under_way, cache.residency.guesses_max = self._under_way, config.guesses_max
         self._standing: list[Seat] = []
         """Texts that the last plan left out: a page was promised to each, and was still leaving."""
 
@@ -85,6 +89,9 @@ class Scheduler:
     def unsure(self) -> bool:
         """Whether the number of tokens that a step under way draws is unknown: it has guesses."""
         return any(seat.guesses for seats in self._sealed for seat in seats)
+
+    def _under_way(self) -> int:
+        return len(self._sealed)
 
     # A step
 
@@ -178,7 +185,7 @@ class Scheduler:
         now, gaps = self._clock(), Counter[tuple[float, int]]()
         calm_s: list[float] = []
         """When each of the calm texts drew its last token."""
-        seats = self._sealed.popleft() if step.parts else []
+        seats = self._unseal(step)
         for part, outs, seat in zip(step.parts, drawn.results, seats, strict=True):
             task = seat.task
             if task.seat is not seat:
@@ -288,10 +295,18 @@ class Scheduler:
         """A step could not be run: its texts end, the others go on."""
         self.counters["steps_failed"] += 1
         self.guessing.paused()
-        for seat in self._sealed.popleft() if step.parts else []:
+        for seat in self._unseal(step):
             if seat.task.seat is seat:
                 self.admission.fail(seat.task, error)
         return self._ended()
+
+    def _unseal(self, step: Step) -> list[Seat]:
+        """The seats of a step that has ended."""
+        if not step.parts:
+            return []
+        if self.cache.residency is not None:
+            self.cache.residency.advanced()
+        return self._sealed.popleft()
 
     def _ended(self) -> list[Outcome]:
         ended, self.admission.ended = self.admission.ended, []
@@ -304,6 +319,7 @@ class Scheduler:
         parts: list[StepPart] = []
         prompts: list[tuple[Task, Seat, int]] = []
         running = Stage.RUNNING
+        self._staged.clear()
         for task in self.running.copy():
             seat = task.seat
             if task.stage is not running or task.aborted or seat is None:
@@ -329,7 +345,7 @@ class Scheduler:
             if count and task.stage is running:
                 last = seat.planned + missing
                 end = self._prompt_end(task, seat, seat.planned + count, busy)
-                if end > seat.planned:
+                if end > seat.planned and self._may_stage(seat, end - seat.planned):
                     more.append(StepPart(seat.ring, seat.planned, end, end == last, task.score_from))
                     seat.planned = end
                     step_tokens -= count
@@ -348,6 +364,17 @@ class Scheduler:
             if not self._preempt_last(task, busy):
                 return seat.planned
 
+    def _may_stage(self, seat: Seat, tokens: int) -> bool:
+        """Whether a step can read the sparse pages of one more span. A page that several texts have is staged
+        once. If there is no room, the text waits for the next step."""
+        if (residency := self.cache.residency) is None or not seat.request.sparse:
+            return True
+        staged = self._staged.union(residency.staged(seat.request, tokens))
+        if len(staged) > self.cache.config.staged_pages:
+            return False
+        self._staged = staged
+        return True
+
     def _with_guesses(self, parts: list[StepPart], tokens: int, others: int) -> list[StepPart]:
         """Give guesses to parts that draw one token each: at most `tokens`, and only where there is room. A
         guess waits for nothing and preempts nobody."""
@@ -364,7 +391,12 @@ class Scheduler:
     def _guesses_at(self, seat: Seat, end: int) -> int:
         """How many guesses make sense behind `end`, as one more token is drawn than guessed. None behind the
         first token of a text, and none while the prompt is scored."""
-        return 0 if end == 1 or seat.task.scoring else max(0, seat.task.longest - 1 - end)
+        if end == 1 or seat.task.scoring:
+            return 0
+        most = seat.task.longest - 1 - end
+        if (residency := self.cache.residency) is not None and seat.request.sparse:
+            most = min(most, residency.guesses_of(seat.request))
+        return max(0, most)
 
     def _room_for(self, task: Task, seat: Seat, busy: set[Task]) -> bool:
         """Make room for the next position, if need be by preempting the last running task. False: not yet.

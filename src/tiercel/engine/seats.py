@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from tiercel.cache import Request, TieredCache, Wait
 from tiercel.cache.request import PagePlaces, rows_of
 from tiercel.cache.tails import tails_to_write
-from tiercel.engine.step import Begin, PageTable, Step
-from tiercel.engine.task import Seat, Task
+from tiercel.engine.step import Begin, Change, HotPlaces, PageTable, Step
+from tiercel.engine.task import Seat, Stage, Task
+from tiercel.types import place
 
 
 class Seats:
@@ -20,7 +21,7 @@ class Seats:
         self._cache, self._page_tokens = cache, cache.spec.page_tokens
         self._pools = len(cache.spec.pools)
         self._context_tokens = context_tokens
-        self._changes: list[Begin | PageTable] = []
+        self._changes: list[Change] = []
         self._loads: list[int] = []
 
     def take(self, task: Task, request: Request) -> Seat:
@@ -48,11 +49,26 @@ class Seats:
         if load not in self._loads:
             self._loads.append(load)
 
-    def tell(self) -> tuple[tuple[Begin | PageTable, ...], tuple[int, ...]]:
+    def tell(self) -> tuple[tuple[Change, ...], tuple[int, ...]]:
         """Changes and loads since the last call, for one step."""
+        if self._cache.residency is not None:
+            for seat in self.in_ring.values():
+                if seat.task.stage is Stage.RUNNING:
+                    self._tell_residency(seat)
         changes, self._changes = tuple(self._changes), []
         loads, self._loads = tuple(self._loads), []
         return changes, loads
+
+    def _tell_residency(self, seat: Seat) -> None:
+        """Which of its pages became sparse, or whole again, and its hot rows."""
+        request = seat.request
+        if request.changed:
+            first, end = min(request.changed), max(request.changed) + 1
+            self._changes.append(self._page_table(seat, first, request.table[first:end]))
+            request.changed.clear()
+        if request.hot_changed:
+            self._changes.append(HotPlaces(seat.ring, tuple(map(place, request.hot))))
+            request.hot_changed = False
 
     def tell_again(self, step: Step) -> None:
         """This step was not run: the next one repeats its changes and loads."""
@@ -83,17 +99,19 @@ class Seats:
     def extend_prompt(self, seat: Seat, end: int) -> tuple[int, Wait | None]:
         """A step is going to compute a prompt up to `end`: reserve places for the tails that it writes. This
         is not done earlier, because a long prompt writes many tails. If there is no room for all of them,
-        the step ends behind the first tail, or before it. Returns that end, and what the text waits for."""
+        the step ends behind the first tail, or before it; or behind a page more than those that have
+        places in the second pool, or before it. Returns that end, and what the text waits for."""
         request, page_tokens = seat.request, self._page_tokens
         asked = end <= request.extended_tokens and end // page_tokens <= request.tails_upto
         if (asked and end > seat.write_from) or (waits := self._extend_prompt(seat, end)) is None:
             return end, None
         first = min(tails_to_write(self._cache.spec, request, end), default=0) * page_tokens
-        assert first, "pages were reserved by `begin`: only tails are waited for"
-        if first < end and (waits := self._extend_prompt(seat, first)) is None:
-            return first, None
-        self._extend_prompt(seat, first - 1)
-        return first - 1, waits
+        whole = (len(request.table) - request.bare) * page_tokens
+        more = whole + page_tokens
+        for sooner in sorted({end, first, first - 1, more, more - 1, whole}, reverse=True):
+            if seat.planned < sooner <= end and (waits := self._extend(seat, sooner, sooner)) is None:
+                return sooner, None
+        return seat.planned, waits
 
     def _extend_prompt(self, seat: Seat, end: int) -> Wait | None:
         return self._extend(seat, self.page_end(end), end)
@@ -116,4 +134,6 @@ class Seats:
             self._changes.append(self._page_table(seat, first, shared))
 
     def _page_table(self, seat: Seat, first: int, pages: Sequence[PagePlaces]) -> PageTable:
-        return PageTable(seat.ring, first, rows_of(pages, self._pools))
+        if (residency := self._cache.residency) is None:
+            return PageTable(seat.ring, first, rows_of(pages, self._pools))
+        return PageTable(seat.ring, first, residency.rows(seat.request, first, pages))

@@ -40,7 +40,19 @@ class PageTable(NamedTuple):
     ring: int
     first: int
     rows: tuple[tuple[int, ...], ...]
-    """The places of the pages, a row for each pool of the device."""
+    """The places of the pages, a row for each pool of the device. Where pages may be sparse, a row more: the
+    host places of those that are."""
+
+
+class HotPlaces(NamedTuple):
+    """The text in a ring has these places of the second pool for single entries of its sparse pages. What
+    they held is not read."""
+
+    ring: int
+    places: tuple[int, ...]
+
+
+Change = Begin | PageTable | HotPlaces
 
 
 class StepPart(NamedTuple):
@@ -63,7 +75,7 @@ class StepPart(NamedTuple):
 class Step:
     """Changes first, then one forward over all parts."""
 
-    changes: tuple[Begin | PageTable, ...] = ()
+    changes: tuple[Change, ...] = ()
     parts: tuple[StepPart, ...] = ()
     loads: tuple[int, ...] = ()
     """Transfers that bring what the step reads. A layer is computed after its own bytes have arrived."""

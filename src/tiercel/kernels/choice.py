@@ -13,7 +13,8 @@ from torch import Tensor
 
 from tiercel.errors import ConfigError
 from tiercel.kernels import native, reference
-from tiercel.kernels.entries import Entries, Flat
+from tiercel.kernels.entries import Entries, Flat, Numbering
+from tiercel.kernels.hot import HostRows, HotRows
 from tiercel.kernels.meaning import digest_of
 from tiercel.kernels.reference import CosSin, Matrix
 from tiercel.kernels.reference.rows import Rows
@@ -123,8 +124,33 @@ class Kernels(Protocol):
     def restore(self, kept: Rows, tails: Entries, moves: Tensor, ring_rows: int) -> None: ...
     def row_before(self, kept: Tensor, new: Tensor, flat: Flat, ring_rows: int) -> Tensor: ...
     def best_rows(  # noqa: PLR0913
-        self, q: Tensor, weights: Tensor, keys: Entries, ratio: int, flat: Flat, k: int, most: int
+        self,
+        q: Tensor,
+        weights: Tensor,
+        keys: Entries,
+        ratio: int,
+        flat: Flat,
+        k: int,
+        most: int,
+        to: Numbering | None = ...,
     ) -> Tensor: ...
+    def resolve(  # noqa: PLR0913
+        self,
+        chosen: Tensor,
+        flat: Flat,
+        end: Tensor,
+        hot: HotRows,
+        layer: int,
+        to: Numbering,
+        per_row: int,
+        most: int,
+    ) -> None: ...
+    def gather(
+        self, hot: HotRows, flat: Flat, k: int, source: HostRows, rows: Entries, to: Numbering
+    ) -> None: ...
+    def stage(
+        self, jobs: Tensor, count: Tensor, source: HostRows, rows: Entries, to: Numbering
+    ) -> None: ...
     def attention(  # noqa: PLR0913
         self,
         q: Tensor,

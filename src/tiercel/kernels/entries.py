@@ -103,6 +103,26 @@ class Flat(NamedTuple):
     """int32 [rings, most pages]: the device place of each page of the text in a ring."""
 
 
+class Numbering(NamedTuple):
+    """How entries are numbered in a memory that holds the rows of all layers and pools. The rows of `Entries`
+    begin there at multiples of a stride that divides a row. Entry e of a text, in the page with place p in
+    `pages`, has the number
+
+        (p · step + first) · per_row + e % per_row      p >= 0: the page is on the device
+        (staged - 2 - p) · per_row + e % per_row        p <= -2: the row of this layer is staged
+        -2 - e                                          p == -1: the page is on the host, to be resolved
+    """
+
+    pages: Tensor
+    """int32 [rings, most pages]: the place of each page of the text in a ring."""
+    step: int = 1
+    """Strides from a place to the next."""
+    first: int = 0
+    """The stride at which place 0 has the row."""
+    staged: int = 0
+    """The stride at which staged rows begin."""
+
+
 def encode_plain(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """[n, dim] → one part [n, bytes]."""
     return (x.to(dtype).contiguous().view(torch.uint8),)

@@ -580,14 +580,24 @@ static void index_scores(const float *q, const float *weights, const float **key
     free(turned);
 }
 
+/* `Numbering` in entries.py: place -1 is the host, places below that are staged. */
+INLINE int32_t numbered(i64 place, i64 step, i64 first, i64 staged, i64 per_row, i64 e) {
+    if (place == -1) return (int32_t)(-2 - e);
+    i64 row = place >= 0 ? place * step + first : staged - 2 - place;
+    return (int32_t)(row * per_row + e % per_row);
+}
+
 void best_rows(const float *q, const float *weights, i64 ws, char *rows, i64 row_bytes, i64 per_row, i64 ratio,
-               const flat *f, int32_t *best, i64 heads, i64 dim, i64 k, i64 most) {
+               const flat *f, const int32_t *pages, i64 pages_each, i64 step, i64 first, i64 staged, int32_t *best,
+               i64 heads, i64 dim, i64 k, i64 most) {
     entries keys = {rows, row_bytes, per_row, sizeof(float) * dim};
 #pragma omp parallel for schedule(dynamic, 8) if (f->tokens * most * heads * dim > PARALLEL_WORK)
     for (i64 t = 0; t < f->tokens; t++) {
         i64 n = (f->position[t] + 1) / ratio, taken = 0;
         int32_t *out = best + t * k;
-        if (n <= k) for (; taken < n; taken++) out[taken] = (int32_t)number_of(f, t, per_row, taken);
+        const int32_t *own = pages + f->ring[t] * pages_each;
+        if (n <= k) for (; taken < n; taken++) 
+            out[taken] = numbered(own[taken / per_row], step, first, staged, per_row, taken);
         else {
             uint64_t *rank = malloc((sizeof(uint64_t) + sizeof(float *) + sizeof(float)) * n);
             const float **key = (const float **)(rank + n);
@@ -597,7 +607,8 @@ void best_rows(const float *q, const float *weights, i64 ws, char *rows, i64 row
             for (i64 e = 0; e < n; e++) rank[e] = rank_of(scores[e], e);
             uint64_t least = kth_best(rank, n, k);
             for (i64 e = 0; e < n && taken < k; e++)
-                if (rank_of(scores[e], e) >= least) out[taken++] = (int32_t)number_of(f, t, per_row, e);
+                if (rank_of(scores[e], e) >= least) 
+                    out[taken++] = numbered(own[e / per_row], step, first, staged, per_row, e);
             free(rank);
         }
         for (; taken < k; taken++) out[taken] = -1;

@@ -76,6 +76,10 @@ class Memory:
         """The places that pages, or tails, are kept in."""
         return self.pages
 
+    def places_in(self, pool: int) -> int:  # noqa: ARG002 - only our own device memory has several
+        """The places that one part of a page may lie in."""
+        return self.pages
+
     def column(self, stream: Stream, layer: int) -> Column:
         """The rows of one layer, each of which lies together."""
         buffer, pieces = self.columns[stream.name, layer]
@@ -95,7 +99,7 @@ class Memory:
         buffer, offset, stride, row_bytes = self.column(stream, layer)
         places = self.tails
         if stream.kind is Kind.PAGE:
-            places = self.pages // (self.spec.frame_units if self.spec.pool_of(stream) else 1)
+            places = self.places_in(self.spec.pool_of(stream))
         return buffer[offset:].as_strided((places, row_bytes), (stride, 1))
 
 
@@ -104,23 +108,41 @@ class DeviceMemory(Memory):
     `tails` staging places.
 
     With two pools, a place of a page is a unit, and a page takes a unit and a body (`pages.frames`). Then the
-    memory is page first on a CPU too."""
+    memory is page first on a CPU too. `staged` more rows of the only stream of the second pool lie behind the
+    frames. They belong to no page and no tail, and a kernel finds them as it finds the rows of bodies:
 
-    def __init__(self, spec: CacheSpec, pages: int, tails: int, device: str = "cpu") -> None:
+        flat_pages   │ frame │ frame │ … │ row │ row │ …      every row begins at a multiple of `row_step`
+                                          staged_first
+    """
+
+    staged_first: int
+    """The number of the first staged row in `sparse_rows`. Each next one is `row_bytes // row_step` on."""
+    row_step: int
+    """Rows of the second pool begin at multiples of so many bytes. 0: there is one pool."""
+
+    def __init__(self, spec: CacheSpec, pages: int, tails: int, device: str = "cpu", staged: int = 0) -> None:
         import torch
 
+        assert not staged or [len(pool) for pool in spec.pools[1:]] == [1], "staged rows are of one stream"
         self.spec = spec
         self.device = torch.device(device)
         self.frames, self.pages, self.tails = pages, pages * spec.frame_units, tails
+        self.staged = staged
+        self.host: HostMemory | None = None
+        """Where the second part of a page is read if the device does not have it."""
         if spec.second:
             kept = make_layout("page_first_direct", _bare(spec.unit_bytes), spec.page_tokens, self.pages)
             rows = frame_rows(spec)
         else:
             kept = self._layout(_place_streams(spec), self.pages)
             rows = kept.rows
-        self.flat_pages = self._allocate(kept)
+        apart = spec.pools[1][0] if spec.second else None
+        self.row_step = spec.row_step(apart) if apart is not None else 0
+        self.staged_first = kept.bytes_total // self.row_step if self.row_step else 0
+        more = staged * spec.row_bytes(apart) if apart is not None else 0
+        self.flat_pages = self._allocate(kept.bytes_total + more)
         staging = self._layout(spec.tail_streams, tails)
-        self.flat_tails = self._allocate(staging)
+        self.flat_tails = self._allocate(staging.bytes_total)
         rows = rows | pour_tails(kept, spec.tail_streams, spec.page_tokens)
         self.rows = {name: (self.flat_pages, pieces) for name, pieces in rows.items()}
         self.columns = self.rows | {name: (self.flat_tails, row) for name, row in staging.rows.items()}
@@ -137,14 +159,33 @@ class DeviceMemory(Memory):
                 own.columns[stream.name, layer] = self.columns[here.name, layer_here]
         return own
 
+    def places_in(self, pool: int) -> int:
+        return self.frames if pool else self.pages
+
+    def sparse_rows(self, stream: Stream) -> Tensor:
+        """[n, row_bytes]: every place where a row of this stream of the second pool may begin, in frames and
+        behind them. Neighbours overlap where a row is longer than a step."""
+        assert self.spec.pool_of(stream) == 1, f"{stream.name} is not in the second pool"
+        row_bytes = self.spec.row_bytes(stream)
+        count = 1 + (self.flat_pages.numel() - row_bytes) // self.row_step
+        return self.flat_pages.as_strided((max(0, count), row_bytes), (self.row_step, 1))
+
+    def sparse_place(self, stream: Stream, layer: int) -> tuple[int, int]:
+        """(numbers from a place of the second pool to the next, number that place 0 has) of this layer's rows
+        in `sparse_rows`."""
+        assert self.spec.pool_of(stream) == 1, f"{stream.name} is not in the second pool"
+        _, first, stride, _ = self.column(stream, layer)
+        assert first % self.row_step == stride % self.row_step == 0, "rows begin at multiples of a step"
+        return stride // self.row_step, first // self.row_step
+
     def _layout(self, streams: Sequence[Stream], places: int) -> Layout:
         name = "layer_first" if self.device.type == "cpu" else "page_first_direct"
         return make_layout(name, streams, self.spec.page_tokens, places)
 
-    def _allocate(self, layout: Layout) -> Tensor:
+    def _allocate(self, size: int) -> Tensor:
         import torch
 
-        return torch.zeros(layout.bytes_total, dtype=torch.uint8, device=self.device)
+        return torch.zeros(size, dtype=torch.uint8, device=self.device)
 
 
 class BorrowedMemory(Memory):
@@ -211,7 +252,8 @@ class HostMemory(Memory):
         self.pages, self.tails = bytes_budget // spec.place_bytes, 0
         if self.pages < 1:
             raise ConfigError("host_bytes", bytes_budget, f"one host page takes {spec.place_bytes:,} B")
-        self.layout = make_layout(layout_name, _place_streams(spec), spec.page_tokens, self.pages)
+        streams = _place_streams(spec)
+        self.layout = make_layout(layout_name, streams, spec.page_tokens, self.pages, spec.second)
         self._map = HostMap(self.layout.bytes_total, **options)
         # Over a view, not over the map: the view keeps the bytes mapped as long as a tensor lives.
         self.flat: Tensor = torch.frombuffer(self._map.view, dtype=torch.uint8)
@@ -228,15 +270,25 @@ class HostMemory(Memory):
         """All the bytes."""
         return self._map.view
 
-    def views(self, page_ids: Iterable[HostPageId], sizes: Sequence[int]) -> list[list[memoryview]]:
-        """The first bytes of these host pages, in the order of their rows, as parts of these sizes, without a
-        copy. Bytes that lie together are one view."""
-        memory, parts = self._map.view, self.ranges(page_ids, sizes)
+    def where(self, stream: Stream, layer: int) -> tuple[int, int]:
+        """(address of the row in host place 0, bytes to the same row of the next place), for a stream of
+        pages."""
+        _, offset, stride, _ = self.column(stream, layer)
+        return self.flat.data_ptr() + offset, stride
+
+    def views(
+        self, page_ids: Iterable[HostPageId], sizes: Sequence[int], kind: Kind = Kind.PAGE
+    ) -> list[list[memoryview]]:
+        """The first bytes of a page or tail that has these host pages, in the order of its record, as parts
+        of these sizes, without a copy. Bytes that lie together are one view."""
+        memory, parts = self._map.view, self.ranges(page_ids, sizes, kind)
         return [[memory[offset : offset + length] for offset, length in part] for part in parts]
 
-    def ranges(self, page_ids: Iterable[HostPageId], sizes: Sequence[int]) -> list[tuple[Range, ...]]:
-        """Where the bytes of each part are in `mapped`."""
-        whole = (each for page_id in page_ids for each in self.layout.place_ranges(place(page_id)))
+    def ranges(
+        self, page_ids: Iterable[HostPageId], sizes: Sequence[int], kind: Kind = Kind.PAGE
+    ) -> list[tuple[Range, ...]]:
+        """Where the bytes of each part are in `mapped`. With two pools, `kind` makes a difference."""
+        whole = (each for page_id in page_ids for each in self.layout.place_ranges(place(page_id), kind))
         parts, left = list[tuple[Range, ...]](), Range(0, 0)
         for size in sizes:
             ranges = list[Range]()

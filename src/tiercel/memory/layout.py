@@ -3,11 +3,17 @@
 A place holds one page or a part of a tail; a staging place holds one tail. Its record is its rows, layer by
 layer, in each the streams in the order of the declaration: [layer][stream][row]. So consecutive layers of a
 record lie together.
+
+Where a device has two pools (`CacheSpec.second`), a place keeps the streams of each pool together:
+[pool][layer][stream][row]. So a page's part of a pool is one range on both sides of a copy. The record keeps
+its own order: stored bytes do not depend on pools.
+
 A layout says where the bytes of a record lie among those of the other places. With two streams, `k` of layers
 0 and 1 and `v` of layer 1, and places p0 and p1:
 
     layer_first          k0:p0 k0:p1 │ k1:p0 k1:p1 │ v1:p0 v1:p1
     page_first_direct    p0: k0 k1 v1                │ p1: k0 k1 v1
+      with k apart       p0: v1 k0 k1                │ p1: v1 k0 k1
 
 Every layout is linear in the place: the row of place p begins at `offset + p · stride`. Copiers, memories and
 stores ask for pieces and ranges; no other file asks which layout it is.
@@ -16,13 +22,14 @@ stores ask for pieces and ranges; no other file asks which layout it is.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 from tiercel.config import LAYOUT_NAMES
 from tiercel.errors import ConfigError
 from tiercel.spec.stream import Stream
+from tiercel.types import Kind
 
 
 class Range(NamedTuple):
@@ -66,35 +73,61 @@ class Layout(ABC):
 
     name: ClassVar[str]
 
-    def __init__(self, streams: Sequence[Stream], page_tokens: int, places: int) -> None:
+    def __init__(
+        self, streams: Sequence[Stream], page_tokens: int, places: int, second: Collection[str] = ()
+    ) -> None:
+        """`second`: the names of the streams that a device keeps in a second pool."""
         assert places >= 0, places
-        self.streams = tuple(streams)
+        self.streams, self.second = tuple(streams), tuple(second)
         self.page_tokens = page_tokens
         self.places = places
         self.place_bytes = sum(row.bytes for _, _, row in record_rows(streams, page_tokens))
         self.bytes_total = places * self.place_bytes
+        lying = dict(_place_rows(streams, page_tokens, second))
         self.rows: dict[RowName, Pieces] = {
-            (stream.name, layer): ((0, Piece(*self._lay(row), row.bytes)),)
+            (stream.name, layer): ((0, Piece(*self._lay(lying[stream.name, layer]), row.bytes)),)
             for stream, layer, row in record_rows(streams, page_tokens)
         }
         """The rows, in record order."""
 
     @abstractmethod
     def _lay(self, row: Range) -> tuple[int, int]:
-        """(offset in place 0, bytes to the same row of the next place) of the row at `row` in the record."""
+        """(offset in place 0, bytes to the same row of the next place) of the row at `row` of a place."""
 
     @abstractmethod
     def cut(self, offset: int, size: int) -> tuple[Piece, ...]:
-        """Bytes offset … offset + size - 1 of any place, in record order."""
+        """Bytes offset … offset + size - 1 of any place, as tails are poured over them: in an order of the
+        layout's own. Where there is no second pool, it is the order of a page's record."""
 
-    def place_ranges(self, place: int) -> tuple[Range, ...]:
-        """All bytes of one place in record order; ranges that touch are joined."""
+    def place_ranges(self, place: int, kind: Kind = Kind.PAGE) -> tuple[Range, ...]:
+        """All bytes of one place: in the order of a page's record, or in the order in which tails are poured
+        over them. Ranges that touch are joined."""
         assert 0 <= place < self.places, f"place {place} of {self.places}"
-        return joined(piece.at(place) for piece in self._whole)
+        return joined(piece.at(place) for piece in self._whole[kind])
 
     @cached_property
-    def _whole(self) -> tuple[Piece, ...]:
-        return self.cut(0, self.place_bytes)
+    def _whole(self) -> dict[Kind, tuple[Piece, ...]]:
+        rows = (piece for pieces in self.rows.values() for _, piece in pieces)
+        return {Kind.PAGE: tuple(self._joined(rows)), Kind.TAIL: self.cut(0, self.place_bytes)}
+
+    def _joined(self, pieces: Iterable[Piece]) -> Iterable[Piece]:
+        """The same bytes in the same order. Pieces that touch in every place may be joined."""
+        return pieces
+
+
+def _place_rows(
+    streams: Sequence[Stream], page_tokens: int, second: Collection[str]
+) -> Iterator[tuple[RowName, Range]]:
+    """Where each row lies in a place, if a place is kept together: the pools one after the other, each in the
+    order of a record."""
+    base = 0
+    for apart in (False, True):
+        own = [stream for stream in streams if (stream.name in second) is apart]
+        size = 0
+        for stream, layer, row in record_rows(own, page_tokens):
+            yield (stream.name, layer), Range(base + row.offset, row.bytes)
+            size += row.bytes
+        base += size
 
 
 def joined(ranges: Iterable[Range]) -> tuple[Range, ...]:
@@ -129,12 +162,17 @@ class LayerFirst(Layout):
 
 
 class PageFirstDirect(Layout):
-    """[page][layer][stream][row]: a page is one record, a layer of it is one range."""
+    """[page][pool][layer][stream][row]: with one pool, a page is one record, and a layer of it is one range.
+    With two, each part of a page is one range, and a record takes bytes of both in turn."""
 
     name = "page_first_direct"
 
     def _lay(self, row: Range) -> tuple[int, int]:
         return row.offset, self.place_bytes
+
+    def _joined(self, pieces: Iterable[Piece]) -> Iterable[Piece]:
+        ranges = joined(Range(piece.offset, piece.bytes) for piece in pieces)
+        return [Piece(offset, self.place_bytes, size) for offset, size in ranges]
 
     def cut(self, offset: int, size: int) -> tuple[Piece, ...]:
         assert 0 <= offset <= offset + size <= self.place_bytes, (offset, size)
@@ -144,10 +182,12 @@ class PageFirstDirect(Layout):
 LAYOUTS: dict[str, type[Layout]] = {kind.name: kind for kind in (LayerFirst, PageFirstDirect)}
 
 
-def make_layout(name: str, streams: Sequence[Stream], page_tokens: int, places: int) -> Layout:
+def make_layout(
+    name: str, streams: Sequence[Stream], page_tokens: int, places: int, second: Collection[str] = ()
+) -> Layout:
     if name not in LAYOUT_NAMES:
         raise ConfigError("layout", name, f"must be one of {', '.join(LAYOUT_NAMES)}")
-    return LAYOUTS[LAYOUT_NAMES[name]](streams, page_tokens, places)
+    return LAYOUTS[LAYOUT_NAMES[name]](streams, page_tokens, places, second)
 
 
 def pour_tails(pages: Layout, streams: Sequence[Stream], page_tokens: int) -> dict[RowName, Pieces]:

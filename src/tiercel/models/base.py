@@ -38,7 +38,8 @@ class Span:
     start: int
     pages: Tensor
     """[pools, pages] int64, on the CPU: device places of the text's pages, enough for the span's end. It is
-    never written again: a table that changed is another tensor."""
+    never written again: a table that changed is another tensor. Where pages may be on the host it has a row
+    more: the host place of each page whose place in the second pool is -1."""
 
     ring: int
     """The request's own number. The ring of this number keeps the request's recent rows between calls."""
@@ -48,6 +49,9 @@ class Span:
 
     write_from: int = 0
     """Entries that end before this position are in the pages already: a replay must not write them again."""
+
+    sparse: int = 0
+    """How many of its pages are without a place in the second pool: that part is on the host."""
 
 
 class Draft(Protocol):
@@ -80,6 +84,10 @@ class Model(Protocol):
 
         Without tails a text begins, or the model replays its last tokens: what the ring held is not read.
         """
+
+    def take_hot(self, ring: int, places: Sequence[int]) -> None:
+        """The text in this ring may use these places of the second pool for single entries of pages that are
+        on the host. What they held is not read."""
 
     def forward(
         self, spans: Sequence[Span], rows: Sequence[int] | None = None, before: BeforeLayer = at_once

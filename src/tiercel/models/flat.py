@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,9 @@ from torch import Tensor
 
 from tiercel.kernels.entries import Flat
 from tiercel.models.base import Span
+
+if TYPE_CHECKING:
+    from tiercel.models.apart import Reading
 
 Ints = npt.NDArray[np.int32]
 
@@ -31,10 +34,17 @@ class Size(NamedTuple):
     tails: int
     longest: int
     """The most positions of any text behind the call."""
+    staged: int = 0
+    """How many rows of the host a layer may stage; 0: no page of these texts is on the host."""
 
     @property
     def numbers(self) -> int:
-        return 7 * self.tokens + 2 * self.rows + 5 * self.tails
+        return sum(self.parts)
+
+    @property
+    def parts(self) -> list[int]:
+        """How many numbers there are of tokens, rows, tails and staged rows."""
+        return [7 * self.tokens, 2 * self.rows, 5 * self.tails, self.staged and 1 + 2 * self.staged]
 
 
 class Numbers(NamedTuple):
@@ -47,10 +57,13 @@ class Numbers(NamedTuple):
     rings: int
     """A ring that belongs to no text."""
     longest: int
+    staged: Ints | None = None
+    """[staged rows, 2], see `FlatBatch`; None: no page of these texts is on the host."""
 
     @property
     def size(self) -> Size:
-        return Size(self.tokens.shape[1], self.rows.shape[1], len(self.tails), self.longest)
+        staged = 0 if self.staged is None else max(1, len(self.staged))
+        return Size(self.tokens.shape[1], self.rows.shape[1], len(self.tails), self.longest, staged)
 
     def padded(self, size: Size) -> Ints:
         """All numbers in a row, in the order in which `FlatBatch` takes them apart."""
@@ -60,7 +73,13 @@ class Numbers(NamedTuple):
         rows[1], rows[:, : own.rows] = self.rings, self.rows
         tails = np.full((size.tails, 5), -1, np.int32)
         tails[: own.tails] = self.tails
-        return np.concatenate([tokens.ravel(), rows.ravel(), tails.ravel()])
+        parts = [tokens.ravel(), rows.ravel(), tails.ravel()]
+        if size.staged:
+            staged = np.zeros(1 + 2 * size.staged, np.int32)
+            if self.staged is not None:
+                staged[0], staged[1 : 1 + self.staged.size] = len(self.staged), self.staged.ravel()
+            parts.append(staged)
+        return np.concatenate(parts)
 
 
 def no_numbers(rings: int) -> Numbers:
@@ -104,7 +123,7 @@ class FlatBatch:
 
     def __init__(self, numbers: Tensor, size: Size, table: Tensor) -> None:
         """`numbers`: on the device, as `Numbers.padded` made them for this size."""
-        tokens, rows, tails = numbers.split([7 * size.tokens, 2 * size.rows, 5 * size.tails])
+        tokens, rows, tails, staged = numbers.split(size.parts)
         self.positions, start, first, ring, self.end, self.write_from, self.tokens = tokens.view(7, -1)
         self.rows, self.row_rings = rows.view(2, -1)
         """The flat tokens whose logits are wanted. The last one of each span has the span's ring, others have
@@ -114,6 +133,11 @@ class FlatBatch:
         self.pools = tuple(Flat(self.positions, start, first, ring, pages) for pages in table)
         """Where each token stands, with the page tables of each device pool."""
         self.longest = size.longest
+        self.staged = (staged[1:].view(-1, 2), staged[:1]) if size.staged else None
+        """Rows that each layer stages: (host place, place behind the first staged row), and how many of
+        them there are. None: no page of these texts is on the host."""
+        self.host: Reading | None = None
+        """Where layers bring what is on the host."""
 
     @property
     def flat(self) -> Flat:

@@ -20,6 +20,7 @@ from tiercel.kernels.choice import Kernels
 from tiercel.kernels.draw import Draw
 from tiercel.kernels.reference import CosSin
 from tiercel.memory.buffers import DeviceMemory
+from tiercel.models.apart import Apart
 from tiercel.models.base import DRAWN_LAST, BeforeLayer, Draft, Span, at_once
 from tiercel.models.flat import FlatBatch, PageTables, numbers_of, send
 from tiercel.models.graphs import Graphs, Section
@@ -94,7 +95,11 @@ class Frame:
         self._rings, self._guesses_max = rings, guesses_max
         self.last = torch.zeros(rings + 1, dtype=torch.int64, device=memory.device)
         """One more than there are rings, for tokens drawn for no text."""
-        self.tables = PageTables(len(memory.spec.pools), rings, memory.device)
+        reads_host = memory.host is not None and memory.spec.selective
+        self.apart = Apart(memory, kernels, rings, guesses_max) if reads_host else None
+        """What reads pages that are on the host, if there may be such pages."""
+        rows = len(memory.spec.pools) + (self.apart is not None)
+        self.tables = PageTables(rows, rings, memory.device)
         self._graphs: Graphs | None = None
         self._recorded: Recorded | None = None
         """What the last forward left, if it was a recorded one."""
@@ -107,13 +112,16 @@ class Frame:
         page_tokens = self.memory.spec.page_tokens
         self.tables.make_room(-(-longest // page_tokens))
         table = self.tables.table
+        if self.apart is not None:
+            self.apart.make_room(table.shape[2])
         for rotary in self.layers.rotaries:  # guesses may stand behind the end of the longest text
             rotary.table(table.shape[2] * page_tokens + self._guesses_max)
         rows = (
             self._rings * 2 if self._guesses_max else self._rings
         )  # a guess for each text, or more for some
         restore = self._restore if self.memory.spec.tail_streams else None
-        self._graphs = Graphs(self.sections(), restore, table, page_tokens, rows)
+        staged = (0,) if self.apart is None else (0, self.apart.staged_most)
+        self._graphs = Graphs(self.sections(), restore, table, page_tokens, rows, staged)
         if self.draft is not None:
             self.draft.record(self._graphs.memory)
 
@@ -123,6 +131,7 @@ class Frame:
         groups, count = self.memory.spec.layer_groups(), self.layers.count
 
         def run(layers: range, batch: FlatBatch, state: Hidden | None) -> Hidden | Recorded:
+            self._read_host(layers, batch)
             state = self._compute(layers, batch, state or self._begin(batch))
             return self._answer(batch, state) if layers[-1] == count - 1 else state
 
@@ -135,16 +144,27 @@ class Frame:
         self, spans: Sequence[Span], rows: Sequence[int] | None = None, before: BeforeLayer = at_once
     ) -> Tensor:
         """Logits of these flat tokens; None: the last token of each span."""
+        staged = None
+        if self.apart is not None:
+            spans, staged = self.apart.arrange(spans)
         self.tables.send(spans)
-        numbers = numbers_of(spans, rows, self._rings)
+        numbers = numbers_of(spans, rows, self._rings)._replace(staged=staged)
         self._recorded = self._graphs.run(numbers, before) if self._graphs is not None else None
         if self._recorded is not None:
             self._recorded = Recorded(*(each[: numbers.size.rows] for each in self._recorded))
             return self._recorded.logits
         on_device = send(numbers.padded(numbers.size), self.memory.device)
         batch = FlatBatch(on_device, numbers.size, self.tables.table)
+        if self.apart is not None and batch.staged is not None:
+            self.apart.make_room(self.tables.table.shape[2])
+        self._read_host(range(self.layers.count), batch)
         state = self._compute(range(self.layers.count), batch, self._begin(batch), before)
         return self._logits(batch, state)
+
+    def _read_host(self, layers: range, batch: FlatBatch) -> None:
+        """These layers are computed next. Where pages are on the host, their rows are brought for them."""
+        if self.apart is not None and batch.staged is not None:
+            batch.host = self.apart.begin(layers, batch)
 
     def _begin(self, batch: FlatBatch) -> Hidden:
         drawn = self.last[batch.rings].clamp(min=0)
@@ -197,6 +217,10 @@ class Frame:
             tokens, to = self.kernels.sample(logits, sent, tokens), sent[:, -1].long()
         self.last[to] = tokens
         return tokens
+
+    def take_hot(self, ring: int, places: Sequence[int]) -> None:
+        assert self.apart is not None, "there are no pages on the host"
+        self.apart.take_hot(ring, places)
 
     def resume(self, ring: int, tails: Sequence[tuple[int, int]]) -> None:
         """A text goes on from the tails at (boundary, place), the earliest first."""

@@ -75,10 +75,12 @@ class Graphs:
         table: Tensor,
         page_tokens: int,
         rows_most: int,
+        staged: Sequence[int] = (0,),
     ) -> None:
         """Takes seconds. `restore` reads three numbers: place of a tail, its boundary, a ring; None: there
-        are no tails. There is no recording for more than `rows_most` rows of logits."""
-        self._sections, self._table, self._rows_most = sections, table, rows_most
+        are no tails. There is no recording for more than `rows_most` rows of logits. `staged`: a set of
+        recordings for each of these numbers of rows that a layer may stage (`Size.staged`)."""
+        self._sections, self._table, self._rows_most, self._staged = sections, table, rows_most, staged
         self._most = table.shape[2] * page_tokens
         self.memory = torch.cuda.graph_pool_handle(), torch.cuda.Stream(table.device)
         """The pool and the stream of all recordings of the model."""
@@ -100,9 +102,10 @@ class Graphs:
         while longest[-1] < self._most:
             longest.append(longest[-1] * LONGEST_STEP)
         for tokens in reversed(TOKENS):
-            for most in reversed(longest):
-                size = Size(tokens, min(tokens, self._rows_most), tokens, min(most, self._most))
-                made.append((size, self._record(size, warm=most == longest[-1])))
+            for staged in self._staged:
+                for most in reversed(longest):
+                    size = Size(tokens, min(tokens, self._rows_most), tokens, min(most, self._most), staged)
+                    made.append((size, self._record(size, warm=most == longest[-1])))
         return made[::-1]
 
     def _record(self, size: Size, *, warm: bool) -> Recording:
@@ -119,10 +122,11 @@ class Graphs:
     def run(self, numbers: Numbers, before: BeforeLayer) -> Any:
         """What the last section returns for the padded call; None: no recording is large enough. The next
         call overwrites it."""
-        tokens, rows, tails, longest = numbers.size
+        tokens, rows, tails, longest, staged = numbers.size
         assert longest <= self._most, "a text is longer than the page tables of recorded forwards"
         for size, recording in self._recordings:
-            if tokens <= size[0] and rows <= size[1] and tails <= size[2] and longest <= size[3]:
+            fits = tokens <= size[0] and rows <= size[1] and tails <= size[2] and longest <= size[3]
+            if fits and bool(staged) == bool(size[4]):
                 recording.fill(numbers.padded(size))
                 for section, graph in zip(self._sections, recording.graphs, strict=True):
                     before(section.last_layer)

@@ -105,10 +105,13 @@ class Opened:
     """How that model's entries are kept."""
     own_draft: bool = False
     """Its own draft guesses for it (`Folder.offer`)."""
+    apart: bool = False
+    """Entries that attention selects have a pool of their own on the device (`CacheSpec.apart`)."""
 
     @cached_property
     def target_spec(self) -> CacheSpec:
-        return self.target.declare(self.page_tokens, self.format)
+        declared = self.target.declare(self.page_tokens, self.format)
+        return declared.apart if self.apart else declared
 
     @cached_property
     def draft_spec(self) -> CacheSpec | None:

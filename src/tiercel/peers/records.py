@@ -44,14 +44,14 @@ class Records:
             self._forms[align] = forms_of(self._spec, align)
         number, sizes = self._part(key, item)
         form = self._forms[align][item.kind][number]
-        ranges = self._host.ranges(places, sizes)[number] if pieces else ()
+        ranges = self._host.ranges(places, sizes, item.kind)[number] if pieces else ()
         header = form.header_of(page_key_of(key), self._sum(key, item, places))
         return Described(form.payload_bytes, header, ranges)
 
     def views(self, key: RecordKey, item: Item, places: tuple[HostPageId, ...]) -> list[memoryview]:
         """The record's bytes, in order."""
         number, sizes = self._part(key, item)
-        return self._host.views(places, sizes)[number]
+        return self._host.views(places, sizes, item.kind)[number]
 
     def _part(self, key: RecordKey, item: Item) -> tuple[int, list[int]]:
         """The record's number among those of the item, and the sizes of these records up to it."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -36,6 +37,9 @@ GRAINS_MOST = 4
 """The most records that a page is cut into. Each record costs a header of 4 KiB in a file store."""
 GRAIN_BYTES_LEAST = 128 * 1024
 """A page is cut into fewer records if they would be smaller than this: small records are slow everywhere."""
+
+HOT_TIMES = 2
+"""A text that reads pages on the host gets so many times the rows that a step needs, if there is room."""
 
 UNIT_ALIGN = 64
 """Where a device has two pools, its units are multiples of this many bytes."""
@@ -226,6 +230,27 @@ class CacheSpec:
             : 1 + bool(self.second)
         ]
 
+    @property
+    def apart(self) -> CacheSpec:
+        """The same declaration, with what is read by selection in the second pool. Without such streams, or
+        with nothing else in a page, it is this one."""
+        selected = [stream.name for stream in self.page_streams if stream.selected]
+        second = tuple(selected) if len(selected) < len(self.page_streams) else ()
+        return replace(self, second=second)
+
+    @property
+    def selective(self) -> bool:
+        """Whether all of the second pool is read by selection: then pages may be without their place in it
+        while texts read them."""
+        return bool(self.second) and all(stream.selected for stream in self.pools[1])
+
+    def hot_places(self, guesses: int = 0) -> tuple[int, int]:
+        """Places of the second pool for the hot rows of a text: at least, and at most. The least hold what
+        the tokens of a step read, with so many guesses."""
+        (stream,) = self.pools[1]
+        least = -(-(1 + guesses) * stream.selected // stream.entries_per_row(self.page_tokens))
+        return least, HOT_TIMES * least
+
     def pool_of(self, stream: Stream) -> int:
         """The number of the device pool that a stream of a page lies in."""
         return int(stream.name in self.second)
@@ -258,6 +283,12 @@ class CacheSpec:
     def frame_bytes(self) -> int:
         """What a whole page takes on the device."""
         return self.unit_bytes * self.frame_units
+
+    def row_step(self, stream: Stream) -> int:
+        """Every row of this page stream begins at a multiple of so many bytes, counted from the start of the
+        device's memory, in every frame: units and rows of its pool are multiples of it."""
+        rows = {self.row_bytes(each) for each in self.pools[self.pool_of(stream)]}
+        return math.gcd(self.unit_bytes, *rows)
 
     @property
     def units_per_tail(self) -> int:

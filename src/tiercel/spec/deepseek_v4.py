@@ -51,10 +51,16 @@ class _Entry(NamedTuple):
     group: int = 0
 
     def stream(
-        self, name: str, layers: tuple[int, ...], keep: Keep, role: str, tokens_per_entry: int = 1
+        self,
+        name: str,
+        layers: tuple[int, ...],
+        keep: Keep,
+        role: str,
+        tokens_per_entry: int = 1,
+        selected: int = 0,
     ) -> Stream:
-        own = self._asdict()
-        return Stream(name, layers, keep=keep, role=role, tokens_per_entry=tokens_per_entry, **own)
+        how = {"tokens_per_entry": tokens_per_entry, "selected": selected, **self._asdict()}
+        return Stream(name, layers, keep=keep, role=role, **how)
 
 
 def deepseek_v4(
@@ -65,11 +71,12 @@ def deepseek_v4(
     streams, states = list[Stream](), list[Stream]()
     if sparse := layers_of(kinds, SPARSE):
         rate, dim = rates[SPARSE], whole(config, "index_head_dim")
+        best = 0 if config.get("index_topk") is None else whole(config, "index_topk")
         index = (
             _Entry((values(dim, format),), format) if format != "fp8" else _Entry(index_parts(dim), "fp8_row")
         )
         streams += [
-            entry.stream(f"c{rate}", sparse, PREFIX, ENTRIES, rate),
+            entry.stream(f"c{rate}", sparse, PREFIX, ENTRIES, rate, best),
             index.stream(f"c{rate}_index", sparse, PREFIX, INDEX, rate),
         ]
         # (kv, gate) of the last `rate` tokens, fp32 in every format: the compressor adds in fp32

@@ -81,6 +81,9 @@ class Stream:
     role: str = field(default="", compare=False)
     """What its model keeps in it. The model finds a stream by role and layer (`CacheSpec.find`), not by name.
     Bytes lie the same whatever the role is, so it is not part of a declaration as JSON."""
+    selected: int = field(default=0, compare=False)
+    """A query reads the best so many entries of it, which an indexer chooses. 0: it reads all. The page of
+    such a stream may stay on the host (`CacheSpec.apart`)."""
     draft: bool = field(default=False, compare=False)
     """Whether `CacheSpec.with_draft` added it to a target's streams."""
 
@@ -108,6 +111,8 @@ class Stream:
             sizes["span"] = 1 if self.keep.span is None else self.keep.span
         for name, size in sizes.items():
             check_positive(f"{self.name}.{name}", size)
+        if self.selected:
+            check_positive(f"{self.name}.selected", self.selected)
         self._check_groups()
 
     def _check_groups(self) -> None:

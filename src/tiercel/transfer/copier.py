@@ -17,7 +17,7 @@ from tiercel.kernels.copy import copy_extents
 from tiercel.memory.buffers import HostMemory, Memory
 from tiercel.spec.stream import Stream
 from tiercel.transfer.extents import LegPlaces, extents_of, moved, shared_rows
-from tiercel.transfer.plan import Direction, Leg
+from tiercel.transfer.plan import NO_PLACE, Direction, Leg
 from tiercel.types import Kind
 
 
@@ -60,8 +60,9 @@ class ReferenceCopier(Copier):
         for stream, layer in shared_rows(self.device, self.host, leg.kind):
             places = (each.tolist() for each in LegPlaces.of(leg, self.device, self.host))
             for here, there in zip(*places, strict=True):
-                if any(part >= len(here) for part, _ in self.device.rows[stream.name, layer][1]):
-                    continue  # a page that moves without its second place
+                parts = [part for part, _ in self.device.rows[stream.name, layer][1]]
+                if any(part >= len(here) or here[part] == NO_PLACE for part in parts):
+                    continue  # a page that moves without one of its places
                 near = _ranges(self.device, stream, layer, here)
                 far = _ranges(self.host, stream, layer, there)
                 sources, targets = (far, near) if direction is Direction.LOAD else (near, far)

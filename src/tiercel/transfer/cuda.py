@@ -32,16 +32,22 @@ from torch import Tensor
 from tiercel.errors import ConfigError, TransferError
 from tiercel.memory.buffers import HostMemory, Memory
 from tiercel.transfer.controller import Done, Seconds, Ticket, Tickets
-from tiercel.transfer.extents import Extents, Ints, LegPlaces, extents_of, moved, ranges
+from tiercel.transfer.extents import Extents, Ints, LegPlaces, extents_of, held, moved, ranges
 from tiercel.transfer.plan import Direction, Plan
 from tiercel.types import Kind
 
 if TYPE_CHECKING:
     from tiercel.kernels.move import Mover
 
-DMA_BYTES_LEAST = 64 * 1024
-"""Extents of this size and more are left to the copy engines. H200: 998 KB 53 GB/s, 250 KB 51, 37 KB 32, each
-extent costs the CPU 0.65 µs; a kernel reads rows of any size at 49 (2026-11-15)."""
+DMA_BYTES_LEAST = 40 * 1024
+"""Extents are left to the copy engines if the extent of an average byte has this size and more. H200: 998 KB
+53 GB/s, 250 KB 51, 37 KB 32, each extent costs the CPU 0.65 µs; a kernel reads rows of any size at 49
+(2026-11-15).
+
+The average is over bytes, not over extents: what counts is how large the extents are that most bytes lie in.
+A page in two pools has an extent of each pool in a group of layers: those of V4-Flash's first group have
+19 KB and 75 KB. Their mean size is 47 KB, but an average byte lies in one of 64 KB. Rows of c4 that lie
+alone, as in borrowed memory, have 37 KB each: they are below this."""
 
 GROUPED_BYTES_LEAST = 16 * 1024**2
 """Smaller loads, of 0.3 ms, are queued as one group."""
@@ -195,25 +201,30 @@ class _Flight(NamedTuple):
     sizes: dict[str, int]
 
 
+def are_large(table: Extents) -> bool:
+    """Whether these extents are left to the copy engines. No extents are: they take no launch."""
+    sizes = table[:, 6].astype(np.float64)
+    return bool((sizes**2).sum() >= DMA_BYTES_LEAST * sizes.sum())
+
+
 class _Moves:
     """The extents of a page or tail, of all layers or of a group, and the three ways to move them."""
 
     def __init__(self, device: Memory, host: HostMemory, table: Extents) -> None:
         self.host, self._memory, self._device = host, device, device.device
         self.table = table
-        self.large = self._mean(self.table) >= DMA_BYTES_LEAST
+        self.large = are_large(table)
+        self._parts: dict[tuple[int, ...], _Moves] = {}
+        """What moves of items that have only these of their places on the device."""
 
     def of(self, places: LegPlaces) -> _Moves:
-        """The same for items that have only their first place on the device, if these do."""
-        return self if moved(self.table, places.near) is self.table else self._first
-
-    @cached_property
-    def _first(self) -> _Moves:
-        return _Moves(self._memory, self.host, self.table[self.table[:, 2] == 0])
-
-    @staticmethod
-    def _mean(table: Extents) -> float:
-        return float(table[:, 6].mean()) if len(table) else float("inf")
+        """The same for items with these places: not all parts of a page may move."""
+        here = held(places.near)
+        if here not in self._parts:
+            table = moved(self.table, places.near)
+            whole = table is self.table
+            self._parts[here] = self if whole else _Moves(self._memory, self.host, table)
+        return self._parts[here]
 
     @cached_property
     def item_bytes(self) -> int:
@@ -239,7 +250,7 @@ class _Moves:
 
     @cached_property
     def may_stage(self) -> bool:
-        return 0 < self.item_bytes <= STAGING_BYTES and self._mean(self.staged[0]) >= DMA_BYTES_LEAST
+        return 0 < self.item_bytes <= STAGING_BYTES and are_large(self.staged[0])
 
     def scatter(self, staging: Tensor) -> Mover:
         return self._mover(self.staged[1], staging.data_ptr())

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from tiercel.memory.buffers import HostMemory, Memory, Row
 from tiercel.spec.stream import Stream
-from tiercel.transfer.plan import Leg
+from tiercel.transfer.plan import NO_PLACE, Leg
 from tiercel.types import PLACE_MASK, Kind
 
 Ints = NDArray[np.int64]
@@ -89,25 +89,36 @@ def cut_row(here: Row, there: Row) -> Iterator[Extent]:
 
 
 class LegPlaces(NamedTuple):
-    """The places of a leg: [items, places of an item] on the device and on the host."""
+    """The places of a leg: [items, places of an item] on the device and on the host. On the device,
+    `NO_PLACE` stays what it is."""
 
     near: Ints
     far: Ints
 
     @classmethod
     def of(cls, leg: Leg, device: Memory, host: HostMemory) -> LegPlaces:
-        near, far = (
-            np.fromiter(chain.from_iterable(each), np.int64) & PLACE_MASK for each in (leg.device, leg.host)
-        )
+        near, far = (np.fromiter(chain.from_iterable(each), np.int64) for each in (leg.device, leg.host))
+        absent = near == NO_PLACE
+        near, far = near & PLACE_MASK, far & PLACE_MASK
+        near[absent] = NO_PLACE
         most = device.places_of(leg.kind)
         assert near.max(initial=0) < most and far.max(initial=0) < host.pages, f"I7: no such place: {leg}"
         near, far = (each.reshape(len(leg.device), -1) for each in (near, far))
+        if absent.any():
+            assert ((near < 0) == (near[0] < 0)).all(), f"I7: items that move in different parts: {leg}"
         return cls(near, far)
 
 
+def held(near: Ints) -> tuple[int, ...]:
+    """Which of its places on the device each item of a leg has: all items have the same ones."""
+    return tuple(np.flatnonzero(near[0] != NO_PLACE).tolist())
+
+
 def moved(table: Extents, near: Ints) -> Extents:
-    """The extents of a leg whose items have these places on the device: a page may be without its second."""
-    return table if near.shape[1] > table[:, 2].max(initial=0) else table[table[:, 2] < near.shape[1]]
+    """The extents of a leg whose items have these places on the device: a page may be without its first, or
+    without its second. It is `table` itself where nothing is missing."""
+    here = np.isin(table[:, 2], held(near))
+    return table if here.all() else table[here]
 
 
 def ranges(table: Extents, places: LegPlaces) -> tuple[Ints, Ints, Ints]:

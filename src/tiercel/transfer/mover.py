@@ -377,7 +377,8 @@ class StoreMover:
     def _records(self, piece: ItemPlace) -> Iterator[tuple[Form, list[memoryview]]]:
         """The form of each record, and its bytes in host memory."""
         forms = self.forms[piece.kind]
-        return zip(forms, self._host.views(piece.host, [form.payload_bytes for form in forms]), strict=True)
+        sizes = [form.payload_bytes for form in forms]
+        return zip(forms, self._host.views(piece.host, sizes, piece.kind), strict=True)
 
     _DO: dict[Work, Callable[[StoreMover, Operation], list[Presence]]] = {
         Work.ASK: _ask,

@@ -6,6 +6,12 @@ process that has the memories can carry it out.
     └── Leg of tails    device pages 6, 1, 2 ◄─ host pages 5, 2, 7
 
 A leg pairs the places of two pools; the direction is the plan's. A tail takes several places on either side.
+Where a device has two pools, a page may move in part:
+
+    (3, 7)     the whole page
+    (3,)       only what lies in the first pool
+    (-1, 7)    only what lies in the second pool
+
 Ids become places in `transfer.extents` only.
 """
 
@@ -17,6 +23,9 @@ from enum import Enum
 from itertools import chain
 
 from tiercel.types import HostPageId, Kind
+
+NO_PLACE = -1
+"""In the place of a device place: this part of the page does not move."""
 
 Pair = tuple[tuple[int, ...], tuple[HostPageId, ...]]
 """The device places of a page or tail, and its host pages: one for a page, mostly several for a tail."""
@@ -32,7 +41,8 @@ class Direction(Enum):
 @dataclass(frozen=True)
 class Leg:
     """Pages, or tails: the places `device[i]` are paired with the host pages `host[i]`. All have equally many
-    places on the device. A page that has fewer places than the device has pools moves in part."""
+    places on the device, and the same ones of them are `NO_PLACE`. A page that has fewer places than the
+    device has pools moves in part."""
 
     kind: Kind
     device: tuple[tuple[int, ...], ...]
@@ -55,15 +65,19 @@ class Plan:
             written = [
                 leg.device if loads else leg.host for leg in self.legs if leg.kind is kind or not loads
             ]
-            places = list(chain.from_iterable(chain.from_iterable(written)))
+            every = chain.from_iterable(chain.from_iterable(written))
+            places = [each for each in every if each != NO_PLACE]
             assert len(places) == len(set(places)), "I1: a plan writes a place twice"
 
     @staticmethod
     def of(direction: Direction, pages: Iterable[Pair] = (), tails: Iterable[Pair] = ()) -> Plan:
-        """A plan from pairs: a leg of each kind, two if some pages are whole and some are not."""
+        """A plan from pairs: a leg of each kind, more if other parts of some pages move than of others."""
         legs: list[Leg] = []
-        for kind, pairs in ((Kind.PAGE, list(pages)), (Kind.TAIL, list(tails))):
-            for places in sorted({len(device) for device, _ in pairs}):
-                device, host = zip(*(pair for pair in pairs if len(pair[0]) == places), strict=True)
+        for kind, pairs in ((Kind.PAGE, pages), (Kind.TAIL, tails)):
+            alike: dict[tuple[bool, ...], list[Pair]] = {}
+            for pair in pairs:
+                alike.setdefault(tuple([place == NO_PLACE for place in pair[0]]), []).append(pair)
+            for missing in sorted(alike):
+                device, host = zip(*alike[missing], strict=True)
                 legs.append(Leg(kind, device, host))
         return Plan(direction, tuple(legs))

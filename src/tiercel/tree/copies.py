@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from weakref import proxy
 
 from tiercel.policy.evict import EvictPolicy, Value
@@ -41,7 +41,7 @@ from tiercel.tree.node import (
 )
 from tiercel.tree.owners import ItemBytes, Owners, tail_in_pages
 from tiercel.tree.valued import Worth, make_order
-from tiercel.types import HostPageId, Kind, PageKey, Tier
+from tiercel.types import DevicePageId, HostPageId, Kind, PageKey, Tier
 
 STORE_LEAST = 0.01
 """The least worth of a tail that is written to a store. A new tail at the end of a text is worth 0.2 to 0.9.
@@ -260,14 +260,20 @@ class Copies:
         parent.children_device -= 1
         self.device.offer(parent)
 
-    def shed(self, page: Page) -> None:
-        """A page gives back its place in the second pool of the device: it is sparse from now on, and that
-        part is read on the host. Required: no step reads the place any more."""
+    def shed(self, page: Page) -> DevicePageId:
+        """A page gives up its place in the second pool of the device: it is sparse from now on, and that part
+        is read on the host. Returns the place: it is the caller's."""
         assert page.on_device and page.on_host and self.is_whole(page), "I2: the host has what leaves"
         first, second = page.device
         page.device = (first,)
-        self.actions.device.append(second)
         self.doubles.discard(page)
+        return cast(DevicePageId, second)
+
+    def whole(self, page: Page, second: DevicePageId) -> None:
+        """A sparse page has a place in the second pool again, with all its bytes there."""
+        assert page.on_device and not self.is_whole(page), "I2: the device has the first part"
+        page.device = (*page.device, second)
+        self.add_double(page)
 
     def is_whole(self, item: Item) -> bool:
         """Whether the device has all of an item that is there, and the host copy is not needed."""

@@ -88,7 +88,8 @@ class PrefixTree:
         self.save_start, self.save_done = copies.save_start, copies.save_done
         self.arrive_start, self.arrive_done = copies.arrive_start, copies.arrive_done
         self.read_start, self.read_done = copies.read_start, copies.read_done
-        self.mark_stored, self.unsaved, self.shed = copies.mark_stored, copies.unsaved, copies.shed
+        self.mark_stored, self.unsaved = copies.mark_stored, copies.unsaved
+        self.shed, self.whole, self.is_whole = copies.shed, copies.whole, copies.is_whole
         self.worth_keeping, self.is_saved = copies.worth_keeping, copies.is_saved
 
     # Finding

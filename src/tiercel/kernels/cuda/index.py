@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tiercel.kernels.entries import Entries, Flat
+from tiercel.kernels.entries import Entries, Flat, Numbering
 
 SCRATCH_BYTES = 64 << 20
 """Scores of a part of the tokens, about what the L2 cache of an H200 holds (60 MB): they are read twice."""
@@ -203,10 +203,12 @@ def _candidates(scores, spare, visible, K: tl.constexpr, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def _put(out, to, e, mask, pages, PER_ROW: tl.constexpr):
-    """Write the numbers that entries e have in the pages."""
+def _put(out, to, e, mask, pages, step, first, staged, PER_ROW: tl.constexpr):
+    """Write the numbers of entries e (`Numbering`)."""
     place = tl.load(pages + e // PER_ROW, mask=mask, other=0)
-    tl.store(out + to, place * PER_ROW + e % PER_ROW, mask=mask)
+    row = tl.where(place >= 0, place * step + first, staged - 2 - place)
+    number = tl.where(place == -1, -2 - e, row * PER_ROW + e % PER_ROW)
+    tl.store(out + to, number, mask=mask)
 
 
 @triton.jit
@@ -228,9 +230,9 @@ def _search(scores, spare, visible, K: tl.constexpr, GROUPS: tl.constexpr, TILE:
     return n, kth, larger
 
 
-@triton.jit(do_not_specialize=["most_pages"])
+@triton.jit(do_not_specialize=["most_pages", "step", "first", "staged"])
 def _select(  # noqa: PLR0913
-    scores, spare, out, position, ring, pages, most_pages, width,
+    scores, spare, out, position, ring, pages, most_pages, step, first, staged, width,
     PER_ROW: tl.constexpr, RATIO: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -242,7 +244,7 @@ def _select(  # noqa: PLR0913
     if visible <= K:
         for at in tl.range(0, K, TILE):
             lane = at + tl.arange(0, TILE)
-            _put(out, lane, lane, lane < visible, pages, PER_ROW)
+            _put(out, lane, lane, lane < visible, pages, step, first, staged, PER_ROW)
             tl.store(out + lane, -1, mask=(lane >= visible) & (lane < K))
     else:
         n, kth, larger = _search(scores, spare, visible, K, GROUPS, TILE)
@@ -258,16 +260,24 @@ def _select(  # noqa: PLR0913
             ties = tied + (sums >> 16)
             take = (score > kth) | ((score == kth) & (ties <= K - larger))
             to = above + (sums & 0xFFFF) + tl.minimum(ties, K - larger) - 1
-            _put(out, to, e, take, pages, PER_ROW)
+            _put(out, to, e, take, pages, step, first, staged, PER_ROW)
             total = tl.sum(both, 0)
             above += total & 0xFFFF
             tied += total >> 16
 
 
 def best_rows(  # noqa: PLR0913
-    q: Tensor, weights: Tensor, keys: Entries, ratio: int, flat: Flat, k: int, most: int
+    q: Tensor,
+    weights: Tensor,
+    keys: Entries,
+    ratio: int,
+    flat: Flat,
+    k: int,
+    most: int,
+    to: Numbering | None = None,
 ) -> Tensor:
     tokens, heads, dim = q.shape
+    to = to or Numbering(flat.pages)
     assert q.is_contiguous() and weights.stride(1) == 1
     out = torch.empty(tokens, k, dtype=torch.int32, device=q.device)
     groups = max(GROUPS_LEAST, triton.next_power_of_2(k))
@@ -281,7 +291,7 @@ def best_rows(  # noqa: PLR0913
         if width:
             _start_scores(q[own], weights[own], scores, keys, table, ratio=ratio, k=k)
         _select[(len(q[own]),)](
-            scores, spare, out[own], *table, width,
+            scores, spare, out[own], *table[:2], to.pages, to.pages.stride(0), *to[1:], width,
             PER_ROW=keys.per_row, RATIO=ratio, K=k, GROUPS=groups, TILE=CANDIDATES, num_warps=8,
         )  # fmt: skip
     return out

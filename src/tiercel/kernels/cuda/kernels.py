@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tiercel.kernels.cuda import attention, draw, experts, grouped, index, matrix, rings, rows
+from tiercel.kernels.cuda import attention, draw, experts, grouped, hot, index, matrix, rings, rows
 from tiercel.kernels.cuda.matrix import Weight
 
 
@@ -40,6 +40,9 @@ class CudaKernels:
     restore = staticmethod(rings.restore)
     row_before = staticmethod(rings.row_before)
     best_rows = staticmethod(index.best_rows)
+    resolve = staticmethod(hot.resolve)
+    gather = staticmethod(hot.gather)
+    stage = staticmethod(hot.stage)
     attention = staticmethod(attention.attention)
     route_softmax = staticmethod(grouped.route_softmax)
     gated = staticmethod(grouped.gated)

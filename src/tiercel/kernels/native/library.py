@@ -32,7 +32,7 @@ SIGNATURES = {
     "keep": "pipippii",
     "put_entries": "piippii",
     "compress": "pipiippppppiiiii",
-    "best_rows": "ppipiiippiiii",
+    "best_rows": "ppipiiippiiiipiiii",
     "attention": "ppipiiipiipiippfpii",
     "store_heads": "pipipppfpiiippiii",
     "grouped_attention": "pppiiippfiiii",

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tiercel.kernels.entries import Entries, Flat, read_rows, write_entries
+from tiercel.kernels.entries import Entries, Flat, Numbering, read_rows, write_entries
 from tiercel.kernels.native.layers import norm_rotate
 from tiercel.kernels.native.library import call, dense, step_of, unfit
 from tiercel.kernels.reference.layers import CosSin
@@ -73,20 +73,6 @@ class _Decoded(NamedTuple):
 
     entries: Entries
     flat: Flat
-    places: Tensor
-    """The place of each decoded page in the memory that it was read from."""
-
-    def numbers_here(self, numbers: Tensor) -> Tensor:
-        """Numbers of entries in that memory → in these pages; -1 stays."""
-        per_row = self.entries.per_row
-        page = torch.searchsorted(self.places, numbers.clamp(min=0) // per_row)
-        return torch.where(numbers < 0, -1, page * per_row + numbers % per_row).int()
-
-    def numbers_there(self, numbers: Tensor) -> Tensor:
-        """The other way."""
-        per_row, here = self.entries.per_row, numbers.clamp(min=0).long()
-        there = self.places[here // per_row] * per_row + here % per_row
-        return torch.where(numbers < 0, -1, there).int()
 
 
 def _decoded(entries: Entries, ratio: int, flat: Flat) -> _Decoded:
@@ -100,7 +86,16 @@ def _decoded(entries: Entries, ratio: int, flat: Flat) -> _Decoded:
     x = read_rows(entries, places).contiguous()
     table = torch.zeros_like(flat.pages)
     table[used] = torch.searchsorted(places, flat.pages[used].long()).int()
-    return _Decoded(_fp32(x, entries.per_row), flat._replace(pages=table), places)
+    return _Decoded(_fp32(x, entries.per_row), flat._replace(pages=table))
+
+
+def _decoded_rows(entries: Entries, chosen: Tensor) -> tuple[Entries, Tensor]:
+    """Decode the rows of listed entries. Returns the entries, and their numbers there; -1 stays."""
+    per_row = entries.per_row
+    rows, at = torch.where(chosen < 0, -1, chosen // per_row).unique(return_inverse=True)
+    x = read_rows(entries, rows.clamp(min=0).long()).contiguous()
+    numbers = torch.where(chosen < 0, -1, at * per_row + chosen % per_row)
+    return _fp32(x, per_row), numbers.int()
 
 
 def _fp32(x: Tensor, per_row: int) -> Entries:
@@ -177,18 +172,28 @@ def compress_store(  # noqa: PLR0913
 
 
 def best_rows(  # noqa: PLR0913
-    q: Tensor, weights: Tensor, keys: Entries, ratio: int, flat: Flat, k: int, most: int
+    q: Tensor,
+    weights: Tensor,
+    keys: Entries,
+    ratio: int,
+    flat: Flat,
+    k: int,
+    most: int,
+    to: Numbering | None = None,
 ) -> Tensor:
+    to = to or Numbering(flat.pages)
     if not _in_place(keys):
         found = _decoded(keys, ratio, flat)
-        return found.numbers_there(best_rows(q, weights, found.entries, ratio, found.flat, k, most))
+        return best_rows(q, weights, found.entries, ratio, found.flat, k, most, to)
     queries, heads, dim = q.shape
     dense(q, (queries, heads, dim))
     best, step = torch.empty(queries, k, dtype=torch.int32), step_of(weights, (queries, heads))
     if keys.dim != dim:
         raise ValueError(f"a native kernel was given keys of {keys.dim} channels, it wants {dim}")
+    dense(to.pages, tuple(to.pages.shape), torch.int32)
     where = *_passed(keys), ratio, pass_flat(flat, queries)
-    call("best_rows", queries, q, weights, step, *where, best, heads, dim, k, most)
+    numbers = to.pages, to.pages.shape[1], *to[1:]
+    call("best_rows", queries, q, weights, step, *where, *numbers, best, heads, dim, k, most)
     return best
 
 
@@ -205,10 +210,11 @@ def attention(  # noqa: PLR0913
     spare: int = 0,
 ) -> Tensor:
     if entries is not None and not _in_place(entries):
+        if chosen is not None:
+            entries, chosen = _decoded_rows(entries, chosen)
+            return attention(q, recent, window, entries, chosen, ratio, flat, sinks, scale, spare)
         found = _decoded(entries, ratio, flat)
-        listed = None if chosen is None else found.numbers_here(chosen)
-        how = ratio, found.flat, sinks, scale, spare
-        return attention(q, recent, window, found.entries, listed, *how)
+        return attention(q, recent, window, found.entries, None, ratio, found.flat, sinks, scale, spare)
     (queries, heads, dim), (kept, new) = q.shape, map(_recent, recent)
     dense(q, (queries, heads, dim))
     dense(sinks, (heads,))

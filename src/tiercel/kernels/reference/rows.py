@@ -23,6 +23,7 @@ from torch import Tensor
 from tiercel.kernels.entries import (
     Entries,
     Flat,
+    Numbering,
     move_entries_plain,
     read_entries,
     read_rows,
@@ -186,10 +187,17 @@ def compress(rows: Tensor, none: Tensor, bias: Tensor, dim: int) -> Tensor:
 
 
 def best_rows(  # noqa: PLR0913
-    q: Tensor, weights: Tensor, keys: Entries, ratio: int, flat: Flat, k: int, most: int
+    q: Tensor,
+    weights: Tensor,
+    keys: Entries,
+    ratio: int,
+    flat: Flat,
+    k: int,
+    most: int,
+    to: Numbering | None = None,
 ) -> Tensor:
-    """The lightning indexer. int32 [tokens, k]: the numbers in `keys` of each query's k best keys, ascending
-    in its text; -1: fewer.
+    """The lightning indexer. int32 [tokens, k]: the numbers of each query's k best entries, ascending in its
+    text; -1: fewer. `to`: how they are numbered; None: as in `keys`.
 
     score = sum over heads of weight · ReLU(q · key). q [tokens, heads, dim], weights [tokens, heads]. A query
     sees the keys that ended with its token or before; `most`: no query sees more. Ties go to the earlier key.
@@ -205,8 +213,17 @@ def best_rows(  # noqa: PLR0913
         scores = torch.matmul(weights[part][:, None, :], scores).squeeze(1)
         best = top_numbers(scores, visible, k)
         if best.shape[1]:
-            out[part, : best.shape[1]] = torch.where(best < 0, -1, rows.gather(1, best.clamp(min=0))).int()
+            out[part, : best.shape[1]] = numbered(best, keys.per_row, own, to or Numbering(flat.pages)).int()
     return out
+
+
+def numbered(best: Tensor, per_row: int, flat: Flat, to: Numbering) -> Tensor:
+    """The numbers of entries [tokens, n] of each token's text; -1 stays."""
+    entry = best.clamp(min=0)
+    place = to.pages[flat.ring.long()[:, None], entry // per_row].long()
+    row = torch.where(place >= 0, place * to.step + to.first, to.staged - 2 - place)
+    number = torch.where(place == -1, -2 - entry, row * per_row + entry % per_row)
+    return torch.where(best < 0, -1, number)
 
 
 def top_numbers(scores: Tensor, visible: Tensor, k: int) -> Tensor:

@@ -20,17 +20,17 @@ alone decide.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tiercel.errors import SpecError
 from tiercel.kernels.choice import Kernels
-from tiercel.kernels.entries import Entries
+from tiercel.kernels.entries import Entries, Numbering
 from tiercel.kernels.reference import CosSin
 from tiercel.memory.buffers import DeviceMemory
+from tiercel.models.apart import ApartRows
 from tiercel.models.base import Weights, part_of
 from tiercel.models.deepseek_v4.config import SPARSE_RATIO, V4Config
 from tiercel.models.flat import FlatBatch
@@ -103,7 +103,7 @@ class LayerRows:
 
     def __init__(self, setup: Setup, layer: int, weights: Weights, rotary: Rotary) -> None:
         c, self._config, self._k = setup.config, setup.config, setup.kernels
-        draft = layer >= c.layers
+        draft, self._layer = layer >= c.layers, layer
         self._tails = entries_of(setup.memory, WINDOW, layer)
         self._spare = setup.guesses_max
         self._ring_rows = rows_before(c.window) + self._spare
@@ -116,11 +116,13 @@ class LayerRows:
             for role, prefix in compressors_of(0 if draft else c.ratios[layer]).items()
         ]
         self._norm, self._sinks, self._scale = weights["kv_norm.weight"], weights["sinks"], c.head_dim**-0.5
-        pools = {compressor.pool for compressor in self._compressors} or {0}
-        if len(pools) > 1:
-            why = "the indexer numbers entries by its own page table: both are in one pool"
-            raise SpecError("second", setup.memory.spec.second, why)
-        (self._pool,) = pools
+        self._entries = self._compressors[0].pages if self._compressors else None
+        """What attention reads, as it is numbered there."""
+        self._apart: Callable[[FlatBatch], Numbering] | None = None
+        """How entries are numbered that lie in another pool than the keys of the indexer."""
+        if len({compressor.pool for compressor in self._compressors}) > 1:
+            rows = ApartRows.of(setup.memory, ENTRIES, layer)
+            self._entries, self._apart = rows.entries, rows.numbering
 
     def _rows(self, rows: Tensor) -> Entries:
         """Window entries, one to a row. Rows that a text has not reached are never read."""
@@ -146,18 +148,23 @@ class LayerRows:
         q [tokens, heads, dim]; kv [tokens, dim], neither normed nor rotated; `rows`: what each compressor
         makes entries of; `index`: only for a sparse layer.
         """
-        k, flat = self._k, batch.pools[self._pool]
+        k, entries = self._k, self._entries
         both = self._kept, self._encode(kv, rotation)
         for compressor, own_rows in zip(self._compressors, rows, strict=True):
             compressor.extend(batch, own_rows)
-        chosen, entries, ratio = None, None, 1
-        if self._compressors:
-            entries, ratio = self._compressors[0].pages, self._compressors[0].ratio
+        chosen, ratio = None, self._compressors[0].ratio if self._compressors else 1
         if index is not None:
-            keys, best = self._compressors[1].pages, self._config.index_topk
-            chosen = k.best_rows(index.q, index.weights, keys, ratio, flat, best, batch.longest // ratio)
-        how = flat, self._sinks, self._scale, self._spare
+            keys, best = self._compressors[1], self._config.index_topk
+            to = None if self._apart is None else self._apart(batch)
+            where = ratio, batch.pools[keys.pool], best, batch.longest // ratio, to
+            chosen = k.best_rows(index.q, index.weights, keys.pages, *where)
+            if batch.host is not None:
+                batch.host.bring(self._layer, chosen)
+        pool = self._compressors[0].pool if self._compressors else 0
+        how = batch.pools[pool], self._sinks, self._scale, self._spare
         out = k.attention(q, both, self._config.window, entries, chosen, ratio, *how)
+        if index is not None and batch.host is not None:
+            batch.host.used()
         self._remember(batch, both)
         return out
 

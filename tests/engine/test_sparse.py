@@ -1,0 +1,151 @@
+"""Goal: texts whose pages are partly on the host have the same tokens and logprobs as if nothing were cached:
+with pages that leave and come back in the middle of a text, in all loops, with guesses, shared prefixes,
+aborts and preemptions, and nothing is lost or kept.
+Method: the embedded model, a device of a few pages, and `sparse` auto or always."""
+
+from random import Random
+
+import pytest
+
+from tests.engine.drive import (
+    LOOPS,
+    logprobs_of,
+    make_ask,
+    make_engine,
+    run,
+    settle,
+    steps_of,
+    tokens_of,
+    truth_of,
+    words,
+)
+from tiercel.asks.ask import Finish
+from tiercel.errors import AskError
+
+PROMPTS = [tuple(words(2500 + 137 * i, i)) for i in range(3)]
+PROMPTS.append(PROMPTS[0][:2000] + tuple(words(300, 9)))
+COUNT = 40
+
+
+def sparse_engine(mode="auto", pages=12, guesses=0, host_pages=300, staged=64, **options):
+    """Room for one text of so many whole pages. (The longest prompt here has 22.)"""
+    options |= {"speculate": "mtp"} if guesses else {}
+    cache = {"sparse": mode, "staged_pages": staged}
+    shape = {"pages": pages, "host_pages": host_pages, "second": ("c4",), "guesses": guesses}
+    return make_engine(**shape, cache=cache, **options)
+
+
+def check(answers, prompts, count=COUNT):
+    for prompt, answer in zip(prompts, answers, strict=True):
+        truth = truth_of(prompt, count)
+        assert tokens_of(answer) == tokens_of(truth)
+        assert logprobs_of(answer) == logprobs_of(truth)
+
+
+@LOOPS
+@pytest.mark.parametrize("guesses", [0, 1, 3])
+@pytest.mark.parametrize(("mode", "pages"), [("auto", 12), ("auto", 20), ("always", 14), ("always", 40)])
+def test_texts_that_read_the_host_have_the_same_answers(mode, pages, guesses, overlap):
+    engine = sparse_engine(mode, pages, guesses)
+    asks = [make_ask(f"a{i}", prompt, COUNT) for i, prompt in enumerate(PROMPTS)]
+    check(run(engine, *asks, overlap=overlap), PROMPTS)
+    assert engine.cache.counters["pages_sparse"] > 0
+    settle(engine)
+    turn = PROMPTS[1] + tuple(words(50, 3))  # a new turn on what is cached
+    check(run(engine, make_ask("b", turn, COUNT), overlap=overlap), [turn])
+    settle(engine)
+    assert engine.cache.pages.free == engine.cache.pages.capacity or engine.cache.tree.index
+    engine.cache.flush()
+    assert engine.cache.pages.free == engine.cache.pages.capacity, "all places are free again"
+
+
+def test_a_text_longer_than_the_device_is_computed():
+    engine = sparse_engine("auto", pages=9)
+    prompt = PROMPTS[0][:2300]
+    assert len(prompt) // engine.page_tokens == 17, "twice as many pages as are whole on the device at most"
+    check(run(engine, make_ask("a", prompt, COUNT)), [prompt])
+    settle(engine)
+
+
+def test_a_text_too_long_for_the_staging_area_is_refused():
+    engine = sparse_engine("auto", pages=12, staged=15)
+    assert engine.context_tokens == 15 * engine.page_tokens
+    with pytest.raises(AskError, match="1920 fit"):
+        run(engine, make_ask("a", PROMPTS[0], 8))
+
+
+def test_a_short_text_has_few_hot_rows():
+    """A text of n sparse pages needs no more hot rows than these pages had."""
+    engine = sparse_engine("always", pages=40)
+    seen = list[tuple[int, int]]()
+
+    def watch(model):
+        take = model.take_hot
+        model.take_hot = lambda ring, places: (seen.append((ring, len(places))), take(ring, places))
+
+    watch(engine.runner.model)
+    prompt = tuple(words(200))  # one full page
+    check(run(engine, make_ask("a", prompt, COUNT)), [prompt])
+    assert {count for _, count in seen} == {1}
+    settle(engine)
+
+
+def test_nothing_is_sparse_while_there_is_room():
+    engine = sparse_engine("auto", pages=100)
+    check(run(engine, *(make_ask(f"a{i}", p, COUNT) for i, p in enumerate(PROMPTS))), PROMPTS)
+    assert not engine.cache.counters["pages_sparse"]
+    settle(engine)
+
+
+def test_without_a_host_tier_nothing_is_sparse():
+    engine = sparse_engine("auto", pages=24, host_pages=0)
+    assert engine.cache.residency is None
+    check(run(engine, make_ask("a", PROMPTS[0], COUNT)), PROMPTS[:1])
+
+
+def test_pages_come_back_where_there_is_room(monkeypatch):
+    monkeypatch.setattr("tiercel.cache.residency.CALM_STEPS", 4)
+    engine = sparse_engine("auto", pages=40)
+    asks = [make_ask(f"a{i}", prompt, 8) for i, prompt in enumerate(PROMPTS)]
+    long = make_ask("long", PROMPTS[2], 400)
+    answers = run(engine, *asks, long)
+    check(answers[:-1], PROMPTS, 8)
+    check(answers[-1:], PROMPTS[2:3], 400)
+    assert engine.cache.counters["pages_sparse"] >= engine.cache.counters["pages_back"] > 0
+    settle(engine)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_aborts_and_preemptions_at_any_moment_lose_nothing(seed):
+    """Short and urgent asks come and go; whoever reaches its end has the right answer."""
+    random = Random(seed)
+    mode, guesses = random.choice(["auto", "always"]), random.choice([0, 2])
+    engine = sparse_engine(mode, random.choice([11, 14, 24]), guesses, host_pages=random.choice([60, 300]))
+    steps = steps_of(engine, False, None)
+    asked, ended = {}, {}
+    for number in range(14):
+        prompt = random.choice(PROMPTS)[: random.randrange(300, 2700)]
+        ask = make_ask(f"{number}", prompt, random.randrange(1, 30), priority=random.randrange(3))
+        asked[ask.request_id] = ask, []
+        engine.add(ask)
+        for _ in range(random.randrange(12)):
+            for delta in next(steps):
+                asked[delta.request_id][1].extend(delta.tokens)
+                if delta.finish is not None:
+                    ended[delta.request_id] = delta.finish
+            engine.cache.check()
+        if random.random() < 0.3:
+            engine.abort(random.choice(list(asked)))
+    for _ in range(4000):
+        if engine.idle:
+            break
+        for delta in next(steps):
+            asked[delta.request_id][1].extend(delta.tokens)
+            if delta.finish is not None:
+                ended[delta.request_id] = delta.finish
+    assert len(ended) == len(asked), "every ask ended"
+    for name, (ask, outs) in asked.items():
+        if ended[name] is Finish.LENGTH:
+            truth = truth_of(ask.prompt, ask.sampling.max_tokens)
+            assert [(o.token, o.logprob) for o in outs] == [(o.token, o.logprob) for o in truth.tokens]
+    settle(engine)
