@@ -134,17 +134,28 @@ QUICK_CPU = replace(
 class OneModel:
     """A model and its device memory. Its engines are used one after the other: each begins with nothing."""
 
-    def __init__(self, name: str, device: str, device_bytes: int) -> None:
+    def __init__(
+        self, name: str, device: str, device_bytes: int, *, context: int | None = None, **cache: Any
+    ) -> None:
+        """`context`: the longest text. `cache`: settings of the first engine's cache."""
         self.name, self.device = name, torch.device(device)
         kind = self.device.type
         self.step_tokens = STEP_TOKENS[kind]
         build = Build(model=name, device=device, device_bytes=device_bytes)
-        config = EngineConfig(running_max=RUNNING, step_tokens=self.step_tokens, speculate="off")
-        self._first = open_engine(build, config)[0]
+        config = EngineConfig(
+            running_max=RUNNING, step_tokens=self.step_tokens, speculate="off", context_tokens=context
+        )
+        self._first = open_engine(build, replace(config, cache=replace(config.cache, **cache)))[0]
         assert isinstance(self._first.runner, LocalRunner)
         self.model: Any = self._first.runner.model
         self.spec, self.page_tokens = self._first.cache.spec, self._first.page_tokens
         self.vocab_size = self._first.vocab_size
+
+    @property
+    def first(self) -> Engine:
+        """The engine that the model was opened with. What is recorded reads its host memory, if it reads
+        any."""
+        return self._first
 
     def engine(
         self,

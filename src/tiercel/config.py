@@ -138,8 +138,8 @@ class CacheConfig:
         "Whether entries that attention selects may stay on the host.",
         one_of=SPARSE,
     )
-    """`auto`: where the device has no room for them (on CUDA). `always`: as soon as they are saved, for tests.
-    Of DeepSeek V4 that is the c4 part of a page, 79 % of its bytes."""
+    """`auto`: where the device has no room for them (on CUDA). `always`: as soon as they are saved, for
+    tests. Of DeepSeek V4 that is the c4 part of a page, 79 % of its bytes."""
     staged_pages: int = setting(0, least=0)
     """Sparse pages that one step can read whole: the longest text that is not whole on the device."""
     host_bytes: int = setting(

@@ -401,24 +401,46 @@ def test_pages_that_become_sparse_are_on_the_host_as_long_as_a_text_reads_them()
     request = driver.begin_loaded(TEXT)
     pages = [driver.cache.tree.index[key] for key in request.chain.keys[:4]]
     wide = len(driver.cache.pages.owned_ids())
-    driver.cache.shed(pages[:3])
-    assert len(driver.cache.pages.owned_ids()) == wide - 3
-    assert [len(places) for places in request.table[:4]] == [1, 1, 1, 2]
-    assert rows_of(request.table[:4], 2)[1][:3] == (-1, -1, -1)
+    driver.cache.residency.leave(pages[:3], 0)
+    assert len(request.hot) == driver.spec.hot_places()[0] == 2
+    assert len(driver.cache.pages.owned_ids()) == wide - 3 + 2, "two of the three places are for hot rows"
+    assert [len(places) for places in request.table[:4]] == [1, 1, 1, 2] and request.changed == {0, 1, 2}
+    first, second, host = driver.cache.residency.rows(request, 0, request.table[:4])
+    assert min(first) >= 0 and second[:3] == (-1, -1, -1) and min(host[:3]) >= 0 and host[3] == -1
     while driver.cache.tree.evict_host():
         pass
     assert [page.on_host for page in pages] == [True, True, True, False], "only the last one was a double"
     driver.cache.places.settle()
     driver.cache.check()
     driver.cache.finish(request)
+    assert len(driver.cache.pages.owned_ids()) == wide - 3
+
+
+def test_places_that_a_step_under_way_reads_come_free_when_it_has_ended():
+    driver = make(SPECS["two pools"], staged_pages=8)
+    driver.serve(TEXT)
+    request, residency = driver.begin_loaded(TEXT), driver.cache.residency
+    owned, steps = len(driver.cache.pages.owned_ids()), ["under way", "under way"]
+    residency.under_way = lambda: len(steps)
+    assert residency.make_room(1)
+    assert len(request.sparse) == 4 and len(request.hot) == 2
+    assert len(driver.cache.pages.owned_ids()) == owned and driver.cache.pages.leaving == 2
+    for leaving in (2, 0):
+        residency.advanced()
+        steps.pop()
+        assert driver.cache.pages.leaving == leaving
+    assert len(driver.cache.pages.owned_ids()) == owned - 2
+    driver.cache.check()
+    driver.cache.finish(request)
 
 
 def test_a_text_that_is_loaded_sparse_takes_no_place_in_the_second_pool():
-    driver = make(SPECS["two pools"], device_pages=12)
+    driver = make(SPECS["two pools"], device_pages=12, sparse="always", staged_pages=8)
     driver.serve(TEXT)
     assert driver.cache.leave_device(driver.cache.chain(TEXT)) == 0
-    request = driver.begin_loaded(TEXT, sparse=True)
+    request = driver.begin_loaded(TEXT)
     assert [len(places) for places in request.table] == [1] * 4 and request.reuse.host_tokens == 16
+    assert len(request.hot) == 2, "but for its hot rows"
     driver.cache.finish(request)
 
 
@@ -438,7 +460,7 @@ def test_no_more_leaves_than_frees_a_body_while_it_is_being_saved():
 
 
 def test_a_text_whose_own_units_break_the_frames_that_it_needs_is_packed_when_it_begins():
-    driver = make(SPECS["two pools"], device_pages=4)
+    driver = make(SPECS["two pools"], device_pages=4, sparse="off")
     cache, pages = driver.cache, driver.cache.pages
     heads, units = pages.take(9), pages.take(21)
     pages.release(units[::3])  # one unit of each broken body

@@ -244,6 +244,7 @@ def test_the_twin_is_a_cache_that_forgets_the_least_recently_used(form):
         for (each, own), cells in model.cells.items():
             assert scene.hot.held[each, own, :, : len(cells)].T.tolist() == cells
         assert np.array_equal(scene.memory.numpy(), model.memory)
+        assert scene.hot.asked.tolist() == [named, loaded]
     assert 0.2 * named < loaded < 0.8 * named, "a trace of hits and misses"
 
 
@@ -261,7 +262,7 @@ def same_as_twin(scene, spans, chosen, layer, kernels=cuda):
 
 def agree(scene, other, own, wanted):
     assert torch.equal(own.cpu(), wanted)
-    for name in ("held", "seen", "counts", "jobs"):
+    for name in ("held", "seen", "counts", "jobs", "asked"):
         assert torch.equal(getattr(scene.hot, name).cpu(), getattr(other.hot, name)), name
     assert torch.equal(scene.memory.cpu(), other.memory)
 
@@ -290,6 +291,7 @@ def test_all_cells_may_be_missed_and_then_all_be_hit(device):
     for at in (0, 0, 12, 24):
         same_as_twin(scene, spans, codes[at : at + 24].view(3, 8).clone(), 1)
     assert scene.hot.counts[:3].tolist() == [12, 0, 0]
+    assert scene.hot.asked.tolist() == [4 * 24, 24 + 0 + 12 + 12]
 
 
 @every_device
@@ -306,6 +308,7 @@ def test_an_entry_that_a_list_names_twice_has_one_cell(device):
     chosen = torch.tensor([[-5, -5, 3, -9, -5], [-9, -2, -2, -1, -5]], dtype=torch.int32)
     same_as_twin(scene, [(0, 2)], chosen, 0)
     assert scene.hot.jobs[:3, 0].tolist() == [3, 7, 0] and scene.hot.counts.tolist() == [3, 0]
+    assert scene.hot.asked.tolist() == [3, 3]
 
 
 @every_device

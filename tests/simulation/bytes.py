@@ -104,13 +104,21 @@ class Bytes:
             return
         (flat, _), at, unit = next(iter(self.rows.values())), place(page_id), self.spec.unit_bytes
         if page_id >> TAG_SHIFT == WIDE:
-            frame = self.spec.frame_units * unit
-            self.fill(flat[at * frame + unit : (at + 1) * frame])
+            self.fill(self.body(page_id))
         else:
             self.fill(flat[at * unit : (at + 1) * unit])
 
-    def fill(self, piece) -> None:
-        piece[:] = POISON
+    def body(self, page_id: int):
+        """All bytes of a place in the second pool."""
+        (flat, _), at, unit = next(iter(self.rows.values())), place(page_id), self.spec.unit_bytes
+        frame = self.spec.frame_units * unit
+        return flat[at * frame + unit : (at + 1) * frame]
+
+    def fill(self, piece, value: int = POISON) -> None:
+        piece[:] = value
+
+    def check_filled(self, piece, value: int, who: str) -> None:
+        assert (piece == value).all(), f"I3: somebody else wrote here ({who})"
 
 
 class HostRows:

@@ -53,9 +53,13 @@ class CudaBytes(Bytes):
                     self.wrong += (got != wanted).sum()
                     at += len(got)
 
-    def fill(self, piece: torch.Tensor) -> None:
+    def fill(self, piece: torch.Tensor, value: int = POISON) -> None:
         with torch.cuda.stream(self.compute):
-            piece.fill_(POISON)
+            piece.fill_(value)
+
+    def check_filled(self, piece: torch.Tensor, value: int, who: str) -> None:
+        with torch.cuda.stream(self.compute):
+            self.wrong += (piece != value).sum()
 
     def look(self) -> None:
         with torch.cuda.stream(self.compute):

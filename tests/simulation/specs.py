@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.memory.specs import in_records
 from tiercel.spec import CacheSpec, Part, State, Stream, Window
 
@@ -48,12 +50,19 @@ SPECS["two pools"] = CacheSpec(
     4,
     (
         K,
-        Stream("v", (0, 2), (Part("bf16", 14),)),
+        Stream("v", (0, 2), (Part("bf16", 14), Part("scale", 6)), selected=5),
         PACKED,
         Stream("window", (0, 2), (Part("x", 40),), Window(4)),
     ),
-    second=("v", "packed"),
+    second=("v",),
 )
 SPECS["two pools, even"] = CacheSpec(
-    "even", 4, (K, V, Stream("state", (1,), (Part("fp32", 200),), State())), second=("k",)
+    "even",
+    4,
+    (
+        replace(K, selected=3),
+        V,
+        Stream("state", (1,), (Part("fp32", 200),), State()),
+    ),
+    second=("k",),
 )

@@ -8,6 +8,7 @@ byte read from one is never right by luck.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from random import Random
 from unittest.mock import patch
@@ -16,6 +17,7 @@ import tiercel.cache.core as cache_module
 from tests.simulation.bytes import Bytes, HostRows, Text, text_of
 from tests.simulation.copies import HeldCopies
 from tests.simulation.oracle import WatchedTree
+from tests.simulation.sparse import STEPS_MOST, Told, UnderWay, sparse_options
 from tests.simulation.specs import SPECS
 from tests.simulation.stage import Indifferent, Stage
 from tiercel.cache import Extended, Request, RequestState, TieredCache, Wait
@@ -40,6 +42,8 @@ class Actor:
     request: Request | None = None
     written: int = 0
     tails_due: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    told: Told | None = None
+    """What its steps are told, where pages may be sparse."""
 
     def text(self, pages: int) -> Text:
         return text_of(self.namespace, self.tokens[: pages * self.chain.page_tokens])
@@ -53,9 +57,10 @@ class World(Stage):
         random = Random(setup)
         self.spec = SPECS[random.choice(sorted(SPECS))]
         self.copies = {direction: HeldCopies() for direction in Direction}
-        self.cache = self._make_cache(random)
+        self.cache = self._make_cache(random, sparse_options(self.spec, setup))
         self.bytes = self.make_bytes()
         self.set_up(random)
+        self.under_way = UnderWay(self.cache, self.bytes)
         self.limit_owners(setup)
         self.tokens_max = min(TOKENS_MAX, self.cache.pages_most * self.spec.page_tokens)
         self.actors: list[Actor] = []
@@ -64,7 +69,7 @@ class World(Stage):
     def make_bytes(self) -> Bytes:
         return Bytes(self.spec, self.cache.device)
 
-    def _make_cache(self, random: Random) -> TieredCache:
+    def _make_cache(self, random: Random, options: Mapping[str, object]) -> TieredCache:
         least = max(1, self.spec.places_per_tail)
         frame = self.spec.frame_units
         roomy = self.roomy = random.random() < 0.4
@@ -88,6 +93,7 @@ class World(Stage):
             evict=random.choice([*EVICT_POLICIES, f"{Indifferent.__module__}:Indifferent"]),
             tail_every_pages=random.randint(1, 4),
             tails_per_path=random.randint(1, 4),
+            **options,  # type: ignore[arg-type]
         )
         shuffled = lambda count: random.sample(range(count), count)  # noqa: E731
         with patch.object(cache_module, "PrefixTree", WatchedTree):
@@ -150,7 +156,6 @@ class World(Stage):
             "load": random.random() < 0.9,
             "replay": random.random() < 0.2,
             "for_others": len(tokens) % 4 == 0,
-            "sparse": len(tokens) % 3 == 0,
         }
         self.actors.append(Actor(tokens, namespace, self.chain_of(tokens, namespace), options))
 
@@ -163,17 +168,23 @@ class World(Stage):
     def _begin(self, actor: Actor) -> None:
         before = self._snapshot()
         events = len(self.cache.tree.copies.events or ())
-        late = self._late_fetches()
+        late, left = self._late_fetches(), self._left()
         outcome = self.cache.begin(actor.chain, **actor.options)  # type: ignore[arg-type]
         if isinstance(outcome, Wait):
             made_room = len(self.cache.tree.copies.events or ()) > events or self._late_fetches() > late
+            made_room = made_room or self._left() != left
             assert made_room or self._snapshot() == before, "I5: waiting left a trace"
             return
         actor.request = outcome
+        actor.told = Told(outcome) if self.cache.residency is not None else None
         actor.written = outcome.committed * self.spec.page_tokens
         reuse = outcome.reuse
         assert reuse.tokens == actor.written <= max(0, len(actor.tokens) - 1)
         assert not (self.cache.config.host_bytes == 0 and reuse.host_tokens)
+
+    def _left(self) -> object:
+        """What changes where pages of running texts make room for another."""
+        return self.cache.counters["pages_sparse"], len(self.cache.tree.copies.saving)
 
     def _late_fetches(self) -> int:
         return self.cache.store.counters["fetches_late"] if self.cache.store else 0
@@ -194,11 +205,22 @@ class World(Stage):
             self._land(actor.chain, random)
 
     def _do_shed(self, random: Random) -> None:
-        """Pages become sparse: nobody reads their second places any more."""
-        tree = self.cache.tree
-        whole = [page for page in tree.index.values() if page.on_device and tree.copies.is_whole(page)]
-        if self.spec.second and (both := [page for page in whole if page.on_host]):
-            self.cache.shed(random.sample(both, random.randint(1, len(both))))
+        """Pages become sparse: a few, or any of one path, with what that needs of hot rows."""
+        residency, tree = self.cache.residency, self.cache.tree
+        if residency is None:
+            return
+        if random.random() < 0.6:
+            residency.make_room(random.randint(1, 3))
+            return
+        path, page = list[Page](), random.choice([tree.root, *tree.index.values()])
+        while page is not tree.root:
+            path.insert(0, page)
+            page = page.parent
+        both = [page for page in path if page.on_device and page.on_host and tree.is_whole(page)]
+        pages = [page for page in both if random.random() < 0.7]
+        lack = -residency._gain(residency._readers(pages), len(pages))
+        if pages and (lack <= 0 or self.cache.pages.lack(0, lack) <= 0):
+            residency.leave(pages, 0)
 
     def _do_leave(self, random: Random) -> None:
         """A client leaves while it waits."""
@@ -226,7 +248,16 @@ class World(Stage):
             if random.random() < 0.2:
                 self._preempt(actor)
         elif actor.written == upto and random.random() < 0.9:
-            self.cache.commit(request, upto)
+            self._commit(actor, upto)
+
+    def _commit(self, actor: Actor, upto: int) -> None:
+        request, told = actor.request, actor.told
+        assert request is not None
+        first, before = request.committed, list(request.table)
+        self.cache.commit(request, upto)
+        if told is not None and request.table[first : request.committed] != before[first : request.committed]:
+            for at in range(first, min(request.committed, len(told.rows))):
+                told.tell_page(self.cache.residency, at)
 
     def _compute(self, actor: Actor, upto: int, *, cancelled: bool = False) -> bool:
         """Find room and write; False when there is none. Cancelled: there is room, and nothing is written."""
@@ -239,6 +270,7 @@ class World(Stage):
         if cancelled:
             return True
         for page in range(actor.written // page_tokens, upto // page_tokens):
+            assert not self._is_sparse(request.table[page]), "what is written has a place in each pool"
             self.bytes.write(request.table[page], actor.chain.keys[page], actor.text(page + 1), tail=False)
         for boundary in [b for b in actor.tails_due if b <= upto]:
             page = boundary // page_tokens
@@ -263,7 +295,7 @@ class World(Stage):
             upto = min(end, (oldest.written // page_tokens + 1) * page_tokens)
             if not self._compute(oldest, upto):
                 return
-            self.cache.commit(oldest.request, upto)
+            self._commit(oldest, upto)
         self.cache.finish(oldest.request)
         self.actors.remove(oldest)
 
@@ -286,7 +318,7 @@ class World(Stage):
         if running:
             actor = random.choice(running)
             if all(boundary > actor.written for boundary in actor.tails_due):
-                self.cache.commit(actor.request, actor.written)  # type: ignore[arg-type]
+                self._commit(actor, actor.written)
             self.cache.finish(actor.request)  # type: ignore[arg-type]
             self.actors.remove(actor)
 
@@ -338,10 +370,30 @@ class World(Stage):
             outcome = self.cache.extend(actor.request, random.randint(0, TOKENS_MAX + 20))
             actor.tails_due.update(outcome.tails if isinstance(outcome, Extended) else {})
         elif what == "again" and running and all(boundary > actor.written for boundary in actor.tails_due):
-            self.cache.commit(actor.request, random.randint(0, actor.written))
+            self._commit(actor, random.randint(0, actor.written))
         elif what == "finish":
             self.cache.finish(actor.request)
             self.actors.remove(actor)
+
+    # Steps under way
+
+    def step(self, number: int) -> None:
+        super().step(number)
+        if self.cache.residency is None:
+            return
+        random = Random(f"under way {number}")  # it changes nothing of what is chosen otherwise
+        if self.under_way.steps and random.random() < 0.25:
+            self.log[-1] += ", a step ends"
+            self.under_way.end()
+        if len(self.under_way.steps) < STEPS_MOST and random.random() < 0.3:
+            self.log[-1] += ", a step begins"
+            running = [a for a in self.actors if a.request and a.request.state is RequestState.RUNNING]
+            chosen = random.sample(running, min(len(running), random.randint(1, 3)))
+            self.under_way.plan((actor.told, self._texts(actor)) for actor in chosen if actor.told)
+
+    def _texts(self, actor: Actor) -> list[Text]:
+        """The text of each page that is computed."""
+        return [actor.text(page + 1) for page in range(actor.written // self.spec.page_tokens)]
 
     # Always
 
@@ -350,6 +402,10 @@ class World(Stage):
         self.cache.tree.oracle.check()  # type: ignore[attr-defined]
         for page in self.cache.tree.index.values():
             self.check_page(page)
+        if (residency := self.cache.residency) is not None:
+            for request in self.cache.requests:
+                hot, least = len(request.hot), residency.hot_places(len(request.sparse))
+                assert hot >= least, f"a text has {hot} places for hot rows, it needs {least}"
 
     def check_page(self, page: Page) -> None:
         if page.device is not None and page.load is None:
@@ -389,6 +445,8 @@ class World(Stage):
     def wind_down(self) -> None:
         """No fault happens any more: every request that is left gets through. Then no place is missing."""
         self.calm_down()
+        while self.under_way.steps:
+            self.under_way.end()
         largest = self.cache.pages_most * self.spec.page_tokens
         for actor in list(self.actors):
             if actor.request is not None and actor.request.state is not RequestState.RUNNING:

@@ -224,6 +224,8 @@ class Explanation:
     accept_length: float | None = None
     """Tokens per step, of the steps with guesses for it; None: there was no such step."""
     times: RequestTimes | None = None
+    sparse_pages: int = 0
+    """Reused pages whose selected entries were read on the host when it began."""
 
 
 @dataclass(frozen=True)

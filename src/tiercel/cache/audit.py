@@ -90,6 +90,9 @@ class CacheStats:
     counters: Mapping[str, int]
     owners: Mapping[str, Mapping[str, int]] = field(default_factory=dict, kw_only=True)
     """Bytes on device and host of each owner (`tree.owners`), and its limit, if it has one."""
+    sparse: Mapping[str, int] | None = field(default=None, kw_only=True)
+    """Pages of running texts, each text for itself: whole on the device, or sparse; places of their hot rows.
+    An engine adds what its model read on the host. None: all pages of running texts are always whole."""
 
 
 def stats(cache: Core) -> CacheStats:
@@ -97,15 +100,16 @@ def stats(cache: Core) -> CacheStats:
     device, host = cache.tree.copies.on_device, cache.tree.copies.on_host
     seconds = controller.tickets.seconds if controller else {}
     pages, host_pages = pools = cache.places.pages, cache.places.host
-    device_spec = cache.device_spec
+    device_spec, pages_here = cache.device_spec, device[Kind.PAGE]
+    parts_here = [pages_here, pages_here - cache.tree.copies.sparse]
     return CacheStats(
         identity={**asdict(cache.identity), "share": cache.identity.share},
         cached_bytes={
-            "device": _bytes_by_stream(device_spec, device[Kind.PAGE], device[Kind.TAIL]),
+            "device": _bytes_by_stream(device_spec, pages_here, device[Kind.TAIL], parts_here),
             "host": _bytes_by_stream(cache.spec, host[Kind.PAGE], host[Kind.TAIL]),
         },
         cached_items={
-            "device": {"pages": device[Kind.PAGE], "tails": device[Kind.TAIL]},
+            "device": {"pages": pages_here, "tails": device[Kind.TAIL]},
             "host": {"pages": host[Kind.PAGE], "tails": host[Kind.TAIL]},
         },
         capacity_bytes={
@@ -114,8 +118,8 @@ def stats(cache: Core) -> CacheStats:
         },
         tail_streams=[stream.name for stream in cache.spec.tail_streams],
         moved_bytes={
-            word: _bytes_by_stream(device_spec, counters[f"pages_{word}"], counters[f"tails_{word}"])
-            for word in WORDS.values()
+            word: _bytes_by_stream(device_spec, counters[f"pages_{word}"], counters[f"tails_{word}"], parts)
+            for word, parts in (("loaded", cache.flights.parts_loaded), ("saved", None))
         },
         moved_s={WORDS[direction]: dict(spent) for direction, spent in seconds.items()},
         hit_tokens={tier.value: counters[f"tokens_{tier.value}"] for tier in Tier},
@@ -154,9 +158,14 @@ def item_bytes(device: CacheSpec, host: CacheSpec) -> ItemBytes:
     }
 
 
-def _bytes_by_stream(spec: CacheSpec, pages: int, tails: int) -> dict[str, int]:
-    counts = [(spec.page_streams, pages), (spec.tail_streams, tails)]
-    return {s.name: count * spec.bytes_of(s) for streams, count in counts for s in streams}
+def _bytes_by_stream(
+    spec: CacheSpec, pages: int, tails: int, parts: Sequence[int] | None = None
+) -> dict[str, int]:
+    """`parts`: where a page has two parts, the number of pages with each of them; None: all have both."""
+    own = [pages] * len(spec.pools) if parts is None or not spec.second else parts
+    counts = [(stream, own[spec.pool_of(stream)]) for stream in spec.page_streams]
+    counts += [(stream, tails) for stream in spec.tail_streams]
+    return {stream.name: count * spec.bytes_of(stream) for stream, count in counts}
 
 
 def check(cache: Core) -> None:
@@ -199,11 +208,11 @@ def check_device(cache: Core, requests: Iterable[Request], others: Iterable[int]
         owned += all_ids(request.table[request.committed :])
         owned += chain.from_iterable(request.tails.values())
         owned += request.hot
-        sparse = {
-            at for at, places in enumerate(request.table[: request.committed]) if len(ids_of(places)) == 1
-        }
-        assert cache.places.pools == 1 or sparse == request.sparse, "I2: a text knows its sparse pages"
-        assert not sparse or request.hot, "I2: a text that reads sparse pages has hot rows"
+        if cache.places.pools > 1:
+            table = enumerate(request.table[: request.committed])
+            sparse = {at for at, places in table if len(ids_of(places)) == 1}
+            assert sparse == request.sparse, "I2: a text knows its sparse pages"
+            assert not sparse or request.hot, "I2: a text that reads sparse pages has hot rows"
     for move in cache.flights.moves():
         if move.item.gone or move.item.device != move.device:
             owned += move.near

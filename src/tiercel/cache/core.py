@@ -55,6 +55,7 @@ COUNTED = (
     "observer_errors",
     *("loads", "loads_failed", "pages_loaded", "tails_loaded"),
     *("saves", "saves_failed", "pages_saved", "tails_saved"),
+    *("pages_sparse", "pages_back"),
 )
 """What a cache counts: all counters are there from the start."""
 

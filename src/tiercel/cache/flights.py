@@ -19,7 +19,7 @@ from tiercel.cache.request import Request, Transfer
 from tiercel.errors import TransferError
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.transfer.controller import Controller
-from tiercel.transfer.plan import Direction, Plan
+from tiercel.transfer.plan import NO_PLACE, Direction, Plan
 from tiercel.tree.node import Move, Page, Tail
 from tiercel.types import Kind
 
@@ -49,6 +49,8 @@ class Flights:
         self._counters = counters
         self._queued: dict[Direction, deque[Flight]] = {direction: deque() for direction in Direction}
         self._sent: dict[int, Flight] = {}
+        self.parts_loaded = [0] * len(spec.pools)
+        """Of how many pages loads have brought the part in each pool: one of two parts may stay away."""
 
     @property
     def busy(self) -> bool:
@@ -82,6 +84,10 @@ class Flights:
         self._counters[f"{word}s"] += 1
         for kind in Kind:
             self._counters[f"{kind.plural}_{done}"] += sum(move.item.kind is kind for move in flight.moves)
+        if self._spec.second and flight.direction is Direction.LOAD:
+            parts = (enumerate(move.near) for move in flight.moves if move.item.kind is Kind.PAGE)
+            for pool, place in chain.from_iterable(parts):
+                self.parts_loaded[pool] += place != NO_PLACE
 
     @property
     def has_landed(self) -> bool:

@@ -173,7 +173,9 @@ class Residency:
     def _needs(self, readers: Mapping[Request, int], count: int, guesses: int) -> dict[Request, int]:
         """How many places for hot rows each reader lacks once the first `count` pages are sparse."""
         return {
-            request: max(0, self.hot_places(len(request.sparse) + min(own, count), guesses) - len(request.hot))
+            request: max(
+                0, self.hot_places(len(request.sparse) + min(own, count), guesses) - len(request.hot)
+            )
             for request, own in readers.items()
         }
 
@@ -346,6 +348,13 @@ class Residency:
             elif len(request.hot) > (enough := self.hot_places(len(request.sparse))):
                 self.release(request.hot[enough:])
                 request.hot, request.hot_changed = request.hot[:enough], True
+
+    def stats(self) -> dict[str, int]:
+        """Pages of running texts now, each text for itself, and places of hot rows."""
+        pages = sum(len(each.table) - each.bare for each in self._requests)
+        sparse = sum(len(each.sparse) for each in self._requests)
+        hot = sum(len(each.hot) for each in self._requests)
+        return {"pages_whole": pages - sparse, "pages_sparse": sparse, "places_hot": hot}
 
     def owned(self) -> Iterator[DevicePageId]:
         """The places that belong to no page and no text: of pages that are coming back, and those that steps

@@ -14,10 +14,11 @@ What it has below the device (keys, tree, host, store) is `cache.core`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeGuard
 
-from tiercel.cache.audit import check_device
+from tiercel.cache.audit import CacheStats, check_device
 from tiercel.cache.core import Core, Order
 from tiercel.cache.flights import Flight
 from tiercel.cache.memories import Memories, make_memories
@@ -47,7 +48,6 @@ from tiercel.spec.identity import Identity
 from tiercel.transfer.plan import Direction
 from tiercel.tree.keys import KeyChain
 from tiercel.tree.node import Item, Tail, ids_of
-
 
 FIRST_PAGES = 2
 """A text that begins with sparse pages has places of the second pool for so many that it computes. It gets
@@ -137,7 +137,7 @@ class TieredCache:
         self.attach, self.detach = core.stores.attach, core.stores.detach
         self.wait, self.wait_until, self.flush = core.wait, core.wait_until, core.flush
         self.limit, self.owners = core.limit, core.owners
-        self.watch, self.stats, self.show = core.watch, core.stats, core.show
+        self.watch, self.show = core.watch, core.show
 
     def _make_residency(self) -> Residency | None:
         """It exists where pages may be without their part in the second pool while texts read them."""
@@ -451,6 +451,10 @@ class TieredCache:
                     self.counters["requests_failed"] += 1
                 self._ended.append(Loaded(request, landed.error))
         self.places.settle()
+
+    def stats(self) -> CacheStats:
+        stats = self.core.stats()
+        return stats if self.residency is None else replace(stats, sparse=self.residency.stats())
 
     def check(self) -> None:
         self.core.check()

@@ -95,7 +95,9 @@ class Conversation:
         _check(response)
         explained = response.json()
         stages = ", ".join(f"{name} {ms:.1f} ms" for name, ms in explained.get("stages_ms", {}).items())
-        self._tell(f"{explained['summary']}\n{stages}")
+        sparse = explained.get("sparse_pages", 0)
+        far = f"; of {sparse} reused pages selected entries were read on the host" if sparse else ""
+        self._tell(f"{explained['summary']}{far}\n{stages}")
 
     def _save(self, name: str) -> None:
         if not name:

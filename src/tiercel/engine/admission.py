@@ -201,7 +201,7 @@ class Admission:
         reuse = request.reuse
         task.scores.clear()
         if fresh:  # a task that begins again finds what it has computed itself
-            self.explained[task.ask.request_id] = Explained(reuse, task.guesses, times)
+            self.explained[task.ask.request_id] = Explained(reuse, task.guesses, times, len(request.sparse))
             task.reused = reuse.device_tokens, reuse.host_tokens, reuse.store_tokens, reuse.replay_tokens
             if len(self.explained) > EXPLAINED_MOST:
                 self.explained.popitem(last=False)

@@ -89,7 +89,9 @@ def who_is_sparse(config: CacheConfig, opened: Opened, build: Build) -> tuple[Op
     if asked == "off" or not config.host_bytes:
         return opened, [Choice("sparse", "off", "pages of running texts are whole on the device")]
     if asked == "auto" and build.on_cpu:
-        return opened, [Choice("sparse", "off", "a CPU's memory is no smaller for one tier than for the other")]
+        return opened, [
+            Choice("sparse", "off", "a CPU's memory is no smaller for one tier than for the other")
+        ]
     when = "as soon as they are saved" if asked == "always" else "where the device has no room for them"
     return replace(opened, apart=True), [Choice("sparse", asked, f"selected entries stay on the host {when}")]
 

@@ -56,6 +56,7 @@ class Engine:
         self.runner: Runner = LocalRunner(model, ready, drafter, text.grammars, staging)
         if model.last.is_cuda:
             self.runner = QueueRunner(model, ready, drafter, text.grammars, staging)
+        self._model = model
         self.cache, self.text, self.config = cache, text, config
         self.vocab_size = model.vocab_size
         self.page_tokens, self.context_tokens = cache.spec.page_tokens, self.scheduler.context_tokens
@@ -106,20 +107,34 @@ class Engine:
         known = self.scheduler.explained.get(request_id)
         if known is None:
             return None
-        return Explanation(known.reuse, self.cache.identity.share, known.guesses.accept_length, known.times)
+        share, guesses = self.cache.identity.share, known.guesses
+        return Explanation(known.reuse, share, guesses.accept_length, known.times, known.sparse_pages)
 
     def stats(self) -> EngineStats:
         own = self.scheduler
         tokens = sum(len(task.tokens) for task in self.tasks.values())
         queue = QueueStats(len(own.waiting), len(own.loading), len(own.running), tokens)
-        lengths = own.guessing.accept_length()
+        lengths, cache = own.guessing.accept_length(), {**vars(self.cache.stats())}
+        if cache["sparse"] is not None:
+            cache["sparse"] |= self._read_on_host()
         return EngineStats(
-            **vars(self.cache.stats()),
+            **cache,
             queue=queue,
             engine=dict(self.counters),
             accept_length=lengths,
             times=own.times.stats(),
         )
+
+    def _read_on_host(self) -> dict[str, int]:
+        """What the model has read of sparse pages: entries that hot rows had, or had not, and bytes."""
+        spec, (looked_up, missed) = self.cache.spec, self._model.hot_numbers()
+        (stream,) = spec.pools[1]
+        return {
+            "entries_hit": looked_up - missed,
+            "entries_missed": missed,
+            "bytes_gathered": missed * stream.bytes_per_entry,
+            "bytes_staged": self._model.rows_staged * spec.row_bytes(stream),
+        }
 
     def emit(self, outcomes: Sequence[Outcome]) -> list[Delta]:
         """Turn outcomes into Deltas. A text that fails here ends with an error; nothing follows it."""

@@ -38,6 +38,7 @@ class Explained(NamedTuple):
     reuse: Reuse
     guesses: GuessRecord
     times: RequestTimes
+    sparse_pages: int = 0
 
 
 def source_of(reuse: Reuse) -> str:

@@ -148,9 +148,7 @@ class Kernels(Protocol):
     def gather(
         self, hot: HotRows, flat: Flat, k: int, source: HostRows, rows: Entries, to: Numbering
     ) -> None: ...
-    def stage(
-        self, jobs: Tensor, count: Tensor, source: HostRows, rows: Entries, to: Numbering
-    ) -> None: ...
+    def stage(self, jobs: Tensor, count: Tensor, source: HostRows, rows: Entries, to: Numbering) -> None: ...
     def attention(  # noqa: PLR0913
         self,
         q: Tensor,

@@ -42,6 +42,9 @@ class HotRows(NamedTuple):
     """int32 [most tokens]: the number of jobs of the span that begins with a flat token; else 0."""
     spare: Tensor
     """int32 [rings, 2, most cells]: work space."""
+    asked: Tensor
+    """int64 [2]: how many entries of the host `resolve` has looked up so far, and how many of them were in no
+    cell. An entry that a span names several times is looked up once."""
 
     @classmethod
     def make(  # noqa: PLR0913
@@ -63,6 +66,7 @@ class HotRows(NamedTuple):
             jobs=filled(0, tokens * k, 2),
             counts=filled(0, tokens),
             spare=filled(0, rings, 2, most),
+            asked=torch.zeros(2, dtype=torch.int64, device=device),
         )
 
 
@@ -139,6 +143,7 @@ def _resolve_span(  # noqa: PLR0913
         at = token * lists.shape[1]
         hot.jobs[at : at + len(taken)] = _like(hot.jobs, [(e, cell) for cell, e in taken])
     hot.counts[token] = len(taken)
+    hot.asked.add_(torch.tensor([len(wanted), len(taken)], device=hot.asked.device))
     places = hot.places[ring].tolist()
     number = {
         e: (places[cell // per_row] * to.step + to.first) * per_row + cell % per_row

@@ -75,6 +75,8 @@ class Apart:
         self._hot = self._make_hot(0)
         self._held = np.zeros(rings, np.int64)
         """How many entries the hot rows of each ring hold."""
+        self.rows_staged = 0
+        """How many rows were staged, over all layers."""
 
     def _make_hot(self, entries: int) -> HotRows:
         """Hot rows of no ring, for texts of so many entries. Lists are of a call: it brings their work
@@ -116,7 +118,13 @@ class Apart:
             arranged.append(span)
         assert len(staged) <= self.staged_most, f"{len(staged)} rows to stage, {self.staged_most} have room"
         rows = np.array(list(staged.items()), np.int32).reshape(-1, 2)
+        self.rows_staged += len(staged) * len(self._rows)
         return arranged, rows
+
+    def hot_numbers(self) -> tuple[int, int]:
+        """See `Model.hot_numbers`."""
+        looked_up, missed = self._hot.asked.tolist()
+        return looked_up, missed
 
     def _is_short(self, span: Span) -> bool:
         """Whether the hot rows of its text have room for all that a span may choose."""

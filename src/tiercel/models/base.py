@@ -89,6 +89,14 @@ class Model(Protocol):
         """The text in this ring may use these places of the second pool for single entries of pages that are
         on the host. What they held is not read."""
 
+    def hot_numbers(self) -> tuple[int, int]:
+        """How many chosen entries of pages on the host were looked up since the start, over all layers, and
+        how many of them had to be brought. On a GPU this waits for what is queued."""
+
+    @property
+    def rows_staged(self) -> int:
+        """How many rows of pages on the host were staged since the start, over all layers."""
+
     def forward(
         self, spans: Sequence[Span], rows: Sequence[int] | None = None, before: BeforeLayer = at_once
     ) -> Tensor:

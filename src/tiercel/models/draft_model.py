@@ -78,7 +78,11 @@ class WithDraft:
         """`last_layer`: the draft's last layer, by its number in the cache."""
         self.target, self.draft, self._last_layer = target, draft, last_layer
         self.vocab_size, self.last, self.draw = target.vocab_size, target.last, target.draw
-        self.take_hot = target.take_hot
+        self.take_hot, self.hot_numbers = target.take_hot, target.hot_numbers
+
+    @property
+    def rows_staged(self) -> int:
+        return self.target.rows_staged
 
     def warm_up(self, longest: int) -> None:
         self.target.warm_up(longest)

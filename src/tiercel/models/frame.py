@@ -222,6 +222,13 @@ class Frame:
         assert self.apart is not None, "there are no pages on the host"
         self.apart.take_hot(ring, places)
 
+    def hot_numbers(self) -> tuple[int, int]:
+        return (0, 0) if self.apart is None else self.apart.hot_numbers()
+
+    @property
+    def rows_staged(self) -> int:
+        return 0 if self.apart is None else self.apart.rows_staged
+
     def resume(self, ring: int, tails: Sequence[tuple[int, int]]) -> None:
         """A text goes on from the tails at (boundary, place), the earliest first."""
         if not self.memory.spec.tail_streams:  # the tails are those of its target, or of its draft

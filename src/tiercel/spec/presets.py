@@ -30,11 +30,13 @@ _V4: Config = {
 }
 PRESETS: Mapping[str, Config] = {
     "deepseek-v4-flash": {
+        "index_topk": 512,
         **_V4,
         "num_hidden_layers": 43,
         "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0],
     },
     "deepseek-v4-pro": {
+        "index_topk": 1024,
         **_V4,
         "num_hidden_layers": 61,
         "compress_ratios": [128, 128, *[4, 128] * 29, 4, 0],

@@ -40,6 +40,8 @@ def check(tree: PrefixTree) -> None:
     doubles = {item for item in both if isinstance(item, Tail) or _places(item) == tree.copies.pools}
     assert doubles == set(tree.doubles), "a double is what both tiers can read whole, no more and no less"
     tree.doubles.check()
+    sparse = sum(item.on_device and not tree.is_whole(item) for item in items)
+    assert tree.copies.sparse == sparse, "sparse pages are counted"
     for kind in Kind:
         counted = tree.copies.on_device[kind], tree.copies.on_host[kind]
         of_kind = [item for item in items if item.kind is kind]

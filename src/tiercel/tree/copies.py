@@ -86,6 +86,8 @@ class Copies:
         self.on_device: dict[Kind, int] = dict.fromkeys(Kind, 0)
         self.on_host: dict[Kind, int] = dict.fromkeys(Kind, 0)
         """What each tier can read, counted as it changes: no call walks the tree for it."""
+        self.sparse = 0
+        """How many of the pages on the device are sparse."""
         self.evicted: Counter[tuple[Tier, Kind, str]] = Counter()
         """How many items left a tier, and why: `room`, an owner's `limit`, or other tails of its `path`."""
         self._why: str | None = "room"
@@ -136,6 +138,7 @@ class Copies:
         item.load = None
         if ok:
             self.add_double(item)
+            self.sparse += not self.is_whole(item)
             self.tell(True, Tier.DEVICE, item)
         self.offer(item)
 
@@ -249,6 +252,7 @@ class Copies:
             self.actions.leaving += ids_of(item.device)
         else:
             self.actions.device += ids_of(item.device)
+        self.sparse -= item.load is None and not self.is_whole(item)
         item.device = None
         self.doubles.discard(item)
         if item.load is None:
@@ -266,6 +270,7 @@ class Copies:
         assert page.on_device and page.on_host and self.is_whole(page), "I2: the host has what leaves"
         first, second = page.device
         page.device = (first,)
+        self.sparse += 1
         self.doubles.discard(page)
         return cast(DevicePageId, second)
 
@@ -273,6 +278,7 @@ class Copies:
         """A sparse page has a place in the second pool again, with all its bytes there."""
         assert page.on_device and not self.is_whole(page), "I2: the device has the first part"
         page.device = (*page.device, second)
+        self.sparse -= 1
         self.add_double(page)
 
     def is_whole(self, item: Item) -> bool:

@@ -145,8 +145,8 @@ def _order(held, spare, seen, count, others, taken, CELLS: tl.constexpr, TILE: t
     do_not_specialize_on_alignment=["position", "start", "first", "ring", "end"],
 )
 def _resolve(  # noqa: PLR0913
-    chosen, position, start, first, ring, end, places, cells, held, seen, jobs, counts, spare, entries, layer,
-    step, at, most, RINGS: tl.constexpr, PLACES: tl.constexpr, CELLS: tl.constexpr, K: tl.constexpr,
+    chosen, position, start, first, ring, end, places, cells, held, seen, jobs, counts, spare, asked, entries,
+    layer, step, at, most, RINGS: tl.constexpr, PLACES: tl.constexpr, CELLS: tl.constexpr, K: tl.constexpr,
     PER_ROW: tl.constexpr, K_TILE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -170,6 +170,9 @@ def _resolve(  # noqa: PLR0913
     tl.debug_barrier()
     taken = _take(chosen, choices, seen, spare, jobs + token * (2 * K), K, K_TILE, CELLS)
     tl.store(counts + token, taken)
+    lane = tl.arange(0, 2)
+    more = tl.where(lane == 0, count - others + taken, taken)
+    tl.atomic_add(asked + lane, more.to(tl.int64), sem="relaxed")
     tl.debug_barrier()
     _number(chosen, choices, seen, places + own * PLACES, step, at, K, K_TILE, PER_ROW)
     tl.debug_barrier()

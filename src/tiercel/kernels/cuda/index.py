@@ -203,7 +203,7 @@ def _candidates(scores, spare, visible, K: tl.constexpr, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def _put(out, to, e, mask, pages, step, first, staged, PER_ROW: tl.constexpr):
+def _put(out, to, e, mask, pages, step, first, staged, PER_ROW: tl.constexpr):  # noqa: PLR0913
     """Write the numbers of entries e (`Numbering`)."""
     place = tl.load(pages + e // PER_ROW, mask=mask, other=0)
     row = tl.where(place >= 0, place * step + first, staged - 2 - place)

@@ -90,6 +90,26 @@ CACHE = {
     "saves_failed": "Copies from the device to the host that failed",
     "pages_saved": "Pages copied from the device to the host",
     "tails_saved": "Tails copied from the device to the host",
+    "pages_sparse": "Pages that became sparse: from then on, the entries of them that attention selects are "
+    "read on the host",
+    "pages_back": "Sparse pages that were loaded back and are whole on the device again",
+}
+
+SPARSE_NOW = {
+    "pages_whole": "Pages of running texts that are whole on the device now. A page that several texts read "
+    "counts for each of them",
+    "pages_sparse": "Pages of running texts that are sparse now: their selected entries are on the host. A "
+    "page that several texts read counts for each of them",
+    "places_hot": "Places of the device that hold hot rows now: single entries of sparse pages",
+}
+
+SPARSE = {
+    "entries_hit": "Selected entries of sparse pages that were in hot rows already, over all layers",
+    "entries_missed": "Selected entries of sparse pages that were in no hot row and came from the host, over "
+    "all layers",
+    "bytes_gathered": "Bytes of single entries that were brought from the host to hot rows",
+    "bytes_staged": "Bytes of whole rows of sparse pages that were brought from the host, for steps with "
+    "many tokens of a text",
 }
 
 ENGINE = {
@@ -223,6 +243,8 @@ FAMILIES: Mapping[str, Family | None] = {
         },
     ),
     **_counted("counters", "", CACHE, STARTED),
+    **_now("sparse", "running_", SPARSE_NOW),
+    **_counted("sparse", "sparse_", SPARSE, STARTED),
     **_counted("engine", "engine_", ENGINE, STARTED),
     "accept_length.*": Family(
         "accept_length",

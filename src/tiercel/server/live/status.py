@@ -96,6 +96,8 @@ class ExplanationOut(BaseModel):
     """All other tokens."""
     replayed_tokens: int
     """Computed tokens whose pages were found, but no tail after them."""
+    sparse_pages: int
+    """Reused pages whose selected entries were read in host memory when the request began."""
     found_tokens: int
     """Tokens in pages that any tier has, reused or not."""
     why_not_more: str
@@ -231,6 +233,7 @@ class Status:
             ),
             computed_tokens=reuse.computed_tokens,
             replayed_tokens=reuse.replay_tokens,
+            sparse_pages=explanation.sparse_pages,
             found_tokens=reuse.found_tokens,
             why_not_more=reuse.why.value,
             summary=str(reuse),
