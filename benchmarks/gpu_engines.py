@@ -277,7 +277,7 @@ class RunningEngine:
     def empty_device(self) -> None:
         """Everything cached leaves the device."""
         self.rest()
-        places, count = self.cache.places, self.cache.pages.capacity
+        places, count = self.cache.places, self.cache.config.device_pages
         while isinstance(room := places.reserve(self, count), Wait):
             self.rest()
         with room:

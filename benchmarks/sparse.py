@@ -43,9 +43,10 @@ LINK_BYTES_S = 50e9
 @dataclass(frozen=True)
 class Sizes:
     device_bytes: int = 10 * 10**9
-    host_bytes: int = 46 * 10**9
+    host_bytes: int = 40 * 10**9
     context: int = 32_768
     long: int = 131_072
+    short: int = 2048
     batches: tuple[int, ...] = (1, 16, 64)
     periods: tuple[int, ...] = (10, 2, 5, 20)
     steps: int = 48
@@ -53,7 +54,15 @@ class Sizes:
     beside: int = 16
 
 
-QUICK = Sizes(2 * GIB, 2 * GIB, 4096, 8192, (1, 4), (10, 2), 8, 1, 2)
+QUICK = Sizes(2 * GIB, 2 * GIB, 4096, 8192, 1024, (1, 4), (10, 2), 8, 1, 2)
+QUICK_CPU = Sizes(GIB // 16, GIB // 4, 1024, 2048, 256, (1, 2), (10,), 4, 1, 2)
+
+
+class NoChoices:
+    """On a CPU the indexer chooses."""
+
+    def every(self, period: int) -> None:
+        pass
 
 
 @dataclass
@@ -71,13 +80,17 @@ class Bench:
 
 
 def open_both(options: argparse.Namespace, sizes: Sizes) -> Bench:
-    from benchmarks.sparse_choices import Choices  # here: the parts for a CPU need no Triton
+    choices: Any = NoChoices()
+    if options.device != "cpu":
+        from benchmarks.sparse_choices import Choices  # here: a CPU needs no Triton
 
-    choices = Choices(options.device)
+        choices = Choices(options.device)
     made = []
-    for sparse in ("off", "auto"):
-        own = {"host_bytes": sizes.host_bytes // (1 if sparse == "auto" else 2), "sparse": sparse}
+    for sparse in ("off", "always"):  # `fresh` says whether pages are sparse always or where there is no room
+        own = {"host_bytes": sizes.host_bytes // (1 if sparse == "always" else 4), "sparse": sparse}
+        began = time.perf_counter()
         model = OneModel(options.model, options.device, sizes.device_bytes, context=sizes.long + 8192, **own)
+        print(f"# opened, {sparse}: {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
         made.append(RunningEngine(model.first))
         made[-1].words = model.words  # type: ignore[attr-defined]
     return Bench(sizes, options.device, options.model, *made, choices)
@@ -140,7 +153,7 @@ def room(bench: Bench) -> Figures:
             for on in (False, True):
                 running = bench.engine(on)
                 fresh(running, False)
-                prompts = [landed(running, 2048, 100 + i) for i in range(batch)]
+                prompts = [landed(running, sizes.short, 100 + i) for i in range(batch)]
                 rates[on].append(batch / decode(running, prompts, sizes.steps))
                 assert not on or not sparse_pages(running)
             if number == 0:
@@ -166,7 +179,7 @@ def _ratio(found: dict[bool, list[float]]) -> float:
 def forced(bench: Bench) -> Figures:
     """The same engine and the same made-up choices: every text sparse, over every text whole."""
     sizes, running, found = bench.sizes, bench.on, Figures()
-    config = running.engine.runner.model.layers.config
+    selected = running.cache.spec.pools[1][0].selected
     for batch in sizes.batches:
         for period in sizes.periods if batch == sizes.batches[-1] else sizes.periods[:1]:
             bench.choices.every(period)
@@ -178,7 +191,7 @@ def forced(bench: Bench) -> Figures:
                     took[always].append(decode(running, prompts, sizes.steps))
                     assert always == (sparse_pages(running) > 0)
             whole_s, sparse_s = (min(took[each]) for each in (False, True))
-            misses = batch * config.index_topk / period
+            misses = batch * selected / period
             size = sum(part.bytes for part in running.cache.spec.pools[1][0].parts)
             gather_s = misses * size * len(running.cache.spec.pools[1][0].layers) / LINK_BYTES_S
             name = f"{batch}.hits_{1 - 1 / period:.2f}"
@@ -271,14 +284,14 @@ def _first(running: RunningEngine, tokens: int, more: int, *, always: bool) -> F
     free = cache.pages.free
     start = time.perf_counter()
     name = running.add(prompt, 2)
-    taken = 0
+    taken = sparse = 0
     while True:
         deltas = running.step()
         taken = max(taken, free - cache.pages.free)
+        sparse = max([sparse, *(len(request.sparse) for request in cache.requests)])
         if any(delta.request_id == name and delta.tokens for delta in deltas):
             break
     took = time.perf_counter() - start
-    sparse = max((len(request.sparse) for request in cache.requests), default=0)
     part = sum(map(spec.bytes_of, spec.pools[1])) if spec.second else 0
     staged = sparse * part if more > 1 else 0
     pages = tokens // spec.page_tokens
@@ -297,8 +310,8 @@ def prefill(bench: Bench) -> Figures:
         fresh(running, False)
         held = list[Any]()
         gaps, last = list[float](), dict[str, float]()
-        short = [landed(running, 2048, 900 + i) for i in range(sizes.beside)]
-        running.decode(len(short), short.__getitem__, 4000)
+        short = [landed(running, sizes.short, 900 + i) for i in range(sizes.beside)]
+        running.decode(len(short), short.__getitem__, sizes.long // 32)
         if small:  # others hold all of the second pool but an eighth of the prompt
             free = -running.cache.pages.lack(pages + 64, 0)
             held = running.cache.pages.take(0, max(0, free - pages // 8))
@@ -340,10 +353,13 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections, separated by commas")
     options = parser.parse_args()
-    asked = [each for each in options.only.split(",") if options.device != "cpu" or each in FOR_CPU]
+    asked = options.only.split(",")
     figures: Figures = {"machine": describe()}
+    sizes = Sizes()
+    if options.quick:
+        sizes = QUICK_CPU if options.device == "cpu" else QUICK
     needs_model = any(each not in FOR_CPU for each in asked)
-    bench = open_both(options, QUICK if options.quick else Sizes()) if needs_model else None
+    bench = open_both(options, sizes) if needs_model else None
     for name in asked:
         began = time.perf_counter()
         try:
