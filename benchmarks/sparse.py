@@ -313,10 +313,10 @@ def prefill(bench: Bench) -> Figures:
         short = [landed(running, sizes.short, 900 + i) for i in range(sizes.beside)]
         running.decode(len(short), short.__getitem__, sizes.long // 32)
         if small:  # others hold all of the second pool but an eighth of the prompt
-            free = -running.cache.pages.lack(pages + 64, 0)
-            held = running.cache.pages.take(0, max(0, free - pages // 8))
+            free = -running.cache.pages.lack(0, 0)
+            held = running.cache.pages.take(0, max(0, free - pages // 8 - 2 * sizes.beside))
         start = time.perf_counter()
-        name = running.add(running.words(sizes.long, 4321), 1)  # type: ignore[attr-defined]
+        name = running.add(running.words(sizes.long, 4321 + small), 1)  # type: ignore[attr-defined]
         done = False
         while not done:
             now = time.perf_counter()
