@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -28,11 +29,15 @@ import torch
 
 from benchmarks.gpu_engines import GIB, OneModel, RunningEngine
 from benchmarks.machine import describe, parser_of, tell
+from tiercel.asks.ask import Ask, Sampling
 from tiercel.cache import Wait
 from tiercel.config import CacheConfig
-from tiercel.engine.config import places_of, staged_bytes, staged_pages_of
+from tiercel.engine.build import open_engine
+from tiercel.engine.config import Build, EngineConfig, places_of, staged_bytes, staged_pages_of
+from tiercel.engine.offline import answer_all
 from tiercel.replay.null import Clock, null_cache
 from tiercel.spec.presets import load
+from tiercel.verify import exams_of
 
 Figures = dict[str, Any]
 WARM_STEPS = 16
@@ -93,7 +98,7 @@ def open_both(options: argparse.Namespace, sizes: Sizes) -> Bench:
         print(f"# opened, {sparse}: {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
         made.append(RunningEngine(model.first))
         made[-1].words = model.words  # type: ignore[attr-defined]
-    return Bench(sizes, options.device, options.model, *made, choices)
+    return Bench(sizes, options.device, options.model, made[0], made[1], choices)
 
 
 # Texts
@@ -336,7 +341,59 @@ def prefill(bench: Bench) -> Figures:
     return found | {"prefill_ratio": took[False] / took[True]}
 
 
+def hit_rate(bench: Bench | None) -> Figures:
+    """The choices of tiny-v4 while it answers questions about texts of 6 K tokens, with the shipping kernels
+    on a CPU: hits of hot rows of 1, 2 and 4 times the chosen entries, and misses of a step and layer."""
+    from tiercel.kernels import native
+
+    seen = dict[int, list[list[int]]]()
+    resolve = native.resolve
+
+    def watch(chosen: Any, flat: Any, end: Any, hot: Any, layer: int, *rest: Any) -> None:
+        if len(chosen) == 1:
+            seen.setdefault(layer, []).append([-2 - code for code in chosen[0].tolist() if code <= -2])
+        resolve(chosen, flat, end, hot, layer, *rest)
+
+    native.resolve = watch  # type: ignore[assignment]
+    config = EngineConfig(
+        cache=CacheConfig(host_bytes=GIB // 2, sparse="always"), speculate="off", context_tokens=8_192
+    )
+    engine, _ = open_engine(Build("tiny-v4", device_bytes=GIB // 8), config)
+    most, found = engine.cache.spec.pools[1][0].selected, Figures()
+    rates, missed = {times: list[float]() for times in (1, 2, 4)}, list[int]()
+    for number, (context, question, _) in enumerate(islice(exams_of(engine, "tiny-v4"), 3)):
+        text = (context * (6_000 // len(context) + 1))[:6_000] + question
+        seen.clear()
+        ask = Ask(str(number), tuple(text), Sampling(48, temperature=0, ignore_eos=True))
+        answer_all(engine, [ask])
+        for times in rates:
+            for lists in seen.values():
+                hits, misses = _least_recent(lists, times * most)
+                rates[times].append(sum(hits) / max(1, sum(hits) + sum(misses)))
+                missed += misses if times == 2 else []
+    engine.cache.close(0.0)
+    native.resolve = resolve
+    found |= {f"hit_rate.{times}_times": statistics.mean(each) for times, each in rates.items()}
+    return found | {"hit_rate_misses_of_a_step_and_layer": statistics.mean(missed), "hit_rate_chosen": most}
+
+
+def _least_recent(lists: Sequence[Sequence[int]], cells: int) -> tuple[list[int], list[int]]:
+    """Hits and misses of each step but the first, which finds nothing."""
+    held, hits, misses = dict[int, None](), list[int](), list[int]()
+    for chosen in lists:
+        known = [e for e in chosen if e in held]
+        hits.append(len(known))
+        misses.append(len(chosen) - len(known))
+        for e in [*(e for e in chosen if e not in held), *known]:
+            held.pop(e, None)
+            held[e] = None
+        while len(held) > cells:
+            del held[next(iter(held))]
+    return hits[1:], misses[1:]
+
+
 SECTIONS: dict[str, Callable[[Any], Figures]] = {
+    "hit_rate": hit_rate,
     "capacity": capacity,
     "room": room,
     "forced": forced,
@@ -344,7 +401,7 @@ SECTIONS: dict[str, Callable[[Any], Figures]] = {
     "at_capacity": at_capacity,
     "prefill": prefill,
 }
-FOR_CPU = ("capacity",)
+FOR_CPU = ("capacity", "hit_rate")
 
 
 def main() -> None:
