@@ -133,6 +133,13 @@ class CacheConfig:
     another engine owns the device memory (`HostCache`)."""
     staging_tails: int = setting(0, least=0)
     """Tails that a step can write (`transfer.staging`). 0 is right only for a spec without tails."""
+    host_bytes: int = setting(
+        0,
+        "Host memory for pages and tails; 0 turns the host tier off.",
+        least=0,
+        memory=True,
+        option="host_memory",
+    )
     sparse: str = setting(
         "auto",
         "Whether entries that attention selects may stay on the host.",
@@ -142,13 +149,6 @@ class CacheConfig:
     tests. Of DeepSeek V4 that is the c4 part of a page, 79 % of its bytes."""
     staged_pages: int = setting(0, least=0)
     """Sparse pages that one step can read whole: the longest text that is not whole on the device."""
-    host_bytes: int = setting(
-        0,
-        "Host memory for pages and tails; 0 turns the host tier off.",
-        least=0,
-        memory=True,
-        option="host_memory",
-    )
     layout: str = setting(
         "page_first_direct",
         "Layout of host memory; page_first is another name of page_first_direct.",

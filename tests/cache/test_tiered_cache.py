@@ -12,7 +12,6 @@ from tests.simulation.specs import SPECS
 from tiercel.cache import Loaded, Request, RequestState, TieredCache, Wait, WaitFor
 from tiercel.cache.audit import PoolStats
 from tiercel.cache.memories import Memories, make_memories
-from tiercel.cache.request import rows_of
 from tiercel.config import CacheConfig
 from tiercel.errors import BudgetError, ConfigError
 from tiercel.policy.resume import Why

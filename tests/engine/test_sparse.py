@@ -149,3 +149,46 @@ def test_aborts_and_preemptions_at_any_moment_lose_nothing(seed):
             truth = truth_of(ask.prompt, ask.sampling.max_tokens)
             assert [(o.token, o.logprob) for o in outs] == [(o.token, o.logprob) for o in truth.tokens]
     settle(engine)
+
+
+def test_the_statistics_tell_what_is_sparse_and_what_was_read_on_the_host():
+    engine = sparse_engine("always", pages=40)
+    assert set(engine.stats().sparse.values()) == {0}
+    engine.add(make_ask("a", PROMPTS[0], COUNT))
+    steps, now = steps_of(engine, False, None), []
+    while not engine.idle:
+        next(steps)
+        now.append(engine.stats())
+    full = len(PROMPTS[0]) // engine.page_tokens
+    most = max(now, key=lambda each: each.sparse["pages_sparse"])
+    assert full - 2 <= most.sparse["pages_sparse"] <= full
+    assert most.sparse["pages_sparse"] + most.sparse["pages_whole"] in (full + 1, full + 2)
+    assert 0 < most.sparse["places_hot"] <= most.sparse["pages_sparse"]
+
+    turn = PROMPTS[0] + tuple(words(50, 3))
+    run(engine, make_ask("b", turn, COUNT))
+    stats, (stream,) = engine.stats(), engine.cache.spec.pools[1]
+    sparse = stats.sparse
+    assert sparse["pages_whole"] == sparse["pages_sparse"] == sparse["places_hot"] == 0, "nothing runs"
+    assert sparse["entries_hit"] > 0 and sparse["entries_missed"] > 0
+    assert sparse["bytes_gathered"] == sparse["entries_missed"] * stream.bytes_per_entry
+    rows, rest = divmod(sparse["bytes_staged"], engine.cache.spec.row_bytes(stream))
+    assert rows >= full - 2 and not rest, "a turn is a long span: it reads staged rows"
+    assert stats.counters["pages_sparse"] >= full - 2 and stats.counters["pages_back"] == 0
+    assert [engine.explain(name).sparse_pages for name in "ab"] == [0, most.sparse["pages_sparse"]]
+    settle(engine)
+
+
+def test_bytes_on_the_device_are_those_that_are_there():
+    engine = sparse_engine("always", pages=40)
+    run(engine, make_ask("a", PROMPTS[0], COUNT))
+    settle(engine)
+    stats, spec, sparse = engine.stats(), engine.cache.spec, engine.cache.counters["pages_sparse"]
+    held, pages = stats.cached_bytes["device"], stats.cached_items["device"]["pages"]
+    assert held["c4"] == (pages - sparse) * spec.bytes_of(spec.stream("c4")) < pages * spec.page_bytes
+    assert held["c4_index"] == pages * spec.bytes_of(spec.stream("c4_index"))
+    assert sum(held.values()) <= stats.capacity_bytes["device"]
+
+
+def test_whole_pages_have_no_such_statistics():
+    assert make_engine(pages=9).stats().sparse is None

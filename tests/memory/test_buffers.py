@@ -11,6 +11,7 @@ from tiercel.errors import BudgetError, ConfigError
 from tiercel.memory.buffers import BorrowedMemory, DeviceMemory, HostMemory
 from tiercel.memory.layout import LAYOUTS
 from tiercel.spec import CacheSpec, Part, State, Stream, mha
+from tiercel.spec.cache_spec import row_step
 from tiercel.types import PLACE_BITS, TAG_SHIFT, HostPageId, Kind
 
 
@@ -120,7 +121,7 @@ def test_a_row_of_the_second_pool_is_found_by_its_number(spec: CacheSpec, staged
     memory, stream = DeviceMemory(spec, pages=3, tails=1, staged=staged), spec.stream("c4")
     memory.flat_pages.random_(0, 256)
     rows = memory.sparse_rows(stream)
-    assert rows.stride(0) == memory.row_step == spec.row_step(stream)
+    assert rows.stride(0) == memory.row_step == row_step(spec, stream)
     assert rows.data_ptr() == memory.flat_pages.data_ptr()
     last = (len(rows) - 1) * memory.row_step + rows.shape[1]
     assert 0 <= memory.flat_pages.numel() - last < memory.row_step, "as many as fit"

@@ -13,6 +13,7 @@ import tiercel.models
 from tiercel.errors import SpecError
 from tiercel.memory.buffers import frame_rows
 from tiercel.spec import PREFIX, CacheSpec, Keep, Part, State, Stream, Window, deepseek_v4
+from tiercel.spec.cache_spec import row_step
 from tiercel.spec.presets import load
 from tiercel.types import Kind
 
@@ -340,15 +341,15 @@ TINY = json.loads((Path(tiercel.models.__file__).parent / "tiny_v4" / "config.js
 def test_rows_of_the_second_pool_begin_at_multiples_of_a_step(spec, step):
     spec = replace(spec, second=("c4",))
     stream = spec.stream("c4")
-    assert spec.row_step(stream) == step
+    assert row_step(spec, stream) == step
     assert spec.unit_bytes % step == spec.row_bytes(stream) % step == spec.frame_bytes % step == 0
     assert all(piece.offset % step == 0 for _, ((_, piece),) in rows_of(spec, "c4"))
 
 
 def test_a_step_suits_every_row_of_a_second_pool_with_several_streams():
     spec = replace(load("deepseek-v4-flash"), second=("c4_index", "c4"))
-    step = spec.row_step(spec.stream("c4"))
-    assert step == spec.row_step(spec.stream("c4_index"))
+    step = row_step(spec, spec.stream("c4"))
+    assert step == row_step(spec, spec.stream("c4_index"))
     for name in spec.second:
         assert all(
             piece.offset % step == piece.stride % step == 0 for _, ((_, piece),) in rows_of(spec, name)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from tiercel.config import CacheConfig
 from tiercel.errors import ConfigError
-from tiercel.memory.buffers import DeviceMemory, HostMemory, Memory, pci_address
+from tiercel.memory.buffers import STAGED_AREAS, DeviceMemory, HostMemory, Memory, pci_address
 from tiercel.memory.host import node_of
 from tiercel.policy.evict import make_evict_policy
 from tiercel.policy.fetch import make_fetch_policy
@@ -61,11 +61,13 @@ def make_memories(
     make_fetch_policy(config.fetch)
     assert device is not None or controller is not None, "memory of other processes needs a controller"
     if isinstance(device, str):
-        staged = 2 * config.staged_pages if spec.selective else 0
+        staged = STAGED_AREAS * config.staged_pages if spec.selective else 0
         device = DeviceMemory(spec, config.device_pages, config.staging_tails, device, staged)
     if not config.host_bytes:
         return Memories(device)
     host = _host_memory(spec, config, device)
+    if isinstance(device, DeviceMemory):
+        device.host = host
     if controller is None:
         assert device is not None
         try:

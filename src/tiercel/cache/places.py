@@ -92,8 +92,7 @@ class Places:
         missing = self.pages.lack(*(wanted if urgent else with_others))
         if missing > 0:
             # If something may still be evicted, it waits for host memory, which saves are filling.
-            alone = self.pages.lack(*wanted, later=True)  # what others were promised is theirs for one step
-            if lack > 0 and self._tree.device.coldest() is None and alone > 0:
+            if lack > 0 and self._tree.device.coldest() is None:
                 return Wait(WaitFor.DEVICE_PAGES, missing)
             self._promised[asker] = running, wanted
             self._promise(running, wanted)

@@ -19,13 +19,15 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 from tiercel.cache.flights import Flights
 from tiercel.cache.places import Places
 from tiercel.cache.request import PagePlaces, Request, rows_of
+from tiercel.pages.frames import Frames
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.transfer.plan import NO_PLACE, Direction
-from tiercel.tree.node import Item, Move, Page, ids_of
+from tiercel.tree.node import Move, Page, ids_of
 from tiercel.tree.prefix_tree import PrefixTree
 from tiercel.types import DevicePageId, PageKey, place
 
@@ -39,10 +41,49 @@ BACK_BYTES = 32 * 1024**2
 """Bytes of pages that come back in one step: they share the link with loads and hot rows."""
 
 
+class Texts(NamedTuple):
+    """How many texts fit at once."""
+
+    whole: int
+    sparse: int
+
+
+def units_of(spec: CacheSpec, pages: int, bodies: int) -> int:
+    """Units of a text on the device: the first parts of its pages, so many places of the second pool, tails
+    that it reads and others that it writes."""
+    return pages + bodies * (spec.frame_units - 1) + 2 * spec.pages_per_window * spec.units_per_tail
+
+
+def texts_most(spec: CacheSpec, frames: int, pages: int, *, host_places: int, staged_pages: int) -> Texts:
+    """How many texts of so many pages fit at once: whole on the device, and with all but their last pages
+    sparse. No page is shared. A sparse text has hot rows for steps without guesses, and its pages and a tail
+    on the host."""
+    assert pages > 0, "a text has pages"
+    units = frames * spec.frame_units
+    whole = units // units_of(spec, pages, pages)
+    if not spec.selective or pages > staged_pages:
+        return Texts(whole, 0)
+    last = min(pages, LAST_PAGES)
+    bodies = last + min(pages - last, spec.hot_places()[0])
+    on_device = min(units // units_of(spec, pages, bodies), frames // bodies)
+    return Texts(whole, min(on_device, host_places // (pages + spec.places_per_tail)))
+
+
+class _Later(NamedTuple):
+    """What is given back when so many steps have ended."""
+
+    steps: int
+    ids: Sequence[DevicePageId] = ()
+    locked: Page | None = None
+    """A page that is unlocked then."""
+    read: Page | None = None
+    """A page whose host copy may leave then. It is unlocked too."""
+
+
 class Residency:
     """What running texts have in the second pool."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         spec: CacheSpec,
         tree: PrefixTree,
@@ -50,7 +91,7 @@ class Residency:
         flights: Flights,
         requests: Iterable[Request],
         counters: Counter[str],
-        save: Callable[[Iterable[Item]], None],
+        save: Callable[..., None],
         *,
         always: bool,
         staged_pages: int,
@@ -60,14 +101,16 @@ class Residency:
         (stream,) = spec.pools[1]
         self._spec, self._tree, self._places, self._flights = spec, tree, places, flights
         self._requests, self._counters, self._save = requests, counters, save
+        assert isinstance(places.pages, Frames), "sparse pages need a second pool"
+        self._pages = places.pages
         self.always, self._most = always, staged_pages
         self._entries, self._selected = stream.entries_per_row(spec.page_tokens), stream.selected
         self._body_bytes = spec.bytes_of(stream)
         self.under_way: Callable[[], int] = lambda: 0
         """How many steps are under way that were planned before now."""
         self.guesses_max = 0
-        self._later: deque[tuple[int, Sequence[DevicePageId], Page | None]] = deque()
-        """What is given back when so many steps have ended."""
+        self._later: deque[_Later] = deque()
+        """What is given back when steps have ended, in the order of that."""
         self._unsaved: set[Page] = set()
         """Pages whose save failed: they stay."""
         self._calm_steps = 0
@@ -75,13 +118,12 @@ class Residency:
         self._back: dict[Page, DevicePageId] = {}
         """Pages that are coming back, and their places."""
 
-    def pages_most(self, frames: int, tail_units: int) -> int:
+    def pages_most(self, frames: int) -> int:
         """Pages of the longest text, if all but the last are sparse: the device has their first parts, hot
         rows and tails, the host has all of them, and one layer of them fits into a staging area."""
-        units = self._spec.frame_units - 1
-        apart = (frames - self.hot_places(frames) - LAST_PAGES) * units
+        taken = units_of(self._spec, 0, self.hot_places(frames) + LAST_PAGES)
         host = self._places.host.capacity - self._spec.places_per_tail
-        return min(frames + apart - tail_units, host, self._most)
+        return min(frames * self._spec.frame_units - taken, host, self._most)
 
     # Hot rows
 
@@ -118,7 +160,7 @@ class Residency:
 
         def host(number: int) -> int:
             at = first + number
-            return place(index[keys[at]].host[0]) if at in request.sparse else -1
+            return place((index[keys[at]].host or ())[0]) if at in request.sparse else -1
 
         return rows_of(pages, 2, host)
 
@@ -131,18 +173,32 @@ class Residency:
         for request in order:
             if missing <= 0:
                 break
-            pages = list(self._may_leave(request))
+            pages = self._allowed(list(self._may_leave(request)))
             ready = [page for page in pages if page.on_host]
-            gain = self._shed(ready, missing)
-            missing -= gain
-            if gain:
-                coming = True
-            elif self._gain(self._readers(pages), len(pages)) > 0:  # they have to be saved first
-                unsaved = [page for page in pages if page.host is None]
-                self._save(unsaved[: max(missing, TOGETHER) + self.hot_places(len(pages))])
-                coming = coming or any(page.save is not None for page in pages)
+            gain = self._shed(ready, missing) or self._save_first(pages, ready, missing, by_force=not coming)
+            missing, coming = missing - gain, coming or gain > 0
         self._places.settle()
         return coming
+
+    def _save_first(
+        self, pages: Sequence[Page], ready: Sequence[Page], missing: int, *, by_force: bool
+    ) -> int:
+        """These pages of one path have to be saved before they may become sparse: see that enough of them
+        are. Returns how many places that gives. `by_force`: also into memory that holds others. Only the
+        first text that gives places is saved so: else texts would push one another's pages out for ever."""
+        if self._gain(self._readers(pages), len(pages)) <= 0:
+            return 0
+        saved = [page for page in pages if page.host is not None]
+        if self._gain(self._readers(saved), len(saved)) <= 0:
+            unsaved = [page for page in pages if page.host is None]
+            for page in ready:
+                self._hold(page)  # what is there already makes no room for the others
+            count = max(missing, TOGETHER) + self.hot_places(len(pages))
+            self._save(unsaved[:count], by_force=by_force)
+            for page in ready:
+                self._let_go(page)
+            saved = [page for page in pages if page.host is not None]
+        return max(0, self._gain(self._readers(saved), len(saved)))
 
     def _may_leave(self, request: Request) -> Iterator[Page]:
         """The pages of a text that may become sparse, the first ones first: the latest are read most."""
@@ -157,16 +213,22 @@ class Residency:
                 most -= 1
                 yield page
 
+    def _allowed(self, pages: Sequence[Page]) -> Sequence[Page]:
+        """The first ones of these pages of one path, so many that each text that reads them can still have
+        its sparse pages staged."""
+        readers = ((own, self._most - len(each.sparse)) for each, own in self._readers(pages).items())
+        return pages[: max(0, min((room for own, room in readers if own > room), default=len(pages)))]
+
     def _readers(self, pages: Sequence[Page]) -> dict[Request, int]:
         """The texts that read these pages of one path: how many of the first ones each of them reads."""
         readers = dict[Request, int]()
         for request in self._requests:
             keys, upto = request.chain.keys, request.committed
 
-            def reads(page: Page, keys: Sequence[PageKey] = keys, upto: int = upto) -> bool:
-                return page.depth <= upto and keys[page.depth - 1] == page.key
+            def foreign(page: Page, keys: Sequence[PageKey] = keys, upto: int = upto) -> bool:
+                return page.depth > upto or keys[page.depth - 1] != page.key
 
-            if count := bisect_left(pages, True, key=lambda page, reads=reads: not reads(page)):
+            if count := bisect_left(pages, True, key=foreign):
                 readers[request] = count
         return readers
 
@@ -203,7 +265,7 @@ class Residency:
         needs = self._needs(readers, len(pages), guesses)
         left = [self._tree.shed(page) for page in pages]
         if (lack := sum(needs.values()) - len(left)) > 0:
-            left += self._places.pages.take(0, lack)
+            left += self._pages.take(0, lack)
         self._calm_steps = 0
         for request, count in readers.items():
             own = [page.depth - 1 for page in pages[:count]]
@@ -215,7 +277,7 @@ class Residency:
                 self._give_hot(request, left, needs[request])
         if self.always and len(readers) == 1:  # nobody else waits for these places: more hot rows, more hits
             most = min(self._spec.hot_places(self.guesses_max)[1], len(request.sparse))
-            free = -self._places.pages.lack(0, 0) - self._places.pages.capacity // self._spec.frame_units // 2
+            free = -self._pages.lack(0, 0) - self._pages.capacity // self._spec.frame_units // 2
             self._give_hot(request, left, max(0, min(most - len(request.hot), len(left), free)))
         self._counters["pages_sparse"] += len(pages)
         self.release(left)
@@ -227,25 +289,39 @@ class Residency:
             request.hot_changed = True
             del left[:count]
 
-    def release(self, ids: Sequence[DevicePageId], page: Page | None = None) -> None:
-        """Give places back, and unlock a page: when the steps under way have ended, which may read them."""
-        if steps := self.under_way():
-            self._places.pages.leave(ids)
-            self._later.append((steps, ids, page))
+    def release(
+        self, ids: Sequence[DevicePageId], *, locked: Page | None = None, read: Page | None = None
+    ) -> None:
+        """Give places back, unlock a page, or let go of one that is held: when the steps under way have
+        ended, which may read them."""
+        later = _Later(self.under_way(), ids, locked, read)
+        if later.steps:
+            self._pages.leave(ids)
+            self._later.append(later)
         else:
-            self._release(ids, page)
+            self._release(later)
 
-    def _release(self, ids: Sequence[DevicePageId], page: Page | None) -> None:
-        self._places.pages.release(ids)
-        if page is not None:
-            self._tree.unlock(page)
+    def _release(self, later: _Later) -> None:
+        self._pages.release(later.ids)
+        if later.locked is not None:
+            self._tree.unlock(later.locked)
+        if later.read is not None:
+            self._let_go(later.read)
+
+    def _hold(self, page: Page) -> None:
+        """The host copy of a page is read: it stays, also if the page is whole."""
+        self._tree.lock(page)
+        self._tree.read_start(page)
+
+    def _let_go(self, page: Page) -> None:
+        self._tree.read_done(page)
+        self._tree.unlock(page)
 
     def advanced(self) -> None:
         """A step has ended."""
-        self._later = deque((steps - 1, ids, page) for steps, ids, page in self._later)
-        while self._later and not self._later[0][0]:
-            _, ids, page = self._later.popleft()
-            self._release(ids, page)
+        self._later = deque(later._replace(steps=later.steps - 1) for later in self._later)
+        while self._later and not self._later[0].steps:
+            self._release(self._later.popleft())
 
     def saved(self, move: Move, ok: bool) -> None:
         """A save of a page has ended."""
@@ -264,10 +340,10 @@ class Residency:
         """A text ends. A step under way may still read its hot rows, and what it reads on the host."""
         if request.sparse:
             self._tree.lock(request.page)
-            self.release(request.hot, request.page)
+            self.release(request.hot, locked=request.page)
         request.hot, request.sparse = (), set()
 
-    def adopt(self, page: Page, own: Sequence[DevicePageId]) -> Sequence[DevicePageId]:
+    def adopt(self, page: Page, own: tuple[DevicePageId, ...]) -> tuple[DevicePageId, ...]:
         """A text computed a page that is shared already. If that is sparse, it gets the text's place in the
         second pool: all its readers have it whole again. Returns the places that are left."""
         if self._tree.is_whole(page) or not page.on_device:
@@ -285,18 +361,21 @@ class Residency:
         if self.always:
             for request in self._requests:
                 self._leave_always(request)
-        elif self._calm_steps > CALM_STEPS and not self._places.waits:
-            if any(request.sparse for request in self._requests):
-                self._come_back()
+        elif (
+            self._calm_steps > CALM_STEPS
+            and not self._places.waits
+            and any(request.sparse for request in self._requests)
+        ):
+            self._come_back()
         self._places.settle()
 
     def _leave_always(self, request: Request) -> None:
         """All pages of a text that may become sparse do, if there are places for the hot rows."""
-        pages = [page for page in self._may_leave(request) if page.on_host]
+        pages = self._allowed([page for page in self._may_leave(request) if page.on_host])
         readers = self._readers(pages)
         for guesses in self.guesses if pages else ():
             lack = -self._gain(readers, len(pages), guesses)
-            if self._places.pages.lack(0, max(0, lack)) <= 0:
+            if self._pages.lack(0, max(0, lack)) <= 0:
                 self.leave(pages, guesses)
                 return
 
@@ -310,12 +389,12 @@ class Residency:
         chosen = dict.fromkeys(islice(back, max(0, BACK_BYTES // self._body_bytes - len(self._back))))
         if not chosen or self._places.make_room((0, len(chosen) + TOGETHER)) > 0:
             return
-        if self._places.pages.lack(0, len(chosen)) > 0:
+        if self._pages.lack(0, len(chosen)) > 0:
             return  # they come as soon as what leaves has been saved
         moves = list[Move]()
-        for page, second in zip(chosen, self._places.pages.take(0, len(chosen)), strict=True):
+        for page, second in zip(chosen, self._pages.take(0, len(chosen)), strict=True):
             self._back[page] = second
-            self._tree.lock(page)
+            self._hold(page)
             moves.append(Move(page, (NO_PLACE, second), page.host or ()))
         self._flights.queue(Direction.LOAD, moves)
 
@@ -324,18 +403,21 @@ class Residency:
         return move.near[0] == NO_PLACE
 
     def came_back(self, move: Move, ok: bool) -> None:
-        page, second = move.item, move.near[1]
+        page, second = move.item, DevicePageId(move.near[1])
         assert isinstance(page, Page)
         del self._back[page]
         if ok and not self._tree.is_whole(page):
             self._whole(page, second)
             self._counters["pages_back"] += 1
         else:
-            self._places.pages.release([second])
-        self._tree.unlock(page)
+            self._pages.release([second])
+        self._let_go(page)
 
     def _whole(self, page: Page, second: DevicePageId) -> None:
+        """A page is whole again. Steps under way may still read it on the host."""
+        self._hold(page)
         self._tree.whole(page, second)
+        self.release((), read=page)
         at = page.depth - 1
         for request in self._readers([page]):
             request.table[at] = page.device
@@ -360,5 +442,5 @@ class Residency:
         """The places that belong to no page and no text: of pages that are coming back, and those that steps
         under way may still read."""
         yield from self._back.values()
-        for _, ids, _ in self._later:
-            yield from ids
+        for later in self._later:
+            yield from later.ids

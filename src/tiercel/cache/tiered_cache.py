@@ -13,10 +13,9 @@ What it has below the device (keys, tree, host, store) is `cache.core`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any
 
 from tiercel.cache.audit import CacheStats, check_device
 from tiercel.cache.core import Core, Order
@@ -34,41 +33,17 @@ from tiercel.cache.request import (
     all_ids,
     pages_useful,
 )
-from tiercel.cache.residency import Residency
+from tiercel.cache.room import Given, Room, make_residency, pages_whole_most
 from tiercel.cache.sharing import Sharing
 from tiercel.cache.store_tier import StoreTier
 from tiercel.cache.tails import tails_after, tails_of_prompt, tails_to_write
 from tiercel.config import CacheConfig
-from tiercel.errors import ConfigError
-from tiercel.memory.buffers import DeviceMemory
-from tiercel.pages.pool import Reservation
 from tiercel.policy.placement import Boundary
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.identity import Identity
 from tiercel.transfer.plan import Direction
 from tiercel.tree.keys import KeyChain
 from tiercel.tree.node import Item, Tail, ids_of
-
-FIRST_PAGES = 2
-"""A text that begins with sparse pages has places of the second pool for so many that it computes. It gets
-more as they are computed."""
-
-
-class _Way(NamedTuple):
-    """How the pages of a text are on the device when places are reserved for them."""
-
-    sparse: int
-    """The first so many are without a place in the second pool."""
-    bodies: int
-    """Places of the second pool for the others; if they are fewer, the last pages get theirs later."""
-    hot: int = 0
-    """Places of the second pool for hot rows."""
-    shed: bool = False
-    """Whether pages of running texts become sparse for it."""
-
-
-def _lacks(room: Reservation | Wait) -> TypeGuard[Wait]:
-    return isinstance(room, Wait) and room.what is WaitFor.DEVICE_PAGES
 
 
 class TieredCache:
@@ -87,16 +62,7 @@ class TieredCache:
     ) -> None:
         """`memories` may have device memory that a cache before this one has used, if that has enough
         places."""
-        if config.staging_tails < spec.pages_per_window:
-            why = f"{spec.model} keeps tails: a text reads and writes {spec.pages_per_window} at once"
-            raise ConfigError("staging_tails", config.staging_tails, why)
-        tails = 2 * spec.pages_per_window * spec.units_per_tail
-        self._whole_most = config.device_pages - -(-tails // spec.frame_units)
-        """Pages of the longest text that is whole on the device. It reads tails and writes others, and needs
-        places for both."""
-        if self._whole_most < 1:
-            why = f"a page and its tails take {config.device_pages + 1 - self._whole_most}"
-            raise ConfigError("device_pages", config.device_pages, why)
+        whole_most = pages_whole_most(spec, config)
         memories = memories or make_memories(spec, config)
         device = memories.device
         roomy = device is None or (
@@ -122,12 +88,10 @@ class TieredCache:
         self.transfer_ended, self.send_saves = core.transfer_ended, core.flights.send_saves
         self.requests: dict[Request, None] = {}
         """In the order in which they began."""
-        self.residency = self._make_residency() if config.sparse != "off" else None
-        """None: all pages of running texts are whole on the device."""
-        self.pages_most = self._whole_most
+        self.residency = make_residency(core, self.requests)
+        self.room = Room(core, self.residency, whole_most, self._share_all_tails)
+        self.pages_most = self.room.pages_most
         """Pages of the longest text."""
-        if self.residency is not None:
-            self.pages_most = max(self._whole_most, self.residency.pages_most(config.device_pages, tails))
         self._ended: list[Loaded] = []
         # What the core and its parts do by themselves has the same name here.
         self.chain, self.find = core.chain, core.find
@@ -138,24 +102,6 @@ class TieredCache:
         self.wait, self.wait_until, self.flush = core.wait, core.wait_until, core.flush
         self.limit, self.owners = core.limit, core.owners
         self.watch, self.show = core.watch, core.show
-
-    def _make_residency(self) -> Residency | None:
-        """It exists where pages may be without their part in the second pool while texts read them."""
-        if not self.spec.selective or not self.host_pages.capacity:
-            return None
-        if isinstance(self.device, DeviceMemory):
-            self.device.host = self.host
-        return Residency(
-            self.spec,
-            self.tree,
-            self.places,
-            self.flights,
-            self.requests,
-            self.counters,
-            partial(self.core.save_early, by_force=True),
-            always=self.config.sparse == "always",
-            staged_pages=self.config.staged_pages,
-        )
 
     # A request's life
 
@@ -184,6 +130,8 @@ class TieredCache:
         if too_large > 0:
             return Wait(WaitFor.LARGER_DEVICE, too_large)
         found = self.find(chain, load=load, replay=replay, reuse_most=reuse_most)
+        if isinstance(found, Found) and (less := self.room.reuse_most(found)) is not None:
+            found = self.find(chain, load=load, replay=replay, reuse_most=(reuse_most := less))
         if isinstance(found, Wait):
             return found
         useful = pages_useful(chain, self.spec, reuse_most)
@@ -191,66 +139,27 @@ class TieredCache:
             return Wait(WaitFor.COMPUTING, to_come)
         held: list[Item] = [found.page, found.near, *found.tails]
         self.core.lock(held)
-        tails_far = [tail for tail in found.tails if tail.device is None]
-        own = max(0, -(-room_for // self.spec.page_tokens) - found.page.depth)
-        tails = len(tails_far) + (self.spec.pages_per_window if room_for else 0)
-        way, room = _Way(0, 0), Wait(WaitFor.DEVICE_PAGES)
+        given: Given | Wait = Wait(WaitFor.DEVICE_PAGES)
         try:
-            for way in self._ways(found, own):
-                room = self._reserve(chain, len(found.far) + own, tails, way)
-                if not _lacks(room):
-                    break
-            if isinstance(room, Reservation) and self._lacks_hot(found, way):
-                with room:  # what it begins with became sparse to make room for it: it needs hot rows
-                    room = Wait(WaitFor.LEAVING)
+            given = self.room.begin(found, room_for)
         finally:
-            if not isinstance(room, Reservation):
+            if isinstance(given, Wait):
                 self.core.unlock(held)
-        if isinstance(room, Wait):
-            if room.what is WaitFor.DEVICE_PAGES and not self.requests:
-                return self._make_way(chain, pages_needed, tails)
-            return room
-        with room:
-            far = len(found.far)
-            pages, kept, hot = self.places.deal(room.ids, far + own, tails, way.sparse, way.bodies)
-            self._start_loads(found.far, pages[:far])
-            self._start_loads(tails_far, kept[: len(tails_far)])
-            room.keep()
-        self.pages.release(all_ids(kept[len(tails_far) :]))
-        request = self._start(found, held, pages[far:], priority, turn_ends, for_others)
+        if isinstance(given, Wait):
+            if given.what is WaitFor.DEVICE_PAGES and not self.requests:
+                return self.room.make_way(found, room_for)
+            return given
+        with given.room:
+            far, tails_far = len(found.far), [tail for tail in found.tails if tail.device is None]
+            self._start_loads(found.far, given.pages[:far])
+            self._start_loads(tails_far, given.tails[: len(tails_far)])
+            given.room.keep()
+        self.pages.release(all_ids(given.tails[len(tails_far) :]))
+        request = self._start(found, held, given.pages[far:], priority, turn_ends, for_others)
         if self.residency is not None:
-            request.bare = far + own - way.sparse - way.bodies
-            self.residency.begin(request, hot)
+            request.bare = given.bare
+            self.residency.begin(request, given.hot)
         return request
-
-    def _ways(self, found: Found, own: int) -> Iterator[_Way]:
-        """In which ways a text may begin, one after the other: with all of its pages whole, or, where pages
-        may be sparse, with what is loaded sparse; then pages of others become sparse for it. `own`: pages
-        that it will compute."""
-        residency, far = self.residency, len(found.far)
-        if residency is None:
-            yield _Way(0, far + own)
-            return
-        sparse = self._sparse(found)
-        if not residency.always and found.page.depth + own <= self._whole_most:
-            yield _Way(0, far + own, residency.hot_places(sparse, residency.guesses_max))
-        if sparse + far <= self.config.staged_pages:
-            first = min(own, FIRST_PAGES)
-            for guesses in residency.guesses:
-                hot = residency.hot_places(sparse + far, guesses)
-                yield _Way(far, first, hot)
-            yield _Way(far, first, hot, shed=True)
-
-    def _sparse(self, found: Found) -> int:
-        """How many pages of what was found are sparse on the device."""
-        keys = found.chain.keys[: found.page.depth - len(found.far)]
-        return sum(len(ids_of(self.tree.index[key].device)) == 1 for key in keys)
-
-    def _lacks_hot(self, found: Found, way: _Way) -> bool:
-        """Whether a text would begin with fewer hot rows than it needs."""
-        if self.residency is None:
-            return False
-        return way.hot < self.residency.hot_places(self._sparse(found) + way.sparse)
 
     def leave_device(self, chain: KeyChain) -> int:
         """Evict the pages of one text that the host has too and that are not in use. Returns how many of its
@@ -290,72 +199,16 @@ class TieredCache:
         """
         assert request.state is not RequestState.ENDED
         page_tokens, tails_upto = self.spec.page_tokens, upto if tails_upto is None else tails_upto
-        wanted, known = -(-upto // page_tokens), len(request.table)
-        pages = max(0, wanted - known)
-        if pages + known > self.pages_most:
-            return Wait(WaitFor.LARGER_DEVICE, pages + known - self.pages_most)
-        boundaries = tails_to_write(self.spec, request, tails_upto)
-        way = _Way(pages, max(0, wanted - known + request.bare), shed=True)
-        room = self._reserve(request, pages, len(boundaries), way, early=early)
-        if isinstance(room, Wait):
-            return room
-        with room:
-            own, tails, seconds = self.places.deal(room.ids, pages, len(boundaries), pages)
-            request.table.extend(own)
-            new = dict(zip(boundaries, tails, strict=True))
-            room.keep()
-        for at, second in enumerate(seconds, known - request.bare):
-            request.table[at] = (*ids_of(request.table[at]), second)
-            if at < known:
-                request.changed.add(at)
-        request.bare = len(request.table) - max(wanted, known - request.bare) if self.spec.second else 0
+        wanted = -(-upto // page_tokens)
+        if wanted > self.pages_most:
+            return Wait(WaitFor.LARGER_DEVICE, wanted - self.pages_most)
+        new = self.room.extend(request, wanted, tails_to_write(self.spec, request, tails_upto), early=early)
+        if isinstance(new, Wait):
+            return new
         request.tails.update(new)
         request.extended_tokens = max(request.extended_tokens, upto)
         request.tails_upto = max(request.tails_upto, tails_upto // page_tokens)
         return Extended({boundary * page_tokens: tail for boundary, tail in new.items()})
-
-    def _reserve(
-        self,
-        asker: KeyChain | Request,
-        pages: int,
-        tails: int,
-        way: _Way | None = None,
-        *,
-        early: bool | None = None,
-    ) -> Reservation | Wait:
-        """Places for a prompt that begins (`early` is None), or for a running text. Where nothing else may
-        leave the device, tails that running texts keep for themselves may, and then parts of their pages."""
-        reserve = partial(
-            self.places.reserve,
-            asker,
-            pages,
-            tails,
-            bodies=None if way is None else way.bodies + way.hot,
-            running=early is not None,
-            urgent=early is False,
-        )
-        room = reserve()
-        if early or not _lacks(room):
-            return room
-        if self._share_all_tails() and not _lacks(room := reserve()):
-            return room
-        if self.residency is None or way is None or not way.shed:
-            return room
-        if self.residency.make_room(room.missing) and _lacks(room := reserve()):
-            return Wait(WaitFor.LEAVING, room.missing)  # what is being saved leaves then
-        return room
-
-    def _make_way(self, chain: KeyChain, pages: int, tails: int) -> Wait:
-        """Nobody else holds a place, and yet a text finds no room beside what it would reuse: where a device
-        has two pools, its own units may break too many bodies. They leave, and are packed when it begins."""
-        way = None
-        if self.residency is not None:
-            way = _Way(pages, min(pages, FIRST_PAGES), self.residency.hot_places(pages))
-        room = self._reserve(chain, pages, tails, way)
-        if isinstance(room, Wait):
-            return room
-        with room:
-            return Wait(WaitFor.LEAVING, pages)
 
     def _share_all_tails(self) -> bool:
         """Share the tails that running texts keep for themselves: then these can go to the host, or leave.

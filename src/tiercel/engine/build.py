@@ -14,7 +14,6 @@ from tiercel.engine.config import (
     DRAFT_MODEL,
     GUESSERS,
     MTP,
-    STAGED_AREAS,
     STAGING_MOST,
     Build,
     EngineConfig,
@@ -25,7 +24,7 @@ from tiercel.engine.config import (
 from tiercel.engine.engine import Engine
 from tiercel.engine.scheduler import STEP_TOKENS
 from tiercel.errors import ConfigError
-from tiercel.memory.buffers import DeviceMemory
+from tiercel.memory.buffers import STAGED_AREAS, DeviceMemory
 from tiercel.models.families import text_folder_of
 from tiercel.models.opening import Opened, check_device_memory, open_model
 from tiercel.models.wish import Choice

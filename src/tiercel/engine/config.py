@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from tiercel.config import CacheConfig, check_settings, is_loopback, parse_address, setting
 from tiercel.errors import ConfigError
+from tiercel.memory.buffers import STAGED_AREAS
 from tiercel.models.wish import Wish
 from tiercel.policy.speculate import LEVELS_MOST
 from tiercel.spec.cache_spec import CacheSpec
@@ -142,8 +143,6 @@ STAGING_SHARE = 0.005
 
 STAGED_SHARE = 0.05
 """The most of the device memory that the rows of sparse pages are staged in."""
-STAGED_AREAS = 2
-"""While the rows of a layer are read, those of the next one are staged."""
 
 
 def staged_pages_of(device_bytes: int, spec: CacheSpec, context_tokens: int | None) -> int:

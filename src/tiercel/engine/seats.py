@@ -111,6 +111,7 @@ class Seats:
         for sooner in sorted({end, first, first - 1, more, more - 1, whole}, reverse=True):
             if seat.planned < sooner <= end and (waits := self._extend(seat, sooner, sooner)) is None:
                 return sooner, None
+        self._extend(seat, seat.planned, seat.planned)  # it is promised nothing: texts that draw come first
         return seat.planned, waits
 
     def _extend_prompt(self, seat: Seat, end: int) -> Wait | None:

@@ -37,10 +37,12 @@ from tiercel.memory.layout import (
     pour_tails,
     record_rows,
 )
-from tiercel.spec.cache_spec import CacheSpec
+from tiercel.spec.cache_spec import CacheSpec, row_step
 from tiercel.spec.stream import Part, State, Stream
 from tiercel.types import HostPageId, Kind, place
 
+STAGED_AREAS = 2
+"""Staged rows lie in so many areas: while the rows of a layer are read, those of the next one are staged."""
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -137,7 +139,7 @@ class DeviceMemory(Memory):
             kept = self._layout(_place_streams(spec), self.pages)
             rows = kept.rows
         apart = spec.pools[1][0] if spec.second else None
-        self.row_step = spec.row_step(apart) if apart is not None else 0
+        self.row_step = row_step(spec, apart) if apart is not None else 0
         self.staged_first = kept.bytes_total // self.row_step if self.row_step else 0
         more = staged * spec.row_bytes(apart) if apart is not None else 0
         self.flat_pages = self._allocate(kept.bytes_total + more)

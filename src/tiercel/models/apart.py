@@ -25,13 +25,11 @@ from torch import Tensor
 from tiercel.kernels.choice import Kernels
 from tiercel.kernels.entries import Entries, Numbering
 from tiercel.kernels.hot import HostRows, HotRows, begin
-from tiercel.memory.buffers import DeviceMemory
+from tiercel.memory.buffers import STAGED_AREAS, DeviceMemory
 from tiercel.models.base import Span
 from tiercel.models.flat import FlatBatch, Ints, send
 from tiercel.models.rows import entries_in
 from tiercel.spec.stream import Stream
-
-AREAS = 2
 
 
 class ApartRows(NamedTuple):
@@ -49,8 +47,8 @@ class ApartRows(NamedTuple):
     def of(cls, memory: DeviceMemory, role: str, layer: int) -> ApartRows:
         stream = memory.stream(role, layer)
         rows = memory.sparse_rows(stream)
-        area = memory.staged // AREAS * (rows.shape[1] // rows.stride(0))
-        first = memory.staged_first + stream.layers.index(layer) % AREAS * area
+        area = memory.staged // STAGED_AREAS * (rows.shape[1] // rows.stride(0))
+        first = memory.staged_first + stream.layers.index(layer) % STAGED_AREAS * area
         entries = entries_in(rows, stream, memory.spec.page_tokens)
         return cls(entries, *memory.sparse_place(stream, layer), first)
 
@@ -68,7 +66,7 @@ class Apart:
         self._rows = [ApartRows.of(memory, self.stream.role, layer) for layer in self.stream.layers]
         entries = self._rows[0].entries
         self._per_row, self._strides = entries.per_row, entries.rows.shape[1] // entries.rows.stride(0)
-        self.staged_most = memory.staged // AREAS
+        self.staged_most = memory.staged // STAGED_AREAS
         """Rows of a staging area."""
         self._places = memory.spec.hot_places(guesses_max)[1]
         self._rings, self._tokens = rings, 1 + guesses_max
@@ -171,7 +169,7 @@ class Reading:
         self._cuda = batch.positions.is_cuda
         self._staged: list[torch.cuda.Event] = []
         """For each layer whose rows are queued: the event behind them."""
-        for _ in range(AREAS):
+        for _ in range(STAGED_AREAS):
             self._stage_next()
 
     def _stage_next(self) -> None:

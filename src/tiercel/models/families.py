@@ -38,6 +38,7 @@ FOLDERS = {EMBEDDED: "tiny_v4", "v4-flash-8e": "v4_flash_8e"}
 measurements, and its answers make no sense."""
 
 SHARED_SOURCES = (
+    "models/apart.py",
     "models/draft_model.py",
     "models/flat.py",
     "models/frame.py",

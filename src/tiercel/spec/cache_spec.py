@@ -234,9 +234,8 @@ class CacheSpec:
     def apart(self) -> CacheSpec:
         """The same declaration, with what is read by selection in the second pool. Without such streams, or
         with nothing else in a page, it is this one."""
-        selected = [stream.name for stream in self.page_streams if stream.selected]
-        second = tuple(selected) if len(selected) < len(self.page_streams) else ()
-        return replace(self, second=second)
+        second = tuple(stream.name for stream in self.page_streams if stream.selected)
+        return replace(self, second=second if len(second) < len(self.page_streams) else ())
 
     @property
     def selective(self) -> bool:
@@ -284,12 +283,6 @@ class CacheSpec:
         """What a whole page takes on the device."""
         return self.unit_bytes * self.frame_units
 
-    def row_step(self, stream: Stream) -> int:
-        """Every row of this page stream begins at a multiple of so many bytes, counted from the start of the
-        device's memory, in every frame: units and rows of its pool are multiples of it."""
-        rows = {self.row_bytes(each) for each in self.pools[self.pool_of(stream)]}
-        return math.gcd(self.unit_bytes, *rows)
-
     @property
     def units_per_tail(self) -> int:
         """Units of a tail on the device: any of them, as on the host."""
@@ -330,7 +323,7 @@ class CacheSpec:
         kept = _with_layers(self.streams, range(first, last))
         if not kept:
             raise SpecError("stage", (first, last), f"no stream has layers there; layers are {self.layers}")
-        return replace(self, streams=kept, second=self._second_of(kept), whole=self.whole or self)
+        return replace(self, streams=kept, second=_second_of(self, kept), whole=self.whole or self)
 
     def only(self, names: Iterable[str]) -> CacheSpec:
         """The declaration of some of its streams: those that one pool holds."""
@@ -338,14 +331,7 @@ class CacheSpec:
         for name in sorted(names - {stream.name for stream in self.streams}):
             raise SpecError("streams", name, "is not a stream of this declaration")
         kept = tuple(stream for stream in self.streams if stream.name in names)
-        return replace(self, streams=kept, second=self._second_of(kept), whole=self.whole or self)
-
-    def _second_of(self, kept: Sequence[Stream]) -> tuple[str, ...]:
-        """What stays in the second pool when only some streams are kept: nothing if one pool would be
-        empty."""
-        names = {stream.name for stream in kept if stream.kind is Kind.PAGE}
-        second = tuple(name for name in self.second if name in names)
-        return second if len(second) < len(names) else ()
+        return replace(self, streams=kept, second=_second_of(self, kept), whole=self.whole or self)
 
     def with_draft(self, draft: CacheSpec) -> CacheSpec:
         """Target and draft in one page, so that they are never separated. Draft layers follow the target's.
@@ -386,6 +372,20 @@ class CacheSpec:
         _check_list("spec.streams", data["streams"])
         streams = [_stream_from_dict(f"streams[{i}]", item) for i, item in enumerate(data["streams"])]
         return CacheSpec(**{**data, "streams": tuple(streams)})
+
+
+def row_step(spec: CacheSpec, stream: Stream) -> int:
+    """Every row of a page stream begins at a multiple of so many bytes, counted from the start of the
+    device's memory, in every frame: units and rows of its pool are multiples of it."""
+    rows = {spec.row_bytes(each) for each in spec.pools[spec.pool_of(stream)]}
+    return math.gcd(spec.unit_bytes, *rows)
+
+
+def _second_of(spec: CacheSpec, kept: Sequence[Stream]) -> tuple[str, ...]:
+    """What stays in the second pool when only some streams are kept: nothing if one pool would be empty."""
+    names = {stream.name for stream in kept if stream.kind is Kind.PAGE}
+    second = tuple(name for name in spec.second if name in names)
+    return second if len(second) < len(names) else ()
 
 
 def _aligned(size: int) -> int:

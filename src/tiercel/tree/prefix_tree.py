@@ -83,14 +83,13 @@ class PrefixTree:
         self.pages_per_window = pages_per_window
         self._tails_per_path = tails_per_path * max(1, pages_per_window)
         # What copies do has the same name here.
-        self.items, self.lock, self.unlock = copies.items, copies.lock, copies.unlock
+        self.items, self.lock, self.unlock, self.shed = copies.items, copies.lock, copies.unlock, copies.shed
         self.load_start, self.load_done = copies.load_start, copies.load_done
         self.save_start, self.save_done = copies.save_start, copies.save_done
         self.arrive_start, self.arrive_done = copies.arrive_start, copies.arrive_done
         self.read_start, self.read_done = copies.read_start, copies.read_done
-        self.mark_stored, self.unsaved = copies.mark_stored, copies.unsaved
-        self.shed, self.whole, self.is_whole = copies.shed, copies.whole, copies.is_whole
-        self.worth_keeping, self.is_saved = copies.worth_keeping, copies.is_saved
+        self.mark_stored, self.unsaved, self.is_saved = copies.mark_stored, copies.unsaved, copies.is_saved
+        self.whole, self.is_whole, self.worth_keeping = copies.whole, copies.is_whole, copies.worth_keeping
 
     # Finding
 
