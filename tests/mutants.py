@@ -50,7 +50,8 @@ def mutants():
     """Every fault by its name: (where it goes, the name there, the fault)."""
     from tests.simulation import test_mutants, test_schedule
 
-    known = {**test_mutants.MUTANTS, **test_schedule.MUTANTS, **OF_MODELS}
+    known = test_mutants.MUTANTS | test_mutants.SPARSE_MUTANTS
+    known |= test_schedule.MUTANTS | test_schedule.SPARSE_MUTANTS | OF_MODELS
     return {mutant.__name__: (*where, mutant) for mutant, where in known.items()}
 
 

@@ -139,8 +139,11 @@ class HostRows:
             flat[offset : offset + size] = list(data[at : at + size])
             at += size
 
-    def check(self, expected, hosts, *, tail: bool, who: str) -> None:
+    def read(self, row: tuple[str, int], hosts, *, tail: bool) -> bytes:
         flat = self.host.flat.numpy()
+        return b"".join(flat[a : a + n].tobytes() for a, n in self._ranges(row, hosts, tail=tail))
+
+    def check(self, expected, hosts, *, tail: bool, who: str) -> None:
         for row, data in expected:
-            got = b"".join(flat[a : a + n].tobytes() for a, n in self._ranges(row, hosts, tail=tail))
+            got = self.read(row, hosts, tail=tail)
             assert got == data.tobytes(), f"I2: wrong bytes on the host in {row} ({who})"

@@ -1,4 +1,5 @@
-"""Simulations cut a fetch into small reads, and have pages leave and come back in small numbers. Tests after them in the same process must not see that."""
+"""Simulations cut a fetch into small reads, and have pages leave and come back in small numbers. Tests after
+them in the same process must not see that."""
 
 import pytest
 

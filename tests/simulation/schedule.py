@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -20,9 +20,10 @@ from typing import Any
 import torch
 
 import tiercel.cache.fetch as fetch_module
-from tests.simulation.bytes import Bytes
+from tests.simulation.bytes import POISON, Bytes
 from tests.simulation.copies import FaultyCopier, HeldCopies
-from tests.simulation.specs import SPECS
+from tests.simulation.sparse import HostReads, sparse_options
+from tests.simulation.specs import SELECTIVE, SPECS
 from tests.simulation.stores import FAULTS, LIES, FalseStore
 from tiercel.asks.ask import Ask, Finish, Sampling
 from tiercel.cache import TieredCache
@@ -49,7 +50,8 @@ LONGEST = 48
 STEPS_TO_END = 3000
 
 Places = tuple[int, ...]
-"""The places of a page, one in each pool of the device; the staging place of a tail."""
+"""The places of a page, one in each pool of the device; the staging place of a tail. Where pages may be
+sparse: the place on the host too; -1 where there is none."""
 
 
 class ScriptedFaultError(RuntimeError):
@@ -70,6 +72,7 @@ class ScriptedModel:
         self.guesses_max = guesses_max
         self.spec, self.page_tokens = cache.spec, cache.spec.page_tokens
         self.bytes = Bytes(cache.spec, cache.device)
+        self.host_reads = HostReads(cache, self.bytes, guesses_max) if cache.residency else None
         self._texts: dict[bytes, list[int]] = {}
         self._rings: dict[int, list[int]] = {}
         self.faults = 0
@@ -85,9 +88,15 @@ class ScriptedModel:
     def resume(self, ring: int, tails: Sequence[tuple[int, int]]) -> None:
         self._maybe_fail()
         self._rings.pop(ring, None)
+        if self.host_reads is not None:
+            self.host_reads.begin(ring)
         self._lost.discard(ring)
         with self._may_be_lost(ring):
             self._restore(ring, tails)
+
+    def take_hot(self, ring: int, places: Sequence[int]) -> None:
+        assert self.host_reads is not None
+        self.host_reads.take_hot(ring, places)
 
     @contextmanager
     def _may_be_lost(self, ring: int) -> Iterator[None]:
@@ -111,6 +120,8 @@ class ScriptedModel:
         for layer in self.spec.layers:
             before(layer)
         assert len({span.ring for span in spans}) == len(spans), "two spans of one ring"
+        if self.host_reads is not None:
+            self.host_reads.check(spans)
         drawn: list[int] = []
         for span in spans:
             own = [7] * len(span.tokens)
@@ -134,6 +145,8 @@ class ScriptedModel:
         for page in range(full // page_tokens):
             own = self._read(pages[page], tail=False)
             assert own == text[: (page + 1) * page_tokens], f"I2: page {page} holds {own}, not {text}"
+        if self.host_reads is not None:
+            self.host_reads.read(span, text)
         for token in tokens:
             text.append(token)
             drawn.append(next_token(text))
@@ -163,6 +176,7 @@ class ScriptedModel:
 
     def _write(self, places: Places, text: list[int], *, tail: bool) -> None:
         for row, data in self.bytes.expected(bytes(text), tail):
+            assert places[self.spec.pool_of(self.spec.stream(row[0]))] >= 0, "what is written is whole"
             self._row(row, places)[:] = data
         self._texts[self._rows(places, tail=tail)] = list(text)
 
@@ -172,7 +186,10 @@ class ScriptedModel:
         return bytes([tail]) + b"".join(row.tobytes() for row in rows)
 
     def _row(self, row: tuple[str, int], places: Places) -> Any:
-        return self.bytes.columns[row][places[self.spec.pool_of(self.spec.stream(row[0]))]]
+        pool = self.spec.pool_of(self.spec.stream(row[0]))
+        if self.host_reads is not None and pool and places[pool] < 0:
+            return self.host_reads.row(row, places[2])
+        return self.bytes.columns[row][places[pool]]
 
     def _maybe_fail(self) -> None:
         if self.faults:
@@ -187,6 +204,15 @@ class SlowRunner(LocalRunner):
         assert isinstance(self.model, ScriptedModel)
         self.model.load_failed = False
         return super().run(step)._replace(seconds=sum(part.end - part.start for part in step.parts) * 0.05)
+
+    def _take(self, step: Step) -> Any:
+        work = super()._take(step)
+        reads = self.model.host_reads  # type: ignore[attr-defined]
+        for part in step.parts if reads is not None else ():
+            tokens, ring = part.end + part.guesses - part.start, self._rings[part.ring]
+            fits = not (ring.sparse and part.guesses) or reads.is_short(part.ring, tokens, ring.sparse)
+            assert fits or ring.error, f"hot rows have no room for what {part.guesses} guesses read"
+        return work
 
 
 class ScriptedDrafter:
@@ -334,16 +360,20 @@ class Asked:
 
 
 class WatchedScheduler(Scheduler):
-    """Every running text that can be served advances: each that does not has a page of its own leaving. The
+    """Every running text that can be served advances: each that does not has a page of its own leaving, or
+    one that becomes sparse as soon as it is saved, or some became sparse for it, which were not enough. The
     last one may wait for a load as well, after which the loaded text gives way to it."""
 
     def plan(self) -> list[StepPart]:
+        sparse = self.cache.counters["pages_sparse"]
         parts = super().plan()
         stand = 0 if self.stalled else self._standing_still({part.ring for part in parts})
         tree, leaving = self.cache.tree, self.cache.pages.leaving
         if stand > leaving + bool(self.admission.loading):
             coldest = tree.device.coldest()
             waits = coldest is not None and tree._waits_for_saves(coldest)
+            if self.cache.residency is not None:
+                waits = waits or bool(tree.copies.saving) or self.cache.counters["pages_sparse"] > sparse
             assert waits, f"{stand} texts stand still, and {leaving} pages are leaving"
         return parts
 
@@ -358,16 +388,19 @@ class WatchedScheduler(Scheduler):
 class ScheduleWorld:
     """What drives a scheduler from numbers. It has what a loop needs of an engine."""
 
+    NAMES: tuple[str, ...] = tuple(sorted(SPECS))
+    """The declarations that it is made of."""
+
     def __init__(self, setup: int) -> None:
         random = Random(setup)
         self.random = random
         self.now_s = 0.0
-        self.spec = SPECS[random.choice(sorted(SPECS))]
+        self.spec = SPECS[random.choice(self.NAMES)]
         self.loop = random.choice(["plain", "overlapped", "queued"])
         self.stream = Stream()
         self.copies = {direction: OrderedCopies(self.stream) for direction in Direction}
         self.store_copies = {name: HeldCopies() for name in ("ask", "read", "write")}
-        self.cache = self._make_cache(random)
+        self.cache = self._make_cache(random, sparse_options(self.spec, setup))
         self.cache.wait = lambda timeout_s: self._land(1.0)  # type: ignore[method-assign]
         self.copier: FaultyCopier | None = None
         controller = self.cache.flights.controller
@@ -411,7 +444,7 @@ class ScheduleWorld:
         self.faults = self.steps_taken = 0
         self.log: list[str] = []
 
-    def _make_cache(self, random: Random) -> TieredCache:
+    def _make_cache(self, random: Random, options: Mapping[str, object]) -> TieredCache:
         spec, least = self.spec, max(1, self.spec.places_per_tail)
         tails = random.choice([2, 3, 7]) * spec.pages_per_window
         config = CacheConfig(
@@ -425,6 +458,7 @@ class ScheduleWorld:
             evict=random.choice(EVICT_POLICIES),
             tail_every_pages=random.randint(1, 4),
             tails_per_path=random.randint(1, 4),
+            **options,  # type: ignore[arg-type]
         )
         shuffled = lambda count: random.sample(range(count), count)  # noqa: E731
         memories = make_memories(spec, config, executors=self.copies)
@@ -443,6 +477,15 @@ class ScheduleWorld:
             real(ids)
 
         self.cache.pages.release = release  # type: ignore[method-assign]
+        host, real_host = self.cache.host, self.cache.host_pages.release
+
+        def release_host(ids):
+            for page_id in ids:  # at once: not all that writes there waits for steps
+                for view in host.views([page_id], [self.spec.place_bytes])[0] if host else ():
+                    view[:] = bytes([POISON]) * len(view)
+            real_host(ids)
+
+        self.cache.host_pages.release = release_host  # type: ignore[method-assign]
 
     def _poison(self, ids: Sequence[Any]) -> None:
         for page_id in ids:
@@ -624,3 +667,9 @@ def _truth(ask: Ask, ends: frozenset[int]) -> list[int]:
         if answer[-1] in ends or (ask.sampling.stop and answer[-1] == 7):
             break
     return answer
+
+
+class SparseScheduleWorld(ScheduleWorld):
+    """One whose pages may be sparse."""
+
+    NAMES = SELECTIVE

@@ -8,11 +8,11 @@ import time
 
 from tests.simulation.foreign import ForeignWorld
 from tests.simulation.run import Kind, run
-from tests.simulation.schedule import ScheduleWorld
-from tests.simulation.world import World
+from tests.simulation.schedule import ScheduleWorld, SparseScheduleWorld
+from tests.simulation.world import SparseWorld, World
 
 STEPS = 2000
-WORLDS: tuple[Kind, ...] = (World, ScheduleWorld, ForeignWorld)
+WORLDS: tuple[Kind, ...] = (World, ScheduleWorld, ForeignWorld, SparseWorld, SparseScheduleWorld)
 
 
 def main() -> None:

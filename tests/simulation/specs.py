@@ -66,3 +66,5 @@ SPECS["two pools, even"] = CacheSpec(
     ),
     second=("k",),
 )
+SELECTIVE = ("two pools", "two pools, even")
+"""Those whose pages may be sparse."""

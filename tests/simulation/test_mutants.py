@@ -1,6 +1,5 @@
 """Goal: the simulation notices. Method: faults of the kinds this field has had are put into the code, one at
-a time; a run that
-does not fail then is a hole in the simulation. Each fault is a patch of one function."""
+a time; a run that does not fail then is a hole in the simulation. Each fault is a patch of one function."""
 
 import logging
 from unittest.mock import patch
@@ -12,14 +11,14 @@ import tiercel.tree.keys as keys
 import tiercel.tree.prefix_tree as prefix_tree
 from tests.simulation.foreign import ForeignWorld
 from tests.simulation.run import numbers_of
-from tests.simulation.world import World
+from tests.simulation.world import SparseWorld, World
 from tiercel.cache import HostCache, Transfer
 from tiercel.cache.fetch import Fetch, give_back
 from tiercel.cache.landings import Landings
 from tiercel.cache.places import Places
 from tiercel.cache.request import RequestState
+from tiercel.cache.residency import Residency
 from tiercel.cache.sharing import Sharing
-from tiercel.cache.tiered_cache import TieredCache
 from tiercel.pages.frames import Frames
 from tiercel.storage.record import Flaw, Form, checksum, parse
 from tiercel.transfer import copier, extents
@@ -44,6 +43,7 @@ real_sharing_end = Sharing.end
 real_load, real_transfer_end, real_landed = HostCache.load, HostCache._end, Landings.landed
 real_arrive_start, real_cut = Copies.arrive_start, extents.cut_row
 real_trim_owner = PrefixTree._trim
+real_release, real_leave, real_hot_places = Residency.release, Residency.leave, Residency.hot_places
 real_end, real_read = Fetch.end, StoreMover._read
 
 
@@ -132,10 +132,25 @@ def a_sparse_page_is_a_double(self, item):
         self.doubles.add(item)
 
 
-def a_table_keeps_the_place_that_a_page_gave_back(self, pages):
-    for page in pages:
-        self.tree.shed(page)
-    self.places.settle()
+def a_place_comes_back_while_steps_read_it(self, ids, *, locked=None, read=None):
+    self._pages.release(ids)
+    real_release(self, (), locked=locked, read=read)
+
+
+def a_text_that_ended_holds_nothing(self, ids, *, locked=None, read=None):
+    if locked is not None:
+        self._tree.unlock(locked)
+    real_release(self, ids, read=read)
+
+
+def a_table_keeps_the_place_that_a_page_gave_back(self, pages, guesses):
+    real_leave(self, pages, guesses)
+    for request in self._requests:
+        request.changed.clear()
+
+
+def one_hot_row_too_few(self, sparse, guesses=0):
+    return max(0, real_hot_places(self, sparse, guesses) - 1)
 
 
 def who_leaves_keeps_others_waiting(self, request, first, upto):
@@ -213,13 +228,20 @@ MUTANTS = {
     the_hottest_goes_first: (Candidates, "coldest"),
     a_place_comes_back_before_its_save_ended: (PrefixTree, "_evict"),
     reservations_count_units: (Frames, "lack"),
-    a_sparse_page_is_a_double: (Copies, "add_double"),
-    a_table_keeps_the_place_that_a_page_gave_back: (TieredCache, "shed"),
     who_leaves_keeps_others_waiting: (Sharing, "end"),
     host_pages_are_taken_twice: (Places, "take_host"),
     an_owner_is_not_told_of_what_leaves: (Owner, "count"),
     an_owner_keeps_what_it_may_not: (PrefixTree, "trim"),
 }
+
+SPARSE_MUTANTS = {
+    a_sparse_page_is_a_double: (Copies, "add_double"),
+    a_place_comes_back_while_steps_read_it: (Residency, "release"),
+    a_text_that_ended_holds_nothing: (Residency, "release"),
+    a_table_keeps_the_place_that_a_page_gave_back: (Residency, "leave"),
+    one_hot_row_too_few: (Residency, "hot_places"),
+}
+"""Of pages of running texts that are without their part in the second pool."""
 
 
 # Of an engine with memory of its own
@@ -302,6 +324,13 @@ def test_the_simulation_catches(mutant):
     owner, name = MUTANTS[mutant]
     with patch.object(owner, name, mutant):
         assert caught_within(seeds=160, first=RARE.get(mutant, 0)) is not None
+
+
+@pytest.mark.parametrize("mutant", SPARSE_MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_the_simulation_of_sparse_pages_catches(mutant):
+    owner, name = SPARSE_MUTANTS[mutant]
+    with patch.object(owner, name, mutant):
+        assert caught_within(seeds=40, make=SparseWorld) is not None
 
 
 @pytest.mark.parametrize("mutant", FOREIGN_MUTANTS, ids=lambda mutant: mutant.__name__)

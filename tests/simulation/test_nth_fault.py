@@ -35,7 +35,7 @@ class Scene(World):
     """The world's cache and bytes, without its dice: two texts that share a prefix, a device too small for
     both."""
 
-    def _make_cache(self, random):
+    def _make_cache(self, random, options):
         from tests.simulation.oracle import WatchedTree
         from tests.simulation.specs import SPECS
         from tiercel.config import CacheConfig

@@ -4,7 +4,7 @@ every loop; then faults are put into scheduler and runner, and the simulation mu
 
 import logging
 import pickle
-from collections import deque
+from collections import Counter, deque
 from contextlib import suppress
 from dataclasses import replace
 from unittest.mock import patch
@@ -13,8 +13,9 @@ import pytest
 
 from tests.simulation.copies import HeldCopies
 from tests.simulation.run import numbers_of, run
-from tests.simulation.schedule import OrderedCopies, ScheduleWorld
+from tests.simulation.schedule import OrderedCopies, ScheduleWorld, SparseScheduleWorld
 from tiercel.cache.places import Places
+from tiercel.cache.residency import Residency
 from tiercel.engine.admission import Admission
 from tiercel.engine.runner import LocalRunner, _Ring
 from tiercel.engine.scheduler import Scheduler
@@ -25,6 +26,7 @@ STEPS = 1000
 COUNTED = 30
 """The first seeds are run by the test that counts what happens."""
 SEEDS_PER_TEST = 10
+SPARSE_COUNTED = 20
 BLOCKS = 2
 """Seed 49 is among them: no other one below 50 notices `who_is_computed_may_be_preempted`."""
 
@@ -59,6 +61,20 @@ def test_the_simulation_reaches_what_it_is_meant_to_test():
     ):  # fmt: skip
         assert seen.get(name, 0) >= 20, f"{name} hardly ever happens"
     assert min(seen[loop] for loop in ("plain", "overlapped", "queued")) > 4
+
+
+def test_the_simulation_of_sparse_pages_reaches_what_it_is_meant_to_test():
+    """Texts choose entries of pages on the host, which leave and come back while steps are under way."""
+    seen: Counter[str] = Counter()
+    for seed in range(SPARSE_COUNTED):
+        world = run(seed, STEPS, SparseScheduleWorld)
+        seen.update(world.cache.counters + world.scheduler.counters)
+        seen.update(world.model.host_reads.seen if world.model.host_reads else {})
+    for name in (
+        "pages_sparse", "pages_back", "sparse_read", "hot_read", "staged_read", "preemptions",
+        "finished_abort", "steps_failed", "loads_failed", "guesses_accepted",
+    ):  # fmt: skip
+        assert seen[name] >= 10, f"{name} hardly ever happens"
 
 
 def test_a_step_is_a_value():
@@ -101,6 +117,7 @@ real_plan, real_seal, real_commit = Scheduler.plan, Scheduler.seal, Seats.commit
 real_place, real_begin, real_replan = _Ring.place, Seats.begin, Scheduler.replan
 real_go_on, real_moved, real_span = Scheduler._go_on, Scheduler._moved, _Ring.span
 real_leave, real_advance, real_arrived = Seats.leave, Scheduler.advance, Admission._arrived
+real_tell, real_release = Seats._tell_residency, Residency.release
 
 
 def who_is_computed_may_be_preempted(self):
@@ -224,7 +241,27 @@ def wrong_guesses_are_kept(self, part, guesses, staged):
 
 
 def a_page_that_is_leaving_counts_for_everybody(self, running):
-    return (0,) * self._pools
+    return (0,) * self.pools
+
+
+def what_became_sparse_is_not_told(self, seat):
+    seat.request.changed.clear()
+    real_tell(self, seat)
+
+
+def hot_rows_are_not_told(self, seat):
+    seat.request.hot_changed = False
+    real_tell(self, seat)
+
+
+def guesses_need_no_hot_rows(self, request):
+    return self.guesses_max
+
+
+def who_is_whole_again_needs_no_host_copy(self, ids, *, locked=None, read=None):
+    if read is not None:
+        self._let_go(read)
+    real_release(self, ids, locked=locked)
 
 
 MUTANTS = {
@@ -253,6 +290,14 @@ MUTANTS = {
     a_step_with_guesses_is_not_waited_for: (Scheduler, "unsure"),
 }
 
+SPARSE_MUTANTS = {
+    what_became_sparse_is_not_told: (Seats, "_tell_residency"),
+    hot_rows_are_not_told: (Seats, "_tell_residency"),
+    guesses_need_no_hot_rows: (Residency, "guesses_of"),
+    who_is_whole_again_needs_no_host_copy: (Residency, "release"),
+}
+"""Of pages of running texts that are without their part in the second pool."""
+
 
 RARE = {who_is_computed_may_be_preempted: 49}
 """As in `test_mutants`."""
@@ -261,13 +306,22 @@ RARE = {who_is_computed_may_be_preempted: 49}
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_the_simulation_catches(mutant):
     (owner, name), first = MUTANTS[mutant], RARE.get(mutant, 0)
+    check_noticed(owner, name, mutant, (first, *range(360)), ScheduleWorld)
+
+
+@pytest.mark.parametrize("mutant", SPARSE_MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_the_simulation_of_sparse_pages_catches(mutant):
+    check_noticed(*SPARSE_MUTANTS[mutant], mutant, range(60), SparseScheduleWorld)
+
+
+def check_noticed(owner, name, mutant, seeds, make):
     mutant = property(mutant) if isinstance(vars(owner).get(name), property) else mutant
     with patch.object(owner, name, mutant):
-        for seed in (first, *range(360)):
-            world = ScheduleWorld(seed)
+        for seed in seeds:
+            world = make(seed)
             try:
                 world.run(numbers_of(seed, 400))
-            except (AssertionError, AttributeError, KeyError, IndexError, ValueError):
+            except (AssertionError, KeyError, IndexError, ValueError):
                 return
             finally:
                 with suppress(Exception):  # a loop runs its last step, and not when garbage is collected

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from tests.simulation.foreign import ForeignWorld
 from tests.simulation.run import run
 from tests.simulation.specs import SPECS
-from tests.simulation.world import World
+from tests.simulation.world import SparseWorld, World
 
 STEPS = 1000
 SEEDS_PER_TEST = 10
 COUNTED, FOREIGN_COUNTED, BLOCKS = 4, 3, 5
+SPARSE_COUNTED = 10
 """Blocks of seeds that the tests run which count what happens: the first ones; all of the foreign engine.
 And all blocks. Of the faults of `test_mutants`, all but one are noticed by a seed below 40."""
 
@@ -68,6 +69,17 @@ def test_the_simulation_reaches_what_it_is_meant_to_test():
         "landings", "leases",
     ):  # fmt: skip
         assert seen.get(name, 0) >= 10, f"{name} hardly ever happens"
+
+
+def test_the_simulation_of_sparse_pages_reaches_what_it_is_meant_to_test():
+    """Steps read pages on the host, some of which were whole again or free when they were read."""
+    seen: Counter[str] = Counter()
+    for seed in range(SPARSE_COUNTED):
+        world = run(seed, STEPS, SparseWorld)
+        seen.update(world.cache.counters)
+        seen.update(read=world.under_way.sparse_read, read_late=world.under_way.late_read)
+    for name in ("pages_sparse", "pages_back", "read", "read_late", "requests_preempted"):
+        assert seen[name] >= 10, f"{name} hardly ever happens"
 
 
 def test_the_foreign_engine_reaches_what_it_is_meant_to_test():

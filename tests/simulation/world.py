@@ -18,7 +18,7 @@ from tests.simulation.bytes import Bytes, HostRows, Text, text_of
 from tests.simulation.copies import HeldCopies
 from tests.simulation.oracle import WatchedTree
 from tests.simulation.sparse import STEPS_MOST, Told, UnderWay, sparse_options
-from tests.simulation.specs import SPECS
+from tests.simulation.specs import SELECTIVE, SPECS
 from tests.simulation.stage import Indifferent, Stage
 from tiercel.cache import Extended, Request, RequestState, TieredCache, Wait
 from tiercel.cache.memories import make_memories
@@ -52,10 +52,12 @@ class Actor:
 class World(Stage):
     DEVICE = "cpu"
     COPIERS: tuple[str, ...] = ("reference", "direct")
+    NAMES: tuple[str, ...] = tuple(sorted(SPECS))
+    """The declarations that it is made of."""
 
     def __init__(self, setup: int) -> None:
         random = Random(setup)
-        self.spec = SPECS[random.choice(sorted(SPECS))]
+        self.spec = SPECS[random.choice(self.NAMES)]
         self.copies = {direction: HeldCopies() for direction in Direction}
         self.cache = self._make_cache(random, sparse_options(self.spec, setup))
         self.bytes = self.make_bytes()
@@ -163,13 +165,15 @@ class World(Stage):
         waiting = [actor for actor in self.actors if actor.request is None]
         if not waiting:
             return
-        self._begin(random.choice(waiting))
+        actor = random.choice(waiting)
+        reserves = self.cache.residency is not None and len(actor.tokens) % 2
+        self._begin(actor, room_for=len(actor.tokens) if reserves else 0)
 
-    def _begin(self, actor: Actor) -> None:
+    def _begin(self, actor: Actor, *, room_for: int = 0) -> None:
         before = self._snapshot()
         events = len(self.cache.tree.copies.events or ())
         late, left = self._late_fetches(), self._left()
-        outcome = self.cache.begin(actor.chain, **actor.options)  # type: ignore[arg-type]
+        outcome = self.cache.begin(actor.chain, room_for=room_for, **actor.options)  # type: ignore[arg-type]
         if isinstance(outcome, Wait):
             made_room = len(self.cache.tree.copies.events or ()) > events or self._late_fetches() > late
             made_room = made_room or self._left() != left
@@ -217,7 +221,7 @@ class World(Stage):
             path.insert(0, page)
             page = page.parent
         both = [page for page in path if page.on_device and page.on_host and tree.is_whole(page)]
-        pages = [page for page in both if random.random() < 0.7]
+        pages = residency._allowed([page for page in both if random.random() < 0.7])
         lack = -residency._gain(residency._readers(pages), len(pages))
         if pages and (lack <= 0 or self.cache.pages.lack(0, lack) <= 0):
             residency.leave(pages, 0)
@@ -286,7 +290,7 @@ class World(Stage):
             if actor.request is not None:
                 self._preempt(actor)
         if oldest.request is None:
-            self._begin(oldest)
+            self._begin(oldest, room_for=len(oldest.tokens))
         if oldest.request is None or oldest.request.state is not RequestState.RUNNING:
             return
         self._read(oldest)
@@ -294,6 +298,8 @@ class World(Stage):
         while oldest.written < end:  # page by page: there may be no room for all tails at once
             upto = min(end, (oldest.written // page_tokens + 1) * page_tokens)
             if not self._compute(oldest, upto):
+                if not (self.cache.flights.busy or self.cache.pages.leaving):
+                    self._preempt(oldest)  # its own places break the frames that it needs
                 return
             self._commit(oldest, upto)
         self.cache.finish(oldest.request)
@@ -392,8 +398,10 @@ class World(Stage):
             self.under_way.plan((actor.told, self._texts(actor)) for actor in chosen if actor.told)
 
     def _texts(self, actor: Actor) -> list[Text]:
-        """The text of each page that is computed."""
-        return [actor.text(page + 1) for page in range(actor.written // self.spec.page_tokens)]
+        """The text of each page that is shared. (A page that another text shared first is given back at once:
+        no step that reads it is under way, or nothing writes before that has ended.)"""
+        assert actor.request is not None
+        return [actor.text(page + 1) for page in range(actor.request.committed)]
 
     # Always
 
@@ -475,3 +483,9 @@ class World(Stage):
         assert self.cache.counters["observer_errors"] == 0 or self.events
         self._keep_counters()
         self.cache.close()
+
+
+class SparseWorld(World):
+    """One whose pages may be sparse."""
+
+    NAMES = SELECTIVE
