@@ -16,6 +16,7 @@ from tiercel.replay.formats import read_trace
 from tiercel.replay.plan import knee_of
 from tiercel.replay.run import Serving, Sizes, replay
 from tiercel.spec import load
+from tiercel.spec.attention import mha
 
 
 @pytest.fixture
@@ -51,6 +52,34 @@ def test_plan_compares_policies_and_marks_one_knee_for_each(file, tmp_path):
     assert picture.read_bytes()[:4] == b"\x89PNG"
     shown = run(*words, "--one-at-a-time", "--processes", 1)
     assert "1 GiB more saved" in shown.output and "a cache without an end" in shown.output
+
+
+def test_it_is_told_how_many_texts_fit_whole_and_sparse(file):
+    """More of them do where the host has room for them."""
+    sizes = ("--device-memory", "200MB", "--text-tokens", 12_800)
+    words = ("plan", file, *sizes, "--host-memory", "90MB", "--host-memory", "1GB", "--processes", 1)
+    told = json.loads(run(*words, "--json").output)
+    assert [row["texts"] for row in told] == [
+        {"tokens": 12_800, "whole": 3, "sparse": sparse} for sparse in (1, 6)
+    ]
+    assert "host 0.9 GiB: texts of 12,800 tokens that fit at once: 3 whole, 6 with" in run(*words).output
+    shown = run("replay", file, "--device-memory", "200MB", "--host-memory", "1GB").output
+    assert f"texts of {read_trace([file], 256).longest:,} tokens that fit at once" in shown
+    assert json.loads(run("replay", file, *sizes, "--host-memory", "0", "--json").output)["texts"] is None
+
+
+def test_pages_of_a_replay_may_be_sparse(file, tmp_path):
+    """Longer texts fit, and several at once. The whole of them is on the host."""
+    words = ("replay", file, "--device-memory", "60MB", "--host-memory", "1GB", "--json")
+    whole, sparse = (json.loads(run(*words, *more).output) for more in ((), ("--sparse",)))
+    assert whole["counters"]["pages_sparse"] == 0 < sparse["counters"]["pages_sparse"]
+    assert sum(sparse["hit_tokens"].values()) >= sum(whole["hit_tokens"].values()) * 0.95
+    with pytest.raises(ConfigError, match="there is no host memory"):
+        run("replay", file, "--sparse", "--host-memory", "0")
+    spec = tmp_path / "spec.json"
+    spec.write_text(json.dumps(mha("gqa", 256, layers=2, kv_heads=2, head_dim=8).to_dict()))
+    with pytest.raises(ConfigError, match="selects no entries"):
+        run("plan", file, "--sparse", "--model", spec)
 
 
 def test_a_process_of_a_plan_is_sent_all_that_it_needs(file, monkeypatch):

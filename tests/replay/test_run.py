@@ -193,7 +193,8 @@ class Overlapping:
         config = CacheConfig(
             device_pages=24 + 2 * spec.pages_per_window * spec.places_per_tail,
             staging_tails=2 * spec.pages_per_window,
-            host_bytes=random.choice([15, 30, 200]) * page_bytes,
+            staged_pages=64,
+            host_bytes=random.choice([40 if spec.selective else 15, 30, 200]) * page_bytes,
             save_step_bytes=random.choice([2, 1000]) * page_bytes,
             evict=policy,
         )
@@ -219,7 +220,7 @@ class Overlapping:
 @pytest.mark.rotate("policy")
 @pytest.mark.parametrize("store", ["no store", "a fast store", "a slow and small store"])
 @pytest.mark.parametrize("policy", ["lru", "value"])
-@pytest.mark.parametrize("name", ["full attention", "short window", "compressed"])
+@pytest.mark.parametrize("name", ["full attention", "short window", "compressed", "two pools"])
 def test_a_replay_of_requests_that_overlap_does_what_the_scheduler_does_step_by_step(
     tmp_path, name, policy, store
 ):
@@ -228,8 +229,9 @@ def test_a_replay_of_requests_that_overlap_does_what_the_scheduler_does_step_by_
         requests = Overlapping(tmp_path, SPECS[name], policy, store, seed)
         truth = requests.step_by_step()
         assert requests.replayed() == truth, seed
-        used.update(truth[0], preemptions=truth[1])
+        used.update(truth[0], preemptions=truth[1], sparse=truth[3]["pages_sparse"])
     assert used["host"] and (used["store"] or store != "a fast store"), "the test shows nothing"
+    assert used["sparse"] or not SPECS[name].selective, "the test shows nothing"
 
 
 def test_a_replay_that_lets_nobody_in_while_steps_are_taken_together_is_noticed(tmp_path):

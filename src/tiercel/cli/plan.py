@@ -44,6 +44,8 @@ def plan(  # noqa: PLR0913
     session_every: r.Every = 0.0,
     requests: r.Limit = None,
     processes: Processes = None,
+    sparse: r.Sparse = False,
+    text_tokens: r.TextTokens = None,
     as_json: r.Json = False,
     plot: r.Plot = None,
     settings: Any = None,
@@ -52,6 +54,7 @@ def plan(  # noqa: PLR0913
     from tiercel.replay import plan as p
     from tiercel.replay.plot import check_plot, plot_plan
     from tiercel.replay.run import Sizes as TierSizes
+    from tiercel.replay.run import texts_fitting
 
     if plot is not None:
         check_plot(plot)
@@ -67,13 +70,21 @@ def plan(  # noqa: PLR0913
     sizes = [TierSizes(device, host, store) for store in dict.fromkeys(stores) for host in hosts]
     policies = list(dict.fromkeys(policy or [CacheConfig().evict]))
     with progress("plan", len(sizes) * len(policies), counted="replays") as done:
-        points = p.plan(trace, spec, sizes, policies, serving, processes=processes, progress=done)
+        parted = r.parted(spec, min(hosts), sparse=sparse)
+        points = p.plan(trace, parted, sizes, policies, serving, processes=processes, progress=done)
+    fitting = {each: texts_fitting(spec, each, text_tokens or trace.longest) for each in sizes}
     if plot is not None:
         plot_plan(points, plot)
     if as_json:
-        typer.echo(json.dumps([point.as_dict() for point in points], indent=2))
+        texts = ({"texts": (found := fitting[point.sizes]) and found.as_dict()} for point in points)
+        rows = [point.as_dict() | each for point, each in zip(points, texts, strict=True)]
+        typer.echo(json.dumps(rows, indent=2))
     else:
         show(points)
+        for text in dict.fromkeys(
+            f"host {each.host_bytes / p.GIB:,.1f} GiB: {found}" for each, found in fitting.items() if found
+        ):
+            typer.echo(text)
 
 
 def show(points: list[Point]) -> None:

@@ -12,16 +12,17 @@ from rich.table import Table
 
 from tiercel.cli import options as o
 from tiercel.config import CacheConfig, parse_bytes
+from tiercel.errors import ConfigError
 from tiercel.progress import progress
 
 if TYPE_CHECKING:
     from tiercel.replay.report import Report
-    from tiercel.replay.run import Serving
+    from tiercel.replay.run import Fitting, Serving
     from tiercel.replay.trace import Trace
     from tiercel.spec.cache_spec import CacheSpec
 
 PIPE_WIDTH = 110
-WITHOUT = ("host_memory", "evict", "layout", "copier", "huge_pages", "store_timeout_s")
+WITHOUT = ("host_memory", "evict", "layout", "copier", "huge_pages", "store_timeout_s", "sparse")
 """Settings of the cache that have options of their own here, or that change nothing without bytes."""
 
 Files = Annotated[list[str], typer.Argument(metavar="TRACE...", help="Recorded traffic: docs/replay.md.")]
@@ -37,6 +38,13 @@ Link = Annotated[str, typer.Option(help="Bytes per second between host and devic
 StoreRate = Annotated[str, typer.Option(help="Bytes per second that the store reads, and writes.")]
 Every = Annotated[float, typer.Option(help="Each further file begins so many seconds later.", min=0)]
 Limit = Annotated[int | None, typer.Option("--requests", help="Only the first requests.", min=1)]
+Sparse = Annotated[
+    bool, typer.Option("--sparse", help="Selected entries stay on the host where the device has no room.")
+]
+TextTokens = Annotated[
+    int | None,
+    typer.Option(help="Tell how many texts of so many tokens fit. Default: the longest of the trace.", min=1),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Plot = Annotated[str | None, typer.Option("--plot", help="Draw a picture: out.svg, out.png, …")]
 MODEL = "deepseek-v4-flash"
@@ -60,13 +68,15 @@ def replay(  # noqa: PLR0913
     store_rate: StoreRate = "3GB",
     session_every: Every = 0.0,
     requests: Limit = None,
+    sparse: Sparse = False,
+    text_tokens: TextTokens = None,
     as_json: Json = False,
     plot: Plot = None,
     settings: Any = None,
 ) -> None:
     """What recorded traffic finds in tiers of these sizes: hits, losses, bytes, times. No model is run."""
     from tiercel.replay.plot import check_plot, plot_replay
-    from tiercel.replay.run import Sizes
+    from tiercel.replay.run import Sizes, texts_fitting
     from tiercel.replay.run import replay as run
 
     if plot is not None:
@@ -79,15 +89,28 @@ def replay(  # noqa: PLR0913
     spec, trace = opened(files, model, page_tokens, format, session_every, requests)
     serving = served(trace, (prefill_rate, token_time, link_rate, store_rate), batch, one_at_a_time, settings)
     with progress("replay", len(trace), counted="requests") as done:
-        report = run(trace, spec, sizes, policy=policy, serving=serving, progress=done)
+        report = run(
+            trace,
+            parted(spec, sizes.host_bytes, sparse=sparse),
+            sizes,
+            policy=policy,
+            serving=serving,
+            progress=done,
+        )
+    fitting = texts_fitting(spec, sizes, text_tokens or trace.longest)
     if plot is not None:
         plot_replay(report, plot)
     if as_json:
         typer.echo(
-            json.dumps(report.as_dict() | {"sizes": vars(sizes), "rates": vars(serving.rates)}, indent=2)
+            json.dumps(
+                report.as_dict()
+                | {"sizes": vars(sizes), "rates": vars(serving.rates)}
+                | {"texts": fitting and fitting.as_dict()},
+                indent=2,
+            )
         )
     else:
-        show(report)
+        show(report, fitting)
 
 
 def opened(  # noqa: PLR0913, PLR0917
@@ -107,6 +130,14 @@ def opened(  # noqa: PLR0913, PLR0917
     spec = load(model, page_tokens, format)
     trace = read_trace(files, spec.page_tokens, session_every_s=session_every)
     return spec, trace if requests is None else replace(trace, requests=trace.requests[:requests])
+
+
+def parted(spec: CacheSpec, host_bytes: int, *, sparse: bool) -> CacheSpec:
+    """The declaration that is replayed. `host_bytes`: the least host memory."""
+    if sparse and not (spec.apart.selective and host_bytes):
+        why = "there is no host memory" if spec.apart.selective else f"{spec.model} selects no entries"
+        raise ConfigError("--sparse", "on", f"needs entries that may stay on the host: {why}")
+    return spec.apart if sparse else spec
 
 
 def served(
@@ -133,7 +164,7 @@ def served(
     return Serving(known, batch, one_at_a_time, cache=o.made(CacheConfig, settings))
 
 
-def show(report: Report) -> None:
+def show(report: Report, fitting: Fitting | None) -> None:
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
     refused = f", {report.refused:,} refused: they do not fit on the device" if report.refused else ""
     asked = max(1, report.tokens_asked)
@@ -168,5 +199,7 @@ def show(report: Report) -> None:
         f"time to first token: mean {first.mean_s:,.3f} s, median {first.p50_s:,.3f}, "
         f"90 % {first.p90_s:,.3f}, 99 % {first.p99_s:,.3f}; {report.preemptions:,} preemptions"
     )
+    if fitting is not None:
+        console.print(f"{fitting}")
     speed = f"{report.wall_s:,.1f} s: {report.requests_s:,.0f} requests/s"
     console.print(f"{report.simulated_s:,.0f} s of traffic in {speed}")

@@ -21,8 +21,9 @@ from typing import cast
 
 from tiercel.asks.ask import Ask, Sampling, TokenOut
 from tiercel.cache import TieredCache
+from tiercel.cache.residency import Texts, texts_most
 from tiercel.config import CacheConfig
-from tiercel.engine.config import EngineConfig, places_of
+from tiercel.engine.config import EngineConfig, places_of, staged_bytes, staged_pages_of
 from tiercel.engine.scheduler import Scheduler
 from tiercel.engine.step import Drawn, Step, StepPart
 from tiercel.engine.task import Task
@@ -206,6 +207,8 @@ class Replayer:
 
     def _steps_together(self) -> int:
         """How many steps draw answers only, until one of them changes something or a request arrives."""
+        if self.cache.residency is not None and any(each.sparse for each in self.cache.requests):
+            return 1  # pages may come back
         steps = self.scheduler.quiet_steps()
         if steps > 1 and self._arrivals and not self._one_at_a_time:
             left_s = self._arrivals[0][1].time_s - self.clock.now_s
@@ -277,6 +280,43 @@ class Serving:
     """All settings of the cache besides sizes and policy."""
 
 
+@dataclass(frozen=True)
+class Fitting:
+    """How many texts of one length fit at once."""
+
+    tokens: int
+    texts: Texts
+
+    def __str__(self) -> str:
+        whole, sparse = self.texts
+        each = f"texts of {self.tokens:,} tokens that fit at once"
+        return f"{each}: {whole:,} whole, {sparse:,} with selected entries on the host (--sparse)"
+
+    def as_dict(self) -> dict[str, int]:
+        return {"tokens": self.tokens, **self.texts._asdict()}
+
+
+def texts_fitting(spec: CacheSpec, sizes: Sizes, tokens: int) -> Fitting | None:
+    """How many texts of so many tokens fit at once where selected entries may stay on the host. None: the
+    model selects no entries, there is no host tier, or the device is too small."""
+    apart = spec.apart
+    if not (apart.selective and sizes.host_bytes):
+        return None
+    try:
+        frames, _, staged_pages = _split(sizes.device_bytes, apart)
+    except ConfigError:
+        return None
+    host_places, pages = sizes.host_bytes // apart.place_bytes, -(-tokens // apart.page_tokens)
+    texts = texts_most(apart, frames, pages, host_places=host_places, staged_pages=staged_pages)
+    return Fitting(tokens, texts)
+
+
+def _split(device_bytes: int, spec: CacheSpec) -> tuple[int, int, int]:
+    """Device memory as the engine splits it: places, staging places, sparse pages that a step can read."""
+    staged = staged_pages_of(device_bytes, spec, None)
+    return *places_of(device_bytes - staged_bytes(staged, spec), spec), staged
+
+
 def replay(
     trace: Trace,
     spec: CacheSpec,
@@ -288,13 +328,15 @@ def replay(
 ) -> Report:
     """Serve a trace with tiers of these sizes. `policy`: the eviction policy. `progress`: as `Replayer.run`.
 
-    Device memory is split into places and staging places as the engine splits it.
+    Device memory is split into places and staging places as the engine splits it. With `spec.apart` pages of
+    running texts may be sparse.
     """
-    pages, staging = places_of(sizes.device_bytes, spec)
+    pages, staging, staged_pages = _split(sizes.device_bytes, spec)
     config = replace(
         serving.cache,
         device_pages=pages,
         staging_tails=staging,
+        staged_pages=staged_pages,
         host_bytes=sizes.host_bytes,
         evict=policy,
     )

@@ -78,6 +78,11 @@ class Trace:
     def __len__(self) -> int:
         return len(self.requests)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest text."""
+        return max((each.prompt_tokens + each.output_tokens for each in self.requests), default=1)
+
 
 @dataclass
 class _Names:
