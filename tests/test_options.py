@@ -153,7 +153,9 @@ def test_every_option_of_serve_is_a_setting_and_every_setting_is_one():
 
 def test_verify_offers_only_what_has_an_effect_there():
     offered = set(signature(verify).parameters)
-    assert offered.isdisjoint({"store", "fetch", "fetch_deadline_s", "force_miss", "overlap", "waiting_max"})
+    assert offered.isdisjoint(
+        {"store", "fetch", "fetch_deadline_s", "force_miss", "overlap", "waiting_max", "sparse"}
+    )
     assert {"running_max", "replay", "evict", "host_memory"} <= offered
 
 

@@ -6,6 +6,8 @@
     store     another engine, started on the store that the host run has written
     replay    each answer again as part of a prompt: its tokens were decoded, now they are prefilled
 
+`verify_sparse` has two runs: cold, and with texts whose selected entries are read on the host.
+
 Conversations branch: a few beginnings, each continued in several ways, over several turns. All runs get the
 texts of the cold run, so a difference shows where it arises and does not spread.
 """
@@ -43,6 +45,7 @@ class Report:
     tokens_equal: bool
     recall: Mapping[str, float | None]
     cached_tokens: Mapping[str, int]
+    """Tokens of prompts that each tier supplied. Of `verify_sparse`: tokens in pages that became sparse."""
     share: str = BITS
     """With `numbers` a store may hold other kernels' pages. This run had its own store: it does not test
     them."""
@@ -75,6 +78,22 @@ def verify(build: Build, config: EngineConfig) -> Report:
             recall[tier] = score_of(engine, exams)
             used[tier] = int(engine.cache.counters[f"tokens_{tier}"])
             engine.cache.close(STORE_WAIT_S)
+    return replace(_compare(truth, runs, recall, used), share=cold.cache.identity.share)
+
+
+def verify_sparse(build: Build, config: EngineConfig) -> Report:
+    """Run the same prompts with every page whole and nothing reused, and with every page sparse as soon as it
+    may be. Required: a host tier, and a model that selects entries."""
+    whole = replace(config.cache, sparse="off", force_miss=True, host_bytes=0)
+    far = open_engine(build, replace(config, cache=replace(config.cache, sparse="always")))[0]
+    cold = open_engine(build, replace(config, cache=whole))[0]
+    prompts, truth = _converse(cold)
+    exams = list(exams_of(cold, build.model))
+    runs = {"sparse": [answer_one(far, prompt, ANSWER_TOKENS) for prompt in prompts]}
+    recall = {"cold": score_of(cold, exams), "sparse": score_of(far, exams)}
+    used = {"sparse": far.cache.counters["pages_sparse"] * far.page_tokens}
+    for engine in (cold, far):
+        engine.cache.close()
     return replace(_compare(truth, runs, recall, used), share=cold.cache.identity.share)
 
 

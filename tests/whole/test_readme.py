@@ -114,8 +114,9 @@ def test_other_commands_run(command):
 
 
 def test_no_command_is_forgotten():
-    """`tiercel verify` takes minutes; `tests/engine/test_exact.py` runs what it runs. `test_clients.py`
-    starts the router."""
+    """`tiercel verify` takes minutes; `tests/engine/test_exact.py` and `test_server.py` run what it runs.
+    `test_clients.py` starts the router."""
     run_above = ("make ", "tiercel serve", " store stat|", "conformance", " spec ")
     others = [line for line in COMMANDS if not any(word in line for word in run_above)]
-    assert [line for line in others if "sglang_router" not in line] == [".venv/bin/tiercel verify"]
+    verify = ".venv/bin/tiercel verify"
+    assert [line for line in others if "sglang_router" not in line] == [verify, f"{verify} --sparse"]

@@ -339,3 +339,19 @@ def test_verify_finds_no_difference_and_says_so_for_programs():
     assert (report["kl"], report["max_abs_dlogprob"], report["tokens_equal"]) == (0.0, 0.0, True)
     assert report["recall"]["cold"] == report["recall"]["device"] == report["recall"]["host"] >= 0.9
     assert report["cached_tokens"]["device"] > 1000 and report["cached_tokens"]["host"] > 1000
+
+
+def test_verify_finds_no_difference_between_texts_that_are_read_on_the_host_and_whole_ones():
+    command = [sys.executable, "-c", VERIFY, "verify", "--sparse", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["kl"], report["max_abs_dlogprob"], report["tokens_equal"]) == (0.0, 0.0, True)
+    assert report["recall"]["cold"] == report["recall"]["sparse"] >= 0.9
+    assert report["cached_tokens"].keys() == {"sparse"} and report["cached_tokens"]["sparse"] > 1000
+
+
+def test_verify_needs_a_host_tier_for_texts_that_are_read_there():
+    command = [sys.executable, "-m", "tiercel.cli", "verify", "--sparse", "--host-memory", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "sparse = 'always': needs entries" in done.stderr
