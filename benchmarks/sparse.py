@@ -42,7 +42,7 @@ from tiercel.verify import exams_of
 Figures = dict[str, Any]
 WARM_STEPS = 16
 LINK_BYTES_S = 50e9
-"""What a kernel reads from pinned memory on an H200, entries and rows alike (`tests/kernels`, docs/log.md)."""
+"""What a kernel reads from pinned memory on an H200, entries and rows alike (docs/log.md)."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def forced(bench: Bench) -> Figures:
     return found
 
 
-def capacity(bench: Bench | None) -> Figures:
+def capacity(_: Bench | None) -> Figures:
     """Places only, with the shipping cache: texts of 128 K tokens whose host pages have landed, in 8 GB of
     device cache; and in 40 GB."""
     found = Figures()
@@ -341,7 +341,7 @@ def prefill(bench: Bench) -> Figures:
     return found | {"prefill_ratio": took[False] / took[True]}
 
 
-def hit_rate(bench: Bench | None) -> Figures:
+def hit_rate(_: Bench | None) -> Figures:
     """The choices of tiny-v4 while it answers questions about texts of 6 K tokens, with the shipping kernels
     on a CPU: hits of hot rows of 1, 2 and 4 times the chosen entries, and misses of a step and layer."""
     from tiercel.kernels import native

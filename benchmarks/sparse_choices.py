@@ -4,7 +4,8 @@
     entries of a text   │ stratum 0 │ stratum 1 │ … │ stratum k - 1 │
     choice              one of each stratum; after `period` tokens it is another one, each at its own time
 
-So of k chosen entries k / period are new in each step, and the hot rows of a text have 1 - 1 / period of them.
+So of k chosen entries k / period are new in each step, and the hot rows of a text have 1 - 1 / period
+of them.
 The substitute stands behind `best_rows`, which has done its work: only the numbers are others. It is part of
 recorded forwards, and is switched on and off by a number on the device.
 """
@@ -24,7 +25,7 @@ from tiercel.kernels.entries import Numbering
 
 
 @triton.jit(do_not_specialize=["width", "step", "first", "staged"])
-def _choose(
+def _choose(  # noqa: PLR0913
     out, position, ring, period, pages, width, step, first, staged,
     RATIO: tl.constexpr, PER_ROW: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -53,7 +54,7 @@ class Choices:
         """From now on each chosen entry stays for so many tokens; 0: the indexer chooses."""
         self._period.fill_(period)
 
-    def _best_rows(
+    def _best_rows(  # noqa: PLR0913
         self, q: Tensor, weights: Tensor, keys: Any, ratio: int, flat: Any, k: int, most: int,
         to: Numbering | None = None,
     ) -> Tensor:  # fmt: skip

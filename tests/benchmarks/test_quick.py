@@ -13,7 +13,11 @@ import torch
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 ALL = sorted(path.stem for path in FOLDER.glob("*.py") if '__name__ == "__main__"' in path.read_text())
-MORE = {"gpu": ["--device", "cpu", "--model", "tiny-v4"], "products_cuda": ["--device", "cpu"]}
+MORE = {
+    "gpu": ["--device", "cpu", "--model", "tiny-v4"],
+    "products_cuda": ["--device", "cpu"],
+    "sparse": ["--device", "cpu", "--model", "tiny-v4"],
+}
 """Options without which a benchmark needs a GPU."""
 
 
