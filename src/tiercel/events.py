@@ -4,6 +4,9 @@
     events ──► Ledger ──► encoded ──► queue ──► XPUB ──► every subscriber
                merged     numbered       └────► kept ◄── ROUTER ◄── subscribers that missed batches
 
+A page without its second part on the device (a sparse one) stays told there, since its first part is there,
+and on the host, where all of it is.
+
 The format is that of vLLM and SGLang, so their routers can read it. An XPUB socket is a PUB socket that tells
 who subscribes.
 """

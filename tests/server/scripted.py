@@ -309,7 +309,7 @@ class ScriptedService:
     def explain(self, request_id: str) -> Explanation | None:
         known = {ask.request_id for ask in self.asks}
         times = RequestTimes(1.0, None, 1.5, 1.75, 1.75, 2.75)
-        return Explanation(REUSE, "bits", 1.5, times) if request_id in known else None
+        return Explanation(REUSE, "bits", 1.5, times, sparse_pages=2) if request_id in known else None
 
     def limit_tenants(self, bytes_most: Mapping[str, int | None]) -> None:
         self.events.append(f"limit {dict(bytes_most)}")
@@ -334,6 +334,7 @@ class ScriptedService:
             queue=QueueStats(waiting=2, loading=0, running=len(self.asks), tokens=40),
             engine={"tokens_drawn": 6, "guessing_steps": 2, "guessing_tokens": 5},
             accept_length={"device": 2.5, "computed": 1.75},
+            sparse={"pages_sparse": 6, "entries_hit": 11},
         )
 
 

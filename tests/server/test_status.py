@@ -60,6 +60,8 @@ def test_numbers_of_the_engine_have_names_and_labels():
     assert samples["tiercel_accept_length[('source', 'computed')]"] == 1.75
     assert samples["tiercel_evicted_total[('tier', 'device'), ('what', 'pages'), ('why', 'room')]"] == 9
     assert samples["tiercel_compute_saved_seconds_total[]"] == 1.5
+    assert samples["tiercel_running_pages_sparse[]"] == 6
+    assert samples["tiercel_sparse_entries_hit_total[]"] == 11
 
 
 def test_what_the_table_does_not_know_is_left_out_except_numbers_of_a_store_of_your_own():
@@ -182,6 +184,7 @@ def test_model_info_and_the_nested_numbers():
         "queue": {"waiting": 2, "loading": 0, "running": 0, "tokens": 40},
         "engine": {"tokens_drawn": 6, "guessing_steps": 2, "guessing_tokens": 5},
         "accept_length": {"device": 2.5, "computed": 1.75},
+        "sparse": {"pages_sparse": 6, "entries_hit": 11},
         "owners": {},
         "times": {},
         "exact": True,
@@ -200,6 +203,7 @@ def test_a_request_can_be_explained_by_its_id_until_it_is_forgotten():
             "reused_tokens": {"device": 16, "host": 8, "store": 4},
             "computed_tokens": 72,
             "replayed_tokens": 3,
+            "sparse_pages": 2,
             "found_tokens": 32,
             "why_not_more": REUSE.why.value,
             "summary": str(REUSE),

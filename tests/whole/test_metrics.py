@@ -19,8 +19,8 @@ def words(count, seed):
     return [(seed * 7919 + i * i * 31 + i * 17) % 3800 + 200 for i in range(count)]
 
 
-def generate(server, prompt):
-    body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 2, "temperature": 0}}
+def generate(server, prompt, count=2):
+    body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": count, "temperature": 0}}
     answer = httpx.post(f"{server.url}/generate", json=body, timeout=120)
     answer.raise_for_status()
     return answer.json()["meta_info"]
@@ -109,6 +109,25 @@ def check_store(server):
 
     samples = until(told, "the store tells what was written", timeout_s=10)
     assert samples["tiercel_store_bytes[]"] >= samples["tiercel_store_saved_bytes_total[]"] > 0
+
+
+def test_what_is_read_on_the_host_is_told_alike_everywhere():
+    """A text whose pages are sparse goes on: its last pages are computed, the others are read on the host."""
+    with running("--device-memory", "24MiB", "--host-memory", "64MiB", "--sparse", "always") as server:
+        generate(server, words(12 * PAGE + 3, 1))
+        told = generate(server, [*words(12 * PAGE + 3, 1), *words(40, 2)], 12)
+        explained = httpx.get(f"{server.url}/v1/cache/explain/{told['id']}").json()
+        stats = httpx.get(f"{server.url}/v1/cache/stats").json()
+        samples = samples_of(httpx.get(f"{server.url}/metrics").text)
+        assert stats["counters"]["pages_sparse"] >= explained["sparse_pages"] >= 8
+        sparse = stats["sparse"]
+        assert min(sparse["entries_hit"], sparse["entries_missed"], sparse["bytes_staged"]) > 0
+        for name in ("entries_hit", "entries_missed", "bytes_gathered", "bytes_staged"):
+            assert samples[f"tiercel_sparse_{name}_total[]"] == sparse[name]
+        for name in ("pages_whole", "pages_sparse", "places_hot"):
+            assert samples[f"tiercel_running_{name}[]"] == sparse[name]
+        assert samples["tiercel_pages_sparse_total[]"] == stats["counters"]["pages_sparse"]
+        assert [path for path in leaves(stats) if path[0] != "times" and not known(path)] == []
 
 
 def check_names(server):

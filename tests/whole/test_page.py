@@ -105,6 +105,23 @@ def test_a_conversation_is_held_pushed_out_and_restored_and_the_page_shows_it(tm
         check_silence(browser)
 
 
+def test_the_page_tells_how_many_pages_are_sparse():
+    memory = ("--device-memory", "24MiB", "--host-memory", "64MiB", "--sparse", "always")
+    with running(*memory) as server, browsing() as browser:
+        body = {
+            "input_ids": [200 + 31 * i % 3800 for i in range(1500)],
+            "sampling_params": {"max_new_tokens": 12},
+        }
+        httpx.post(f"{server.url}/generate", json=body, timeout=60).raise_for_status()
+        browser.open(f"{server.url}/")
+        browser.until("document.querySelector('#state').textContent === 'live'")
+        page = same_numbers(browser, server)
+        assert page["tiercel_sparse_entries_hit_total[]"] > 0 and "tiercel_running_pages_sparse[]" in page
+        read = "document.querySelector('#tier-device [data-row=\"Read on the host\"] dd').textContent"
+        assert browser.run(read).endswith("iB")
+        check_silence(browser)
+
+
 def converse(browser, server):
     first, second = turn(browser), turn(browser)
     assert first["computed"] > 256 and sum(first.values()) == first["computed"]

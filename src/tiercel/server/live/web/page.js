@@ -240,6 +240,18 @@ function drawMemory(tier, stats) {
   const [word, direction] = tier === "device" ? ["Loaded from the host", "loaded"] : ["Saved from the device", "saved"];
   row(list, word, "moved").textContent = bytes(sum(stats.moved_bytes[direction]));
   hits(list, tier, stats);
+  if (tier === "device" && stats.sparse) sparse(list, stats.sparse);
+}
+
+// Of sparse pages, the entries that attention selects are read on the host.
+function sparse(list, numbers) {
+  for (const [words, name] of [["Whole pages of running texts", "pages_whole"], ["Sparse pages", "pages_sparse"]]) {
+    metric(row(list, words), `tiercel_running_${name}`, numbers[name], short(numbers[name]));
+  }
+  const { entries_hit: hit, entries_missed: missed } = numbers;
+  const text = `${short(hit)} · ${percent(hit, hit + missed)}`;
+  metric(row(list, "Selected entries in hot rows"), "tiercel_sparse_entries_hit_total", hit, text);
+  row(list, "Read on the host").textContent = bytes(numbers.bytes_gathered + numbers.bytes_staged);
 }
 
 function hits(list, tier, stats) {
