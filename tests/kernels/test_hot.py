@@ -228,10 +228,10 @@ def test_the_twin_is_a_cache_that_forgets_the_least_recently_used(form):
             for each in range(LAYERS):
                 model.cells[each, ring] = [[cell, -1] for cell in range(2 * per_row)]
         elif step % 50 == 25:
-            kept, cells = int(scene.hot.cells[ring]), [4, 3][ring] * per_row
-            twin.begin(scene.hot, ring, cells, kept)
+            cells = [4, 3][ring] * per_row
+            twin.begin(scene.hot, ring, cells)
             for each in range(LAYERS):
-                model.cells[each, ring][:0] = [[cell, -1] for cell in range(kept, cells)]
+                model.cells[each, ring] = [[cell, -1] for cell in range(cells)]
         spans = [(ring, int(numpy.integers(1, 6))), (PADDING, 1), (2, 1)]
         scene.most = int(scene.hot.cells[ring]) // 4
         codes = -2 - (step // 10 + numpy.integers(0, 18, (spans[0][1] + 2, 4))) % scene.entries
@@ -318,10 +318,9 @@ def test_a_text_gets_more_cells(device):
     twin.begin(scene.hot, 1, 8)
     for _ in range(2):
         same_as_twin(scene, [(1, 1)], lists_of(scene, [(1, 1)], random), 1)
-    before = scene.hot.held[1, 1, :, :8].clone()
-    twin.begin(scene.hot, 1, 16, kept=8)
-    assert torch.equal(scene.hot.held[1, 1, :, 8:16], before)
-    assert scene.hot.held[1, 1, :, :8].tolist() == [list(range(8, 16)), [-1] * 8]
+    twin.begin(scene.hot, 1, 16)
+    for layer in range(LAYERS):
+        assert scene.hot.held[layer, 1, :, :16].tolist() == [list(range(16)), [-1] * 16], "all is forgotten"
     for _ in range(2):
         same_as_twin(scene, [(1, 2)], lists_of(scene, [(1, 2)], random), 1)
 
@@ -356,6 +355,39 @@ def test_every_number_names_a_row_with_the_bytes_of_its_entry(form, kernels, dev
             for each in range(LAYERS):
                 assert sorted(scene.hot.held[each, ring, 0, :cells].tolist()) == [*range(cells)]
         assert np.array_equal(memory, allowed), "no other byte changes"
+
+
+@every_set
+def test_a_text_without_chosen_entries_on_the_host_is_left_as_it_is(kernels, device):
+    scene = Scene("fp8_groups", device, places=[4, 4], entries=20, tokens=4, k=5)
+    before = [each.clone() for each in (*scene.hot, scene.memory)]
+    chosen = torch.tensor([[3, 9, -1, 4, 0], [7, -1, -1, -1, -1], [-1] * 5, [-1] * 5], dtype=torch.int32)
+    out = chosen.clone().to(device)
+    scene.call(kernels, out, where_of([(0, 2), (1, 1), (PADDING, 1)], device), 0)
+    assert torch.equal(out.cpu(), chosen)
+    assert all(map(torch.equal, before, (*scene.hot, scene.memory)))
+
+
+COUNTS = [1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 200]
+
+
+@every_set
+@pytest.mark.parametrize("apart", [False, True], ids=["side by side", "each in its page"])
+def test_single_entries_are_copied_whatever_their_number(kernels, device, apart):
+    """A number that would fill whole rows is no copy of rows. The plain twin copies every number."""
+    for count in range(1, 201) if kernels is twin else COUNTS:
+        scene = Scene("fp8_groups", device, places=[50], entries=800, tokens=1, k=200, seed=count)
+        e = torch.arange(count) * 4 + torch.arange(count) % 4 if apart else torch.arange(count) + 3
+        want, chosen = scene.memory.cpu().numpy().copy(), torch.full((1, 200), -1, dtype=torch.int32)
+        chosen[0, :count] = -2 - e
+        out = chosen.clone().to(device)
+        scene.call(kernels, out, where_of([(0, 1)], device), 1)
+        for each, number in zip(e.tolist(), out[0, :count].tolist(), strict=True):
+            parts = zip(scene.at_number(want, number), scene.on_host(0, each, 1), strict=True)
+            for target, data in parts:
+                target[:] = data
+        assert int(scene.hot.counts.sum()) == count
+        assert np.array_equal(scene.memory.cpu().numpy(), want), "these entries, and no other byte"
 
 
 @every_set

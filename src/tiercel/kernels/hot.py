@@ -82,18 +82,13 @@ class HostRows(NamedTuple):
     none."""
 
 
-def begin(hot: HotRows, ring: int, cells: int, kept: int = 0) -> None:
-    """From now on a ring has so many cells, in all layers. Nothing waits for the device.
-
-    `kept`: how many it had, which keep their entries and their order; the new ones come before them, as the
-    least recently used. 0: a text begins. The caller writes `hot.places`.
-    """
-    assert 0 <= kept <= cells <= hot.held.shape[3]
-    held, new = hot.held[:, ring], cells - kept
-    before = held[:, :, :kept].clone()
-    held[:, 0, :new] = torch.arange(kept, cells, dtype=torch.int32, device=held.device)
-    held[:, 1, :new] = -1
-    held[:, :, new:cells] = before
+def begin(hot: HotRows, ring: int, cells: int) -> None:
+    """From now on a ring has so many cells, in all layers. They hold nothing. Nothing waits for the device.
+    The caller writes `hot.places`."""
+    assert 0 <= cells <= hot.held.shape[3]
+    held = hot.held[:, ring]
+    held[:, 0, :cells] = torch.arange(cells, dtype=torch.int32, device=held.device)
+    held[:, 1, :cells] = -1
     hot.cells[ring].fill_(cells)
 
 
