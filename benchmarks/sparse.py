@@ -214,13 +214,13 @@ def capacity(_: Bench | None) -> Figures:
     for device in (8 * 10**9, 40 * 10**9):
         fits = {}
         for sparse in ("off", "auto"):
-            fits[sparse] = _fitting(sparse, device)
+            fits[sparse] = texts_fitting(sparse, device)
         name = f"{device // 10**9}_gb"
         found |= {f"capacity.{name}": fits["auto"] / fits["off"], f"capacity_texts.{name}": [*fits.values()]}
     return found
 
 
-def _fitting(sparse: str, device_bytes: int, tokens: int = 131_072) -> int:
+def texts_fitting(sparse: str, device_bytes: int, tokens: int = 131_072) -> int:
     spec = load("deepseek-v4-flash")
     spec = spec.apart if sparse != "off" else spec
     staged = staged_pages_of(device_bytes, spec, tokens + 4096)

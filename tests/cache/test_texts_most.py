@@ -4,9 +4,11 @@ places that a device really gives, and against the longest text that a cache tak
 from dataclasses import replace
 
 import pytest
+from benchmarks.sparse import texts_fitting
 
 from tiercel.cache.residency import LAST_PAGES, texts_most
 from tiercel.config import CacheConfig
+from tiercel.engine.config import places_of, staged_bytes, staged_pages_of
 from tiercel.pages.frames import Frames
 from tiercel.replay.null import Clock, null_cache
 from tiercel.spec import load
@@ -46,6 +48,18 @@ def test_a_text_that_fits_alone_is_as_long_as_a_cache_takes(spec):
         given = {"host_places": PLENTY, "staged_pages": PLENTY}
         assert texts_most(spec, frames, longest, **given).sparse == 1
         assert texts_most(spec, frames, longest + 1, **given).sparse == 0
+
+
+def test_as_many_texts_of_128_k_begin_as_is_told():
+    """With the shipping cache in 8 GB, texts whose host pages have landed: within three of a hundred."""
+    spec, tokens, device_bytes = SPECS["deepseek-v4-flash"], 131_072, 8 * 10**9
+    staged = staged_pages_of(device_bytes, spec, tokens + 4096)
+    frames, _ = places_of(device_bytes - staged_bytes(staged, spec), spec)
+    pages = tokens // spec.page_tokens
+    most = texts_most(spec, frames, pages, host_places=PLENTY, staged_pages=staged)
+    begun = texts_fitting("auto", device_bytes, tokens)
+    assert abs(begun - most.sparse) <= 0.03 * begun
+    assert begun >= 3 * texts_fitting("off", device_bytes, tokens)
 
 
 def test_texts_that_are_long_fit_more_than_four_times_as_often():
