@@ -395,7 +395,7 @@ def test_a_text_begins_only_if_there_is_room_for_its_first_tail_as_well():
 
 
 def test_pages_that_become_sparse_are_on_the_host_as_long_as_a_text_reads_them():
-    driver = make(SPECS["two pools"], held=False)
+    driver = make(SPECS["two pools"], held=False, staged_pages=8)
     driver.serve(TEXT)
     request = driver.begin_loaded(TEXT)
     pages = [driver.cache.tree.index[key] for key in request.chain.keys[:4]]

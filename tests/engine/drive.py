@@ -55,11 +55,20 @@ class Always:
 
 
 def make_engine(  # noqa: PLR0913
-    *, pages=64, host_pages=0, change=None, cache=None, clock=monotonic, guesses=0, second=(), **options
+    *,
+    pages=64,
+    host_pages=0,
+    change=None,
+    cache=None,
+    clock=monotonic,
+    guesses=0,
+    second=(),
+    order=None,
+    **options,
 ):
     """Room for a text of so many `pages` and its tails; `host_pages` of host memory; `cache`: other settings
     of the cache; `options`: the engine's; `guesses`: the number for every text; 0: none; `change`: is given
-    the model; `second`: streams in a second device pool."""
+    the model; `second`: streams in a second device pool; `order`: in which places are given out."""
     options = {"running_max": 8, "speculate": "off"} | options
     spec = replace(DRAFTED if options["speculate"] == "mtp" else SPEC, second=second)
     tails = 2 * spec.pages_per_window * spec.units_per_tail
@@ -67,7 +76,7 @@ def make_engine(  # noqa: PLR0913
     settings = CacheConfig(places, staging, host_bytes=host_pages * spec.place_bytes, staged_pages=pages)
     settings = replace(settings, **(cache or {}))
     config = EngineConfig(cache=settings, **options)
-    own = TieredCache(spec, settings)
+    own = TieredCache(spec, settings, pool_order=order)
     made = build(CONFIG, WEIGHTS, own.device, config.running_max, guesses_max=config.guesses_max)
     if change is not None:
         change(made)

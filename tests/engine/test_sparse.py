@@ -3,12 +3,14 @@ with pages that leave and come back in the middle of a text, in all loops, with 
 aborts and preemptions, and nothing is lost or kept.
 Method: the embedded model, a device of a few pages, and `sparse` auto or always."""
 
+import asyncio
 from random import Random
 
 import pytest
 
 from tests.engine.drive import (
     LOOPS,
+    PAGE,
     logprobs_of,
     make_ask,
     make_engine,
@@ -19,6 +21,7 @@ from tests.engine.drive import (
     truth_of,
     words,
 )
+from tests.peers.roles import answered, roles
 from tiercel.asks.ask import Finish
 from tiercel.errors import AskError
 
@@ -94,7 +97,122 @@ def test_nothing_is_sparse_while_there_is_room():
     engine = sparse_engine("auto", pages=100)
     check(run(engine, *(make_ask(f"a{i}", p, COUNT) for i, p in enumerate(PROMPTS))), PROMPTS)
     assert not engine.cache.counters["pages_sparse"]
+    assert set(engine.stats().sparse.values()) == {0}, "the host was not read"
     settle(engine)
+
+
+def test_a_thousand_tokens_later_the_host_has_all_that_was_computed():
+    """What an answer computes is saved page by page while it is drawn, and leaves. A new turn reads all of it
+    on the host."""
+    engine, prompt = sparse_engine("always", pages=40), PROMPTS[0][:300]
+    truth = truth_of(prompt, 1000)
+    answer = run(engine, make_ask("a", prompt, 1000))[0]
+    assert tokens_of(answer) == tokens_of(truth) and logprobs_of(answer) == logprobs_of(truth)
+    settle(engine)
+    turn = (*prompt, *tokens_of(answer), *words(50, 3))
+    assert engine.cache.leave_device(engine.cache.chain(turn)) == 0
+    check(run(engine, make_ask("b", turn, COUNT)), [turn])
+    reused = engine.explain("b").reuse
+    assert reused.host_tokens == 1280 and engine.explain("b").sparse_pages == 10
+    assert engine.cache.flights.parts_loaded[1] == 0
+    settle(engine)
+
+
+def test_places_of_each_tier_may_be_given_out_in_any_order():
+    random = Random(18)
+    shuffled = lambda count: random.sample(range(count), count)  # noqa: E731
+    engine = sparse_engine("auto", 12, order=shuffled)
+    asks = [make_ask(f"a{i}", prompt, COUNT) for i, prompt in enumerate(PROMPTS)]
+    check(run(engine, *asks), PROMPTS)
+    assert engine.cache.counters["pages_sparse"] > 0
+    settle(engine)
+
+
+def test_who_finds_no_room_on_the_host_waits():
+    """The host has room for one of the texts at a time, and none of them is whole on the device."""
+    engine = sparse_engine("auto", pages=9, host_pages=26)
+    prompts = [prompt[:2300] for prompt in PROMPTS[:3]]
+    asks = [make_ask(f"a{i}", prompt, COUNT) for i, prompt in enumerate(prompts)]
+    check(run(engine, *asks), prompts)
+    assert engine.cache.counters["pages_sparse"] > 3 * 8
+    settle(engine)
+
+
+def test_a_text_that_gave_way_goes_on_with_the_first_parts_of_its_pages():
+    """It is not computed again, and the second pool is not touched: the host has kept all of it."""
+    engine = sparse_engine("always", pages=40)
+    steps, ask = steps_of(engine, False, None), make_ask("a", PROMPTS[0], COUNT)
+    engine.add(ask)
+    outs = [out for _ in range(8) for delta in next(steps) for out in delta.tokens]
+    assert len(outs) < COUNT and engine.stats().sparse["pages_sparse"] >= 17
+    while engine.cache.busy:
+        engine.cache.step()
+    (task,) = engine.scheduler.running
+    engine.scheduler.admission.preempt(task)
+    engine.cache.leave_device(engine.cache.chain(PROMPTS[0]))
+    while not engine.idle:
+        outs += [out for delta in next(steps) for out in delta.tokens]
+    truth = truth_of(PROMPTS[0], COUNT).tokens
+    assert [(out.token, out.logprob) for out in outs] == [(out.token, out.logprob) for out in truth]
+    first, second = engine.cache.flights.parts_loaded
+    assert first >= 18 and second == 0
+    assert engine.counters["tokens_computed"] < len(PROMPTS[0]) + 2 * engine.page_tokens
+    settle(engine)
+
+
+def test_two_texts_read_the_same_pages_on_the_host():
+    """They share a prefix of 16 pages: the host has it once, and both answer as if they were alone."""
+    engine = sparse_engine("always", pages=60)
+    prefix = PROMPTS[2][: 16 * engine.page_tokens]
+    prompts = [prefix + tuple(words(150, seed)) for seed in (31, 32, 33)]
+    check(run(engine, make_ask("a", prompts[0], COUNT)), prompts[:1])
+    settle(engine)
+    free = engine.cache.host_pages.free
+    check(run(engine, *(make_ask(f"b{i}", each, COUNT) for i, each in enumerate(prompts[1:]))), prompts[1:])
+    assert [engine.explain(f"b{i}").sparse_pages for i in range(2)] == [16, 16]
+    own = 2 * (1 + 2 * engine.cache.spec.places_per_tail)  # each has a page of its own, and tails
+    settle(engine)
+    assert free - engine.cache.host_pages.free <= own
+
+
+def test_a_step_reads_no_more_of_the_host_than_it_can_stage():
+    """Two new turns at the same time: the staging area has room for one of them."""
+    engine = sparse_engine("always", pages=60, staged=22)
+    prompts = [PROMPTS[0], PROMPTS[1]]
+    check(run(engine, *(make_ask(f"a{i}", each, COUNT) for i, each in enumerate(prompts))), prompts)
+    settle(engine)
+    staged, arrange = list[int](), engine.runner.model.apart.arrange
+
+    def watch(spans):
+        found = arrange(spans)
+        staged.append(0 if found[1] is None else len(found[1]))
+        return found
+
+    engine.runner.model.apart.arrange = watch
+    turns = [prompt + tuple(words(60, 3)) for prompt in prompts]
+    check(run(engine, *(make_ask(f"b{i}", turn, COUNT) for i, turn in enumerate(turns))), turns)
+    assert [each for each in staged if each] == [19, 20], "one after the other"
+    settle(engine)
+
+
+def test_a_prompt_that_another_server_computes_is_read_on_the_host():
+    """Its pages land there while a text runs. Nothing of it takes a place in the second pool."""
+    first, second = make_engine(host_pages=100), sparse_engine("always", pages=60, host_pages=200)
+    prompt = PROMPTS[1]
+    with roles(first, second) as both:
+
+        async def ask():
+            running = asyncio.ensure_future(answered(both.decode, make_ask("running", PROMPTS[0], 60)))
+            named = both.named(make_ask("pulled", prompt, COUNT))
+            _, answer = await asyncio.gather(answered(both.prefill, named), answered(both.decode, named))
+            return answer, await running
+
+        pulled, running = asyncio.run(ask())
+        assert pulled.usage.store_tokens == len(prompt) // PAGE * PAGE
+        check([pulled], [prompt])
+        check([running], PROMPTS[:1], 60)
+        assert second.explain("pulled").sparse_pages == len(prompt) // PAGE
+        assert second.cache.flights.parts_loaded == [len(prompt) // PAGE, 0]
 
 
 def test_without_a_host_tier_nothing_is_sparse():

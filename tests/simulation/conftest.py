@@ -3,7 +3,7 @@ them in the same process must not see that."""
 
 import pytest
 
-from tiercel.cache import fetch, residency
+from tiercel.cache import fetch, residency, room
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -12,4 +12,5 @@ def _sizes():
         patch.setattr(fetch, "READ_BYTES_LEAST", fetch.READ_BYTES_LEAST)
         for name in ("CALM_STEPS", "TOGETHER", "BACK_BYTES"):
             patch.setattr(residency, name, getattr(residency, name))
+        patch.setattr(room, "FEW_PAGES", room.FEW_PAGES)
         yield

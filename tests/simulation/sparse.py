@@ -14,6 +14,7 @@ from random import Random
 import numpy as np
 
 import tiercel.cache.residency as residency_module
+import tiercel.cache.room as room_module
 from tests.simulation.bytes import Bytes, HostRows, Text
 from tiercel.cache import Request, RequestState, TieredCache
 from tiercel.cache.residency import Residency
@@ -35,7 +36,9 @@ def sparse_options(spec: CacheSpec, setup: int) -> dict[str, object]:
     residency_module.TOGETHER = random.choice([1, 2, 8])
     residency_module.BACK_BYTES = random.choice([200, 32 * 1024**2])
     mode = random.choice(["auto", "auto", "auto", "always", "always", "off"])
-    return {"sparse": mode, "staged_pages": random.choice([3, 8, 64, 64])}
+    options = {"sparse": mode, "staged_pages": random.choice([3, 8, 64, 64])}
+    room_module.FEW_PAGES = random.choice([2, 8])
+    return options
 
 
 @dataclass

@@ -26,7 +26,7 @@ STEPS = 1000
 COUNTED = 30
 """The first seeds are run by the test that counts what happens."""
 SEEDS_PER_TEST = 10
-SPARSE_COUNTED = 20
+SPARSE_COUNTED = 26
 BLOCKS = 2
 """Seed 49 is among them: no other one below 50 notices `who_is_computed_may_be_preempted`."""
 

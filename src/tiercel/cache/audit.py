@@ -213,6 +213,7 @@ def check_device(cache: Core, requests: Iterable[Request], others: Iterable[int]
             sparse = {at for at, places in table if len(ids_of(places)) == 1}
             assert sparse == request.sparse, "I2: a text knows its sparse pages"
             assert not sparse or request.hot, "I2: a text that reads sparse pages has hot rows"
+            assert len(sparse) <= cache.config.staged_pages, "I2: a step can stage all that a text has sparse"
     for move in cache.flights.moves():
         if NO_PLACE in move.near:
             continue  # a part of a page comes back: its place is one of `others`

@@ -106,6 +106,7 @@ class Residency:
         self.always, self._most = always, staged_pages
         self._entries, self._selected = stream.entries_per_row(spec.page_tokens), stream.selected
         self._body_bytes = spec.bytes_of(stream)
+        self._hot_needed: dict[int, int] = {}
         self.under_way: Callable[[], int] = lambda: 0
         """How many steps are under way that were planned before now."""
         self.guesses_max = 0
@@ -130,7 +131,9 @@ class Residency:
     def hot_places(self, sparse: int, guesses: int = 0) -> int:
         """How many places for hot rows a text with so many sparse pages needs, if its steps have so many
         guesses."""
-        return min(sparse, self._spec.hot_places(guesses)[0])
+        if guesses not in self._hot_needed:
+            self._hot_needed[guesses] = self._spec.hot_places(guesses)[0]
+        return min(sparse, self._hot_needed[guesses])
 
     @property
     def guesses(self) -> Sequence[int]:
@@ -173,7 +176,10 @@ class Residency:
         for request in order:
             if missing <= 0:
                 break
-            pages = self._allowed(list(self._may_leave(request)))
+            pages: Sequence[Page] = list(self._may_leave(request))
+            if self._gain({request: len(pages)}, len(pages)) <= 0:
+                continue  # its own hot rows would take them all
+            pages = self._allowed(pages)
             ready = [page for page in pages if page.on_host]
             gain = self._shed(ready, missing) or self._save_first(pages, ready, missing, by_force=not coming)
             missing, coming = missing - gain, coming or gain > 0
@@ -222,8 +228,13 @@ class Residency:
     def _readers(self, pages: Sequence[Page]) -> dict[Request, int]:
         """The texts that read these pages of one path: how many of the first ones each of them reads."""
         readers = dict[Request, int]()
+        if not pages:
+            return readers
+        first = pages[0].depth - 1
         for request in self._requests:
             keys, upto = request.chain.keys, request.committed
+            if upto <= first or keys[first] != pages[0].key:
+                continue
 
             def foreign(page: Page, keys: Sequence[PageKey] = keys, upto: int = upto) -> bool:
                 return page.depth > upto or keys[page.depth - 1] != page.key

@@ -25,8 +25,10 @@ from tiercel.tree.node import ids_of
 from tiercel.types import DevicePageId
 
 FIRST_PAGES = 2
-"""A text that begins with sparse pages has places of the second pool for so many that it computes. It gets
-more as they are computed."""
+"""A text that computes many pages begins with places of the second pool for so many, where there is no room
+for all. It gets more as they are computed."""
+FEW_PAGES = 8
+"""For a prompt of so few pages, pages of running texts become sparse at once, if that is enough."""
 
 
 class Way(NamedTuple):
@@ -94,12 +96,17 @@ class Room:
     """The places of the device, as texts ask for them."""
 
     def __init__(
-        self, core: Core, residency: Residency | None, whole_most: int, share_all_tails: Callable[[], bool]
+        self,
+        core: Core,
+        requests: Iterable[Request],
+        residency: Residency | None,
+        whole_most: int,
+        share_all_tails: Callable[[], bool],
     ) -> None:
         """`share_all_tails`: shares what running texts keep for themselves, so that it can leave. It returns
         whether there was any."""
         self._spec, self._tree, self._places = core.spec, core.tree, core.places
-        self._residency, self._share_all_tails = residency, share_all_tails
+        self._requests, self._residency, self._share_all_tails = requests, residency, share_all_tails
         self._staged_most = core.config.staged_pages
         self._whole_most = whole_most
         self.pages_most = whole_most
@@ -138,15 +145,18 @@ class Room:
                 break
         if isinstance(room, Reservation) and self._residency is not None:
             sparse = len(self._sparse(found)) + way.sparse
-            if way.hot < self._residency.hot_places(sparse):
-                with room:  # what it begins with became sparse to make room for it: it needs hot rows
+            if way.hot < self._residency.hot_places(sparse) or sparse > self._staged_most:
+                with (
+                    room
+                ):  # what it begins with became sparse to make room for it: it needs hot rows, or less
                     return way, Wait(WaitFor.LEAVING)
         return way, room
 
     def _ways(self, found: Found, own: int) -> Iterator[Way]:
         """In which ways a text may begin, one after the other: with all of its pages whole, or, where pages
         may be sparse, with what is loaded sparse; then pages of others become sparse for it. `own`: pages
-        that it will compute."""
+        that it will compute. One text at a time begins without places for all of these: prompts that are
+        computed side by side would take the places from each other."""
         residency, far = self._residency, len(found.far)
         if residency is None:
             yield Way(0, far + own)
@@ -156,11 +166,13 @@ class Room:
         if found.page.depth + own <= self._whole_most and not (residency.always and may_stage):
             yield Way(0, far + own, residency.hot_places(sparse, residency.guesses_max))
         if may_stage:
-            first = min(own, FIRST_PAGES)
             for guesses in residency.guesses:
                 hot = residency.hot_places(sparse + far, guesses)
-                yield Way(far, first, hot)
-            yield Way(far, first, hot, shed=True)
+                yield Way(far, own, hot)
+            if own <= FEW_PAGES:
+                yield Way(far, own, hot, shed=True)
+            if own > FIRST_PAGES and not any(request.bare for request in self._requests):
+                yield Way(far, FIRST_PAGES, hot, shed=True)
 
     def _sparse(self, found: Found) -> list[int]:
         """The numbers of the pages of what was found that are sparse on the device."""
@@ -174,7 +186,7 @@ class Room:
         has two pools, its own units may break too many bodies. They leave, and are packed when it begins.
         Required: it holds nothing of what was found."""
         way, pages = None, -(-max(upto, found.chain.tokens) // self._spec.page_tokens)
-        if self._residency is not None:
+        if self._residency is not None and pages <= self._staged_most:
             way = Way(pages, min(pages, FIRST_PAGES), self._residency.hot_places(pages))
         room = self._reserve(found.chain, pages, self._tails(found, upto), way)
         if isinstance(room, Wait):

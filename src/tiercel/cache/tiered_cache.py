@@ -89,7 +89,7 @@ class TieredCache:
         self.requests: dict[Request, None] = {}
         """In the order in which they began."""
         self.residency = make_residency(core, self.requests)
-        self.room = Room(core, self.residency, whole_most, self._share_all_tails)
+        self.room = Room(core, self.requests, self.residency, whole_most, self._share_all_tails)
         self.pages_most = self.room.pages_most
         """Pages of the longest text."""
         self._ended: list[Loaded] = []

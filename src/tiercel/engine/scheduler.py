@@ -331,7 +331,8 @@ class Scheduler:
                     continue
             missing = known - seat.planned
             if missing > 1:
-                prompts.append((task, seat, missing))
+                if self._may_stage(seat, missing):
+                    prompts.append((task, seat, missing))
             elif missing == 1 and (known < seat.calm_upto or self._room_for(task, seat, busy)):
                 scored = task.score_from if task.scoring else None
                 parts.append(StepPart(seat.ring, seat.planned, known, True, scored))
@@ -345,11 +346,13 @@ class Scheduler:
             if count and task.stage is running:
                 last = seat.planned + missing
                 end = self._prompt_end(task, seat, seat.planned + count, busy)
-                if end > seat.planned and self._may_stage(seat, end - seat.planned):
+                if end > seat.planned:
                     more.append(StepPart(seat.ring, seat.planned, end, end == last, task.score_from))
                     seat.planned = end
                     step_tokens -= count
         parts = [part for part in parts if part.ring in in_ring]  # prompts may preempt too, for their tails
+        self._staged.clear()
+        more = [part for part in more if self._still_staged(part)]  # prompts may have pages become sparse
         if parts and (self.guessing.awake() or self.unsure):
             parts = self._with_guesses(parts, step_tokens, sum(shares))
         return parts + more
@@ -365,8 +368,8 @@ class Scheduler:
                 return seat.planned
 
     def _may_stage(self, seat: Seat, tokens: int) -> bool:
-        """Whether a step can read the sparse pages of one more span. A page that several texts have is staged
-        once. If there is no room, the text waits for the next step."""
+        """Whether a step can read the sparse pages of one more prompt. A page that several texts have is
+        staged once. If there is no room, the text waits for the next step, and others have its share."""
         if (residency := self.cache.residency) is None or not seat.request.sparse:
             return True
         staged = self._staged.union(residency.staged(seat.request, tokens))
@@ -374,6 +377,14 @@ class Scheduler:
             return False
         self._staged = staged
         return True
+
+    def _still_staged(self, part: StepPart) -> bool:
+        """Whether the step can still read what a prompt has on the host. If not, the prompt waits."""
+        seat = self.seats.in_ring[part.ring]
+        if self._may_stage(seat, part.end - part.start):
+            return True
+        seat.planned = part.start
+        return False
 
     def _with_guesses(self, parts: list[StepPart], tokens: int, others: int) -> list[StepPart]:
         """Give guesses to parts that draw one token each: at most `tokens`, and only where there is room. A
