@@ -213,6 +213,24 @@ def test_a_role_says_nothing_of_how_bytes_lie() -> None:
     assert spec == make_spec() and spec.form == make_spec().form and spec.to_dict() == make_spec().to_dict()
 
 
+def test_how_many_entries_are_read_is_declared_and_says_nothing_of_how_bytes_lie() -> None:
+    spec = make_spec(make_stream(selected=64), make_stream("index"))
+    assert spec.form == make_spec(make_stream(), make_stream("index")).form
+    again = CacheSpec.from_dict(json.loads(json.dumps(spec.to_dict())))
+    assert [stream.selected for stream in again.streams] == [64, 0]
+    with pytest.raises(SpecError, match=r"kv\.selected = -1"):
+        make_stream(selected=-1)
+
+
+def test_what_is_read_by_selection_may_be_apart_if_it_is_one_of_several_streams_of_a_page() -> None:
+    chosen, index, other = make_stream(selected=64), make_stream("index"), make_stream("b", selected=9)
+    assert make_spec(chosen, index).apart.second == ("kv",) and make_spec(chosen, index).apart.selective
+    for streams in ((index,), (chosen,), (chosen, other, index)):
+        assert make_spec(*streams).apart.second == ()
+    draft = make_spec(make_stream(selected=64), make_stream("index"))
+    assert draft.with_draft(draft).apart.second == ("kv",), "the pages of a draft are whole"
+
+
 # Declarations
 
 keeps: st.SearchStrategy[Keep] = st.one_of(

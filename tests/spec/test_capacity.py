@@ -34,13 +34,14 @@ def test_each_stream_is_in_pages_or_in_tails() -> None:
         "name",
         "keep",
         "layers",
+        "selected",
         "tokens_per_entry",
         *(f"bytes_per_{x}" for x in SIZES),
     ]
     assert [tuple(stream.values()) for stream in streams] == [
-        ("kv", "prefix", 2, 1, 40, 80, 0, 10),
-        ("window", "window 4", 4, 1, 20, 0, 80, 0),
-        ("state", "state 1", 1, 1, 10, 0, 10, 0),
+        ("kv", "prefix", 2, 0, 1, 40, 80, 0, 10),
+        ("window", "window 4", 4, 0, 1, 20, 0, 80, 0),
+        ("state", "state 1", 1, 0, 1, 10, 0, 10, 0),
     ]
 
 

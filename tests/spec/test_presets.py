@@ -129,8 +129,13 @@ def test_latent_models_store_one_latent(tmp_path: Path, model_type: str) -> None
 
 @pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
 def test_latent_models_with_an_indexer_store_its_keys(tmp_path: Path, model_type: str) -> None:
-    spec = load_config(tmp_path, model_type, {**LATENT, "index_head_dim": 128}, format="fp8")
-    assert spec.bytes_per_token == 48_068
+    config = {**LATENT, "index_head_dim": 128}
+    spec = load_config(tmp_path, model_type, config, format="fp8")
+    assert spec.bytes_per_token == 48_068 and not spec.apart.selective
+    spec = load_config(tmp_path, model_type, {**config, "index_topk": 2048}, format="fp8")
+    assert spec.bytes_per_token == 48_068 and spec.apart.second == ("latent",)
+    assert spec.apart.hot_places() == (32, 64), "2,048 entries, of which a page of 64 tokens has 64"
+    assert spec.apart.units == (515_328, 6), "the latents of a page take five units, its keys one"
 
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "gemma3_text"])

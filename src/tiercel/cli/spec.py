@@ -103,13 +103,15 @@ def _stream_table(figures: Figures) -> Table:
     shown = Table(title=f"{figures['model']}, pages of {figures['page_tokens']} tokens, sizes in bytes")
     shown.add_column("stream")
     shown.add_column("keep")
+    shown.add_column("read")
     for heading in ("layers", "tokens/entry", "row", "page", "tail", "token"):
         shown.add_column(heading, justify="right")
     for stream in figures["streams"]:
         counts = [f"{stream[name]:,}" for name in ("layers", "tokens_per_entry", "bytes_per_row")]
-        shown.add_row(stream["name"], stream["keep"], *counts, *_size_texts(stream))
+        read = f"best {stream['selected']:,}" if stream["selected"] else "all"
+        shown.add_row(stream["name"], stream["keep"], read, *counts, *_size_texts(stream))
     shown.add_section()
-    shown.add_row("total", "", "", "", "", *_size_texts(figures))
+    shown.add_row("total", *[""] * 5, *_size_texts(figures))
     return shown
 
 

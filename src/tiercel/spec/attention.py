@@ -102,7 +102,7 @@ def mla(
     return CacheSpec(model, page_tokens, (latent,))
 
 
-def mla_indexer(
+def mla_indexer(  # noqa: PLR0913
     model: str,
     page_tokens: int,
     layers: Layers,
@@ -110,10 +110,13 @@ def mla_indexer(
     rope_dim: int,
     index_head_dim: int,
     dtype: str = "bf16",
+    index_topk: int = 0,
 ) -> CacheSpec:
-    """Latent attention that reads only tokens an indexer selects: its fp8 keys are a second stream."""
+    """Latent attention that reads only tokens an indexer selects: its fp8 keys are a second stream.
+    `index_topk`: how many it selects; 0: that is not known."""
     spec = mla(model, page_tokens, layers, kv_lora_rank, rope_dim, dtype)
-    return replace(spec, streams=(*spec.streams, Stream("index", spec.layers, index_parts(index_head_dim))))
+    latents = (replace(stream, selected=index_topk) for stream in spec.streams)
+    return replace(spec, streams=(*latents, Stream("index", spec.layers, index_parts(index_head_dim))))
 
 
 def sliding_window(

@@ -232,10 +232,10 @@ class CacheSpec:
 
     @property
     def apart(self) -> CacheSpec:
-        """The same declaration, with what is read by selection in the second pool. Without such streams, or
-        with nothing else in a page, it is this one."""
-        second = tuple(stream.name for stream in self.page_streams if stream.selected)
-        return replace(self, second=second if len(second) < len(self.page_streams) else ())
+        """The same declaration, with the stream that is read by selection in the second pool. Drafts stay in
+        the first. Without such a stream, with several, or with nothing else in a page, it is this one."""
+        second = tuple(stream.name for stream in self.page_streams if stream.selected and not stream.draft)
+        return replace(self, second=second) if len(second) == 1 < len(self.page_streams) else self
 
     @property
     def selective(self) -> bool:
@@ -352,9 +352,11 @@ class CacheSpec:
 
     @cached_property
     def form(self) -> bytes:
-        """16 bytes that change whenever the bytes lie differently. The model's name is not part of it."""
+        """16 bytes that change whenever the bytes lie differently. The model's name is not part of it, nor is
+        how many entries a query reads."""
         # Keys are not sorted: the order of an entry's parts is the order of its bytes.
-        text = json.dumps([FORMAT_VERSION, {**self.to_dict(), "model": ""}], separators=(",", ":"))
+        bare = replace(self, model="", streams=tuple(replace(stream, selected=0) for stream in self.streams))
+        text = json.dumps([FORMAT_VERSION, bare.to_dict()], separators=(",", ":"))
         return hashlib.sha256(text.encode()).digest()[:FORM_BYTES]
 
     def to_dict(self) -> dict[str, Any]:
@@ -409,14 +411,15 @@ def _stream_to_dict(stream: Stream) -> dict[str, Any]:
         "row_align": stream.row_align,
         "encoding": stream.encoding,
     }
-    data |= {name: value for name in ("rope", "group", "weights") if (value := getattr(stream, name))}
+    extras = ("rope", "group", "weights", "selected")
+    data |= {name: value for name in extras if (value := getattr(stream, name))}
     if stream.encoding == "opaque":
         del data["encoding"]  # the form of an opaque stream has no such key, and must stay as it is
     return data
 
 
 def _stream_from_dict(where: str, data: Mapping[str, Any]) -> Stream:
-    optional = {"keep", "tokens_per_entry", "row_align", "encoding", "rope", "group", "weights"}
+    optional = {"keep", "tokens_per_entry", "row_align", "encoding", "rope", "group", "weights", "selected"}
     _check_keys(where, data, {"name", "layers", "parts"}, optional=optional)
     _check_list(f"{where}.layers", data["layers"])
     if not isinstance(data["parts"], Mapping):

@@ -42,6 +42,7 @@ def _size(spec: CacheSpec, stream: Stream) -> Figures:
         "name": stream.name,
         "keep": _keep_text(stream.keep),
         "layers": len(stream.layers),
+        "selected": stream.selected,
         "tokens_per_entry": stream.tokens_per_entry,
         "bytes_per_row": spec.row_bytes(stream),
         "bytes_per_page": size if in_page else 0,

@@ -129,7 +129,9 @@ def _latent(config: Config, page_tokens: int, format: str, model: str) -> CacheS
     layers, rank, rope = (whole(config, name) for name in names)
     if config.get("index_head_dim") is None:
         return mla(model, page_tokens, layers, rank, rope, format)
-    return mla_indexer(model, page_tokens, layers, rank, rope, whole(config, "index_head_dim"), format)
+    best = 0 if config.get("index_topk") is None else whole(config, "index_topk")
+    dim = whole(config, "index_head_dim")
+    return mla_indexer(model, page_tokens, layers, rank, rope, dim, format, best)
 
 
 def _linear_attention(config: Config, page_tokens: int, format: str, model: str) -> CacheSpec:

@@ -83,7 +83,7 @@ class Stream:
     Bytes lie the same whatever the role is, so it is not part of a declaration as JSON."""
     selected: int = field(default=0, compare=False)
     """A query reads the best so many entries of it, which an indexer chooses. 0: it reads all. The page of
-    such a stream may stay on the host (`CacheSpec.apart`)."""
+    such a stream may stay on the host (`CacheSpec.apart`). Bytes lie the same whatever the number is."""
     draft: bool = field(default=False, compare=False)
     """Whether `CacheSpec.with_draft` added it to a target's streams."""
 
