@@ -477,6 +477,22 @@ def test_a_text_whose_own_units_break_the_frames_that_it_needs_is_packed_when_it
     cache.check()
 
 
+@pytest.mark.parametrize(("staged_pages", "whole"), [(5, True), (6, False)])
+def test_way_is_made_for_as_many_whole_pages_as_a_text_needs(staged_pages, whole):
+    """A text of six pages that may all be sparse needs two places for what it computes, and two for hot
+    rows."""
+    driver = make(SPECS["two pools"], staged_pages=staged_pages)
+    for number in range(10, 20):
+        driver.serve([number] * 16)
+    cache, pages = driver.cache, driver.cache.pages
+    assert pages.lack(0, 2) > 0, "the device is full of other texts"
+    found = cache.find(cache.chain(range(24)))
+    for _ in range(2):  # what leaves is saved first
+        assert cache.room.make_way(found, 24).what is WaitFor.LEAVING
+        driver.settle()
+    assert (pages.lack(0, 6) <= 0) is whole
+
+
 def test_a_tail_that_a_text_keeps_for_itself_goes_to_the_host_before_others_wait():
     driver = make(WINDOW, device_pages=2, tail_every_pages=99)
     first = driver.begin_loaded([7] * 4)

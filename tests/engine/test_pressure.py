@@ -5,15 +5,9 @@ waited for. Where pages may be sparse, many texts of one length pass the ends of
 from random import Random
 
 import pytest
-from benchmarks.pressure import PAGE_TOKENS, SPEC, Pressure
+from benchmarks.pressure import PAGE_TOKENS, SPEC, Scene, full, sparse
 
-from tiercel.asks.ask import Ask, Sampling, TokenOut
 from tiercel.config import CacheConfig
-from tiercel.engine.config import EngineConfig
-from tiercel.engine.scheduler import Scheduler
-from tiercel.engine.step import Drawn
-from tiercel.replay.null import Clock, null_cache
-from tiercel.types import PageKey
 
 SEEDS = 8
 RUNNING = 320
@@ -22,7 +16,7 @@ RUNNING = 320
 
 @pytest.mark.parametrize("evict", ["value", "lru"])
 def test_all_running_texts_advance_where_device_and_host_are_full(evict):
-    scene = Pressure(RUNNING, evict, cold_pages=1500)
+    scene = full(RUNNING, evict, cold_pages=1500)
     before = {task: task.drawn for task in scene.scheduler.running}
     assert scene.cache.pages.free < 16, "hardly any page is free, and each text needs one"
     parts = [len(scene.step().parts) for _ in range(PAGE_TOKENS)]
@@ -36,63 +30,37 @@ def test_texts_pass_the_ends_of_pages_together_while_their_first_pages_are_on_th
     running, pages, frames
 ):
     """Each saves a page, has one become sparse and takes another one, in the same steps."""
-    spec, clock = SPEC.apart, Clock()
-    host_bytes = 2 * running * (pages + 12) * spec.place_bytes
-    config = CacheConfig(frames, 64, host_bytes=host_bytes, staged_pages=pages + 12)
-    cache = null_cache(spec, config, clock, 55e9)
-    scheduler = Scheduler(cache, EngineConfig(config, running_max=running, step_tokens=8192), clock)
-    for number in range(running):
-        keys = [PageKey(f"{number} {at}".encode()) for at in range(pages + 3)]
-        sampling = Sampling(700, temperature=0.0, ignore_eos=True, seed=0)
-        scheduler.add(Ask(str(number), (0,) * pages * PAGE_TOKENS, sampling, keys=keys), None, frozenset())
-
-    def step():
-        now = scheduler.seal(scheduler.plan())
-        scheduler.advance(now, Drawn([(TokenOut(0),) if part.draws else None for part in now.parts], {}, 0.0))
-        clock.now_s += 0.015
-        return len(now.parts)
-
-    while not all(task.drawn for task in scheduler.tasks.values()):
-        step()
-    before = {task: task.drawn for task in scheduler.running}
-    parts = [step() for _ in range(2 * PAGE_TOKENS + 10)]
-    assert len(before) == running and cache.counters["pages_sparse"] > 8 * running
+    scene = sparse(running, pages, frames)
+    before = {task: task.drawn for task in scene.scheduler.running}
+    parts = [len(scene.step().parts) for _ in range(2 * PAGE_TOKENS + 10)]
+    assert len(before) == running and scene.cache.counters["pages_sparse"] > 8 * running
     assert sum(parts) > 0.99 * running * len(parts), "hardly anybody stands still"
     assert all(task.drawn - drawn >= 0.95 * len(parts) for task, drawn in before.items())
-    cache.check()
+    scene.cache.check()
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_a_step_reads_no_more_of_the_host_than_it_has_room_for(seed):
     """Prompts and new turns are computed side by side. While a step is planned, pages become sparse also for
     texts that are in it already."""
-    random, spec, clock = Random(seed), SPEC.apart, Clock()
+    random, spec = Random(seed), SPEC.apart
     most, frames = random.choice([20, 50]), random.choice([60, 150])
     config = CacheConfig(frames, 64, host_bytes=3000 * spec.place_bytes, staged_pages=most)
-    cache = null_cache(spec, config, clock, 55e9)
-    assert cache.residency is not None
-    tokens = random.choice([256, 1024, 2048])
-    scheduler = Scheduler(cache, EngineConfig(config, running_max=8, step_tokens=tokens), clock)
-    texts, asked, steps = [("0", 1)], 0, 0
+    scene = Scene(spec, config, running=8, step_tokens=random.choice([256, 1024, 2048]))
+    cache, scheduler, texts, asked, steps = scene.cache, scene.scheduler, [("first", 1)], 0, 0
     while scheduler.tasks or asked < 60:
         assert (steps := steps + 1) < 4000, "every text ends"
         if asked < 60 and random.random() < 0.3 and len(scheduler.tasks) < 10:
-            name, known = random.choice(texts) if random.random() < 0.6 else (f"{asked}", 0)
+            text, known = random.choice(texts) if random.random() < 0.6 else (f"{asked}th", 0)
             pages = min(known + random.choice([1, 2, 4, 10, 20, 40]), cache.pages_most - 4)
-            texts.append((name, pages))
-            keys = [PageKey(f"{name} {at}".encode()) for at in range(pages + 3)]
-            sampling = Sampling(random.choice([5, 60]), temperature=0.0, ignore_eos=True, seed=0)
-            ask = Ask(str(asked), (0,) * pages * PAGE_TOKENS, sampling, keys=keys)
-            scheduler.add(ask, None, frozenset())
+            texts.append((text, pages))
+            scene.ask(pages * PAGE_TOKENS, random.choice([5, 60]), text)
             asked += 1
-        parts, staged = scheduler.plan(), set[int]()
-        for part in parts:
+        step, staged = scene.plan(), set[int]()
+        for part in step.parts:
             request = scheduler.seats.in_ring[part.ring].request
             staged.update(cache.residency.staged(request, part.end - part.start))
         assert len(staged) <= most
         cache.check()
-        now = scheduler.seal(parts)
-        drawn = [(TokenOut(0),) if part.draws else None for part in now.parts]
-        scheduler.advance(now, Drawn(drawn, {}, 0.0))
-        clock.now_s += 0.015
+        scene.advance(step)
     assert cache.counters["pages_sparse"] > 0
