@@ -3,9 +3,11 @@ places that a device really gives, and against the longest text that a cache tak
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from benchmarks.sparse import texts_fitting
 
+from tiercel.cache import Request, Wait
 from tiercel.cache.residency import LAST_PAGES, texts_most
 from tiercel.config import CacheConfig
 from tiercel.engine.config import places_of, staged_bytes, staged_pages_of
@@ -63,6 +65,23 @@ def test_as_many_texts_of_128_k_begin_as_is_told(name, device_bytes):
     begun = texts_fitting(spec, device_bytes, tokens)
     assert abs(begun - most.sparse) <= 0.03 * begun
     assert begun >= 3 * texts_fitting(replace(spec, second=()), device_bytes, tokens)
+
+
+def test_long_texts_begin_with_more_hot_rows_than_their_steps_need_where_there_is_room():
+    """The second one has just room for those that are needed."""
+    spec, pages, hot, clock = SPECS["deepseek-v4-flash"], 512, list[int](), Clock()
+    config = CacheConfig(288, 4, host_bytes=PLENTY * spec.place_bytes, staged_pages=pages)
+    cache = null_cache(spec, config, clock, 1e9)
+    for number in range(2):
+        chain = cache.chain(np.arange(pages * spec.page_tokens + 1) + 1_000_000 * number)
+        cache.landed(cache.land(chain, 0, pages, tails=[pages]))
+        while isinstance(begun := cache.begin(chain, room_for=chain.tokens), Wait):
+            clock.now_s += 10
+            cache.step()
+        assert isinstance(begun, Request) and len(begun.sparse) == pages
+        hot.append(len(begun.hot))
+    assert hot == [16, 8] and spec.hot_places() == (8, 16)
+    cache.check()
 
 
 def test_texts_that_are_long_fit_more_than_four_times_as_often():

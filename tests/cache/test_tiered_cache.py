@@ -12,6 +12,7 @@ from tests.simulation.specs import SPECS
 from tiercel.cache import Loaded, Request, RequestState, TieredCache, Wait, WaitFor
 from tiercel.cache.audit import PoolStats
 from tiercel.cache.memories import Memories, make_memories
+from tiercel.cache.residency import LEAST
 from tiercel.config import CacheConfig
 from tiercel.errors import BudgetError, ConfigError
 from tiercel.policy.resume import Why
@@ -400,7 +401,7 @@ def test_pages_that_become_sparse_are_on_the_host_as_long_as_a_text_reads_them()
     request = driver.begin_loaded(TEXT)
     pages = [driver.cache.tree.index[key] for key in request.chain.keys[:4]]
     wide = len(driver.cache.pages.owned_ids())
-    driver.cache.residency.leave(pages[:3], 0)
+    driver.cache.residency.leave(pages[:3], LEAST)
     assert len(request.hot) == driver.spec.hot_places()[0] == 2
     assert len(driver.cache.pages.owned_ids()) == wide - 3 + 2, "two of the three places are for hot rows"
     assert [len(places) for places in request.table[:4]] == [1, 1, 1, 2] and request.changed == {0, 1, 2}

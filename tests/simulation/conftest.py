@@ -10,7 +10,7 @@ from tiercel.cache import fetch, residency, room
 def _sizes():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fetch, "READ_BYTES_LEAST", fetch.READ_BYTES_LEAST)
-        for name in ("CALM_STEPS", "TOGETHER", "BACK_BYTES"):
+        for name in ("CALM_STEPS", "TOGETHER", "BACK_BYTES", "HOT_SHARE"):
             patch.setattr(residency, name, getattr(residency, name))
         patch.setattr(room, "FEW_PAGES", room.FEW_PAGES)
         yield

@@ -38,6 +38,7 @@ def sparse_options(spec: CacheSpec, setup: int) -> dict[str, object]:
     mode = random.choice(["auto", "auto", "auto", "always", "always", "off"])
     options = {"sparse": mode, "staged_pages": random.choice([3, 8, 64, 64])}
     room_module.FEW_PAGES = random.choice([2, 8])
+    residency_module.HOT_SHARE = random.choice([0.1, 1.0])
     return options
 
 

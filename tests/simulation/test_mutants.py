@@ -17,7 +17,7 @@ from tiercel.cache.fetch import Fetch, give_back
 from tiercel.cache.landings import Landings
 from tiercel.cache.places import Places
 from tiercel.cache.request import RequestState
-from tiercel.cache.residency import Residency
+from tiercel.cache.residency import LEAST, Residency
 from tiercel.cache.sharing import Sharing
 from tiercel.pages.frames import Frames
 from tiercel.storage.record import Flaw, Form, checksum, parse
@@ -143,14 +143,14 @@ def a_text_that_ended_holds_nothing(self, ids, *, locked=None, read=None):
     real_release(self, ids, read=read)
 
 
-def a_table_keeps_the_place_that_a_page_gave_back(self, pages, guesses):
-    real_leave(self, pages, guesses)
+def a_table_keeps_the_place_that_a_page_gave_back(self, pages, hot):
+    real_leave(self, pages, hot)
     for request in self._requests:
         request.changed.clear()
 
 
-def one_hot_row_too_few(self, sparse, guesses=0):
-    return max(0, real_hot_places(self, sparse, guesses) - 1)
+def one_hot_row_too_few(self, sparse, hot=LEAST):
+    return max(0, real_hot_places(self, sparse, hot) - 1)
 
 
 def who_leaves_keeps_others_waiting(self, request, first, upto):

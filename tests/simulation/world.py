@@ -222,9 +222,10 @@ class World(Stage):
             page = page.parent
         both = [page for page in path if page.on_device and page.on_host and tree.is_whole(page)]
         pages = residency._allowed([page for page in both if random.random() < 0.7])
-        lack = -residency._gain(residency._readers(pages), len(pages))
+        hot = random.choice(residency.hot)
+        lack = -residency._gain(residency._readers(pages), len(pages), hot)
         if pages and (lack <= 0 or self.cache.pages.lack(0, lack) <= 0):
-            residency.leave(pages, 0)
+            residency.leave(pages, hot)
 
     def _do_leave(self, random: Random) -> None:
         """A client leaves while it waits."""

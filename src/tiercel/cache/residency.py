@@ -37,6 +37,10 @@ LAST_PAGES = 2
 """Pages that a text computes are whole: so many at least."""
 CALM_STEPS = 64
 """Pages come back when for so many steps none became sparse."""
+HOT_SHARE = 0.1
+"""A long text gets more hot rows than its steps need, as long as all of them take at most this share of what
+its sparse pages take on the device. With twice the cells tiny-v4 finds 0.53 of its choices in them, 0.37
+without (docs/log.md)."""
 BACK_BYTES = 32 * 1024**2
 """Bytes of pages that come back in one step: they share the link with loads and hot rows."""
 
@@ -52,6 +56,18 @@ def units_of(spec: CacheSpec, pages: int, bodies: int) -> int:
     """Units of a text on the device: the first parts of its pages, so many places of the second pool, tails
     that it reads and others that it writes."""
     return pages + bodies * (spec.frame_units - 1) + 2 * spec.pages_per_window * spec.units_per_tail
+
+
+class Hot(NamedTuple):
+    """What a text gets hot rows for."""
+
+    guesses: int = 0
+    """The most guesses of its steps."""
+    more: bool = False
+    """Whether it gets more of them where it is long: then it reads the host less often."""
+
+
+LEAST = Hot()
 
 
 def texts_most(spec: CacheSpec, frames: int, pages: int, *, host_places: int, staged_pages: int) -> Texts:
@@ -105,8 +121,9 @@ class Residency:
         self._pages = places.pages
         self.always, self._most = always, staged_pages
         self._entries, self._selected = stream.entries_per_row(spec.page_tokens), stream.selected
-        self._body_bytes = spec.bytes_of(stream)
-        self._hot_needed: dict[int, int] = {}
+        self._body_bytes, self._body_units = spec.bytes_of(stream), spec.frame_units - 1
+        self._hot_sizes: dict[int, tuple[int, int]] = {}
+        """For each number of guesses: the least and the most places for hot rows."""
         self.under_way: Callable[[], int] = lambda: 0
         """How many steps are under way that were planned before now."""
         self.guesses_max = 0
@@ -128,17 +145,19 @@ class Residency:
 
     # Hot rows
 
-    def hot_places(self, sparse: int, guesses: int = 0) -> int:
-        """How many places for hot rows a text with so many sparse pages needs, if its steps have so many
-        guesses."""
-        if guesses not in self._hot_needed:
-            self._hot_needed[guesses] = self._spec.hot_places(guesses)[0]
-        return min(sparse, self._hot_needed[guesses])
+    def hot_places(self, sparse: int, hot: Hot = LEAST) -> int:
+        """How many places for hot rows a text with so many sparse pages has."""
+        if hot.guesses not in self._hot_sizes:
+            self._hot_sizes[hot.guesses] = self._spec.hot_places(hot.guesses)
+        least, most = self._hot_sizes[hot.guesses]
+        more = int(sparse * HOT_SHARE / self._body_units) if hot.more else 0
+        return min(sparse, max(least, min(most, more)))
 
     @property
-    def guesses(self) -> Sequence[int]:
-        """For how many guesses a text gets hot rows: for the most, or, where there is no room, for none."""
-        return (self.guesses_max, 0) if self.guesses_max else (0,)
+    def hot(self) -> Sequence[Hot]:
+        """What texts get hot rows for: the first of these that there is room for."""
+        most = self.guesses_max
+        return (Hot(most, True), Hot(most), LEAST) if most else (Hot(0, True), LEAST)
 
     def guesses_of(self, request: Request) -> int:
         """The most guesses that a step may compute for this text: all they read has room in hot rows."""
@@ -243,37 +262,35 @@ class Residency:
                 readers[request] = count
         return readers
 
-    def _needs(self, readers: Mapping[Request, int], count: int, guesses: int) -> dict[Request, int]:
+    def _needs(self, readers: Mapping[Request, int], count: int, hot: Hot) -> dict[Request, int]:
         """How many places for hot rows each reader lacks once the first `count` pages are sparse."""
         return {
-            request: max(
-                0, self.hot_places(len(request.sparse) + min(own, count), guesses) - len(request.hot)
-            )
+            request: max(0, self.hot_places(len(request.sparse) + min(own, count), hot) - len(request.hot))
             for request, own in readers.items()
         }
 
-    def _gain(self, readers: Mapping[Request, int], count: int, guesses: int = 0) -> int:
+    def _gain(self, readers: Mapping[Request, int], count: int, hot: Hot = LEAST) -> int:
         """How many places come free if so many pages become sparse, less the hot rows of their readers."""
-        return count - sum(self._needs(readers, count, guesses).values())
+        return count - sum(self._needs(readers, count, hot).values())
 
     def _shed(self, pages: Sequence[Page], missing: int) -> int:
         """Have the first of these pages of one path become sparse, as many as are needed. Returns how many
         places that gives. All or nothing: no text is without its hot rows."""
         readers = self._readers(pages)
-        for guesses in self.guesses:
-            if (most := self._gain(readers, len(pages), guesses)) > 0:
+        for hot in self.hot:
+            if (most := self._gain(readers, len(pages), hot)) > 0:
                 wanted = min(most, max(missing, TOGETHER))
                 counts = range(wanted, len(pages) + 1)
-                count = next(n for n in counts if self._gain(readers, n, guesses) >= wanted)
-                self.leave(pages[:count], guesses)
+                count = next(n for n in counts if self._gain(readers, n, hot) >= wanted)
+                self.leave(pages[:count], hot)
                 return wanted
         return 0
 
-    def leave(self, pages: Sequence[Page], guesses: int) -> None:
+    def leave(self, pages: Sequence[Page], hot: Hot) -> None:
         """These pages of one path become sparse. Required: their places, and free ones, are enough for hot
         rows."""
         readers = self._readers(pages)
-        needs = self._needs(readers, len(pages), guesses)
+        needs = self._needs(readers, len(pages), hot)
         left = [self._tree.shed(page) for page in pages]
         if (lack := sum(needs.values()) - len(left)) > 0:
             left += self._pages.take(0, lack)
@@ -286,10 +303,6 @@ class Residency:
             request.changed.update(own)
             if needs[request]:
                 self._give_hot(request, left, needs[request])
-        if self.always and len(readers) == 1:  # nobody else waits for these places: more hot rows, more hits
-            most = min(self._spec.hot_places(self.guesses_max)[1], len(request.sparse))
-            free = -self._pages.lack(0, 0) - self._pages.capacity // self._spec.frame_units // 2
-            self._give_hot(request, left, max(0, min(most - len(request.hot), len(left), free)))
         self._counters["pages_sparse"] += len(pages)
         self.release(left)
 
@@ -384,10 +397,10 @@ class Residency:
         """All pages of a text that may become sparse do, if there are places for the hot rows."""
         pages = self._allowed([page for page in self._may_leave(request) if page.on_host])
         readers = self._readers(pages)
-        for guesses in self.guesses if pages else ():
-            lack = -self._gain(readers, len(pages), guesses)
+        for hot in self.hot if pages else ():
+            lack = -self._gain(readers, len(pages), hot)
             if self._pages.lack(0, max(0, lack)) <= 0:
-                self.leave(pages, guesses)
+                self.leave(pages, hot)
                 return
 
     def _come_back(self) -> None:
@@ -438,7 +451,7 @@ class Residency:
             if not request.sparse:
                 self.release(request.hot)
                 request.hot = ()
-            elif len(request.hot) > (enough := self.hot_places(len(request.sparse))):
+            elif len(request.hot) > (enough := self.hot_places(len(request.sparse), self.hot[0])):
                 self.release(request.hot[enough:])
                 request.hot, request.hot_changed = request.hot[:enough], True
 

@@ -164,10 +164,10 @@ class Room:
         sparse = len(self._sparse(found))
         may_stage = sparse + far <= self._staged_most
         if found.page.depth + own <= self._whole_most and not (residency.always and may_stage):
-            yield Way(0, far + own, residency.hot_places(sparse, residency.guesses_max))
+            yield Way(0, far + own, residency.hot_places(sparse, residency.hot[0]))
         if may_stage:
-            for guesses in residency.guesses:
-                hot = residency.hot_places(sparse + far, guesses)
+            for wish in residency.hot:
+                hot = residency.hot_places(sparse + far, wish)
                 yield Way(far, own, hot)
             if own <= FEW_PAGES:
                 yield Way(far, own, hot, shed=True)
