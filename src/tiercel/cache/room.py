@@ -144,11 +144,10 @@ class Room:
             if not _lacks(room):
                 break
         if isinstance(room, Reservation) and self._residency is not None:
+            # What it begins with may have become sparse to make room for it.
             sparse = len(self._sparse(found)) + way.sparse
             if way.hot < self._residency.hot_places(sparse) or sparse > self._staged_most:
-                with (
-                    room
-                ):  # what it begins with became sparse to make room for it: it needs hot rows, or less
+                with room:
                     return way, Wait(WaitFor.LEAVING)
         return way, room
 
