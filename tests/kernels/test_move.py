@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.kernels.devices import every_device
-from tiercel.kernels.entries import Entries, move_entries_plain
+from tiercel.kernels.entries import Entries, move_entries_plain, parts_of
 from tiercel.kernels.move import move_entries
 
 ROWS = 70
@@ -25,6 +25,14 @@ def make(form: str, device: str, pinned: bool = False) -> Entries:
     rows = torch.randint(0, 256, (ROWS, row_bytes), dtype=torch.uint8)
     rows = rows.pin_memory() if pinned and device == "cuda" else rows.to(device)
     return Entries(rows, per_row, sizes, "fp8_groups", sizes[0], 0, 0)
+
+
+def test_an_entry_of_c4_is_two_ranges_of_its_row_where_the_field_has_them() -> None:
+    entries = make("flash", "cpu")
+    values, scales = parts_of(entries)
+    for i in range(64):
+        assert torch.equal(values[7, i], entries.rows[7, 576 * i : 576 * (i + 1)])
+        assert torch.equal(scales[7, i], entries.rows[7, 36_864 + 8 * i : 36_864 + 8 * (i + 1)])
 
 
 @every_device
