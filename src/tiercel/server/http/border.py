@@ -62,7 +62,7 @@ class Visit:
     """The address of the client's machine, or of the last proxy."""
     large: bool = False
     """Whether its body is long: work on it is done beside the event loop, in threads for such requests."""
-    started_s: float = field(default_factory=time.perf_counter)
+    started_s: float = field(default_factory=time.monotonic)
     first_token_s: float | None = None
     status: int | None = None
     answers: Sequence[Answer] = ()
@@ -131,7 +131,7 @@ class Visit:
 
     @property
     def age_s(self) -> float:
-        return time.perf_counter() - self.started_s
+        return time.monotonic() - self.started_s
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,7 @@ class Traces:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         now_ns = time.time_ns()
+        offset_ns = now_ns - int(1e9 * time.monotonic())  # read once: spans of one request are on one clock
         headers = Headers(scope=scope)
         carrier = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
         root = self._tracer.start_span(
@@ -72,10 +73,9 @@ class Traces:
             context=TraceContextTextMapPropagator().extract(carrier),
             kind=SpanKind.SERVER,
             attributes=_about(scope, visit, call, self._service.model_name),
-            start_time=now_ns - int(1e9 * visit.age_s),
+            start_time=offset_ns + int(1e9 * visit.started_s),
         )
         if root.is_recording():
-            offset_ns = now_ns - int(1e9 * time.monotonic())
             inside = set_span_in_context(root)
             for ask in visit.asks:
                 known = self._service.explain(ask.request_id)
