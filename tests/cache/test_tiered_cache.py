@@ -416,6 +416,22 @@ def test_pages_that_become_sparse_are_on_the_host_as_long_as_a_text_reads_them()
     assert len(driver.cache.pages.owned_ids()) == wide - 3
 
 
+def test_a_page_that_comes_back_takes_no_hot_rows_that_guesses_need():
+    driver = make(SPECS["two pools"], staged_pages=8)
+    driver.serve(TEXT)
+    request, residency, pages = driver.begin_loaded(TEXT), driver.cache.residency, driver.cache.pages
+    residency.guesses_max = 1
+    shared = [driver.cache.tree.index[key] for key in request.chain.keys[:4]]
+    residency.leave(shared, residency.hot[0])
+    assert len(request.hot) == 3 and residency.guesses_of(request) == 1
+    for left in (3, 2):
+        residency._whole(shared[left], pages.take(0, 1)[0])
+        assert len(request.sparse) == len(request.hot) == left, "a row for each sparse page is enough"
+        assert residency.guesses_of(request) == 1
+    driver.cache.check()
+    driver.cache.finish(request)
+
+
 def test_places_that_a_step_under_way_reads_come_free_when_it_has_ended():
     driver = make(SPECS["two pools"], staged_pages=8)
     driver.serve(TEXT)
