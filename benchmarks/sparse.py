@@ -8,8 +8,8 @@
     prefill            a prompt longer than the second pool, over one that fits
     hit_rate           choices of tiny-v4 on its own texts (on a CPU): hits for several numbers of hot rows
 
-Long contexts are landed: their host pages are made readable, as if a peer had sent them. Their bytes are
-zeros, which changes no time. Where it says so, choices are made up to give a hit rate (`sparse_choices`).
+Long contexts are landed: their host pages are made readable, as if a peer had sent them. Keys of the indexer
+are random, all else is zeros. Where it says so, choices are made up to give a hit rate (`sparse_choices`).
 """
 
 from __future__ import annotations
@@ -30,18 +30,24 @@ import torch
 from benchmarks.gpu_engines import GIB, OneModel, RunningEngine
 from benchmarks.machine import describe, parser_of, tell
 from tiercel.asks.ask import Ask, Sampling
-from tiercel.cache import Wait
+from tiercel.cache import TieredCache, Wait
 from tiercel.config import CacheConfig
 from tiercel.engine.build import open_engine
 from tiercel.engine.config import Build, EngineConfig, places_of, staged_bytes, staged_pages_of
 from tiercel.engine.offline import answer_all
+from tiercel.kernels.entries import encode, parts_of
+from tiercel.models.rows import entries_in
 from tiercel.replay.null import Clock, null_cache
 from tiercel.spec import CacheSpec
+from tiercel.spec.deepseek_v4 import INDEX
 from tiercel.spec.presets import load
+from tiercel.types import Kind, place
 from tiercel.verify import exams_of
 
 Figures = dict[str, Any]
 WARM_STEPS = 16
+KEYS = 16
+"""Random keys of so many pages are written again and again, with other scales."""
 LINK_BYTES_S = 50e9
 """What a kernel reads from pinned memory on an H200, entries and rows alike (docs/log.md)."""
 
@@ -116,8 +122,27 @@ def landed(running: RunningEngine, tokens: int, seed: int, more: int = 1) -> tup
     for _, _, host in transfer.moves:  # what lay there before may be no numbers
         for part in cache.host.views(host, [len(host) * cache.spec.place_bytes])[0]:
             np.frombuffer(part, np.uint8)[:] = 0
+    _write_keys(cache, [place(host[0]) for page, _, host in transfer.moves if page.kind is Kind.PAGE], seed)
     cache.landed(transfer)
     return prompt
+
+
+def _write_keys(cache: TieredCache, pages: Sequence[int], seed: int) -> None:
+    """Keys that differ, as those of a text do: to choose among equal ones takes another time."""
+    random = torch.Generator().manual_seed(seed)
+    for stream in cache.spec.page_streams if pages else ():
+        if stream.role != INDEX:
+            continue
+        for layer in stream.layers:
+            rows = cache.host.view(stream.name, layer)
+            entries = entries_in(rows, stream, cache.spec.page_tokens)
+            keys = encode(torch.randn(KEYS * entries.per_row, entries.dim, generator=random), entries)
+            some = torch.randint(KEYS, (len(pages),), generator=random)
+            for part, data in zip(parts_of(entries), keys, strict=True):
+                part[torch.tensor(pages)] = data.unflatten(0, (KEYS, entries.per_row))[some]
+            if entries.encoding == "fp8_row":
+                scales = 0.5 + torch.rand(len(pages), entries.per_row, 1, generator=random)
+                parts_of(entries)[1][torch.tensor(pages)] = scales.view(torch.uint8)
 
 
 def fresh(running: RunningEngine, always: bool) -> None:

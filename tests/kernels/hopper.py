@@ -48,9 +48,9 @@ def rows_of(bytes_each: int, per_row: int, sizes: tuple[int, ...], encoding: str
     return Entries(torch.empty(2, bytes_each, dtype=torch.uint8), per_row, sizes, encoding, dim, 64, 64)
 
 
-def call_on_entries() -> None:
+def call_on_entries(tokens: int) -> None:
     """A sparse layer: the indexer, then attention to what it chose."""
-    tokens, k = 2, 512
+    k = 512
     numbers = torch.empty(tokens, dtype=torch.int32)
     flat = Flat(numbers, numbers, numbers, numbers, torch.empty(4, 8, dtype=torch.int32))
     keys = rows_of(8448, 64, (128, 4), "fp8_row", 128)
@@ -75,7 +75,8 @@ def call_all() -> None:
     route(torch.empty(8, 256), torch.empty(8, 6, dtype=torch.int64), None, 6, 1.5, ints(8))
     logits = torch.empty(8, 129280)
     sample(logits, torch.empty(8, 6, dtype=torch.float64), greedy(logits))
-    call_on_entries()
+    call_on_entries(tokens=2)
+    call_on_entries(tokens=200)
     call_hyper(tokens=3, n=4, d=4096)
     call_rows(tokens=3)
     call_hot(tokens=3)

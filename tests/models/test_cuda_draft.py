@@ -30,6 +30,7 @@ from tiercel.kernels.entries import read_rows
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.models import graphs
 from tiercel.models.base import Span
+from tiercel.models.beside import Beside
 from tiercel.models.deepseek_v4.config import V4Config
 from tiercel.models.deepseek_v4.draft import MtpDraft, _padded
 from tiercel.models.deepseek_v4.model import build
@@ -80,7 +81,7 @@ class Drafted:
             deepseek_v4_mtp(config, PAGE, format, hidden=True)
         )
         self.memory = DeviceMemory(spec, pages=2, tails=4, device=device)
-        setup = Setup(own, set_, self.memory, RINGS, 3)
+        setup = Setup(own, set_, self.memory, RINGS, Beside(self.memory.device), 3)
         lm_head = set_.pack(weights["lm_head.weight"])
         self.draft = MtpDraft(setup, weights, lm_head, Rotary(own.rope_main, own.rope_dim, device))
         self.dtype, self.device = set_.dtype, device

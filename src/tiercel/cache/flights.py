@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, zip_longest
 
 from tiercel.cache.request import Request, Transfer
 from tiercel.errors import TransferError
@@ -85,9 +85,9 @@ class Flights:
         for kind in Kind:
             self._counters[f"{kind.plural}_{done}"] += sum(move.item.kind is kind for move in flight.moves)
         if self._spec.second and flight.direction is Direction.LOAD:
-            parts = (enumerate(move.near) for move in flight.moves if move.item.kind is Kind.PAGE)
-            for pool, place in chain.from_iterable(parts):
-                self.parts_loaded[pool] += place != NO_PLACE
+            pages = (move.near for move in flight.moves if move.item.kind is Kind.PAGE)
+            for pool, places in enumerate(zip_longest(*pages, fillvalue=NO_PLACE)):
+                self.parts_loaded[pool] += len(places) - places.count(NO_PLACE)
 
     @property
     def has_landed(self) -> bool:

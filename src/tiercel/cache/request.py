@@ -14,7 +14,7 @@ from tiercel.spec.cache_spec import CacheSpec
 from tiercel.tree.keys import KeyChain
 from tiercel.tree.node import Item, Move, Page, Tail, ids_of
 from tiercel.tree.prefix_tree import PrefixTree
-from tiercel.types import DevicePageId, place
+from tiercel.types import PLACE_MASK, DevicePageId, place
 
 PagePlaces = DevicePageId | tuple[DevicePageId, ...]
 """Where a page is on the device. With two pools: its place in each, or in the first alone."""
@@ -118,11 +118,12 @@ def rows_of(
     that is one more row, with -1 for all other pages."""
     if pools == 1:
         return (tuple(map(place, cast(Sequence[int], table))),)
-    both = [(*map(place, ids_of(places)), -1)[:2] for places in table]
-    rows = tuple(first for first, _ in both), tuple(second for _, second in both)
+    ids = list(map(ids_of, table))
+    firsts = tuple([each[0] & PLACE_MASK for each in ids])
+    seconds = tuple([each[1] & PLACE_MASK if len(each) > 1 else -1 for each in ids])
     if host is None:
-        return rows
-    return *rows, tuple(host(i) if second < 0 else -1 for i, (_, second) in enumerate(both))
+        return firsts, seconds
+    return firsts, seconds, tuple([host(i) if second < 0 else -1 for i, second in enumerate(seconds)])
 
 
 def all_ids(table: Iterable[PagePlaces]) -> list[DevicePageId]:

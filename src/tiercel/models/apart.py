@@ -185,12 +185,15 @@ class Reading:
         self._staged.append(event)
 
     def bring(self, layer: int, chosen: Tensor) -> None:
-        """All entries that `chosen` names are on the device when this has been queued."""
+        """Queue the copies of chosen entries to hot rows."""
+        self._apart.resolve(layer, self._batch, chosen)
+
+    def wait(self, layer: int) -> None:
+        """The rows of a layer are staged before what is queued from now on."""
         if self._cuda:
             self._staged[self._layers.index(layer)].wait()
         else:
             self._apart.stage(layer, self._batch)
-        self._apart.resolve(layer, self._batch, chosen)
 
     def used(self) -> None:
         """The attention of a layer is queued: its staging area is free behind it."""

@@ -73,23 +73,36 @@ class Frames(Generic[Id]):
     def take(self, narrow: int, wide: int = 0) -> list[Id]:
         """Take places, the narrow ones first. Required: `lack` says that none is missing."""
         assert wide <= len(self._bodies[-1]), f"{wide} of {len(self._bodies[-1])} whole bodies of {self.name}"
-        bodies = [self._grant(self._wide_tag, self._take_body()) for _ in range(wide)]
-        return [self._grant(self._narrow_tag, self._take_unit()) for _ in range(narrow)] + bodies
+        bodies = self._grant(self._wide_tag, self._take_bodies(wide))
+        taken = self._grant(self._narrow_tag, self._take_heads(min(narrow, len(self._heads))))
+        while len(taken) < narrow:
+            taken += self._grant(self._narrow_tag, [self._take_unit()])
+        return taken + bodies
 
-    def _grant(self, tag: int, place: int) -> Id:
-        assert not self._taken[tag][place], f"I1: {self.name} gives a place twice"
-        self._taken[tag][place] = True
-        return self._next[tag][place]
+    def _grant(self, tag: int, places: Sequence[int]) -> list[Id]:
+        taken, ids = self._taken[tag], self._next[tag]
+        for place in places:
+            assert not taken[place], f"I1: {self.name} gives a place twice"
+            taken[place] = True
+        return [ids[place] for place in places]
 
-    def _take_body(self) -> int:
-        frame = next(reversed(self._bodies[-1]))
-        self._change(frame, free=1 - self.units)
-        return frame
+    def _take_bodies(self, count: int) -> list[int]:
+        """Nothing of a whole body leaves. So these count as `_change` would count them, one by one."""
+        frames = [self._bodies[-1].popitem()[0] for _ in range(count)]
+        self._bodies[0].update(dict.fromkeys(frames))
+        for frame in frames:
+            self._free[frame] = 0
+        self._whole_later -= count
+        return frames
+
+    def _take_heads(self, count: int) -> list[int]:
+        heads = self._heads[: -count - 1 : -1]
+        del self._heads[len(self._heads) - count :]
+        self._heads_later -= count
+        return heads
 
     def _take_unit(self) -> int:
-        if self._heads:
-            self._heads_later -= 1
-            return self._heads.pop()
+        """A unit of a body: all heads are taken."""
         frames = next((frames for frames in self._bodies[1:] if frames), None)
         assert frames, f"no unit of {self.name} is free"
         frame = next(reversed(frames))
@@ -149,11 +162,12 @@ class Frames(Generic[Id]):
 
     def own(self, ids: Iterable[int]) -> bool:
         """Whether all of these places are taken."""
+        known, taken = self._next, self._taken
         for page_id in ids:
-            known, place = self._next.get(page_id >> TAG_SHIFT << TAG_SHIFT), page_id & PLACE_MASK
-            if known is None or place >= len(known) or known[place] != page_id:
+            tag, place = page_id >> TAG_SHIFT << TAG_SHIFT, page_id & PLACE_MASK
+            if tag not in known or place >= len(known[tag]):
                 return False
-            if not self._taken[page_id >> TAG_SHIFT << TAG_SHIFT][place]:
+            if known[tag][place] != page_id or not taken[tag][place]:
                 return False
         return True
 

@@ -39,9 +39,10 @@ GATHER_PROGRAMS = 2048
 GATHER_LEAST = 4
 """...and for each token, if they are many: most then find nothing to do. H200, 8192 tokens, 250 misses of one
 text: 41 µs with 4, 48 with 8, 58 with 2 (2026-11-18)."""
-TOGETHER = 4
+TOGETHER = 2
 """Entries that a program of the gather reads at once: the link to the host needs many in flight. H200, 584
-bytes each, from pinned memory: 478 misses of one text 29 GB/s, 3305 of 64 texts 39 (2026-11-18)."""
+bytes each, anywhere in 20 GB of pinned memory: 3,264 of 64 texts 40 GB/s, 13,120 of them 43; with 4 at once
+37 and 32, with 8 22 and 12 (2026-11-19)."""
 STAGE_PROGRAMS = 16
 """As many read 48.9 GB/s from pinned memory on an H200 with tiles of 16 KiB (`kernels/move.py`)."""
 

@@ -4,7 +4,7 @@
     score     programs of (some tokens, tile of keys): scores, as integers of the same order, to scratch
     select    one program for each token:
               1. the best score of each of many groups; a bound that a few more than k of these reach
-              2. the candidates: numbers of the scores that reach the bound, in order
+              2. the candidates: numbers of the scores above the bound, and of the first k that tie with it
               3. the k-th best of the candidates, exactly; of those that tie with it the first ones
 
 Step 2 leaves little more than k candidates, wherever the good keys are, unless many of them fall into one
@@ -53,17 +53,21 @@ EXACT = Tile(keys=64, warps=8)
 TOGETHER = 16
 """Tokens that use a tile of keys one after the other, if they are of one text..."""
 ALONE_MOST = 128
-"""...and the call has more tokens than this. With fewer, as in a decode, more programs are worth more."""
+"""...and the call has more tokens than this. With fewer, as in a decode, a token has programs of its own."""
+ALONE = Tile(keys=64, warps=4)
+ALONE_PROGRAMS = 2112
+"""Programs of all tokens of such a call. Each reads the queries of a token once, 16 KB, as much as 128 keys.
+H200, 64 texts of 128 K tokens: 152 µs; 275 when each tile of 256 keys was a program (2026-11-19)."""
 
 
 @triton.jit
 def _read_keys(  # noqa: PLR0913
     e, bound, pages, keys,
     ROW_BYTES: tl.constexpr, PER_ROW: tl.constexpr, VALUE: tl.constexpr, DIM: tl.constexpr,
-    TYPE: tl.constexpr, SCALED: tl.constexpr, OPERAND: tl.constexpr, CHANNELS: tl.constexpr,
+    TYPE: tl.constexpr, SCALED: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """(keys e below `bound` [e, channels], a factor for each). TYPE: the type of the stored numbers. SCALED:
-    they are e4m3 with an fp32 scale."""
+    """(keys e below `bound` [e, channels] as they are stored, a factor for each). TYPE: that of the stored
+    numbers. SCALED: they are e4m3 with an fp32 scale."""
     place = tl.load(pages + e // PER_ROW, mask=e < bound, other=0)
     row, inner = keys + place.to(tl.int64) * ROW_BYTES, e % PER_ROW
     channel = tl.arange(0, CHANNELS)
@@ -72,9 +76,24 @@ def _read_keys(  # noqa: PLR0913
     number = tl.load(value[:, None] + channel[None, :], mask=mask, other=0)
     if SCALED:
         scale = (row + PER_ROW * VALUE + inner * 4).to(tl.pointer_type(tl.float32), bitcast=True)
-        factor = tl.load(scale, mask=e < bound, other=0)
-        return number.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(OPERAND), factor
-    return number.to(OPERAND), tl.full(e.shape, 1.0, tl.float32)
+        return number, tl.load(scale, mask=e < bound, other=0)
+    return number, tl.full(e.shape, 1.0, tl.float32)
+
+
+@triton.jit
+def _numbers(stored, SCALED: tl.constexpr, OPERAND: tl.constexpr):
+    if SCALED:
+        return stored.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(OPERAND)
+    return stored.to(OPERAND)
+
+
+@triton.jit
+def _products(key, query, weight, factor):
+    """Scores of keys [e, channels] for a query [heads, channels], as integers of the same order."""
+    products = tl.dot(key, tl.trans(query), input_precision="ieee")
+    score = tl.sum(tl.maximum(products, 0.0) * weight.to(tl.float32)[None, :], 1) * factor
+    bits = score.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
 
 
 @triton.jit
@@ -110,9 +129,10 @@ def _score(  # noqa: PLR0913
         own = tl.load(ring + token)
         bound = tl.max(tl.where(rings == own, visible, 0), 0)
         table = pages + own.to(tl.int64) * most_pages
-        key, factor = _read_keys(
-            e, bound, table, keys, ROW_BYTES, PER_ROW, VALUE, DIM, TYPE, SCALED, OPERAND, CHANNELS
+        stored, factor = _read_keys(
+            e, bound, table, keys, ROW_BYTES, PER_ROW, VALUE, DIM, TYPE, SCALED, CHANNELS
         )  # fmt: skip
+        key = _numbers(stored, SCALED, OPERAND)
         query = _read_query(q, token, end, HEADS, DIM, HEADS_TILE, CHANNELS)
         same = token < end
         while same:
@@ -121,14 +141,45 @@ def _score(  # noqa: PLR0913
             if (seen > K) & (seen > begin):
                 weight = weights + token.to(tl.int64) * weights_width + head
                 weight = tl.load(weight, mask=head < HEADS, other=0)
-                products = tl.dot(key, tl.trans(query.to(OPERAND)), input_precision="ieee")
-                score = tl.sum(tl.maximum(products, 0.0) * weight.to(tl.float32)[None, :], 1) * factor
-                bits = score.to(tl.int32, bitcast=True)
-                ordered = tl.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
-                tl.store(scores + token.to(tl.int64) * width + e, ordered, mask=e < seen)
+                score = _products(key, query.to(OPERAND), weight, factor)
+                tl.store(scores + token.to(tl.int64) * width + e, score, mask=e < seen)
             query = following
             token += 1
             same = (token < end) & (tl.load(ring + token, mask=token < end, other=-1) == own)
+
+
+@triton.jit(do_not_specialize=["weights_width", "most_pages"])
+def _score_alone(  # noqa: PLR0913
+    q, weights, weights_width, scores, position, ring, pages, most_pages, keys, width,
+    HEADS: tl.constexpr, DIM: tl.constexpr, ROW_BYTES: tl.constexpr, PER_ROW: tl.constexpr,
+    VALUE: tl.constexpr, TYPE: tl.constexpr, SCALED: tl.constexpr, RATIO: tl.constexpr, K: tl.constexpr,
+    OPERAND: tl.constexpr, HEADS_TILE: tl.constexpr, CHANNELS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """The same where each token has keys of its own. A program has some tiles of them, one after the other,
+    and the next one is read while one is multiplied."""
+    token = tl.program_id(0)
+    seen = (tl.load(position + token) + 1) // RATIO
+    seen = tl.where(seen > K, seen, 0)
+    begin, step = tl.program_id(1) * KEYS, tl.num_programs(1) * KEYS
+    if begin < seen:
+        table = pages + tl.load(ring + token).to(tl.int64) * most_pages
+        lane, head = tl.arange(0, KEYS), tl.arange(0, HEADS_TILE)
+        query = _read_query(q, token, token + 1, HEADS, DIM, HEADS_TILE, CHANNELS).to(OPERAND)
+        weight = weights + token.to(tl.int64) * weights_width + head
+        weight = tl.load(weight, mask=head < HEADS, other=0)
+        scores += token.to(tl.int64) * width
+        stored, factor = _read_keys(
+            begin + lane, seen, table, keys, ROW_BYTES, PER_ROW, VALUE, DIM, TYPE, SCALED, CHANNELS
+        )  # fmt: skip
+        while begin < seen:
+            e = begin + lane
+            following, following_factor = _read_keys(
+                e + step, seen, table, keys, ROW_BYTES, PER_ROW, VALUE, DIM, TYPE, SCALED, CHANNELS
+            )  # fmt: skip
+            score = _products(_numbers(stored, SCALED, OPERAND), query, weight, factor)
+            tl.store(scores + e, score, mask=e < seen)
+            stored, factor = following, following_factor
+            begin += step
 
 
 @triton.jit
@@ -175,6 +226,19 @@ def _bisect(  # noqa: PLR0913
 
 
 @triton.jit
+def _places(score, bound, above, tied, ties_most):
+    """(where each score goes in a list, whether it does, how many were above the bound, how many tied with
+    it). The list has all scores above the bound, and the first ones that tie with it."""
+    both = (score > bound).to(tl.int32) + ((score == bound).to(tl.int32) << 16)
+    sums = tl.cumsum(both, 0)
+    ties = tied + (sums >> 16)
+    take = (score > bound) | ((score == bound) & (ties <= ties_most))
+    to = above + (sums & 0xFFFF) + tl.minimum(ties, ties_most) - 1
+    total = tl.sum(both, 0)
+    return to, take, above + (total & 0xFFFF), tied + (total >> 16)
+
+
+@triton.jit
 def _candidates(scores, spare, visible, K: tl.constexpr, GROUPS: tl.constexpr):
     """Steps 1 and 2: the numbers of candidates to `spare`. Returns (how many there are, the bound, a number
     that is larger than all scores). A tile of scores is read before the one before it is used."""
@@ -189,17 +253,15 @@ def _candidates(scores, spare, visible, K: tl.constexpr, GROUPS: tl.constexpr):
     n = tl.minimum(visible, GROUPS)
     BOUND: tl.constexpr = K + K // 4
     bound, _ = _bisect(best, spare, n, K, tl.min(best, 0), high, BOUND, GROUPS, True)
-    found = none
+    above, tied = none, none
     _, score = _read_scores(scores, none, visible, GROUPS)
     for at in tl.range(0, visible, GROUPS, num_stages=1):
         _, following = _read_scores(scores, at + GROUPS, visible, GROUPS)
-        keep = score >= bound
-        to = found + tl.cumsum(keep.to(tl.int32), 0) - 1
+        to, keep, above, tied = _places(score, bound, above, tied, K)
         tl.store(spare + to, at + tl.arange(0, GROUPS), mask=keep)
-        found += tl.sum(keep.to(tl.int32), 0)
         score = following
     tl.debug_barrier()
-    return found, bound, high
+    return above + tl.minimum(tied, K), bound, high
 
 
 @triton.jit
@@ -255,15 +317,8 @@ def _select(  # noqa: PLR0913
                 e, score = _read_listed(scores, spare, at, n, TILE)
             else:
                 e, score = _read_scores(scores, at, n, TILE)
-            both = (score > kth).to(tl.int32) + ((score == kth).to(tl.int32) << 16)
-            sums = tl.cumsum(both, 0)
-            ties = tied + (sums >> 16)
-            take = (score > kth) | ((score == kth) & (ties <= K - larger))
-            to = above + (sums & 0xFFFF) + tl.minimum(ties, K - larger) - 1
+            to, take, above, tied = _places(score, kth, above, tied, K - larger)
             _put(out, to, e, take, pages, step, first, staged, PER_ROW)
-            total = tl.sum(both, 0)
-            above += total & 0xFFFF
-            tied += total >> 16
 
 
 def best_rows(  # noqa: PLR0913
@@ -300,14 +355,23 @@ def best_rows(  # noqa: PLR0913
 def _start_scores(  # noqa: PLR0913
     q: Tensor, weights: Tensor, scores: Tensor, keys: Entries, table: tuple[Any, ...], *, ratio: int, k: int
 ) -> None:
-    tokens, heads, dim = q.shape
-    tile = EXACT if q.dtype == torch.float32 else WIDE
-    operand = tl.float32 if tile is EXACT else tl.bfloat16
-    together = 1 if tokens <= ALONE_MOST else TOGETHER
-    _score[triton.cdiv(tokens, together), triton.cdiv(scores.shape[1], tile.keys)](
-        q, weights, weights.stride(0), scores, *table, keys.rows, tokens, scores.shape[1],
-        HEADS=heads, DIM=dim, ROW_BYTES=keys.rows.stride(0), PER_ROW=keys.per_row, VALUE=keys.sizes[0],
-        TYPE=TYPES[keys.encoding], SCALED=keys.encoding == "fp8_row", RATIO=ratio, K=k, OPERAND=operand,
-        HEADS_TILE=max(16, triton.next_power_of_2(heads)), CHANNELS=max(16, triton.next_power_of_2(dim)),
-        KEYS=tile.keys, TOGETHER=together, num_warps=tile.warps,
-    )  # fmt: skip
+    (tokens, heads, dim), width = q.shape, scores.shape[1]
+    alone, exact = tokens <= ALONE_MOST, q.dtype == torch.float32
+    tile = EXACT if exact else ALONE if alone else WIDE
+    tiles = triton.cdiv(width, tile.keys)
+    how: dict[str, Any] = {
+        "HEADS": heads, "DIM": dim, "ROW_BYTES": keys.rows.stride(0), "PER_ROW": keys.per_row,
+        "VALUE": keys.sizes[0], "TYPE": TYPES[keys.encoding], "SCALED": keys.encoding == "fp8_row",
+        "RATIO": ratio, "K": k, "OPERAND": tl.float32 if exact else tl.bfloat16,
+        "HEADS_TILE": max(16, triton.next_power_of_2(heads)),
+        "CHANNELS": max(16, triton.next_power_of_2(dim)), "KEYS": tile.keys, "num_warps": tile.warps,
+    }  # fmt: skip
+    if alone:
+        programs = min(tiles, triton.cdiv(ALONE_PROGRAMS, tokens))
+        _score_alone[tokens, programs](
+            q, weights, weights.stride(0), scores, *table, keys.rows, width, **how
+        )  # fmt: skip
+    else:
+        _score[triton.cdiv(tokens, TOGETHER), tiles](
+            q, weights, weights.stride(0), scores, *table, keys.rows, tokens, width, TOGETHER=TOGETHER, **how
+        )  # fmt: skip

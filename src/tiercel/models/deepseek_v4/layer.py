@@ -15,7 +15,16 @@ from tiercel.models.base import Weights, part_of
 from tiercel.models.deepseek_v4.config import SPARSE_RATIO, V4Config
 from tiercel.models.deepseek_v4.hyper import hyper_of, site_of
 from tiercel.models.deepseek_v4.rows import Index, LayerRows, Setup, compressors_of
-from tiercel.models.deepseek_v4.weights import DOWN, GATE_UP, INPUT, KEYS_VALUES, OUT, OUT_LOW, QUERIES
+from tiercel.models.deepseek_v4.weights import (
+    DOWN,
+    GATE_UP,
+    INDEX_QUERIES,
+    INPUT,
+    KEYS_VALUES,
+    OUT,
+    OUT_LOW,
+    QUERIES,
+)
 from tiercel.models.flat import FlatBatch
 from tiercel.models.loading import joined
 from tiercel.models.rotary import Rotary
@@ -27,7 +36,7 @@ class Attention:
     def __init__(self, setup: Setup, layer: int, weights: Weights, rotary: Rotary) -> None:
         self._config, self._k = setup.config, setup.kernels
         self._rows = LayerRows(setup, layer, weights, rotary)
-        self.restore = self._rows.restore
+        self._beside, self.restore = setup.beside, self._rows.restore
         draft = layer >= self._config.layers
         self._kv = self._k.pack(*joined(weights, KEYS_VALUES)) if draft else None
         """Also packed alone: `store` needs nothing else."""
@@ -40,10 +49,10 @@ class Attention:
         self._widths = [len(w["q_a_proj.weight"]), len(w["kv_proj.weight"])]
         for prefix in compressors_of(ratio).values():  # a token's row: kv, then gate
             self._widths.append(len(w[f"{prefix}kv_proj.weight"]) + len(w[f"{prefix}gate_proj.weight"]))
-        self._queries, self._query_widths = k.pack(*joined(w, QUERIES)), [len(w["q_b_proj.weight"])]
+        self._queries, self._index_queries = k.pack(*joined(w, QUERIES)), None
         if ratio == SPARSE_RATIO:  # scores are only compared: their scale does not matter
             self._widths.append(len(w["compressor.indexer.scorer.weights_proj.weight"]))
-            self._query_widths.append(len(w["compressor.indexer.q_b_proj.weight"]))
+            self._index_queries = k.pack(*joined(w, INDEX_QUERIES))
         self._q_norm = w["q_a_norm.weight"]
         self._out_low = k.pack_all(*(each.unflatten(0, (c.o_groups, -1)) for each in joined(w, OUT_LOW)))
         self._out = k.pack(*joined(w, OUT))
@@ -52,14 +61,18 @@ class Attention:
         """h [tokens, d], normed; `rotation`: the layer's kind, at these positions."""
         c, k = self._config, self._k
         q_low, kv, *rows = k.linear(h, self._input, wide=True).split(self._widths, 1)
-        queries = k.linear(k.norm(q_low, self._q_norm, c.rms_norm_eps), self._queries)
-        q, *index_q = queries.split(self._query_widths, 1)
-        q = k.norm_rotate(q.unflatten(1, (c.heads, c.head_dim)), rotation, eps=c.rms_norm_eps)
-        index = None
-        if index_q:
-            asked = k.norm_rotate(index_q[0].unflatten(1, (c.index_heads, c.index_head_dim)), rotation)
-            index = Index(asked, rows.pop())
-        out = self._rows.attend(batch, q, kv, rotation, rows, index)
+        low, chosen = k.norm(q_low, self._q_norm, c.rms_norm_eps), None
+        if self._index_queries is not None:
+            _, index_rows, weights = rows
+            with self._beside:
+                asked = k.linear(low, self._index_queries).unflatten(1, (c.index_heads, c.index_head_dim))
+                index = Index(k.norm_rotate(asked, rotation), weights, index_rows)
+                chosen = self._rows.choose(batch, index)
+        q = k.linear(low, self._queries).unflatten(1, (c.heads, c.head_dim))
+        q = k.norm_rotate(q, rotation, eps=c.rms_norm_eps)
+        new = self._rows.write(batch, kv, rotation, rows[0] if rows else None)
+        self._beside.join()
+        out = self._rows.attend(batch, q, new, chosen)
         out = k.norm_rotate(out, rotation, back=True).flatten(1)
         return k.linear(k.linear_groups(out, self._out_low), self._out)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from tiercel.kernels.choice import Kernels, make_kernels
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.models.base import Weights, part_of
+from tiercel.models.beside import Beside
 from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.deepseek_v4.config import V4Config
 from tiercel.models.deepseek_v4.draft import MtpDraft, products_of
@@ -68,7 +69,7 @@ def build(  # noqa: PLR0913
 ) -> Frame:
     """The model for up to `rings` running requests."""
     k = kernels or make_kernels(device=str(memory.device))
-    layers = V4Layers(Setup(config, k, memory, rings, guesses_max), weights)
+    layers = V4Layers(Setup(config, k, memory, rings, Beside(memory.device), guesses_max), weights)
     return Frame(layers, k, memory, rings, guesses_max)
 
 

@@ -20,7 +20,7 @@ alone decide.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -32,6 +32,7 @@ from tiercel.kernels.reference import CosSin
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.models.apart import ApartRows
 from tiercel.models.base import Weights, part_of
+from tiercel.models.beside import Beside
 from tiercel.models.deepseek_v4.config import SPARSE_RATIO, V4Config
 from tiercel.models.flat import FlatBatch
 from tiercel.models.rotary import Rotary
@@ -46,15 +47,20 @@ class Setup(NamedTuple):
     kernels: Kernels
     memory: DeviceMemory
     rings: int
+    beside: Beside
     guesses_max: int = 0
     """How many guesses of a text a call may compute that are refused later: spare rows of every ring."""
 
 
 class Index(NamedTuple):
-    """The indexer's queries: q [tokens, heads, dim], rotated; weights [tokens, heads]."""
+    """What the indexer reads."""
 
     q: Tensor
+    """[tokens, heads, dim], rotated."""
     weights: Tensor
+    """[tokens, heads]."""
+    rows: Tensor
+    """What keys are made of."""
 
 
 def compressors_of(ratio: int) -> dict[str, str]:
@@ -111,16 +117,18 @@ class LayerRows:
         """Rows begin at multiples of 16 bytes: loads are that wide."""
         kept = setup.rings * self._ring_rows, self._row_bytes
         self._kept = self._rows(torch.zeros(kept, dtype=torch.uint8, device=setup.memory.device))
-        self._compressors = [
-            Compressor(setup, layer, role, part_of(weights, prefix), rotary)
+        self._compressors = {
+            role: Compressor(setup, layer, role, part_of(weights, prefix), rotary)
             for role, prefix in compressors_of(0 if draft else c.ratios[layer]).items()
-        ]
+        }
         self._norm, self._sinks, self._scale = weights["kv_norm.weight"], weights["sinks"], c.head_dim**-0.5
-        self._entries = self._compressors[0].pages if self._compressors else None
+        compressor = self._compressors.get(ENTRIES)
+        self._entries = compressor.pages if compressor else None
         """What attention reads, as it is numbered there."""
+        self._pool, self._ratio = (compressor.pool, compressor.ratio) if compressor else (0, 1)
         self._apart: Callable[[FlatBatch], Numbering] | None = None
         """How entries are numbered that lie in another pool than the keys of the indexer."""
-        if len({compressor.pool for compressor in self._compressors}) > 1:
+        if len({compressor.pool for compressor in self._compressors.values()}) > 1:
             rows = ApartRows.of(setup.memory, ENTRIES, layer)
             self._entries, self._apart = rows.entries, rows.numbering
 
@@ -131,53 +139,49 @@ class LayerRows:
     def restore(self, moves: Tensor) -> None:
         """Rings go on from tails. `moves`: see `kernels.reference.rows.restore`."""
         self._k.restore(self._kept, self._tails, moves, self._ring_rows)
-        for compressor in self._compressors:
+        for compressor in self._compressors.values():
             compressor.restore(moves)
 
-    def attend(
-        self,
-        batch: FlatBatch,
-        q: Tensor,
-        kv: Tensor,
-        rotation: CosSin,
-        rows: Sequence[Tensor],
-        index: Index | None,
-    ) -> Tensor:
-        """Write what the tokens of this call add, and attend to what each of them sees.
+    def choose(self, batch: FlatBatch, index: Index) -> Tensor:
+        """Write the keys that this call adds, and choose what each of its tokens attends to. Chosen entries
+        that are on the host are on their way to the device then."""
+        k, keys = self._k, self._compressors[INDEX]
+        keys.extend(batch, index.rows)
+        to = None if self._apart is None else self._apart(batch)
+        where = self._ratio, batch.pools[keys.pool], self._config.index_topk, batch.longest // self._ratio
+        chosen = k.best_rows(index.q, index.weights, keys.pages, *where, to)
+        if batch.host is not None:
+            batch.host.bring(self._layer, chosen)
+        return chosen
 
-        q [tokens, heads, dim]; kv [tokens, dim], neither normed nor rotated; `rows`: what each compressor
-        makes entries of; `index`: only for a sparse layer.
+    def write(self, batch: FlatBatch, kv: Tensor, rotation: CosSin, rows: Tensor | None) -> Entries:
+        """Write the compressed entries that this call adds. Returns its window entries: `attend` writes them.
+
+        kv [tokens, dim], neither normed nor rotated; `rows`: what the entries are made of.
         """
-        k, entries = self._k, self._entries
-        both = self._kept, self._encode(kv, rotation)
-        for compressor, own_rows in zip(self._compressors, rows, strict=True):
-            compressor.extend(batch, own_rows)
-        chosen, ratio = None, self._compressors[0].ratio if self._compressors else 1
-        if index is not None:
-            keys, best = self._compressors[1], self._config.index_topk
-            to = None if self._apart is None else self._apart(batch)
-            where = ratio, batch.pools[keys.pool], best, batch.longest // ratio, to
-            chosen = k.best_rows(index.q, index.weights, keys.pages, *where)
-            if batch.host is not None:
-                batch.host.bring(self._layer, chosen)
-        pool = self._compressors[0].pool if self._compressors else 0
-        how = batch.pools[pool], self._sinks, self._scale, self._spare
-        out = k.attention(q, both, self._config.window, entries, chosen, ratio, *how)
-        if index is not None and batch.host is not None:
-            batch.host.used()
+        if rows is not None:
+            self._compressors[ENTRIES].extend(batch, rows)
+        shape = kv.shape[0], self._row_bytes
+        new = self._rows(torch.empty(shape, dtype=torch.uint8, device=kv.device))
+        self._k.store_window(kv, rotation, self._config.rms_norm_eps, self._norm, new)
+        return new
+
+    def attend(self, batch: FlatBatch, q: Tensor, new: Entries, chosen: Tensor | None) -> Tensor:
+        """Attend to what each token sees. q [tokens, heads, dim]; `chosen`: only for a sparse layer."""
+        both, host = (self._kept, new), batch.host if chosen is not None else None
+        if host is not None:
+            host.wait(self._layer)
+        how = batch.pools[self._pool], self._sinks, self._scale, self._spare
+        out = self._k.attention(q, both, self._config.window, self._entries, chosen, self._ratio, *how)
+        if host is not None:
+            host.used()
         self._remember(batch, both)
         return out
 
     def store(self, batch: FlatBatch, kv: Tensor, rotation: CosSin) -> None:
         """Write the same window entries as `attend`, for a layer without compressors."""
         assert not self._compressors
-        self._remember(batch, (self._kept, self._encode(kv, rotation)))
-
-    def _encode(self, kv: Tensor, rotation: CosSin) -> Entries:
-        shape = kv.shape[0], self._row_bytes
-        new = self._rows(torch.empty(shape, dtype=torch.uint8, device=kv.device))
-        self._k.store_window(kv, rotation, self._config.rms_norm_eps, self._norm, new)
-        return new
+        self._remember(batch, (self._kept, self.write(batch, kv, rotation, None)))
 
     def _remember(self, batch: FlatBatch, both: tuple[Entries, Entries]) -> None:
         self._k.write_tails(both, self._tails, batch.tails, self._ring_rows)

@@ -35,7 +35,7 @@ INPUT = (
 )
 KEYS_VALUES = ("kv_proj.weight",)
 """A part of `INPUT`, which a draft multiplies by itself too."""
-QUERIES = ("q_b_proj.weight", "compressor.indexer.q_b_proj.weight")
+QUERIES, INDEX_QUERIES = ("q_b_proj.weight",), ("compressor.indexer.q_b_proj.weight",)
 OUT_LOW, OUT = ("o_a_proj.weight",), ("o_b_proj.weight",)
 GATE_UP = ("experts.gate_up_proj", "shared_experts.gate_proj.weight", "shared_experts.up_proj.weight")
 DOWN = ("experts.down_proj", "shared_experts.down_proj.weight")
