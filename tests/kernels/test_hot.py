@@ -54,7 +54,7 @@ def small_tiles(request, monkeypatch):
         monkeypatch.setattr(cuda, "GATHER_PROGRAMS", 4)
         monkeypatch.setattr(cuda, "GATHER_LEAST", 1)
         monkeypatch.setattr(cuda, "STAGE_PROGRAMS", 2)
-        monkeypatch.setattr(cuda, "TILE_BYTES", 32)
+        monkeypatch.setattr(cuda, "STAGE_TILE", 32)
 
 
 class Scene:

@@ -57,7 +57,7 @@ class _Ring:
         self.prompt_tokens = begin.prompt_tokens
         self.longest = begin.prompt_tokens + begin.sampling.max_tokens
         self.tokens: Ints = np.empty(self.longest + 1, np.int64)
-        self.tokens[: self.count] = begin.tokens
+        self.tokens[: self.count] = np.fromiter(begin.tokens, np.int64, self.count)
         self.pages = torch.empty(1, 0, dtype=torch.int64)  # a row for each pool comes with the first pages
         self.sparse = 0
         """How many of its pages are without a place in the second pool."""

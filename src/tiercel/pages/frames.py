@@ -36,7 +36,8 @@ class Frames(Generic[Id]):
             for tag, count in ((self._narrow_tag, self.capacity), (self._wide_tag, frames))
         }
         """For each tag and place: the id that is taken, or that will be given out next."""
-        self._taken: dict[int, list[bool]] = {tag: [False] * len(ids) for tag, ids in self._next.items()}
+        self._taken: dict[int, list[int]] = {tag: [0] * self.capacity for tag in self._next}
+        """For each tag and place: the id that is taken; 0: none is. Wide places are fewer than these."""
         self._heads = [frame * units for frame in reversed(order)]
         """Heads that are free; the last is taken first."""
         self._bodies: list[dict[int, None]] = [{} for _ in range(units)]
@@ -83,7 +84,7 @@ class Frames(Generic[Id]):
         taken, ids = self._taken[tag], self._next[tag]
         for place in places:
             assert not taken[place], f"I1: {self.name} gives a place twice"
-            taken[place] = True
+            taken[place] = ids[place]
         return [ids[place] for place in places]
 
     def _take_bodies(self, count: int) -> list[int]:
@@ -107,7 +108,7 @@ class Frames(Generic[Id]):
         assert frames, f"no unit of {self.name} is free"
         frame = next(reversed(frames))
         self._change(frame, free=-1)
-        return self._taken[self._narrow_tag].index(False, frame * self.units + 1)
+        return self._taken[self._narrow_tag].index(0, frame * self.units + 1)
 
     def leave(self, ids: Iterable[Id]) -> None:
         """These places will be released as soon as they have been saved."""
@@ -126,7 +127,7 @@ class Frames(Generic[Id]):
                 self._leaving.remove(page_id)
                 self._count_leaving(page_id, -1)
             tag, place = page_id >> TAG_SHIFT << TAG_SHIFT, page_id & PLACE_MASK
-            self._taken[tag][place] = False
+            self._taken[tag][place] = 0
             self._next[tag][place] = following(page_id)
             if tag == self._wide_tag:
                 self._change(place, free=self.units - 1)
@@ -162,30 +163,21 @@ class Frames(Generic[Id]):
 
     def own(self, ids: Iterable[int]) -> bool:
         """Whether all of these places are taken."""
-        known, taken = self._next, self._taken
-        for page_id in ids:
-            tag, place = page_id >> TAG_SHIFT << TAG_SHIFT, page_id & PLACE_MASK
-            if tag not in known or place >= len(known[tag]):
-                return False
-            if known[tag][place] != page_id or not taken[tag][place]:
-                return False
-        return True
+        (narrow, wide), most = self._taken.values(), self.capacity
+        return all((at := i & PLACE_MASK) < most and (narrow[at] == i or wide[at] == i) for i in ids)
 
     def owned_ids(self) -> frozenset[Id]:
-        both = ((ids, self._taken[tag]) for tag, ids in self._next.items())
-        return frozenset(
-            each for ids, taken in both for each, is_taken in zip(ids, taken, strict=True) if is_taken
-        )
+        return frozenset(cast(Id, each) for taken in self._taken.values() for each in taken if each)
 
     def check(self) -> None:
         """I4: every unit is free or taken once, alone or as a part of a body; what is counted is so."""
-        narrow, wide, units = self._taken[self._narrow_tag], self._taken[self._wide_tag], self.units
+        (narrow, wide), units = self._taken.values(), self.units
         heads = [unit for unit in range(0, self.capacity, units) if not narrow[unit]]
         assert sorted(self._heads) == heads, f"I4: heads of {self.name}"
         free, leaves = list[int](), list[int]()
-        for frame, is_wide in enumerate(wide):
+        for frame, is_wide in enumerate(wide[: len(self._free)]):
             body = range(frame * units + 1, (frame + 1) * units)
-            taken = sum(narrow[unit] for unit in body)
+            taken = sum(narrow[unit] > 0 for unit in body)
             assert not (taken and is_wide), f"I4: {self.name} gives the units of a body twice"
             free.append(0 if is_wide else units - 1 - taken)
             ids = [self._next[self._narrow_tag][unit] for unit in body] + [

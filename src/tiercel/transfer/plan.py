@@ -74,10 +74,11 @@ class Plan:
         """A plan from pairs: a leg of each kind, more if other parts of some pages move than of others."""
         legs: list[Leg] = []
         for kind, pairs in ((Kind.PAGE, pages), (Kind.TAIL, tails)):
-            alike: dict[tuple[bool, ...], list[Pair]] = {}
+            alike: dict[tuple[int, ...], list[Pair]] = {}
             for pair in pairs:
-                alike.setdefault(tuple([place == NO_PLACE for place in pair[0]]), []).append(pair)
-            for missing in sorted(alike):
-                device, host = zip(*alike[missing], strict=True)
+                missing = [place == NO_PLACE for place in pair[0]] if NO_PLACE in pair[0] else ()
+                alike.setdefault((len(pair[0]), *missing), []).append(pair)
+            for parts in sorted(alike):
+                device, host = zip(*alike[parts], strict=True)
                 legs.append(Leg(kind, device, host))
         return Plan(direction, tuple(legs))

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from tiercel.kernels.entries import Entries, Flat, Numbering
 from tiercel.kernels.hot import HostRows, HotRows
-from tiercel.kernels.move import TILE_BYTES, WORDS
+from tiercel.kernels.move import WORDS
 
 MOST = tl.constexpr(2**31 - 1)
 CELLS_TILE = 2048
@@ -43,8 +43,10 @@ TOGETHER = 2
 """Entries that a program of the gather reads at once: the link to the host needs many in flight. H200, 584
 bytes each, anywhere in 20 GB of pinned memory: 3,264 of 64 texts 40 GB/s, 13,120 of them 43; with 4 at once
 37 and 32, with 8 22 and 12 (2026-11-19)."""
-STAGE_PROGRAMS = 16
-"""As many read 48.9 GB/s from pinned memory on an H200 with tiles of 16 KiB (`kernels/move.py`)."""
+STAGE_PROGRAMS, STAGE_TILE = 8, 32 * 1024
+"""Programs that stage rows, and the bytes that each of them reads at once. They take multiprocessors from the
+model. H200, from pinned memory: 8 programs read 49 GB/s, 6 read 46, 4 read 35; with 16 KiB at once 43, 37 and
+26 (2026-11-19)."""
 
 
 @triton.jit
@@ -278,7 +280,7 @@ def stage(jobs: Tensor, count: Tensor, source: HostRows, rows: Entries, to: Numb
     word: Any = WORDS[size]
     _stage[(STAGE_PROGRAMS,)](
         jobs, count, source.address, source.stride, rows.rows.data_ptr(), to.staged,
-        ROW_STRIDE=rows.rows.stride(0), ROW_WORDS=width // size, WORD=word, TILE=TILE_BYTES // size,
+        ROW_STRIDE=rows.rows.stride(0), ROW_WORDS=width // size, WORD=word, TILE=STAGE_TILE // size,
         num_warps=8,
     )  # fmt: skip
 
