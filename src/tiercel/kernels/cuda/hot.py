@@ -40,9 +40,9 @@ GATHER_LEAST = 4
 """...and for each token, if they are many: most then find nothing to do. H200, 8192 tokens, 250 misses of one
 text: 41 µs with 4, 48 with 8, 58 with 2 (2026-11-18)."""
 TOGETHER = 2
-"""Entries that a program of the gather reads at once: the link to the host needs many in flight. H200, 584
-bytes each, anywhere in 20 GB of pinned memory: 3,264 of 64 texts 40 GB/s, 13,120 of them 43; with 4 at once
-37 and 32, with 8 22 and 12 (2026-11-19)."""
+"""Entries that a program of the gather reads at once: the link to the host needs many in flight. H200, 3,264
+of 64 texts, 584 bytes each: 50 µs anywhere in 1 GB of pinned memory, 87 in 8 GB, 130 in 34 GB; with 1 or 4 at
+once about as long, with 8 twice as long (2026-11-19)."""
 STAGE_PROGRAMS, STAGE_TILE = 8, 32 * 1024
 """Programs that stage rows, and the bytes that each of them reads at once. They take multiprocessors from the
 model. H200, from pinned memory: 8 programs read 49 GB/s, 6 read 46, 4 read 35; with 16 KiB at once 43, 37 and
