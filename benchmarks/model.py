@@ -130,7 +130,7 @@ class Ours:
             name: weight if weight.dim() > 1 else weight.float()
             for name, weight in theirs.state_dict().items()
         }
-        self.model = family.build(family.read(config), weights, memory, texts, kernels, 0)
+        self.model = family.build(family.read(config), weights, memory, texts, kernels, 0, None)
         self.model.warm_up(self.pages * PAGE)
 
     def span(self, text: int, tokens: torch.Tensor, start: int) -> Span:

@@ -191,7 +191,7 @@ def make_model(folder, vocab_size, longest=None):
     spec = opened.declare(16, "fp32")
     memory = DeviceMemory(spec, pages=4, tails=0)
     weights = opened.plan(kernels).read()
-    model = opened.family.build(opened.dimensions, weights, memory, 1, kernels, 4)
+    model = opened.family.build(opened.dimensions, weights, memory, 1, kernels, 4, None)
     draft = DraftModel(model, vocab_size, longest)
     tokens, pages = torch.arange(10), torch.tensor([2, 0])
     draft.follow([one_pool(tokens[:9].numpy(), 0, pages, 0)])

@@ -26,8 +26,10 @@ def test_device_views_are_the_flat_bytes_row_after_row(spec) -> None:
         flat.copy_(torch.arange(flat.numel()) % 251)
         rows = [(layer, stream) for layer in spec.layers for stream in streams if layer in stream.layers]
         views = [device.view(stream.name, layer) for layer, stream in rows]
-        if views:  # a place of a model with windows only is plain bytes
-            assert torch.equal(torch.cat([view.flatten() for view in views]), flat)
+        if views:  # a place of a model with windows only is plain bytes, and some stages have unused ones
+            there = torch.cat([view.flatten() for view in views])
+            assert torch.equal(there, flat[: len(there)])
+            assert len(there) == len(flat) or (streams == spec.page_streams and spec.whole is not None)
 
 
 def test_a_device_view_is_not_a_copy() -> None:

@@ -26,7 +26,7 @@ def run(config, spec, weights):
     """The logits of one text in pieces, resumed from a tail if the model has tails."""
     family = family_of(config)
     memory = DeviceMemory(spec, pages=4, tails=2)
-    model = family.build(family.read(config), weights, memory, 2, reference, 0)
+    model = family.build(family.read(config), weights, memory, 2, reference, 0, None)
     pages, tails = torch.tensor([2, 0, 3], device="cpu"), {PAGE: 1} if spec.tail_streams else {}
     first = model.forward([one_pool(TEXT[:200], 0, pages, 0, tails)], range(200))
     model.resume(1, [(PAGE, 1)] if tails else [])

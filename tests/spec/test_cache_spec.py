@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -402,3 +403,19 @@ def test_a_stage_without_streams_of_one_pool_has_one_pool():
     spec = replace(load("deepseek-v4-flash"), second=("c4",))
     assert spec.stage(3, 4).second == () and spec.stage(2, 4).second == ("c4",)
     assert spec.only(["c4", "window"]).second == ()
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one pool", "two pools"])
+@pytest.mark.parametrize("name", ["deepseek-v4-flash", "deepseek-v4-pro"])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_a_place_has_one_number_in_all_stages(name: str, stages: int, apart: bool) -> None:
+    """A page and a tail take as many units of a stage as of the whole model, and little is left unused."""
+    spec = load(name).apart if apart else load(name)
+    ends = [spec.layers[-1] * i // stages for i in range(stages)] + [spec.layers[-1] + 1]
+    cut = [spec.stage(*ends) for ends in pairwise(ends)]
+    for stage in cut:
+        first, *second = (sum(map(stage.bytes_of, streams)) for streams in stage.pools)
+        assert stage.frame_units == spec.frame_units
+        assert first <= stage.unit_bytes and sum(second) <= stage.unit_bytes * (spec.frame_units - 1)
+        assert stage.units_per_tail <= spec.units_per_tail
+    assert sum(stage.unit_bytes for stage in cut) <= spec.unit_bytes * 1.05

@@ -20,7 +20,7 @@ APART: dict[str, CacheSpec] = {
     "v4, c4 apart": replace(V4, second=("c4",)),
     "v4, c4 apart, in records": in_records(replace(V4, second=("c4",))),
     "v4, two streams apart": replace(V4, second=("c4_index", "c4")),
-    "flash, some layers": replace(FLASH.stage(2, 6), second=("c4",)),
+    "flash, some layers": replace(FLASH, second=("c4",)).stage(2, 6),
     "sparse": SPECS["two pools"],
 }
 FRAMES, HOST_PAGES = 8, 9

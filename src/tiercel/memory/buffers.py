@@ -136,7 +136,7 @@ class DeviceMemory(Memory):
             kept = make_layout("page_first_direct", _bare(spec.unit_bytes), spec.page_tokens, self.pages)
             rows = frame_rows(spec)
         else:
-            kept = self._layout(_place_streams(spec), self.pages)
+            kept = self._layout(_place_streams(spec, spec.unit_bytes), self.pages)
             rows = kept.rows
         apart = spec.pools[1][0] if spec.second else None
         self.row_step = row_step(spec, apart) if apart is not None else 0
@@ -254,7 +254,7 @@ class HostMemory(Memory):
         self.pages, self.tails = bytes_budget // spec.place_bytes, 0
         if self.pages < 1:
             raise ConfigError("host_bytes", bytes_budget, f"one host page takes {spec.place_bytes:,} B")
-        streams = _place_streams(spec)
+        streams = _place_streams(spec, spec.place_bytes)
         self.layout = make_layout(layout_name, streams, spec.page_tokens, self.pages, spec.second)
         self._map = HostMap(self.layout.bytes_total, **options)
         # Over a view, not over the map: the view keeps the bytes mapped as long as a tensor lives.
@@ -327,11 +327,12 @@ def frame_rows(spec: CacheSpec) -> dict[RowName, Pieces]:
     return rows
 
 
-def _place_streams(spec: CacheSpec) -> Sequence[Stream]:
-    """The streams of a place: those of a page. A stage that stores only tails has plain bytes to pour them
-    over."""
-    return spec.page_streams or _bare(spec.place_bytes)
+def _place_streams(spec: CacheSpec, size: int) -> Sequence[Stream]:
+    """The streams of a place of this size: those of a page, and plain bytes behind them. Tails are poured
+    over all of it."""
+    unused = size - spec.page_bytes
+    return (*spec.page_streams, *(_bare(unused, spec.layers[-1] + 1) if unused else ()))
 
 
-def _bare(size: int) -> Sequence[Stream]:
-    return (Stream("bytes", layers=(0,), parts=(Part("bytes", size),), keep=State()),)
+def _bare(size: int, layer: int = 0) -> Sequence[Stream]:
+    return (Stream("bytes", layers=(layer,), parts=(Part("bytes", size),), keep=State()),)

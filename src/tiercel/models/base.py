@@ -28,6 +28,32 @@ def at_once(_layer: int) -> None:
     """For calls without a load: every layer is there."""
 
 
+@dataclass(frozen=True)
+class Stage:
+    """The layers first … end - 1 of `count`: those that one process computes. Each stage goes on from what
+    the stage before it has computed. The first has the embedding, the last has the head and draws."""
+
+    first: int
+    end: int
+    count: int
+
+    @property
+    def layers(self) -> range:
+        return range(self.first, self.end)
+
+    @property
+    def begins(self) -> bool:
+        return self.first == 0
+
+    @property
+    def ends(self) -> bool:
+        return self.end == self.count
+
+    @property
+    def whole(self) -> bool:
+        return self.begins and self.ends
+
+
 @dataclass(slots=True)  # not frozen: making a frozen one takes four times as long, for each text of a step
 class Span:
     """Consecutive tokens of one text, positions start … start + len(tokens) - 1. A span never changes."""
@@ -97,10 +123,23 @@ class Model(Protocol):
     def rows_staged(self) -> int:
         """How many rows of pages on the host were staged since the start, over all layers."""
 
+    @property
+    def stage(self) -> Stage:
+        """The layers that it has."""
+
+    def room_for(self, tokens: int) -> Tensor:
+        """[tokens, …] on the device, with undefined numbers: room for what the stage before this one has
+        computed."""
+
     def forward(
-        self, spans: Sequence[Span], rows: Sequence[int] | None = None, before: BeforeLayer = at_once
+        self,
+        spans: Sequence[Span],
+        rows: Sequence[int] | None = None,
+        before: BeforeLayer = at_once,
+        x: Tensor | None = None,
     ) -> Tensor:
-        """fp32 logits [rows, vocabulary] of these flat tokens of the spans; None: of each span's last.
+        """fp32 logits [rows, vocabulary] of these flat tokens of the spans; None: of each span's last. Or, of
+        a stage that is not the last: what the next one goes on from. `x`: what the stage before has computed.
 
         What is queued on a device is read before the next call.
         """

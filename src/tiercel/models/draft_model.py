@@ -26,6 +26,7 @@ from tiercel.models.base import (
     BeforeLayer,
     Model,
     Span,
+    Stage,
     at_once,
 )
 
@@ -84,6 +85,13 @@ class WithDraft:
     def rows_staged(self) -> int:
         return self.target.rows_staged
 
+    @property
+    def stage(self) -> Stage:
+        return self.target.stage
+
+    def room_for(self, tokens: int) -> Tensor:
+        return self.target.room_for(tokens)
+
     def warm_up(self, longest: int) -> None:
         self.target.warm_up(longest)
         self.draft.model.warm_up(longest)
@@ -93,11 +101,15 @@ class WithDraft:
         self.draft.model.resume(ring, tails)
 
     def forward(
-        self, spans: Sequence[Span], rows: Sequence[int] | None = None, before: BeforeLayer = at_once
+        self,
+        spans: Sequence[Span],
+        rows: Sequence[int] | None = None,
+        before: BeforeLayer = at_once,
+        x: Tensor | None = None,
     ) -> Tensor:
         """Logits of the target."""
         self.draft.hear(self.last)  # a recorded forward draws the next tokens
-        logits = self.target.forward(spans, rows, before)
+        logits = self.target.forward(spans, rows, before, x)
         before(self._last_layer)
         self.draft.follow(spans)
         return logits

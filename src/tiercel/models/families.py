@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # the command line reads names here, and torch takes seconds 
 
     from tiercel.kernels.choice import Kernels
     from tiercel.memory.buffers import DeviceMemory
-    from tiercel.models.base import Model
+    from tiercel.models.base import Model, Stage
     from tiercel.models.checkpoint import Checkpoint
     from tiercel.models.loading import WeightSpec
 
@@ -72,8 +72,9 @@ class Family:
     """(`config.json`, page tokens, format of entries) → what is cached."""
     weights: WeightSpec
     """Which weights there are."""
-    build: Callable[[Any, dict[str, Tensor], DeviceMemory, int, Kernels, int], Model]
-    """(dimensions, weights, device memory, running requests at most, kernels, guesses at most) → a model."""
+    build: Callable[[Any, dict[str, Tensor], DeviceMemory, int, Kernels, int, Stage | None], Model]
+    """(dimensions, weights, device memory, running requests at most, kernels, guesses at most, stage) → a
+    model, or a stage of it; None: all of it."""
     format: str = "bf16"
     """How entries are kept on a GPU, unless something else is asked for."""
     draft: Callable[[Checkpoint, Any], DraftOffer | None] = lambda *_: None

@@ -21,7 +21,7 @@ from tiercel.kernels.draw import Draw
 from tiercel.kernels.reference import CosSin
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.models.apart import Apart
-from tiercel.models.base import DRAWN_LAST, BeforeLayer, Draft, Span, at_once
+from tiercel.models.base import DRAWN_LAST, BeforeLayer, Draft, Span, Stage, at_once
 from tiercel.models.flat import FlatBatch, PageTables, numbers_of, send
 from tiercel.models.graphs import Graphs, Section
 from tiercel.models.rotary import Rotary
@@ -54,7 +54,9 @@ class Layers(Protocol):
     """A family's layers, with their weights, on the device memory of one cache."""
 
     vocab_size: int
-    count: int
+    stage: Stage
+    width: tuple[int, ...]
+    """x is [tokens, *width]."""
 
     @property
     def rotaries(self) -> Sequence[Rotary]:
@@ -65,13 +67,13 @@ class Layers(Protocol):
         """It exists if the cache declaration has the draft's streams."""
 
     def begin(self, tokens: Tensor) -> Tensor:
-        """What the first layer reads."""
+        """What the first layer reads. Only of the first stage."""
 
     def compute(self, layer: int, state: Hidden, batch: FlatBatch) -> Tensor:
         """x after this layer."""
 
     def logits(self, x: Tensor) -> Tensor:
-        """fp32 [rows, vocabulary] of rows of the last layer's x."""
+        """fp32 [rows, vocabulary] of rows of the last layer's x. Only of the last stage."""
 
     def restore(self, moves: Tensor) -> None:
         """Rings go on from tails. `moves`: see `kernels.reference.rows.restore`."""
@@ -91,7 +93,7 @@ class Frame:
         self, layers: Layers, kernels: Kernels, memory: DeviceMemory, rings: int, guesses_max: int = 0
     ) -> None:
         self.layers, self.kernels, self.memory = layers, kernels, memory
-        self.vocab_size, self.draft = layers.vocab_size, layers.draft
+        self.vocab_size, self.draft, self.stage = layers.vocab_size, layers.draft, layers.stage
         self._rings, self._guesses_max = rings, guesses_max
         self.last = torch.zeros(rings + 1, dtype=torch.int64, device=memory.device)
         """One more than there are rings, for tokens drawn for no text."""
@@ -116,9 +118,10 @@ class Frame:
             self.apart.make_room(table.shape[2])
         for rotary in self.layers.rotaries:  # guesses may stand behind the end of the longest text
             rotary.table(table.shape[2] * page_tokens + self._guesses_max)
-        rows = (
-            self._rings * 2 if self._guesses_max else self._rings
-        )  # a guess for each text, or more for some
+        if not self.stage.whole:
+            return  # what it goes on from comes from another process
+        # With guesses: one for each text, or more for some.
+        rows = self._rings * 2 if self._guesses_max else self._rings
         restore = self._restore if self.memory.spec.tail_streams else None
         staged = (0,) if self.apart is None else (0, self.apart.staged_most)
         self._graphs = Graphs(self.sections(), restore, table, page_tokens, rows, staged)
@@ -128,7 +131,7 @@ class Frame:
     def sections(self) -> list[Section]:
         """The layers in groups, as they are loaded. The first section begins, the last one returns logits.
         (What a draft reads is in tails, which come with the first layers.)"""
-        groups, count = self.memory.spec.layer_groups(), self.layers.count
+        groups, count = self.memory.spec.layer_groups(), self.stage.count
 
         def run(layers: range, batch: FlatBatch, state: Hidden | None) -> Hidden | Recorded:
             self._read_host(layers, batch)
@@ -139,11 +142,18 @@ class Frame:
         ranges = [range(*each) for each in zip(firsts, [*firsts[1:], count], strict=True)]
         return [Section(layers[-1], partial(run, layers)) for layers in ranges]
 
+    def room_for(self, tokens: int) -> Tensor:
+        return torch.empty(tokens, *self.layers.width, dtype=self.kernels.dtype, device=self.memory.device)
+
     @torch.inference_mode()
     def forward(
-        self, spans: Sequence[Span], rows: Sequence[int] | None = None, before: BeforeLayer = at_once
+        self,
+        spans: Sequence[Span],
+        rows: Sequence[int] | None = None,
+        before: BeforeLayer = at_once,
+        x: Tensor | None = None,
     ) -> Tensor:
-        """Logits of these flat tokens; None: the last token of each span."""
+        """Logits of these flat tokens; None: the last token of each span. Or x, for the next stage."""
         staged = None
         if self.apart is not None:
             spans, staged = self.apart.arrange(spans)
@@ -157,20 +167,20 @@ class Frame:
         batch = FlatBatch(on_device, numbers.size, self.tables.table)
         if self.apart is not None and batch.staged is not None:
             self.apart.make_room(self.tables.table.shape[2])
-        self._read_host(range(self.layers.count), batch)
-        state = self._compute(range(self.layers.count), batch, self._begin(batch), before)
-        return self._logits(batch, state)
+        self._read_host(self.stage.layers, batch)
+        state = self._compute(self.stage.layers, batch, self._begin(batch, x), before)
+        return self._logits(batch, state) if self.stage.ends else state.x
 
     def _read_host(self, layers: range, batch: FlatBatch) -> None:
         """These layers are computed next. Where pages are on the host, their rows are brought for them."""
         if self.apart is not None and batch.staged is not None:
             batch.host = self.apart.begin(layers, batch)
 
-    def _begin(self, batch: FlatBatch) -> Hidden:
+    def _begin(self, batch: FlatBatch, x: Tensor | None = None) -> Hidden:
         drawn = self.last[batch.rings].clamp(min=0)
         tokens = torch.where(batch.tokens == DRAWN_LAST, drawn, batch.tokens)
         rotations = [rotary.at(batch.positions, batch.longest) for rotary in self.layers.rotaries]
-        return Hidden(self.layers.begin(tokens), tokens, rotations)
+        return Hidden(self.layers.begin(tokens) if x is None else x, tokens, rotations)
 
     def _compute(
         self, layers: range, batch: FlatBatch, state: Hidden, before: BeforeLayer = at_once

@@ -24,6 +24,7 @@ copied to put them together.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -34,7 +35,7 @@ from torch import Tensor
 
 from tiercel.errors import WeightsError
 from tiercel.models import quantized
-from tiercel.models.base import Dimensions, Weights
+from tiercel.models.base import Dimensions, Stage, Weights
 from tiercel.models.checkpoint import FLOATS, Checkpoint, StoredTensor, check_finite
 from tiercel.models.quantized import BLOCKS, FP8, FP8_BLOCK, PACKED, SCALES, Shape, scales_of
 from tiercel.progress import progress
@@ -44,6 +45,9 @@ log = logging.getLogger(__name__)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 HEADS = (HEAD, "head.weight")
 """What a checkpoint calls the head."""
+
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
+"""How the name of a layer's parameter begins."""
 
 SCALE = "_scale"
 """Added to the name of an fp8 matrix: the name of its scales."""
@@ -383,6 +387,23 @@ class Plan(NamedTuple):
     wanted: Mapping[str, Parameter]
     groups: Sequence[Group]
     matrices: torch.dtype
+    elsewhere: Sequence[Group] = ()
+    """What other stages read."""
+
+    def of_stage(self, stage: Stage, *, draft: bool) -> Plan:
+        """Only what a stage reads. `draft`: whether the model's own draft is read, which embeds tokens."""
+        embeds = stage.begins or (stage.ends and (draft or HEAD not in self.wanted))
+
+        def reads(name: str) -> bool:
+            layer = LAYER.match(name)
+            if layer is not None:
+                return int(layer[1]) in stage.layers
+            return embeds if name == EMBEDDING else stage.ends
+
+        own, others = list[Group](), list[Group]()
+        for group in self.groups:
+            (own if reads(next(iter(group.shapes))) else others).append(group)
+        return self._replace(groups=own, elsewhere=others)
 
     @property
     def bytes(self) -> dict[str, int]:
@@ -402,9 +423,11 @@ class Plan(NamedTuple):
             for group in self.groups:
                 weights |= self._load(group, device)
                 done(group.bytes)
-        if isinstance(self.source, int):
-            self._randomize(weights, torch.Generator(device).manual_seed(self.source))
-        weights.setdefault(HEAD, weights[EMBEDDING])
+        if isinstance(self.source, int):  # a stage has the numbers that the whole model has there
+            others = {name: each for group in self.elsewhere for name, each in group.allocate(device).items()}
+            self._randomize({**weights, **others}, torch.Generator(device).manual_seed(self.source))
+        if HEAD not in self.wanted and EMBEDDING in weights:
+            weights[HEAD] = weights[EMBEDDING]
         return weights
 
     def _randomize(self, weights: Weights, chance: torch.Generator) -> None:

@@ -1,7 +1,7 @@
 """Opens a model: from a wish to a model on the device memory of a cache.
 
     Wish ──open_model──→ Opened ──load──→ Loaded ──build──→ Model
-                         headers          weights           layers, on memory for `Opened.spec`
+                         headers          weights           layers, on memory for `Opened.held`
 
 Everything that can be refused without reading weights is refused by `open_model`, by `Opened.spec` or, before
 a byte is read, by `load`. Text is not read here: whoever needs it finds its folder by the model's name.
@@ -21,7 +21,7 @@ from tiercel.errors import ConfigError, SpecError, WeightsError
 from tiercel.kernels.choice import Kernels, check_device, kernels_digest, make_kernels
 from tiercel.kernels.meaning import digest_of
 from tiercel.memory.buffers import DeviceMemory
-from tiercel.models.base import Dimensions, Model
+from tiercel.models.base import Dimensions, Model, Stage
 from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.draft_model import DraftModel, WithDraft
 from tiercel.models.families import EMBEDDED, DraftOffer, family_of, folder_of, sources_of
@@ -107,6 +107,8 @@ class Opened:
     """Its own draft guesses for it (`Folder.offer`)."""
     apart: bool = False
     """Entries that attention selects have a pool of their own on the device (`CacheSpec.apart`)."""
+    stage: Stage | None = None
+    """Only these layers are loaded and built; None: all. What guesses is with the last ones."""
 
     @cached_property
     def target_spec(self) -> CacheSpec:
@@ -124,6 +126,14 @@ class Opened:
         """What is cached: of the model, and of what guesses for it."""
         return self.target_spec if self.draft_spec is None else self.target_spec.with_draft(self.draft_spec)
 
+    @property
+    def held(self) -> CacheSpec:
+        """The part of `spec` that this stage has. The draft's layers come behind the model's."""
+        if self.stage is None:
+            return self.spec
+        end = self.spec.layers[-1] + 1 if self.stage.ends else self.stage.end
+        return self.spec.stage(self.stage.first, end)
+
     def identity(self, share: str) -> Identity:
         """Whose numbers are cached. The bytes of the weights are read, unless their digest is remembered."""
         return Identity(
@@ -136,7 +146,9 @@ class Opened:
         """Read the weights. `check` is given the bytes that they take, before one is read, and raises if they
         are too many."""
         own = self.target.plan(self.kernels, draft=self.own_draft)
-        if self.draft is None:
+        if self.stage is not None:
+            own = own.of_stage(self.stage, draft=self.own_draft)
+        if self.draft is None or (self.stage is not None and not self.stage.ends):
             check(own.bytes)
             return Loaded(self, own.read(self.device), {})
         drafts = self.draft.plan(self.kernels)
@@ -173,15 +185,16 @@ class Loaded(NamedTuple):
     draft_weights: dict[str, Tensor]
 
     def build(self, memory: DeviceMemory, running_max: int, guesses_max: int) -> Model:
-        """The model, on memory for `Opened.spec`."""
+        """The model, or a stage of it, on memory for `Opened.held`."""
         opened, how = self.opened, (running_max, self.opened.kernels, guesses_max)
-        target, draft = opened.target, opened.draft
-        if draft is None:
-            return target.family.build(target.dimensions, self.weights, memory, *how)
+        target, draft, stage = opened.target, opened.draft, opened.stage
+        if draft is None or not self.draft_weights:
+            return target.family.build(target.dimensions, self.weights, memory, *how, stage)
         assert opened.draft_spec is not None
-        own, drafts = memory.part(opened.target_spec), memory.part(opened.draft_spec, draft=True)
-        model = target.family.build(target.dimensions, self.weights, own, *how)
-        guesser = draft.family.build(draft.dimensions, self.draft_weights, drafts, *how)
+        spec = opened.target_spec if stage is None else opened.target_spec.stage(stage.first, stage.end)
+        own, drafts = memory.part(spec), memory.part(opened.draft_spec, draft=True)
+        model = target.family.build(target.dimensions, self.weights, own, *how, stage)
+        guesser = draft.family.build(draft.dimensions, self.draft_weights, drafts, *how, None)
         guessing = DraftModel(guesser, model.vocab_size, draft.longest)
         return WithDraft(model, guessing, opened.spec.layers[-1])
 

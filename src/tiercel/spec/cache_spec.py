@@ -235,7 +235,10 @@ class CacheSpec:
         """The same declaration, with the stream that is read by selection in the second pool. Drafts stay in
         the first. Without such a stream, with several, or with nothing else in a page, it is this one."""
         second = tuple(stream.name for stream in self.page_streams if stream.selected and not stream.draft)
-        return replace(self, second=second) if len(second) == 1 < len(self.page_streams) else self
+        whole = None if self.whole is None else self.whole.apart
+        return (
+            replace(self, second=second, whole=whole) if len(second) == 1 < len(self.page_streams) else self
+        )
 
     @property
     def selective(self) -> bool:
@@ -262,10 +265,17 @@ class CacheSpec:
 
             frame   │ unit │ unit   unit   unit │
                      first   second pool                   as many units as leave the least unused
+
+        A page, and a tail, takes as many units of a stage as of the whole model: so a place has one number in
+        all stages, and the unit of a stage is as large as that needs.
         """
+        first, second = ([*(sum(map(self.bytes_of, streams)) for streams in self.pools), 0])[:2]
+        if self.whole is not None:
+            _, units = self.whole.units
+            tail = -(-self.tail_bytes // max(1, self.whole.units_per_tail))
+            return max(first, _aligned(max(-(-second // max(1, units - 1)), tail))), units
         if not self.second:
             return self.place_bytes, 1
-        first, second = (sum(map(self.bytes_of, streams)) for streams in self.pools)
         most = -(-second // first)
         sizes = ((_aligned(max(first, -(-second // wide))), 1 + wide) for wide in range(1, most + 1))
         return min(sizes, key=lambda each: (each[0] * each[1], each[1]))

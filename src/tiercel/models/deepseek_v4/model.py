@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tiercel.kernels.choice import Kernels, make_kernels
 from tiercel.memory.buffers import DeviceMemory
-from tiercel.models.base import Weights, part_of
+from tiercel.models.base import Stage, Weights, part_of
 from tiercel.models.beside import Beside
 from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.deepseek_v4.config import V4Config
@@ -20,27 +20,32 @@ from tiercel.models.deepseek_v4.weights import WEIGHTS
 from tiercel.models.families import DraftOffer, Family
 from tiercel.models.flat import FlatBatch
 from tiercel.models.frame import Frame, Hidden
+from tiercel.models.loading import EMBEDDING, HEAD
 from tiercel.models.rotary import Rotary
 from tiercel.spec.deepseek_v4 import deepseek_v4, deepseek_v4_mtp
 
 
 class V4Layers:
-    """All layers, the embedding before them and the head behind them."""
+    """The layers of a stage, the embedding before the first and the head behind the last."""
 
-    def __init__(self, setup: Setup, weights: Weights) -> None:
+    def __init__(self, setup: Setup, weights: Weights, stage: Stage) -> None:
         config, k, device = setup.config, setup.kernels, setup.memory.device
-        self.config, self.vocab_size, self.count = config, config.vocab_size, config.layers
-        self._k, self._hyper, self._embedding = k, hyper_of(k), weights["model.embed_tokens.weight"]
-        self._lm_head = k.pack(weights["lm_head.weight"])
-        head = part_of(weights, "model.hc_head.hc_")
-        self._head = site_of(config, k, head, weights["model.norm.weight"])
+        self.config, self.vocab_size, self.stage = config, config.vocab_size, stage
+        self.width: tuple[int, ...] = config.hc_mult, config.hidden_size
+        self._k, self._hyper = k, hyper_of(k)
+        if stage.begins:
+            self._embedding = weights[EMBEDDING]
+        if stage.ends:
+            self._lm_head = k.pack(weights[HEAD])
+            head = part_of(weights, "model.hc_head.hc_")
+            self._head = site_of(config, k, head, weights["model.norm.weight"])
         self.rotaries = [
             Rotary(rope, config.rope_dim, device) for rope in (config.rope_main, config.rope_compress)
         ]
-        self._layers = [
-            Layer(setup, i, part_of(weights, f"model.layers.{i}."), self.rotaries[ratio > 0])
-            for i, ratio in enumerate(config.ratios)
-        ]
+        self._layers = {
+            i: Layer(setup, i, part_of(weights, f"model.layers.{i}."), self.rotaries[config.ratios[i] > 0])
+            for i in stage.layers
+        }
         drafts = any(stream.draft for stream in setup.memory.spec.streams)
         self.draft = MtpDraft(setup, weights, self._lm_head, self.rotaries[0]) if drafts else None
 
@@ -55,7 +60,7 @@ class V4Layers:
         return self._k.linear(self._hyper.head(x, self._head), self._lm_head, wide=True)
 
     def restore(self, moves: Tensor) -> None:
-        for layer in self._layers:
+        for layer in self._layers.values():
             layer.attention.restore(moves)
 
 
@@ -66,10 +71,13 @@ def build(  # noqa: PLR0913
     rings: int,
     kernels: Kernels | None = None,
     guesses_max: int = 0,
+    stage: Stage | None = None,
 ) -> Frame:
-    """The model for up to `rings` running requests."""
+    """The model, or a stage of it, for up to `rings` running requests."""
     k = kernels or make_kernels(device=str(memory.device))
-    layers = V4Layers(Setup(config, k, memory, rings, Beside(memory.device), guesses_max), weights)
+    stage = stage or Stage(0, config.layers, config.layers)
+    setup = Setup(config, k, memory, rings, Beside(memory.device), guesses_max)
+    layers = V4Layers(setup, weights, stage)
     return Frame(layers, k, memory, rings, guesses_max)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tiercel.kernels.choice import Kernels, make_kernels
 from tiercel.memory.buffers import DeviceMemory
-from tiercel.models.base import Weights, part_of
+from tiercel.models.base import Stage, Weights, part_of
 from tiercel.models.families import Family
 from tiercel.models.flat import FlatBatch
 from tiercel.models.frame import Frame, Hidden, LayersDraft
@@ -22,17 +22,22 @@ from tiercel.models.rotary import Rotary
 
 
 class Qwen3Layers:
-    """All layers, the embedding before them and the head behind them."""
+    """The layers of a stage, the embedding before the first and the head behind the last."""
 
     draft: LayersDraft | None = None
 
-    def __init__(self, config: Qwen3Config, weights: Weights, memory: DeviceMemory, kernels: Kernels) -> None:
-        self.vocab_size, self.count = config.vocab_size, config.layers
+    def __init__(
+        self, config: Qwen3Config, weights: Weights, memory: DeviceMemory, kernels: Kernels, stage: Stage
+    ) -> None:
+        self.vocab_size, self.stage = config.vocab_size, stage
+        self.width: tuple[int, ...] = (config.hidden_size,)
         self._config, self._k = config, kernels
-        self._embedding, self._lm_head = weights[EMBEDDING], kernels.pack(weights[HEAD])
-        self._norm = weights["model.norm.weight"]
+        if stage.begins:
+            self._embedding = weights[EMBEDDING]
+        if stage.ends:
+            self._lm_head, self._norm = kernels.pack(weights[HEAD]), weights["model.norm.weight"]
         self.rotaries = [Rotary(config.rope, config.head_dim, memory.device)]
-        self._layers = [self._layer(i, weights, memory) for i in range(config.layers)]
+        self._layers = {i: self._layer(i, weights, memory) for i in stage.layers}
 
     def _layer(self, i: int, weights: Weights, memory: DeviceMemory) -> Layer:
         c, k, own = self._config, self._k, part_of(weights, f"model.layers.{i}.")
@@ -67,10 +72,12 @@ def build(  # noqa: PLR0913
     rings: int,
     kernels: Kernels | None = None,
     guesses_max: int = 0,
+    stage: Stage | None = None,
 ) -> Frame:
-    """The model for up to `rings` running requests."""
+    """The model, or a stage of it, for up to `rings` running requests."""
     k = kernels or make_kernels(device=str(memory.device))
-    return Frame(Qwen3Layers(config, weights, memory, k), k, memory, rings, guesses_max)
+    layers = Qwen3Layers(config, weights, memory, k, stage or Stage(0, config.layers, config.layers))
+    return Frame(layers, k, memory, rings, guesses_max)
 
 
 FAMILY = Family(
