@@ -110,7 +110,7 @@ def test_the_logits_are_those_of_weights_that_were_dequantized(tmp_path: Path, d
     stays, plain = (load(folder, device, fp8=each) for each in (True, False))
     (model, logits), (_, expected) = run(stays, device), run(plain, device)
     assert logits.isfinite().all() and torch.equal(logits, expected)
-    first, second = model.layers._layers  # type: ignore[attr-defined]
+    first, second = model.layers._layers.values()  # type: ignore[attr-defined]
     attention, experts = first.attention, first.experts
     for matrix in (
         attention._input,

@@ -39,6 +39,7 @@ measurements, and its answers make no sense."""
 
 SHARED_SOURCES = (
     "models/apart.py",
+    "models/beside.py",
     "models/draft_model.py",
     "models/flat.py",
     "models/frame.py",

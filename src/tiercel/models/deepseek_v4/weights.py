@@ -140,6 +140,6 @@ def _named(prefix: str, rows: Iterable[Row]) -> Iterator[Parameter]:
 
 WEIGHTS = WeightSpec(
     parameters,
-    matrices={"self_attn.": (INPUT, QUERIES, OUT_LOW, OUT), "mlp.": (GATE_UP, DOWN)},
+    matrices={"self_attn.": (INPUT, QUERIES, INDEX_QUERIES, OUT_LOW, OUT), "mlp.": (GATE_UP, DOWN)},
     draft=(DRAFT,),
 )
