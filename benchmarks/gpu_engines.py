@@ -26,7 +26,7 @@ from tiercel.engine.build import open_engine
 from tiercel.engine.config import Build, EngineConfig
 from tiercel.engine.engine import Engine
 from tiercel.engine.loop import steps_of
-from tiercel.engine.runner import LocalRunner, QueueRunner
+from tiercel.engine.runner import LocalRunner, QueueRunner, make_runner
 from tiercel.engine.step import Drawn, Step
 from tiercel.storage.open import open_store
 
@@ -185,7 +185,8 @@ class OneModel:
         memories = make_memories(self.spec, settings, first.cache.device)
         cache = TieredCache(self.spec, settings, memories, identity=first.cache.identity)
         config = replace(first.config, cache=settings, overlap=overlap)
-        running = RunningEngine(Engine(self.model, cache, first.text, config))
+        runner = make_runner(self.model, cache, first.text, config)
+        running = RunningEngine(Engine(runner, cache, first.text, config))
         if store is not None:
             running.attach(store)
         return running

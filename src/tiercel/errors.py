@@ -73,6 +73,15 @@ class EngineError(TiercelError):
     """The engine has failed in a way that leaves its state in doubt. It serves no more."""
 
 
+class RunnerLost(TiercelError):
+    """What computes is gone, with all that its device held. An engine starts it again."""
+
+    def __init__(self, why: str, *, computing: bool) -> None:
+        """`computing`: whether a step was under way: then its texts end with this error."""
+        super().__init__(why)
+        self.computing = computing
+
+
 class BudgetError(TiercelError):
     """Host memory was asked for that the machine does not have."""
 

@@ -17,7 +17,7 @@ from tiercel.engine.config import EngineConfig
 from tiercel.engine.engine import Engine
 from tiercel.engine.loop import overlapped_steps, plain_steps, queued_steps
 from tiercel.engine.offline import answer_all
-from tiercel.engine.runner import QueueRunner
+from tiercel.engine.runner import QueueRunner, make_runner
 from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.deepseek_v4 import weights
 from tiercel.models.deepseek_v4.config import V4Config
@@ -80,7 +80,7 @@ def make_engine(  # noqa: PLR0913
     made = build(CONFIG, WEIGHTS, own.device, config.running_max, guesses_max=config.guesses_max)
     if change is not None:
         change(made)
-    engine = Engine(made, own, TEXT, config, clock)
+    engine = Engine(make_runner(made, own, TEXT, config), own, TEXT, config, clock)
     if guesses:
         engine.scheduler.guessing.policy = Always(guesses)
     return engine

@@ -17,7 +17,7 @@ from tests.simulation.schedule import OrderedCopies, ScheduleWorld, SparseSchedu
 from tiercel.cache.places import Places
 from tiercel.cache.residency import Residency
 from tiercel.engine.admission import Admission
-from tiercel.engine.runner import LocalRunner, _Ring
+from tiercel.engine.runner import LocalRunner, Ring
 from tiercel.engine.scheduler import Scheduler
 from tiercel.engine.seats import Seats
 from tiercel.engine.step import Begin
@@ -114,8 +114,8 @@ def _unseeded(steps):
 # Faults
 
 real_plan, real_seal, real_commit = Scheduler.plan, Scheduler.seal, Seats.commit
-real_place, real_begin, real_replan = _Ring.place, Seats.begin, Scheduler.replan
-real_go_on, real_moved, real_span = Scheduler._go_on, Scheduler._moved, _Ring.span
+real_place, real_begin, real_replan = Ring.place, Seats.begin, Scheduler.replan
+real_go_on, real_moved, real_span = Scheduler._go_on, Scheduler._moved, Ring.span
 real_leave, real_advance, real_arrived = Seats.leave, Scheduler.advance, Admission._arrived
 real_tell, real_release = Seats._tell_residency, Residency.release
 
@@ -271,17 +271,17 @@ MUTANTS = {
     the_plan_stays_where_it_was: (Scheduler, "_moved"),
     guesses_need_no_room: (Scheduler, "_moved"),
     a_text_that_drew_more_than_there_is_room_for_goes_on: (Scheduler, "_moved"),
-    wrong_guesses_are_kept: (_Ring, "span"),
+    wrong_guesses_are_kept: (Ring, "span"),
     who_is_computed_may_be_preempted: (Scheduler, "plan"),
     the_table_is_not_told_again: (Seats, "commit"),
     tails_are_not_written: (Scheduler, "seal"),
     tails_are_not_read: (Seats, "begin"),
     a_replay_writes_its_pages_again: (Seats, "begin"),
-    an_appended_page_is_put_first: (_Ring, "place"),
+    an_appended_page_is_put_first: (Ring, "place"),
     what_was_not_run_counts_as_planned: (Scheduler, "replan"),
     changes_are_lost_when_planned_again: (Scheduler, "replan"),
     a_ring_is_lost: (Seats, "leave"),
-    the_drawn_token_is_forgotten: (_Ring, "append"),
+    the_drawn_token_is_forgotten: (Ring, "append"),
     who_is_in_the_ring_now_gets_the_token: (Scheduler, "advance"),
     copies_do_not_wait_for_queued_steps: (OrderedCopies, "submit"),
     early_loads_are_not_waited_for: (Scheduler, "seal"),

@@ -171,6 +171,21 @@ class TieredCache:
         return self.tree.match(chain.keys, len(chain.keys)).device
 
     @property
+    def moving(self) -> bool:
+        """Whether copies between device and host are queued or under way."""
+        return next(self.flights.moves(), None) is not None
+
+    def lose_device(self) -> None:
+        """What the device held is gone, with its memory. Only what the host can read stays. Required: no
+        request has begun, and no copy is queued or under way."""
+        assert not self.requests and not self.moving, "somebody holds what is lost"
+        while self.tree.evict(self.pages.capacity):
+            self.places.settle()
+        self.places.settle()
+        self.places.forget_promises()
+        assert self.pages.free == self.pages.capacity, "I4: a place of an empty device has an owner"
+
+    @property
     def changes(self) -> tuple[int, ...]:
         """Numbers that stay as they are while nothing is shared and nothing comes free. A prompt that found
         no device pages finds none until they change."""

@@ -255,6 +255,18 @@ class Admission:
         self.running.remove(task)
         self._wait_again(task)
 
+    def begin_again(self) -> None:
+        """The device has lost all that it held: tasks that run, or whose pages are being loaded, wait again.
+        Every copy that was under way, or is sent from now on, fails."""
+        for task in reversed(self.running.copy()):
+            self.preempt(task)
+        loading = list(self.loading.values())
+        while self._cache.moving:
+            self.collect()
+        for task in loading:
+            task.load = True  # its load did not fail for anything that it loads
+        self._seats.forget()
+
     def _wait_again(self, task: Task) -> None:
         self._leave_seat(task)
         self.waiting.add(task)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
 
 from tiercel.cache import TieredCache
-from tiercel.cache.memories import make_memories
+from tiercel.cache.memories import Memories, make_memories
 from tiercel.config import LAYOUT_NAMES, CacheConfig
 from tiercel.engine.config import (
     DRAFT_MODEL,
@@ -21,8 +22,12 @@ from tiercel.engine.config import (
     staged_bytes,
     staged_pages_of,
 )
+from tiercel.engine.cut import cut_of, layer_weights
 from tiercel.engine.engine import Engine
+from tiercel.engine.group import Group
+from tiercel.engine.runner import make_runner
 from tiercel.engine.scheduler import STEP_TOKENS
+from tiercel.engine.stage import StageRoom
 from tiercel.errors import ConfigError
 from tiercel.memory.buffers import STAGED_AREAS, DeviceMemory
 from tiercel.models.families import text_folder_of
@@ -61,20 +66,75 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
     if build.sources and not config.cache.host_bytes:
         hidden = hide(build.sources[0], build.sources[0])
         raise ConfigError("store", hidden, "needs a host tier to read into: give it host memory")
-    if device_bytes is not None:
+    if device_bytes is not None and build.stages == 1:
         places_of(device_bytes, spec)  # fails for too little memory before weights are read
-    text = _open_text(opened)
-    loaded = opened.load(partial(check_device_memory, build, cache_bytes=device_bytes or 0))
-    device_bytes = device_bytes or _device_bytes(build.device, spec, config)
-    staged = staged_pages_of(device_bytes, spec, config.context_tokens)
-    places = places_of(device_bytes - staged_bytes(staged, spec), spec)
-    memory = DeviceMemory(spec, *places, build.device, STAGED_AREAS * staged)
-    cache = _open_cache(build, replace(config.cache, staged_pages=staged), opened, memory)
-    model = loaded.build(memory, config.running_max, config.guesses_max)
-    engine = Engine(model, cache, text, config)
-    model.warm_up(engine.context_tokens)
-    choices = [*opened.choices(), *_choices(build, engine, device_bytes), *sparse, speculation]
+    text, told = _open_text(opened), list[Choice]()
+    if build.stages > 1:
+        group, cache, device_bytes = _open_group(build, config, opened, device_bytes)
+        engine = Engine(group, cache, text, config)
+        told = [_stages_choice(group)]
+    else:
+        loaded = opened.load(partial(check_device_memory, build, cache_bytes=device_bytes or 0))
+        device_bytes = device_bytes or _device_bytes(_half_free(build.device), spec, config)
+        cache_config = _with_places(config.cache, [spec], device_bytes, config.context_tokens)
+        places = cache_config.device_pages, cache_config.staging_tails
+        memory = DeviceMemory(spec, *places, build.device, STAGED_AREAS * cache_config.staged_pages)
+        cache = _open_cache(build, cache_config, opened, make_memories(spec, cache_config, memory))
+        model = loaded.build(memory, config.running_max, config.guesses_max)
+        engine = Engine(make_runner(model, cache, text, config), cache, text, config)
+        model.warm_up(engine.context_tokens)
+    choices = [*opened.choices(), *told, *_choices(build, engine, device_bytes), *sparse, speculation]
     return engine, [*choices, *opened.unread(), *_end_choice(text, engine.vocab_size)]
+
+
+def _with_places(
+    config: CacheConfig, held: Sequence[CacheSpec], device_bytes: int, context_tokens: int | None
+) -> CacheConfig:
+    """The settings with the places that each device has room for. `held`: what each keeps of a page. A place
+    has one number in all of them, so the one with the least room decides."""
+    sparse = [each for each in held if each.second]
+    staged = min((staged_pages_of(device_bytes, each, context_tokens) for each in sparse), default=0)
+    each_has = [
+        places_of(device_bytes - (staged_bytes(staged, each) if each.second else 0), each) for each in held
+    ]
+    frames, staging = (min(counts) for counts in zip(*each_has, strict=True))
+    return replace(config, device_pages=frames, staging_tails=staging, staged_pages=staged)
+
+
+def _open_group(
+    build: Build, config: EngineConfig, opened: Opened, device_bytes: int | None
+) -> tuple[Group, TieredCache, int]:
+    """The processes of the stages, and the cache above them."""
+    weights = layer_weights(opened.target.plan(opened.kernels, draft=opened.own_draft))
+    cut = cut_of(opened.spec, weights, opened.layers, build.stages)
+    held = [replace(opened, stage=stage).held for stage in cut]
+    if device_bytes is not None:  # fails for too little memory before weights are read
+        _with_places(config.cache, held, device_bytes, config.context_tokens)
+    group = Group(build, config, opened, cut)
+    try:
+        if device_bytes is None:
+            device_bytes = min(_device_bytes(group.bytes_free // 2, each, config) for each in held)
+        settings = replace(config.cache, host_shared=True)
+        settings = _with_places(settings, held, device_bytes, config.context_tokens)
+        memories = Memories(controller=group.controller)
+        if settings.host_bytes:
+            memories = make_memories(opened.spec, settings, None, controller=group.controller)
+        host = None if memories.host is None else (memories.host.path, settings.host_bytes)
+    except BaseException:
+        group.end()
+        raise
+    cache = _open_cache(build, settings, opened, memories)
+    try:
+        group.open(StageRoom(settings.device_pages, settings.staging_tails, settings.staged_pages, host))
+    except BaseException:
+        cache.close(0.0)
+        raise
+    return group, cache, device_bytes
+
+
+def _stages_choice(group: Group) -> Choice:
+    layers = ", ".join(f"{stage.first} to {stage.end - 1}" for stage in group.cut)
+    return Choice("stages", str(len(group.cut)), f"a process each for layers {layers}")
 
 
 def who_is_sparse(config: CacheConfig, opened: Opened, build: Build) -> tuple[Opened, list[Choice]]:
@@ -135,9 +195,12 @@ def _open_text(opened: Opened) -> Text:
     return text
 
 
-def _device_bytes(device: str, spec: CacheSpec, config: EngineConfig) -> int:
+def _half_free(device: str) -> int:
+    return int(torch.cuda.mem_get_info(device)[0]) // 2
+
+
+def _device_bytes(half: int, spec: CacheSpec, config: EngineConfig) -> int:
     """Half of the memory that a GPU has left beside the weights, or all that running texts can ever fill."""
-    half = torch.cuda.mem_get_info(device)[0] // 2
     if config.context_tokens is None:
         return half
     pages, tails = -(-config.context_tokens // spec.page_tokens), max(4, 2 * spec.pages_per_window)
@@ -145,11 +208,9 @@ def _device_bytes(device: str, spec: CacheSpec, config: EngineConfig) -> int:
     return min(half, config.running_max * each + STAGING_MOST * spec.tail_bytes)
 
 
-def _open_cache(build: Build, config: CacheConfig, opened: Opened, memory: DeviceMemory) -> TieredCache:
-    config = replace(config, device_pages=memory.frames, staging_tails=memory.tails)
-    identity = opened.identity(build.share)
-    memories = make_memories(opened.spec, config, memory)
+def _open_cache(build: Build, config: CacheConfig, opened: Opened, memories: Memories) -> TieredCache:
     try:
+        identity = opened.identity(build.share)
         cache = TieredCache(opened.spec, config, memories, identity=identity)
     except BaseException:
         memories.close()

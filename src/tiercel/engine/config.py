@@ -45,6 +45,9 @@ class Build(Wish):
     )
     """Device memory for pages and tails, which attention reads. None: 256 MiB of a CPU's memory; half of
     what a GPU has left beside the weights, or what running texts can fill. Steps take memory too."""
+    stages: int = setting(1, "Processes that the model's layers are cut into.", least=1)
+    """More than 1: a process for each stage of layers, with the same device memory each: on CUDA a device
+    for each, if there are as many."""
     store: str | None = setting(None, "The third tier: file:///path?size=200GiB, redis://…, mooncake://…")
     """URL of a store (`storage.open`); None: there is no third tier."""
     peer: tuple[str, ...] = setting(

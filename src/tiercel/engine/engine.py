@@ -22,43 +22,30 @@ from tiercel.asks.ask import (
 )
 from tiercel.cache import TieredCache
 from tiercel.engine.config import EngineConfig
-from tiercel.engine.drafting import make_drafter
-from tiercel.engine.runner import LocalRunner, QueueRunner
 from tiercel.engine.scheduler import Scheduler
-from tiercel.engine.step import Runner
+from tiercel.engine.step import Runner, Step
 from tiercel.engine.task import Outcome
-from tiercel.errors import AskError, GrammarError
-from tiercel.memory.buffers import DeviceMemory
-from tiercel.models.base import Model
+from tiercel.errors import AskError, GrammarError, RunnerLost
 from tiercel.text.stream import TextStream
 from tiercel.text.text import Text
-from tiercel.transfer.staging import Staging
 
 log = logging.getLogger(__name__)
 
 
 class Engine:
-    """Answers asks with one model and its cache. One thread drives it."""
+    """Answers asks with one model and its cache. One thread drives it. `runner`: has the model."""
 
     def __init__(
         self,
-        model: Model,
+        runner: Runner,
         cache: TieredCache,
         text: Text,
         config: EngineConfig,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self.scheduler = Scheduler(cache, config, clock)
-        ready = cache.controller.ready if cache.controller else None
-        drafter = make_drafter(config.speculate, model, cache.spec.page_tokens)
-        memory = cache.device
-        staging = Staging(memory) if isinstance(memory, DeviceMemory) and memory.tails else None
-        self.runner: Runner = LocalRunner(model, ready, drafter, text.grammars, staging)
-        if model.last.is_cuda:
-            self.runner = QueueRunner(model, ready, drafter, text.grammars, staging)
-        self._model = model
-        self.cache, self.text, self.config = cache, text, config
-        self.vocab_size = model.vocab_size
+        self.runner, self.cache, self.text, self.config = runner, cache, text, config
+        self.vocab_size = runner.vocab_size
         self.page_tokens, self.context_tokens = cache.spec.page_tokens, self.scheduler.context_tokens
         self.tasks, self.counters = self.scheduler.tasks, self.scheduler.counters
 
@@ -94,6 +81,15 @@ class Engine:
         """End a request, at any moment. If it is not known any more, nothing happens."""
         self.scheduler.abort(request_id)
 
+    def lost(self, step: Step, error: RunnerLost) -> list[Outcome]:
+        """The runner is gone, with all that its device held: start it again. Texts that it was computing end
+        with the error, other running ones begin again, and what the host has stays."""
+        log.error("%s; it is started again", error)
+        self.runner.end()
+        outcomes = self.scheduler.lost(step, error)
+        self.runner.restart()
+        return outcomes
+
     @property
     def idle(self) -> bool:
         return self.scheduler.idle
@@ -127,13 +123,13 @@ class Engine:
 
     def _read_on_host(self) -> dict[str, int]:
         """What the model has read of sparse pages: entries that hot rows had, or had not, and bytes."""
-        spec, (looked_up, missed) = self.cache.spec, self._model.hot_numbers()
+        spec, read = self.cache.spec, self.runner.read_on_host()
         (stream,) = spec.pools[1]
         return {
-            "entries_hit": looked_up - missed,
-            "entries_missed": missed,
-            "bytes_gathered": missed * stream.bytes_per_entry,
-            "bytes_staged": self._model.rows_staged * spec.row_bytes(stream),
+            "entries_hit": read.looked_up - read.missed,
+            "entries_missed": read.missed,
+            "bytes_gathered": read.missed * stream.bytes_per_entry,
+            "bytes_staged": read.rows_staged * spec.row_bytes(stream),
         }
 
     def emit(self, outcomes: Sequence[Outcome]) -> list[Delta]:

@@ -20,9 +20,9 @@ from functools import partial
 from tiercel.asks.ask import Delta
 from tiercel.engine.engine import Engine
 from tiercel.engine.runner import QueueRunner
-from tiercel.engine.scheduler import Scheduler
 from tiercel.engine.step import Drawn, Step, StepPart
 from tiercel.engine.task import Outcome
+from tiercel.errors import RunnerLost
 
 WAIT_S = 0.001
 """How long a transfer is waited for at a time, while nothing can be computed."""
@@ -53,7 +53,7 @@ def plain_steps(engine: Engine, rest: Rest | None = None) -> Iterator[list[Delta
         step = scheduler.seal(scheduler.plan())
         if not step.parts:
             rest()
-        yield engine.emit(_advance(scheduler, step, partial(runner.run, step)))
+        yield engine.emit(_advance(engine, step, partial(runner.run, step)))
 
 
 def overlapped_steps(
@@ -67,7 +67,7 @@ def overlapped_steps(
         deltas = engine.emit(outcomes)
         ahead = scheduler.plan()
         meanwhile(computing)
-        outcomes = _advance(scheduler, step, computing.result)
+        outcomes = _advance(engine, step, computing.result)
         step = scheduler.seal(ahead)
         if scheduler.stalled or not step.parts:  # it takes what this step gave back
             step = scheduler.replan(step)
@@ -93,16 +93,16 @@ def queued_steps(
     try:
         while True:
             if scheduler.unsure:  # how far its texts get is known only with its tokens
-                outcomes = _advance(scheduler, step, result)
+                outcomes = _advance(engine, step, result)
                 step = scheduler.seal(scheduler.plan())
                 result = start(step)
             elif (ahead := scheduler.plan()) and not scheduler.stalled and not _guesses(ahead):
                 following = scheduler.seal(ahead)
                 following_result = start(following)
-                outcomes = _advance(scheduler, step, result)
+                outcomes = _advance(engine, step, result)
                 step, result = following, following_result
             else:  # it needs what this step gives back, or its tokens
-                outcomes = _advance(scheduler, step, result)
+                outcomes = _advance(engine, step, result)
                 step = scheduler.seal(ahead)
                 if scheduler.stalled or not step.parts:
                     step = scheduler.replan(step)
@@ -112,7 +112,7 @@ def queued_steps(
                 rest()
             yield deltas
     except GeneratorExit:
-        _advance(scheduler, step, result)  # nothing more was asked, and a step is under way
+        _advance(engine, step, result)  # nothing more was asked, and a step is under way
         raise
 
 
@@ -120,9 +120,12 @@ def _guesses(parts: Sequence[StepPart]) -> bool:
     return any(part.guesses for part in parts)
 
 
-def _advance(scheduler: Scheduler, step: Step, run: Callable[[], Drawn]) -> list[Outcome]:
+def _advance(engine: Engine, step: Step, run: Callable[[], Drawn]) -> list[Outcome]:
+    scheduler = engine.scheduler
     try:
         drawn = run()
+    except RunnerLost as error:
+        return engine.lost(step, error)
     except Exception as error:  # noqa: BLE001 - whatever a model raises: its texts end, the engine goes on
         return scheduler.failed(step, error)
     return scheduler.advance(step, drawn)

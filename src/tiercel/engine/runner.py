@@ -29,13 +29,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tiercel.asks.ask import Sampling, TokenOut
-from tiercel.engine.drafting import Drafter, DraftText
+from tiercel.cache import TieredCache
+from tiercel.engine.config import EngineConfig
+from tiercel.engine.drafting import Drafter, DraftText, make_drafter
 from tiercel.engine.sampling import Sampler, token_logprobs
-from tiercel.engine.step import Begin, Drawn, HotPlaces, PageTable, Step, StepPart
+from tiercel.engine.step import Begin, Drawn, HotPlaces, PageTable, ReadOnHost, Step, StepPart
 from tiercel.errors import LogitsError, TiercelError
 from tiercel.kernels.draw import Draw, Mask, greedy
+from tiercel.memory.buffers import DeviceMemory
 from tiercel.models.base import DRAWN_LAST, BeforeLayer, Model, Span, at_once
 from tiercel.text.grammar import Asked, Grammars, Masks, Matcher, fill_masks
+from tiercel.text.text import Text
 from tiercel.transfer.controller import Ready
 from tiercel.transfer.staging import Staged, Staging
 
@@ -47,7 +51,7 @@ NO_TAILS: Mapping[int, int] = MappingProxyType({})
 """The tails of most spans."""
 
 
-class _Ring:
+class Ring:
     """The state of one running text."""
 
     sampler: Sampler
@@ -102,12 +106,12 @@ class _Ring:
         self.tokens[position] = DRAWN_LAST
 
 
-class _Work(NamedTuple):
+class Work(NamedTuple):
     """One forward, and what is drawn from its logits. Lists take less time than an object for each text."""
 
     drawn: Drawn
     parts: Sequence[StepPart]
-    rings: list[_Ring]
+    rings: list[Ring]
     """The ring of each part: another text may have its number by the time this one's token is known."""
     before: BeforeLayer
     spans: list[Span]
@@ -168,6 +172,9 @@ class _Work(NamedTuple):
 class LocalRunner:
     """A model, and the rings of its running texts."""
 
+    leaves_out = True
+    """Whether a text with an error is left out of a step."""
+
     def __init__(
         self,
         model: Model,
@@ -178,9 +185,17 @@ class LocalRunner:
     ) -> None:
         """`ready` tells when the layers of a load may be read, by the load's number. `grammars`: those of the
         model's tokenizer, if answers may have grammars. `staging`: of the model's memory, if it has tails."""
-        self.model = model
+        self.model, self.vocab_size = model, model.vocab_size
         self._ready, self._drafter, self._grammars, self._staging = ready, drafter, grammars, staging
-        self._rings: dict[int, _Ring] = {}
+        self._rings: dict[int, Ring] = {}
+
+    def end(self) -> None:
+        raise NotImplementedError("a runner in this process is not lost")
+
+    restart = end
+
+    def read_on_host(self) -> ReadOnHost:
+        return ReadOnHost(*self.model.hot_numbers(), self.model.rows_staged)
 
     def run(self, step: Step) -> Drawn:
         work = self._take(step)
@@ -188,7 +203,9 @@ class LocalRunner:
             return work.drawn
         began_s = perf_counter()
         logits = self._forward(step, work)
-        drawn = work.drawn._replace(seconds=perf_counter() - began_s)
+        return self._drawn(work, logits, work.drawn._replace(seconds=perf_counter() - began_s))
+
+    def _drawn(self, work: Work, logits: Tensor, drawn: Drawn) -> Drawn:
         drawing = work.drawing()
         plain = [row for i, row, _ in drawing if work.rings[i].sampler.plain]
         best = greedy(work.chosen(logits, plain)).tolist() if plain else []
@@ -196,7 +213,7 @@ class LocalRunner:
         self._draw(work, logits, drawn, dict(zip(plain, best, strict=True)), _by_row(drawing, masks))
         return drawn
 
-    def _take(self, step: Step) -> _Work:
+    def _take(self, step: Step) -> Work:
         """Apply the changes of a step. Returns what is to be computed and drawn."""
         before = self._waits(step.loads)
         before(0)  # a text goes on from tails, which come with the first layer
@@ -214,12 +231,13 @@ class LocalRunner:
         if guesses is not None:
             guessed = {step.parts[i].ring: len(own) for i, own in guesses.items()}
             drawn = drawn._replace(guessed=guessed, draft_s=perf_counter() - began_s)
-        work = _Work(drawn, step.parts, rings, before, [], [], [], guesses or {}, [])
+        work = Work(drawn, step.parts, rings, before, [], [], [], guesses or {}, [])
         end = 0
         for i, (part, ring) in enumerate(zip(step.parts, rings, strict=True)):
             if ring.error is not None:
                 work.drawn.results[i] = ring.error
-                continue
+                if self.leaves_out:
+                    continue
             own = work.guesses.get(i, ())
             work.spans.append(ring.span(part, own, work.staged))
             end += part.end - part.start + len(own)
@@ -228,7 +246,7 @@ class LocalRunner:
                 work.rows.extend(range(end - wanted, end))
         return work
 
-    def _guess(self, parts: Sequence[StepPart], rings: Sequence[_Ring]) -> dict[int, list[int]] | None:
+    def _guess(self, parts: Sequence[StepPart], rings: Sequence[Ring]) -> dict[int, list[int]] | None:
         """Guesses for each part; None: none are wanted."""
         wanted = [i for i, part in enumerate(parts) if part.guesses and rings[i].error is None]
         if not wanted or self._drafter is None:
@@ -255,9 +273,9 @@ class LocalRunner:
 
         return wait
 
-    def _forward(self, step: Step, work: _Work) -> Tensor:
+    def _forward(self, step: Step, work: Work) -> Tensor:
         try:
-            logits = self.model.forward(work.spans, work.rows, work.before)
+            logits = self._compute(work)
             if self._staging is not None:
                 self._staging.pour(work.staged)
             return logits
@@ -268,8 +286,11 @@ class LocalRunner:
             # The frames of the forward hold its tensors. Their memory is needed, and the error is kept.
             raise error.with_traceback(None) from None
 
+    def _compute(self, work: Work) -> Tensor:
+        return self.model.forward(work.spans, work.rows, work.before)
+
     def _begin(self, begin: Begin) -> None:
-        self._rings[begin.ring] = ring = _Ring(begin)
+        self._rings[begin.ring] = ring = Ring(begin)
         if self._drafter is not None:
             self._drafter.begin(begin.ring)
         prompt, output = begin.tokens[: begin.prompt_tokens], begin.tokens[begin.prompt_tokens :]
@@ -293,7 +314,7 @@ class LocalRunner:
 
     def _draw(
         self,
-        work: _Work,
+        work: Work,
         logits: Tensor,
         drawn: Drawn,
         known: Mapping[int, int],
@@ -397,7 +418,7 @@ class QueueRunner(LocalRunner):
         return result
 
     def _queue_draws(
-        self, work: _Work, drawing: Sequence[tuple[int, int, int]], logits: Tensor, masks: Masks | None
+        self, work: Work, drawing: Sequence[tuple[int, int, int]], logits: Tensor, masks: Masks | None
     ) -> Tensor:
         """Draw a token from each of these rows, on the device, and queue their copy to the host."""
         draws: list[Draw] | None = None
@@ -408,6 +429,16 @@ class QueueRunner(LocalRunner):
         drawn = self.model.draw(logits, [work.parts[i].ring for i, _, _ in drawing], draws, masks)
         host = torch.empty(len(drawing), dtype=torch.int64, pin_memory=drawn.is_cuda)
         return host.copy_(drawn, non_blocking=True)
+
+
+def make_runner(model: Model, cache: TieredCache, text: Text, config: EngineConfig) -> LocalRunner:
+    """The runner of a model that is in this process, on the device memory of a cache."""
+    ready = cache.controller.ready if cache.controller else None
+    drafter = make_drafter(config.speculate, model, cache.spec.page_tokens)
+    memory = cache.device
+    staging = Staging(memory) if isinstance(memory, DeviceMemory) and memory.tails else None
+    kind = QueueRunner if model.last.is_cuda else LocalRunner
+    return kind(model, ready, drafter, text.grammars, staging)
 
 
 class _Clock:
@@ -447,7 +478,7 @@ def _rows(part: StepPart) -> int:
     return max(int(part.draws), part.end - max(part.start, part.score_from))
 
 
-def _scores(part: StepPart, ring: _Ring, logits: Tensor) -> list[TokenOut]:
+def _scores(part: StepPart, ring: Ring, logits: Tensor) -> list[TokenOut]:
     """Logprobs of the prompt: row i tells how likely the token after it was."""
     start = part.end - len(logits)
     following: list[int] = ring.tokens[start + 1 : min(part.end + 1, ring.prompt_tokens)].tolist()

@@ -26,6 +26,7 @@ from tiercel.engine.guessing import Guessing, source_of
 from tiercel.engine.seats import Seats
 from tiercel.engine.step import Drawn, Step, StepPart, share
 from tiercel.engine.task import Outcome, Seat, Stage, Task
+from tiercel.errors import RunnerLost
 from tiercel.types import place
 
 PROMPT_TOKENS = 16
@@ -299,6 +300,18 @@ class Scheduler:
             if seat.task.seat is seat:
                 self.admission.fail(seat.task, error)
         return self._ended()
+
+    def lost(self, step: Step, error: RunnerLost) -> list[Outcome]:
+        """The device has lost all that it held, and no copy is under way. The texts of the step end if it was
+        being computed. All other running texts give up what they have and wait again."""
+        outcomes = list[Outcome]()
+        if error.computing:
+            outcomes = self.failed(step, error)
+        else:
+            self._unseal(step)
+        self.admission.begin_again()
+        self.cache.lose_device()
+        return outcomes + self._ended()
 
     def _unseal(self, step: Step) -> list[Seat]:
         """The seats of a step that has ended."""

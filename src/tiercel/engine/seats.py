@@ -75,6 +75,12 @@ class Seats:
         self._changes[:0] = step.changes
         self._loads[:0] = step.loads
 
+    def forget(self) -> None:
+        """No step tells what was noted for it: the texts in these rings begin again."""
+        assert not self.in_ring, "a text has a ring"
+        self._changes.clear()
+        self._loads.clear()
+
     # Pages
 
     def page_end(self, position: int) -> int:

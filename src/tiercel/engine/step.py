@@ -99,10 +99,33 @@ class Drawn(NamedTuple):
     """How often the step was run in a row (`Scheduler.quiet_steps`): each part drew one token in each run."""
 
 
+class ReadOnHost(NamedTuple):
+    """What a model has read of sparse pages since the start, over all layers."""
+
+    looked_up: int = 0
+    """Chosen entries of pages on the host."""
+    missed: int = 0
+    """How many of them had to be brought."""
+    rows_staged: int = 0
+
+
 class Runner(Protocol):
-    """Runs steps, one after the other. Whatever `run` raises ends the texts of that step."""
+    """Runs steps, one after the other. Whatever `run` raises ends the texts of that step. `RunnerLost`: the
+    device has lost all that it held."""
+
+    @property
+    def vocab_size(self) -> int: ...
 
     def run(self, step: Step) -> Drawn: ...
+
+    def read_on_host(self) -> ReadOnHost:
+        """On a GPU this waits for what is queued."""
+
+    def end(self) -> None:
+        """It was lost: nothing copies any more when this returns, and plans under way have failed."""
+
+    def restart(self) -> None:
+        """Begin again, with a device that holds nothing."""
 
 
 def share(tokens: int, wanted: Sequence[int], piece: int) -> list[int]:

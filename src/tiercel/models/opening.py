@@ -127,6 +127,11 @@ class Opened:
         return self.target_spec if self.draft_spec is None else self.target_spec.with_draft(self.draft_spec)
 
     @property
+    def layers(self) -> int:
+        """How many layers the model has, without those of a draft."""
+        return self.target_spec.layers[-1] + 1
+
+    @property
     def held(self) -> CacheSpec:
         """The part of `spec` that this stage has. The draft's layers come behind the model's."""
         if self.stage is None:

@@ -15,7 +15,7 @@ layer by layer (`RankWorker.ready`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from time import monotonic
 
@@ -66,23 +66,33 @@ class RankWorker:
         error = "" if done.error is None else repr(done.error.__cause__)
         return Ack(self._theirs.pop(done.ticket.number), self.number, error, done.seconds)
 
-    def wait(self, timeout_s: float) -> None:
-        """Block until something has ended, if anything is under way."""
+    def wait(self, timeout_s: float, unless: Callable[[], bool] | None = None) -> None:
+        """Block until something has ended, if anything is under way. With `unless`: until that is true, also
+        while nothing is under way. `wake` has it looked at."""
         until_s, landed = monotonic() + timeout_s, self._controller.tickets.landed
-        at_once_s = DEVICE_S if self._controller.in_order else timeout_s
         with landed:
-            while self._theirs and not self._controller.has_landed and monotonic() < until_s:
-                landed.wait(at_once_s)
+            while (
+                not (self._controller.has_landed or self._refused)
+                and (self._theirs if unless is None else not unless())
+                and (left_s := until_s - monotonic()) > 0
+            ):
+                landed.wait(min(left_s, DEVICE_S) if self._theirs and self._controller.in_order else left_s)
+
+    def wake(self) -> None:
+        """Have `wait` look again. May be called by any thread."""
+        with self._controller.tickets.landed:
+            self._controller.tickets.landed.notify_all()
 
     def ready(self, number: int) -> Ready:
         """When the layers of the load with this ticket's number may be read. A load that has ended, in
         whatever way, need not be waited for."""
-        own = next((own for own, theirs in self._theirs.items() if theirs == number), -1)
+        own = next((own for own, theirs in list(self._theirs.items()) if theirs == number), -1)
         return self._controller.ready(own)
 
 
 class RemoteController:
-    """Tickets out, acks in. All calls belong to one thread. `in_order`: whether it holds for all ranks."""
+    """Tickets out, acks in. `acknowledge` may be called by any thread, all else belongs to one. `in_order`:
+    whether it holds for all ranks."""
 
     def __init__(self, ranks: int, *, in_order: bool = False) -> None:
         self.tickets = Tickets()
@@ -113,17 +123,25 @@ class RemoteController:
 
     def acknowledge(self, ack: Ack) -> None:
         """A rank says that it is done. Each says so once."""
-        ticket, acks = self._waiting[ack.number]
-        assert ack.rank in self._ranks and ack.rank not in acks, f"I12: {ack} comes from nobody, or twice"
-        acks[ack.rank] = ack
-        if acks.keys() != self._ranks:
-            return
-        del self._waiting[ack.number]
+        with self.tickets.landed:
+            ticket, acks = self._waiting[ack.number]
+            assert ack.rank in self._ranks and ack.rank not in acks, f"I12: {ack} comes from nobody, or twice"
+            acks[ack.rank] = ack
+            if acks.keys() != self._ranks:
+                return
+            del self._waiting[ack.number]
         failed = [f"rank {each.rank}: {each.error}" for each in acks.values() if each.error]
         if failed:
             self.tickets.end(ticket, TransferError("; ".join(failed)))
         else:
             self.tickets.end(ticket, None, _slowest([each.seconds for each in acks.values()]))
+
+    def fail(self, why: str) -> None:
+        """The ranks are gone: every plan that they have not ended has failed."""
+        with self.tickets.landed:
+            for ticket, _ in self._waiting.values():
+                self.tickets.end(ticket, TransferError(why))
+            self._waiting.clear()
 
     def close(self) -> None:
         """Does not wait for the ranks: plans that none of them took are not done, the others end there."""

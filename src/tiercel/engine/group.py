@@ -1,0 +1,294 @@
+"""The processes of a model's stages, as one runner and one controller.
+
+    scheduler ── Step ──► Group ──► a StageProcess for each stage      each runs every step (`engine.stage`)
+    cache ── Plan ──────► GroupController                              each copies its own layers
+              ◄── done when all of them said so
+
+Places have one number in all stages, so a step and a plan are the same for all. The host memory is one, and
+each stage maps it: a page on the host is whole, whoever computed which layers of it. So a store, a peer, and
+another number of stages read what these stages wrote.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from socket import socketpair
+from time import monotonic
+
+import torch
+
+from tiercel.engine.config import Build, EngineConfig
+from tiercel.engine.stage import Reply, StagePart, StageRoom, StepOrder
+from tiercel.engine.step import Drawn, ReadOnHost, Step
+from tiercel.errors import EngineError, RunnerLost
+from tiercel.models.base import Stage
+from tiercel.models.opening import Opened
+from tiercel.threads import start
+from tiercel.transfer.controller import Ticket
+from tiercel.transfer.plan import Plan
+from tiercel.transfer.remote import Ack, RemoteController
+
+log = logging.getLogger(__name__)
+
+START_S = 600.0
+"""A process that has said nothing for so long while it starts is given up: weights are read meanwhile."""
+END_S = 10.0
+"""How long a process may take to end by itself."""
+
+
+START = "from tiercel.engine.stage import main; main()"
+
+
+class _Process:
+    """One stage's process, and the pipe to it."""
+
+    def __init__(self, part: StagePart, threads: int) -> None:
+        near, far = socketpair()
+        with far:
+            os.set_inheritable(far.fileno(), True)
+            command = [sys.executable, "-c", START, str(far.fileno())]
+            env = {**os.environ, "OMP_NUM_THREADS": str(threads)} if threads else {**os.environ}
+            if part.wire == "gloo":
+                env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all stages are on this machine
+            self.process = subprocess.Popen(
+                command, pass_fds=[far.fileno()], env=env, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+        self.number, self.layers = part.number, part.stage.layers
+        self.pipe = Connection(near.detach())
+        self.pipe.send(part)
+
+    def hear(self) -> object:
+        """The next message while the process starts."""
+        try:
+            if not self.pipe.poll(START_S):
+                raise EngineError(f"stage {self.number} has not started within {START_S:.0f} s")
+            message = self.pipe.recv()
+        except (EOFError, OSError) as error:
+            raise EngineError(f"stage {self.number} ended while it started") from error
+        if isinstance(message, Exception):
+            raise message
+        return message
+
+    def ask_to_end(self) -> None:
+        with suppress(OSError):  # it has ended already
+            self.pipe.send(None)
+
+    def end(self, wait_s: float) -> None:
+        """Wait until it has ended. If it takes too long, it is killed."""
+        try:
+            self.process.wait(wait_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class Group:
+    """Runs steps on the stages of a model. Made in three calls: weights are read, then memory is made."""
+
+    def __init__(self, build: Build, config: EngineConfig, opened: Opened, cut: Sequence[Stage]) -> None:
+        """Start the processes. They read their weights."""
+        self.cut, self.vocab_size = tuple(cut), opened.target.dimensions.vocab_size
+        devices = devices_of(build, len(cut))
+        wire = "nccl" if len({*devices}) == len(cut) > 1 and not build.on_cpu else "gloo"
+        self._threads = max(1, (os.cpu_count() or 1) // len(cut)) if build.on_cpu else 0
+        each = zip(cut, devices, strict=True)
+        self._parts = [
+            StagePart(
+                replace(build, device=device, stages=1),
+                config, opened.own_draft, opened.apart, stage, number, len(cut), "", wire,
+            )
+            for number, (stage, device) in enumerate(each)
+        ]  # fmt: skip
+        self._room: StageRoom | None = None
+        self._processes = list[_Process]()
+        self._lock, self._changed = threading.Lock(), threading.Condition()
+        self._replies = dict[int, dict[int, Reply]]()
+        self._number, self._drawn = 0, dict[int, tuple[int, ...]]()
+        self._read = [ReadOnHost()] * len(cut)
+        self._lost = ""
+        """Why steps can not be run any more."""
+        self._ends = False
+        self._listener: Future[None] | None = None
+        self.controller = GroupController(self, len(cut), in_order=not build.on_cpu)
+        self.bytes_free = self._start()
+        """What the stage with the least device memory has left beside its weights."""
+
+    def _start(self) -> int:
+        self._folder = tempfile.mkdtemp(prefix="tiercel-stages-")
+        meeting = str(Path(self._folder) / "meeting")
+        try:
+            for part in self._parts:
+                self._processes.append(_Process(part._replace(meeting=meeting), self._threads))
+            return min(int(str(each.hear())) for each in self._processes)
+        except BaseException:
+            self.end()
+            raise
+
+    def open(self, room: StageRoom) -> None:
+        """Each process makes its memory. From now on steps are run."""
+        self._room = room
+        try:
+            for each in self._processes:
+                each.pipe.send(room)
+            for each in self._processes:
+                each.hear()
+        except BaseException:
+            self.end()
+            raise
+        self._lost, self._ends = "", False
+        self._listener = start(self._listen, "tiercel-stages")
+
+    def restart(self) -> None:
+        """The same processes again. Their device memory is empty, the host memory is as it was."""
+        assert self._room is not None and not self._processes
+        self._drawn, self._replies = {}, {}
+        self._start()
+        self.open(self._room)
+
+    @property
+    def pids(self) -> list[int]:
+        return [each.process.pid for each in self._processes]
+
+    # Steps
+
+    def run(self, step: Step) -> Drawn:
+        if self._lost:
+            raise RunnerLost(self._lost, computing=False)
+        if not step.parts and not step.changes:
+            return Drawn([], {}, 0.0)
+        self._number += 1
+        self._send(StepOrder(self._number, step, self._drawn))
+        self._drawn = {}
+        with self._changed:
+            replies = self._replies.setdefault(self._number, {})
+            while len(replies) < len(self._processes):
+                if self._lost:
+                    raise RunnerLost(self._lost, computing=True)
+                self._changed.wait()
+            del self._replies[self._number]
+        self._read = [replies[number].read for number in sorted(replies)]
+        errors = [reply.error for reply in replies.values() if reply.error is not None]
+        if errors:
+            raise errors[0]
+        drawn = replies[len(self._processes) - 1].drawn
+        assert drawn is not None
+        for reply in replies.values():
+            for i, error in reply.errors.items():
+                drawn.results[i] = error
+        self._drawn = {
+            part.ring: tuple(out.token for out in outs)
+            for part, outs in zip(step.parts, drawn.results, strict=True)
+            if isinstance(outs, tuple)
+        }
+        return drawn
+
+    def read_on_host(self) -> ReadOnHost:
+        return ReadOnHost(*(sum(each) for each in zip(*self._read, strict=True)))
+
+    # What passes between the processes
+
+    def begin(self, ticket: Ticket) -> None:
+        """Have every stage carry out a plan. Without processes it has failed."""
+        if self._processes:
+            self._send(ticket)
+        else:
+            self.controller.fail(self._lost)
+
+    @property
+    def lost(self) -> bool:
+        return bool(self._lost)
+
+    def _send(self, message: StepOrder | Ticket) -> None:
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        with self._lock:
+            for each in self._processes:
+                try:
+                    each.pipe.send_bytes(data)
+                except OSError:
+                    self._lose(each)
+
+    def _listen(self) -> None:
+        """What the processes say, until they have ended."""
+        open_pipes = {each.pipe: each for each in self._processes}
+        while open_pipes:
+            for pipe in wait(list(open_pipes)):
+                assert isinstance(pipe, Connection)
+                try:
+                    message = pipe.recv()
+                except (EOFError, OSError):
+                    self._lose(open_pipes.pop(pipe))
+                    continue
+                if isinstance(message, Ack):
+                    self.controller.acknowledge(message)
+                    continue
+                assert isinstance(message, Reply)
+                with self._changed:
+                    self._replies.setdefault(message.number, {})[message.stage] = message
+                    self._changed.notify_all()
+
+    def _lose(self, process: _Process) -> None:
+        with self._changed:
+            if not self._lost and not self._ends:
+                self._lost = f"the process of stage {process.number} has ended"
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """End all processes and wait until they are gone: then nothing copies any more."""
+        self._ends = True
+        until_s = monotonic() + END_S
+        with self._lock:
+            for each in self._processes:
+                each.ask_to_end()
+        for each in self._processes:
+            each.end(max(0.1, until_s - monotonic()))
+        if self._listener is not None:
+            self._listener.result()
+        for each in self._processes:
+            each.pipe.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._processes, self._listener, self._lost = [], None, self._lost or "the stages have ended"
+        self.controller.fail(self._lost)
+
+
+class GroupController(RemoteController):
+    """The controller of a group: every plan is sent to all stages at once."""
+
+    def __init__(self, group: Group, stages: int, *, in_order: bool) -> None:
+        super().__init__(stages, in_order=in_order)
+        self.how = f"{stages} stages"
+        self._group = group
+
+    def submit(self, plan: Plan, *, layered: bool = False) -> Ticket:
+        super().submit(plan, layered=layered)
+        (ticket,) = self.take()
+        self._group.begin(ticket)
+        return ticket
+
+    def close(self) -> None:
+        """Plans that are under way are carried out."""
+        until_s = monotonic() + END_S
+        with self.tickets.landed:
+            while self._waiting and not self._group.lost and (left_s := until_s - monotonic()) > 0:
+                self.tickets.landed.wait(min(left_s, 0.1))
+        super().close()
+        self._group.end()
+
+
+def devices_of(build: Build, stages: int) -> list[str]:
+    """A device for each stage, if there are as many; else one for all of them."""
+    if build.on_cpu or torch.cuda.device_count() < stages:
+        return [build.device] * stages
+    return [f"cuda:{number}" for number in range(stages)]
