@@ -27,6 +27,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from socket import socketpair
 from time import monotonic
+from typing import NamedTuple
 
 import torch
 
@@ -95,6 +96,17 @@ class _Process:
             self.process.wait()
 
 
+class StepTimes(NamedTuple):
+    """Where the time of a step was spent."""
+
+    sent_s: float
+    """Until every stage had begun."""
+    took_s: float
+    """Until every stage had replied."""
+    busy_s: tuple[float, ...]
+    """How long each stage computed."""
+
+
 class Group:
     """Runs steps on the stages of a model. Made in three calls: weights are read, then memory is made."""
 
@@ -118,6 +130,8 @@ class Group:
         self._replies = dict[int, dict[int, Reply]]()
         self._number, self._drawn = 0, dict[int, tuple[int, ...]]()
         self._read = [ReadOnHost()] * len(cut)
+        self.times = StepTimes(0.0, 0.0, ())
+        """Of the last step."""
         self._lost = ""
         """Why steps can not be run any more."""
         self._ends = False
@@ -170,6 +184,7 @@ class Group:
         if not step.parts and not step.changes:
             return Drawn([], {}, 0.0)
         self._number += 1
+        began_s = monotonic()
         self._send(StepOrder(self._number, step, self._drawn))
         self._drawn = {}
         with self._changed:
@@ -180,6 +195,11 @@ class Group:
                 self._changed.wait()
             del self._replies[self._number]
         self._read = [replies[number].read for number in sorted(replies)]
+        self.times = StepTimes(
+            max(reply.began_s for reply in replies.values()) - began_s,
+            monotonic() - began_s,
+            tuple(replies[number].busy_s for number in sorted(replies)),
+        )
         errors = [reply.error for reply in replies.values() if reply.error is not None]
         if errors:
             raise errors[0]

@@ -27,6 +27,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
+from time import monotonic
 from typing import Any, NamedTuple
 
 import torch
@@ -105,6 +106,10 @@ class Reply(NamedTuple):
     error: Exception | None
     """Why the step could not be computed."""
     read: ReadOnHost
+    began_s: float
+    """When the step began here, on the clock that all processes of a machine share."""
+    busy_s: float
+    """How long it was computed here: the rest of a step's time this stage waited for others."""
 
 
 class Links:
@@ -151,13 +156,14 @@ class StageRunner(LocalRunner):
         super().__init__(model, *rest)
         self._links, self._last = links, model.stage.ends
         self._errors: dict[int, Exception] = {}
+        self._busy_s = 0.0
 
     def reply(self, order: StepOrder) -> Reply:
         """Run a step. Whatever is raised here ends this process; an error of the forward is told."""
         for ring, tokens in () if self._last else order.drawn.items():
             for token in tokens:
                 self._rings[ring].append(token)
-        drawn, failed = None, None
+        began_s, self._busy_s, drawn, failed = monotonic(), 0.0, None, None
         try:
             drawn = self.run(order.step)
         except ForwardError as error:
@@ -167,7 +173,8 @@ class StageRunner(LocalRunner):
             drawn = drawn._replace(results=results, guessed=dict(drawn.guessed))
         errors = {i: told(error) for i, error in self._errors.items()}
         read = ReadOnHost() if self.model.last.is_cuda else self.read_on_host()
-        return Reply(order.number, self._links.number, drawn if self._last else None, errors, failed, read)
+        own = drawn if self._last else None
+        return Reply(order.number, self._links.number, own, errors, failed, read, began_s, self._busy_s)
 
     def _begin(self, begin: Begin) -> None:
         if not self._last:  # it draws nothing, and needs no grammar
@@ -197,11 +204,13 @@ class StageRunner(LocalRunner):
         for spans, rows in pieces_of(work.spans, work.rows, PIECES * self._links.of):
             room = self.model.room_for(sum(len(span.tokens) for span in spans))
             x = None if self.model.stage.begins else self._links.take(room)
+            began_s = monotonic()
             if error is None:
                 try:
                     y = self.model.forward(spans, rows, work.before, x)
                 except Exception as raised:  # noqa: BLE001 - whatever a model raises: its texts end
                     error = raised
+            self._busy_s += monotonic() - began_s
             if not self._last:  # the next stage waits for it: its texts end there too
                 self._links.give(y if error is None else room.zero_())
             elif error is None:
@@ -211,7 +220,12 @@ class StageRunner(LocalRunner):
         return torch.cat(done) if done else torch.empty(0)
 
     def _drawn(self, work: Work, logits: Tensor, drawn: Drawn) -> Drawn:
-        return super()._drawn(work, logits, drawn) if self._last else drawn
+        if not self._last:
+            return drawn
+        began_s = monotonic()
+        drawn = super()._drawn(work, logits, drawn)
+        self._busy_s += monotonic() - began_s
+        return drawn
 
 
 class ForwardError(Exception):
