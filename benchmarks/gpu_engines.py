@@ -26,7 +26,8 @@ from tiercel.engine.build import open_engine
 from tiercel.engine.config import Build, EngineConfig
 from tiercel.engine.engine import Engine
 from tiercel.engine.loop import steps_of
-from tiercel.engine.runner import LocalRunner, QueueRunner, make_runner
+from tiercel.engine.queue_runner import QueueRunner, make_runner
+from tiercel.engine.runner import LocalRunner
 from tiercel.engine.step import Drawn, Step
 from tiercel.storage.open import open_store
 

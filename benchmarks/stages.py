@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,6 @@ from tiercel.engine.engine import Engine
 from tiercel.engine.group import Group, StepTimes
 from tiercel.engine.loop import steps_of
 from tiercel.engine.offline import answer_all
-from tiercel.engine.stage import PIECE_TEXTS, PIECES
 
 Figures = dict[str, Any]
 MIB = 2**20
@@ -126,23 +126,21 @@ def speed(sizes: Sizes, stages: int) -> Figures:
     found: Figures = {}
     for texts in (1, 16, 64):
         took = {True: list[float](), False: list[float]()}
-        every = list[StepTimes]()
+        every = list[list[StepTimes]]()
         for number in range(sizes.rounds):
             for staged, each in ((False, one), (True, many)):
                 seconds, times = each.decode(texts, sizes.steps, 100 * number)
                 took[staged].append(seconds)
-                every += times
+                every += [times] if staged else []
         one_s, many_s = (statistics.median(took[each]) for each in (False, True))
         found[f"decode_ratio.{texts}"] = one_s / many_s
         found[f"decode_tokens_s.{texts}"] = [texts / one_s, texts / many_s]
         if texts == 16:
-            pieces = min(PIECES * stages, texts // PIECE_TEXTS)
-            found["bubble_share"] = statistics.median(
-                1 - sum(each.busy_s) / (stages * each.took_s) for each in every
-            )
-            found["bubble_share_of_pieces"] = (stages - 1) / (pieces + stages - 1)
+            found["bubble_share"] = statistics.median(map(idle_share, every))
         if texts == 64:
-            found["step_broadcast_us"] = 1e6 * statistics.median(each.sent_s for each in every)
+            found["step_broadcast_us"] = 1e6 * statistics.median(
+                each.sent_s for times in every for each in times
+            )
     firsts = {True: list[float](), False: list[float]()}
     for number in range(sizes.rounds):
         for staged, each in ((False, one), (True, many)):
@@ -157,6 +155,16 @@ def speed(sizes: Sizes, stages: int) -> Figures:
     many.close()
     torch.set_num_threads(threads)
     return found
+
+
+def idle_share(times: Sequence[StepTimes]) -> float:
+    """The part of all stages' time in which they computed nothing, from the end of one step to the end of the
+    next one."""
+    idle = list[float]()
+    for before, each in pairwise(times):
+        for (_, ended_s, _), (_, now_s, busy_s) in zip(before.stages, each.stages, strict=True):
+            idle.append(1 - busy_s / (now_s - ended_s))
+    return statistics.mean(idle)
 
 
 def memory(one: Running, many: Running) -> Figures:

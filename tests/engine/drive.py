@@ -17,7 +17,8 @@ from tiercel.engine.config import EngineConfig
 from tiercel.engine.engine import Engine
 from tiercel.engine.loop import overlapped_steps, plain_steps, queued_steps
 from tiercel.engine.offline import answer_all
-from tiercel.engine.runner import QueueRunner, make_runner
+from tiercel.engine.queue_runner import QueueRunner, make_runner
+from tiercel.engine.step import Queues
 from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.deepseek_v4 import weights
 from tiercel.models.deepseek_v4.config import V4Config
@@ -114,11 +115,13 @@ def one_loop(test):
 
 
 def steps_of(engine, overlap, executor):
-    """Queued steps run at once here, as everything on a CPU; the order is that of a device."""
+    """Queued steps of a model in this process run at once, as everything on a CPU; the order is that of a
+    device. Stages queue them by themselves."""
     if overlap == "queued":
-        engine.runner = QueueRunner(
-            engine.runner.model, None, engine.runner._drafter, TEXT.grammars, engine.runner._staging
-        )
+        if not isinstance(engine.runner, Queues):
+            engine.runner = QueueRunner(
+                engine.runner.model, None, engine.runner._drafter, TEXT.grammars, engine.runner._staging
+            )
         return queued_steps(engine, engine.runner.start)
     return overlapped_steps(engine, executor) if overlap else plain_steps(engine)
 

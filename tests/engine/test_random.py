@@ -20,7 +20,7 @@ from tests.engine.drive import (
     words,
 )
 from tiercel.asks.ask import Finish
-from tiercel.engine import runner
+from tiercel.engine import queue_runner
 
 STEPS_MOST = 2000
 """Far more than all asks of a seed need."""
@@ -108,10 +108,10 @@ def test_everything_asked_ends_and_says_what_it_would_have_said_alone(alone, see
 @pytest.mark.parametrize("logprobs", [None, 0], ids=["drawn on the device", "drawn here"])
 def test_a_queued_step_takes_no_longer_because_its_result_is_asked_for_late(logprobs, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(runner, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(queue_runner, "perf_counter", lambda: now[0])
     engine = make_engine()
     engine.add(make_ask("a", words(9), 2, logprobs=logprobs))
-    queue = runner.QueueRunner(engine.runner.model, staging=engine.runner._staging)
+    queue = queue_runner.QueueRunner(engine.runner.model, staging=engine.runner._staging)
     result = queue.start(engine.scheduler.seal(engine.scheduler.plan()))
     now[0] = 1000.0
     assert result().seconds == 0.0

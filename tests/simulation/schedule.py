@@ -27,7 +27,7 @@ from tests.simulation.specs import SELECTIVE, SPECS
 from tests.simulation.stores import FAULTS, LIES, FalseStore
 from tiercel.asks.ask import Ask, Finish, Sampling
 from tiercel.cache import TieredCache
-from tiercel.cache.memories import make_memories
+from tiercel.cache.memories import Memories, make_memories
 from tiercel.config import EVICT_POLICIES, FETCH_POLICIES, LAYOUTS, SAVE_POLICIES, CacheConfig
 from tiercel.engine.config import EngineConfig
 from tiercel.engine.drafting import DraftText
@@ -93,6 +93,11 @@ class ScriptedModel:
         self._lost.discard(ring)
         with self._may_be_lost(ring):
             self._restore(ring, tails)
+
+    def forget(self) -> None:
+        """The device is another one: its rings are empty."""
+        self._rings.clear()
+        self._lost.clear()
 
     def take_hot(self, ring: int, places: Sequence[int]) -> None:
         assert self.host_reads is not None
@@ -311,6 +316,11 @@ class Stream:
             self._done += 1
             self._queue.popleft()()
 
+    def forget(self) -> None:
+        """What is queued is not carried out."""
+        self._queue.clear()
+        self._done = self.queued
+
 
 class OrderedCopies(HeldCopies):
     """Copies that begin behind what was queued before them."""
@@ -390,13 +400,14 @@ class ScheduleWorld:
 
     NAMES: tuple[str, ...] = tuple(sorted(SPECS))
     """The declarations that it is made of."""
+    LOOPS: tuple[str, ...] = ("plain", "overlapped", "queued")
 
     def __init__(self, setup: int) -> None:
         random = Random(setup)
         self.random = random
         self.now_s = 0.0
         self.spec = SPECS[random.choice(self.NAMES)]
-        self.loop = random.choice(["plain", "overlapped", "queued"])
+        self.loop = random.choice(self.LOOPS)
         self.stream = Stream()
         self.copies = {direction: OrderedCopies(self.stream) for direction in Direction}
         self.store_copies = {name: HeldCopies() for name in ("ask", "read", "write")}
@@ -461,8 +472,10 @@ class ScheduleWorld:
             **options,  # type: ignore[arg-type]
         )
         shuffled = lambda count: random.sample(range(count), count)  # noqa: E731
-        memories = make_memories(spec, config, executors=self.copies)
-        return TieredCache(spec, config, memories, pool_order=shuffled)
+        return TieredCache(spec, config, self._memories(config), pool_order=shuffled)
+
+    def _memories(self, config: CacheConfig) -> Memories:
+        return make_memories(self.spec, config, executors=self.copies)
 
     def _poison_what_is_freed(self) -> None:
         real = self.cache.pages.release

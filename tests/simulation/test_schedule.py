@@ -14,19 +14,23 @@ import pytest
 from tests.simulation.copies import HeldCopies
 from tests.simulation.run import numbers_of, run
 from tests.simulation.schedule import OrderedCopies, ScheduleWorld, SparseScheduleWorld
+from tests.simulation.stages import StagedScheduleWorld
 from tiercel.cache.places import Places
 from tiercel.cache.residency import Residency
+from tiercel.cache.tiered_cache import TieredCache
 from tiercel.engine.admission import Admission
 from tiercel.engine.runner import LocalRunner, Ring
 from tiercel.engine.scheduler import Scheduler
 from tiercel.engine.seats import Seats
 from tiercel.engine.step import Begin
+from tiercel.transfer.remote import RemoteController
 
 STEPS = 1000
 COUNTED = 30
 """The first seeds are run by the test that counts what happens."""
 SEEDS_PER_TEST = 10
 SPARSE_COUNTED = 26
+STAGED_COUNTED = 30
 BLOCKS = 2
 """Seed 49 is among them: no other one below 50 notices `who_is_computed_may_be_preempted`."""
 
@@ -77,6 +81,21 @@ def test_the_simulation_of_sparse_pages_reaches_what_it_is_meant_to_test():
         assert seen[name] >= 10, f"{name} hardly ever happens"
 
 
+def test_the_simulation_of_stages_reaches_what_it_is_meant_to_test():
+    """Copies of stages end late and in any order, and stages die."""
+    seen: Counter[str] = Counter()
+    for seed in range(STAGED_COUNTED):
+        world = run(seed, STEPS, StagedScheduleWorld)
+        seen.update(world.cache.counters + world.scheduler.counters)
+        seen.update({"deaths": world.deaths, world.loop: 1})
+    for name, count in {
+        "deaths": 100, "pages_loaded": 100, "tails_loaded": 100, "begun_early": 50, "finished_error": 100,
+        "preemptions": 100, "tokens_store": 50, "guesses_accepted": 50, "loads_failed": 10,
+        "pages_sparse": 10, "plain": 5, "queued": 5,
+    }.items():  # fmt: skip
+        assert seen[name] >= count, f"{name} hardly ever happens: {seen[name]}"
+
+
 def test_a_step_is_a_value():
     """Two runs of one seed decide the same steps, which can be compared and printed."""
 
@@ -118,6 +137,8 @@ real_place, real_begin, real_replan = Ring.place, Seats.begin, Scheduler.replan
 real_go_on, real_moved, real_span = Scheduler._go_on, Scheduler._moved, Ring.span
 real_leave, real_advance, real_arrived = Seats.leave, Scheduler.advance, Admission._arrived
 real_tell, real_release = Seats._tell_residency, Residency.release
+real_acknowledge, real_arrive = RemoteController.acknowledge, StagedScheduleWorld.acknowledge
+real_lost = Scheduler.lost
 
 
 def who_is_computed_may_be_preempted(self):
@@ -264,6 +285,38 @@ def who_is_whole_again_needs_no_host_copy(self, ids, *, locked=None, read=None):
     real_release(self, ids, locked=locked)
 
 
+def one_stage_is_enough(self, ack):
+    with suppress(KeyError):
+        for rank in self._ranks:
+            real_acknowledge(self, replace(ack, rank=rank))
+
+
+def what_a_dead_stage_copied_counts(self, why):
+    for ticket, _ in self._waiting.values():
+        self.tickets.end(ticket, None)
+    self._waiting.clear()
+
+
+def a_step_is_told_before_its_loads(self, share):
+    if share < 1.0:
+        real_arrive(self, share)
+
+
+def only_the_first_step_under_way_is_lost(self, error):
+    later = list(self._sealed)[1:]
+    outcomes = real_lost(self, error)
+    self._sealed.extend(later)
+    return outcomes
+
+
+def what_was_to_be_told_is_kept(self):
+    pass
+
+
+def the_device_is_kept(self):
+    pass
+
+
 MUTANTS = {
     a_page_that_is_leaving_counts_for_everybody: (Places, "_before"),
     refused_guesses_count_as_computed: (Scheduler, "_go_on"),
@@ -298,8 +351,19 @@ SPARSE_MUTANTS = {
 }
 """Of pages of running texts that are without their part in the second pool."""
 
+STAGED_MUTANTS = {
+    one_stage_is_enough: (RemoteController, "acknowledge"),
+    what_a_dead_stage_copied_counts: (RemoteController, "fail"),
+    a_step_is_told_before_its_loads: (StagedScheduleWorld, "acknowledge"),
+    only_the_first_step_under_way_is_lost: (Scheduler, "lost"),
+    what_was_to_be_told_is_kept: (Seats, "forget"),
+    the_device_is_kept: (TieredCache, "lose_device"),
+    copies_do_not_wait_for_queued_steps: (OrderedCopies, "submit"),
+}
+"""Of stages, and of stages that die."""
 
-RARE = {who_is_computed_may_be_preempted: 49}
+
+RARE = {who_is_computed_may_be_preempted: 49, what_was_to_be_told_is_kept: 81}
 """As in `test_mutants`."""
 
 
@@ -312,6 +376,12 @@ def test_the_simulation_catches(mutant):
 @pytest.mark.parametrize("mutant", SPARSE_MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_the_simulation_of_sparse_pages_catches(mutant):
     check_noticed(*SPARSE_MUTANTS[mutant], mutant, range(60), SparseScheduleWorld)
+
+
+@pytest.mark.parametrize("mutant", STAGED_MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_the_simulation_of_stages_catches(mutant):
+    (owner, name), first = STAGED_MUTANTS[mutant], RARE.get(mutant, 0)
+    check_noticed(owner, name, mutant, (first, *range(60)), StagedScheduleWorld)
 
 
 def check_noticed(owner, name, mutant, seeds, make):

@@ -25,7 +25,7 @@ from tiercel.engine.config import (
 from tiercel.engine.cut import cut_of, layer_weights
 from tiercel.engine.engine import Engine
 from tiercel.engine.group import Group
-from tiercel.engine.runner import make_runner
+from tiercel.engine.queue_runner import make_runner
 from tiercel.engine.scheduler import STEP_TOKENS
 from tiercel.engine.stage import StageRoom
 from tiercel.errors import ConfigError

@@ -23,7 +23,7 @@ from tiercel.asks.ask import (
 from tiercel.cache import TieredCache
 from tiercel.engine.config import EngineConfig
 from tiercel.engine.scheduler import Scheduler
-from tiercel.engine.step import Runner, Step
+from tiercel.engine.step import Runner
 from tiercel.engine.task import Outcome
 from tiercel.errors import AskError, GrammarError, RunnerLost
 from tiercel.text.stream import TextStream
@@ -81,12 +81,12 @@ class Engine:
         """End a request, at any moment. If it is not known any more, nothing happens."""
         self.scheduler.abort(request_id)
 
-    def lost(self, step: Step, error: RunnerLost) -> list[Outcome]:
-        """The runner is gone, with all that its device held: start it again. Texts that it was computing end
-        with the error, other running ones begin again, and what the host has stays."""
+    def lost(self, error: RunnerLost) -> list[Outcome]:
+        """The runner is gone, with all that its device held: start it again. Texts of the steps under way
+        end with the error, other running ones begin again, and what the host has stays."""
         log.error("%s; it is started again", error)
         self.runner.end()
-        outcomes = self.scheduler.lost(step, error)
+        outcomes = self.scheduler.lost(error)
         self.runner.restart()
         return outcomes
 

@@ -19,10 +19,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from socket import socketpair
@@ -100,11 +101,9 @@ class StepTimes(NamedTuple):
     """Where the time of a step was spent."""
 
     sent_s: float
-    """Until every stage had begun."""
-    took_s: float
-    """Until every stage had replied."""
-    busy_s: tuple[float, ...]
-    """How long each stage computed."""
+    """Until every stage had the step."""
+    stages: tuple[tuple[float, float, float], ...]
+    """For each stage: when it took the step up, when it was done, and how long it computed."""
 
 
 class Group:
@@ -128,9 +127,9 @@ class Group:
         self._processes = list[_Process]()
         self._lock, self._changed = threading.Lock(), threading.Condition()
         self._replies = dict[int, dict[int, Reply]]()
-        self._number, self._drawn = 0, dict[int, tuple[int, ...]]()
+        self._number = 0
         self._read = [ReadOnHost()] * len(cut)
-        self.times = StepTimes(0.0, 0.0, ())
+        self.times = StepTimes(0.0, ())
         """Of the last step."""
         self._lost = ""
         """Why steps can not be run any more."""
@@ -168,7 +167,7 @@ class Group:
     def restart(self) -> None:
         """The same processes again. Their device memory is empty, the host memory is as it was."""
         assert self._room is not None and not self._processes
-        self._drawn, self._replies = {}, {}
+        self._replies = {}
         self._start()
         self.open(self._room)
 
@@ -179,40 +178,41 @@ class Group:
     # Steps
 
     def run(self, step: Step) -> Drawn:
+        return self.start(step)()
+
+    def start(self, step: Step) -> Callable[[], Drawn]:
+        """Send a step. The returned function waits for its tokens. Call them in the order of the steps."""
         if self._lost:
-            raise RunnerLost(self._lost, computing=False)
+            return partial(_raise, RunnerLost(self._lost, computing=False))
         if not step.parts and not step.changes:
-            return Drawn([], {}, 0.0)
+            return lambda: Drawn([], {}, 0.0)
         self._number += 1
-        began_s = monotonic()
-        self._send(StepOrder(self._number, step, self._drawn))
-        self._drawn = {}
+        sent_s = monotonic()
+        self._send(StepOrder.of(self._number, step))
+        return partial(self._result, self._number, sent_s)
+
+    def _result(self, number: int, sent_s: float) -> Drawn:
         with self._changed:
-            replies = self._replies.setdefault(self._number, {})
+            replies = self._replies.setdefault(number, {})
             while len(replies) < len(self._processes):
                 if self._lost:
                     raise RunnerLost(self._lost, computing=True)
                 self._changed.wait()
-            del self._replies[self._number]
-        self._read = [replies[number].read for number in sorted(replies)]
+            del self._replies[number]
+        every = [replies[stage] for stage in sorted(replies)]
+        self._read = [reply.read for reply in every]
         self.times = StepTimes(
-            max(reply.began_s for reply in replies.values()) - began_s,
-            monotonic() - began_s,
-            tuple(replies[number].busy_s for number in sorted(replies)),
+            max(reply.came_s for reply in every) - sent_s,
+            tuple((reply.began_s, reply.ended_s, reply.busy_s) for reply in every),
         )
-        errors = [reply.error for reply in replies.values() if reply.error is not None]
+        errors = [reply.error for reply in every if reply.error is not None]
         if errors:
             raise errors[0]
-        drawn = replies[len(self._processes) - 1].drawn
+        drawn = every[-1].drawn
         assert drawn is not None
-        for reply in replies.values():
+        for reply in every:
             for i, error in reply.errors.items():
                 drawn.results[i] = error
-        self._drawn = {
-            part.ring: tuple(out.token for out in outs)
-            for part, outs in zip(step.parts, drawn.results, strict=True)
-            if isinstance(outs, tuple)
-        }
         return drawn
 
     def read_on_host(self) -> ReadOnHost:
@@ -305,6 +305,10 @@ class GroupController(RemoteController):
                 self.tickets.landed.wait(min(left_s, 0.1))
         super().close()
         self._group.end()
+
+
+def _raise(error: Exception) -> Drawn:
+    raise error
 
 
 def devices_of(build: Build, stages: int) -> list[str]:

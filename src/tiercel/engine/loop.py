@@ -7,7 +7,7 @@ overlapped   run 1     │ run 2     │ run 3
              emit 0    │ emit 1    │ emit 2
                     advance 1   advance 2               between two steps
 
-queued       run 1     ╎ run 2     ╎ run 3              a device goes on from step to step by itself
+queued       run 1     ╎ run 2     ╎ run 3              a device, or a group of stages, goes on by itself
              plan 2, start 2 ─ advance 1, emit 1, plan 3, start 3 ─ advance 2, emit 2 …
 """
 
@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
+from contextlib import suppress
 from functools import partial
 
 from tiercel.asks.ask import Delta
 from tiercel.engine.engine import Engine
-from tiercel.engine.runner import QueueRunner
-from tiercel.engine.step import Drawn, Step, StepPart
+from tiercel.engine.step import Drawn, Queues, Step, StepPart
 from tiercel.engine.task import Outcome
 from tiercel.errors import RunnerLost
 
@@ -41,7 +41,7 @@ def steps_of(
     """The loop for an engine: the one that keeps its device busy, or plain if that was asked for."""
     if not engine.config.overlap:
         return plain_steps(engine, rest)
-    if isinstance(engine.runner, QueueRunner):
+    if isinstance(engine.runner, Queues):
         return queued_steps(engine, engine.runner.start, rest)
     return overlapped_steps(engine, executor, meanwhile, rest)
 
@@ -53,7 +53,11 @@ def plain_steps(engine: Engine, rest: Rest | None = None) -> Iterator[list[Delta
         step = scheduler.seal(scheduler.plan())
         if not step.parts:
             rest()
-        yield engine.emit(_advance(engine, step, partial(runner.run, step)))
+        try:
+            outcomes = _advance(engine, step, partial(runner.run, step))
+        except RunnerLost as error:
+            outcomes = engine.lost(error)
+        yield engine.emit(outcomes)
 
 
 def overlapped_steps(
@@ -92,28 +96,44 @@ def queued_steps(
     result = start(step)
     try:
         while True:
-            if scheduler.unsure:  # how far its texts get is known only with its tokens
-                outcomes = _advance(engine, step, result)
+            try:
+                step, result, outcomes = _next_queued(engine, start, step, result)
+            except RunnerLost as error:  # with all steps under way
+                outcomes = engine.lost(error)
                 step = scheduler.seal(scheduler.plan())
-                result = start(step)
-            elif (ahead := scheduler.plan()) and not scheduler.stalled and not _guesses(ahead):
-                following = scheduler.seal(ahead)
-                following_result = start(following)
-                outcomes = _advance(engine, step, result)
-                step, result = following, following_result
-            else:  # it needs what this step gives back, or its tokens
-                outcomes = _advance(engine, step, result)
-                step = scheduler.seal(ahead)
-                if scheduler.stalled or not step.parts:
-                    step = scheduler.replan(step)
                 result = start(step)
             deltas = engine.emit(outcomes)
             if not step.parts and not deltas:
                 rest()
             yield deltas
     except GeneratorExit:
-        _advance(engine, step, result)  # nothing more was asked, and a step is under way
+        with suppress(RunnerLost):
+            _advance(engine, step, result)  # nothing more was asked, and a step is under way
         raise
+
+
+Queued = tuple[Step, Callable[[], Drawn], list[Outcome]]
+"""The step that was queued last, what waits for its result, and what came of the step before."""
+
+
+def _next_queued(
+    engine: Engine, start: Callable[[Step], Callable[[], Drawn]], step: Step, result: Callable[[], Drawn]
+) -> Queued:
+    scheduler = engine.scheduler
+    if scheduler.unsure:  # how far its texts get is known only with its tokens
+        outcomes = _advance(engine, step, result)
+        step = scheduler.seal(scheduler.plan())
+        return step, start(step), outcomes
+    if (ahead := scheduler.plan()) and not scheduler.stalled and not _guesses(ahead):
+        following = scheduler.seal(ahead)
+        following_result = start(following)
+        return following, following_result, _advance(engine, step, result)
+    # It needs what this step gives back, or its tokens.
+    outcomes = _advance(engine, step, result)
+    step = scheduler.seal(ahead)
+    if scheduler.stalled or not step.parts:
+        step = scheduler.replan(step)
+    return step, start(step), outcomes
 
 
 def _guesses(parts: Sequence[StepPart]) -> bool:
@@ -121,11 +141,10 @@ def _guesses(parts: Sequence[StepPart]) -> bool:
 
 
 def _advance(engine: Engine, step: Step, run: Callable[[], Drawn]) -> list[Outcome]:
-    scheduler = engine.scheduler
     try:
         drawn = run()
-    except RunnerLost as error:
-        return engine.lost(step, error)
+    except RunnerLost:
+        raise
     except Exception as error:  # noqa: BLE001 - whatever a model raises: its texts end, the engine goes on
-        return scheduler.failed(step, error)
-    return scheduler.advance(step, drawn)
+        return engine.scheduler.failed(step, error)
+    return engine.scheduler.advance(step, drawn)

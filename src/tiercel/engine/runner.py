@@ -1,7 +1,6 @@
 """Runs steps on a model in this process: rings with texts, page tables and samplers; the forward; drawing.
 
-`LocalRunner` has a step's tokens when `run` returns. `QueueRunner` queues steps on a device: tokens are drawn
-there, and the next step reads them there, before they are known here.
+`LocalRunner` has a step's tokens when `run` returns.
 
     guesses     … t₇ │ g₈ g₉ g₁₀          computed together, behind the token that was drawn last
     rows of logits r₇  r₈ r₉ r₁₀          r₇ draws g₈, r₈ draws g₉, r₉ draws another token: three tokens
@@ -17,11 +16,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
 from itertools import accumulate
 from time import perf_counter
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,17 +27,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tiercel.asks.ask import Sampling, TokenOut
-from tiercel.cache import TieredCache
-from tiercel.engine.config import EngineConfig
-from tiercel.engine.drafting import Drafter, DraftText, make_drafter
+from tiercel.engine.drafting import Drafter, DraftText
 from tiercel.engine.sampling import Sampler, token_logprobs
 from tiercel.engine.step import Begin, Drawn, HotPlaces, PageTable, ReadOnHost, Step, StepPart
-from tiercel.errors import LogitsError, TiercelError
-from tiercel.kernels.draw import Draw, Mask, greedy
-from tiercel.memory.buffers import DeviceMemory
+from tiercel.kernels.draw import Mask, greedy
 from tiercel.models.base import DRAWN_LAST, BeforeLayer, Model, Span, at_once
 from tiercel.text.grammar import Asked, Grammars, Masks, Matcher, fill_masks
-from tiercel.text.text import Text
 from tiercel.transfer.controller import Ready
 from tiercel.transfer.staging import Staged, Staging
 
@@ -210,7 +203,7 @@ class LocalRunner:
         plain = [row for i, row, _ in drawing if work.rings[i].sampler.plain]
         best = greedy(work.chosen(logits, plain)).tolist() if plain else []
         masks = work.masks(drawing, self.model.vocab_size)
-        self._draw(work, logits, drawn, dict(zip(plain, best, strict=True)), _by_row(drawing, masks))
+        self._draw(work, logits, drawn, dict(zip(plain, best, strict=True)), by_row(drawing, masks))
         return drawn
 
     def _take(self, step: Step) -> Work:
@@ -350,125 +343,8 @@ class LocalRunner:
                 drawn.results[i] = tuple(outs) or error
 
 
-class QueueRunner(LocalRunner):
-    """Queues steps on the model's device, which draws their tokens. A step is waited for here if it has
-    guesses, if a sampler adjusts logits, or if logprobs are wanted."""
-
-    def __init__(
-        self,
-        model: Model,
-        ready: Callable[[int], Ready] | None = None,
-        drafter: Drafter | None = None,
-        grammars: Grammars | None = None,
-        staging: Staging | None = None,
-    ) -> None:
-        super().__init__(model, ready, drafter, grammars, staging)
-        self._before: Callable[[], object] = lambda: None
-        """Takes the tokens of the last step that was queued."""
-
-    def run(self, step: Step) -> Drawn:
-        return self.start(step)()
-
-    def start(self, step: Step) -> Callable[[], Drawn]:
-        """Queue a step. The returned function waits for its tokens; call them in the order of the steps."""
-        if any(part.guesses for part in step.parts):
-            self._before()  # the drafter must know the tokens
-        work = self._take(step)
-        if not work.spans:
-            return lambda: work.drawn
-        clock = _Clock(self.model.last.device)
-        try:
-            logits = self._forward(step, work)
-        except Exception as error:  # noqa: BLE001 - the result raises it
-            return partial(_raise, error)
-        rings, results, drawing = work.rings, work.drawn.results, work.drawing()
-        if any(rings[i].sampler.matcher for i, _, _ in drawing):
-            self._before()  # their grammars go on from its tokens
-        masks = work.masks(drawing, self.model.vocab_size)
-        tokens = self._queue_draws(work, drawing, logits, masks)
-        stopped = clock.mark()
-        if any(work.guesses.values()) or not work.queued:
-            self._before()  # its tokens come first
-            drawn = work.drawn._replace(seconds=clock.stop(stopped))
-            each = zip(drawing, tokens.tolist(), strict=True)
-            known = {row: token for (i, row, _), token in each if rings[i].sampler.raw}
-            self._draw(work, logits, drawn, known, _by_row(drawing, masks))
-            return lambda: drawn
-        for i, _, position in drawing:
-            rings[i].expect(position)
-
-        @cache
-        def result() -> Drawn:
-            seconds = clock.stop(stopped)
-            for (i, _, _), token in zip(drawing, tokens.tolist(), strict=True):
-                ring = rings[i]
-                try:
-                    if token < 0:
-                        raise LogitsError("the best of the logits is no number")
-                    if ring.sampler.matcher is not None:
-                        ring.sampler.matcher.take(token)
-                except TiercelError as error:
-                    results[i] = ring.error = error
-                    continue
-                ring.append(token)
-                results[i] = (TokenOut(token),)
-            return work.drawn._replace(seconds=seconds)
-
-        self._before = result
-        return result
-
-    def _queue_draws(
-        self, work: Work, drawing: Sequence[tuple[int, int, int]], logits: Tensor, masks: Masks | None
-    ) -> Tensor:
-        """Draw a token from each of these rows, on the device, and queue their copy to the host."""
-        draws: list[Draw] | None = None
-        if not all(work.rings[i].sampler.greedy for i, _, _ in drawing):
-            each = ((work.rings[i], position) for i, _, position in drawing)
-            draws = [ring.sampler.how(position - ring.prompt_tokens) for ring, position in each]
-        logits = work.chosen(logits, [row for _, row, _ in drawing])
-        drawn = self.model.draw(logits, [work.parts[i].ring for i, _, _ in drawing], draws, masks)
-        host = torch.empty(len(drawing), dtype=torch.int64, pin_memory=drawn.is_cuda)
-        return host.copy_(drawn, non_blocking=True)
-
-
-def make_runner(model: Model, cache: TieredCache, text: Text, config: EngineConfig) -> LocalRunner:
-    """The runner of a model that is in this process, on the device memory of a cache."""
-    ready = cache.controller.ready if cache.controller else None
-    drafter = make_drafter(config.speculate, model, cache.spec.page_tokens)
-    memory = cache.device
-    staging = Staging(memory) if isinstance(memory, DeviceMemory) and memory.tails else None
-    kind = QueueRunner if model.last.is_cuda else LocalRunner
-    return kind(model, ready, drafter, text.grammars, staging)
-
-
-class _Clock:
-    """The time of a step, on the device or on this CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._start = self.mark()
-
-    def mark(self) -> Any:
-        if not self._cuda:
-            return perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def stop(self, mark: Any) -> float:
-        """Wait for a mark. Returns the seconds until then."""
-        if not self._cuda:
-            return float(mark - self._start)
-        mark.synchronize()
-        return float(self._start.elapsed_time(mark)) / 1e3
-
-
-def _by_row(drawing: Sequence[tuple[int, int, int]], masks: Masks | None) -> dict[int, Mask]:
+def by_row(drawing: Sequence[tuple[int, int, int]], masks: Masks | None) -> dict[int, Mask]:
     return {} if masks is None else {row: mask for (_, row, _), mask in zip(drawing, masks, strict=True)}
-
-
-def _raise(error: Exception) -> Drawn:
-    raise error
 
 
 def _rows(part: StepPart) -> int:

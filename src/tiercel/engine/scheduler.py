@@ -294,29 +294,32 @@ class Scheduler:
 
     def failed(self, step: Step, error: Exception) -> list[Outcome]:
         """A step could not be run: its texts end, the others go on."""
-        self.counters["steps_failed"] += 1
-        self.guessing.paused()
-        for seat in self._unseal(step):
-            if seat.task.seat is seat:
-                self.admission.fail(seat.task, error)
+        self._fail(self._unseal(step), error)
         return self._ended()
 
-    def lost(self, step: Step, error: RunnerLost) -> list[Outcome]:
-        """The device has lost all that it held, and no copy is under way. The texts of the step end if it was
-        being computed. All other running texts give up what they have and wait again."""
-        outcomes = list[Outcome]()
-        if error.computing:
-            outcomes = self.failed(step, error)
-        else:
-            self._unseal(step)
+    def lost(self, error: RunnerLost) -> list[Outcome]:
+        """The device has lost all that it held, and no copy is under way. The texts of all steps under way
+        end, if they were being computed. All other running texts give up what they have and wait again."""
+        while self._sealed:
+            seats = self._unseal_first()
+            if error.computing:
+                self._fail(seats, error)
         self.admission.begin_again()
         self.cache.lose_device()
-        return outcomes + self._ended()
+        return self._ended()
+
+    def _fail(self, seats: Sequence[Seat], error: Exception) -> None:
+        self.counters["steps_failed"] += 1
+        self.guessing.paused()
+        for seat in seats:
+            if seat.task.seat is seat:
+                self.admission.fail(seat.task, error)
 
     def _unseal(self, step: Step) -> list[Seat]:
         """The seats of a step that has ended."""
-        if not step.parts:
-            return []
+        return self._unseal_first() if step.parts else []
+
+    def _unseal_first(self) -> list[Seat]:
         if self.cache.residency is not None:
             self.cache.residency.advanced()
         return self._sealed.popleft()

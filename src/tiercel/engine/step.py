@@ -8,10 +8,10 @@ what changed: the cost of a step does not grow with the length of the texts in i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from tiercel.asks.ask import Sampling, TokenOut
 
@@ -126,6 +126,14 @@ class Runner(Protocol):
 
     def restart(self) -> None:
         """Begin again, with a device that holds nothing."""
+
+
+@runtime_checkable
+class Queues(Runner, Protocol):
+    """A runner to which the next step can be given before this one has ended."""
+
+    def start(self, step: Step) -> Callable[[], Drawn]:
+        """The returned function waits for the step's tokens. It is called in the order of the steps."""
 
 
 def share(tokens: int, wanted: Sequence[int], piece: int) -> list[int]:

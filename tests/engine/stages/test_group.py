@@ -51,7 +51,7 @@ def truths(prompts=PROMPTS):
     return [truth_of(prompt, COUNT) for prompt in prompts]
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
+@pytest.mark.parametrize("overlap", [False, "queued"], ids=["plain", "queued"])
 @pytest.mark.parametrize("stages", [2, 3])
 def test_stages_answer_as_the_whole_model_from_every_tier(stages, overlap, tmp_path):
     """Cold, from the device, from the host; what they stored is read by one process and by other stages."""
@@ -88,7 +88,7 @@ def test_guesses_of_the_last_stage_are_computed_by_all(guesser, tmp_path):
     build = {"draft": str(write_qwen3(tmp_path))} if guesser == "draft" else {}
     engine, _ = opened(3, speculate=guesser, build=build)
     prompts = [*PROMPTS, tuple(words(40, 3)) * 8]
-    same(run(engine, *asks_of(prompts), overlap=True), truths(prompts))
+    same(run(engine, *asks_of(prompts), overlap="queued"), truths(prompts))
     assert engine.counters["guesses"] > 0
     settle(engine)
     engine.cache.close()
