@@ -28,6 +28,7 @@ from tiercel.engine.group import Group
 from tiercel.engine.queue_runner import make_runner
 from tiercel.engine.scheduler import STEP_TOKENS
 from tiercel.engine.stage import StageRoom
+from tiercel.engine.step import Queues
 from tiercel.errors import ConfigError
 from tiercel.memory.buffers import STAGED_AREAS, DeviceMemory
 from tiercel.models.families import text_folder_of
@@ -53,7 +54,7 @@ Above it a guess is worth less than one that the text so far makes for nothing."
 def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice]]:
     """The engine, and the choices made for it. All input is checked first; an error names what is wrong."""
     opened = open_model(build)
-    config, speculation = who_guesses(config, opened)
+    config, speculation = who_guesses(config, opened, build.stages)
     opened = replace(opened, own_draft=config.speculate == MTP)
     config = replace(
         config,
@@ -155,11 +156,11 @@ def who_is_sparse(config: CacheConfig, opened: Opened, build: Build) -> tuple[Op
     return replace(opened, apart=True), [Choice("sparse", asked, f"selected entries stay on the host {when}")]
 
 
-def who_guesses(config: EngineConfig, opened: Opened) -> tuple[EngineConfig, Choice]:
+def who_guesses(config: EngineConfig, opened: Opened, stages: int = 1) -> tuple[EngineConfig, Choice]:
     """Who guesses: the model that was given for it, or what was asked for, or else what costs little."""
     asked, draft = config.speculate, opened.draft
     if draft is None:
-        chosen, why = _guesser(asked, opened)
+        chosen, why = _guesser(asked, opened, queues=opened.kernels.QUEUES or stages > 1)
     elif asked not in ("auto", DRAFT_MODEL):
         why = f"excludes --speculate {asked}: one of them says who guesses"
         raise ConfigError("draft", draft.name, why)
@@ -170,8 +171,9 @@ def who_guesses(config: EngineConfig, opened: Opened) -> tuple[EngineConfig, Cho
     return replace(config, speculate=chosen), Choice("speculation", value, why)
 
 
-def _guesser(asked: str, opened: Opened) -> tuple[str, str]:
-    """Who guesses without a model that is given for it, and why."""
+def _guesser(asked: str, opened: Opened, *, queues: bool) -> tuple[str, str]:
+    """Who guesses without a model that is given for it, and why. `queues`: a step without guesses is queued
+    before the one before it has ended."""
     if asked == DRAFT_MODEL:
         raise ConfigError("speculate", asked, "needs a model that guesses: --draft FOLDER")
     offer = opened.target.offer if asked in ("auto", MTP) else None
@@ -181,7 +183,7 @@ def _guesser(asked: str, opened: Opened) -> tuple[str, str]:
         return asked, GUESSERS[asked]
     if offer is not None and offer.share <= GUESS_SHARE_MOST:
         return MTP, GUESSERS[MTP]
-    chosen, more = "off" if opened.kernels.QUEUES else "ngram", "the model has no draft that is read here"
+    chosen, more = "off" if queues else "ngram", "the model has no draft that is read here"
     if offer is not None:
         more = f"a guess takes {offer.share:.0%} of a token with {MTP}"
     return chosen, f"{GUESSERS[chosen]}; {more}"
@@ -249,6 +251,7 @@ def _choices(build: Build, engine: Engine, device_bytes: int) -> list[Choice]:
     longest = "what the model was made for" if made_for else "what fits on the device"
     each = engine.cache.spec.units_per_tail
     device, size = f"{cache.device_pages} pages of {engine.page_tokens} tokens", f"{device_bytes:,} B"
+    size += " for each stage" if build.stages > 1 else ""
     if each:
         device += f"; a tail takes {each}"
         size += f"; a step writes up to {cache.staging_tails} tails"
@@ -258,6 +261,12 @@ def _choices(build: Build, engine: Engine, device_bytes: int) -> list[Choice]:
         _store_choice(build, cache),
         Choice("share", build.share, SHARE_WHY[build.share]),
         Choice("longest text", f"{engine.context_tokens:,} tokens", longest),
-        Choice("steps", "overlapped" if config.overlap else "plain", f"{config.step_tokens} tokens each"),
+        Choice("steps", _loop_of(engine), f"{config.step_tokens} tokens each"),
         Choice("requests", f"{config.running_max} running", f"{config.waiting_max} may wait"),
     ]
+
+
+def _loop_of(engine: Engine) -> str:
+    if not engine.config.overlap:
+        return "plain"
+    return "queued" if isinstance(engine.runner, Queues) else "overlapped"
