@@ -49,7 +49,7 @@ check: .venv/installed
 	$(BIN)/lint-imports
 
 # All cases of tests that rotate; minutes of 64 clients, hundreds of requests made from the schema for each call, thousands of kills of a file store, a Mooncake store that is too slow, hundreds of faults
-# of peers, prompts of every length; then the simulation with fresh seeds, until stopped or until one fails.
+# of peers, stages that are killed for ten minutes, prompts of every length; then the simulation with fresh seeds, until stopped or until one fails.
 soak: .venv/installed
 	TIERCEL_ALL=1 $(BIN)/pytest -n auto --dist worksteal tests/engine tests/models tests/replay
 	TIERCEL_ALL=1 TIERCEL_ASKS_EACH=200 $(BIN)/pytest --timeout 3600 tests/whole/test_server.py -k "64_clients or verify"
@@ -57,6 +57,7 @@ soak: .venv/installed
 	$(BIN)/python -m tests.storage.file.kill_loop --kills 5000
 	unshare --map-root-user --net $(BIN)/python -m tests.storage.slow_holder
 	$(BIN)/python -m tests.peers.soak --trials 500
+	$(BIN)/python -m tests.engine.stages.kills --seconds 600
 	$(BIN)/python -m tests.simulation.soak
 
 bench: .venv/installed

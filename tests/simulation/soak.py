@@ -9,10 +9,18 @@ import time
 from tests.simulation.foreign import ForeignWorld
 from tests.simulation.run import Kind, run
 from tests.simulation.schedule import ScheduleWorld, SparseScheduleWorld
+from tests.simulation.stages import StagedScheduleWorld
 from tests.simulation.world import SparseWorld, World
 
 STEPS = 2000
-WORLDS: tuple[Kind, ...] = (World, ScheduleWorld, ForeignWorld, SparseWorld, SparseScheduleWorld)
+WORLDS: tuple[Kind, ...] = (
+    World,
+    ScheduleWorld,
+    ForeignWorld,
+    SparseWorld,
+    SparseScheduleWorld,
+    StagedScheduleWorld,
+)
 
 
 def main() -> None:

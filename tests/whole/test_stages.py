@@ -7,6 +7,7 @@ import re
 import signal
 from pathlib import Path
 
+import httpx
 import pytest
 from openai import APIError, OpenAI
 
@@ -76,6 +77,9 @@ def test_a_stage_that_is_killed_costs_the_answers_it_was_computing(server):
     assert answer == said and cached == {"device": 0, "host": 640, "storage": 0}
     assert len(stages_of(server)) == 2 and not set(first) & set(stages_of(server))
     assert stats_of(server)["engine"]["steps_failed"] > 0
+    page = httpx.get(f"{server.url}/metrics").text
+    busy = re.findall(r'^tiercel_stage_busy_seconds_total\{stage="(\d)"\} (\S+)$', page, re.MULTILINE)
+    assert [stage for stage, _ in busy] == ["0", "1"] and all(float(seconds) > 0 for _, seconds in busy)
     last = stages_of(server)
     server.process.send_signal(signal.SIGKILL)
     server.process.communicate(timeout=60)

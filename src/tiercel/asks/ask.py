@@ -251,6 +251,8 @@ class EngineStats(CacheStats):
     times: Mapping[str, HistogramStats | Mapping[str, HistogramStats]] = field(default_factory=dict)
     """Seconds of requests: in the queue, to the first token by source, from token to token."""
     events: EventStats | None = None
+    stages: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """For each stage of a model that is cut: `busy_s`, the seconds that it has computed."""
     shared: Mapping[str, int] | None = None
     """For a server that offers its pages to others: readers, leases, bytes sent."""
 

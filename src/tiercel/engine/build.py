@@ -27,7 +27,7 @@ from tiercel.engine.engine import Engine
 from tiercel.engine.group import Group
 from tiercel.engine.queue_runner import make_runner
 from tiercel.engine.scheduler import STEP_TOKENS
-from tiercel.engine.stage import StageRoom
+from tiercel.engine.stage_messages import StageRoom
 from tiercel.engine.step import Queues
 from tiercel.errors import ConfigError
 from tiercel.memory.buffers import STAGED_AREAS, DeviceMemory

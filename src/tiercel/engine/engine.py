@@ -118,6 +118,7 @@ class Engine:
             queue=queue,
             engine=dict(self.counters),
             accept_length=lengths,
+            stages={str(stage): {"busy_s": busy_s} for stage, busy_s in enumerate(self.runner.busy_s)},
             times=own.times.stats(),
         )
 

@@ -33,7 +33,7 @@ from typing import NamedTuple
 import torch
 
 from tiercel.engine.config import Build, EngineConfig
-from tiercel.engine.stage import Reply, StagePart, StageRoom, StepOrder
+from tiercel.engine.stage_messages import Reply, StagePart, StageRoom, StepOrder
 from tiercel.engine.step import Drawn, ReadOnHost, Step
 from tiercel.errors import EngineError, RunnerLost
 from tiercel.models.base import Stage
@@ -129,6 +129,7 @@ class Group:
         self._replies = dict[int, dict[int, Reply]]()
         self._number = 0
         self._read = [ReadOnHost()] * len(cut)
+        self.busy_s = [0.0] * len(cut)
         self.times = StepTimes(0.0, ())
         """Of the last step."""
         self._lost = ""
@@ -205,6 +206,7 @@ class Group:
             max(reply.came_s for reply in every) - sent_s,
             tuple((reply.began_s, reply.ended_s, reply.busy_s) for reply in every),
         )
+        self.busy_s = [busy_s + reply.busy_s for busy_s, reply in zip(self.busy_s, every, strict=True)]
         errors = [reply.error for reply in every if reply.error is not None]
         if errors:
             raise errors[0]

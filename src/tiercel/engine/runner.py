@@ -167,6 +167,7 @@ class LocalRunner:
 
     leaves_out = True
     """Whether a text with an error is left out of a step."""
+    busy_s: Sequence[float] = ()
 
     def __init__(
         self,

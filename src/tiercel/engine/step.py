@@ -116,6 +116,10 @@ class Runner(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
+    @property
+    def busy_s(self) -> Sequence[float]:
+        """How long each stage has computed since the start. Without stages: nothing."""
+
     def run(self, step: Step) -> Drawn: ...
 
     def read_on_host(self) -> ReadOnHost:

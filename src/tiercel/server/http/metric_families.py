@@ -252,6 +252,13 @@ FAMILIES: Mapping[str, Family | None] = {
         "tier that their beginnings came from; a mean over all requests",
         ("source",),
     ),
+    "stages.*.busy_s": Family(
+        "stage_busy_seconds",
+        "Seconds that a stage has computed (--stages). The stage that computes longest decides how fast "
+        "all are",
+        ("stage",),
+        STARTED,
+    ),
     "store.attached": Family("store_attached", "Whether there is a store: 1 or 0"),
     "store.state": Family(
         "store_state",
