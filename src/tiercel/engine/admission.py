@@ -17,7 +17,7 @@ from tiercel.engine.guessing import Explained
 from tiercel.engine.seats import Seats
 from tiercel.engine.task import PRIORITY_S, Outcome, Stage, Task
 from tiercel.engine.waiting import Waiting
-from tiercel.errors import GrammarError, QueueFull
+from tiercel.errors import GrammarError, QueueFull, RunnerLost
 from tiercel.text.stream import TextStream
 
 log = logging.getLogger(__name__)
@@ -279,6 +279,8 @@ class Admission:
         if isinstance(error, GrammarError):  # the client's error
             finish = Finish.GRAMMAR
             log.warning("a request ends: %s", error, extra=task.named)
+        elif isinstance(error, RunnerLost):  # what was lost has been told
+            log.error("a request ends: %s", error, extra=task.named)
         else:
             log.error("a request ends with an error", exc_info=error, extra=task.named)
         self.end(task, finish)

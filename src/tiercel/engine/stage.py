@@ -195,4 +195,8 @@ def _or_exit(run: Callable[[], object]) -> Callable[[], None]:
 def main() -> None:
     """`python -c "from tiercel.engine.stage import main; main()" FD`: the process on the other end of a pipe.
     (As a program of its own this module would be loaded under two names.)"""
-    StageProcess(Connection(int(sys.argv[1]))).run()
+    try:
+        StageProcess(Connection(int(sys.argv[1]))).run()
+    except SystemExit as end:
+        logging.getLogger(__name__).warning("%s", end)
+        os._exit(1)  # without waiting for the other threads

@@ -43,7 +43,7 @@ class Links:
     def take(self, x: Tensor) -> Tensor:
         """What the stage before sends. `x`: room for it."""
         here = x.cpu() if self._through_host else x
-        dist.recv(here, self.number - 1)
+        self._receive(here, self.number - 1)
         return here.to(x.device)
 
     def give(self, x: Tensor) -> None:
@@ -55,11 +55,17 @@ class Links:
         """Tokens of the last stage, for every stage. They are in host memory."""
         last = self.of - 1
         if self.number != last:
-            dist.recv(tokens, last, self._tokens)
+            self._receive(tokens, last, self._tokens)
         else:
             for stage in range(last):
                 self._keep(dist.isend(tokens, stage, self._tokens), tokens)
         return tokens
+
+    def _receive(self, x: Tensor, stage: int, group: Any = None) -> None:
+        try:
+            dist.recv(x, stage, group)
+        except RuntimeError as error:  # no step can be run any more: the scheduler's process starts all again
+            raise SystemExit(f"stage {self.number} ends: stage {stage} sends nothing any more") from error
 
     def _keep(self, sent: Any, x: Tensor) -> None:
         while self._sent and self._sent[0][0].is_completed():
