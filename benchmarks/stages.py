@@ -1,7 +1,8 @@
 """A model in stages, each in a process of its own: `python -m benchmarks.stages [--json] [--stages N]`.
 
-step_broadcast_us       from the scheduler's process until every stage has begun a step of 64 texts
-bubble_share            decode of 16 texts: the part of the stages' time in which they wait, and its limit
+step_broadcast_us       from the scheduler's process until every stage has a step of 64 texts
+wake_us                 the least that can be: a message through such a pipe, to one idle process
+bubble_share            decode of 16 texts: the part of the stages' time in which they compute nothing
 decode_ratio.N          tokens/s of N texts, over one process with the threads of one stage
 prefill_ratio           the same for a prompt
 host_pss_ratio          what the host memory takes in all processes together, over one process
@@ -15,6 +16,7 @@ import gc
 import os
 import re
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -22,7 +24,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from multiprocessing.connection import Connection
 from pathlib import Path
+from socket import socketpair
 from typing import Any
 
 import torch
@@ -141,6 +145,7 @@ def speed(sizes: Sizes, stages: int) -> Figures:
             found["step_broadcast_us"] = 1e6 * statistics.median(
                 each.sent_s for times in every for each in times
             )
+    found["wake_us"] = wake_us(sizes.steps)
     firsts = {True: list[float](), False: list[float]()}
     for number in range(sizes.rounds):
         for staged, each in ((False, one), (True, many)):
@@ -165,6 +170,32 @@ def idle_share(times: Sequence[StepTimes]) -> float:
         for (_, ended_s, _), (_, now_s, busy_s) in zip(before.stages, each.stages, strict=True):
             idle.append(1 - busy_s / (now_s - ended_s))
     return statistics.mean(idle)
+
+
+ECHO = """
+import sys, time
+from multiprocessing.connection import Connection
+pipe = Connection(int(sys.argv[1]))
+while pipe.recv_bytes():
+    pipe.send(time.monotonic())
+"""
+
+
+def wake_us(count: int) -> float:
+    """How long a message of the size of a step takes to a process that waits for it."""
+    near, far = socketpair()
+    echo = subprocess.Popen([sys.executable, "-c", ECHO, str(far.fileno())], pass_fds=[far.fileno()])
+    far.close()
+    took = list[float]()
+    with Connection(near.detach()) as pipe:
+        for _ in range(count):
+            time.sleep(0.005)
+            sent_s = time.monotonic()
+            pipe.send_bytes(bytes(1500))
+            took.append(pipe.recv() - sent_s)
+        pipe.send_bytes(b"")
+    echo.wait()
+    return 1e6 * statistics.median(took)
 
 
 def memory(one: Running, many: Running) -> Figures:
