@@ -44,10 +44,19 @@ class Pair:
     """A server that computes prompts, and one that goes on from them. Both have a draft, whose bytes travel
     too; answers are those of a server without one."""
 
-    def __init__(self, *reading):
+    def __init__(self, *reading, offering=()):
         self.port = free_port()
         self._offer = (*MEMORY, *KEY, "--role", "prefill", "--share-pages", f"127.0.0.1:{self.port}")
-        self._offer += (*DRAFT, "--layout", "layer_first", "--step-tokens", "256", "--evict", "lfu")
+        self._offer += (
+            *DRAFT,
+            "--layout",
+            "layer_first",
+            "--step-tokens",
+            "256",
+            "--evict",
+            "lfu",
+            *offering,
+        )
         self.prefill = Server(*self._offer, "--share-mooncake", "tcp")
         peer = f"peer://127.0.0.1:{self.port}?timeout_s=1"
         self.decode = Server(

@@ -13,6 +13,7 @@ from openai import APIError, OpenAI
 
 from tests.servers import free_port
 from tests.wait import until
+from tests.whole import test_roles as roles
 from tests.whole.process import Server, running
 from tests.whole.test_peers import FULL, KEY, PROMPT, stats_of, wait_until_saved
 from tests.whole.test_store import MEMORY, generate
@@ -51,6 +52,18 @@ def test_any_number_of_stages_reads_what_another_has_computed_or_stored(tmp_path
     with running(*MEMORY, "--fetch", "wait", "--store", store) as one:
         assert generate(one, PROMPT) == (said, FULL)
         assert {size: generate(one, PROMPT[:size])[0] for size in shorter} == shorter
+
+
+def test_stages_go_on_from_prompts_that_other_stages_compute():
+    """Pages are pulled while they are computed, with the bytes of a draft that the last stages have."""
+    pair = roles.Pair("--stages", "3", offering=("--stages", "2"))
+    with running(*roles.MEMORY, "--speculate", "off") as alone:
+        for length in (roles.PAGE + 1, 600, 3000):
+            tokens = roles.words(length, length)
+            _, decode = pair.ask(tokens)
+            assert roles.said(decode) == roles.said(roles.asked(alone, tokens))
+            assert decode["cached_tokens_details"]["storage"] == (length - 1) // roles.PAGE * roles.PAGE
+    pair.close()
 
 
 @pytest.fixture
