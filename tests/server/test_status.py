@@ -185,6 +185,7 @@ def test_model_info_and_the_nested_numbers():
         "engine": {"tokens_drawn": 6, "guessing_steps": 2, "guessing_tokens": 5},
         "accept_length": {"device": 2.5, "computed": 1.75},
         "sparse": {"pages_sparse": 6, "entries_hit": 11},
+        "stages": {},
         "owners": {},
         "times": {},
         "exact": True,
