@@ -9,11 +9,11 @@ from random import Random
 import pytest
 
 from tests.engine.drive import (
-    LOOPS,
     PAGE,
     logprobs_of,
     make_ask,
     make_engine,
+    one_loop,
     run,
     settle,
     steps_of,
@@ -45,7 +45,7 @@ def check(answers, prompts, count=COUNT):
         assert logprobs_of(answer) == logprobs_of(truth)
 
 
-@LOOPS
+@one_loop
 @pytest.mark.parametrize("guesses", [0, 1, 3])
 @pytest.mark.parametrize(("mode", "pages"), [("auto", 12), ("auto", 20), ("always", 14), ("always", 40)])
 def test_texts_that_read_the_host_have_the_same_answers(mode, pages, guesses, overlap):

@@ -245,7 +245,9 @@ def test_without_its_master_every_call_is_refused_at_once_and_with_a_new_one_it_
 
 STOPPED = """
 import signal
+from pathlib import Path
 from tests.servers import mooncake_holder, mooncake_master
+from tests.wait import until
 from tiercel.errors import StoreError
 from tiercel.storage.mooncake import MooncakeStore
 from tiercel.storage.conformance.samples import Read, Sample, expect_there, keep
@@ -255,6 +257,8 @@ with mooncake_master() as master, mooncake_holder(master, 32 << 20) as holder:
     store = MooncakeStore(master.address, timeout_s=1)
     keep(store, [sample])
     holder.send_signal(signal.SIGSTOP)
+    threads = Path(f"/proc/{holder.pid}/task")
+    until(lambda: all(") T " in each.read_text() for each in threads.glob("*/stat")), "it stands still")
     try:
         store.get([Read(sample).get])
     except StoreError as error:

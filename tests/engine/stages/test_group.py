@@ -51,6 +51,7 @@ def truths(prompts=PROMPTS):
     return [truth_of(prompt, COUNT) for prompt in prompts]
 
 
+@pytest.mark.rotate("overlap")
 @pytest.mark.parametrize("overlap", [False, "queued"], ids=["plain", "queued"])
 @pytest.mark.parametrize("stages", [2, 3])
 def test_stages_answer_as_the_whole_model_from_every_tier(stages, overlap, tmp_path):
