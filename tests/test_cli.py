@@ -126,8 +126,14 @@ def test_a_server_sends_small_answers_at_once():
     """asyncio turns Nagle's algorithm off only for sockets that are named TCP."""
     with _bind("127.0.0.1", 0) as listener:
         assert listener.proto == socket.IPPROTO_TCP
-        with socket.create_connection(listener.getsockname(), timeout=5):
-            pass  # nobody is refused once it is bound
+
+
+def test_a_port_that_is_taken_is_named_before_anything_is_read() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        done = run("serve", "--port", str(port), "--device-memory", "1KiB")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert f"--port = {port}: can not listen on 127.0.0.1: " in done.stderr
 
 
 def test_a_model_may_be_named_by_an_option_too(tmp_path: Path) -> None:

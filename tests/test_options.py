@@ -26,6 +26,16 @@ def settings_of(kind):
     return [each for each in fields(kind) if "help" in each.metadata]
 
 
+def test_a_variable_that_no_option_reads_is_named(monkeypatch):
+    told = list(options.unread_variables(serve))
+    monkeypatch.setenv("TIERCEL_DEVICE_MEMROY", "1GiB")
+    monkeypatch.setenv("TIERCEL_DEVICE_MEMORY", "1GiB")
+    monkeypatch.setenv("TIERCEL_CONFIG", "file")
+    assert {*options.unread_variables(serve)} - {*told} == {
+        "TIERCEL_DEVICE_MEMROY (meant: TIERCEL_DEVICE_MEMORY?)"
+    }
+
+
 def taken_from(*arguments, **options_of):
     """What a command gets that is called so."""
     got = []

@@ -47,6 +47,14 @@ def parse_bytes(text: str | int, field: str = "bytes") -> int:
     return int(float(found[1]) * _UNITS[found[2]])
 
 
+def size_text(size: int) -> str:
+    """`268435456` → `256 MiB`."""
+    for unit, each in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= each:
+            return f"{size / each:,.1f}".removesuffix(".0") + f" {unit}"
+    return f"{size} B"
+
+
 def parse_address(field: str, text: str) -> tuple[str, int]:
     """`host:port` → both. An IPv6 address has brackets."""
     written, _, port = text.rpartition(":")

@@ -58,12 +58,26 @@ def test_nothing_is_made_on_the_default_device(name, format):
         assert torch.equal(run(config, spec, weights), expected)
 
 
-@pytest.mark.parametrize("name", ["cuda:77", "abacus"])
-def test_a_device_that_is_not_there_is_refused_by_name(name):
-    with pytest.raises(ConfigError, match=f"device = '{name}': can not be used here"):
+@pytest.mark.parametrize("name", ["abacus", "rocm", "mps", "cuda:", "cuda:a", "cuda0", "cpu:-1"])
+def test_what_is_no_device_is_refused_by_name(name):
+    with pytest.raises(ConfigError, match=f"device = '{name}': is not cpu, cuda, or one CUDA device"):
         check_device(name)
-    with pytest.raises(ConfigError, match="can not be used here"):
-        open_engine(Build(device=name), EngineConfig())
+
+
+def test_a_device_that_is_not_there_is_refused_and_it_is_said_what_is_missing():
+    missing = r"(needs a torch that was built for CUDA|is not there: torch sees)"
+    with pytest.raises(ConfigError, match=f"device = 'cuda:77': {missing}"):
+        check_device("cuda:77")
+    with pytest.raises(ConfigError, match=missing):
+        open_engine(Build(device="cuda:77"), EngineConfig())
+
+
+@pytest.mark.parametrize(("count", "sees"), [(0, "none; nvidia-smi"), (2, "cuda:0 to cuda:1")])
+def test_the_devices_that_are_there_are_named(monkeypatch, count, sees):
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    with pytest.raises(ConfigError, match=f"is not there: torch sees {sees}"):
+        check_device("cuda:2")
 
 
 def test_a_device_without_a_name_is_refused():

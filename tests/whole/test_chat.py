@@ -93,12 +93,15 @@ def test_thoughts_and_tools_go_through_a_real_engine(client, folder, stream):
 
 
 def test_a_conversation_in_a_terminal_is_explained_and_saved(server, tmp_path):
-    words = ["chat", "--url", server.url, "--max-tokens", "4", "--system", CHAT[0]["content"]]
+    words = ["chat", "--url", f"{server.url}/v1", "--max-tokens", "4", "--system", CHAT[0]["content"]]
     with Terminal(*words, home=tmp_path) as terminal:
         terminal.type("Which?", "tokens cached")
         terminal.type("And now?", "tokens cached")
         assert "decode" in terminal.type("/explain", " ms")
         terminal.type(f"/save {tmp_path}/said.json", "5 messages are in")
+        terminal.press(b"/exit\r")
+    with Terminal("chat", "--url", server.url, "--max-tokens", "4", home=tmp_path) as terminal:
+        terminal.type("Which?", "whole pages of 256 tokens are cached, and this is less than one")
         terminal.press(b"/exit\r")
     said = json.loads((tmp_path / "said.json").read_text())["messages"]
     assert [message["role"] for message in said] == ["system", *["user", "assistant"] * 2]

@@ -78,6 +78,7 @@ def operated(tmp_path_factory):
     with collecting() as collector, pytest.MonkeyPatch.context() as environment:
         environment.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
         environment.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+        environment.setenv("TIERCEL_STOER", "memory:")
         own = Operated(tmp_path_factory.mktemp("operated"), collector)
         with closing(own.client):
             yield own
@@ -170,7 +171,9 @@ def test_all_that_it_said_is_json_with_the_request_and_its_tenant(operated):
     assert operated.reads_keys("e") and operated.reads_keys("e")
     code, said = operated.server.stop()
     assert code == 0
-    lines = [json.loads(line) for line in said.splitlines()]
+    lines = [json.loads(line) for line in (operated.server.told + said).splitlines()]
+    (begun,) = [line for line in lines if line["message"] == "starting"]
+    assert begun["environment"] == "TIERCEL_STOER (meant: TIERCEL_STORE?)"
     assert all({"time", "level", "logger", "message"} <= line.keys() for line in lines)
     (line,) = [line for line in lines if line.get("request_id") == "second"]
     assert (line["logger"], line["tenant"], line["method"], line["status"]) == (

@@ -288,6 +288,7 @@ MISTAKES = [
     (["--share", "everything"], "share"),
     (["--exact", "--share", "numbers"], "share"),
     (["/no/such/folder"], "/no/such/folder"),
+    (["--device", "rocm"], "device"),
 ]
 ONE_AFTER_THE_OTHER = """
 import contextlib, io, json, sys

@@ -42,12 +42,21 @@ class ChatTurn:
     seconds: float = 0.0
     usage: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def cached(self) -> int:
+        return int((self.usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0))
+
+    @property
+    def prompt_tokens(self) -> int:
+        return int(self.usage.get("prompt_tokens", 0))
+
     def __str__(self) -> str:
-        cached = (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-        tokens, answer = self.usage.get("prompt_tokens", 0), self.usage.get("completion_tokens", 0)
+        answer = self.usage.get("completion_tokens", 0)
         rate = answer / self.seconds if self.seconds else 0.0
         first = f"first token after {1e3 * self.first_token_s:.0f} ms"
-        return f"{cached} of {tokens} tokens cached, {first}, {answer} tokens at {rate:.0f}/s"
+        return (
+            f"{self.cached} of {self.prompt_tokens} tokens cached, {first}, {answer} tokens at {rate:.0f}/s"
+        )
 
 
 class Conversation:
@@ -61,6 +70,8 @@ class Conversation:
         self.messages = list(self._begun)
         self.last: ChatTurn | None = None
         self.failed = False
+        self._page_tokens: int | None = None
+        """None: not asked for yet. 0: the server does not tell."""
 
     def hear(self, said: str) -> None:
         """A line of the user: a command, or a message. Every error is printed."""
@@ -85,7 +96,18 @@ class Conversation:
         messages = [*self.messages, {"role": "user", "content": said}]
         turn = self.last = _ask(self._client, self._body | {"messages": messages})
         self.messages = [*messages, {"role": "assistant", "content": turn.text}]
-        self._tell(f"\n{turn}")
+        self._tell(f"\n{turn}{self._why_none(turn)}")
+
+    def _why_none(self, turn: ChatTurn) -> str:
+        """Why nothing of a short conversation is cached."""
+        if turn.cached or not turn.prompt_tokens:
+            return ""
+        if self._page_tokens is None:
+            response = self._client.get("/get_server_info")
+            self._page_tokens = 0 if response.is_error else int(response.json().get("page_size", 0))
+        if turn.prompt_tokens >= self._page_tokens:
+            return ""
+        return f"\nwhole pages of {self._page_tokens} tokens are cached, and this is less than one"
 
     def _explain(self, _: str) -> None:
         if self.last is None:
@@ -118,7 +140,7 @@ class Conversation:
 
 
 def chat(
-    url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:8000",
+    url: Annotated[str, typer.Option(help="The server, with or without /v1.")] = "http://127.0.0.1:8000",
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 128,
     temperature: Annotated[float, typer.Option(help="0 always takes the best token.", min=0)] = 0.0,
@@ -129,7 +151,7 @@ def chat(
 
     headers = {"Authorization": f"Bearer {api_key.split()[0]}"} if api_key and api_key.split() else {}
     body = {"max_tokens": max_tokens, "temperature": temperature}
-    with httpx.Client(base_url=url, headers=headers, timeout=600.0) as client:
+    with httpx.Client(base_url=url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=600.0) as client:
         conversation = Conversation(client, body, system)
         for said in _lines():
             conversation.hear(said)

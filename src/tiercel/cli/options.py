@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import Field, fields
+from difflib import get_close_matches
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -44,6 +45,8 @@ NamedModel = Annotated[
     str | None,
     typer.Option("--model", metavar="MODEL", help="The same as MODEL.", rich_help_panel=MOST),
 ]
+PREFIX = "TIERCEL_"
+"""Of a variable of the environment that gives an option its value."""
 SIZE = "SIZE"
 """What the help calls a value such as 40GiB or 4096."""
 UNITS = {"GiB": 1024**3, "MiB": 1024**2}
@@ -111,9 +114,23 @@ def _check_environment(annotations: Iterable[Any]) -> None:
                 raise ConfigError(name, os.environ[name], "must not be empty; unset it, or give it a value")
 
 
+def unread_variables(command: Command) -> Iterator[str]:
+    """Variables of the environment that look like options, and that no option of a command reads."""
+    every = {
+        about.envvar
+        for each in signature(command).parameters.values()
+        for about in getattr(each.annotation, "__metadata__", ())
+        if getattr(about, "envvar", None) is not None
+    }
+    for name in sorted(os.environ):
+        if name.startswith(PREFIX) and name not in every:
+            near = get_close_matches(name, every, n=1)
+            yield f"{name} (meant: {near[0]}?)" if near else name
+
+
 def env_name(option: str) -> str:
     """The variable of the environment that gives an option its value. A list has blanks between values."""
-    return f"TIERCEL_{option.upper()}"
+    return f"{PREFIX}{option.upper()}"
 
 
 def _option(kind: type, each: Field[Any], defaults: dict[str, str]) -> Parameter:

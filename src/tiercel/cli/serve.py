@@ -77,15 +77,16 @@ def serve(
     check_certificate(options)
     trace = open_trace(options.trace) if options.trace is not None else None
     log_writer = start_logging(options.log_format, options.log_level)
-    listener = open_listener(build.share_pages) if build.share_pages is not None else None
-    if listener is not None and build.share_pages is not None:
-        host, port = build.share_pages.rpartition(":")[0], listener.getsockname()[1]
-        options = replace(options, pages_address=f"{host}:{port}")  # the host as requests will spell it
-    engine, choices = open_engine(build, engine_config)
     with ExitStack() as ending:
         ending.callback(log_writer.close)
+        door = ending.enter_context(_bind(options.host, options.port))
+        listener = open_listener(build.share_pages) if build.share_pages is not None else None
+        if listener is not None and build.share_pages is not None:
+            host, port = build.share_pages.rpartition(":")[0], listener.getsockname()[1]
+            options = replace(options, pages_address=f"{host}:{port}")  # the host as requests will spell it
+        engine, choices = open_engine(build, engine_config)
         publisher = _publisher(engine, options, ending)
-        show([*choices, *_told(publisher)], options)
+        show([*choices, *_told(publisher), *_unread()], options)
         name = [*options.model_names, model if model in FOLDERS else folder.name][0]
         service = EngineService(engine, name, ", ".join(map(shown, build.sources)), publisher)
         if trace is not None:
@@ -104,7 +105,7 @@ def serve(
         traces = open_traces(service)
         if traces is not None:
             ending.callback(traces.close)
-        _listen(service, options, traces)
+        _listen(service, options, traces, door)
 
 
 def _publisher(engine: Engine, options: ServerOptions, ending: ExitStack) -> EventPublisher | None:
@@ -134,6 +135,12 @@ def _told(publisher: EventPublisher | None) -> Iterator[Choice]:
             yield Choice(what, f"{how} {address}", why or "--kv-events")
 
 
+def _unread() -> Iterator[Choice]:
+    """A line only if a variable was set in vain."""
+    if names := ", ".join(o.unread_variables(serve)):
+        yield Choice("environment", names, "no option reads it")
+
+
 def say(text: str, options: ServerOptions) -> None:
     """Print a text for people as it is, and for programs that read the log as a line of the log."""
     if options.log_format == "json":
@@ -155,20 +162,26 @@ def show(choices: Sequence[Choice], options: ServerOptions) -> None:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """A socket marked as TCP: only then asyncio sets TCP_NODELAY, without which small writes wait 40 ms."""
+    """A socket that does not listen yet: whether its port is free is known before weights are read. It is
+    marked as TCP: only then asyncio sets TCP_NODELAY, without which small writes wait 40 ms."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    door = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host, port))
-        listener.listen(2048)  # clients that connect before the server runs are queued, not refused
+        door.bind((host, port))
     except OSError as error:
-        listener.close()
-        raise ConfigError("--port", port, f"can not listen on {host}: {error}") from error
-    return listener
+        door.close()
+        raise _no_port(host, port, error) from error
+    return door
 
 
-def _listen(service: EngineService, options: ServerOptions, traces: Traces | None) -> None:
+def _no_port(host: str, port: int, error: OSError) -> ConfigError:
+    return ConfigError("--port", port, f"can not listen on {host}: {error}")
+
+
+def _listen(
+    service: EngineService, options: ServerOptions, traces: Traces | None, door: socket.socket
+) -> None:
     from tiercel.server.listen import Server
 
     server = Server(service, options, traces)
@@ -183,9 +196,12 @@ def _listen(service: EngineService, options: ServerOptions, traces: Traces | Non
     sys.setswitchinterval(SWITCH_S)
     gc.collect()
     gc.freeze()  # what was loaded stays: the collector need not visit it again
-    listener = _bind(options.host, options.port)
+    try:
+        door.listen(2048)  # clients that connect before the server runs are queued, not refused
+    except OSError as error:  # another server listens there since
+        raise _no_port(options.host, options.port, error) from error
     scheme = "http" if options.tls_cert is None else "https"
-    address = f"{scheme}://{options.host}:{listener.getsockname()[1]}"
+    address = f"{scheme}://{options.host}:{door.getsockname()[1]}"
     say(f"listening on {address} (API at {address}/v1, calls at {address}/docs)", options)
     say(f"the cache at work: open {address}/ in a browser", options)
-    server.run(sockets=[listener])
+    server.run(sockets=[door])

@@ -10,7 +10,7 @@ import torch
 
 from tiercel.cache import TieredCache
 from tiercel.cache.memories import Memories, make_memories
-from tiercel.config import LAYOUT_NAMES, CacheConfig
+from tiercel.config import LAYOUT_NAMES, CacheConfig, size_text
 from tiercel.engine.config import (
     DRAFT_MODEL,
     GUESSERS,
@@ -246,11 +246,11 @@ def _choices(build: Build, engine: Engine, device_bytes: int) -> list[Choice]:
     layout = LAYOUT_NAMES[cache.layout]
     if layout != cache.layout:
         layout = f"{cache.layout} (the same bytes as {layout})"
-    host = f"{cache.host_bytes:,} B, {layout}, {controller.how}" if controller else "off"
+    host = f"{size_text(cache.host_bytes)}, {layout}, {controller.how}" if controller else "off"
     made_for = config.context_tokens == engine.context_tokens
     longest = "what the model was made for" if made_for else "what fits on the device"
     each = engine.cache.spec.units_per_tail
-    device, size = f"{cache.device_pages} pages of {engine.page_tokens} tokens", f"{device_bytes:,} B"
+    device, size = f"{cache.device_pages} pages of {engine.page_tokens} tokens", size_text(device_bytes)
     size += " for each stage" if build.stages > 1 else ""
     if each:
         device += f"; a tail takes {each}"

@@ -203,7 +203,16 @@ def _refused(name: str, device: str, *, asked: bool) -> str:
 
 
 def check_device(name: str) -> None:
-    """Refuses a device that torch does not know, or that this machine does not have."""
+    """Refuses what is no CPU and no CUDA device, and a device that this machine does not have."""
+    kind, colon, number = name.partition(":")
+    if kind not in ("cpu", "cuda") or bool(colon) != number.isdecimal():
+        raise ConfigError("device", name, "is not cpu, cuda, or one CUDA device as cuda:0")
+    if kind == "cuda" and torch.version.cuda is None:
+        why = f"needs a torch that was built for CUDA; torch {torch.__version__} here was built for CPUs"
+        raise ConfigError("device", name, why)
+    if kind == "cuda" and int(number or 0) >= (count := torch.cuda.device_count()):
+        here = f"cuda:0 to cuda:{count - 1}" if count else "none; nvidia-smi says what the driver sees"
+        raise ConfigError("device", name, f"is not there: torch sees {here}")
     try:
         torch.empty(1, device=name)
     except (RuntimeError, AssertionError, NotImplementedError) as error:

@@ -163,7 +163,7 @@ class Opened:
     def choices(self) -> list[Choice]:
         """What was chosen for the model."""
         spec, exact, kernels = self.spec, self.kernels.EXACT, self.kernels.NAME
-        size = f"{len(spec.layers)} layers, {self.target.dimensions.vocab_size:,} tokens"
+        size = f"{len(spec.layers)} layers, a vocabulary of {self.target.dimensions.vocab_size:,}"
         why = WHY_KERNELS.get(kernels, "the native ones were not built, or not asked for")
         same = "a text's bits do not depend on what else is computed" if exact else "sums depend on the batch"
         return [

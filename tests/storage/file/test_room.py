@@ -448,3 +448,11 @@ def test_what_is_missing_is_the_larger_of_two_lacks():
 
 def test_others_are_left_a_twentieth_but_not_more_than_a_gibibyte():
     assert free_for(10**9) == 50_000_000 and free_for(10**12) == 1024**3
+
+
+def test_a_store_larger_than_its_file_system_says_so_when_it_is_opened(path, caplog):
+    for size in (2**60, shutil.disk_usage(path.parent).total // 2):
+        make_store(path, size).close()
+    make_store(path, 2**60, read_only=True).close()
+    (line,) = [each.getMessage() for each in caplog.records]
+    assert f"the store in {path} never becomes 1,048,576 TiB: its file system has" in line

@@ -7,6 +7,7 @@ files, and leaves some space of the file system free. A full store evicts its co
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
+from tiercel.config import size_text
 from tiercel.errors import ConfigError, StoreError
 from tiercel.policy.evict import make_evict_policy
 from tiercel.storage.base import Checked, Get, Put, Store, trips
@@ -26,6 +28,8 @@ from tiercel.storage.file.queue import Request
 from tiercel.storage.file.room import Limits, free_for, segment_bytes_for
 from tiercel.storage.file.segment import HEADER_MOST, OtherVersion, Reader, Segment, note, packed_bytes
 from tiercel.storage.record import ALIGN_LEAST, MAGIC, Flaw, Note, RecordKey, flaw_of, parse
+
+log = logging.getLogger(__name__)
 
 STRETCH_BYTES = 2 * 1024**2
 """Neighbouring records are read in one call, up to this many bytes: efficient for the disk, and small enough
@@ -73,8 +77,12 @@ class FileStore(Store):
         with ExitStack() as undo:
             undo.callback(self._folder.close)
             try:
+                in_all = self._folder.space().in_all
                 if free is None:
-                    free = free_for(self._folder.space().in_all)
+                    free = free_for(in_all)
+                if size + free > in_all and not read_only:
+                    is_less = f"its file system has {size_text(in_all)}, of which {size_text(free)} stay free"
+                    log.warning("the store in %s never becomes %s: %s", path, size_text(size), is_less)
                 limits = Limits(size, free, segment_bytes or segment_bytes_for(size))
                 self._log = Log(self._folder, limits, policy)
                 undo.callback(self._log.close)
