@@ -27,7 +27,7 @@ def test_a_folder_is_served_and_its_cache_outlives_the_server(folder, tmp_path):
     store = ("--store", f"file://{tmp_path}/store?size=1GiB", "--fetch", "wait")
     prompt = [(i * i * 31 + i * 17) % 3800 + 200 for i in range(500)]
     with running(str(folder), *MEMORY, *store) as server:
-        assert "qwen3, 3 layers, 4,096 tokens" in server.told
+        assert "qwen3, 3 layers, a vocabulary of 4,096" in server.told
         assert [each["id"] for each in httpx.get(f"{server.url}/v1/models").json()["data"]][
             0
         ] == "small-qwen3"
