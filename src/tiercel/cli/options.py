@@ -107,25 +107,26 @@ def _name(each: Field[Any]) -> str:
 
 def _check_environment(annotations: Iterable[Any]) -> None:
     """Refuse an empty variable: it would count as not set, and a server without a key would be open."""
-    for each in annotations:
-        for about in getattr(each, "__metadata__", ()):
-            name = getattr(about, "envvar", None)
-            if name is not None and not os.environ.get(name, "unset").strip():
-                raise ConfigError(name, os.environ[name], "must not be empty; unset it, or give it a value")
+    for name in _variables(annotations):
+        if not os.environ.get(name, "unset").strip():
+            raise ConfigError(name, os.environ[name], "must not be empty; unset it, or give it a value")
 
 
 def unread_variables(command: Command) -> Iterator[str]:
     """Variables of the environment that look like options, and that no option of a command reads."""
-    every = {
-        about.envvar
-        for each in signature(command).parameters.values()
-        for about in getattr(each.annotation, "__metadata__", ())
-        if getattr(about, "envvar", None) is not None
-    }
+    every = {*_variables(each.annotation for each in signature(command).parameters.values())}
     for name in sorted(os.environ):
         if name.startswith(PREFIX) and name not in every:
             near = get_close_matches(name, every, n=1)
             yield f"{name} (meant: {near[0]}?)" if near else name
+
+
+def _variables(annotations: Iterable[Any]) -> Iterator[str]:
+    """The variables that options of these types are read from."""
+    for each in annotations:
+        for about in getattr(each, "__metadata__", ()):
+            if (name := getattr(about, "envvar", None)) is not None:
+                yield name
 
 
 def env_name(option: str) -> str:

@@ -34,7 +34,7 @@ import torch
 
 from tiercel.engine.config import Build, EngineConfig
 from tiercel.engine.stage_messages import Reply, StagePart, StageRoom, StepOrder
-from tiercel.engine.step import Drawn, ReadOnHost, Step
+from tiercel.engine.step import Drawn, ReadOnHost, Step, failing
 from tiercel.errors import EngineError, RunnerLost
 from tiercel.models.base import Stage
 from tiercel.models.opening import Opened
@@ -184,7 +184,7 @@ class Group:
     def start(self, step: Step) -> Callable[[], Drawn]:
         """Send a step. The returned function waits for its tokens. Call them in the order of the steps."""
         if self._lost:
-            return partial(_raise, RunnerLost(self._lost, computing=False))
+            return failing(RunnerLost(self._lost, computing=False))
         if not step.parts and not step.changes:
             return lambda: Drawn([], {}, 0.0)
         self._number += 1
@@ -307,10 +307,6 @@ class GroupController(RemoteController):
                 self.tickets.landed.wait(min(left_s, 0.1))
         super().close()
         self._group.end()
-
-
-def _raise(error: Exception) -> Drawn:
-    raise error
 
 
 def devices_of(build: Build, stages: int) -> list[str]:

@@ -4,7 +4,7 @@ they are known here."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from time import perf_counter
 from typing import Any
 
@@ -14,16 +14,15 @@ from torch import Tensor
 from tiercel.asks.ask import TokenOut
 from tiercel.cache import TieredCache
 from tiercel.engine.config import EngineConfig
-from tiercel.engine.drafting import Drafter, make_drafter
+from tiercel.engine.drafting import make_drafter
 from tiercel.engine.runner import LocalRunner, Work, by_row
-from tiercel.engine.step import Drawn, Step
+from tiercel.engine.step import Drawn, Step, failing
 from tiercel.errors import LogitsError, TiercelError
 from tiercel.kernels.draw import Draw
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.models.base import Model
-from tiercel.text.grammar import Grammars, Masks
+from tiercel.text.grammar import Masks
 from tiercel.text.text import Text
-from tiercel.transfer.controller import Ready
 from tiercel.transfer.staging import Staging
 
 
@@ -31,17 +30,8 @@ class QueueRunner(LocalRunner):
     """Queues steps on the model's device, which draws their tokens. A step is waited for here if it has
     guesses, if a sampler adjusts logits, or if logprobs are wanted."""
 
-    def __init__(
-        self,
-        model: Model,
-        ready: Callable[[int], Ready] | None = None,
-        drafter: Drafter | None = None,
-        grammars: Grammars | None = None,
-        staging: Staging | None = None,
-    ) -> None:
-        super().__init__(model, ready, drafter, grammars, staging)
-        self._before: Callable[[], object] = lambda: None
-        """Takes the tokens of the last step that was queued."""
+    _before: Callable[[], object] = staticmethod(lambda: None)
+    """Takes the tokens of the last step that was queued."""
 
     def run(self, step: Step) -> Drawn:
         return self.start(step)()
@@ -57,7 +47,7 @@ class QueueRunner(LocalRunner):
         try:
             logits = self._forward(step, work)
         except Exception as error:  # noqa: BLE001 - the result raises it
-            return partial(_raise, error)
+            return failing(error)
         rings, results, drawing = work.rings, work.drawn.results, work.drawing()
         if any(rings[i].sampler.matcher for i, _, _ in drawing):
             self._before()  # their grammars go on from its tokens
@@ -138,7 +128,3 @@ class _Clock:
             return float(mark - self._start)
         mark.synchronize()
         return float(self._start.elapsed_time(mark)) / 1e3
-
-
-def _raise(error: Exception) -> Drawn:
-    raise error

@@ -140,6 +140,15 @@ class Queues(Runner, Protocol):
         """The returned function waits for the step's tokens. It is called in the order of the steps."""
 
 
+def failing(error: Exception) -> Callable[[], Drawn]:
+    """The result of a step that could not be started: it raises the error."""
+
+    def result() -> Drawn:
+        raise error
+
+    return result
+
+
 def share(tokens: int, wanted: Sequence[int], piece: int) -> list[int]:
     """How many tokens each text may compute.
 
