@@ -310,7 +310,9 @@ class GroupController(RemoteController):
 
 
 def devices_of(build: Build, stages: int) -> list[str]:
-    """A device for each stage, if there are as many; else one for all of them."""
-    if build.on_cpu or torch.cuda.device_count() < stages:
+    """A device for each stage, from the one that is named, if there are as many; else that one for all."""
+    if build.on_cpu:
         return [build.device] * stages
-    return [f"cuda:{number}" for number in range(stages)]
+    first = torch.device(build.device).index or 0
+    enough = torch.cuda.device_count() >= first + stages
+    return [f"cuda:{first + number if enough else first}" for number in range(stages)]

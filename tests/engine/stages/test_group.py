@@ -10,6 +10,7 @@ from dataclasses import replace
 from time import sleep
 
 import pytest
+import torch
 
 from tests.engine.drive import logprobs_of, make_ask, run, settle, tokens_of, truth_of, words
 from tests.engine.stages.kills import kills
@@ -18,6 +19,7 @@ from tiercel.asks.ask import Finish
 from tiercel.config import CacheConfig
 from tiercel.engine.build import open_engine
 from tiercel.engine.config import Build, EngineConfig
+from tiercel.engine.group import devices_of
 from tiercel.engine.loop import plain_steps
 from tiercel.engine.offline import answer_all
 from tiercel.errors import ConfigError
@@ -150,6 +152,18 @@ def test_without_a_host_tier():
     same(run(engine, *asks_of(PROMPTS)), truths())
     settle(engine)
     engine.cache.close()
+
+
+def test_each_stage_has_a_device_of_its_own_where_there_are_enough(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    for device, stages, expected in (
+        ("cpu", 2, ["cpu", "cpu"]),
+        ("cuda", 2, ["cuda:0", "cuda:1"]),
+        ("cuda:2", 2, ["cuda:2", "cuda:3"]),
+        ("cuda:3", 2, ["cuda:3", "cuda:3"]),
+        ("cuda", 5, ["cuda:0"] * 5),
+    ):
+        assert devices_of(Build(device=device), stages) == expected
 
 
 def test_more_stages_than_layers_are_refused():
