@@ -21,15 +21,19 @@ if TYPE_CHECKING:
         Wait,
         WaitFor,
     )
+    from tiercel.cache.memories import make_memories
     from tiercel.config import CacheConfig
     from tiercel.engine.offline import Offline
-    from tiercel.memory.buffers import BorrowedMemory
+    from tiercel.memory.buffers import BorrowedMemory, DeviceMemory
     from tiercel.spec import CacheSpec, Identity
+    from tiercel.transfer.staging import Staging
+    from tiercel.types import place
 
 __all__ = [
     "BorrowedMemory",
     "CacheConfig",
     "CacheSpec",
+    "DeviceMemory",
     "Ended",
     "Extended",
     "HostCache",
@@ -37,18 +41,25 @@ __all__ = [
     "Loaded",
     "Offline",
     "Request",
+    "Staging",
     "TieredCache",
     "Transfer",
     "Wait",
     "WaitFor",
+    "make_memories",
+    "place",
 ]
 
 _HOME = {
     "BorrowedMemory": "tiercel.memory.buffers",
     "CacheConfig": "tiercel.config",
     "CacheSpec": "tiercel.spec",
+    "DeviceMemory": "tiercel.memory.buffers",
     "Identity": "tiercel.spec",
     "Offline": "tiercel.engine.offline",
+    "Staging": "tiercel.transfer.staging",
+    "make_memories": "tiercel.cache.memories",
+    "place": "tiercel.types",
 }
 
 
