@@ -17,14 +17,13 @@ from threading import Lock, Thread
 
 
 class Server:
-    """`as_user`: started by the command. The others are forked from a process that has loaded everything,
-    which saves seconds each."""
+    """`as_user`: started by `command`. The others are forked from a process that has loaded everything, which
+    saves seconds each."""
 
-    def __init__(self, *options, as_user=False):
+    def __init__(self, *options, as_user=False, command=(sys.executable, "-m", "tiercel.cli")):
         options = ["--port", "0", *options]
         if as_user:
-            command = [sys.executable, "-m", "tiercel.cli", "serve", *options]
-            self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+            self.process = subprocess.Popen([*command, "serve", *options], stderr=subprocess.PIPE, text=True)
         else:
             self.process = Forked(options)
         self.told = ""
