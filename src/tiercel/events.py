@@ -207,7 +207,7 @@ class EventPublisher:
             import msgspec
             import zmq
         except ImportError as error:
-            raise ConfigError("kv_events", endpoint, "needs pip install tiercel[events]") from error
+            raise ConfigError("kv_events", endpoint, "needs pip install pyzmq msgspec") from error
         self._zmq = zmq
         self._encode = msgspec.msgpack.Encoder().encode
         self._ledger = Ledger(page_tokens)

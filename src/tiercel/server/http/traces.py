@@ -34,7 +34,8 @@ def open_traces(service: Service) -> Traces | None:
     try:
         return Traces(service)
     except ImportError as error:
-        why = f"needs OpenTelemetry, pip install 'tiercel[otel]': {error}"
+        packages = "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
+        why = f"needs OpenTelemetry, pip install {packages}: {error}"
         raise ConfigError(endpoint, os.environ[endpoint], why) from error
 
 
