@@ -3,12 +3,17 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE = # tests start hundreds of processes: modules are compiled once for all of them
 
+# Without a GPU the tests run Triton's kernels in its interpreter, which they know in this version. A torch for
+# CUDA asks for the Triton that it was built with, so this one is no constraint.
+INTERPRETER := triton==3.6.0
+
 .PHONY: serve test test-gpu sanitize check soak bench clean
 
 .venv/installed: pyproject.toml constraints.txt setup.py $(wildcard src/tiercel/kernels/*.[ch])
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[check]"
+	$(BIN)/python -c "import torch; assert torch.cuda.is_available()" 2> /dev/null || $(BIN)/pip install --quiet --no-deps $(INTERPRETER)
 	touch $@
 
 # The server on the embedded model; options in ARGS, such as ARGS="--port 9000 --host-memory 4GiB".
