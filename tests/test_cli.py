@@ -18,7 +18,9 @@ COMMAND = Path(sys.executable).with_name("tiercel")
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([COMMAND, *arguments], capture_output=True, text=True, check=False)
+    """Without a terminal."""
+    words = [COMMAND, *arguments]
+    return subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
 
 
 def test_a_table_for_people_has_thousands_separators_and_is_not_cut() -> None:

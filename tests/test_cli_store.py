@@ -1,5 +1,5 @@
-"""Goal: a store can be looked into, checked and compacted from a shell, also beside its server. Method: the
-real command on real folders."""
+"""Goal: a store can be looked into, checked, compacted and cleared from a shell, also beside its server.
+Method: the real command on real folders, and on a real Redis."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.servers import redis_server
+from tests.terminal import Terminal
 from tests.test_cli import run
 from tiercel.storage.base import Put
 from tiercel.storage.file import FileStore
+from tiercel.storage.open import open_store
 from tiercel.storage.record import Flaw, Form, Header, pack, parse
 from tiercel.types import Kind
 
@@ -164,6 +167,46 @@ def test_compact_tells_how_much_it_gave_back(tmp_path: Path) -> None:
     assert run("store", "check", url_of(path)).stdout == "1 records, 0 of them bad\n"
 
 
+def records_in(folder: Path) -> int:
+    with FileStore(folder, SIZE) as store:
+        return store.contains([put.key for put in PUTS]).count(True)
+
+
+def test_clear_removes_everything_and_tells_how_much(folder: Path) -> None:
+    done = run("store", "clear", url_of(folder), "--yes", "--json")
+    assert json.loads(done.stdout) == {"records": 3, "bytes": 3 * RECORD_BYTES}
+    assert records_in(folder) == 0
+
+
+def test_clear_of_a_shared_database_leaves_what_is_not_ours() -> None:
+    with redis_server() as server, open_store(server.url) as store:
+        assert store.put([put_of(number, align=store.align) for number in (1, 2)]) == [True, True]
+        store._client.set("another", "stays")
+        size = sum(dict(store.keys()).values())
+        done = run("store", "clear", server.url, "--yes")
+        assert done.stdout == f"removed: 2 records, {size:,} B\n"
+        assert list(store.keys()) == [] and store._client.get("another") == b"stays"
+
+
+@pytest.mark.parametrize(("answer", "left", "code"), [("n", 3, 1), ("y", 0, 0)])
+def test_clear_asks_on_a_terminal(folder: Path, answer: str, left: int, code: int) -> None:
+    terminal = Terminal("store", "clear", url_of(folder), home=folder)
+    assert "Remove 3 records" in terminal.read("[y/N]: ")
+    terminal.press(answer.encode() + b"\r")
+    terminal.__exit__(None)
+    assert terminal.code == code
+    assert records_in(folder) == left
+
+
+def test_clear_removes_nothing_without_a_yes_nor_beside_a_server(folder: Path) -> None:
+    with FileStore(folder, SIZE):
+        beside = run("store", "clear", url_of(folder), "--yes")
+    for done, why in ((beside, "is open in process"), (run("store", "clear", url_of(folder)), "--yes")):
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert why in done.stderr
+    assert records_in(folder) == 3
+
+
 @pytest.mark.parametrize("looking", ["stat", "ls", "check", "compact"])
 @pytest.mark.parametrize("url", ["nonsense", "carrier-pigeon://loft", "file:///proc/version?size=1GiB"])
 def test_a_url_that_is_no_store_is_one_line_and_exit_code_2(looking: str, url: str) -> None:
@@ -186,7 +229,7 @@ def test_a_folder_that_is_not_there_is_not_made_by_looking(tmp_path: Path) -> No
 
 
 def test_torch_is_not_loaded(folder: Path) -> None:
-    for words in (["stat"], ["ls"], ["check"], ["compact"]):
+    for words in (["stat"], ["ls"], ["check"], ["compact"], ["clear", "--yes"]):
         code = (
             f"import sys; sys.argv = ['tiercel', 'store', *{words!r}, {url_of(folder)!r}]\n"
             "from tiercel.cli import main\n"

@@ -1,4 +1,4 @@
-"""`tiercel store`: list, check and compact a store; test your own store class.
+"""`tiercel store`: list, check, compact and clear a store; test your own store class.
 
 `stat`, `ls` and `check` open the store for reading, so a server may use it meanwhile. torch is never loaded.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from functools import partial
 from itertools import islice
 from typing import Annotated, Any
@@ -16,7 +17,7 @@ from tiercel.errors import ConfigError, StoreError, TiercelError
 from tiercel.storage.base import Store
 from tiercel.storage.record import VERSION, RecordKey, form_of, is_older, kind_of, page_key_of
 
-app = typer.Typer(no_args_is_help=True, help="Look into a store, check it, compact it.")
+app = typer.Typer(no_args_is_help=True, help="Look into a store, check it, compact it, clear it.")
 
 Url = Annotated[str, typer.Argument(metavar="URL", help="Such as file:///path or redis://host:6379.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -83,6 +84,27 @@ def compact(url: Url, as_json: AsJson = False) -> None:
 
 
 @app.command()
+def clear(
+    url: Url,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove every record. What others keep in the same database stays. The file store of a running server is
+    cleared by its own call, POST /v1/cache/store/clear."""
+    from tiercel.storage.open import shown
+
+    if not yes and not sys.stdin.isatty():
+        raise ConfigError("--yes", "not given", "there is no terminal to ask whether all records may go")
+    with _open(url, read_only=False) as store:
+        records, size = _count(store)
+        told = "all records" if records is None else f"{records:,} records, {size:,} B"
+        if not yes:
+            typer.confirm(f"Remove {told} from {shown(url)}?", abort=True, err=True)
+        store.clear()
+    typer.echo(json.dumps({"records": records, "bytes": size}) if as_json else f"removed: {told}")
+
+
+@app.command()
 def conformance(
     url: Annotated[
         str,
@@ -128,6 +150,15 @@ def _older(store: Store) -> dict[RecordKey, int] | None:
         return {key: size for key, size in listed if is_older(key)}
     except StoreError:
         return None
+
+
+def _count(store: Store) -> tuple[int, int] | tuple[None, None]:
+    """The records of a store and their bytes. None: the store can not list what it holds."""
+    try:
+        sizes = list(dict(store.keys()).values())
+    except StoreError:
+        return None, None
+    return len(sizes), sum(sizes)
 
 
 def _entry(key: RecordKey) -> dict[str, Any]:
