@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import redis
 
 from tests.servers import redis_server
 from tests.terminal import Terminal
@@ -179,13 +180,17 @@ def test_clear_removes_everything_and_tells_how_much(folder: Path) -> None:
 
 
 def test_clear_of_a_shared_database_leaves_what_is_not_ours() -> None:
-    with redis_server() as server, open_store(server.url) as store:
+    with (
+        redis_server() as server,
+        open_store(server.url) as store,
+        redis.Redis.from_url(server.client_url) as client,
+    ):
         assert store.put([put_of(number, align=store.align) for number in (1, 2)]) == [True, True]
-        store._client.set("another", "stays")
+        client.set("another", "stays")
         size = sum(dict(store.keys()).values())
         done = run("store", "clear", server.url, "--yes")
         assert done.stdout == f"removed: 2 records, {size:,} B\n"
-        assert list(store.keys()) == [] and store._client.get("another") == b"stays"
+        assert list(store.keys()) == [] and client.get("another") == b"stays"
 
 
 @pytest.mark.parametrize(("answer", "left", "code"), [("n", 3, 1), ("y", 0, 0)])

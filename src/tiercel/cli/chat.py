@@ -20,6 +20,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from tiercel.cli.calling import URL, ApiKey, address, headers
+
 HELP = """/explain      what the last answer reused, from which tier, and why not more
 /save FILE    write the conversation to a file, as JSON
 /reset        forget the conversation
@@ -140,18 +142,17 @@ class Conversation:
 
 
 def chat(
-    url: Annotated[str, typer.Option(help="The server, with or without /v1.")] = "http://127.0.0.1:8000",
+    url: Annotated[str, typer.Option(help="The server, with or without /v1.")] = URL,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 128,
     temperature: Annotated[float, typer.Option(help="0 always takes the best token.", min=0)] = 0.0,
-    api_key: Annotated[str | None, typer.Option(envvar="TIERCEL_API_KEY")] = None,
+    api_key: ApiKey = None,
 ) -> None:
     """A small chat in the terminal: cached tokens and time to first token after each turn."""
     import httpx
 
-    headers = {"Authorization": f"Bearer {api_key.split()[0]}"} if api_key and api_key.split() else {}
     body = {"max_tokens": max_tokens, "temperature": temperature}
-    with httpx.Client(base_url=url.rstrip("/").removesuffix("/v1"), headers=headers, timeout=600.0) as client:
+    with httpx.Client(base_url=address(url), headers=headers(api_key), timeout=600.0) as client:
         conversation = Conversation(client, body, system)
         for said in _lines():
             conversation.hear(said)

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from tiercel.cli.bench import bench
 from tiercel.cli.chat import chat
 from tiercel.cli.key import key
 from tiercel.cli.plan import plan
@@ -26,7 +27,7 @@ use the cores, a thread that looks keeps the one that computes from its core. It
 imported."""
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
-for command in (serve, chat, verify, spec, key, replay, plan):
+for command in (serve, chat, verify, spec, key, replay, plan, bench):
     app.command()(command)
 app.add_typer(store, name="store")
 

@@ -52,7 +52,8 @@ def plan(  # noqa: PLR0913
 ) -> None:
     """Which sizes of host and store bring which hit ratio and latency; where one more GiB stops to help."""
     from tiercel.replay import plan as p
-    from tiercel.replay.plot import check_plot, plot_plan
+    from tiercel.replay.figure import check_plot
+    from tiercel.replay.plot import plot_plan
     from tiercel.replay.run import Sizes as TierSizes
     from tiercel.replay.run import texts_fitting
 

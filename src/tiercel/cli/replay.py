@@ -75,7 +75,8 @@ def replay(  # noqa: PLR0913
     settings: Any = None,
 ) -> None:
     """What recorded traffic finds in tiers of these sizes: hits, losses, bytes, times. No model is run."""
-    from tiercel.replay.plot import check_plot, plot_replay
+    from tiercel.replay.figure import check_plot
+    from tiercel.replay.plot import plot_replay
     from tiercel.replay.run import Sizes, texts_fitting
     from tiercel.replay.run import replay as run
 

@@ -1,40 +1,19 @@
-"""Plots of replays and plans, by matplotlib. The ending of the file says which kind of picture it is."""
+"""Pictures of replays and plans."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-from tiercel.errors import ConfigError
+from tiercel.replay.figure import figure_for, save
 from tiercel.replay.plan import GIB, Point
 from tiercel.replay.report import Report
 
 TIERS = ("device", "host", "store")
 
 
-def check_plot(file: str) -> None:
-    """Raises an error if no picture can be drawn into this file. Called before anything takes long."""
-    _figure(file)
-    if not Path(file).parent.is_dir():
-        raise ConfigError("--plot", file, "its folder does not exist")
-
-
-def _figure(file: str, **options: Any) -> Any:
-    try:
-        from matplotlib.figure import Figure  # here: an optional package
-    except ImportError as error:
-        raise ConfigError("--plot", file, "needs matplotlib: pip install 'tiercel[plot]'") from error
-    figure = Figure(layout="constrained", **options)
-    kinds = figure.canvas.get_supported_filetypes()
-    if Path(file).suffix.removeprefix(".") not in kinds:
-        raise ConfigError("--plot", file, f"must end with one of .{', .'.join(sorted(kinds))}")
-    return figure
-
-
 def plot_replay(report: Report, file: str) -> None:
     """Where the prompts' tokens came from, as one bar."""
-    figure = _figure(file, figsize=(8, 2.6))
+    figure = figure_for(file, figsize=(8, 2.6))
     axes = figure.subplots()
     lost = sum(report.lost_tokens.values())
     rest = report.tokens_asked - report.hits - report.replayed_tokens - lost - report.new_tokens
@@ -49,12 +28,12 @@ def plot_replay(report: Report, file: str) -> None:
     axes.set_xlim(0, 1)
     axes.set_xlabel("share of the prompts' tokens")
     figure.legend(loc="outside upper center", ncols=3)
-    _save(figure, file)
+    save(figure, file)
 
 
 def plot_plan(points: Sequence[Point], file: str) -> None:
     """Hit ratio and time to the first token along the host memory; a line for each policy and store."""
-    figure = _figure(file, figsize=(9, 4))
+    figure = figure_for(file, figsize=(9, 4))
     ratio, first = figure.subplots(1, 2)
     lines: dict[str, list[Point]] = {}
     for point in points:
@@ -74,11 +53,4 @@ def plot_plan(points: Sequence[Point], file: str) -> None:
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
     ratio.legend()
-    _save(figure, file)
-
-
-def _save(figure: Any, file: str) -> None:
-    try:
-        figure.savefig(file)
-    except OSError as error:
-        raise ConfigError("--plot", file, f"can not be written: {error}") from error
+    save(figure, file)

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Times:
-    """Times of requests, in simulated seconds."""
+    """How long something took each time, in seconds; in a replay, simulated ones."""
 
     mean_s: float
     p50_s: float
