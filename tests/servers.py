@@ -104,6 +104,35 @@ class MooncakeMaster(Server):
         return ready
 
 
+def prometheus_program(name: str) -> str:
+    """`prometheus` or `promtool`: of the system, or from `tests/install-servers.sh`."""
+    own = Path(sys.prefix) / "prometheus" / "usr" / "bin" / name
+    return shutil.which(name) or str(own)
+
+
+class Prometheus(Server):
+    def __init__(self, folder: Path, *, config: Path, flags: Sequence[str]) -> None:
+        self.url = f"http://127.0.0.1:{free_port()}"
+        command = [prometheus_program("prometheus"), f"--config.file={config}", *flags]
+        command += [f"--web.listen-address={self.url.removeprefix('http://')}"]
+        command += [f"--storage.tsdb.path={folder}/data", "--log.level=warn"]
+        super().__init__(command, is_ready=self._answers, log=folder / "prometheus.log")
+
+    def _answers(self) -> bool:
+        try:
+            with build_opener(ProxyHandler({})).open(f"{self.url}/-/ready", timeout=1):
+                return True
+        except OSError:
+            return False
+
+
+@contextmanager
+def prometheus(config: Path, *flags: str) -> Iterator[Prometheus]:
+    """`prometheus` with this configuration, on a free port."""
+    with _running(lambda folder: Prometheus(folder, config=config, flags=flags)) as server:
+        yield server
+
+
 @contextmanager
 def redis_server(*, unix: bool = False, maxmemory: str | None = None) -> Iterator[RedisServer]:
     """`redis-server` on a free port, or on a unix socket; with `maxmemory` it evicts nothing."""

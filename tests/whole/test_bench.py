@@ -142,7 +142,7 @@ def test_a_run_that_is_ended_tells_what_it_has():
     with pytest.raises(ConfigError, match="401"):
         bench(server.url)
     command = [sys.executable, "-m", "tiercel.cli", "bench", server.url, "--api-key", "sesame", "--json", "-"]
-    command += ["--conversations", "900", "--turns", "1", "--answer-tokens", "4"]
+    command += ["--conversations", "900", "--turns", "1", "--prompt-tokens", "16", "--answer-tokens", "4"]
     for end in (lambda: process.send_signal(signal.SIGINT), lambda: server.stop(signal.SIGKILL)):
         with httpx.Client(base_url=server.url) as client:
             before = answered(client)

@@ -41,6 +41,11 @@ LEASE_MOST_S = 60.0
 """The longest lease. A longer one would let a reader that stopped keep pages for long."""
 ALIVE_S = 0.25
 """How often a reader that waits is told that we are still there, while there is no news."""
+COUNTED = (
+    *("bytes_sent", "records_sent", "leases", "leases_timed_out"),
+    *("keys_refused", "readers_refused", "errors"),
+)
+"""Each is there from the start, as 0."""
 
 
 class Ask(Protocol):
@@ -60,7 +65,7 @@ class Offer:
     key: str
     transports: dict[str, Any]
     boot: bytes = field(default_factory=lambda: os.urandom(wire.BOOT_BYTES))
-    counters: Counter[str] = field(default_factory=Counter)
+    counters: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(COUNTED, 0)))
 
     def asked(self, what: Callable[[], T]) -> T:
         """The result of `what`, run in the cache's thread. After a time-out `what` is never run."""

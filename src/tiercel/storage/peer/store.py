@@ -62,6 +62,10 @@ class News(NamedTuple):
     """These do not come: they are not computed any more, or the wait is over."""
 
 
+COUNTED = ("reads", "bytes_read", "other_form", "connections", "restarts")
+"""Each is there from the start, as 0."""
+
+
 class PeerStore(Store):
     """The records of a server that was started with `--share-pages host:port`. It can not be written to."""
 
@@ -97,7 +101,7 @@ class PeerStore(Store):
         self._reads_due_s: list[float] = []
         """When each read that is under way should have ended."""
         self._boot = b""
-        self._counters: Counter[str] = Counter()
+        self._counters = Counter(dict.fromkeys(COUNTED, 0))
         self._closed = False
 
     # The contract of a store
