@@ -72,6 +72,6 @@ def write_qwen3(folder: Path, *, moe: bool = False, **changes: Any) -> Path:
     """As `transformers` saves it, with the embedded model's tokenizer."""
     make = make_moe_reference if moe else make_reference
     make(**{"vocab_size": 4096, **changes}).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(folder_of(EMBEDDED) / name, folder)
     return folder

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -14,6 +15,7 @@ import pytest
 
 from tests.server.scripted import ScriptedService, events_of, post, served
 from tests.text.test_deepseek_v4 import CLOCK, WEATHER, v4_folder
+from tests.text.test_text import TURNS, make_folder
 from tiercel.text.text import Text
 
 PATH = "/v1/chat/completions"
@@ -156,10 +158,8 @@ def test_what_can_not_be_served_is_named(text: Text, body: dict[str, Any], param
     assert response.json()["error"]["param"] == param
 
 
-def test_tools_are_refused_where_the_model_has_no_format_for_them() -> None:
-    from tests.text.test_text import TEXT
-
-    response = chat(ScriptedService(text=TEXT), tools=[WEATHER])
+def test_tools_are_refused_where_the_model_has_no_format_for_them(tmp_path: Path) -> None:
+    response = chat(ScriptedService(text=Text(make_folder(tmp_path / "model", TURNS))), tools=[WEATHER])
     assert response.status_code == 400
     assert response.json()["error"] | {"message": ""} == {
         "message": "",

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiercel.text.answer import AnswerReader, CallFormat
+from tiercel.text.answer import AnswerReader, CallFormat, CallPart
 from tiercel.text.conversation import Conversation
 from tiercel.text.deepseek_v4 import EOS, RELEASE, DeepSeekV4Format
 
@@ -174,22 +174,56 @@ def test_what_was_written_is_read(
     assert [(name, json.loads(arguments)) for name, arguments in found] == calls
 
 
-JSON_CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "<tool_call>"}}\n</tool_call>'
+ARGUMENTS = '{"a": "<tool_call> }\\" \\\\", "b": [{}, "\\\\\\""]}'
+JSON_CALL = f'<tool_call>\n{{"name": "f", "arguments": {ARGUMENTS}}}\n</tool_call>'
+TURNED = f'<tool_call>{{"arguments": {ARGUMENTS}, "name": "f"}}</tool_call>'
 
 
-@pytest.mark.parametrize("size", [1, 5, 1000])
+@settings(deadline=None)
+@given(cuts=st.lists(st.integers(0, 1000)))
 @pytest.mark.parametrize(
     ("text", "content", "calls"),
     [
         (JSON_CALL, "", 1),
-        (f"So.\n{JSON_CALL}\n{JSON_CALL} Bye", "So. Bye", 2),
+        (f"So.\n{JSON_CALL}\n{TURNED} Bye", "So. Bye", 2),
         ("<tool_call>x</tool_call> a", "<tool_call>x</tool_call> a", 0),
         (JSON_CALL[:30], JSON_CALL[:30], 0),
     ],
 )
-def test_calls_as_json_are_read_when_they_are_complete(
-    size: int, text: str, content: str, calls: int
+def test_calls_as_json_are_read_however_they_come(
+    text: str, content: str, calls: int, cuts: list[int]
 ) -> None:
-    pieces = [text[at : at + size] for at in range(0, len(text), size)]
-    found = read(*pieces, calls=CallFormat.JSON)
-    assert found == ("", content, [("f", '{"a": "<tool_call>"}')] * calls, calls > 0)
+    found = read(*pieces_of(text, cuts), calls=CallFormat.JSON)
+    assert found == ("", content, [("f", ARGUMENTS)] * calls, calls > 0)
+
+
+def test_arguments_of_a_call_as_json_are_sent_while_they_are_written_but_for_their_last_bracket() -> None:
+    reader = AnswerReader(thinks=False, calls=CallFormat.JSON)
+    assert reader.push('<tool_call>\n{"name": "f", "arguments": ').calls == ()
+    assert reader.push('{"a"').calls == (CallPart(0, "f", '{"a"'),)
+    assert reader.push(': {"b": 1').calls == (CallPart(0, None, ': {"b": 1'),)
+    assert reader.push("}}").calls == (CallPart(0, None, "}"),)
+    assert reader.push("}\n</tool_call").calls == () and not reader.called
+    assert reader.push(">").calls == (CallPart(0, None, "}"),) and reader.called
+
+
+@pytest.mark.parametrize("end", range(len(JSON_CALL)))
+def test_a_call_as_json_that_is_cut_off_is_no_whole_call(end: int) -> None:
+    begun = end > JSON_CALL.index(ARGUMENTS)
+    _, content, calls, called = read(JSON_CALL[:end], calls=CallFormat.JSON)
+    assert not called
+    assert content == ("" if begun else JSON_CALL[:end])
+    assert [name for name, _ in calls] == ["f"] * begun
+    assert all(ARGUMENTS[:-1].startswith(arguments) for _, arguments in calls)
+
+
+@settings(deadline=None)
+@given(cuts=st.lists(st.integers(0, 1000)))
+@pytest.mark.parametrize("rest", ["} Sorry.", "}, }\n</tool_call>", ", no]}}</tool_call>", "} {}}</tool_call>"])
+def test_a_call_as_json_that_is_broken_is_no_call_and_nothing_is_lost(rest: str, cuts: list[int]) -> None:
+    pieces = pieces_of(f'<tool_call>{{"name": "f", "arguments": {{"a": 1{rest} Bye.', cuts)
+    _, content, [(name, arguments)], called = read(*pieces, calls=CallFormat.JSON)
+    assert (name, called) == ("f", False)
+    assert arguments + content == f'{{"a": 1{rest} Bye.'
+    with pytest.raises(ValueError, match="Expecting"):
+        json.loads(arguments)

@@ -1,8 +1,8 @@
-"""Goal: clients that ask for tools and objects work unmodified. Method: LangChain, instructor, the AI SDK and
-OpenAI's client against a real server; the embedded model, with a template that writes calls as Qwen3 does."""
+"""Goal: clients that ask for tools and objects work unmodified with what ships. Method: LangChain, instructor,
+the AI SDK and the clients of OpenAI and Anthropic against one real server with the embedded model."""
 
+import json
 import subprocess
-from pathlib import Path
 from typing import Literal
 
 import openai
@@ -12,23 +12,11 @@ import pytest
 from tests.server.test_ai_sdk import needs_sdk, talked
 from tests.whole.process import running
 from tests.whole.test_clients import HOME, environment, installed  # noqa: F401 - a fixture
-from tiercel.models.families import EMBEDDED, folder_of
-
-TEMPLATE = """\
-<|bos|>{% for tool in tools or [] %}{{ tool | tojson }}
-{% endfor %}{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\
-{% for call in m.tool_calls or [] %}<tool_call>
-{{ call.function | tojson }}
-</tool_call>{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    for file in Path(folder_of(EMBEDDED)).iterdir():
-        (folder / file.name).symlink_to(file)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    with running(str(folder), "--served-model-name", "tiny-v4", "--device-memory", "24MiB") as own:
+def server():
+    with running("--device-memory", "24MiB") as own:
         yield own
 
 

@@ -19,10 +19,8 @@ TOKENIZER_CONFIG = {
     "eos_token": "<|end|>",
     "model_max_length": Config.max_position_embeddings,
     "clean_up_tokenization_spaces": False,
-    "chat_template": "<|bos|>{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
-    "{% if m['role'] == 'assistant' %}<|end|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}",
 }
+SHIPPED = Path(__file__).parents[2] / "src" / "tiercel" / "models" / "tiny_v4"
 
 
 def config_json(config: Config) -> dict[str, object]:
@@ -62,6 +60,7 @@ def export_tokenizer(work: Path, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("tokenizer.json", "recall.json"):
         shutil.copy(work / name, folder / name)
+    shutil.copy(SHIPPED / "chat_template.jinja", folder)
     (folder / "tokenizer_config.json").write_text(json.dumps(TOKENIZER_CONFIG, indent=2) + "\n")
 
 

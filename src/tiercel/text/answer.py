@@ -34,6 +34,8 @@ TAG = re.compile(
     rf'\s*<(?P<end>/?){DSML}(?P<kind>\w+)(\s+name="(?P<name>[^"]*)")?(\s+string="(?P<string>true|false)")?\s*>'
 )
 TAG_CHARS_MOST = 1000
+CALL_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\<]*)"\s*,\s*"arguments"\s*:\s*(?=\{)')
+"""How a call in the JSON format begins."""
 
 
 class CallFormat(Enum):
@@ -118,9 +120,48 @@ class AnswerReader:
             yield
 
     def _json_call(self) -> Generator[None, None, bool]:
-        """A call in the JSON format. It is sent when it is complete."""
-        while END_CALL not in self._held and not self._final:
+        """A call in the JSON format. It is sent while it is written, if its name comes first."""
+        while (head := CALL_HEAD.match(self._held)) is None:
+            if END_CALL in self._held or self._final:
+                return self._json_call_at_once()
             yield
+        self._held = self._held[head.end() :]
+        self._call += 1
+        self._calls[self._call] = CallPart(self._call, head["name"])
+        self._inside = True
+        arguments = yield from self._json_arguments()
+        while not (END_CALL in self._held or self._final):
+            yield
+        rest, found = self._until((END_CALL,), final=True)
+        if found and _is_json(head[0] + arguments + rest):
+            self._add_arguments(rest[0])
+            self._inside = False
+            return True
+        if found or not f"}}}}{END_CALL}".startswith("".join(rest.split())):
+            self._content += rest + (END_CALL if found else "")
+        return False
+
+    def _json_arguments(self) -> Generator[None, None, str]:
+        """Sends an object while it is written, up to its last bracket: that is held back until the call is
+        known to be good."""
+        written, depth, in_string, escaped = "", 0, False, False
+        while True:
+            for at, char in enumerate(self._held):
+                if in_string:
+                    in_string, escaped = escaped or char != '"', not escaped and char == "\\"
+                    continue
+                in_string = char == '"'
+                depth += (char in "{[") - (char in "}]")
+                if not depth:
+                    said, self._held = self._held[:at], self._held[at:]
+                    self._add_arguments(said)
+                    return written + said
+            written += self._held
+            self._add_arguments(self._held)
+            self._held = ""
+            yield
+
+    def _json_call_at_once(self) -> bool:
         written, found = self._until((END_CALL,), final=True)
         match _parsed(written) if found else None:
             case {"name": str(name), "arguments": dict(arguments)}:

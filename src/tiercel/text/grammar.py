@@ -77,6 +77,8 @@ REASON_CHARS_MOST = 300
 JSON_OPTIONS = {"whitespace_pattern": r"\x20|\x0D?\x0A[\x20\x09]{0,40}"}
 """Between the parts of JSON: a space, or a new line and its indentation. Without a bound a weak model may
 write nothing else."""
+ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""As chat templates write JSON: a call reads the same when the client sends it back."""
 
 
 @dataclass(frozen=True)
@@ -99,11 +101,12 @@ def json_schema(schema: Mapping[str, Any], *, lenient: bool = False) -> str:
     return f"start: {json_rule(schema, lenient=lenient)}"
 
 
-def json_rule(schema: Mapping[str, Any], *, lenient: bool = False) -> str:
+def json_rule(schema: Mapping[str, Any], *, lenient: bool = False, one_line: bool = False) -> str:
     """JSON that a schema allows, as a part of a rule."""
+    options = {**(ONE_LINE if one_line else JSON_OPTIONS), "lenient": lenient}
     try:
         _check_size(schema)
-        return f"%json {json.dumps({**schema, 'x-guidance': {**JSON_OPTIONS, 'lenient': lenient}})}"
+        return f"%json {json.dumps({**schema, 'x-guidance': options})}"
     except RecursionError as error:
         raise GrammarError("it is nested too deeply") from error
 
