@@ -11,6 +11,7 @@ import pytest
 
 from tests.server.scripted import ScriptedService, post
 from tests.text.test_deepseek_v4 import CLOCK, v4_folder
+from tests.text.test_text import TEXT
 from tiercel.text.answer import CallFormat
 from tiercel.text.calls import CALLS_MOST
 from tiercel.text.text import Text
@@ -248,3 +249,40 @@ def test_calls_are_json_where_the_template_writes_them_so(tmp_path: Path) -> Non
     assert choice["message"]["content"] == "Let me see."
     (call,) = choice["message"]["tool_calls"]
     assert json.loads(call["function"]["arguments"]) == {"city": "Paris", "days": 3}
+
+
+NOTE = {"type": "object", "properties": {"text": {"type": "string"}}}
+NOTES = {"type": "array", "items": {"$ref": "#/$defs/Note"}}
+MAYBE = {"anyOf": [NOTE, {"type": "null"}]}
+FREE = {"type": "object"}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "right", "wrong"),
+    [
+        (NOTE, '{"text": "a"}', '{"text": "a", "more": 1}'),
+        (NOTE, '{"text": "a"}', '{"text":"a"}'),
+        ({"type": "object", "properties": {}}, "{}", '{"more": 1}'),
+        (
+            {"type": "object", "properties": {"notes": NOTES}, "$defs": {"Note": NOTE}},
+            '{"notes": [{"text": "a"}, {}]}',
+            '{"notes": [{"more": 1}]}',
+        ),
+        (
+            {"type": "object", "properties": {"note": MAYBE, "free": FREE}},
+            '{"note": null, "free": {"a": 1, "b": 2}}',
+            '{"note": {"more": 1}}',
+        ),
+        (NOTE | {"additionalProperties": True}, '{"text": "a", "more": 1}', '{"text": 1}'),
+        ({"allOf": [NOTE, {"properties": {"more": {"type": "integer"}}}]}, '{"text": "a", "more": 1}', "[]"),
+    ],
+)
+def test_arguments_are_those_that_a_function_names(
+    parameters: dict[str, Any], right: str, wrong: str
+) -> None:
+    """In one line, as chat templates write them."""
+    function = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    service = asked(TEXT, tools=[function], tool_choice="required")
+    call = '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>'
+    assert matches(service, call % right)
+    assert not matches(service, call % wrong)

@@ -219,7 +219,7 @@ def test_a_call_as_json_that_is_cut_off_is_no_whole_call(end: int) -> None:
 
 @settings(deadline=None)
 @given(cuts=st.lists(st.integers(0, 1000)))
-@pytest.mark.parametrize("rest", ["} Sorry.", "}, }\n</tool_call>", ", no]}}</tool_call>", "} {}}</tool_call>"])
+@pytest.mark.parametrize("rest", ["} No.", "}, }\n</tool_call>", ", no]}}</tool_call>", "} {}}</tool_call>"])
 def test_a_call_as_json_that_is_broken_is_no_call_and_nothing_is_lost(rest: str, cuts: list[int]) -> None:
     pieces = pieces_of(f'<tool_call>{{"name": "f", "arguments": {{"a": 1{rest} Bye.', cuts)
     _, content, [(name, arguments)], called = read(*pieces, calls=CallFormat.JSON)

@@ -114,7 +114,8 @@ def test_functions_calls_and_results_are_told_whole() -> None:
         f"<|bos|><|system|>Be brief.\n\nFunctions:\n{functions}A call:\n<tool_call>\n"
         '{"name": NAME, "arguments": {PARAMETER: VALUE}}\n</tool_call>'
         "<|user|>Weather?<|assistant|><tool_call>\n"
-        '{"name": "weather", "arguments": {"city": "東京 🌧", "days": 3}}\n</tool_call>\n<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call><|end|>'
+        '{"name": "weather", "arguments": {"city": "東京 🌧", "days": 3}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call><|end|>'
         "<|user|><tool_response>\nrain\n</tool_response>"
         "<|user|><tool_response>\nnoon\n</tool_response><|assistant|>"
     )
