@@ -20,7 +20,8 @@ from tiercel.kernels.move import move_entries
 from tiercel.memory.buffers import BorrowedMemory, DeviceMemory, HostMemory, Memory
 from tiercel.memory.layout import LAYOUTS
 from tiercel.spec import CacheSpec, load
-from tiercel.transfer.cuda import WAYS, CudaController
+from tiercel.transfer.copier import WAYS
+from tiercel.transfer.cuda import CudaController
 from tiercel.transfer.plan import Direction, Plan
 from tiercel.types import HostPageId
 

@@ -81,6 +81,8 @@ def test_every_setting_is_an_option_that_reaches_its_field(kind, field):
         given, wanted = ["--tls-cert", "file", "--tls-key", "file"], "file"
     elif field.name == "share_pages":
         given, wanted = [option, "localhost:7"], "localhost:7"
+    elif field.name == "share_mooncake":
+        given, wanted = [option, "rdma:mlx5_0"], "rdma:mlx5_0"
     elif isinstance(field.default, float):
         given, wanted = [option, "7.5"], 7.5
     elif isinstance(field.default, int) or "least" in field.metadata or field.name == "page_tokens":
@@ -119,6 +121,7 @@ def test_a_command_may_leave_settings_out_and_have_defaults_of_its_own():
         (Build, {"share_pages": "9000"}),
         (Build, {"share_pages": "0.0.0.0:9000"}),
         (Build, {"share_key": " "}),
+        (Build, {"share_mooncake": "udp"}),
         (ServerOptions, {"port": 65536}),
         (ServerOptions, {"strict": "yes"}),
         (ServerOptions, {"access_log": 0}),

@@ -15,6 +15,7 @@
     ├── GrammarError          a grammar that can not be used, or an answer that can not follow it any further
     ├── TransferError         a copy that failed; its plan fails, nothing else
     └── StoreError            an operation of a store that failed; the store goes on
+        └── StoreAway         the store can not be reached; it may be there later
 
 A full pool is none of these: it is an outcome (`tiercel.cache.Wait`).
 """
@@ -122,3 +123,7 @@ class TransferError(TiercelError):
 
 class StoreError(TiercelError):
     """An operation of a store failed; nothing is known of what it should have done. The cause is chained."""
+
+
+class StoreAway(StoreError):
+    """A store can not be opened because nothing answers where it should be. It may be there later."""

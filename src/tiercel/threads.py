@@ -6,6 +6,9 @@ All of them are daemon threads, so a call that never returns does not keep the p
 
 from __future__ import annotations
 
+import os
+import select
+import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, wait
 from functools import partial
@@ -18,6 +21,20 @@ T = TypeVar("T")
 
 GROW_MOST = 16
 """The most threads that `Crew.grow` replaces: a store with more hanging calls is not used any more."""
+
+
+def end_with(other: int, *, removing: str) -> None:
+    """End this process as soon as the other end of a socket is closed, whatever is computed here. Others may
+    read the socket meanwhile. `removing`: a folder that the process at the other end would have removed."""
+    start(lambda: _end_with(other, removing), "tiercel-end-with")
+
+
+def _end_with(other: int, removing: str) -> None:
+    hung_up = select.poll()
+    hung_up.register(other, 0)  # no event but the end, which is always told
+    hung_up.poll()
+    shutil.rmtree(removing, ignore_errors=True)
+    os._exit(0)
 
 
 def start(do: Callable[[], T], name: str) -> Future[T]:

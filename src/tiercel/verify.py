@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from random import Random
-from tempfile import TemporaryDirectory
 from typing import Any
+from urllib.parse import quote
 
 from tiercel.asks.ask import Answer, Ask, Sampling
 from tiercel.engine.build import open_engine
@@ -28,11 +30,17 @@ from tiercel.engine.config import Build, EngineConfig
 from tiercel.engine.engine import Engine
 from tiercel.engine.offline import answer_all
 from tiercel.models.families import folder_of
+from tiercel.progress import progress
 from tiercel.spec.identity import BITS
 
 GROUPS, BRANCHES, TURNS, ANSWER_TOKENS = 3, 3, 3, 12
 EXAMS, FACTS = 6, 4
 STORE_WAIT_S = 60.0
+
+Done = Callable[[int], object]
+"""Is told how many more texts were computed."""
+Exam = tuple[list[int], list[int], list[int]]
+"""Context, question, answer."""
 
 
 @dataclass(frozen=True)
@@ -58,24 +66,26 @@ class Report:
         return used and within and self.tokens_equal and len(recalls) <= 1
 
 
-def verify(build: Build, config: EngineConfig) -> Report:
-    """Run everything on one model. This takes a minute or two on the embedded one."""
-    cold = open_engine(build, replace(config, cache=replace(config.cache, force_miss=True, host_bytes=0)))[0]
-    prompts, truth = _converse(cold)
+def verify(build: Build, config: EngineConfig, folder: Path) -> Report:
+    """Run everything on one model. This takes a minute or two on the embedded one. `folder`: empty, for the
+    store."""
+    without = replace(config, cache=replace(config.cache, force_miss=True, host_bytes=0))
+    cold = open_engine(build, without)[0]
     exams = list(exams_of(cold, build.model))
-    asks = [(prompt, ANSWER_TOKENS) for prompt in prompts]
-    runs = {"cold": [*truth], "replay": [_replayed(cold, *pair) for pair in zip(prompts, truth, strict=True)]}
-    recall = {"cold": score_of(cold, exams)}
+    with _step("cold (1 of 5)", exams) as done:
+        prompts, truth = _converse(cold, done)
+        runs, recall = {"cold": [*truth]}, {"cold": score_of(cold, exams, done)}
+    with _step("replay (2 of 5)") as done:
+        runs["replay"] = [_replayed(cold, *pair, done) for pair in zip(prompts, truth, strict=True)]
     cold.cache.close()
     used = {"device": 0, "host": 0, "store": 0}
-    with TemporaryDirectory(prefix="tiercel-verify-") as folder:
-        stored = replace(build, store=f"file://{folder}/store?size=4GiB")
-        builds = {"device": build, "host": _squeezed(stored, cold, prompts, exams), "store": stored}
-        patient = replace(config, cache=replace(config.cache, fetch="wait"))
-        for tier, each in builds.items():
+    stored = replace(build, store=f"file://{quote(str(folder))}/store?size=4GiB")
+    builds = {"device": build, "host": _squeezed(stored, cold, prompts, exams), "store": stored}
+    patient = replace(config, cache=replace(config.cache, fetch="wait"))
+    for number, (tier, each) in enumerate(builds.items(), 3):
+        with _step(f"{tier} ({number} of 5)", exams) as done:
             engine = open_engine(each, patient)[0]
-            runs[tier] = [answer_one(engine, prompt, count) for prompt, count in asks]
-            recall[tier] = score_of(engine, exams)
+            runs[tier], recall[tier] = _run(engine, prompts, exams, done)
             used[tier] = int(engine.cache.counters[f"tokens_{tier}"])
             engine.cache.close(STORE_WAIT_S)
     return replace(_compare(truth, runs, recall, used), share=cold.cache.identity.share)
@@ -87,14 +97,34 @@ def verify_sparse(build: Build, config: EngineConfig) -> Report:
     whole = replace(config.cache, sparse="off", force_miss=True, host_bytes=0)
     far = open_engine(build, replace(config, cache=replace(config.cache, sparse="always")))[0]
     cold = open_engine(build, replace(config, cache=whole))[0]
-    prompts, truth = _converse(cold)
     exams = list(exams_of(cold, build.model))
-    runs = {"sparse": [answer_one(far, prompt, ANSWER_TOKENS) for prompt in prompts]}
-    recall = {"cold": score_of(cold, exams), "sparse": score_of(far, exams)}
+    with _step("cold (1 of 2)", exams) as done:
+        prompts, truth = _converse(cold, done)
+        recall = {"cold": score_of(cold, exams, done)}
+    with _step("sparse (2 of 2)", exams) as done:
+        answers, recall["sparse"] = _run(far, prompts, exams, done)
+    runs = {"sparse": answers}
     used = {"sparse": far.cache.counters["pages_sparse"] * far.page_tokens}
     for engine in (cold, far):
         engine.cache.close()
     return replace(_compare(truth, runs, recall, used), share=cold.cache.identity.share)
+
+
+def _step(name: str, exams: Sequence[Exam] = ()) -> AbstractContextManager[Done]:
+    """The progress of one run: all prompts, and the exams."""
+    texts = GROUPS * BRANCHES * TURNS + len(exams[::FACTS]) + len(exams)
+    return progress(name, texts, counted="texts")
+
+
+def _run(
+    engine: Engine, prompts: Sequence[Sequence[int]], exams: Sequence[Exam], done: Done
+) -> tuple[list[Answer], float | None]:
+    """All answers, and the score."""
+    answers = []
+    for prompt in prompts:
+        answers.append(answer_one(engine, prompt, ANSWER_TOKENS))
+        done(1)
+    return answers, score_of(engine, exams, done)
 
 
 def answer_one(engine: Engine, prompt: Sequence[int], count: int, **options: Any) -> Answer:
@@ -119,7 +149,7 @@ def _squeezed(build: Build, engine: Engine, prompts: Sequence[Sequence[int]], ex
 # Conversations
 
 
-def _converse(cold: Engine) -> tuple[list[tuple[int, ...]], list[Answer]]:
+def _converse(cold: Engine, done: Done) -> tuple[list[tuple[int, ...]], list[Answer]]:
     """Prompts of all turns in the order they are asked, and the cold answers."""
     random = Random(0)
     vocabulary = [token for token in range(cold.vocab_size) if cold.text.piece(token).strip().isalpha()]
@@ -137,13 +167,15 @@ def _converse(cold: Engine) -> tuple[list[tuple[int, ...]], list[Answer]]:
             prompts.append(tuple(text))
             answers.append(answer_one(cold, text, ANSWER_TOKENS))
             text += [out.token for out in answers[-1].tokens] + words(page // 2 + 9)
+            done(1)
     return prompts, answers
 
 
-def _replayed(cold: Engine, prompt: Sequence[int], answer: Answer) -> Answer:
+def _replayed(cold: Engine, prompt: Sequence[int], answer: Answer, done: Done) -> Answer:
     """The answer's logprobs when it is a part of a prompt."""
     whole = [*prompt, *(out.token for out in answer.tokens)]
     scored = answer_one(cold, whole, 0, prompt_logprobs_from=len(prompt))
+    done(1)
     return Answer(tokens=scored.prompt, usage=scored.usage)
 
 
@@ -168,9 +200,6 @@ def _compare(
 
 # Recall
 
-Exam = tuple[list[int], list[int], list[int]]
-"""Context, question, answer."""
-
 
 def exams_of(engine: Engine, model: str) -> Iterable[Exam]:
     """What the model was trained to look up, where its folder says so (`recall.json`)."""
@@ -193,14 +222,16 @@ def exams_of(engine: Engine, model: str) -> Iterable[Exam]:
             yield encode(context), encode(question), encode(answer)
 
 
-def score_of(engine: Engine, exams: Sequence[Exam]) -> float | None:
+def score_of(engine: Engine, exams: Sequence[Exam], done: Done = lambda _: None) -> float | None:
     """The share of right answers; all contexts are sent first, then the questions."""
     if not exams:
         return None
     for context, _, _ in exams[::FACTS]:
         answer_one(engine, context, 0)
+        done(1)
     right = 0
     for context, question, answer in exams:
         answered = answer_one(engine, [*context, *question], len(answer))
         right += [out.token for out in answered.tokens] == answer
+        done(1)
     return right / len(exams)

@@ -12,13 +12,14 @@ from tests.simulation.copies import HeldCopies
 from tests.simulation.stores import FalseStore
 from tiercel.cache import Request, Wait, WaitFor
 from tiercel.config import LAYOUT_NAMES
-from tiercel.errors import ConfigError, StoreError
+from tiercel.errors import ConfigError, StoreAway, StoreError
 from tiercel.policy.breaker import BreakerState
 from tiercel.policy.fetch import FetchPolicy
 from tiercel.policy.resume import Why
 from tiercel.spec.identity import Identity
 from tiercel.storage.base import Put
 from tiercel.storage.file import FileStore
+from tiercel.storage.late import LateStore
 from tiercel.storage.memory import MemoryStore
 from tiercel.storage.record import page_key_of
 from tiercel.transfer.mover import ItemPlace, Work, Workers
@@ -290,6 +291,61 @@ def test_a_store_that_fails_is_left_alone_and_tried_again(caplog):
     again.settle()
     assert not tier.writes.backlog, "what could not be written then is written now"
     assert driver.restart().serve([0, *TEXT]).store_tokens == 16
+
+
+def test_a_store_that_is_away_is_tried_without_a_request_until_it_is_there(caplog):
+    tries, kept = [], MemoryStore()
+
+    def make():
+        tries.append(driver.now_s)
+        if driver.now_s < 5.0:
+            raise StoreAway("nobody is there")
+        return kept
+
+    why, clock = StoreAway("nobody is there"), lambda: driver.now_s
+    driver = StoreDriver(store=LateStore(make, MemoryStore, why, clock))
+    tier = driver.cache.store
+    assert tier.stats().state == "trying", "a store that is known to be away does not count as working"
+    driver.work()
+    driver.cache.step()
+    assert tier.stats().state == "off" and driver.cache.stores.pending, "the engine goes on to look at it"
+    with caplog.at_level("INFO"):
+        while tier.stats().state != "working":
+            driver.now_s += 0.25
+            assert driver.now_s < 10.0
+            driver.cache.step()
+            driver.work()
+    assert tries == [0.0, 1.0, 3.25, 7.5], "each time it waits longer, and no try is made twice"
+    assert "the store works" in caplog.messages and not driver.cache.stores.pending
+    driver.serve(TEXT)
+    driver.settle()
+    assert driver.restart().serve([*TEXT, 1]).store_tokens == 16
+
+
+class Full(MemoryStore):
+    """Keeps nothing while it is full."""
+
+    full = True
+
+    def put(self, values):
+        return [False] * len(values) if self.full else super().put(values)
+
+
+def test_a_store_that_keeps_nothing_is_told_once_and_when_that_changes(caplog):
+    store = Full()
+    driver = StoreDriver(store=store)
+    told = "the store works and does not keep what is written: it is full, or has no memory"
+    with caplog.at_level("INFO"):
+        for first in range(3):
+            driver.serve([first, *TEXT])
+        stats = driver.cache.store.stats()
+        assert (stats.state, stats.refused) == ("working", True) and stats.counters["writes_refused"] > 3
+        assert caplog.messages.count(told) == 1
+        store.full = False
+        driver.now_s += 100.0
+        driver.serve([7, 7, *TEXT])
+    assert not driver.cache.store.stats().refused
+    assert caplog.messages.count("the store keeps what is written") == 1
 
 
 def test_an_operation_that_never_ends_turns_the_tier_off_and_holds_only_its_places():

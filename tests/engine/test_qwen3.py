@@ -33,8 +33,8 @@ def build_of(folder, **options):
 
 
 @pytest.mark.parametrize("format", ["fp32", "bf16"])
-def test_no_tier_changes_a_bit(either, format):
-    report = verify(build_of(either, format=format), CONFIG)
+def test_no_tier_changes_a_bit(tmp_path, either, format):
+    report = verify(build_of(either, format=format), CONFIG, tmp_path)
     assert report.holds(kl=0.0, dlogprob=0.0), report
     assert report.share == "bits"
     assert min(report.cached_tokens["device"], report.cached_tokens["host"]) > 2000

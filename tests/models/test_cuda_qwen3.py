@@ -130,9 +130,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.parametrize("device", [on_gpu])
 @every_kind
-def test_no_tier_changes_a_bit(folders: dict[str, str], kind: str, device: str) -> None:
+def test_no_tier_changes_a_bit(tmp_path: Path, folders: dict[str, str], kind: str, device: str) -> None:
     config = EngineConfig(CacheConfig(device_pages=1, host_bytes=64 * MIB), running_max=8)
-    report = verify(Build(folders[kind], page_tokens=PAGE, device_bytes=16 * MIB, device=device), config)
+    build = Build(folders[kind], page_tokens=PAGE, device_bytes=16 * MIB, device=device)
+    report = verify(build, config, tmp_path)
     assert report.holds(kl=0.0, dlogprob=0.0), report
 
 

@@ -120,6 +120,7 @@ class ScriptedText:
 
 STORE = StoreStats(
     state="working",
+    refused=False,
     saved_bytes=10,
     read_bytes=20,
     read_bytes_s=None,

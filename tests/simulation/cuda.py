@@ -11,7 +11,7 @@ import torch
 from tests.simulation.bytes import POISON, Bytes, Ids, Text
 from tests.simulation.world import World
 from tiercel.spec import CacheSpec
-from tiercel.transfer.cuda import WAYS
+from tiercel.transfer.copier import WAYS
 from tiercel.transfer.plan import Plan
 from tiercel.types import PageKey
 

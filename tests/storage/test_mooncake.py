@@ -121,6 +121,7 @@ def test_the_engine_is_given_only_memory_it_knows(store, monkeypatch):
             used.extend(zip(sum(addresses, []), sum(sizes, []), strict=True))
             return self._client.batch_get_into_multi_buffers(keys, addresses, sizes)
 
+    store._staging.close()  # of an area that was registered when the store was opened
     monkeypatch.setattr(store, "_client", Watched(store._client))
     monkeypatch.setattr(store._staging, "_client", store._client)
     memory = memoryview(bytearray(5 << 20))
@@ -194,6 +195,9 @@ def test_a_cluster_without_memory_answers_false():
     with mooncake_master() as master, MooncakeStore(master.address) as store:
         assert store.put([SAMPLES[1].put()]) == [False]
         expect_absent(store, SAMPLES, "nobody gave memory")
+        assert "keeps nothing" in store.trouble and "local_segment=4GiB" in store.trouble
+        with mooncake_holder(master, 32 << 20), MooncakeStore(master.address) as another:
+            assert not another.trouble
 
 
 OUTLIVE = """

@@ -13,8 +13,7 @@ from tiercel.config import LAYOUT_NAMES
 from tiercel.errors import ConfigError
 from tiercel.memory.buffers import Memory
 from tiercel.spec import CacheSpec
-from tiercel.transfer.copier import COPIERS, Copier, make_copier
-from tiercel.transfer.cuda import WAYS
+from tiercel.transfer.copier import COPIERS, WAYS, Copier, make_copier
 from tiercel.transfer.plan import Direction, Leg, Plan
 from tiercel.types import Kind
 

@@ -18,8 +18,8 @@ from tiercel.config import LAYOUT_NAMES
 from tiercel.memory.buffers import BorrowedMemory, DeviceMemory, HostMemory, Memory
 from tiercel.spec import CacheSpec, load, mha, mla
 from tiercel.transfer.controller import Ticket
-from tiercel.transfer.copier import make_copier
-from tiercel.transfer.cuda import WAYS, CopyEngines, CudaController
+from tiercel.transfer.copier import WAYS, make_copier
+from tiercel.transfer.cuda import CopyEngines, CudaController
 from tiercel.transfer.plan import Direction, Plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]

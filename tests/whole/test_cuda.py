@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from inspect import getsource
+from pathlib import Path
 
 import pytest
 
@@ -53,10 +54,10 @@ def test_the_embedded_model_is_the_one_of_the_cpu(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", [on_gpu])
-def test_no_tier_changes_a_bit_in_the_numbers_of_a_gpu(device: str) -> None:
+def test_no_tier_changes_a_bit_in_the_numbers_of_a_gpu(tmp_path: Path, device: str) -> None:
     """bf16, entries of fp8; through device, host and store, and answers again as parts of prompts."""
     config = EngineConfig(cache=replace(EngineConfig().cache, host_bytes=2**28))
-    report = verify(replace(BUILD, device=device), config)
+    report = verify(replace(BUILD, device=device), config, tmp_path)
     assert report.holds(kl=0.0, dlogprob=0.0), report
     assert report.recall["cold"] and report.recall["cold"] > 0.9, report
 

@@ -38,6 +38,8 @@ class StoreStats:
 
     state: str
     """The state of the breaker: working, off or trying."""
+    refused: bool
+    """Whether it did not keep the last write, although it works: it is full, or has no memory."""
     saved_bytes: int
     read_bytes: int
     read_bytes_s: float | None

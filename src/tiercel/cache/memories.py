@@ -20,6 +20,7 @@ from tiercel.policy.evict import make_evict_policy
 from tiercel.policy.fetch import make_fetch_policy
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.transfer.controller import Controller, make_controller
+from tiercel.transfer.copier import check_copier
 from tiercel.transfer.plan import Direction
 
 Executors = Mapping[Direction, Executor]
@@ -59,6 +60,7 @@ def make_memories(
     """
     make_evict_policy(config.evict)  # a wrong name is found before memory is made
     make_fetch_policy(config.fetch)
+    check_host(spec, config, str(getattr(device, "device", device or "")))
     assert device is not None or controller is not None, "memory of other processes needs a controller"
     if isinstance(device, str):
         staged = STAGED_AREAS * config.staged_pages if spec.selective else 0
@@ -78,9 +80,21 @@ def make_memories(
     return Memories(device, host, host.pages, controller)
 
 
+def check_host(spec: CacheSpec, config: CacheConfig, device: str = "") -> None:
+    """Raises a ConfigError if a host tier of these settings can not be made. `device`: where the other end of
+    its copies is; empty: in other processes."""
+    if not config.host_bytes:
+        return
+    if config.host_bytes < max(1, spec.places_per_tail) * spec.place_bytes:
+        why = f"one host page takes {spec.place_bytes:,} B, and a tail takes {spec.places_per_tail} of them"
+        raise ConfigError("host_bytes", config.host_bytes, why)
+    if device:
+        check_copier(config.copier, device)
+
+
 def _host_memory(spec: CacheSpec, config: CacheConfig, device: Memory | None) -> HostMemory:
     cuda = device.device if device is not None and device.device.type == "cuda" else None
-    host = HostMemory(
+    return HostMemory(
         spec,
         config.layout,
         config.host_bytes,
@@ -89,8 +103,3 @@ def _host_memory(spec: CacheSpec, config: CacheConfig, device: Memory | None) ->
         node=None if cuda is None else node_of(pci_address(cuda)),
         shared=config.host_shared,
     )
-    if host.pages < spec.places_per_tail:
-        host.close()
-        why = f"a tail takes {spec.places_per_tail} host pages of {spec.place_bytes:,} B"
-        raise ConfigError("host_bytes", config.host_bytes, why)
-    return host

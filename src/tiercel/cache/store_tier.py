@@ -46,6 +46,9 @@ COUNTED = (
 )
 """What the store tier counts: all counters are there from the start."""
 
+REFUSED_AGAIN_S = 60.0
+"""A store that keeps some writes and refuses others is told of once in this time."""
+
 BACKLOG_MOST = 1 << 16
 TRIES_MOST = 5
 
@@ -71,6 +74,9 @@ class Writes:
     """Items to write, and how often each was tried."""
     bytes_waiting: int = 0
     """Bytes of everything in the backlog."""
+    refused: bool = False
+    """Whether the store did not keep the last write, although it works."""
+    _told_s: float = -REFUSED_AGAIN_S
     epoch: int = 0
     """Counts how often the store was emptied or left: a write that began before that proves nothing."""
     _under_way: dict[Operation, tuple[int, list[tuple[Item, int]]]] = field(default_factory=dict)
@@ -151,7 +157,23 @@ class Writes:
                 self._wait(item, tries + counts)
             else:
                 self.counters["writes_lost" if write.error else "writes_refused"] += 1
+        if write.error is None and not left:
+            self._tell_refused(write)
         return [item for item, _ in batch if not item.gone] if left else []
+
+    def _tell_refused(self, write: Operation) -> None:
+        """A line of the log when the store begins to refuse writes, and when it keeps them again."""
+        refused = Presence.MISSING in write.answers
+        if refused == self.refused:
+            return
+        self.refused = refused
+        if write.ended_s - self._told_s < REFUSED_AGAIN_S:
+            return
+        self._told_s = write.ended_s
+        if refused:
+            log.warning("the store works and does not keep what is written: it is full, or has no memory")
+        else:
+            log.info("the store keeps what is written")
 
     def _bytes_of(self, item: Item) -> int:
         return self.spec.item_bytes(item.kind)
@@ -190,7 +212,7 @@ class StoreTier:
 
     def __post_init__(self) -> None:
         parts = self.mover, self.tree, self.spec
-        self.breaker = Breaker()
+        self.breaker = Breaker(works=not self.mover.away)
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
         self.fetches = Fetches(
             *parts, self.config, self.places, self.compute, self.clock, self.breaker, self.counters
@@ -203,7 +225,8 @@ class StoreTier:
         """The operation that asks the store how much it holds, while it runs."""
         self._changed = False
         """Whether it was written to, or emptied, since it was last asked."""
-        self.mover.submit(Work.PROBE)
+        if self.breaker.allows(self._probe_s):
+            self.mover.submit(Work.PROBE)
         self._ask_numbers(self._numbers_s)
 
     # Going on
@@ -224,12 +247,20 @@ class StoreTier:
         if self.fetches.slow and now - self._probe_s > PROBE_AGAIN_S and self.breaker.allows(now):
             self.fetches.slow, self._probe_s = False, now
             self.mover.submit(Work.PROBE)
+        elif self.tries_again and self.breaker.allows(now):
+            self.mover.submit(Work.PROBE)
         if self._changed and (not self.writes.busy or now - self._numbers_s > NUMBERS_OLD_S):
             self._ask_numbers(now)
         while self.mover.removed:
             kind, key = self.mover.removed.popleft()
             self._not_stored(kind, key)
             self.tree.copies.evicted[Tier.STORE, kind, "room"] += 1
+
+    @property
+    def tries_again(self) -> bool:
+        """Whether it fails, and is found to work again without a request. What can only be read is found to
+        work by a request: only a fetch asks it anything."""
+        return self.mover.writes and self.breaker.state is BreakerState.OFF
 
     def _ask_numbers(self, now: float) -> None:
         """Ask the store how much it holds, unless it is being asked, or fails."""
@@ -246,14 +277,7 @@ class StoreTier:
         self._ended_s[_crew(operation)] = now
         self._numbers = None if operation is self._numbers else self._numbers
         self._changed = self._changed or operation.work in (Work.WRITE, Work.CLEAR)
-        if operation.error is not None and not operation.cancelled:
-            self.counters["failures"] += 1
-            if self.counters["failures"] == 1 or self.breaker.state is not BreakerState.WORKING:
-                log.warning("the store: %s", operation.error)
-            if not operation.late:
-                self.breaker.failed(now)
-        elif not operation.late and not operation.cancelled:
-            self.breaker.worked()
+        self._judge(operation, now)
         match operation.work:
             case Work.WRITE:
                 self.returned += self.writes.ended(operation, left=self._left)
@@ -268,6 +292,19 @@ class StoreTier:
                 self.fetches.costs.read.forget()  # the next fetch measures it
             case Work.CLEAR if operation.error is None:
                 self._unmark()
+
+    def _judge(self, operation: Operation, now: float) -> None:
+        """Whether the store works, as far as this operation tells."""
+        if operation.error is not None and not operation.cancelled:
+            self.counters["failures"] += 1
+            if self.counters["failures"] == 1 or self.breaker.state is not BreakerState.WORKING:
+                log.warning("the store: %s", operation.error)
+            if not operation.late:
+                self.breaker.failed(now)
+        elif not operation.late and not operation.cancelled:
+            if self.breaker.state is not BreakerState.WORKING:
+                log.info("the store works")
+            self.breaker.worked()
 
     def _damaged(self, piece: ItemPlace) -> None:
         """A damaged record was removed from the store. If the host has a copy, write it again."""
@@ -330,6 +367,7 @@ class StoreTier:
             self._ask_numbers(now)
         return StoreStats(
             state=self.breaker.state.value,
+            refused=self.writes.refused,
             saved_bytes=self.counters["bytes_written"],
             read_bytes=self.counters["bytes_read"],
             read_bytes_s=self.fetches.costs.read.per_s,

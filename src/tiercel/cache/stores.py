@@ -102,5 +102,7 @@ class Stores:
 
     @property
     def pending(self) -> bool:
-        """Writes wait for a store, or a store is being closed: call `step` now and then."""
-        return bool(self.left or (self.attached and self.attached.writes.backlog))
+        """Writes wait for a store, it fails and is to be tried again, or a store is being closed: call `step`
+        now and then."""
+        attached = self.attached
+        return bool(self.left or (attached and (attached.writes.backlog or attached.tries_again)))

@@ -1,5 +1,5 @@
 """`python -m tiercel.cli`."""
 
-from tiercel.cli.commands import main
+from tiercel.cli import main
 
 main()

@@ -29,7 +29,8 @@ GROUPS = {
     "Requests": "context_tokens running_max waiting_max priority_max strict responses_memory",
     "Who may call": "admin_key keys_file cors_origin tls_cert tls_key connections_max shutdown_s store_allow",
     "Logs and events": "log_format log_level access_log trace kv_events kv_events_replay",
-    "The cache": "page_tokens format save evict tail_every_pages replay fetch fetch_deadline_s share",
+    "The cache": "page_tokens format save evict tail_every_pages replay fetch fetch_deadline_s"
+    " share store_required",
     "Guesses": "speculate draft draft_tokens_max",
     "Other servers": "peer share_pages share_key share_mooncake role prefill_wait_s",
 }

@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from tiercel.cli import options as o
 from tiercel.cli.config_file import ConfigFile
+from tiercel.cli.ending import ends_at_once
 from tiercel.config import CacheConfig, is_loopback, parse_address
 from tiercel.engine.config import HOST_MEMORY, Build, EngineConfig
-from tiercel.errors import ConfigError
+from tiercel.errors import ConfigError, WeightsError
 from tiercel.models.families import FOLDERS, folder_of
 from tiercel.models.wish import Choice
 from tiercel.server.http.logs import start_logging
@@ -30,7 +32,6 @@ from tiercel.server.options import ServerOptions
 from tiercel.storage.open import shown, why_not
 
 if TYPE_CHECKING:
-    from tiercel.engine.engine import Engine
     from tiercel.engine.service import EngineService
     from tiercel.events import EventPublisher
     from tiercel.server.http.traces import Traces
@@ -53,71 +54,89 @@ def serve(
     settings: Any = None,
 ) -> None:
     """Serve a model: OpenAI's API and SGLang's, on a tiered cache."""
-    from tiercel.engine.build import open_engine
-    from tiercel.engine.service import EngineService
-    from tiercel.peers.offering import open_listener, where
-    from tiercel.replay.record import Recorder, open_trace
-    from tiercel.server.http.traces import open_traces
-    from tiercel.server.listen import check_certificate
-    from tiercel.storage.open import open_peers
-
     model = named or model
     build = o.made(Build, settings, model=model)
     engine_config = o.made(EngineConfig, settings, cache=o.made(CacheConfig, settings))
-    folder = folder_of(model).absolute()
     loopback = is_loopback(settings["host"])
-    options = o.made(ServerOptions, settings, loopback=loopback, model_path=str(folder))
+    options = o.made(ServerOptions, settings, loopback=loopback, model_path=str(folder_of(model).absolute()))
     # The store of the command line may be attached again, unless it is a class.
     if build.store is not None and not why_not(build.store, [build.store]):
         options = replace(options, store_allow=(*options.store_allow, build.store))
+    with ExitStack() as ending:
+        with ends_at_once():
+            ending.callback(start_logging(options.log_format, options.log_level).close)
+            service, options, traces, door = _start(build, engine_config, options, ending)
+        _listen(service, options, traces, door)
+
+
+def _start(
+    build: Build, config: EngineConfig, options: ServerOptions, ending: ExitStack
+) -> tuple[EngineService, ServerOptions, Traces | None, socket.socket]:
+    """All that can be opened and checked without the model comes first: an error there costs no minutes."""
+    from tiercel.engine.sources import open_sources
+    from tiercel.storage.open import open_peers
+
+    folder = folder_of(build.model)
+    if not folder.is_dir():
+        raise WeightsError(folder, "is no folder")
+    door = ending.enter_context(_bind(options.host, options.port))
+    store = open_sources(build, config.cache)
     peers = open_peers(build.peer, key=build.share_key or "")
     options = replace(options, prefillers=tuple(peer.address for peer in peers.values()))
     if options.keys_file is not None:
         options = replace(options, tenants=Tenants(Path(options.keys_file)))
+    publisher = _publisher(build, options, ending)
+
+    from tiercel.peers.offering import open_listener, where
+    from tiercel.replay.record import Recorder, open_trace
+    from tiercel.server.http.traces import open_traces
+    from tiercel.server.listen import check_certificate
+
     check_certificate(options)
     trace = open_trace(options.trace) if options.trace is not None else None
-    log_writer = start_logging(options.log_format, options.log_level)
-    with ExitStack() as ending:
-        ending.callback(log_writer.close)
-        door = ending.enter_context(_bind(options.host, options.port))
-        listener = open_listener(build.share_pages) if build.share_pages is not None else None
-        if listener is not None and build.share_pages is not None:
-            host, port = build.share_pages.rpartition(":")[0], listener.getsockname()[1]
-            options = replace(options, pages_address=f"{host}:{port}")  # the host as requests will spell it
-        engine, choices = open_engine(build, engine_config)
-        publisher = _publisher(engine, options, ending)
-        show([*choices, *_told(publisher), *_unread()], options)
-        name = [*options.model_names, model if model in FOLDERS else folder.name][0]
-        service = EngineService(engine, name, ", ".join(map(shown, build.sources)), publisher)
-        if trace is not None:
-            recorder = Recorder(trace, model=name, page_tokens=engine.page_tokens)
-            ending.callback(recorder.close)
-            engine.scheduler.finished = recorder.ended
-        ending.callback(service.close, 0.0)  # `_listen` has waited for running answers
-        if listener is not None:
-            at = parse_address("share_pages", options.pages_address or "")
-            service.offer_pages(listener, at=at, key=build.share_key or "", mooncake=build.share_mooncake)
-            say(f"offering host pages at {where(listener)}", options)
-        if peers:
-            service.pull_prompts(peers, build.prefill_wait_s)
-        if options.tenants is not None:
-            service.limit_tenants(options.tenants.cache_limits)
-        traces = open_traces(service)
-        if traces is not None:
-            ending.callback(traces.close)
-        _listen(service, options, traces, door)
+    listener = None
+    if build.share_pages is not None:
+        listener = open_listener(build.share_pages)
+        host, port = build.share_pages.rpartition(":")[0], listener.getsockname()[1]
+        options = replace(options, pages_address=f"{host}:{port}")  # the host as requests will spell it
+    traces = open_traces()
+    if traces is not None:
+        ending.callback(traces.close)
+
+    from tiercel.engine.build import open_engine
+    from tiercel.engine.service import EngineService
+
+    engine, choices = open_engine(build, config, store)
+    if publisher is not None:
+        engine.cache.watch(publisher)
+    show([*choices, *_told(publisher), *_unread()], options)
+    names = *options.model_names, build.model if build.model in FOLDERS else folder.name
+    service = EngineService(engine, names[0], ", ".join(map(shown, build.sources)), publisher)
+    if trace is not None:
+        recorder = Recorder(trace, model=names[0], page_tokens=engine.page_tokens)
+        ending.callback(recorder.close)
+        engine.scheduler.finished = recorder.ended
+    ending.callback(service.close, 0.0)  # `_listen` has waited for running answers
+    if listener is not None:
+        at = parse_address("share_pages", options.pages_address or "")
+        service.offer_pages(listener, at=at, key=build.share_key or "", mooncake=build.share_mooncake)
+        say(f"offering host pages at {where(listener)}", options)
+    if peers:
+        service.pull_prompts(peers, build.prefill_wait_s)
+    if options.tenants is not None:
+        service.limit_tenants(options.tenants.cache_limits)
+    return service, options, traces, door
 
 
-def _publisher(engine: Engine, options: ServerOptions, ending: ExitStack) -> EventPublisher | None:
+def _publisher(build: Build, options: ServerOptions, ending: ExitStack) -> EventPublisher | None:
     from tiercel.events import EventPublisher
 
     if options.kv_events is None:
         return None
     publisher = EventPublisher(
-        options.kv_events, page_tokens=engine.page_tokens, replay_endpoint=options.kv_events_replay
+        options.kv_events, page_tokens=build.tokens_of_page, replay_endpoint=options.kv_events_replay
     )
     ending.callback(publisher.close)
-    engine.cache.watch(publisher)
     return publisher
 
 
@@ -157,7 +176,7 @@ def show(choices: Sequence[Choice], options: ServerOptions) -> None:
     console = Console(stderr=True)
     table = Table(title="tiercel serve", show_header=False)
     for choice in choices:
-        table.add_row(choice.what, choice.value, f"[dim]{choice.why}[/dim]")
+        table.add_row(choice.what, escape(choice.value), f"[dim]{escape(choice.why)}[/dim]")
     Console(stderr=True, width=None if console.is_terminal else WIDTH).print(table)
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tiercel.errors import ConfigError, StoreError, TiercelError
+from tiercel.errors import ConfigError, StoreError
 from tiercel.storage.base import Store
 from tiercel.storage.record import VERSION, RecordKey, form_of, is_older, kind_of, page_key_of
 
@@ -184,13 +184,8 @@ def _check_empty(url: str) -> None:
     """Refuses a store that can not be opened, or that has records: the checks would remove them."""
     from tiercel.storage.open import shown
 
-    try:
-        with _open(url, read_only=False) as store:
-            records = store.stats()["records"]
-    except TiercelError:
-        raise
-    except Exception as error:  # of a class of the user's own
-        raise ConfigError("store", shown(url), f"can not be opened: {error}") from error
+    with _open(url, read_only=False) as store:
+        records = store.stats()["records"]
     if records:
         raise ConfigError("store", shown(url), f"holds {records:,} records; the checks would remove them")
 

@@ -5,16 +5,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
 
 from tiercel.cli import options as o
+from tiercel.cli.ending import ends_at_once
 from tiercel.config import CacheConfig
 from tiercel.engine.config import Build, EngineConfig
 
 WITHOUT = (
     "store",
+    "store_required",
     "peer",
     "share_pages",
     "share_key",
@@ -48,12 +53,13 @@ def verify(
 
     This takes about a minute with the embedded model.
     """
-    from tiercel.verify import verify as run_verify
-    from tiercel.verify import verify_sparse
-
     build = o.made(Build, settings, model=named or model)
     config = o.made(EngineConfig, settings, cache=o.made(CacheConfig, settings))
-    report = (verify_sparse if far else run_verify)(build, config)
+    with TemporaryDirectory(prefix="tiercel-verify-") as folder, ends_at_once(lambda: _remove(folder)):
+        from tiercel.verify import verify as run_verify
+        from tiercel.verify import verify_sparse
+
+        report = verify_sparse(build, config) if far else run_verify(build, config, Path(folder))
     holds = report.holds(kl=kl, dlogprob=dlogprob)
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(report), indent=2))
@@ -64,3 +70,7 @@ def verify(
         typer.echo("nothing differs" if holds else f"something differs, or {unused}")
     if not holds:
         raise typer.Exit(1)
+
+
+def _remove(folder: str) -> None:
+    shutil.rmtree(folder, ignore_errors=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
 import torch
 
 from tiercel.cache import TieredCache
-from tiercel.cache.memories import Memories, make_memories
+from tiercel.cache.memories import Memories, check_host, make_memories
 from tiercel.config import LAYOUT_NAMES, CacheConfig, size_text
 from tiercel.engine.config import (
     DRAFT_MODEL,
@@ -27,6 +28,7 @@ from tiercel.engine.engine import Engine
 from tiercel.engine.group import Group
 from tiercel.engine.queue_runner import make_runner
 from tiercel.engine.scheduler import STEP_TOKENS
+from tiercel.engine.sources import open_sources
 from tiercel.engine.stage_messages import StageRoom
 from tiercel.engine.step import Queues
 from tiercel.errors import ConfigError
@@ -36,7 +38,8 @@ from tiercel.models.opening import Opened, check_device_memory, open_model
 from tiercel.models.wish import Choice
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.identity import BITS, NUMBERS
-from tiercel.storage.open import check_peers, hide, open_stores, shown
+from tiercel.storage.base import Store
+from tiercel.storage.open import shown
 from tiercel.text.text import Text
 
 CPU_BYTES = 256 * 2**20
@@ -51,8 +54,25 @@ GUESS_SHARE_MOST = 0.1
 Above it a guess is worth less than one that the text so far makes for nothing."""
 
 
-def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice]]:
-    """The engine, and the choices made for it. All input is checked first; an error names what is wrong."""
+def open_engine(
+    build: Build, config: EngineConfig, store: Store | None = None
+) -> tuple[Engine, list[Choice]]:
+    """The engine, and the choices made for it. All input is checked first; an error names what is wrong.
+
+    `store`: what `open_sources` opened, if the caller has called it. It is closed with the engine's cache, or
+    when this fails.
+    """
+    with ExitStack() as undo:
+        if store is None:
+            store = open_sources(build, config.cache)
+        if store is not None:
+            undo.callback(store.close)
+        engine = _open_engine(build, config, store)
+        undo.pop_all()
+    return engine
+
+
+def _open_engine(build: Build, config: EngineConfig, store: Store | None) -> tuple[Engine, list[Choice]]:
     opened = open_model(build)
     config, speculation = who_guesses(config, opened, build.stages)
     opened = replace(opened, own_draft=config.speculate == MTP)
@@ -63,15 +83,12 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
     )
     opened, sparse = who_is_sparse(config.cache, opened, build)
     spec, device_bytes = opened.spec, build.device_bytes or (CPU_BYTES if build.on_cpu else None)
-    check_peers(build.peer)
-    if build.sources and not config.cache.host_bytes:
-        hidden = hide(build.sources[0], build.sources[0])
-        raise ConfigError("store", hidden, "needs a host tier to read into: give it host memory")
+    check_host(spec, config.cache, build.device)
     if device_bytes is not None and build.stages == 1:
         places_of(device_bytes, spec)  # fails for too little memory before weights are read
     text, told = _open_text(opened), list[Choice]()
     if build.stages > 1:
-        group, cache, device_bytes = _open_group(build, config, opened, device_bytes)
+        group, cache, device_bytes = _open_group(build, config, opened, device_bytes, store)
         engine = Engine(group, cache, text, config)
         told = [_stages_choice(group)]
     else:
@@ -80,11 +97,11 @@ def open_engine(build: Build, config: EngineConfig) -> tuple[Engine, list[Choice
         cache_config = _with_places(config.cache, [spec], device_bytes, config.context_tokens)
         places = cache_config.device_pages, cache_config.staging_tails
         memory = DeviceMemory(spec, *places, build.device, STAGED_AREAS * cache_config.staged_pages)
-        cache = _open_cache(build, cache_config, opened, make_memories(spec, cache_config, memory))
+        cache = _open_cache(build, cache_config, opened, make_memories(spec, cache_config, memory), store)
         model = loaded.build(memory, config.running_max, config.guesses_max)
         engine = Engine(make_runner(model, cache, text, config), cache, text, config)
         model.warm_up(engine.context_tokens)
-    choices = [*opened.choices(), *told, *_choices(build, engine, device_bytes), *sparse, speculation]
+    choices = [*opened.choices(), *told, *_choices(build, engine, device_bytes, store), *sparse, speculation]
     return engine, [*choices, *opened.unread(), *_end_choice(text, engine.vocab_size)]
 
 
@@ -103,7 +120,7 @@ def _with_places(
 
 
 def _open_group(
-    build: Build, config: EngineConfig, opened: Opened, device_bytes: int | None
+    build: Build, config: EngineConfig, opened: Opened, device_bytes: int | None, store: Store | None
 ) -> tuple[Group, TieredCache, int]:
     """The processes of the stages, and the cache above them."""
     weights = layer_weights(opened.target.plan(opened.kernels, draft=opened.own_draft))
@@ -124,7 +141,7 @@ def _open_group(
     except BaseException:
         group.end()
         raise
-    cache = _open_cache(build, settings, opened, memories)
+    cache = _open_cache(build, settings, opened, memories, store)
     try:
         group.open(StageRoom(settings.device_pages, settings.staging_tails, settings.staged_pages, host))
     except BaseException:
@@ -210,23 +227,26 @@ def _device_bytes(half: int, spec: CacheSpec, config: EngineConfig) -> int:
     return min(half, config.running_max * each + STAGING_MOST * spec.tail_bytes)
 
 
-def _open_cache(build: Build, config: CacheConfig, opened: Opened, memories: Memories) -> TieredCache:
+def _open_cache(
+    build: Build, config: CacheConfig, opened: Opened, memories: Memories, store: Store | None
+) -> TieredCache:
     try:
         identity = opened.identity(build.share)
         cache = TieredCache(opened.spec, config, memories, identity=identity)
     except BaseException:
         memories.close()
         raise
-    if (store := open_stores(build.store, build.peer, key=build.share_key or "")) is not None:
+    if store is not None:
         cache.attach(store)
     return cache
 
 
-def _store_choice(build: Build, cache: CacheConfig) -> Choice:
-    if not build.sources:
+def _store_choice(build: Build, cache: CacheConfig, store: Store | None) -> Choice:
+    if store is None:
         return Choice("store tier", "off", "--store URL or --peer URL turns it on")
     late = f", {cache.fetch_deadline_s} s per 1,024 tokens" if cache.fetch == "deadline" else ""
-    return Choice("store tier", ", ".join(map(shown, build.sources)), f"fetch {cache.fetch}{late}")
+    why = store.trouble or f"fetch {cache.fetch}{late}"
+    return Choice("store tier", ", ".join(map(shown, build.sources)), why)
 
 
 def _end_choice(text: Text, vocab_size: int) -> list[Choice]:
@@ -240,7 +260,7 @@ def _end_choice(text: Text, vocab_size: int) -> list[Choice]:
     return [Choice("end of an answer", value, why if unknown else "only stop strings and max_tokens end one")]
 
 
-def _choices(build: Build, engine: Engine, device_bytes: int) -> list[Choice]:
+def _choices(build: Build, engine: Engine, device_bytes: int, store: Store | None) -> list[Choice]:
     config, cache = engine.config, engine.cache.config
     controller = engine.cache.controller
     layout = LAYOUT_NAMES[cache.layout]
@@ -258,7 +278,7 @@ def _choices(build: Build, engine: Engine, device_bytes: int) -> list[Choice]:
     return [
         Choice("device tier", device, size),
         Choice("host tier", host, f"save {cache.save}, evict {cache.evict}"),
-        _store_choice(build, cache),
+        _store_choice(build, cache, store),
         Choice("share", build.share, SHARE_WHY[build.share]),
         Choice("longest text", f"{engine.context_tokens:,} tokens", longest),
         Choice("steps", _loop_of(engine), f"{config.step_tokens} tokens each"),

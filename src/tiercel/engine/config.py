@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from tiercel.config import CacheConfig, check_settings, is_loopback, parse_address, setting
 from tiercel.errors import ConfigError
 from tiercel.memory.buffers import STAGED_AREAS
 from tiercel.models.wish import Wish
+from tiercel.policy.evict import make_evict_policy
+from tiercel.policy.fetch import make_fetch_policy
 from tiercel.policy.speculate import LEVELS_MOST
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.identity import BITS, SHARES
@@ -50,6 +53,10 @@ class Build(Wish):
     for each, if there are as many."""
     store: str | None = setting(None, "The third tier: file:///path?size=200GiB, redis://…, mooncake://…")
     """URL of a store (`storage.open`); None: there is no third tier."""
+    store_required: bool = setting(
+        False, "Do not start while the store can not be reached.", flag="--store-required"
+    )
+    """False: a server starts without it, says so, and uses it as soon as it is there."""
     peer: tuple[str, ...] = setting(
         (), "Another server whose host pages are read: peer://host:port. Repeatable."
     )
@@ -84,6 +91,8 @@ class Build(Wish):
             if not (self.share_key or is_loopback(host)):
                 why = "other machines can reach it, and there is no key: give one (--share-key)"
                 raise ConfigError("share_pages", self.share_pages, why)
+        if self.share_mooncake is not None and not re.fullmatch(r"tcp|rdma(:.+)?", self.share_mooncake):
+            raise ConfigError("share_mooncake", self.share_mooncake, "write it as tcp, rdma or rdma:mlx5_0")
         if self.role == "prefill" and self.share_pages is None:
             raise ConfigError("role", self.role, "others read the pages: give an address (--share-pages)")
         if self.role == "decode" and not self.peer:
@@ -138,6 +147,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        make_evict_policy(self.cache.evict)  # raises what is wrong with a user's own class
+        make_fetch_policy(self.cache.fetch)
 
 
 STAGING_MOST = 64

@@ -38,6 +38,7 @@ from tiercel.engine.step import Drawn, ReadOnHost, Step, failing
 from tiercel.errors import EngineError, RunnerLost
 from tiercel.models.base import Stage
 from tiercel.models.opening import Opened
+from tiercel.progress import is_shown
 from tiercel.threads import start
 from tiercel.transfer.controller import Ticket
 from tiercel.transfer.plan import Plan
@@ -51,7 +52,13 @@ END_S = 10.0
 """How long a process may take to end by itself."""
 
 
-START = "from tiercel.engine.stage import main; main()"
+START = """
+import sys
+from tiercel.threads import end_with
+end_with(int(sys.argv[1]), removing=sys.argv[2])  # first: to import the rest takes seconds
+from tiercel.engine.stage import main
+main()
+"""
 
 
 class _Process:
@@ -61,7 +68,8 @@ class _Process:
         near, far = socketpair()
         with far:
             os.set_inheritable(far.fileno(), True)
-            command = [sys.executable, "-c", START, str(far.fileno())]
+            folder = str(Path(part.meeting).parent)
+            command = [sys.executable, "-c", START, str(far.fileno()), folder]
             env = {**os.environ, "OMP_NUM_THREADS": str(threads)} if threads else {**os.environ}
             if part.wire == "gloo":
                 env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all stages are on this machine
@@ -115,11 +123,12 @@ class Group:
         devices = devices_of(build, len(cut))
         wire = "nccl" if len({*devices}) == len(cut) > 1 and not build.on_cpu else "gloo"
         self._threads = max(1, (os.cpu_count() or 1) // len(cut)) if build.on_cpu else 0
-        each = zip(cut, devices, strict=True)
+        each, quiet = zip(cut, devices, strict=True), is_shown()
         self._parts = [
             StagePart(
                 replace(build, device=device, stages=1),
-                config, opened.own_draft, opened.apart, stage, number, len(cut), "", wire,
+                config, opened.own_draft, opened.apart, stage, number, len(cut), "", quiet or number > 0,
+                wire,
             )
             for number, (stage, device) in enumerate(each)
         ]  # fmt: skip
@@ -148,7 +157,7 @@ class Group:
                 self._processes.append(_Process(part._replace(meeting=meeting), self._threads))
             return min(int(str(each.hear())) for each in self._processes)
         except BaseException:
-            self.end()
+            self.end(0.0)
             raise
 
     def open(self, room: StageRoom) -> None:
@@ -160,7 +169,7 @@ class Group:
             for each in self._processes:
                 each.hear()
         except BaseException:
-            self.end()
+            self.end(0.0)
             raise
         self._lost, self._ends = "", False
         self._listener = start(self._listen, "tiercel-stages")
@@ -267,10 +276,11 @@ class Group:
                 self._lost = f"the process of stage {process.number} has ended"
             self._changed.notify_all()
 
-    def end(self) -> None:
-        """End all processes and wait until they are gone: then nothing copies any more."""
+    def end(self, wait_s: float = END_S) -> None:
+        """End all processes and wait until they are gone: then nothing copies any more. One that needs more
+        than `wait_s` is killed."""
         self._ends = True
-        until_s = monotonic() + END_S
+        until_s = monotonic() + wait_s
         with self._lock:
             for each in self._processes:
                 each.ask_to_end()

@@ -52,7 +52,7 @@ class Offline:
     ) -> None:
         """`model`: a Hugging Face folder, or the embedded one. `store`: its URL."""
         device_bytes = None if device_memory is None else parse_bytes(device_memory)
-        build = Build(model=model, device_bytes=device_bytes, store=store)
+        build = Build(model=model, device_bytes=device_bytes, store=store, store_required=True)
         config = EngineConfig()
         cache = replace(config.cache, host_bytes=parse_bytes(host_memory))
         self.engine, _ = open_engine(build, replace(config, cache=cache))

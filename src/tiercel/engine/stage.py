@@ -34,6 +34,7 @@ from tiercel.engine.stage_runner import Links, StageRunner
 from tiercel.memory.buffers import STAGED_AREAS, DeviceMemory, HostMemory
 from tiercel.models.families import text_folder_of
 from tiercel.models.opening import check_device_memory, open_model
+from tiercel.progress import show_none
 from tiercel.text.text import Text
 from tiercel.transfer.controller import Ticket, make_controller
 from tiercel.transfer.plan import Direction
@@ -123,6 +124,8 @@ class StageProcess:
 
     def run(self) -> None:
         part: StagePart = self._pipe.recv()
+        if part.quiet:
+            show_none()
         try:
             runner, copies = self._open(part)
         except Exception as error:  # noqa: BLE001 - the scheduler's process raises it
@@ -193,10 +196,12 @@ def _or_exit(run: Callable[[], object]) -> Callable[[], None]:
 
 
 def main() -> None:
-    """`python -c "from tiercel.engine.stage import main; main()" FD`: the process on the other end of a pipe.
-    (As a program of its own this module would be loaded under two names.)"""
+    """The process on the other end of a pipe: `python -c START FD FOLDER` (`engine.group.START`). (As a
+    program of its own this module would be loaded under two names.)"""
     try:
         StageProcess(Connection(int(sys.argv[1]))).run()
+    except (EOFError, ConnectionError):  # the scheduler's process has ended while this one started
+        os._exit(0)
     except SystemExit as end:
         logging.getLogger(__name__).warning("%s", end)
         os._exit(1)  # without waiting for the other threads

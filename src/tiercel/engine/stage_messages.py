@@ -24,6 +24,8 @@ class StagePart(NamedTuple):
     number: int
     of: int
     meeting: str
+    quiet: bool
+    """Whether another process shows how far this is."""
     """A file by which the stages find each other."""
     wire: str
     """How they send: a backend of `torch.distributed`."""

@@ -24,7 +24,7 @@ from tiercel.memory.buffers import DeviceMemory
 from tiercel.models.base import Dimensions, Model, Stage
 from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.draft_model import DraftModel, WithDraft
-from tiercel.models.families import EMBEDDED, DraftOffer, family_of, folder_of, sources_of
+from tiercel.models.families import DraftOffer, family_of, folder_of, sources_of
 from tiercel.models.loading import Plan
 from tiercel.models.wish import Choice, Wish
 from tiercel.spec.cache_spec import CacheSpec
@@ -213,11 +213,10 @@ def open_model(wish: Wish) -> Opened:
         why = f"the {kernels.NAME} kernels add in an order that depends on the batch"
         raise ConfigError("exact", wish.exact, why)
     draft = None if wish.draft is None else DraftFolder(wish.draft)
-    page_tokens = wish.page_tokens or (128 if wish.model == EMBEDDED else 256)
     formats = [
         wish.format or ("fp32" if wish.on_cpu else each.family.format) for each in (target, draft or target)
     ]
-    return Opened(page_tokens, formats[0], wish.device, kernels, target, draft, formats[1])
+    return Opened(wish.tokens_of_page, formats[0], wish.device, kernels, target, draft, formats[1])
 
 
 def check_device_memory(wish: Wish, weights: Mapping[str, int], *, cache_bytes: int) -> None:

@@ -35,6 +35,11 @@ class Wish:
         check_settings(self)
 
     @property
+    def tokens_of_page(self) -> int:
+        """What was asked for, or chosen."""
+        return self.page_tokens or (128 if self.model == EMBEDDED else 256)
+
+    @property
     def on_cpu(self) -> bool:
         return self.device.partition(":")[0] == "cpu"
 

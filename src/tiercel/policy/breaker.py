@@ -26,8 +26,9 @@ class BreakerState(Enum):
 class Breaker:
     """The time is an argument. While the breaker is trying, one operation runs, and its result decides."""
 
-    def __init__(self) -> None:
-        self.state = BreakerState.WORKING
+    def __init__(self, *, works: bool = True) -> None:
+        """`works`: False: it failed already. The first operation is a trial."""
+        self.state = BreakerState.WORKING if works else BreakerState.OFF
         self._failures = 0
         self._wait_s = WAIT_FIRST_S
         self._again_s = 0.0

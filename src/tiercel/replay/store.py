@@ -83,6 +83,7 @@ class ClockMover:
         self.writes = True
         self.under_way: set[Operation] = set()
         self.flaws: Counter[str] = Counter()
+        self.away = False
         self.numbers: dict[str, Any] = {}
         self.removed: deque[tuple[Kind, PageKey]] = deque()
         clock.ends.append(self._next_s)

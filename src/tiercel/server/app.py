@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import version
 
 from fastapi import FastAPI
@@ -49,8 +50,9 @@ def create_app(
         app.include_router(router)
     routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
     _expect_calls(routes, metrics, options)
+    traced = None if traces is None else partial(traces.ended, service)
     app.add_middleware(
-        Border, metrics=metrics, ended=recent.add, access_log=options.access_log, traces=traces
+        Border, metrics=metrics, ended=recent.add, access_log=options.access_log, traced=traced
     )
     if options.cors_origin:
         app.add_middleware(

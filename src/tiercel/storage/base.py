@@ -16,6 +16,8 @@ A store guarantees
 - Every other failure is a `StoreError`. The store can be used again afterwards.
 - Any number of threads may call at the same time. A call that waits does not hold the GIL.
 - `close` may be called twice. After it, every other call raises `StoreError`.
+- Opening a store that can not be reached, and perhaps can later, raises `StoreAway`: a server then starts
+  without it and opens it later. Whatever only its user can set right is another error.
 
 A store that can not be written to (`writes` is False) returns False from `put` and raises StoreError for
 `delete` and `clear`. Damaged values in it are never repaired; the time of reading them counts against it.
@@ -36,6 +38,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 from tiercel.errors import StoreError
+from tiercel.progress import progress
 from tiercel.storage.record import ALIGN_LEAST, Flaw, RecordKey, View, flaw_of
 
 CHECK_BYTES = 64 << 20
@@ -90,6 +93,14 @@ class Store(ABC):
     writes: bool = True
     """False: the store can only be read."""
 
+    trouble: str = ""
+    """Why it keeps nothing now, if that was seen when it was opened. For whoever starts a server."""
+
+    @property
+    def away(self) -> bool:
+        """Whether it could not be reached yet (`storage.late`)."""
+        return False
+
     @abstractmethod
     def contains(self, keys: Sequence[RecordKey]) -> list[bool]:
         """Which of the keys are there."""
@@ -140,12 +151,14 @@ class Store(ABC):
         """Read every value and verify every byte. A store may override this with a faster order."""
         records, bad = 0, list[tuple[RecordKey, Flaw]]()
         listed = (Get(key, [memoryview(bytearray(size))]) for key, size in self.keys())
-        for batch in trips(listed, CHECK_BYTES):
-            records += len(batch)
-            for (key, (value,)), there in zip(batch, self.get(batch), strict=True):
-                flaw = flaw_of(value, key) if there else Flaw.UNREADABLE
-                if flaw and (there or self.contains([key])[0]):  # else it was deleted after it was listed
-                    bad.append((key, flaw))
+        with progress("checking", self.stats()["records"], counted="records") as done:
+            for batch in trips(listed, CHECK_BYTES):
+                records += len(batch)
+                for (key, (value,)), there in zip(batch, self.get(batch), strict=True):
+                    flaw = flaw_of(value, key) if there else Flaw.UNREADABLE
+                    if flaw and (there or self.contains([key])[0]):  # else it was deleted after it was listed
+                        bad.append((key, flaw))
+                done(len(batch))
         return Checked(records, bad)
 
     def register(self, memory: memoryview) -> None:  # noqa: B027 - most stores do not need it

@@ -32,6 +32,7 @@ How Mooncake 0.3.13 behaves (all of it was observed):
 
 from __future__ import annotations
 
+import logging
 import math
 import mmap
 import os
@@ -46,9 +47,11 @@ from urllib.request import ProxyHandler, build_opener
 
 import numpy as np
 
-from tiercel.errors import ConfigError, StoreError
+from tiercel.errors import ConfigError, StoreAway, StoreError
 from tiercel.storage.base import Get, Put, Store, trips
 from tiercel.storage.record import RecordKey, View
+
+log = logging.getLogger(__name__)
 
 _PREFIX = "tiercel:2:"
 _TRIP_BYTES = 16 << 20
@@ -57,6 +60,12 @@ _PIECE_LEAST = {"tcp": 512 << 10}
 """Shorter parts are copied to staging. Loopback TCP, 2 × Neoverse-N1, 2026-11, two pieces (header, payload)
 against one: 618 / 715 MB/s at 256 KiB, 1356 / 1249 at 1 MiB; 60 pieces of 4 KiB against one: 74 / 708. Other
 protocols gather pieces themselves (not measured): 0."""
+
+NO_MEMORY = (
+    "it keeps nothing: no process gives this Mooncake memory, or all of it is in use; "
+    "local_segment=4GiB in the URL gives it memory of this server"
+)
+_TRY_BYTES = 64
 
 _GIVES_UP_S = 50.0
 """Less than the 60 s after which Mooncake no longer waits. A call that takes longer may not have ended."""
@@ -110,7 +119,8 @@ class MooncakeStore(Store):
         self._metrics = f"http://{master.rpartition(':')[0]}:{metrics_port}"
         self._timeout_s = timeout_s
         self._piece_least = _PIECE_LEAST.get(protocol, 0)
-        own_host = host or _address_towards(master, timeout_s)
+        seen_as = _address_towards(master, timeout_s)
+        own_host = host or seen_as
         set_environment(own_host, timeout_s)
         from mooncake import store  # type: ignore[import-untyped]
 
@@ -123,6 +133,18 @@ class MooncakeStore(Store):
         self._registered: list[range] = []
         self._staging = _Staging(self._client)
         self._closed = False
+        if not self._has_room():
+            self.trouble = NO_MEMORY
+            log.warning("the store: %s", NO_MEMORY)
+
+    def _has_room(self) -> bool:
+        """Whether the cluster takes a small value now. The master counts no memory that one may ask for: only
+        its metrics do, on a port that need not be open."""
+        name = f"tiercel:try:{os.urandom(8).hex()}"
+        with self._staging.lend(_TRY_BYTES) as (_, address):
+            codes = self._client.batch_put_from([name], [address], [_TRY_BYTES], self._how)
+        self._client.batch_remove([name], True)
+        return _Code.NO_ROOM not in codes
 
     def register(self, memory: memoryview) -> None:
         with self._asking() as client:
@@ -355,8 +377,8 @@ def _address_towards(master: str, timeout_s: float) -> str:
     try:
         with socket.create_connection((host, int(port)), timeout_s) as connection:
             return str(connection.getsockname()[0])
-    except (OSError, ValueError) as error:
-        raise StoreError(f"mooncake: no master at {master}: {error}") from error
+    except OSError as error:
+        raise StoreAway(f"mooncake: no master at {master}: {error}") from error
 
 
 def address_of(view: View) -> int:

@@ -17,13 +17,16 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, get_type_hints
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, cast, get_type_hints
 from urllib.parse import SplitResult, parse_qs, parse_qsl, quote, unquote, urlsplit
 
 from tiercel.config import load_class, parse_address, parse_bytes
-from tiercel.errors import ConfigError
+from tiercel.errors import ConfigError, StoreAway, TiercelError
 from tiercel.storage.base import Store
+from tiercel.storage.late import LateStore
 from tiercel.storage.peer import PeerStore
 from tiercel.storage.several import SeveralStores
 
@@ -31,25 +34,34 @@ from tiercel.storage.several import SeveralStores
 def open_store(url: str, *, read_only: bool = False) -> Store:
     """Open the store of a URL. `read_only`: change nothing, so that another process can go on writing. Stores
     without this mode are opened as usual: any number of processes may write to them."""
-    place, _, query = url.partition("?")
-    name, _, rest = place.partition(":")
+    with _told_of(url):
+        return _maker(url, read_only)()
+
+
+def open_now_or_later(url: str) -> Store:
+    """The store of a URL. If it can not be reached, it is opened later, by the first call that finds it."""
+
+    def make() -> Store:
+        with _told_of(url):
+            return maker()
+
+    with _told_of(url):
+        maker = _maker(url, read_only=False)
     try:
-        options = _parse_options(query)
-        if name in _SCHEMES:
-            return _open_known(_SCHEMES[name], place, options, read_only)
-        if rest.isidentifier():
-            return _open_own(place, options, read_only)
-        raise ValueError(f"is none of {', '.join(f'{known}:' for known in _SCHEMES)} or package.module:Class")
-    except ConfigError as error:
-        raise ConfigError("store", hide(url, url), f"{error.field}: {error.why}") from error
-    except ValueError as error:
-        raise ConfigError("store", hide(url, url), str(error)) from error
+        return make()
+    except StoreAway as away:
+        return LateStore(make, cast("type[Store]", maker.func), away)
 
 
-def open_stores(url: str | None, peers: Sequence[str], *, key: str = "") -> Store | None:
-    """A store and peers as one store; None: there is neither. `key`: for peers whose URL has none."""
+def open_stores(
+    url: str | None, peers: Sequence[str], *, key: str = "", required: bool = True
+) -> Store | None:
+    """A store and peers as one store; None: there is neither. `key`: for peers whose URL has none.
+    `required`: a store that can not be reached is an error; if not, it is opened later."""
     opened = [opened for peer in peers if isinstance(opened := open_store(_with_key(peer, key)), PeerStore)]
-    store = open_store(url) if url is not None else None
+    store = None
+    if url is not None:
+        store = open_store(url) if required else open_now_or_later(url)
     if store is None and len(opened) == 1:
         return opened[0]
     return SeveralStores(opened, store) if opened else store
@@ -80,34 +92,62 @@ def _with_key(peer: str, key: str) -> str:
     return f"{place}?{query}{'&' if query else ''}key={quote(key, safe='')}"
 
 
-def _open_known(scheme: _Scheme, place: str, options: dict[str, str], read_only: bool) -> Store:
-    arguments = scheme.where(urlsplit(place, allow_fragments=False))
+def _maker(url: str, read_only: bool) -> partial[Store]:
+    """What opens the store of a URL: its class, and what the URL says. Raises ValueError."""
+    place, _, query = url.partition("?")
+    name, _, rest = place.partition(":")
+    options = _parse_options(query)
+    if name in _SCHEMES:
+        return _known(_SCHEMES[name], place, options, read_only)
+    if rest.isidentifier():
+        return _own(place, options, read_only)
+    raise ValueError(f"is none of {', '.join(f'{known}:' for known in _SCHEMES)} or package.module:Class")
+
+
+@contextmanager
+def _told_of(url: str) -> Iterator[None]:
+    """What is wrong with a URL is told without its passwords."""
+    scheme = _SCHEMES.get(url.partition(":")[0])
     try:
-        store_class: Any = load_class(scheme.store, Store)
-        hints = get_type_hints(store_class.__init__)
-        names = list(inspect.signature(store_class).parameters)[len(arguments) :]
-        types = {name: hints[name] for name in names if name != "read_only"}
-        for name in options:
-            if name not in types:
-                raise ValueError(f"has no option {name}; options are {', '.join(types)}")
-        values = {name: _convert(name, text, types[name]) for name, text in options.items()}
-        store: Store = store_class(*arguments, **values, **_mode(store_class, read_only))
+        yield
+    except ConfigError as error:
+        raise ConfigError("store", hide(url, url), f"{error.field}: {error.why}") from error
     except ImportError as error:
-        if not scheme.needs:
+        if scheme is None or not scheme.needs:
             raise
-        raise ValueError(f"{error}; to install its client: {scheme.needs}") from error
-    return store
+        why = f"{error}; to install its client: {scheme.needs}"
+        raise ConfigError("store", hide(url, url), why) from error
+    except ValueError as error:
+        raise ConfigError("store", hide(url, url), str(error)) from error
+    except TiercelError:
+        raise
+    except Exception as error:  # whatever a class of the user's own raises
+        if scheme is not None:
+            raise
+        raise ConfigError("store", hide(url, url), f"can not be opened: {hide(repr(error), url)}") from error
 
 
-def _open_own(place: str, options: dict[str, str], read_only: bool) -> Store:
+def _known(scheme: _Scheme, place: str, options: dict[str, str], read_only: bool) -> partial[Store]:
+    arguments = scheme.where(urlsplit(place, allow_fragments=False))
+    store_class: Any = load_class(scheme.store, Store)
+    hints = get_type_hints(store_class.__init__)
+    names = list(inspect.signature(store_class).parameters)[len(arguments) :]
+    types = {name: hints[name] for name in names if name != "read_only"}
+    for name in options:
+        if name not in types:
+            raise ValueError(f"has no option {name}; options are {', '.join(types)}")
+    values = {name: _convert(name, text, types[name]) for name, text in options.items()}
+    return partial(store_class, *arguments, **values, **_mode(store_class, read_only))
+
+
+def _own(place: str, options: dict[str, str], read_only: bool) -> partial[Store]:
     try:
         store_class: Any = load_class(place, Store)
         keywords = options | _mode(store_class, read_only)
         inspect.signature(store_class).bind(**keywords)
     except (ImportError, TypeError) as error:
         raise ValueError(str(error)) from error
-    store: Store = store_class(**keywords)
-    return store
+    return partial(store_class, **keywords)
 
 
 def _mode(store_class: Any, read_only: bool) -> dict[str, Any]:
@@ -144,7 +184,7 @@ def _path(split: SplitResult) -> tuple[str]:
 
 
 def _host_and_port(split: SplitResult) -> tuple[str]:
-    if not re.fullmatch(r"[\w.-]+:\d+", split.netloc) or split.path.strip("/"):
+    if not re.fullmatch(r"[\w.-]+:\d+", split.netloc) or split.path.strip("/") or not split.port:
         raise ValueError("write the address as host:port")
     return (split.netloc,)
 
@@ -152,7 +192,7 @@ def _host_and_port(split: SplitResult) -> tuple[str]:
 def _redis_host(split: SplitResult) -> tuple[str]:
     host = split.netloc.rpartition("@")[2]
     address = r"([\w.-]+|\[[\da-fA-F:.]+\])(:\d+)?"
-    if not re.fullmatch(address, host) or not re.fullmatch(r"(/\d*)?", split.path):
+    if not re.fullmatch(address, host) or not re.fullmatch(r"(/\d*)?", split.path) or split.port == 0:
         raise ValueError("write the address as host:port/db")
     scheme = "rediss" if split.scheme == "rediss" else "redis"
     return (f"{scheme}://{split.netloc}{split.path}",)

@@ -13,16 +13,24 @@ Nothing is retried here: the caller decides. After the server was away, the next
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import redis
 from redis.backoff import NoBackoff
-from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
+from redis.exceptions import (
+    AuthenticationError,
+    ConnectionError,
+    OutOfMemoryError,
+    RedisError,
+    ResponseError,
+    TimeoutError,
+)
 from redis.retry import Retry
 
-from tiercel.errors import StoreError
+from tiercel.errors import StoreAway, StoreError
 from tiercel.storage.base import Get, Put, Store, trips
 from tiercel.storage.record import RecordKey
 
@@ -55,8 +63,10 @@ class RedisStore(Store):
             )
         except (RedisError, ValueError) as error:
             raise StoreError(f"redis: {error}") from error
-        with self._asking() as client:
-            client.ping()
+        try:
+            self._client.ping()
+        except RedisError as error:
+            raise _refusal(error) from error
 
     def contains(self, keys: Sequence[RecordKey]) -> list[bool]:
         found = self._each(_trips_of_keys(keys), lambda pipe, key: pipe.exists(_name(key)))
@@ -140,6 +150,15 @@ class RedisStore(Store):
     def _refuse_if_closed(self) -> None:
         if self._closed:
             raise StoreError("the store is closed")
+
+
+def _refusal(error: RedisError) -> StoreError:
+    """Why the server can not be used: it is away, or a user has something to set right."""
+    reached = isinstance(error, AuthenticationError) or isinstance(
+        error.__context__, ssl.SSLCertVerificationError
+    )
+    away = isinstance(error, ConnectionError | TimeoutError) and not reached
+    return (StoreAway if away else StoreError)(f"redis: {error}")
 
 
 def _name(key: RecordKey) -> bytes:

@@ -10,6 +10,7 @@ only those.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar
 
 from tiercel.errors import ConfigError
@@ -96,12 +97,22 @@ class DirectCopier(Copier):
             copy_extents(extents, *places, address, load=direction is Direction.LOAD)
 
 
+WAYS = ("auto", "direct", "kernel")
+"""How a CUDA device copies (`transfer.cuda`)."""
 COPIERS: dict[str, type[Copier]] = {kind.name: kind for kind in (ReferenceCopier, DirectCopier)}
 
 
 def make_copier(name: str, device: Memory, host: HostMemory) -> Copier:
     """`auto` is `direct`. (On CUDA there are no copiers: `transfer.cuda`.)"""
-    name = "direct" if name == "auto" else name
-    if name not in COPIERS:
-        raise ConfigError("copier", name, f"on a CPU it must be one of auto, {', '.join(COPIERS)}")
-    return COPIERS[name](device, host)
+    check_copier(name, "cpu")
+    return COPIERS["direct" if name == "auto" else name](device, host)
+
+
+def check_copier(name: str, device: str) -> None:
+    """Raises a ConfigError if nothing of this name copies on the device."""
+    names: Sequence[str] = ("auto", *COPIERS)
+    where = "a CPU"
+    if device.startswith("cuda"):
+        names, where = WAYS, device
+    if name not in names:
+        raise ConfigError("copier", name, f"on {where} it must be one of {', '.join(names)}")

@@ -32,6 +32,7 @@ from torch import Tensor
 from tiercel.errors import ConfigError, TransferError
 from tiercel.memory.buffers import HostMemory, Memory
 from tiercel.transfer.controller import Done, Seconds, Ticket, Tickets
+from tiercel.transfer.copier import check_copier
 from tiercel.transfer.extents import Extents, Ints, LegPlaces, extents_of, held, moved, ranges
 from tiercel.transfer.plan import Direction, Plan
 from tiercel.types import Kind
@@ -67,8 +68,6 @@ PROGRAMS = 16
 model."""
 
 SCATTER_PROGRAMS = 264
-
-WAYS = ("auto", "direct", "kernel")
 
 LAST_LAYER = sys.maxsize
 
@@ -341,8 +340,7 @@ class CudaController:
         shares: Sequence[float] | None = None,
         grouped_bytes: int = GROUPED_BYTES_LEAST,
     ) -> None:
-        if way not in WAYS:
-            raise ConfigError("copier", way, f"must be one of {', '.join(WAYS)} on {device.device}")
+        check_copier(way, str(device.device))
         self.tickets = Tickets()
         self.device, self.host, self.way = device, host, way
         self.after: torch.cuda.Event | None = None

@@ -114,6 +114,10 @@ class Mover(Protocol):
         """Whether the store can be written to."""
 
     @property
+    def away(self) -> bool:
+        """Whether nothing answered when the store was opened."""
+
+    @property
     def under_way(self) -> Collection[Operation]: ...
 
     @property
@@ -166,7 +170,7 @@ class StoreMover:
         self._landed = landed
         self.forms = forms_of(spec, store.align)
         store.register(host.mapped)
-        self.writes = store.writes
+        self.writes, self.away = store.writes, store.away
         self._workers = workers or Workers.threads()
         self._ended: deque[Operation] = deque()
         self.under_way: set[Operation] = set()

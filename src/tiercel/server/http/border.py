@@ -33,7 +33,7 @@ from tiercel.server.http.metrics import Metrics
 from tiercel.server.http.tenants import OverLimit, Tenant
 
 if TYPE_CHECKING:
-    from tiercel.server.http.traces import Traces
+    pass
 
 ID_PATTERN = r"^[A-Za-z0-9_-]{1,128}$"
 """Ids that a client may choose. Only ids that the server derives have a dot, so the two never clash."""
@@ -204,13 +204,14 @@ class Border:
         metrics: Metrics,
         ended: Callable[[Visit, str], None],
         access_log: bool = False,
-        traces: Traces | None = None,
+        traced: Callable[[Scope, Visit, str], None] | None = None,
     ) -> None:
-        """`ended` is told of every visit that asked for answers, with the call's name."""
+        """`ended` is told of every visit that asked for answers, with the call's name; `traced` of every
+        visit."""
         self.app = app
         self.metrics = metrics
         self.ended = ended
-        self.access_log, self.traces = access_log, traces
+        self.access_log, self.traced = access_log, traced
         self.live: dict[str, Visit] = {}
         self._warned: set[str] = set()
 
@@ -261,8 +262,8 @@ class Border:
             self.metrics.used(visit.tenant.name, visit.usage)
         if self.access_log:
             log_access(scope, visit)
-        if self.traces is not None:
-            self.traces.ended(scope, visit, call)
+        if self.traced is not None:
+            self.traced(scope, visit, call)
 
     def _warn(self, ignored: Sequence[str]) -> str:
         """Logs each name once; returns all for a header. Clients choose them, so they are cut."""

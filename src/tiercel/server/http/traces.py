@@ -26,13 +26,13 @@ ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
 NAME = "OTEL_SERVICE_NAME"
 
 
-def open_traces(service: Service) -> Traces | None:
+def open_traces() -> Traces | None:
     """None: no collector is configured, or OpenTelemetry is disabled."""
     endpoint = next((name for name in ENDPOINTS if os.environ.get(name)), None)
     if endpoint is None or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return None
     try:
-        return Traces(service)
+        return Traces()
     except ImportError as error:
         packages = "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
         why = f"needs OpenTelemetry, pip install {packages}: {error}"
@@ -42,7 +42,7 @@ def open_traces(service: Service) -> Traces | None:
 class Traces:
     """Makes the spans of one server. A thread of OpenTelemetry's sends them."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
@@ -52,13 +52,12 @@ class Traces:
         self._provider = TracerProvider(resource=Resource.create(named))
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
         self._tracer = self._provider.get_tracer("tiercel")
-        self._service = service
 
     def close(self) -> None:
         """Sends what is left."""
         self._provider.shutdown()
 
-    def ended(self, scope: Scope, visit: Visit, call: str) -> None:
+    def ended(self, service: Service, scope: Scope, visit: Visit, call: str) -> None:
         """The answer of a call was sent or given up. Calls without an ask have no span."""
         if not visit.asks:
             return
@@ -73,13 +72,13 @@ class Traces:
             f"{scope['method']} {call}",
             context=TraceContextTextMapPropagator().extract(carrier),
             kind=SpanKind.SERVER,
-            attributes=_about(scope, visit, call, self._service.model_name),
+            attributes=_about(scope, visit, call, service.model_name),
             start_time=offset_ns + int(1e9 * visit.started_s),
         )
         if root.is_recording():
             inside = set_span_in_context(root)
             for ask in visit.asks:
-                known = self._service.explain(ask.request_id)
+                known = service.explain(ask.request_id)
                 if known is not None:
                     self._stages(known, inside, offset_ns, len(visit.asks) > 1 and ask.request_id)
         if visit.status is None or visit.status >= 500:

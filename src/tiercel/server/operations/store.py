@@ -64,6 +64,9 @@ class StoreStatus(BaseModel):
     state: Literal["working", "off", "trying"] | None = Field(
         None, description="off: the store failed; requests go on without it until it works again."
     )
+    refused: bool | None = Field(
+        None, description="Whether the store did not keep the last write: it is full."
+    )
     records: int | None = Field(None, description="Records in the store, up to 4 of a page; null: not known.")
     bytes: int | None = None
     read_bytes_s: float | None = Field(None, description="Recent read speed; null: not known.")

@@ -18,6 +18,7 @@ from weakref import WeakSet
 from tiercel.config import size_text
 from tiercel.errors import ConfigError, StoreError
 from tiercel.policy.evict import make_evict_policy
+from tiercel.progress import progress
 from tiercel.storage.base import Checked, Get, Put, Store, trips
 from tiercel.storage.file import direct
 from tiercel.storage.file.commit import Record
@@ -257,16 +258,18 @@ class FileStore(Store):
                 for segment in segments:
                     segment.readers += 1
             try:
-                for segment in segments:
-                    with self._log.lock:
-                        rows = [] if segment.gone else self._index.live(segment)
-                    records += len(rows)
-                    reader = Reader(segment.file, segment.bytes_on_disk)
-                    for row in rows:
-                        key = segment.table.keys[row]
-                        read, _ = reader.record(segment.table.offsets[row])
-                        if isinstance(read, Flaw) or read.key != key:
-                            bad.append((key, read if isinstance(read, Flaw) else Flaw.KEY))
+                with progress("checking", len(self._index), counted="records") as done:
+                    for segment in segments:
+                        with self._log.lock:
+                            rows = [] if segment.gone else self._index.live(segment)
+                        records += len(rows)
+                        reader = Reader(segment.file, segment.bytes_on_disk)
+                        for row in rows:
+                            key = segment.table.keys[row]
+                            read, _ = reader.record(segment.table.offsets[row])
+                            if isinstance(read, Flaw) or read.key != key:
+                                bad.append((key, read if isinstance(read, Flaw) else Flaw.KEY))
+                            done(1)
             finally:
                 self._let_go(segments)
         return Checked(records, bad)
