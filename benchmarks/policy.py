@@ -27,7 +27,8 @@ from benchmarks.machine import describe, parser_of, tell
 from tiercel.config import CacheConfig
 from tiercel.engine.config import places_of
 from tiercel.replay.formats import read_trace
-from tiercel.replay.run import Serving, Sizes, replay
+from tiercel.replay.run import Serving, replay
+from tiercel.replay.sizes import Sizes
 from tiercel.replay.trace import Trace
 from tiercel.spec.presets import load
 

@@ -23,10 +23,22 @@ A full pool is none of these: it is an outcome (`tiercel.cache.Wait`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class TiercelError(Exception):
     """Everything this package raises on purpose."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As another process gets it: with its words and fields, whatever it was made from."""
+        return _same, (type(self), self.args, vars(self))
+
+
+def _same(kind: type[TiercelError], words: tuple[Any, ...], named: dict[str, Any]) -> TiercelError:
+    error = kind.__new__(kind)
+    error.args = words
+    vars(error).update(named)
+    return error
 
 
 class InputError(TiercelError, ValueError):

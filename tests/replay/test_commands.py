@@ -2,8 +2,8 @@
 few requests."""
 
 import json
-import pickle
 import sys
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 from tests.replay.traffic import conversations, write_tokens
 from tiercel.cli.commands import app
 from tiercel.errors import ConfigError
-from tiercel.replay import plan
 from tiercel.replay.formats import read_trace
-from tiercel.replay.plan import knee_of
-from tiercel.replay.run import Serving, Sizes, replay
+from tiercel.replay.run import Serving
+from tiercel.replay.sizes import Sizes
+from tiercel.replay.workers import Work, replay_all
 from tiercel.spec import load
 from tiercel.spec.attention import mha
 
@@ -22,6 +22,16 @@ from tiercel.spec.attention import mha
 @pytest.fixture
 def file(tmp_path):
     return write_tokens(tmp_path / "t.jsonl", conversations(5, 40, shared=700, turn=900, most=20_000))
+
+
+MB = 10**6
+
+
+def each(tier, *sizes):
+    return [word for size in sizes for word in (f"--{tier}-memory", size * MB)]
+
+
+FLASH = load("deepseek-v4-flash")
 
 
 def run(*words):
@@ -41,17 +51,62 @@ def test_replay_prints_a_table_and_json_and_draws(file, tmp_path):
     assert told["rates"]["prefill_tokens_s"] == 100 and told["first_token"]["p50_s"] > 1
 
 
-def test_plan_compares_policies_and_marks_one_knee_for_each(file, tmp_path):
-    hosts = [word for size in (20, 40, 80, 160) for word in ("--host-memory", f"{size}MB")]
-    words = ("plan", file, "--device-memory", "100MB", *hosts, "--policy", "lru", "--policy", "slru")
+def test_plan_compares_devices_and_policies_and_marks_the_cheapest_of_each(file, tmp_path):
+    """Each begins with the device alone. A store is tried with host memory only."""
+    words = ("plan", file, *each("device", 100, 120), *each("host", 20), *each("store", 0, 300))
+    words = (*words, "--policy", "lru", "--policy", "slru", "--one-at-a-time")
     picture = tmp_path / "out.png"
-    told = json.loads(run(*words, "--one-at-a-time", "--processes", 1, "--json", "--plot", picture).output)
-    assert [(row["policy"], row["host_bytes"]) for row in told] == [
-        (policy, size * 10**6) for policy in ("lru", "slru") for size in (20, 40, 80, 160)
+    told = json.loads(run(*words, "--processes", 1, "--json", "--plot", picture).output)
+    assert [(row["policy"], row["device_bytes"], row["host_bytes"], row["store_bytes"]) for row in told] == [
+        (policy, device * MB, host * MB, store * MB)
+        for policy in ("lru", "slru")
+        for device in (100, 120)
+        for host, store in [(0, 0), (20, 0), (20, 300)]
     ]
+    for curve in (told[at : at + 3] for at in range(0, 12, 3)):
+        (best,) = [row for row in curve if row["best"]]
+        assert best["cost"] == min(row["cost"] for row in curve)
+        assert curve[0]["hit_tokens"]["host"] == 0 < curve[0]["hit_tokens"]["device"]
     assert picture.read_bytes()[:4] == b"\x89PNG"
-    shown = run(*words, "--one-at-a-time", "--processes", 1)
-    assert "1 GiB more saved" in shown.output and "a cache without an end" in shown.output
+
+
+def test_a_plan_in_processes_is_the_same_and_tells_of_every_request(file):
+    given = read_trace([file], 256), FLASH, Serving(one_at_a_time=True)
+    works = [Work(Sizes(100 * MB, size * MB), "slru") for size in (0, 30, 60)]
+    reports, told = [], []
+    for processes in (1, 2):
+        counts = []
+        reports.append(replay_all(*given, works, processes=processes, progress=counts.append))
+        told.append(sum(counts))
+    here, there = ([replace(report, wall_s=0) for report in each] for each in reports)
+    assert here == there and told == [120, 120]
+    with pytest.raises(ConfigError, match="two pages and their tails take"):
+        replay_all(*given, [Work(Sizes(1), "lru")] * 2, processes=2)
+
+
+def test_a_plan_says_in_a_sentence_whether_host_memory_is_worth_its_price(file):
+    words = ("plan", file, *each("device", 60), *each("host", 40, 80), "--processes", 1)
+    shown = run(*words, "--host-price", 1e-6).output
+    assert "is worth its price" in shown and "cheaper than the device alone" in shown
+    shown = run(*words, "--host-price", 1e6).output
+    assert "host memory does not help here" in shown and "worth its price: " not in shown
+    with pytest.raises(ConfigError, match="--device-price"):
+        run(*words, "--device-price", 0)
+
+
+def test_a_trace_that_one_device_does_not_bear_is_told(file):
+    """At 300 tokens per second, the prompts of this trace take more than the 39 s in which they come."""
+    words = (file, *each("device", 100), *each("host", 100), "--one-at-a-time", "--prefill-rate", 300)
+    words = (*words, "--token-time", 1e-6)
+    report = json.loads(run("replay", *words, "--json").output)
+    computed_s = report["computed_tokens"] / 300
+    assert report["arrivals_s"] == 39 and computed_s > 2 * 39
+    assert report["devices"] == -(-report["busy_s"] // 39) and 0 < report["busy_s"] - computed_s < 1
+    assert report["requests_s_most"] == pytest.approx(40 / report["busy_s"])
+    needs = f"overloaded: this trace needs about {report['devices']} devices"
+    assert needs in run("replay", *words).output
+    assert needs[:30] in run("plan", *words, "--processes", 1).output
+    assert "overloaded" not in run("replay", *words, "--prefill-rate", 10**6).output
 
 
 def test_it_is_told_how_many_texts_fit_whole_and_sparse(file):
@@ -60,7 +115,8 @@ def test_it_is_told_how_many_texts_fit_whole_and_sparse(file):
     words = ("plan", file, *sizes, "--host-memory", "90MB", "--host-memory", "1GB", "--processes", 1)
     told = json.loads(run(*words, "--json").output)
     assert [row["texts"] for row in told] == [
-        {"tokens": 12_800, "whole": 3, "sparse": sparse} for sparse in (1, 6)
+        None,
+        *({"tokens": 12_800, "whole": 3, "sparse": sparse} for sparse in (1, 6)),
     ]
     assert "host 0.9 GiB: texts of 12,800 tokens that fit at once: 3 whole, 6 with" in run(*words).output
     shown = run("replay", file, "--device-memory", "200MB", "--host-memory", "1GB").output
@@ -80,28 +136,6 @@ def test_pages_of_a_replay_may_be_sparse(file, tmp_path):
     spec.write_text(json.dumps(mha("gqa", 256, layers=2, kv_heads=2, head_dim=8).to_dict()))
     with pytest.raises(ConfigError, match="selects no entries"):
         run("plan", file, "--sparse", "--model", spec)
-
-
-def test_a_process_of_a_plan_is_sent_all_that_it_needs(file, monkeypatch):
-    spec = load("deepseek-v4-flash")
-    state = read_trace([file], 256), spec, Serving(one_at_a_time=True)
-    sizes = Sizes(10**8, 10**8)
-    monkeypatch.setattr(plan, "_STATE", [])
-    plan._begin(*pickle.loads(pickle.dumps(state)))
-    there, here = plan._work(sizes, "slru"), replay(*state[:2], sizes, policy="slru", serving=state[2])
-    assert there.hit_tokens == here.hit_tokens and there.first_token == here.first_token
-
-
-@pytest.mark.parametrize(
-    ("curve", "knee"),
-    [
-        ([(1, 0.1), (2, 0.5), (4, 0.55), (8, 0.6)], 1),
-        ([(1, 0.1), (2, 0.2), (3, 0.3)], None),
-        ([(1, 0.1), (2, 0.5)], None),
-    ],
-)
-def test_the_knee_is_the_point_farthest_above_the_straight_line(curve, knee):
-    assert knee_of(curve) == knee
 
 
 def test_a_plot_without_matplotlib_names_the_command_that_installs_it(file, monkeypatch):

@@ -10,10 +10,11 @@ from tiercel.errors import ConfigError
 from tiercel.replay.formats import read_trace
 from tiercel.replay.record import Recorder, open_trace
 from tiercel.replay.run import Serving, replay_places
+from tiercel.replay.server import Server
 
 
 def record(file, engine, prompts, count=4):
-    recorder = Recorder(open_trace(file), model="tiny", page_tokens=engine.page_tokens)
+    recorder = Recorder(open_trace(file), Server.of("tiny", engine.cache, engine.config))
     engine.scheduler.finished = recorder.ended
     answers = []
     for number, prompt in enumerate(prompts):
@@ -87,7 +88,7 @@ def test_a_file_that_can_not_be_written_is_refused_at_the_start(tmp_path):
 
 def test_a_trace_that_fails_later_fails_no_request(tmp_path, caplog):
     engine = make_engine()
-    recorder = Recorder(open_trace(tmp_path / "out.jsonl"), model="tiny", page_tokens=engine.page_tokens)
+    recorder = Recorder(open_trace(tmp_path / "out.jsonl"), Server("tiny", engine.page_tokens))
     recorder._file.close()
     engine.scheduler.finished = recorder.ended
     assert run(engine, make_ask("a", BASE, 2), make_ask("b", BASE, 2))[1].finish is not None

@@ -22,7 +22,8 @@ from tiercel.engine.step import Drawn
 from tiercel.errors import ConfigError
 from tiercel.policy.resume import Why
 from tiercel.replay.null import Clock, null_cache
-from tiercel.replay.run import POLL_S, Rates, Serving, Sizes, replay, replay_places
+from tiercel.replay.run import POLL_S, Rates, Serving, replay, replay_places
+from tiercel.replay.sizes import Sizes
 from tiercel.replay.store import ClockMover, NullStore
 from tiercel.spec import load
 from tiercel.transfer.plan import Direction

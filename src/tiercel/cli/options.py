@@ -32,6 +32,8 @@ GROUPS = {
     "The cache": "page_tokens format save evict tail_every_pages replay fetch fetch_deadline_s"
     " share store_required",
     "Guesses": "speculate draft draft_tokens_max",
+    "The traffic": "batch one_at_a_time session_every requests text_tokens",
+    "Rates and prices": "prefill_rate token_time link_rate store_rate device_price host_price store_price",
     "Other servers": "peer share_pages share_key share_mooncake role prefill_wait_s",
 }
 """Options of each group of the help, in this order. All others are for experts."""

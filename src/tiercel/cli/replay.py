@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,162 +12,82 @@ from rich.console import Console
 from rich.table import Table
 
 from tiercel.cli import options as o
+from tiercel.cli import traffic as t
 from tiercel.config import CacheConfig, parse_bytes
 from tiercel.errors import ConfigError
 from tiercel.progress import progress
+from tiercel.replay.prices import GIB
 
 if TYPE_CHECKING:
     from tiercel.replay.report import Report
-    from tiercel.replay.run import Fitting, Serving
-    from tiercel.replay.trace import Trace
-    from tiercel.spec.cache_spec import CacheSpec
-
-PIPE_WIDTH = 110
-WITHOUT = ("host_memory", "evict", "layout", "copier", "huge_pages", "store_timeout_s", "sparse")
-"""Settings of the cache that have options of their own here, or that change nothing without bytes."""
-
-Files = Annotated[list[str], typer.Argument(metavar="TRACE...", help="Recorded traffic: docs/replay.md.")]
-ModelSpec = Annotated[str, typer.Option("--model", help="A preset, a config.json or a spec in JSON.")]
-PageTokens = Annotated[int | None, typer.Option(help="Tokens in one page.", min=1)]
-Format = Annotated[str | None, typer.Option(help="Element format, such as fp8 or bf16.")]
-Device = Annotated[str, typer.Option(help="Device memory for pages and tails.")]
-Batch = Annotated[int, typer.Option(help="Requests that run at the same time.", min=1)]
-OneAtATime = Annotated[bool, typer.Option("--one-at-a-time", help="No request overlaps another one.")]
-Rate = Annotated[float | None, typer.Option(help="Prompt tokens computed per second.")]
-TokenTime = Annotated[float | None, typer.Option(help="Seconds from token to token of running answers.")]
-Link = Annotated[str, typer.Option(help="Bytes per second between host and device.")]
-StoreRate = Annotated[str, typer.Option(help="Bytes per second that the store reads, and writes.")]
-Every = Annotated[float, typer.Option(help="Each further file begins so many seconds later.", min=0)]
-Limit = Annotated[int | None, typer.Option("--requests", help="Only the first requests.", min=1)]
-Sparse = Annotated[
-    bool, typer.Option("--sparse", help="Selected entries stay on the host where the device has no room.")
-]
-TextTokens = Annotated[
-    int | None,
-    typer.Option(help="Tell how many texts of so many tokens fit. Default: the longest of the trace.", min=1),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Plot = Annotated[str | None, typer.Option("--plot", help="Draw a picture: out.svg, out.png, …")]
-MODEL = "deepseek-v4-flash"
+    from tiercel.replay.sizes import Fitting
 
 
-@o.with_settings(CacheConfig, without=WITHOUT)
+@o.with_settings(t.Asked, CacheConfig, without=t.WITHOUT)
 def replay(  # noqa: PLR0913
-    files: Files,
-    model: ModelSpec = MODEL,
-    page_tokens: PageTokens = None,
-    format: Format = None,
-    device_memory: Device = "20GiB",
-    host_memory: Annotated[str, typer.Option(help="0 turns the host tier off.")] = "200GiB",
+    files: t.Files,
+    device_memory: Annotated[
+        str | None,
+        typer.Option(help="Device memory for pages and tails.", show_default=f"{t.TRACES} {t.DEVICE_MEMORY}"),
+    ] = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(help="0 turns the host tier off.", show_default=f"{t.TRACES} {t.HOST_MEMORY}"),
+    ] = None,
     store_memory: Annotated[str, typer.Option(help="0: there is no store.")] = "0",
     policy: Annotated[str, typer.Option(help="What is evicted first.")] = CacheConfig().evict,
-    batch: Batch = 64,
-    one_at_a_time: OneAtATime = False,
-    prefill_rate: Rate = None,
-    token_time: TokenTime = None,
-    link_rate: Link = "55GB",
-    store_rate: StoreRate = "3GB",
-    session_every: Every = 0.0,
-    requests: Limit = None,
-    sparse: Sparse = False,
-    text_tokens: TextTokens = None,
-    as_json: Json = False,
-    plot: Plot = None,
+    sparse: t.Sparse = None,
+    as_json: t.Json = False,
+    plot: t.Plot = None,
     settings: Any = None,
 ) -> None:
     """What recorded traffic finds in tiers of these sizes: hits, losses, bytes, times. No model is run."""
     from tiercel.replay.figure import check_plot
     from tiercel.replay.plot import plot_replay
-    from tiercel.replay.run import Sizes, texts_fitting
     from tiercel.replay.run import replay as run
+    from tiercel.replay.sizes import texts_fitting
 
+    asked = o.made(t.Asked, settings)
     if plot is not None:
         check_plot(plot)
-    sizes = Sizes(
-        parse_bytes(device_memory, "--device-memory"),
-        parse_bytes(host_memory, "--host-memory"),
-        parse_bytes(store_memory, "--store-memory"),
-    )
-    spec, trace = opened(files, model, page_tokens, format, session_every, requests)
-    serving = served(trace, (prefill_rate, token_time, link_rate, store_rate), batch, one_at_a_time, settings)
-    with progress("replay", len(trace), counted="requests") as done:
-        report = run(
-            trace,
-            parted(spec, sizes.host_bytes, sparse=sparse),
-            sizes,
-            policy=policy,
-            serving=serving,
-            progress=done,
+    traffic = t.opened(files, asked, sparse=sparse)
+    serving = t.served(traffic, asked, o.made(CacheConfig, settings))
+    host_bytes = traffic.server.host_bytes
+    if host_memory is not None or host_bytes is None:
+        host_bytes = parse_bytes(host_memory or t.HOST_MEMORY, "--host-memory")
+    if sparse and not host_bytes:
+        raise ConfigError(
+            "--sparse", "on", "needs entries that may stay on the host: there is no host memory"
         )
-    fitting = texts_fitting(spec, sizes, text_tokens or trace.longest)
+    store_bytes = parse_bytes(store_memory, "--store-memory")
+    sizes = replace(
+        traffic.device_of(device_memory, asked.stages), host_bytes=host_bytes, store_bytes=store_bytes
+    )
+    spec, trace = traffic.replayed if host_bytes else traffic.spec, traffic.trace
+    with progress("replay", len(trace), counted="requests") as done:
+        report = run(trace, spec, sizes, policy=policy, serving=serving, progress=done)
+    fitting = texts_fitting(
+        spec,
+        sizes,
+        asked.text_tokens or trace.longest,
+        context_tokens=serving.context_tokens,
+        stages=asked.stages,
+    )
     if plot is not None:
         plot_replay(report, plot)
     if as_json:
-        typer.echo(
-            json.dumps(
-                report.as_dict()
-                | {"sizes": vars(sizes), "rates": vars(serving.rates)}
-                | {"texts": fitting and fitting.as_dict()},
-                indent=2,
-            )
-        )
+        served = {"model": spec.model, "model_named_by": traffic.why, "page_tokens": spec.page_tokens}
+        served |= {name: vars(serving)[name] for name in ("batch", "step_tokens", "context_tokens", "stages")}
+        own = {"sizes": sizes.as_dict(), "serving": served, "rates": vars(serving.rates)}
+        texts = {"texts": fitting and fitting.as_dict()}
+        typer.echo(json.dumps(report.as_dict() | own | texts, indent=2))
     else:
+        typer.echo(f"{traffic}; device {sizes.device_bytes / GIB:,.1f} GiB, host {host_bytes / GIB:,.1f} GiB")
         show(report, fitting)
 
 
-def opened(  # noqa: PLR0913, PLR0917
-    files: list[str],
-    model: str,
-    page_tokens: int | None,
-    format: str | None,
-    session_every: float,
-    requests: int | None,
-) -> tuple[CacheSpec, Trace]:
-    """The model's declaration, and the trace in pages of its size."""
-    from dataclasses import replace
-
-    from tiercel.replay.formats import read_trace
-    from tiercel.spec import load
-
-    spec = load(model, page_tokens, format)
-    trace = read_trace(files, spec.page_tokens, session_every_s=session_every)
-    return spec, trace if requests is None else replace(trace, requests=trace.requests[:requests])
-
-
-def parted(spec: CacheSpec, host_bytes: int, *, sparse: bool) -> CacheSpec:
-    """The declaration that is replayed. `host_bytes`: the least host memory."""
-    if sparse and not (spec.apart.selective and host_bytes):
-        why = "there is no host memory" if spec.apart.selective else f"{spec.model} selects no entries"
-        raise ConfigError("--sparse", "on", f"needs entries that may stay on the host: {why}")
-    return spec.apart if sparse else spec
-
-
-def served(
-    trace: Trace,
-    rates: tuple[float | None, float | None, str, str],
-    batch: int,
-    one_at_a_time: bool,
-    settings: Any,
-) -> Serving:
-    """Rates that are not given are those of the server that wrote the trace, if its lines tell them."""
-    from dataclasses import replace
-
-    from tiercel.replay.run import Rates, Serving
-
-    prefill, token, link, store = rates
-    store_bytes_s = parse_bytes(store, "--store-rate")
-    known = Rates(
-        link_bytes_s=parse_bytes(link, "--link-rate"),
-        store_read_bytes_s=store_bytes_s,
-        store_write_bytes_s=store_bytes_s,
-    ).measured(trace)
-    given = {"prefill_tokens_s": prefill, "token_s": token}
-    known = replace(known, **{name: value for name, value in given.items() if value is not None})
-    return Serving(known, batch, one_at_a_time, cache=o.made(CacheConfig, settings))
-
-
 def show(report: Report, fitting: Fitting | None) -> None:
-    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    console = Console(width=None if sys.stdout.isatty() else t.PIPE_WIDTH)
     refused = f", {report.refused:,} refused: they do not fit on the device" if report.refused else ""
     asked = max(1, report.tokens_asked)
     table = Table(title=f"{report.requests:,} requests{refused}; policy {report.policy}")
@@ -185,6 +106,9 @@ def show(report: Report, fitting: Fitting | None) -> None:
     for why, tokens in report.lost_tokens.items():
         row(f"lost: {why}", tokens)
     row("new: no request before had them", report.new_tokens)
+    row("behind the last full page", report.rest_tokens)
+    row("computed", report.computed_tokens)
+    table.add_section()
     row("all", report.tokens_asked)
     console.print(table)
     gb = {
@@ -200,7 +124,10 @@ def show(report: Report, fitting: Fitting | None) -> None:
         f"time to first token: mean {first.mean_s:,.3f} s, median {first.p50_s:,.3f}, "
         f"90 % {first.p90_s:,.3f}, 99 % {first.p99_s:,.3f}; {report.preemptions:,} preemptions"
     )
+    console.print(f"one device bears {report.requests_s_most:,.2f} requests/s of this kind")
+    if overload := t.overload(report):
+        console.print(overload)
     if fitting is not None:
         console.print(f"{fitting}")
     speed = f"{report.wall_s:,.1f} s: {report.requests_s:,.0f} requests/s"
-    console.print(f"{report.simulated_s:,.0f} s of traffic in {speed}")
+    console.print(f"{report.simulated_s:,.0f} s of traffic, replayed in {speed}")

@@ -89,6 +89,7 @@ def _start(
 
     from tiercel.peers.offering import open_listener, where
     from tiercel.replay.record import Recorder, open_trace
+    from tiercel.replay.server import Server
     from tiercel.server.http.traces import open_traces
     from tiercel.server.listen import check_certificate
 
@@ -113,7 +114,7 @@ def _start(
     names = *options.model_names, build.model if build.model in FOLDERS else folder.name
     service = EngineService(engine, names[0], ", ".join(map(shown, build.sources)), publisher)
     if trace is not None:
-        recorder = Recorder(trace, model=names[0], page_tokens=engine.page_tokens)
+        recorder = Recorder(trace, Server.of(names[0], engine.cache, engine.config))
         ending.callback(recorder.close)
         engine.scheduler.finished = recorder.ended
     ending.callback(service.close, 0.0)  # `_listen` has waited for running answers

@@ -19,9 +19,8 @@ from tiercel.engine.config import (
     STAGING_MOST,
     Build,
     EngineConfig,
+    places_held,
     places_of,
-    staged_bytes,
-    staged_pages_of,
 )
 from tiercel.engine.cut import cut_of, layer_weights
 from tiercel.engine.engine import Engine
@@ -108,15 +107,8 @@ def _open_engine(build: Build, config: EngineConfig, store: Store | None) -> tup
 def _with_places(
     config: CacheConfig, held: Sequence[CacheSpec], device_bytes: int, context_tokens: int | None
 ) -> CacheConfig:
-    """The settings with the places that each device has room for. `held`: what each keeps of a page. A place
-    has one number in all of them, so the one with the least room decides."""
-    sparse = [each for each in held if each.second]
-    staged = min((staged_pages_of(device_bytes, each, context_tokens) for each in sparse), default=0)
-    each_has = [
-        places_of(device_bytes - (staged_bytes(staged, each) if each.second else 0), each) for each in held
-    ]
-    frames, staging = (min(counts) for counts in zip(*each_has, strict=True))
-    return replace(config, device_pages=frames, staging_tails=staging, staged_pages=staged)
+    """The settings with the places that each device has room for. `held`: what each keeps of a page."""
+    return replace(config, **places_held(device_bytes, held, context_tokens)._asdict())
 
 
 def _open_group(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tiercel.config import CacheConfig, check_settings, is_loopback, parse_address, setting
 from tiercel.errors import ConfigError
@@ -190,3 +192,23 @@ def places_of(device_bytes: int, spec: CacheSpec) -> tuple[int, int]:
         need = least * spec.frame_bytes + staging * spec.tail_bytes
         raise ConfigError("device_bytes", device_bytes, f"two pages and their tails take {need:,} B")
     return pages, staging
+
+
+class DevicePlaces(NamedTuple):
+    """What device memory is split into: settings of `CacheConfig`."""
+
+    device_pages: int
+    staging_tails: int
+    staged_pages: int
+
+
+def places_held(device_bytes: int, held: Sequence[CacheSpec], context_tokens: int | None) -> DevicePlaces:
+    """What each device has room for. `held`: what each keeps of a page. A place has one number in all of
+    them, so the one with the least room decides."""
+    sparse = [each for each in held if each.second]
+    staged = min((staged_pages_of(device_bytes, each, context_tokens) for each in sparse), default=0)
+    each_has = [
+        places_of(device_bytes - (staged_bytes(staged, each) if each.second else 0), each) for each in held
+    ]
+    frames, staging = (min(counts) for counts in zip(*each_has, strict=True))
+    return DevicePlaces(frames, staging, staged)

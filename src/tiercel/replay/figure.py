@@ -19,7 +19,7 @@ def figure_for(file: str, **options: Any) -> Any:
     try:
         from matplotlib.figure import Figure  # here: an optional package
     except ImportError as error:
-        raise ConfigError("--plot", file, "needs matplotlib: pip install 'tiercel[plot]'") from error
+        raise ConfigError("--plot", file, "needs matplotlib: pip install matplotlib") from error
     figure = Figure(layout="constrained", **options)
     kinds = figure.canvas.get_supported_filetypes()
     if Path(file).suffix.removeprefix(".") not in kinds:

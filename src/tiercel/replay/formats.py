@@ -19,7 +19,7 @@ from typing import Any
 
 from tiercel.errors import TraceError
 from tiercel.progress import progress
-from tiercel.replay.record import VERSION
+from tiercel.replay.server import Server
 from tiercel.replay.trace import TOLD_EVERY, Recorded, Text, Trace, make_trace
 
 MOONCAKE_TOKENS = 512
@@ -28,6 +28,9 @@ MOONCAKE_TOKENS = 512
 TOKENS_MOST = 2**24
 """The most tokens of one prompt or answer: more than any model reads. Every page of a text gets a name when a
 trace is read, whether the text fits into the tiers or not. So a length that is a mistake is refused here."""
+
+HEAD = '{"tiercel_trace"'
+"""How the first line begins that a server writes at each start."""
 
 Lines = Iterable[tuple[int, Mapping[str, Any]]]
 
@@ -52,11 +55,7 @@ def read_trace(files: Sequence[str | Path], page_tokens: int, *, session_every_s
 
 def read_texts(file: Path) -> list[Text]:
     """The requests of one file, whatever its format."""
-    try:
-        data = file.read_bytes()
-        content = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode()
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise TraceError(file, f"can not be read: {error}") from error
+    content = _content(file)
     head = content.lstrip()[:1]
     if head != "{":
         raise TraceError(file, "is no trace: it begins with no JSON object")
@@ -66,6 +65,28 @@ def read_texts(file: Path) -> list[Text]:
         if known <= first.keys():
             return list(read(file, lines))
     raise TraceError(file, f"is no trace that is known here; its fields: {', '.join(first) or 'none'}", 1)
+
+
+def servers_of(files: Sequence[str | Path]) -> list[Server]:
+    """The servers that wrote these files, one for each start; none for files of other formats."""
+    found: list[Server] = []
+    for file in map(Path, files):
+        for line, text in enumerate(_content(file).splitlines(), 1):
+            if text.startswith(HEAD):
+                try:
+                    row = json.loads(text)
+                except ValueError as error:
+                    raise TraceError(file, f"is not JSON: {error}", line) from error
+                found.append(Server.from_head(file, line, row))
+    return found
+
+
+def _content(file: Path) -> str:
+    try:
+        data = file.read_bytes()
+        return (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode()
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise TraceError(file, f"can not be read: {error}") from error
 
 
 def _lines(file: Path, content: str) -> list[tuple[int, Mapping[str, Any]]]:
@@ -167,16 +188,13 @@ def _agent_requests(
 
 def _own(file: Path, lines: Lines) -> Iterator[Text]:
     """Each start of the server begins a run with names of its own."""
-    head: Mapping[str, Any] = {}
     began_s: float | None = None
     run, page_tokens, later_s = 0, 0, 0.0
     for line, row in lines:
         if "tiercel_trace" in row:
-            head, run = row, run + 1
-            if head["tiercel_trace"] != VERSION:
-                raise TraceError(file, f"is of version {head['tiercel_trace']!r}, not {VERSION}", line)
-            page_tokens = count_of(file, line, head, "page_tokens", least=1)
-            at_s = number_of(file, line, head, "began_s")
+            run += 1
+            page_tokens = Server.from_head(file, line, row).page_tokens
+            at_s = number_of(file, line, row, "began_s")
             began_s = at_s if began_s is None else began_s
             later_s = max(0.0, at_s - began_s)
             continue

@@ -1,11 +1,12 @@
-"""Pictures of replays and plans."""
+"""Plots of replays and plans, by matplotlib. The ending of the file says which kind of picture it is."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from tiercel.replay.figure import figure_for, save
-from tiercel.replay.plan import GIB, Point
+from tiercel.replay.plan import Point
+from tiercel.replay.prices import GIB
 from tiercel.replay.report import Report
 
 TIERS = ("device", "host", "store")
@@ -32,25 +33,35 @@ def plot_replay(report: Report, file: str) -> None:
 
 
 def plot_plan(points: Sequence[Point], file: str) -> None:
-    """Hit ratio and time to the first token along the host memory; a line for each policy and store."""
-    figure = figure_for(file, figsize=(9, 4))
+    """Hit ratio and time to the first token along the host memory; a line for each policy, device memory and
+    store. A line begins at the device alone."""
+    figure = figure_for(file, figsize=(10, 4.5))
     ratio, first = figure.subplots(1, 2)
     lines: dict[str, list[Point]] = {}
     for point in points:
-        store = f", store {point.sizes.store_bytes / GIB:,.0f} GiB" if point.sizes.store_bytes else ""
-        lines.setdefault(point.report.policy + store, []).append(point)
+        lines.setdefault(_line_of(point), []).append(point)
     for name, own in lines.items():
         sizes = [point.sizes.host_bytes / GIB for point in own]
         (line,) = ratio.plot(sizes, [point.report.hit_ratio for point in own], marker=".", label=name)
-        first.plot(sizes, [point.report.first_token.p50_s for point in own], marker=".", label=name)
+        first.plot(sizes, [point.report.first_token.p50_s for point in own], marker=".")
         for point in own:
-            if point.knee:
+            if point.best:
                 at = point.sizes.host_bytes / GIB, point.report.hit_ratio
                 ratio.plot(*at, marker="o", markersize=10, fillstyle="none", color=line.get_color())
-    for axes, what in ((ratio, "hit ratio (circle: knee)"), (first, "time to first token, median (s)")):
+    for axes, what in (
+        (ratio, "hit ratio (circle: costs the least)"),
+        (first, "median time to first token (s)"),
+    ):
         axes.set_xlabel("host memory (GiB)")
         axes.set_ylabel(what)
-        axes.set_ylim(bottom=0)
+        axes.margins(0.06)
+        axes.set_ylim(0, max(axes.get_ylim()[1], 1e-3))
         axes.grid(alpha=0.3)
-    ratio.legend()
+    figure.legend(loc="outside upper center", ncols=2)
     save(figure, file)
+
+
+def _line_of(point: Point) -> str:
+    sizes = point.sizes
+    store = f", store {sizes.store_bytes / GIB:,.0f} GiB" if sizes.store_bytes else ""
+    return f"{point.report.policy}, device {sizes.device_bytes / GIB:,.1f} GiB{store}"

@@ -1,6 +1,6 @@
 """`tiercel serve --trace FILE`: one JSON line for each finished request, for `tiercel replay`.
 
-    {"tiercel_trace": 1, "model": …, "page_tokens": 256, "began_s": …}             each start of the server
+    {"tiercel_trace": 1, "model": …, "page_tokens": 256, "began_s": …, …}   each start: `replay.server`
     {"time_s": 3.2, "pages": ["5f0c…", …], "prompt_tokens": …, "output_tokens": …, "turn_ends": […], …}
 
 Nothing of a text is in the file. Pages are named by a keyed hash of their keys; its salt is random, is made
@@ -21,11 +21,11 @@ from typing import Any, TextIO
 
 from tiercel.engine.task import Task
 from tiercel.errors import ConfigError
+from tiercel.replay.server import Server
 from tiercel.threads import Crew
 
 log = logging.getLogger(__name__)
 
-VERSION = 1
 NAME_BYTES = 8
 """The length of a page's name. Two of a million pages have the same name once in 37 million files."""
 
@@ -45,20 +45,18 @@ class Recorder:
     def __init__(
         self,
         file: TextIO,
+        server: Server,
         *,
-        model: str,
-        page_tokens: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`file`: from `open_trace`; `close` closes it. `clock`: the one that requests are timed with."""
         self._file = file
-        self._page_tokens = page_tokens
+        self._page_tokens = server.page_tokens
         self._salt = secrets.token_bytes(32)
         self._began_s = clock()
         self._failed = False
-        head = {"tiercel_trace": VERSION, "model": model, "page_tokens": page_tokens}
         try:
-            self._write(head | {"began_s": time.time()})
+            self._write(server.head() | {"began_s": time.time()})
         except OSError as error:
             raise ConfigError("trace", file.name, f"can not be written: {error}") from error
         self._crew = Crew(1, "tiercel-trace")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from math import ceil
 from typing import Any
 
 
@@ -54,6 +55,11 @@ class Report:
     preemptions: int
     first_token: Times
     """Times from a request's arrival to its first token."""
+    busy_s: float
+    """What one device that is never idle takes for all that was computed: prompts at the rate of prefill, and
+    answers with as many drawn at the same time as may run and fit."""
+    arrivals_s: float
+    """From the first arrival to the last one."""
     simulated_s: float
     """How long the traffic took."""
     wall_s: float
@@ -78,8 +84,23 @@ class Report:
 
     @property
     def computed_tokens(self) -> int:
-        """Prompt tokens that were computed."""
+        """Prompt tokens that were computed, the replayed ones among them."""
         return self.tokens_asked - self.hits
+
+    @property
+    def rest_tokens(self) -> int:
+        """Prompt tokens behind the last full page before the last token: no cache keeps them."""
+        return self.computed_tokens - self.replayed_tokens - sum(self.lost_tokens.values()) - self.new_tokens
+
+    @property
+    def requests_s_most(self) -> float:
+        """Requests per second that one device bears: however fast those of the trace came."""
+        return self.requests / self.busy_s if self.busy_s else 0.0
+
+    @property
+    def devices(self) -> int:
+        """How many devices bear the traffic, if all of them find as much; 1 if all requests come at once."""
+        return max(1, ceil(self.busy_s / self.arrivals_s)) if self.arrivals_s else 1
 
     @property
     def requests_s(self) -> float:
@@ -93,5 +114,7 @@ class Report:
             "hit_ratio_by_tier": ratios,
             "hit_ratio_most": self.hit_ratio_most,
             "computed_tokens": self.computed_tokens,
+            "requests_s_most": self.requests_s_most,
+            "devices": self.devices,
             "requests_s": self.requests_s,
         }

@@ -21,9 +21,8 @@ from typing import cast
 
 from tiercel.asks.ask import Ask, Sampling, TokenOut
 from tiercel.cache import TieredCache
-from tiercel.cache.residency import Texts, texts_most
 from tiercel.config import CacheConfig
-from tiercel.engine.config import EngineConfig, places_of, staged_bytes, staged_pages_of
+from tiercel.engine.config import EngineConfig
 from tiercel.engine.scheduler import Scheduler
 from tiercel.engine.step import Drawn, Step, StepPart
 from tiercel.engine.task import Task
@@ -31,6 +30,7 @@ from tiercel.errors import ConfigError
 from tiercel.policy.resume import Reuse
 from tiercel.replay.null import Clock, null_cache
 from tiercel.replay.report import Report, Times
+from tiercel.replay.sizes import Sizes
 from tiercel.replay.store import ClockMover, NullStore
 from tiercel.replay.trace import Trace, TraceRequest
 from tiercel.spec.cache_spec import CacheSpec
@@ -42,17 +42,11 @@ POLL_S = 0.005
 
 DEFAULT_POLICY = CacheConfig().evict
 
+TOLD_EVERY = 100
+"""After how many requests the progress of a replay is told."""
+
 TOKEN = TokenOut(0)
 """A replay knows no tokens."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Bytes of each tier. 0 turns the host or the store off."""
-
-    device_bytes: int
-    host_bytes: int = 0
-    store_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -108,6 +102,10 @@ class Replayer:
         self.scheduler.finished = self._ended
         self.first_token_s: list[float] = []
         self.asked = self.new = self.replayed = self.refused = 0
+        self.computed = self.drawn = 0
+        """Tokens that steps computed of prompts and of texts that began again; tokens of answers."""
+        self.text_tokens = 0
+        """Tokens of all texts that ended."""
         self.hits: Counter[str] = Counter(device=0, host=0, store=0)
         self.lost: Counter[str] = Counter()
         self._arrivals = deque(enumerate(trace.requests))
@@ -122,7 +120,7 @@ class Replayer:
 
     def run(self, progress: Callable[[int], None] = lambda _: None) -> None:
         """Run until every request has ended. `progress` is called now and then with the number that have."""
-        ended, scheduler = 0, self.scheduler
+        told, scheduler = 0, self.scheduler
         while self._arrivals or scheduler.tasks:
             self._take_arrivals()
             step = self._plan()
@@ -132,12 +130,21 @@ class Replayer:
                 self._compute(step)
             elif scheduler.tasks:
                 self._sleep()
-            if (now_ended := scheduler.counters["finished_length"]) > ended + 100:
-                progress(now_ended - ended)
-                ended = now_ended
-        progress(scheduler.counters["finished_length"] - ended)
+            ended = scheduler.counters["finished_length"] + self.refused
+            if ended > told + TOLD_EVERY:
+                progress(ended - told)
+                told = ended
+        progress(scheduler.counters["finished_length"] + self.refused - told)
         self.ended_s = self.clock.now_s
         self._let_land()
+
+    @property
+    def together(self) -> int:
+        """How many answers a device draws at the same time when it is never idle: as many as run, or as texts
+        of the mean length fit."""
+        scheduler = self.scheduler
+        fit = scheduler.cache.pages_most * scheduler.page_tokens * len(self.first_token_s)
+        return max(1, min(scheduler.config.running_max, fit // max(1, self.text_tokens)))
 
     # Requests come in
 
@@ -198,6 +205,8 @@ class Replayer:
         prompts = list(takewhile(lambda part: not _is_answer(part), reversed(step.parts)))
         answers, tokens = len(step.parts) - len(prompts), sum(part.end - part.start for part in prompts)
         steps = 1 if prompts else self._steps_together()
+        self.computed += tokens
+        self.drawn += answers * steps
         seconds = tokens / self.rates.prefill_tokens_s + (self.rates.token_s if answers else 0.0)
         self._pass_steps(steps, seconds)
         drew = (TOKEN,) * steps
@@ -256,6 +265,7 @@ class Replayer:
     def _ended(self, task: Task) -> None:
         assert task.times.first_s is not None
         self.first_token_s.append(task.times.first_s - self._arrived_s.pop(task))
+        self.text_tokens += len(task.tokens)
         keys, page_tokens = task.ask.keys or (), self.scheduler.page_tokens
         self._seen.update(keys[task.prompt_tokens // page_tokens : (task.longest - 1) // page_tokens])
 
@@ -276,45 +286,12 @@ class Serving:
     """Each request begins when all before it have ended and every copy has landed, whatever the times of the
     trace are: so hit ratios do not depend on rates."""
     step_tokens: int = 8192
+    context_tokens: int | None = None
+    """The longest text; None: what fits on the device."""
+    stages: int = 1
+    """Processes that the layers are cut into. The one that keeps the most of a page says how many fit."""
     cache: CacheConfig = CacheConfig()
     """All settings of the cache besides sizes and policy."""
-
-
-@dataclass(frozen=True)
-class Fitting:
-    """How many texts of one length fit at once."""
-
-    tokens: int
-    texts: Texts
-
-    def __str__(self) -> str:
-        whole, sparse = self.texts
-        each = f"texts of {self.tokens:,} tokens that fit at once"
-        return f"{each}: {whole:,} whole, {sparse:,} with selected entries on the host (--sparse)"
-
-    def as_dict(self) -> dict[str, int]:
-        return {"tokens": self.tokens, **self.texts._asdict()}
-
-
-def texts_fitting(spec: CacheSpec, sizes: Sizes, tokens: int) -> Fitting | None:
-    """How many texts of so many tokens fit at once where selected entries may stay on the host. None: the
-    model selects no entries, there is no host tier, or the device is too small."""
-    apart = spec.apart
-    if not (apart.selective and sizes.host_bytes):
-        return None
-    try:
-        frames, _, staged_pages = _split(sizes.device_bytes, apart)
-    except ConfigError:
-        return None
-    host_places, pages = sizes.host_bytes // apart.place_bytes, -(-tokens // apart.page_tokens)
-    texts = texts_most(apart, frames, pages, host_places=host_places, staged_pages=staged_pages)
-    return Fitting(tokens, texts)
-
-
-def _split(device_bytes: int, spec: CacheSpec) -> tuple[int, int, int]:
-    """Device memory as the engine splits it: places, staging places, sparse pages that a step can read."""
-    staged = staged_pages_of(device_bytes, spec, None)
-    return *places_of(device_bytes - staged_bytes(staged, spec), spec), staged
 
 
 def replay(
@@ -331,15 +308,8 @@ def replay(
     Device memory is split into places and staging places as the engine splits it. With `spec.apart` pages of
     running texts may be sparse.
     """
-    pages, staging, staged_pages = _split(sizes.device_bytes, spec)
-    config = replace(
-        serving.cache,
-        device_pages=pages,
-        staging_tails=staging,
-        staged_pages=staged_pages,
-        host_bytes=sizes.host_bytes,
-        evict=policy,
-    )
+    places = sizes.split(spec, serving.context_tokens, serving.stages)
+    config = replace(serving.cache, **places._asdict(), host_bytes=sizes.host_bytes, evict=policy)
     return replay_places(trace, spec, replace(serving, cache=config), sizes.store_bytes, progress=progress)
 
 
@@ -361,7 +331,12 @@ def replay_places(
         cache.stores.attach_mover(mover, clock)
     elif store_bytes:
         raise ConfigError("store_memory", store_bytes, "a store needs host memory to read into")
-    engine = EngineConfig(config, running_max=serving.batch, step_tokens=serving.step_tokens)
+    engine = EngineConfig(
+        config,
+        running_max=serving.batch,
+        step_tokens=serving.step_tokens,
+        context_tokens=serving.context_tokens,
+    )
     replayer = Replayer(cache, engine, rates, trace, clock, one_at_a_time=serving.one_at_a_time)
     began_s = perf_counter()
     replayer.run(progress)
@@ -386,6 +361,9 @@ def replay_places(
         store_used_bytes=store.bytes_of_use,
         preemptions=replayer.scheduler.counters["preemptions"],
         first_token=Times.of(replayer.first_token_s),
+        busy_s=replayer.computed / rates.prefill_tokens_s
+        + replayer.drawn * rates.token_s / replayer.together,
+        arrivals_s=trace.seconds,
         simulated_s=replayer.ended_s,
         wall_s=perf_counter() - began_s,
         counters=dict(counted),

@@ -83,6 +83,11 @@ class Trace:
         """Tokens of the longest text."""
         return max((each.prompt_tokens + each.output_tokens for each in self.requests), default=1)
 
+    @property
+    def seconds(self) -> float:
+        """From the first arrival to the last one."""
+        return self.requests[-1].time_s - self.requests[0].time_s if self.requests else 0.0
+
 
 @dataclass
 class _Names:
