@@ -68,10 +68,10 @@ def reference_logits(model: Qwen3ForCausalLM, tokens: Tensor) -> Tensor:
     return model(tokens[None]).logits[0]
 
 
-def write_qwen3(folder: Path, *, moe: bool = False, **changes: Any) -> Path:
+def write_qwen3(folder: Path, *, moe: bool = False, shards_of: str = "5GB", **changes: Any) -> Path:
     """As `transformers` saves it, with the embedded model's tokenizer."""
     make = make_moe_reference if moe else make_reference
-    make(**{"vocab_size": 4096, **changes}).save_pretrained(folder)
+    make(**{"vocab_size": 4096, **changes}).save_pretrained(folder, max_shard_size=shards_of)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(folder_of(EMBEDDED) / name, folder)
     return folder

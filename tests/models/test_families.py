@@ -23,7 +23,7 @@ from tiercel.models.families import FAMILIES, family_of, folder_of, sources_of, 
 from tiercel.spec import load
 from tiercel.text.text import Text
 
-READERS = {"__init__", "base", "checkpoint", "digest", "families", "opening", "wish"}
+READERS = {"__init__", "base", "checkpoint", "digest", "families", "files", "hub", "opening", "wish"}
 """What finds, checks and names models. What these modules read is in the digests of weights and config."""
 
 

@@ -19,7 +19,12 @@ from tiercel.models.families import EMBEDDED
 T = TypeVar("T")
 
 Model = Annotated[
-    str, typer.Argument(metavar="[MODEL]", help="A Hugging Face folder. Default: the embedded tiny-v4.")
+    str,
+    typer.Argument(
+        metavar="[MODEL]",
+        help="A Hugging Face folder, or a model of the Hub: owner/name or owner/name@revision. "
+        "Default: the embedded tiny-v4.",
+    ),
 ]
 MODEL = EMBEDDED
 MOST = "What most people set"

@@ -24,7 +24,8 @@ from tiercel.cli.ending import ends_at_once
 from tiercel.config import CacheConfig, is_loopback, parse_address
 from tiercel.engine.config import HOST_MEMORY, Build, EngineConfig
 from tiercel.errors import ConfigError, WeightsError
-from tiercel.models.families import FOLDERS, folder_of
+from tiercel.models.families import folder_of, name_of
+from tiercel.models.hub import is_hub_name
 from tiercel.models.wish import Choice
 from tiercel.server.http.logs import start_logging
 from tiercel.server.http.tenants import Tenants
@@ -57,8 +58,7 @@ def serve(
     model = named or model
     build = o.made(Build, settings, model=model)
     engine_config = o.made(EngineConfig, settings, cache=o.made(CacheConfig, settings))
-    loopback = is_loopback(settings["host"])
-    options = o.made(ServerOptions, settings, loopback=loopback, model_path=str(folder_of(model).absolute()))
+    options = o.made(ServerOptions, settings, loopback=is_loopback(settings["host"]))
     # The store of the command line may be attached again, unless it is a class.
     if build.store is not None and not why_not(build.store, [build.store]):
         options = replace(options, store_allow=(*options.store_allow, build.store))
@@ -76,8 +76,7 @@ def _start(
     from tiercel.engine.sources import open_sources
     from tiercel.storage.open import open_peers
 
-    folder = folder_of(build.model)
-    if not folder.is_dir():
+    if not is_hub_name(build.model) and not (folder := folder_of(build.model)).is_dir():
         raise WeightsError(folder, "is no folder")
     door = ending.enter_context(_bind(options.host, options.port))
     store = open_sources(build, config.cache)
@@ -108,10 +107,11 @@ def _start(
     from tiercel.engine.service import EngineService
 
     engine, choices = open_engine(build, config, store)
+    options = replace(options, model_path=str(folder_of(build.model).absolute()))
     if publisher is not None:
         engine.cache.watch(publisher)
     show([*choices, *_told(publisher), *_unread()], options)
-    names = *options.model_names, build.model if build.model in FOLDERS else folder.name
+    names = *options.model_names, name_of(build.model)
     service = EngineService(engine, names[0], ", ".join(map(shown, build.sources)), publisher)
     if trace is not None:
         recorder = Recorder(trace, Server.of(names[0], engine.cache, engine.config))

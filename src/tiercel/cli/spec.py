@@ -13,6 +13,7 @@ from rich.table import Table
 from tiercel.config import COPIERS, LAYOUT_NAMES, parse_bytes
 from tiercel.errors import ConfigError
 from tiercel.models.families import FOLDERS, folder_of
+from tiercel.models.hub import config_of, is_hub_name
 from tiercel.spec import CacheSpec, capacity_of, load
 from tiercel.spec.capacity import Figures
 
@@ -24,7 +25,8 @@ SIZES = ("bytes_per_page", "bytes_per_tail", "bytes_per_token")
 Source = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", help="A preset, tiny-v4, the folder of a model, its config.json or a spec in JSON."
+        metavar="MODEL",
+        help="A preset, tiny-v4, a model's folder or its name on the Hub, a config.json or a spec in JSON.",
     ),
 ]
 
@@ -40,7 +42,7 @@ def spec(  # noqa: PLR0913
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """What a model stores, and how many tokens fit in a given memory."""
-    declared = load(folder_of(source) if source in FOLDERS else source, page_tokens, format, draft)
+    declared = declared_by(source, page_tokens, format, draft)
     figures = capacity_of(
         declared,
         device_bytes=None if device_memory is None else parse_bytes(device_memory, "--device-memory"),
@@ -63,6 +65,17 @@ def spec(  # noqa: PLR0913
             console.print(f"{tier} memory of {fit['bytes']:,} B holds {held}")
     if device is not None:
         console.print(_copy_table(device, figures["copies"]))
+
+
+def declared_by(source: str, page_tokens: int | None, format: str | None, draft: bool = False) -> CacheSpec:
+    """What a user names as a model. Of a model of the Hub only `config.json` is fetched."""
+    how = page_tokens, format, draft
+    if source in FOLDERS:
+        return load(folder_of(source), *how)
+    if is_hub_name(source):
+        found = config_of(source)
+        return load(found.folder, *how, name=found.name)
+    return load(source, *how)
 
 
 def copies_on(device: str, declared: CacheSpec) -> dict[str, dict[str, str]]:

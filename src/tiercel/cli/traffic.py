@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tiercel.cli.spec import declared_by
 from tiercel.config import CacheConfig, check_settings, parse_bytes, setting
 from tiercel.errors import ConfigError
-from tiercel.models.families import FOLDERS, folder_of
+from tiercel.models.families import FOLDERS
 
 if TYPE_CHECKING:
     from tiercel.replay.report import Report
@@ -143,7 +144,7 @@ def _declared(servers: list[Server], asked: Asked) -> tuple[CacheSpec, str]:
     """What is cached of a token, and who said so."""
     from dataclasses import replace
 
-    from tiercel.spec import PRESETS, load
+    from tiercel.spec import PRESETS
 
     server, model, why = servers[-1] if servers else None, asked.model, "--model"
     if model is None and server is None:
@@ -167,14 +168,10 @@ def _declared(servers: list[Server], asked: Asked) -> tuple[CacheSpec, str]:
             )
     assert model is not None
     page_tokens = asked.page_tokens or (None if server is None else server.page_tokens)
-    spec = load(_source(model), page_tokens, asked.format, asked.draft == OWN_DRAFT)
+    spec = declared_by(model, page_tokens, asked.format, asked.draft == OWN_DRAFT)
     if asked.draft is not None and asked.draft != OWN_DRAFT:
-        spec = spec.with_draft(load(_source(asked.draft), spec.page_tokens))
+        spec = spec.with_draft(declared_by(asked.draft, spec.page_tokens, None))
     return spec, why
-
-
-def _source(model: str) -> Any:
-    return folder_of(model) if model in FOLDERS else model
 
 
 def served(traffic: Traffic, asked: Asked, cache: CacheConfig) -> Serving:

@@ -37,6 +37,7 @@ from tiercel.engine.stage_messages import Reply, StagePart, StageRoom, StepOrder
 from tiercel.engine.step import Drawn, ReadOnHost, Step, failing
 from tiercel.errors import EngineError, RunnerLost
 from tiercel.models.base import Stage
+from tiercel.models.families import local_name_of
 from tiercel.models.opening import Opened
 from tiercel.progress import is_shown
 from tiercel.threads import start
@@ -124,9 +125,10 @@ class Group:
         wire = "nccl" if len({*devices}) == len(cut) > 1 and not build.on_cpu else "gloo"
         self._threads = max(1, (os.cpu_count() or 1) // len(cut)) if build.on_cpu else 0
         each, quiet = zip(cut, devices, strict=True), is_shown()
+        model, draft = local_name_of(build.model), build.draft and local_name_of(build.draft)
         self._parts = [
             StagePart(
-                replace(build, device=device, stages=1),
+                replace(build, model=model, draft=draft, device=device, stages=1),
                 config, opened.own_draft, opened.apart, stage, number, len(cut), "", quiet or number > 0,
                 wire,
             )

@@ -50,7 +50,8 @@ class Offline:
         host_memory: str = HOST_MEMORY,
         store: str | None = None,
     ) -> None:
-        """`model`: a Hugging Face folder, or the embedded one. `store`: its URL."""
+        """`model`: a Hugging Face folder, a model of the Hub (`owner/name`, `owner/name@revision`), or the
+        embedded one. `store`: its URL."""
         device_bytes = None if device_memory is None else parse_bytes(device_memory)
         build = Build(model=model, device_bytes=device_bytes, store=store, store_required=True)
         config = EngineConfig()

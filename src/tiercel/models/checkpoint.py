@@ -1,9 +1,4 @@
-"""A folder as Hugging Face writes it: `config.json`, and tensors in one safetensors file or in several.
-
-    config.json
-    model.safetensors                    one file, or
-    model.safetensors.index.json         which tensor is in which file
-    model-00001-of-00002.safetensors …   those files
+"""A folder as Hugging Face writes it (`models/files.py`): its config, and its tensors in one file or several.
 
 A config with `random_weights`, a seed, has no tensors: the model's family makes them.
 
@@ -13,7 +8,6 @@ This file knows no models: each family says which tensors there must be.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from os.path import lexists
@@ -26,17 +20,11 @@ from torch import Tensor
 
 from tiercel.errors import WeightsError
 from tiercel.models.digest import weights_digest
-
-CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-SUFFIX = ".safetensors"
-TEXT = "generation_config.json tokenizer.json tokenizer_config.json chat_template.jinja chat_template.json"
-"""Files that other modules read. A file may be absent; a dangling link or an LFS pointer is an error."""
+from tiercel.models.files import CONFIG, INDEX, SINGLE, TEXT, check_is_itself, read_json, weight_map
 
 FLOATS = ("F32", "BF16", "F16", "F64")
 COMPUTED = "inv_freq"
 """The end of names under which old versions of `transformers` saved rotary frequencies. They are not read."""
-
-LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 NAMES_SHOWN = 5
 """The most names that an error message shows."""
@@ -63,9 +51,9 @@ class Checkpoint:
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise WeightsError(self.folder, "is no folder")
-        for name in TEXT.split():
-            _check_is_itself(self.folder / name)
-        self.config: Mapping[str, Any] = _read_json(self.folder / CONFIG)
+        for name in TEXT:
+            check_is_itself(self.folder / name)
+        self.config: Mapping[str, Any] = read_json(self.folder / CONFIG)
         self._files: dict[Path, Any] = {}
         self.random_seed: int | None = self.config.get("random_weights")
         if self.random_seed is not None:
@@ -109,7 +97,7 @@ class Checkpoint:
     def _open(self, file: Path) -> dict[str, StoredTensor]:
         """Open a file of tensors. Returns what it holds in the order of its bytes."""
         try:
-            _check_is_itself(file)
+            check_is_itself(file)
             opened: Any = safe_open(file, framework="pt")
             slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
         except FileNotFoundError as error:
@@ -125,7 +113,7 @@ class Checkpoint:
     def _open_indexed(self, index: Path) -> dict[str, StoredTensor]:
         """What all files hold. The index must agree with them, tensor for tensor."""
         names_of, tensors = defaultdict[str, set[str]](set), dict[str, StoredTensor]()
-        for name, file_name in _weight_map(index).items():
+        for name, file_name in weight_map(index).items():
             names_of[file_name].add(name)
         for file_name, listed_names in sorted(names_of.items()):
             file = self.folder / file_name
@@ -152,40 +140,3 @@ def listed(names: Sequence[str]) -> str:
     """A few names, and how many more there are."""
     shown, more = ", ".join(names[:NAMES_SHOWN]), len(names) - NAMES_SHOWN
     return f"{shown} and {more} more" if more > 0 else shown
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    """Tensor → file, every file in the index's own folder."""
-    given = _read_json(index).get("weight_map")
-    if not isinstance(given, dict) or not given:
-        raise WeightsError(index, "has no weight_map")
-    for name, file in given.items():
-        if not isinstance(file, str) or Path(file).name != file or not file.endswith(SUFFIX):
-            raise WeightsError(index, f"{name} is in {file!r}, which is no file of this folder", [name])
-    return given
-
-
-def _check_is_itself(file: Path) -> None:
-    """Refuses what a folder has in place of a file that was not downloaded: a broken link, an LFS pointer."""
-    if file.is_symlink() and not file.exists():
-        raise WeightsError(file, f"is a link to {file.readlink()}, which is not there")
-    if file.is_file():
-        with file.open("rb") as opened:
-            if opened.read(len(LFS_POINTER)) == LFS_POINTER:
-                why = "is a git-lfs pointer, not the file itself: `git lfs pull` brings it"
-                raise WeightsError(file, why)
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        _check_is_itself(file)
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise WeightsError(file, "is missing") from error
-    except OSError as error:
-        raise WeightsError(file, f"can not be read: {error}") from error
-    except ValueError as error:
-        raise WeightsError(file, f"is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise WeightsError(file, "must hold one JSON object")
-    return value

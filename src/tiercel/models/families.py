@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tiercel.models.hub import is_hub_name, parts_of, snapshot_of
 from tiercel.spec.cache_spec import CacheSpec
 from tiercel.spec.hf_fields import family_name
 
@@ -97,8 +98,27 @@ def sources_of(config: Mapping[str, Any]) -> list[Path]:
 
 
 def folder_of(model: str) -> Path:
-    """The folder of a model that a user names: one of `FOLDERS`, or a path."""
-    return Path(__file__).parent / FOLDERS[model] if model in FOLDERS else Path(model)
+    """The folder of a model that a user names: one of `FOLDERS`, a path, or a name of the Hub, from which it
+    is fetched."""
+    if model in FOLDERS:
+        return Path(__file__).parent / FOLDERS[model]
+    return snapshot_of(model, _check_config).folder if is_hub_name(model) else Path(model)
+
+
+def name_of(model: str) -> str:
+    """What clients call the model that a user names."""
+    if model in FOLDERS:
+        return model
+    return parts_of(model)[0] if is_hub_name(model) else folder_of(model).absolute().name
+
+
+def local_name_of(model: str) -> str:
+    """A name for another process: it fetches nothing, and opens the same files."""
+    return model if model in FOLDERS else str(folder_of(model))
+
+
+def _check_config(config: Mapping[str, Any]) -> None:
+    family_of(config).read(config)
 
 
 def text_folder_of(model: str) -> Path:

@@ -25,6 +25,7 @@ from tiercel.models.base import Dimensions, Model, Stage
 from tiercel.models.checkpoint import Checkpoint
 from tiercel.models.draft_model import DraftModel, WithDraft
 from tiercel.models.families import DraftOffer, family_of, folder_of, sources_of
+from tiercel.models.hub import is_hub_name
 from tiercel.models.loading import Plan
 from tiercel.models.wish import Choice, Wish
 from tiercel.spec.cache_spec import CacheSpec
@@ -56,6 +57,11 @@ class Folder:
         """The draft that the checkpoint has."""
         return self.family.draft(self.checkpoint, self.dimensions)
 
+    def commit_choice(self) -> Choice:
+        """Which commit of the Hub it is."""
+        folder = self.checkpoint.folder
+        return Choice("commit", folder.name, f"of {self.name}, in {folder}")
+
     def arithmetic(self, *words: str) -> str:
         """A digest of `words`, and of what decides which numbers the model computes from its weights."""
         return digest_of(self.dimensions.digest, *words, files=sources_of(self.checkpoint.config))
@@ -77,6 +83,8 @@ class DraftFolder(Folder):
         try:
             super().__init__(name)
             _ = self.longest
+        except ConfigError as error:
+            raise ConfigError("draft", name, error.why) from error
         except (SpecError, WeightsError) as error:
             raise ConfigError("draft", name, str(error)) from error
 
@@ -166,8 +174,10 @@ class Opened:
         size = f"{len(spec.layers)} layers, a vocabulary of {self.target.dimensions.vocab_size:,}"
         why = WHY_KERNELS.get(kernels, "the native ones were not built, or not asked for")
         same = "a text's bits do not depend on what else is computed" if exact else "sums depend on the batch"
+        folders = [each for each in (self.target, self.draft) if each is not None and is_hub_name(each.name)]
         return [
             Choice("model", self.target.name, f"{spec.model}, {size}"),
+            *(each.commit_choice() for each in folders),
             Choice("entries", self.format, f"{spec.bytes_per_token:,.0f} B per token"),
             Choice("kernels", kernels, why),
             Choice("exact", "on" if exact else "off", same),
@@ -206,12 +216,12 @@ class Loaded(NamedTuple):
 
 def open_model(wish: Wish) -> Opened:
     """The model that is wished for. An error names what is wrong."""
-    target = Folder(wish.model)
     check_device(wish.device)
     kernels = make_kernels(wish.kernels, wish.device, wish.compute)
     if wish.exact and not kernels.EXACT:
         why = f"the {kernels.NAME} kernels add in an order that depends on the batch"
         raise ConfigError("exact", wish.exact, why)
+    target = Folder(wish.model)  # last, because a model of the Hub is fetched
     draft = None if wish.draft is None else DraftFolder(wish.draft)
     formats = [
         wish.format or ("fp32" if wish.on_cpu else each.family.format) for each in (target, draft or target)

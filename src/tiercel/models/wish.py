@@ -13,7 +13,7 @@ class Wish:
     """Which model, where it runs, and how its entries are kept. Whatever is None is chosen."""
 
     model: str = EMBEDDED
-    """A folder, or the name of a model (`families.FOLDERS`)."""
+    """A folder, a name of the Hugging Face Hub, or the name of a model (`families.FOLDERS`)."""
     _: KW_ONLY
     page_tokens: int | None = setting(None, "Tokens of one page.", least=1, otherwise="256; tiny-v4: 128")
     """None: 128 for the embedded model, whose texts are short, else 256."""
@@ -28,8 +28,8 @@ class Wish:
     """auto: fp32 on a CPU, bf16 on CUDA. Sums are fp32 everywhere."""
     exact: bool = setting(False, "Refuse to start if bits depend on the batch.", flag="--exact")
     """Refuse to start on kernels whose bits depend on the batch. False: the start table names them."""
-    draft: str | None = setting(None, "A small model that guesses: a folder, with the same tokenizer.")
-    """A folder of any family, or the name of a model. Its entries are part of every page and tail."""
+    draft: str | None = setting(None, "A small model that guesses, with the same tokenizer: as MODEL.")
+    """A model of any family. Its entries are part of every page and tail."""
 
     def __post_init__(self) -> None:
         check_settings(self)

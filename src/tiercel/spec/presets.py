@@ -45,17 +45,22 @@ PRESETS: Mapping[str, Config] = {
 
 
 def load(
-    name_or_path: str | Path, page_tokens: int | None = None, format: str | None = None, draft: bool = False
+    name_or_path: str | Path,
+    page_tokens: int | None = None,
+    format: str | None = None,
+    draft: bool = False,
+    *,
+    name: str = "",
 ) -> CacheSpec:
     """A preset, a folder with a `config.json`, or a file that is a Hugging Face config or a spec declaration.
 
-    The model is named after the preset or the file (`config.json`: after its folder). A declaration has its
-    bytes and its draft streams already: only its page size may be changed.
+    The model is called `name`, or after the preset or the file (`config.json`: after its folder). A
+    declaration has its name, bytes and draft streams already: only its page size may be changed.
     """
-    name = str(name_or_path)
-    model, config = (name, PRESETS[name]) if name in PRESETS else _read_file(Path(name))
+    given = str(name_or_path)
+    model, config = (given, PRESETS[given]) if given in PRESETS else _read_file(Path(given))
     if "streams" not in config:
-        return _from_config(config, model, page_tokens, format, draft)
+        return _from_config(config, name or model, page_tokens, format, draft)
     if format is not None:
         raise SpecError("format", format, "the file declares the bytes of its streams itself")
     if draft:
@@ -75,7 +80,7 @@ def _read_file(path: Path) -> tuple[str, Config]:
         raise SpecError("file", str(path), f"is not JSON: {error}") from error
     if not isinstance(config, Mapping):
         raise SpecError("file", str(path), "must hold one JSON object")
-    return path.resolve().parent.name if path.name == "config.json" else path.stem, config
+    return path.parent.resolve().name if path.name == "config.json" else path.stem, config
 
 
 class ConfigReader(NamedTuple):
