@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tiercel.cli.replay import opened
 from tiercel.cli.serve import _bind
+from tiercel.cli.traffic import Asked, opened
 from tiercel.engine.build import open_engine
 from tiercel.engine.config import Build, EngineConfig
 from tiercel.models.families import folder_of
@@ -87,7 +87,8 @@ def test_a_model_is_named_as_for_serving(tmp_path: Path) -> None:
     assert "no preset" in run("spec", tmp_path).stderr
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]}\n')
-    assert opened([str(trace)], "tiny-v4", 128, "fp32", 0.0, None)[0].page_bytes == spec.page_bytes, "replay"
+    asked = Asked(model="tiny-v4", page_tokens=128, format="fp32")
+    assert opened([str(trace)], asked, sparse=None).spec.page_bytes == spec.page_bytes, "replay"
 
 
 def test_a_stream_nobody_wrote_code_for_is_declared_in_json(tmp_path: Path) -> None:

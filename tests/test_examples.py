@@ -1,5 +1,5 @@
-"""Goal: every program in `examples/` runs, and says what its comments promise. Method: each is a process of its
-own. Each compares what it computed with what came from the cache, and ends with an error if a bit differs."""
+"""Goal: every program in `examples/` runs, and reuses what its comments promise. Method: each is a process of
+its own. Each compares what came from the cache with what was computed, and fails if a bit differs."""
 
 import re
 import subprocess

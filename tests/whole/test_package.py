@@ -1,6 +1,6 @@
-"""Goal: who has no clone, but an sdist or a wheel, has all of tiercel. Method: both are built as for a release;
-the wheel is installed into an empty environment, where README's first sample is run as README says; the sdist
-is unpacked and runs tests of its own."""
+"""Goal: who has no clone, but an sdist or a wheel, has all of tiercel. Method: both are built as for a
+release; the wheel is installed into an empty environment, where README's first sample is
+run as README says; the sdist is unpacked and runs tests of its own."""
 
 import os
 import re

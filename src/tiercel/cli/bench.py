@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tiercel.cli.calling import URL, ApiKey, address, headers
-from tiercel.cli.replay import PIPE_WIDTH
+from tiercel.cli.options import PIPE_WIDTH
 from tiercel.errors import ConfigError
 from tiercel.progress import progress
 

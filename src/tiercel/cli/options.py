@@ -58,6 +58,8 @@ PREFIX = "TIERCEL_"
 SIZE = "SIZE"
 """What the help calls a value such as 40GiB or 4096."""
 UNITS = {"GiB": 1024**3, "MiB": 1024**2}
+PIPE_WIDTH = 120
+"""Columns of a table that is not printed to a terminal."""
 Command = Callable[..., None]
 
 

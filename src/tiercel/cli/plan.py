@@ -136,7 +136,7 @@ def show(points: list[Point], prices: Prices, rates: Rates) -> None:
     table = Table(title="◄ costs the least; requests/s: what one device bears; devices: what the trace needs")
     for heading in HEADINGS:
         table.add_column(heading, justify="left" if heading in ("policy", "") else "right")
-    console = Console(width=None if sys.stdout.isatty() else t.PIPE_WIDTH)
+    console = Console(width=None if sys.stdout.isatty() else o.PIPE_WIDTH)
     curves = [
         (name, [*own])
         for name, own in groupby(points, lambda each: (each.report.policy, each.sizes.device_bytes))

@@ -87,7 +87,7 @@ def replay(  # noqa: PLR0913
 
 
 def show(report: Report, fitting: Fitting | None) -> None:
-    console = Console(width=None if sys.stdout.isatty() else t.PIPE_WIDTH)
+    console = Console(width=None if sys.stdout.isatty() else o.PIPE_WIDTH)
     refused = f", {report.refused:,} refused: they do not fit on the device" if report.refused else ""
     asked = max(1, report.tokens_asked)
     table = Table(title=f"{report.requests:,} requests{refused}; policy {report.policy}")

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("tiercel.server")
 
-WIDTH = 120
-
 SWITCH_S = 0.0001
 """How long a thread may go on while others wait for Python's interpreter. The engine waits as long several
 times in each step while a client's large body is read: tokens beside 16,000 messages took 18 times as long
@@ -178,7 +176,7 @@ def show(choices: Sequence[Choice], options: ServerOptions) -> None:
     table = Table(title="tiercel serve", show_header=False)
     for choice in choices:
         table.add_row(choice.what, escape(choice.value), f"[dim]{escape(choice.why)}[/dim]")
-    Console(stderr=True, width=None if console.is_terminal else WIDTH).print(table)
+    Console(stderr=True, width=None if console.is_terminal else o.PIPE_WIDTH).print(table)
 
 
 def _bind(host: str, port: int) -> socket.socket:

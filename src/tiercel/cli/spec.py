@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from tiercel.cli.options import PIPE_WIDTH
 from tiercel.config import COPIERS, LAYOUT_NAMES, parse_bytes
 from tiercel.errors import ConfigError
 from tiercel.models.families import FOLDERS, folder_of
@@ -17,7 +18,6 @@ from tiercel.models.hub import config_of, is_hub_name
 from tiercel.spec import CacheSpec, capacity_of, load
 from tiercel.spec.capacity import Figures
 
-PIPE_WIDTH = 120
 """Columns if there is no terminal, so that the table is not cut."""
 
 SIZES = ("bytes_per_page", "bytes_per_tail", "bytes_per_token")

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from tiercel.replay.trace import Trace
     from tiercel.spec.cache_spec import CacheSpec
 
-PIPE_WIDTH = 120
 WITHOUT = ("host_memory", "evict", "layout", "copier", "huge_pages", "store_timeout_s", "sparse")
 """Settings of the cache that have options of their own here, or that change nothing without bytes."""
 
@@ -51,7 +50,7 @@ class Asked:
 
     model: str | None = setting(
         None,
-        "A preset, tiny-v4, a folder, a config.json or a spec in JSON.",
+        "As MODEL of `tiercel spec`.",
         otherwise=f"{TRACES} {MODEL}",
     )
     page_tokens: int | None = setting(None, "Tokens in one page.", least=1, otherwise=f"{TRACES} the model's")
