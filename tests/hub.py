@@ -131,7 +131,7 @@ class _Handler(BaseHTTPRequestHandler):
         if found is None or (found.open_to == "private" and not token):
             if token:
                 raise _Refused(404, "RepoNotFound", "Repository not found")
-            raise _Refused(401, message="Invalid username or password.")
+            raise _Refused(401, "RepoNotFound", "Invalid username or password.")
         return found
 
     def _commit(self, found: Repository, revision: str) -> str:

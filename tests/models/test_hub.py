@@ -180,27 +180,31 @@ def test_what_had_come_before_a_fetch_failed_is_not_fetched_again(hub, needed, t
 def test_what_can_not_be_run_is_refused_before_its_weights_are_fetched(hub, tmp_path):
     config, tokenizer, weights = (
         {"config.json": b"{}"},
-        {"tokenizer.json": b"{}"},
+        {"tokenizer.json": b"[]"},
         {"model.safetensors": b"w"},
     )
     hub.add("someone/pickled", {**config, **tokenizer, "pytorch_model.bin": b"w"})
     hub.add("someone/wordless", {**config, **weights})
     hub.add("someone/huge", {**config, **tokenizer, **weights}).claims["model.safetensors"] = 10**18
-    told, _ = run_at(hub, tmp_path, FETCH, "someone/pickled", "someone/wordless", "someone/huge")
-    pickled, wordless, huge = (each["error"] for each in told)
+    index = {"model.safetensors.index.json": b'{"weight_map": {"a": "model-1.safetensors"}}'}
+    hub.add("someone/torn", {**config, **tokenizer, **index})
+    names = [f"someone/{each}" for each in ("pickled", "wordless", "huge", "torn")]
+    pickled, wordless, huge, torn = (each["error"] for each in run_at(hub, tmp_path, FETCH, *names)[0])
     assert "can not be run: there is no model.safetensors, or model.safetensors.index.json" in pickled
     assert "can not be run: there is no tokenizer.json" in wordless
     assert "takes 1000000000.00 GB more, and " in huge and huge.endswith("(HF_HOME names another place)")
-    assert {each.rpartition("/")[2] for each in hub.asked_for("GET /someone")} == {"config.json"}
+    assert "can not be run: there is no model-1.safetensors" in torn
+    fetched = {each.rpartition("/")[2] for each in hub.asked_for("GET /someone")}
+    assert fetched == {"config.json", *tokenizer, *index}
 
 
 def test_a_full_disk_is_told():
     assert "is full (HF_HOME names another place)" in why_not(OSError(errno.ENOSPC, "no"), NAME, None)
-    assert "can not be fetched into" in why_not(PermissionError(errno.EACCES, "no"), NAME, None)
+    assert "it can not be fetched into" in why_not(PermissionError(errno.EACCES, "no"), NAME, None)
 
 
 OTHER = {"config.json": b'{"model_type": "llama", "num_hidden_layers": 2}', "tokenizer.json": b"{}"}
-PRIVATE = "{url} has no such model; if it is a private one, set HF_TOKEN to a token that may read it"
+PRIVATE = "{url} has no such model; if it is private, set HF_TOKEN to a token that may read it"
 MISTAKES = [
     ("", "someone/nothing", f"is no folder here, and {PRIVATE}"),
     (TOKEN, "someone/nothing", f"is no folder here, and {PRIVATE}"),

@@ -174,6 +174,8 @@ def show(choices: Sequence[Choice], options: ServerOptions) -> None:
         return
     console = Console(stderr=True)
     table = Table(title="tiercel serve", show_header=False)
+    for _ in range(3):
+        table.add_column(overflow="fold")  # a long path is not cut
     for choice in choices:
         table.add_row(choice.what, escape(choice.value), f"[dim]{escape(choice.why)}[/dim]")
     Console(stderr=True, width=None if console.is_terminal else o.PIPE_WIDTH).print(table)

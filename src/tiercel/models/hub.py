@@ -24,7 +24,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any, NamedTuple
 
-from tiercel.errors import ConfigError
+from tiercel.errors import ConfigError, TiercelError
 from tiercel.models.files import CONFIG, INDEX, SINGLE, TEXT, TOKENIZER, read_json, weight_map
 from tiercel.progress import progress
 
@@ -88,7 +88,7 @@ def config_of(model: str) -> Snapshot:
     name, revision = parts_of(model)
     listed = partial(HfApi().model_info, name, files_metadata=True, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     config_at = partial(hf_hub_download, name, CONFIG, revision=revision)
-    with _in_words(model):
+    with _in_words(model, "is no folder here, and "):
         try:
             told = listed(revision=revision)
         except RevisionNotFoundError:
@@ -115,25 +115,22 @@ def snapshot_of(model: str, check: Check) -> Snapshot:
     found = config_of(model)
     check(read_json(found.folder / CONFIG))
     weights = SINGLE if found.has(SINGLE) else INDEX  # as `Checkpoint` chooses
-    for needed in (TOKENIZER, weights):
-        if not found.has(needed):
-            raise found.without(needed)
     with _in_words(model):
-        _fetch(found, [file for file in (*TEXT, weights) if found.has(file)])
+        _fetch(found, {TOKENIZER, weights, *filter(found.has, TEXT)})
         if weights == INDEX:
-            _fetch(found, sorted(set(weight_map(found.folder / INDEX).values())))
+            _fetch(found, set(weight_map(found.folder / INDEX).values()))
     return found
 
 
 def _fetch(found: Snapshot, files: Iterable[str]) -> None:
-    """Fetch those of the files that the cache does not have."""
+    """Fetch those of the files that the cache does not have, if the commit has all of them."""
     from huggingface_hub import hf_hub_download
 
-    absent = [file for file in files if not (found.folder / file).exists()]
+    if lost := sorted(file for file in files if not found.has(file)):
+        raise found.without(lost[0])
+    absent = sorted(file for file in files if not (found.folder / file).exists())
     if not absent:
         return
-    if found.unasked:
-        raise found.without(absent[0])
     size = sum(found.sizes.get(file, 0) for file in absent)
     free = shutil.disk_usage(found.folder).free
     if size > free:
@@ -185,48 +182,61 @@ def _bar_for(done: Callable[[int], None], given_up: Event | None = None) -> type
 
 
 @contextmanager
-def _in_words(model: str) -> Iterator[None]:
-    """Errors of `huggingface_hub` as errors of ours, which say what to do."""
+def _in_words(model: str, begun: str = "") -> Iterator[None]:
+    """Errors of `huggingface_hub` as errors of ours, which say what to do. `begun`: how each begins."""
     from httpx import HTTPError
-    from huggingface_hub.errors import EntryNotFoundError, HFValidationError
+    from huggingface_hub.errors import EntryNotFoundError
 
     try:
         yield
-    except HFValidationError as error:
-        raise ConfigError("model", model, f"is no folder here, and no name of the Hub: {error}") from error
-    except (HTTPError, OSError, EntryNotFoundError) as error:
-        raise ConfigError("model", model, why_not(error, *parts_of(model))) from error
+    except TiercelError:
+        raise
+    except (HTTPError, OSError, ValueError, EntryNotFoundError) as error:
+        why = " ".join(why_not(error, *parts_of(model)).split())
+        raise ConfigError("model", model, begun + why) from error
 
 
 def why_not(error: Exception, name: str, revision: str | None) -> str:
     """Why a model of the Hub could not be had."""
-    from httpx import HTTPError, Response
-    from huggingface_hub import constants, errors, get_token
+    from httpx import HTTPError
+    from huggingface_hub import constants, errors
 
-    hub, token = constants.ENDPOINT, get_token()
+    hub, cache_folder = constants.ENDPOINT, constants.HF_HUB_CACHE
     match error:
         case errors.LocalEntryNotFoundError() if isinstance(error.__cause__, Exception):
             return why_not(error.__cause__, name, revision)
         case errors.OfflineModeIsEnabled():
             return "HF_HUB_OFFLINE is set, so nothing is fetched"
-        case errors.GatedRepoError():
-            terms = f"accept its terms at {hub}/{name}"
-            return f"is given to those who ask: {terms}, and set HF_TOKEN to a token of your account there"
-        case errors.HfHubHTTPError() if error.response.status_code == 401 and token is not None:
-            return f"{hub} knows no such token: HF_TOKEN, or what `hf auth login` has stored"
-        case errors.RepositoryNotFoundError() | errors.HfHubHTTPError(response=Response(status_code=401)):
-            private = "if it is a private one, set HF_TOKEN to a token that may read it"
-            return f"is no folder here, and {hub} has no such model; {private}"
-        case errors.EntryNotFoundError():
-            return f"{hub}/{name} has no {CONFIG}"
-        case errors.RevisionNotFoundError():
-            return f"{hub}/{name} has no branch, tag or commit {revision!r}"
+        case errors.HFValidationError():
+            return f"no name of the Hub: {error}"
         case errors.HfHubHTTPError():
-            said = error.server_message or error.response.reason_phrase
-            return f"{hub} answered {error.response.status_code}: {said}"
+            return _refused(error, name, revision)
         case HTTPError():
             return f"{hub} can not be reached: {error or type(error).__name__}"
         case OSError(errno=errno.ENOSPC | errno.EDQUOT):
-            return f"{constants.HF_HUB_CACHE} is full (HF_HOME names another place)"
+            return f"{cache_folder} is full (HF_HOME names another place)"
+        case ValueError():
+            return f"{hub} does not answer as a Hub does: {error}"
         case _:
-            return f"can not be fetched into {constants.HF_HUB_CACHE}: {error}"
+            return f"it can not be fetched into {cache_folder}: {error}"
+
+
+def _refused(error: Any, name: str, revision: str | None) -> str:
+    """Why the Hub refuses it: an `HfHubHTTPError` in other words."""
+    from huggingface_hub import constants, errors, get_token
+
+    hub, status = constants.ENDPOINT, error.response.status_code
+    match error:
+        case errors.GatedRepoError():
+            terms = f"accept its terms at {hub}/{name}"
+            return f"{hub} gives it to those who ask: {terms}, and set HF_TOKEN to a token of your account"
+        case errors.RepositoryNotFoundError():
+            return f"{hub} has no such model; if it is private, set HF_TOKEN to a token that may read it"
+        case errors.RevisionNotFoundError():
+            return f"{hub}/{name} has no branch, tag or commit {revision!r}"
+        case errors.EntryNotFoundError():
+            return f"{hub}/{name} has no {CONFIG}"
+        case _ if status == 401 and get_token() is not None:
+            return f"{hub} knows no such token: HF_TOKEN, or what `hf auth login` has stored"
+        case _:
+            return f"{hub} answered {status}: {error.server_message or error.response.reason_phrase}"

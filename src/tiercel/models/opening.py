@@ -57,10 +57,10 @@ class Folder:
         """The draft that the checkpoint has."""
         return self.family.draft(self.checkpoint, self.dimensions)
 
-    def commit_choice(self) -> Choice:
-        """Which commit of the Hub it is."""
+    def commit_choice(self, what: str) -> list[Choice]:
+        """A line only if the model is one of the Hub: which commit of it."""
         folder = self.checkpoint.folder
-        return Choice("commit", folder.name, f"of {self.name}, in {folder}")
+        return [Choice(what, folder.name, f"of {self.name}, in {folder}")] if is_hub_name(self.name) else []
 
     def arithmetic(self, *words: str) -> str:
         """A digest of `words`, and of what decides which numbers the model computes from its weights."""
@@ -174,10 +174,10 @@ class Opened:
         size = f"{len(spec.layers)} layers, a vocabulary of {self.target.dimensions.vocab_size:,}"
         why = WHY_KERNELS.get(kernels, "the native ones were not built, or not asked for")
         same = "a text's bits do not depend on what else is computed" if exact else "sums depend on the batch"
-        folders = [each for each in (self.target, self.draft) if each is not None and is_hub_name(each.name)]
         return [
             Choice("model", self.target.name, f"{spec.model}, {size}"),
-            *(each.commit_choice() for each in folders),
+            *self.target.commit_choice("commit"),
+            *(self.draft.commit_choice("draft's commit") if self.draft is not None else ()),
             Choice("entries", self.format, f"{spec.bytes_per_token:,.0f} B per token"),
             Choice("kernels", kernels, why),
             Choice("exact", "on" if exact else "off", same),
