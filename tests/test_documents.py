@@ -38,6 +38,7 @@ OTHERS = {
     ),
     *("encoding/encoding_dsv4.py", "backendConfigs", "EXTERNAL", "Authorization", "Origin"),
     *("process_cpu_seconds_total", "process_resident_memory_bytes", "process_virtual_memory_bytes"),
+    *("huggingface_hub", "HF_HOME", "HF_TOKEN", "HF_ENDPOINT", "main"),
     *("process_start_time_seconds", "process_open_fds", "process_max_fds", "gc.freeze"),
     *("OTEL_TRACES_SAMPLER", "OTEL_EXPORTER_OTLP_HEADERS", "--mini-lb"),
 }
