@@ -7,12 +7,15 @@ import httpx
 import pytest
 
 from tests.server.scripted import LOOPBACK, REUSE, STORE, ScriptedService, call, client_of, served, talking
+from tests.wait import until
 from tiercel.asks.ask import Answer, Explanation, Usage
 from tiercel.errors import EngineError
 from tiercel.server.app import create_app
 from tiercel.server.http.border import Visit
-from tiercel.server.live import feed, recent
+from tiercel.server.live import feed
+from tiercel.server.live.history import SPANS, History, counters, growth, total
 from tiercel.server.live.page import FILES
+from tiercel.server.live.recent import REQUESTS, Recent
 from tiercel.server.options import ServerOptions
 
 
@@ -75,12 +78,16 @@ def test_the_first_event_is_everything_and_the_next_only_what_changed():
             patched(state, first)
             assert httpx.get(f"{url}/v1/cache/stats").json()["hit_tokens"] == state["stats"]["hit_tokens"]
             assert state["server"]["model"] == "scripted" and first["now_s"] > 0
-            assert state["recent"] == {"intervals": {}, "requests": {}}
+            assert state["requests"] == {} and state["history"].keys() == state["server"]["spans"].keys()
             name = httpx.post(f"{url}/generate", json={"text": "x"}).headers["x-request-id"]
             second = json.loads(next(lines))
-        assert second.keys() == {"stats", "recent"}
         assert second["stats"] == {"queue": {"running": 1}}
-        (told,) = second["recent"]["requests"].values()
+        assert second["http"].pop("process_bytes", 1) > 0
+        assert second["http"] == {"requests": {"/generate": {"200": 1}}}
+        for steps in second["history"].values():
+            (grown,) = steps.values()
+            assert grown["http"] == {"requests": {"/generate": {"200": 1}}}
+        (told,) = second["requests"].values()
         assert (told["id"], told["call"], told["status"]) == (name, "/generate", 200)
         assert told["why"] == str(REUSE)
         assert told["tokens"] == {"device": 0, "host": 0, "store": 0, "replayed": 0, "computed": 1}
@@ -144,38 +151,121 @@ class Clock:
         return self.now_s
 
 
-def test_a_request_counts_for_the_slowest_tier_that_its_prompt_came_from():
-    seen = recent.Recent(lambda name: Explanation(REUSE, "bits"), Clock())
-    seen.add(visit(Usage(100, 4), 1.0), "/generate")
-    seen.add(visit(Usage(100, 4, device_tokens=60), 0.1), "/generate")
-    seen.add(visit(Usage(100, 4, device_tokens=60), 0.3), "/generate")
-    seen.add(visit(Usage(100, 4, device_tokens=60, host_tokens=10), 0.4), "/generate")
-    seen.add(visit(Usage(100, 4, host_tokens=10, store_tokens=20, replayed_tokens=50), 0.5), "/generate")
-    (interval,) = seen.json()["intervals"].values()
-    parts = {"device": 180, "host": 20, "store": 20, "replayed": 50, "computed": 230}
-    assert interval["tokens"] == parts and sum(parts.values()) == 500
-    assert interval["first_token_s"] == {"computed": 1.0, "device": 0.2, "host": 0.4, "store": 0.5}
+def test_growth_is_what_a_counter_gained_and_one_that_fell_began_again():
+    before = {"a": 1, "b": {"c": 2, "same": 3}, "h": [1, 0, 2], "fell": 9, "busy_s": 0.5}
+    after = {
+        "a": 4,
+        "b": {"c": 2, "same": 3, "new": 1},
+        "h": [1, 2, 3],
+        "fell": 2,
+        "busy_s": 1.75,
+        "word": "x",
+    }
+    grown = growth(before, after)
+    assert grown == {"a": 3, "b": {"new": 1}, "h": [0, 2, 1], "fell": 2, "busy_s": 1.25}
+    assert growth(after, after) == {}
+    assert growth({}, after) == {name: value for name, value in after.items() if name != "word"}
+    assert total(grown, grown) == {"a": 6, "b": {"new": 2}, "h": [0, 4, 2], "fell": 4, "busy_s": 2.5}
+    assert total(grown, {"b": {"x": 1}, "z": 1}) == {**grown, "b": {"new": 1, "x": 1}, "z": 1}
 
 
-def test_what_is_older_than_the_window_is_forgotten_and_its_memory_is_bounded():
+def test_every_span_has_the_whole_growth_in_the_steps_where_it_was():
     clock = Clock()
-    seen = recent.Recent(lambda name: Explanation(REUSE, "bits"), clock)
-    for number in range(3000):
+    kept = History(clock)
+    for now_s, count in ((1009.9, 3), (1020.1, 3), (1030.1, 10), (1031.0, 11), (1799.9, 20), (1801, 20)):
+        clock.now_s = now_s
+        kept.add({"n": count})
+    told = kept.json()
+    assert told["5 minutes"] == {}, "all of it is older"
+    assert told["1 hour"] == {"960": {"n": 11}, "1320": {"n": 9}}
+    assert told["24 hours"] == {"0": {"n": 20}}
+    kept = History(clock)
+    for now_s, count in ((1809.9, 3), (1820.1, 3), (1830.1, 10), (1831.0, 11)):
+        clock.now_s = now_s
+        kept.add({"n": count})
+    assert kept.json()["5 minutes"] == {"1800": {"n": 3}, "1820": {"n": 7}, "1830": {"n": 1}}
+
+
+def test_what_is_older_than_a_span_is_forgotten_and_memory_is_bounded():
+    clock = Clock()
+    kept = History(clock)
+    for number in range(1, 20_000):
+        clock.now_s += 7
+        kept.add({"n": number})
+        assert all(len(kept.json()[name]) <= span.steps for name, span in SPANS.items())
+    told = kept.json()
+    assert all(len(told[name]) >= span.steps - 1 for name, span in SPANS.items()), "the newest may be empty"
+    for name, span in SPANS.items():
+        grown = sum(step["n"] for step in told[name].values())
+        assert span.step_s * (span.steps - 1) - 7 <= 7 * grown <= span.step_s * span.steps + 7
+    clock.now_s += SPANS["24 hours"].step_s * SPANS["24 hours"].steps
+    kept.add({"n": number})
+    assert all(steps == {} for steps in kept.json().values())
+
+
+def test_the_history_of_a_server_adds_up_to_its_counters():
+    async def ask():
+        service = ScriptedService(store=STORE)
+        app = create_app(service, LOOPBACK)
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://localhost"
+        ) as client:
+            for text in ("x", "y"):
+                app.state.feed._made_s = float("-inf")
+                await app.state.feed.state()
+                await client.post("/generate", json={"text": text})
+            await client.post("/generate", json={})
+            app.state.feed._made_s = float("-inf")
+            return await app.state.feed.state()
+
+    state = asyncio.run(ask())
+    now = counters(state["stats"], state["http"])
+    assert now["http"]["requests"]["/generate"] == {"200": 2, "400": 1}
+    for steps in state["history"].values():
+        added = {}
+        for step in steps.values():
+            added = total(added, step)
+        assert added == growth({}, now)
+    assert added["stats"]["evicted"] == {"device": {"pages": {"room": 9}}}
+
+
+def test_a_server_reads_its_counters_also_while_nobody_listens(monkeypatch):
+    class Counting(ScriptedService):
+        reads = 0
+
+        async def stats(self):
+            self.reads += 1
+            return await super().stats()
+
+    monkeypatch.setattr(feed, "READ_S", 0.1)
+    monkeypatch.setattr(feed, "EVERY_S", 0.1)
+    service = Counting()
+    with served(service):
+        until(lambda: service.reads >= 3, "they were read three times")
+
+
+def test_the_last_requests_are_kept_and_no_more():
+    clock = Clock()
+    seen = Recent(lambda name: Explanation(REUSE, "bits"), clock)
+    for number in range(300):
         clock.now_s += 1
         seen.add(visit(Usage(1), request_id=str(number)), "/generate")
-    told = seen.json()
-    assert len(told["intervals"]) == recent.INTERVALS
-    assert [each["id"] for each in told["requests"].values()] == list(map(str, range(2950, 3000)))
-    clock.now_s += recent.INTERVAL_S * recent.INTERVALS
-    assert seen.json()["intervals"] == {}
+    assert [each["id"] for each in seen.json().values()] == list(map(str, range(300 - REQUESTS, 300)))
+
+
+def test_a_request_tells_which_tiers_its_prompt_came_from():
+    seen = Recent(lambda name: Explanation(REUSE, "bits"), Clock())
+    seen.add(visit(Usage(100, 4, host_tokens=10, store_tokens=20, replayed_tokens=50), 0.5), "/generate")
+    (told,) = seen.json().values()
+    assert told["tokens"] == {"device": 0, "host": 10, "store": 20, "replayed": 50, "computed": 20}
+    assert (told["answer_tokens"], told["first_token_s"]) == (4, 0.5)
 
 
 def test_a_request_that_never_began_has_no_tokens_and_says_so():
-    seen = recent.Recent(lambda name: None, Clock())
+    seen = Recent(lambda name: None, Clock())
     seen.add(visit(Usage(0), None, ""), "/generate")
-    (told,) = seen.json()["requests"].values()
+    (told,) = seen.json().values()
     assert told["why"] == "the request ended before it was let in" and told["first_token_s"] is None
-    assert seen.json()["intervals"]["1000"]["first_token_s"] == {}
 
 
 def test_probes_are_no_requests_of_the_page():
@@ -185,6 +275,6 @@ def test_probes_are_no_requests_of_the_page():
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             for path, count in (("/health_generate", 0), ("/generate", 1)):
                 await client.request("POST" if count else "GET", path, json={"text": "x"} if count else None)
-                assert len(app.state.feed.recent.json()["requests"]) == count, path
+                assert len(app.state.feed.recent.json()) == count, path
 
     asyncio.run(probe())

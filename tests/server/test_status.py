@@ -186,6 +186,7 @@ def test_model_info_and_the_nested_numbers():
         "accept_length": {"device": 2.5, "computed": 1.75},
         "sparse": {"pages_sparse": 6, "entries_hit": 11},
         "stages": {},
+        "device_use": {},
         "owners": {},
         "times": {},
         "exact": True,

@@ -250,6 +250,8 @@ class EngineStats(CacheStats):
     beginnings came from: device, host, store, or computed."""
     times: Mapping[str, HistogramStats | Mapping[str, HistogramStats]] = field(default_factory=dict)
     """Seconds of requests: in the queue, to the first token by source, from token to token."""
+    device_use: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of the device's memory: weights, cache; where the device tells it, other and free."""
     events: EventStats | None = None
     stages: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """For each stage of a model that is cut: `busy_s`, the seconds that it has computed."""

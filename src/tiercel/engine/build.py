@@ -98,7 +98,8 @@ def _open_engine(build: Build, config: EngineConfig, store: Store | None) -> tup
         memory = DeviceMemory(spec, *places, build.device, STAGED_AREAS * cache_config.staged_pages)
         cache = _open_cache(build, cache_config, opened, make_memories(spec, cache_config, memory), store)
         model = loaded.build(memory, config.running_max, config.guesses_max)
-        engine = Engine(make_runner(model, cache, text, config), cache, text, config)
+        use = partial(device_use, build.device, weights=loaded.bytes, cache=memory.bytes)
+        engine = Engine(make_runner(model, cache, text, config), cache, text, config, device_use=use)
         model.warm_up(engine.context_tokens)
     choices = [*opened.choices(), *told, *_choices(build, engine, device_bytes, store), *sparse, speculation]
     return engine, [*choices, *opened.unread(), *_end_choice(text, engine.vocab_size)]
@@ -204,6 +205,16 @@ def _open_text(opened: Opened) -> Text:
     if draft is not None and (difference := text.difference(text_folder_of(draft.name))) is not None:
         raise ConfigError("draft", draft.name, f"has another tokenizer: {difference}")
     return text
+
+
+def device_use(device: str, *, weights: int, cache: int) -> dict[str, int]:
+    """Bytes of the device's memory by what they are used for now. A CPU's memory is not ours alone: of it
+    only our own part is told."""
+    ours = {"weights": weights, "cache": cache}
+    if torch.device(device).type != "cuda":
+        return ours
+    free, whole = torch.cuda.mem_get_info(device)
+    return {**ours, "other": whole - free - weights - cache, "free": free}
 
 
 def _half_free(device: str) -> int:

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 
 from tiercel.asks.ask import (
@@ -42,10 +42,13 @@ class Engine:
         text: Text,
         config: EngineConfig,
         clock: Callable[[], float] = monotonic,
+        *,
+        device_use: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
+        """`device_use`: bytes of the device's memory by what they are used for now, if that is known."""
         self.scheduler = Scheduler(cache, config, clock)
         self.runner, self.cache, self.text, self.config = runner, cache, text, config
-        self.vocab_size = runner.vocab_size
+        self.vocab_size, self._device_use = runner.vocab_size, device_use
         self.page_tokens, self.context_tokens = cache.spec.page_tokens, self.scheduler.context_tokens
         self.tasks, self.counters = self.scheduler.tasks, self.scheduler.counters
 
@@ -120,6 +123,7 @@ class Engine:
             accept_length=lengths,
             stages={str(stage): {"busy_s": busy_s} for stage, busy_s in enumerate(self.runner.busy_s)},
             times=own.times.stats(),
+            device_use=self._device_use(),
         )
 
     def _read_on_host(self) -> dict[str, int]:

@@ -161,6 +161,11 @@ class DeviceMemory(Memory):
                 own.columns[stream.name, layer] = self.columns[here.name, layer_here]
         return own
 
+    @property
+    def bytes(self) -> int:
+        """All of it: pages and tails, staging places, staged rows."""
+        return self.flat_pages.nbytes + self.flat_tails.nbytes
+
     def places_in(self, pool: int) -> int:
         return self.frames if pool else self.pages
 

@@ -199,6 +199,12 @@ class Loaded(NamedTuple):
     weights: dict[str, Tensor]
     draft_weights: dict[str, Tensor]
 
+    @property
+    def bytes(self) -> int:
+        """What they take on the device. Tied matrices are one tensor under two names."""
+        every = [*self.weights.values(), *self.draft_weights.values()]
+        return sum({each.data_ptr(): each.nbytes for each in every}.values())
+
     def build(self, memory: DeviceMemory, running_max: int, guesses_max: int) -> Model:
         """The model, or a stage of it, on memory for `Opened.held`."""
         opened, how = self.opened, (running_max, self.opened.kernels, guesses_max)

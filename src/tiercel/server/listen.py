@@ -87,6 +87,7 @@ class Server(uvicorn.Server):
         known = {"server_state": self.server_state, "app_state": self.lifespan.state}
         protocol = partial(protocol, config=self.config, **known)
         held_max = HELD * self._options.connections_max
+        self._watching = asyncio.create_task(self._feed.watch())
         self.servers = [Door(listeners, protocol, self.config.ssl, held_max)]  # type: ignore[list-item]
         if threading.current_thread() is threading.main_thread():  # signals are for the main thread only
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.read_again)

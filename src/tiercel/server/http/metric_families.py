@@ -170,6 +170,7 @@ STORE_COUNTS = {
 PEERS = {
     "reads": "Reads from a peer",
     "bytes_read": "Bytes read from a peer",
+    "failures": "Calls to a peer that failed: it is not there, refuses, or is too slow",
     "other_form": "Answers of a peer that runs with another model or format, and can not be used",
     "connections": "Connections opened to a peer",
     "restarts": "Times that a peer was found to have restarted",
@@ -196,6 +197,13 @@ FAMILIES: Mapping[str, Family | None] = {
     "cached_bytes.*.*": Family("cached_bytes", "Bytes cached now, by tier and stream", ("tier", "stream")),
     "cached_items.*.*": Family("cached_items", "Pages and tails cached now, by tier", ("tier", "what")),
     "capacity_bytes.*": Family("capacity_bytes", "Bytes that a tier holds when it is full", ("tier",)),
+    "device_use.*": Family(
+        "device_memory_bytes",
+        "Bytes of the memory of the model's device now, by what they are used for. weights and cache (all "
+        "its places, full or empty): ours; other (scratch, other programs) and free: where the device tells "
+        "it. Not told with stages",
+        ("what",),
+    ),
     "compute_tokens_s": Family(
         "compute_tokens_per_second", "Prompt tokens computed per second in the last steps with long prompts"
     ),
@@ -290,8 +298,6 @@ FAMILIES: Mapping[str, Family | None] = {
     "store.store.*": Family(
         "store_own_number", "A number that the store reports about itself, by its name there", ("number",)
     ),
-    "store.store.peers.*.records": None,
-    "store.store.peers.*.bytes": None,
     **_labelled(_counted("store.store.peers.*", "store_peer_", PEERS, ATTACHED), "peer"),
     "shared.readers": Family("shared_readers", "Other servers that are connected now to read host pages"),
     **_counted("shared", "shared_", SHARED, STARTED),

@@ -138,7 +138,7 @@ class Metrics:
         self.registry = ShownRegistry()
         self._stats = StatsCollector()
         self.registry.register(self._stats)
-        ProcessCollector(registry=self.registry)
+        self._process = ProcessCollector(registry=self.registry)
         build = Info(
             f"{PREFIX}_build", "Versions of what runs here. The value is always 1.", registry=self.registry
         )
@@ -158,6 +158,7 @@ class Metrics:
             "time_to_first_token_seconds",
             "Seconds from the first byte of a request to the first token of its answer",
         )
+        self._answers: frozenset[str] = frozenset()
         self._open = Gauge(
             f"{PREFIX}_http_requests_open",
             "HTTP requests that are being answered now.",
@@ -192,7 +193,8 @@ class Metrics:
         for call in calls:
             self._requests.labels(call, "200")
             self._seconds.labels(call)
-        for call in answers:
+        self._answers = frozenset(answers)
+        for call in self._answers:
             self._first_token.labels(call)
         for tenant in tenants:
             self._tenant_requests.labels(tenant)
@@ -221,7 +223,34 @@ class Metrics:
         if first_token_s is not None:
             self._first_token.labels(call).observe(first_token_s)
 
+    def counts(self) -> dict[str, Any]:
+        """Numbers of the page that are not the engine's: requests of calls that give tokens, by call and
+        status; requests and tokens of tenants; the bytes of this process, or 0 where nobody tells them."""
+        requests: dict[str, dict[str, int]] = {}
+        for (call, status), count in _values(self._requests):
+            if call in self._answers:
+                requests.setdefault(call, {})[status] = int(count)
+        tenants: dict[str, dict[str, Any]] = {}
+        for (tenant,), count in _values(self._tenant_requests):
+            tenants[tenant] = {"requests": int(count), "tokens": {}, "refused": {}}
+        for key, counter in (("tokens", self._tenant_tokens), ("refused", self._tenant_refused)):
+            for (tenant, name), count in _values(counter):
+                known = tenants.setdefault(tenant, {"requests": 0, "tokens": {}, "refused": {}})
+                known[key][name] = int(count)
+        process = {metric.name: metric.samples for metric in self._process.collect()}
+        resident = process.get("process_resident_memory_bytes", ())
+        own = sum(int(sample.value) for sample in resident)
+        return {"requests": requests, "tenants": tenants, "process_bytes": own}
+
     def page(self, stats: Mapping[str, Any], *, shown: Callable[[str], bool]) -> bytes:
         """The page that Prometheus reads, with the engine's current statistics. `shown`: which tenants."""
         self._stats.stats, self.registry.shown = stats, shown
         return generate_latest(self.registry)
+
+
+def _values(counter: Counter) -> Iterator[tuple[tuple[str, ...], float]]:
+    """The labels of a counter, and their values."""
+    for metric in counter.collect():
+        for sample in metric.samples:
+            if sample.name.endswith("_total"):
+                yield tuple(sample.labels.values()), sample.value

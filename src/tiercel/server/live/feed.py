@@ -3,8 +3,9 @@
     first event    the whole state, and the server's clock
     other events   a JSON merge patch (RFC 7396): what is new or different; null: it is gone
 
-The numbers are those of `/metrics`. Nothing is computed without a listener; otherwise once a second for all
-listeners together. It is an admin call, because it tells about the requests of all users.
+The numbers are those of `/metrics`. With listeners they are read once a second, for all of them together;
+without one every ten seconds, because the page shows the past (`history`). It is an admin call, because it
+tells about the requests of all users.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from starlette.responses import Response, StreamingResponse
 from tiercel.errors import TiercelError
 from tiercel.server.calls.reply import Api, to_json
 from tiercel.server.http import keys
-from tiercel.server.live.recent import INTERVAL_S, INTERVALS, Recent
+from tiercel.server.live.history import READ_S, History, counters
+from tiercel.server.live.recent import Recent
 from tiercel.server.live.status import stats_json
 
 EVERY_S = 1.0
@@ -51,21 +53,32 @@ class Feed:
     def __init__(self, api: Api, recent: Recent) -> None:
         self.api = api
         self.recent = recent
+        self.history = History()
         self._about = {
             "version": version("tiercel"),
             "model": api.service.model_name,
             "page_tokens": api.service.page_tokens,
-            "interval_s": INTERVAL_S,
-            "intervals": INTERVALS,
+            **self.history.about(),
         }
         self._ending = asyncio.Event()
         self._state: State = {}
         self._made_s = -EVERY_S
         self._turn = asyncio.Lock()
 
+    async def watch(self) -> None:
+        """Reads the counters at the end of each step, until the server shuts down or its engine fails."""
+        with suppress(TiercelError):
+            while not await self._ends_within(READ_S - time.time() % READ_S):
+                await self.state()
+
     def close(self) -> None:
-        """Ends all feeds: the server shuts down."""
+        """Ends all feeds, and `watch`: the server shuts down."""
         self._ending.set()
+
+    async def _ends_within(self, seconds: float) -> bool:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._ending.wait(), seconds)
+        return self._ending.is_set()
 
     async def listen(self) -> Response:
         """The state of the server, as it changes."""
@@ -78,7 +91,7 @@ class Feed:
         sent: State = {}
         silent_s = 0.0
         with suppress(TiercelError):
-            while not self._ending.is_set():
+            while True:
                 state = await self.state()
                 patch = changes(sent, state)
                 if not sent:
@@ -89,19 +102,22 @@ class Feed:
                     yield ": nothing new\n\n"
                 silent_s = 0.0 if patch or silent_s >= SILENCE_S else silent_s + EVERY_S
                 sent = state
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._ending.wait(), EVERY_S)
+                if await self._ends_within(EVERY_S):
+                    break
 
     async def state(self) -> State:
         """All that the page shows. All listeners get the same state within a second."""
         async with self._turn:
             if time.monotonic() - self._made_s >= EVERY_S / 2:
                 service = self.api.service
-                stats = stats_json(await service.stats())
+                stats, http = stats_json(await service.stats()), self.api.metrics.counts()
+                self.history.add(counters(stats, http))
                 self._state = {
                     "server": self._about | {"store_url": service.store_url},
                     "stats": stats,
-                    "recent": self.recent.json(),
+                    "http": http,
+                    "history": self.history.json(),
+                    "requests": self.recent.json(),
                 }
                 self._made_s = time.monotonic()
             return self._state

@@ -7,20 +7,18 @@ from __future__ import annotations
 
 from functools import partial
 from importlib.resources import files
+from pathlib import Path
 
 from fastapi import APIRouter
 from starlette.responses import Response
 
 WEB = files("tiercel.server.live") / "web"
 
-FILES = {
-    "/": ("page.html", "text/html"),
-    "/page.js": ("page.js", "text/javascript"),
-    "/page.css": ("page.css", "text/css"),
-    "/icon.svg": ("icon.svg", "image/svg+xml"),
-    "/docs": ("docs.html", "text/html"),
-    "/docs.js": ("docs.js", "text/javascript"),
-}
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+
+PAGES = {"page.html": "/", "docs.html": "/docs"}
+
+FILES = {PAGES.get(name, f"/{name}"): name for name in sorted(file.name for file in WEB.iterdir())}
 
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -41,8 +39,8 @@ async def _file(content: bytes, media_type: str) -> Response:
 
 def router() -> APIRouter:
     routes = APIRouter(include_in_schema=False)
-    for path, (name, media_type) in FILES.items():
-        content = (WEB / name).read_bytes()
+    for path, name in FILES.items():
+        content, media_type = (WEB / name).read_bytes(), TYPES[Path(name).suffix]
         routes.add_api_route(
             path, partial(_file, content, media_type), methods=["GET", "HEAD"], response_class=Response
         )

@@ -62,7 +62,7 @@ class News(NamedTuple):
     """These do not come: they are not computed any more, or the wait is over."""
 
 
-COUNTED = ("reads", "bytes_read", "other_form", "connections", "restarts")
+COUNTED = ("reads", "bytes_read", "failures", "other_form", "connections", "restarts")
 """Each is there from the start, as 0."""
 
 
@@ -144,9 +144,12 @@ class PeerStore(Store):
         raise StoreError("a peer does not list what it holds")
 
     def stats(self) -> dict[str, Any]:
-        """`boot`: names the last known start of the peer's process."""
         self._check_open()
-        own = {"records": None, "bytes": None, "boot": self._boot.hex(), "transport": self._name}
+        return {"records": None, "bytes": None, "peers": {"1": self.told()}}
+
+    def told(self) -> dict[str, Any]:
+        """Its own numbers. `boot` names the last known start of the peer's process."""
+        own = {"address": self.address, "boot": self._boot.hex(), "transport": self._name}
         return own | dict(self._counters)
 
     def register(self, memory: memoryview) -> None:
@@ -248,6 +251,15 @@ class PeerStore(Store):
     # Connections
 
     def _call(self, do: Callable[[_Peer], T]) -> T:
+        """Call `do` with a connection, and count if it fails."""
+        try:
+            return self._tried(do)
+        except StoreError:
+            with self._lock:
+                self._counters["failures"] += 1
+            raise
+
+    def _tried(self, do: Callable[[_Peer], T]) -> T:
         """Call `do` with a free connection; if that has broken since its last use, with another."""
         while True:
             self._check_open()
