@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.engine.drive import FOLDER, logprobs_of, make_ask, run, settle, tokens_of, words
-from tests.kernels.devices import every_device
+from tests.kernels.devices import every_device, on_gpu
 from tests.models.folders import make_config, write_folder
 from tests.models.test_weights import (
     DRAFTS,
@@ -135,6 +135,20 @@ def test_what_does_not_fit_is_told_with_all_that_takes_memory():
         "experts 277.0 GB, attention 5.0 GB, embeddings 2.0 GB, cache 0.3 GB; "
         "the weights alone do not fit: use a device with more memory, or smaller weights"
     )
+
+
+@pytest.mark.parametrize("device", ["cpu", on_gpu])
+def test_the_memory_of_a_device_is_told_by_what_it_is_used_for(device):
+    engine, _ = open_engine(Build(device=device, device_bytes=4 * MIB), EngineConfig(speculate="off"))
+    use, kernels = engine.stats().device_use, make_kernels(device=device)
+    assert use["weights"] == sum(Folder("tiny-v4").plan(kernels).bytes.values())
+    assert 3.5 * MIB < use["cache"] <= 4 * MIB
+    if device == "cpu":
+        assert use.keys() == {"weights", "cache"}
+    else:
+        assert min(use.values()) > 0
+        assert sum(use.values()) == torch.cuda.get_device_properties(device).total_memory
+    engine.cache.close()
 
 
 # What real folders have

@@ -3,9 +3,12 @@
 `TIERCEL_PICTURES=1` writes the pictures of docs/page.md.
 """
 
+import ast
 import json
 import os
 import time
+from dataclasses import replace
+from math import inf
 from pathlib import Path
 from random import Random
 
@@ -13,14 +16,33 @@ import httpx
 
 from tests.server.scripted import ScriptedService, served
 from tests.server.test_status import samples_of
+from tests.servers import free_port
 from tests.wait import until
 from tests.whole.browser import browsing
-from tests.whole.process import running
+from tests.whole.process import Server, running
+from tests.whole.test_operations import tenants
+from tiercel.server.http.tenants import digest_of
+from tiercel.server.live.history import SPANS
 from tiercel.server.options import ServerOptions
+from tiercel.threads import start
 
 PICTURES = bool(os.environ.get("TIERCEL_PICTURES"))
 DOCS = Path(__file__).parents[2] / "docs" / "figures"
+SECTIONS = ("evictions", "trouble", "speculation", "peers", "stages", "memory", "tenants")
 TURNS = "document.querySelectorAll('.source')"
+CHARTS = "[...document.querySelectorAll('.charts [data-part][data-value]')]"
+QUANTILES = (
+    "Object.fromEntries([...document.querySelectorAll('figure [data-part^=p][data-value]')]"
+    ".map((e) => [`#${e.closest('figure').querySelector('svg').id} ${e.dataset.part}`, +e.dataset.value]))"
+)
+GROWN = "[...document.querySelectorAll('[data-grown]')]"
+LOOK = """Promise.all([import('./past.js'), import('./feed.js')]).then(([{ look }, { nowS }]) => {
+    const now = 10 * Math.floor(nowS() / 10);
+    const steps = { [now]: { n: 1 }, [now - 290]: { n: 2 }, [now - 300]: { n: 4 } };
+    const server = { started_s: 0, spans: { '5 minutes': { step_s: 10, steps: 30 } } };
+    return [look({ server, history: { '5 minutes': steps } })];
+})"""
+ROWS = "[...document.querySelectorAll('#tenants tbody tr')]"
 LAST = f"[...{TURNS}].at(-1)"
 
 
@@ -58,11 +80,35 @@ def shown(browser):
     return numbers
 
 
-def same_numbers(browser, server):
+def metrics_of(server, key=""):
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    return samples_of(httpx.get(f"{server.url}/metrics", headers=headers).text)
+
+
+def is_shown(browser, name):
+    return browser.run(f"!document.querySelector('#{name}').hidden")
+
+
+def histogram_quantile(share, metrics, name):
+    """Of all histograms with this name together, as Prometheus computes it."""
+    buckets = {}
+    for sample, count in metrics.items():
+        if sample.startswith(f"{name}_bucket["):
+            bound = float(dict(ast.literal_eval(sample[len(name) + 7 :]))["le"])
+            buckets[bound] = buckets.get(bound, 0) + count
+    rank, below, low = share * max(buckets.values()), 0, 0.0
+    for bound, count in sorted(buckets.items()):
+        if count >= rank:
+            return low if bound == inf else low + (bound - low) * (rank - below) / (count - below)
+        below, low = count, bound
+    raise AssertionError("the last bucket has all values")
+
+
+def same_numbers(browser, server, key=""):
     """Waits until the page shows what /metrics says: the feed comes once a second."""
 
     def equal():
-        page, metrics = shown(browser), samples_of(httpx.get(f"{server.url}/metrics").text)
+        page, metrics = shown(browser), metrics_of(server, key)
         assert page.keys() <= metrics.keys()
         return page == {name: metrics[name] for name in page} and page
 
@@ -73,7 +119,7 @@ def fill(server):
     """Minutes as a busy server has them: conversations that go on, some of them pushed out meanwhile."""
     random = Random(1)
     talks = [[200 + random.randrange(3800) for _ in range(random.randrange(300, 1500))] for _ in range(24)]
-    until_s = time.monotonic() + 200
+    until_s = time.monotonic() + 290
     while time.monotonic() < until_s:
         talk = talks[int(random.expovariate(0.25)) % len(talks)]  # some are asked more often than others
         talk += [200 + random.randrange(3800) for _ in range(random.randrange(10, 40))]
@@ -98,6 +144,7 @@ def test_a_conversation_is_held_pushed_out_and_restored_and_the_page_shows_it(tm
         browser.until("document.querySelector('#state').textContent === 'live'")
         converse(browser, server)
         check_numbers(browser, server)
+        check_past(browser, server)
         check_explanations(browser, server)
         check_stop(browser)
         take_pictures(browser, server, tmp_path)
@@ -105,21 +152,70 @@ def test_a_conversation_is_held_pushed_out_and_restored_and_the_page_shows_it(tm
         check_silence(browser)
 
 
-def test_the_page_tells_how_many_pages_are_sparse():
-    memory = ("--device-memory", "24MiB", "--host-memory", "64MiB", "--sparse", "always")
-    with running(*memory) as server, browsing() as browser:
-        body = {
-            "input_ids": [200 + 31 * i % 3800 for i in range(1500)],
-            "sampling_params": {"max_new_tokens": 12},
-        }
-        httpx.post(f"{server.url}/generate", json=body, timeout=60).raise_for_status()
-        browser.open(f"{server.url}/")
-        browser.until("document.querySelector('#state').textContent === 'live'")
-        page = same_numbers(browser, server)
-        assert page["tiercel_sparse_entries_hit_total[]"] > 0 and "tiercel_running_pages_sparse[]" in page
-        read = "document.querySelector('#tier-device [data-row=\"Read on the host\"] dd').textContent"
-        assert browser.run(read).endswith("iB")
-        check_silence(browser)
+PROMPT = [200 + 31 * i % 3800 for i in range(1500)]
+
+
+def generate(server, key):
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 12, "temperature": 0}}
+    headers = {"authorization": f"Bearer {key}"}
+    return httpx.post(f"{server.url}/generate", json=body, headers=headers, timeout=60)
+
+
+def test_sparse_pages_peers_and_tenants_are_shown_where_there_are_such(tmp_path):
+    address, secret = f"127.0.0.1:{free_port()}", ("--share-key", "a key for tests")
+    memory = ("--device-memory", "24MiB", "--host-memory", "64MiB", *secret)
+    keys = tmp_path / "keys.toml"
+    keys.write_text(tenants(a="", b="requests-per-minute = 1", c='cache-memory = "1MiB"'))
+    access = ("--keys-file", keys, "--api-key", "key-of-no-tenant", "--admin-key", "key-of-admin")
+    read = ("--sparse", "always", "--fetch", "wait", "--peer", f"peer://{address}")
+    starting = start(lambda: Server(*memory, "--share-pages", address), "first")
+    with running(*memory, *access, *read) as server, browsing() as browser:
+        other = starting.result()
+        try:
+            generate(other, "none").raise_for_status()
+            saved = f"{other.url}/v1/cache/stats"
+            until(lambda: httpx.get(saved).json()["counters"]["pages_saved"] >= 11, "the peer has the pages")
+            statuses = [generate(server, f"key-{name}").status_code for name in ("of-no-tenant", *"aabb")]
+            assert statuses == [200, 200, 200, 200, 429]
+            check_tenants_and_peers(browser, server)
+            browser.open(f"{other.url}/")
+            page = same_numbers(browser, other)
+            assert page["tiercel_shared_bytes_sent_total[]"] > 0
+            assert is_shown(browser, "peers") and not is_shown(browser, "tenants")
+        finally:
+            assert other.stop()[0] == 0
+
+
+def check_tenants_and_peers(browser, server):
+    browser.open(f"{server.url}/")
+    browser.until("!document.querySelector('#ask-key').hidden")
+    browser.write("#key", "key-of-admin")
+    browser.run("document.querySelector('#ask-key').requestSubmit()")
+    browser.until("document.querySelector('#state').textContent === 'live'")
+    page = same_numbers(browser, server, "key-of-admin")
+    assert page["tiercel_sparse_entries_hit_total[]"] > 0 and "tiercel_running_pages_sparse[]" in page
+    read = "document.querySelector('#tier-device [data-row=\"Read on the host\"] dd').textContent"
+    assert browser.run(read).endswith("iB")
+    assert page["tiercel_store_peer_bytes_read_total[('peer', '1')]"] > 0
+    assert [page[f"tiercel_tenant_requests_total[('tenant', '{name}')]"] for name in "abc"] == [2, 1, 0]
+    assert page["tiercel_tenant_bytes_most[('tenant', 'c')]"] == 2**20
+    rows = f"{ROWS}.map((row) => [...row.children].slice(0, 6).map((e) => e.textContent))"
+    assert browser.run(rows) == [
+        ["a", "2", "3,000", "1,408 · 47 %", "24", "0"],
+        ["b", "1", "1,500", "0 · 0 %", "12", "1"],
+        ["c", "0", "0", "0 · –", "0", "0"],
+    ]
+    admin = {"authorization": "Bearer key-of-admin"}
+    with httpx.stream("GET", f"{server.url}/feed", headers=admin) as answer:
+        first = next(answer.iter_lines())
+    assert '"tenants":{"a":' in first
+    secrets = [f"key-{name}" for name in ("a", "b", "c", "of-no-tenant", "of-admin")]
+    assert not any(word in first for each in secrets for word in (each, digest_of(each.encode())))
+    assert "a key for tests" not in first
+    (refused,) = browser.complaints
+    assert "401" in refused
+    browser.complaints.clear()
+    check_silence(browser)
 
 
 def converse(browser, server):
@@ -154,6 +250,48 @@ def check_numbers(browser, server):
         assert browser.run(count) >= 4, "one for each source"
 
 
+def check_past(browser, server):
+    """The server is younger than every span, so what grew in it is what was counted since the start."""
+    httpx.post(f"{server.url}/generate", json={})
+    refused = """document.querySelector('#trouble [data-row="400 /generate"] dd')"""
+    browser.until(f"{refused}.textContent === '1'")
+    page = same_numbers(browser, server)
+    assert page["tiercel_http_requests_total[('call', '/generate'), ('status', '400')]"] == 1
+    assert page["tiercel_engine_guesses_total[]"] > 0
+    assert page["tiercel_device_memory_bytes[('what', 'weights')]"] > 0
+    assert sum(count for name, count in page.items() if name.startswith("tiercel_evicted_total")) > 0
+    for name, span in SPANS.items():
+        browser.click(f"#spans [value='{name}']")
+        assert browser.run("document.querySelector('#evictions small').textContent") == f"last {name}"
+        minutes = span.step_s * span.steps // 60
+        oldest = f"−{minutes} min" if minutes <= 60 else f"−{minutes // 60} h"
+        assert oldest in browser.run("document.querySelector('#first-chart').textContent")
+        pairs = browser.run(f"{GROWN}.map((e) => [+e.dataset.grown, +e.dataset.value])")
+        assert len(pairs) > 5 and all(grew == counted for grew, counted in pairs)
+        check_charts(browser, metrics_of(server))
+    browser.click("#spans [value='5 minutes']")
+    here = [name for name in SECTIONS if is_shown(browser, name)]
+    assert here == ["evictions", "trouble", "speculation", "memory"]
+
+
+def check_charts(browser, metrics):
+    told = browser.run(f"Object.fromEntries({CHARTS}.map((e) => [e.dataset.part, +e.dataset.value]))")
+    asked, drawn = (metrics[f"tiercel_{name}_total[]"] for name in ("tokens_asked", "engine_tokens_drawn"))
+    calls = [name for name in metrics if name.startswith("tiercel_http_requests_total[")]
+    answers = [metrics[name] for name in calls if "'/generate'" in name or "'/v1/chat" in name]
+    assert told["share"] == 768 / asked
+    seconds = 768 / told["reused"]
+    assert 0 < seconds < 300
+    rates = {name: round(told[name] * seconds) for name in ("computed", "answers", "answered")}
+    assert rates == {"computed": asked - 768, "answers": drawn, "answered": sum(answers)}
+    for chart, name in (("first", "first_token_by_source"), ("between", "inter_token")):
+        assert browser.run(f"document.querySelectorAll('#{chart}-chart circle').length") > 1
+        for share in (0.5, 0.99):
+            part = f"#{chart}-chart p{100 * share:.0f}"
+            own = browser.run(f"{QUANTILES}[{json.dumps(part)}]")
+            assert abs(own - histogram_quantile(share, metrics, f"tiercel_{name}_seconds")) < 1e-9
+
+
 def check_explanations(browser, server):
     name = browser.run("document.querySelector('#requests details').textContent.match(/id (req-\\w+)/)[1]")
     summary = httpx.get(f"{server.url}/v1/cache/explain/{name}").json()["summary"]
@@ -178,15 +316,27 @@ def take_pictures(browser, server, folder):
         folder = DOCS
         fill(server)
         browser.until("document.querySelectorAll('#requests details').length >= 50")
+    past = "document.querySelector('.past').scrollIntoView()"
     end = "scrollTo(0, 1e6); document.querySelector('#turns').scrollTop = 1e6"
     for name, scroll, size in (
-        ("page-light.png", "scrollTo(0, 0)", {"width": 1180, "height": 860}),
-        ("page-dark.png", end, {"width": 1180, "height": 860, "dark": True}),
-        ("page-phone.png", "scrollTo(0, 0)", {"width": 390, "height": 844}),
+        ("page-light.png", "scrollTo(0, 0)", {"width": 1180, "height": 1272}),
+        ("page-dark.png", end, {"width": 1180, "height": 1100, "dark": True}),
+        ("page-phone.png", past, {"width": 390, "height": 844}),
     ):
         browser.picture(folder / name, scroll, **size)
-        assert (folder / name).stat().st_size < 150_000
-        assert browser.run("document.documentElement.scrollWidth <= innerWidth"), "nothing is cut off"
+        if PICTURES:
+            with_few_colours(folder / name)
+        # on a phone the window grows with what is too wide, so `innerWidth` would say nothing
+        assert browser.run("document.documentElement.scrollWidth") <= size["width"], "nothing is cut off"
+
+
+def with_few_colours(path):
+    """A third of the bytes."""
+    from PIL import Image  # comes with matplotlib
+
+    whole = Image.open(path).convert("RGB")
+    few = whole.quantize(256, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+    few.save(path, optimize=True)
 
 
 def check_calls(browser, server):
@@ -199,7 +349,12 @@ def check_calls(browser, server):
 
 def test_a_server_with_keys_asks_for_them_and_the_page_keeps_them_nowhere():
     options = ServerOptions(loopback=True, api_key=("user",), admin_key="admin")
-    with served(ScriptedService(), options) as url, browsing() as browser:
+
+    class Staged(ScriptedService):
+        async def stats(self):
+            return replace(await super().stats(), stages={"0": {"busy_s": 1.5}})
+
+    with served(Staged(), options) as url, browsing() as browser:
         browser.open(f"{url}/")
         for key, why in (("wrong", ""), ("admin", "The admin key is missing or wrong.")):
             browser.until("!document.querySelector('#ask-key').hidden")
@@ -217,6 +372,11 @@ def test_a_server_with_keys_asks_for_them_and_the_page_keeps_them_nowhere():
             browser.run("document.querySelector('#turns .question + .answer').textContent") == "Hello world!"
         )
         assert browser.run("localStorage.length + sessionStorage.length + document.cookie.length") == 0
+        row = "document.querySelector('#stages [data-row] dd').textContent.split(' · ')"
+        share, busy = browser.run(row)
+        assert share.endswith(" %") and busy == "1.50 s"
+        # the newest step, the oldest one of the span, and one that is too old
+        assert browser.run(f"{LOOK}.then(([past]) => [past.all.n, Math.ceil(past.seconds / 10)])") == [3, 30]
         refused = [each for each in browser.complaints if "401" in each]
         assert len(refused) == 3, "the feed twice, the chat once"
         browser.complaints = [each for each in browser.complaints if each not in refused]

@@ -39,6 +39,8 @@ def changes(before: State, after: State) -> State:
     patch: State = {name: None for name in before if name not in after}
     for name, value in after.items():
         old = before.get(name)
+        if value is old:  # steps of the past: most do not change any more
+            continue
         if isinstance(value, dict) and isinstance(old, dict):
             if below := changes(old, value):
                 patch[name] = below

@@ -9,11 +9,11 @@ A span is some steps of one length. The memory is bounded by their number: a ste
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-Numbers = Mapping[str, Any]
+Numbers = dict[str, Any]
 """Numbers by name, to any depth, and lists of numbers: the counts of a histogram."""
 
 READ_S = 10
@@ -57,15 +57,15 @@ def _counts(histogram: Numbers | None) -> Numbers:
     return {} if histogram is None else {"counts": histogram["counts"]}
 
 
-def growth(before: Numbers, after: Numbers) -> dict[str, Any]:
+def growth(before: Numbers, after: Numbers) -> Numbers:
     """How much each number grew. One that fell began again at 0. What did not grow, and what is no number, is
     left out."""
-    grown: dict[str, Any] = {}
+    grown: Numbers = {}
     for name, value in after.items():
         old = before.get(name)
         more: Any = None
-        if isinstance(value, Mapping):
-            more = growth(old if isinstance(old, Mapping) else {}, value)
+        if isinstance(value, dict):
+            more = growth(old if isinstance(old, dict) else {}, value)
         elif isinstance(value, list | tuple):
             more = [new - was for new, was in zip(value, old or [0] * len(value), strict=True)]
             more = more if any(more) else None
@@ -76,12 +76,12 @@ def growth(before: Numbers, after: Numbers) -> dict[str, Any]:
     return grown
 
 
-def total(first: Numbers, second: Numbers) -> dict[str, Any]:
+def total(first: Numbers, second: Numbers) -> Numbers:
     """Growth and growth, added up."""
     added = {**first, **second}
     for name in first.keys() & second.keys():
         one, other = first[name], second[name]
-        if isinstance(one, Mapping):
+        if isinstance(one, dict):
             added[name] = total(one, other)
         elif isinstance(one, list):
             added[name] = [a + b for a, b in zip(one, other, strict=True)]
