@@ -151,7 +151,7 @@ class Pair:
 
     def _restarts(self, engine: Engine) -> int:
         """How often this engine has met a server that was another one than before."""
-        return int(engine.cache.store.mover._store.told()["restarts"])
+        return int(engine.cache.store.mover._store.stats()["peers"]["1"]["restarts"])
 
     def _again(self, engine: Engine, text: int) -> bool:
         self._forget(engine)

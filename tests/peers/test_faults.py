@@ -243,7 +243,7 @@ def test_an_idle_connection_that_broke_is_opened_again_without_an_error(proxy):
         assert read(store, TEN) == HERE
         proxy.cut_all()
         assert read(store, TEN) == HERE
-        assert store.told()["connections"] == 2
+        assert store.stats()["peers"]["1"]["connections"] == 2
 
 
 # Processes that stop
@@ -388,7 +388,7 @@ def test_records_of_another_form_are_not_asked_for(peer):
     key = bytes([Kind.PAGE]) + b"\1" * 16 + other.page_key
     with reading(peer.address) as store:
         assert store.contains([key]) == [False] and store.get([other.get()._replace(key=key)]) == [False]
-        assert store.told()["other_form"] == 2
+        assert store.stats()["peers"]["1"]["other_form"] == 2
         assert read(store, [other]) == [True]
 
 

@@ -115,7 +115,7 @@ class SeveralStores(Store):
 
     def stats(self) -> dict[str, Any]:
         own = self._store.stats() if self._store else {"records": None, "bytes": None}
-        peers = {str(n): each.told() for n, (each, _) in enumerate(self._read, 1)}
+        peers = {str(n): each.stats()["peers"]["1"] for n, (each, _) in enumerate(self._read, 1)}
         return {**own, "peers": peers}
 
     def register(self, memory: memoryview) -> None:

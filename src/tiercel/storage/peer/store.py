@@ -144,13 +144,10 @@ class PeerStore(Store):
         raise StoreError("a peer does not list what it holds")
 
     def stats(self) -> dict[str, Any]:
+        """As of several stores with one peer. `boot` names the last known start of the peer's process."""
         self._check_open()
-        return {"records": None, "bytes": None, "peers": {"1": self.told()}}
-
-    def told(self) -> dict[str, Any]:
-        """Its own numbers. `boot` names the last known start of the peer's process."""
         own = {"address": self.address, "boot": self._boot.hex(), "transport": self._name}
-        return own | dict(self._counters)
+        return {"records": None, "bytes": None, "peers": {"1": own | dict(self._counters)}}
 
     def register(self, memory: memoryview) -> None:
         with self._lock:

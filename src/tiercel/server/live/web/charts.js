@@ -69,7 +69,7 @@ class Chart {
     const low = Math.floor(Math.log10(Math.min(least, ...values)));
     const high = Math.max(low + 2, Math.ceil(Math.log10(Math.max(most, ...values))));
     const y = (value) => TOP + TALL * (1 - (Math.log10(value) - low) / (high - low));
-    const every = high - low > 4 ? 2 : 1;
+    const every = high - low > 5 ? 2 : 1;
     const marks = [...Array(Math.floor((high - low) / every) + 1).keys()].map((i) => 10 ** (low + i * every));
     this.frame(marks.map((value) => [y(value), mark(value)]));
     for (const { name, className, points } of series) {
