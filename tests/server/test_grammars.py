@@ -255,6 +255,8 @@ NOTE = {"type": "object", "properties": {"text": {"type": "string"}}}
 NOTES = {"type": "array", "items": {"$ref": "#/$defs/Note"}}
 MAYBE = {"anyOf": [NOTE, {"type": "null"}]}
 FREE = {"type": "object"}
+MORE = {"properties": {"more": {"type": "integer"}}}
+PARTS = {"$defs": {"Note": NOTE}, "allOf": [{"$ref": "#/$defs/Note"}, MORE]}
 
 
 @pytest.mark.parametrize(
@@ -274,7 +276,7 @@ FREE = {"type": "object"}
             '{"note": {"more": 1}}',
         ),
         (NOTE | {"additionalProperties": True}, '{"text": "a", "more": 1}', '{"text": 1}'),
-        ({"allOf": [NOTE, {"properties": {"more": {"type": "integer"}}}]}, '{"text": "a", "more": 1}', "[]"),
+        (PARTS, '{"text": "a", "more": 1}', "[]"),
     ],
 )
 def test_arguments_are_those_that_a_function_names(
