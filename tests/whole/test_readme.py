@@ -113,16 +113,9 @@ def test_other_commands_run(command):
 def test_no_command_is_forgotten():
     """`tiercel verify` takes minutes; `tests/engine/test_exact.py` and `test_server.py` run what it runs.
     `test_clients.py` starts the router, `test_package.py` installs `openai`, `test_stages.py` starts stages,
-    `test_hub.py` a model by its name, `tests/test_examples.py` runs the examples."""
-    run_above = (
-        "make ",
-        "tiercel serve",
-        " store stat|",
-        "conformance",
-        " spec ",
-        "examples/",
-        "pip install",
-    )
+    `test_qwen3.py` a model by its name, `test_bench.py` a load, `tests/test_examples.py` the examples."""
+    served = "make ", "tiercel serve", " store stat|", "conformance", " spec "
+    run_above = *served, "examples/", "pip install", "tiercel bench"
     others = [line for line in COMMANDS if not any(word in line for word in run_above)]
     verify = ".venv/bin/tiercel verify"
     assert [line for line in others if "sglang_router" not in line] == [verify, f"{verify} --sparse"]
