@@ -6,10 +6,33 @@ import select
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from threading import Thread
 
 WAIT_S = 30
 AGAIN_S = 3
 CONTROL_C = b"\x03"
+
+
+def shown_by(command):
+    """Run a command whose stderr is a terminal. Returns the finished process and what was shown there."""
+    ours, theirs = pty.openpty()
+    environment, shown = {**os.environ, "TERM": "xterm", "COLUMNS": "200"}, []
+
+    def read():
+        with suppress(OSError):  # how the end of a terminal is told
+            while data := os.read(ours, 2**16):
+                shown.append(data)
+
+    reading = Thread(target=read)
+    reading.start()
+    try:
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=theirs, text=True)
+    finally:
+        os.close(theirs)
+        reading.join(WAIT_S)
+        os.close(ours)
+    return done, b"".join(shown).decode()
 
 
 class Terminal:

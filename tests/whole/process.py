@@ -26,7 +26,7 @@ class Server:
             self.process = subprocess.Popen([*command, "serve", *options], stderr=subprocess.PIPE, text=True)
         else:
             self.process = Forked(options)
-        self.told = ""
+        self.told = self.rest = ""
         while (found := re.search(r"listening on (https?://\S+)", self.told)) is None:
             if not (line := self.process.stderr.readline()):
                 self.stop()  # closes its pipe, which else fails a later test
@@ -38,8 +38,8 @@ class Server:
         """Returns the exit code and all output since the start."""
         if self.process.poll() is None:
             self.process.send_signal(how)
-        _, rest = self.process.communicate(timeout=timeout_s)
-        return self.process.returncode, rest
+        _, self.rest = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, self.rest
 
 
 @contextmanager

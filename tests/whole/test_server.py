@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+from tests.terminal import shown_by
 from tests.whole.process import Server, running
 
 CHAT = [
@@ -327,14 +328,16 @@ FEWER = (
     if os.environ.get("TIERCEL_ALL")
     else "verify.GROUPS = verify.BRANCHES = verify.TURNS = 2; verify.EXAMS = 4"
 )
-VERIFY = f"from tiercel import cli, verify; {FEWER}; cli.main()"
+VERIFY = f"from tiercel import cli, progress, verify; progress.PROGRESS_S = 0.0; {FEWER}; cli.main()"
 
 
 def test_verify_finds_no_difference_and_says_so_for_programs():
     """`make soak` has as many conversations as users have."""
-    command = [sys.executable, "-c", VERIFY, "verify", "--json", "--share", "numbers"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
+    done, shown = shown_by([sys.executable, "-c", VERIFY, "verify", "--json", "--share", "numbers"])
+    assert done.returncode == 0, shown
+    for number, step in enumerate(("cold", "replay", "device", "host", "store"), 1):
+        assert f"{step} ({number} of 5)" in shown, "how far it is"
+    assert shown.rfind("weights") < shown.rfind("store (5 of 5)"), "opening is a part of a step"
     report = json.loads(done.stdout)
     assert report["share"] == "numbers"
     assert (report["kl"], report["max_abs_dlogprob"], report["tokens_equal"]) == (0.0, 0.0, True)

@@ -223,6 +223,8 @@ class StoreTier:
         self._probe_s = self._numbers_s = self.clock()
         self._numbers: Operation | None = None
         """The operation that asks the store how much it holds, while it runs."""
+        self._told = ""
+        """The last failure in the log: the same one is not told again until the store has worked."""
         self._changed = False
         """Whether it was written to, or emptied, since it was last asked."""
         if self.breaker.allows(self._probe_s):
@@ -297,13 +299,15 @@ class StoreTier:
         """Whether the store works, as far as this operation tells."""
         if operation.error is not None and not operation.cancelled:
             self.counters["failures"] += 1
-            if self.counters["failures"] == 1 or self.breaker.state is not BreakerState.WORKING:
+            if (why := repr(operation.error.__cause__)) != self._told:
                 log.warning("the store: %s", operation.error)
+                self._told = why
             if not operation.late:
                 self.breaker.failed(now)
         elif not operation.late and not operation.cancelled:
             if self.breaker.state is not BreakerState.WORKING:
                 log.info("the store works")
+                self._told = ""
             self.breaker.worked()
 
     def _damaged(self, piece: ItemPlace) -> None:
