@@ -9,7 +9,7 @@ INTERPRETER := triton==3.6.0
 
 .PHONY: serve test test-gpu sanitize check soak bench clean
 
-.venv/installed: pyproject.toml constraints.txt setup.py $(wildcard src/tiercel/kernels/*.[ch])
+.venv/installed: pyproject.toml constraints.txt setup.py src/tiercel/kernels/levels.py $(wildcard src/tiercel/kernels/*.[ch])
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[check]"
@@ -20,7 +20,7 @@ INTERPRETER := triton==3.6.0
 serve: .venv/serve
 	$(BIN)/tiercel serve $(ARGS)
 
-.venv/serve: pyproject.toml constraints.txt setup.py $(wildcard src/tiercel/kernels/*.[ch])
+.venv/serve: pyproject.toml constraints.txt setup.py src/tiercel/kernels/levels.py $(wildcard src/tiercel/kernels/*.[ch])
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable .

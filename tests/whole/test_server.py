@@ -15,6 +15,7 @@ import pytest
 
 from tests.terminal import shown_by
 from tests.whole.process import Server, running
+from tiercel.kernels import native
 
 CHAT = [
     {"role": "system", "content": "You read the records and answer. " * 20},
@@ -38,7 +39,7 @@ def test_the_start_tells_what_was_chosen_and_why(server):
     for word in (
         "tiny-v4",
         "kernels",
-        "native",
+        f"native:{native.level()}",
         "exact",
         "share",
         "device tier",

@@ -15,12 +15,17 @@ from tiercel.errors import ConfigError
 from tiercel.kernels import native, reference
 from tiercel.kernels.entries import Entries, Flat, Numbering
 from tiercel.kernels.hot import HostRows, HotRows
+from tiercel.kernels.levels import MACHINE
 from tiercel.kernels.meaning import digest_of
 from tiercel.kernels.reference import CosSin, Matrix
 from tiercel.kernels.reference.rows import Rows
 
 NAMES = ("auto", "native", "cuda", "reference")
+"""`native` may have a level (`kernels/levels.py`): native:v3."""
 COMPUTE = ("auto", "fp32", "bf16")
+NOT_NATIVE = "the native ones were not built, or not asked for"
+TORCH_LEVELS, TORCH_VARIABLE = {"v3": "AVX2", "v4": "AVX512"}, "ATEN_CPU_CAPABILITY"
+"""What torch's own operations use of a CPU. A level that is not here: nothing but what every CPU has."""
 
 
 class Kernels(Protocol):
@@ -164,28 +169,59 @@ class Kernels(Protocol):
     ) -> Tensor: ...
 
 
-def make_kernels(name: str = "auto", device: str = "cpu", compute: str = "auto") -> Kernels:
+def make_kernels(wish: str = "auto", device: str = "cpu", compute: str = "auto") -> Kernels:
     """The set of this name, or `auto`: the first that this device can run.
 
-    `compute`: the type of activations and matrices. Only the CUDA kernels have a choice: bf16, or fp32 to
-    compare them with a CPU.
+    A level of the native kernels is that of the whole process. `compute`: the type of activations and
+    matrices. Only the CUDA kernels have a choice: bf16, or fp32 to compare them with a CPU.
     """
-    if name not in NAMES:
-        raise ConfigError("kernels", name, f"must be one of {', '.join(NAMES)}")
+    name, colon, level = wish.partition(":")
+    if name not in NAMES or (colon and name != "native"):
+        raise ConfigError("kernels", wish, f"must be one of {', '.join(NAMES)}, or a level as native:v3")
     if compute not in COMPUTE:
         raise ConfigError("compute", compute, f"must be one of {', '.join(COMPUTE)}")
     wanted = NAMES[1:] if name == "auto" else (name,)
     refused = {each: _refused(each, device, asked=name == each) for each in wanted}
     found = next((each for each in wanted if not refused[each]), None)
     if found is None:
-        raise ConfigError("kernels", name, refused[name])
+        raise ConfigError("kernels", wish, refused[name])
     if found == "cuda":
         from tiercel.kernels.cuda.kernels import CudaKernels  # here: Triton takes a second to import
 
         return CudaKernels(torch.float32 if compute == "fp32" else torch.bfloat16)
     if compute == "bf16":
         raise ConfigError("compute", compute, f"needs the CUDA kernels: the {found} ones compute in fp32")
+    if colon:
+        _take_level(wish, level)
     return native if found == "native" else reference
+
+
+def _take_level(wish: str, level: str) -> None:
+    """Compute on a level that was asked for: then machines with other CPUs compute the same bits. torch has
+    levels of its own, with other bits. It must compute as on a CPU that can run no more than this level."""
+    if level not in native.AVAILABLE:
+        here = ", ".join(native.AVAILABLE)
+        raise ConfigError("kernels", wish, f"of the levels that were built this CPU can run {here}")
+    if level != MACHINE:
+        wanted = TORCH_LEVELS.get(level, "DEFAULT")
+        os.environ.setdefault(TORCH_VARIABLE, wanted.lower())
+        if (found := torch.backends.cpu.get_cpu_capability()) != wanted:  # it reads the variable once
+            why = (
+                f"torch computes with {found} already; set {TORCH_VARIABLE}={wanted.lower()} before it starts"
+            )
+            raise ConfigError("kernels", wish, why)
+    native.use_level(level)
+
+
+def describe(kernels: Kernels) -> tuple[str, str]:
+    """What the start table says of a set: its name, and why it was chosen."""
+    if kernels.NAME != "native":
+        why = "in Triton, for this device" if kernels.NAME == "cuda" else NOT_NATIVE
+        return kernels.NAME, why
+    level, highest = native.level(), native.AVAILABLE[-1]
+    if level == highest:
+        return f"native:{level}", "the highest level that this CPU can run"
+    return f"native:{level}", f"asked for; this CPU can also run {highest}"
 
 
 def _refused(name: str, device: str, *, asked: bool) -> str:
@@ -193,7 +229,7 @@ def _refused(name: str, device: str, *, asked: bool) -> str:
     if name == "native" and torch.device(device).type != "cpu":
         return f"run on the CPU, not on device {device}"
     if name == "native" and not native.AVAILABLE:
-        return "were not built when tiercel was installed: gcc was missing"
+        return "were not built when tiercel was installed: gcc was missing, or it built no level for this CPU"
     interpreted = asked and os.environ.get("TRITON_INTERPRET") == "1"
     if name == "cuda" and torch.device(device).type != "cuda" and not interpreted:
         return f"run on CUDA, not on device {device}"

@@ -345,7 +345,7 @@ static void add_values(Work *work, i64 query, i64 many, i64 j, i64 end, i64 dim)
     for (; c < dim; c++)
         for (i64 i = 0; i < many; i++)
             for (i64 at = j; at < end; at++)
-                out[i * dim + c] = __builtin_fmaf(work->key[at][dim + c], weight[(at - j) * lanes + i], out[i * dim + c]);
+                out[i * dim + c] = FMAF(work->key[at][dim + c], weight[(at - j) * lanes + i], out[i * dim + c]);
 }
 
 /* Queries that see the same keys but for a few take those together. */
@@ -385,7 +385,7 @@ INLINE void add_chunk(float *most, float *sum, float *out, float more, float mor
     if (more_sum == 0.0f) return; /* it sees no key of the chunk */
     float top = more > *most ? more : *most, fade = exp_of(*most - top), share = exp_of(more - top);
     *most = top, *sum = *sum * fade + more_sum * share;
-    for (i64 c = 0; c < dim; c++) out[c] = __builtin_fmaf(weighted[c], share, out[c] * fade);
+    for (i64 c = 0; c < dim; c++) out[c] = FMAF(weighted[c], share, out[c] * fade);
 }
 
 /* The totals of a tile's queries for one kv head; `out` is where the first token's heads begin. */

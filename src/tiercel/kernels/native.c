@@ -3,7 +3,7 @@
    One rule everywhere: the result for a token depends on that token's own inputs only, never on the number of
    other tokens or on the thread. Every sum has one fixed order, so a text gives the same bits alone or in a
    batch, in one piece or token by token. Compiled with -ffp-contract=off: fused multiply-adds are written out
-   (FMA, fmaf), because the compiler once fused in one tile of a product and not in another.
+   (FMA, FMAF), because the compiler once fused in one tile of a product and not in another.
 
    No size is bounded by a constant. Work memory is on the heap, because a thread's stack may be small.
 
@@ -240,7 +240,7 @@ INLINE void read_one(const float *x, float *mixed, const float *scale, const flo
     sinkhorn(mix, room, n, iterations, hc_eps);
     for (i64 c = 0; c < d; c++) seen[c] = collapse[0] * x[c];
     for (int i = 1; i < n; i++)
-        for (i64 c = 0; c < d; c++) seen[c] = __builtin_fmaf(collapse[i], x[i * d + c], seen[c]);
+        for (i64 c = 0; c < d; c++) seen[c] = FMAF(collapse[i], x[i * d + c], seen[c]);
     inverse = inverse_rms(seen, d, eps);
     for (i64 c = 0; c < d; c++) seen[c] = weight[c] * (seen[c] * inverse);
 }
@@ -269,7 +269,7 @@ INLINE void write_one(const float *x, const float *y, const float *place, const 
     for (int j = 0; j < n; j++)
         for (i64 c = 0; c < d; c++) {
             float sum = place[j] * y[c];
-            for (int i = 0; i < n; i++) sum = __builtin_fmaf(mix[i * n + j], x[i * d + c], sum);
+            for (int i = 0; i < n; i++) sum = FMAF(mix[i * n + j], x[i * d + c], sum);
             out[j * d + c] = sum;
         }
 }
@@ -296,7 +296,7 @@ void hyper_head(const float *x, const float *fn, float scale, const float *base,
         for (i64 c = 0; c < d; c++) out[c] = 0;
         for (i64 i = 0; i < n; i++) {
             float share = sigmoid(collapse[i] * inverse * scale + base[i]) + hc_eps;
-            for (i64 c = 0; c < d; c++) out[c] = __builtin_fmaf(share, in[i * d + c], out[c]);
+            for (i64 c = 0; c < d; c++) out[c] = FMAF(share, in[i * d + c], out[c]);
         }
         inverse = inverse_rms(out, d, eps);
         for (i64 c = 0; c < d; c++) out[c] = weight[c] * (out[c] * inverse);
@@ -313,8 +313,7 @@ void route(const float *logits, i64 ls, const float *bias, i64 *chosen, float *w
     for (i64 t = 0; t < rows; t++) {
         const float *in = logits + t * ls;
         float sum = 0;
-        for (i64 e = 0; e < count; e++)
-            score[e] = sqrtf(in[e] > 20.0f ? in[e] : log1pf(expf(in[e])));
+        for (i64 e = 0; e < count; e++) score[e] = sqrtf(softplus(in[e]));
         if (bias) {
             for (i64 e = 0; e < count; e++) biased[e] = score[e] + bias[e];
             for (i64 j = 0; j < k; j++) {
@@ -394,7 +393,7 @@ void experts(const float *x, const i64 *chosen, const float *weights, const floa
         for (i64 t = 0; t < rows; t++)
             for (i64 j = 0; j < k; j++)
                 for (i64 c = 0; chosen[t * k + j] >= 0 && c < d; c++)
-                    y[t * d + c] = __builtin_fmaf(weights[t * k + j], answers[(t * k + j) * d + c], y[t * d + c]);
+                    y[t * d + c] = FMAF(weights[t * k + j], answers[(t * k + j) * d + c], y[t * d + c]);
         free(wide);
     }
     free(part), free(next), free(first), free(order), free(answers);
@@ -474,7 +473,7 @@ static void compress_one(const recent *r, const flat *f, i64 token, const float 
             else for (i64 c = 0; c < dim; c++) {
                 float share = exp_of(gate[c] + b[c] - most[c]);
                 sum[c] += share;
-                out[c] = __builtin_fmaf(share, kv[c], out[c]);
+                out[c] = FMAF(share, kv[c], out[c]);
             }
         }
     for (i64 c = 0; c < dim; c++) out[c] /= sum[c];
@@ -639,7 +638,7 @@ INLINE void scores_of(const float *q, const float **row, const int heads, const 
         UNROLL for (int j = 0; j < rows; j++) {
             float sum = 0;
             UNROLL for (int l = 0; l < LANES; l++) sum += acc[i][j][l];
-            for (i64 rest = c; rest < dim; rest++) sum = __builtin_fmaf(q[i * dim + rest], row[j][rest], sum);
+            for (i64 rest = c; rest < dim; rest++) sum = FMAF(q[i * dim + rest], row[j][rest], sum);
             score[i * count + j] = sum * scale;
         }
 }
@@ -662,7 +661,7 @@ INLINE void values_of(const float **row, i64 count, const float *score, const in
     for (; c < dim; c++)
         for (int i = 0; i < heads; i++) {
             float sum = 0;
-            for (i64 j = 0; j < count; j++) sum = __builtin_fmaf(row[j][c], score[i * count + j], sum);
+            for (i64 j = 0; j < count; j++) sum = FMAF(row[j][c], score[i * count + j], sum);
             out[i * dim + c] = sum;
         }
 }

@@ -1,5 +1,5 @@
 /* What the C files of the kernels share: where tokens stand, vectors of the machine's width, and sums and
-   functions in one order of operations. Each of them rounds alike in every file: -ffp-contract=off, fused where FMA or fmaf stands. */
+   functions in one order of operations. Each of them rounds alike in every file: -ffp-contract=off, fused where FMA or FMAF stands. */
 #ifndef TIERCEL_VECTOR_H
 #define TIERCEL_VECTOR_H
 #include <math.h>
@@ -25,6 +25,11 @@
 #else
 #define LANES 4
 #define FMA(a, b, c) ((a) * (b) + (c)) /* two roundings, everywhere on this machine */
+#endif
+#ifdef __FP_FAST_FMAF
+#define FMAF __builtin_fmaf
+#else
+#define FMAF(a, b, c) ((a) * (b) + (c)) /* the C library computes it exactly in software, fifty times slower */
 #endif
 #define PANEL 16
 #define PV (PANEL / LANES)
@@ -56,20 +61,37 @@ INLINE void store(float *p, vec v) { memcpy(p, &v, sizeof v); }
 INLINE float exp_of(float x) {
     x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
     float n = __builtin_rintf(x * 1.44269504088896341f);
-    float r = __builtin_fmaf(n, -0.693359375f, x);
-    r = __builtin_fmaf(n, 2.12194440e-4f, r);
+    float r = FMAF(n, -0.693359375f, x);
+    r = FMAF(n, 2.12194440e-4f, r);
     float p = 1.9875691500e-4f;
-    p = __builtin_fmaf(p, r, 1.3981999507e-3f);
-    p = __builtin_fmaf(p, r, 8.3334519073e-3f);
-    p = __builtin_fmaf(p, r, 4.1665795894e-2f);
-    p = __builtin_fmaf(p, r, 1.6666665459e-1f);
-    p = __builtin_fmaf(p, r, 5.0000001201e-1f);
-    p = __builtin_fmaf(p * r, r, r) + 1.0f;
+    p = FMAF(p, r, 1.3981999507e-3f);
+    p = FMAF(p, r, 8.3334519073e-3f);
+    p = FMAF(p, r, 4.1665795894e-2f);
+    p = FMAF(p, r, 1.6666665459e-1f);
+    p = FMAF(p, r, 5.0000001201e-1f);
+    p = FMAF(p * r, r, r) + 1.0f;
     union { int32_t i; float f; } two = {.i = ((int32_t)n + 127) << 23};
     return p * two.f;
 }
 
 INLINE float sigmoid(float x) { return 1.0f / (1.0f + exp_of(-x)); }
+
+/* log(1 + exp(x)) to about 2 ulp. The C library's functions have other bits on CPUs without FMA. */
+INLINE float softplus(float x) {
+    float e = exp_of(x < 0.0f ? x : -x); /* log(1 + e) from here on, and x more if it is above 0 */
+    float z = e > 0.41421356f ? 0.5f * e - 0.5f : e, whole = e > 0.41421356f ? 0.69314718f : 0.0f;
+    float p = 7.0376836292e-2f;
+    p = FMAF(p, z, -1.1514610310e-1f);
+    p = FMAF(p, z, 1.1676998740e-1f);
+    p = FMAF(p, z, -1.2420140846e-1f);
+    p = FMAF(p, z, 1.4249322787e-1f);
+    p = FMAF(p, z, -1.6668057665e-1f);
+    p = FMAF(p, z, 2.0000714765e-1f);
+    p = FMAF(p, z, -2.4999993993e-1f);
+    p = FMAF(p, z, 3.3333331174e-1f);
+    p = FMAF(p * z, z, -0.5f * z);
+    return (x > 0.0f ? x : 0.0f) + (FMAF(p, z, z) + whole);
+}
 
 /* A sum in 16 interleaved parts. */
 INLINE float sum_of(const float part[PANEL]) {
@@ -82,8 +104,8 @@ INLINE float dot(const float *a, const float *b, i64 n) {
     float part[PANEL] = {0};
     i64 i = 0;
     for (; i + PANEL <= n; i += PANEL)
-        for (int l = 0; l < PANEL; l++) part[l] = __builtin_fmaf(a[i + l], b[i + l], part[l]);
-    for (int l = 0; i < n; i++, l++) part[l] = __builtin_fmaf(a[i], b[i], part[l]);
+        for (int l = 0; l < PANEL; l++) part[l] = FMAF(a[i + l], b[i + l], part[l]);
+    for (int l = 0; i < n; i++, l++) part[l] = FMAF(a[i], b[i], part[l]);
     return sum_of(part);
 }
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tiercel.errors import ConfigError, SpecError, WeightsError
-from tiercel.kernels.choice import Kernels, check_device, kernels_digest, make_kernels
+from tiercel.kernels.choice import Kernels, check_device, describe, kernels_digest, make_kernels
 from tiercel.kernels.meaning import digest_of
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.models.base import Dimensions, Model, Stage
@@ -33,8 +33,6 @@ from tiercel.spec.hf_fields import whole
 from tiercel.spec.identity import BITS, Identity
 
 LONGEST = "max_position_embeddings"
-
-WHY_KERNELS = {"native": "built at installation", "cuda": "in Triton, for this device"}
 
 
 class Folder:
@@ -170,16 +168,15 @@ class Opened:
 
     def choices(self) -> list[Choice]:
         """What was chosen for the model."""
-        spec, exact, kernels = self.spec, self.kernels.EXACT, self.kernels.NAME
+        spec, exact = self.spec, self.kernels.EXACT
         size = f"{len(spec.layers)} layers, a vocabulary of {self.target.dimensions.vocab_size:,}"
-        why = WHY_KERNELS.get(kernels, "the native ones were not built, or not asked for")
         same = "a text's bits do not depend on what else is computed" if exact else "sums depend on the batch"
         return [
             Choice("model", self.target.name, f"{spec.model}, {size}"),
             *self.target.commit_choice("commit"),
             *(self.draft.commit_choice("draft's commit") if self.draft is not None else ()),
             Choice("entries", self.format, f"{spec.bytes_per_token:,.0f} B per token"),
-            Choice("kernels", kernels, why),
+            Choice("kernels", *describe(self.kernels)),
             Choice("exact", "on" if exact else "off", same),
         ]
 

@@ -23,7 +23,7 @@ class Wish:
     """How entries are kept. None: fp32 on a CPU, where nothing else is faster; else `Family.format`."""
     device: str = setting("cpu", "Where the model runs: cpu, cuda, cuda:1, …")
     """The torch device of weights, pages, tails and rings. The native kernels are for the CPU only."""
-    kernels: str = setting("auto", "Kernels: auto, native, cuda, reference.")
+    kernels: str = setting("auto", "Kernels: auto, native (or a level: native:v3), cuda, reference.")
     compute: str = setting("auto", "Numbers that CUDA kernels compute with: bf16, or fp32.")
     """auto: fp32 on a CPU, bf16 on CUDA. Sums are fp32 everywhere."""
     exact: bool = setting(False, "Refuse to start if bits depend on the batch.", flag="--exact")

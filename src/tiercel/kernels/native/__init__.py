@@ -25,6 +25,8 @@ from tiercel.kernels.native.layers import pack_all as pack_all
 from tiercel.kernels.native.layers import route as route
 from tiercel.kernels.native.library import AVAILABLE as AVAILABLE
 from tiercel.kernels.native.library import built_from as built_from
+from tiercel.kernels.native.library import level as level
+from tiercel.kernels.native.library import use_level as use_level
 from tiercel.kernels.native.rows import attention as attention
 from tiercel.kernels.native.rows import best_rows as best_rows
 from tiercel.kernels.native.rows import compress_store as compress_store

@@ -1,17 +1,19 @@
 """The C library of the native kernels: how it is loaded and called, and what tensors it can read.
 
-The library is built when the package is installed (`native.c`, gcc). If it could not be built, `AVAILABLE` is
-false and the reference kernels run.
+Libraries are built when the package is installed (`native.c`, gcc), one for each level of CPUs
+(`kernels/levels.py`). The highest one that this CPU can run is loaded. Without one the reference kernels run.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib.util
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from tiercel.kernels.levels import LEVELS, MACHINE, runnable
 
 TOKENS_FREE = 64
 """From this many tokens on, a call releases the GIL. Shorter calls keep it: they would have to reacquire it
@@ -42,31 +44,69 @@ SIGNATURES = {
 """The arguments of each C function: p is a pointer, i an int64, f a float."""
 
 
-def _load(kind: type[ctypes.CDLL]) -> ctypes.CDLL | None:
-    found = importlib.util.find_spec("tiercel.kernels._native")
-    if found is None or found.origin is None:
-        return None
-    library = kind(found.origin)
-    for name, kinds in SIGNATURES.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = [_TYPES[kind] for kind in kinds], None
-    library.compress.restype = library.lanes.restype = ctypes.c_int64
-    library.built_from.restype = ctypes.c_char_p
-    return library
+def _path(name: str) -> str | None:
+    """Where a library is; None: it was not built."""
+    found = importlib.util.find_spec(f"tiercel.kernels.{name}")
+    return None if found is None else found.origin
 
 
-_free, _held = _load(ctypes.CDLL), _load(ctypes.PyDLL)
-AVAILABLE = _free is not None
+def cpu_features() -> frozenset[str]:
+    """What this CPU can do (`cpu.c`)."""
+    if (path := _path("_cpu")) is None:
+        return frozenset()
+    library = ctypes.CDLL(path)
+    library.features.restype = ctypes.c_char_p
+    return frozenset(library.features().decode().split())
+
+
+_paths = {level: path for level in (*LEVELS, MACHINE) if (path := _path(f"_native_{level}")) is not None}
+AVAILABLE = runnable(_paths, cpu_features())
+"""The levels that were built and that this CPU can run, lowest first."""
+
+
+class _Libraries(NamedTuple):
+    """One library, loaded twice: its calls release the GIL, or hold it."""
+
+    level: str
+    free: ctypes.CDLL
+    held: ctypes.CDLL
+
+
+def _load(level: str) -> _Libraries:
+    loaded = _Libraries(level, ctypes.CDLL(_paths[level]), ctypes.PyDLL(_paths[level]))
+    for library in loaded[1:]:
+        for name, kinds in SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = [_TYPES[kind] for kind in kinds], None
+        library.compress.restype = library.lanes.restype = ctypes.c_int64
+        library.built_from.restype = ctypes.c_char_p
+    return loaded
+
+
+_libraries = _load(AVAILABLE[-1]) if AVAILABLE else None
+
+
+def level() -> str:
+    """The level that this process computes on."""
+    assert _libraries is not None
+    return _libraries.level
+
+
+def use_level(level: str) -> None:
+    """Compute on one of `AVAILABLE` from now on, in the whole process."""
+    global _libraries  # noqa: PLW0603
+    _libraries = _load(level)
 
 
 def built_from() -> tuple[str, ...]:
     """What the library was built from, which may not be the current C source; and its vector width."""
-    assert _free is not None
-    return _free.built_from().decode(), str(_free.lanes())
+    assert _libraries is not None
+    return _libraries.free.built_from().decode(), str(_libraries.free.lanes())
 
 
 def call(name: str, tokens: int, *arguments: object) -> Any:
-    function = getattr(_free if tokens >= TOKENS_FREE else _held, name)
+    assert _libraries is not None
+    function = getattr(_libraries.free if tokens >= TOKENS_FREE else _libraries.held, name)
     return function(*[each.data_ptr() if type(each) is Tensor else each for each in arguments])
 
 
