@@ -337,12 +337,12 @@ def with_few_colours(path):
     from PIL import Image  # comes with matplotlib
 
     whole = Image.open(path).convert("RGB")
-    own = [
-        tuple(bytes.fromhex(each)) for each in re.findall(r"#([0-9a-f]{6})", (WEB / "page.css").read_text())
-    ]
-    often = [colour for _, colour in sorted(whole.getcolors(2**24), reverse=True)]
+    css, counted = (WEB / "page.css").read_text(), whole.getcolors(2**24)
+    assert counted
+    own = [tuple(bytes.fromhex(each)) for each in re.findall(r"#([0-9a-f]{6})", css)]
+    often = [Image.new("RGB", (1, 1), colour).tobytes() for _, colour in sorted(counted, reverse=True)[:256]]
     palette = Image.new("P", (1, 1))
-    palette.putpalette([channel for colour in (own + often)[:256] for channel in colour])
+    palette.putpalette([channel for colour in [*own, *often][:256] for channel in colour])
     whole.quantize(palette=palette, dither=Image.Dither.NONE).save(path, optimize=True)
 
 

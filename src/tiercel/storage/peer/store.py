@@ -146,7 +146,7 @@ class PeerStore(Store):
     def stats(self) -> dict[str, Any]:
         """As of several stores with one peer. `boot` names the last known start of the peer's process."""
         self._check_open()
-        own = {"address": self.address, "boot": self._boot.hex(), "transport": self._name}
+        own = {"boot": self._boot.hex(), "transport": self._name}
         return {"records": None, "bytes": None, "peers": {"1": own | dict(self._counters)}}
 
     def register(self, memory: memoryview) -> None:

@@ -103,7 +103,7 @@ function trouble(past, { stats, http }) {
     for (const [status, count] of Object.entries(statuses)) {
       if (status < 400) continue;
       const name = `tiercel_http_requests_total{call="${call}",status="${status}"}`;
-      rows.push(counter(past, `${status} ${call}`, name, count, ["http", "requests", call, status], { bad: true }));
+      rows.push(counter(past, `${status} ${call}`, name, count, ["http", "requests", call, status], { bad: status !== "499" }));
     }
   }
   return rows;
@@ -134,7 +134,7 @@ const SHARED = [["records_sent", "Records sent"], ["bytes_sent", "Sent", bytes],
 function peers(past, { store, shared, engine }) {
   const rows = [];
   for (const [number, told] of Object.entries(store.store?.peers ?? {})) {
-    rows.push(head(`Peer ${number}: ${told.address}`));
+    rows.push(head(`Peer ${number}, by ${told.transport}`));
     for (const [name, words, tell = short, bad = false] of PEER) {
       const path = ["stats", "store", "store", "peers", number, name];
       rows.push(counter(past, words, `tiercel_store_peer_${name}_total{peer="${number}"}`, told[name], path, { tell, bad }));
