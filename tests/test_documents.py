@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 import pytest
 import typer.main
+import yaml  # type: ignore[import-untyped]
 
 from tiercel.cli.commands import app
 from tiercel.engine.config import SPECULATE
@@ -117,6 +118,11 @@ def is_there(name: str) -> bool:
     return not before and not re.match(r"[A-Z][a-z]", last) and last in words()
 
 
+@cache
+def alerts() -> frozenset[str]:
+    return frozenset(re.findall(r"alert: (\w+)", (ROOT / "deploy" / "alerts.yml").read_text()))
+
+
 def is_file(text: str) -> bool:
     return bool(re.fullmatch(r"[\w.-]+(/[\w.-]+)*", text)) and text.endswith((".py", ".md", ".sh", ".c"))
 
@@ -139,8 +145,8 @@ def test_options_that_are_named_exist(document):
 
 @every_document
 def test_names_that_are_named_exist(document):
-    """In the source, or in a file of tests that the document names. `docs/record-format.md` names fields of a
-    format, which the source has by their places only."""
+    """In the source, among the alerts, or in a file of tests that the document names. `docs/record-format.md`
+    names fields of a format, which the source has by their places only."""
     if document.name == "record-format.md":
         return
     tests = (each for each in quoted(document) if re.fullmatch(r"tests/.*\.py", each))
@@ -148,7 +154,8 @@ def test_names_that_are_named_exist(document):
     for each in quoted(document):
         name = re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(\(\))?", each)
         if name and each not in OTHERS and not each.startswith(("tiercel_", "TIERCEL_")):
-            assert each in in_tests or is_there(each) or is_file(each) or is_module(each), each
+            own = in_tests | alerts()
+            assert each in own or is_there(each) or is_file(each) or is_module(each), each
 
 
 def is_module(name: str) -> bool:
@@ -168,3 +175,11 @@ def test_every_thread_has_a_line_on_the_page_of_threads():
 def test_everybody_who_can_guess_is_told():
     named = f"`--speculate {'|'.join(SPECULATE)}`"
     assert named in (ROOT / "docs" / "server.md").read_text(), f"docs/server.md must have {named}"
+
+
+def test_every_alert_is_in_the_table_of_alerts():
+    table = re.findall(
+        r"^\| `(Tiercel\w+)` \| (\w+) \|", (ROOT / "docs" / "operations.md").read_text(), re.MULTILINE
+    )
+    rules = yaml.safe_load((ROOT / "deploy" / "alerts.yml").read_text())["groups"][0]["rules"]
+    assert table == [(rule["alert"], rule["labels"]["severity"]) for rule in rules]

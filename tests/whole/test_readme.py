@@ -79,7 +79,8 @@ def test_a_server_starts_with_a_store_and_the_store_can_be_looked_into(store):
     (line,) = [line for line in COMMANDS if " store stat|" in line]
     before, verbs, url = re.fullmatch(r"(.*) (\S+\|\S+) (URL)", line).groups()
     for verb in verbs.split("|"):
-        run(f"{before.replace('.venv/bin/tiercel', TIERCEL)} {verb} file://{store}", shell=True)
+        sure = " --yes" if verb == "clear" else ""
+        run(f"{before.replace('.venv/bin/tiercel', TIERCEL)} {verb}{sure} file://{store}", shell=True)
 
 
 def test_a_server_that_guesses_starts():

@@ -53,7 +53,8 @@ class Report:
     late: Times | None
     """How long after their times in the trace requests began."""
     sources: dict[str, Source]
-    client_busy: float
+    client_late: Times | None
+    """How late the client itself was. The other times have such an error."""
     interrupted: bool
     sent_sha256: str
     counters: dict[str, float]
@@ -85,7 +86,7 @@ class Report:
             e2e=_times([each.e2e_s for each in good]),
             late=_times([each.late_s for each in run.measured if each.late_s is not None]),
             sources=sources,
-            client_busy=run.client_busy,
+            client_late=_times(run.client_late_s),
             interrupted=run.interrupted,
             sent_sha256=run.sent_sha256,
             counters=run.counters,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -20,6 +21,9 @@ from tiercel.bench.client import Client, Measured
 from tiercel.bench.load import Conversation
 from tiercel.bench.sending import Form, Said
 
+WAKE_S = 0.02
+"""How often it is measured how late this process is."""
+
 
 @dataclass
 class Run:
@@ -27,8 +31,8 @@ class Run:
 
     measured: list[Measured] = field(default_factory=list)
     seconds: float = 0.0
-    client_busy: float = 0.0
-    """Which part of the run this process computed. Near 1, times are its own, not the server's."""
+    client_late_s: array[float] = field(default_factory=lambda: array("d"))
+    """How late this process was, each time that it wanted to be woken. All times have such an error."""
     counters: dict[str, float] = field(default_factory=dict)
     """By how much the counters of the server's `/metrics` grew."""
     interrupted: bool = False
@@ -66,7 +70,7 @@ async def run(  # noqa: PLR0913
     """Ask all conversations. `timed`: at their times, at most `concurrency` at once if that is given; else by
     `concurrency` clients. Cancelled, it returns what there is so far."""
     found, before = Run(), await client.counters()
-    begin_s, busy_s = time.perf_counter(), time.process_time()
+    begin_s, watch = time.perf_counter(), asyncio.create_task(_watch(found))
     asking = [Asking(n, each, Said(each, form)) for n, each in enumerate(conversations)] if not timed else []
 
     async def turn(each: Asking, *, late_s: float | None = None) -> bool:
@@ -110,9 +114,16 @@ async def run(  # noqa: PLR0913
         if task := asyncio.current_task():
             task.uncancel()  # what follows is not to be cancelled
     found.seconds = time.perf_counter() - begin_s
-    found.client_busy = (time.process_time() - busy_s) / found.seconds
+    watch.cancel()
     found.counters = await _grown(client, before)
     return found
+
+
+async def _watch(found: Run) -> None:
+    while True:
+        begin_s = time.perf_counter()
+        await asyncio.sleep(WAKE_S)
+        found.client_late_s.append(time.perf_counter() - begin_s - WAKE_S)
 
 
 async def _grown(client: Client, before: dict[str, float]) -> dict[str, float]:

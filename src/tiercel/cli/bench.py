@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 CONVERSATIONS, TURNS, CONCURRENCY = 16, 4, 4
 PROMPT_TOKENS, ANSWER_TOKENS = "256", "32"
-BUSY = 0.8
-"""A client that computes for a larger part of the time is no longer a good clock."""
+CLIENT_LATE_S = 0.005
+"""A client that is later than this once in a hundred times is told to be no good clock."""
 
 Url = Annotated[str, typer.Argument(help="The server, with or without /v1.")]
 Model = Annotated[str | None, typer.Option(help="The model's name. Default: the first one of /v1/models.")]
@@ -213,12 +213,12 @@ def show(report: Report) -> None:
     ):
         if times is not None:
             table.add_row(name, *_ms(times))
-    headings = "requests", "first token, ms: mean", "p50", "p90", "p99", "prompt tokens", "share", "tokens/s"
-    sources = _table("slowest source", *headings)
+    headings = "mean", "p50", "p90", "p99", "requests", "prompt tokens", "share", "tokens/s"
+    sources = _table("first token, by slowest source", *headings)
     for name, source in report.sources.items():
         share = f"{source.tokens / max(1, report.prompt_tokens):.1%}"
         tokens = f"{source.tokens:,}", share, f"{source.tokens_s:,.0f}"
-        sources.add_row(name, f"{source.requests:,}", *_ms(source.ttft), *tokens)
+        sources.add_row(name, *_ms(source.ttft), f"{source.requests:,}", *tokens)
     console.print(counts)
     if report.answered:
         console.print(table)
@@ -234,9 +234,11 @@ def _notes(report: Report) -> list[str]:
     notes = [f"{count:,} requests ended with {kind}" for kind, count in report.errors.items()]
     notes += [f"{report.unasked:,} requests were not sent"] if report.unasked else []
     notes += [f"{report.short:,} answers were shorter than asked for"] if report.short else []
-    if report.client_busy > BUSY:
-        busy = f"{report.client_busy:.0%} of the time"
-        notes.append(f"this client computed for {busy}, so the times are partly its own")
+    if report.client_late is not None and report.client_late.p99_s > CLIENT_LATE_S:
+        late = f"{1e3 * report.client_late.p50_s:,.1f} ms (99 %: {1e3 * report.client_late.p99_s:,.1f})"
+        notes.append(
+            f"this client was itself late by {late}: the machine is busy, or the load is too much for it"
+        )
     return notes
 
 
