@@ -89,7 +89,7 @@ def check_sums(server, told):
     assert samples["tiercel_compute_saved_seconds_total[]"] > 0
     with httpx.stream("GET", f"{server.url}/feed", timeout=30) as feed:
         state = next(line for line in feed.iter_lines() if line.startswith("data: "))
-    recent = httpx.Response(200, text=state[6:]).json()["recent"]["requests"].values()
+    recent = httpx.Response(200, text=state[6:]).json()["requests"].values()
     parts = {part: sum(each["tokens"][part] for each in recent) for part in ("replayed", *hits)}
     assert (
         parts == {"replayed": replayed, **hits}
