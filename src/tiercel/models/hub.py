@@ -7,7 +7,7 @@
 If the Hub can not be asked, the cache must have all that is needed. Weights are read as safetensors only, so
 no other copy of them is fetched.
 
-In one process a name means one commit: whoever opens a model twice opens the same one.
+To run it, a name means one commit in one process: whoever opens a model twice opens the same one.
 """
 
 from __future__ import annotations
@@ -77,13 +77,12 @@ class Snapshot(NamedTuple):
         return ConfigError("model", self.model, f"{why}: there is no {what}")
 
 
-@cache
 def config_of(model: str) -> Snapshot:
-    """What a name means, with `config.json` and nothing else fetched. If the Hub can not be asked: what the
-    name last meant."""
+    """What a name means, with `config.json` and nothing else fetched. If the Hub can not be asked, or has it
+    no more: what the name last meant."""
     from httpx import HTTPError
     from huggingface_hub import HfApi, constants, hf_hub_download
-    from huggingface_hub.errors import LocalEntryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     name, revision = parts_of(model)
     listed = partial(HfApi().model_info, name, files_metadata=True, timeout=constants.HF_HUB_ETAG_TIMEOUT)
@@ -91,8 +90,6 @@ def config_of(model: str) -> Snapshot:
     with _in_words(model, "is no folder here, and "):
         try:
             told = listed(revision=revision)
-        except RevisionNotFoundError:
-            raise
         except (HTTPError, OSError) as error:
             try:
                 folder = Path(config_at(local_files_only=True)).parent
