@@ -96,10 +96,8 @@ class Store(ABC):
     trouble: str = ""
     """Why it keeps nothing now, if that was seen when it was opened. For whoever starts a server."""
 
-    @property
-    def away(self) -> bool:
-        """Whether it could not be reached yet (`storage.late`)."""
-        return False
+    away: bool = False
+    """Whether it has not been reached yet (`storage.late`)."""
 
     @abstractmethod
     def contains(self, keys: Sequence[RecordKey]) -> list[bool]:

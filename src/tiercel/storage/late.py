@@ -32,7 +32,7 @@ class LateStore(Store):
         why: StoreAway,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        self.align, self.writes = kind.align, kind.writes
+        self.align, self.writes, self.away = kind.align, kind.writes, True
         self.trouble = f"it is away, and is tried again: {why}"
         log.warning("the store: %s", self.trouble)
         self._make, self._why, self._clock = make, str(why), clock
@@ -42,17 +42,13 @@ class LateStore(Store):
         self._lock = Lock()
         self._closed = False
 
-    @property
-    def away(self) -> bool:
-        return self._store is None
-
     def _opened(self) -> Store:
         """The store. One thread opens it; the others wait for the outcome."""
         with self._lock:
             if self._closed:
                 raise StoreError("the store is closed")
             if self._store is None:
-                self._store = self._open()
+                self._store, self.away = self._open(), False
             return self._store
 
     def _open(self) -> Store:

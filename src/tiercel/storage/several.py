@@ -33,16 +33,12 @@ class SeveralStores(Store):
         self._read, self._store = [(each, Breaker()) for each in peers], store
         self.writes = store is not None
         if store is not None:
-            self.align, self.trouble = store.align, store.trouble
+            self.align, self.trouble, self.away = store.align, store.trouble, store.away
         for peer in peers:
             peer.align = self.align  # a batch has headers of one length, whoever answers
         self._clock = clock
         self._brought: dict[RecordKey, None] = {}
         """Keys that a peer supplied. If a value is damaged, the store's own record is not to blame."""
-
-    @property
-    def away(self) -> bool:
-        return self._store is not None and self._store.away
 
     def contains(self, keys: Sequence[RecordKey]) -> list[bool]:
         return self._ask(keys, lambda store, some: store.contains(some), lambda _: None)
