@@ -69,8 +69,8 @@ def test_a_server_starts_without_its_store_and_uses_it_as_soon_as_it_is_there(ki
             assert re.search(r"store tier \S+ it is away, and is tried again: ", told), server.told
             assert server.told.count("WARNING") <= 2, server.told
             assert store_of(server)["state"] in ("off", "trying")
-            said, _ = generate(server, PROMPT[:600])
             other.start()
+            said, _ = generate(server, PROMPT[:600])
             until(lambda: store_of(server)["state"] == "working", "the store is used")
             assert generate(server, PROMPT[:600])[0] == said
             if kind == "redis":

@@ -33,9 +33,8 @@ from tiercel.server.options import ServerOptions
 from tiercel.storage.open import shown, why_not
 
 if TYPE_CHECKING:
-    from tiercel.engine.service import EngineService
     from tiercel.events import EventPublisher
-    from tiercel.server.http.traces import Traces
+    from tiercel.server.listen import Server
 
 log = logging.getLogger("tiercel.server")
 
@@ -63,13 +62,13 @@ def serve(
     with ExitStack() as ending:
         with ends_at_once():
             ending.callback(start_logging(options.log_format, options.log_level).close)
-            service, options, traces, door = _start(build, engine_config, options, ending)
-        _listen(service, options, traces, door)
+            server, options, door = _start(build, engine_config, options, ending)
+        _listen(server, options, door)
 
 
 def _start(
     build: Build, config: EngineConfig, options: ServerOptions, ending: ExitStack
-) -> tuple[EngineService, ServerOptions, Traces | None, socket.socket]:
+) -> tuple[Server, ServerOptions, socket.socket]:
     """All that can be opened and checked without the model comes first: an error there costs no minutes."""
     from tiercel.engine.sources import open_sources
     from tiercel.storage.open import open_peers
@@ -85,10 +84,10 @@ def _start(
     publisher = _publisher(build, options, ending)
 
     from tiercel.peers.offering import open_listener, where
+    from tiercel.replay import server as replay_server
     from tiercel.replay.record import Recorder, open_trace
-    from tiercel.replay.server import Server
     from tiercel.server.http.traces import open_traces
-    from tiercel.server.listen import check_certificate
+    from tiercel.server.listen import Server, check_certificate
 
     check_certificate(options)
     trace = open_trace(options.trace) if options.trace is not None else None
@@ -112,7 +111,7 @@ def _start(
     names = *options.model_names, name_of(build.model)
     service = EngineService(engine, names[0], ", ".join(map(shown, build.sources)), publisher)
     if trace is not None:
-        recorder = Recorder(trace, Server.of(names[0], engine.cache, engine.config))
+        recorder = Recorder(trace, replay_server.Server.of(names[0], engine.cache, engine.config))
         ending.callback(recorder.close)
         engine.scheduler.finished = recorder.ended
     ending.callback(service.close, 0.0)  # `_listen` has waited for running answers
@@ -124,7 +123,7 @@ def _start(
         service.pull_prompts(peers, build.prefill_wait_s)
     if options.tenants is not None:
         service.limit_tenants(options.tenants.cache_limits)
-    return service, options, traces, door
+    return Server(service, options, traces), options, door
 
 
 def _publisher(build: Build, options: ServerOptions, ending: ExitStack) -> EventPublisher | None:
@@ -199,13 +198,7 @@ def _no_port(host: str, port: int, error: OSError) -> ConfigError:
     return ConfigError("--port", port, f"can not listen on {host}: {error}")
 
 
-def _listen(
-    service: EngineService, options: ServerOptions, traces: Traces | None, door: socket.socket
-) -> None:
-    from tiercel.server.listen import Server
-
-    server = Server(service, options, traces)
-
+def _listen(server: Server, options: ServerOptions, door: socket.socket) -> None:
     def end(*_: object) -> None:
         server.should_exit = True
 
