@@ -2,15 +2,19 @@
 Method: the embedded model's engine, its asks one after the other."""
 
 import json
+from dataclasses import replace
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.engine.drive import SPEC, make_ask, make_engine, run, settle, words
-from tiercel.errors import ConfigError
-from tiercel.replay.formats import read_trace
+from tiercel.cli.commands import app
+from tiercel.errors import ConfigError, TraceError
+from tiercel.replay.formats import read_trace, servers_of
 from tiercel.replay.record import Recorder, open_trace
 from tiercel.replay.run import Serving, replay_places
 from tiercel.replay.server import Server
+from tiercel.spec import load
 
 
 def record(file, engine, prompts, count=4):
@@ -51,6 +55,99 @@ def test_a_replay_of_a_servers_trace_reuses_what_the_server_did(tmp_path):
         (usage.device_tokens, usage.host_tokens) for usage in usages
     ]
     assert all(each.prefill_s > 0 for each in said) and trace.requests[0].turn_ends == (128,)
+
+
+def test_a_trace_names_what_its_server_served_and_how(tmp_path):
+    file = tmp_path / "out.jsonl"
+    engine = make_engine(pages=6, host_pages=40)
+    record(file, engine, [BASE])
+    (server,) = servers_of([file])
+    assert server == Server.of("tiny", engine.cache, engine.config)
+    assert server.spec == replace(SPEC, model="tiny") and server.spec.form == SPEC.form
+    assert server.places.device_pages and server.host_bytes == engine.cache.config.host_bytes > 0
+
+
+def test_a_declaration_with_a_draft_and_two_pools_comes_back_as_it_was(tmp_path):
+    spec = load("deepseek-v4-flash", draft=True).apart
+    assert spec.second and any(stream.draft for stream in spec.streams)
+    file = tmp_path / "out.jsonl"
+    Recorder(open_trace(file), Server("flash", 256, spec)).close()
+    (server,) = servers_of([file])
+    assert server.spec == spec
+    assert [each.draft for each in server.spec.streams] == [each.draft for each in spec.streams]
+    assert server.spec.units == spec.units and server.spec.selective
+
+
+@pytest.mark.parametrize(
+    ("field", "why"),
+    [
+        ({"step_tokens": 0}, "step_tokens = 0"),
+        ({"host_bytes": -1}, "host_bytes = -1"),
+        ({"spec": {"model": "x"}}, "its spec or its places can not be read"),
+        ({"places": [1, 2]}, "its spec or its places can not be read"),
+        ({"tiercel_trace": 9}, "version 9"),
+    ],
+)
+def test_a_first_line_that_can_not_be_is_named(tmp_path, field, why):
+    file = tmp_path / "out.jsonl"
+    file.write_text(json.dumps({"tiercel_trace": 1, "page_tokens": 256, "model": "x", **field}))
+    with pytest.raises(TraceError, match=why) as caught:
+        servers_of([file])
+    assert caught.value.line == 1
+
+
+def test_the_commands_replay_a_trace_as_its_server_was(tmp_path):
+    """Model, page size, steps and sizes are the server's, unless an option says otherwise."""
+    file = tmp_path / "out.jsonl"
+    engine = make_engine(pages=6, host_pages=40)
+    usages = record(file, engine, PROMPTS)
+    told = replayed(file, "--one-at-a-time")
+    assert told["serving"] == {
+        "model": "tiny",
+        "model_named_by": "the trace names them",
+        "page_tokens": SPEC.page_tokens,
+        "batch": engine.config.running_max,
+        "step_tokens": 512,
+        "context_tokens": engine.config.context_tokens,
+        "stages": 1,
+    }
+    assert told["hit_tokens"]["host"] == sum(each.host_tokens for each in usages) > 0
+    assert told["hit_tokens"]["device"] == sum(each.device_tokens for each in usages) > 0
+    other = ("--device-memory", "1GiB", "--host-memory", 0, "--model", "deepseek-v4-flash")
+    told = replayed(file, *other, "--step-tokens", 100, "--context-tokens", 650, "--draft", "mtp")
+    assert told["serving"] == {
+        "model": "deepseek-v4-flash+mtp",
+        "model_named_by": "--model",
+        "page_tokens": SPEC.page_tokens,
+        "batch": engine.config.running_max,
+        "step_tokens": 100,
+        "context_tokens": 650,
+        "stages": 1,
+    }
+    assert told["refused"] == 2, "two prompts have 700 tokens"
+    assert told["sizes"] == {"device_bytes": 2**30, "host_bytes": 0, "store_bytes": 0}
+
+
+def test_an_older_trace_names_a_model_that_is_known_or_must_be_told(tmp_path):
+    """It has no declaration."""
+    file = tmp_path / "out.jsonl"
+    record(file, make_engine(), PROMPTS[:2])
+    head, *rows = file.read_text().splitlines()
+    old = {name: json.loads(head)[name] for name in ("tiercel_trace", "page_tokens", "began_s")}
+    file.write_text("\n".join([json.dumps(old | {"model": "tiny-v4"}), *rows]))
+    told = replayed(file, "--device-memory", "64MiB", "--host-memory", 0)["serving"]
+    assert (told["model"], told["page_tokens"]) == ("tiny_v4", SPEC.page_tokens)
+    file.write_text("\n".join([json.dumps(old | {"model": "mine"}), *rows]))
+    with pytest.raises(ConfigError, match="the trace names 'mine', which is no preset"):
+        replayed(file)
+    file.write_text("\n".join([json.dumps(old | {"model": name}) for name in ("mine", "yours")] + rows))
+    with pytest.raises(ConfigError, match="the trace names mine and yours: choose"):
+        replayed(file)
+
+
+def replayed(file, *words):
+    words = [str(word) for word in ("replay", file, *words, "--json")]
+    return json.loads(CliRunner().invoke(app, words, catch_exceptions=False).output)
 
 
 def test_an_answer_of_one_token_has_its_times_too(tmp_path):

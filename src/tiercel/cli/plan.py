@@ -156,7 +156,8 @@ def show(points: list[Point], prices: Prices, rates: Rates) -> None:
     overloaded = max((point.report for point in points), key=lambda report: report.devices)
     if told := t.overload(overloaded):
         fewest = min(point.report.devices for point in points)
-        console.print(f"{told} (with the sizes that find the most: {fewest})")
+        less = f" (with the sizes that find the most: {fewest})" if fewest < overloaded.devices else ""
+        console.print(told + less)
 
 
 def _cells(point: Point) -> Sequence[str]:

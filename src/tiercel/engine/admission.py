@@ -64,7 +64,8 @@ class Admission:
             raise QueueFull(waiting=len(self.waiting), waiting_max=self._config.waiting_max)
         now = self._clock()
         order = now - PRIORITY_S * ask.priority, self._number
-        chain = self._cache.chain(ask.prompt_array, ask.namespace, ask.tenant, keys=ask.keys)
+        tokens = ask.prompt_array if ask.keys is None else ask.prompt  # with keys they are only counted
+        chain = self._cache.chain(tokens, ask.namespace, ask.tenant, keys=ask.keys)
         task = Task(ask, order, chain, stream, ends, now)
         self._number += 1
         self.tasks[ask.request_id] = task

@@ -192,14 +192,23 @@ class Scheduler:
             if task.seat is not seat:
                 continue
             before_s = task.drew_s
-            if part.end < seat.calm_upto and before_s is not None and steps == 1 and isinstance(outs, tuple):
-                out = outs[0]
-                if out.token not in task.ends:  # the common case
-                    task.tokens.append(out.token)
-                    seat.computed = part.end
+            last = part.end + steps - 1
+            if last < seat.calm_upto and before_s is not None and isinstance(outs, tuple):
+                if steps == 1 and outs[0].token not in task.ends:  # the common case
+                    task.tokens.append(outs[0].token)
+                    seat.computed = last
                     task.drew_s = now
                     calm_s.append(before_s)
-                    outcomes.append(Outcome(task, out))
+                    outcomes.append(Outcome(task, outs[0]))
+                    continue
+                tokens = [out.token for out in outs]
+                if steps > 1 and task.ends.isdisjoint(tokens):  # the same, several times in a row
+                    task.tokens += tokens
+                    seat.computed = seat.planned = last
+                    task.drew_s = now
+                    gaps[before_s, steps] += 1
+                    computed += steps
+                    outcomes += [Outcome(task, out) for out in outs]
                     continue
             if before_s is None and isinstance(outs, tuple):
                 task.times.first_s = now  # also if this token ends the answer

@@ -132,7 +132,7 @@ def verdict(curve: Sequence[Point], prices: Prices, rates: Rates) -> str:
     less = 1 - best.cost / none.cost
     text = (
         f"host {best.sizes.host_bytes / GIB:,.1f} GiB{store} is worth its price: {less:.0%} cheaper than the "
-        f"device alone. A GiB must save {must}; each saves {_saved(none, best):,.0f}"
+        f"device alone. A GiB must save {must}; each of these saves {_saved(none, best):,.0f}"
     )
     for point in others:
         if (
@@ -140,7 +140,7 @@ def verdict(curve: Sequence[Point], prices: Prices, rates: Rates) -> str:
             and point.sizes.host_bytes > best.sizes.host_bytes
         ):
             more = f"{point.saved_tokens_per_gib:,.0f}"
-            return f"{text}, each more up to {point.sizes.host_bytes / GIB:,.1f} GiB would save {more}"
+            return f"{text}; each more, up to {point.sizes.host_bytes / GIB:,.1f} GiB, would save {more}"
     return f"{text}. It is the largest that was tried"
 
 

@@ -21,6 +21,7 @@ from typing import cast
 
 from tiercel.asks.ask import Ask, Sampling, TokenOut
 from tiercel.cache import TieredCache
+from tiercel.collector import resting
 from tiercel.config import CacheConfig
 from tiercel.engine.config import EngineConfig
 from tiercel.engine.scheduler import Scheduler
@@ -339,7 +340,8 @@ def replay_places(
     )
     replayer = Replayer(cache, engine, rates, trace, clock, one_at_a_time=serving.one_at_a_time)
     began_s = perf_counter()
-    replayer.run(progress)
+    with resting():  # a replay leaves no circles, and its trace would be visited again and again
+        replayer.run(progress)
     counted = cache.counters
     moved = {
         word: counted[f"pages_{word}"] * spec.page_bytes + counted[f"tails_{word}"] * spec.tail_bytes

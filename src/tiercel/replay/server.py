@@ -41,12 +41,14 @@ class Server:
     @staticmethod
     def of(model: str, cache: TieredCache, config: EngineConfig) -> Server:
         """The server that an engine runs in. `config`: with all choices made."""
+        from tiercel.engine.scheduler import STEP_TOKENS  # here: a trace is read without it
+
         sizes = cache.config
         return Server(
             model,
             cache.spec.page_tokens,
-            cache.spec,
-            config.step_tokens,
+            replace(cache.spec, model=model),
+            config.step_tokens or STEP_TOKENS,
             config.context_tokens,
             config.running_max,
             DevicePlaces(sizes.device_pages, sizes.staging_tails, sizes.staged_pages),

@@ -10,7 +10,6 @@ this process that ends. A worker whose parent is gone ends with its next word.
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -153,7 +152,6 @@ def _serve(parent: Connection) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     try:
         given: Given = parent.recv()
-        gc.freeze()  # the trace stays: the collector need not visit it
         while True:
             work = parent.recv()
             try:
