@@ -41,7 +41,7 @@ OTHERS = {
     *("process_cpu_seconds_total", "process_resident_memory_bytes", "process_virtual_memory_bytes"),
     *("huggingface_hub", "HF_HOME", "HF_TOKEN", "HF_ENDPOINT", "main"),
     *("process_start_time_seconds", "process_open_fds", "process_max_fds", "gc.freeze"),
-    *("OTEL_TRACES_SAMPLER", "OTEL_EXPORTER_OTLP_HEADERS", "--mini-lb"),
+    *("OTEL_TRACES_SAMPLER", "OTEL_EXPORTER_OTLP_HEADERS", "--mini-lb", "cache_aware"),
 }
 """Names of other programs."""
 
