@@ -212,6 +212,7 @@ def test_a_connection_that_ends_or_stalls_at_any_byte_is_an_error_and_the_next_c
                 store.get([record.get() for record in TEN])
             proxy.heal()
             assert read(store, TEN) == HERE
+            assert store.stats()["peers"]["1"]["failures"] == 1
 
 
 def test_a_byte_that_was_flipped_is_never_believed(proxy):
@@ -243,7 +244,8 @@ def test_an_idle_connection_that_broke_is_opened_again_without_an_error(proxy):
         assert read(store, TEN) == HERE
         proxy.cut_all()
         assert read(store, TEN) == HERE
-        assert store.stats()["peers"]["1"]["connections"] == 2
+        told = store.stats()["peers"]["1"]
+        assert (told["connections"], told["failures"]) == (2, 0)
 
 
 # Processes that stop

@@ -274,6 +274,9 @@ FAMILIES: Mapping[str, Family | None] = {
         ("state",),
         states=("working", "off", "trying"),
     ),
+    "store.refused": Family(
+        "store_refused", "Whether the store works, but did not keep the last write (it is full): 1 or 0"
+    ),
     "store.records": Family("store_records", "Records in the store now: up to 4 of a page or tail"),
     "store.bytes": Family("store_bytes", "Bytes of all records in the store now, if the store can tell"),
     "store.saved_bytes": Family("store_saved_bytes", "Bytes written to the store", since=ATTACHED),

@@ -66,6 +66,16 @@ COUNTED = ("reads", "bytes_read", "failures", "other_form", "connections", "rest
 """Each is there from the start, as 0."""
 
 
+@contextmanager
+def _failures_counted(counters: Counter[str], lock: Lock) -> Iterator[None]:
+    try:
+        yield
+    except StoreError:
+        with lock:
+            counters["failures"] += 1
+        raise
+
+
 class PeerStore(Store):
     """The records of a server that was started with `--share-pages host:port`. It can not be written to."""
 
@@ -248,34 +258,27 @@ class PeerStore(Store):
     # Connections
 
     def _call(self, do: Callable[[_Peer], T]) -> T:
-        """Call `do` with a connection, and count if it fails."""
-        try:
-            return self._tried(do)
-        except StoreError:
-            with self._lock:
-                self._counters["failures"] += 1
-            raise
-
-    def _tried(self, do: Callable[[_Peer], T]) -> T:
-        """Call `do` with a free connection; if that has broken since its last use, with another."""
-        while True:
-            self._check_open()
-            self._check_reads()
-            with self._lock:
-                peer = self._idle.pop() if self._idle else None
-            used = peer is not None
-            peer = peer or self._connect()
-            try:
-                answer = do(peer)
-            except BaseException as error:
-                self._drop(peer)
-                if isinstance(error, LinkLost) and used and not self._closed:
-                    continue
-                if isinstance(error, StoreError):
-                    raise StoreError(f"peer {self.address}: {error}") from error
-                raise
-            self._give_back(peer)
-            return answer
+        """Call `do` with a free connection; if that has broken since its last use, with another. A call that
+        fails is counted."""
+        with _failures_counted(self._counters, self._lock):
+            while True:
+                self._check_open()
+                self._check_reads()
+                with self._lock:
+                    peer = self._idle.pop() if self._idle else None
+                used = peer is not None
+                peer = peer or self._connect()
+                try:
+                    answer = do(peer)
+                except BaseException as error:
+                    self._drop(peer)
+                    if isinstance(error, LinkLost) and used and not self._closed:
+                        continue
+                    if isinstance(error, StoreError):
+                        raise StoreError(f"peer {self.address}: {error}") from error
+                    raise
+                self._give_back(peer)
+                return answer
 
     def _connect(self) -> _Peer:
         self._check_open()

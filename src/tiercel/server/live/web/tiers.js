@@ -116,8 +116,10 @@ function drawStore(stats, url) {
   part(root, "bar").setAttribute("aria-label", most ? `${percent(store.bytes, most)} full` : "size not known");
   part(root, "bar").firstChild.style.width = most ? `${(100 * store.bytes) / most}%` : "0";
   const condition = row(list, "State", "state");
-  condition.textContent = STORE_WORDS[store.state] ?? store.state;
-  condition.className = store.state;
+  const full = store.state === "working" && store.refused;
+  const words = full ? "full: keeps nothing new" : STORE_WORDS[store.state] ?? store.state;
+  metric(condition, "tiercel_store_refused", Number(store.refused), words);
+  condition.className = full ? "off" : store.state;
   row(list, "Where", "url").textContent = url;
   if (store.records !== undefined) {
     metric(row(list, "Records"), "tiercel_store_records", store.records, short(store.records));
