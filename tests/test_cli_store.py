@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -16,6 +17,7 @@ from tests.terminal import Terminal
 from tests.test_cli import run
 from tiercel.storage.base import Put
 from tiercel.storage.file import FileStore
+from tiercel.storage.memory import MemoryStore
 from tiercel.storage.open import open_store
 from tiercel.storage.record import Flaw, Form, Header, pack, parse
 from tiercel.types import Kind
@@ -81,6 +83,22 @@ def test_ls_tells_kind_form_key_and_bytes(folder: Path) -> None:
         ["tail", FORM, "02" * 32, f"{RECORD_BYTES:,}"],
     ]
     assert len(run("store", "ls", url_of(folder), "--limit", "2").stdout.splitlines()) == 2
+
+
+def test_check_tells_how_far_it_is(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As a bar on a terminal, and as a line in the log. A store that can not count has no end of the bar."""
+
+    class Uncounted(MemoryStore):
+        def stats(self) -> dict[str, Any]:
+            return {"records": None, "bytes": None}
+
+    own = Uncounted()
+    with open_store(url_of(folder), read_only=True) as store, caplog.at_level("INFO", "tiercel.progress"):
+        assert store.check().records == 3
+        own.put([put_of(1), put_of(2)])
+        assert own.check().records == 2
+    told = [record.message.split(" in ")[0] for record in caplog.records]
+    assert told == ["checking: 3 records", "checking: 2 records"]
 
 
 def test_check_of_a_good_store_is_content(folder: Path) -> None:
