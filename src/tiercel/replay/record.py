@@ -72,7 +72,7 @@ class Recorder:
         times, (device, host, store, replayed) = task.times, task.reused
         ends = {end // self._page_tokens for end in task.ask.turn_ends}
         row: dict[str, Any] = {
-            "time_s": round(max(0.0, times.added_s - self._began_s), 4),
+            "time_s": round(max(0.0, times.added_s - self._began_s), 6),
             "prompt_tokens": task.prompt_tokens,
             "output_tokens": task.drawn,
             "turn_ends": sorted(ends - {0}),
