@@ -48,8 +48,12 @@ def counted(figures, name, **labels):
 
 def test_it_tells_what_the_server_tells(server):
     """Tokens by tier, answers, and times that no server can have before its client."""
-    runs = [figures_of(server.url, *LOAD) for _ in range(2)]
-    for told in runs:
+    runs, seconds = [], [first_token_seconds(server)]
+    for _ in range(2):
+        runs.append(figures_of(server.url, *LOAD))
+        seconds.append(first_token_seconds(server))
+    for told, before, after in zip(runs, seconds, seconds[1:], strict=False):
+        assert sum(row["ttft_s"] for row in told["rows"]) > after - before > 0
         assert (told["requests"], told["answered"], told["errors"], told["short"]) == (18, 18, {}, 0)
         assert told["answer_tokens"] == 18 * 4 == counted(told, "tiercel_engine_tokens_drawn_total")
         assert told["prompt_tokens"] == counted(told, "tiercel_tokens_asked_total")
@@ -61,6 +65,8 @@ def test_it_tells_what_the_server_tells(server):
         for row in told["rows"]:
             assert 0 < row["ttft_s"] <= row["ttft_s"] + 3 * row["tpot_s"] <= row["e2e_s"] + 1e-6
             assert row["e2e_s"] <= told["seconds"]
+            slowest = [tier for tier in ("store", "host", "device") if tier in row["reused_tokens"]]
+            assert row["source"] == [*slowest, "computed"][0]
     cold, warm = runs
     assert cold["sent_sha256"] == warm["sent_sha256"]
     assert [row["prompt_tokens"] for row in sorted_rows(cold)] == [
@@ -71,6 +77,12 @@ def test_it_tells_what_the_server_tells(server):
     row = warm["rows"][-1]
     explained = httpx.get(f"{server.url}/v1/cache/explain/{row['request_id']}").json()
     assert {tier: n for tier, n in explained["reused_tokens"].items() if n} == row["reused_tokens"]
+
+
+def first_token_seconds(server):
+    """Of all its requests, as the server sees them: from the first byte that came to the first token."""
+    name = 'tiercel_time_to_first_token_seconds_sum{call="/v1/completions"} '
+    return float(httpx.get(f"{server.url}/metrics").text.partition(name)[2].split()[0])
 
 
 def sorted_rows(figures):
