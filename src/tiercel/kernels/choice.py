@@ -234,7 +234,7 @@ def _refused(name: str, device: str, *, asked: bool) -> str:
     if name == "cuda" and torch.device(device).type != "cuda" and not interpreted:
         return f"run on CUDA, not on device {device}"
     if name == "cuda" and find_spec("triton") is None:
-        return "need Triton: pip install 'tiercel[cuda]'"
+        return "need Triton: pip install triton"
     return ""
 
 

@@ -213,8 +213,8 @@ class _Scheme(NamedTuple):
     needs: str = ""  # how to install its client
 
 
-_REDIS, _PIP_REDIS = "tiercel.storage.redis:RedisStore", 'pip install "tiercel[redis]"'
-_PIP_MOONCAKE = 'pip install "tiercel[mooncake]", and the library libibverbs1 of the system'
+_REDIS, _PIP_REDIS = "tiercel.storage.redis:RedisStore", 'pip install "redis[hiredis]"'
+_PIP_MOONCAKE = 'pip install mooncake-transfer-engine-non-cuda, and the library libibverbs1 of the system'
 _SCHEMES = {
     "file": _Scheme("tiercel.storage.file:FileStore", _path),
     "redis": _Scheme(_REDIS, _redis_host, _PIP_REDIS),
