@@ -40,7 +40,10 @@ def asked(*pieces, head=HEAD):
         )
         writer.close()
 
+    handlers = []
+
     async def both(reader, writer):
+        handlers.append(asyncio.current_task())
         line = await reader.readline()
         await (models if b"/v1/models" in line else answer)(reader, writer)
 
@@ -50,6 +53,7 @@ def asked(*pieces, head=HEAD):
         async with server, connected(url, {}, model=None, plain=True) as client:
             measured = Measured(0, 0)
             await client.ask("/v1/completions", client.body({"prompt": "x"}, 3), measured)
+            await asyncio.gather(*handlers, return_exceptions=True)  # the client may leave before they end
             return measured
 
     return asyncio.run(ask())

@@ -7,7 +7,7 @@ from tests.simulation.specs import SPECS
 from tiercel.cache import memories
 from tiercel.cache.memories import make_memories
 from tiercel.config import CacheConfig
-from tiercel.errors import ConfigError
+from tiercel.errors import ConfigError, TransferError
 from tiercel.memory.buffers import HostMemory
 
 SPEC = SPECS["full attention"]
@@ -35,16 +35,27 @@ def settings(**more):
     return CacheConfig(8, host_bytes=8 * SPEC.place_bytes, **more)
 
 
-@pytest.mark.parametrize("wrong", [{"evict": "no.such:Policy"}, {"fetch": "no.such:Policy"}])
-def test_a_policy_that_is_not_there_is_found_before_memory_is_made(opened, wrong):
-    with pytest.raises(ConfigError, match="no.such:Policy"):
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"evict": "no.such:Policy"}, "no.such:Policy"),
+        ({"fetch": "no.such:Policy"}, "no.such:Policy"),
+        ({"copier": "kernel"}, "copier"),
+    ],
+)
+def test_what_is_wrong_is_found_before_memory_is_made(opened, wrong, named):
+    with pytest.raises(ConfigError, match=named):
         make_memories(SPEC, settings(**wrong))
     assert opened == []
 
 
-def test_memory_that_nobody_can_copy_is_given_back(opened):
-    with pytest.raises(ConfigError, match="copier"):
-        make_memories(SPEC, settings(copier="kernel"))
+def test_memory_that_nobody_can_copy_is_given_back(opened, monkeypatch):
+    def fails(*_):
+        raise TransferError("no device")
+
+    monkeypatch.setattr(memories, "make_controller", fails)
+    with pytest.raises(TransferError):
+        make_memories(SPEC, settings())
     assert opened == ["made", "closed"]
 
 

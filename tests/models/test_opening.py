@@ -9,6 +9,7 @@ import torch
 from tests.models.qwen3 import make_reference, random_tokens, reference_logits, write_qwen3
 from tests.models.spans import one_pool
 from tiercel.errors import ConfigError
+from tiercel.kernels.choice import describe
 from tiercel.memory.buffers import DeviceMemory
 from tiercel.models.draft_model import WithDraft
 from tiercel.models.opening import open_model
@@ -32,7 +33,12 @@ def test_what_was_not_wished_for_is_chosen_and_told():
     opened = open_model(Wish())
     assert (opened.page_tokens, opened.format, opened.spec.page_tokens) == (128, "fp32", 128)
     lines = {each.what: each.value for each in opened.choices()}
-    assert lines == {"model": "tiny-v4", "entries": "fp32", "kernels": opened.kernels.NAME, "exact": "on"}
+    assert lines == {
+        "model": "tiny-v4",
+        "entries": "fp32",
+        "kernels": describe(opened.kernels)[0],
+        "exact": "on",
+    }
     assert open_model(Wish(page_tokens=256, format="bf16")).spec.page_tokens == 256
 
 

@@ -19,6 +19,7 @@ ATTACHED = {
     "attached": True,
     "url": URL,
     "state": "working",
+    "refused": False,
     "saved_bytes": 10,
     "read_bytes": 20,
     "read_bytes_s": None,

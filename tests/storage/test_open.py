@@ -142,7 +142,7 @@ except ConfigError as error:
 def test_a_missing_client_says_what_to_install(free_listener):
     assert 'pip install "redis[hiredis]"' in run_without("redis", "redis://host:1/0")
     told = run_without("mooncake", f"mooncake://127.0.0.1:{free_listener}")
-    assert 'pip install mooncake-transfer-engine-non-cuda' in told
+    assert "pip install mooncake-transfer-engine-non-cuda" in told
     assert "libibverbs1" in told
 
 
