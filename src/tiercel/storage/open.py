@@ -214,7 +214,7 @@ class _Scheme(NamedTuple):
 
 
 _REDIS, _PIP_REDIS = "tiercel.storage.redis:RedisStore", 'pip install "redis[hiredis]"'
-_PIP_MOONCAKE = 'pip install mooncake-transfer-engine-non-cuda, and the library libibverbs1 of the system'
+_PIP_MOONCAKE = "pip install mooncake-transfer-engine-non-cuda, and the library libibverbs1 of the system"
 _SCHEMES = {
     "file": _Scheme("tiercel.storage.file:FileStore", _path),
     "redis": _Scheme(_REDIS, _redis_host, _PIP_REDIS),
