@@ -80,6 +80,13 @@ def test_where_the_curve_is_flat_host_memory_does_not_help():
     )
 
 
+def test_each_gib_of_host_and_store_has_its_price_and_the_device_alone_costs_neither():
+    sizes = Sizes(GIB, host_bytes=3 * GIB, store_bytes=50 * GIB)
+    assert Prices(device=1.0, host_gib=2.0, store_gib=0.1).of_memory(sizes) == pytest.approx(3 * 2 + 50 * 0.1)
+    best, told = marked({}, EVEN)
+    assert best == 0 and told.startswith("only the device alone was tried: ")
+
+
 def test_memory_is_paid_as_long_as_the_device_needs_where_that_is_longer_than_the_trace():
     saved = {10: 3_000_000}
     assert marked(saved, EVEN)[0] == 10

@@ -13,12 +13,12 @@ from tiercel.errors import ConfigError, TraceError
 from tiercel.replay.formats import read_trace, servers_of
 from tiercel.replay.record import Recorder, open_trace
 from tiercel.replay.run import Serving, replay_places
-from tiercel.replay.server import Server
+from tiercel.replay.server import TracedServer
 from tiercel.spec import load
 
 
 def record(file, engine, prompts, count=4):
-    recorder = Recorder(open_trace(file), Server.of("tiny", engine.cache, engine.config))
+    recorder = Recorder(open_trace(file), TracedServer.of("tiny", engine.cache, engine.config))
     engine.scheduler.finished = recorder.ended
     answers = []
     for number, prompt in enumerate(prompts):
@@ -62,7 +62,7 @@ def test_a_trace_names_what_its_server_served_and_how(tmp_path):
     engine = make_engine(pages=6, host_pages=40)
     record(file, engine, [BASE])
     (server,) = servers_of([file])
-    assert server == Server.of("tiny", engine.cache, engine.config)
+    assert server == TracedServer.of("tiny", engine.cache, engine.config)
     assert server.spec == replace(SPEC, model="tiny") and server.spec.form == SPEC.form
     assert server.places.device_pages and server.host_bytes == engine.cache.config.host_bytes > 0
 
@@ -71,7 +71,7 @@ def test_a_declaration_with_a_draft_and_two_pools_comes_back_as_it_was(tmp_path)
     spec = load("deepseek-v4-flash", draft=True).apart
     assert spec.second and any(stream.draft for stream in spec.streams)
     file = tmp_path / "out.jsonl"
-    Recorder(open_trace(file), Server("flash", 256, spec)).close()
+    Recorder(open_trace(file), TracedServer("flash", 256, spec)).close()
     (server,) = servers_of([file])
     assert server.spec == spec
     assert [each.draft for each in server.spec.streams] == [each.draft for each in spec.streams]
@@ -185,7 +185,7 @@ def test_a_file_that_can_not_be_written_is_refused_at_the_start(tmp_path):
 
 def test_a_trace_that_fails_later_fails_no_request(tmp_path, caplog):
     engine = make_engine()
-    recorder = Recorder(open_trace(tmp_path / "out.jsonl"), Server("tiny", engine.page_tokens))
+    recorder = Recorder(open_trace(tmp_path / "out.jsonl"), TracedServer("tiny", engine.page_tokens))
     recorder._file.close()
     engine.scheduler.finished = recorder.ended
     assert run(engine, make_ask("a", BASE, 2), make_ask("b", BASE, 2))[1].finish is not None

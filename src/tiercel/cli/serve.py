@@ -84,8 +84,8 @@ def _start(
     publisher = _publisher(build, options, ending)
 
     from tiercel.peers.offering import open_listener, where
-    from tiercel.replay import server as replay_server
     from tiercel.replay.record import Recorder, open_trace
+    from tiercel.replay.server import TracedServer
     from tiercel.server.http.traces import open_traces
     from tiercel.server.listen import Server, check_certificate
 
@@ -111,7 +111,7 @@ def _start(
     names = *options.model_names, name_of(build.model)
     service = EngineService(engine, names[0], ", ".join(map(shown, build.sources)), publisher)
     if trace is not None:
-        recorder = Recorder(trace, replay_server.Server.of(names[0], engine.cache, engine.config))
+        recorder = Recorder(trace, TracedServer.of(names[0], engine.cache, engine.config))
         ending.callback(recorder.close)
         engine.scheduler.finished = recorder.ended
     ending.callback(service.close, 0.0)  # `_listen` has waited for running answers

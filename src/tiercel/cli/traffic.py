@@ -15,7 +15,7 @@ from tiercel.models.families import FOLDERS
 if TYPE_CHECKING:
     from tiercel.replay.report import Report
     from tiercel.replay.run import Serving
-    from tiercel.replay.server import Server
+    from tiercel.replay.server import TracedServer
     from tiercel.replay.sizes import Sizes
     from tiercel.replay.trace import Trace
     from tiercel.spec.cache_spec import CacheSpec
@@ -95,7 +95,7 @@ class Traffic:
 
     trace: Trace
     spec: CacheSpec
-    server: Server
+    server: TracedServer
     """What the trace tells of the server that wrote it."""
     why: str
     """Who named the model."""
@@ -125,7 +125,7 @@ def opened(files: list[str], asked: Asked, *, sparse: bool | None) -> Traffic:
     from dataclasses import replace
 
     from tiercel.replay.formats import read_trace, servers_of
-    from tiercel.replay.server import Server
+    from tiercel.replay.server import TracedServer
 
     servers = servers_of(files)
     spec, why = _declared(servers, asked)
@@ -136,10 +136,10 @@ def opened(files: list[str], asked: Asked, *, sparse: bool | None) -> Traffic:
     trace = read_trace(files, spec.page_tokens, session_every_s=asked.session_every)
     if asked.requests is not None:
         trace = replace(trace, requests=trace.requests[: asked.requests])
-    return Traffic(trace, spec, servers[-1] if servers else Server("", spec.page_tokens), why, sparse)
+    return Traffic(trace, spec, servers[-1] if servers else TracedServer("", spec.page_tokens), why, sparse)
 
 
-def _declared(servers: list[Server], asked: Asked) -> tuple[CacheSpec, str]:
+def _declared(servers: list[TracedServer], asked: Asked) -> tuple[CacheSpec, str]:
     """What is cached of a token, and who said so."""
     from dataclasses import replace
 

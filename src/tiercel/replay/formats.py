@@ -19,7 +19,7 @@ from typing import Any
 
 from tiercel.errors import TraceError
 from tiercel.progress import progress
-from tiercel.replay.server import Server
+from tiercel.replay.server import TracedServer
 from tiercel.replay.trace import TOLD_EVERY, Recorded, Text, Trace, make_trace
 
 MOONCAKE_TOKENS = 512
@@ -67,9 +67,9 @@ def read_texts(file: Path) -> list[Text]:
     raise TraceError(file, f"is no trace that is known here; its fields: {', '.join(first) or 'none'}", 1)
 
 
-def servers_of(files: Sequence[str | Path]) -> list[Server]:
+def servers_of(files: Sequence[str | Path]) -> list[TracedServer]:
     """The servers that wrote these files, one for each start; none for files of other formats."""
-    found: list[Server] = []
+    found: list[TracedServer] = []
     for file in map(Path, files):
         for line, text in enumerate(_content(file).splitlines(), 1):
             if text.startswith(HEAD):
@@ -77,7 +77,7 @@ def servers_of(files: Sequence[str | Path]) -> list[Server]:
                     row = json.loads(text)
                 except ValueError as error:
                     raise TraceError(file, f"is not JSON: {error}", line) from error
-                found.append(Server.from_head(file, line, row))
+                found.append(TracedServer.from_head(file, line, row))
     return found
 
 
@@ -193,7 +193,7 @@ def _own(file: Path, lines: Lines) -> Iterator[Text]:
     for line, row in lines:
         if "tiercel_trace" in row:
             run += 1
-            page_tokens = Server.from_head(file, line, row).page_tokens
+            page_tokens = TracedServer.from_head(file, line, row).page_tokens
             at_s = number_of(file, line, row, "began_s")
             began_s = at_s if began_s is None else began_s
             later_s = max(0.0, at_s - began_s)

@@ -122,6 +122,10 @@ def verdict(curve: Sequence[Point], prices: Prices, rates: Rates) -> str:
     none, *others = curve
     must_save = prices.host_gib * best.hours * HOUR_S / prices.device * rates.prefill_tokens_s
     must = f"{must_save:,.0f} tokens in {best.hours:,.1f} h"
+    if not others:
+        return (
+            f"only the device alone was tried: to be worth its price, a GiB of host memory must save {must}"
+        )
     if not best.memory_bytes:
         tried = [(_saved(none, point), point.sizes.host_bytes / GIB) for point in others]
         near = "".join(

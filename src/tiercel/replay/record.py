@@ -21,7 +21,7 @@ from typing import Any, TextIO
 
 from tiercel.engine.task import Task
 from tiercel.errors import ConfigError
-from tiercel.replay.server import Server
+from tiercel.replay.server import TracedServer
 from tiercel.threads import Crew
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Recorder:
     def __init__(
         self,
         file: TextIO,
-        server: Server,
+        server: TracedServer,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

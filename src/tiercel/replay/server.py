@@ -24,7 +24,7 @@ VERSION = 1
 
 
 @dataclass(frozen=True)
-class Server:
+class TracedServer:
     """None: the trace does not say."""
 
     model: str
@@ -39,12 +39,12 @@ class Server:
     host_bytes: int | None = None
 
     @staticmethod
-    def of(model: str, cache: TieredCache, config: EngineConfig) -> Server:
+    def of(model: str, cache: TieredCache, config: EngineConfig) -> TracedServer:
         """The server that an engine runs in. `config`: with all choices made."""
         from tiercel.engine.scheduler import STEP_TOKENS  # here: a trace is read without it
 
         sizes = cache.config
-        return Server(
+        return TracedServer(
             model,
             cache.spec.page_tokens,
             replace(cache.spec, model=model),
@@ -66,7 +66,7 @@ class Server:
         return {"tiercel_trace": VERSION, **told}
 
     @staticmethod
-    def from_head(file: Path, line: int, head: Mapping[str, Any]) -> Server:
+    def from_head(file: Path, line: int, head: Mapping[str, Any]) -> TracedServer:
         if head.get("tiercel_trace") != VERSION:
             raise TraceError(file, f"is of version {head.get('tiercel_trace')!r}, not {VERSION}", line)
         numbers = ("page_tokens", "step_tokens", "context_tokens", "running_max", "host_bytes")
@@ -84,7 +84,7 @@ class Server:
             places = None if "places" not in head else DevicePlaces(*map(int, head["places"]))
         except (SpecError, TypeError, ValueError) as error:
             raise TraceError(file, f"its spec or its places can not be read: {error}", line) from error
-        return Server(head.get("model", ""), spec=spec, places=places, **counts)
+        return TracedServer(head.get("model", ""), spec=spec, places=places, **counts)
 
 
 def _spec_of(head: Mapping[str, Any]) -> CacheSpec:
