@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tiercel.bench.client import Measured, connected
+from tiercel.bench.client import Connections, Measured, connected
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
 DONE = "data: [DONE]\n\n"
@@ -111,3 +111,21 @@ def test_what_is_wrong_with_a_stream_is_named(pieces, error):
 )
 def test_an_error_has_its_status_and_its_code(body, error):
     assert asked(body, head=b"HTTP/1.1 429 No\r\nconnection: close\r\n\r\n").error == error
+
+
+def test_as_many_connections_as_requests_at_once_and_a_pool_of_httpx_has_one():
+    """Such a pool looks at all its connections for each request."""
+
+    async def work():
+        connections = Connections("http://127.0.0.1:1", {})
+        with connections.one() as first:
+            with connections.one() as second:
+                assert first is not second
+            with connections.one() as third:
+                assert third is second
+        with connections.one() as again:
+            assert again is first
+        await connections.close()
+        assert first.is_closed and second.is_closed
+
+    asyncio.run(work())

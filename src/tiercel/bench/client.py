@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -80,11 +81,44 @@ class Measured:
         return sum(self.gaps_s) / behind if self.gaps_s and behind > 0 else None
 
 
+class Connections:
+    """Connections to one server, each with a pool of its own: a pool of httpx looks at all its connections
+    whenever a request begins or ends, and with 64 of them that takes seconds."""
+
+    def __init__(self, url: str, headers: Mapping[str, str]) -> None:
+        own = {"content-type": "application/json", "accept-encoding": "identity"}
+        self._make = partial(
+            httpx.AsyncClient,
+            base_url=url,
+            headers={**own, **headers},
+            timeout=httpx.Timeout(ANSWER_S, connect=ABOUT_S),
+            verify=httpx.create_ssl_context(),  # reading the certificates takes longer than all else
+        )
+        self._all: list[httpx.AsyncClient] = []
+        self._idle: list[httpx.AsyncClient] = []
+
+    @contextmanager
+    def one(self) -> Iterator[httpx.AsyncClient]:
+        """A connection that nobody else uses meanwhile."""
+        if not self._idle:
+            self._idle.append(self._make())
+            self._all.append(self._idle[-1])
+        http = self._idle.pop()
+        try:
+            yield http
+        finally:
+            self._idle.append(http)
+
+    async def close(self) -> None:
+        for http in self._all:
+            await http.aclose()
+
+
 class Client:
     """A server. `plain`: only OpenAI's own fields are sent, so answers may end before their length."""
 
-    def __init__(self, http: httpx.AsyncClient, *, model: str, plain: bool) -> None:
-        self._http = http
+    def __init__(self, connections: Connections, *, model: str, plain: bool) -> None:
+        self._connections = connections
         self.model = model
         self._fields: dict[str, Any] = {"model": model, "temperature": 0, "stream": True}
         self._fields["stream_options"] = {"include_usage": True}
@@ -99,12 +133,13 @@ class Client:
         """Send one request and read its answer into `measured`. An error is noted there, too."""
         begin = perf_counter()
         try:
-            async with self._http.stream("POST", path, content=body) as response:
-                measured.request_id = response.headers.get("x-request-id", "")
-                if response.is_error:
-                    measured.error = _kind(response.status_code, await response.aread())
-                else:
-                    await self._read(response, measured, begin)
+            with self._connections.one() as http:
+                async with http.stream("POST", path, content=body) as response:
+                    measured.request_id = response.headers.get("x-request-id", "")
+                    if response.is_error:
+                        measured.error = _kind(response.status_code, await response.aread())
+                    else:
+                        await self._read(response, measured, begin)
         except httpx.HTTPError as error:
             measured.error = type(error).__name__
         except (ValueError, TypeError, AttributeError):
@@ -144,7 +179,8 @@ class Client:
     async def counters(self) -> dict[str, float]:
         """All counters of `/metrics`; none, if the server has no such page."""
         try:
-            response = await self._http.get("/metrics", timeout=ABOUT_S)
+            with self._connections.one() as http:
+                response = await http.get("/metrics", timeout=ABOUT_S)
             families = list(text_string_to_metric_families(response.text if response.is_success else ""))
         except (httpx.HTTPError, ValueError):
             return {}
@@ -159,7 +195,8 @@ class Client:
 
     async def flush(self) -> None:
         """Empty the server's cache (an admin call of tiercel and SGLang). Its store stays."""
-        response = await self._http.post(f"/flush_cache?timeout={FLUSH_S}", timeout=FLUSH_S + ABOUT_S)
+        with self._connections.one() as http:
+            response = await http.post(f"/flush_cache?timeout={FLUSH_S}", timeout=FLUSH_S + ABOUT_S)
         if response.is_error:
             raise ConfigError(
                 "--flush", "on", f"the server answers {_kind(response.status_code, response.content)}"
@@ -171,21 +208,22 @@ async def connected(
     url: str, headers: Mapping[str, str], *, model: str | None, plain: bool
 ) -> AsyncIterator[Client]:
     """A server that answers. Without a name, `model` is the first one of its list."""
-    timeout = httpx.Timeout(ANSWER_S, connect=ABOUT_S)
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    own = {"content-type": "application/json", "accept-encoding": "identity"}
-    async with httpx.AsyncClient(
-        base_url=url, headers={**own, **headers}, timeout=timeout, limits=limits
-    ) as http:
-        try:
-            response = await http.get("/v1/models", timeout=ABOUT_S)
-        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
-            raise ConfigError("url", url, f"no server answers: {error or type(error).__name__}") from error
+    connections = Connections(url, headers)
+    try:
+        with connections.one() as http:
+            try:
+                response = await http.get("/v1/models", timeout=ABOUT_S)
+            except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+                raise ConfigError(
+                    "url", url, f"no server answers: {error or type(error).__name__}"
+                ) from error
         if response.is_error and (model is None or response.status_code in (401, 403)):
             raise ConfigError(
                 "url", url, f"/v1/models answers {_kind(response.status_code, response.content)}"
             )
-        yield Client(http, model=model or _first_model(url, response), plain=plain)
+        yield Client(connections, model=model or _first_model(url, response), plain=plain)
+    finally:
+        await connections.close()
 
 
 def _first_model(url: str, response: httpx.Response) -> str:
