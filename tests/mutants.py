@@ -35,7 +35,7 @@ def a_tail_misses_its_last_row(recent, tails, moves, ring_rows):
 
 def layers_are_computed_before_their_bytes_come(self, spans, rows=None, before=at_once):
     logits = real_forward(self, spans, rows)
-    before(self.layers.count - 1)
+    before(self.stage.end - 1)
     return logits
 
 

@@ -302,7 +302,7 @@ def quiet():
 RARE = {
     all_tails_save_the_same: 22,
     nothing_read_is_verified: 17,
-    only_the_payload_is_verified: 36,
+    only_the_payload_is_verified: 179,
     what_is_missing_counts_as_read: 12,
     only_the_match_counts_as_used: 46,
     reservations_count_units: 62,
