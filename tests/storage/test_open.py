@@ -73,7 +73,7 @@ def test_read_only_is_told_to_those_who_know_it():
 @pytest.mark.parametrize(
     ("url", "why"),
     [
-        ("s3://bucket", "is none of file:, redis:"),
+        ("s3://bucket", "is none of file:, shared:, redis:"),
         ("/var/cache", "is none of file:"),
         ("", "is none of file:"),
         ("memory:?sise=3", "has no option sise; options are size"),

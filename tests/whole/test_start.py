@@ -18,7 +18,7 @@ from tests.whole.process import Forked, running
 from tests.whole.test_store import MEMORY, PROMPT, generate, store_of
 
 EARLY = {
-    "--store s3://bucket": "is none of file:, redis:",
+    "--store s3://bucket": "is none of file:, shared:, redis:",
     "--store file:///var/cache?sise=3GiB": "has no option sise",
     "--store file:///var/cache?size=much": "size: is not a size",
     "--store file:///proc/nobody": "can not be used",

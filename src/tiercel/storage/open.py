@@ -1,6 +1,7 @@
 """URLs of stores: how one is opened, which may be attached over HTTP, and how its password is hidden.
 
-    file:///var/cache/tiercel?size=200GiB&free=10GiB&evict=lru
+    file:///var/cache/tiercel?size=200GiB&free=10GiB&evict=lru      one process at a time
+    shared:///var/cache/tiercel?size=200GiB            the same for several processes of one machine
     redis://user:password@host:6379/0?timeout_s=2      valkey:// and rediss:// (TLS) too
     redis+unix:///run/redis.sock?db=0
     mooncake://master:50051?local_segment=4GiB&replicas=2
@@ -217,6 +218,7 @@ _REDIS, _PIP_REDIS = "tiercel.storage.redis:RedisStore", 'pip install "redis[hir
 _PIP_MOONCAKE = "pip install mooncake-transfer-engine-non-cuda, and the library libibverbs1 of the system"
 _SCHEMES = {
     "file": _Scheme("tiercel.storage.file:FileStore", _path),
+    "shared": _Scheme("tiercel.storage.shared:SharedStore", _path),
     "redis": _Scheme(_REDIS, _redis_host, _PIP_REDIS),
     "rediss": _Scheme(_REDIS, _redis_host, _PIP_REDIS),
     "valkey": _Scheme(_REDIS, _redis_host, _PIP_REDIS),
@@ -238,7 +240,7 @@ _SCHEMES = {
 
 _PORTS = {"redis": 6379, "rediss": 6379, "valkey": 6379, "mooncake": None, "peer": None}
 """Schemes of stores on a network, with their default ports."""
-_PATHS = ("file", "redis+unix")
+_PATHS = ("file", "shared", "redis+unix")
 
 
 def check_allow(url: str) -> None:

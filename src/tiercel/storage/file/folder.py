@@ -3,6 +3,7 @@
 LOCK                       locked by the process that writes; contains its process id
 segment-0000000001.tcs     records; the lowest number is the oldest
 uses                       how records were used; may be missing
+SOCKET, owner.log          of the process that owns the folder for others (`storage.shared`)
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from tiercel.storage.file import direct
 
 _LOCK = "LOCK"
 _USES = "uses"
-_LOST_FOUND = "lost+found"  # every new ext file system has this folder
+SOCKET = "SOCKET"
+OWNER_LOG = "owner.log"
+_FILES = _LOCK, _USES, OWNER_LOG
+_OTHERS = SOCKET, "lost+found"  # every new ext file system has this folder
 _NUMBERS = 2**30
 """Numbers of segments are smaller than this: enough for centuries, and the index packs them with a row."""
 
@@ -31,13 +35,8 @@ class Folder:
         self.path = path
         self._file = self._lock = -1
         try:
-            if not read_only and not path.exists():
-                path.mkdir(parents=True)
-                parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-                try:
-                    os.fsync(parent)
-                finally:
-                    os.close(parent)
+            if not read_only:
+                make(path)
             self.numbers()
             self._file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             if not read_only:
@@ -46,9 +45,7 @@ class Folder:
             self.close()
             if isinstance(error, ConfigError):
                 raise
-            other = isinstance(error, FileExistsError | NotADirectoryError)
-            why = "is not a folder" if other else f"can not be used: {error.strerror}"
-            raise ConfigError("store", str(path), why) from error
+            raise _not_usable(path, error) from error
         self.direct_io = self._takes_direct_io()
 
     def numbers(self) -> list[int]:
@@ -59,7 +56,7 @@ class Folder:
                 number, ours = _number(entry.name), entry.is_file(follow_symlinks=False)
                 if number is not None and ours:
                     numbers.append(number)
-                elif entry.name != _LOST_FOUND and not (entry.name in (_LOCK, _USES) and ours):
+                elif entry.name not in _OTHERS and not (entry.name in _FILES and ours):
                     why = f"holds {entry.name!r}, which does not belong to a store"
                     raise ConfigError("store", str(self.path), why)
         return numbers
@@ -104,6 +101,28 @@ class Folder:
             os.close(direct.calls.open(str(self.path / _LOCK), os.O_RDONLY | os.O_DIRECT | direct.NO_LINKS))
             return True
         return False
+
+
+def make(path: Path) -> None:
+    """Create the folder if it is not there, durably. Raises ConfigError."""
+    try:
+        if path.is_dir():
+            return
+        path.mkdir(parents=True, exist_ok=True)
+        parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(parent)
+        finally:
+            os.close(parent)
+    except OSError as error:
+        raise _not_usable(path, error) from error
+
+
+def _not_usable(path: Path, error: OSError) -> ConfigError:
+    other = isinstance(error, FileExistsError | NotADirectoryError)
+    return ConfigError(
+        "store", str(path), "is not a folder" if other else f"can not be used: {error.strerror}"
+    )
 
 
 def _number(name: str) -> int | None:

@@ -26,6 +26,7 @@ from tiercel.storage.file.commit import GroupCommit, Job, Record
 from tiercel.storage.file.direct import ALIGN, Lane, Lanes, padded
 from tiercel.storage.file.folder import Folder
 from tiercel.storage.file.index import Index, load_uses, save_uses
+from tiercel.storage.file.reading import READERS
 from tiercel.storage.file.room import Candidate, Limits, Standing
 from tiercel.storage.file.segment import EVERYTHING, Segment, copy, create, load, note, packed_bytes
 from tiercel.storage.record import Note, RecordKey, View
@@ -35,10 +36,6 @@ FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 """Errors that mean that the disk is full. Any other error is a failure."""
 
 GROUP_BYTES = 32 * 1024**2  # The most bytes of one write. The next thread waits that long.
-READERS = 4
-"""Threads that read where there is no queue of the kernel: the caller and three more. Reads of 256 KiB on a
-virtual disk, 2 cores, 2026-10: 1 thread 2.6 GB/s, 4: 3.9, 8: 4.6."""
-
 log = logging.getLogger(__name__)
 
 

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet
 
 from tiercel.config import size_text
@@ -20,31 +20,16 @@ from tiercel.errors import ConfigError, StoreError
 from tiercel.policy.evict import make_evict_policy
 from tiercel.progress import progress
 from tiercel.storage.base import Checked, Get, Put, Store, trips
-from tiercel.storage.file import direct
 from tiercel.storage.file.commit import Record
 from tiercel.storage.file.direct import ALIGN, padded
 from tiercel.storage.file.folder import Folder
-from tiercel.storage.file.log import READERS, Log
-from tiercel.storage.file.queue import Request
+from tiercel.storage.file.log import Log
+from tiercel.storage.file.reading import Place, read_records
 from tiercel.storage.file.room import Limits, free_for, segment_bytes_for
 from tiercel.storage.file.segment import HEADER_MOST, OtherVersion, Reader, Segment, note, packed_bytes
-from tiercel.storage.record import ALIGN_LEAST, MAGIC, Flaw, Note, RecordKey, flaw_of, parse
+from tiercel.storage.record import Flaw, Note, RecordKey, flaw_of, parse
 
 log = logging.getLogger(__name__)
-
-STRETCH_BYTES = 2 * 1024**2
-"""Neighbouring records are read in one call, up to this many bytes: efficient for the disk, and small enough
-to share a batch among threads."""
-
-_GLANCE = 2 * ALIGN_LEAST  # the first bytes of a record, with its key
-
-
-class Stretch(NamedTuple):
-    """Neighbouring records of a segment, read by one call."""
-
-    segment: Segment
-    offset: int
-    wanted: list[int]
 
 
 class FileStore(Store):
@@ -108,67 +93,43 @@ class FileStore(Store):
 
     def _get(self, wanted: Sequence[Get], *, used: bool) -> list[bool]:
         """`used`: whether this counts as a use of the records."""
-        answers = [False] * len(wanted)
-        stretches = self._find(wanted, used)
-        threads = 1 if self._log.lanes.queued else READERS
-        shares = [stretches[start::threads] for start in range(min(threads, len(stretches)))]
+        found, segments = self._find([each.key for each in wanted], [each.bytes for each in wanted], used)
         try:
-            self._log.readers.each(lambda share: self._read(share, wanted, answers), shares)
+            return read_records(found, wanted, self._log.lanes, self._log.readers)
         finally:
-            self._let_go(stretch.segment for stretch in stretches)
-        return answers
+            self._let_go(segments)
 
-    def _find(self, wanted: Sequence[Get], used: bool) -> list[Stretch]:
-        """Where the records are, neighbours in one stretch. Their segments stay open until `_let_go`."""
-        found, stretches, end = list[tuple[int, int, int, int]](), list[Stretch](), 0
-        last: Stretch | None = None
+    def _find(
+        self, keys: Sequence[RecordKey], sizes: Sequence[int], used: bool
+    ) -> tuple[list[Place], set[Segment]]:
+        """Where the records of these lengths are, and their segments, which stay open until `_let_go`."""
+        found, segments = list[Place](), set[Segment]()
         with self._log.lock:
-            for number in reversed(range(len(wanted))):  # the first page was used last: the others need it
-                key, parts = wanted[number]
-                place = self._index.find(key)
+            for number in reversed(range(len(keys))):  # the first page was used last: the others need it
+                place = self._index.find(keys[number])
                 if place is None:
                     continue
                 segment, row = place
-                size = segment.table.sizes[row]
-                if size == sum(map(len, parts)):
+                if segment.table.sizes[row] == sizes[number]:
                     if used:
                         self._index.touch(segment, row)
-                    found.append((segment.number, segment.table.offsets[row], padded(size), number))
-            found.sort()
-            for of, offset, room, number in found:
-                beside = last and offset == end and of == last.segment.number
-                if last and beside and offset + room - last.offset <= STRETCH_BYTES:
-                    last.wanted.append(number)
-                else:
-                    last = Stretch(self._index.segments[of], offset, [number])
-                    last.segment.readers += 1
-                    stretches.append(last)
-                end = offset + room
-        return stretches
+                    segments.add(segment)
+                    found.append(Place(segment.file, segment.table.offsets[row], number))
+            for segment in segments:
+                segment.readers += 1
+        return found, segments
 
-    def _read(self, stretches: Sequence[Stretch], wanted: Sequence[Get], answers: list[bool]) -> None:
-        requests: list[Request] = []
-        for segment, offset, numbers in stretches:
-            parts: list[memoryview] = []
-            for number in numbers:
-                parts += wanted[number].parts
-                if rest := -sum(map(len, wanted[number].parts)) % ALIGN:
-                    parts.append(direct.NOWHERE[:rest])
-            requests.append((segment.file, offset, parts))
-        with self._log.lanes.take() as lane:
-            whole = direct.read_many(requests, lane)
-        alone = list[Stretch]()
-        for complete, stretch in zip(whole, stretches, strict=True):
-            if complete:
-                for number in stretch.wanted:
-                    answers[number] = _is_answer(wanted[number])
-            elif len(stretch.wanted) > 1:  # one of them can not be read: find out which
-                offset = stretch.offset
-                for number in stretch.wanted:
-                    alone.append(Stretch(stretch.segment, offset, [number]))
-                    offset += padded(wanted[number].bytes)
-        if alone:
-            self._read(alone, wanted, answers)
+    def places(self, keys: Sequence[RecordKey], sizes: Sequence[int]) -> list[tuple[int, int] | None]:
+        """For each of these records the number of its segment and its offset there, for another process that
+        reads it: what was written is never changed. None: it is missed. It counts as used."""
+        with self._call("looking for records"):
+            found, segments = self._find(keys, sizes, used=True)
+            numbers = {segment.file: segment.number for segment in segments}
+            told: list[tuple[int, int] | None] = [None] * len(keys)
+            for file, offset, number in found:
+                told[number] = numbers[file], offset
+            self._let_go(segments)
+            return told
 
     def _let_go(self, segments: Iterable[Segment]) -> None:
         with self._log.lock:
@@ -337,11 +298,3 @@ def _record(value: Put) -> Record:
     if header.header_bytes + header.payload_bytes != size:
         raise StoreError(f"a record of {header.payload_bytes:,} B was given {size:,} B with its header")
     return Record(key, size, parts)
-
-
-def _is_answer(wanted: Get) -> bool:
-    """Whether the first bytes are those of a record with this key, and not of another place in the file. The
-    caller verifies the rest."""
-    key, parts = wanted
-    start = bytes(parts[0][:_GLANCE]) if len(parts[0]) >= _GLANCE else b"".join(parts)[:_GLANCE]
-    return start.startswith(MAGIC) and key[1:] in start
