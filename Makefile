@@ -7,7 +7,7 @@ export PYTHONDONTWRITEBYTECODE = # tests start hundreds of processes: modules ar
 # CUDA asks for the Triton that it was built with, so this one is no constraint.
 INTERPRETER := triton==3.6.0
 
-.PHONY: serve test test-gpu sanitize check soak bench clean
+.PHONY: serve test test-gpu sanitize check engines soak bench clean
 
 .venv/installed: pyproject.toml constraints.txt setup.py src/tiercel/kernels/levels.py $(wildcard src/tiercel/kernels/*.[ch])
 	$(PYTHON) -m venv .venv
@@ -53,6 +53,14 @@ check: .venv/installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Our stores inside other engines: each in an environment of its own, some gigabytes.
+ENGINES := .venv/engines
+engines: .venv/installed
+	tests/engines/install-sglang.sh
+	tests/engines/install-vllm.sh
+	PYTHONPATH=src:. OMP_NUM_THREADS=1 $(ENGINES)/sglang-0.5.23/bin/python -m pytest -o filterwarnings= tests/engines
+	PYTHONPATH=src:. OMP_NUM_THREADS=1 $(ENGINES)/vllm-0.32.0/bin/python -m pytest --noconftest -o filterwarnings= tests/engines
+
 # All cases of tests that rotate; minutes of 64 clients, hundreds of requests made from the schema for each call, thousands of kills of a file store, a Mooncake store that is too slow, hundreds of faults
 # of peers, stages that are killed for ten minutes, prompts of every length; then the simulation with fresh seeds, until stopped or until one fails.
 soak: .venv/installed
@@ -60,6 +68,7 @@ soak: .venv/installed
 	TIERCEL_ALL=1 TIERCEL_ASKS_EACH=200 $(BIN)/pytest --timeout 3600 tests/whole/test_server.py -k "64_clients or verify"
 	TIERCEL_EXAMPLES=200 $(BIN)/pytest --timeout 3600 tests/server/test_schema.py tests/whole/test_schema.py
 	$(BIN)/python -m tests.storage.file.kill_loop --kills 5000
+	$(BIN)/python -m tests.storage.shared.kill_loop --kills 1000
 	unshare --map-root-user --net $(BIN)/python -m tests.storage.slow_holder
 	$(BIN)/python -m tests.peers.soak --trials 500
 	$(BIN)/python -m tests.engine.stages.kills --seconds 600

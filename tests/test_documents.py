@@ -42,6 +42,7 @@ OTHERS = {
     *("huggingface_hub", "HF_HOME", "HF_TOKEN", "HF_ENDPOINT", "main"),
     *("process_start_time_seconds", "process_open_fds", "process_max_fds", "gc.freeze"),
     *("OTEL_TRACES_SAMPLER", "OTEL_EXPORTER_OTLP_HEADERS", "--mini-lb", "cache_aware"),
+    *("--prefix-caching-hash-algo", "PYTHONHASHSEED", "cached_tokens_details", "storage"),
 }
 """Names of other programs."""
 

@@ -1,0 +1,1 @@
+"""What other engines load: our stores behind their own interfaces."""
