@@ -118,8 +118,41 @@ def test_a_start_ends_at_once_with_the_processes_of_its_stages(name, temporary):
 def test_verify_ends_at_once_and_leaves_nothing(temporary):
     command = [sys.executable, "-m", "tiercel.cli", "verify"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        until(lambda: any(temporary.iterdir()), "it begins")
+        until(lambda: any(temporary.glob("tiercel-verify-*")), "it begins")
         process.send_signal(signal.SIGTERM)
         said = process.communicate(timeout=10)[1]
     assert (process.returncode, said) == (128 + signal.SIGTERM, "")
     assert not any(temporary.iterdir())
+
+
+EARLIEST_AND_LATEST = """
+import os, signal, sys
+from tiercel.cli.ending import ends_at_once
+
+def then(function, when):
+    def call(*args, **options):
+        answer = function(*args, **options)
+        if when(*args):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return answer
+    return call
+
+began = []
+if sys.argv[1] == "earliest":
+    signal.signal = then(signal.signal, lambda number, _: number == signal.SIGTERM and not began)
+else:
+    signal.set_wakeup_fd = then(signal.set_wakeup_fd, lambda file: file == -1)
+with ends_at_once():
+    began.append(True)
+    if sys.argv[1] == "earliest":
+        signal.pause()
+print("went on")
+"""
+
+
+@pytest.mark.parametrize(("when", "status"), [("earliest", 143), ("latest", -15)])
+def test_no_signal_is_lost_when_a_start_begins_and_ends(when, status):
+    """The signal comes as soon as it is handled, and when it is handled no more."""
+    command = [sys.executable, "-c", EARLIEST_AND_LATEST, when]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (status, "", "")

@@ -22,16 +22,18 @@ def ends_at_once(first: Callable[[], object] = lambda: None) -> Iterator[None]:
     """
     reads, writes = os.pipe()
     os.set_blocking(writes, False)
-    before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
-    signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
     thread = Thread(target=_wait, args=(reads, first), name="tiercel-ending", daemon=True)
     thread.start()
+    # A handler that does nothing loses every signal that is not written into the pipe: the pipe comes first,
+    # and goes last.
+    signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+    before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
     try:
         yield
     finally:
-        signal.set_wakeup_fd(-1)
         for number, handler in before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(-1)
         os.close(writes)
         thread.join()
         os.close(reads)

@@ -6,8 +6,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from secrets import token_hex
+from tempfile import gettempdir
 from typing import Annotated, Any
 
 import typer
@@ -55,11 +57,14 @@ def verify(
     """
     build = o.made(Build, settings, model=named or model)
     config = o.made(EngineConfig, settings, cache=o.made(CacheConfig, settings))
-    with TemporaryDirectory(prefix="tiercel-verify-") as folder, ends_at_once(lambda: _remove(folder)):
+    folder = Path(gettempdir(), f"tiercel-verify-{token_hex(8)}")
+    with ends_at_once(lambda: _remove(folder)), ExitStack() as ending:
+        ending.callback(_remove, folder)
+        folder.mkdir(0o700)
         from tiercel.verify import verify as run_verify
         from tiercel.verify import verify_sparse
 
-        report = verify_sparse(build, config) if far else run_verify(build, config, Path(folder))
+        report = verify_sparse(build, config) if far else run_verify(build, config, folder)
     holds = report.holds(kl=kl, dlogprob=dlogprob)
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(report), indent=2))
@@ -72,5 +77,5 @@ def verify(
         raise typer.Exit(1)
 
 
-def _remove(folder: str) -> None:
+def _remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
