@@ -53,13 +53,12 @@ check: .venv/installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Our stores inside other engines: each in an environment of its own, some gigabytes.
-ENGINES := .venv/engines
-engines: .venv/installed
-	tests/engines/install-sglang.sh
-	tests/engines/install-vllm.sh
-	PYTHONPATH=src:. OMP_NUM_THREADS=1 $(ENGINES)/sglang-0.5.23/bin/python -m pytest -o filterwarnings= tests/engines
-	PYTHONPATH=src:. OMP_NUM_THREADS=1 $(ENGINES)/vllm-0.32.0/bin/python -m pytest --noconftest -o filterwarnings= tests/engines
+# Our stores inside other engines: each version in an environment of its own, about 2 GB each.
+ENGINES := sglang-0.5.23 sglang-0.5.22 vllm-0.32.0 vllm-0.31.0
+engines: $(ENGINES:%=engine-%)
+engine-%: .venv/installed
+	tests/engines/install.sh $(subst -, ,$*)
+	PYTHONPATH=src:. OMP_NUM_THREADS=1 .venv/engines/$*/bin/python -m pytest --confcutdir tests/engines -o filterwarnings= tests/engines
 
 # All cases of tests that rotate; minutes of 64 clients, hundreds of requests made from the schema for each call, thousands of kills of a file store, a Mooncake store that is too slow, hundreds of faults
 # of peers, stages that are killed for ten minutes, prompts of every length; then the simulation with fresh seeds, until stopped or until one fails.
