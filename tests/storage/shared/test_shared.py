@@ -27,7 +27,11 @@ from tests.storage.shared.kill_loop import run
 from tests.storage.shared.make import kill_owner, make_shared, owner_of, wait_for_end
 from tiercel.errors import ConfigError, StoreError
 from tiercel.storage.base import Put
+from tiercel.storage.file import FileStore, direct
 from tiercel.storage.open import open_store, why_not
+from tiercel.storage.shared.owner import Owner
+from tiercel.storage.shared.wire import listen
+from tiercel.threads import start
 
 KILLS = int(os.environ.get("TIERCEL_KILLS", "24"))
 
@@ -89,9 +93,9 @@ def test_a_killed_owner_is_started_again_by_the_next_call(tmp_path):
 
 def test_all_connections_to_a_killed_owner_are_given_up_at_once(tmp_path):
     """Also those that nobody used when it died: a call is sent three times at most."""
-    store = make_shared(tmp_path, 64 << 20, segment_bytes=None)
+    store = make_shared(tmp_path, 256 << 20, segment_bytes=None)
     with store:
-        names = [f"{n}:{4 << 20}" for n in range(8)]
+        names = [f"{n}:{4 << 20}" for n in range(12)]
         keep(store, *names)  # in parts, each over a connection of its own
         assert len(store._open) > 3
         kill_owner(store)
@@ -212,7 +216,7 @@ def test_the_path_of_a_folder_may_be_long(tmp_path):
         assert has_all(store, "a")
 
 
-def test_a_record_may_be_larger_than_the_memory_that_is_shared_first(tmp_path):
+def test_records_may_be_larger_than_what_is_written_at_once(tmp_path):
     with make_shared(tmp_path, 256 << 20, segment_bytes=64 << 20) as store:
         keep(store, "small", f"large:{40 << 20}", "small too", f"other:{17 << 20}")
         assert has_all(store, "small", f"large:{40 << 20}", "small too", f"other:{17 << 20}")
@@ -227,6 +231,35 @@ def test_each_process_hears_of_what_was_evicted(tmp_path):
             assert heard and set(heard) == set(second.removed())
             assert has_none(second, *(f"{n}:6000" for n in range(100) if key_of(f"{n}:6000") in set(heard)))
             assert first.removed() == second.removed() == []
+
+
+def test_a_process_that_stops_while_it_writes_is_given_up_and_may_come_back(tmp_path, monkeypatch):
+    monkeypatch.setattr("tiercel.storage.shared.owner.WRITE_S", 0.5)
+    options = {"size": SIZE, "evict": "lru", "free": 0, "segment_bytes": SEGMENT_BYTES}
+    write, stopped, goes_on = direct.write, threading.Event(), threading.Event()
+
+    def stop_once(file, offset, views):
+        if threading.current_thread().name == "late" and not stopped.is_set():
+            stopped.set()
+            assert goes_on.wait(60)
+        write(file, offset, views)
+
+    monkeypatch.setattr(direct, "write", stop_once)
+    with FileStore(tmp_path, **options) as owned, listen(str(tmp_path)) as listener:
+        owner = Owner(owned, options, linger_s=60.0)
+        serving = start(lambda: owner.serve(listener), "owner")
+        with make_shared(tmp_path) as slow, make_shared(tmp_path) as other:
+            late = start(lambda: keep(slow, "a", "b"), "late")
+            assert stopped.wait(60)
+            keep(other, "c", "d")
+            assert not late.done() and has_none(other, "a", "b") and has_all(other, "c", "d")
+            goes_on.set()  # it writes where it was told before, and is told another place then
+            late.result(60)
+            assert has_all(other, "a", "b", "c", "d") and owned.check().bad == []
+        owner.end()
+        serving.result(60)
+    with make_store(tmp_path) as alone:
+        assert has_all(alone, "a", "b", "c", "d")
 
 
 def test_what_is_evicted_while_it_is_read_is_missed_and_gives_its_space_back(tmp_path):

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import accumulate, chain
 from threading import Condition
 from typing import Any
@@ -22,14 +23,14 @@ from typing import Any
 from tiercel.policy.evict import EvictPolicy
 from tiercel.storage.base import trips
 from tiercel.storage.file import direct, index, room
-from tiercel.storage.file.commit import GroupCommit, Job, Record
-from tiercel.storage.file.direct import ALIGN, Lane, Lanes, padded
+from tiercel.storage.file.commit import GroupCommit, Job, Record, Writer, gather
+from tiercel.storage.file.direct import ALIGN, Lanes, padded
 from tiercel.storage.file.folder import Folder
 from tiercel.storage.file.index import Index, load_uses, save_uses
 from tiercel.storage.file.reading import READERS
 from tiercel.storage.file.room import Candidate, Limits, Standing
 from tiercel.storage.file.segment import EVERYTHING, Segment, copy, create, load, note, packed_bytes
-from tiercel.storage.record import Note, RecordKey, View
+from tiercel.storage.record import Note, RecordKey
 from tiercel.threads import Crew
 
 FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
@@ -87,15 +88,17 @@ class Log:
             self._settle()
 
     def _settle(self) -> None:
-        """Seal segments that a crash left open. Evict down to the size. Resume the last segment if it is less
-        than half full, and if at its full size there is still room for another segment."""
+        """Seal segments that a crash left open. Evict down to the size. Resume the last segment if it was
+        sealed, is less than half full, and if at its full size there is still room for another segment. Into
+        one that a crash left open another process (`Writer`) may still be writing."""
         self._folder.sync()  # a killed process may have created or removed files
+        closed = {segment for segment in self.index.segments.values() if segment.sealed}
         for segment in list(self.index.segments.values()):
             self._retire(segment)
         while self.bytes_on_disk > self.limits.size:
             self._evict(list(self.index.segments.values()))
         *_, last = [None, *self.index.segments.values()]
-        if not last or not last.sealed or last.table.end >= self.limits.segment_bytes // 2:
+        if last not in closed or last.table.end >= self.limits.segment_bytes // 2:
             return
         if self._missing() + self.limits.segment_bytes - last.bytes_on_disk <= 0:
             try:
@@ -117,15 +120,16 @@ class Log:
 
     # Appending
 
-    def append(self, records: Sequence[Record], kind: int = 0) -> int:
+    def append(self, records: Sequence[Record], kind: int = 0, writer: Writer | None = None) -> int:
         """Write records, or notes of one kind, durably and in this order; then they are in the index. Returns
-        how many were written: there was no room for the others."""
+        how many were written: there was no room for the others. `writer`: who has the bytes of these records,
+        and writes them."""
         done = 0
         most = min(self.lanes.size, self.limits.segment_bytes // 4)  # more would leave segments less full
         for some in trips(records, most, lambda record: padded(record.size)):
             with self.lanes.take() as lane:
                 keys, sizes, _ = zip(*some, strict=True)
-                job = Job(keys, sizes, kind, _gather(some, lane))
+                job = Job(keys, sizes, kind, () if writer else gather(some, lane.memory), writer)
                 self.commit.run(job)
             if job.error is not None:
                 if job.error.errno in FULL:
@@ -162,8 +166,11 @@ class Log:
     def _write(self, segment: Segment, group: Sequence[Job]) -> None:
         """Write jobs durably; then they are in the index."""
         try:
-            views = [view for job in group for view in job.views]
-            direct.write(segment.file, segment.table.end, views)
+            if group[0].writer is None:
+                views = [view for job in group for view in job.views]
+                direct.write(segment.file, segment.table.end, views)
+            else:
+                _write_elsewhere(segment, group)
             direct.calls.fdatasync(segment.file)
         except BaseException:
             segment.broken = True
@@ -396,18 +403,26 @@ def _group(queue: Sequence[Job], segment: Segment) -> list[Job]:
     for job in others:
         room, rows = room + job.room, rows + len(job.keys)
         too_much = room > GROUP_BYTES or not segment.fits(room, rows)
-        if too_much or job.by_itself or first.by_itself:
+        other = (job.writer is None) != (first.writer is None)
+        if too_much or other or job.by_itself or first.by_itself:
             break
         group.append(job)
     return group
 
 
-def _gather(records: Sequence[Record], lane: Lane) -> list[View]:
-    """Records next to each other, each padded, as they are written."""
-    parts, room = list[View](), 0
-    for _, size, of_record in records:
-        parts += of_record
-        room += padded(size)
-        if rest := -size % ALIGN:
-            parts.append(direct.ZEROS[:rest])
-    return direct.gather(parts, lane.memory if room <= len(lane.memory) else direct.aligned(room))
+def _write_elsewhere(segment: Segment, group: Sequence[Job]) -> None:
+    """Let other processes write their jobs, all at the same time. Raises OSError when all have ended."""
+    *begins, end = accumulate((job.room for job in group), initial=segment.table.end)
+    writers = [(job.writer, begin, job.keys) for job, begin in zip(group, begins, strict=True) if job.writer]
+    acts: list[Callable[[], None]] = [
+        partial(writer.begin, segment.file, begin, keys) for writer, begin, keys in writers
+    ]
+    errors = list[OSError]()
+    for act in [*acts, *(writer.end for writer, _, _ in writers)]:
+        try:
+            act()
+        except OSError as error:
+            errors.append(error)
+    if errors:
+        segment.table.end = end  # a process that was given up may still write there
+        raise errors[0]

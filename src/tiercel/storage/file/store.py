@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -20,7 +21,7 @@ from tiercel.errors import ConfigError, StoreError
 from tiercel.policy.evict import make_evict_policy
 from tiercel.progress import progress
 from tiercel.storage.base import Checked, Get, Put, Store, trips
-from tiercel.storage.file.commit import Record
+from tiercel.storage.file.commit import Record, Writer
 from tiercel.storage.file.direct import ALIGN, padded
 from tiercel.storage.file.folder import Folder
 from tiercel.storage.file.log import Log
@@ -142,25 +143,46 @@ class FileStore(Store):
 
     def put(self, values: Sequence[Put]) -> list[bool]:
         """Keep values. If a record is there already, it is read; if it is not whole, it is written again."""
-        with self._call("writing records", changes=True):
-            listed = [value for value in values if value.key in self._index]
-            whole = self._whole([value for value in listed if value.key not in self._log.doubtful])
-            records: dict[RecordKey, Record] = {}
-            for value in values:
-                if value.key not in whole and value.key not in records:
-                    records[value.key] = _record(value)
-            most = self._log.limits.segment_bytes - packed_bytes(1)
-            fitting = [record for record in records.values() if padded(record.size) <= most]
-            done = self._log.append(fitting)
-            for record in fitting[:done]:
-                del records[record.key]
-            return [value.key not in records for value in values]
 
-    def _whole(self, values: Iterable[Put]) -> set[RecordKey]:
-        """Those of these values that the disk holds with every byte right."""
+        def append(numbers: Sequence[int]) -> int:
+            return self._log.append([record_of(values[number]) for number in numbers])
+
+        return self._put([value.key for value in values], [value.bytes for value in values], append)
+
+    def put_by(self, writer: Writer, keys: Sequence[RecordKey], sizes: Sequence[int]) -> list[bool]:
+        """Keep records of another process, which writes those that are not there."""
+
+        def append(numbers: Sequence[int]) -> int:
+            records = [Record(keys[number], sizes[number], ()) for number in numbers]
+            return self._log.append(records, writer=writer)
+
+        return self._put(keys, sizes, append)
+
+    def _put(
+        self, keys: Sequence[RecordKey], sizes: Sequence[int], append: Callable[[Sequence[int]], int]
+    ) -> list[bool]:
+        """`append` writes the records of these numbers, and returns how many it has written."""
+        with self._call("writing records", changes=True):
+            most = self._log.limits.segment_bytes - packed_bytes(1)
+            listed = {
+                key: size
+                for key, size in zip(keys, sizes, strict=True)
+                if key in self._index and key not in self._log.doubtful
+            }
+            there = self._whole(listed)
+            new = dict[RecordKey, int]()
+            for number, (key, size) in enumerate(zip(keys, sizes, strict=True)):
+                if key not in there and padded(size) <= most:
+                    new.setdefault(key, number)
+            done = append(list(new.values()))
+            there.update(list(new)[:done])
+            return [key in there for key in keys]
+
+    def _whole(self, listed: Mapping[RecordKey, int]) -> set[RecordKey]:
+        """Those of these records that the disk holds in this length, with every byte right."""
         whole = set[RecordKey]()
-        for some in trips({value.key: value for value in values}.values(), self._log.lanes.size):
-            wanted = [Get(value.key, [memoryview(bytearray(value.bytes))]) for value in some]
+        for some in trips(listed.items(), self._log.lanes.size, itemgetter(1)):
+            wanted = [Get(key, [memoryview(bytearray(size))]) for key, size in some]
             for (key, (memory,)), there in zip(wanted, self._get(wanted, used=False), strict=True):
                 if there and flaw_of(memory, key) is None:
                     whole.add(key)
@@ -284,7 +306,7 @@ def _leave_to_parent() -> None:
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 
-def _record(value: Put) -> Record:
+def record_of(value: Put) -> Record:
     """What is appended for a value. Its header is checked first: a scan must be able to find the record."""
     key, parts = value
     header = parse(parts[0])

@@ -3,12 +3,13 @@
     python -m tiercel.storage.shared.owner FOLDER OPTIONS FILE      started by the first client (`starting`)
 
 It has the file store of the folder, and so the index, the lock and all decisions. A thread for each
-connection answers calls: where records are, which to keep, which to delete. A client that ends in the middle
-of a call leaves nothing behind: what it wanted to write is written, or was never asked for.
+connection answers calls: where records are, which to keep, which to delete. A client that ends while it
+writes costs what it was writing: others write behind it.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -26,12 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from tiercel.errors import ConfigError, StoreError, TiercelError
-from tiercel.storage.base import Put
 from tiercel.storage.file import FileStore
 from tiercel.storage.file.folder import SOCKET
 from tiercel.storage.file.index import REMOVED_MOST
 from tiercel.storage.record import RecordKey
-from tiercel.storage.shared.wire import VERSION, Line, LineLost, Memory, Said, connect, listen
+from tiercel.storage.shared.wire import VERSION, Line, LineLost, Said, connect, listen
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +40,9 @@ POLL_S = 0.5
 
 LOCKED_S = 3.0
 """How long a new owner waits for the lock of one that is ending."""
+
+WRITE_S = 10.0
+"""How long a client may take to write up to 16 MiB. Others that write wait for it; then it is given up."""
 
 
 class Owner:
@@ -108,20 +111,17 @@ class Owner:
         return True
 
     def _serve_client(self, line: Line) -> None:
-        memory: Memory | None = None
         while True:
             said = line.receive()
-            if said.file >= 0:
-                memory = Memory(said.file)
             keys: Sequence[RecordKey] = ()
             try:
-                answer, keys = self._answer(said, memory)
+                answer, keys = self._answer(said, line)
                 words = {"answer": answer}
             except TiercelError as error:
                 words = {"error": str(error)}
             line.send(words, keys)
 
-    def _answer(self, said: Said, memory: Memory | None) -> tuple[Any, Sequence[RecordKey]]:
+    def _answer(self, said: Said, line: Line) -> tuple[Any, Sequence[RecordKey]]:
         words, keys, store = said.words, said.keys, self._store
         match words["call"]:
             case "contains":
@@ -129,11 +129,7 @@ class Owner:
             case "places":
                 return store.places(keys, words["sizes"]), ()
             case "put":
-                if memory is None:
-                    raise StoreError("a client wants to write without memory")
-                ends = zip(words["offsets"], words["sizes"], strict=True)
-                views = [memory.view[at : at + size] for at, size in ends]
-                return store.put([Put(key, [view]) for key, view in zip(keys, views, strict=True)]), ()
+                return store.put_by(_Client(line), keys, words["sizes"]), ()
             case "delete":
                 return store.delete(keys), ()
             case "clear":
@@ -161,6 +157,28 @@ class Owner:
             boot, count = seen or (None, 0)
             more = min(self._gone_count - count, len(self._gone)) if boot == self._boot else 0
             return [self._boot, self._gone_count], list(islice(reversed(self._gone), more))
+
+
+class _Client:
+    """A client that has asked to put records, and writes them when it is told where (`commit.Writer`)."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+
+    def begin(self, file: int, offset: int, keys: Sequence[RecordKey]) -> None:
+        try:
+            self._line.send({"write": offset}, keys, file)
+        except LineLost as error:
+            raise OSError(errno.ECONNABORTED, str(error)) from error
+
+    def end(self) -> None:
+        try:
+            failed = self._line.receive(WRITE_S).words.get("failed", errno.EPROTO)
+        except LineLost as error:
+            self._line.close()
+            raise OSError(errno.ECONNABORTED, str(error)) from error
+        if failed:
+            raise OSError(failed, os.strerror(failed))
 
 
 def main(folder: str, options: str, told: int) -> None:

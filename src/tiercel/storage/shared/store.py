@@ -1,47 +1,50 @@
 """A file store for several processes of one machine. It outlives them all.
 
-    process 1 ─┐                       ┌── index, lock, eviction
-    process 2 ─┼── calls ──► owner ────┤
-    process 3 ─┘                       └── writes segments ◄── memory that a client filled
-        └───────── reads segments ─────────┘
+    process 1 ─┐
+    process 2 ─┼── calls ──► owner: index, lock, eviction, who writes where
+    process 3 ─┘
+        └── reads and writes segments
 
 One process owns the folder (`owner`). The first that opens the store starts it, and so does the first that
 finds it gone; it ends when nobody has used it for `linger_s`. What others put is found at once.
 
 Records are read from the files by the process that wants them: what was written is never changed, so a read
 needs no lease. If the segment is evicted before the file is open, the records are missed; after that the open
-file keeps its bytes. Records are written by the owner, from memory that both processes see.
+file keeps its bytes. Records are written by the process that has them, at the place that the owner gives it
+in its turn; the owner then makes them durable, and all find them.
 """
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from threading import Condition
 from typing import Any
 from weakref import WeakSet
 
-import numpy as np
-
 from tiercel.errors import StoreError
 from tiercel.storage.base import Get, Put, Store, trips
 from tiercel.storage.file import direct
+from tiercel.storage.file.commit import Record, gather
 from tiercel.storage.file.direct import ALIGN, Lanes, padded
 from tiercel.storage.file.folder import Folder, make
 from tiercel.storage.file.reading import READERS, Place, read_records
-from tiercel.storage.record import RecordKey
+from tiercel.storage.file.store import record_of
+from tiercel.storage.record import RecordKey, View
 from tiercel.storage.shared.starting import connect_or_start
-from tiercel.storage.shared.wire import KEYS_MOST, Line, LineLost, Memory, Said
+from tiercel.storage.shared.wire import KEYS_MOST, Line, LineLost, Said
 from tiercel.threads import Crew
-
-PUT_BYTES = 8 * 1024**2
-"""The most bytes of one call that writes: a connection has so much memory, unless a record is larger."""
 
 TRIES = 3
 """How often a call is sent before it fails: an owner that was killed is started again. Every call may be sent
 twice."""
+
+
+Write = Callable[[Said], None]
+"""Writes records into the file and to the offset that the owner has said. Raises OSError."""
 
 
 class SharedStore(Store):
@@ -65,8 +68,8 @@ class SharedStore(Store):
         self._process = os.getpid()
         self._lock = Condition()
         self._closed, self._calls = False, 0
-        self._idle: list[_Client] = []
-        self._open: set[_Client] = set()
+        self._idle: list[Line] = []
+        self._open: set[Line] = set()
         self._seen: list[Any] | None = None
         """What the owner said when it was last asked for evicted keys."""
         self._path = Path(path).absolute()
@@ -120,17 +123,33 @@ class SharedStore(Store):
         return -1
 
     def put(self, values: Sequence[Put]) -> list[bool]:
-        """Parts of a batch are copied while others are written."""
-        parts = list(trips(values, PUT_BYTES, lambda value: padded(value.bytes)))
+        """Parts of a batch are prepared while others are written, and may be written at the same time."""
+        parts = list(trips(map(record_of, values), self._lanes.size, lambda record: padded(record.size)))
         kept: list[list[bool]] = [[] for _ in parts]
 
         def put_part(number: int) -> None:
-            part = parts[number]
-            kept[number] = self._ask("put", [value.key for value in part], part).words["answer"]
+            kept[number] = self._put(parts[number])
 
         with self._call("writing records"):
             self._crew.each(put_part, range(len(parts)))
         return [each for part in kept for each in part]
+
+    def _put(self, records: Sequence[Record]) -> list[bool]:
+        with self._lanes.take() as lane:
+            views, used = dict[RecordKey, list[View]](), 0
+            for record in records:  # each by itself: the owner says which are written
+                views[record.key] = gather([record], lane.memory[used:])
+                used += padded(record.size)
+
+            def write(told: Said) -> None:
+                direct.write(
+                    told.file, told.words["write"], [view for key in told.keys for view in views[key]]
+                )
+
+            sizes = [record.size for record in records]
+            return list(
+                self._ask("put", [record.key for record in records], write, sizes=sizes).words["answer"]
+            )
 
     def delete(self, keys: Sequence[RecordKey]) -> int:
         with self._call("removing records"):
@@ -193,60 +212,60 @@ class SharedStore(Store):
                 self._lock.notify_all()
 
     def _ask(
-        self, call: str, keys: Sequence[RecordKey] = (), values: Sequence[Put] = (), **words: Any
+        self, call: str, keys: Sequence[RecordKey] = (), write: Write | None = None, **words: Any
     ) -> Said:
         for attempt in range(1, TRIES + 1):
             try:
-                with self._client() as client:
-                    return client.ask({"call": call, **words}, keys, values)
+                with self._line() as line:
+                    return _ask(line, {"call": call, **words}, keys, write)
             except LineLost as error:
                 if attempt == TRIES:
                     raise StoreError(f"the owner of {self._path} was lost: {error}") from error
         raise AssertionError
 
     @contextmanager
-    def _client(self) -> Iterator[_Client]:
+    def _line(self) -> Iterator[Line]:
         """A free connection. After an error it is not used again: its answer may still come."""
         with self._lock:
-            client = self._idle.pop() if self._idle else None
-        client = client or self._connect()
+            line = self._idle.pop() if self._idle else None
+        line = line or self._connect()
         try:
-            yield client
+            yield line
         except Refused:
-            self._give_back(client)
+            self._give_back(line)
             raise
         except LineLost:  # and with the owner all others
             self._drop_all(idle=True)
-            self._drop([client])
+            self._drop([line])
             raise
         except BaseException:
-            self._drop([client])
+            self._drop([line])
             raise
-        self._give_back(client)
+        self._give_back(line)
 
-    def _give_back(self, client: _Client) -> None:
+    def _give_back(self, line: Line) -> None:
         with self._lock:
-            self._open.add(client)
-            self._idle.append(client)
+            self._open.add(line)
+            self._idle.append(line)
 
     def _drop_all(self, *, idle: bool = False) -> None:
         """Close all connections, or those that nobody uses now."""
         with self._lock:
-            clients = list(self._idle if idle else self._open)
+            lines = list(self._idle if idle else self._open)
             self._idle.clear()
-        self._drop(clients)
+        self._drop(lines)
 
-    def _drop(self, clients: Sequence[_Client]) -> None:
+    def _drop(self, lines: Sequence[Line]) -> None:
         with self._lock:
-            self._open.difference_update(clients)
-        for client in clients:
-            client.line.close()
+            self._open.difference_update(lines)
+        for line in lines:
+            line.close()
 
-    def _connect(self) -> _Client:
-        client = _Client(connect_or_start(str(self._path), self._options))
+    def _connect(self) -> Line:
+        line = connect_or_start(str(self._path), self._options)
         with self._lock:
-            self._open.add(client)
-        return client
+            self._open.add(line)
+        return line
 
 
 _opened: WeakSet[SharedStore] = WeakSet()
@@ -255,8 +274,8 @@ _opened: WeakSet[SharedStore] = WeakSet()
 def _leave_to_parent() -> None:
     """In a forked process: closes its copies of the connections, so that they end with the parent's."""
     for store in _opened:
-        for client in store._open:
-            client.line.forget()
+        for line in store._open:
+            line.forget()
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
@@ -266,44 +285,22 @@ class Refused(StoreError):
     """The owner answered, with an error."""
 
 
-class _Client:
-    """A connection after the greeting, and the memory that records are written from."""
-
-    def __init__(self, line: Line) -> None:
-        self.line = line
-        self._memory: Memory | None = None
-
-    def ask(self, words: dict[str, Any], keys: Sequence[RecordKey] = (), values: Sequence[Put] = ()) -> Said:
-        file = self._lay(words, values) if values else -1
+def _ask(line: Line, words: dict[str, Any], keys: Sequence[RecordKey], write: Write | None) -> Said:
+    """A call and its answer. Before it the owner may tell where records are written."""
+    line.send(words, keys)
+    while "write" in (said := line.receive()).words:
+        assert write is not None, "only a put is told where to write"
+        failed = 0
         try:
-            self.line.send(words, keys, file)
+            write(said)
+        except OSError as error:
+            failed = error.errno or errno.EIO
         finally:
-            if file >= 0:
-                os.close(file)
-        answer = self.line.receive()
-        if "error" in answer.words:
-            raise Refused(answer.words["error"])
-        return answer
-
-    def _lay(self, words: dict[str, Any], values: Sequence[Put]) -> int:
-        """Copy values into the memory, each from an aligned offset on, where the owner writes them from.
-        Returns the file of new memory, or -1."""
-        room = sum(padded(value.bytes) for value in values)
-        file = -1
-        if self._memory is None or room > len(self._memory.view):
-            self._memory, file = Memory.create(max(room, PUT_BYTES))
-        at, view = 0, self._memory.view
-        words["offsets"], words["sizes"] = list[int](), list[int]()
-        for value in values:
-            words["offsets"].append(at)
-            words["sizes"].append(value.bytes)
-            end = at
-            for part in filter(len, value.parts):
-                target = np.frombuffer(view[end : end + len(part)], np.uint8)
-                np.copyto(target, np.frombuffer(part, np.uint8))  # without the GIL
-                end += len(part)
-            at += padded(value.bytes)
-        return file
+            os.close(said.file)
+        line.send({"failed": failed})
+    if "error" in said.words:
+        raise Refused(said.words["error"])
+    return said
 
 
 def _parts(items: Sequence[Any]) -> Iterator[Sequence[Any]]:

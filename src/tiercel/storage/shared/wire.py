@@ -3,14 +3,16 @@
     length of the words │ number of keys │ words: a JSON object │ keys, 49 bytes each
 
 A client sends a call and waits for its answer. The bytes of records never go this way: a client reads them
-from the files, and writes them into memory that the owner sees too (`Memory`).
+from the files and writes them there. Between the call to put and its answer the owner says where:
+
+    put KEYS ──►    ◄── write KEYS, offset, open file ──► written …    ◄── answer
+
+The file goes with the message, and not its name: a name may be that of another file a moment later.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
-import mmap
 import os
 import socket
 import struct
@@ -31,7 +33,6 @@ KEYS_MOST = 1 << 16
 
 _HEAD = struct.Struct("<II")
 _WORDS_MOST = 64 << 20
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class LineLost(StoreError):
@@ -44,7 +45,7 @@ class Said(NamedTuple):
     words: dict[str, Any]
     keys: Sequence[RecordKey] = ()
     file: int = -1
-    """The memory of a client, sent once. Whoever gets it closes it."""
+    """Whoever gets it closes it."""
 
 
 class Line:
@@ -62,9 +63,11 @@ class Line:
         except OSError as error:
             raise LineLost(f"the connection was lost: {error}") from error
 
-    def receive(self) -> Said:
+    def receive(self, wait_s: float | None = None) -> Said:
+        """`wait_s`: how long to wait for a message. None: for ever."""
         file = -1
         try:
+            self._socket.settimeout(wait_s)
             head, files, _, _ = socket.recv_fds(self._socket, _HEAD.size, 1, socket.MSG_CMSG_CLOEXEC)
             file = files[0] if files else -1
             words, keys = _HEAD.unpack(head + self._exactly(_HEAD.size - len(head), begun=bool(head)))
@@ -72,6 +75,7 @@ class Line:
                 raise LineLost(f"a message of {words:,} B")
             said = json.loads(self._exactly(words))
             names = self._exactly(keys * KEY_BYTES)
+            self._socket.settimeout(None)
         except BaseException as error:
             if file >= 0:
                 os.close(file)
@@ -100,32 +104,6 @@ class Line:
     def forget(self) -> None:
         """Close the connection here only: another process has it, too."""
         self._socket.close()
-
-
-class Memory:
-    """Memory that a client and the owner both see. Its length never changes: a process that touched the bytes
-    behind a shortened file would be killed."""
-
-    def __init__(self, file: int) -> None:
-        """`file`: it is closed here."""
-        try:
-            if fcntl.fcntl(file, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-                raise StoreError("the memory of a client may become shorter")
-            self.view = memoryview(mmap.mmap(file, os.fstat(file).st_size))
-        finally:
-            os.close(file)
-
-    @staticmethod
-    def create(size: int) -> tuple[Memory, int]:
-        """New memory, and its file for the owner. The caller closes the file."""
-        file = os.memfd_create("records", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(file, size)
-            fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
-            return Memory(os.dup(file)), file
-        except BaseException:
-            os.close(file)
-            raise
 
 
 def listen(folder: str) -> socket.socket:
